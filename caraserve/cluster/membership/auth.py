@@ -5,8 +5,8 @@ the message. Each side of a connection draws a nonce, and each direction's key i
 So a frame of another connection, direction or cluster does not verify, and within a connection each sequence number is
 accepted once.
 
-A request signature covers the method, the path with its query, and a time of day, and is valid for half a minute. What
-it gives access to can be repeated without harm: adapters' bytes and plans are only read, and checked against a digest.
+A request signature covers the method, the path with its query, and the time, and is valid for 30 s. Repeating such a
+request does no harm: adapters' bytes and plans are only read, and checked against a digest.
 
 Of several secrets the first signs and all verify. To rotate secrets without a pause: add the new one everywhere, put it
 first everywhere, then remove the old one.
@@ -18,7 +18,7 @@ from pathlib import Path
 from caraserve.cluster.membership.messages import MAX_FRAME
 from caraserve.errors import ConfigError
 
-WINDOW = 1024  # sequence numbers that may overtake one another
+WINDOW = 1024  # sequence numbers within which frames may arrive out of order
 HELLO_FRAME, SESSION_FRAME = b"H", b"S"
 _MAC, _SEQUENCE = 16, 8
 _HEAD = 1 + _MAC + _SEQUENCE
@@ -35,19 +35,19 @@ class Keyring:
         self._secrets = secrets
 
     def hello_keys(self) -> tuple[bytes, ...]:
-        """Keys for frames before there is a session."""
+        """Returns the keys for frames before there is a session, the signing one first."""
         return self._derive(b"hello")
 
     def session_keys(self, sender: str, receiver: str) -> tuple[bytes, ...]:
-        """Keys for frames in one direction of one connection, given both sides' nonces."""
+        """Returns the keys for frames in one direction of one connection, given both sides' nonces."""
         return self._derive(f"session {sender} {receiver}".encode())
 
     def request_keys(self) -> tuple[bytes, ...]:
-        """Keys for HTTP requests."""
+        """Returns the keys for HTTP requests between instances."""
         return self._derive(b"request")
 
     def forward_keys(self) -> tuple[bytes, ...]:
-        """Keys for requests that one instance forwards to another."""
+        """Returns the keys for requests of clients that one instance forwards to another."""
         return self._derive(b"forward")
 
     def _derive(self, use: bytes) -> tuple[bytes, ...]:
@@ -76,11 +76,11 @@ class ReplayWindow:
 
     def __init__(self) -> None:
         self._highest = -1
-        self._seen = 0  # bit i: `highest - i` came
+        self._seen = 0  # bit i: the number `highest - i` was received
 
     def is_new(self, sequence: int) -> bool:
-        """Returns whether a number comes for the first time. Only for verified frames: a forged number would move
-        the window."""
+        """Returns whether a number is received for the first time. Only for verified frames: a forged number would
+        move the window."""
         ahead = sequence - self._highest
         if ahead > 0:
             self._seen = (self._seen << min(ahead, WINDOW) | 1) & ((1 << WINDOW) - 1)
@@ -120,7 +120,7 @@ def _request_mac(key: bytes, method: str, path: str, when: str) -> str:
 
 # --- the file of secrets ---
 
-# Instances on a loopback interface trust all processes of the machine, as they do with requests that need no key.
+# On a loopback interface all processes of the machine are trusted, as with client requests that need no key.
 LOOPBACK_SECRET = b"caraserve: every process of this machine may join"
 
 

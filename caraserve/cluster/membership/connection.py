@@ -29,10 +29,10 @@ from caraserve.cluster.membership.swim import MAX_LIVE, MAX_UPDATES
 UNKNOWN_SECRET = "it knows no secret of ours; is its --cluster-secret-file another one?"
 NO_ANSWER = "it does not answer our greeting; is its --cluster-secret-file another one?"
 MAX_WAITING = 256  # control frames for a peer that does not read; after that its connection is dropped
-_FIRST = 0.8  # of the time to greet: who dialled gives up first, so that both sides say why
-_MAX_BAD = 16  # frames that do not verify or decode; after that, too
-_MAX_STRANGERS = 2 * MAX_LIVE  # connections that others began and that are not in session yet
-_MAX_ACCEPTED = 4 * MAX_LIVE  # that others began
+_FIRST = 0.8  # of `handshake_s`: the dialling side gives up first, so that both sides log the reason
+_MAX_BAD = 16  # frames that do not verify or decode; after that the connection is dropped too
+_MAX_STRANGERS = 2 * MAX_LIVE  # accepted connections that are not in session yet
+_MAX_ACCEPTED = 4 * MAX_LIVE  # accepted connections
 
 
 class Ignored(Enum):
@@ -45,18 +45,18 @@ class Connection:
 
     def __init__(self, number: int, dialled: str | None, nonce: str, keys: Keyring, now: float) -> None:
         self.number = number
-        self.dialled = dialled  # the address, when it was us
+        self.dialled = dialled  # the address, if this instance opened the connection
         self.nonce = nonce
         self.opened_s = self.heard_s = self.greeted_s = now
         self.peer: Hello | None = None
         self.up = False
-        self.barred = False  # we refused it
-        self.closing: str | None = None  # why, once it is to be closed
-        self.told = False  # and whether that was said
+        self.barred = False  # this instance has refused the peer
+        self.closing: str | None = None  # the reason, once the connection is to be closed
+        self.told = False  # whether a CloseConnection was put out
         self._keys = keys
         self._verify_key: bytes | None = None  # the one that the last frame was signed with
         self._greet = dialled is not None
-        self._named = False  # it has been told who we are
+        self._named = False  # the peer has been sent a Hello
         self._refusal: Refuse | None = None
         self._window = ReplayWindow()
         self._sent = 0
@@ -72,7 +72,7 @@ class Connection:
         self._sign_key = keys.session_keys(self.nonce, peer)[0]
         self._verify_keys = keys.session_keys(peer, self.nonce)
 
-    # ---- in
+    # ---- receiving
 
     def open(self, frame: bytes, now: float) -> Message | Malformed | Ignored:
         """Verifies and decodes a frame. Returns its message, or why there is none."""
@@ -80,7 +80,7 @@ class Connection:
         if frame[:1] == HELLO_FRAME:
             message = self._open_hello(frame)
         elif frame[:1] == SESSION_FRAME and not self.up:
-            return Ignored.STALE  # its Hello got lost or was overtaken; both will be said again
+            return Ignored.STALE  # its Hello was lost or comes later; both will be sent again
         else:
             message = self._open_session(frame)
         if isinstance(message, Malformed):
@@ -96,7 +96,7 @@ class Connection:
     def greeted(self, hello: Hello, now: float) -> bool:
         """Accepts a Hello that passed all checks. Returns whether the session begins with it."""
         if self.up and self.peer is not None and hello.nonce != self.peer.nonce:
-            return False  # a recording: the nonce is one for the whole connection
+            return False  # a recording: a connection has one nonce
         self.peer = hello
         self._greet |= not hello.ready
         if self.up or hello.echo != self.nonce:
@@ -117,7 +117,7 @@ class Connection:
         return Malformed("a message that belongs into a session")
 
     def _open_session(self, frame: bytes) -> Message | Malformed | Ignored:
-        # The key that verified last is tried first: with two secrets every frame of a peer would else cost two hashes.
+        # The key that verified last is tried first: otherwise, with two secrets, a frame may cost two hashes.
         opened = verify_frame(SESSION_FRAME, (self._verify_key,), frame) if self._verify_key else None
         for key in () if opened else self._verify_keys:
             opened = opened or verify_frame(SESSION_FRAME, (key,), frame)
@@ -131,7 +131,7 @@ class Connection:
         message = decode(opened[1])
         return Malformed("a greeting inside a session") if isinstance(message, Hello | Refuse) else message
 
-    # ---- out
+    # ---- sending
 
     def send(self, message: Message) -> None:
         """Queues a message. A heartbeat replaces an older one in the queue: only the newest matters."""
@@ -223,7 +223,8 @@ def should_replace(new: Connection, old: Connection, hello: Hello, me: str) -> b
 def limit_accepted(connections: Iterable[Connection]) -> None:
     """Closes an accepted connection when there are too many, so that connections without a session exclude no instance.
 
-    Closes the oldest one without a session, preferring those that have shown no key. Dialled connections do not count.
+    Of those without a session it closes the oldest, and first those whose key has not been verified. Dialled
+    connections do not count.
     """
     accepted = [connection for connection in connections if connection.dialled is None and connection.closing is None]
     strangers = [connection for connection in accepted if not connection.up]

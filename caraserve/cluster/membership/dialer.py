@@ -12,7 +12,7 @@ from caraserve.cluster.membership.messages import Hello
 from caraserve.cluster.membership.swim import MemberRecord, MemberState
 
 _SPREAD_S = 0.2
-_OTHER_SIDE_S = 1.0  # how long the greater name leaves the dialling to the lesser
+_OTHER_SIDE_S = 1.0  # by which the instance with the greater name dials later
 _RETRY_S = 0.7
 _REFUSED_S = 30.0
 
@@ -25,7 +25,7 @@ class Dialer:
         self.seeds = seeds
         self._rng = rng
         self._due = {address: now + _SPREAD_S * rng.random() for address in seeds}
-        self._names: dict[str, str] = {}  # a seed's address → who answered there, which may call itself otherwise
+        self._names: dict[str, str] = {}  # a seed's address → the name of the instance there
 
     def due(
         self,

@@ -46,7 +46,7 @@ class PeerResolver(AbstractResolver):
             future = self._under_way[host] = Future()
             try:
                 Thread(target=self._look_up, args=(host, future), name="caraserve-resolver", daemon=True).start()
-            except RuntimeError as error:  # there are as many threads as may be
+            except RuntimeError as error:  # the limit of threads is reached
                 del self._under_way[host]
                 raise OSError(f"{host}: {error}") from error
         return await asyncio.shield(asyncio.wrap_future(future))
@@ -93,7 +93,7 @@ def _scoped(address: str, port: str, flow: str = "0", scope: str = "0") -> str:
 
 # --- addresses of instances ---
 
-_PATIENCE_S = 2.0  # with name servers
+_PATIENCE_S = 2.0  # for the name servers to answer
 
 
 def join_address(host: str, port: int) -> str:

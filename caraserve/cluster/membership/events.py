@@ -20,7 +20,7 @@ class ProtocolSettings:
     cluster: str
     model: str  # digest of the base model
     name: str
-    address: str  # where others reach us
+    address: str  # where other instances reach this one
     seeds: tuple[str, ...] = ()
     base_name: str = ""  # by which clients ask for the base model: no adapter's name
     timing: DetectorTiming = field(default_factory=DetectorTiming)
@@ -29,7 +29,7 @@ class ProtocolSettings:
     handshake_s: float = 5.0
     greet_s: float = 0.5
     connection_silent_s: float = 10.0  # a connection without a frame, of a peer dead by then
-    spare_s: float = 2.0  # the second connection of a pair lives on, so that both ends see the first one in use
+    spare_s: float = 2.0  # for which a second connection to a peer stays open, until both ends use the first one
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class CloseConnection:
 
     connection_id: int
     reason: str
-    dialled: str | None  # the address, if it was we who asked for the connection
+    dialled: str | None  # the address, if this instance opened the connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ Output: TypeAlias = (
 
 
 def refusal_reason(settings: ProtocolSettings, hello: Hello, known: Hello | None = None) -> str | None:
-    """Returns why a peer does not belong into this cluster, for its operator, or None.
+    """Returns why a peer does not belong to this cluster, for its operator, or None.
 
     `known`: the Hello of the peer of that name that is in session and was heard recently; None after a restart of it.
     """

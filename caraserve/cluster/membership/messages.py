@@ -1,7 +1,7 @@
 """Messages between instances, and their JSON form. No I/O, no clock.
 
-A message is a JSON array: its kind, then its fields in order. auth.py makes frames of messages. The types of the fields
-state all bounds; `decode` returns a `Malformed` for whatever is outside of them, because messages come from outside.
+A message is a JSON array: its kind, then its fields in order. `auth.py` makes frames of messages. The types of the
+fields state their bounds, and `decode` returns `Malformed` for a message outside them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,7 @@ from caraserve.cluster.membership.swim import MAX_KNOWN, MAX_UPDATES, MemberReco
 from caraserve.cluster.state.replicated_map import BUCKETS, MAX_VALUE, Entry, InstanceLoad, entry_fits
 from caraserve.util.option_values import split_address
 
-PROTOCOL_VERSION = 4  # raised whenever instances of before and after could not work together
+PROTOCOL_VERSION = 4  # raised with each change after which old and new instances cannot work together
 MAX_FRAME = 128 * 1024  # bytes; the largest are 256 records with long addresses, and entries, which are cut to fit
 MAX_BATCH = 200  # entries in one frame: about a millisecond to merge
 BATCH_BYTES = 96 * 1024
@@ -59,7 +59,7 @@ class _ExactHello(Hello, frozen=True, forbid_unknown_fields=True, tag="hello"):
 
 
 class Refuse(_Message, frozen=True, tag="refuse"):
-    """Declines a session. `echo` is the receiver's nonce, so that only its peer can turn an instance away."""
+    """Refuses a session. `echo` is the receiver's nonce, so that only the peer of this connection can refuse it."""
 
     echo: Name
     reason: Annotated[str, Meta(min_length=1, max_length=1000, pattern=PLAIN)]
@@ -134,7 +134,7 @@ class Entries(_Message, frozen=True, tag="entries"):
 
 
 class PeerQuery(_Message, frozen=True, tag="query"):
-    """A query for the layers above, such as the cost of a request, or the answer to one."""
+    """A query to another instance, such as for the cost of a request, or the answer to one."""
 
     number: Count
     is_answer: bool

@@ -1,7 +1,7 @@
 """One instance of the cluster, with sockets and clocks: the I/O of `ClusterProtocol`.
 
     await node.start(address, listener)   when HTTP listens; `address`: where other instances reach this one
-    await node.stop()                     says goodbye and closes all connections
+    await node.stop()                     announces the leave and closes all connections
     await node.close()                    closes the registry file, when HTTP has ended
     await node.ended                      raises ConfigError when the cluster refuses this instance for good
 
@@ -51,9 +51,9 @@ from caraserve.telemetry.prometheus import family
 
 log = logging.getLogger(__name__)
 
-_TICK_S = 0.08  # the core wants ten a second or more
-_RESOLVE_S = 10.0  # between looks at DNS
-_REREAD_S = 2.0  # between looks at the secret file
+_TICK_S = 0.08  # `ClusterProtocol.tick` must be called at least ten times a second
+_RESOLVE_S = 10.0  # between look-ups of `--peers`
+_REREAD_S = 2.0  # between reads of the secret file
 _QUIET_S = 60.0  # between two log lines of one kind about one address
 
 QueryBody = tuple[str | int | float, ...]
@@ -74,17 +74,17 @@ class NodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class NodeListener:
-    """What a node calls, on the event loop, while it runs."""
+    """Functions that a node calls on the event loop while it runs."""
 
-    # The load for the next heartbeat, given by how many seconds the event loop lags.
+    # Returns the load for the next heartbeat, given the event loop's lag in seconds.
     current_load: Callable[[float], InstanceLoad] = lambda lag_s: InstanceLoad("serving", lag_s=lag_s)
-    # Names that other instances registered, or removed (None).
+    # Gets the names that other instances registered, or removed (None).
     on_registry_change: Callable[[Mapping[str, RegisteredAdapter | None]], None] = lambda changes: None
-    # An instance joined, came back, became suspect, died or left; its state before is None if it is new.
+    # Gets an instance that joined, came back, became suspect, died or left, and its state before; None if it is new.
     on_member_change: Callable[[MemberRecord, MemberState | None], None] = lambda record, before: None
-    # The adapters that some instance advertises have changed, or the state of an instance.
+    # Called when the adapters that some instance advertises have changed, or the state of an instance.
     on_holders_change: Callable[[], None] = lambda: None
-    # The answer to a query of another instance, given its name and the query's body.
+    # Returns the answer to a query, given the name of the instance that sent it and the query's body.
     answer_query: Callable[[str, QueryBody], QueryBody] = lambda peer, body: ()
 
 
@@ -112,10 +112,10 @@ class Node:
         self._unresolved: list[str] = []
         self._refused = 0  # entries, when we last looked
 
-    # ---- life
+    # ---- start and stop
 
     async def start(self, address: str, listener: NodeListener) -> None:
-        """Joins the cluster: dials the peers until one accepts, and goes on doing so. Raises ConfigError."""
+        """Starts to join the cluster, in the background, by dialling the peers. Raises ConfigError."""
         self._listener = listener
         seeds, self._unresolved = await resolve_peers(self._config.peers, self._resolver)
         check_count(seeds)
@@ -155,7 +155,7 @@ class Node:
         keys = self._config.keys
         return keys.keys if isinstance(keys, SecretFile) else keys
 
-    # ---- what is known
+    # ---- the cluster's state
 
     @property
     def protocol(self) -> ClusterProtocol:
@@ -211,7 +211,7 @@ class Node:
         said = ((members.get(name), value) for name, value in self.protocol.state.holders(digest).items())
         return {record.name: tier_of(value) for record, value in said if record and record.state == MemberState.ALIVE}
 
-    # ---- what is said
+    # ---- changes and queries by this instance
 
     def register(self, adapter: RegisteredAdapter) -> None:
         """Registers an adapter on all instances. Raises InvalidRequest."""
@@ -262,7 +262,7 @@ class Node:
                 self._log_rarely(logging.ERROR, "secrets", "", "%s; the secrets from before stay", error.message)
 
     def families(self, labels: str) -> Iterator[str]:
-        """Yields the metrics for GET /metrics: what was refused, or not kept."""
+        """Yields the metric families for GET /metrics: counts of refused entries, frames and instances."""
         protocol = self.protocol
         counts = {
             "entries": (
@@ -283,28 +283,28 @@ class Node:
         text = "Removals of names forgotten before their time, for want of room."
         yield family("caraserve:cluster_removals_dropped_total", "counter", text, [(labels, protocol.state.dropped)])
 
-    # ---- what happens on connections
+    # ---- TransportListener
 
     def connected(self, connection_id: int, dialled: str | None) -> None:
-        """See `TransportListener`, as for the three below."""
+        """Implements `TransportListener`: handles a new connection."""
         self.protocol.connected(connection_id, self._now(), dialled=dialled)
         self._settle()
 
     def received(self, connection_id: int, frame: bytes) -> None:
-        """A frame came."""
+        """Implements `TransportListener`: handles a received frame."""
         self.protocol.received(connection_id, frame, self._now())
         self._settle()
 
     def lost(self, connection_id: int) -> None:
-        """A connection ended."""
+        """Implements `TransportListener`: handles the end of a connection."""
         self.protocol.lost(connection_id, self._now())
         self._settle()
 
     def pull(self, connection_id: int) -> bytes | None:
-        """The next frame to send."""
+        """Implements `TransportListener`: returns the next frame to send, or None."""
         return self.protocol.pull(connection_id, self._now())
 
-    # ---- inside
+    # ---- internals
 
     async def _tick(self) -> None:
         planned_s = self._now()
@@ -346,7 +346,7 @@ class Node:
         protocol, transport = self.protocol, self._transport
         assert transport is not None
         self._outputs.extend(protocol.take_outputs())
-        while self._outputs:  # should one fail, the next call goes on with those after it
+        while self._outputs:  # if one raises, the next call continues with the one after it
             output = self._outputs.popleft()
             if isinstance(output, Dial):
                 transport.dial(output.address)
@@ -367,7 +367,7 @@ class Node:
                 self._listener.on_holders_change()
             case EntriesChanged(owner, entries) if owner == REGISTRY:
                 self._names.save(entries)
-                # What a later version means by a value is unknown here: as if nothing had been said, and no removal.
+                # An entry of an unknown shape, as of a later version, is left out: it is no removal either.
                 means = {entry.key: self.adapter(entry.key) for entry in entries}
                 gone = {entry.key for entry in entries if entry.deleted}
                 self._listener.on_registry_change(

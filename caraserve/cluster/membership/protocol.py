@@ -64,7 +64,7 @@ class ClusterProtocol:
         me = MemberRecord(settings.name, settings.address, wall_ms, 0, MemberState.ALIVE)
         self.members = MemberTable(me, settings.timing, rng, now)
         self.state = ReplicatedState(settings.name, settings.base_name)
-        self.malformed = 0  # frames that were not what they should be
+        self.malformed = 0  # frames that did not verify or decode
         self._settings = settings
         self._keys = keys
         self._rng = rng
@@ -72,17 +72,17 @@ class ClusterProtocol:
         self._anti_entropy = AntiEntropy(self.state, rng)
         self._dialer = Dialer(settings.name, settings.seeds, rng, now)
         self._connections: dict[int, Connection] = {}
-        self._nonces: deque[str] = deque(maxlen=_MAX_NONCES)  # by which we know ourselves at the other end
+        self._nonces: deque[str] = deque(maxlen=_MAX_NONCES)  # own ones: a Hello with one comes from this instance
         self._peers: dict[str, Connection] = {}  # the connection in use with each instance in session
         self._spare: dict[int, float] = {}  # connections that another one replaced, and since when
-        self._relays = PingRelays(0.8 * settings.timing.probe_s)  # our no comes before the asker gives up on us
+        self._relays = PingRelays(0.8 * settings.timing.probe_s)  # so that a nack arrives before the asker's timeout
         self._load, self._sequence = InstanceLoad(), 0
         self._heartbeat_s, self._sync_s = now, now + settings.sync_s * rng.random()
-        self._crowded = False  # and it has been said
-        self._was_in = False  # in session with anybody, ever
+        self._crowded = False  # whether CLUSTER_FULL has been reported
+        self._was_in = False  # whether this instance has ever been in session with a peer
         self._outputs: list[Output] = []
 
-    # ---- what the I/O does with us
+    # ---- for the I/O
 
     def connected(self, connection_id: int, now: float, *, dialled: str | None = None) -> None:
         """Adds a connection. `dialled`: its address, if this instance opened it."""
@@ -105,7 +105,7 @@ class ClusterProtocol:
             if (spare := self._spare_connection(gone.peer.name)) is not None:
                 self._peers[gone.peer.name] = spare
                 del self._spare[spare.number]
-            elif self.members.me.state != MemberState.LEFT:  # who leaves judges nobody any more
+            elif self.members.me.state != MemberState.LEFT:  # a leaving instance suspects no peer
                 self.members.lost(gone.peer.name, now)
         self._settle()
 
@@ -127,7 +127,7 @@ class ClusterProtocol:
         self._settle()
 
     def tick(self, now: float, wall_ms: int | None = None) -> None:
-        """Does what is due. `wall_ms`: the current time of day, as clocks are corrected while a server runs."""
+        """Does what is due. `wall_ms`: unix time in ms, because clocks are corrected while a server runs."""
         if wall_ms is not None:
             self._wall_offset_ms = wall_ms - now * 1000
         if self.members.me.state != MemberState.LEFT:
@@ -179,7 +179,7 @@ class ClusterProtocol:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    # ---- what the server does with us
+    # ---- for the server
 
     def set_load(self, load: InstanceLoad, now: float, *, urgent: bool = False) -> None:
         """Sets the load for the next heartbeat; `urgent` (drain, full) sends one with the next tick."""
@@ -242,7 +242,7 @@ class ClusterProtocol:
     def _greeted(self, connection: Connection, hello: messages.Hello, now: float) -> None:
         ours = next((one for one in self._connections.values() if one.nonce == hello.nonce), None)
         is_us = ours is not None or hello.nonce in self._nonces
-        self._nonces.append(connection.nonce)  # not before it has shown a key: strangers push nothing out
+        self._nonces.append(connection.nonce)  # only now that its key has verified: others must not fill the list
         if is_us:
             self._dialer.is_us(ours.dialled if ours else connection.dialled)
             connection.close("it is our own address")
@@ -290,7 +290,7 @@ class ClusterProtocol:
         connection.send(self._sync(answer=False))
 
     def _spare_connection(self, name: str) -> Connection | None:
-        """The spare connection to an instance."""
+        """Returns the spare connection to an instance, or None."""
         connections = (
             connection
             for connection in self._connections.values()
@@ -313,7 +313,7 @@ class ClusterProtocol:
                 connection.close("another connection to it is in use")
 
     def _settle(self) -> None:
-        """Turns events of the parts into outputs."""
+        """Turns events of the member table and of connections into outputs."""
         self.state.is_outbid = self.members.is_outbid
         for event in self.members.take_events():
             if isinstance(event, NameConflict):

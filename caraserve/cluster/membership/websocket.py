@@ -1,7 +1,7 @@
-"""The WebSocket transport between instances: one persistent connection each, dialled or accepted.
+"""The WebSocket transport between instances: one persistent connection to each peer, dialled or accepted.
 
-Messages wait in the protocol's queues, which are bounded: a frame is pulled when the connection accepts it, not before.
-So a peer that does not read costs 256 control frames and one heartbeat.
+Messages wait in the protocol's queues, which are bounded: a frame is pulled only when the connection can send it. So a
+peer that does not read costs the memory of 256 control frames and one heartbeat.
 
     protocol ──pull──► writer task ──► WebSocket ──► the peer's reader task ──received──► its protocol
 """
@@ -25,10 +25,10 @@ from caraserve.util.tasks import log_defect
 
 WEBSOCKET_PATH = "/cluster/ws"
 
-_DIAL_S = 2.0  # the name server's part in it included
-_CLOSE_S = 1.0  # for the peer to take what is left, and to say goodbye
-_UNACKNOWLEDGED_MS = 10_000  # then the kernel gives a connection up: nobody is there
-_MOST_SOCKETS = 512  # strangers included, who have not shown a key yet
+_DIAL_S = 2.0  # name look-up included
+_CLOSE_S = 1.0  # for sending the remaining frames and closing
+_UNACKNOWLEDGED_MS = 10_000  # after which the kernel ends a connection whose data is not acknowledged
+_MOST_SOCKETS = 512  # including peers whose key has not been verified yet
 
 _WebSocket: TypeAlias = "web.WebSocketResponse | aiohttp.ClientWebSocketResponse[bool]"
 
@@ -64,7 +64,7 @@ class WebSocketTransport:
         self._connection_ids = itertools.count()
         self._dialing: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        # A connection for each WebSocket, so that nothing is to be pooled.
+        # Each WebSocket has a connection of its own, so the connector keeps none.
         connector = aiohttp.TCPConnector(limit=0, force_close=True, resolver=resolver)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_DIAL_S)
         redirects = aiohttp.TraceConfig()  # `ws_connect` has no argument that refuses them
@@ -80,7 +80,7 @@ class WebSocketTransport:
 
     async def accept(self, request: web.Request) -> web.StreamResponse:
         """Handles a request for WEBSOCKET_PATH. Returns when the connection has ended."""
-        if "Origin" in request.headers:  # browsers always say it; no page has any business here
+        if "Origin" in request.headers:  # only browsers send it, and web pages must not connect
             raise web.HTTPForbidden(text="This address is for other instances.")
         if len(self._open) >= _MOST_SOCKETS:
             raise web.HTTPServiceUnavailable(text="Too many connections.")
@@ -90,7 +90,7 @@ class WebSocketTransport:
         return stream
 
     def close(self, connection_id: int) -> None:
-        """Sends what is left for a connection, then ends it."""
+        """Sends the remaining frames of a connection, then ends it."""
         found = self._open.get(connection_id)
         if found is not None:
             found.closing = True
@@ -103,7 +103,7 @@ class WebSocketTransport:
                 found.wake.set()
 
     async def end(self) -> None:
-        """Sends what is left, and closes all connections."""
+        """Sends the remaining frames, and closes all connections."""
         for task in self._dialing.values():
             task.cancel()
         for connection_id in list(self._open):
@@ -141,7 +141,7 @@ class WebSocketTransport:
                 if message.type is not aiohttp.WSMsgType.BINARY or here.closing:
                     break
                 self._ends.received(here.connection_id, message.data)
-                await asyncio.sleep(0)  # a burst of frames is read without a pause otherwise
+                await asyncio.sleep(0)  # otherwise a burst of frames would block the event loop
         finally:
             self._open.pop(here.connection_id, None)
             self._tasks.discard(task)
@@ -157,7 +157,7 @@ class WebSocketTransport:
                     break
                 await here.wake.wait()
                 here.wake.clear()
-        await here.stream.close()  # and so the reader ends, too
+        await here.stream.close()  # which ends the reader too
 
 
 async def _refuse_redirect(
@@ -168,7 +168,7 @@ async def _refuse_redirect(
 
 
 async def _finished(writer: "asyncio.Task[None]", here: _Socket) -> None:
-    """Gives the writer a moment to send what is left, then cuts the connection."""
+    """Gives the writer 2 s to send the remaining frames, then cuts the connection."""
     here.closing = True
     here.wake.set()
     try:

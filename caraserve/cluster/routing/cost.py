@@ -1,9 +1,10 @@
-"""Computes what one more request would cost an instance: Toppings §5, Algorithm 1, without its gaps. No I/O, no clock.
+"""Computes what one more request would cost an instance: Toppings §5, Algorithm 1, completed. No I/O, no clock.
 
-Routers compare candidates by it, on views of them; an instance answers a quote with it. The functions take plain
-numbers, so that `bench/simulator/compiled_ranking.py` can compile them. Where the paper leaves something open:
+Routers compare candidates by this cost, from their views of the instances; an instance computes it exactly for a quote.
+The functions take plain numbers, so that `bench/simulator/compiled_ranking.py` can compile them. Where the paper leaves
+something open:
 
-- Infinity times no requests is no number: an instance past the SLO costs infinity even when it is empty, and an empty
+- Infinity times zero requests is undefined: an instance past the SLO costs infinity even when it is empty, and an empty
   one within the SLO costs its cold start alone.
 - Candidates past the SLO tie at infinity: the least predicted time per token decides between them.
 - Candidates without the adapter would in time download every adapter: the download is part of the cost.
@@ -90,7 +91,7 @@ class Backlog(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request as routing sees it."""
+    """The properties of a request that routing needs."""
 
     adapter: str | None  # None: the base model
     rank: int
@@ -157,8 +158,8 @@ def cost_and_latency(
     after_ms = decode_ms(alpha_ms, gamma_ms, beta_ms, padded, requests + 1, rank_sum + rank, max(rank_max, rank))
     added_ms = after_ms - before_ms
     if own_weight > 0.0:
-        # What the request adds on every instance decides nothing, and multiplied by the batch's size it would outweigh
-        # the time of each answer. What is left is what its rank does to the ranks there.
+        # The time that the request adds on every instance cannot distinguish them, and multiplied by the batch's size
+        # it would outweigh the time of each answer. So only the padding that its rank causes there is counted.
         added_ms = max(0.0, added_ms - alpha_ms * rank - gamma_ms)
     base_ms, token_ms, token_rank_ms = model.prefill_base_ms, model.prefill_token_ms, model.prefill_token_rank_ms
     # The paper counts the line's intercept before and after the request, so it cancels: only the slope is left.

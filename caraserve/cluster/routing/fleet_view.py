@@ -17,11 +17,11 @@ _NAME = attrgetter("name")
 _REFRESH_S = 0.02
 _TIERS_S = 0.25  # a heartbeat's period; a wrong guess costs a download
 _MAX_DIGESTS = 4096
-_UNREACHABLE_S = 1.0  # after a failed connection; by then membership has found out more
+_UNREACHABLE_S = 1.0  # after a failed connection; by then membership has detected a dead instance
 
 
 class PeerStates(Protocol):
-    """What is known of all instances; `membership.node.Node` satisfies it."""
+    """The states of all instances, as `membership.node.Node` provides them."""
 
     @property
     def name(self) -> str: ...
@@ -34,7 +34,7 @@ class PeerStates(Protocol):
 
 
 class FleetView:
-    """Holds what routing decisions are made from."""
+    """The loads, adapters and placement plan that routing decisions use."""
 
     def __init__(self, peers: PeerStates, now: Callable[[], float]) -> None:
         self.plan: PlacementPlan | None = None

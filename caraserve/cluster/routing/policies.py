@@ -93,13 +93,13 @@ class Auto:
             rankings.append((ranking, least.cost))
             if least.cost < inf and least.latency_ms <= arrival.slo_ms:
                 break
-        else:  # no group meets the SLO with waiting included: stay where at least the iterations meet it
+        else:  # no group meets the SLO with waiting included: uses the first group whose iterations meet it
             if not rankings:
                 return Proposal(())
             ranking = next((one for one, cost in rankings if cost < inf), ranking)
 
         def others() -> list[str]:
-            """For refusals: nearer groups first, and in each the least busy."""
+            """Returns all instances, for use after refusals: smaller groups first, in each the least busy first."""
             groups = _candidate_groups(arrival, fleet)
             return [one.name for group in groups for one in sorted(group.values(), key=_REQUESTS)]
 
@@ -146,13 +146,13 @@ class ByPlan:
 
 
 def _random_order(instances: Sequence[Instance], rng: Random) -> LazyOrder:
-    """A random order of which mostly the first is read."""
+    """Returns a random order. Mostly only its first name is read, so the others are drawn later."""
     first = (rng.choice(instances).name,) if instances else ()
     return LazyOrder(first, lambda: (one.name for one in rng.sample(instances, len(instances))))
 
 
 class RandomChoice:
-    """Any instance."""
+    """Chooses an instance at random."""
 
     enforces_slo, own_weight = False, 0.0
 
@@ -162,7 +162,7 @@ class RandomChoice:
 
 
 class RoundRobin:
-    """One instance after the other, for the requests of this router."""
+    """Chooses one instance after the other, for the requests of this router."""
 
     enforces_slo, own_weight = False, 0.0
 

@@ -42,7 +42,7 @@ class Instance:
     able: bool = True  # alive, not suspected, not draining, finishing iterations
 
     def with_backlog(self, backlog: Backlog) -> "Instance":
-        """The same instance with another backlog."""
+        """Returns the same instance with another backlog."""
         return Instance(self.name, self.model, backlog, self.links, self.able)
 
     def estimate(self, arrival: Arrival, tier: Tier, own_weight: float) -> CostEstimate:
@@ -173,18 +173,18 @@ class Proposal:
 
 
 class Policy(Protocol):
-    """A way to order instances. Every able instance is in the order, so that each refusal has a successor."""
+    """A way to order instances. Every able instance is in the order, so that after a refusal there is a next one."""
 
     @property
     def enforces_slo(self) -> bool:
-        """Whether an instance may refuse what would break the SLO there; otherwise requests are forced."""
+        """Whether an instance may refuse a request that would miss the SLO there; otherwise requests are forced."""
 
     @property
     def own_weight(self) -> float:
         """Weight of the request's own time in the estimates that the policy compares, quotes included."""
 
     def propose(self, arrival: Arrival, fleet: Fleet, rng: Random) -> Proposal:
-        """Returns the order for a request of a client. An empty order: no instance is able."""
+        """Returns the order for a client's request; it is empty if no instance is able."""
 
 
 def apply_quotes(proposal: Proposal, quotes: Mapping[str, CostEstimate | None]) -> Sequence[str]:
@@ -245,7 +245,7 @@ def next_target(
     forced on the one with the least latency of those that could serve it. `force` from the start: for policies that
     enforce no SLO. The walk ends whatever the answers: each instance is tried once, and forced once.
     """
-    if not attempts:  # as far as most requests get: what follows reads the whole order
+    if not attempts:  # the case of most requests; the code below reads the whole order
         return RoutingTarget(order[0], force) if order else None
     refusals = {target.name: refusal for target, refusal in attempts}
     forced = {target.name for target, _ in attempts if target.force}
@@ -268,17 +268,17 @@ def next_target(
 
 
 class SentRequests:
-    """Requests sent since the heartbeats on which the views rest. With many routers these help less than quotes do,
-    but they keep a burst at one router from going to one instance."""
+    """The requests that this router has sent since each instance's last heartbeat. With many routers they help less
+    than quotes do, but they prevent that a burst at one router goes to one instance."""
 
     def __init__(self, transit_s: float = 0.05, max_age_s: float = 2.0) -> None:
         """`transit_s`: a request sent this long before a heartbeat arrived is in the heartbeat. `max_age_s`: a request
-        is forgotten after that long without any."""
+        counts no longer than this if no heartbeat arrives."""
         self._transit_s, self._max_age_s = transit_s, max_age_s
         self._sent: dict[str, list[tuple[float, Arrival]]] = {}
 
     def __contains__(self, name: str) -> bool:
-        """Whether anything was sent to an instance that no heartbeat of it shows yet."""
+        """Whether there are requests to an instance that its heartbeats do not include yet."""
         return name in self._sent
 
     def add(self, name: str, arrival: Arrival, now_s: float) -> None:
@@ -286,7 +286,7 @@ class SentRequests:
         self._sent.setdefault(name, []).append((now_s, arrival))
 
     def on_heartbeat(self, name: str, now_s: float) -> None:
-        """Drops the requests that an instance's new heartbeat shows."""
+        """Removes the requests that an instance's new heartbeat includes."""
         left = [entry for entry in self._sent.get(name, ()) if entry[0] > now_s - self._transit_s]
         if left:
             self._sent[name] = left
@@ -294,12 +294,12 @@ class SentRequests:
             self._sent.pop(name, None)
 
     def forget(self, names: Iterable[str]) -> None:
-        """Drops all requests sent to instances that have left."""
+        """Removes all requests sent to instances that have left."""
         for name in names:
             self._sent.pop(name, None)
 
     def backlog(self, name: str, published: Backlog, now_s: float) -> Backlog:
-        """Returns an instance's published backlog plus what was sent to it since."""
+        """Returns an instance's published backlog plus the requests sent to it since."""
         for sent_s, arrival in self._sent.get(name, ()):
             if sent_s > now_s - self._max_age_s:
                 published = published.plus(arrival.rank, arrival.prompt_tokens, arrival.output_tokens)

@@ -1,4 +1,4 @@
-"""What an instance advertises, and how others read it: load, performance model, adapters by tier. No I/O, no clock.
+"""Encodes and decodes what an instance advertises: load, performance model, adapters by tier. No I/O, no clock.
 
     EngineLoad            ─► InstanceLoad ──heartbeat──► Backlog ─┐
     PerfModel, LinkSpeeds ─► entries ──LwwMap──► the same ────────┴─► router.Instance
@@ -22,10 +22,10 @@ from caraserve.engine.stats import EngineLoad
 
 MODEL, LINKS = ":model", ":links"  # keys on an instance's own lww_map; all others there are digests of adapters
 
-_MOST_VALUES = 256  # models, or links, that are kept as read: several of each instance
+_MOST_VALUES = 256  # decoded models, or links, in the cache: several of each instance
 
-STALE_S = 1.0  # a load older than four heartbeats is of an instance that has trouble
-_HUNG_S, _HUNG_ITERATIONS = 2.0, 10.0  # an iteration may take so long, or so many times what is predicted
+STALE_S = 1.0  # four heartbeats; with an older load an instance is not able
+_HUNG_S, _HUNG_ITERATIONS = 2.0, 10.0  # an iteration may take 2 s, or ten times the predicted time if that is longer
 
 
 # --- load ---
@@ -159,7 +159,7 @@ class InstanceViews:
     def _of(
         self, record: MemberRecord, found: tuple[InstanceLoad, float], model_entry: Entry, links_entry: Entry | None
     ) -> Instance | None:
-        """None if there is no model in its entry."""
+        """Returns the instance, or None if its entry contains no model."""
         load, age_s = found
         parts = (record, load, model_entry, links_entry, age_s > STALE_S)
         known = self._known.get(record.name)
@@ -175,7 +175,7 @@ class InstanceViews:
 
 
 def _typical_ms(model: PerfModel) -> float:
-    """A request alone, of 100 tokens and as many in answer: enough to tell a slow machine from a fast one."""
+    """Returns the time of a lone request with 100 tokens of prompt and of answer, to compare machines."""
     return model.prefill_ms(100, 1600) + 100 * model.decode_ms(1, 16, 16)
 
 
@@ -187,7 +187,7 @@ def is_hung(load: InstanceLoad, model: PerfModel) -> bool:
     return load.iteration_age_s > max(_HUNG_S, _HUNG_ITERATIONS * predicted_ms / 1000)
 
 
-# --- holdings ---
+# --- adapters by tier ---
 
 
 class AdvertisedTiers:
@@ -195,7 +195,7 @@ class AdvertisedTiers:
 
     def __init__(self) -> None:
         self._said: dict[str, Tier] = {}
-        self._upper: set[str] = set()  # those said to be above the disk
+        self._upper: set[str] = set()  # those advertised on the device or in the host cache
 
     def changes(self, device: Collection[str], host: Collection[str]) -> Iterator[tuple[str, Tier]]:
         """Yields the tiers to advertise, given the digests on the device and in the host cache. Cheap where most

@@ -1,9 +1,9 @@
-"""Replication of maps: new entries are pushed to every peer, and missed ones are found by comparing copies. Pure.
+"""Replicates maps: new entries are pushed to every peer, and missed ones are found by comparing copies. No I/O.
 
     mine: root ≠ theirs ──Compare(my 256 sums)──► peer ──Entries of the buckets that differ──► me, until nothing is new
 
-Each side asks when it sees the other's root, in a heartbeat or a sync. One `Compare` per map is pending at a time, or a
-joining instance would get everything from everyone.
+Each side compares when it sees the other's root in a heartbeat or a sync. One `Compare` per map is pending at a time;
+otherwise a joining instance would receive all entries from every peer.
 """
 
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ from caraserve.cluster.membership.messages import Compare, entry_batches
 from caraserve.cluster.membership.messages import Entries as EntriesMessage
 from caraserve.cluster.state.replicated_map import BUCKETS, REGISTRY, Entry, ReplicatedState
 
-_MAX_ANSWER = 6  # frames, a millisecond's work; the rest is asked for again
-_MAX_NEWS = 10_000  # entries that wait to be pushed; what does not fit is found by comparing
+_MAX_ANSWER = 6  # frames: takes a millisecond; the peer requests the rest with another `Compare`
+_MAX_NEWS = 10_000  # entries that wait to be pushed; further ones are found by comparing
 _NEWS_FRAMES = 4  # to each peer in one tick
 _ANSWER_S = 2.0
-_REFUSED_S = 30.0  # until entries that were refused are looked at again
+_REFUSED_S = 30.0  # until entries that were refused are requested again
 
 
 @dataclass(slots=True)
 class _PendingCompare:
     number: int
     peer: str
-    root: int  # the peer's, that made us ask
+    root: int  # the peer's, which differed
     until_s: float
     got: int = 0
     news: int = 0
@@ -34,15 +34,15 @@ class _PendingCompare:
 
 
 class AntiEntropy:
-    """What one instance has asked for, answers, and still has to push."""
+    """The pending compares of one instance, and the entries that it still has to push."""
 
     def __init__(self, state: ReplicatedState, rng: Random) -> None:
         self._state = state
         self._rng = rng
         self._number = 0
         self._open: dict[str, _PendingCompare] = {}  # by owner
-        # (owner, peer) → a root of the peer's that had nothing for us, and until when it will not have: what we hold
-        # only grows, but what was refused may be taken later, when a clock has been put right.
+        # (owner, peer) → a root of the peer's with nothing new for this instance, and until when that holds: without
+        # end if no entry was refused, else for 30 s, because a refused entry may be valid once a clock is corrected.
         self._known: dict[tuple[str, str], tuple[int, float]] = {}
         self._news: dict[str, dict[str, Entry]] = {}  # by owner and key
 
@@ -84,7 +84,7 @@ class AntiEntropy:
         """Returns the entries of the buckets in which the sender of a `Compare` differs."""
         lww_map = self._state.map_of(question.owner)
         buckets = lww_map.differing(question.sums) if lww_map is not None else []
-        # From a random place on: should they not be able to take in some bucket, the others still get their turn.
+        # Starts at a random bucket, so that a bucket that the peer cannot merge does not keep back all others.
         start = self._rng.randrange(BUCKETS)
         buckets.sort(key=lambda index: (index - start) % BUCKETS)
         found = chain.from_iterable(map(lww_map.bucket, buckets)) if lww_map is not None else ()
@@ -119,7 +119,7 @@ class AntiEntropy:
         return news, None
 
     def lost(self, peer: str) -> None:
-        """Forgets what was asked of a peer whose connection ended."""
+        """Forgets the pending compares with a peer whose connection ended, and its roots."""
         self._open = {owner: question for owner, question in self._open.items() if question.peer != peer}
         self._known = {key: root for key, root in self._known.items() if key[1] != peer}
 

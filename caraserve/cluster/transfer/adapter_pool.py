@@ -1,4 +1,4 @@
-"""The cluster's adapters on this instance: names that other instances registered, bytes that they hold.
+"""Makes the cluster's adapters available on this instance: adopts registered names, and downloads bytes for requests.
 
 registered name ─► catalog, without bytes ─► a request ─► disk cache, else a download ─► host cache
                                                                            └─► disk cache: `adapter_store.py`
@@ -34,11 +34,11 @@ from caraserve.util.tasks import Tasks
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 1.0
-_HOLDERS_WAIT_S = 0.5  # the list of holders may still arrive
+_HOLDERS_WAIT_S = 0.5  # for which `ensure` waits for a holder: the list of holders may still arrive
 
 
 class NodeHolders:
-    """Other instances as the exchange asks for them."""
+    """Implements `download.HolderLookup` with the node's members and advertised adapters."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -52,7 +52,7 @@ class NodeHolders:
         return record.address if record is not None else None
 
     def changed(self) -> None:
-        """Somebody came or went, or holds something new."""
+        """Ends waits in `news`: an instance came or left, or the adapters of one changed."""
         self._news.set()
 
     async def news(self, timeout_s: float) -> None:
@@ -65,7 +65,7 @@ class NodeHolders:
 
 
 class AdapterPool:
-    """See above. Runs on the event loop; disks and sockets have threads."""
+    """The names and bytes of the cluster's adapters. Methods run on the event loop; disks and sockets have threads."""
 
     def __init__(
         self,
@@ -88,10 +88,10 @@ class AdapterPool:
         self._complained: set[str] = set()
         reader.connect(self.fetch, self.store.on_folder_read)
 
-    # --- life ---
+    # --- start and stop ---
 
     def begin(self, publisher: Publisher) -> None:
-        """Starts after the node has: takes up the adapters that are here and the names in the registry."""
+        """Starts, once the node has: adds the adapters that are here, and adopts the names in the registry."""
         self._publisher = publisher
         for info in self._catalog.all():
             if info.stamp:  # else it came from the registry already
@@ -123,7 +123,8 @@ class AdapterPool:
     # --- names ---
 
     def adopt(self, adapter: RegisteredAdapter) -> None:
-        """Takes up a name that another instance registered. Other instances serve what this one cannot."""
+        """Adds a name that another instance registered to the catalog. If this instance cannot serve the adapter, other
+        instances do."""
         self.store.named(adapter.digest)
         self.store.renamed()
         try:
@@ -136,7 +137,7 @@ class AdapterPool:
                 log.warning("adapter %s of the cluster cannot be served here: %s", adapter.name, error.message)
 
     def changed(self, name: str, info: AdapterInfo | None) -> None:
-        """For `Catalog.on_change`: loaded from a folder here, or unloaded."""
+        """For `Catalog.on_change`: publishes an adapter that was loaded from a folder here, or unloaded (None)."""
         assert self._publisher is not None, "the pool has not begun"
         self._publisher.changed(name, info)
         if info is not None:
@@ -145,7 +146,8 @@ class AdapterPool:
 
     async def ensure(self, name: str) -> None:
         """Returns when a request may be submitted: the name stands for the same digest here as in the registry, and its
-        bytes are here or can be downloaded, so that no request waits in a slot in vain. Raises CaraServeError."""
+        bytes are here or can be downloaded, so that no request waits in the queue without end. Raises CaraServeError,
+        if no holder is reachable within 0.5 s Unreachable."""
         digest = self._adopted_digest(name)
         ends_s = self._now() + _HOLDERS_WAIT_S
         while not self._is_available(digest):
@@ -187,7 +189,7 @@ class AdapterPool:
     # --- bytes ---
 
     def fetch(self, digest: str, into: NDArray[np.uint8], done: Done, came: Came) -> None:
-        """For `AdapterReader`: gets an adapter that no folder here has."""
+        """For `AdapterReader`: reads an adapter that no folder here has from the disk cache, or downloads it."""
         self._tasks.start(self._fetch(digest, into, done, came), f"fetch of adapter {digest[:12]}")
 
     async def store_planned(self, name: str) -> bool:
@@ -228,10 +230,10 @@ class AdapterPool:
         if is_new:
             await self.store.keep(digest)
 
-    # --- numbers ---
+    # --- metrics ---
 
     def families(self, labels: str) -> Iterator[str]:
-        """For GET /metrics."""
+        """Yields the metric families for GET /metrics. `labels`: those of every sample."""
         counts, store = self.downloader.counts, self.store
         ends = [(f'outcome="ok",{labels}', counts.fetched), (f'outcome="failed",{labels}', counts.failed)]
         yield family("caraserve:adapter_fetches_total", "counter", "Adapters downloaded from other instances.", ends)

@@ -40,16 +40,16 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-KEEP_QUESTION = "hold"  # kind of a query: (KEEP_QUESTION, digest, seconds to keep it)
+KEEP_QUESTION = "hold"  # kind of a query: (KEEP_QUESTION, digest, seconds for which to keep it)
 _PROMISE_S = 30.0
 _ANSWER_S = 1.0
-_NO, _YES, _CHECKING = range(3)  # answers to it; the last: ask again in a moment
+_NO, _YES, _CHECKING = range(3)  # answers to it; `_CHECKING`: query again after _RECHECK_S
 _RECHECK_S = 0.25
-_FOLDER_VALID_S = 1.0  # after files in a folder were checked: users may change them
+_FOLDER_VALID_S = 1.0  # for which a check of files in a folder holds: users may change them
 
 
 class AdapterStore:
-    """See above. Runs on the event loop; reading and writing run on threads."""
+    """The adapters that this instance holds. Methods run on the event loop; reading and writing run on threads."""
 
     def __init__(
         self,
@@ -82,7 +82,8 @@ class AdapterStore:
         self._writes: dict[str, asyncio.Task[None]] = {}
 
     def begin(self, publisher: Publisher) -> None:
-        """Starts after the node: advertises what an earlier run left in the disk cache and may have promised."""
+        """Starts, once the node has: advertises the adapters in the disk cache, and keeps them for 30 s, as an earlier
+        run may have promised."""
         self._publisher = publisher
         kept = dict.fromkeys(self._stored.digests(), _PROMISE_S)
         self._leases.restore(set(kept), kept, self._now())
@@ -108,7 +109,7 @@ class AdapterStore:
         await asyncio.get_running_loop().run_in_executor(None, self._disk.shutdown)
         self._stored.close()
 
-    # --- what is here ---
+    # --- adapters held ---
 
     @property
     def num_held(self) -> int:
@@ -136,7 +137,7 @@ class AdapterStore:
         return any(name in self._planned for name in names)
 
     def spare(self, digests: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """Yields (name, digest) of those that the plan does not place here."""
+        """Yields (name, digest) of those of these adapters that the plan does not place here."""
         for digest in digests:
             version = self._manager.find(digest)
             if version is not None and not self._is_planned(version.names):
@@ -145,23 +146,23 @@ class AdapterStore:
     # --- names ---
 
     def named(self, digest: str) -> None:
-        """Notes that a name stands for this digest."""
+        """Records that a name stands for this digest."""
         self._named.add(digest)
         self._nameless.discard(digest)
 
     def loaded(self, info: AdapterInfo) -> None:
-        """Notes an adapter that was loaded from a folder."""
+        """Records an adapter that was loaded from a folder, as verified and named."""
         self.named(info.digest)
         self._stamps[info.digest] = info.stamp
         self._verified(info.digest)
 
     def renamed(self) -> None:
-        """Notes that a name stands for another digest now, or for none, so that `sweep` has work."""
+        """Records that a name stands for another digest now, or for none, so that `sweep` has work."""
         self._swept = False
 
     async def sweep(self) -> None:
-        """Deletes adapters without a name, be it the last copy. An adapter that has a name in the registry stays, even
-        if this instance cannot serve it."""
+        """Deletes adapters without a name, even last copies. An adapter with a name in the registry stays, even if this
+        instance cannot serve it."""
         if self._swept:
             return
         self._swept = True
@@ -192,7 +193,7 @@ class AdapterStore:
             log.warning("%s; it is downloaded again", error.message)
             self._lost(digest)
             return None
-        except OSError as error:  # too many open files, a disk that hangs: the file is still there
+        except OSError as error:  # such as too many open files: the adapter's file still exists
             log.warning("adapter %s cannot be read from disk now: %s", digest[:12], error.strerror)
             return None
         self._stored.used(digest)
@@ -266,7 +267,8 @@ class AdapterStore:
         return True
 
     async def _make_room(self, num_bytes: int) -> bool:
-        """Deletes the least recently used adapters that the plan does not place here until so many bytes fit."""
+        """Deletes the least recently used adapters that the plan does not place here until `num_bytes` more fit.
+        Returns whether they do."""
 
         def fits() -> bool:
             return self._stored.num_bytes + num_bytes <= self._most_bytes
@@ -300,7 +302,7 @@ class AdapterStore:
         return False
 
     def answer(self, peer: str, body: QueryBody) -> QueryBody:
-        """For `NodeListener.answer_query`: another instance would delete, and asks us to keep ours."""
+        """Answers another instance that would delete an adapter, whether this one promises to keep its own copy."""
         match body:
             case (_, str(digest), float(ttl_s) | int(ttl_s)) if 0 < ttl_s <= 10 * _PROMISE_S:
                 if not self._leases.has(digest):

@@ -22,7 +22,7 @@ class _DeleteRequest:
 
 
 class DeleteLeases:
-    """The verified adapters that one instance has, by digest, and the promises to keep them."""
+    """The verified adapters of one instance, by digest, and its promises to keep them."""
 
     def __init__(self) -> None:
         self._verified: set[str] = set()

@@ -36,7 +36,7 @@ _SLOW_S = 5.0  # a run that takes longer goes to another holder
 _RETRY_S = 0.25  # before a peer that failed or is busy is asked again
 _MAX_FAILURES = 3  # of one peer, for one adapter
 _MAX_CORRUPT = 2  # chunks of one peer, for one adapter; then the peer is banned for that adapter
-_BANNED_S = 60.0  # its disk may have been repaired
+_BANNED_S = 60.0  # then it is tried again: its disk may have been repaired
 _MAX_BANS = 1000
 
 
@@ -54,7 +54,7 @@ class HolderLookup(Protocol):
 
 
 class ChunkSource(Protocol):
-    """`PeerClient`."""
+    """The methods of `PeerClient` that downloads need."""
 
     async def manifest(self, address: str, digest: str) -> bytes | TransferFailure: ...
 
@@ -180,7 +180,7 @@ class Downloader:
                 await self._peers.news(_RETRY_S)
 
     def _sources(self, fetch: _Download) -> list[str]:
-        """Returns the holders to ask now: the least failures first, then those with the adapter in memory."""
+        """Returns the holders to request from now: fewest failures first, then those with the adapter in memory."""
         now = self._now()
         usable = [
             (fetch.failures[name], tier >= Tier.DISK, name)
@@ -249,7 +249,7 @@ class Downloader:
             fetch.retry_at_s[name] = self._now() + _RETRY_S
 
     def _usable_holders(self, fetch: _Download) -> dict[str, Tier]:
-        """Returns the holders that may be asked now or soon."""
+        """Returns the holders from which to download now or soon."""
         return {
             name: tier
             for name, tier in self._peers.holders(fetch.digest).items()

@@ -32,7 +32,7 @@ _CLOSING_S = 0.05  # aiohttp closes connections some turns of the loop after the
 
 
 class TransferFailure(Enum):
-    """Why a peer did not send what it was asked for."""
+    """Why a peer did not send the requested bytes."""
 
     FAILED = "failed"  # no connection, or it broke
     BUSY = "busy"

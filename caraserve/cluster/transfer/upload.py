@@ -1,6 +1,6 @@
 """Serves this instance's adapters to other instances: manifests and ranges of images, over HTTP.
 
-    GET /cluster/adapters/{digest}/manifest     the bytes that the digest is the hash of
+    GET /cluster/adapters/{digest}/manifest     the manifest; its hash is the digest
     GET /cluster/adapters/{digest}?from=&to=    bytes of the image; 404: not held, 503: too many uploads
 
 Images come from the host cache, or are read from disk into memory that is kept for 5 s, so that uploads evict nothing
@@ -74,12 +74,12 @@ class UploadServer:
         return [web.get(f"{digest}/manifest", self.manifest), web.get(digest, self.image)]
 
     async def manifest(self, request: web.Request) -> web.StreamResponse:
-        """Sends the manifest."""
+        """Handles GET …/manifest: sends an adapter's manifest."""
         async with self._requested_image(request) as image:
             return web.Response(body=manifest_of(image.spec), content_type="application/json")
 
     async def image(self, request: web.Request) -> web.StreamResponse:
-        """Sends bytes [from, to) of the image."""
+        """Handles GET …?from=&to=: sends the bytes [from, to) of an adapter's image."""
         async with self._requested_image(request) as image:
             start, end = (
                 int(text) if text.isdecimal() else -1 for text in map(request.query.get, ("from", "to"), ("", ""))
