@@ -1,8 +1,8 @@
-"""Which adapters a simulated instance has, and when one that it lacks is there.
+"""The adapters on a simulated instance: where each is, and when a missing one will have been loaded.
 
-Bytes come one adapter after another over each of two links: from another instance's host memory, and from here to the
-device. What an instance must keep (homes, and what a plan gives it) stays; the rest of the host tier makes room, least
-recently used first, and on the device whatever no request uses.
+Adapters are copied one after another over each of two links: from another instance's host memory to this one's, and
+from host memory to the device. Adapters that a placement assigns to the instance stay in its host cache; others are
+evicted, least recently used first. On the device any adapter that no request uses can be evicted.
 """
 
 from caraserve.bench.simulator.machines import Machine
@@ -13,17 +13,17 @@ _DEVICE, _HOST, _ABSENT = Tier.DEVICE, Tier.HOST, Tier.ABSENT  # looked up at ev
 
 
 class AdapterCache:
-    """The adapters of one instance, by number."""
+    """The host cache and the device cache of one instance. Adapters are numbers; times are in ns."""
 
     def __init__(self, machine: Machine, adapter_bytes: list[int]) -> None:
         self._machine, self._bytes = machine, adapter_bytes
-        self.host: dict[int, int] = {}  # adapter → when it is there
-        self._spare: dict[int, None] = {}  # of them what may make room; least recently used first
+        self.host: dict[int, int] = {}  # adapter → time at which its download is complete
+        self._spare: dict[int, None] = {}  # those in `host` that may be evicted; least recently used first
         self._device: dict[int, int] = {}
         self._uses: dict[int, int] = {}
         self.host_bytes = self._device_bytes = 0
         self._load_free = self._fetch_free = 0
-        self.changed: dict[int, Tier] = {}  # since they were last taken
+        self.changed: dict[int, Tier] = {}  # changes since the last heartbeat
         self.fetches = self.fetched_bytes = self.loads = self.evictions = 0
 
     def add(self, adapter: int, now: int, *, keep: bool) -> None:

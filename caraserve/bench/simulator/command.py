@@ -47,8 +47,8 @@ class ClusterOptions:
     """Options of a simulation besides its load."""
 
     routing: tuple[str, ...]
-    instances: int | None  # None: as many as the preset has
-    kernel: Kernel | None  # None: as measured where there is a profile, unpadded otherwise
+    instances: int | None  # None: the preset's number
+    kernel: Kernel | None  # None: "measured" with a profile, otherwise "unpadded"
     profile: tuple[Path, ...]
     slo_scale: float
     beat_ms: float
@@ -61,7 +61,7 @@ class ClusterOptions:
 
 
 def bench_cluster(options: ClusterOptions, load: LoadOptions, arguments: Mapping[str, object]) -> int:
-    """Simulates, prints tables and as its last line one JSON document. Raises ConfigError."""
+    """Simulates all policies and prints tables and, as the last line, one JSON document. Raises ConfigError."""
     if load.max_concurrency is not None or load.auto_rate or len(load.request_rate or ()) > 1:
         raise ConfigError(
             "a simulated load has one rate, and sends when requests are due: no --max-concurrency, no auto"

@@ -1,7 +1,7 @@
-"""Ranks candidates by compiled code: `router.rank_candidates` for simulated fleets, several times as fast.
+"""Ranks candidates with compiled code: does what `router.rank_candidates` does, several times as fast.
 
-A simulated hour decides a million times over 60 instances. The formula stands in `cost.py` alone, as plain Python; its
-text is compiled here. Both give the same bits: they do the same operations on float64 in the same order.
+A simulated hour has a million routing decisions over 60 instances. The cost formula exists once, as plain Python in
+`cost.py`, and is compiled here. Results are bitwise equal: both do the same float64 operations in the same order.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from caraserve.cluster.routing.perf_model import PerfModel, decode_ms, prefill_m
 from caraserve.cluster.routing.router import Candidate, Fleet, Instance
 from caraserve.cpu.jit import callee, entry
 
-_FORMULA = (cold_ms, decode_ms, prefill_ms, total_cost, cost_and_latency)  # all that compiled code calls
+_FORMULA = (cold_ms, decode_ms, prefill_ms, total_cost, cost_and_latency)  # all functions that compiled code calls
 for _function in _FORMULA:
     callee(_function)
 
@@ -48,9 +48,9 @@ _ROW_OF = attrgetter("row")
 
 @dataclass(slots=True)
 class PackedInstance(Instance):
-    """An instance with its numbers as bytes, so that an array of candidates is their concatenation."""
+    """An instance that also has its numbers as bytes: joined, the rows of several instances are a NumPy array."""
 
-    machine: bytes = field(default=b"", repr=False, compare=False)  # model and links, packed once for a machine
+    machine: bytes = field(default=b"", repr=False, compare=False)  # model and links, packed once per machine
     row: bytes = field(init=False, repr=False, compare=False)  # of dtype _ROW
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class PackedInstance(Instance):
         self.row = self.machine + _BACKLOG_FORMAT.pack(*self.backlog)
 
     def with_backlog(self, backlog: Backlog) -> "PackedInstance":
-        """The same instance with another backlog."""
+        """Returns the same instance with another backlog."""
         return PackedInstance(self.name, self.model, backlog, self.links, self.able, self.machine)
 
 
@@ -72,14 +72,20 @@ _DIGEST = _digest()
 
 
 def _entry(function: Callable[..., Any]) -> Any:
-    """`jit.entry`, compiled again when the formula is edited: Numba's cache goes by the function's name and file."""
+    """Applies `jit.entry` under a name with the formula's digest.
+
+    Numba caches by function name and file; without the digest it would not recompile when `cost.py` is edited.
+    """
     function.__qualname__ += f"_{_DIGEST}"
     return entry(function)
 
 
 @_entry
 def _estimates(rows, tiers, rank, prompt_tokens, output_tokens, adapter_bytes, slo_ms, own_weight):  # type: ignore[no-untyped-def]
-    """Costs and latencies in ms of a request on these instances, as float64 [2, n]. Rows: n _ROWs; tiers: n uint8."""
+    """Returns costs and latencies in ms of a request on n instances, float64 [2, n].
+
+    `rows` has n elements of dtype _ROW, `tiers` n of uint8.
+    """
     found = np.empty((2, rows.size))
     for at in range(rows.size):
         one = rows[at]
@@ -100,7 +106,7 @@ def _estimates(rows, tiers, rank, prompt_tokens, output_tokens, adapter_bytes, s
 
 @_entry
 def _ranked(request, draws):  # type: ignore[no-untyped-def]
-    """`_estimates(*request)`, and the indices of its columns: by cost, then latency, then draw (n float64)."""
+    """Returns `_estimates(*request)`, and its column indices by cost, then latency, then `draws` (float64 [n])."""
     found = _estimates(*request)
     order = np.empty(draws.size, np.int64)
     for at in range(draws.size):  # insertion sort
@@ -135,7 +141,7 @@ def _request(candidates: Iterable[Instance], tiers: bytes, arrival: Arrival, own
 
 
 class _Ranking(Sequence[Candidate]):
-    """Candidates, best first. Few of them are read, so each is made when it is read."""
+    """The candidates, best first. Each `Candidate` is created when it is read, as only few are."""
 
     __slots__ = ("_costs", "_draws", "_latencies_ms", "_names", "_order")
 
@@ -173,11 +179,11 @@ def rank_compiled(
 def estimates(
     candidates: Iterable[Instance], tiers: Iterable[Tier], arrival: Arrival, own_weight: float
 ) -> list[CostEstimate]:
-    """Returns what the arrival would cost on each `PackedInstance`. `tiers`: where each of them has the adapter."""
+    """Returns the cost of the arrival on each `PackedInstance`. `tiers` says where each of them has the adapter."""
     costs, latencies_ms = _estimates(*_request(candidates, bytes(tiers), arrival, own_weight)).tolist()
     return list(map(CostEstimate, costs, latencies_ms))
 
 
-# Compiled, or loaded from the cache, when the simulator starts: it takes some seconds, which no simulated time counts.
+# A first call, so that the code is compiled or loaded from Numba's cache when the simulator is imported: some seconds.
 _MODEL_OF_NO_MACHINE = PerfModel(0.0, 0.0, 1.0, False, 1.0, 0.0, 0.0)
 _ranked(_request([PackedInstance("", _MODEL_OF_NO_MACHINE)], bytes(1), Arrival(None, 0, 1, 1.0), 0.0), np.zeros(1))

@@ -1,10 +1,10 @@
 """One simulated instance: continuous batching, with runs of equal iterations advanced in one step.
 
-The rules are those of the engine's loop and scheduler: decode tokens first, then chunks of prompts in the order of
-admission within the budget of an iteration; a request joins at the first iteration that had not been launched when it
-came; it leaves with its last token. Between two changes of the batch all iterations take equally long, so that their
-ends are known without going through them. Where the engine would preempt, a request waits here until its prompt and
-answer fit. Time is in whole nanoseconds: a sum over a run is then exactly its length times its count.
+The rules are those of the engine and its scheduler: decode tokens first, then chunks of prompts in the order of
+admission, within an iteration's token budget; a request joins at the first iteration that was not launched yet when it
+arrived, and leaves with its last token. Between two changes of the batch all iterations take equally long, so a run of
+them is computed in one step. Where the engine would preempt a request, here a request waits until its prompt and output
+fit. Times are whole nanoseconds, so that the length of a run is exactly its count times the time of an iteration.
 """
 
 from collections import deque
@@ -23,7 +23,7 @@ def _chunked(request: "SimRequest") -> bool:
 
 
 class SimRequest:
-    """One request on its way. Times in ns; −1: not yet."""
+    """One request. Times are in ns, −1 as long as they are not known."""
 
     __slots__ = ("adapter", "arrived", "done", "first", "index", "left", "output", "prompt", "rank", "ready")
 
@@ -52,28 +52,28 @@ class BatchSimulator:
         self._trace = trace
         self.finished: list[SimRequest] = []  # since they were last taken
         self.busy_ns = self.steps = self.iterations = self.tokens = 0
-        self._loading: list[tuple[int, int, SimRequest]] = []  # by when their adapters are there
-        self._waiting: deque[tuple[int, SimRequest]] = deque()  # with the iteration that they may join
-        self._prefilling: list[SimRequest] = []  # by admission
-        self._decoding: list[tuple[int, int, SimRequest]] = []  # by the iteration that ends them
-        self._chunks: list[tuple[SimRequest, int]] = []  # of the iteration under way
-        self._start = self._each = self._count = 0  # the run under way: nothing where the count is 0
-        self._first = 0  # number of its first iteration
+        self._loading: list[tuple[int, int, SimRequest]] = []  # heap by the time at which the adapter is loaded
+        self._waiting: deque[tuple[int, SimRequest]] = deque()  # with the first iteration that each may join
+        self._prefilling: list[SimRequest] = []  # in order of admission
+        self._decoding: list[tuple[int, int, SimRequest]] = []  # heap by the number of the last iteration
+        self._chunks: list[tuple[SimRequest, int]] = []  # of the current iteration
+        self._start = self._each = self._count = 0  # the current run of iterations; there is none if the count is 0
+        self._first = 0  # number of the run's first iteration
         self._stop = FOREVER
-        self._rank_sum = 0  # of the decoding
+        self._rank_sum = 0  # over decoding requests
         self._decoding_ranks: dict[int, int] = {}
         self._rank_max = 0
-        self._ranks: dict[int, int] = {}  # of all that are here
+        self._ranks: dict[int, int] = {}  # rank → number of requests, over all requests of the instance
         self._ranks_sum = 0
         self._queued_tokens = self._queued_token_ranks = 0
-        self._kv_free = machine.kv_tokens  # of those that run
-        self._kv_promised = 0  # to those that wait
+        self._kv_free = machine.kv_tokens  # not used by admitted requests
+        self._kv_promised = 0  # needed by waiting requests
         self._backlog: Backlog | None = None
 
     # --- what others see ---
 
     def backlog(self) -> Backlog:
-        """As of the time advanced to. The same object until something changes."""
+        """Returns the backlog at the time advanced to; the same object until something changes."""
         if self._backlog is None:
             queued = len(self._waiting) + len(self._loading)
             self._backlog = Backlog(
@@ -90,11 +90,11 @@ class BatchSimulator:
 
     @property
     def outstanding_tokens(self) -> int:
-        """Memory that all requests here take or wait for: what dLoRA balances."""
+        """KV tokens that all requests of the instance use or wait for, which dLoRA balances among instances."""
         return self._machine.kv_tokens - self._kv_free + self._kv_promised
 
     def check(self) -> None:
-        """Raises AssertionError when an instance on which nothing is left does not know it."""
+        """Raises AssertionError unless all requests have ended and all counters are back at their start values."""
         left = (len(self._loading), len(self._waiting), len(self._prefilling), len(self._decoding))
         assert not any(left), f"requests are left: {left}"
         assert (self._kv_free, self._kv_promised) == (self._machine.kv_tokens, 0), "memory is lost"
@@ -105,7 +105,7 @@ class BatchSimulator:
     # --- requests ---
 
     def deliver(self, request: SimRequest, now: int, ready: int) -> None:
-        """A request arrives, whose adapter is there at `ready`."""
+        """Adds a request whose adapter is on the device at the time `ready`."""
         request.ready = ready
         self._ranks[request.rank] = self._ranks.get(request.rank, 0) + 1
         self._ranks_sum += request.rank
@@ -119,11 +119,11 @@ class BatchSimulator:
             self._enter(request, now)
 
     def stuck(self) -> list[SimRequest]:
-        """Requests that could have joined by now, but for room."""
+        """Returns the requests that wait only for memory or a slot."""
         return [request for joins, request in self._waiting if joins <= self._first]
 
     def take_back(self, request: SimRequest) -> None:
-        """A stuck request goes elsewhere."""
+        """Removes a stuck request, which moves to another instance."""
         self._waiting = deque(entry for entry in self._waiting if entry[1] is not request)
         self._backlog = None
         self._forget(request)
@@ -142,7 +142,7 @@ class BatchSimulator:
     # --- time ---
 
     def advance(self, now: int) -> None:
-        """Everything up to `now`, iterations that end at `now` included."""
+        """Simulates up to `now`, including iterations that end at `now`."""
         loading = self._loading
         while loading and loading[0][0] <= now:
             ready, _, request = heappop(loading)
@@ -154,7 +154,7 @@ class BatchSimulator:
             self._boundary()
 
     def _enter(self, request: SimRequest, now: int) -> None:
-        """A request whose adapter is there; everything before `now` has happened."""
+        """Queues a request whose adapter is loaded; everything before `now` has been simulated."""
         if not self._count:
             self._waiting.append((0, request))
             self._next(now)
@@ -166,7 +166,7 @@ class BatchSimulator:
             self._stop = self._start + self._count * self._each
 
     def _boundary(self) -> None:
-        """The run under way ends."""
+        """Ends the current run of iterations."""
         now, last = self._stop, self._first + self._count - 1
         self.steps += 1
         self.iterations += self._count
@@ -220,10 +220,10 @@ class BatchSimulator:
         self._backlog = None
 
     def _next(self, now: int) -> None:
-        """Plans the next run."""
+        """Admits waiting requests and plans the next run of iterations."""
         waiting, number = self._waiting, self._first
         if waiting:
-            # With nothing else to launch, the engine did not launch ahead.
+            # An idle engine has launched no iteration ahead, so requests join at once.
             idle = not self._decoding and not self._prefilling
             while waiting and (waiting[0][0] <= number or idle) and self._admit(waiting[0][1]):
                 waiting.popleft()
@@ -253,7 +253,7 @@ class BatchSimulator:
         budget = self._machine.max_step_tokens - running
         tokens = token_ranks = 0
         chunks = []
-        # A last token of a prompt is scheduled as one of an answer is: before all chunks.
+        # The scheduler treats the last token of a prompt like a decode token: it comes before all chunks.
         for request in sorted(self._prefilling, key=_chunked):
             count = min(request.left, budget - tokens)
             if count == 0:

@@ -1,9 +1,9 @@
-"""What an instance of a simulated fleet is made of: its times, its memory, its limits. Pure.
+"""The times, memory sizes and limits of an instance of a simulated cluster.
 
-A measured profile gives all times (`profiled_machine`). Without one, `paper_machine` combines what papers print. Its
-times are Toppings': decode from the two batches of Fig. 6 (24 requests of rank 32 and 16 of rank 64 take
-34.8 and 35.8 ms with BGMV, 35.3 and 35.9 ms with MBGMV), prefill from 256 and 1,000 tokens in 44 and 90 ms. What the
-rank adds to a prefill is LoRAServe's: 2,000 tokens take 2.7 times as long with rank 128 as with rank 8.
+`profiled_machine` takes all times from a measured profile; `paper_machine` from papers. Decode and prefill are from
+Toppings: the two batches of Fig. 6 (24 requests of rank 32 and 16 of rank 64 take 34.8 and 35.8 ms with BGMV, 35.3 and
+35.9 ms with MBGMV), and prefills of 256 and 1,000 tokens in 44 and 90 ms. The effect of the rank on a prefill is from
+LoRAServe: 2,000 tokens take 2.7 times as long with rank 128 as with rank 8.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ _RANK_BYTES = 100 * 2**20 // 64  # Toppings: an adapter of rank 64 on q, k and v
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One instance: what its iterations take and what it holds."""
+    """The performance model, link speeds and limits of one instance."""
 
     model: PerfModel
     links: LinkSpeeds
@@ -33,26 +33,28 @@ class Machine:
     device_adapter_bytes: int = 20 * 2**30
     host_adapter_bytes: int = 512 * 2**30
     rank_bytes: int = _RANK_BYTES
-    launches_ahead: int = 1  # iterations launched before the one under way has ended; new requests join behind them
+    launches_ahead: int = 1  # iterations launched before the current one has ended; new requests join after them
 
 
 def paper_machine(kernel: PaperKernel) -> Machine:
-    """An A100 with Llama-2-7B. Loads from the host are hidden behind the CPU's prefill; a fetch from another instance
-    goes over 25 Gbit/s."""
+    """Returns an A100 with Llama-2-7B, as the papers measured it.
+
+    Loads from the host take no time, as CPU-assisted prefill hides them; downloads from other instances have 25 Gbit/s.
+    """
     (x, x_ms), (y, y_ms) = _DECODE[kernel]
     alpha_ms = (y_ms - x_ms) / (y - x)
     (short, short_ms), (long, long_ms) = _PREFILL
     token_ms = (long_ms - short_ms) / (long - short)
     base_ms = short_ms - short * token_ms
     tokens = 2000
-    rank_8_ms = base_ms + tokens * token_ms  # Toppings' prefill, taken for a small rank
+    rank_8_ms = base_ms + tokens * token_ms  # assumes that Toppings measured prefill with a small rank
     token_rank_ms = (_RANK_8_TO_128 - 1) * rank_8_ms / (tokens * (128 - 8))
     model = PerfModel(alpha_ms, 0.0, x_ms - alpha_ms * x, kernel == "padded", base_ms, token_ms, token_rank_ms)
     return Machine(model, LinkSpeeds(disk_bytes_per_ms=2e6, fetch_latency_ms=1.0, fetch_bytes_per_ms=3.1e6))
 
 
 def profiled_machine(profile: Profile, kernel: Kernel, like: Machine) -> Machine:
-    """A measured machine; its memory and limits are those of `like`."""
+    """Returns a machine with the times of a measured profile, and the memory and limits of `like`."""
     links = replace(
         like.links, load_latency_ms=profile.link_latency_ms, load_bytes_per_ms=profile.link_bytes_per_s / 1000
     )
@@ -60,6 +62,6 @@ def profiled_machine(profile: Profile, kernel: Kernel, like: Machine) -> Machine
 
 
 def without_adapters(machine: Machine) -> Machine:
-    """The same with every adapter free of cost: what objectives are multiples of."""
+    """Returns the same machine with adapters that cost nothing, for the base run of which an SLO is a multiple."""
     model = replace(machine.model, alpha_ms=0.0, prefill_token_rank_ms=0.0)
     return replace(machine, model=model, links=LinkSpeeds(), device_adapter_bytes=1 << 62, host_adapter_bytes=1 << 62)

@@ -1,4 +1,4 @@
-"""Placement in a simulated cluster: measured demand, the server's placement code, moves at a limited rate."""
+"""Placement in a simulated cluster: measures demand, plans with the server's code, moves adapters at a limited rate."""
 
 from collections import deque
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ _S = 1_000_000_000
 
 
 class SimPlanner:
-    """Measures demand, makes plans, and moves adapters to where they say."""
+    """Measures the demand for adapters, makes placement plans, and moves adapters as the plans say."""
 
     def __init__(
         self,
@@ -56,13 +56,13 @@ class SimPlanner:
         self._credit = [0.0] * len(nodes)
 
     def _speed(self, node: "SimInstance", slo_ms: float, prompt: float, output: float) -> float:
-        """Beside the machine of the operating points, which is the first one's; by the mean over ranks."""
+        """Returns a node's speed relative to the first node's, by operating points averaged over ranks."""
         limit = node.machine.max_running
         own = [node.machine.model.operating_point(rank, slo_ms, prompt, output, limit) for rank in sorted(self._points)]
         return sum(own) / sum(self._points[rank] for rank in sorted(self._points)) if own else 1.0
 
     def begin(self) -> None:
-        """Where adapters are before the first request."""
+        """Places all adapters before the first request: by a plan, or `copies` of each under routings without plans."""
         self._views.plan = plan = self._plan(None)
         if plan is not None:
             for number, name in enumerate(self._adapters):
@@ -81,12 +81,12 @@ class SimPlanner:
             self._nodes[self._views.number(name)].cache.add(adapter, 0, keep=True)
 
     def observe(self, request: SimRequest) -> None:
-        """A request's demand."""
+        """Adds a request's output tokens to the demand for its adapter."""
         if request.adapter >= 0:
             self._tokens[request.adapter] = self._tokens.get(request.adapter, 0) + request.output
 
     def replan(self, now: int) -> None:
-        """A plan from the demand since the last one. It is published at once; adapters follow."""
+        """Makes a plan from the demand since the last one. Routers see it at once; adapters move afterwards."""
         seconds = max(1e-9, (now - self._since) / _S)
         latest = {adapter: tokens / seconds for adapter, tokens in self._tokens.items()}
         before = self._rates if self._epoch > 1 else {}
@@ -113,7 +113,7 @@ class SimPlanner:
         for name, shares in plan.shares.items():
             adapter = self._number[name]
             if before and before.shares.get(name) == shares and adapter not in moving:
-                continue  # they are there, to stay
+                continue  # unchanged, and already on its instances
             for share in shares:
                 number = self._views.number(share.instance)
                 if self._nodes[number].cache.tier(adapter) is Tier.ABSENT:
@@ -131,14 +131,14 @@ class SimPlanner:
         return adapter in self._nodes[self._views.number(name)].cache.host
 
     def move(self, number: int, now: int, credit_bytes: float) -> None:
-        """What an instance may fetch towards the plan since its last beat."""
+        """Fetches adapters that the plan assigns to an instance, as far as the bytes since its last heartbeat allow."""
         moves = self._moves[number]
         if not moves:
             self._credit[number] = 0.0
             return
         self._credit[number] += credit_bytes
         cache = self._nodes[number].cache
-        while moves and self._credit[number] > 0:  # a debt is paid off before the next one
+        while moves and self._credit[number] > 0:  # a large adapter makes the credit negative, and later ones wait
             adapter = moves.popleft()
             if cache.tier(adapter) is Tier.ABSENT:
                 self._credit[number] -= self._bytes[adapter]

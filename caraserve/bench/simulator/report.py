@@ -77,7 +77,7 @@ def finite(value: Any) -> Any:
 
 
 def plots(found: Sequence[PolicyResult]) -> dict[str, bytes]:
-    """Draws what was simulated: PNG by file name. Returns nothing without matplotlib."""
+    """Draws the results: returns PNG images by file name, or none if matplotlib is not installed."""
     if not can_draw():
         return {}
     drawn = {"latencies.png": _latencies(found)}

@@ -1,8 +1,8 @@
-"""What came of a simulated run: the papers' measures, and how much was simulated. Pure.
+"""The result of a simulated run: the papers' measures, and how much was simulated.
 
-`events` is what a simulator that goes token by token would process: arrivals, deliveries, quotes, beats, loads, the
-iterations of every instance, and every request's token in each. `steps` is what this one did process: it takes a run of
-equal iterations in one. Speeds in events say how far one second goes, not how many lines of code it ran.
+`events` counts what a simulator that goes token by token would process: arrivals, deliveries, quotes, heartbeats,
+loads, iterations of every instance, and every token. `steps` counts what this simulator processed: a run of equal
+iterations is one step. So events per second measure the speed of a simulation, but not the code that it executed.
 """
 
 import hashlib
@@ -20,14 +20,14 @@ _CURVE = tuple(range(0, 101, 2))  # percentiles kept for drawing
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """One run. Latencies in ms, of requests after the warm-up; a lost request has infinite ones."""
+    """The result of one run. Latencies in ms leave out the warm-up's requests; those of lost requests are infinite."""
 
     routing: str
     instances: int
     requests: int
     lost: int
     slo_ms: float
-    attainment: float  # share with a time per token within the SLO
+    attainment: float  # share of requests with a time per token within the SLO
     tpt_mean_ms: float  # end to end ÷ output tokens, as in the papers
     tpt_p99_ms: float
     tpt_curve_ms: tuple[float, ...]  # percentiles 0, 2, … 100
@@ -48,11 +48,11 @@ class SimulationResult:
     migrations: int
     events: int
     steps: int
-    digest: str  # of every request's times and place: equal runs have equal ones
+    digest: str  # of every request's times and instance: equal for equal runs
 
 
 def summarize(simulation: Simulation, routing: str, slo_ms: float) -> SimulationResult:
-    """Sums up a finished run."""
+    """Computes the result of a finished run."""
     nodes, counts = simulation.nodes, simulation.counts
     warm = WARM_UP * (simulation.requests[-1].arrived if simulation.requests else 0)
     judged = [one for one in simulation.requests if one.arrived >= warm]
@@ -99,7 +99,7 @@ def summarize(simulation: Simulation, routing: str, slo_ms: float) -> Simulation
 
 
 def digest(simulation: Simulation) -> str:
-    """Of when and where every request was served."""
+    """Returns a SHA-256 of the times and the instance of every request."""
     content = hashlib.sha256()
     for request, place in zip(simulation.requests, simulation.served_by, strict=True):
         content.update(f"{request.index},{request.arrived},{request.first},{request.done},{place};".encode())
@@ -111,5 +111,5 @@ def _mean(values: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]") -> float:
 
 
 def _percentile(values: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]", level: float) -> float:
-    # The nearest request's: between a finite and an infinite one nothing can be interpolated.
+    # The next higher request's value: between a finite and an infinite one nothing can be interpolated.
     return float(np.percentile(values, level, method="higher")) if values.size else math.nan

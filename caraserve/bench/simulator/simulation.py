@@ -1,8 +1,8 @@
-"""A simulated cluster under a virtual clock: requests arrive, routers choose by old views, instances batch.
+"""A simulated cluster under a virtual clock: requests arrive, routers choose by delayed views, instances batch.
 
-An instance is advanced only when its state is read: for a heartbeat, a quote or a delivery. Events of one time happen
-in the order beat, rebalancing, plan, delivery, arrival. Everything is a function of the setting, the requests and the
-seed.
+An instance is advanced only when its state is read: for a heartbeat, a quote or a delivery. Events at the same time are
+processed in the order heartbeat, rebalancing, plan, delivery, arrival. The result depends only on the setting (which
+includes the seed) and the requests.
 """
 
 import gc
@@ -35,7 +35,7 @@ from caraserve.cluster.routing.router import (
 
 _BEAT, _REBALANCE, _PLAN, _DELIVERY = range(4)
 _S = 1000 * MS
-_MOVE_TOKENS = 50.0  # of service that moving a queued request costs: it has no KV yet, only an adapter to load
+_MOVE_TOKENS = 50.0  # cost of moving a queued request, in tokens: it has no KV yet, only an adapter to load
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +46,17 @@ class Setting:
     routing: str
     slo_ms: float  # time per token
     ttft_ms: float = 10_000.0
-    routers: int | None = None  # instances that clients send to; None: all
+    routers: int | None = None  # number of instances that clients send requests to; None: all
     copies: int = 2  # of each adapter before the first request, under routings that make no plan
     beat_ms: float = 250.0
     beat_jitter: float = 0.1  # share of the period
     gossip_ms: float = 2.0
-    quote_ms: float = 0.5  # asking and being answered
+    quote_ms: float = 0.5  # round trip of a quote
     hop_ms: float = 0.6
     first_plan_s: float = 10.0
     plan_s: float = 60.0
     rebalance_s: float = 1.0
-    move_bytes_per_s: float = 500e6  # of each instance, towards a plan
+    move_bytes_per_s: float = 500e6  # at which each instance fetches adapters that a plan assigns to it
     seed: int = 0
 
 
@@ -69,7 +69,7 @@ class SimInstance:
         self._shown = PackedInstance(name, machine.model, self.batches.backlog(), machine.links)
 
     def shown(self) -> Instance:
-        """Returns the exact state now. The same object until the backlog changes."""
+        """Returns the exact current state; the same object until the backlog changes."""
         backlog = self.batches.backlog()
         if backlog is not self._shown.backlog:
             self._shown = self._shown.with_backlog(backlog)
@@ -94,7 +94,7 @@ class SimRouting:
 
 @dataclass(slots=True)
 class EventCounts:
-    """Numbers of events, besides those that instances count."""
+    """Numbers of events, except those that instances count."""
 
     arrivals: int = 0
     beats: int = 0
@@ -155,8 +155,11 @@ class Simulation:
         self.served_by = [-1] * len(self.requests)
 
     def run(self) -> None:
-        """Simulates from the first arrival until every request has ended. Garbage collection is off meanwhile: no
-        cycles are created, and searching for them would take up to a quarter of the time."""
+        """Simulates from the first arrival until every request has ended.
+
+        Garbage collection is off meanwhile: no reference cycles are created, and looking for them would take up to a
+        quarter of the time.
+        """
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -173,7 +176,7 @@ class Simulation:
             self._until(request.arrived)
             self._route_arrival(request)
         self._until(end, last=True)
-        while self._events:  # deliveries under way
+        while self._events:  # only deliveries still matter
             time, kind, _, payload = heappop(self._events)
             if kind == _DELIVERY:
                 self._deliver(payload, time)
@@ -208,7 +211,7 @@ class Simulation:
             else:
                 self._rebalance(time)
 
-    # --- the fleet by itself ---
+    # --- periodic events ---
 
     def _beat(self, number: int, now: int) -> None:
         node, setting = self.nodes[number], self._setting

@@ -1,6 +1,6 @@
-"""Many simulated runs: every policy at one size of fleet, and the smallest fleet that each needs.
+"""Simulates every routing policy at one cluster size, and finds the smallest cluster that each policy needs.
 
-Runs are spread over processes; each process has the workload from the one that forked it.
+Policies are spread over processes, which inherit the workload by fork.
 """
 
 import multiprocessing
@@ -17,13 +17,13 @@ from caraserve.bench.simulator.simulation import Setting, Simulation
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """When a fleet is large enough."""
+    """The condition under which a cluster is large enough; None: no limit."""
 
-    attainment: float | None = None  # of time per token
+    attainment: float | None = None  # least share of requests with a time per token within the SLO
     ttft_p95_ms: float | None = None
 
     def met(self, found: SimulationResult) -> bool:
-        """Whether a run holds all that is set."""
+        """Returns True if the run satisfies all limits that are set."""
         if self.attainment is not None and found.attainment < self.attainment:
             return False
         return self.ttft_p95_ms is None or found.ttft_p95_ms <= self.ttft_p95_ms
@@ -31,18 +31,18 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class SweepSpec:
-    """What is simulated: a workload on fleets of any size."""
+    """The parameters of a sweep."""
 
-    machines: tuple[Machine, ...]  # of its instances in turn
+    machines: tuple[Machine, ...]  # instance i is machines[i % len(machines)]
     instances: int
-    setting: Setting  # its machines and routing are put in for each run
+    setting: Setting  # its machines and routing are replaced in each run
     goal: Goal | None = None
-    most_instances: int = 128  # a goal not met by so many is not met
+    most_instances: int = 128  # limit of the search for the least number
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyResult:
-    """One policy: at the study's size, and at every size tried for the goal."""
+    """The results of one policy at the sweep's size, and at every size tried for the goal."""
 
     at_size: SimulationResult
     tried: tuple[SimulationResult, ...] = ()
@@ -50,8 +50,10 @@ class PolicyResult:
 
 
 def base(study: SweepSpec, workload: Workload, slo_scale: float) -> SimulationResult:
-    """The same requests without adapters, in turn to every instance. Its SLO is the study's: so many times its own mean
-    time per token."""
+    """Simulates the same requests without adapters, round-robin over all instances.
+
+    The result's SLO, which the sweep uses, is `slo_scale` times the mean time per token of this run.
+    """
     bare = Workload(tuple(replace(request, adapter=None) for request in workload.requests), ())
     sized = _sized(study, "round-robin", study.instances)
     machines = tuple(map(without_adapters, sized.machines))
@@ -62,7 +64,7 @@ def base(study: SweepSpec, workload: Workload, slo_scale: float) -> SimulationRe
 
 
 def find(study: SweepSpec, workload: Workload, routing: str) -> PolicyResult:
-    """One policy's runs, one after another."""
+    """Simulates one policy at the sweep's size, and at other sizes until the least that meets the goal is found."""
     at_size = _run(_sized(study, routing, study.instances), workload)
     if study.goal is None:
         return PolicyResult(at_size)
@@ -79,7 +81,7 @@ def find(study: SweepSpec, workload: Workload, routing: str) -> PolicyResult:
 
 
 def _least(enough: Callable[[int], bool], start: int, most: int) -> int | None:
-    """The least size that is enough, if more never are too few."""
+    """Returns the least size that is enough, or None if `most` is not; assumes that larger sizes are enough too."""
     low, high = 0, start  # `low` is not enough
     while not enough(high):
         if high >= most:
@@ -117,7 +119,7 @@ def _find_here(routing: str) -> PolicyResult:
 
 
 def find_all(study: SweepSpec, workload: Workload, routings: Sequence[str], processes: int) -> Iterator[PolicyResult]:
-    """Every policy, in the order given. The results do not depend on the number of processes."""
+    """Yields the result of every policy, in the order given, whatever the number of processes."""
     if processes == 1:
         yield from (find(study, workload, routing) for routing in routings)
         return

@@ -1,7 +1,7 @@
-"""What routers of a simulated cluster see: heartbeats received after a delay, and the requests each has sent since.
+"""The state that routers of a simulated cluster see: delayed heartbeats, plus the requests that each has sent since.
 
-A beat reaches all routers at once, so that what was published is kept once for all; a router's own requests and its own
-exact state are laid over it when it routes.
+A heartbeat reaches all routers at once, so published states are stored once. When a router routes a request, the
+requests that it has sent and its own exact state are added to them.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ _S = 1e-9
 
 
 class RouterViews:
-    """Instances are numbered in the order of their names, adapters as in `adapters`."""
+    """The views of all routers. Instances are numbered in the order of `published`, adapters in that of `adapters`."""
 
     def __init__(self, published: Sequence[Instance], adapters: Sequence[str], routers: int, delay_ns: int) -> None:
         self.plan: PlacementPlan | None = None
@@ -27,8 +27,8 @@ class RouterViews:
         self._delay = delay_ns
         self._under_way: deque[tuple[int, int, Instance, dict[int, Tier]]] = deque()
         self._ledgers = [SentRequests() for _ in range(routers)]
-        self._sent: list[dict[int, None]] = [{} for _ in published]  # by instance: routers that sent to it lately
-        self._open: list[dict[int, None]] = [{} for _ in range(routers)]  # the other way round
+        self._sent: list[dict[int, None]] = [{} for _ in published]  # instance → routers that sent to it lately
+        self._open: list[dict[int, None]] = [{} for _ in range(routers)]  # router → instances that it sent to lately
 
     def publish(self, number: int, instance: Instance, changed: dict[int, Tier], now: int) -> None:
         """Sends an instance's heartbeat with the changes of its adapters."""
