@@ -65,7 +65,12 @@ REFUSED_FIELDS: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("field", "value"), REFUSED_FIELDS, ids=lambda part: "missing" if part is MISSING else ascii(part)[:40])
+def stable_id(part: object) -> str:
+    """Returns an id that is the same in every process, unlike the address of an object."""
+    return "missing" if part is MISSING else ascii(part)[:40]
+
+
+@pytest.mark.parametrize(("field", "value"), REFUSED_FIELDS, ids=stable_id)
 def test_a_field_that_cannot_be_applied_is_named(tmp_path: Path, field: str, value: object) -> None:
     message = refusal_of(write_adapter(tmp_path, {field: value}))
     assert message.startswith(f"adapter_config.json: {field} ")
