@@ -1,7 +1,7 @@
-"""`caraserve bench modes`: one load through several loading modes, each in a fresh server, in turn.
+"""`caraserve bench modes`: sends one load to several loading modes in turn, each in a fresh server.
 
-A machine's speed drifts while it is measured. So modes take turns within each repeat, every repeat begins with another
-one, and each mode's latencies are set against those of `cached` in the same repeat, which had the same requests.
+A machine's speed drifts during a benchmark. So each repeat runs all modes, every repeat starts with another mode, and a
+mode's latencies are compared with those of `cached` in the same repeat, which had the same requests.
 """
 
 import asyncio
@@ -34,28 +34,28 @@ BASELINE = "cached"
 _ALL_ON_DEVICE = ("cached", "merged")
 _TRIES = 3
 _CALM_PATIENCE_S = 20
-_ALONE_REQUESTS = 12  # one after another, to see what one costs
+_ALONE_REQUESTS = 12  # sent one after another, to measure the CPU time of one
 
 
 @dataclass(frozen=True, slots=True)
 class ModesOptions:
-    """Which modes, on what."""
+    """Options of `caraserve bench modes` besides load and report."""
 
     modes: tuple[str, ...]
     repeats: int
-    resident: int | None  # adapters that the device holds, in modes that load; None: a quarter
+    resident: int | None  # adapters that fit on the device, in modes that load; None: a quarter of them
     random_model: str | None
     targets: str
     dtype: str
     emulate_link_mb_per_s: float | None
-    lora_kernels: tuple[str, ...]  # each mode with each of them; empty: the server's own choice
-    calm_cores: float  # that other programs may use: a run that more disturbed is made again
-    cores_used: float | None  # by the server in `cached`, by which the rate is chosen; None: by capacity
-    serve: tuple[str, ...]  # more arguments of `caraserve serve`, for every mode
+    lora_kernels: tuple[str, ...]  # each mode runs with each of them; empty: the server's default
+    calm_cores: float  # cores that other programs may use; a run during which they use more is repeated
+    cores_used: float | None  # sets the rate at which `cached` keeps so many cores busy; None: by capacity
+    serve: tuple[str, ...]  # additional arguments of `caraserve serve`, for every mode
 
 
 async def bench_modes(options: ModesOptions, load: LoadOptions, report: ReportOptions) -> Measurements:
-    """Raises ConfigError or BackendFailed."""
+    """Runs every mode in every repeat. Raises ConfigError or BackendFailed."""
     if BASELINE not in options.modes:
         raise ConfigError(f"--modes: all others are compared with {BASELINE}, which is missing")
     _check(options, load, report)
@@ -88,7 +88,7 @@ async def bench_modes(options: ModesOptions, load: LoadOptions, report: ReportOp
 
 @dataclass(frozen=True, slots=True)
 class ModeVariant:
-    """A loading mode with a LoRA kernel. `label`: the mode alone, if the kernel is the first requested."""
+    """A loading mode with a LoRA kernel. `label` omits the kernel if it is the first of those requested."""
 
     mode: str
     kernel: str | None  # None: the server's own choice
@@ -96,7 +96,7 @@ class ModeVariant:
 
 
 def mode_variants(options: ModesOptions) -> list[ModeVariant]:
-    """Kernels alternate within a mode, so that what drifts drifts for both."""
+    """Returns every mode with every kernel; kernels alternate within a mode, so that drift affects them alike."""
     if not options.lora_kernels:
         return [ModeVariant(mode, None, mode) for mode in options.modes]
     first = options.lora_kernels[0]
@@ -119,7 +119,7 @@ def _check(options: ModesOptions, load: LoadOptions, report: ReportOptions) -> N
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """Model, adapters and load that every server gets."""
+    """The model, the adapters and the load, which are the same for every server."""
 
     options: ModesOptions
     made: Synthetic
@@ -128,7 +128,7 @@ class _Prepared:
     resident: int
 
     def arguments(self, variant: ModeVariant) -> tuple[str, ...]:
-        """Of `caraserve serve`."""
+        """Returns the arguments of `caraserve serve` for a variant."""
         held = None if variant.mode in _ALL_ON_DEVICE else self.resident
         link = self.options.emulate_link_mb_per_s
         return (
@@ -144,7 +144,7 @@ class _Prepared:
 
 
 def _prepared(options: ModesOptions, load: LoadOptions, folder: Path, notes: list[str]) -> _Prepared:
-    """Writes the model and the adapters."""
+    """Writes a random model and random adapters to `folder`, and adds notes about them."""
     spec = load.spec()
     model, note = load.model(options.random_model)
     notes += [] if note is None else [note]
@@ -218,8 +218,11 @@ async def _endpoint(server: OwnServer, bench: _Prepared) -> Endpoint:
 
 
 async def _rate(runner: BenchmarkRunner, bench: _Prepared, load: LoadOptions, notes: list[str]) -> float:
-    """Requests a second: by the cores that they are to keep busy, or by the share of the capacity that the setting had
-    of its own machine's. NaN when interrupted."""
+    """Returns the rate in requests per second; NaN when interrupted.
+
+    With `cores_used`, it is the rate that keeps so many cores busy; otherwise the same share of this machine's capacity
+    as the paper's rate was of its machine's.
+    """
     baseline = next(variant for variant in mode_variants(bench.options) if variant.label == BASELINE)
     async with own_server(bench.arguments(baseline), runner.stopped) as server:
         endpoint = await _endpoint(server, bench)

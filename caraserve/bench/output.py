@@ -26,8 +26,11 @@ _WIDTH = 200  # of tables in a file or a pipe
 def run_and_report(
     kind: str, measure: Callable[[], Awaitable[Measurements]], options: ReportOptions, arguments: Mapping[str, object]
 ) -> int:
-    """Runs a benchmark, prints and saves its report; returns the exit code. The last line of stdout is one JSON
-    document. Raises BackendFailed if the endpoint fails, ConfigError if the report cannot be saved."""
+    """Runs a benchmark, prints and saves its report, and returns the exit code.
+
+    The last line of stdout is one JSON document. Raises BackendFailed if the endpoint fails, and ConfigError if the
+    report cannot be saved.
+    """
     make_folder(options.save)
     try:
         measured = uvloop.run(_awaited(measure))
@@ -70,7 +73,7 @@ async def _awaited(measure: Callable[[], Awaitable[Measurements]]) -> Measuremen
 
 
 def show_comparison(a: Path, b: Path, folder: Path | None) -> int:
-    """Prints two saved reports side by side; draws the ratios to a folder."""
+    """Prints two saved reports side by side, and draws their ratios to a PNG in `folder` if given. Returns 0."""
     comparison = compare(load_saved(a), load_saved(b))
     console = _console()
     for table in comparison.tables():
@@ -85,7 +88,7 @@ def show_comparison(a: Path, b: Path, folder: Path | None) -> int:
 
 
 def show_presets(name: str | None) -> int:
-    """Prints a table of the papers' settings, or one setting with its assumptions."""
+    """Prints a table of the papers' settings, or one setting with its assumptions. Returns the exit code 0."""
     console = _console()
     if name is None:
         table = Table()

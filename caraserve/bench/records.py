@@ -1,4 +1,4 @@
-"""Records of a benchmark: planned requests, sent requests, runs; and the machine that they were measured on."""
+"""Records of a benchmark: planned requests, sent requests, runs, and the machine on which they were measured."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ import caraserve
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request of a workload. `at_s` counts from the workload's start; closed-loop clients ignore it."""
+    """One request of a workload. `at_s` is its scheduled time since the start of the run."""
 
     index: int
     at_s: float
@@ -24,23 +24,23 @@ class PlannedRequest:
 class Workload:
     """Requests to send, and the ranks of their adapters."""
 
-    requests: tuple[PlannedRequest, ...]  # by `at_s`
+    requests: tuple[PlannedRequest, ...]  # in order of `at_s`
     ranks: tuple[int, ...]  # of the adapters, by index
-    notes: tuple[str, ...] = ()  # what was assumed or changed, a sentence each
+    notes: tuple[str, ...] = ()  # assumptions and changes, a sentence each
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One request as it went; times count from the run's start.
+    """One sent request and its outcome. Times count from the run's start.
 
-    `token_s` has the arrival of each output token, where the server names the tokens of an event, else of each event.
-    `error` is None for a complete answer. `phases` is what the server said of where the time went, in ms, where it did.
+    `token_s` has the arrival time of each output token if the server sends token ids, otherwise of each event. `error`
+    is None for a complete answer. `phases` has the server's own breakdown of the time in ms, if it reports one.
     """
 
     index: int
     model: str
     rank: int | None  # 0: the base model; None: an adapter of unknown rank
-    due_s: float  # when the schedule wanted it sent
+    due_s: float  # scheduled time of sending
     sent_s: float
     done_s: float
     prompt_tokens: int
@@ -53,12 +53,12 @@ class RequestRecord:
 
     @property
     def ttft_s(self) -> float | None:
-        """From sending to the first token."""
+        """Time from sending to the first token; None without tokens."""
         return self.token_s[0] - self.sent_s if self.token_s else None
 
     @property
     def e2e_s(self) -> float:
-        """From sending to the last byte."""
+        """Time from sending to the last byte."""
         return self.done_s - self.sent_s
 
 
@@ -66,11 +66,11 @@ class RequestRecord:
 class Run:
     """One run of a workload."""
 
-    label: str  # what the reader calls it: a mode, a server, a rate
-    records: tuple[RequestRecord, ...]  # by index; those never sent are not there
+    label: str  # the name in reports: a mode, a server, a rate
+    records: tuple[RequestRecord, ...]  # by index, without requests that were never sent
     wall_s: float
     interrupted: bool = False
-    concurrency: int | None = None  # a closed loop: requests waited until so few were under way; None: an open one
+    concurrency: int | None = None  # limit of requests in flight, in a closed loop; None: open loop
 
 
 _COMPUTING = ("numpy", "numba", "torch", "cupy-cuda12x", "triton")

@@ -1,1 +1,1 @@
-"""The load client: sends a workload to any OpenAI-compatible endpoint, on time, and notes what came back when."""
+"""The load client: sends a workload to an OpenAI-compatible endpoint on schedule, and records each token's arrival."""

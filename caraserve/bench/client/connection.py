@@ -1,7 +1,7 @@
-"""HTTP/1.1 connections that stamp every piece of an answer with the moment it came.
+"""HTTP/1.1 connections that record the arrival time of every piece of a response.
 
-A load client has one core for thousands of stream events a second, and what it adds to a latency it measures. So an
-answer's bytes are kept as they come, with their time, and looked at when the answer is whole (dialects.py).
+The client uses one core for thousands of stream events per second, and any delay of its own adds to the measured
+latencies. So it only stores the bytes with their times; dialects.py parses them when the response is complete.
 """
 
 import asyncio
@@ -13,21 +13,21 @@ from typing import cast
 
 import httptools
 
-_SPARE = 8  # connections kept open ahead of need, so that opening one is seldom part of a latency
+_SPARE = 8  # idle connections kept open, so that opening one is rarely part of a latency
 _CLOSED = "the server closed the connection before its answer was whole"
 
 
 @dataclass(slots=True)
 class HttpExchange:
-    """A request and its answer so far. Times by `time.perf_counter`."""
+    """A request and the response received so far. Times are those of `time.perf_counter`."""
 
     request: bytes
-    done: Callable[["HttpExchange"], None]  # called once
+    done: Callable[["HttpExchange"], None]  # called once, when the exchange ends
     sent_s: float = 0.0
     done_s: float = 0.0
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
-    pieces: list[tuple[float, bytes]] = field(default_factory=list)  # of the body
+    pieces: list[tuple[float, bytes]] = field(default_factory=list)  # arrival times and bytes of the body
     error: str | None = None
 
     @property
@@ -35,14 +35,14 @@ class HttpExchange:
         return b"".join(piece for _, piece in self.pieces)
 
     def finish(self, error: str | None = None) -> None:
-        """Ends it, once."""
+        """Ends the exchange, with an error if given; further calls do nothing."""
         if self.done_s == 0.0:
             self.done_s, self.error = time.perf_counter(), error
             self.done(self)
 
 
 class _Connection(asyncio.Protocol):
-    """One exchange after another."""
+    """A connection that carries one exchange after another."""
 
     def __init__(self, free: Callable[["_Connection"], None], lost: Callable[["_Connection"], None]) -> None:
         self._free, self._lost = free, lost
@@ -58,7 +58,7 @@ class _Connection(asyncio.Protocol):
         self._transport.write(exchange.request)
 
     def abort(self) -> None:
-        """Closes it whatever it does; a server sees its client go."""
+        """Closes the connection at once, even during an exchange; the server sees a disconnected client."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -108,7 +108,7 @@ class _Connection(asyncio.Protocol):
 
 
 class Connections:
-    """As many connections to one address as there are exchanges at once."""
+    """Connections to one address: one for each exchange in flight, and some idle ones."""
 
     def __init__(self, host: str, port: int, context: ssl.SSLContext | None) -> None:
         self._address = host, port
@@ -119,16 +119,16 @@ class Connections:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def warm_up(self) -> None:
-        """Opens the first connections. Raises OSError if the server does not accept connections."""
+        """Opens 8 idle connections. Raises OSError if the server does not accept connections."""
         for _ in range(_SPARE):
             self._idle.append(await self._connect())
 
     def send(self, exchange: HttpExchange) -> None:
-        """Sends at once where a connection is idle, and when one is open otherwise; failures end the exchange."""
+        """Sends a request on an idle connection, or on a new one when it is open. A failure ends the exchange."""
         if self._idle:
             self._idle.pop().send(exchange)
         else:
-            exchange.sent_s = time.perf_counter()  # opening is part of what the client waits for
+            exchange.sent_s = time.perf_counter()  # the time to open a connection counts as latency
             self._spawn(exchange)
         if len(self._idle) + self._opening < _SPARE:
             self._spawn(None)

@@ -1,7 +1,7 @@
 """Request bodies and stream parsing for OpenAI's two endpoints and llama.cpp's own.
 
-Streams are read after they have ended, from pieces stamped with their time (connection.py). A token counts when the
-event that carries it was whole.
+Streams are parsed after they have ended, from pieces with arrival times (connection.py). A token's time is that of the
+piece that completed its event.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,26 +13,29 @@ import orjson
 
 from caraserve.bench.client.connection import HttpExchange
 
-# Ids that every vocabulary has, above the special tokens that most begin with and no more than its bytes.
+# Token ids in every vocabulary: above the special tokens at the start of most, and within the 256 byte tokens.
 _FIRST_ID, _LAST_ID = 16, 240
 _LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz", np.uint8)
 _WORD_LETTERS = 3  # with the space before them, a token or two of most vocabularies
 
 
 def token_ids(seed: int, index: int, count: int) -> list[int]:
-    """Random ids; the same for the same seed and index."""
+    """Returns `count` random token ids, the same for equal `seed` and `index`."""
     rng = np.random.default_rng((seed, index))
     return rng.integers(_FIRST_ID, _LAST_ID, count).tolist()  # type: ignore[no-any-return]
 
 
 def random_text(seed: int, index: int, count: int) -> str:
-    """As many short random words, for endpoints that take only text; the server says how many tokens they are."""
+    """Returns `count` random words of three letters, for endpoints that take only text.
+
+    Each is one or two tokens; the server reports their number.
+    """
     letters = np.random.default_rng((seed, index)).choice(_LETTERS, (count, _WORD_LETTERS))
     return " ".join(word.tobytes().decode("ascii") for word in letters)
 
 
-_PHASES = "x-caraserve-phases"  # also a stream's last comment
-_SHOWN_CHARACTERS = 200  # of an answer that is no answer
+_PHASES = "x-caraserve-phases"  # a response header; a stream has the phases in its last comment
+_SHOWN_CHARACTERS = 200  # of an invalid response, in error messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +52,9 @@ class ClientRequest:
 
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
-    """The contents of a stream. Lengths are the server's own count if it reports one."""
+    """The contents of a stream. Token counts are the server's if it reports them."""
 
-    token_s: tuple[float, ...]  # of each token, where events name theirs; else of each event
+    token_s: tuple[float, ...]  # times of the tokens if events have token ids, otherwise of the events
     output_tokens: int
     prompt_tokens: int | None
     phases: tuple[tuple[str, float], ...] = ()
@@ -71,7 +74,7 @@ class Dialect(Protocol):
 
 @dataclass(slots=True)
 class StreamEvent:
-    """One event: its number of tokens, and the server's counts if it has them."""
+    """One event of a stream: the number of its tokens, and the server's token counts if the event has them."""
 
     tokens: int
     output_tokens: int | None = None
@@ -80,7 +83,7 @@ class StreamEvent:
 
 @dataclass(frozen=True, slots=True)
 class OpenAICompletions:
-    """`POST /v1/completions`, prompts as token ids."""
+    """`POST /v1/completions`, with prompts as token ids."""
 
     base: str
     path: str = "/v1/completions"
@@ -95,7 +98,7 @@ class OpenAICompletions:
 
 @dataclass(frozen=True, slots=True)
 class OpenAIChat:
-    """`POST /v1/chat/completions`, prompts as words."""
+    """`POST /v1/chat/completions`, with prompts as random words."""
 
     base: str
     path: str = "/v1/chat/completions"
@@ -111,7 +114,7 @@ class OpenAIChat:
 
 @dataclass(frozen=True, slots=True)
 class LlamaCpp:
-    """llama.cpp's `POST /completion`: adapters are numbers that a request scales to one."""
+    """llama.cpp's `POST /completion`: a request names its adapter by number, with a scale of 1."""
 
     ids: Mapping[str, int]
     path: str = "/completion"
@@ -146,7 +149,7 @@ def _openai_body(base: str, request: ClientRequest, output_tokens: int) -> dict[
     }
     if not request.ignore_eos:
         return body
-    # vLLM's extensions, which others may refuse. Ids make an event even of tokens that have no text.
+    # Extensions of vLLM, which other servers may refuse. With token ids, tokens without text have an event too.
     return body | {"ignore_eos": True, "return_token_ids": True}
 
 
@@ -161,7 +164,7 @@ def _read_openai(event: dict[str, Any]) -> StreamEvent:
     text = choice.get("text") if delta is None else delta.get("content") or delta.get("reasoning_content")
     if ids := choice.get("token_ids"):
         return StreamEvent(len(ids), *counts)
-    # A token without text of its own, such as half a character, is an event too; a role or an end is none.
+    # An event without text still counts as a token (half a character), unless it has a role or ends the answer.
     halves = (
         choice.get("finish_reason") is None and "role" not in (delta or {}) and (delta is None or "content" in delta)
     )
@@ -169,7 +172,7 @@ def _read_openai(event: dict[str, Any]) -> StreamEvent:
 
 
 def request_head(dialect: Dialect, prefix: str, host: str, api_key: str | None) -> str:
-    """The head that every request of a run shares, up to its length."""
+    """Returns the HTTP head that all requests of a run share, up to the value of Content-Length."""
     lines = [
         f"POST {prefix}{dialect.path} HTTP/1.1",
         f"Host: {host}",
@@ -182,13 +185,13 @@ def request_head(dialect: Dialect, prefix: str, host: str, api_key: str | None) 
 
 
 def encode(dialect: Dialect, head: str, request: ClientRequest) -> bytes:
-    """A whole request."""
+    """Returns the bytes of a complete HTTP request."""
     body = orjson.dumps(dialect.body(request))
     return f"{head}{len(body)}\r\n\r\n".encode("latin-1") + body
 
 
 def decode(dialect: Dialect, exchange: HttpExchange) -> ParsedAnswer:
-    """Parses an answer. Errors of the connection, of HTTP and inside the stream are returned, never raised."""
+    """Parses a response. Errors of the connection, of HTTP and in the stream are returned in it, not raised."""
     if exchange.error is not None:
         return ParsedAnswer((), 0, None, error=exchange.error)
     if exchange.status != 200:
@@ -221,7 +224,7 @@ def decode(dialect: Dialect, exchange: HttpExchange) -> ParsedAnswer:
 
 
 def _lines(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
-    """The stream's lines, each with the time of the piece that completed it."""
+    """Yields the lines of a stream, each with the time of the piece that completed it."""
     rest = b""
     for at_s, piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")
@@ -233,7 +236,7 @@ def _lines(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes
 
 
 def _phases(text: str) -> tuple[tuple[str, float], ...]:
-    """`queued=1.5;load=0` → pairs; what is not a number is left out."""
+    """Parses `queued=1.5;load=0` into pairs; values that are not numbers are left out."""
     pairs = []
     for part in text.split(";"):
         name, _, value = part.strip().partition("=")
@@ -245,7 +248,7 @@ def _phases(text: str) -> tuple[tuple[str, float], ...]:
 
 
 def _message(body: bytes) -> str:
-    """What an error's body says: OpenAI's shape, FastAPI's, or its beginning."""
+    """Returns the message of an error body in OpenAI's or FastAPI's form, otherwise the start of the body."""
     try:
         content = orjson.loads(body)
         error = content.get("error", content)

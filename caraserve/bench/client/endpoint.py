@@ -1,4 +1,4 @@
-"""An endpoint: where it is, which dialect it speaks, which adapters it has."""
+"""Finds out an endpoint's address, dialect, base model and adapters."""
 
 import ssl
 from collections.abc import Mapping
@@ -17,20 +17,20 @@ _PATIENCE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Ready to be sent requests."""
+    """An endpoint to which requests can be sent."""
 
     host: str
     port: int
     tls: ssl.SSLContext | None
-    prefix: str  # of every path, without a slash at its end
+    prefix: str  # of every path, without a trailing slash
     api_key: str | None
     base_model: str
     adapters: tuple[str, ...]
     unlisted: tuple[
         str, ...
-    ]  # of them, those that it does not name among its models: a gateway may know them all the same
-    ranks: Mapping[str, int]  # of adapters whose server tells them
-    max_model_len: int | None  # tokens of prompt and answer, where the server tells
+    ]  # those of `adapters` that the endpoint does not list; a gateway may still serve them
+    ranks: Mapping[str, int]  # of the adapters for which the server lists a rank
+    max_model_len: int | None  # tokens of prompt and output together; None: the server lists no limit
     dialect: Dialect
 
     @property
@@ -40,8 +40,10 @@ class Endpoint:
 
 
 async def find_endpoint(url: str, backend: str, api_key: str | None, adapters: tuple[str, ...] | None) -> Endpoint:
-    """Asks the server at `url` for its models. `adapters`: those to use instead of all that it has. Raises ConfigError
-    when nothing answers there, or a name is unknown."""
+    """Requests the list of models from the server at `url`. `adapters` replaces the adapters that it lists.
+
+    Raises ConfigError if there is no valid response, or if llama.cpp's server does not have one of `adapters`.
+    """
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -81,7 +83,7 @@ async def find_endpoint(url: str, backend: str, api_key: str | None, adapters: t
 async def _openai_models(
     root: str, headers: Mapping[str, str]
 ) -> tuple[str, tuple[str, ...], dict[str, int], int | None, set[str]]:
-    """The base model, those that have a parent, the ranks of those that have one, the longest request, all names."""
+    """Returns the base model, the adapters (models with a parent), their ranks, the longest request, and all names."""
     content = await _get(f"{root}/v1/models", headers)
     cards = content.get("data") if isinstance(content, dict) else None
     if not isinstance(cards, list) or not cards:
@@ -95,7 +97,7 @@ async def _openai_models(
 
 
 async def _llamacpp_adapters(root: str, headers: Mapping[str, str]) -> tuple[str, dict[str, int]]:
-    """The base model's name, and the adapters' numbers by the names of their files."""
+    """Returns a name for the base model, and the number of each adapter by the name of its file."""
     listed = await _get(f"{root}/lora-adapters", headers)
     if not isinstance(listed, list):
         raise ConfigError(f"{root}/lora-adapters is no list of adapters: is this llama.cpp's server?")

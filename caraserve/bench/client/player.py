@@ -1,7 +1,7 @@
-"""Sends a workload to an endpoint and records how every request went.
+"""Sends a workload to an endpoint and records every request.
 
-Open loop: each request is sent when the schedule says, whether or not earlier ones have ended. Closed loop: so many are
-under way at any time, and the next is sent when one ends; the schedule then only holds it back.
+Open loop: each request is sent at its scheduled time, whether or not earlier ones have ended. Closed loop: at most
+`max_concurrency` requests are in flight; a request that is due waits until another one ends.
 """
 
 import asyncio
@@ -21,17 +21,20 @@ from caraserve.bench.client.dialects import ClientRequest, decode, encode, reque
 from caraserve.bench.client.endpoint import Endpoint
 from caraserve.bench.records import PlannedRequest, RequestRecord, Run, Workload
 
-_EARLY_S = 120e-6  # the kernel, the loop and a core asleep take about this long
+_EARLY_S = 120e-6  # time to wake up from a timer: the kernel, the event loop and a sleeping core
 _CLOCK_MONOTONIC = 1  # what `time.perf_counter` reads on Linux
 _TFD_NONBLOCK, _TFD_CLOEXEC, _TFD_TIMER_ABSTIME = 0o4000, 0o2000000, 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Pacer:
-    """`call(index)` at each of the moments, which rise; the last call ends it."""
+    """Calls `call(index)` at each of the given ascending times, to within microseconds.
+
+    A timer wakes it 120 µs early, and it spins for the rest.
+    """
 
     def __init__(self, moments_s: Sequence[float], call: Callable[[int], None]) -> None:
-        """`moments_s` by `time.perf_counter`. To be made in the running loop."""
+        """`moments_s` are times of `time.perf_counter`. Create a pacer in the running event loop."""
         self._moments_s, self._call, self._next = moments_s, call, 0
         self._loop = asyncio.get_running_loop()
         self._timer = _libc.timerfd_create(_CLOCK_MONOTONIC, _TFD_NONBLOCK | _TFD_CLOEXEC)
@@ -52,7 +55,7 @@ class Pacer:
             self.stop()
             return
         wake_ns = max(1, int(1e9 * (self._moments_s[self._next] - _EARLY_S)))
-        moment = struct.pack("qqqq", 0, 0, *divmod(wake_ns, 1_000_000_000))  # a moment gone by fires at once
+        moment = struct.pack("qqqq", 0, 0, *divmod(wake_ns, 1_000_000_000))  # a time in the past fires at once
         _libc.timerfd_settime(self._timer, _TFD_TIMER_ABSTIME, moment, None)
 
     def _fire(self) -> None:
@@ -70,7 +73,7 @@ class Pacer:
         self._arm()
 
 
-_LEAD_S = 0.05  # before the first request, so that it is not late already
+_LEAD_S = 0.05  # from the start to the first request, so that it is not late already
 _INTERRUPTED = "interrupted"
 
 
@@ -82,7 +85,7 @@ class RunProgress:
     sent: int = 0
     done: int = 0
     failed: int = 0
-    recent_ttft_s: list[float] = field(default_factory=list)  # of the last requests that ended
+    recent_ttft_s: list[float] = field(default_factory=list)  # of the last 200 completed requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +98,18 @@ class LoadSettings:
 
 
 class Player:
-    """One run; `stop` may be called at any time from the loop."""
+    """Performs one run; `stop` can be called at any time from the event loop."""
 
     def __init__(
         self, endpoint: Endpoint, workload: Workload, names: Sequence[str], settings: LoadSettings, label: str
     ) -> None:
-        """`names`: the adapters, by the workload's index."""
+        """`names[i]` is the name of the adapter with index i in the workload."""
         self._endpoint, self._names, self._settings, self._label = endpoint, names, settings, label
         self._planned = workload.requests
         head = request_head(endpoint.dialect, endpoint.prefix, endpoint.host_header, endpoint.api_key)
         self._requests = [encode(endpoint.dialect, head, self._asked(planned)) for planned in self._planned]
         self._exchanges: dict[int, HttpExchange] = {}
-        self._waiting: list[int] = []  # closed loop: due, but there is no place for them
+        self._waiting: list[int] = []  # closed loop: requests that are due while `max_concurrency` are in flight
         self._stopped = False
         self.live = RunProgress(len(self._planned))
         self._ended = asyncio.Event()
@@ -114,7 +117,7 @@ class Player:
         self._pacer: Pacer | None = None
 
     async def play(self) -> Run:
-        """Sends everything and waits for every answer. Raises OSError when the endpoint cannot be reached."""
+        """Sends all requests and waits for all responses. Raises OSError when the endpoint cannot be reached."""
         _allow_many_connections()
         await self._connections.warm_up()
         if self._stopped:
@@ -132,7 +135,7 @@ class Player:
         return Run(self._label, records, ended_s - started_s, self._stopped, self._settings.max_concurrency)
 
     def stop(self) -> None:
-        """Sends nothing more and gives up what is under way: its requests are recorded as interrupted."""
+        """Stops sending, closes all connections, and records the requests in flight as interrupted."""
         self._stopped = True
         if self._pacer is not None:
             self._pacer.stop()
@@ -208,8 +211,11 @@ class Player:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """No garbage collection, which would stop the loop for longer than the latencies that are measured; and, where the
-    system allows it, this thread before all others: on a machine that the server has filled, the load would be late."""
+    """Turns garbage collection off and, if the system allows it, gives this thread real-time priority.
+
+    A collection would block the event loop for longer than the measured latencies; and on a machine whose cores the
+    server keeps busy, requests would be sent late.
+    """
     enabled, policy, priority = gc.isenabled(), os.sched_getscheduler(0), os.sched_getparam(0)
     gc.collect()
     gc.disable()
@@ -225,7 +231,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _allow_many_connections() -> None:
-    """A request is a connection, and thousands may be under way: the soft limit is often 1024 files."""
+    """Raises the soft limit of open files, often 1024, to the hard one: each request in flight needs a connection."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
