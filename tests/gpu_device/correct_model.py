@@ -65,7 +65,7 @@ def check_layers(setup: CheckSetup, acc: Accelerator, case: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Paged:
-    """Requests whose contexts are in blocks of random order. `behind`: everything past a context is NaN."""
+    """Requests whose contexts are in blocks of random order. Everything past a context is NaN."""
 
     cache: PagedCache
     memory: Tensor  # [blocks, 2, block tokens, kv heads, dim]

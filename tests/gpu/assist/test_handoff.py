@@ -1,5 +1,4 @@
-"""The kernels that hand layers over to CPU workers, run on the CPU against real workers: nothing is added that is not
-there, nobody is waited for in vain."""
+"""The hand-off kernels, run on the CPU with real workers: they add only complete results, and every wait ends."""
 
 import os
 import signal
@@ -21,7 +20,7 @@ SHORT_NS = 30_000_000
 
 @pytest.fixture(scope="module")
 def desks() -> Iterator[dict[int, Desk]]:
-    """By number of workers."""
+    """Yields a `Desk` by number of workers."""
     made = {workers: Desk(workers) for workers in (1, 2)}
     yield made
     for desk in made.values():
@@ -66,7 +65,7 @@ def test_deltas_of_all_workers_are_added(pair: Desk, activation: Dtype) -> None:
 
 def test_a_projection_without_an_adapter_is_not_touched(pair: Desk) -> None:
     for deltas in pair.deltas:
-        deltas[:] = 0xFF  # no numbers: they show wherever they are added
+        deltas[:] = 0xFF  # NaN, visible wherever it is added
     pair.begin()
     pair.publish()
     pair.wait()
@@ -75,8 +74,8 @@ def test_a_projection_without_an_adapter_is_not_touched(pair: Desk) -> None:
     assert pair.y[:, 140:204].tobytes() == pair.before[:, 140:204].tobytes()
 
 
-def test_data_comes_before_the_flag(pair: Desk) -> None:
-    """Over and over with other x: a worker that began too soon, or a sum made too soon, would show an older one."""
+def test_x_is_visible_before_the_flag(pair: Desk) -> None:
+    """Repeats a hand-off with different x: a worker or a sum that started too early would use an older one."""
     for round_ in range(60):
         pair.begin(seed=round_, rings=round_ % 2 == 0)
         assert pair.publish(grid=1 + round_ % 7, seed=round_) == BY_WORKERS
@@ -86,7 +85,7 @@ def test_data_comes_before_the_flag(pair: Desk) -> None:
 
 
 def test_a_stream_may_wait_for_the_completion_counter_instead(pair: Desk) -> None:
-    """It rings when the last worker is done, and not before."""
+    """The counter is set when the last worker is done, and not before."""
     pair.begin()
     before = int(pair.words.y_flag[0])
     os.kill(pair.pid(1), signal.SIGSTOP)
@@ -103,7 +102,7 @@ def test_a_stream_may_wait_for_the_completion_counter_instead(pair: Desk) -> Non
 
 
 def test_weights_that_have_arrived_are_used(pair: Desk) -> None:
-    """No worker is asked, and a stream that waits for the completion counter goes on."""
+    """No worker is asked, and a stream that waits for the completion counter continues."""
     pair.arrived[0] = ARRIVED
     pair.begin()
     asked = [pair.word(worker, handoff.REQUEST) for worker in range(2)]
@@ -128,8 +127,8 @@ def test_weights_that_arrive_while_the_workers_compute_are_used(alone: Desk) -> 
     assert alone.y.tobytes() == alone.before.tobytes()
 
 
-def test_a_worker_that_is_late_is_not_asked_again(alone: Desk) -> None:
-    """Its slice stays as it is until it has done it; the layer waits for its weights."""
+def test_a_late_worker_is_not_asked_again(alone: Desk) -> None:
+    """Its slice is not changed before it is done; the layer waits for its weights."""
     alone.begin()
     os.kill(alone.pid(), signal.SIGSTOP)
     try:
@@ -182,8 +181,8 @@ def test_a_watchdog_ends_the_wait_and_stops_later_hand_offs(alone: Desk) -> None
     assert alone.word(0, handoff.REQUEST) == asked
 
 
-def test_a_killed_worker_is_replaced_by_the_weights(pair: Desk) -> None:
-    """The layer waits for its weights, and the next one has a new worker."""
+def test_a_killed_worker_makes_the_layer_wait_for_its_weights(pair: Desk) -> None:
+    """The next layer has a new worker."""
     pair.begin()
     killed = pair.pid(1)
     os.kill(killed, signal.SIGSTOP)
@@ -203,7 +202,7 @@ def test_a_killed_worker_is_replaced_by_the_weights(pair: Desk) -> None:
 
 def test_a_worker_killed_at_any_moment_adds_all_or_nothing(pair: Desk) -> None:
     outcomes = set()
-    for round_ in range(6):  # more would wait for workers: those that die often are replaced slowly
+    for round_ in range(6):  # workers that die often are replaced slowly, so more rounds would take long
         pair.await_all()
         pair.begin(seed=round_, deadline_ns=SHORT_NS)
         pair.publish()
@@ -230,7 +229,7 @@ def test_a_worker_without_a_process_is_not_asked(alone: Desk) -> None:
 
 
 def test_numbers_and_generations_wrap(pair: Desk) -> None:
-    """Generations are words of 32 bits; numbers of hand-offs, of 64, pass that value like any other."""
+    """Generations are 32-bit words. Numbers of hand-offs have 64 bits and pass 2^32 without wrapping."""
     pair.number = pair.generation = (1 << 32) - 3
     for round_ in range(6):
         pair.begin(seed=round_)
@@ -256,7 +255,7 @@ def test_a_worker_stays_awake_for_a_device_that_cannot_wake_it(alone: Desk) -> N
     assert alone.wait() == BY_WORKERS
 
 
-def test_the_prompt_is_cut_without_gaps() -> None:
+def test_rows_are_split_without_gaps() -> None:
     for most in range(1, TOKENS + 2):
         for workers in (1, 2, 7):
             pieces = split_rows(TOKENS, most, workers)

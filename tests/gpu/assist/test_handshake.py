@@ -1,4 +1,4 @@
-"""Every wait ends: workers that die or are late, aborted chunks, and the reuse of sync slots."""
+"""Every wait ends, also when workers die or are late; aborted chunks; reuse of sync slots."""
 
 from caraserve.gpu.assist.handshake import CHECK_S, SyncSlot, WorkerStatus, sync_slot_bytes
 from caraserve.gpu.driver.api import has_reached, successor
@@ -11,7 +11,7 @@ WORKERS = LoraSource.WORKERS
 
 
 def waiting_chunk(world: World) -> tuple[AssistedChunk, FakePass]:
-    """A chunk that the device has got to, and whose first answer is waited for."""
+    """Returns a chunk that the device has reached, waiting for its first result."""
     world.hold_copies()
     chunk = world.chunk(1, world.bring(1), [WORKERS] * LAYERS)
     work = world.assisted(chunk)
@@ -31,7 +31,7 @@ def test_the_device_is_released_within_5_ms_of_a_workers_death() -> None:
     died_s = world.now_s
     while not is_released(world):
         world.now_s += CHECK_S
-        world.watchdog.check(world.now_s, world.statuses[:1])  # the other one is alive, and does nothing about it
+        world.watchdog.check(world.now_s, world.statuses[:1])  # the other worker is alive, but does not redo the slice
         assert world.now_s - died_s <= 0.005
     assert world.watchdog.unwatch(chunk.sync_slot)
     assert {kind for kind, *_ in work.done} == {
@@ -58,7 +58,7 @@ def test_another_worker_may_compute_a_dead_workers_slice() -> None:
     assert work.done[-1] == ("sample", 0, 0)
 
 
-def test_a_new_worker_in_a_dead_ones_place_does_not_hide_the_death() -> None:
+def test_a_replacement_worker_does_not_hide_a_death() -> None:
     world = World()
     waiting_chunk(world)
     statuses = [world.statuses[0], WorkerStatus(1, 3, is_idle=True)]
@@ -69,19 +69,19 @@ def test_a_new_worker_in_a_dead_ones_place_does_not_hide_the_death() -> None:
 
 def test_a_hand_off_is_aborted_at_its_deadline_and_not_before() -> None:
     world = World()
-    waiting_chunk(world)  # 1 ms was predicted
+    waiting_chunk(world)  # predicted: 1 ms
     world.watchdog.check(world.now_s + 0.0069, world.statuses)
     assert not is_released(world)
     world.watchdog.check(world.now_s + 0.0071, world.statuses)
     assert is_released(world)
 
 
-def test_each_hand_off_has_its_own_deadline_from_when_the_device_waits() -> None:
+def test_each_hand_offs_deadline_starts_when_the_device_waits() -> None:
     world = World()
     world.hold_copies()
     chunk = world.chunk(1, world.bring(1), [WORKERS] * LAYERS)
     world.assisted(chunk)
-    for _ in range(100):  # the device is not there yet
+    for _ in range(100):  # the device has not reached the hand-off yet
         world.now_s += 0.01
         world.watchdog.check(world.now_s, world.statuses)
     world.settle()
@@ -124,7 +124,7 @@ def test_a_sync_slot_is_not_reused_until_no_worker_can_write_to_it() -> None:
     assert world.sync_slots.acquire() is None
     world.sync_slots.reclaim(
         [WorkerStatus(0, 1, is_idle=True), WorkerStatus(1, 2, is_idle=False)]
-    )  # busy with something else
+    )  # busy with another hand-off
     assert world.sync_slots.acquire() is chunk.sync_slot
 
 
@@ -133,7 +133,7 @@ def test_a_sync_slot_does_not_wait_for_a_dead_worker() -> None:
     sync_slot = world.sync_slots.acquire()
     assert sync_slot is not None
     world.sync_slots.release(sync_slot, [WorkerStatus(0, 1, is_idle=False)])
-    world.sync_slots.reclaim([WorkerStatus(0, 5, is_idle=False)])  # another life
+    world.sync_slots.reclaim([WorkerStatus(0, 5, is_idle=False)])  # another incarnation
     assert world.sync_slots.acquire() is sync_slot
 
 
@@ -143,7 +143,7 @@ def test_words_not_written_for_2_to_the_31_generations_do_not_compare_as_ahead()
         world.store(word, TOP // 2 + 100)
     sync_slot = world.sync_slots.acquire()
     assert sync_slot is not None
-    sync_slot.generation = TOP // 2 + 50  # as if many chunks had been there since
+    sync_slot.generation = TOP // 2 + 50  # as after many chunks
     world.sync_slots.release(sync_slot)
     sync_slot = world.sync_slots.acquire()
     assert sync_slot is not None

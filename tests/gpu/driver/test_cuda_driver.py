@@ -1,4 +1,4 @@
-"""CudaDriver against a library that does at once, on host memory, what CUDA's driver is asked to."""
+"""CudaDriver over a stub of the driver library, which executes calls at once on host memory."""
 
 import inspect
 import sys
@@ -44,7 +44,7 @@ def test_streams_do_not_wait_for_the_legacy_stream_and_have_their_priority(world
     streams = [world.driver.create_stream(priority) for priority in (-1, 2)]
     assert world.stub.calls("cuStreamCreateWithPriority")[1:] == [(NON_BLOCKING, -1), (NON_BLOCKING, 2)]
     assert len({*streams, world.stream}) == 3
-    assert min(streams) > 2**32  # handles of the whole width
+    assert min(streams) > 2**32  # handles are 64 bits wide
 
 
 def test_an_event_is_done_when_its_work_has_run(world: World) -> None:
@@ -60,14 +60,14 @@ def test_an_event_is_done_when_its_work_has_run(world: World) -> None:
     assert world.stub.log[-1] == "cuEventSynchronize"
 
 
-def test_a_device_that_fails_is_an_error_and_not_work_left(world: World) -> None:
+def test_a_failed_device_raises_instead_of_reporting_pending_work(world: World) -> None:
     event = world.driver.create_event()
     world.stub.fail("cuEventQuery", 700)
     with pytest.raises(DriverError, match="cuEventQuery: other"):
         world.driver.is_done(event)
 
 
-def test_another_thread_may_wait(world: World) -> None:
+def test_another_thread_may_synchronize(world: World) -> None:
     event = world.driver.create_event()
     failures: list[Exception] = []
 
@@ -82,13 +82,13 @@ def test_another_thread_may_wait(world: World) -> None:
     thread.start()
     thread.join()
     assert failures == []
-    assert len(world.stub.calls("cuCtxSetCurrent")) == 2  # once a thread
+    assert len(world.stub.calls("cuCtxSetCurrent")) == 2  # once per thread
 
 
 # --- memory ---
 
 
-def test_bytes_go_there_and_back_and_across(world: World) -> None:
+def test_bytes_are_copied_to_the_device_on_it_and_back(world: World) -> None:
     world.driver.copy_to_device(world.device + 16, world.host + 100, 1000, world.stream)
     assert (world.on_device()[16:1016] == world.bytes[100:1100]).all()
     world.driver.copy_on_device(world.device + 2048, world.device + 16, 1000, world.stream)
@@ -98,7 +98,7 @@ def test_bytes_go_there_and_back_and_across(world: World) -> None:
     assert (world.bytes[:3000] == before[:3000]).all()
 
 
-def test_rows_go_to_their_places_and_nowhere_else(world: World) -> None:
+def test_rows_are_copied_to_their_places_and_nowhere_else(world: World) -> None:
     world.driver.fill(world.device, 4096, world.stream)
     world.driver.copy_rows_to_device(world.device + 8, 100, world.host + 3, 70, 48, 5, world.stream)
     expected = np.zeros(4096, np.uint8)
@@ -107,7 +107,7 @@ def test_rows_go_to_their_places_and_nowhere_else(world: World) -> None:
     assert (world.on_device() == expected).all()
 
 
-def test_zeros_are_written_where_asked(world: World) -> None:
+def test_fill_writes_zeros_in_its_range_only(world: World) -> None:
     before = world.on_device()
     world.driver.fill(world.device + 100, 50, world.stream)
     after = world.on_device()
@@ -124,7 +124,7 @@ def test_empty_copies_call_nothing(world: World) -> None:
     assert world.stub.log == before
 
 
-def test_memory_that_is_not_there_is_refused_in_cudas_words(world: World) -> None:
+def test_copies_of_invalid_memory_raise_cudas_error(world: World) -> None:
     with pytest.raises(DriverError, match="cuMemcpyAsync"):
         world.driver.copy_to_device(world.device + 4096, world.host, 16, world.stream)
     assert (world.driver.free_bytes(), world.driver.total_bytes()) == (130 * GIB, 139 * GIB)
@@ -140,23 +140,23 @@ def test_memory_that_is_not_there_is_refused_in_cudas_words(world: World) -> Non
 
 
 @pytest.mark.parametrize("value", [0, 7, 2**31, 2**32 - 1])
-def test_a_word_is_written_and_no_other(world: World, value: int) -> None:
+def test_write_value_changes_one_word_only(world: World, value: int) -> None:
     before = world.bytes.copy()
     world.driver.write_value(world.stream, world.host + 8, value)
     assert world.word(8) == value
     assert (np.delete(world.bytes, slice(8, 12)) == np.delete(before, slice(8, 12))).all()
-    assert world.stub.calls("cuStreamWriteValue32_v2") == [(value, 0)]  # 0: after all that came before
+    assert world.stub.calls("cuStreamWriteValue32_v2") == [(value, 0)]  # 0: ordered after all earlier operations
 
 
 @pytest.mark.parametrize(("word", "value"), [(7, 7), (6, 7), (1, 2**32 - 1), (2**32 - 1, 1), (2**31, 0)])
-def test_a_word_is_waited_for_as_it_counts_round(world: World, word: int, value: int) -> None:
+def test_wait_value_compares_with_wraparound(world: World, word: int, value: int) -> None:
     world.driver.write_value(world.stream, world.host, word)
     world.driver.wait_value(world.stream, world.host, value)
     assert world.stub.calls("cuStreamWaitValue32_v2") == [(value, 0)]
     assert (world.stub.unmet_waits == 0) == has_reached(word, value)
 
 
-def test_where_streams_cannot_wait_a_kernel_does(stub: Stub) -> None:
+def test_a_kernel_waits_where_streams_cannot(stub: Stub) -> None:
     stub.set_attribute(Attribute.CAN_USE_64_BIT_STREAM_MEM_OPS, 0)
     world = World(stub)
     after = world.word(8)
@@ -169,7 +169,7 @@ def test_where_streams_cannot_wait_a_kernel_does(stub: Stub) -> None:
 # --- kernels and graphs ---
 
 
-def test_kernels_are_issued_where_torch_has_the_stream(world: World) -> None:
+def test_run_makes_the_stream_current_in_torch(world: World) -> None:
     world.driver.run(world.stream, lambda: world.torch.current.append(-1))
     assert world.torch.current == [world.stream, -1]
 
@@ -180,7 +180,7 @@ def capture(world: World, issue: Callable[[], None]) -> Any:
     return world.driver.end_capture(world.stream)
 
 
-def test_a_captured_graph_runs_when_launched_in_order_with_what_is_there_then(world: World) -> None:
+def test_a_captured_graph_runs_at_each_launch_with_the_data_of_that_time(world: World) -> None:
     def issue() -> None:
         world.driver.copy_to_device(world.device, world.host, 64, world.stream)
         world.driver.fill(world.device, 32, world.stream)
@@ -195,7 +195,7 @@ def test_a_captured_graph_runs_when_launched_in_order_with_what_is_there_then(wo
     assert world.word(128) == 2
     assert world.stub.calls("cuStreamBeginCapture_v2") == [(THREAD_LOCAL,)]
     other = world.driver.create_stream(0)
-    for word, unmet in ((2, 1), (3, 1)):  # the first launch would wait
+    for word, unmet in ((2, 1), (3, 1)):  # on a device, the first launch would block
         world.bytes[32:64] = word
         world.driver.write_value(world.stream, world.host + 128, word)
         world.driver.launch_graph(graph, other)
@@ -208,7 +208,7 @@ def test_a_captured_graph_runs_when_launched_in_order_with_what_is_there_then(wo
     assert names == [*upload, "cuGraphLaunch", "cuGraphLaunch", "cuGraphExecDestroy"]
 
 
-def test_a_capture_during_which_torch_gave_out_memory_is_refused(world: World) -> None:
+def test_a_capture_during_which_torch_allocates_is_rejected(world: World) -> None:
     def issue() -> None:
         world.torch.given += 2
 
@@ -218,14 +218,14 @@ def test_a_capture_during_which_torch_gave_out_memory_is_refused(world: World) -
     capture(world, lambda: None)
 
 
-def test_a_capture_that_cuda_gave_up_is_an_error(world: World) -> None:
+def test_a_capture_that_cuda_invalidated_raises(world: World) -> None:
     world.stub.fail("cuStreamEndCapture", 901)
     with pytest.raises(DriverError, match="cuStreamEndCapture"):
         capture(world, lambda: None)
 
 
 class WaitingPass(DecoderPass):
-    """A pass of one operation and a wait."""
+    """A pass of one operation and one wait."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -244,7 +244,7 @@ class WaitingPass(DecoderPass):
     def sample(self, stream: Stream) -> None: ...
 
 
-def test_a_pass_that_cannot_be_captured_leaves_the_stream_as_it_was(world: World) -> None:
+def test_a_failed_capture_leaves_the_stream_usable(world: World) -> None:
     before = world.on_device()
     world.stub.fail("cuStreamWaitValue32_v2", 801)
     with pytest.raises(DriverError, match="cuStreamWaitValue32_v2"):
@@ -256,11 +256,11 @@ def test_a_pass_that_cannot_be_captured_leaves_the_stream_as_it_was(world: World
     assert not world.on_device().any()
 
 
-def test_a_capture_that_cuda_gave_up_can_be_abandoned(world: World) -> None:
+def test_a_capture_that_cuda_invalidated_can_be_abandoned(world: World) -> None:
     world.driver.begin_capture(world.stream)
     world.stub.fail("cuStreamEndCapture", 901)
     world.driver.abandon_capture(world.stream)
-    assert world.stub.log[-1] == "cuStreamEndCapture"  # there is no graph to be destroyed
+    assert world.stub.log[-1] == "cuStreamEndCapture"  # no graph has to be destroyed
 
 
 # --- torch's side ---
@@ -327,6 +327,6 @@ def test_facts_of_a_device(stub: Stub, tmp_path: Any) -> None:
         assert device_facts(Cuda(stub.path), pci_devices=tmp_path).numa_node == node
 
 
-def test_a_library_that_is_not_the_drivers_is_refused() -> None:
+def test_a_library_that_is_not_the_driver_is_rejected() -> None:
     with pytest.raises(DriverError, match=r"^libc.so.6 lacks cuInit: it is too old$"):
         Cuda("libc.so.6")

@@ -1,4 +1,4 @@
-"""Which device is served on, and the one line that says why not the other."""
+"""Which device is chosen, and the one-line reason why a GPU is not."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ FOR_13 = Installed("torch 2.11.0", torch_cuda=13, cupy_cuda=13, triton=True)
 FOR_12 = Installed("torch 2.10.0", torch_cuda=12, cupy_cuda=12, triton=True)
 BARE = Installed("torch 2.13.0+cpu", torch_cuda=None, cupy_cuda=None, triton=False)
 
-# What may be used: a driver runs what was built for its CUDA or an older one.
+# Usable: the driver runs code built for its CUDA version or an older one.
 GOOD = [
     (H200, FOR_13),
     (H200, FOR_12),
@@ -27,7 +27,7 @@ GOOD = [
     (H200, Installed("torch 2.11.0", torch_cuda=13, cupy_cuda=0, triton=True)),
 ]
 
-# What may not, what is said of it, and the commands in it.
+# Unusable GPUs, the reason given, and the commands in it.
 BAD = [
     (H200, BARE, "NVIDIA H200 (driver of CUDA 13.2) lacks a torch for CUDA 13 (torch 2.13.0+cpu is built without CUDA) "
      "and CuPy and Triton: pip install --force-reinstall 'torch>=2.11,<2.14' && pip install 'caraserve[cuda13]'"),
@@ -54,12 +54,14 @@ BAD = [
 
 @pytest.mark.parametrize("wanted", ["auto", "cuda"])
 @pytest.mark.parametrize(("gpu", "installed"), GOOD)
-def test_a_gpu_with_all_it_needs_is_used(wanted: str, gpu: Gpu, installed: Installed) -> None:
+def test_a_gpu_with_everything_it_needs_is_chosen(wanted: str, gpu: Gpu, installed: Installed) -> None:
     assert choose(wanted, gpu, "", installed) == DeviceChoice("cuda")
 
 
 @pytest.mark.parametrize(("gpu", "installed", "words"), BAD)
-def test_a_gpu_that_lacks_something_says_what_and_auto_goes_on(gpu: Gpu, installed: Installed, words: str) -> None:
+def test_an_unusable_gpu_is_explained_and_auto_falls_back_to_the_cpu(
+    gpu: Gpu, installed: Installed, words: str
+) -> None:
     assert choose("auto", gpu, "", installed) == DeviceChoice("cpu", f"{words}; serving on the CPU")
     with pytest.raises(ConfigError) as refused:
         choose("cuda", gpu, "", installed)
@@ -67,13 +69,13 @@ def test_a_gpu_that_lacks_something_says_what_and_auto_goes_on(gpu: Gpu, install
     assert "\n" not in words
 
 
-def test_a_machine_without_a_gpu_serves_on_its_cpu_and_says_nothing() -> None:
+def test_a_machine_without_a_gpu_uses_its_cpu_without_a_note() -> None:
     assert choose("auto", None, "", FOR_13) == DeviceChoice("cpu")
     with pytest.raises(ConfigError, match=r"^--device cuda: there is no NVIDIA driver on this machine$"):
         choose("cuda", None, "", FOR_13)
 
 
-def test_a_driver_that_fails_is_named() -> None:
+def test_a_driver_that_fails_is_explained() -> None:
     assert choose("auto", None, "the NVIDIA driver sees no GPU", FOR_13).note.startswith("the NVIDIA driver sees no")
     with pytest.raises(ConfigError, match=r"^--device cuda: the NVIDIA driver sees no GPU$"):
         choose("cuda", None, "the NVIDIA driver sees no GPU", FOR_13)
@@ -87,21 +89,21 @@ def test_device_cpu_does_not_look_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
 # --- looking ---
 
 
-def test_another_process_asks_the_driver(library: Path) -> None:
+def test_another_process_queries_the_driver(library: Path) -> None:
     stub = Stub(library)
     assert look(stub.path) == (H200, "")
-    assert stub.log == []  # not in this one, which is to be forked
+    assert stub.log == []  # this process must not start the driver, because it forks
 
 
-def test_a_missing_driver_is_not_a_problem() -> None:
+def test_a_missing_driver_has_no_note() -> None:
     assert look("libcuda-of-nobody.so.1") == (None, "")
 
 
-def test_what_is_wrong_with_a_driver_is_said() -> None:
+def test_an_unusable_driver_library_is_explained() -> None:
     assert look("libc.so.6") == (None, "the NVIDIA driver cannot be used: libc.so.6 lacks cuInit: it is too old")
 
 
-def test_a_driver_that_refuses_is_quoted(library: Path) -> None:
+def test_an_error_of_the_driver_is_quoted(library: Path) -> None:
     stub = Stub(library)
     stub.fail("cuInit", 2)
     refused = "the NVIDIA driver cannot be used: cuInit: CUDA_ERROR_OUT_OF_MEMORY (out of memory)"
@@ -142,7 +144,7 @@ def test_detection_imports_no_large_package() -> None:
         ("hip: Optional[str] = '6.4'", None),
     ],
 )
-def test_what_torch_is_built_for_is_read_from_its_files(
+def test_the_cuda_version_of_torch_is_read_from_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, cuda: int | None
 ) -> None:
     (tmp_path / "version.py").write_text(f"__version__ = '2.11.0'\n{text}\n")
@@ -153,7 +155,7 @@ def test_what_torch_is_built_for_is_read_from_its_files(
 @pytest.mark.parametrize(
     ("names", "cuda"), [(["numpy", "cupy-cuda13x"], 13), (["CuPy-CUDA12x"], 12), (["cupy"], 0), ([], None)]
 )
-def test_which_cupy_there_is_shows_in_its_name(
+def test_the_cuda_version_of_cupy_is_read_from_its_name(
     monkeypatch: pytest.MonkeyPatch, names: list[str], cuda: int | None
 ) -> None:
     monkeypatch.setattr(detect, "find_spec", lambda name: SimpleNamespace(origin=None) if names else None)
@@ -162,7 +164,7 @@ def test_which_cupy_there_is_shows_in_its_name(
     assert detect.installed().cupy_cuda == cuda
 
 
-def test_cuda_finds_the_environment_that_waiting_streams_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_starts_with_the_environment_that_waiting_streams_need(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"):
         monkeypatch.setenv(name, "1")
     detect.prepare_environment()

@@ -1,4 +1,4 @@
-"""Host memory that CudaDriver registers, against the library of stub_driver.py: in chunks, and no copy lies in two."""
+"""Host memory that CudaDriver registers in chunks, over the stub driver library: no copy spans two chunks."""
 
 import numpy as np
 import pytest
@@ -13,25 +13,25 @@ GIB = 1 << 30
 PORTABLE_DEVICEMAP = 3
 
 
-# --- what is registered here is only addresses ---
+# --- registered memory; these tests use addresses only ---
 
-FAR = (1 << 45) + 12288  # pages of 4 KiB, not of 2 MiB
+FAR = (1 << 45) + 12288  # a multiple of 4 KiB but not of 2 MiB
 
 
-def test_much_host_memory_is_registered_in_pieces_and_has_one_range_of_addresses(world: World) -> None:
+def test_large_host_memory_is_registered_in_chunks_at_contiguous_device_addresses(world: World) -> None:
     address = world.driver.register_host(FAR, 20 * GIB)
     pieces = world.stub.calls("cuMemHostRegister_v2")[1:]
     assert sum(size for size, _ in pieces) == 20 * GIB
     assert all(size <= 8 * GIB and flags == PORTABLE_DEVICEMAP for size, flags in pieces)
     assert len(pieces) == 3
-    assert (FAR + pieces[0][0]) % (2 << 20) == 0  # huge pages are not cut
+    assert (FAR + pieces[0][0]) % (2 << 20) == 0  # chunks meet at huge page boundaries
     assert address == world.driver.register_host(FAR + 20 * GIB, 4096) - 20 * GIB
     world.driver.unregister_host(FAR)
     assert len(world.stub.calls("cuMemHostUnregister")) == 3
 
 
 @pytest.mark.parametrize("gap", [1 << 21, -4096])
-def test_host_memory_that_the_driver_scatters_is_refused_whole(stub: Stub, gap: int) -> None:
+def test_host_memory_that_the_driver_maps_non_contiguously_is_rejected(stub: Stub, gap: int) -> None:
     driver = CudaDriver(Cuda(stub.path), Recorder(), torch=Torch())
     stub.set_gap(gap)
     with pytest.raises(DriverError, match="addresses far apart"):
@@ -39,7 +39,7 @@ def test_host_memory_that_the_driver_scatters_is_refused_whole(stub: Stub, gap: 
     assert len(stub.calls("cuMemHostUnregister")) == 2
 
 
-def test_nothing_stays_registered_when_the_driver_refuses_a_piece(world: World) -> None:
+def test_no_chunk_stays_registered_when_the_driver_rejects_one(world: World) -> None:
     world.stub.fail("cuMemHostRegister_v2", 2)
     with pytest.raises(DriverError, match="cuMemHostRegister_v2: CUDA_ERROR_OUT_OF_MEMORY"):
         world.driver.register_host(FAR, 9 * GIB)
@@ -52,14 +52,14 @@ def test_nothing_stays_registered_when_the_driver_refuses_a_piece(world: World) 
 
 @pytest.fixture
 def chopped(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> World:
-    """Host memory is registered in chunks of 64 bytes; the first may be smaller."""
+    """Registers host memory in chunks of 64 bytes; the first may be smaller."""
     monkeypatch.setattr(cuda_driver, "_CHUNK_BYTES", 64)
     monkeypatch.setattr(cuda_driver, "_HUGE_PAGE_BYTES", 16)
     return World(stub)
 
 
-def test_no_copy_lies_in_two_registered_chunks(chopped: World) -> None:
-    """The library refuses those that do."""
+def test_no_copy_spans_two_registered_chunks(chopped: World) -> None:
+    """The stub library rejects copies that do."""
     driver, at = chopped.driver, chopped.device
     first = chopped.stub.calls("cuMemHostRegister_v2")[0][0]
     for start, size in ((first - 8, 100), (first, 64), (first - 1, 2), (5, 1000), (first + 64, 3)):
@@ -74,8 +74,8 @@ def test_no_copy_lies_in_two_registered_chunks(chopped: World) -> None:
 
 
 @pytest.mark.parametrize(("pitch", "width"), [(40, 40), (48, 30), (16, 16), (200, 150)])
-def test_no_rows_lie_in_two_registered_chunks(chopped: World, pitch: int, width: int) -> None:
-    """Where a chunk ends within a row, between two, and where a row has several."""
+def test_no_row_copy_spans_two_registered_chunks(chopped: World, pitch: int, width: int) -> None:
+    """A chunk may end within a row or between two rows, and a row may span several chunks."""
     chopped.driver.fill(chopped.device, 4096, chopped.stream)
     chopped.driver.copy_rows_to_device(chopped.device + 8, 250, chopped.host + 3, pitch, width, 9, chopped.stream)
     expected = np.zeros(4096, np.uint8)
@@ -84,7 +84,9 @@ def test_no_rows_lie_in_two_registered_chunks(chopped: World, pitch: int, width:
     assert (chopped.on_device() == expected).all()
 
 
-def test_memory_registered_again_in_one_piece_is_copied_in_one(chopped: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_registered_again_as_one_chunk_is_copied_at_once(
+    chopped: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chopped.driver.unregister_host(chopped.bytes.ctypes.data)
     monkeypatch.setattr(cuda_driver, "_CHUNK_BYTES", 8192)
     host = chopped.driver.register_host(chopped.bytes.ctypes.data, chopped.bytes.nbytes)

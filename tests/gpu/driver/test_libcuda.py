@@ -1,4 +1,4 @@
-"""The table of CUDA's calls against its header."""
+"""Compares the table of CUDA's calls with the header cuda.h."""
 
 import ctypes
 import re
@@ -18,7 +18,7 @@ BLOCKS = {"const CUDA_MEMCPY2D": ctypes.sizeof(Memcpy2D), "char": 1, "const char
 
 @cache
 def declared() -> dict[str, list[str]]:
-    """The types of each function's parameters, by the name that a program is linked with."""
+    """Returns the parameter types of each function, by its symbol name."""
     text = HEADER.read_text(encoding="utf-8")
     linked = dict(re.findall(r"#\s*define (cu\w+)\s+(?:__CUDA_API_PT\wZ\()?(cu\w+)", text))
     found = {}
@@ -32,7 +32,7 @@ def width(text: str) -> int:
 
 
 @pytest.mark.parametrize("name", libcuda._PROTOTYPES)
-def test_arguments_are_as_wide_as_the_header_declares(name: str) -> None:
+def test_arguments_have_the_widths_in_the_header(name: str) -> None:
     types = libcuda._PROTOTYPES[name]
     assert len(types) == len(declared()[name])
     for kind, text in zip(types, declared()[name], strict=True):
@@ -47,7 +47,7 @@ def test_arguments_are_as_wide_as_the_header_declares(name: str) -> None:
 
 
 @pytest.mark.parametrize("attribute", Attribute)
-def test_attributes_have_the_headers_numbers(attribute: Attribute) -> None:
+def test_attributes_have_the_numbers_in_the_header(attribute: Attribute) -> None:
     text = HEADER.read_text(encoding="utf-8")
     assert re.search(rf"CU_DEVICE_ATTRIBUTE_{attribute.name} = {attribute.value}\b", text)
 
@@ -66,7 +66,7 @@ def test_attributes_have_the_headers_numbers(attribute: Attribute) -> None:
         "MEMORYTYPE_UNIFIED",
     ],
 )
-def test_flags_have_the_headers_values(name: str) -> None:
+def test_flags_have_the_values_in_the_header(name: str) -> None:
     found = re.search(rf"\bCU_{name}\s*(?:=\s*)?(0x\w+|\d+)", HEADER.read_text(encoding="utf-8"))
     assert found
     assert int(found[1], 0) == getattr(libcuda, name)

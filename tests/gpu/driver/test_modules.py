@@ -1,4 +1,4 @@
-"""What CuPy is asked for, by a stand-in for it: the real one needs a driver."""
+"""Calls of CuPy, with a stand-in for it: the real one needs a driver."""
 
 import sys
 from pathlib import Path
@@ -25,7 +25,7 @@ class Kernel:
 
 
 def cupy(calls: list[Any], *, spills: bool = False) -> SimpleNamespace:
-    """An H200 with a driver of CUDA 13, as far as it is looked at."""
+    """Returns a stand-in for CuPy on an H200 with a driver of CUDA 13."""
 
     def raw_module(path: str) -> SimpleNamespace:
         names = set(cubin.kernels(Path(path).read_bytes()))
@@ -41,7 +41,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cubins")
 
 
-def test_a_launch_goes_to_its_kernel_on_the_stream_given(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+def test_a_launch_runs_its_kernel_on_the_given_stream(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     calls: list[Any] = []
     monkeypatch.setitem(sys.modules, "cupy", cupy(calls))
     kernels = CudaKernels(Dtype.BF16, cache)
@@ -67,7 +67,7 @@ def test_a_kernel_that_spills_is_logged(
     assert "bgmv_shrink spills registers on sm_90" in caplog.text
 
 
-def test_without_cupy_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(ConfigError, match=r"pip install 'caraserve\[cuda13\]'"):
         CudaKernels(Dtype.BF16, cache)

@@ -1,4 +1,4 @@
-"""Joining the parts of the CUDA backend: what is refused, and that all memory is filled before anything reads it."""
+"""Building the CUDA backend: errors at start, and that all memory is filled before it is read."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ def assembled(device: GpuDevice) -> Iterator[BackendParts]:
 
 
 def test_all_memory_is_filled_before_another_stream_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch fills it on a stream that the lanes do not wait for."""
+    """torch fills memory on a stream that the lanes do not wait for."""
     order: list[str] = []
     zeros = torch.zeros
 
@@ -48,7 +48,7 @@ def test_all_memory_is_filled_before_another_stream_reads_it(monkeypatch: pytest
         assert order[-1] == "wait for all streams"
 
 
-def test_host_memory_that_cannot_be_pinned_is_refused_by_the_flag_that_asks_for_it(
+def test_host_memory_that_cannot_be_pinned_is_an_error_that_names_the_flag(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(driver: HostDriver, host_address: int, num_bytes: int) -> int:
@@ -60,7 +60,7 @@ def test_host_memory_that_cannot_be_pinned_is_refused_by_the_flag_that_asks_for_
         pass
 
 
-def test_a_device_whose_memory_is_full_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_free_memory_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def is_full(*sizes: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmany more lines")
 

@@ -1,4 +1,4 @@
-"""Buckets of captured graphs: every choice covers its plan, memory has a bound, nothing in use is thrown away."""
+"""Buckets of captured graphs: every choice covers its batch, and memory is bounded."""
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from caraserve.core.batch import Batch, ScheduledRow
 from caraserve.gpu.forward.graphs import Bucket, GraphSet, bucket_of, buckets
 
 ROWS, TOKENS = 100, 1500
-ALL = (0, 1, 2, 3)  # groups of modules
+ALL = (0, 1, 2, 3)  # module groups
 
 
 def graphs(budget: int = 10**9, bytes_each: int = 1, *, merging: bool = False) -> GraphSet:
@@ -26,10 +26,10 @@ def plan(*counts: int, adapter: int = 0, merged: int | None = None) -> Batch:
     return Batch((), (), rows, merged)
 
 
-# --- what a plan needs ---
+# --- the bucket that a batch needs ---
 
 
-def test_one_token_of_each_row_is_decoding_and_anything_more_is_mixed() -> None:
+def test_a_batch_is_decode_only_if_every_row_has_one_token() -> None:
     assert bucket_of(plan(1, 1, 1), (), ALL) == Bucket(is_mixed=False, size=3, lora=False)
     assert bucket_of(plan(1, 7), (), ALL) == Bucket(is_mixed=True, size=8, lora=False)
     assert bucket_of(plan(1, 2), (), ALL) == Bucket(is_mixed=True, size=3, lora=False)
@@ -42,15 +42,15 @@ def test_arriving_and_merged_adapters_need_other_buckets() -> None:
     assert bucket_of(plan(1, adapter=3, merged=3), {3}, ALL) == Bucket(is_mixed=False, size=1, lora=False, merged=True)
 
 
-def test_a_batch_whose_every_token_is_scored_takes_no_graph() -> None:
+def test_a_batch_with_every_token_scored_takes_no_graph() -> None:
     scored = ScheduledRow(0, 0, 4, 0, samples=False, prompt_logprobs=0)
     assert bucket_of(Batch((), (), (scored,)), (), ALL) is None
 
 
-# --- which graph it takes ---
+# --- the graph that it takes ---
 
 
-def test_the_smallest_that_serves_is_taken_and_base_rows_pay_nothing_for_lora() -> None:
+def test_the_smallest_graph_that_serves_is_chosen_and_without_lora_for_base_rows() -> None:
     made = captured(graphs())
     assert made.choose(Bucket(is_mixed=False, size=9, lora=False)) == Bucket(is_mixed=False, size=12, lora=False)
     assert made.choose(Bucket(is_mixed=False, size=9, lora=True)) == Bucket(is_mixed=False, size=12, lora=True)
@@ -60,7 +60,7 @@ def test_the_smallest_that_serves_is_taken_and_base_rows_pay_nothing_for_lora() 
     assert made.choose(wanted) == wanted
 
 
-def test_adapters_of_q_k_and_v_alone_do_not_pay_for_the_other_modules() -> None:
+def test_adapters_of_q_k_and_v_take_graphs_without_the_other_modules() -> None:
     made = captured(graphs())
     wanted = bucket_of(plan(1, 1, adapter=3), (), {0})
     assert wanted == Bucket(is_mixed=False, size=2, lora=True, qkv_only=True)
@@ -72,13 +72,13 @@ def test_adapters_of_q_k_and_v_alone_do_not_pay_for_the_other_modules() -> None:
     assert alone.choose(Bucket(is_mixed=False, size=2, lora=False)) is not None
 
 
-def test_a_large_batch_is_not_filled_up_by_much() -> None:
+def test_a_large_batch_is_not_padded_by_much() -> None:
     made = captured(graphs())
     assert made.choose(Bucket(is_mixed=True, size=700, lora=False)) == Bucket(is_mixed=True, size=768, lora=False)
     assert made.choose(Bucket(is_mixed=True, size=600, lora=False)) is None
 
 
-def test_another_graph_does_until_the_right_one_is_there() -> None:
+def test_another_graph_serves_if_the_best_one_is_not_captured() -> None:
     made = graphs()
     made.captured(Bucket(is_mixed=False, size=16, lora=True), 1)
     made.captured(Bucket(is_mixed=True, size=64, lora=True, gated=True), 1)
@@ -90,11 +90,11 @@ def test_another_graph_does_until_the_right_one_is_there() -> None:
     assert made.choose(Bucket(is_mixed=False, size=30, lora=True)) == Bucket(
         is_mixed=True, size=64, lora=True, gated=True
     )
-    assert made.choose(Bucket(is_mixed=False, size=1, lora=True)) is None  # sixteen times the work
+    assert made.choose(Bucket(is_mixed=False, size=1, lora=True)) is None  # sixteen times the rows
     assert made.choose(Bucket(is_mixed=True, size=65, lora=False)) is None
 
 
-def test_what_waits_for_layers_never_takes_a_graph_that_does_not() -> None:
+def test_a_batch_that_waits_for_layers_takes_gated_graphs_only() -> None:
     made = graphs()
     made.captured(Bucket(is_mixed=True, size=64, lora=True), 1)
     assert made.choose(Bucket(is_mixed=True, size=64, lora=True, gated=True)) is None
@@ -102,7 +102,7 @@ def test_what_waits_for_layers_never_takes_a_graph_that_does_not() -> None:
     assert made.choose(Bucket(is_mixed=True, size=64, lora=False, merged=True)) is None
 
 
-def test_a_batch_over_the_limits_is_a_mistake() -> None:
+def test_a_batch_over_the_limits_raises() -> None:
     made = captured(graphs())
     with pytest.raises(AssertionError, match="exceeds"):
         made.choose(Bucket(is_mixed=False, size=ROWS + 1, lora=False))
@@ -136,7 +136,7 @@ def test_every_choice_covers_its_batch_and_memory_stays_within_its_budget(wanted
             assert chosen.gated >= shape.gated
 
 
-def test_a_graph_that_takes_more_than_is_left_is_not_kept() -> None:
+def test_a_graph_that_exceeds_the_memory_left_is_not_kept() -> None:
     made, bucket = graphs(100), Bucket(is_mixed=False, size=1, lora=True)
     assert not made.captured(bucket, 101)
     assert made.choose(bucket) is None
@@ -144,23 +144,23 @@ def test_a_graph_that_takes_more_than_is_left_is_not_kept() -> None:
     assert made.choose(bucket) == bucket
 
 
-# --- what is captured when ---
+# --- the order of captures ---
 
 
-def test_at_start_everything_is_captured_that_fits_large_ones_first() -> None:
+def test_all_graphs_that_fit_are_captured_the_largest_first() -> None:
     chosen = graphs().to_capture()
     assert set(chosen) == set(buckets(ROWS, TOKENS))
     assert [bucket.size for bucket in chosen] == sorted((bucket.size for bucket in chosen), reverse=True)
 
 
-def test_when_memory_is_short_decoding_goes_first() -> None:
+def test_decode_graphs_come_first_when_memory_is_short() -> None:
     decode = {bucket for bucket in buckets(ROWS, TOKENS) if not bucket.is_mixed}
     chosen = graphs(sum(bucket.size for bucket in decode)).to_capture()
     assert set(chosen) == decode
     assert graphs(0).to_capture() == []
 
 
-def test_buckets_end_with_the_limits_and_have_no_variant_that_is_never_needed() -> None:
+def test_buckets_end_at_the_limits_and_include_no_useless_variant() -> None:
     every = list(buckets(ROWS, TOKENS))
     assert len(every) == len(set(every))
     assert max(bucket.size for bucket in every if bucket.is_mixed) == TOKENS
@@ -173,7 +173,7 @@ def test_buckets_end_with_the_limits_and_have_no_variant_that_is_never_needed() 
     )  # for decoding rows that wait for layers
 
 
-def test_in_merged_mode_base_and_merged_weights_have_graphs_of_their_own() -> None:
+def test_in_merged_mode_base_and_merged_weights_have_their_own_graphs() -> None:
     made = captured(graphs(merging=True))
     for merged in (False, True):
         wanted = Bucket(is_mixed=True, size=128, lora=False, merged=merged)

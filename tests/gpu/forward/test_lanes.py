@@ -22,7 +22,7 @@ WORKERS, WAIT = LoraSource.WORKERS, LoraSource.WAIT
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
-def test_an_iteration_waits_for_each_layer_it_uses_captured_or_not(seed: int) -> None:
+def test_an_iteration_waits_for_each_layer_it_uses(seed: int) -> None:
     random = Random(seed)
     world = World(piece_bytes=random.choice([3, 8, 100]))
     stream = world.lanes.streams[Lane.COMPUTE]
@@ -125,7 +125,7 @@ def test_all_missing_layers_are_issued_before_a_chunk() -> None:
     assert world.copier.arrival(1, LAYERS - 1) is not None
 
 
-def test_every_hand_off_of_a_chunk_has_words_of_its_own() -> None:
+def test_every_hand_off_of_a_chunk_has_its_own_words() -> None:
     world = World()
     chunk = world.chunk(1, 1, [WORKERS] * LAYERS, groups=range(len(GROUPS)))
     asked = list(chunk.hand_offs())
@@ -147,7 +147,7 @@ def test_a_layer_that_arrives_in_time_is_computed_on_the_device() -> None:
     assert [kind for kind, *_ in work.done if kind in ("add", "expand")] == ["add"] + ["expand"] * (2 * LAYERS - 1)
 
 
-def test_a_previous_adapters_layers_are_never_taken_for_the_next_ones() -> None:
+def test_a_previous_adapters_layers_are_never_used_for_the_next_adapter() -> None:
     world = World()
     world.bring(1)
     world.copier.poll()
@@ -163,7 +163,7 @@ def test_a_previous_adapters_layers_are_never_taken_for_the_next_ones() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32))
 def test_every_hand_off_is_computed_or_aborted_under_any_schedule(seed: int) -> None:
-    """Decoding continues meanwhile, sync slots are reused, generations wrap, workers die or are late."""
+    """Meanwhile decoding continues, sync slots are reused, generations wrap, and workers die or are late."""
     random = Random(seed)
     world = World(piece_bytes=random.choice([5, 100]), sync_slots=2, generation=TOP - 1 - random.randrange(3))
     for _ in range(4):
@@ -176,7 +176,7 @@ def test_every_hand_off_is_computed_or_aborted_under_any_schedule(seed: int) -> 
         sources = [random.choice([WORKERS, WORKERS, WAIT]) for _ in range(LAYERS)]
         chunk = AssistedChunk(slot, sync_slot, sources, [(0, 1)] * LAYERS, world.ready(slot), generation)
         work = world.assisted(chunk)
-        workers_until = random.choice([0, 2, 99])  # hand-offs, until all have died
+        workers_until = random.choice([0, 2, 99])  # hand-offs until all workers have died
         decode = FakePass(world, [])
         world.iterations.launch(world.metadata, decode, [], NOTHING)
         while not world.driver.is_idle(world.lanes.streams[Lane.ASSIST]):

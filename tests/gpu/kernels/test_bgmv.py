@@ -1,4 +1,4 @@
-"""Decode LoRA: the CUDA sources, run on the CPU, beside fp64."""
+"""Decode LoRA: the CUDA sources, run on the CPU and compared with fp64."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from caraserve.model.dtype import Dtype
 from tests.gpu.lora_case import LoraCase
 
-# Of a sum of products about 1 large: fp32 sums, and for 16-bit activations one rounding of the result.
+# Tolerances of a sum of products of magnitude 1: fp32 sums, and one rounding of the result for 16-bit activations.
 TOLERANCE = {Dtype.F32: 2e-6, Dtype.BF16: 2**-8, Dtype.F16: 2**-11}
 ALL = [Dtype.F32, Dtype.BF16, Dtype.F16, Dtype.BF16, Dtype.F16]
 
@@ -35,14 +35,14 @@ def test_ranks_dtypes_and_the_base_model_in_one_batch(activation: Dtype) -> None
 
 @pytest.mark.parametrize("activation", Dtype)
 @pytest.mark.parametrize("weight", Dtype)
-def test_every_storage_type_of_weights_meets_every_one_of_activations(activation: Dtype, weight: Dtype) -> None:
+def test_every_weight_dtype_works_with_every_activation_dtype(activation: Dtype, weight: Dtype) -> None:
     check(LoraCase(1088, (130,), [[0, 8]], [Dtype.F32, weight], activation), [1, 1])
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_any_batch(data: st.DataObject) -> None:
-    """Odd sizes, ranks that differ by module, dtypes side by side, rows in any order."""
+def test_random_batches(data: st.DataObject) -> None:
+    """Odd sizes, ranks that differ by module, mixed dtypes, rows in any order."""
     rank = st.one_of(st.just(0), st.integers(1, 40), st.sampled_from([64, 100, 128, 256]))
     outputs = tuple(data.draw(st.lists(st.integers(1, 200), min_size=1, max_size=3)))
     slots = data.draw(st.integers(1, 4))
@@ -54,7 +54,7 @@ def test_any_batch(data: st.DataObject) -> None:
     check(case, row_slots, grid=data.draw(st.integers(1, 9)), seed=data.draw(st.integers(0, 99)))
 
 
-def test_a_plane_longer_than_what_a_warp_has_in_flight() -> None:
+def test_a_plane_longer_than_a_warps_loads_in_flight() -> None:
     check(LoraCase(4 * 1024 + 4 * 120 + 3, (64,), [[0, 8, 8]], [Dtype.F32, Dtype.BF16, Dtype.F32]), [1, 2])
 
 
@@ -63,8 +63,8 @@ def test_the_largest_rank() -> None:
 
 
 @pytest.mark.parametrize("activation", Dtype)
-def test_a_row_has_the_same_bits_whatever_is_beside_it(activation: Dtype) -> None:
-    """Alone, as one of many of its adapter, at any place, in any grid, and in whatever order threads run."""
+def test_a_row_has_the_same_bits_in_any_batch(activation: Dtype) -> None:
+    """Alone, as one of many rows of its adapter, at any index, in any grid, and with threads in any order."""
     case = LoraCase(144, (200, 72), [[0, 24, 64], [0, 136, 0]], ALL[:3], activation)
     x, y = inputs(case, 7)
     row_slots = [1, 2, 1, 1, 0, 1, 1]
@@ -77,15 +77,15 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(activation: Dtype) -> Non
     assert moved.tobytes() == together[order].tobytes()
 
 
-def test_the_padded_baseline_computes_the_same() -> None:
-    """What it adds are products with zeros, in groups of their own."""
+def test_the_padded_baseline_gives_the_same_result() -> None:
+    """Padding only adds products with zeros, in groups of their own."""
     shape = (96, (128,), [[0, 8, 24, 64]], [Dtype.BF16] * 4)
     row_slots = [1, 2, 3, 0, 2]
     unpadded, padded = (LoraCase(*shape, padded_to=rank) for rank in (0, 64))
     assert check(unpadded, row_slots).tobytes() == check(padded, row_slots).tobytes()
 
 
-def test_an_empty_batch_and_one_of_the_base_model_alone_touch_nothing() -> None:
+def test_empty_and_base_model_batches_change_nothing() -> None:
     case = LoraCase(16, (64,), [[0, 8]], [Dtype.F32] * 2)
     x, y = inputs(case, 3)
     got, _ = case.run(x, y, [0, 0, 0])

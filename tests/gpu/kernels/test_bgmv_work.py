@@ -1,4 +1,4 @@
-"""The cut of a decode batch's LoRA: everything once, and no item much larger than another."""
+"""Work items of a decode batch's LoRA: each part is in one item, and items have about equal sizes."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ ITEM_BYTES = 16 << 10
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
-    """Slots of rows, ranks by projection and slot, dtypes of slots, outputs of projections."""
+    """Draws adapter slots of rows, ranks by projection and slot, dtypes of slots, outputs of projections."""
     row_slots = draw(st.lists(st.integers(0, SLOTS - 1), max_size=24))
     projections = draw(st.integers(1, 3))
     rank = st.integers(0, 32).map(lambda groups: groups * RANK_STEP)
@@ -57,7 +57,8 @@ def per_load(dtype: int) -> int:
 
 
 def covered(row_slots: list[int], ranks: Ints, dtypes: Ints, outputs: tuple[int, ...]) -> tuple[Ints, list[Ints]]:
-    """How often each (row, projection, plane, rank row) is shrunk and each (row, projection, column) expanded."""
+    """Returns how often each (row, projection, plane, rank row) is shrunk and each (row, projection, column)
+    expanded."""
     plan = plan_items(np.array(row_slots, np.int32), ranks, dtypes, outputs)
     shrunk = np.zeros((len(row_slots), len(outputs), PLANES, int(ranks.max(initial=0))), int)
     expanded = [np.zeros((len(row_slots), -(-columns // 8) * 8), int) for columns in outputs]
@@ -87,7 +88,7 @@ def test_every_rank_row_and_every_column_is_in_one_item(batch: Batch) -> None:
 
 
 @given(batches())
-def test_an_item_of_columns_has_a_thread_for_each_of_its_vectors(batch: Batch) -> None:
+def test_an_expand_item_has_a_thread_for_each_of_its_vectors(batch: Batch) -> None:
     row_slots, ranks, dtypes, outputs = batch
     for item in plan_items(np.array(row_slots, np.int32), ranks, dtypes, outputs).expand.tolist():
         rank = ranks[item[PLACE] & 0xFF, item[SLOT]]
@@ -97,7 +98,7 @@ def test_an_item_of_columns_has_a_thread_for_each_of_its_vectors(batch: Batch) -
 @pytest.mark.parametrize("dtype", Dtype)
 @pytest.mark.parametrize("rank", range(8, 520, 8))
 def test_items_read_about_the_same_bytes_at_any_rank(rank: int, dtype: Dtype) -> None:
-    """But for the last of a projection. A shrink item is a plane of K of eight rank rows, of four in fp32."""
+    """Except for the last item of a projection. A shrink item is a plane of K of eight rank rows, of four in fp32."""
     outputs = 1 << 16
     plan = plan_items(np.array([1], np.int32), np.array([[0, rank]]), np.full(2, dtype.value), (outputs,))
     read = plan.expand[:-1, COUNT] * 16 * rank
@@ -107,7 +108,7 @@ def test_items_read_about_the_same_bytes_at_any_rank(rank: int, dtype: Dtype) ->
 
 
 @given(batches())
-def test_lists_are_never_longer_than_was_said(batch: Batch) -> None:
+def test_lists_are_never_longer_than_most_items(batch: Batch) -> None:
     row_slots, ranks, dtypes, outputs = batch
     plan = plan_items(np.array(row_slots, np.int32), ranks, dtypes, outputs)
     most = bgmv_work.most_items(len(row_slots), max(int(ranks.max()), RANK_STEP), outputs, Dtype.F32)
@@ -115,7 +116,7 @@ def test_lists_are_never_longer_than_was_said(batch: Batch) -> None:
     assert len(plan.expand) <= most[1]
 
 
-def test_rows_of_one_adapter_share_a_read_by_fours() -> None:
+def test_up_to_four_rows_of_one_adapter_share_a_read() -> None:
     row_slots = np.array([2, 1, 2, 0, 2, 2, 1, 2], np.int32)
     plan = plan_items(row_slots, np.array([[0, 8, 8]]), np.ones(3, int), (64,))
     assert [(item[SLOT], rows_of(plan, item)) for item in plan.expand.tolist()] == [
@@ -125,8 +126,8 @@ def test_rows_of_one_adapter_share_a_read_by_fours() -> None:
     ]
 
 
-def test_mixed_ranks_make_as_many_items_as_their_sum() -> None:
-    """Nothing is padded to the largest rank."""
+def test_mixed_ranks_need_as_many_items_as_each_rank_alone() -> None:
+    """No adapter is padded to the largest rank."""
     ranks, rows = np.array([[0, 8, 64, 128, 16]]), np.arange(1, 5, dtype=np.int32)
     mixed = plan_items(rows, ranks, np.ones(5, int), (4096,))
     alone = [plan_items(rows[row : row + 1], ranks, np.ones(5, int), (4096,)) for row in range(4)]
@@ -134,6 +135,6 @@ def test_mixed_ranks_make_as_many_items_as_their_sum() -> None:
     assert len(mixed.expand) == sum(len(plan.expand) for plan in alone) == 4096 * ranks.sum() * 2 // ITEM_BYTES
 
 
-def test_a_row_whose_slot_has_no_adapter_is_a_defect() -> None:
+def test_a_row_whose_slot_has_no_adapter_raises() -> None:
     with pytest.raises(AssertionError, match="no adapter"):
         bgmv_work.plan_items(np.array([1], np.int32), [None, None])

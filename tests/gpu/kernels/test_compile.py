@@ -1,4 +1,4 @@
-"""The CUDA sources as machine code for every GPU that is served: registers, and the memory operations that matter."""
+"""The CUDA sources compiled for every supported GPU: registers, and the memory operations that matter."""
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +21,7 @@ REGISTERS_OF_AN_SM = 1 << 16
 SHARED_OF_AN_SM = {"sm_80": 164 << 10, "sm_86": 100 << 10, "sm_89": 100 << 10, "sm_90": 228 << 10}
 UNITS = [Unit(*unit) for unit in product(nvrtc.SOURCES, Dtype, ARCHES) if unit[0] != "words" or unit[1] == Dtype.F32]
 BGMV, HANDOFF = ([unit for unit in UNITS if unit.source == source] for source in ("bgmv", "handoff"))
-READ = ("sm_80", "sm_90")  # whose instructions are looked at; those between have the same ones as one of these
+READ = ("sm_80", "sm_90")  # their instructions are checked; architectures between have those of one of them
 
 
 def named(unit: Unit) -> str:
@@ -30,7 +30,7 @@ def named(unit: Unit) -> str:
 
 @pytest.fixture(scope="module")
 def compiled() -> Mapping[Unit, Compiled]:
-    """All of them; a warning fails the compilation."""
+    """Compiles all units; a warning fails the compilation."""
     library = nvrtc.load()
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(UNITS, pool.map(library.compile, UNITS), strict=True))
@@ -44,11 +44,9 @@ def test_no_kernel_spills(compiled: Mapping[Unit, Compiled], unit: Unit) -> None
 
 
 @pytest.mark.parametrize("unit", BGMV, ids=named)
-def test_as_many_blocks_fit_a_multiprocessor_as_the_grid_is_made_for(
-    compiled: Mapping[Unit, Compiled], unit: Unit
-) -> None:
+def test_the_grids_blocks_fit_each_multiprocessor(compiled: Mapping[Unit, Compiled], unit: Unit) -> None:
     for kernel in cubin.kernels(compiled[unit].cubin).values():
-        registers = (kernel.registers + 7) // 8 * 8 * bgmv_work.THREADS  # given out by eights
+        registers = (kernel.registers + 7) // 8 * 8 * bgmv_work.THREADS  # allocated in units of eight
         assert cuda_launch.BLOCKS_PER_SM * registers <= REGISTERS_OF_AN_SM
         assert cuda_launch.BLOCKS_PER_SM * (kernel.shared_bytes + 1024) <= SHARED_OF_AN_SM[unit.arch]
 
@@ -59,8 +57,8 @@ def instructions(code: bytes) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("unit", [unit for unit in BGMV if unit.arch in READ], ids=named)
-def test_weights_come_in_wide_loads_that_leave_l1_alone(compiled: Mapping[Unit, Compiled], unit: Unit) -> None:
-    """Eight in flight for each of the three types of weights, none of them narrower."""
+def test_weights_are_read_in_wide_loads_that_bypass_l1(compiled: Mapping[Unit, Compiled], unit: Unit) -> None:
+    """Eight loads in flight for each of the three weight dtypes, none of them narrower."""
     for name, code in instructions(compiled[unit].cubin).items():
         streamed = [op for op in code if op.startswith("LDG") and ".NA" in op]
         assert len(streamed) >= 3 * 8, name
@@ -72,8 +70,9 @@ def test_weights_come_in_wide_loads_that_leave_l1_alone(compiled: Mapping[Unit, 
 
 
 @pytest.mark.parametrize("unit", [unit for unit in HANDOFF if unit.arch in READ], ids=named)
-def test_x_is_in_host_memory_before_a_worker_is_asked(compiled: Mapping[Unit, Compiled], unit: Unit) -> None:
-    """Copy, fence of the whole system, count; the last block: slices, fence, flags and requests with system scope."""
+def test_x_is_visible_in_host_memory_before_workers_are_asked(compiled: Mapping[Unit, Compiled], unit: Unit) -> None:
+    """Each block: copy, system-wide fence, count. The last block: slices, fence, flags and requests with system
+    scope."""
     code = instructions(compiled[unit].cubin)["handoff_publish"]
     fences = [at for at, op in enumerate(code) if op.startswith("MEMBAR") and op.endswith(".SYS")]
     copies = [at for at, op in enumerate(code) if op == "STG.E.128"]
@@ -87,7 +86,7 @@ def test_x_is_in_host_memory_before_a_worker_is_asked(compiled: Mapping[Unit, Co
 
 
 @pytest.mark.parametrize("unit", [unit for unit in HANDOFF if unit.arch in READ], ids=named)
-def test_waiting_looks_at_memory_itself(compiled: Mapping[Unit, Compiled], unit: Unit) -> None:
+def test_waiting_for_workers_reads_memory_and_not_a_cache(compiled: Mapping[Unit, Compiled], unit: Unit) -> None:
     code = instructions(compiled[unit].cubin)
     polled = [op for op in code["handoff_wait"] if op.startswith("LD") and "STRONG.SYS" in op]
     assert len(polled) >= 3  # status, arrived, done
@@ -96,19 +95,21 @@ def test_waiting_looks_at_memory_itself(compiled: Mapping[Unit, Compiled], unit:
 
 
 @pytest.mark.parametrize("unit", [unit for unit in UNITS if unit.source == "words" and unit.arch in READ], ids=named)
-def test_waiting_for_a_word_looks_at_memory_itself_and_naps(compiled: Mapping[Unit, Compiled], unit: Unit) -> None:
+def test_waiting_for_a_word_reads_memory_and_sleeps_between_reads(
+    compiled: Mapping[Unit, Compiled], unit: Unit
+) -> None:
     code = instructions(compiled[unit].cubin)["wait_word"]
     assert [op for op in code if op.startswith("LD") and "STRONG.SYS" in op]
     assert "NANOSLEEP" in {op.split(".")[0] for op in code}
 
 
-def test_a_source_that_is_wrong_is_refused_with_the_compilers_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_source_raises_with_the_compilers_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "sources", lambda name: {"bad.cu": "__global__ void f() { undeclared(); }"})
     with pytest.raises(nvrtc.CompilationFailed, match=r'bad\.cu.*\n*.*"undeclared" is undefined'):
         nvrtc.load().compile(Unit("bad", Dtype.F32, "sm_80"))
 
 
-def test_a_digest_changes_with_all_that_the_code_depends_on() -> None:
+def test_a_digest_changes_with_everything_that_the_code_depends_on() -> None:
     units = [Unit("bgmv", Dtype.F32, "sm_80"), Unit("bgmv", Dtype.BF16, "sm_80"), Unit("bgmv", Dtype.F32, "sm_90")]
     digests = {
         unit.digest(version) for unit in (*units, Unit("words", Dtype.F32, "sm_80")) for version in ("12.9", "13.0")
@@ -125,7 +126,7 @@ def test_a_second_start_compiles_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     assert list((tmp_path / "new").iterdir()) == [first]
 
 
-def test_a_driver_that_is_too_old_is_told_what_to_install() -> None:
+def test_for_an_old_driver_the_error_says_what_to_install() -> None:
     with pytest.raises(ConfigError, match="pip install nvidia-cuda-nvrtc-cu12"):
         nvrtc.load(11)
 
@@ -144,7 +145,7 @@ EVERY_LAUNCH = (
 
 
 @pytest.mark.parametrize("launch", EVERY_LAUNCH, ids=lambda launch: launch.kernel)
-def test_arguments_are_as_wide_as_the_source_declares(launch: cuda_launch.Launch) -> None:
+def test_arguments_have_the_widths_in_the_source(launch: cuda_launch.Launch) -> None:
     widths = {"int": np.int32, "i64": np.int64, "u32": np.uint32}
     declared = nvrtc.kernels(launch.source)[launch.kernel]
     expected = [np.uint64 if "*" in text else widths[text.split()[0]] for text in declared]

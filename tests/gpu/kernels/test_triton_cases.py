@@ -1,4 +1,4 @@
-"""Runs the cases of the Triton kernels through Triton's interpreter, which must be chosen before Triton is imported.
+"""Runs the Triton kernels' cases in Triton's interpreter, which must be selected before Triton is imported.
 
 On a machine with a GPU the same files test the compiled kernels: `pytest tests/gpu/kernels/triton_*_cases.py`.
 """
@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent
-# Two processes of about equal length, since importing takes as long as running the shorter files.
+# Two processes of about equal duration: importing takes as long as running the shorter files.
 DECODER = ["triton_decoder_cases.py"]
 OTHERS = sorted({path.name for path in FOLDER.glob("triton_*_cases.py")} - set(DECODER))
 
 
 @pytest.mark.parametrize("cases", [DECODER, OTHERS], ids=["decoder", "others"])
 def test_all_cases_pass_in_the_interpreter(cases: list[str]) -> None:
-    # The interpreter computes with numpy, whose threads would only fight over the cores for such small tiles.
+    # The interpreter computes with numpy, whose threads only compete for cores on such small tiles.
     settings = {
         "TRITON_INTERPRET": "1",
         "CUDA_VISIBLE_DEVICES": "",

@@ -1,4 +1,4 @@
-"""Every Triton kernel, as its wrapper launches it for a model of 7 billion parameters, compiled for each kind of GPU.
+"""Compiles every Triton kernel for each kind of GPU, as its wrapper launches it for a model of 7 billion parameters.
 
 No GPU is needed: launches are recorded and compiled ahead of time. A block may have 99 KiB of shared memory on sm_86
 and sm_89, 163 on sm_80 and 227 on sm_90.
@@ -61,12 +61,12 @@ class Launch:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What Triton would compile once for all."""
+        """Returns a key that is equal for launches which Triton compiles once."""
         values = (value.dtype if isinstance(value, Tensor) else value for value in self.arguments.values())
         return (self.kernel, *values)
 
     def compile(self, capability: int) -> Any:
-        """As Triton would at the first launch: what it specialises on is a size of 1 or a multiple of 16."""
+        """Compiles as Triton would at the first launch: it specialises on sizes of 1 and multiples of 16."""
         constants, signature, hints = {}, {}, {}  # by place, name, place
         for index, parameter in enumerate(self.kernel.params):
             value = self.arguments[parameter.name]
@@ -154,7 +154,7 @@ def launch_sampling(dtype: torch.dtype) -> None:
 
 
 def launch_pass(dtype: torch.dtype) -> None:
-    """All that a decoder launches for rows that decode and prompts, with adapters; its memory is none at all."""
+    """Issues all launches of a decoder for decoding rows and prompts with adapters, over tensors without memory."""
     nowhere = torch.device("meta")
     spec = parse_spec(
         {
@@ -178,7 +178,7 @@ def launch_pass(dtype: torch.dtype) -> None:
 
 
 class NoKernels:
-    """The raw kernels are compiled elsewhere."""
+    """Stand-in for the raw kernels, which test_compile.py compiles."""
 
     bgmv_grid = 1
 
@@ -187,14 +187,14 @@ class NoKernels:
 
 
 class AtOnce:
-    """A driver that calls what launches kernels."""
+    """A driver that runs kernels at once."""
 
     def run(self, stream: Stream, issue: Callable[[], None]) -> None:
         issue()
 
 
 def stack_bytes(compiled: Any, folder: Path) -> int:
-    """What a thread spills, or keeps in local memory for other reasons."""
+    """Returns the bytes per thread of spilled registers and other local memory."""
     path = folder / "kernel.cubin"
     path.write_bytes(compiled.asm["cubin"])
     usage = subprocess.run([CUOBJDUMP, "-res-usage", path], capture_output=True, text=True, check=True)
@@ -221,7 +221,7 @@ def test_bf16_kernels_fit_and_do_not_spill(capability: int, launches: list[Launc
     product = "wgmma.mma_async" if capability == 90 else "mma.sync"
     for name in ("shrink_kernel", "expand_kernel", "prefill_kernel"):
         assert product in compiled[name].asm["ptx"], name
-    # Weights and keys must come in 16 bytes at a time, although their addresses come from tables.
+    # Weights and keys must be loaded in 16-byte units, although their addresses come from tables.
     for name in ("shrink_kernel", "prefill_kernel", "decode_kernel"):
         copies = re.findall(
             r"cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x(\w+)", compiled[name].asm["ptx"]
@@ -230,19 +230,21 @@ def test_bf16_kernels_fit_and_do_not_spill(capability: int, launches: list[Launc
 
 
 @pytest.mark.parametrize("dim", [64, 80, 96])
-def test_fp16_and_other_head_sizes_fit_where_memory_is_least(dim: int, launches: list[Launch], tmp_path: Path) -> None:
+def test_fp16_and_other_head_sizes_fit_the_smallest_shared_memory(
+    dim: int, launches: list[Launch], tmp_path: Path
+) -> None:
     launch_attention(torch.float16, dim)
     check(launches, 86, tmp_path)
 
 
-def test_fp32_and_high_ranks_fit_where_memory_is_least(launches: list[Launch], tmp_path: Path) -> None:
+def test_fp32_and_high_ranks_fit_the_smallest_shared_memory(launches: list[Launch], tmp_path: Path) -> None:
     launch_attention(torch.float32, 128)
     launch_lora(torch.float32, 512, gated=False)
     check(launches, 86, tmp_path)
 
 
-def test_a_decoder_s_own_launches_fit_where_memory_is_least(launches: list[Launch], tmp_path: Path) -> None:
-    """With the strides, dtypes and sizes that the product has."""
+def test_a_decoders_own_launches_fit_the_smallest_shared_memory(launches: list[Launch], tmp_path: Path) -> None:
+    """With the strides, dtypes and sizes of the product."""
     launch_pass(torch.bfloat16)
     distinct = {launch.identity: launch for launch in launches}
     assert len({launch.kernel for launch in distinct.values()}) == 11

@@ -1,4 +1,4 @@
-"""A prompt whose LoRA real CPU workers compute, or weights that arrive meanwhile, through the whole model; run as
+"""A prompt through the whole model, with LoRA from real CPU workers or from weights that arrive meanwhile; run as
 triton_decoder_cases.py is."""
 
 import os
@@ -32,7 +32,7 @@ ARRIVED, GENERATION = 7, 5
 
 
 class Office:
-    """A device, CPU workers that have an adapter's bytes, and what passes between them for one chunk."""
+    """A device, CPU workers that have an adapter's bytes, and the shared memory of one chunk."""
 
     def __init__(self, folder: Path) -> None:
         model = make_model(folder / "model", "llama3")
@@ -54,7 +54,7 @@ class Office:
             self.region.carve(work_orders.work_order_bytes(WORKERS)).view(np.int64) for _ in range(self.entries)
         ]
         if DEVICE.type == "cuda":
-            cuda: Any = torch.cuda  # its types are not stated
+            cuda: Any = torch.cuda  # torch.cuda has no type annotations
             cuda.cudart().cudaHostRegister(self.region.base, self.region.num_bytes, 3)  # portable and mapped
         cores = sorted(os.sched_getaffinity(0))
         self.workers = WorkerPool(self.region, self.blocks, (cores[0], cores[-1]), BLOCK_BYTES)
@@ -68,7 +68,7 @@ class Office:
         return [(layer, group) for layer in range(self.device.spec.layers) for group in range(len(GROUPS))]
 
     def open(self) -> None:
-        """All bytes are there for the workers and none for the device; nothing has arrived."""
+        """Resets: all bytes are available to the workers and none to the device; no layer has arrived."""
         self.image[:] = self.bound.host.data
         self.bound.image.fill_(NAN)
         self.words[:] = 0
@@ -76,7 +76,7 @@ class Office:
         self.gate = torch.zeros(ADAPTER_SLOTS, dtype=torch.int32, device=DEVICE)
 
     def arrive(self, layer: int) -> None:
-        """A layer's weights reach the device, and the workers' copy is taken away."""
+        """Copies a layer's weights to the device and invalidates the workers' copy."""
         ends = (0, *self.spec.layer_ends)
         part = slice(ends[layer], ends[layer + 1])
         self.bound.image[part] = torch.from_numpy(self.bound.host.data[part]).to(DEVICE)
@@ -88,7 +88,7 @@ class Office:
         return int(self.state[WORKERS * 2 + 2])
 
     def prefill(self, request: Request) -> tuple[int | None, dict[int, set[int]]]:
-        """(token, by layer how its hand-offs came out) of a whole prompt."""
+        """Returns (token, outcomes of hand-offs by layer) of a whole prompt."""
         self.device.start(request.slot, request.prompt)
         rows = [request.row()]
         assert rows[0].count == TOKENS
@@ -123,7 +123,7 @@ class Office:
         return made
 
     def _terms(self) -> ChunkHandOffs:
-        """Writes the work orders of all hand-offs."""
+        """Writes the work orders of all hand-offs and returns their buffers."""
         model, base = self.device.spec, self.region.base
         for index, place in enumerate(self.places):
             layer, group = place
@@ -175,7 +175,7 @@ def request_(office: Office) -> Request:
 
 
 @pytest.mark.parametrize("arrived", [(), (0,), (1,), (0, 1)])
-def test_a_layer_is_computed_by_workers_or_from_weights_as_its_turn_comes(
+def test_each_layer_is_computed_by_workers_or_from_arrived_weights(
     office: Office, request_: Request, arrived: Sequence[int]
 ) -> None:
     """The side that does not compute a layer has no valid weights for it."""
@@ -188,7 +188,7 @@ def test_a_layer_is_computed_by_workers_or_from_weights_as_its_turn_comes(
     assert office.errors == 0
 
 
-def test_the_request_goes_on_from_the_workers_keys_and_values(office: Office, request_: Request) -> None:
+def test_decoding_continues_from_keys_and_values_with_the_workers_results(office: Office, request_: Request) -> None:
     token, _ = office.prefill(request_)
     assert token is not None
     for layer in range(2):

@@ -1,4 +1,4 @@
-"""Paged attention against a plain softmax; run by test_triton_cases.py through Triton's interpreter, or on a GPU."""
+"""Compares paged attention with a plain softmax; run by test_triton_cases.py in Triton's interpreter, or on a GPU."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ LAYERS, LAYER = 2, 1
 
 
 def make_cache(slots: int, max_context: int, kv_heads: int, dim: int, dtype: torch.dtype) -> PagedCache:
-    """One layer of a block-major cache whose blocks are handed out in random order; unused entries are no block."""
+    """Returns one layer of a cache whose blocks are allocated in random order; unused entries name no block."""
     generator = torch.Generator().manual_seed(dim)
     per_slot = -(-max_context // BLOCK)
     blocks = slots * per_slot + 3
@@ -37,7 +37,7 @@ def make_cache(slots: int, max_context: int, kv_heads: int, dim: int, dtype: tor
 
 
 def plain(query: Tensor, cache: PagedCache, slot: int, position: int, window: int) -> Tensor:
-    """[heads, dim] of one token."""
+    """Returns the attention of one token, [heads, dim]."""
     kv_heads, dim = cache.keys.shape[2:]
     seen = torch.arange(max(0, position - window + 1), position + 1)
     block = cache.block_table[slot].cpu()[seen // BLOCK].long()
@@ -52,7 +52,7 @@ def tables(slots: list[int], positions: list[int]) -> TokenTables:
 
 
 def queries(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """A view into rows that also hold keys and values, as in a decoder."""
+    """Returns queries as a view into rows that also hold keys and values, as in a decoder."""
     qkv = torch.randn(tokens, (heads + 3) * dim, generator=torch.Generator().manual_seed(tokens + dim))
     return qkv.to(dtype).to(DEVICE)[:, : heads * dim]
 
@@ -69,7 +69,7 @@ def decode(q: Tensor, cache: PagedCache, tokens: TokenTables, rows: list[int], w
 
 
 def prefill(q: Tensor, cache: PagedCache, tokens: TokenTables, chunks: list[tuple[int, int]], window: int) -> Tensor:
-    """`chunks`: (first token, tokens), cut into tiles here."""
+    """Computes attention of `chunks`, (first token, tokens) each, which are cut into tiles here."""
     most = prefill_tile_tokens(q.dtype)
     tiles = [(at, min(most, first + count - at)) for first, count in chunks for at in range(first, first + count, most)]
     firsts, counts = (torch.tensor(part, dtype=torch.int32, device=DEVICE) for part in zip(*tiles, (0, 0), strict=True))
@@ -109,7 +109,7 @@ def test_decode_is_a_softmax_over_the_context(
         (3, 1, 128, 90, torch.float16, 2e-3),
     ],
 )
-def test_prefill_is_causal_attention_after_what_is_cached(
+def test_prefill_is_causal_attention_over_cached_and_own_tokens(
     heads: int, kv_heads: int, dim: int, window: int, dtype: torch.dtype, tolerance: float
 ) -> None:
     cache = make_cache(3, 300, kv_heads, dim, dtype)
@@ -123,8 +123,8 @@ def test_prefill_is_causal_attention_after_what_is_cached(
         torch.testing.assert_close(out[token].double().view(heads, dim), wanted, atol=tolerance, rtol=tolerance)
 
 
-def test_unread_tokens_may_hold_anything() -> None:
-    """Blocks are reused without being cleared: what lies after a context must not reach a result, not even as NaN."""
+def test_tokens_past_the_context_are_not_read() -> None:
+    """Blocks are reused without being cleared: data after a context must not reach a result, not even as NaN."""
     cache = make_cache(1, 64, 1, 64, torch.float32)
     q, tokens = queries(3, 2, 64, torch.float32), tables([0] * 3, [17, 18, 19])
     before = decode(q, cache, tokens, [2], NO_WINDOW, 64)[2], prefill(q, cache, tokens, [(0, 3)], NO_WINDOW)
@@ -139,7 +139,7 @@ def test_unread_tokens_may_hold_anything() -> None:
 
 
 @pytest.mark.parametrize("window", [NO_WINDOW, 70])
-def test_a_query_s_bits_do_not_depend_on_chunk_or_batch(window: int) -> None:
+def test_a_querys_bits_do_not_depend_on_chunk_or_batch(window: int) -> None:
     heads, dim, count = 4, 64, 150
     cache = make_cache(3, 3 * SPLIT_TOKENS, 2, dim, torch.float32)
     q = queries(count, heads, dim, torch.float32)
@@ -154,19 +154,19 @@ def test_a_query_s_bits_do_not_depend_on_chunk_or_batch(window: int) -> None:
 
 
 @pytest.mark.parametrize("window", [NO_WINDOW, 300])
-def test_a_row_s_bits_do_not_depend_on_how_many_programs_it_has(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+def test_a_rows_bits_do_not_depend_on_its_number_of_programs(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
     heads, dim, rows, most = 2, 64, [1, 0, -1], 4 * SPLIT_TOKENS
     cache, q = make_cache(2, most, 1, dim, torch.float32), queries(2, heads, dim, torch.float32)
     tokens = tables([0, 1], [most - 1, SPLIT_TOKENS + 7])
     outs = []
-    for programs in (1, 6, 2048):  # for a row: one, two, one for each split
+    for programs in (1, 6, 2048):  # per row: one, two, one for each split
         monkeypatch.setattr(attention, "_MOST_PROGRAMS", programs)
         outs.append(decode(q, cache, tokens, rows, window, most))
     assert torch.equal(outs[0], outs[2])
     assert torch.equal(outs[1], outs[2])
 
 
-def test_many_rows_have_a_program_each_and_one_row_has_one_for_each_split() -> None:
+def test_many_rows_have_one_program_each_and_one_row_has_one_per_split() -> None:
     assert decode_programs(1, 8, 512) == 256
     assert decode_programs(1, 8, 16) == 16
     assert decode_programs(64, 8, 512) == 4

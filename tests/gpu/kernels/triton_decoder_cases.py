@@ -1,5 +1,5 @@
-"""The whole model on a device against transformers and peft: test_triton_cases.py runs this through Triton's
-interpreter, with the raw kernels emulated; it runs on a GPU as well."""
+"""Compares the whole model on a device with transformers and peft: test_triton_cases.py runs this in Triton's
+interpreter, with the raw kernels emulated; it also runs on a GPU."""
 
 import random
 from dataclasses import dataclass
@@ -29,13 +29,13 @@ NAMES = (None, *KINDS)  # by adapter slot
 
 @dataclass(frozen=True)
 class Subject:
-    """A model of one family with adapters, on the device and in the judge's hands."""
+    """A model of one family with adapters, on the device and in the oracle."""
 
     device: TinyDevice
     oracle: Oracle
 
     def check(self, requests: list[Request]) -> None:
-        """Tokens, and log-probabilities where there are any."""
+        """Checks tokens, and log-probabilities if there are any."""
         for request in requests:
             name = NAMES[request.adapter]
             self.oracle.check_greedy(request.prompt, name, request.output)
@@ -68,7 +68,7 @@ def rng() -> random.Random:
 
 
 def mixed_batch(rng: random.Random, longest: int = 12) -> list[Request]:
-    """Base rows and adapters of several ranks and targets, prompts in chunks beside rows that decode."""
+    """Returns base rows and adapters of several ranks and targets, prompts in chunks together with decoding rows."""
     asked = [("all", longest, longest // 2 + 1), (None, 4, 3), ("odd", 1, 1), ("mlp", 3, 3), ("mixed", 5, 5)]
     return [
         Request(slot, prompt_of(rng, tokens), NAMES.index(name), chunk, logprobs=slot % 3)
@@ -84,7 +84,7 @@ def test_a_mixed_batch_is_answered_like_peft(any_family: Subject, rng: random.Ra
 
 
 def is_untouched(device: TinyDevice, requests: list[Request]) -> bool:
-    """Whether keys and values that no request has are as they were: no number in any byte."""
+    """True if keys and values outside of all requests' tokens still have their initial bytes, which are NaN."""
     at = torch.arange(MAX_CONTEXT, device=device.weights.device)
     done = torch.zeros(SLOTS, dtype=torch.int64)
     for request in requests:
@@ -95,8 +95,8 @@ def is_untouched(device: TinyDevice, requests: list[Request]) -> bool:
     return all(bool(half[blocks, at % BLOCK_TOKENS][free].isnan().all()) for half in halves)
 
 
-def test_places_that_a_batch_leaves_over_are_skipped(llama: Subject, rng: random.Random) -> None:
-    """As in a captured graph: every array is longer than the batch."""
+def test_padding_of_a_batch_is_skipped(llama: Subject, rng: random.Random) -> None:
+    """As in a captured graph, every array is longer than the batch."""
 
     def larger(shape: PassShape) -> PassShape:
         capacity = llama.device.host.capacity
@@ -112,7 +112,7 @@ def test_places_that_a_batch_leaves_over_are_skipped(llama: Subject, rng: random
     assert is_untouched(llama.device, requests)
 
 
-def test_a_base_batch_has_no_lora_to_run(llama: Subject, rng: random.Random) -> None:
+def test_a_base_model_batch_launches_no_lora(llama: Subject, rng: random.Random) -> None:
     launched: list[str] = []
     llama.device.kernels.watch = lambda launch: launched.append(launch.kernel)
     requests = [Request(0, prompt_of(rng, 3))]
@@ -122,7 +122,7 @@ def test_a_base_batch_has_no_lora_to_run(llama: Subject, rng: random.Random) -> 
     assert launched == []
 
 
-def test_every_prompt_token_is_scored_a_few_rows_of_logits_at_a_time(
+def test_every_prompt_token_is_scored_in_pieces_of_few_rows(
     llama: Subject, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workspace, "OUTPUTS_AT_ONCE", 4)
@@ -157,7 +157,7 @@ def test_merged_adapters_answer_like_peft_one_after_another(llama: Subject, rng:
 
 
 @pytest.mark.usefixtures(honest_dots.__name__)
-def test_bf16_answers_like_peft_but_for_rounding(llama: Subject, rng: random.Random) -> None:
+def test_bf16_answers_like_peft_within_rounding(llama: Subject, rng: random.Random) -> None:
     device = TinyDevice(llama.device.folder, Dtype.BF16)
     bound = device.bind(1, llama.device.bound[1].folder)
     requests = [Request(0, prompt_of(rng, 5), 1, logprobs=0), Request(1, prompt_of(rng, 1), 1, logprobs=0)]

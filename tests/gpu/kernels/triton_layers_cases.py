@@ -1,4 +1,4 @@
-"""Norms, rotary embedding, KV append, SiLU; run by test_triton_cases.py through Triton's interpreter, or on a GPU."""
+"""Norms, rotary embedding, KV append, SiLU; run by test_triton_cases.py in Triton's interpreter, or on a GPU."""
 
 import numpy as np
 import pytest
@@ -45,21 +45,21 @@ def test_rms_norm(width: int, dtype: torch.dtype, tolerance: float) -> None:
     assert torch.equal(hidden, before)
 
 
-def test_a_row_whose_squares_overflow_is_not_a_number() -> None:
+def test_a_row_whose_squares_overflow_is_nan() -> None:
     hidden, weight, out = random(3, 40), random(40), torch.empty(3, 40, device=DEVICE)
     hidden[1, 7] = 1e20
-    with np.errstate(over="ignore", invalid="ignore"):  # the interpreter's
+    with np.errstate(over="ignore", invalid="ignore"):  # warnings of the interpreter
         rms_norm(hidden, weight, out, EPS)
     assert [bool(row.isfinite().all()) for row in out] == [True, False, True]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
-def test_the_residual_sum_is_kept_and_normed_as_it_is_kept(dtype: torch.dtype, tolerance: float) -> None:
+def test_the_residual_sum_is_rounded_stored_and_normed(dtype: torch.dtype, tolerance: float) -> None:
     hidden, delta, weight = random(4, 96, dtype=dtype), random(4, 96, dtype=torch.float32), random(96, dtype=dtype)
     total = (hidden.float() + delta).to(dtype)
     fused, apart = torch.empty_like(hidden), torch.empty_like(hidden)
     rms_norm(hidden, weight, fused, EPS, delta=delta)
-    # The interpreter cuts bf16 off where a GPU rounds it.
+    # The interpreter truncates to bf16 where a GPU rounds.
     cut = 2.0**-7 if dtype is torch.bfloat16 and DEVICE.type == "cpu" else 0.0
     torch.testing.assert_close(hidden, total, atol=0.0, rtol=cut)
     rms_norm(hidden, weight, apart, EPS)
@@ -75,7 +75,7 @@ def test_only_wanted_rows_are_normed() -> None:
 
 
 def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """transformers' convention: a head's halves are the two parts of its pairs."""
+    """Rotates heads by transformers' convention: a head's two halves form its pairs."""
     low, high = heads.double().chunk(2, -1)
     return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
 
@@ -117,12 +117,12 @@ def test_rotate_and_append(
     assert torch.all(memory.cpu()[untouched] == 7.0)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's word for what becomes a factor of 0
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # exp overflows where the factor becomes 0
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 @pytest.mark.parametrize("width", [48, 1024, 1500])
 def test_silu_mul(width: int, dtype: torch.dtype, tolerance: float) -> None:
     gate_up, out = random(3, 2 * width, dtype=dtype) * 4, torch.empty(3, width, dtype=dtype, device=DEVICE)
-    gate_up[0, :2] = torch.tensor([-60000.0, 60000.0], dtype=dtype)  # e^60000 is more than a float holds
+    gate_up[0, :2] = torch.tensor([-60000.0, 60000.0], dtype=dtype)  # e^60000 overflows fp32
     gate_up[0, width : width + 2] = 1.0
     silu_mul(gate_up, out)
     gate, up = gate_up.double().chunk(2, 1)

@@ -1,4 +1,4 @@
-"""Prefill LoRA against plain matmuls; run by test_triton_cases.py through Triton's interpreter, or on a GPU."""
+"""Compares prefill LoRA with plain matmuls; run by test_triton_cases.py in Triton's interpreter, or on a GPU."""
 
 from dataclasses import dataclass, replace
 
@@ -30,7 +30,7 @@ Cut = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 @dataclass
 class Adapters:
-    """Slots of weights in the product's layout, and the same as plain matrices {(projection, slot): (A, B, scale)}."""
+    """Slots of weights in the product's layout, and as plain matrices: {(projection, slot): (A, B, scale)}."""
 
     tables: SiteTables
     plain: dict[tuple[int, int], tuple[Tensor, Tensor, float]]
@@ -38,7 +38,7 @@ class Adapters:
 
 
 def packed(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """A [rank, in] and B [rank, out] as `lora_layout.py` stores them; all padding that must be zero is zero."""
+    """Packs A [rank, in] and B [rank, out] as core/lora_layout.py defines; all required padding is zero."""
     (rank, inputs), outputs = a.shape, b.shape[1]
     padded = align_up(rank, RANK_STEP)
     rows = torch.zeros(padded, align_up(inputs, A_COLUMNS), dtype=a.dtype)
@@ -50,7 +50,7 @@ def packed(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def adapters(inputs: int, widths: tuple[int, ...], ranks: list[tuple[int, ...]], dtypes: list[torch.dtype]) -> Adapters:
-    """`ranks` and `dtypes` by slot; slot 0 is the base model's."""
+    """Returns random adapters. `ranks` and `dtypes` by slot; slot 0 is the base model."""
     generator = torch.Generator().manual_seed(len(ranks) + inputs)
     shape = (len(widths), len(ranks))
     a_at, b_at, rank_at = (torch.zeros(shape, dtype=kind) for kind in (torch.int64, torch.int64, torch.int32))
@@ -86,7 +86,7 @@ def expected(x: Tensor, y: Tensor, slots: np.ndarray, known: Adapters, widths: t
 
 
 def run(x: Tensor, y: Tensor, cut: Cut, known: Adapters, widths: tuple[int, ...], ranks: int, spare: int = 2) -> Tensor:
-    """`y` with LoRA added. `spare` segments have no rows; what is not meant to be read is NaN."""
+    """Returns `y` with LoRA added. `spare` segments have no rows; memory that must not be read is NaN."""
     order, first, rows, slot = (torch.from_numpy(np.ascontiguousarray(part)) for part in cut)
     fill = [torch.cat([part, torch.zeros(spare, dtype=torch.int32)]).to(DEVICE) for part in (first, rows, slot)]
     part = torch.full((PLANES, len(x), len(widths), ranks), float("nan"), device=DEVICE)
@@ -124,7 +124,7 @@ def test_prefill_lora_is_two_matmuls(
     assert torch.equal(result[slots == 0], y[slots == 0])
 
 
-def test_a_token_s_bits_do_not_depend_on_its_batch() -> None:
+def test_a_tokens_bits_do_not_depend_on_its_batch() -> None:
     widths, ranks = (96, 64), [(0, 0), (8, 64), (24, 8), (64, 0)]
     known = adapters(112, widths, ranks, [torch.float16] * 4)
     slots = np.array([3, 1, 2, 1, 0] * 30, np.int32)

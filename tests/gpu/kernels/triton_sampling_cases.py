@@ -1,4 +1,4 @@
-"""Sampling against the CPU backend's; run by test_triton_cases.py through Triton's interpreter, or on a GPU."""
+"""Compares sampling with the CPU backend; run by test_triton_cases.py in Triton's interpreter, or on a GPU."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from caraserve.gpu.kernels.attention import TokenTables
 from caraserve.gpu.kernels.sampling import Outputs, SamplerState, sample, score
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-VOCAB = 700  # more than one tile of the smallest size, and not a multiple of it
+VOCAB = 700  # several tiles of the smallest size, and not a multiple of it
 GREEDY: dict[str, Any] = {
     "prompt_tokens": 3, "seed": 1, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
     "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
@@ -53,7 +53,7 @@ class Bench:
         for slot, way in enumerate(ways):
             write_sampling(self.table, slot, SlotSampling(**GREEDY | way))
         self.history = generator.integers(0, VOCAB, (len(ways), 40))
-        self.history[:, 2:6] = self.history[:, 4:5]  # in the prompt, and generated more than once
+        self.history[:, 2:6] = self.history[:, 4:5]  # tokens in the prompt that are generated more than once
         self.state = SamplerState(
             torch.from_numpy(self.table.view(np.uint8).reshape(len(ways), -1).copy()).to(DEVICE),
             torch.from_numpy(self.history.astype(np.int32)).to(DEVICE),
@@ -94,7 +94,7 @@ def test_every_way_of_sampling_chooses_as_the_cpu_backend_does(dtype: torch.dtyp
     assert bench.state.history[range(len(ways)), [position + 1 for position in positions]].tolist() == wanted
 
 
-def test_draws_follow_the_cpu_s_over_many_positions() -> None:
+def test_draws_equal_the_cpus_over_many_positions() -> None:
     bench, logits = Bench([{"temperature": 1.2, "top_p": 0.98}]), random_logits(30)
     positions = list(range(4, 34))
     chosen = bench.run(logits, [0] * 30, positions, [SAMPLE] * 30)
@@ -114,7 +114,7 @@ def test_a_draw_does_not_depend_on_its_batch() -> None:
 
 
 def test_penalties_are_exact_to_the_bit() -> None:
-    """Logits that penalties make equal on the CPU are equal here, so that the first of them is taken."""
+    """Logits that penalties make equal on the CPU are equal here, so the first of them is chosen."""
     way = {"frequency_penalty": 0.1, "presence_penalty": 0.7, "repetition_penalty": 1.7}
     bench = Bench([way])
     bench.history[0, :12] = [500, 600, 9, 600, 600, 600, 500, 77, 77, 77, 77, 77]
@@ -130,7 +130,7 @@ def test_penalties_are_exact_to_the_bit() -> None:
         assert wanted == (78 if other > penalised else 77)
 
 
-def test_greedy_takes_the_first_of_equals() -> None:
+def test_greedy_chooses_the_first_of_equal_logits() -> None:
     logits = torch.zeros(2, VOCAB)
     logits[0, [699, 130, 400]] = 5.0
     assert Bench([{}, {}]).run(logits, [0, 1], [3, 3], [SAMPLE] * 2) == [130, 0]
@@ -139,7 +139,7 @@ def test_greedy_takes_the_first_of_equals() -> None:
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, in the interpreter
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [SAMPLE, SCORE])
-def test_a_row_that_is_not_finite_has_no_token_and_harms_no_other(way: dict[str, Any], kind: int) -> None:
+def test_a_non_finite_row_has_no_token_and_affects_no_other_row(way: dict[str, Any], kind: int) -> None:
     bench, logits = Bench([way] * 5), random_logits(5)
     logits[0] = float("nan")
     logits[1, 300], logits[2, 699], logits[3, 0] = float("inf"), float("-inf"), float("nan")
@@ -150,7 +150,7 @@ def test_a_row_that_is_not_finite_has_no_token_and_harms_no_other(way: dict[str,
     right = bench.on_the_cpu(logits[4], 4, 8)
     assert outputs.chosen.tolist() == [NOT_FINITE] * 4 + [right]
     assert torch.isfinite(outputs.logprob[4])
-    following = bench.state.history[:, 9]  # read by the next iteration, whatever becomes of this one
+    following = bench.state.history[:, 9]  # the next iteration reads it in any case
     assert int(following[4]) == right
     assert all(0 <= int(token) < VOCAB for token in following)
     assert not bench.state.counts.any()
@@ -163,8 +163,8 @@ def test_a_scored_row_reads_its_token_from_the_history() -> None:
     assert bench.state.history[0].tolist() == bench.history[0].tolist()
 
 
-def test_random_numbers_are_the_cpu_s() -> None:
-    """One weight in VOCAB equal ones is chosen by the uniform number itself."""
+def test_random_numbers_equal_the_cpus() -> None:
+    """With VOCAB equal weights, the uniform number itself chooses the token."""
     bench = Bench([{"temperature": 1.0, "seed": seed} for seed in (0, 1, 2**63)])
     chosen = bench.run(torch.zeros(3, VOCAB), [0, 1, 2], [3, 20, 38], [SAMPLE] * 3)
     numbers = [uniform(np.uint64(seed), position) for seed, position in ((0, 3), (1, 20), (2**63, 38))]
@@ -175,7 +175,7 @@ def test_random_numbers_are_the_cpu_s() -> None:
 def test_log_probabilities(dtype: torch.dtype, tolerance: float) -> None:
     wanted = [0, 5, -1, MAX_LOGPROBS, 3]
     logits = random_logits(5, dtype)
-    logits[1, [3, 600]] = 50.0  # equals are named in the order of their ids
+    logits[1, [3, 600]] = 50.0  # equal values are in order of their ids
     outputs = make_outputs([0, 1, 2, 3, -1], [SAMPLE] * 5, wanted)
     outputs.chosen.copy_(torch.tensor([9, 3, 5, 699, 1]))
     score(logits.to(DEVICE), outputs)

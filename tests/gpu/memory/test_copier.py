@@ -1,4 +1,4 @@
-"""Adapters on their way: nothing reads a layer before it is there, whatever runs when; the padded baseline's copies."""
+"""Copies of adapters: no layer is read before it has arrived, under any schedule; copies of the padded baseline."""
 
 from itertools import accumulate
 from random import Random
@@ -19,7 +19,7 @@ from caraserve.model.spec import SITES, ModelSpec, RopeSpec
 from caraserve.util.units import align_up
 from tests.gpu.fake_driver import FakeDriver, Operation
 
-PIECE = 8  # bytes; two are ahead at most
+PIECE = 8  # bytes; at most two pieces are issued ahead
 LINK = 1000.0  # bytes/s
 
 # --- on a device, under any schedule ---
@@ -29,7 +29,7 @@ HOST, READY = 8 * ROOM, 16 * ROOM
 
 
 class World:
-    """Loads into fixed places, and passes that read them, launched without ever waiting."""
+    """Loads into fixed places, and passes that read them, all launched without host waits."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
@@ -69,7 +69,7 @@ class World:
             self.free_after[slot] = self.lanes.issued()
 
     def run_pass(self) -> None:
-        """An iteration that uses some slots; what has not arrived is waited for."""
+        """Launches an iteration that uses some slots and waits for layers that have not arrived."""
         slots = self.random.sample(list(self.layer_ends), self.random.randint(0, len(self.layer_ends)))
         layers = self.random.randint(1, LAYERS)
         self.copier.commit(slots, layers)
@@ -90,7 +90,7 @@ class World:
         self.driver.issue(self.lanes.streams[Lane.COMPUTE], Operation("read", reads=[(low, high)], end=end))
 
     def look_at_ready(self) -> None:
-        """What a late-bound kernel does: it reads the layer if the word says that this load has brought it."""
+        """Acts like a late-bound kernel: reads the layer if its ready word shows that this load has brought it."""
         if not self.layer_ends:
             return
         slot, layer = self.random.choice(list(self.layer_ends)), self.random.randrange(LAYERS)
@@ -130,7 +130,7 @@ def test_no_kernel_reads_a_layer_before_its_copy(seed: int) -> None:
     assert world.queue.in_flight == 0
 
 
-def test_waiting_for_what_has_not_been_issued_is_refused() -> None:
+def test_waiting_for_copies_that_have_not_been_issued_raises() -> None:
     world = World(Random(0))
     world.load()
     (slot,) = world.open
@@ -146,7 +146,7 @@ def test_bytes_of_a_cancelled_load_are_reused_after_its_issued_copies() -> None:
         image = CopyRequest(1, HOST, 0, 4 * PIECE, layer_groups((4 * PIECE,), ()), NOTHING)
         world.copier.load(image, lambda: None)
         if pieces:
-            world.copier.poll()  # two pieces of four
+            world.copier.poll()  # issues two pieces of four
         if pieces == 2:
             world.copier.commit([1], 1)
         until = world.copier.cancel(1)
@@ -159,7 +159,7 @@ def test_bytes_of_a_cancelled_load_are_reused_after_its_issued_copies() -> None:
         assert world.queue.next() is None
 
 
-def test_the_ready_words_of_a_load_say_which_one_it_was() -> None:
+def test_ready_words_identify_their_load() -> None:
     world = World(Random(0))
     for _ in range(3):
         world.load()
@@ -170,7 +170,7 @@ def test_the_ready_words_of_a_load_say_which_one_it_was() -> None:
         assert [world.driver.word(word) for word in world.ready(slot)] == [generation] * LAYERS
 
 
-def test_bytes_still_read_hold_up_only_their_own_load() -> None:
+def test_bytes_still_being_read_delay_only_their_own_load() -> None:
     driver = FakeDriver(4096)
     lanes = Timelines(driver)
     copier = AdapterCopier(driver, lanes, LinkQueue(LINK, PIECE))
@@ -219,12 +219,12 @@ def adapter(rank: int) -> AdapterSpec:
 
 
 @pytest.mark.parametrize("rank", [1, 8, 20, 32])
-def test_a_padded_adapter_has_all_rows_and_the_rest_are_zeros(rank: int) -> None:
+def test_a_padded_adapter_has_all_rows_with_zeros_past_its_rank(rank: int) -> None:
     spec = adapter(rank)
     wide = padded(spec, MODEL, 32)
     image = np.random.default_rng(rank).integers(1, 255, spec.num_bytes).astype(np.uint8)
     driver = FakeDriver(2 * wide.num_bytes)
-    driver.memory[: wide.num_bytes] = 0xEE  # whoever was there before
+    driver.memory[: wide.num_bytes] = 0xEE  # bytes of the previous owner
     driver.memory[wide.num_bytes : wide.num_bytes + spec.num_bytes] = image
     lanes = Timelines(driver)
     copier = AdapterCopier(driver, lanes, LinkQueue(1e9, 1 << 20))
@@ -258,7 +258,7 @@ def test_a_padded_adapter_has_all_rows_and_the_rest_are_zeros(rank: int) -> None
             assert not now[:, rows_before:].any()
 
 
-def test_padded_adapters_of_all_ranks_take_the_same_bytes_and_larger_ones_are_refused() -> None:
+def test_padded_adapters_of_all_ranks_take_equal_bytes_and_larger_ranks_are_rejected() -> None:
     assert len({padded(adapter(rank), MODEL, 32).num_bytes for rank in (1, 8, 32)}) == 1
     with pytest.raises(AdapterRejected, match="exceeds the 32 rows"):
         padded(adapter(33), MODEL, 32)

@@ -1,4 +1,4 @@
-"""The link: sizes of groups, which piece goes next, when it is expected."""
+"""The link queue: layer groups, order of pieces, predicted arrivals."""
 
 from random import Random
 
@@ -17,7 +17,7 @@ from caraserve.gpu.memory.link_queue import (
 )
 
 MB = 1 << 20
-PIECE = 8  # bytes; two are ahead at most
+PIECE = 8  # bytes; at most two pieces are issued ahead
 LINK = 1000.0  # bytes/s
 
 
@@ -28,7 +28,7 @@ def ends(*sizes: int) -> tuple[int, ...]:
 # --- groups ---
 
 
-def test_groups_of_an_image_ignore_ends_that_are_none() -> None:
+def test_invalid_ends_of_groups_are_ignored() -> None:
     assert layer_groups(ends(5, 7, 1), (0, 2, 2, 9)) == (LayerGroup(0, 2, 0, 12), LayerGroup(2, 3, 12, 13))
     assert layer_groups(ends(5, 7), ()) == (LayerGroup(0, 2, 0, 12),)
 
@@ -41,12 +41,12 @@ def queue() -> LinkQueue:
 
 
 def ask(made: LinkQueue, slot: int, *sizes: int) -> None:
-    """A load in groups of one layer each."""
+    """Queues a load in groups of one layer each."""
     made.ask(slot, layer_groups(ends(*sizes), range(1, len(sizes))))
 
 
 def drain(made: LinkQueue) -> list[Piece]:
-    """All pieces, the link being as fast as they are issued."""
+    """Returns all pieces, with each arriving as soon as it is issued."""
     pieces = []
     while (piece := made.next()) is not None:
         pieces.append(piece)
@@ -54,7 +54,7 @@ def drain(made: LinkQueue) -> list[Piece]:
     return pieces
 
 
-def test_loads_go_in_order_layer_by_layer() -> None:
+def test_loads_are_issued_in_order_layer_by_layer() -> None:
     made = queue()
     ask(made, 2, 4, 4, 4)
     ask(made, 1, 4, 4)
@@ -72,7 +72,7 @@ def test_little_is_issued_ahead_of_what_has_arrived() -> None:
     assert made.next() is None
 
 
-def test_answers_of_cpu_workers_make_loads_late_and_hold_none_back() -> None:
+def test_answers_of_cpu_workers_delay_predictions_and_hold_no_load_back() -> None:
     made = queue()
     ask(made, 1, PIECE, PIECE)
     assert made.next() is not None
@@ -86,7 +86,7 @@ def test_answers_of_cpu_workers_make_loads_late_and_hold_none_back() -> None:
     assert made.next() is not None
 
 
-def test_committed_layers_go_at_once_and_before_all_others() -> None:
+def test_committed_layers_are_issued_at_once_before_all_others() -> None:
     made = queue()
     for slot in (1, 2):
         ask(made, slot, *[PIECE] * 4)
@@ -97,7 +97,7 @@ def test_committed_layers_go_at_once_and_before_all_others() -> None:
         (2, 2),
     ]
     assert made.next() is None
-    made.cancel(2)  # the rest of it
+    made.cancel(2)  # drops the rest of it
     made.commit(1, 1)
     with pytest.raises(AssertionError, match="an iteration waits"):
         made.cancel(1)
@@ -110,12 +110,12 @@ def test_a_load_whose_memory_is_in_use_does_not_delay_others() -> None:
     piece = made.next(blocked={1})
     assert piece is not None
     assert piece.slot == 2
-    piece = made.next(blocked={1})  # nothing else is left
+    piece = made.next(blocked={1})  # no other load is left
     assert piece is not None
     assert piece.slot == 1
 
 
-def test_a_slot_has_one_load_and_what_arrives_was_issued() -> None:
+def test_a_slot_has_one_load_and_only_issued_bytes_arrive() -> None:
     made = queue()
     ask(made, 1, 4)
     with pytest.raises(AssertionError, match="already"):
@@ -128,7 +128,7 @@ loads = st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=5), max_size=
 
 
 @given(loads)
-def test_arrivals_are_what_the_queue_then_does(asked: list[list[int]]) -> None:
+def test_predicted_arrivals_are_those_that_happen(asked: list[list[int]]) -> None:
     made = queue()
     for slot, sizes in enumerate(asked):
         ask(made, slot, *sizes)
@@ -143,7 +143,7 @@ def test_arrivals_are_what_the_queue_then_does(asked: list[list[int]]) -> None:
 
 
 @given(loads, st.integers(0, 2**32))
-def test_every_byte_goes_once_and_in_order_whatever_is_asked_meanwhile(asked: list[list[int]], seed: int) -> None:
+def test_every_byte_is_issued_once_and_in_order(asked: list[list[int]], seed: int) -> None:
     random, made, flying, sent = Random(seed), queue(), [0], dict.fromkeys(range(len(asked)), 0)
     left = dict(enumerate(asked))
     while left or flying:
@@ -162,7 +162,7 @@ def test_every_byte_goes_once_and_in_order_whatever_is_asked_meanwhile(asked: li
     assert list(sent.values()) == [sum(sizes) for sizes in asked]
 
 
-def test_the_three_answers_at_launch() -> None:
+def test_choose_source_returns_device_wait_or_workers() -> None:
     def answer(arrives_s: float, stall_s: float | None, *, arrived: bool = False) -> LoraSource:
         return choose_source(arrived=arrived, arrives_s=arrives_s, use_s=1.0, stall_s=stall_s)
 

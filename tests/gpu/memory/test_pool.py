@@ -1,4 +1,4 @@
-"""The device pool: what fits, what moves, and that no byte changes hands while something launched may touch it."""
+"""The device pool: what fits, what moves, and that no byte gets a new owner while launched work may access it."""
 
 from random import Random
 
@@ -14,7 +14,7 @@ from caraserve.gpu.memory.pool import DevicePool, Grant, Move
 from tests.gpu.fake_driver import FakeDriver, Operation
 
 GRANULE = 16
-BLOCK = 24  # does not divide the granule, nor the other way round
+BLOCK = 24  # neither divides the granule nor is divided by it
 PAST = at(Lane.COMPUTE, 1)
 
 
@@ -30,10 +30,10 @@ def placed(made: DevicePool, slot: int, granules: int, *, held: bool = False) ->
     return grant
 
 
-# --- what goes where ---
+# --- placement ---
 
 
-def test_adapters_come_down_from_the_high_end_and_fill_the_smallest_hole_first() -> None:
+def test_adapters_are_placed_from_the_high_end_and_in_the_smallest_hole_first() -> None:
     made = pool(20)
     assert [placed(made, slot, size).start // GRANULE for slot, size in ((1, 4), (2, 2), (3, 3), (4, 1))] == [
         16,
@@ -43,17 +43,17 @@ def test_adapters_come_down_from_the_high_end_and_fill_the_smallest_hole_first()
     ]
     made.release(1, NOTHING)
     made.release(3, NOTHING)
-    assert placed(made, 5, 2).start // GRANULE == 12  # in the hole of 3, at its top
+    assert placed(made, 5, 2).start // GRANULE == 12  # at the top of adapter 3's hole
     assert made.place_of(5) == 12 * GRANULE
     made.check()
 
 
-def test_sizes_are_whole_granules_and_an_empty_adapter_has_one() -> None:
+def test_sizes_are_whole_granules_and_an_empty_adapter_takes_one() -> None:
     made = pool()
     assert [made.takes(size) for size in (0, 1, GRANULE, GRANULE + 1)] == [GRANULE, GRANULE, GRANULE, 2 * GRANULE]
 
 
-def test_scattered_room_is_joined_by_moving_as_little_as_possible() -> None:
+def test_holes_are_joined_by_the_smallest_move() -> None:
     made = pool(10)
     for slot, size in ((1, 2), (2, 1), (3, 2), (4, 3), (5, 2)):
         placed(made, slot, size)
@@ -66,7 +66,7 @@ def test_scattered_room_is_joined_by_moving_as_little_as_possible() -> None:
     made.check()
 
 
-def test_of_two_ways_to_join_room_the_cheaper_is_taken() -> None:
+def test_of_two_ways_to_join_holes_the_cheaper_is_chosen() -> None:
     made = pool(14)
     for slot, size in ((1, 1), (2, 1), (3, 1), (4, 1), (5, 4), (6, 6)):
         placed(made, slot, size)
@@ -83,7 +83,7 @@ def test_of_two_ways_to_join_room_the_cheaper_is_taken() -> None:
     assert [move.slot for move in placed(made, 7, 2).moves] == [2]
 
 
-def test_bytes_given_back_untouched_keep_the_marks_they_had() -> None:
+def test_bytes_returned_unused_keep_their_marks() -> None:
     made = pool(4)
     placed(made, 1, 4)
     made.release(1, at(Lane.COMPUTE, 5))
@@ -96,14 +96,14 @@ def test_bytes_given_back_untouched_keep_the_marks_they_had() -> None:
     assert placed(made, 5, 1).after == NOTHING
 
 
-def test_the_cap_holds_though_there_is_room() -> None:
+def test_the_limit_of_adapter_bytes_holds_although_memory_is_free() -> None:
     made = pool(20, lora_bytes=4 * GRANULE)
     placed(made, 1, 3)
     assert made.place(2, 2 * GRANULE, PAST) is None
     placed(made, 2, 1)
 
 
-def test_kv_has_its_least_share_before_it_asks() -> None:
+def test_the_least_kv_blocks_are_reserved_before_they_are_requested() -> None:
     made = pool(20, least_kv_blocks=8)  # 192 bytes: 12 granules
     assert made.place(1, 9 * GRANULE, PAST) is None
     placed(made, 1, 8)
@@ -111,7 +111,7 @@ def test_kv_has_its_least_share_before_it_asks() -> None:
     made.check()
 
 
-def test_kv_pushes_adapters_together_and_is_refused_when_they_are_in_the_way() -> None:
+def test_growing_kv_moves_adapters_together_and_fails_if_they_are_in_the_way() -> None:
     made = pool(10)
     for slot in range(1, 6):
         placed(made, slot, 2)
@@ -148,13 +148,13 @@ def test_a_slot_is_placed_once_and_unpinned_as_often_as_pinned() -> None:
         made.unpin(1)
 
 
-def test_a_pool_too_small_for_the_least_kv_is_refused() -> None:
+def test_a_pool_too_small_for_the_least_kv_blocks_is_rejected() -> None:
     with pytest.raises(ValueError, match="do not fit"):
         pool(2, least_kv_blocks=2)
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.sampled_from(["keep", "drop", "hold"])), max_size=12), st.data())
-def test_something_fits_exactly_if_neighbours_that_may_move_leave_room_for_it(
+def test_an_adapter_fits_exactly_if_movable_neighbours_leave_enough_bytes(
     asked: list[tuple[int, str]], data: st.DataObject
 ) -> None:
     made = pool(24)
@@ -200,7 +200,7 @@ def test_a_move_keeps_its_bytes_whatever_it_overlaps(size: int, distance: int) -
 
 
 class World:
-    """A pool on a fake device, with copies into it and kernels that read it, launched without ever waiting."""
+    """A pool on a fake device, with copies into it and kernels that read it, all launched without host waits."""
 
     GRANULES, SLOTS = 24, 7
 
@@ -213,9 +213,9 @@ class World:
         self.pool = DevicePool(self.size, BLOCK, lora_bytes=20 * GRANULE, least_kv_blocks=1, granule=GRANULE)
         self.sizes: dict[int, int] = {}
         self.arrives: dict[int, Marks] = {}
-        self.used: dict[int, Marks] = {}  # after the last kernel that reads it
+        self.used: dict[int, Marks] = {}  # marks after the last kernel that reads it
         self.loading: dict[int, Marks] = {}
-        self.lent: list[tuple[int, Marks]] = []  # to the assist lane
+        self.lent: list[tuple[int, Marks]] = []  # read on the assist lane
         self.kv_after = NOTHING
         self.copied: set[int] = set()
 
@@ -234,7 +234,7 @@ class World:
         self.sizes[slot] = num_bytes
         self.lanes.wait(Lane.COPY, grant.after)
         stream = self.lanes.streams[Lane.COPY]
-        if self.random.random() < 0.8:  # else cancelled before anything was issued
+        if self.random.random() < 0.8:  # otherwise cancelled before any copy was issued
             self.driver.copy_to_device(grant.start, self.host(slot), num_bytes, stream)
             self.copied.add(slot)
         self.arrives[slot] = self.loading[slot] = at(Lane.COPY, self.lanes.mark(Lane.COPY))
@@ -258,7 +258,7 @@ class World:
             self.evict(self.random.choice(list(self.sizes)))
 
     def read(self, lane: Lane) -> None:
-        """A kernel reads an adapter that was loaded, or is being loaded."""
+        """Launches a kernel that reads an adapter which is loaded or being loaded."""
         if not self.sizes:
             return
         slot = self.random.choice(list(self.sizes))
@@ -281,7 +281,7 @@ class World:
             self.kv_after = latest(self.kv_after, grant.after)
 
     def write_kv(self) -> None:
-        """An iteration writes to KV blocks."""
+        """Launches an iteration that writes to KV blocks."""
         if self.pool.kv_blocks:
             start = self.random.randrange(self.pool.kv_blocks) * BLOCK
             self.lanes.wait(Lane.COMPUTE, self.kv_after)
@@ -295,7 +295,7 @@ class World:
         return self.lanes.streams[lane]
 
     def look(self) -> None:
-        """The host sees how far the device has come."""
+        """Queries the device's progress."""
         passed = self.lanes.passed()
         for slot, marks in list(self.loading.items()):
             if passed[Lane.COPY] >= marks[Lane.COPY]:

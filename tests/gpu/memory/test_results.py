@@ -1,4 +1,4 @@
-"""Results on their way back: in the order of asking, in so many blocks, with the time that was lost to loads."""
+"""Results: callbacks in order, blocks that are reused, and the time lost to loads."""
 
 import threading
 from queue import SimpleQueue
@@ -20,22 +20,22 @@ PATIENCE_S = 10.0
     ("arrivals", "stalled_s"),
     [
         ([], 0.0),
-        ([(0, 9.0)], 0.0),  # before it began
-        ([(0, 12.0)], 2.0),  # it began with the first layer's arrival
+        ([(0, 9.0)], 0.0),  # seen before the iteration began
+        ([(0, 12.0)], 2.0),  # computing began when the first layer arrived
         ([(2, 12.0)], 0.0),  # half of the layers take two seconds anyway
-        ([(2, 13.0)], 2.0),  # layers took half a second each: one before, one after the stall
-        ([(0, 11.0), (2, 13.0)], 2.0),  # the same two: they are not added up
-        ([(3, 14.0)], 4.0),  # in the last moment: what was computed took no time
-        ([(0, 99.0)], 4.0),  # seen after the end: no more than all of it
+        ([(2, 13.0)], 2.0),  # layers took half a second each: one second before the stall, one after
+        ([(0, 11.0), (2, 13.0)], 2.0),  # the same stall of 2 s: stalls are not added up
+        ([(3, 14.0)], 4.0),  # at the last moment: computing took no time
+        ([(0, 99.0)], 4.0),  # seen after the end: the stall is at most the whole iteration
     ],
 )
-def test_an_iteration_has_stalled_for_what_its_layers_do_not_account_for(
+def test_a_stall_is_the_time_that_layer_times_do_not_explain(
     arrivals: list[tuple[int, float]], stalled_s: float
 ) -> None:
     assert stall_s(10.0, 14.0, 4, arrivals) == pytest.approx(stalled_s)
 
 
-def test_callbacks_come_in_order_whatever_ends_first() -> None:
+def test_callbacks_run_in_the_order_of_their_requests() -> None:
     driver, called, done = HostDriver(), list[str](), threading.Event()
     streams = Timelines(driver).streams
     driver.held = {Lane.COMPUTE}

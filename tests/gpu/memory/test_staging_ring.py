@@ -1,4 +1,4 @@
-"""Small copies through pinned memory: what was sent arrives, however late the device is."""
+"""Small copies through pinned memory: the data arrives as sent, however late the device runs."""
 
 from random import Random
 
@@ -15,7 +15,7 @@ RING_BYTES, TARGET = 512, 1024
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32))
-def test_everything_arrives_as_it_was_when_it_was_sent(seed: int) -> None:
+def test_data_arrives_as_it_was_when_sent(seed: int) -> None:
     random = Random(seed)
     driver = FakeDriver(1 << 16)
     lanes = Timelines(driver)
@@ -37,7 +37,7 @@ def test_everything_arrives_as_it_was_when_it_was_sent(seed: int) -> None:
         assert driver.memory[at : at + len(sent)].tobytes() == sent
 
 
-def test_a_column_goes_to_places_a_pitch_apart() -> None:
+def test_a_column_is_copied_to_places_a_pitch_apart() -> None:
     driver = FakeDriver(4096)
     ring = StagingRing(driver, Timelines(driver), driver.memory[:RING_BYTES], 0)
     ring.send_column(TARGET, 24, np.array([7, 8, 9], np.int64), Lane.COMPUTE)
@@ -45,7 +45,7 @@ def test_a_column_goes_to_places_a_pitch_apart() -> None:
     assert driver.memory[TARGET : TARGET + 72].view(np.int64).tolist() == [7, 0, 0, 8, 0, 0, 9, 0, 0]
 
 
-def test_a_full_ring_makes_no_mark_that_a_caller_has_announced() -> None:
+def test_a_full_ring_does_not_make_a_mark_that_a_caller_has_announced() -> None:
     driver = FakeDriver(1 << 16)
     lanes = Timelines(driver)
     ring, promised = StagingRing(driver, lanes, driver.memory[:RING_BYTES], 0), lanes.next(Lane.COMPUTE)

@@ -1,4 +1,4 @@
-"""What a lane's kernels write, cut for one pass after another."""
+"""A lane's workspace and its pieces for each pass."""
 
 import pytest
 import torch
@@ -27,12 +27,12 @@ def pieces(space: Workspace, rows: int, context: int) -> list[tuple[int, int]]:
     return [(piece.start, piece.stop) for piece, _ in found]
 
 
-def test_all_rows_decode_at_once_where_there_is_room() -> None:
+def test_all_rows_decode_at_once_if_the_scratch_fits() -> None:
     assert pieces(made(), ROWS, MOST_CONTEXT) == [(0, ROWS)]
     assert pieces(made(), 3, 1) == [(0, 3)]
 
 
-def test_long_contexts_are_attended_to_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_contexts_are_computed_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace, "_SCRATCH_BYTES", 20 * 8 * ONE_SPLIT_BYTES)
     space = made()
     assert space.scratch.best.shape[0] == 16
@@ -60,5 +60,5 @@ def test_a_pass_takes_the_first_rows() -> None:
     assert first.hidden.data_ptr() == space.activations.hidden.data_ptr()
 
 
-def test_logits_take_bounded_room() -> None:
+def test_logits_take_bounded_memory() -> None:
     assert made().logits.shape == (256, SPEC.vocab_size)
