@@ -1,4 +1,4 @@
-"""An engine over a device that is a hash, and the choice of what ends next."""
+"""An engine on the fake backend of hashes, in which a test chooses the operation that ends next."""
 
 import asyncio
 import contextlib
@@ -53,7 +53,7 @@ class _Metrics:
 
 
 class _Costs:
-    """A machine on which a token takes a tenth of a second."""
+    """The costs of a machine on which a prefill token takes 0.1 s."""
 
     def prefill_ms(self, tokens: int, rank: int) -> float:
         return 100.0 * tokens
@@ -63,7 +63,7 @@ class _Costs:
 
 
 class _Catalog(Catalog):
-    """Reads no disk: a folder's name is its adapter's digest."""
+    """A catalog that reads no disk: a folder's name is its adapter's digest."""
 
     def _inspect(self, name: str, path: str, roots: Sequence[Path]) -> AdapterInfo:
         return AdapterInfo(name, Path(path).name, Path(path).name, 8, ("q_proj",), ADAPTER_BYTES, 0.0)
@@ -71,7 +71,7 @@ class _Catalog(Catalog):
 
 @dataclass
 class Asked:
-    """A request under way and what came of it."""
+    """A request and its output."""
 
     prompt: tuple[int, ...]
     digest: str | None
@@ -94,7 +94,7 @@ class Asked:
         return [token for delta in self.deltas for token in delta.token_ids]
 
     def check(self) -> None:
-        """Never a wrong token: a request that did not come to its end has the beginning of the right ones."""
+        """Checks the tokens: a request that was cancelled or failed must have a prefix of the right ones."""
         right = expected(self.prompt, self.digest, min(self.params.max_tokens, CONTEXT - len(self.prompt)))
         assert self.tokens == right[: len(self.tokens)]
         if self.finish.reason == "length":
@@ -103,7 +103,7 @@ class Asked:
 
 @dataclass
 class World:
-    """An engine over a fake device, and the choice of what ends next."""
+    """An engine on a fake backend, in which a test chooses the operation that ends next."""
 
     engine: Engine
     backend: FakeBackend
@@ -113,8 +113,8 @@ class World:
     read_failures: float = 0.0
     plan_failures: float = 0.0
     copy_failures: float = 0.0
-    aside_failures: float = 0.0  # void or worse
-    streams: bool = False  # whether layers come one by one
+    aside_failures: float = 0.0  # probability that a side batch needs a retry, or fails
+    streams: bool = False  # whether adapters are downloaded layer by layer
 
     def ask(self, prompt: Sequence[int], name: str | None, **params: Any) -> tuple[Asked, "asyncio.Task[Asked]"]:
         settings = SamplingParams(**{"temperature": 0.0} | params)
@@ -124,7 +124,7 @@ class World:
         return asked, asyncio.create_task(asked.collect())
 
     def end_something(self) -> bool:
-        """Ends one read, copy, iteration, plan aside or growth of the KV pool; False when there is none."""
+        """Ends one read, copy, iteration, side batch or growth of the KV pool. Returns False if there is none."""
         self.engine.check()
         backend = self.backend
         ways = [
@@ -151,7 +151,7 @@ class World:
         self.backend.fail_next = False
 
     def _ending_reads(self) -> list[Callable[[bool], None]]:
-        """Mostly, layers come before the end."""
+        """Ends a read or, more often, delivers its next layers."""
         return [] if self.streams and self.reader.coming and self.rng.random() < 0.9 else self.reader.reads
 
     def _fail_streamed(self) -> None:
@@ -178,7 +178,7 @@ class World:
             assert idle < MAX_IDLE_TURNS, "nothing is under way, and yet requests wait"
 
     async def settle(self) -> None:
-        """Ends all that is under way."""
+        """Ends all operations under way."""
         for _ in range(MAX_IDLE_TURNS):
             await asyncio.sleep(0)
             while self.end_something():  # noqa: ASYNC110
@@ -186,7 +186,7 @@ class World:
 
 
 def shared_memory(spare_bytes: int, blocks: int, adapters: int) -> SharedMemory:
-    """Room for one adapter and for the KV blocks of one request at least."""
+    """Returns shared memory for at least one adapter and the KV blocks of one request."""
     least = CONTEXT // BLOCK_TOKENS
     sizes = {"block_bytes": 30, "granule_bytes": 40, "least_blocks": least}
     one_each = align_up(least * 30, 40) + align_up(ADAPTER_BYTES, 40)
@@ -210,8 +210,8 @@ async def world(
     assisted_batches: int = 0,
     streamed_batches: int = 0,
 ) -> AsyncIterator[World]:
-    """`spare_bytes`: beyond what `blocks` blocks and the largest adapter need, where they share memory.
-    `streamed_batches`: then adapters have several layers, which come one by one."""
+    """Builds a world. `spare_bytes`: memory beyond `blocks` blocks and the largest adapter, where they share it.
+    `streamed_batches`: if above 0, adapters have several layers, which are downloaded one by one."""
     limits = Limits(
         num_blocks=blocks,
         block_tokens=BLOCK_TOKENS,
@@ -251,7 +251,7 @@ async def world(
         config=config,  # type: ignore[arg-type]
         metrics=metrics,
         exclusive_loads=exclusive,
-        merging=MergePolicy(slots, credits_each=2.0) if mode == "merged" else None,  # credits are soon used up
+        merging=MergePolicy(slots, credits_each=2.0) if mode == "merged" else None,  # so few credits are soon used up
         now=lambda: backend.now_s,
     )
     running = asyncio.create_task(engine.run())
@@ -272,7 +272,7 @@ async def world(
 
 
 def in_world(test: Callable[[World], Awaitable[None]], **kind: Any) -> None:
-    """Runs a test in a world of its own, and ends all that it left under way."""
+    """Runs a test in a world of its own, and ends all operations that it left under way."""
 
     async def body() -> None:
         async with world(random.Random(0), **kind) as here:
@@ -283,6 +283,6 @@ def in_world(test: Callable[[World], Awaitable[None]], **kind: Any) -> None:
 
 
 async def turn() -> None:
-    """Lets the engine do all it can before something ends."""
+    """Runs the event loop until the engine has done all it can before an operation ends."""
     for _ in range(10):
         await asyncio.sleep(0)

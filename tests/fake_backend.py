@@ -1,15 +1,14 @@
-"""A device whose model is a hash: every token depends on all before it, the adapter's digest and nothing else.
+"""A backend whose model is a hash: a token depends on all tokens before it, on the adapter's digest, and nothing else.
 
 A KV entry is a hash of the adapter bound to the row's slot, the token at its position, and the entry before it *as
 found through the block table*. A block used by two requests, a prefix shared across adapters, a stale adapter or a
 badly resumed request therefore gives wrong tokens, which `expected` computes without blocks.
-Nothing runs by itself: the test says what ends next, so that it can try every order.
+No operation ends by itself: the test chooses the one that ends next, so it can try every order.
 
-Where memory is shared, KV blocks and adapters are kept to one sum, and what a block held is lost when it goes. A plan
-aside begins in the lane's order, like all others, but ends when the test says so, and reads and writes as late as that:
-whatever is taken away from under it shows in its tokens. Where its adapter comes a layer at a time, it can end well
-only when all of it has, and finds then whether the bytes are still there.
-"""
+Where memory is shared, the total of KV blocks and adapters is checked, and a removed block loses its contents. A side
+batch begins in the lane's order, but ends when the test ends it, and reads and writes only then: memory that was freed
+too early causes wrong tokens. A streamed prefill can succeed only when its whole adapter has been downloaded, and
+checks then that the image's bytes are still there."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -33,7 +32,7 @@ _ROOT = 1
 
 
 def expected(prompt: Sequence[int], digest: str | None, count: int) -> list[int]:
-    """The `count` tokens that follow `prompt`, computed without blocks, batches or slots."""
+    """Returns the `count` tokens that follow `prompt`, computed without blocks, batches or slots."""
     tokens, entry, adapter = list(prompt), _ROOT, adapter_key(digest)
     for position in range(len(prompt) + count):
         if position == len(tokens):
@@ -44,7 +43,7 @@ def expected(prompt: Sequence[int], digest: str | None, count: int) -> list[int]
 
 @dataclass
 class Streamed:
-    """An adapter that is loaded while its layers come into host memory."""
+    """An adapter that is copied while its layers are downloaded to host memory."""
 
     image: HostAdapter
     layers: int
@@ -58,7 +57,7 @@ class Streamed:
 
 @dataclass
 class Aside:
-    """A plan aside that has begun."""
+    """A side batch that has begun."""
 
     row: ScheduledRow
     tokens: list[int]
@@ -70,32 +69,32 @@ class Aside:
 
 @dataclass
 class FakeBackend:
-    """Runs its lane's jobs (plans, bindings) in launch order, one at each `step`.
+    """Runs its lane's jobs (batches, bindings) in launch order, one at each `step`.
 
-    An iteration that gets to weights which have not arrived computes with them all the same, as a real one would after
-    waiting; unless `layerwise`, nobody may send it there.
+    An iteration that reaches weights which have not arrived computes with them all the same, as a real one does after
+    waiting. Unless `layerwise`, launching such an iteration is a fault.
     """
 
     limits: Limits
     layerwise: bool = False
     host_memory: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
     lane: deque[Callable[[], None]] = field(default_factory=deque)
-    copies: list[Callable[[bool], None]] = field(default_factory=list)  # beside the lane; each ends as a job of it
-    resizes: list[Callable[[], None]] = field(default_factory=list)  # KV blocks that room is being made for
-    asides: list[Aside] = field(default_factory=list)  # begun; each ends when `end_aside` says so
+    copies: list[Callable[[bool], None]] = field(default_factory=list)  # beside the lane; each ends as one of its jobs
+    resizes: list[Callable[[], None]] = field(default_factory=list)  # growths of the KV pool under way
+    asides: list[Aside] = field(default_factory=list)  # begun; `end_aside` ends each
     arriving: set[int] = field(default_factory=set)  # slots
     streamed: dict[int, Streamed] = field(default_factory=dict)  # by adapter slot, until all layers are in host memory
     bound: dict[int, int] = field(default_factory=lambda: {BASE_ADAPTER_SLOT: BASE})
     launched: list[Batch] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)  # what no correct engine asks for
+    faults: list[str] = field(default_factory=list)  # calls that a correct engine never makes
     fail_next: bool = False
-    kv_blocks: int = 0  # that there are
-    kv_claimed: int = 0  # those under way included
-    images: dict[int, HostAdapter] = field(default_factory=dict)  # by slot, as it was told
+    kv_blocks: int = 0  # usable
+    kv_claimed: int = 0  # those that room is being made for included
+    images: dict[int, HostAdapter] = field(default_factory=dict)  # by slot, as passed to `load_adapter`
     now_s: float = 0.0
-    outcomes: Counter[str] = field(default_factory=Counter)  # of plans aside
+    outcomes: Counter[str] = field(default_factory=Counter)  # of side batches
     _bound_streams: dict[int, Streamed] = field(default_factory=dict)  # by adapter slot
-    _under_way: list[Batch] = field(default_factory=list)  # aside, begun or not
+    _under_way: list[Batch] = field(default_factory=list)  # side batches, begun or not
     _history: dict[int, list[int]] = field(default_factory=dict)
     _prompt_tokens: dict[int, int] = field(default_factory=dict)
     _tables: dict[int, dict[int, int]] = field(default_factory=dict)
@@ -113,7 +112,7 @@ class FakeBackend:
             self.lane.append(lambda: done(self._run(plan)))
 
     def _check_launched(self, plan: Batch) -> None:
-        """What can be seen from a plan alone."""
+        """Checks the rules that a batch alone can break."""
         beyond = [block for grant in plan.grants for block in grant.blocks if block >= self.kv_blocks]
         if beyond:
             self.faults.append(f"blocks {beyond} are named of {self.kv_blocks}")
@@ -141,7 +140,7 @@ class FakeBackend:
         self._void(lambda aside: aside.streamed is not None and aside.streamed.is_cut)
 
     def may_end(self, aside: Aside) -> bool:
-        """Whether all that it waits for is in host memory."""
+        """Returns whether all layers that a side batch waits for are in host memory."""
         return aside.streamed is None or aside.streamed.is_whole
 
     def _void(self, which: Callable[[Aside], bool]) -> None:
@@ -149,7 +148,7 @@ class FakeBackend:
             self.end_aside(self.asides.index(aside), "void")
 
     def end_aside(self, index: int, outcome: Literal["done", "void", "failed"] = "done") -> None:
-        """Ends one that has begun. Where it gave nothing, its blocks hold what nobody knows."""
+        """Ends a side batch that has begun. If it has no result, its blocks get undefined contents."""
         aside = self.asides.pop(index)
         row = aside.row
         self.outcomes[outcome] += 1
@@ -253,7 +252,7 @@ class FakeBackend:
             self._may_copy(streamed.end)
 
     def fail_streamed(self, slot: int) -> None:
-        """The copy of what has come so far fails; more may come."""
+        """Fails the copy of a streamed adapter, of which more layers may still be downloaded."""
         streamed = self.streamed[slot]
         end, streamed.end = streamed.end, lambda failure: None
         self.lane.append(lambda: end(RuntimeError("the copy failed")))
@@ -292,7 +291,7 @@ class FakeBackend:
             self.step()
 
     def step(self) -> None:
-        """Ends the lane's first job."""
+        """Runs the lane's first job."""
         self.lane.popleft()()
 
     def _apply(self, plan: Batch) -> None:
@@ -307,10 +306,10 @@ class FakeBackend:
         self._apply(plan)
         if self.fail_next:
             self.fail_next = False
-            for row in plan.rows:  # what a failed iteration leaves behind is nobody's guess
+            for row in plan.rows:  # the blocks' contents are undefined after a failed iteration
                 for position in range(row.start, row.start + row.count):
                     self._entries[self._place(row.slot, position)] = -position
-                if row.samples:  # the next iteration, launched already, reads the token that never came
+                if row.samples:  # the next iteration, launched already, reads this token
                     self._history[row.slot] = [*self._history[row.slot][: row.start + row.count], 0]
             return RuntimeError("the device failed")
         self._check_merged(plan)
@@ -318,7 +317,7 @@ class FakeBackend:
         return self._result(*map(self._run_row, plan.rows))
 
     def _check_merged(self, plan: Batch) -> None:
-        """Merged weights answer for one adapter, and only as it is once it has arrived."""
+        """Checks that merged weights are used only for rows of one adapter, which has arrived."""
         if plan.merged is None:
             return
         if plan.merged not in self.bound or plan.merged in self.arriving:
@@ -355,7 +354,7 @@ class FakeBackend:
 
 
 class FakeTokenizer:
-    """Every token is a letter."""
+    """A tokenizer whose tokens are letters."""
 
     vocab_size = VOCAB_SIZE
     default_sampling: dict[str, object] = {}  # noqa: RUF012

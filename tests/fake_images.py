@@ -1,4 +1,4 @@
-"""Adapters for a device whose model is a hash: their bytes, and the disk or the network that these come from."""
+"""Adapters for the fake backend of hashes: their bytes, and a fake disk or network to read them from."""
 
 import hashlib
 from collections.abc import Callable
@@ -17,18 +17,18 @@ BASE = 0
 
 
 def adapter_key(digest: str | None) -> int:
-    """What an adapter adds to the hash; the same in every process."""
+    """Returns the number that an adapter adds to the hash, the same in every process."""
     return BASE if digest is None else int.from_bytes(hashlib.blake2b(digest.encode(), digest_size=7).digest())
 
 
 def host_adapter(digest: str, into: NDArray[np.uint8], layers: int) -> HostAdapter:
-    """An adapter with all its bytes to come."""
+    """Returns an adapter whose bytes are not written yet."""
     ends = tuple(ADAPTER_BYTES * (layer + 1) // layers for layer in range(layers))
     return HostAdapter(AdapterSpec(digest, Dtype.F32, 8, ("q_proj",), ends, ()), into)
 
 
 def fill(image: HostAdapter, layers: int) -> None:
-    """The first layers come."""
+    """Writes the first layers."""
     image.data[: image.spec.layer_ends[layers - 1]] = adapter_key(image.spec.digest) % 256
 
 
@@ -37,8 +37,8 @@ def is_whole(image: HostAdapter) -> bool:
 
 
 class FakeReader:
-    """A disk, or a network, on which a folder's path is its adapter's digest; reads end when the test says so, and
-    before that, layers come when it does."""
+    """A disk or a network on which a folder's path is its adapter's digest. The test ends each read, and before that
+    delivers its layers."""
 
     def __init__(self, layers: int = 1) -> None:
         self.executor: Executor = ThreadPoolExecutor(1)

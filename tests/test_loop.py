@@ -1,4 +1,4 @@
-"""What the engine promises its callers, over the real backend and the bundled demo."""
+"""The engine's behaviour for its callers, with the CPU backend and the bundled demo model."""
 
 import asyncio
 import contextlib
@@ -52,7 +52,7 @@ def with_engine(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Lets the loop turn until `condition` holds; there is no event for a state that callers only see from outside."""
+    """Runs the event loop until `condition` holds, for states that have no event."""
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0)
 
@@ -74,7 +74,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers() -> None:
     with_engine(test)
 
 
-def test_a_full_queue_says_when_to_come_back() -> None:
+def test_a_full_queue_refuses_with_a_time_to_retry() -> None:
     async def test(engine: Engine) -> None:
         tasks = [submit(engine, PROMPT) for _ in range(3)]  # one runs, two wait
         with pytest.raises(Overloaded) as caught:
@@ -85,13 +85,13 @@ def test_a_full_queue_says_when_to_come_back() -> None:
     with_engine(test, max_queue=2, seqs=1)
 
 
-def test_a_flood_that_fills_the_queue_gives_way_to_another_client() -> None:
-    """Whose request is refused then is the flood's newest, not the other client's."""
+def test_a_client_that_fills_the_queue_loses_its_newest_request_to_another_client() -> None:
+    """The newest request of the flood is refused, not the other client's."""
 
     async def test(engine: Engine) -> None:
         flood = [submit(engine, PROMPT, tenant=Tenant("flood", f"user {i}")) for i in range(5)]  # one runs, four wait
         quiet = [submit(engine, PROMPT, tenant=Tenant("quiet")) for _ in range(2)]
-        with pytest.raises(Overloaded):  # two waiting ones each: it has its share
+        with pytest.raises(Overloaded):  # both have two waiting requests: it has its share
             submit(engine, PROMPT, tenant=Tenant("quiet"))
         assert [(await task).finish.reason for task in quiet] == ["length"] * 2
         answers = [await task for task in flood]
@@ -113,7 +113,7 @@ def test_output_ends_at_max_tokens_and_at_the_context() -> None:
     with_engine(test)
 
 
-def test_a_stop_token_ends_and_is_not_shown() -> None:
+def test_a_stop_token_ends_the_output_and_is_not_shown() -> None:
     async def test(engine: Engine) -> None:
         free = await submit(engine, PROMPT, "poet", max_tokens=10)
         stopped = await submit(engine, PROMPT, "poet", max_tokens=10, stop_token_ids=(free.token_ids[4],))
@@ -126,7 +126,7 @@ def test_a_stop_token_ends_and_is_not_shown() -> None:
     with_engine(test)
 
 
-def test_a_stop_string_ends_and_is_cut_off_unless_asked_for() -> None:
+def test_a_stop_string_ends_the_output_and_is_cut_off_by_default() -> None:
     async def test(engine: Engine) -> None:
         free = await submit(engine, PROMPT, "pirate", max_tokens=30)
         word = free.text[8:14]
@@ -156,7 +156,7 @@ def test_the_end_token_counts_only_after_min_tokens() -> None:
     with_engine(test)
 
 
-def test_an_equal_beginning_is_computed_once_for_each_adapter_version() -> None:
+def test_a_common_prefix_is_computed_once_for_each_adapter() -> None:
     async def test(engine: Engine) -> None:
         cached = [
             (await submit(engine, PROMPT, adapter)).finish.cached_tokens
@@ -167,7 +167,7 @@ def test_an_equal_beginning_is_computed_once_for_each_adapter_version() -> None:
     with_engine(test)
 
 
-def test_another_salt_shares_nothing() -> None:
+def test_requests_with_different_salts_share_no_blocks() -> None:
     async def test(engine: Engine) -> None:
         await submit(engine, PROMPT, cache_salt="a")
         assert (await submit(engine, PROMPT, cache_salt="b")).finish.cached_tokens == 0
@@ -175,7 +175,7 @@ def test_another_salt_shares_nothing() -> None:
     with_engine(test)
 
 
-def test_draining_refuses_new_requests_and_lets_open_ones_end() -> None:
+def test_draining_refuses_new_requests_and_lets_unfinished_ones_end() -> None:
     async def test(engine: Engine) -> None:
         task = submit(engine, PROMPT, "poet", max_tokens=60)
         await asyncio.sleep(0)
@@ -189,7 +189,7 @@ def test_draining_refuses_new_requests_and_lets_open_ones_end() -> None:
     with_engine(test)
 
 
-def test_a_drain_that_takes_too_long_cancels() -> None:
+def test_a_drain_that_takes_too_long_cancels_the_requests_left() -> None:
     async def test(engine: Engine) -> None:
         task = submit(engine, PROMPT, "poet", max_tokens=900)
         await asyncio.sleep(0)
@@ -230,7 +230,7 @@ def test_a_mode_without_cold_starts_keeps_what_it_started_with(mode: str) -> Non
     with_engine(test, mode=mode)
 
 
-def test_a_name_loaded_again_in_place_means_the_new_weights_and_running_requests_keep_the_old() -> None:
+def test_a_name_loaded_in_place_gets_the_new_weights_and_running_requests_keep_the_old() -> None:
     async def test(engine: Engine) -> None:
         poet, pirate = [await submit(engine, PROMPT, name, max_tokens=40) for name in ("poet", "pirate")]
         before = submit(engine, PROMPT, "poet", max_tokens=40)
@@ -261,7 +261,7 @@ def test_an_adapter_whose_files_vanish_fails_its_own_requests_only(tmp_path: Pat
     with_engine(test, adapters={"gone": folder, "pirate": ADAPTERS["pirate"]})
 
 
-def test_a_failed_iteration_costs_the_requests_in_it_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_iteration_fails_only_its_own_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     from caraserve.cpu.backend import CpuBackend
 
     run, broken = CpuBackend._run, iter([False, False, True])
@@ -293,8 +293,8 @@ def test_a_small_device_serves_all_adapters_in_turn(mode: str) -> None:
     with_engine(test, mode=mode, device_bytes=int(1.6 * MIB))
 
 
-def test_a_hot_adapter_does_not_keep_a_cold_one_out_for_ever() -> None:
-    """The device holds one adapter, and requests for it never stop coming."""
+def test_a_cold_adapter_is_served_despite_a_stream_of_requests_for_a_hot_one() -> None:
+    """The device has room for one adapter, and new requests for it keep coming."""
 
     async def test(engine: Engine) -> None:
         hot: set[asyncio.Task[Answer]] = set()
@@ -325,7 +325,7 @@ def test_phases_add_up_and_a_cold_adapter_shows_as_load() -> None:
     with_engine(test)
 
 
-def test_a_cancelled_request_frees_all_it_held() -> None:
+def test_a_cancelled_request_releases_its_slot_blocks_and_adapter() -> None:
     async def test(engine: Engine) -> None:
         task = submit(engine, PROMPT, "poet", max_tokens=900)
         await until(lambda: engine.snapshot().running == 1)
@@ -354,7 +354,7 @@ def test_tenants_share_the_engine() -> None:
     with_engine(test, seqs=4)
 
 
-def test_of_one_tenants_waiting_requests_those_of_lower_priority_begin_first() -> None:
+def test_a_tenants_waiting_requests_of_lower_priority_start_first() -> None:
     async def test(engine: Engine) -> None:
         done: list[int] = []
         tasks = [submit(engine, PROMPT, priority=priority) for priority in (0, 7, 0, -7)]  # one runs, three wait

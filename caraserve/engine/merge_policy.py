@@ -95,8 +95,8 @@ class MergePolicy:
                 self._credits[adapter] = self._unit * len(self._credits)
 
     def _favour(self) -> list[int]:
-        """Returns the adapters to be served first, by credits: those at the bar or above, until they are half a unit
-        below it."""
+        """Returns the adapters to be served first, most credits first. An adapter is added at the bar, and removed when
+        it is more than half a unit below."""
         bar = self._unit * len(self._credits)
         favoured = [
             adapter

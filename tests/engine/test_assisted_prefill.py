@@ -1,5 +1,5 @@
-"""Prompts that CPU workers help with, on a device with a lane for them: nobody waits for them, and nothing that they
-use is taken away before they have ended. Over a device that is a hash."""
+"""Assisted prefills as side batches: no other request waits for them, and the memory that they use stays until they
+have ended. On the fake backend of hashes."""
 
 import asyncio
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ async def iterate(here: World, times: int = 1) -> None:
 
 
 async def arrive_in_host(here: World) -> None:
-    """Ends all reads: copies begin."""
+    """Ends all reads, so that copies begin."""
     while here.reader.reads:
         here.reader.reads.pop(0)(True)
     await turn()
@@ -34,7 +34,7 @@ async def arrive_in_host(here: World) -> None:
 async def go_aside(
     here: World, name: str = "a0", prompt: Sequence[int] = PROMPT, **params: Any
 ) -> "tuple[Asked, asyncio.Task[Asked]]":
-    """A request whose plan aside has begun."""
+    """Submits a request and starts its side batch."""
     asked, task = here.ask(prompt, name, **{"max_tokens": 4} | params)
     await turn()
     await arrive_in_host(here)
@@ -48,7 +48,7 @@ def aside(here: World) -> list[Batch]:
     return [plan for plan in here.backend.launched if plan.is_side_batch]
 
 
-def test_a_prompt_whose_adapter_is_on_its_way_goes_in_a_plan_of_its_own() -> None:
+def test_a_prompt_whose_adapter_is_being_copied_gets_a_side_batch() -> None:
     async def test(here: World) -> None:
         asked, _ = await go_aside(here)
         (plan,) = aside(here)
@@ -61,7 +61,7 @@ def test_a_prompt_whose_adapter_is_on_its_way_goes_in_a_plan_of_its_own() -> Non
     with_world(test)
 
 
-def test_iterations_go_on_at_full_pace_meanwhile() -> None:
+def test_iterations_continue_at_full_speed_beside_a_side_batch() -> None:
     async def test(here: World) -> None:
         other, _ = here.ask([7, 8], None, max_tokens=20)
         await turn()
@@ -73,7 +73,7 @@ def test_iterations_go_on_at_full_pace_meanwhile() -> None:
     with_world(test)
 
 
-def test_its_tokens_are_told_while_an_iteration_is_under_way() -> None:
+def test_tokens_of_a_side_batch_are_sent_while_an_iteration_is_under_way() -> None:
     async def test(here: World) -> None:
         here.ask([7, 8], None, max_tokens=20)
         await turn()
@@ -86,10 +86,10 @@ def test_its_tokens_are_told_while_an_iteration_is_under_way() -> None:
     with_world(test)
 
 
-def test_it_decodes_once_its_adapter_has_arrived_and_stops_no_iteration_before() -> None:
+def test_a_request_decodes_only_when_its_adapter_has_arrived_and_delays_no_iteration_before() -> None:
     async def test(here: World) -> None:
         asked, task = await go_aside(here)
-        here.backend.now_s = 0.0  # long before the copy is expected to end
+        here.backend.now_s = 0.0  # long before the expected end of the copy
         here.backend.end_aside(0)
         await turn()
         assert not here.backend.lane
@@ -101,7 +101,7 @@ def test_it_decodes_once_its_adapter_has_arrived_and_stops_no_iteration_before()
     with_world(test)
 
 
-def test_as_many_go_aside_as_the_device_has_lanes_for() -> None:
+def test_there_are_at_most_as_many_assisted_prefills_as_the_device_allows() -> None:
     async def test(here: World) -> None:
         tasks = [here.ask(PROMPT, name, max_tokens=2)[1] for name in ("a0", "a1", "a2")]
         await turn()
@@ -113,7 +113,7 @@ def test_as_many_go_aside_as_the_device_has_lanes_for() -> None:
     with_world(test, device_adapters=4)
 
 
-def test_a_device_without_such_a_lane_has_workers_help_within_iterations() -> None:
+def test_on_a_device_without_assisted_batches_workers_help_within_iterations() -> None:
     async def test(here: World) -> None:
         here.ask(PROMPT, "a0", max_tokens=1)
         await turn()
@@ -125,7 +125,7 @@ def test_a_device_without_such_a_lane_has_workers_help_within_iterations() -> No
     with_world(test, assisted_batches=0)
 
 
-def test_a_long_prompt_goes_aside_piece_by_piece() -> None:
+def test_a_long_prompt_is_computed_in_several_side_batches() -> None:
     async def test(here: World) -> None:
         _, task = await go_aside(here, prompt=range(20))
         here.backend.end_aside(0)
@@ -136,7 +136,7 @@ def test_a_long_prompt_goes_aside_piece_by_piece() -> None:
     with_world(test, step_tokens=16)
 
 
-def test_one_who_leaves_is_told_at_once_but_gives_back_only_when_the_plan_has_ended() -> None:
+def test_a_cancelled_request_finishes_at_once_and_releases_its_memory_when_its_side_batch_ends() -> None:
     async def test(here: World) -> None:
         asked, task = await go_aside(here)
         asked.stream.cancel()
@@ -153,7 +153,7 @@ def test_one_who_leaves_is_told_at_once_but_gives_back_only_when_the_plan_has_en
     with_world(test)
 
 
-def test_its_adapter_stays_until_the_plan_has_ended() -> None:
+def test_the_adapter_stays_on_the_device_until_the_side_batch_has_ended() -> None:
     async def test(here: World) -> None:
         asked, _ = await go_aside(here)
         asked.stream.cancel()
@@ -171,8 +171,8 @@ def test_its_adapter_stays_until_the_plan_has_ended() -> None:
     with_world(test, device_adapters=1)
 
 
-def test_its_image_stays_in_the_host_tier_even_when_the_copy_has_ended() -> None:
-    """Workers may have begun a layer before its weights arrived."""
+def test_the_image_stays_in_the_host_cache_until_the_side_batch_has_ended() -> None:
+    """Workers may still compute a layer whose weights arrived after they began it."""
 
     async def test(here: World) -> None:
         manager = here.engine.catalog.manager
@@ -188,7 +188,7 @@ def test_its_image_stays_in_the_host_tier_even_when_the_copy_has_ended() -> None
     with_world(test)
 
 
-def test_a_copy_that_fails_under_it_is_told_when_the_plan_has_ended() -> None:
+def test_a_copy_that_fails_during_a_side_batch_is_reported_when_that_has_ended() -> None:
     async def test(here: World) -> None:
         asked, task = await go_aside(here)
         here.backend.copies.pop()(False)
@@ -202,8 +202,8 @@ def test_a_copy_that_fails_under_it_is_told_when_the_plan_has_ended() -> None:
     with_world(test)
 
 
-def test_nobody_takes_its_blocks() -> None:
-    """Others give up theirs instead, or wait."""
+def test_a_request_of_a_side_batch_is_not_preempted() -> None:
+    """Other requests are preempted instead, or wait."""
 
     async def test(here: World) -> None:
         _, helped = await go_aside(here, prompt=range(16))
@@ -221,7 +221,7 @@ def test_nobody_takes_its_blocks() -> None:
     with_world(test, blocks=16)
 
 
-def test_when_workers_fail_it_begins_again_without_them_and_nobody_else_loses_a_token() -> None:
+def test_when_workers_fail_the_prompt_is_computed_again_without_them_and_no_other_request_loses_a_token() -> None:
     async def test(here: World) -> None:
         other, second = here.ask([7, 8], None, max_tokens=12)
         await turn()
@@ -236,7 +236,7 @@ def test_when_workers_fail_it_begins_again_without_them_and_nobody_else_loses_a_
     with_world(test)
 
 
-def test_the_request_of_a_void_plan_waits_for_its_weights() -> None:
+def test_after_a_retry_the_request_waits_for_its_weights() -> None:
     async def test(here: World) -> None:
         _, task = await go_aside(here)
         here.backend.now_s = 0.0
@@ -251,7 +251,7 @@ def test_the_request_of_a_void_plan_waits_for_its_weights() -> None:
 
 
 @pytest.mark.parametrize(("outcome", "reason"), [("failed", "error"), ("void", "cancelled"), ("done", "cancelled")])
-def test_a_drain_waits_for_what_ended_requests_still_hold(outcome: Any, reason: FinishReason) -> None:
+def test_a_drain_waits_for_the_side_batches_of_finished_requests(outcome: Any, reason: FinishReason) -> None:
     async def test(here: World) -> None:
         asked, _ = await go_aside(here)
         if reason == "cancelled":
@@ -268,7 +268,7 @@ def test_a_drain_waits_for_what_ended_requests_still_hold(outcome: Any, reason: 
     with_world(test)
 
 
-def test_a_plan_aside_that_fails_ends_its_own_request_alone() -> None:
+def test_a_failed_side_batch_fails_only_its_own_request() -> None:
     async def test(here: World) -> None:
         other, second = here.ask([7, 8], None, max_tokens=12)
         await turn()
@@ -282,7 +282,7 @@ def test_a_plan_aside_that_fails_ends_its_own_request_alone() -> None:
     with_world(test)
 
 
-def test_what_it_computed_is_found_by_others_only_when_it_has_ended() -> None:
+def test_blocks_of_a_side_batch_are_reused_only_when_it_has_ended() -> None:
     async def test(here: World) -> None:
         prompt = list(range(9))
         _, first = await go_aside(here, prompt=prompt, max_tokens=1)
@@ -302,7 +302,7 @@ def second_starts(here: World) -> list[int]:
     return [plan.rows[0].start for plan in aside(here)]
 
 
-def test_a_request_that_failed_for_a_missing_adapter_is_no_plan_aside() -> None:
+def test_a_request_whose_adapter_is_missing_gets_no_side_batch() -> None:
     async def test(here: World) -> None:
         _, task = here.ask(PROMPT, "a0", max_tokens=2)
         await turn()

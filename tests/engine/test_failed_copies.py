@@ -1,4 +1,4 @@
-"""An adapter whose copy to the device fails while requests run on it. Over a device that is a hash."""
+"""An adapter whose copy to the device fails while requests use it. On the fake backend of hashes."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from tests.engine_world import World, in_world, turn
 PROMPT = [1, 2, 3, 4, 5]
 
 
-def test_who_asks_before_the_failure_is_told_is_told_too_and_nobody_runs_without_the_adapter() -> None:
+def test_requests_that_come_before_a_failed_copy_is_reported_fail_too_and_none_runs_without_the_adapter() -> None:
     async def test(here: World) -> None:
         first, one = here.ask(PROMPT, "a0", max_tokens=20)
         await turn()

@@ -1,4 +1,4 @@
-"""Clients share by service received, and the users of each likewise; of one user, first come first served."""
+"""Clients get equal service, and so do the users of each client; a user's requests are served in order of arrival."""
 
 from collections import Counter
 
@@ -12,7 +12,7 @@ from caraserve.engine.fair_queue import FairQueue
 
 
 def take(queue: FairQueue[str], output_tokens: int) -> str:
-    """Serves whoever is next, and charges for it."""
+    """Serves the next tenant, and charges it for the tokens."""
     tenant = queue.first()
     assert tenant is not None
     item = queue.pop(tenant)
@@ -37,14 +37,14 @@ def test_one_tenant_is_served_in_order_of_arrival() -> None:
     assert (len(queue), queue.first()) == (0, None)
 
 
-def test_of_one_tenants_items_those_of_lower_priority_go_first() -> None:
+def test_a_tenants_items_of_lower_priority_are_served_first() -> None:
     queue: FairQueue[str] = FairQueue(lambda item: int(item[1:]))
     for item in ("a0", "b0", "c5", "d-3", "e5", "f0"):
         queue.push(Tenant("t"), item)
     assert served_order(queue, 6, {"t": 5}) == ["d-3", "a0", "b0", "f0", "c5", "e5"]
 
 
-def test_no_priority_takes_another_tenants_turn() -> None:
+def test_priority_does_not_count_between_tenants() -> None:
     queue: FairQueue[str] = FairQueue(lambda item: -1000 if item.startswith("pushy") else 0)
     for index in range(3):
         queue.push(Tenant("modest"), f"m{index}")
@@ -54,7 +54,7 @@ def test_no_priority_takes_another_tenants_turn() -> None:
     assert sorted(order) == ["m0", "m1", "pushy0", "pushy1"]
 
 
-def test_a_flood_of_one_client_does_not_keep_another_waiting() -> None:
+def test_a_flood_of_one_client_does_not_delay_another_client() -> None:
     queue: FairQueue[str] = FairQueue()
     for index in range(10):
         queue.push(Tenant("flood"), f"f{index}")
@@ -72,7 +72,7 @@ def test_a_client_has_one_share_however_many_users_it_names() -> None:
     assert Counter(take(queue, 10) for _ in range(40)) == {"flood": 20, "quiet": 20}
 
 
-def test_users_of_one_client_share_what_it_gets() -> None:
+def test_users_of_one_client_share_its_service_equally() -> None:
     queue: FairQueue[str] = FairQueue()
     for _ in range(50):
         queue.push(Tenant("gateway", "loud"), "loud")
@@ -82,7 +82,7 @@ def test_users_of_one_client_share_what_it_gets() -> None:
     assert Counter(take(queue, 10) for _ in range(40)) == {"other": 20, "loud": 10, "soft": 10}
 
 
-def test_service_and_not_requests_is_shared() -> None:
+def test_service_is_shared_by_tokens_and_not_by_requests() -> None:
     queue: FairQueue[str] = FairQueue()
     for index in range(9):
         queue.push(Tenant("long"), f"l{index}")
@@ -91,7 +91,7 @@ def test_service_and_not_requests_is_shared() -> None:
     assert sum(item.startswith("s") for item in order) == 6
 
 
-def test_time_away_is_not_saved_up() -> None:
+def test_idle_time_earns_no_credit() -> None:
     queue: FairQueue[str] = FairQueue()
     queue.push(Tenant("busy"), "b0")
     queue.charge(Tenant("busy"), 0, 1000)
@@ -104,9 +104,9 @@ def test_time_away_is_not_saved_up() -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), [(Tenant("old"), Tenant("new")), (Tenant("one", "old"), Tenant("one", "new"))])
-def test_service_while_no_other_client_waited_is_not_held_against_one(old: Tenant, new: Tenant) -> None:
+def test_service_received_while_no_other_client_waited_is_not_charged(old: Tenant, new: Tenant) -> None:
     queue: FairQueue[str] = FairQueue()
-    for _ in range(100):  # with room for all, each goes as it comes
+    for _ in range(100):  # each item is served as soon as it comes
         queue.push(old, "old")
         take(queue, 1000)
     for _ in range(20):
@@ -116,7 +116,7 @@ def test_service_while_no_other_client_waited_is_not_held_against_one(old: Tenan
     assert Counter(take(queue, 1000) for _ in range(5)) == {"new": 3, "old": 2}
 
 
-def test_an_item_can_be_taken_out_of_the_middle() -> None:
+def test_an_item_can_be_removed_from_the_middle() -> None:
     queue: FairQueue[str] = FairQueue()
     for item in "abc":
         queue.push(Tenant("t"), item)
@@ -124,7 +124,7 @@ def test_an_item_can_be_taken_out_of_the_middle() -> None:
     assert list(queue) == ["a", "c"]
 
 
-def test_the_next_to_come_are_every_clients_first_then_every_clients_second() -> None:
+def test_upcoming_items_are_the_first_of_every_client_then_the_second_of_every_client() -> None:
     queue: FairQueue[str] = FairQueue()
     for client, item in (("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("c", "c1"), ("c", "c2")):
         queue.push(Tenant(client), item)
@@ -135,7 +135,7 @@ def test_the_next_to_come_are_every_clients_first_then_every_clients_second() ->
     assert len(queue) == 7
 
 
-def test_the_newest_of_the_client_with_most_is_given_up_for_one_that_has_less() -> None:
+def test_the_newest_item_of_the_largest_client_is_dropped_for_a_client_with_fewer() -> None:
     queue: FairQueue[str] = FairQueue()
     for index in range(4):
         queue.push(Tenant("flood", f"u{index % 2}"), f"f{index}")
@@ -153,10 +153,10 @@ TENANTS = st.builds(Tenant, st.sampled_from("abc"), st.sampled_from("xyz"))
 
 @given(st.lists(st.tuples(TENANTS, st.integers(1, 50)), max_size=200), st.integers(0, 5))
 @settings(deadline=None)
-def test_clients_that_wait_all_the_time_get_the_same_within_one_request(
+def test_clients_that_always_wait_get_equal_service_within_one_request(
     charged: list[tuple[Tenant, int]], most: int
 ) -> None:
-    """Whatever the users of each ask for; and counters of the idle that are forgotten change nothing of it."""
+    """This holds for any requests of their users, and also when counters of idle users are removed."""
     before, fair_queue._MAX_COUNTERS = fair_queue._MAX_COUNTERS, most
     try:
         queue: FairQueue[str] = FairQueue()
@@ -181,9 +181,9 @@ def test_clients_that_wait_all_the_time_get_the_same_within_one_request(
 
 @given(st.lists(st.sampled_from(["a", "a", "b", 25, 50, 50]), min_size=100, max_size=200), st.sampled_from(["", "one"]))
 @settings(deadline=None)
-def test_who_waits_gets_as_much_as_another_that_waits_within_two_requests(steps: list[str | int], client: str) -> None:
-    """A name: a request of that client, or user of one client, comes; a number: the next one is served so many tokens.
-    What was served while one of the two did not wait makes no difference."""
+def test_two_names_that_wait_get_equal_service_within_two_requests(steps: list[str | int], client: str) -> None:
+    """`steps`: a name pushes a request of that client, or of that user of one client; a number serves the next request
+    with so many tokens. Service while only one of the two waited makes no difference."""
     queue: FairQueue[str] = FairQueue()
     waiting: Counter[str] = Counter()
     a_before_b = 0  # tokens, since both wait

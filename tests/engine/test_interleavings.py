@@ -1,4 +1,4 @@
-"""Whatever ends first, every finished request has the tokens it would have had alone. Over a device that is a hash."""
+"""In any order of events, a finished request has the tokens that it would have alone. On the fake backend of hashes."""
 
 import asyncio
 import random
@@ -24,7 +24,7 @@ async def random_run(
     aside_failures: float = 0.0,
     **kind: Any,
 ) -> World:
-    """Random requests, arrivals, cancellations and failures; returns what they left behind."""
+    """Runs random requests, arrivals, cancellations and failures. Returns the world after their end."""
     rng = random.Random(seed)
     stems = [[rng.randrange(97) for _ in range(24)] for _ in range(2)]
     async with world(rng, **kind) as here:
@@ -80,53 +80,53 @@ def test_no_interleaving_changes_a_token(seed: int, **kind: Any) -> None:
 
 @bounded
 @given(seed=st.integers(0, 2**32), **KINDS)
-def test_a_failed_read_costs_its_own_requests_only(seed: int, **kind: Any) -> None:
+def test_a_failed_read_fails_only_its_own_requests(seed: int, **kind: Any) -> None:
     asyncio.run(random_run(seed, read_failures=0.3, **kind))
 
 
 @bounded
 @given(seed=st.integers(0, 2**32), **KINDS)
-def test_a_copy_that_fails_under_running_requests_costs_only_them(seed: int, **kind: Any) -> None:
+def test_a_copy_that_fails_under_running_requests_fails_only_them(seed: int, **kind: Any) -> None:
     asyncio.run(random_run(seed, copy_failures=0.3, **kind))
 
 
 @bounded
 @given(seed=st.integers(0, 2**32), **KINDS)
-def test_a_failed_iteration_never_gives_anybody_a_wrong_token(seed: int, **kind: Any) -> None:
+def test_a_failed_iteration_never_causes_a_wrong_token(seed: int, **kind: Any) -> None:
     asyncio.run(random_run(seed, plan_failures=0.1, **kind))
 
 
 @bounded
 @given(seed=st.integers(0, 2**32), **KINDS | {"mode": st.just("assisted"), "assisted_batches": st.sampled_from([1, 3])})
-def test_a_plan_aside_that_fails_costs_nobody_else_a_token(seed: int, **kind: Any) -> None:
+def test_a_failed_side_batch_changes_no_token_of_other_requests(seed: int, **kind: Any) -> None:
     asyncio.run(random_run(seed, aside_failures=0.4, **kind))
 
 
 @bounded
 @given(seed=st.integers(0, 2**32), **KINDS | {"mode": st.just("assisted"), "assisted_batches": st.sampled_from([1, 3])})
-def test_whatever_fails_beside_plans_aside_nobody_gets_a_wrong_token(seed: int, **kind: Any) -> None:
+def test_failures_beside_assisted_prefills_never_cause_a_wrong_token(seed: int, **kind: Any) -> None:
     asyncio.run(random_run(seed, plan_failures=0.1, copy_failures=0.2, aside_failures=0.2, **kind))
 
 
 @bounded
 @given(seed=st.integers(0, 2**32), **KINDS | STREAMED)
-def test_whatever_fails_while_adapters_come_nobody_gets_a_wrong_token(seed: int, **kind: Any) -> None:
+def test_failures_beside_streamed_prefills_never_cause_a_wrong_token(seed: int, **kind: Any) -> None:
     asyncio.run(random_run(seed, read_failures=0.2, copy_failures=0.2, aside_failures=0.2, **kind))
 
 
-def test_prompts_do_end_and_are_recalled_while_adapters_come() -> None:
+def test_some_streamed_prefills_do_end_and_some_are_recalled() -> None:
     """Otherwise the tests above would not cover it."""
     worlds = [asyncio.run(random_run(seed, mode="assisted", blocks=13, streamed_batches=2)) for seed in range(20)]
     outcomes = sum((here.backend.outcomes for here in worlds), start=Counter[str]())
     assert min(outcomes["done"], outcomes["void"]) > 5
 
 
-def test_the_small_pool_does_force_preemption() -> None:
+def test_a_small_pool_does_cause_preemptions() -> None:
     """Otherwise the tests above would not cover it."""
     assert sum(asyncio.run(random_run(seed, blocks=13)).metrics.preemptions for seed in range(20)) > 5
 
 
-def test_five_hundred_requests_leave_nothing_behind() -> None:
+def test_five_hundred_requests_release_all_they_held() -> None:
     async def body() -> None:
         rng = random.Random(5)
         async with world(rng) as here:
@@ -147,7 +147,7 @@ def test_five_hundred_requests_leave_nothing_behind() -> None:
     asyncio.run(body())
 
 
-def test_two_hundred_adapters_share_room_for_three() -> None:
+def test_two_hundred_adapters_are_served_with_memory_for_three() -> None:
     async def body() -> None:
         async with world(random.Random(6), adapters=200, device_adapters=3) as here:
             tasks = [here.ask([index % 97, 3], f"a{index}", max_tokens=3)[1] for index in range(200)]
@@ -161,7 +161,7 @@ def test_two_hundred_adapters_share_room_for_three() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_an_adapter_replaced_in_place_keeps_its_old_version_for_those_who_asked_before(seed: int) -> None:
+def test_requests_before_an_in_place_load_keep_the_old_adapter(seed: int) -> None:
     async def body() -> None:
         async with world(random.Random(seed)) as here:
             prompt = list(range(20))
@@ -182,12 +182,12 @@ def requests_of_one_response(count: int, name: str | None) -> list[GenerateReque
     return [GenerateRequest(f"r{index}", tuple(range(20)), name, params, arrival_s=0.0) for index in range(count)]
 
 
-def test_the_requests_of_one_response_have_one_adapter_version_whatever_is_loaded_in_place_between_them() -> None:
+def test_the_requests_of_one_response_use_one_adapter_despite_in_place_loads_between_them() -> None:
     async def body() -> None:
         async with world(random.Random(1)) as here:
             requests = requests_of_one_response(2, "a0")
             submitted = here.engine.submit_each(requests)
-            for stream in submitted:  # the first one has ended, and its name means something else, before the next
+            for stream in submitted:  # the first one has ended, and its name has another adapter, before the next
                 asked = Asked(requests[0].prompt_ids, "digest-0", requests[0].params, stream)
                 await here.until_done([asyncio.create_task(asked.collect())])
                 await here.engine.load_adapter("a0", "digest-new", inplace=True)
@@ -199,7 +199,7 @@ def test_the_requests_of_one_response_have_one_adapter_version_whatever_is_loade
     asyncio.run(body())
 
 
-def test_thousands_that_are_cancelled_together_end_some_in_each_turn() -> None:
+def test_thousands_of_requests_cancelled_together_end_over_several_turns() -> None:
     async def body() -> None:
         async with world(random.Random(2)) as here:
             streams = list(here.engine.submit_each(requests_of_one_response(1000, None)))
@@ -217,7 +217,7 @@ def test_thousands_that_are_cancelled_together_end_some_in_each_turn() -> None:
     asyncio.run(body())
 
 
-def test_nothing_is_launched_while_a_load_is_under_way_when_loads_are_exclusive() -> None:
+def test_with_exclusive_loads_no_iteration_is_launched_during_a_load() -> None:
     async def body() -> None:
         async with world(random.Random(8), exclusive=True) as here:
             _, warm = here.ask([1, 2, 3], None, max_tokens=20)
@@ -238,7 +238,7 @@ def test_nothing_is_launched_while_a_load_is_under_way_when_loads_are_exclusive(
     asyncio.run(body())
 
 
-def test_an_adapter_whose_only_request_left_while_it_was_copied_gives_way_to_the_next() -> None:
+def test_an_adapter_whose_only_request_was_cancelled_during_the_copy_is_evicted_for_the_next() -> None:
     async def body() -> None:
         async with world(random.Random(9), device_adapters=1) as here:
             left, first = here.ask([1, 2, 3], "a0", max_tokens=2)
@@ -259,7 +259,7 @@ def test_an_adapter_whose_only_request_left_while_it_was_copied_gives_way_to_the
     asyncio.run(body())
 
 
-def test_a_request_that_found_blocks_of_an_iteration_that_then_failed_never_goes_on_with_them() -> None:
+def test_a_request_that_reused_blocks_of_a_failed_iteration_fails_too() -> None:
     async def body() -> None:
         async with world(random.Random(10), step_tokens=8) as here:
             prompt = list(range(17))

@@ -1,4 +1,4 @@
-"""A request is charged the time in which it stood still for loads of other requests' adapters, and for no other."""
+"""`interrupted_ms` of a request is the time for which it waited for loads of other requests' adapters, and no other."""
 
 import pytest
 
@@ -8,14 +8,14 @@ from tests.fake_backend import STALL_MS
 
 
 async def run_lane(here: World) -> None:
-    """Ends iterations until nothing is launched any more."""
+    """Ends iterations until no more are launched."""
     while here.backend.lane:
         here.backend.step()
         await turn()
 
 
 async def load(here: World, read_s: float, copy_s: float) -> None:
-    """The load under way takes so long."""
+    """Ends the load under way after so many seconds."""
     here.backend.now_s += read_s
     here.reader.reads.pop()(True)
     await turn()
@@ -24,7 +24,7 @@ async def load(here: World, read_s: float, copy_s: float) -> None:
     await turn()
 
 
-def test_a_load_that_keeps_the_device_interrupts_all_who_decode_and_not_its_own_request() -> None:
+def test_an_exclusive_load_interrupts_all_decoding_requests_and_not_its_own() -> None:
     async def test(here: World) -> None:
         running = [here.ask(prompt, None, max_tokens=20) for prompt in ([1, 2, 3], [4, 5])]
         await turn()
@@ -64,7 +64,7 @@ def test_a_request_whose_own_load_has_ended_is_interrupted_by_the_next_one() -> 
     in_world(test, exclusive=True)
 
 
-def test_beside_everybody_a_load_interrupts_nobody() -> None:
+def test_a_load_beside_iterations_interrupts_no_request() -> None:
     async def test(here: World) -> None:
         running, running_ends = here.ask([1, 2, 3], None, max_tokens=20)
         await turn()

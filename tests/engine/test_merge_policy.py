@@ -1,4 +1,4 @@
-"""Which adapter is merged when, who waits meanwhile, and what those who wait are given for it."""
+"""The merge policy: which adapter is merged when, which requests wait meanwhile, and which credits those get."""
 
 import math
 
@@ -8,11 +8,11 @@ from caraserve.core.batch import BASE_ADAPTER_SLOT as BASE
 from caraserve.engine.merge_policy import CREDITS, FACTOR, SPEED, STEP, MergeDecision, MergePolicy
 
 SEQS = 8
-COST = 1 / (SPEED * SEQS)  # of a merged batch to those whom it passes over; half of it is paid for each
+COST = 1 / (SPEED * SEQS)  # of displacing a request by a merged batch; half of it is paid for each
 
 
 def served(rule: MergePolicy, adapters: list[int]) -> list[int]:
-    """What the requests that are served ask for, in order."""
+    """Returns the adapters of the served requests, in order."""
     return [adapters[index] for index in rule.choose(adapters).serve]
 
 
@@ -21,7 +21,7 @@ def leave(rule: MergePolicy) -> None:
     assert rule.choose([BASE]).merged is None
 
 
-def test_nobody_asks_for_anything() -> None:
+def test_without_requests_nothing_is_merged_or_served() -> None:
     assert MergePolicy(SEQS).choose([]) == MergeDecision(None, ())
 
 
@@ -53,14 +53,14 @@ def test_an_idle_turn_does_not_unmerge() -> None:
     assert rule.choose([3, 3, 5]) == MergeDecision(3, (0, 1))
 
 
-def test_a_batch_has_room_for_so_many() -> None:
+def test_a_batch_holds_at_most_max_num_seqs_requests() -> None:
     rule = MergePolicy(SEQS)
     assert rule.choose([3] * 20) == MergeDecision(3, tuple(range(SEQS)))
     assert MergePolicy(SEQS).choose([3, 5, 7] * 7) == MergeDecision(None, tuple(range(SEQS)))
 
 
 def test_requests_beyond_the_batch_count_for_their_adapter() -> None:
-    """Most of all requests want 3: enough for a whole batch of it."""
+    """Most requests are for adapter 3, enough for a whole batch of it."""
     assert MergePolicy(SEQS).choose([5, 5, *[3] * 8]) == MergeDecision(3, tuple(range(2, 10)))
 
 
@@ -77,7 +77,7 @@ def test_requests_for_the_base_model_wait_like_any_others() -> None:
     assert rule.credits_of(BASE) == CREDITS + COST / 2
 
 
-def test_accounts_begin_alike_and_a_newcomer_leaves_the_others_as_far_from_the_bar_as_they_were() -> None:
+def test_accounts_start_equal_and_a_new_adapter_does_not_change_the_others_distance_from_the_bar() -> None:
     rule = MergePolicy(SEQS)
     rule.choose([3] * 8)
     assert rule.credits_of(3) == 0
@@ -88,8 +88,8 @@ def test_accounts_begin_alike_and_a_newcomer_leaves_the_others_as_far_from_the_b
     assert rule.credits_of(7) == 2 * CREDITS
 
 
-def test_only_those_whose_turn_it_was_are_paid() -> None:
-    """Two of the requests that are passed over would have been in the batch; the others were too late for any."""
+def test_only_displaced_requests_of_the_batch_are_paid() -> None:
+    """Two of the requests that are passed over would have been in a mixed batch; the others would not."""
     rule = MergePolicy(SEQS)
     rule.choose([5, 3, 3, 3, 3, 3, 3, 5, 5, 5, 3, 3])
     assert rule.credits_of(5) - CREDITS == pytest.approx(COST)
@@ -97,12 +97,12 @@ def test_only_those_whose_turn_it_was_are_paid() -> None:
 
 
 def poor_rule() -> MergePolicy:
-    """Accounts so small that they are soon used up."""
+    """Returns a policy with so few credits that they are soon used up."""
     return MergePolicy(SEQS, credits_each=1.0)
 
 
 def iterations_passed_over(rule: MergePolicy, adapters: list[int], other: int) -> int:
-    """Iterations until a request for `other` is served."""
+    """Returns the number of iterations until a request for `other` is served."""
     for iteration in range(1000):
         if other in served(rule, adapters):
             return iteration
@@ -111,7 +111,7 @@ def iterations_passed_over(rule: MergePolicy, adapters: list[int], other: int) -
 
 @pytest.mark.parametrize("other", [BASE, 5])
 @pytest.mark.parametrize("waiting", [1, 3])
-def test_who_is_passed_over_comes_first_once_it_has_been_paid_enough(other: int, waiting: int) -> None:
+def test_a_passed_over_adapter_is_served_first_when_it_has_enough_credits(other: int, waiting: int) -> None:
     rule, adapters = poor_rule(), [3] * (SEQS - waiting) + [other] * waiting
     rule.choose([3] * SEQS)
     assert iterations_passed_over(rule, adapters, other) == math.ceil(1 / (waiting * COST / 2))
@@ -127,7 +127,7 @@ def test_an_adapter_in_debt_is_not_merged() -> None:
 
 
 def test_serving_a_favoured_adapter_ends_the_merging() -> None:
-    """When it has been served, it takes all requests again to merge one."""
+    """Afterwards an adapter needs all requests to be merged again."""
     rule = poor_rule()
     rule.choose([3] * SEQS)
     rule.choose([3] * 6 + [5, 7])
@@ -137,7 +137,7 @@ def test_serving_a_favoured_adapter_ends_the_merging() -> None:
     assert rule.choose([3] * SEQS).merged == 3
 
 
-def test_a_favoured_adapter_pays_those_whom_it_displaces_and_is_favoured_until_half_of_it_is_spent() -> None:
+def test_a_favoured_adapter_pays_for_displaced_requests_and_stays_favoured_until_half_a_unit_is_spent() -> None:
     rule, adapters = poor_rule(), [3] * SEQS + [5] * 2
     rule.choose([3] * SEQS)
     iterations_passed_over(rule, [3] * 6 + [5] * 2, 5)
@@ -151,7 +151,7 @@ def test_a_favoured_adapter_pays_those_whom_it_displaces_and_is_favoured_until_h
 
 
 def iterations_until_not_first(rule: MergePolicy, adapters: list[int]) -> int:
-    """Iterations in which the first request of all had to give way, and still others did; then it had not."""
+    """Returns in how many iterations the first request was displaced, and in how many more other requests were."""
     count = 0
     while rule.credits_of(5) >= 1.5:
         assert rule.choose(adapters).serve[:2] == (8, 9)
@@ -159,7 +159,7 @@ def iterations_until_not_first(rule: MergePolicy, adapters: list[int]) -> int:
     return count
 
 
-def test_merging_that_paid_comes_sooner_next_time() -> None:
+def test_a_merged_phase_with_a_gain_lowers_the_merge_threshold() -> None:
     rule = MergePolicy(100)
     for _ in range(10):
         rule.choose([3] * 100)
@@ -169,8 +169,8 @@ def test_merging_that_paid_comes_sooner_next_time() -> None:
     assert rule.choose([3] * 96 + [5] * 4).merged == 3
 
 
-def test_merging_that_did_not_pay_comes_later_but_not_never() -> None:
-    """One iteration does not make up for a switch."""
+def test_a_merged_phase_with_a_loss_raises_the_merge_threshold_to_at_most_one() -> None:
+    """A merged phase of one iteration does not make up for its switch."""
     rule = MergePolicy(SEQS)
     for _ in range(2):
         for _ in range(10):
@@ -184,7 +184,7 @@ def test_merging_that_did_not_pay_comes_later_but_not_never() -> None:
     assert rule.merge_threshold == 1.0
 
 
-def test_after_a_mixed_phase_that_paid_merging_ends_sooner() -> None:
+def test_after_a_mixed_phase_that_was_better_than_merging_merging_ends_sooner() -> None:
     rule = MergePolicy(SEQS)
     for _ in range(10):
         rule.choose([3, 5, 7, 9])
@@ -192,7 +192,7 @@ def test_after_a_mixed_phase_that_paid_merging_ends_sooner() -> None:
     assert rule.stay_threshold == pytest.approx(SPEED + STEP)
 
 
-def test_after_a_mixed_phase_in_which_merging_would_have_paid_it_lasts_longer() -> None:
+def test_after_a_mixed_phase_that_was_worse_than_merging_merging_lasts_longer() -> None:
     rule = MergePolicy(SEQS)
     for _ in range(10):
         rule.choose([3] * 7 + [5])
@@ -200,8 +200,8 @@ def test_after_a_mixed_phase_in_which_merging_would_have_paid_it_lasts_longer() 
     assert rule.stay_threshold == pytest.approx(SPEED / FACTOR)
 
 
-def test_a_favourite_that_changes_all_the_time_would_not_have_paid() -> None:
-    """Each change would have been a switch."""
+def test_a_favourite_that_changes_in_each_iteration_counts_against_merging() -> None:
+    """Each change of the favourite would have been a switch."""
     rule = MergePolicy(SEQS)
     for _ in range(10):
         rule.choose([3] * 7 + [5])

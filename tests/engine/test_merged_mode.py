@@ -1,4 +1,4 @@
-"""The loading mode `merged` in the engine, over a device that is a hash: who runs together, and that nobody is lost."""
+"""The loading mode `merged` in the engine, on the fake backend of hashes: its batches, and that every request ends."""
 
 import asyncio
 import random
@@ -16,7 +16,7 @@ def row(slot: int, adapter_slot: int) -> ScheduledRow:
     return ScheduledRow(slot, 0, 1, adapter_slot, samples=True)
 
 
-def test_a_plan_is_merged_for_rows_of_one_adapter_alone() -> None:
+def test_a_merged_batch_has_rows_of_one_adapter_only() -> None:
     Batch((), (), (row(0, 3), row(1, 3)), merged=3)
     for rows, merged in (((row(0, 3), row(1, 5)), 3), ((row(0, 3),), 5), ((row(0, 0),), BASE_ADAPTER_SLOT)):
         with pytest.raises(AssertionError, match="cannot be merged"):
@@ -24,7 +24,7 @@ def test_a_plan_is_merged_for_rows_of_one_adapter_alone() -> None:
 
 
 async def serve(names: Sequence[str | None], seed: int = 0, tokens: int = 9, **kind: Any) -> list[Batch]:
-    """Serves requests for `names` to their ends; returns the plans."""
+    """Serves requests for `names` to their ends. Returns the batches launched."""
     async with world(random.Random(seed), mode="merged", **kind) as here:
         tasks = [here.ask([index, 3], name, max_tokens=tokens)[1] for index, name in enumerate(names)]
         await here.until_done(tasks)
@@ -57,7 +57,7 @@ def test_without_the_mode_nothing_is_merged() -> None:
 
 @pytest.mark.parametrize("device_adapters", [2, 4])
 def test_adapters_are_merged_and_unmerged_in_turn(device_adapters: int) -> None:
-    """Slots that adapters come to and go from are merged as well."""
+    """An adapter is merged also in a slot that others used before."""
     names = [*["a0"] * 7, None, *["a2"] * 7, "a1"] * 3
     merged = [plan.merged for plan in asyncio.run(serve(names, device_adapters=device_adapters))]
     assert {None, 1, 2} <= set(merged)
@@ -65,8 +65,8 @@ def test_adapters_are_merged_and_unmerged_in_turn(device_adapters: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_merged_batch_that_runs_out_of_blocks_never_stands_still(seed: int) -> None:
-    """The pool holds one request of full length; those that are passed over hold blocks of it."""
+def test_a_merged_batch_that_runs_out_of_blocks_never_deadlocks(seed: int) -> None:
+    """The pool has blocks for one request of full length, some of which are held by requests that are passed over."""
     rng = random.Random(seed)
     names = [rng.choice(["a0", "a0", "a0", "a1", None]) for _ in range(10)]
     asyncio.run(serve(names, seed, tokens=40, blocks=13))

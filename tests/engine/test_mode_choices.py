@@ -1,4 +1,4 @@
-"""How often mode `auto` chose what, and whether it came as predicted."""
+"""Metrics of mode `auto`: how often it chose which start, with the predicted and the measured times."""
 
 import asyncio
 from functools import partial
@@ -44,7 +44,7 @@ def test_where_no_worker_is_free_a_prefill_starts_when_its_weights_are_expected(
     with_world(test, assisted_batches=1)
 
 
-def test_predicted_is_the_time_from_the_choice_to_the_end_of_the_first_chunk() -> None:
+def test_the_predicted_time_is_from_the_choice_to_the_end_of_the_first_chunk() -> None:
     async def test(here: World) -> None:
         await serve(here, "a0", 5)
         await serve(here, "a0", 7)
@@ -65,7 +65,7 @@ def test_other_modes_choose_nothing(mode: str) -> None:
     with_world(test, mode=mode)
 
 
-def test_the_base_model_is_no_choice() -> None:
+def test_requests_of_the_base_model_count_as_no_choice() -> None:
     async def test(here: World) -> None:
         await serve(here, None, 5)
         assert here.metrics.choices == []

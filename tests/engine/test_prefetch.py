@@ -1,4 +1,4 @@
-"""Adapters of requests that still wait for a slot are read into the host tier meanwhile, and cost nobody anything."""
+"""Adapters of requests that wait for a slot are read into the host cache meanwhile, at no cost for other requests."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ from tests.lora.tiers import World as Tiers
 with_world = partial(in_world, slots=1, device_adapters=4)
 
 
-def test_the_next_in_the_queue_have_their_adapters_read_while_all_slots_are_taken() -> None:
+def test_adapters_of_the_next_requests_are_prefetched_while_all_slots_are_taken() -> None:
     async def test(here: World) -> None:
         tasks = [here.ask([1, 2], name, max_tokens=9)[1] for name in (None, "a0", "a1", "a2")]
         await turn()
@@ -29,8 +29,8 @@ def test_the_next_in_the_queue_have_their_adapters_read_while_all_slots_are_take
     with_world(test)
 
 
-def test_where_loads_are_exclusive_nothing_is_read_ahead() -> None:
-    """It would stop the device for a request that is not even admitted."""
+def test_with_exclusive_loads_nothing_is_prefetched() -> None:
+    """The read would stop the device for a request that is not even admitted."""
 
     async def test(here: World) -> None:
         tasks = [here.ask([1, 2], name, max_tokens=9)[1] for name in (None, "a0")]
@@ -41,7 +41,7 @@ def test_where_loads_are_exclusive_nothing_is_read_ahead() -> None:
     with_world(test, exclusive=True)
 
 
-def test_a_read_ahead_that_fails_is_tried_again_when_the_request_is_admitted() -> None:
+def test_a_failed_prefetch_is_repeated_when_the_request_is_admitted() -> None:
     async def test(here: World) -> None:
         tasks = [here.ask([1, 2], name, max_tokens=3)[1] for name in (None, "a0")]
         await turn()
@@ -52,7 +52,7 @@ def test_a_read_ahead_that_fails_is_tried_again_when_the_request_is_admitted() -
     with_world(test)
 
 
-def test_nothing_is_read_ahead_into_the_place_of_an_image_that_an_open_request_will_need() -> None:
+def test_a_prefetch_evicts_no_image_that_an_unfinished_request_will_need() -> None:
     tiers = Tiers(host_bytes=2 * ALIGN_BYTES)
     for name in "abc":
         tiers.add(name)
@@ -68,7 +68,7 @@ def test_nothing_is_read_ahead_into_the_place_of_an_image_that_an_open_request_w
     assert [version.tier for version in waiting] == [AdapterTier.DISK, AdapterTier.HOST, AdapterTier.HOST]
 
 
-def test_what_was_read_ahead_gives_way_to_what_an_admitted_request_needs() -> None:
+def test_a_prefetched_image_is_evicted_for_an_adapter_of_an_admitted_request() -> None:
     tiers = Tiers(host_bytes=ALIGN_BYTES)
     tiers.add("a")
     tiers.add("b")
@@ -80,7 +80,7 @@ def test_what_was_read_ahead_gives_way_to_what_an_admitted_request_needs() -> No
     assert (waiting.tier, admitted.tier) == (AdapterTier.DISK, AdapterTier.DEVICE)
 
 
-def test_one_admitted_while_its_adapter_is_read_ahead_gets_it_when_it_is_there() -> None:
+def test_a_request_admitted_during_its_adapters_prefetch_uses_that_read() -> None:
     tiers = Tiers()
     tiers.add("a")
     version = tiers.manager.pin("a")
@@ -93,7 +93,7 @@ def test_one_admitted_while_its_adapter_is_read_ahead_gets_it_when_it_is_there()
     assert tiers.manager.counters.disk_reads == 1
 
 
-def test_one_who_leaves_while_its_adapter_is_read_ahead_leaves_no_trace() -> None:
+def test_a_request_cancelled_during_its_adapters_prefetch_leaks_nothing() -> None:
     tiers = Tiers()
     tiers.add("a")
     version = tiers.manager.pin("a")
@@ -105,7 +105,7 @@ def test_one_who_leaves_while_its_adapter_is_read_ahead_leaves_no_trace() -> Non
     assert tiers.arena.used_bytes == 0
 
 
-def test_what_could_not_be_read_ahead_is_tried_again_after_a_while() -> None:
+def test_a_failed_prefetch_is_repeated_after_a_while() -> None:
     tiers = Tiers()
     tiers.add("a")
     there, tiers.disk["a"] = tiers.disk["a"], CaraServeError("nobody has it")

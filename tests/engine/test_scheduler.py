@@ -1,4 +1,5 @@
-"""One iteration: decode first, then prefill chunks, within budgets; who is preempted when blocks run out."""
+"""Planning an iteration: decode first, then prefill chunks, within budgets; which request is preempted without
+blocks."""
 
 import pytest
 
@@ -90,7 +91,7 @@ def test_no_token_is_launched_past_max_tokens() -> None:
     assert plan([done], pool, limits()).scheduled == ()
 
 
-def test_rows_whose_every_token_is_scored_are_short() -> None:
+def test_rows_that_score_their_prompt_are_short() -> None:
     decision = plan([request(0, 300, prompt_logprobs=0)], BlockPool(100), limits(256))
     assert decision.scheduled[0].row.count == PROMPT_LOGPROBS_CHUNK_TOKENS
     assert decision.scheduled[0].row.prompt_logprobs == 0
@@ -123,12 +124,12 @@ def test_the_earliest_is_never_preempted() -> None:
     ("tenants", "priorities", "preempted"),
     [
         ("ttt", (0, 0, 0), 2),
-        ("ttt", (0, 5, 0), 1),  # the second asks for less haste than the last
+        ("ttt", (0, 5, 0), 1),  # the second has a later priority than the last
         ("ttt", (9, 0, 0), 2),  # the first is never preempted
         ("tut", (0, 5, 0), 2),  # another tenant's priorities are compared with its own alone
     ],
 )
-def test_of_the_last_ones_tenant_the_one_of_highest_priority_is_preempted(
+def test_of_the_last_requests_tenant_the_request_of_highest_priority_value_is_preempted(
     tenants: str, priorities: tuple[int, ...], preempted: int
 ) -> None:
     pool = BlockPool(6)
@@ -139,7 +140,7 @@ def test_of_the_last_ones_tenant_the_one_of_highest_priority_is_preempted(
     assert plan(running, pool, limits(blocks=6), served=1).preempted == (running[preempted],)
 
 
-def test_only_those_served_get_rows_and_the_others_keep_their_blocks() -> None:
+def test_only_served_requests_get_rows_and_the_others_keep_their_blocks() -> None:
     pool = BlockPool(100)
     first, other = request(0, 40), holding(pool, request(1, 20, computed=20, outputs=1), 2)
     decision = plan([first, other], pool, limits(), served=1)
@@ -147,7 +148,7 @@ def test_only_those_served_get_rows_and_the_others_keep_their_blocks() -> None:
     assert decision.preempted == ()
 
 
-def test_those_not_served_give_way_when_blocks_run_out_the_last_in_line_first() -> None:
+def test_requests_that_are_not_served_are_preempted_when_blocks_run_out_the_last_first() -> None:
     pool = BlockPool(6)
     first, second, third = (holding(pool, request(slot, 32, computed=32, outputs=1), 2) for slot in range(3))
     decision = plan([first, second, third], pool, limits(blocks=6), served=2)
@@ -162,7 +163,7 @@ def test_an_iteration_never_exceeds_its_tokens(step_tokens: int) -> None:
     assert sum(entry.row.count for entry in decision.scheduled) == step_tokens
 
 
-def test_while_the_pool_can_grow_whoever_finds_no_block_is_left_out_and_nobody_loses_any() -> None:
+def test_while_the_pool_can_grow_a_request_without_blocks_is_left_out_and_none_is_preempted() -> None:
     pool = BlockPool(4)
     first = holding(pool, request(0, 32, computed=32, outputs=1), 2)
     last = holding(pool, request(1, 31, computed=31, outputs=1), 2)
@@ -171,8 +172,8 @@ def test_while_the_pool_can_grow_whoever_finds_no_block_is_left_out_and_nobody_l
     assert (decision.preempted, decision.lacking) == ((), 1)
 
 
-def test_who_is_left_out_keeps_its_claim_to_free_blocks() -> None:
-    """Otherwise others would take them from iteration to iteration."""
+def test_free_blocks_stay_reserved_for_a_request_that_is_left_out() -> None:
+    """Otherwise other requests would take them in every iteration."""
     pool = BlockPool(3)
     first, second = request(0, 64), request(1, 16)
     decision = plan_iteration([first, second], [0, 0], pool, limits(128, blocks=3), growable=9)
@@ -188,8 +189,8 @@ def test_where_the_pool_cannot_grow_enough_the_latest_is_preempted() -> None:
     assert rows(decision) == [(0, 32, 48, True)]
 
 
-def test_one_that_is_left_out_is_not_preempted_for_another() -> None:
-    """Both lack a block, and there will be one more: the second gives way."""
+def test_a_request_that_is_left_out_is_not_preempted_for_another() -> None:
+    """Both lack a block, and the pool grows by one: the second request is preempted, not the first."""
     pool = BlockPool(7)
     first = holding(pool, request(0, 30, computed=30, outputs=1), 2)
     second = holding(pool, request(1, 32, computed=32, outputs=1), 2)
@@ -199,7 +200,7 @@ def test_one_that_is_left_out_is_not_preempted_for_another() -> None:
     assert decision.preempted == (third,)
 
 
-def test_a_plan_side_batch_is_all_that_is_left_of_a_prompt_as_far_as_one_plan_takes_it() -> None:
+def test_a_side_batch_has_the_rest_of_a_prompt_up_to_the_step_limit() -> None:
     pool = BlockPool(100)
     whole = plan_side_batch(request(0, 40, computed=16), 3, pool, limits())
     assert isinstance(whole, Scheduled)
@@ -209,7 +210,7 @@ def test_a_plan_side_batch_is_all_that_is_left_of_a_prompt_as_far_as_one_plan_ta
     assert (piece.row.count, piece.row.samples) == (64, False)
 
 
-def test_a_plan_side_batch_takes_blocks_from_nobody() -> None:
+def test_no_request_is_preempted_for_a_side_batch() -> None:
     pool = BlockPool(3)
     holding(pool, request(0, 32, computed=32, outputs=1), 2)
     assert plan_side_batch(request(1, 40), 3, pool, limits()) == 2

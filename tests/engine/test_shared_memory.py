@@ -1,5 +1,5 @@
-"""An engine over a device whose memory KV blocks and adapters share: who gives way when, and that nobody waits for
-ever. Over a device that is a hash; an adapter takes 120 bytes, a block 30."""
+"""The engine where KV blocks and adapters share memory: which of them get it when, and that every request ends. On the
+fake backend of hashes; an adapter takes 120 bytes, a block 30."""
 
 import asyncio
 import random
@@ -23,7 +23,7 @@ def on_device(here: World) -> tuple[str, ...]:
     return here.engine.snapshot().device_adapters
 
 
-def test_free_blocks_give_way_to_an_adapter_that_a_request_needs() -> None:
+def test_an_adapter_that_a_request_needs_gets_the_memory_of_free_blocks() -> None:
     async def test(here: World) -> None:
         assert here.backend.kv_blocks == 20
         await serve(here, "a0")
@@ -34,7 +34,7 @@ def test_free_blocks_give_way_to_an_adapter_that_a_request_needs() -> None:
     in_world(test, spare_bytes=0, blocks=20, device_adapters=4)
 
 
-def test_idle_adapters_give_way_to_blocks_the_least_asked_for_first() -> None:
+def test_idle_adapters_are_evicted_for_blocks_the_least_requested_first() -> None:
     async def test(here: World) -> None:
         for name in ("a0", "a1", "a1"):
             await serve(here, name)
@@ -47,7 +47,7 @@ def test_idle_adapters_give_way_to_blocks_the_least_asked_for_first() -> None:
     in_world(test, spare_bytes=120, blocks=20, device_adapters=4)
 
 
-def test_an_adapter_in_use_does_not_give_way_and_requests_are_preempted_as_ever() -> None:
+def test_an_adapter_in_use_is_not_evicted_and_requests_are_preempted_instead() -> None:
     async def test(here: World) -> None:
         kept, using = here.ask([7, 8, 9], "a0", max_tokens=40)
         tasks = [here.ask(range(index, index + 20), "a0", max_tokens=20)[1] for index in range(3)]
@@ -59,7 +59,7 @@ def test_an_adapter_in_use_does_not_give_way_and_requests_are_preempted_as_ever(
     in_world(test, spare_bytes=0, blocks=16, device_adapters=4)
 
 
-def test_while_blocks_are_on_their_way_requests_wait_for_them_and_nobody_is_preempted() -> None:
+def test_while_the_pool_grows_requests_wait_for_blocks_and_none_is_preempted() -> None:
     async def test(here: World) -> None:
         here.ask(range(10), None, max_tokens=30)
         here.ask(range(5, 15), None, max_tokens=30)
@@ -77,7 +77,7 @@ def test_while_blocks_are_on_their_way_requests_wait_for_them_and_nobody_is_pree
     in_world(test, spare_bytes=400, blocks=5, device_adapters=4)
 
 
-def test_blocks_are_asked_for_ahead_so_that_an_iteration_later_is_soon_enough() -> None:
+def test_blocks_are_requested_an_iteration_ahead_of_need() -> None:
     async def test(here: World) -> None:
         asked, task = here.ask(range(10), None, max_tokens=30)
         await turn()
@@ -109,8 +109,8 @@ def test_running_requests_get_their_blocks_before_an_adapter_that_waits() -> Non
     in_world(test, spare_bytes=120, blocks=8, device_adapters=1)
 
 
-def test_a_waiting_adapter_gets_room_though_requests_of_the_base_model_keep_coming() -> None:
-    """They may pass it a bounded number of times."""
+def test_a_waiting_adapter_gets_memory_despite_a_stream_of_base_model_requests() -> None:
+    """Only a bounded number of requests may be admitted before it."""
 
     async def test(here: World) -> None:
         tasks = [here.ask([index % 97] * 24, None, max_tokens=16)[1] for index in range(4)]
@@ -146,7 +146,7 @@ def test_an_adapter_that_leaves_less_than_a_request_needs_is_refused() -> None:
     slots=st.integers(1, 5),
     mode=st.sampled_from(["overlapped", "pipelined", "assisted"]),
 )
-def test_far_more_adapters_and_requests_than_memory_all_come_to_their_ends(
+def test_far_more_adapters_and_requests_than_memory_all_finish(
     seed: int, spare: int, blocks: int, slots: int, mode: str
 ) -> None:
     async def test(here: World) -> None:
@@ -178,7 +178,7 @@ def test_far_more_adapters_and_requests_than_memory_all_come_to_their_ends(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_finished_server_can_give_all_its_memory_to_either(seed: int) -> None:
+def test_after_all_requests_the_memory_can_hold_only_blocks_or_only_adapters(seed: int) -> None:
     async def test(here: World) -> None:
         here.rng = random.Random(seed)
         await asyncio.gather(*(serve(here, name, tokens=9, prompt=12) for name in ("a0", None, "a1", "a2", None)))
@@ -190,7 +190,7 @@ def test_a_finished_server_can_give_all_its_memory_to_either(seed: int) -> None:
 
 
 async def waiting_for_memory(here: World) -> "tuple[asyncio.Task[Asked], list[asyncio.Task[Asked]]]":
-    """An adapter waits, for two requests of the base model hold the blocks in whose place it would be."""
+    """Sets up an adapter that waits, because two requests of the base model hold the blocks whose memory it needs."""
     base = [here.ask([index] * 40, None, max_tokens=8)[1] for index in range(2)]
     await turn()
     while here.engine.catalog.manager.memory.pool.held_end < 22:
@@ -214,7 +214,7 @@ def test_an_adapter_gets_its_memory_when_requests_without_adapter_have_ended() -
     in_world(test, spare_bytes=0, blocks=24, device_adapters=4)
 
 
-def test_no_blocks_are_asked_for_ahead_while_an_adapter_waits_for_memory() -> None:
+def test_no_blocks_are_requested_ahead_while_an_adapter_waits_for_memory() -> None:
     async def test(here: World) -> None:
         cold, base = await waiting_for_memory(here)
         here.engine.catalog.manager.device_loader.grow_kv(0, 3)
@@ -224,7 +224,7 @@ def test_no_blocks_are_asked_for_ahead_while_an_adapter_waits_for_memory() -> No
     in_world(test, spare_bytes=40, blocks=24, device_adapters=4)
 
 
-def test_admissions_without_adapter_count_among_those_that_pass_one_that_waits_for_memory() -> None:
+def test_base_model_admissions_count_as_bypasses_of_an_adapter_that_waits_for_memory() -> None:
     async def test(here: World) -> None:
         cold, base = await waiting_for_memory(here)
         manager = here.engine.catalog.manager
@@ -238,8 +238,8 @@ def test_admissions_without_adapter_count_among_those_that_pass_one_that_waits_f
     in_world(test, spare_bytes=0, blocks=24, device_adapters=4)
 
 
-def test_of_a_request_that_left_before_its_first_launch_the_device_is_told_nothing() -> None:
-    """Its blocks may be gone by then."""
+def test_a_request_cancelled_before_its_first_launch_never_reaches_the_device() -> None:
+    """Its blocks may be taken from the pool by then."""
 
     async def test(here: World) -> None:
         await serve(here, None, prompt=20)
@@ -254,7 +254,7 @@ def test_of_a_request_that_left_before_its_first_launch_the_device_is_told_nothi
     in_world(test, spare_bytes=0, blocks=24, device_adapters=4)
 
 
-def test_blocks_are_asked_for_when_the_next_request_to_start_lacks_them() -> None:
+def test_blocks_are_requested_when_the_next_request_to_start_lacks_them() -> None:
     async def test(here: World) -> None:
         tasks = [here.ask([1] * 40, None, max_tokens=8)[1]]
         await turn()

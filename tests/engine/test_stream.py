@@ -1,4 +1,4 @@
-"""A stream gives every delta once and in order, merges what a slow reader missed, and ends with the finish."""
+"""A stream yields every delta once and in order, merges deltas that a slow reader missed, and ends with the finish."""
 
 import asyncio
 
@@ -28,7 +28,7 @@ def test_a_reader_that_keeps_up_gets_each_delta_as_it_was_put() -> None:
     asyncio.run(body())
 
 
-def test_a_slow_reader_gets_all_that_it_missed_as_one() -> None:
+def test_a_slow_reader_gets_missed_deltas_merged_into_one() -> None:
     async def body() -> None:
         stream = TokenStream(lambda: None)
         one, two = TokenLogprob(1, -1.0), TokenLogprob(2, -2.0)
@@ -53,7 +53,7 @@ def test_after_the_finish_the_stream_stays_ended() -> None:
     asyncio.run(body())
 
 
-def test_a_reader_waits_until_something_comes() -> None:
+def test_a_reader_waits_for_the_next_delta() -> None:
     async def body() -> None:
         stream = TokenStream(lambda: None)
         reading = asyncio.create_task(gathered(stream))
@@ -65,7 +65,7 @@ def test_a_reader_waits_until_something_comes() -> None:
     asyncio.run(body())
 
 
-def test_cancelling_tells_the_owner() -> None:
+def test_cancelling_calls_the_owner() -> None:
     async def body() -> None:
         told: list[bool] = []
         TokenStream(lambda: told.append(True)).cancel()

@@ -1,5 +1,5 @@
-"""Adapters that other instances send: what has come is used, whoever waits for the rest holds up nobody, and nothing is
-given back that somebody reads or writes. Over a device that is a hash."""
+"""Streamed prefills: layers are used as they are downloaded, other requests are not delayed, and no memory is freed
+that is still read or written. On the fake backend of hashes."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ async def run_lane(here: World) -> None:
 
 
 async def come(here: World, layers: int = 1, read: int = -1) -> None:
-    """The next layers of a read come, by default of the last one that began; time passes until they may be used."""
+    """Delivers the next layers of a download, by default of the last one, and lets time pass until they may be used."""
     for _ in range(layers):
         here.reader.coming[read]()
     here.backend.now_s += 1000.0
@@ -46,7 +46,7 @@ async def end_read(here: World, *, ok: bool = True, read: int = -1) -> None:
 async def begun(
     here: World, name: str = "a0", prompt: Sequence[int] = PROMPT, **params: Any
 ) -> "tuple[Asked, asyncio.Task[Asked]]":
-    """A request whose prompt is computed as far as its adapter has come."""
+    """Submits a request, and starts its side batch with the first layers of its adapter."""
     asked, task = here.ask(prompt, name, **{"max_tokens": 4} | params)
     await turn()
     await come(here)
@@ -61,10 +61,10 @@ def used_bytes(here: World) -> int:
     return here.engine.catalog.manager._host_cache._arena.used_bytes
 
 
-# --- what has come is used ---
+# --- layers are used as they are downloaded ---
 
 
-def test_a_prompt_begins_when_the_first_layer_has_come_and_ends_when_the_last_has() -> None:
+def test_a_prompt_starts_with_the_first_downloaded_layer_and_ends_with_the_last() -> None:
     async def test(here: World) -> None:
         asked, task = await begun(here)
         assert len(here.backend.asides) == 1
@@ -79,7 +79,7 @@ def test_a_prompt_begins_when_the_first_layer_has_come_and_ends_when_the_last_ha
     with_world(test)
 
 
-def test_it_begins_at_once_however_long_the_rest_may_take() -> None:
+def test_a_prompt_starts_at_once_however_long_the_download_takes() -> None:
     async def test(here: World) -> None:
         here.ask(PROMPT, "a0", max_tokens=2)
         await turn()
@@ -94,7 +94,7 @@ def test_it_begins_at_once_however_long_the_rest_may_take() -> None:
     with_world(test)
 
 
-def test_the_device_is_told_of_each_layer_but_the_last_which_comes_with_the_end() -> None:
+def test_the_copy_is_extended_by_each_layer_and_by_the_last_when_the_download_ends() -> None:
     async def test(here: World) -> None:
         _, task = await begun(here)
         slot = version_of(here, "a0").slot
@@ -110,7 +110,7 @@ def test_the_device_is_told_of_each_layer_but_the_last_which_comes_with_the_end(
     with_world(test)
 
 
-def test_what_had_come_before_a_request_was_admitted_is_used_at_once() -> None:
+def test_layers_downloaded_before_a_request_was_admitted_are_used_at_once() -> None:
     async def test(here: World) -> None:
         first, one = here.ask([7], None, max_tokens=20)
         await turn()
@@ -129,7 +129,7 @@ def test_what_had_come_before_a_request_was_admitted_is_used_at_once() -> None:
 @pytest.mark.parametrize(
     "kind", [{"mode": "overlapped"}, {"streamed_batches": 0}], ids=["no layerwise mode", "no such device"]
 )
-def test_where_layers_are_of_no_use_the_whole_is_awaited(kind: dict[str, Any]) -> None:
+def test_without_streaming_the_request_waits_for_the_whole_download(kind: dict[str, Any]) -> None:
     async def test(here: World) -> None:
         _, task = here.ask(PROMPT, "a0", max_tokens=2)
         await turn()
@@ -143,7 +143,7 @@ def test_where_layers_are_of_no_use_the_whole_is_awaited(kind: dict[str, Any]) -
     with_world(test, **kind)
 
 
-def test_where_there_is_no_room_for_it_it_is_copied_when_it_is_whole() -> None:
+def test_an_adapter_without_room_on_the_device_is_copied_after_its_download() -> None:
     async def test(here: World) -> None:
         holds, first = here.ask(PROMPT, "a1", max_tokens=30)
         await turn()
@@ -164,10 +164,10 @@ def test_where_there_is_no_room_for_it_it_is_copied_when_it_is_whole() -> None:
     with_world(test, device_adapters=1)
 
 
-# --- nobody else waits ---
+# --- other requests are not delayed ---
 
 
-def test_iterations_go_on_meanwhile() -> None:
+def test_iterations_continue_during_a_streamed_prefill() -> None:
     async def test(here: World) -> None:
         other, task = here.ask([7, 8], None, max_tokens=20)
         _, streamed = await begun(here)
@@ -180,7 +180,7 @@ def test_iterations_go_on_meanwhile() -> None:
     with_world(test)
 
 
-def test_no_more_prompts_begin_than_the_device_has_room_for() -> None:
+def test_there_are_at_most_as_many_streamed_prefills_as_the_device_allows() -> None:
     async def test(here: World) -> None:
         tasks = [here.ask([*PROMPT, index], "a0", max_tokens=2)[1] for index in range(4)]
         await turn()
@@ -192,7 +192,7 @@ def test_no_more_prompts_begin_than_the_device_has_room_for() -> None:
     with_world(test)
 
 
-def test_who_lacks_blocks_gets_those_of_a_prompt_that_waits_for_the_network() -> None:
+def test_a_request_that_lacks_blocks_gets_those_of_a_streamed_prefill() -> None:
     async def test(here: World) -> None:
         asked, streamed = await begun(here, prompt=range(24))
         other, task = here.ask(range(40, 64), None, max_tokens=20)
@@ -210,7 +210,7 @@ def test_who_lacks_blocks_gets_those_of_a_prompt_that_waits_for_the_network() ->
     with_world(test, blocks=14, step_tokens=64)
 
 
-def test_who_cannot_even_start_for_lack_of_blocks_gets_them_too() -> None:
+def test_a_request_that_cannot_start_for_lack_of_blocks_gets_those_of_a_streamed_prefill() -> None:
     async def test(here: World) -> None:
         _, streamed = await begun(here, prompt=range(36))
         other, task = here.ask(range(40, 60), None, max_tokens=2)
@@ -223,7 +223,7 @@ def test_who_cannot_even_start_for_lack_of_blocks_gets_them_too() -> None:
     with_world(test, blocks=13, step_tokens=64)
 
 
-def test_who_leaves_gives_back_what_it_holds_at_once() -> None:
+def test_a_cancelled_streamed_prefill_releases_its_memory_at_once() -> None:
     async def test(here: World) -> None:
         asked, _ = await begun(here)
         asked.stream.cancel()
@@ -236,7 +236,7 @@ def test_who_leaves_gives_back_what_it_holds_at_once() -> None:
     with_world(test)
 
 
-def test_a_drain_does_not_wait_for_the_network() -> None:
+def test_a_drain_does_not_wait_for_a_download() -> None:
     async def test(here: World) -> None:
         await begun(here)
         drain = asyncio.create_task(here.engine.drain(timeout_s=0.0))
@@ -251,10 +251,10 @@ async def _until(condition: Callable[[], bool], here: World) -> None:
         await run_lane(here)
 
 
-# --- what breaks ---
+# --- failures ---
 
 
-def test_when_the_rest_never_comes_nothing_is_given_back_before_nobody_reads_it() -> None:
+def test_when_a_download_fails_its_memory_is_freed_only_after_its_last_reader_has_ended() -> None:
     async def test(here: World) -> None:
         asked, task = await begun(here)
         here.reader.reads.pop()(False)
@@ -271,7 +271,7 @@ def test_when_the_rest_never_comes_nothing_is_given_back_before_nobody_reads_it(
     with_world(test)
 
 
-def test_the_next_request_for_it_is_served() -> None:
+def test_the_next_request_after_a_failed_download_is_served() -> None:
     async def test(here: World) -> None:
         await begun(here)
         await end_read(here, ok=False)
@@ -283,8 +283,8 @@ def test_the_next_request_for_it_is_served() -> None:
     with_world(test)
 
 
-def test_a_copy_that_fails_is_told_when_its_read_has_ended() -> None:
-    """Bytes still come into the arena."""
+def test_a_failed_copy_is_reported_when_the_download_has_ended() -> None:
+    """The download still writes into the arena."""
 
     async def test(here: World) -> None:
         asked, task = await begun(here)
@@ -300,7 +300,7 @@ def test_a_copy_that_fails_is_told_when_its_read_has_ended() -> None:
     with_world(test)
 
 
-def test_a_read_that_breaks_after_its_copy_has_failed_is_told_as_such() -> None:
+def test_a_download_that_fails_after_its_copy_is_reported_as_a_failed_download() -> None:
     async def test(here: World) -> None:
         asked, _ = await begun(here)
         here.backend.fail_streamed(version_of(here, "a0").slot)
@@ -313,7 +313,7 @@ def test_a_read_that_breaks_after_its_copy_has_failed_is_told_as_such() -> None:
     with_world(test)
 
 
-def test_one_that_is_unloaded_meanwhile_goes_when_it_has_come_and_its_last_request_has_ended() -> None:
+def test_an_adapter_unregistered_during_its_download_is_freed_after_the_download_and_its_last_request() -> None:
     async def test(here: World) -> None:
         asked, task = await begun(here)
         unloading = asyncio.create_task(here.engine.unload_adapter("a0"))
@@ -333,26 +333,26 @@ def test_one_that_is_unloaded_meanwhile_goes_when_it_has_come_and_its_last_reque
     with_world(test)
 
 
-# --- when it is expected ---
+# --- expected arrivals ---
 
 LAYERS, LAYER_BYTES, LINK_BYTES_PER_S = 4, 1000, 8000.0
 
 
 def expected(layers: int, seconds: float) -> tuple[LayerGroup, ...]:
-    """What is expected of an adapter of which so many layers came in so many seconds."""
+    """Returns the expected arrivals of an adapter of which so many layers were downloaded in so many seconds."""
     ends = tuple(LAYER_BYTES * (layer + 1) for layer in range(LAYERS))
     image = HostAdapter(AdapterSpec("digest", Dtype.F32, 8, ("q_proj",), ends, ()), aligned_bytes(ends[-1]))
     loading = StartPolicy(LOADING_MODES["pipelined"], LAYERS, LINK_BYTES_PER_S, costs=None)
     return ArrivalEstimates(loading, lambda: 100.0).expect_streamed(PartialImage(image, 100.0 - seconds, layers))
 
 
-def test_the_rest_is_expected_to_come_as_fast_as_what_has_come() -> None:
+def test_the_rest_of_a_download_is_expected_at_the_speed_so_far() -> None:
     assert [group.in_host_s for group in expected(layers=2, seconds=8.0)] == [100.0, 100.0, 104.0, 108.0]
 
 
-def test_each_layer_is_expected_on_the_device_when_the_link_has_brought_it() -> None:
+def test_each_layer_is_expected_on_the_device_after_its_copy_over_the_link() -> None:
     assert [group.arrives_s - group.in_host_s for group in expected(layers=1, seconds=8.0)] == [0.125] * LAYERS
 
 
-def test_layers_of_one_that_comes_are_copied_one_by_one() -> None:
+def test_layers_of_an_adapter_being_downloaded_are_copied_one_by_one() -> None:
     assert [group.end for group in expected(layers=1, seconds=8.0)] == [1, 2, 3, 4]

@@ -1,5 +1,5 @@
-"""A network may stand still for as long as it likes: what waits for it holds nothing that others lack, on the device or
-of the KV pool. Over a device that is a hash."""
+"""A download may stall without limit: requests and adapters that wait for one give device memory and KV blocks to
+others that need them. On the fake backend of hashes."""
 
 import asyncio
 from functools import partial
@@ -14,7 +14,7 @@ with_world = partial(in_world, mode="pipelined", streamed_batches=2)
 
 
 async def ends(here: World, asked: Asked) -> None:
-    """It gets to its end though nothing comes over the network."""
+    """Checks that a request finishes while no download makes progress."""
     for _ in range(100):
         while here.backend.copies:
             here.backend.copies.pop()(True)
@@ -26,7 +26,7 @@ async def ends(here: World, asked: Asked) -> None:
 
 
 async def served(here: World, name: str, prompt: list[int] = PROMPT) -> None:
-    """One request from start to end, for an adapter that comes at once."""
+    """Serves one request to its end, with an adapter that is downloaded at once."""
     asked, _ = here.ask(prompt, name, max_tokens=1)
     await turn()
     await end_read(here)
@@ -34,7 +34,7 @@ async def served(here: World, name: str, prompt: list[int] = PROMPT) -> None:
 
 
 async def taken(here: World) -> "tuple[Asked, asyncio.Task[Asked]]":
-    """The device has room for one: a0 has it, which streams, and a1 is in the host tier."""
+    """Sets up a device with room for one adapter: a0 is being streamed to it, and a1 is in the host cache."""
     await served(here, "a1")
     first = await begun(here, "a0")
     assert version_of(here, "a0").tier is AdapterTier.STREAMING
@@ -42,7 +42,7 @@ async def taken(here: World) -> "tuple[Asked, asyncio.Task[Asked]]":
 
 
 async def wanted(here: World, name: str = "a1") -> Asked:
-    """A request comes for an adapter that is here."""
+    """Submits a request for an adapter that is complete in the host cache."""
     asked, _ = here.ask([9, 8, 7], name, max_tokens=3)
     await turn()
     return asked
@@ -51,7 +51,7 @@ async def wanted(here: World, name: str = "a1") -> Asked:
 # --- on the device ---
 
 
-def test_an_adapter_that_is_here_gets_the_room_of_one_that_is_not() -> None:
+def test_a_complete_adapter_gets_the_room_of_an_incomplete_one() -> None:
     async def test(here: World) -> None:
         await taken(here)
         await ends(here, await wanted(here))
@@ -62,7 +62,7 @@ def test_an_adapter_that_is_here_gets_the_room_of_one_that_is_not() -> None:
     with_world(test, device_adapters=1)
 
 
-def test_what_gave_way_comes_whole_and_is_served_then() -> None:
+def test_an_adapter_that_lost_its_room_is_served_after_its_download() -> None:
     async def test(here: World) -> None:
         first, task = await taken(here)
         await ends(here, await wanted(here))
@@ -76,7 +76,7 @@ def test_what_gave_way_comes_whole_and_is_served_then() -> None:
     with_world(test, device_adapters=1)
 
 
-def test_it_streams_again_in_another_read() -> None:
+def test_an_adapter_that_lost_its_room_can_be_streamed_in_a_later_download() -> None:
     async def test(here: World) -> None:
         await taken(here)
         await ends(here, await wanted(here))
@@ -88,7 +88,7 @@ def test_it_streams_again_in_another_read() -> None:
     with_world(test, device_adapters=1)
 
 
-def test_one_that_has_come_before_it_has_left_the_device_is_served_after_who_wanted_its_room() -> None:
+def test_an_adapter_complete_before_it_was_unloaded_is_served_after_the_one_that_needed_its_room() -> None:
     async def test(here: World) -> None:
         first, task = await taken(here)
         other = await wanted(here)
@@ -103,7 +103,7 @@ def test_one_that_has_come_before_it_has_left_the_device_is_served_after_who_wan
     with_world(test, device_adapters=1)
 
 
-def test_one_that_breaks_before_it_has_left_the_device_fails_and_nothing_is_left_of_it() -> None:
+def test_a_download_that_fails_before_its_adapter_was_unloaded_leaks_nothing() -> None:
     async def test(here: World) -> None:
         first, _ = await taken(here)
         before = used_bytes(here)
@@ -116,7 +116,7 @@ def test_one_that_breaks_before_it_has_left_the_device_fails_and_nothing_is_left
     with_world(test, device_adapters=1)
 
 
-def test_a_copy_that_had_failed_before_is_no_failure_of_one_that_gives_way() -> None:
+def test_an_adapter_that_loses_its_room_does_not_fail_because_of_an_earlier_failed_copy() -> None:
     async def test(here: World) -> None:
         first, task = await taken(here)
         here.backend.fail_streamed(version_of(here, "a0").slot)
@@ -131,7 +131,7 @@ def test_a_copy_that_had_failed_before_is_no_failure_of_one_that_gives_way() -> 
 
 
 @pytest.mark.parametrize("copied", [True, False])
-def test_one_that_nobody_uses_any_more_gives_way_too(copied: bool) -> None:
+def test_an_incomplete_adapter_without_requests_is_unloaded_too(copied: bool) -> None:
     async def test(here: World) -> None:
         left, _ = await taken(here)
         if not copied:
@@ -147,7 +147,7 @@ def test_one_that_nobody_uses_any_more_gives_way_too(copied: bool) -> None:
     with_world(test, device_adapters=1)
 
 
-def test_of_several_no_more_give_way_than_must() -> None:
+def test_no_more_incomplete_adapters_are_unloaded_than_necessary() -> None:
     async def test(here: World) -> None:
         await served(here, "a2")
         await begun(here, "a0")
@@ -161,8 +161,8 @@ def test_of_several_no_more_give_way_than_must() -> None:
 
 
 @pytest.mark.parametrize("breaks", [False, True], ids=["gives way", "breaks"])
-def test_nobody_goes_aside_with_one_that_is_about_to_leave(breaks: bool) -> None:
-    """Or it would stay for as long as somebody came."""
+def test_no_side_batch_starts_with_an_adapter_that_is_about_to_be_unloaded(breaks: bool) -> None:
+    """Otherwise it would stay on the device as long as new requests came."""
 
     async def test(here: World) -> None:
         await taken(here)
@@ -183,8 +183,8 @@ def test_nobody_goes_aside_with_one_that_is_about_to_leave(breaks: bool) -> None
     with_world(test, device_adapters=1)
 
 
-def test_nobody_begins_on_one_whose_copy_has_failed_under_a_plan_aside() -> None:
-    """When that ends, its image may give way while others still read it."""
+def test_no_request_starts_with_an_adapter_whose_copy_has_failed_during_a_side_batch() -> None:
+    """When the side batch ends, the image may be evicted, which other batches would still read."""
 
     async def test(here: World) -> None:
         first, _ = await begun(here, "a0")
@@ -205,7 +205,7 @@ def test_nobody_begins_on_one_whose_copy_has_failed_under_a_plan_aside() -> None
     with_world(test)
 
 
-def test_nobody_goes_on_with_one_whose_copy_has_failed_and_nobody_finds_what_they_wrote() -> None:
+def test_no_request_continues_with_an_adapter_whose_copy_has_failed_and_its_blocks_are_not_reused() -> None:
     async def test(here: World) -> None:
         await begun(here, "a0")
         await end_read(here)
@@ -230,7 +230,7 @@ def test_nobody_goes_on_with_one_whose_copy_has_failed_and_nobody_finds_what_the
     with_world(test, step_tokens=64)
 
 
-def test_no_more_adapters_stream_than_prompts_can() -> None:
+def test_at_most_as_many_adapters_as_streamed_prefills_are_streamed() -> None:
     async def test(here: World) -> None:
         await begun(here, "a0")
         await begun(here, "a1")
@@ -241,10 +241,10 @@ def test_no_more_adapters_stream_than_prompts_can() -> None:
     with_world(test, streamed_batches=1, device_adapters=3)
 
 
-# --- of the KV pool ---
+# --- KV blocks ---
 
 
-def test_who_decodes_loses_nothing_to_a_prompt_that_can_be_recalled() -> None:
+def test_a_decoding_request_is_not_preempted_while_a_streamed_prefill_can_be_recalled() -> None:
     async def test(here: World) -> None:
         await begun(here, prompt=range(24))
         decoding = [here.ask(range(first, first + 8), None, max_tokens=16)[0] for first in (40, 60)]
@@ -258,8 +258,8 @@ def test_who_decodes_loses_nothing_to_a_prompt_that_can_be_recalled() -> None:
 
 
 @pytest.mark.parametrize("steps", range(9))
-def test_a_prompt_that_finds_no_blocks_to_go_aside_with_holds_none(steps: int) -> None:
-    """Whatever the time at which its first layer comes: it has found six blocks of its prefix, and lacks the last."""
+def test_a_streamed_prompt_that_lacks_blocks_for_its_side_batch_holds_none(steps: int) -> None:
+    """It has found six blocks of its prefix and lacks the last one; `steps` varies when its first layer arrives."""
 
     async def test(here: World) -> None:
         await served(here, "a0", prompt=list(range(25)))
@@ -284,8 +284,8 @@ def test_a_prompt_that_finds_no_blocks_to_go_aside_with_holds_none(steps: int) -
 
 
 @pytest.mark.parametrize(("blocks", "steps"), [(15, 3), (17, 7)])
-def test_who_decodes_loses_nothing_to_a_prompt_that_starts_and_would_wait(blocks: int, steps: int) -> None:
-    """It has found its prefix, and for the rest there is too little."""
+def test_a_decoding_request_is_not_preempted_for_a_prompt_that_will_wait_for_layers(blocks: int, steps: int) -> None:
+    """The prompt has found its prefix, and there are too few blocks for the rest."""
 
     async def test(here: World) -> None:
         await served(here, "a0", prompt=list(range(25)))
@@ -310,8 +310,8 @@ def test_who_decodes_loses_nothing_to_a_prompt_that_starts_and_would_wait(blocks
     with_world(test, device_adapters=1, adapters=6, blocks=blocks, step_tokens=64)
 
 
-def test_a_prompt_whose_plan_was_void_waits_for_the_copy_outside_iterations() -> None:
-    """Though its adapter has come whole before it is told."""
+def test_a_recalled_prompt_waits_for_the_copy_outside_iterations() -> None:
+    """Also when the adapter's download has ended before the recall is processed."""
 
     async def test(here: World) -> None:
         await begun(here, "a0", prompt=range(24))
@@ -327,7 +327,7 @@ def test_a_prompt_whose_plan_was_void_waits_for_the_copy_outside_iterations() ->
     with_world(test, step_tokens=64)
 
 
-def test_a_streamed_prompt_that_finds_no_blocks_to_start_with_keeps_nobody_from_starting() -> None:
+def test_a_streamed_prompt_that_lacks_blocks_to_start_does_not_delay_later_requests() -> None:
     async def test(here: World) -> None:
         await begun(here, "a0", prompt=range(24))
         await begun(here, "a1", prompt=range(40, 70))
@@ -341,10 +341,10 @@ def test_a_streamed_prompt_that_finds_no_blocks_to_start_with_keeps_nobody_from_
     with_world(test, mode="auto", blocks=12, step_tokens=64)
 
 
-# --- what is told of it ---
+# --- metrics and choices ---
 
 
-def test_waiting_for_the_network_is_no_time_of_an_iteration() -> None:
+def test_waiting_for_a_download_does_not_count_as_time_of_an_iteration() -> None:
     async def test(here: World) -> None:
         asked, task = await begun(here)
         here.backend.now_s += 5000.0
@@ -356,7 +356,7 @@ def test_waiting_for_the_network_is_no_time_of_an_iteration() -> None:
     with_world(test)
 
 
-def test_what_auto_had_chosen_for_a_prompt_is_forgotten_when_it_is_recalled() -> None:
+def test_the_choice_of_auto_is_dropped_when_its_prompt_is_recalled() -> None:
     async def test(here: World) -> None:
         await begun(here, prompt=range(24))
         (active,) = here.engine._queues.running

@@ -1,4 +1,4 @@
-"""KV blocks: every block has an owner, published ones are found again, room is made by the least recently used."""
+"""The pool of KV blocks: each is accounted for, published ones are reused, the least recently used is overwritten."""
 
 import pytest
 from hypothesis import given
@@ -26,7 +26,7 @@ def test_a_published_block_is_found_after_its_owner_has_left() -> None:
     assert pool.available == 1
 
 
-def test_what_is_forgotten_is_found_no_more_and_stays_its_holders() -> None:
+def test_a_forgotten_block_is_not_found_any_more_and_stays_with_its_holders() -> None:
     pool = BlockPool(3)
     lost, kept, unpublished = pool.take(3) or []
     pool.publish(lost, b"lost")
@@ -49,7 +49,7 @@ def test_a_shared_block_is_free_only_when_the_last_holder_leaves() -> None:
     assert pool.take(1) == [block]
 
 
-def test_room_is_made_by_overwriting_the_least_recently_released_and_the_end_of_a_prefix_first() -> None:
+def test_the_least_recently_released_block_and_the_end_of_a_prefix_are_overwritten_first() -> None:
     pool = BlockPool(3)
     first, second, third = pool.take(3) or []
     for block, key in ((first, b"1"), (second, b"2"), (third, b"3")):
@@ -81,7 +81,7 @@ def test_forgetting_all_leaves_owned_blocks_owned() -> None:
     pool.check([[kept]])
 
 
-def test_check_notices_a_block_that_nobody_holds() -> None:
+def test_check_notices_a_block_without_an_owner() -> None:
     pool = BlockPool(2)
     pool.take(1)
     with pytest.raises(AssertionError):
@@ -89,8 +89,8 @@ def test_check_notices_a_block_that_nobody_holds() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), max_size=60))
-def test_counts_add_up_after_any_history(steps: list[tuple[int, int]]) -> None:
-    """0: take; 1: release the oldest holding; 2: find by key."""
+def test_counts_add_up_after_any_sequence_of_operations(steps: list[tuple[int, int]]) -> None:
+    """Steps: 0 takes blocks, 1 releases those held longest, 2 finds one by its key."""
     pool, held = BlockPool(5), []
     for action, argument in steps:
         if action == 0 and (blocks := pool.take(argument % 4)) is not None:
@@ -104,7 +104,7 @@ def test_counts_add_up_after_any_history(steps: list[tuple[int, int]]) -> None:
         pool.check(held)
 
 
-def test_a_key_depends_on_adapter_version_salt_and_every_token_before() -> None:
+def test_a_key_depends_on_adapter_digest_salt_and_every_token_before() -> None:
     tokens = [1, 2, 3]
     roots = {root_key(None, ""), root_key("a", ""), root_key("b", ""), root_key("a", "x"), root_key("ax", "")}
     assert len(roots) == 5

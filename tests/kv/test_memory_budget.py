@@ -1,4 +1,4 @@
-"""Memory that KV blocks and adapters share: who gives way to whom, and that nothing is ever claimed twice."""
+"""The budget of memory that KV blocks and adapters share: which of them get it when, and that no byte counts twice."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def test_a_pool_that_grows_hands_out_the_new_blocks_last() -> None:
     assert pool.take(4) == [0, 1, 2, 3]
 
 
-def test_low_numbers_are_handed_out_first_whatever_the_order_they_came_back_in() -> None:
+def test_low_block_numbers_are_handed_out_first_in_any_order_of_release() -> None:
     pool = BlockPool(5)
     taken = pool.take(5) or []
     pool.release([taken[3]])
@@ -59,7 +59,7 @@ def test_a_pool_shrinks_down_to_the_highest_block_that_is_held() -> None:
     assert pool.held_end == 0
 
 
-def test_what_was_published_in_blocks_that_go_is_no_longer_found_even_when_they_come_back() -> None:
+def test_contents_of_removed_blocks_are_not_found_again_even_if_the_pool_grows() -> None:
     pool = BlockPool(3)
     low, high = pool.take(2) or []
     pool.publish(low, b"low")
@@ -72,7 +72,7 @@ def test_what_was_published_in_blocks_that_go_is_no_longer_found_even_when_they_
     pool.check([[low]])
 
 
-def test_without_shared_memory_adapters_have_their_own_and_blocks_stay() -> None:
+def test_without_shared_memory_adapters_take_no_blocks() -> None:
     own = MemoryBudget(limits(10, None), 100)
     assert own.excess(100) == 0
     assert not own.add_adapter(100)
@@ -98,7 +98,7 @@ def test_blocks_that_requests_hold_stay() -> None:
     assert memory.excess(400) == 0
 
 
-def test_the_last_blocks_stay_though_nobody_holds_them() -> None:
+def test_the_least_number_of_blocks_stays_even_if_none_is_held() -> None:
     memory = room(30)
     assert memory.most_adapter_bytes == 1000 - 120
     assert memory.excess(900) == 120 + 920 - 1000
@@ -106,14 +106,14 @@ def test_the_last_blocks_stay_though_nobody_holds_them() -> None:
     assert memory.pool.num_blocks == LEAST
 
 
-def test_adapters_stay_within_their_cap_though_there_is_memory() -> None:
+def test_adapters_stay_within_their_limit_even_if_there_is_more_memory() -> None:
     memory = room(0, cap=250)
     memory.add_adapter(200)
     assert memory.most_adapter_bytes == 240
     assert memory.excess(80) == memory.over_cap(80) == 30
 
 
-def test_blocks_that_are_under_way_are_claimed_and_cannot_be_taken() -> None:
+def test_blocks_that_the_backend_makes_room_for_count_but_cannot_be_taken_yet() -> None:
     memory = room(10)
     memory.grow(20)
     assert (memory.is_growing, memory.pool.num_blocks) == (True, 10)
@@ -123,7 +123,7 @@ def test_blocks_that_are_under_way_are_claimed_and_cannot_be_taken() -> None:
     assert memory.excess(500) == 0
 
 
-def test_blocks_that_running_requests_wait_for_are_not_taken_as_soon_as_they_are_there() -> None:
+def test_blocks_that_running_requests_wait_for_are_not_given_to_adapters() -> None:
     memory = room(10)
     memory.wanted_blocks = 20
     memory.grow(20)
@@ -133,7 +133,7 @@ def test_blocks_that_running_requests_wait_for_are_not_taken_as_soon_as_they_are
     assert memory.excess(500) == 0
 
 
-def test_kv_grows_only_into_what_adapters_leave() -> None:
+def test_kv_grows_only_into_memory_that_adapters_do_not_take() -> None:
     memory = room(10)
     memory.add_adapter(400)
     assert memory.blocks_without(0) == 20
@@ -143,13 +143,13 @@ def test_kv_grows_only_into_what_adapters_leave() -> None:
         memory.grow(30)
 
 
-def test_the_last_blocks_must_hold_a_request_of_full_context() -> None:
+def test_the_least_number_of_blocks_must_hold_a_request_of_full_context() -> None:
     with pytest.raises(AssertionError, match="full context"):
         room(10, least=LEAST - 1)
 
 
 class Accounts(RuleBasedStateMachine):
-    """Requests and adapters come and go in any order."""
+    """Requests and adapters start and end in any order."""
 
     def __init__(self) -> None:
         super().__init__()

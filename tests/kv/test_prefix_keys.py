@@ -30,5 +30,5 @@ def test_a_key_depends_on_all_blocks_before(first: list[int], second: list[int])
     assert (keys[0] == keys[1]) == (first == second)
 
 
-def test_the_same_tokens_have_another_key_under_another_adapter_version() -> None:
+def test_the_same_tokens_have_another_key_with_another_adapter() -> None:
     assert next_key(root_key("old", ""), [1, 2]) != next_key(root_key("new", ""), [1, 2])

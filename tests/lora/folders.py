@@ -1,4 +1,4 @@
-"""Adapter folders made by hand, so that a test can break any one thing in them."""
+"""Adapter folders written without peft, so that a test can damage any part of them."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from caraserve.lora.peft import inspect_adapter, read_adapter
 from caraserve.model.spec import SITES, ModelSpec, parse_spec
 
 RANK = 4
-MISSING = object()  # as the value of a field: leave it out
+MISSING = object()  # as the value of a field: the field is left out
 Tensors = dict[str, NDArray[Any]]
 
 SPEC: ModelSpec = parse_spec(
@@ -31,13 +31,13 @@ SPEC: ModelSpec = parse_spec(
 
 
 def tensor_name(layer: int, site: str, half: str) -> str:
-    """As peft saves it."""
+    """Writes the folder as peft saves it."""
     block = "self_attn" if site in SITES[:4] else "mlp"
     return f"base_model.model.model.layers.{layer}.{block}.{site}.lora_{half}.weight"
 
 
 def tensors_for(targets: tuple[str, ...] = ("q_proj",), layers: tuple[int, ...] = (0, 1)) -> Tensors:
-    """Random A and B of rank `RANK` for `SPEC`; always the same ones."""
+    """Returns random A and B of rank `RANK` for `SPEC`, the same ones each time."""
     rng = np.random.default_rng(0)
     tensors: Tensors = {}
     for layer in layers:
@@ -49,7 +49,7 @@ def tensors_for(targets: tuple[str, ...] = ("q_proj",), layers: tuple[int, ...] 
 
 
 def write_adapter(folder: Path, changes: Mapping[str, Any] | None = None, tensors: Tensors | None = None) -> Path:
-    """A valid adapter of q_proj with `changes` to its configuration, or with other tensors."""
+    """Writes a valid adapter of q_proj, with `changes` to its configuration or with other tensors."""
     fields = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"], **(changes or {})}
     folder.mkdir(parents=True, exist_ok=True)
     kept = {field: value for field, value in fields.items() if value is not MISSING}
@@ -59,7 +59,7 @@ def write_adapter(folder: Path, changes: Mapping[str, Any] | None = None, tensor
 
 
 def read(folder: Path, model: ModelSpec, filled: int = 0) -> HostAdapter:
-    """A whole adapter, read into memory that was full of `filled` bytes."""
+    """Reads a whole adapter into memory that was filled with the byte `filled`."""
     into = aligned_bytes(inspect_adapter(folder, model).num_bytes)
     into[:] = filled
     return read_adapter(folder, model, into)

@@ -1,5 +1,5 @@
-"""Which adapters a server begins with: those given must be right, those found or remembered are left out if they are
-not; and what is read at run time and cannot be used is said once."""
+"""The adapters of a server at its start: those that the user names must be valid, those found or remembered are left
+out if they are not. A folder that cannot be used at run time is logged once."""
 
 import asyncio
 import os
@@ -32,7 +32,7 @@ _LIMITS = Limits(num_blocks=4, block_tokens=4, num_slots=2, adapter_slots=4, max
 
 
 def catalog(registry: Registry, reader: AdapterReader, *roots: Path, device_bytes: int = _MIB) -> Catalog:
-    """Over a device that is never asked."""
+    """Returns a manager on a backend that the test never uses."""
     room, arena = MemoryBudget(_LIMITS, device_bytes), Arena(aligned_bytes(_MIB))
     loading = StartPolicy(LOADING_MODES["overlapped"], SPEC.layers, 1e9, None)
     manager = AdapterManager(FakeBackend(_LIMITS), room, arena, reader.read, lambda call: None, lambda: 0.0, loading)
@@ -48,7 +48,7 @@ def reader() -> Iterator[AdapterReader]:
 
 @pytest.fixture
 def adapters_dir(tmp_path: Path) -> Path:
-    """Holds an adapter `good`; tests add what is not."""
+    """Returns a folder with a valid adapter `good`, to which tests add invalid ones."""
     write_adapter(tmp_path / "adapters" / "good")
     return tmp_path / "adapters"
 
@@ -88,7 +88,7 @@ def test_a_folder_found_that_cannot_be_served_is_left_out_with_one_complaint(
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_one_that_was_given_must_be_right(adapters_dir: Path, reader: AdapterReader, kind: str) -> None:
+def test_an_adapter_named_by_the_user_must_be_valid(adapters_dir: Path, reader: AdapterReader, kind: str) -> None:
     BAD[kind][0](adapters_dir / "bad")
     given = {name: adapters_dir / name for name in ("bad", "good")}
     with closing(Registry(None)) as registry:
@@ -106,7 +106,7 @@ def test_a_folder_found_whose_name_cannot_be_an_adapters_is_left_out(adapters_di
     assert ["two words" in complaints[0], "base" in complaints[1]] == [True, True]
 
 
-def test_a_folder_that_was_served_and_is_damaged_since_is_left_out_until_it_is_mended(
+def test_a_folder_damaged_since_it_was_served_is_left_out_until_it_is_repaired(
     adapters_dir: Path, reader: AdapterReader, tmp_path: Path
 ) -> None:
     given = {"good": adapters_dir / "good"}
@@ -126,7 +126,8 @@ def test_a_folder_that_was_served_and_is_damaged_since_is_left_out_until_it_is_m
 
 
 def remembered(registry: Path, reader: AdapterReader, folder: Path, *roots: Path) -> tuple[list[str], list[str]]:
-    """Complaints and names at the start of a server that is given nothing, after one that was given `folder`."""
+    """Returns complaints and names at the start of a server without adapters, after one that was started with
+    `folder`."""
     with closing(Registry(registry)) as before:
         catalog(before, reader, folder.parent).add_at_start([("voice", folder)], lambda: None)
     with closing(Registry(registry)) as after:
@@ -134,7 +135,7 @@ def remembered(registry: Path, reader: AdapterReader, folder: Path, *roots: Path
         return made.add_at_start([], lambda: None), [info.name for info in made.all()]
 
 
-def test_what_is_remembered_comes_back_from_folders_that_are_allowed(
+def test_adapters_of_earlier_runs_are_registered_again_from_allowed_folders(
     adapters_dir: Path, reader: AdapterReader, tmp_path: Path
 ) -> None:
     assert remembered(tmp_path / "r.db", reader, adapters_dir / "good", adapters_dir) == ([], ["voice"])
@@ -145,8 +146,10 @@ def test_what_is_remembered_comes_back_from_folders_that_are_allowed(
         assert "--allow-adapter-path" in complaint
 
 
-def test_a_row_with_anothers_path_is_not_believed(adapters_dir: Path, reader: AdapterReader, tmp_path: Path) -> None:
-    """Files of the same sizes and times: only the path tells that the row is not of the adapter given."""
+def test_a_row_with_another_adapters_path_is_not_trusted(
+    adapters_dir: Path, reader: AdapterReader, tmp_path: Path
+) -> None:
+    """The files have the same sizes and times, so only the path shows that the row is of another adapter."""
     other = write_adapter(tmp_path / "other", {"lora_alpha": 9})
     for file in other.iterdir():
         stat = (adapters_dir / "good" / file.name).stat()
@@ -180,7 +183,7 @@ def load(made: Catalog, path: Path) -> AdapterInfo:
     return asyncio.run(body(lambda: made.load("new", str(path), inplace=False)))
 
 
-def test_run_time_loads_lie_in_folders_that_are_allowed(adapters_dir: Path, reader: AdapterReader) -> None:
+def test_run_time_loads_are_accepted_only_from_allowed_folders(adapters_dir: Path, reader: AdapterReader) -> None:
     with closing(Registry(None)) as registry:
         assert load(catalog(registry, reader, adapters_dir), adapters_dir / "good").name == "new"
         with pytest.raises(AdapterRejected, match="lies outside"):

@@ -1,4 +1,4 @@
-"""Where adapters are: which changes of tier exist, who is evicted, and that nothing in use ever is."""
+"""The tiers of adapters: which changes exist, which adapter is evicted, and that none in use ever is."""
 
 import itertools
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_metrics_count_hits_misses_and_evictions_of_both_caches() -> None:
     }
 
 
-def test_the_adapter_least_asked_for_makes_room() -> None:
+def test_the_least_requested_adapter_is_evicted() -> None:
     world = World(device_bytes=100)
     for name in "abc":
         world.add(name)
@@ -78,7 +78,7 @@ def test_old_requests_count_less_than_recent_ones() -> None:
     assert world.on_device() == {"b", "c"}
 
 
-def test_of_two_equally_asked_for_the_one_that_is_quicker_to_reload_makes_room() -> None:
+def test_of_two_equally_requested_adapters_the_one_faster_to_reload_is_evicted() -> None:
     world = World(device_bytes=100)
     for name, size in (("small", 30), ("large", 60), ("new", 25)):
         world.add(name, size)
@@ -99,7 +99,7 @@ def test_an_adapter_in_use_is_never_evicted_and_the_next_gets_its_room_when_it_e
     assert second.tier is AdapterTier.DEVICE
 
 
-def test_those_who_wait_for_room_are_served_in_order() -> None:
+def test_adapters_that_wait_for_room_are_loaded_in_order() -> None:
     world = World(device_bytes=50)
     for name in "abc":
         world.add(name)
@@ -130,7 +130,7 @@ def test_admission_pauses_when_too_many_pass_an_adapter_that_waits() -> None:
     assert world.manager.device_loader.admits
 
 
-def test_the_host_tier_keeps_the_most_recent_within_its_bytes() -> None:
+def test_the_host_cache_keeps_the_most_recent_images_within_its_bytes() -> None:
     world = World(device_bytes=45, host_bytes=2 * ALIGN_BYTES)
     for name in "abc":
         world.add(name)
@@ -142,7 +142,7 @@ def test_the_host_tier_keeps_the_most_recent_within_its_bytes() -> None:
     assert world.manager.counters.disk_reads == 4
 
 
-def test_a_failed_read_is_told_and_tried_again_by_the_next_request() -> None:
+def test_a_failed_read_is_reported_and_repeated_for_the_next_request() -> None:
     world = World()
     world.add("a")
     world.disk["a"] = AdapterRejected("broken")
@@ -173,7 +173,7 @@ def test_an_adapter_larger_than_the_device_is_refused() -> None:
     assert isinstance(version.error, AdapterRejected)
 
 
-def test_a_version_without_name_lives_until_its_last_request_ends() -> None:
+def test_an_adapter_without_a_name_stays_until_its_last_request_ends() -> None:
     world = World()
     world.add("a")
     version = world.ask("a")
@@ -186,7 +186,7 @@ def test_a_version_without_name_lives_until_its_last_request_ends() -> None:
     assert world.device.bound == {}
 
 
-def test_two_names_of_one_version_share_its_memory() -> None:
+def test_two_names_of_one_adapter_share_its_memory() -> None:
     world = World(device_bytes=50)
     world.add("a")
     world.manager.register("alias", "a", Path("a"), 40)
@@ -198,7 +198,7 @@ def test_two_names_of_one_version_share_its_memory() -> None:
     assert not world.manager.is_forgotten(first)
 
 
-def test_an_adapter_that_nobody_wants_any_more_is_not_copied() -> None:
+def test_an_adapter_that_no_request_needs_any_more_is_not_copied() -> None:
     world = World()
     world.add("a")
     version = world.ask("a")
@@ -208,8 +208,9 @@ def test_an_adapter_that_nobody_wants_any_more_is_not_copied() -> None:
     assert world.device.bound == {}
 
 
-def test_adapters_wait_for_room_in_the_host_tier_in_the_order_of_asking() -> None:
-    """Room for one image, and the device is full: whose image is on its way to the device keeps it."""
+def test_adapters_get_room_in_the_host_cache_in_the_order_of_their_requests() -> None:
+    """The host cache has room for one image and the device is full: an image that waits for the device is not
+    evicted."""
     world = World(device_bytes=50, host_bytes=ALIGN_BYTES)
     for name in "abc":
         world.add(name)
@@ -222,7 +223,7 @@ def test_adapters_wait_for_room_in_the_host_tier_in_the_order_of_asking() -> Non
         world.settle()
 
 
-def test_images_give_way_until_the_free_bytes_are_in_one_piece() -> None:
+def test_images_are_evicted_until_the_free_bytes_are_contiguous() -> None:
     world = World(device_bytes=200, host_bytes=3 * ALIGN_BYTES)
     for name in "abc":
         world.add(name)
@@ -233,7 +234,7 @@ def test_images_give_way_until_the_free_bytes_are_in_one_piece() -> None:
     assert world.manager.counters.host_evictions == 2, "a's room and c's would have been enough bytes, but b is between"
 
 
-def test_one_who_leaves_while_waiting_for_the_host_tier_leaves_no_trace() -> None:
+def test_a_request_cancelled_while_it_waits_for_the_host_cache_leaks_nothing() -> None:
     world = World(device_bytes=50, host_bytes=ALIGN_BYTES)
     for name in "abc":
         world.add(name)
@@ -247,7 +248,7 @@ def test_one_who_leaves_while_waiting_for_the_host_tier_leaves_no_trace() -> Non
     world.serve("c")
 
 
-def test_a_failed_read_gives_its_room_back() -> None:
+def test_a_failed_read_frees_its_room() -> None:
     world = World(host_bytes=ALIGN_BYTES)
     world.add("a")
     world.add("b")
@@ -258,7 +259,7 @@ def test_a_failed_read_gives_its_room_back() -> None:
     world.serve("b")
 
 
-def test_a_failed_copy_is_told_and_unbound() -> None:
+def test_a_failed_copy_is_reported_and_its_slot_unbound() -> None:
     world = World()
     world.add("a")
     world.device.failures["a"] = RuntimeError("no room")
@@ -271,7 +272,7 @@ def test_a_failed_copy_is_told_and_unbound() -> None:
 
 
 def test_an_image_is_kept_while_it_is_copied() -> None:
-    """The workers may be reading it."""
+    """CPU workers may be reading the image."""
     world = World(device_bytes=200, host_bytes=ALIGN_BYTES)
     world.add("a")
     world.add("b")
@@ -283,7 +284,7 @@ def test_an_image_is_kept_while_it_is_copied() -> None:
     assert (copying.tier, waiting.tier) == (AdapterTier.DEVICE, AdapterTier.DEVICE)
 
 
-def test_one_that_comes_takes_its_room_when_its_first_layer_has_come() -> None:
+def test_a_downloaded_adapter_takes_room_on_the_device_with_its_first_layer() -> None:
     world = World(streamed_batches=1)
     world.add("a")
     version = world.ask("a")
@@ -294,7 +295,7 @@ def test_one_that_comes_takes_its_room_when_its_first_layer_has_come() -> None:
     assert world.on_device() == {"a"}
 
 
-def test_one_that_comes_takes_no_room_that_another_waits_for() -> None:
+def test_a_downloaded_adapter_takes_no_room_that_another_one_waits_for() -> None:
     world = World(streamed_batches=1, device_bytes=100)
     for name, size in (("held", 60), ("large", 60), ("small", 20)):
         world.add(name, size)

@@ -1,4 +1,4 @@
-"""What an adapter is known by: the same bytes, the same digest, whoever checks them, in whatever pieces."""
+"""Manifests: equal adapters have equal digests, and an image can be verified in pieces of any size."""
 
 import dataclasses
 import hashlib
@@ -33,7 +33,7 @@ def test_chunks_follow_layers_that_are_neither_tiny_nor_huge(layer_ends: list[in
 
 
 @pytest.mark.parametrize("piece", [1000, 300 * KIB, 5 * MIB])
-def test_hashes_are_those_of_the_chunks_however_the_bytes_come(piece: int) -> None:
+def test_hashes_are_those_of_the_chunks_for_pieces_of_any_size(piece: int) -> None:
     one = image(rank=16)
     hasher = ChunkHasher(one.spec.layer_ends)
     for at in range(0, one.spec.num_bytes, piece):
@@ -43,17 +43,17 @@ def test_hashes_are_those_of_the_chunks_however_the_bytes_come(piece: int) -> No
     assert hasher.hashes == right
 
 
-def test_a_manifest_says_all_of_an_adapter_but_its_bytes() -> None:
+def test_a_manifest_describes_all_of_an_adapter_except_its_bytes() -> None:
     spec = image(rank=16).spec
     assert read_manifest(manifest_of(spec), spec.digest, MODEL) == spec
 
 
-def test_other_bytes_another_digest() -> None:
+def test_other_bytes_have_another_digest() -> None:
     assert image(seed=1).spec.digest != image(seed=2).spec.digest
     assert image(seed=1).spec == image(seed=1).spec
 
 
-def test_another_manifest_than_the_digests_is_refused() -> None:
+def test_a_manifest_with_another_digest_is_refused() -> None:
     spec = image().spec
     with pytest.raises(AdapterRejected, match="not its manifest"):
         read_manifest(manifest_of(spec) + b" ", spec.digest, MODEL)
@@ -93,13 +93,13 @@ HOSTILE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
-def test_a_manifest_that_somebody_invented_is_refused(value: Any) -> None:
+def test_an_invalid_manifest_with_the_right_digest_is_refused(value: Any) -> None:
     body = json.dumps(value).encode()
     with pytest.raises(AdapterRejected, match="not for this base model"):
         read_manifest(body, hashlib.sha256(body).hexdigest(), MODEL)
 
 
-def test_one_of_another_base_model_is_refused_or_lies_elsewhere() -> None:
+def test_a_manifest_of_another_base_model_is_refused_or_gives_another_layout() -> None:
     spec = image().spec
     fields = {"architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96}
     fields |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -1,4 +1,5 @@
-"""Adapters whose files are overwritten and cut short while they load: each load gives what was there, or a refusal."""
+"""Adapters whose files are overwritten and cut short while they load: each load returns the file's contents or refuses
+it."""
 
 import os
 import subprocess
@@ -9,7 +10,7 @@ from caraserve.lora.peft import TENSORS_NAME, inspect_adapter
 from tests.lora.folders import SPEC, write_adapter
 
 _ROUNDS = 2_000  # each cuts the file short, then writes it again in place, as `cp` does
-_HEADER_BYTES = 512 << 10  # as long as any: reading it takes a while
+_HEADER_BYTES = 512 << 10  # the maximum, so that reading it takes a while
 _LOADS = """
 import sys, threading
 from pathlib import Path
@@ -32,7 +33,7 @@ print(*loaded, refused)
 
 
 def test_files_overwritten_and_cut_short_thousands_of_times_while_they_load(tmp_path: Path) -> None:
-    """Loaded in a process of its own: a mapping of such a file would end it by SIGBUS."""
+    """They are loaded in a process of their own, because a mapping of such a file would end it by SIGBUS."""
     path = write_adapter(tmp_path) / TENSORS_NAME
     content = path.read_bytes()
     header_end = 8 + int.from_bytes(content[:8], "little")

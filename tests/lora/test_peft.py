@@ -1,4 +1,4 @@
-"""Adapters that peft saved mean to us what they mean to peft: the same change of every weight, at the same place."""
+"""Adapters that peft saved are read as peft reads them: the same change of every weight, at the same place."""
 
 import copy
 import itertools
@@ -102,7 +102,7 @@ def spec_of(family: str) -> ModelSpec:
 
 
 def save(base: Any, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
-    """Lets peft save an adapter of random A and B."""
+    """Saves an adapter of random A and B with peft."""
     model = get_peft_model(copy.deepcopy(base), LoraConfig(**{"r": 4, "lora_alpha": 10, **options}))
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -113,7 +113,7 @@ def save(base: Any, folder: Path, dtype: torch.dtype = torch.float32, **options:
 
 
 def deltas_of_peft(base: Any, folder: Path) -> Deltas:
-    """What peft adds to each weight when it loads the folder."""
+    """Returns what peft adds to each weight when it loads the folder."""
     model = PeftModel.from_pretrained(copy.deepcopy(base), str(folder))
     deltas: Deltas = {}
     for name, module in model.named_modules():
@@ -130,7 +130,7 @@ def as_float32(data: NDArray[np.uint8], dtype: Dtype) -> NDArray[np.float32]:
 
 
 def deltas_of(adapter: HostAdapter, model: ModelSpec) -> Deltas:
-    """What a backend adds to each weight, from the bytes alone."""
+    """Returns what a backend adds to each weight, computed from the image's bytes alone."""
     deltas: Deltas = {}
     for span in adapter.spec.spans:
         inputs, outputs = model.site_shape(SITES[span.site])
@@ -140,12 +140,12 @@ def deltas_of(adapter: HostAdapter, model: ModelSpec) -> Deltas:
 
 
 def a_of(adapter: HostAdapter, span: SiteSpan, inputs: int) -> NDArray[np.float32]:
-    """[padded_rank, inputs, padded to whole vectors]"""
+    """Returns A as stored: [padded_rank, inputs, padded to whole vectors]."""
     return matrix(adapter, span.a_offset, (span.padded_rank, align_up(inputs, A_COLUMNS)))
 
 
 def b_of(adapter: HostAdapter, span: SiteSpan, outputs: int) -> NDArray[np.float32]:
-    """[padded_rank, outputs, padded to whole panels]"""
+    """Returns B as stored: [padded_rank, outputs, padded to whole panels]."""
     panels = matrix(adapter, span.b_offset, (ceil_div(outputs, PANEL), span.padded_rank, PANEL))
     return panels.transpose(1, 0, 2).reshape(span.padded_rank, -1)
 
@@ -168,14 +168,14 @@ def test_every_weight_changes_as_in_peft(bases: Mapping[str, Any], tmp_path: Pat
     assert_same(ours, deltas_of_peft(bases["llama"], folder))
 
 
-def test_families_with_biases_are_no_different(bases: Mapping[str, Any], tmp_path: Path) -> None:
+def test_every_weight_changes_as_in_peft_in_a_family_with_biases(bases: Mapping[str, Any], tmp_path: Path) -> None:
     folder = save(bases["qwen2"], tmp_path, target_modules=list(SITES))
     ours = deltas_of(read(folder, spec_of("qwen2")), spec_of("qwen2"))
     assert_same(ours, deltas_of_peft(bases["qwen2"], folder))
 
 
 @pytest.mark.parametrize("init", ["gaussian", "orthogonal", "eva", False])
-def test_ways_of_initialising_change_nothing(bases: Mapping[str, Any], tmp_path: Path, init: object) -> None:
+def test_init_lora_weights_changes_nothing(bases: Mapping[str, Any], tmp_path: Path, init: object) -> None:
     folder = save(bases["llama"], tmp_path, target_modules=["q_proj"])
     config = folder / "adapter_config.json"
     expected = deltas_of(read(folder, SPEC), SPEC)
@@ -207,7 +207,7 @@ def test_mixed_dtypes_become_fp32(bases: Mapping[str, Any], tmp_path: Path, half
 
 
 @pytest.mark.parametrize("rename", [("lora_", "lora_"), (".weight", ".default.weight"), ("base_model.model.", "")])
-def test_other_savers_names_are_understood(tmp_path: Path, rename: tuple[str, str]) -> None:
+def test_tensor_names_of_other_programs_are_accepted(tmp_path: Path, rename: tuple[str, str]) -> None:
     expected = deltas_of(read(write_adapter(tmp_path / "peft"), SPEC), SPEC)
     tensors = {name.replace(*rename): values for name, values in tensors_for().items()}
     assert_same(deltas_of(read(write_adapter(tmp_path / "other", tensors=tensors), SPEC), SPEC), expected)
@@ -233,14 +233,14 @@ def test_layers_follow_one_another(bases: Mapping[str, Any], tmp_path: Path) -> 
     assert all(offset < spec.num_bytes for span in spec.spans for offset in (span.a_offset, span.b_offset))
 
 
-def test_an_adapter_that_has_outgrown_its_room_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_larger_than_its_extent_is_refused(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path)
     room = aligned_bytes(inspect_adapter(folder, SPEC).num_bytes - ALIGN_BYTES)
     with pytest.raises(AdapterRejected, match="have changed"):
         read_adapter(folder, SPEC, room)
 
 
-def test_inspecting_says_the_same_as_reading(bases: Mapping[str, Any], tmp_path: Path) -> None:
+def test_inspecting_gives_the_same_spec_as_reading(bases: Mapping[str, Any], tmp_path: Path) -> None:
     folder = save(bases["llama"], tmp_path, target_modules=["down_proj", "q_proj"], rank_pattern={"q_proj": 9})
     spec = inspect_adapter(folder, SPEC)
     assert spec == read(folder, SPEC).spec
@@ -261,7 +261,7 @@ def digest(folder: Path, changes: Mapping[str, Any] | None = None, tensors: Any 
     ],
     ids=str,
 )
-def test_the_digest_stays_when_the_arithmetic_does(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_the_digest_is_equal_if_the_arithmetic_is_equal(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert digest(tmp_path, changes) == digest(tmp_path)
 
 

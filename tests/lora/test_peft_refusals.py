@@ -1,4 +1,5 @@
-"""Adapters that cannot be applied exactly are refused, and the message names the field or tensor. Paths stay inside."""
+"""Adapters that cannot be applied exactly are refused with the field's or tensor's name, and paths outside of the
+roots."""
 
 import os
 import re
@@ -20,10 +21,10 @@ LAYER = "base_model.model.model.layers.0"
 
 
 def refusal_of(folder: Path) -> str:
-    """The message with which the folder is refused before its values are read."""
+    """Returns the message with which the folder is refused, before its tensors are read."""
     with pytest.raises(AdapterRejected) as caught:
         inspect_adapter(folder, SPEC)
-    caught.value.message.encode()  # it must fit into an answer in JSON
+    caught.value.message.encode()  # valid in a JSON response
     return caught.value.message
 
 
@@ -114,7 +115,7 @@ def test_thousands_of_patterns_take_no_time(tmp_path: Path) -> None:
     assert inspect_adapter(write_adapter(tmp_path, {"alpha_pattern": patterns}), SPEC).rank == RANK
 
 
-def test_a_name_that_is_no_text_is_shown_escaped(tmp_path: Path) -> None:
+def test_a_name_that_is_not_text_is_shown_escaped(tmp_path: Path) -> None:
     assert r"'\ud800' is 1" in refusal_of(write_adapter(tmp_path, {"\ud800": 1}))
 
 
@@ -150,7 +151,7 @@ def test_a_value_nested_about_as_deep_as_the_stack_allows_is_refused(tmp_path: P
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 @pytest.mark.parametrize("kind", ["missing", "pipe", "folder", "broken link"])
 @pytest.mark.timeout(10)
-def test_a_file_that_is_no_file_is_named(tmp_path: Path, name: str, kind: str) -> None:
+def test_a_path_that_is_not_a_regular_file_is_named(tmp_path: Path, name: str, kind: str) -> None:
     path = write_adapter(tmp_path) / name
     path.unlink()
     if kind == "pipe":
@@ -227,7 +228,7 @@ def test_a_tensor_that_cannot_be_applied_is_named(tmp_path: Path, kind: str) -> 
 
 
 @pytest.mark.parametrize("changes", [{"layers_to_transform": [0]}, {"exclude_modules": ["q_proj"]}], ids=str)
-def test_tensors_outside_of_what_is_targeted_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_tensors_of_modules_that_are_not_targeted_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert "does not target this module" in refusal_of(write_adapter(tmp_path, changes))
 
 
@@ -279,7 +280,7 @@ def test_without_a_root_nothing_is_loaded_and_the_flags_are_named(tmp_path: Path
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """An adapters' folder holding one adapter `a`, beside an adapter `secret` that is out of bounds."""
+    """Returns a root with one adapter `a`, beside an adapter `secret` outside of it."""
     write_adapter(tmp_path / "secret")
     write_adapter(tmp_path / "root" / "a")
     return tmp_path / "root"
@@ -310,7 +311,7 @@ def test_a_path_that_leads_out_is_refused_whether_or_not_it_exists(root: Path, p
         resolve_adapter_path(path, [root])
 
 
-def test_every_root_may_be_loaded_from_and_all_are_named(root: Path) -> None:
+def test_adapters_may_be_loaded_from_every_root_and_errors_name_all_roots(root: Path) -> None:
     roots = [root, root.parent / "secret"]
     assert resolve_adapter_path(str(root / "a"), roots) == (root / "a").resolve()
     assert resolve_adapter_path(str(root.parent / "secret"), roots) == (root.parent / "secret").resolve()

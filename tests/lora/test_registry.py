@@ -1,4 +1,4 @@
-"""The registry: what was put is there after a restart, and a file that cannot be used is refused with the reason."""
+"""The registry: adapters survive a restart, and a file that cannot be used is refused with the reason."""
 
 import dataclasses
 import re
@@ -28,13 +28,13 @@ def path(tmp_path: Path) -> Path:
 
 
 def contents(path: Path) -> list[AdapterInfo]:
-    """What a server that starts now would find."""
+    """Returns the adapters that a server which starts now would find."""
     with closing(Registry(path)) as registry:
         return registry.all()
 
 
 @pytest.mark.parametrize("where", ["file", "memory"])
-def test_what_was_put_is_found_by_name(path: Path, where: str) -> None:
+def test_an_adapter_that_was_put_is_found_by_name(path: Path, where: str) -> None:
     with closing(Registry(path if where == "file" else None)) as registry:
         registry.put(info("a"))
         assert registry.get("a") == info("a")
@@ -50,13 +50,13 @@ def test_everything_survives_a_restart(path: Path) -> None:
 def test_it_survives_a_process_that_never_closed_it(path: Path, tmp_path: Path) -> None:
     with closing(Registry(path)) as registry:
         registry.put(info("a"))
-        copy = tmp_path / "copy.db"  # what is on the disk at this moment, as after a crash
+        copy = tmp_path / "copy.db"  # the contents of the disk now, as after a crash
         for suffix in ("", "-wal"):
             copy.with_name(copy.name + suffix).write_bytes(path.with_name(path.name + suffix).read_bytes())
     assert contents(copy) == [info("a")]
 
 
-def test_a_second_put_is_a_new_version(path: Path) -> None:
+def test_a_second_put_replaces_the_first(path: Path) -> None:
     with closing(Registry(path)) as registry:
         registry.put(info("a", OLD))
         registry.put(info("a", NEW))
@@ -113,7 +113,7 @@ def test_many_threads_may_write(path: Path) -> None:
 
 @contextmanager
 def no_file_may_grow(limit_bytes: int) -> Iterator[None]:
-    """Writes past the limit fail, as on a full disk."""
+    """Makes writes past the limit fail, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
     try:
@@ -122,7 +122,7 @@ def no_file_may_grow(limit_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_is_an_error_that_loses_nothing(path: Path) -> None:
+def test_a_full_disk_is_an_error_and_loses_no_adapter(path: Path) -> None:
     with closing(Registry(path)) as registry:
         registry.put(info("a"))
         wal_bytes = path.with_name(path.name + "-wal").stat().st_size
@@ -144,7 +144,7 @@ def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
         Registry(tmp_path / "nowhere" / "registry.db")
 
 
-def test_another_programs_database_is_refused_and_left_alone(path: Path) -> None:
+def test_another_programs_database_is_refused_and_not_changed(path: Path) -> None:
     with closing(sqlite3.connect(path)) as other:
         other.execute("CREATE TABLE photos (name TEXT)")
     with pytest.raises(ConfigError, match="belongs to another program"):
@@ -175,7 +175,7 @@ DAMAGE: list[tuple[str, object]] = [
 
 
 @pytest.mark.parametrize(("column", "value"), DAMAGE, ids=lambda value: ascii(value)[:20])
-def test_a_row_that_cannot_be_right_is_left_out_with_the_column_named(path: Path, column: str, value: object) -> None:
+def test_an_invalid_row_is_left_out_and_its_column_named(path: Path, column: str, value: object) -> None:
     with closing(Registry(path)) as registry:
         registry.put_many([info("a"), info("b")])
     with closing(sqlite3.connect(path)) as vandal, vandal:
@@ -187,7 +187,7 @@ def test_a_row_that_cannot_be_right_is_left_out_with_the_column_named(path: Path
     assert len(complaint) < 400
 
 
-def test_values_that_are_missing_are_damage_too(path: Path) -> None:
+def test_a_row_with_missing_values_is_left_out(path: Path) -> None:
     columns = "name, digest, path, rank, targets, num_bytes, created_s, stamp, state"
     with closing(sqlite3.connect(path)) as vandal, vandal:
         vandal.execute(f"CREATE TABLE adapters ({columns})")  # as a damaged file may have it: no column is NOT NULL
@@ -204,7 +204,7 @@ def test_the_file_belongs_to_one_server_at_a_time(path: Path) -> None:
     assert contents(path) == []
 
 
-def test_a_path_that_is_not_utf8_is_an_error_that_blocks_nothing(path: Path) -> None:
+def test_a_path_that_is_not_utf8_is_an_error_and_later_writes_succeed(path: Path) -> None:
     undecodable = dataclasses.replace(info("a"), path="/adapters/\udcff")  # as Python shows the byte 0xFF in a path
     with closing(Registry(path)) as registry:
         with pytest.raises(CaraServeError, match=r"registry\.db cannot be written"):
@@ -214,7 +214,7 @@ def test_a_path_that_is_not_utf8_is_an_error_that_blocks_nothing(path: Path) -> 
     assert contents(path) == [info("c")]
 
 
-def test_a_closed_registry_refuses_writes_and_keeps_what_it_knows(path: Path) -> None:
+def test_a_closed_registry_refuses_writes_and_can_still_be_read(path: Path) -> None:
     registry = Registry(path)
     registry.put(info("a"))
     registry.close()

@@ -1,4 +1,4 @@
-"""When a prefill may start whose adapter is on its way: by a simulation of its layers, one after another."""
+"""The start of a prefill whose adapter is being copied, checked by a simulation of its layers one after another."""
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -14,13 +14,13 @@ from caraserve.lora.start_policy import LayerGroup, PrefillStart, StartPolicy
 from caraserve.model.dtype import Dtype
 
 MIB = 1 << 20
-LEAST_GAIN_MS, LEAST_GAIN_SHARE = 0.5, 0.1  # of the prefill: less is no reason for auto to ask CPU workers
+LEAST_GAIN_MS, LEAST_GAIN_SHARE = 0.5, 0.1  # of the prefill: auto uses CPU workers only for more
 ROUNDING_S = 1e-9
 
 
 @dataclass(frozen=True)
 class Costs:
-    """A machine on which a layer takes the same time for every prompt."""
+    """The costs of a machine on which a layer takes the same time for every prompt."""
 
     layer_ms: float
     layers: int
@@ -57,7 +57,7 @@ def group_sizes(loading: StartPolicy, spec: AdapterSpec) -> list[int]:
 
 
 @pytest.mark.parametrize("mode", sorted({*LOADING_MODES} - {*LAYERWISE_MODES}))
-def test_who_waits_for_the_whole_adapter_loads_it_as_one_group(mode: str) -> None:
+def test_modes_that_wait_for_the_whole_adapter_load_it_as_one_group(mode: str) -> None:
     assert StartPolicy(LOADING_MODES[mode], layers=7, link_bytes_per_s=1e6, costs=None).group_ends(
         adapter(7, 1000)
     ) == (7,)
@@ -71,7 +71,7 @@ def test_every_layer_is_in_a_group(mode: str, layers: int, num_bytes: int, layer
 
 
 @given(layers=LAYERS, num_bytes=st.integers(1, 40 * MIB), load_ms=st.floats(1, 50), share=st.floats(0, 1))
-def test_layers_go_one_by_one_where_loading_is_slower_than_computing(
+def test_layers_are_copied_one_by_one_where_loading_is_slower_than_computing(
     layers: int, num_bytes: int, load_ms: float, share: float
 ) -> None:
     loading = rules("pipelined", layers, share * load_ms, link_bytes_per_s=1000 * num_bytes / load_ms)
@@ -79,11 +79,11 @@ def test_layers_go_one_by_one_where_loading_is_slower_than_computing(
 
 
 @given(layers=LAYERS, num_bytes=st.integers(2 * MIB, 40 * MIB), load_ms=st.floats(1, 50), ratio=st.floats(2.6, 9))
-def test_groups_grow_where_loading_is_faster_but_no_faster_than_it_is(
+def test_groups_grow_by_at_most_the_ratio_of_loading_to_computing(
     layers: int, num_bytes: int, load_ms: float, ratio: float
 ) -> None:
-    """While a group is computed, the next one is loaded: it may be larger by the ratio of the two, and a layer that is
-    left over."""
+    """The next group is loaded while one is computed, so it may be larger by the ratio of the two speeds, and one layer
+    more by rounding."""
     loading = rules("pipelined", layers, ratio * load_ms, link_bytes_per_s=1000 * num_bytes / load_ms)
     sizes = group_sizes(loading, adapter(layers, num_bytes))
     assert sizes[0] == 1
@@ -106,7 +106,7 @@ TOKENS = 40  # of the prompt
 
 @dataclass(frozen=True)
 class Case:
-    """A prefill whose adapter is on its way. Times are sums of powers of two: they compare exactly."""
+    """A prefill whose adapter is being copied. Times are sums of powers of two, so they compare exactly."""
 
     groups: list[LayerGroup]
     layer_ms: float
@@ -132,8 +132,9 @@ class Case:
 
     @property
     def extra_ms(self) -> float:
-        """By how much a layer takes longer that CPU workers compute: a hand-off for every input, and what their
-        arithmetic takes beyond the device's own, beside which it runs unless both need the same cores."""
+        """Returns by how many ms a layer takes longer that CPU workers compute: one hand-off for every group of
+        modules, and the time of their arithmetic beyond the device's own, which runs meanwhile unless both use the same
+        cores."""
         hand_offs = 1 if "down_proj" not in self.targets else 4
         beside_ms = 0 if self.shared_cores else self.layer_ms
         return hand_offs * self.handoff_ms + max(0, self.cpu_ms / self.workers - beside_ms)
@@ -145,13 +146,13 @@ class Case:
         return loading.start(NOW_S, self.groups, adapter(self.layers, 1000, self.targets), TOKENS)
 
     def waits(self, start_s: float) -> bool:
-        """Whether a prefill that starts then and computes layer after layer gets to one that is not there."""
+        """Returns whether a prefill that starts at this time reaches a layer before it has arrived."""
         reaches_s = [start_s + layer * self.layer_ms / 1000 for layer in range(self.layers)]
         return any(arrives > reached for arrives, reached in zip(self.arrives_s, reaches_s, strict=True))
 
     def assisted_end_ms(self) -> float:
-        """When a prefill ends that starts now, with workers for the layers that are not there when it gets to them. It
-        waits for those that they cannot read yet."""
+        """Returns when a prefill ends that starts now, with CPU workers for layers that have not arrived when it
+        reaches them. It waits for layers that are not in host memory yet."""
         spent_ms = 0.0
         for arrives_s, in_host_s in zip(self.arrives_s, self.in_host_s, strict=True):
             spent_ms = max(spent_ms, 1000 * (in_host_s - NOW_S))
@@ -193,8 +194,8 @@ def test_an_assisted_prefill_starts_at_once(case: Case) -> None:
 
 
 @given(case=cases())
-def test_auto_asks_for_assistance_where_that_is_expected_to_gain_enough(case: Case) -> None:
-    """Otherwise it starts as pipelined does."""
+def test_auto_chooses_assistance_where_it_is_expected_to_save_enough(case: Case) -> None:
+    """Otherwise it starts like mode `pipelined`."""
     pipelined, plain_ms = case.start("pipelined"), case.layers * case.layer_ms
     gain_ms = 1000 * (pipelined.at_s - NOW_S) + plain_ms - case.assisted_end_ms()
     least_ms = max(LEAST_GAIN_MS, LEAST_GAIN_SHARE * plain_ms)
@@ -210,6 +211,6 @@ def test_without_workers_nothing_is_assisted(mode: str, case: Case) -> None:
 
 @pytest.mark.parametrize("mode", ["pipelined", "auto"])
 @given(case=cases())
-def test_what_has_arrived_is_not_waited_for(mode: str, case: Case) -> None:
+def test_a_prefill_with_all_layers_on_the_device_starts_at_once(mode: str, case: Case) -> None:
     there = replace(case, groups=[LayerGroup(group.end, min(group.arrives_s, NOW_S)) for group in case.groups])
     assert there.start(mode) == PrefillStart(NOW_S, assist=False)

@@ -1,4 +1,4 @@
-"""Tiers of adapters over a fake disk and a fake device, with a clock, where moves end when the test says so."""
+"""An `AdapterManager` with a fake disk, a fake backend and a clock. Loads end when the test ends them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ from caraserve.model.dtype import Dtype
 
 
 class Device:
-    """A backend whose copies end when the test says so."""
+    """A backend whose copies end when the test ends them."""
 
     limits = Limits(num_blocks=1, block_tokens=16, num_slots=1, adapter_slots=9, max_step_tokens=1, max_context=1)
 
@@ -81,7 +81,7 @@ COSTS = Costs()
 
 
 class World:
-    """A residency over a fake disk, with a clock and loads that end when `settle` is called."""
+    """An `AdapterManager` with a fake disk and a clock, whose loads end when `settle` is called."""
 
     def __init__(self, device_bytes: int = 100, host_bytes: int = 1000, streamed_batches: int = 0) -> None:
         self.device, self.now_s = Device(streamed_batches), 0.0
@@ -106,7 +106,7 @@ class World:
         self.manager.register(name, name, Path(name), size)
 
     def ask(self, name: str) -> Adapter:
-        """A request is submitted and admitted."""
+        """Submits and admits a request."""
         version = self.manager.pin(name)
         self.manager.acquire(version)
         return version
@@ -121,7 +121,7 @@ class World:
         self.manager.check()
 
     def serve(self, name: str) -> None:
-        """One request from start to end."""
+        """Serves one request from its start to its end."""
         version = self.ask(name)
         self.settle()
         assert self.device.bound[version.slot] == name
