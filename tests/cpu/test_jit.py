@@ -1,5 +1,5 @@
-"""Compiled functions are linked by name, whichever process has put them into the cache: no two may share one. The cache
-is one of the very sources that run."""
+"""Compiled functions are linked by name, whichever process cached them, so no two may share a name. The cache belongs
+to exactly the sources that run."""
 
 import importlib
 import os
@@ -16,7 +16,7 @@ import caraserve.cpu
 
 
 def compiled_by(module: Any) -> Iterator[CPUDispatcher]:
-    """All that the module's functions call, too."""
+    """Returns the compiled functions of a module and all that they call."""
     left = [value for value in vars(module).values() if hasattr(value, "py_func") or hasattr(value, "_pyfunc")]
     while left:
         value = left.pop()
@@ -37,7 +37,7 @@ def test_compiled_functions_have_distinct_names() -> None:
 
 
 def test_the_cache_folder_is_used_even_if_numba_was_imported_before(tmp_path: Path) -> None:
-    """What it finds beside the sources may have been compiled from others."""
+    """The cache beside the sources may have been compiled from other sources."""
     program = (
         "import numba\n"
         "from caraserve.cpu import jit\n"

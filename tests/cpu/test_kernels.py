@@ -1,4 +1,4 @@
-"""Compiled kernels against numpy in double precision, over odd sizes; and the same bits whatever the batch."""
+"""Compares compiled kernels with numpy in double precision, for odd sizes; a row has the same bits in any batch."""
 
 import ctypes
 import os
@@ -20,7 +20,7 @@ _SHRINK = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 8)(lora_shrink.address)
 
 
 def stored(values: NDArray[np.float32], dtype: Dtype) -> tuple[NDArray[np.generic], NDArray[np.float64]]:
-    """Values as they are stored, and what the stored ones mean exactly."""
+    """Returns values as stored, and the exact values that the stored ones represent."""
     raw = np.ascontiguousarray(convert(values.astype(np.float32), Dtype.F32, dtype))
     return raw, to_float32(raw, dtype).astype(np.float64)
 
@@ -49,7 +49,7 @@ def test_a_panel_is_the_matrix_product(dtype: Dtype, rows: int, k: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_in_any_batch(dtype: Dtype) -> None:
-    """The order of sums must not depend on batch mates, or greedy output would."""
+    """If the order of sums depended on the other rows, greedy output would, too."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((13, 2500), np.float32)
     raw, _ = stored(rng.standard_normal((2500, PANEL), np.float32), dtype)
@@ -91,8 +91,8 @@ for mode in ("overlapped", "merged"):
 """
 
 
-def test_narrower_cpus_give_the_same_tokens() -> None:
-    """Compiled for a CPU with neither AVX nor fp16 conversion, the same source computes the same."""
+def test_a_cpu_without_avx_gives_the_same_tokens() -> None:
+    """Compiled for a CPU with neither AVX nor fp16 conversion, the same source gives the same tokens."""
 
     def answer(**target: str) -> str:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The emulated link: when a copy ends is a matter of arithmetic. Time passes only while a copy is waited for."""
+"""The emulated link: copies end at computed times. Time passes only during a wait."""
 
 import contextlib
 import threading
@@ -19,11 +19,11 @@ PATIENCE_S = 60.0
 
 
 class Clock:
-    """A clock, and an event that is waited for in vain: the clock then shows when the waiting ends."""
+    """A clock, and an event whose waits always time out; the clock then shows when the wait ended."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.meanwhile: Callable[[], None] | None = None  # what another thread does during the next wait
+        self.meanwhile: Callable[[], None] | None = None  # action of another thread during the next wait
 
     def monotonic(self) -> float:
         return self.now_s

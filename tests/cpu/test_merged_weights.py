@@ -1,4 +1,4 @@
-"""Weights with an adapter merged into them, against numpy; and that they are never those of another adapter."""
+"""Compares weights with a merged adapter with numpy; they never contain another adapter's."""
 
 import ctypes
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ Modules = dict[tuple[int, str], NDArray[np.float64]]
 
 @dataclass
 class Subject:
-    """A base model and room for adapters and for merging."""
+    """A base model, a device cache and merged weights."""
 
     loaded: LoadedModel
     dtype: Dtype
@@ -54,7 +54,7 @@ class Subject:
         return self.merged.with_adapter(slot, self.adapters, self.buffers.record, self.lora, self.team.run)
 
     def panels(self, model: NDArray[np.void], layer: int, site: str) -> NDArray[np.generic]:
-        """A module's stored weights, [out, in]."""
+        """Returns a module's stored weights, [out, in]."""
         at = int(model["weights"][0]) + 8 * (NUM_WEIGHTS * layer + WQ + SITES.index(site))
         inputs, outputs = SPEC.site_shape(site)
         count = align_up(outputs, PANEL) * inputs
@@ -76,7 +76,7 @@ def subject(dtype: Dtype = Dtype.F32, threads: int = 2, *, zero: bool = False) -
 
 
 def adapter(rank: int, dtype: Dtype, sites: tuple[str, ...] = SITES, layers: int = 2) -> tuple[CpuImage, Modules]:
-    """An image that has arrived, and what each module adds to the weights, [out, in]."""
+    """Returns an image that has arrived, and what each module adds to the weights, [out, in]."""
     rng, deltas = np.random.default_rng(rank), {}
     spans, ends = lay_out(SPEC, dtype, {(layer, site): (rank, SCALE) for layer in range(layers) for site in sites})
     data = aligned_bytes(ends[-1])
@@ -99,14 +99,14 @@ def adapter(rank: int, dtype: Dtype, sites: tuple[str, ...] = SITES, layers: int
 
 
 def keep(values: NDArray[np.float32], dtype: Dtype, at: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """Writes values as they are stored; returns what the stored ones mean."""
+    """Writes values in the stored dtype; returns the exact values that the stored ones represent."""
     raw = np.ascontiguousarray(convert(np.ascontiguousarray(values), Dtype.F32, dtype))
     at[: raw.nbytes] = raw.reshape(-1).view(np.uint8)
     return to_float32(raw, dtype).astype(np.float64)
 
 
 def check(here: Subject, deltas: Modules) -> None:
-    """Every module is the base's plus what the adapter adds, rounded once; modules without one are the base's own."""
+    """Checks that every module is the base's plus the adapter's, rounded once, and other modules equal the base's."""
     model = here.model()
     for layer in range(SPEC.layers):
         for site in SITES:
@@ -133,7 +133,7 @@ def test_merged_weights_are_base_plus_adapter(dtype: Dtype, lora_dtype: Dtype, r
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_modules_without_an_adapter_are_those_of_the_base(threads: int) -> None:
+def test_modules_that_the_adapter_lacks_equal_the_base(threads: int) -> None:
     here = subject(threads=threads)
     image, deltas = adapter(8, Dtype.F32, ("k_proj", "o_proj", "down_proj"), layers=1)
     here.adapters.bind(SLOT, image)
@@ -141,7 +141,7 @@ def test_modules_without_an_adapter_are_those_of_the_base(threads: int) -> None:
     here.team.close()
 
 
-def test_an_adapter_with_fewer_modules_keeps_none_of_the_previous_adapter() -> None:
+def test_an_adapter_with_fewer_modules_leaves_nothing_of_the_previous_one() -> None:
     here = subject()
     here.adapters.bind(1, adapter(64, Dtype.F32)[0])
     here.model(1)
@@ -177,15 +177,15 @@ def test_a_slot_that_is_bound_again_is_merged_again(unbound: bool) -> None:
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.F16])
 @pytest.mark.parametrize("zero", [False, True])
 def test_sums_are_rounded_to_the_nearest_weight_and_ties_to_the_even_one(dtype: Dtype, zero: bool) -> None:
-    """An adapter whose products are exact and of all sizes, subnormal ones among them; alone, many of them lie halfway
-    between two weights."""
+    """The adapter's products are exact and of all magnitudes, including subnormals. With a base weight of 0, many of
+    them lie halfway between two weights."""
     here = subject(dtype, threads=1, zero=zero)
     spans, ends = lay_out(SPEC, Dtype.F32, {(0, "q_proj"): (1, 1.0)})
     data = aligned_bytes(ends[-1])
     data[:] = 0
     inputs, outputs = SPEC.site_shape("q_proj")
     rng = np.random.default_rng(0)
-    exponents = np.arange(inputs) % 36 - 20  # of what is added, from below the least fp16 to near the largest
+    exponents = np.arange(inputs) % 36 - 20  # exponents of what is added, from below the least fp16 to near the largest
     data[spans[0].a_offset :].view(np.float32)[:inputs] = 2.0 ** (exponents - 11)
     row = np.zeros(align_up(outputs, PANEL), np.float32)
     row[:outputs] = rng.integers(-2047, 2048, outputs)
@@ -205,7 +205,7 @@ def test_sums_are_rounded_to_the_nearest_weight_and_ties_to_the_even_one(dtype: 
 
 @pytest.mark.parametrize("converts", [False, True])
 def test_fp16_weights_are_rounded_alike_with_and_without_f16c(monkeypatch: pytest.MonkeyPatch, converts: bool) -> None:
-    """All fp16 numbers, what lies halfway between two, and the fp32 numbers on either side of those."""
+    """All fp16 numbers, the midpoints between neighbours, and the fp32 numbers next to those."""
     if not converts:
         monkeypatch.setattr(simd, "_CONVERTS_HALF", False)
     _, store = simd.weight_ops(simd.DTYPE_F16)

@@ -1,4 +1,4 @@
-"""The sampler: which tokens can be drawn, how often, and that a draw depends on seed and position alone."""
+"""The sampler: which tokens can be drawn, how often, and that a draw depends only on seed and position."""
 
 from typing import Any
 
@@ -75,7 +75,7 @@ def test_min_p_keeps_tokens_near_the_best() -> None:
     assert set(np.flatnonzero(frequencies(min_p=0.3))) == allowed
 
 
-def test_a_draw_depends_on_seed_and_position_alone() -> None:
+def test_a_draw_depends_only_on_seed_and_position() -> None:
     assert draw(seed=9, position=1) == draw(seed=9, position=1)
     assert len({draw(seed=9, position=position, history=(4,) * 40) for position in range(1, 40)}) > 5
     assert len({draw(seed=seed) for seed in range(40)}) > 5
@@ -94,7 +94,7 @@ def test_end_tokens_are_banned_until_min_tokens() -> None:
 
 
 def test_penalties_match_openai_and_hugging_face() -> None:
-    """Presence once, frequency each time, over the output; repetition over the prompt too."""
+    """Presence applies once and frequency each time, over the output; repetition applies over the prompt, too."""
     history, prompt = (3, 8, 8, 8, 9), 1
     expected = LOGITS.astype(np.float64).copy()
     for token in (3, 8, 9):
@@ -104,7 +104,8 @@ def test_penalties_match_openai_and_hugging_face() -> None:
     settings = {"presence_penalty": 0.4, "frequency_penalty": 0.7, "repetition_penalty": 1.5, "prompt_tokens": prompt}
 
     def best_when(token: int, rival: float) -> int:
-        """The best token when bias lifts `token` to 60 exactly and token 2, never seen, to `rival`."""
+        """Returns the chosen token when biases lift `token` to exactly 60 and token 2, never seen before, to
+        `rival`."""
         bias = ((token, 60.0 - float(expected[token])), (2, rival - float(LOGITS[2])))
         return draw(4, history, temperature=0.0, logit_bias=bias, **settings)
 

@@ -1,4 +1,4 @@
-"""Streamed prefills: when their layers are computed, and what counts as waiting."""
+"""Streamed prefills: when their layers are computed, and what counts as waiting time."""
 
 import pytest
 

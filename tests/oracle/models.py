@@ -1,7 +1,7 @@
-"""Tiny random checkpoints and adapters in the formats of Hugging Face and peft, one family per trait to be served.
+"""Tiny random checkpoints and adapters in the formats of Hugging Face and peft, one family per supported trait.
 
-Weights are large enough that greedy outputs wander through the vocabulary and that the best token usually wins by a
-wide margin: a test that compares tokens then tells a wrong kernel from rounding.
+Weights are large enough that greedy outputs use much of the vocabulary and that the best token usually wins by a wide
+margin, so a test that compares tokens distinguishes a wrong kernel from rounding.
 """
 
 import json
@@ -17,7 +17,7 @@ from peft.tuners.lora import LoraLayer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-Kinds: TypeAlias = Mapping[str, Mapping[str, Any]]  # arguments of `make_adapter`, by the name of each
+Kinds: TypeAlias = Mapping[str, Mapping[str, Any]]  # arguments of `make_adapter`, by adapter name
 
 ALL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SOME_KINDS: Kinds = {
@@ -156,7 +156,7 @@ def make_adapter(
 
 
 def make_adapters(folder: Path, model_folder: Path, kinds: Kinds) -> dict[str, Path]:
-    """An adapter of each kind; all differ."""
+    """Makes one adapter of each kind, all different; returns their folders by name."""
     return {
         name: make_adapter(folder / name, model_folder, seed=seed, **kind)
         for seed, (name, kind) in enumerate(kinds.items())
@@ -164,7 +164,7 @@ def make_adapters(folder: Path, model_folder: Path, kinds: Kinds) -> dict[str, P
 
 
 def prompt_of(rng: Random, tokens: int) -> list[int]:
-    """Random tokens, none of which means a beginning or an end."""
+    """Returns random tokens without BOS and EOS."""
     return [rng.randrange(2, VOCAB_SIZE) for _ in range(tokens)]
 
 
@@ -177,7 +177,7 @@ def _randomise_lora(layer: Any, generator: torch.Generator, dtype: torch.dtype) 
 
 
 def _save_tokenizer(folder: Path, with_bos: bool) -> None:
-    """A byte-level BPE that can encode any text, in the two files that published checkpoints have."""
+    """Saves a byte-level BPE that can encode any text, in the two files that published checkpoints have."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""What transformers + peft would have answered, in fp32: the judge of every kernel and every scheduling decision."""
+"""The answers of transformers + peft in fp32, with which every kernel and every scheduling decision is compared."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -10,23 +10,23 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-# fp32 rounds a logit by about 1e-5 depending on the order of summation; closer pairs than this have no winner.
+# The order of summation changes an fp32 logit by about 1e-5; of two logits closer than this, either may be the best.
 TIE_MARGIN = 1e-4
 _CACHED_FORWARDS = 128
 
 
 class Oracle:
-    """A base model and named adapters, answering one request at a time without any sharing between requests.
+    """A base model and named adapters that answer one request at a time, with nothing shared between requests.
 
     `checked_tokens` and `forgiven_ties` count over all calls of `check_greedy`.
     """
 
     def __init__(self, model_folder: Path, adapters: Mapping[str, Path] | None = None) -> None:
-        # Any: neither library has types for a model of a class found at run time.
+        # Any: neither library has types for a model whose class is found at run time.
         self._model: Any = AutoModelForCausalLM.from_pretrained(
             model_folder, dtype=torch.float32, attn_implementation="eager"
         )
-        # peft uses names as module names, which must not hold a dot; ours may.
+        # peft uses adapter names as module names, which must not contain a dot; CaraServe's may.
         self._peft_names = {name: f"adapter{index}" for index, name in enumerate(adapters or {})}
         for name, folder in (adapters or {}).items():
             self._add_adapter(self._peft_names[name], folder)
@@ -37,7 +37,7 @@ class Oracle:
     def greedy(
         self, prompt_ids: Sequence[int], adapter: str | None, max_new: int, eos_ids: Collection[int] = ()
     ) -> list[int]:
-        """The best token, `max_new` times or up to and including the first of `eos_ids`."""
+        """Returns the best token, `max_new` times or up to and including the first of `eos_ids`."""
         output: list[int] = []
         ids, past = torch.tensor([list(prompt_ids)]), None
         with torch.no_grad(), self._active(adapter):
@@ -51,7 +51,8 @@ class Oracle:
         return output
 
     def logits(self, ids: Sequence[int], adapter: str | None) -> torch.Tensor:
-        """float32 [len(ids), vocab] by one forward pass over all of `ids`; row i judges token i + 1."""
+        """Returns logits, float32 [len(ids), vocab], of one forward pass over all of `ids`; row i is for token i +
+        1."""
         key = (tuple(ids), adapter)
         if key in self._logits:
             self._logits.move_to_end(key)
@@ -86,7 +87,7 @@ class Oracle:
         logprobs: Sequence[float],
         atol: float = 1e-3,
     ) -> None:
-        """Asserts the natural-log probability of each output token, given the prompt and the outputs before it."""
+        """Checks the natural-log probability of each output token, given the prompt and the outputs before it."""
         rows = self._output_logits(prompt_ids, adapter, output_ids).log_softmax(-1)
         expected = rows.gather(1, torch.tensor(list(output_ids))[:, None])[:, 0]
         given = torch.tensor(list(logprobs), dtype=torch.float32)

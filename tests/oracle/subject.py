@@ -1,4 +1,4 @@
-"""What tests of serving ask: a small model, adapters of all kinds, and the judge of their answers."""
+"""What tests of serving need: a small model, adapters of all kinds, and the oracle."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +17,7 @@ KINDS: Kinds = {
 
 
 class Subject(NamedTuple):
-    """`adapters` are named for their kinds."""
+    """A model with adapters and its oracle. `adapters` are named after their kinds."""
 
     model: Path
     adapters: dict[str, Path]

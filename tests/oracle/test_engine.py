@@ -1,4 +1,4 @@
-"""The served tokens are those of transformers + peft, whatever the batch, the chunks, the preemptions and evictions."""
+"""Served tokens equal those of transformers + peft, for any batch, chunks, preemptions and evictions."""
 
 import asyncio
 import random
@@ -36,7 +36,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subject]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_answers_like_peft(families: dict[str, Subject], family: str) -> None:
-    """Prompts of 1 to 300 tokens, base and every adapter together in one batch."""
+    """Prompts of 1 to 300 tokens, for the base model and every adapter, in one batch."""
     subject, rng = families[family], random.Random(1)
     names = [None, *subject.adapters]
     asked = [(prompt_of(rng, tokens), rng.choice(names)) for tokens in PROMPT_TOKENS for _ in range(2)]
@@ -74,7 +74,7 @@ def test_logprobs_are_those_of_peft(families: dict[str, Subject], family: str) -
 
 @pytest.mark.parametrize("family", ["llama3", "mistral"])
 def test_a_long_prompt_is_answered_like_peft(families: dict[str, Subject], family: str) -> None:
-    """8,000 tokens: rotary angles far out, the sliding window, and attention over hundreds of blocks."""
+    """8,000 tokens: large rotary angles, the sliding window, and attention over hundreds of KV blocks."""
     subject, rng = families[family], random.Random(3)
     prompt = prompt_of(rng, 8000)
 
@@ -88,7 +88,7 @@ def test_a_long_prompt_is_answered_like_peft(families: dict[str, Subject], famil
 
 @st.composite
 def workloads(draw: st.DrawFn) -> list[tuple[list[int], str | None, int, bool]]:
-    """Requests (prompt, adapter, output tokens, whether to cancel); many prompts share beginnings."""
+    """Draws requests (prompt, adapter, output tokens, whether to cancel); many prompts share prefixes."""
     rng = random.Random(draw(st.integers(0, 2**32)))
     stems = [prompt_of(rng, 70) for _ in range(2)]
     names = [None, "r1", "r8", "r13", "r64", "mlp", "mixed"]
@@ -169,7 +169,7 @@ def test_scores_of_the_prompt_are_those_of_peft(families: dict[str, Subject]) ->
 
 
 def test_bfloat16_weights_stay_close_to_peft(families: dict[str, Subject]) -> None:
-    """bf16 storage with fp32 arithmetic: the oracle on the same rounded weights agrees token for token."""
+    """bf16 storage with fp32 arithmetic: tokens equal those of the oracle with the same rounded weights."""
     subject, rng = families["llama2"], random.Random(5)
     rounded = subject.model.parent / "rounded"
     make_model(rounded, "llama2", dtype="bfloat16")
@@ -186,7 +186,7 @@ def test_bfloat16_weights_stay_close_to_peft(families: dict[str, Subject]) -> No
 
 
 def test_more_adapters_than_fit_are_all_served(families: dict[str, Subject]) -> None:
-    """With memory for one adapter at a time, every request ends with its own adapter's answer."""
+    """With device memory for one adapter at a time, every request gets its own adapter's answer."""
     subject, rng = families["qwen2"], random.Random(6)
     asked = [(prompt_of(rng, 12), name) for _ in range(4) for name in subject.adapters]
 
@@ -204,8 +204,8 @@ def test_more_adapters_than_fit_are_all_served(families: dict[str, Subject]) -> 
 def test_an_adapter_whose_logits_are_not_finite_fails_alone(
     families: dict[str, Subject], tmp_path: Path, module: str, weight: float
 ) -> None:
-    """Among others in the same iterations; and what it left in KV blocks reaches no request that gets them next. Finite
-    hidden states are no better when their squares overflow."""
+    """Other requests run in the same iterations and later reuse its KV blocks. Finite hidden states whose squares
+    overflow are covered, too."""
     subject, rng = families["llama3"], random.Random(9)
     huge = shutil.copytree(subject.adapters["r8"], tmp_path / "huge")
     tensors = load_file(huge / "adapter_model.safetensors")
@@ -218,7 +218,7 @@ def test_an_adapter_whose_logits_are_not_finite_fails_alone(
 
     async def serve() -> list[list[int]]:
         lora = lora_config(subject.adapters | {"huge": huge})
-        # Few blocks, so that they go from hand to hand.
+        # Few blocks, so that requests reuse each other's.
         model = model_config(subject.model, max_model_len=1024)
         async with running(model, lora, engine_config(kv_bytes=MIB, step_tokens=64)) as engine:
             outputs = []

@@ -1,4 +1,4 @@
-"""Late binding: logits have the same bits at any arrival of layers, computed by the device or by workers."""
+"""Late binding: logits have the same bits whenever layers arrive, computed by the device or by workers."""
 
 import os
 import time
@@ -40,20 +40,20 @@ SLICE_TOKENS = 20
 WORKER_CORES = tuple(sorted(os.sched_getaffinity(0)))
 MOST_DELAY_US = 3000  # about as long as an iteration takes
 PATIENCE_S = 120.0
-NAN = 0xFF  # in every byte: no number in any dtype
+NAN = 0xFF  # NaN in every dtype, if every byte has this value
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """The first `layers` layers of one of two adapters arrive; None: the others never will."""
+    """The first `layers` layers of one of two adapters arrive; None: the missing layers will never arrive."""
 
     adapter: int
-    delay_us: int  # after the iteration was launched; 0: before
+    delay_us: int  # after the launch of the iteration; 0: before it
     layers: int | None
 
 
 class Journey:
-    """An adapter on its way. What has not arrived is no number."""
+    """An adapter being copied to the device. Layers that have not arrived are NaN."""
 
     def __init__(self, adapter: HostAdapter) -> None:
         self.image = CpuImage.empty(adapter)
@@ -74,7 +74,7 @@ class Journey:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one iteration: every logit, the tokens drawn, and how many layers were the workers', by request."""
+    """Results of one iteration: every logit, the tokens drawn, and by request how many layers workers computed."""
 
     logits: bytes
     tokens: tuple[int | None, ...]
@@ -95,7 +95,7 @@ class Subject:
         self._adapters = [random_adapter(SPEC, *each) for each in zip(specs, memory, strict=True)]
 
     def run(self, arrivals: Sequence[Sequence[Arrival]], assist: tuple[bool, bool]) -> list[Outcome]:
-        """Prompts in two chunks or one, then decoding; `arrivals` by iteration, `assist` by adapter."""
+        """Computes prompts in one or two chunks, then decodes. `arrivals` by iteration, `assist` by adapter."""
         journeys = [Journey(adapter) for adapter in self._adapters]
         for slot, journey in enumerate(journeys, start=1):
             self._backend._adapters.bind(slot, journey.image)
@@ -124,7 +124,7 @@ class Subject:
 
 
 def plans(assist: tuple[bool, bool]) -> Iterator[Batch]:
-    """The logits of all prompt tokens are wanted, too."""
+    """Yields the batches of a run, which compute the logits of all prompt tokens, too."""
     starts, grants = [], []
     for slot, count in enumerate(PROMPT_TOKENS):
         ids = tuple((17 * index + 31 * slot) % SPEC.vocab_size for index in range(count))
@@ -167,7 +167,7 @@ def subject() -> Iterator[Subject]:
 
 
 def before_the_first(layers: int | None) -> list[list[Arrival]]:
-    """Both adapters get so far before anything runs, and no further."""
+    """Returns arrivals by which both adapters have so many layers before the first iteration, and never more."""
     return [[Arrival(adapter, 0, layers) for adapter in (0, 1)], *[[] for _ in range(1, ITERATIONS)]]
 
 

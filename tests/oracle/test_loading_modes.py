@@ -1,4 +1,4 @@
-"""Whatever the loading mode, the link's speed and the fate of the CPU workers: the tokens are those of peft."""
+"""Tokens equal those of peft in every loading mode, at any link speed, and whatever happens to the CPU workers."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from tests.oracle.subject import Subject, make_subject
 from tests.serving import MIB, Answer, engine_config, lora_config, model_config, running, submit
 
 LAYERS = 2  # of the model
-WORKER_CORES = tuple(sorted(os.sched_getaffinity(0)))  # more than one, so that prompts are cut
+WORKER_CORES = tuple(sorted(os.sched_getaffinity(0)))  # more than one, so that prompts are cut into slices
 
 SLOW_MB_PER_S, FAST_MB_PER_S = 4.0, 400.0
 
@@ -56,7 +56,7 @@ def test_every_mode_answers_like_peft(subject: Subject, mode: str, link_mb_per_s
 
 
 def test_assisted_prefills_run_on_cpu_workers_until_the_weights_arrive(subject: Subject) -> None:
-    """Over a link so slow that nothing arrives, every layer of every token is the workers'."""
+    """Over a link so slow that nothing arrives, workers compute every layer of every token."""
     model, adapters, oracle = subject
     lora = lora_config(adapters, mode="assisted", link_mb_per_s=0.01, lora_cpus=WORKER_CORES)
     prompt = prompts(random.Random(1), 1)[0]
@@ -76,14 +76,14 @@ def test_assisted_prefills_run_on_cpu_workers_until_the_weights_arrive(subject: 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_no_token_is_lost_when_workers_die_or_stop_in_a_layer(subject: Subject, blow: signal.Signals) -> None:
-    """A worker is struck again and again while it computes; its slices are redone, and it is replaced."""
+    """A worker is killed or stopped repeatedly while it computes; its slices are redone, and it is replaced."""
     model, adapters, oracle = subject
     lora = lora_config(adapters, mode="assisted", link_mb_per_s=0.01, lora_cpus=WORKER_CORES)
     rng = random.Random(2)
     asked = [(prompt, rng.choice(list(adapters))) for prompt in prompts(rng, 6)]
 
     async def strike(workers: WorkerPool) -> None:
-        """Two of three workers are stopped as soon as they are born; what they are handed, they begin and never end."""
+        """Stops two of three workers as soon as they start; they begin their slices and never finish them."""
         known: set[int] = set()
         while True:
             for state in workers.states():

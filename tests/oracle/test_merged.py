@@ -1,5 +1,4 @@
-"""Loading mode `merged`: weights with an adapter merged into them, then without, then with another. The tokens are
-those of peft."""
+"""Loading mode `merged`: weights change between adapters and the base model, and tokens equal those of peft."""
 
 import asyncio
 import contextlib
@@ -34,12 +33,12 @@ KINDS: Kinds = {
 
 @pytest.fixture(scope="module", params=["llama3", "llama_bias", "qwen2"])
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    """Shared KV heads; odd sizes and biases; a tied head."""
+    """Three families: shared KV heads; odd sizes and biases; a tied head."""
     return make_subject(tmp_path_factory.mktemp(request.param), KINDS, request.param)
 
 
 class Watched:
-    """A backend whose plans are kept: which were merged, and for how many rows."""
+    """Records a backend's batches: which were merged, and their number of rows."""
 
     def __init__(self, backend: Backend) -> None:
         assert isinstance(backend, CpuBackend)
@@ -52,12 +51,12 @@ class Watched:
 
     @property
     def merged(self) -> list[int | None]:
-        """By plan: the adapter slot that was merged."""
+        """By batch: the adapter slot that was merged."""
         return [plan.merged for plan in self.plans]
 
     @property
     def switches(self) -> int:
-        """How often a plan was merged otherwise than the one before."""
+        """Number of batches whose merged adapter differs from that of the batch before."""
         merged = [None, *self.merged]
         return sum(before != after for before, after in pairwise(merged))
 
@@ -77,7 +76,7 @@ def check(oracle: Oracle, asked: Sequence[Asked], answers: Sequence[Answer], tok
         oracle.check_greedy(prompt, adapter, answer.token_ids)
 
 
-def test_each_adapter_alone_runs_merged_from_its_first_token_to_its_last(subject: Subject) -> None:
+def test_a_lone_adapter_runs_merged_from_its_first_token_to_its_last(subject: Subject) -> None:
     model, adapters, oracle = subject
     rng = random.Random(1)
     asked: list[Asked] = [(prompt_of(rng, tokens), name) for tokens in (1, 40) for name in (*adapters, None)]
@@ -93,7 +92,7 @@ def test_each_adapter_alone_runs_merged_from_its_first_token_to_its_last(subject
     check(oracle, asked, asyncio.run(serve()), 6)
 
 
-def test_an_adapter_that_comes_back_before_another_is_merged_is_not_merged_again(subject: Subject) -> None:
+def test_an_adapter_used_again_before_another_is_merged_is_not_merged_again(subject: Subject) -> None:
     model, adapters, oracle = subject
     rng = random.Random(2)
     asked: list[Asked] = [(prompt_of(rng, 20), name) for name in ("r8", None, "r8", None, "r8")]
@@ -127,7 +126,7 @@ def test_a_skewed_load_runs_merged_while_other_adapters_wait(subject: Subject) -
 
 
 def test_a_request_continues_across_merging_and_unmerging(subject: Subject) -> None:
-    """Its KV comes from both. Short requests for others arrive while a long one runs."""
+    """Its keys and values come from both. Short requests for other adapters arrive while a long one runs."""
     model, adapters, oracle = subject
     rng = random.Random(4)
     long: Asked = (prompt_of(rng, 30), "r8")
@@ -156,7 +155,7 @@ def test_a_request_continues_across_merging_and_unmerging(subject: Subject) -> N
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_mix_over_a_small_pool_answers_like_peft(subject: Subject, seed: int) -> None:
-    """Popular and rare adapters, requests that are preempted and cancelled, chunks, prefixes computed either way."""
+    """Popular and rare adapters, preempted and cancelled requests, chunks, and prefixes computed merged or not."""
     model, adapters, oracle = subject
     rng = random.Random(seed)
     spec = load_spec(model)
@@ -193,8 +192,8 @@ def test_any_mix_over_a_small_pool_answers_like_peft(subject: Subject, seed: int
             oracle.check_greedy(prompt, adapter, answer.token_ids)
 
 
-def test_merged_bfloat16_weights_are_those_that_peft_would_merge_and_round(tmp_path: Path) -> None:
-    """The oracle has the merged weights, rounded to bfloat16; the base is that of the server again afterwards."""
+def test_merged_bfloat16_weights_equal_those_that_peft_merges_and_rounds(tmp_path: Path) -> None:
+    """The oracle has the merged weights, rounded to bfloat16; afterwards the server's base weights are unchanged."""
     model = make_model(tmp_path / "model", "llama2", dtype="bfloat16")
     adapter = make_adapter(tmp_path / "r64", model, seed=0, rank=64, dtype="bfloat16")
     base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The oracle judges everything else, so it is judged here: against itself, and against broken answers."""
+"""Checks the oracle itself: against itself, and against wrong answers."""
 
 from pathlib import Path
 
@@ -46,14 +46,14 @@ def test_answers_are_diverse_with_wide_margins(oracle: Oracle, adapter: str | No
     assert float((top[:, 0] - top[:, 1]).median()) > 0.1
 
 
-def test_a_second_best_token_is_refused(oracle: Oracle) -> None:
+def test_a_second_best_token_is_rejected(oracle: Oracle) -> None:
     output = oracle.greedy(PROMPTS[0], None, 8)
     runner_up = int(oracle.logits([*PROMPTS[0], *output], None)[-2].topk(2).indices[1])
     with pytest.raises(AssertionError, match="is better by"):
         oracle.check_greedy(PROMPTS[0], None, [*output[:-1], runner_up])
 
 
-def test_another_adapters_answer_is_refused(oracle: Oracle) -> None:
+def test_another_adapters_answer_is_rejected(oracle: Oracle) -> None:
     with pytest.raises(AssertionError, match="is better by"):
         oracle.check_greedy(PROMPTS[0], "small", oracle.greedy(PROMPTS[0], "large.v2", 12))
 

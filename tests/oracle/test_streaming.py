@@ -1,5 +1,5 @@
 """Adapters that are downloaded layer by layer: prompts are computed as far as layers have arrived, other requests do
-not wait, and tokens equal those of peft. Bytes that have not arrived are NaN, and the test plays the network."""
+not wait, and tokens equal those of peft. Bytes that have not arrived are NaN; the test takes the network's part."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ from tests.serving import Answer, engine_config, lora_config, model_config, runn
 LAYERS = 3  # of the model
 WORKER_CORES = tuple(sorted(os.sched_getaffinity(0)))
 PATIENCE_S = 60.0
-NAN = 0xFF  # in every byte: no number in any dtype
+NAN = 0xFF  # NaN in every dtype, if every byte has this value
 KINDS: Kinds = {
     "poet": {"rank": 8, "targets": ALL_TARGETS},
     "clerk": {"rank": 24, "targets": ALL_TARGETS, "dtype": "float16"},
@@ -62,7 +62,7 @@ class Sending:
 
 
 class Network:
-    """Other instances, as `Residency` sees them."""
+    """The other instances, as `Residency` uses them."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec, self._sendings = spec, dict[str, Sending]()
@@ -74,13 +74,13 @@ class Network:
         self._sendings[source.name] = Sending(source.name, held, into, done, came)
 
     async def sending(self, name: str) -> Sending:
-        """The one that is asked for, or will be."""
+        """Returns the download that is requested for an adapter, once it is."""
         await until(lambda: name in self._sendings)
         return self._sendings.pop(name)
 
 
 class Serving:
-    """A model with adapters and its judge."""
+    """A model with adapters and its oracle."""
 
     def __init__(self, folder: Path) -> None:
         self.model, self.adapters, self._oracle = make_subject(folder, KINDS, family="llama2")
@@ -120,7 +120,7 @@ def backend_of(engine: Engine) -> CpuBackend:
 
 
 def computed(engine: Engine) -> list[int]:
-    """Layers of each prompt that waits for more of its adapter."""
+    """Returns the computed layers of each prompt that waits for more of its adapter."""
     return sorted(prefill.layer for prefill in backend_of(engine)._streamed._running)
 
 
@@ -131,7 +131,7 @@ async def until_computed(engine: Engine, *layers: int) -> None:
 async def begun(
     engine: Engine, network: Network, name: str, prompt: list[int]
 ) -> "tuple[Sending, asyncio.Task[Answer]]":
-    """A request for an adapter of which one layer has come and been computed."""
+    """Starts a request for an adapter of which one layer has arrived and been computed."""
     before = len(computed(engine))
     task = submit(engine, prompt, name)
     sending = await network.sending(name)
@@ -188,7 +188,7 @@ def test_other_requests_decode_while_layers_are_awaited(subject: Serving) -> Non
 
 
 @pytest.mark.parametrize("first", ["poet", "clerk"])
-def test_of_two_streamed_prefills_the_one_with_layers_is_computed(subject: Serving, first: str) -> None:
+def test_of_two_streamed_prefills_the_one_with_arrived_layers_is_computed(subject: Serving, first: str) -> None:
     async def body() -> None:
         prompt = subject.prompt(30)
         async with subject.served() as (engine, network):
@@ -204,7 +204,7 @@ def test_of_two_streamed_prefills_the_one_with_layers_is_computed(subject: Servi
     asyncio.run(body())
 
 
-def test_an_adapter_whose_last_layers_are_empty_is_awaited_to_its_end(subject: Serving) -> None:
+def test_an_adapter_with_empty_last_layers_is_awaited_to_its_end(subject: Serving) -> None:
     async def body() -> None:
         prompt = subject.prompt(30)
         async with subject.served() as (engine, network):
@@ -328,7 +328,7 @@ def test_a_request_is_served_to_its_end_after_its_adapter_is_unloaded(subject: S
 
 
 def test_a_local_adapter_is_served_while_a_downloading_one_holds_memory(subject: Serving) -> None:
-    """The device has room for one."""
+    """The device has memory for one adapter."""
 
     async def body() -> None:
         prompt = subject.prompt(40)
@@ -350,7 +350,7 @@ def test_a_local_adapter_is_served_while_a_downloading_one_holds_memory(subject:
     asyncio.run(body())
 
 
-def test_modes_that_wait_for_whole_adapters_start_no_layer_early(subject: Serving) -> None:
+def test_modes_that_wait_for_whole_adapters_compute_no_layer_early(subject: Serving) -> None:
     async def body() -> None:
         prompt = subject.prompt(40)
         async with subject.served("overlapped") as (engine, network):

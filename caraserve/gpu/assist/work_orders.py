@@ -1,4 +1,4 @@
-"""The bytes of a work order: what a hand-off asks of each CPU worker, and the words to signal with. Pure.
+"""The bytes of a work order: what each CPU worker computes in a hand-off, and the words to signal with.
 
 A work order is written before the chunk is launched and read by the kernels of handoff.cu, which decide whether the
 workers are asked. The words of a worker's slice are those of cpu/handoff.py.
@@ -96,7 +96,7 @@ def write_work_order(
     region: SharedInput,
     addresses: SyncAddresses,
 ) -> None:
-    """Fills `into`, int64 of at least `work_order_bytes`. The tasks' rows follow one another."""
+    """Fills `into`, int64 of at least `work_order_bytes`. The tasks' rows must be contiguous and in order."""
     if len(tasks) > MAX_TASKS or not 0 < len(modules) <= handoff.MOST_SITES:
         raise AssertionError("a hand-off has up to three modules and one slice for each worker")
     rows = sum(task.rows for task in tasks)

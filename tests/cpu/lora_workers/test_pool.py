@@ -1,4 +1,4 @@
-"""CPU LoRA workers as processes: where they run, what they compute, and that none is missed or left behind."""
+"""CPU LoRA workers as processes: cores and names, results, replacement, and that none outlives the pool."""
 
 import contextlib
 import ctypes
@@ -34,26 +34,26 @@ SPEC = parse_spec(
         "num_key_value_heads": 1,
     }
 )
-SCALES = {"q_proj": 0.5, "k_proj": 2.0, "v_proj": 1.25}  # of the modules that read a layer's first input
-WIDTHS = [align_up(SPEC.site_shape(site)[1], PANEL) for site in SCALES]  # of their deltas, side by side
+SCALES = {"q_proj": 0.5, "k_proj": 2.0, "v_proj": 1.25}  # scales of the modules that read a layer's first input
+WIDTHS = [align_up(SPEC.site_shape(site)[1], PANEL) for site in SCALES]  # columns of the modules' deltas, in order
 SLOT = 1
 TOKENS = 90  # of a prompt: more than a worker computes at once, whole or cut in two
 USABLE_CORES = sorted(os.sched_getaffinity(0))
-PATIENCE_S = 120.0  # until a worker is born; the first time, kernels are compiled
+PATIENCE_S = 120.0  # timeout for a worker to start; the first time, kernels are compiled
 BLOCK_BYTES = 1 << 16
-NAN = 0xFF  # in every byte: no number in any dtype
+NAN = 0xFF  # NaN in every dtype, if every byte has this value
 
 Matrix = NDArray[np.float64]
 
 
 def cores(workers: int) -> tuple[int, ...]:
-    """As many as there are workers, the first and the last of this process."""
+    """Returns as many cores as workers: the first and the last core of this process."""
     return (USABLE_CORES[0], USABLE_CORES[-1])[:workers]
 
 
 @contextlib.contextmanager
 def serving(workers: int) -> Iterator[CpuBackend]:
-    """A backend all of whose workers are there; prompts are cut in two if there are two."""
+    """Yields a backend whose workers all run; with two, prompts are cut into two slices."""
     loaded = load_model(SPEC, Dtype.F32, 256, dummy_reader(0, Dtype.F32), lambda: None)
     sizes = CpuSizes(
         threads=1,
@@ -83,7 +83,7 @@ def alone() -> Iterator[CpuBackend]:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[CpuBackend]:
-    """Both have computed something: a worker is there before it has its name and its core."""
+    """Yields a backend with two workers that have computed something: earlier they may lack their name and core."""
     with serving(2) as backend:
         hand_off(backend, make_adapter(8, Dtype.F32, backend)[0])
         yield backend
@@ -98,7 +98,7 @@ def of_process(pid: int, name: str) -> str:
 
 
 def stat(pid: int) -> list[str]:
-    """From the third field on, the process's state; its name, which comes before, may hold anything."""
+    """Returns the fields of /proc/PID/stat from the third on, the state; the name before may contain any character."""
     return of_process(pid, "stat").rpartition(")")[2].split()
 
 
@@ -114,7 +114,7 @@ def is_alive(pid: int) -> bool:
 
 
 def next_life(workers: WorkerPool, place: int, before: int) -> int:
-    """Waits for the worker that replaces `before` at a place; returns its pid."""
+    """Waits for the worker that replaces `before` at a place, and returns its pid."""
     with workers.changed:
         workers.changed.wait_for(lambda: workers.states()[place].pid not in (None, before), PATIENCE_S)
     pid = workers.states()[place].pid
@@ -123,7 +123,7 @@ def next_life(workers: WorkerPool, place: int, before: int) -> int:
     return pid
 
 
-# --- where they run ---
+# --- processes ---
 
 
 def test_a_worker_stays_on_its_core(pair: CpuBackend) -> None:
@@ -155,12 +155,12 @@ def test_memory_is_shared_without_a_name_in_the_file_system(pair: CpuBackend) ->
 
 
 def ticks(processes: Sequence[int]) -> int:
-    """CPU time used so far, user and system."""
+    """Returns the CPU time used so far, user and system."""
     return sum(int(field) for pid in processes for field in stat(pid)[11:13])
 
 
 def test_idle_workers_use_no_cpu(pair: CpuBackend) -> None:
-    """Nor does the process that they were forked from; also after they had something to do."""
+    """Nor does the fork server; also after the workers have computed something."""
     hand_off(pair, make_adapter(8, Dtype.F32, pair)[0])
     idle = [fork_server_of(pair.workers), *pids(pair.workers)]
     with pair.workers.changed:
@@ -170,11 +170,11 @@ def test_idle_workers_use_no_cpu(pair: CpuBackend) -> None:
     assert all(state.is_asleep for state in pair.workers.states())
 
 
-# --- what they compute ---
+# --- results ---
 
 
 def make_adapter(rank: int, dtype: Dtype, backend: CpuBackend) -> tuple[HostAdapter, list[Matrix]]:
-    """An adapter of q, k, v in the host cache, and for each module the factor of x, [inputs, columns of y]."""
+    """Returns an adapter of q, k, v in the host cache, and for each module the factor of x, [inputs, columns of y]."""
     rng = np.random.default_rng(rank)
     spans, layer_ends = lay_out(SPEC, dtype, {(0, site): (rank, scale) for site, scale in SCALES.items()})
     data = backend.host_memory[: layer_ends[-1]]
@@ -191,7 +191,7 @@ def make_adapter(rank: int, dtype: Dtype, backend: CpuBackend) -> tuple[HostAdap
 
 
 def store(values: Matrix, dtype: Dtype, at: NDArray[np.uint8]) -> Matrix:
-    """Writes values as they are stored; returns what the stored ones mean exactly."""
+    """Writes values in the stored dtype; returns the exact values that the stored ones represent."""
     raw = np.ascontiguousarray(convert(np.ascontiguousarray(values, np.float32), Dtype.F32, dtype))
     at[: raw.nbytes] = raw.reshape(-1).view(np.uint8)
     return to_float32(raw, dtype).astype(np.float64)
@@ -206,15 +206,15 @@ def words_at(address: int, rows: int, width: int) -> NDArray[np.int64]:
 
 
 def inputs_of(backend: CpuBackend) -> NDArray[np.float32]:
-    """The first input of a layer, [tokens, inputs], where workers read it."""
+    """Returns the first input of a layer, [tokens, inputs], which workers read in place."""
     address, width = int(backend._buffers.record["normed"][0]), align_up(SPEC.hidden, PANEL)
     return floats_at(address, TOKENS, width)[:, : SPEC.hidden]
 
 
 def hand_off(backend: CpuBackend, adapter: HostAdapter) -> NDArray[np.float32]:
-    """What the workers make of a prompt, [tokens, columns of q, k, v], each having computed a slice.
+    """Returns the workers' deltas of a prompt, [tokens, columns of q, k, v]; each worker computes a slice.
 
-    A hand-off whose worker does not get its core in time is given up, as it should be: it is done again.
+    Repeats the hand-off if it was abandoned because a worker did not get its core in time.
     """
     MeasuredBackend(backend).load(adapter, SLOT)
     inputs_of(backend)[:] = np.random.default_rng(0).standard_normal((TOKENS, SPEC.hidden))
@@ -255,7 +255,7 @@ def test_a_prompt_cut_into_slices_has_the_same_bits(
     assert whole.tobytes() == cut.tobytes()
 
 
-# --- how they end ---
+# --- replacement and end ---
 
 
 def test_a_killed_worker_is_replaced() -> None:

@@ -1,4 +1,4 @@
-"""The command with CPU LoRA workers: none outlives it, wrong cores and trace files are refused, a trace is complete."""
+"""`caraserve serve` with CPU LoRA workers: no worker outlives it, wrong arguments are rejected, traces are complete."""
 
 import contextlib
 import json
@@ -23,9 +23,9 @@ from tests.test_server import Server, served
 CORE = min(os.sched_getaffinity(0))
 NO_CORE = max(os.sched_getaffinity(0)) + 1
 ASSISTED = ("--loading-mode", "assisted", "--lora-cpus", str(CORE), "--profile", str(PROFILE))
-BIRTH_S = 120.0  # until there is a worker; the first time, kernels are compiled
-END_S = 5.0  # until all processes have ended
-LAYERS = 4  # of the demo's model
+BIRTH_S = 120.0  # timeout for a worker to start; the first time, kernels are compiled
+END_S = 5.0  # timeout for all processes to end
+LAYERS = 4  # of the demo model
 
 
 def children(pid: int) -> list[int]:
@@ -39,7 +39,7 @@ def children(pid: int) -> list[int]:
 
 
 def await_worker(server: Server) -> None:
-    """Returns when the server counts its CPU worker among the living."""
+    """Waits until the server reports that its CPU worker runs."""
     waiting, until_s = threading.Event(), time.monotonic() + BIRTH_S
     while not re.search(r"^caraserve:lora_workers\{.*\} 1$", read(f"{server.url}/metrics"), flags=re.MULTILINE):
         assert time.monotonic() < until_s, "no worker was born"
@@ -53,7 +53,7 @@ def read(url: str) -> str:
 
 @contextlib.contextmanager
 def helpers(server: Server) -> Iterator[list[int]]:
-    """Yields pidfds of the fork server and its worker, which are readable once it has died; kills both at the end."""
+    """Yields pidfds of the fork server and its worker, readable once the process has died; kills both at the end."""
     await_worker(server)
     (fork_server,) = children(server.process.pid)
     (worker,) = children(fork_server)
@@ -91,7 +91,7 @@ def test_no_worker_outlives_its_server(number: signal.Signals, code: int) -> Non
     ],
     ids=["missing core", "no number", "backwards", "too many", "missing folder"],
 )
-def test_a_wrong_core_or_trace_file_is_named_in_one_line(arguments: list[str], words: str) -> None:
+def test_a_wrong_core_or_trace_file_is_a_one_line_error(arguments: list[str], words: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "caraserve", "serve", "--port", "0", *ASSISTED, "--log-level", "error", *arguments],
         capture_output=True,
@@ -110,7 +110,7 @@ Event = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def events(tmp_path_factory: pytest.TempPathFactory) -> list[Event]:
-    """Of a server whose first request found its adapter cold, behind a link so slow that CPU workers had to help."""
+    """Returns the trace of a server with one cold request, over a link so slow that CPU workers had to help."""
     path = tmp_path_factory.mktemp("trace") / "trace.json"
     with served(*ASSISTED, "--emulate-link-mb-per-s", "1", "--trace", str(path)) as server:
         await_worker(server)
@@ -127,7 +127,7 @@ def spans(events: list[Event], track: str) -> list[Event]:
 
 
 def lies_in(inner: Event, outer: Event) -> bool:
-    """To a nanosecond; times are in µs."""
+    """True if `inner` lies within `outer`, to a nanosecond; times are in µs."""
     begins, ends = inner["ts"] - outer["ts"], outer["ts"] + outer["dur"] - inner["ts"] - inner["dur"]
     return bool(begins > -0.001 and ends > -0.001 and inner["dur"] >= 0)
 
