@@ -1,9 +1,9 @@
-"""The capacity of a machine, the share of it at which the papers' machines ran, and the latency limits of a run.
+"""Measures a machine's capacity, chooses a rate that compares with a paper's, and finds a run's latency limits.
 
-A rate means nothing without the machine it is for. Toppings' A100 was busy for 46 to 81 % of the time at the highest
-rate of its settings (9 requests a second, section 7.2), so a setting's highest rate is taken for 0.65 of its machine's
-capacity, and lower ones in proportion. Here the capacity is measured: requests a second in a closed loop with every
-adapter on the device.
+The same rate loads different machines differently. Toppings' A100 was busy for 46 to 81 % of the time at the highest
+rate of its settings (9 requests per second, section 7.2). So a setting's highest rate is assumed to be 0.65 of its
+machine's capacity, and lower rates in proportion. The capacity of this machine is measured: requests per second in a
+closed loop with all adapters on the device.
 """
 
 import math
@@ -22,7 +22,7 @@ from caraserve.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Limits; or `scale`: those are to be so many times what a run without adapters has."""
+    """The latency limits of a run: fixed ones (`slo`), or `scale` times the latencies of a run without adapters."""
 
     slo: SloLimits | None = None
     scale: float | None = None
@@ -30,7 +30,7 @@ class Objective:
 
 
 def objective(slo: str | None, slo_scale: float | None, preset: str | None) -> Objective:
-    """Raises ConfigError for limits that are none."""
+    """Returns the limits of --slo or --slo-scale, else the preset's, else none. Raises ConfigError for invalid ones."""
     if slo is not None:
         return Objective(slo=parse_slo(slo))
     if slo_scale is not None:
@@ -54,7 +54,7 @@ def objective(slo: str | None, slo_scale: float | None, preset: str | None) -> O
 
 SHARE_OF_HIGHEST_RATE = 0.65
 CONCURRENCY = 32
-PROBE_REQUESTS = 4 * CONCURRENCY  # the first and the last of the four generations do not count
+PROBE_REQUESTS = 4 * CONCURRENCY  # four generations, of which the first and the last do not count
 
 
 def share_of_capacity(preset: Preset | None) -> float:
@@ -72,9 +72,11 @@ def share_of_capacity(preset: Preset | None) -> float:
 
 
 def capacity_per_s(run: Run) -> float:
-    """Requests a second while the loop was full: from the end of its first generation to that of the last but one. When
-    all requests are alike they end together, so whole generations must be counted. Raises ValueError when too few were
-    answered to say."""
+    """Returns the requests per second while the closed loop was full.
+
+    That is from the end of its first generation of requests to the end of the last but one: equal requests end
+    together, so only whole generations count. Raises ValueError if a request failed.
+    """
     done_s = sorted(record.done_s for record in run.records if record.error is None)
     if len(done_s) < PROBE_REQUESTS:
         raise ValueError(f"{PROBE_REQUESTS - len(done_s)} of {PROBE_REQUESTS} requests failed")
@@ -90,8 +92,10 @@ async def rate_here(
     preset: Preset | None,
     notes: list[str],
 ) -> float:
-    """The rate on this machine that compares with the setting's on its own; NaN when interrupted. Raises ConfigError
-    when the endpoint does not answer well enough to say."""
+    """Measures the capacity and returns the rate that compares with the setting's on its machine; NaN if interrupted.
+
+    Raises ConfigError when requests of the measurement fail.
+    """
     probe = replace(spec, arrivals=parse_arrivals("burst"), rate=None, num_requests=PROBE_REQUESTS, duration_s=None)
     run = await runner.play(endpoint, build(probe), names, "capacity", CONCURRENCY)
     if runner.stopped.is_set():

@@ -1,6 +1,6 @@
-"""`caraserve bench …`: arguments of the benchmarks, and which of them runs.
+"""`caraserve bench …`: parses the arguments of the benchmarks and runs one of them.
 
-Modules that compute are imported when their benchmark runs, so that parsing the command line stays fast.
+The benchmarks' modules are imported when one runs, so that parsing the command line stays fast.
 """
 
 import argparse
@@ -22,7 +22,7 @@ _BACKENDS = ("openai", "openai-chat", "llamacpp")
 
 
 def run_benchmark(argv: Sequence[str]) -> int:
-    """`caraserve bench` with these arguments; those after `--` are for `caraserve serve`. Returns the exit code."""
+    """Runs `caraserve bench` with these arguments; those after `--` go to `caraserve serve`. Returns the exit code."""
     at = list(argv).index("--") if "--" in argv else len(argv)
     ours, theirs = argv[:at], argv[at + 1 :]
     args = bench_parser().parse_args(ours)
@@ -279,7 +279,7 @@ def _bench_modes(args: argparse.Namespace) -> int:
 
 def _arguments(args: argparse.Namespace) -> Mapping[str, object]:
     """Returns the arguments for the report: enough to repeat the run, without keys."""
-    omitted = ("run", "api_key", "save", "takes_serve_arguments")  # a folder here is of no use elsewhere
+    omitted = ("run", "api_key", "save", "takes_serve_arguments")  # `save` is a folder of this machine
     arguments = {name: value for name, value in vars(args).items() if name not in omitted}
     if (url := arguments.get("url")) is not None:
         arguments["url"] = re.sub(r"//[^/]*@", "//", url)
@@ -287,7 +287,7 @@ def _arguments(args: argparse.Namespace) -> Mapping[str, object]:
 
 
 def without_keys(arguments: Sequence[str]) -> list[str]:
-    """A server's arguments as a report may repeat them."""
+    """Returns a server's arguments with API keys replaced by `…`, for the report."""
     shown, in_keys = [], False
     for word in arguments:
         flag, equals, _ = word.partition("=")

@@ -1,4 +1,4 @@
-"""What `caraserve bench serve` and `bench modes` share on the command line: the load and the report."""
+"""Command-line options that benchmarks share: those of the load and those of the report."""
 
 import argparse
 import math
@@ -21,10 +21,10 @@ from caraserve.model.spec import SITES
 
 TARGETS = {"qkv": SITES[:3], "all": SITES}
 _LENGTHS, _RATE, _REQUESTS, _ADAPTERS, _RANKS = "fixed:128/32", 1.0, 100, 8, (8, 16, 32, 64)
-_LEAST_SCALED_REQUESTS = 100  # fewer have no 99th percentile
-_MOST_SCALED_ADAPTERS = 512  # more are only files
+_LEAST_SCALED_REQUESTS = 100  # with fewer there is no 99th percentile
+_MOST_SCALED_ADAPTERS = 512  # more would only be more files
 _VLLM_METRIC = {"e2el": "e2e"}
-_VLLM_ASSIGNMENT = {"random": "uniform"}  # where vLLM has another word for the same
+_VLLM_ASSIGNMENT = {"random": "uniform"}  # vLLM's names → ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,18 +122,21 @@ class LoadOptions:
 
     @property
     def auto_rate(self) -> bool:
-        """Whether the rate is a share of this machine's capacity."""
+        """True if the rate is a share of this machine's capacity."""
         return self.rate_scale is not None and math.isnan(self.rate_scale)
 
     @property
     def concurrency(self) -> int | None:
-        """Requests under way at most: asked for, or the preset's."""
+        """The most requests in flight: --max-concurrency, or the preset's number of clients; None: open loop."""
         if self.max_concurrency is not None or self.preset is None:
             return self.max_concurrency
         return find_preset(self.preset).concurrency
 
     def spec(self) -> WorkloadSpec:
-        """What to build workloads from, its rate the preset's or the first asked for. Raises ConfigError."""
+        """Returns the workload's specification. Raises ConfigError.
+
+        Its rate is the first of --request-rate, or else the preset's or the default.
+        """
         trace = parse_trace(self.trace) if self.trace is not None else None
         if self.preset is not None:
             spec = spec_from_preset(find_preset(self.preset), trace=trace, seed=self.seed)
@@ -178,7 +181,7 @@ class LoadOptions:
         return replace(spec, scale=Scale(rate=rate, adapters=fewer))
 
     def sized(self, spec: WorkloadSpec) -> WorkloadSpec:
-        """The run as long as `--scale` wants it, now that its rate is known."""
+        """Returns `spec` with a length scaled by --scale, but for at least 100 requests. The rate must be known."""
         if self.scale == 1.0 or self.num_prompts is not None or self.duration_s is not None:
             return spec
         count = spec.num_requests or (spec.duration_s or 0.0) * spec.arrivals.rate(spec.rate) * spec.scale.rate
@@ -186,7 +189,7 @@ class LoadOptions:
         return replace(spec, scale=replace(spec.scale, requests=share))
 
     def model(self, asked: str | None) -> tuple[str, str | None]:
-        """The random model to serve, and a note where it is smaller than the preset's."""
+        """Returns the name of the random model to serve, and a note if it is smaller than the preset's."""
         if asked is not None:
             return asked, None
         wanted = find_preset(self.preset).base_model.default if self.preset is not None else "100M"
@@ -202,14 +205,14 @@ class LoadOptions:
 
 
 def with_rate(spec: WorkloadSpec, rate: float) -> WorkloadSpec:
-    """Returns the load at another rate; infinite: all requests at once."""
+    """Returns the load at another rate; at an infinite rate all requests arrive at once."""
     if math.isinf(rate):
         return replace(spec, arrivals=parse_arrivals("burst"), rate=None)
     return replace(spec, rate=rate)
 
 
 def _plain_spec(trace: Trace | None, adapters: int, seed: int) -> WorkloadSpec:
-    """Without a preset: what a trace has, and for the rest what suits most."""
+    """Returns the load without a preset: lengths, arrivals and adapters of the trace if it has them, else defaults."""
     if isinstance(trace, RateTrace):
         trace = server_share(trace, adapters, seed)
     from_trace = trace is not None

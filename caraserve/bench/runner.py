@@ -1,4 +1,4 @@
-"""Runs of a benchmark one after another, with a progress bar; Ctrl-C ends the current run and prevents others."""
+"""Performs the runs of a benchmark, with a progress bar. Ctrl-C ends the current run and prevents further ones."""
 
 import asyncio
 import contextlib
@@ -17,8 +17,8 @@ from caraserve.bench.client.endpoint import Endpoint
 from caraserve.bench.client.player import LoadSettings, Player, RunProgress, report_progress
 from caraserve.bench.records import PlannedRequest, Run, Workload
 
-_SHOW_S = 1.0  # drawing takes a millisecond or two, in which nothing is sent on time: not more often
-_WARM_TOKENS = 8  # of the request that brings an adapter into the server's memory
+_SHOW_S = 1.0  # period of drawing, which delays requests by 1 to 2 ms
+_WARM_TOKENS = 8  # prompt tokens of the request that makes the server read an adapter
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class BenchmarkRunner:
     async def play(
         self, endpoint: Endpoint, workload: Workload, names: Sequence[str], label: str, concurrency: int | None = None
     ) -> Run:
-        """One run; `concurrency` makes it a closed loop. Raises OSError when the endpoint cannot be reached."""
+        """Performs one run; `concurrency` makes it a closed loop. Raises OSError if the endpoint cannot be reached."""
         settings = self._fresh(concurrency or self._settings.max_concurrency)
         player = self._player = Player(endpoint, workload, names, settings, label)
         try:
@@ -92,7 +92,7 @@ class BenchmarkRunner:
         return run
 
     async def warm_up(self, endpoint: Endpoint, names: Sequence[str]) -> None:
-        """Requests a token of every adapter in turn, so that the server has read its files."""
+        """Requests one token from every adapter in turn, so that the server has read all their files."""
         requests = tuple(PlannedRequest(index, 0.0, index, _WARM_TOKENS, 1) for index in range(len(names)))
         settings = self._fresh(1)
         player = self._player = Player(endpoint, Workload(requests, ()), names, settings, "warm-up")
@@ -103,7 +103,7 @@ class BenchmarkRunner:
             self._player = None
 
     def _fresh(self, concurrency: int | None) -> LoadSettings:
-        """Returns settings with a new seed of prompts: an earlier run's would hit the server's prefix cache."""
+        """Returns settings with a new seed: an earlier run's prompts would hit the server's prefix cache."""
         return replace(self._settings, max_concurrency=concurrency, seed=secrets.randbits(63))
 
     @contextmanager

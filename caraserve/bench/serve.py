@@ -1,4 +1,4 @@
-"""`caraserve bench serve`: one load against one endpoint, once or at several rates."""
+"""`caraserve bench serve`: sends a load to an endpoint, at one or several rates."""
 
 import asyncio
 import contextlib
@@ -20,13 +20,13 @@ from caraserve.bench.workload.build import WorkloadSpec, build
 from caraserve.bench.workload.presets import find_preset
 from caraserve.errors import CaraServeError, ConfigError
 
-_RESIDENT_SHARE, _LEAST_RESIDENT = 8, 8  # of random adapters, where each is to be loaded for every request
+_RESIDENT_SHARE, _LEAST_RESIDENT = 8, 8  # with `distinct`, the device holds an eighth of the adapters, and at least 8
 _DEVICE = ("--lora-pool-bytes",)
 
 
 @dataclass(frozen=True, slots=True)
 class BenchTarget:
-    """What is measured: an endpoint, or a server that the benchmark starts."""
+    """The endpoint to measure, or the server that the benchmark starts and measures."""
 
     url: str | None
     api_key: str | None
@@ -38,7 +38,7 @@ class BenchTarget:
     serve: tuple[str, ...] | None  # arguments of `caraserve serve`; None: a random model, or the demo
 
     def check(self, load: LoadOptions) -> None:
-        """Raises ConfigError where one thing asked for would have to be dropped for another."""
+        """Raises ConfigError if the options name more than one target."""
         given = {"--url": self.url, "--random-model": self.random_model, "arguments after --": self.serve}
         named = [name for name, value in given.items() if value is not None]
         if len(named) > 1:
@@ -47,7 +47,7 @@ class BenchTarget:
 
 @dataclass(slots=True)
 class Measurements:
-    """Data of a report. `failure`: the error that ended the benchmark early."""
+    """The data of a report. `failure` is the error that ended the benchmark early, or None."""
 
     runs: list[Run]
     slo: SloLimits | None
@@ -69,7 +69,7 @@ def keep_measured(measured: Measurements) -> Iterator[None]:
 
 
 async def bench_serve(target: BenchTarget, load: LoadOptions, report: ReportOptions, label: str | None) -> Measurements:
-    """Raises ConfigError, BackendFailed, or OSError when nothing could be measured."""
+    """Measures the target at every rate. Raises ConfigError, BackendFailed or OSError if no run could be made."""
     target.check(load)
     runner = BenchmarkRunner(LoadSettings(load.seed, load.ignore_eos, load.concurrency))
     limits = objective(report.slo, report.slo_scale, load.preset)
@@ -104,7 +104,7 @@ async def _play(
     label: str | None,
     measured: Measurements,
 ) -> None:
-    """One load after another; before them the first without adapters, where limits go by that."""
+    """Performs the runs; with `slo_scale`, first one without adapters, whose latencies set the SLO."""
     workloads = [build(spec) for spec in specs]
     measured.notes += dict.fromkeys(note for workload in workloads for note in workload.notes)
     for note in measured.notes:
@@ -138,14 +138,18 @@ async def _open_endpoint(
 
 @dataclass(frozen=True, slots=True)
 class _ServerArguments:
-    """Arguments of `caraserve serve`: of the server that is measured, and of one with all adapters on the device."""
+    """Arguments of `caraserve serve` for the measured server, and for one with all adapters on the device."""
 
     arguments: tuple[str, ...]
     cached: tuple[str, ...]
 
 
 def _server_arguments(target: BenchTarget, load: LoadOptions, folder: Path, notes: list[str]) -> _ServerArguments:
-    """The server asked for; else a random model, where a preset or a name asks for one; else the demo."""
+    """Returns the arguments of the server to measure.
+
+    Those are the arguments after `--`; without any, those of a random model if --random-model or a preset is given, and
+    otherwise those of the demo.
+    """
     if target.serve is not None:
         return _ServerArguments(target.serve, (*target.serve, "--loading-mode", "cached"))
     registry = ("--registry", str(folder / "registry.sqlite"))
@@ -169,19 +173,22 @@ def _server_arguments(target: BenchTarget, load: LoadOptions, folder: Path, note
 
 
 def _host_room(adapter_bytes: int) -> tuple[str, str]:
-    """A host tier with room for all adapters, and for those that a profile is measured with before them."""
+    """Returns options for a host cache that fits all adapters, and those with which a profile is measured before."""
     return "--max-host-adapters-bytes", str(2 * adapter_bytes + (256 << 20))
 
 
 def _longest(workload: Workload) -> int:
-    """Context that every request fits into, in steps that need not be a power of two."""
+    """Returns a context length that fits every request, as a multiple of 64 tokens."""
     return -(-max(each.prompt_tokens + each.output_tokens for each in workload.requests) // 64) * 64 + 64
 
 
 def _for_endpoint(
     spec: WorkloadSpec, load: LoadOptions, target: BenchTarget, endpoint: Endpoint, notes: list[str]
 ) -> tuple[WorkloadSpec, tuple[str, ...]]:
-    """The load for the adapters that there are, and their names. Theirs are the ranks that count, if they are told."""
+    """Returns the load for the endpoint's adapters, and their names.
+
+    Ranks that the endpoint lists replace those of `spec`; the context is limited to the endpoint's.
+    """
     names = endpoint.adapters
     if load.adapters is not None or load.preset is not None:
         wanted = max(1, round(spec.adapters * spec.scale.adapters)) if spec.adapters else 0

@@ -1,4 +1,4 @@
-"""Servers that a benchmark starts and ends itself: `caraserve serve` in a process of its own."""
+"""Starts and ends servers for a benchmark: `caraserve serve` as a child process."""
 
 import argparse
 import asyncio
@@ -22,17 +22,17 @@ from caraserve.errors import BackendFailed, ConfigError
 from caraserve.model.dtype import Dtype
 
 _READY = re.compile(rb"ready at (http://\S+)")
-_START_S = 600.0  # a large model is read from a slow disk
+_START_S = 600.0  # enough to read a large model from a slow disk
 _END_S = 10.0
-_KEPT_LINES = 20  # of its output, to show when it fails
+_KEPT_LINES = 20  # of the server's output, for the error message if it fails
 _PR_SET_PDEATHSIG = 1
-# A benchmark gives the key of its own server.
+# Not passed on to a server, whose key must be that in its arguments, which the benchmark uses.
 _KEY_VARIABLES = ("CARASERVE_API_KEY", "CARASERVE_ADMIN_KEY", "VLLM_API_KEY")
 
 
 @contextmanager
 def working_folder() -> Iterator[Path]:
-    """Yields a temporary folder for models, adapters and registries, and deletes it."""
+    """Yields a temporary folder for models, adapters and registries; deletes it on exit."""
     folder = Path(tempfile.mkdtemp(prefix="caraserve-bench-"))
     try:
         yield folder
@@ -42,22 +42,24 @@ def working_folder() -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Synthetic:
-    """A random model and random adapters, and how to serve them."""
+    """A random model and random adapters on disk, with the arguments to serve them."""
 
     arguments: tuple[str, ...]  # of `caraserve serve`
     names: tuple[str, ...]  # of the adapters
-    sizes: tuple[int, ...]  # of the adapters on the device, bytes
+    sizes: tuple[int, ...]  # bytes that each adapter needs on the device
 
     def room_bytes(self, count: int | None = None) -> int:
-        """For so many adapters on the device, whichever they are; None: for all."""
+        """Returns the bytes that any `count` of the adapters need on the device; None means all."""
         return max(1, sum(sorted(self.sizes, reverse=True)[:count]))
 
 
 def make_synthetic(
     folder: Path, model: str, dtype: str, max_position: int, ranks: Sequence[int], targets: Sequence[str]
 ) -> Synthetic:
-    """Writes a model of one of SHAPES without weights, and an adapter for each rank given. Raises ConfigError for an
-    unknown shape or a full disk."""
+    """Writes a model of one of SHAPES without weights, and an adapter for each rank given.
+
+    Raises ConfigError for an unknown shape or a full disk.
+    """
     if model not in SHAPES:
         raise ConfigError(f"no model is called {model!r}; there are {', '.join(SHAPES)}")
     try:
@@ -79,19 +81,19 @@ def make_synthetic(
 
 @dataclass(frozen=True, slots=True)
 class OwnServer:
-    """A server that is ready."""
+    """A running server that is ready for requests."""
 
     url: str
     pid: int
 
     def cpu_s(self) -> float:
-        """CPU time so far of the server and its CPU LoRA workers."""
+        """Returns the CPU time that the server and its child processes have used so far, in s."""
         parents, ticks = {}, {}
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
                 fields = stat.read_text().rpartition(")")[2].split()
             except OSError:
-                continue  # it has ended meanwhile
+                continue  # the process has ended meanwhile
             pid = int(stat.parent.name)
             parents[pid], ticks[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
         family = {self.pid}
@@ -101,7 +103,7 @@ class OwnServer:
 
 
 def busy_s() -> float:
-    """CPU time of the whole machine so far, what its host took from it included."""
+    """Returns the CPU time of the whole machine so far in s, including time that its hypervisor gave to others."""
     user, nice, system, _idle, _iowait, *others = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     return sum(map(int, (user, nice, system, *others))) / os.sysconf("SC_CLK_TCK")
 
@@ -112,7 +114,7 @@ def _end_with_parent() -> None:
 
 
 def api_key_in(arguments: Sequence[str]) -> str | None:
-    """The first key that a server is started with."""
+    """Returns the first key of --api-key in a server's arguments, or None."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--api-key", nargs="+", action="extend", default=[])
     keys: list[str] = parser.parse_known_args(list(arguments))[0].api_key
@@ -135,7 +137,7 @@ async def own_server(arguments: Sequence[str], stopped: asyncio.Event) -> AsyncI
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
-        start_new_session=True,  # a terminal's Ctrl-C is for the benchmark, which ends its server itself
+        start_new_session=True,  # Ctrl-C in a terminal reaches only the benchmark, which ends its server
         preexec_fn=_end_with_parent,
         env={name: value for name, value in os.environ.items() if name not in _KEY_VARIABLES},
     )
@@ -171,7 +173,7 @@ async def _first(ready: Coroutine[None, None, str | None], stopped: asyncio.Even
 
 
 async def _ready(output: asyncio.StreamReader, kept: deque[bytes]) -> str | None:
-    """The URL that the server prints; None when its output ends before."""
+    """Returns the URL that the server prints when it is ready; None if its output ends before."""
     while line := await output.readline():
         kept.append(line)
         if found := _READY.search(line):

@@ -1,6 +1,4 @@
-"""Models and adapters with random weights, as Hugging Face and peft folders: what a benchmark serves when the user has
-no checkpoint at hand.
-"""
+"""Writes models and adapters with random weights as Hugging Face and peft folders: benchmarks need no checkpoint."""
 
 import json
 import os
@@ -22,7 +20,7 @@ _SAFETENSORS_NAME = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Llama-shaped decoder; embeddings and head are apart."""
+    """The sizes of a Llama-shaped decoder whose embeddings and head are separate matrices."""
 
     hidden: int
     layers: int
@@ -33,7 +31,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Of linear modules and embeddings; norms do not count here."""
+        """The number of parameters, without those of norms."""
         attention = 2 * self.hidden * self.hidden * (self.heads + self.kv_heads) // self.heads
         return self.layers * (attention + 3 * self.hidden * self.intermediate) + 2 * self.vocab * self.hidden
 
@@ -50,12 +48,12 @@ SHAPES = {
 
 
 def adapter_bytes(spec: ModelSpec, rank: int, targets: Sequence[str], dtype: str) -> int:
-    """An adapter's A and B over all layers."""
+    """Returns the bytes of an adapter's matrices A and B over all layers."""
     return sum(int(np.prod(shape)) for _, shape in _adapter_shapes(spec, rank, targets)) * ITEMSIZE[dtype]
 
 
 def llama_config(shape: Shape, max_position: int) -> dict[str, Any]:
-    """What a checkpoint's config.json says of the sizes of a Llama-shaped model."""
+    """Returns the architecture and sizes of a Llama-shaped model as in a checkpoint's config.json."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -81,7 +79,7 @@ def write_model(
     config = llama_config(shape, max_position) | {
         "hidden_act": "silu",
         "bos_token_id": 0,
-        "eos_token_id": None,  # every request goes on to its last token
+        "eos_token_id": None,  # no answer ends before its length limit
         "tie_word_embeddings": False,
         "dtype": dtype,
     }
@@ -96,7 +94,7 @@ def write_model(
 def write_adapters(
     folder: Path, spec: ModelSpec, *, count: int, ranks: Sequence[int], targets: Sequence[str], dtype: str
 ) -> dict[str, Path]:
-    """Writes `count` random peft adapters, whose ranks go round `ranks`; returns name → folder."""
+    """Writes `count` random peft adapters; adapter i has rank ranks[i % len(ranks)]. Returns their folders by name."""
     paths = {f"adapter-{index:02}": folder / f"adapter-{index:02}" for index in range(count)}
 
     def write(index: int, path: Path) -> None:
@@ -144,7 +142,7 @@ def _adapter_shapes(spec: ModelSpec, rank: int, targets: Sequence[str]) -> Itera
 
 
 def _write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], dtype: str, seed: int) -> None:
-    """Random tensors of the given shapes. By hand, since numpy has no bfloat16 for the library to take."""
+    """Writes random tensors of the given shapes. The safetensors library cannot: NumPy has no bfloat16 to pass it."""
     sizes = [int(np.prod(shape)) * ITEMSIZE[dtype] for shape in shapes.values()]
     offsets = np.cumsum([0, *sizes]).tolist()
     header = json.dumps(
@@ -162,7 +160,7 @@ def _write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], dtype: st
 
 
 def _values(name: str, shape: tuple[int, ...], rng: np.random.Generator, dtype: str) -> NDArray[np.generic]:
-    """Norms are one; the rest keeps activations near one, with an adapter a tenth of its module."""
+    """Returns ones for norms, otherwise random values that keep activations near 1 and an adapter's part near 0.1."""
     if len(shape) == 1:
         values = np.ones(shape, np.float32)
     else:
@@ -175,7 +173,7 @@ def _values(name: str, shape: tuple[int, ...], rng: np.random.Generator, dtype: 
 
 
 def _write_tokenizer(folder: Path, vocab: int) -> None:
-    """A byte-level vocabulary of short words, so that the server turns every id into text."""
+    """Writes a byte-level vocabulary of short words, in which every token id has text."""
     letters = "abcdefghijklmnop"
     words = ["<s>", "</s>", *_byte_alphabet()]
     while len(words) < vocab:
@@ -198,7 +196,7 @@ def _write_tokenizer(folder: Path, vocab: int) -> None:
 
 
 def _byte_alphabet() -> list[str]:
-    """The 256 characters that stand for bytes in a byte-level vocabulary: printable ones for themselves."""
+    """Returns the 256 characters for bytes in a byte-level vocabulary; printable characters stand for themselves."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     moved = [256 + index for index in range(256 - len(printable))]
     return [chr(code) for code in (*printable, *moved)]

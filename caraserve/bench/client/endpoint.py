@@ -26,9 +26,7 @@ class Endpoint:
     api_key: str | None
     base_model: str
     adapters: tuple[str, ...]
-    unlisted: tuple[
-        str, ...
-    ]  # those of `adapters` that the endpoint does not list; a gateway may still serve them
+    unlisted: tuple[str, ...]  # those of `adapters` that it does not list; a gateway may serve them all the same
     ranks: Mapping[str, int]  # of the adapters for which the server lists a rank
     max_model_len: int | None  # tokens of prompt and output together; None: the server lists no limit
     dialect: Dialect
