@@ -69,7 +69,7 @@ class Ends:
     def pull(self, connection: int) -> bytes | None: ...
 
 
-async def test_a_silent_name_server_holds_up_no_other_name_and_no_other_work(server: NameServer) -> None:
+async def test_a_silent_name_server_delays_no_other_name_and_no_other_work(server: NameServer) -> None:
     resolver = PeerResolver()
     waiting = [asyncio.create_task(resolver.addresses(f"slow-{index}")) for index in range(MANY)]
     assert [found.address for found in await resolver.addresses("quick")] == ["127.0.0.1"]
@@ -79,7 +79,7 @@ async def test_a_silent_name_server_holds_up_no_other_name_and_no_other_work(ser
     assert {found.address for task in waiting for found in await task} == {"127.0.0.1"}
 
 
-async def test_a_name_that_many_wait_for_is_asked_for_once_even_when_they_give_up(server: NameServer) -> None:
+async def test_a_name_with_many_callers_is_looked_up_once_even_when_they_give_up(server: NameServer) -> None:
     resolver = PeerResolver()
     for _ in range(3):
         with pytest.raises(TimeoutError):
@@ -94,7 +94,7 @@ async def test_a_name_that_many_wait_for_is_asked_for_once_even_when_they_give_u
     assert server.asked == ["slow", "slow"]  # what it stands for may have changed
 
 
-async def test_what_resolves_is_not_held_up_by_what_does_not(server: NameServer) -> None:
+async def test_names_that_resolve_do_not_wait_for_those_that_do_not(server: NameServer) -> None:
     found, missing = await resolve_peers(
         ("slow:1", "nobody:2", "quick:3", "127.0.0.2:4"), PeerResolver(), patience_s=0.5
     )
@@ -102,7 +102,7 @@ async def test_what_resolves_is_not_held_up_by_what_does_not(server: NameServer)
     assert missing == ["slow:1", "nobody:2"]
 
 
-async def test_a_connection_whose_name_does_not_resolve_is_given_up_in_time_and_others_come_about(
+async def test_a_connection_whose_name_does_not_resolve_times_out_and_others_are_made(
     tmp_path: Path, server: NameServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = Ends()
@@ -121,7 +121,7 @@ async def test_a_connection_whose_name_does_not_resolve_is_given_up_in_time_and_
         await ours.end()
 
 
-async def test_reaching_instances_for_requests_leaves_the_threads_of_others_alone(server: NameServer) -> None:
+async def test_forwarding_to_unresolved_names_leaves_the_thread_pool_free(server: NameServer) -> None:
     relays = PeerProxy(lambda: "a", lambda: KEYS, None)
     async with asyncio.TaskGroup() as group:
         for index in range(MANY):
@@ -137,7 +137,7 @@ async def _given_up(request: Awaitable[object]) -> None:
         await request
 
 
-async def test_adapters_come_from_whom_a_name_leads_to_while_others_wait_for_theirs(
+async def test_downloads_from_one_name_do_not_wait_for_names_that_do_not_resolve(
     tmp_path: Path, server: NameServer
 ) -> None:
     transfers = PeerClient(lambda: KEYS, None)
@@ -151,7 +151,7 @@ async def test_adapters_come_from_whom_a_name_leads_to_while_others_wait_for_the
         await transfers.close()
 
 
-async def test_a_name_that_no_thread_was_left_for_is_looked_up_again(
+async def test_a_name_is_looked_up_again_after_no_thread_could_be_started(
     server: NameServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(thread: threading.Thread) -> None:
@@ -164,7 +164,7 @@ async def test_a_name_that_no_thread_was_left_for_is_looked_up_again(
     assert await resolve_peers(("quick:1",), resolver) == (("127.0.0.1:1",), [])
 
 
-async def test_an_address_of_a_kind_that_this_machine_has_not_leads_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_address_of_an_unsupported_family_has_no_outward_address(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_socket(*kind: object) -> None:
         raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
 

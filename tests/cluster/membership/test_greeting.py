@@ -42,7 +42,7 @@ def said(one: ClusterProtocol, now: float) -> list[Message | Malformed]:
 
 
 @pytest.mark.parametrize("shown", [None, b"GET / HTTP/1.1", frame(hello("b"), OTHER_KEYS)])
-def test_who_shows_no_key_is_told_nothing(shown: bytes | None) -> None:
+def test_a_peer_without_a_valid_key_gets_no_frame(shown: bytes | None) -> None:
     a = protocol("a")
     a.connected(1, 0.0)
     heard: list[object] = []
@@ -55,7 +55,7 @@ def test_who_shows_no_key_is_told_nothing(shown: bytes | None) -> None:
     assert [output.connection_id for output in a.take_outputs() if isinstance(output, CloseConnection)] == [1]
 
 
-def test_who_shows_a_key_is_greeted() -> None:
+def test_a_peer_with_a_valid_key_gets_a_hello() -> None:
     a = protocol("a")
     a.connected(1, 0.0)
     a.received(1, frame(hello("b")), 0.0)
@@ -66,7 +66,7 @@ def test_who_shows_a_key_is_greeted() -> None:
     assert [type(again) for again in said(a, 0.6)] == [Hello]  # the first one may have been lost
 
 
-def test_of_two_secrets_both_sides_speak() -> None:
+def test_with_different_secrets_both_sides_report_the_reason() -> None:
     a, b = protocol("a"), protocol("b", OTHER_KEYS)
     a.connected(1, 0.0, dialled="b:1")
     b.connected(1, 0.0)
@@ -89,7 +89,7 @@ def test_of_two_secrets_both_sides_speak() -> None:
     assert [output.reason for output in b.take_outputs() if isinstance(output, CloseConnection)] == [UNKNOWN_SECRET]
 
 
-def test_our_own_address_is_dialled_once() -> None:
+def test_the_own_address_is_dialled_once() -> None:
     fleet = Fleet(1)
     fleet.start("a", ["a"])
     fleet.run(10)
@@ -99,7 +99,9 @@ def test_our_own_address_is_dialled_once() -> None:
 
 @pytest.mark.parametrize("we_dial", [False, True])
 @pytest.mark.parametrize("started_s", [-9.0, 9.0])
-def test_of_two_versions_neither_goes_and_each_says_so_once(we_dial: bool, started_s: float) -> None:
+def test_on_a_conflict_of_versions_neither_instance_exits_and_each_reports_it_once(
+    we_dial: bool, started_s: float
+) -> None:
     a = protocol("a", started_s=started_s)
     a.connected(1, 0.0, dialled="z:1" if we_dial else None)
     a.received(1, frame(hello("z", PROTOCOL_VERSION + 1)), 0.1)
@@ -122,7 +124,7 @@ def test_of_two_versions_neither_goes_and_each_says_so_once(we_dial: bool, start
 
 
 @pytest.mark.parametrize("protocol", [PROTOCOL_VERSION, PROTOCOL_VERSION + 1])
-def test_a_greeting_that_says_more_is_of_a_later_version_or_none(protocol: int) -> None:
+def test_a_hello_with_further_fields_is_valid_only_for_another_version(protocol: int) -> None:
     longer = orjson.dumps([*orjson.loads(encode(hello("z", protocol))), {"more": True}])
     if protocol == PROTOCOL_VERSION:
         assert isinstance(decode(longer), Malformed)
@@ -130,7 +132,7 @@ def test_a_greeting_that_says_more_is_of_a_later_version_or_none(protocol: int) 
         assert decode(longer) == hello("z", protocol)
 
 
-async def test_an_instance_of_another_version_gets_one_line_in_the_log_and_ends_nobody(
+async def test_an_instance_of_another_version_is_logged_once_and_ends_no_instance(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with nodes.instances(tmp_path) as running, aiohttp.ClientSession() as session:

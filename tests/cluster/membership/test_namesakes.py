@@ -35,7 +35,7 @@ def complaints(fleet: Fleet, name: str) -> set[PeerRefused]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_they_stop_outbidding_each_other_and_each_names_both_addresses(seed: int) -> None:
+def test_namesakes_stop_raising_their_epochs_and_each_reports_both_addresses(seed: int) -> None:
     fleet = namesakes(seed)
     first, second = (fleet.nodes[name].protocol.members.me.epoch for name in ("one", "two"))
     fleet.run(60)
@@ -51,7 +51,7 @@ def test_they_stop_outbidding_each_other_and_each_names_both_addresses(seed: int
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_who_is_in_already_does_not_end_for_a_namesake(seed: int) -> None:
+def test_an_instance_in_the_cluster_does_not_exit_because_of_a_namesake(seed: int) -> None:
     fleet = namesakes(seed)
     fleet.run(60)
     outputs = [output for name in ("one", "two") for _, output in fleet.nodes[name].outputs]
@@ -62,7 +62,7 @@ def test_who_is_in_already_does_not_end_for_a_namesake(seed: int) -> None:
 
 @pytest.mark.parametrize("how", ["leave", "kill"])
 @pytest.mark.parametrize("gone", ["one", "two"])
-def test_when_one_goes_the_name_is_the_others_again(gone: str, how: str) -> None:
+def test_when_one_namesake_leaves_the_other_gets_the_name(gone: str, how: str) -> None:
     fleet = namesakes()
     fleet.run(30)
     getattr(fleet, how)(gone)
@@ -78,7 +78,7 @@ def test_when_one_goes_the_name_is_the_others_again(gone: str, how: str) -> None
     assert all("a" in set(fleet.nodes[viewer].protocol.peers()) for viewer in ("x", "y"))
 
 
-def test_an_earlier_life_at_another_address_is_outbid_without_a_word() -> None:
+def test_the_record_of_an_earlier_run_at_another_address_is_replaced_without_a_report() -> None:
     members = View("b").members
     members.take_events()
     members.merge(elsewhere(500), 1.0)
@@ -89,7 +89,7 @@ def test_an_earlier_life_at_another_address_is_outbid_without_a_word() -> None:
     assert members.take_events() == []
 
 
-def test_whom_only_a_namesake_lets_hear_is_as_silent_as_it_is() -> None:
+def test_frames_from_another_address_of_a_name_do_not_keep_its_instance_alive() -> None:
     view = View("b")
     for _ in range(100):
         view.wait(0.1)
@@ -98,13 +98,13 @@ def test_whom_only_a_namesake_lets_hear_is_as_silent_as_it_is() -> None:
     assert found.state == MemberState.DEAD
 
 
-def test_of_two_started_in_the_same_moment_one_is_outbid_too() -> None:
+def test_of_two_namesakes_with_one_epoch_one_raises_it() -> None:
     members = View("b").members
     members.merge(MemberUpdate(MemberRecord("me", "z:1", *record("me").order[:3]), ""), 1.0)
     assert members.me.epoch == record("me").epoch + 1
 
 
-def test_who_goes_on_answering_is_not_outbid_for_ever_but_its_end_is() -> None:
+def test_the_epoch_is_raised_three_times_over_live_namesakes_and_always_over_ended_ones() -> None:
     members = View("b").members
     for address in ("other:1", "third:1", "other:1", "third:1", "other:1"):
         members.merge(elsewhere(members.me.epoch + 1, address=address), 1.0)
@@ -189,7 +189,7 @@ TestNamesakes.settings = settings(max_examples=15, stateful_step_count=10, deadl
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_each_says_of_itself_is_not_contradicted_for_ever(seed: int) -> None:
+def test_namesakes_do_not_correct_each_others_entries_without_end(seed: int) -> None:
     fleet = namesakes(seed)
     for name in ("one", "two"):
         fleet.nodes[name].protocol.advertise("by whom", (name,), fleet.now)
@@ -206,7 +206,7 @@ def test_what_each_says_of_itself_is_not_contradicted_for_ever(seed: int) -> Non
 
 @pytest.mark.parametrize("how", ["leave", "kill"])
 @pytest.mark.parametrize("gone", ["one", "two"])
-def test_when_one_goes_what_the_other_said_all_the_time_is_believed(gone: str, how: str) -> None:
+def test_when_one_namesake_leaves_the_others_entries_are_believed(gone: str, how: str) -> None:
     fleet, count = namesakes(), 700
     for name in ("one", "two"):
         for index in range(count):
@@ -218,7 +218,7 @@ def test_when_one_goes_what_the_other_said_all_the_time_is_believed(gone: str, h
     fleet.run_until(lambda: all(one == truth for one in said(fleet)), 60)
 
 
-async def test_the_log_says_which_two_share_a_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_log_names_both_instances_that_share_a_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with nodes.instances(tmp_path) as running:
         x = await running.start("x")
         one = await running.start("one", called="a", peers=(x.address,))

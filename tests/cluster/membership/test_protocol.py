@@ -37,7 +37,7 @@ def outputs(fleet: Fleet, name: str, kind: type) -> list[object]:
 
 
 @pytest.mark.parametrize("size", [2, 5, 12])
-def test_all_see_all_soon_after_the_last_start(size: int) -> None:
+def test_all_instances_see_one_another_within_2_s_of_the_last_start(size: int) -> None:
     fleet = Fleet(size)
     names = [f"n{index}" for index in range(size)]
     for name in names:
@@ -52,7 +52,7 @@ def test_all_see_all_soon_after_the_last_start(size: int) -> None:
         assert outputs(fleet, name, PeerRefused) == []
 
 
-def test_sixty_four_come_together_and_the_next_is_shown_the_way() -> None:
+def test_sixty_four_instances_join_and_the_next_one_is_refused() -> None:
     fleet = Fleet(3, delay_s=0.002)
     for index in range(MAX_LIVE):
         fleet.start(f"n{index:02}", ["n00", "n01"])
@@ -68,7 +68,7 @@ def test_sixty_four_come_together_and_the_next_is_shown_the_way() -> None:
     assert all(fleet.state(name, "late") is None for name in fleet.nodes if name != "late")
 
 
-def test_a_seed_that_comes_late_and_calls_itself_otherwise_is_found() -> None:
+def test_a_seed_that_starts_late_at_another_address_is_found() -> None:
     fleet = Fleet(1)
     fleet.start("a", ["b", "nowhere"])
     fleet.run(5)
@@ -78,7 +78,7 @@ def test_a_seed_that_comes_late_and_calls_itself_otherwise_is_found() -> None:
     assert len(fleet.nodes["a"].protocol._connections) == 1
 
 
-def test_two_of_one_name_are_told_so() -> None:
+def test_an_instance_with_a_name_in_use_is_refused() -> None:
     fleet = fleet_of(2)
     protocol = ClusterProtocol(
         ProtocolSettings("c", "m", "n0", "elsewhere:1"), Keyring((SECRET,)), Random(9), 0.0, WALL_MS
@@ -95,7 +95,7 @@ def test_two_of_one_name_are_told_so() -> None:
     assert answer is not None
 
 
-def test_other_seeds_are_dialled_from_then_on() -> None:
+def test_replaced_seeds_are_dialled() -> None:
     fleet = Fleet(1)
     fleet.start("a")
     fleet.start("b")
@@ -127,7 +127,7 @@ def test_of_two_connections_either_may_break_without_a_suspicion() -> None:
         ({"model": "another"}, "serves another base model"),
     ],
 )
-def test_who_does_not_belong_here_never_enters_a_view(settings: dict[str, object], said: str | None) -> None:
+def test_an_instance_of_another_cluster_is_in_no_view(settings: dict[str, object], said: str | None) -> None:
     fleet = fleet_of(2)
     fleet.start("stranger", ["n0", "n1"], **settings)
     fleet.run(8)
@@ -145,7 +145,7 @@ def test_who_does_not_belong_here_never_enters_a_view(settings: dict[str, object
 
 
 @pytest.mark.parametrize(("name", "address"), [("", "a:1"), ('"', "a:1"), ("x" * 65, "a:1"), ("a", "ä:1")])
-def test_a_name_that_others_could_not_read_does_not_start(name: str, address: str) -> None:
+def test_a_name_or_address_that_others_would_refuse_does_not_start(name: str, address: str) -> None:
     with pytest.raises(ConfigError, match="plain ASCII"):
         ClusterProtocol(ProtocolSettings("c", "m", name, address), Keyring((SECRET,)), Random(1), 0.0, WALL_MS)
 
@@ -167,7 +167,7 @@ def test_a_killed_process_is_suspect_at_once_and_dead_in_three_seconds(seed: int
 
 @pytest.mark.parametrize("loss", [0.0, 0.05])
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_a_machine_that_vanishes_without_a_word_is_dead_within_the_bound(size: int, loss: float) -> None:
+def test_a_machine_that_vanishes_is_dead_within_the_bound(size: int, loss: float) -> None:
     times = []
     for seed in range(4):
         fleet = fleet_of(size, seed)
@@ -180,7 +180,7 @@ def test_a_machine_that_vanishes_without_a_word_is_dead_within_the_bound(size: i
     assert median(times) < 4.5
 
 
-def test_who_leaves_is_never_suspect() -> None:
+def test_an_instance_that_leaves_is_never_suspect() -> None:
     fleet = fleet_of(4)
     fleet.run(0.1)  # the last of them has heard the end of a handshake, too
     fleet.leave("n2")
@@ -196,7 +196,7 @@ def test_who_leaves_is_never_suspect() -> None:
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.5, 5.0])
-def test_a_restart_is_seen_at_once_and_what_it_held_is_put_right(pause: float) -> None:
+def test_a_restart_is_seen_at_once_and_its_old_entries_are_corrected(pause: float) -> None:
     fleet = fleet_of(4)
     fleet.nodes["n2"].protocol.advertise("digest", ("host",), fleet.now)
     fleet.run(1)
@@ -232,7 +232,7 @@ def test_a_partition_heals_into_one_view_within_two_seconds(reset: bool) -> None
     assert all(fleet.state(name, "n5") == MemberState.DEAD for name in fleet.nodes)
 
 
-def test_halves_find_each_other_though_every_seed_is_gone() -> None:
+def test_halves_of_a_partition_find_each_other_without_any_seed() -> None:
     fleet = fleet_of(4)
     fleet.kill("n0")
     fleet.kill("n1")
@@ -275,7 +275,7 @@ def test_views_converge_on_a_network_that_loses_frames(loss: float) -> None:
     assert deaths == []
 
 
-def test_a_loop_that_hangs_for_a_second_is_not_dead_and_accuses_nobody() -> None:
+def test_a_loop_that_hangs_for_a_second_is_not_dead_and_suspects_no_instance() -> None:
     fleet = fleet_of(5)
     for _ in range(5):
         fleet.stick("n1", 1.0)
@@ -310,7 +310,7 @@ def test_a_thousand_adapters_are_known_everywhere_and_after_a_restart_of_all() -
     fleet.run_until(lambda: len(adapters(fleet, "n0")) == 1000, 3)
 
 
-def test_facts_at_rest_cost_nothing() -> None:
+def test_unchanged_entries_cost_no_messages() -> None:
     """Copies that are alike ask nothing; and one that has more does not ask again and again for what is not there."""
     fleet = fleet_of(3)
     fleet.nodes["n0"].protocol.register(RegisteredAdapter("sql", "d" * 64, 8, 1), fleet.now)
@@ -320,7 +320,7 @@ def test_facts_at_rest_cost_nothing() -> None:
     assert (sum(fleet.sent.values()) - before) / (10 * 3 * 2) < 4 + 1  # beats, syncs and their answers
 
 
-def test_loads_are_young_and_an_urgent_one_is_there_at_once() -> None:
+def test_loads_are_recent_and_an_urgent_one_is_sent_at_once() -> None:
     fleet = fleet_of(4)
     fleet.run(2)
     ages = [fleet.nodes["n0"].protocol.state.load(name, fleet.now) for name in ("n1", "n2", "n3")]
@@ -333,7 +333,7 @@ def test_loads_are_young_and_an_urgent_one_is_there_at_once() -> None:
     assert found[0].status == "draining"
 
 
-def test_questions_and_answers_pass() -> None:
+def test_a_query_reaches_its_peer() -> None:
     fleet = fleet_of(2)
     question = PeerQuery(7, False, ("adapter", 128, 0.5))
     assert fleet.nodes["n0"].protocol.send_query("n1", question)
@@ -342,7 +342,7 @@ def test_questions_and_answers_pass() -> None:
     assert outputs(fleet, "n1", QueryReceived) == [QueryReceived("n0", question)]
 
 
-def test_secrets_rotate_under_way() -> None:
+def test_secrets_rotate_without_an_interruption() -> None:
     fleet = fleet_of(3)
     for secrets in ((SECRET, OTHER_SECRET), (OTHER_SECRET, SECRET), (OTHER_SECRET,)):
         for node in fleet.nodes.values():

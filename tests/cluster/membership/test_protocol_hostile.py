@@ -48,7 +48,7 @@ def exchange(one: ClusterProtocol, other: ClusterProtocol, now: float) -> list[t
     return frames
 
 
-def test_recorded_frames_are_worth_nothing_on_another_connection() -> None:
+def test_recorded_frames_are_not_accepted_on_another_connection() -> None:
     one, other, frames = pair()
     frames += exchange(one, other, 0.3)
     victim = ClusterProtocol(
@@ -79,7 +79,7 @@ def test_a_frame_sent_back_or_again_changes_nothing() -> None:
     assert one.members.records() == before[0]
 
 
-def test_a_question_that_comes_twice_is_asked_once() -> None:
+def test_a_repeated_query_is_received_once() -> None:
     one, other, _ = pair()
     other.take_outputs()
     one.send_query("b", PeerQuery(1, False, ("adapter",)))
@@ -90,7 +90,7 @@ def test_a_question_that_comes_twice_is_asked_once() -> None:
     assert other.take_outputs() == [QueryReceived("a", PeerQuery(1, False, ("adapter",)))]
 
 
-def test_rumours_of_a_beat_that_was_replaced_still_go_out() -> None:
+def test_updates_of_a_replaced_heartbeat_are_still_sent() -> None:
     one, other, _ = pair()
     for name in "xyz":
         one.members.merge(MemberUpdate(MemberRecord(name, f"{name}:1", 5, 0, MemberState.ALIVE), ""), 0.3)
@@ -103,7 +103,7 @@ def test_rumours_of_a_beat_that_was_replaced_still_go_out() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), junk=st.lists(st.binary(max_size=60), max_size=8))
-def test_no_bytes_make_it_raise_or_believe(seed: int, junk: list[bytes]) -> None:
+def test_no_bytes_raise_or_change_the_records(seed: int, junk: list[bytes]) -> None:
     rng = Random(seed)
     one, other, frames = pair()
     records = one.members.records()
@@ -119,7 +119,7 @@ def test_no_bytes_make_it_raise_or_believe(seed: int, junk: list[bytes]) -> None
     exchange(one, other, 0.3)
 
 
-def test_a_connection_of_nothing_but_noise_is_closed() -> None:
+def test_a_connection_without_a_valid_frame_is_closed() -> None:
     protocol = lone_protocol()
     protocol.connected(1, 0.0)
     for _ in range(20):
@@ -130,7 +130,7 @@ def test_a_connection_of_nothing_but_noise_is_closed() -> None:
     assert protocol.writable() == []
 
 
-def test_one_that_never_greets_is_closed_and_so_is_one_that_falls_silent() -> None:
+def test_a_connection_without_a_hello_is_closed_and_so_is_a_silent_one() -> None:
     one, other, _ = pair()
     one.connected(2, 0.0)
     other.take_outputs()
@@ -148,7 +148,7 @@ def test_one_that_never_greets_is_closed_and_so_is_one_that_falls_silent() -> No
     assert closed == [(5, 2), (10, 1)]
 
 
-def test_what_a_peer_does_not_read_is_bounded_and_the_newest_beat_replaces_the_older() -> None:
+def test_the_queue_for_a_peer_that_does_not_read_is_bounded_and_keeps_the_newest_heartbeat() -> None:
     one, other, _ = pair()
     now = 0.3
     for step in range(30):
@@ -182,7 +182,7 @@ def exchange_back(source: ClusterProtocol, sink: ClusterProtocol, now: float) ->
         sink.received(1, frame, now)
 
 
-def test_strangers_cannot_take_all_connections() -> None:
+def test_unauthenticated_connections_are_bounded_and_end_no_session() -> None:
     one, _, _ = pair()
     for connection in range(100, 400):
         one.connected(connection, 0.1)
@@ -190,7 +190,7 @@ def test_strangers_cannot_take_all_connections() -> None:
     assert closed == list(range(100, 400 - 128))  # the oldest, and not the one in session
 
 
-def test_who_shows_a_key_is_let_in_however_many_strangers_wait() -> None:
+def test_a_peer_with_a_key_gets_a_session_beside_many_unauthenticated_connections() -> None:
     one = lone_protocol()
     for connection in range(100, 400):
         one.connected(connection, 0.0)
@@ -206,7 +206,7 @@ def test_who_shows_a_key_is_let_in_however_many_strangers_wait() -> None:
     assert set(one.peers()) == {"b"}
 
 
-def test_strangers_keep_us_from_no_connection_that_we_begin() -> None:
+def test_unauthenticated_connections_close_no_dialled_ones() -> None:
     one = lone_protocol()
     for connection in range(60):
         one.connected(connection, 0.0, dialled=f"peer-{connection}:1")
@@ -219,7 +219,7 @@ def test_strangers_keep_us_from_no_connection_that_we_begin() -> None:
     assert all(output.dialled is None for output in closed)
 
 
-def test_strangers_do_not_make_us_forget_which_connection_is_to_ourselves() -> None:
+def test_unauthenticated_connections_do_not_push_out_the_own_nonces() -> None:
     one = lone_protocol()
     one.connected(1, 0.0, dialled="own:1")
     hello = one.pull(1, 0.0)
@@ -234,7 +234,7 @@ def test_strangers_do_not_make_us_forget_which_connection_is_to_ourselves() -> N
     ]
 
 
-def test_a_record_at_no_address_leads_nowhere_and_the_session_goes_on() -> None:
+def test_a_record_without_a_valid_address_is_dropped_and_the_session_continues() -> None:
     one, other, _ = pair()
     before = one.members.records()
     other._peers["a"].send(Sync(False, (MemberRecord("z", "a:1/meta-data/?x=:80", 5, 0, MemberState.ALIVE),), ()))
@@ -247,7 +247,7 @@ def test_a_record_at_no_address_leads_nowhere_and_the_session_goes_on() -> None:
     assert set(one.peers()) == {"b"}
 
 
-def test_of_a_frame_with_one_fact_that_cannot_be_the_others_are_taken() -> None:
+def test_an_invalid_entry_in_a_frame_does_not_keep_out_the_others() -> None:
     one, other, _ = pair()
     good, bad = ("d" * 64, 8, 1), ("../d", 8, 1)
     entries = tuple(Entry(name, value, WALL_MS << 16, "b") for name, value in (("x", good), ("y", bad), ("z", good)))
@@ -265,7 +265,7 @@ def test_a_heartbeat_counts_only_for_its_sender() -> None:
     assert one.members.get("somebody") is None
 
 
-def test_events_name_every_change_once() -> None:
+def test_every_change_of_a_member_is_reported_once() -> None:
     one, _, _ = pair()
     one.take_outputs()
     one.members.merge(MemberUpdate(MemberRecord("z", "z:1", 5, 0, MemberState.ALIVE), ""), 0.1)

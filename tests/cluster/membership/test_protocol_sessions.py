@@ -62,7 +62,7 @@ def used(here: ClusterProtocol, peer: str, connections: tuple[int, ...], now: fl
 
 
 @pytest.mark.parametrize("dialler", ["a", "b"])
-def test_of_two_from_one_side_the_newer_is_used(dialler: str) -> None:
+def test_of_two_connections_dialled_by_one_side_the_newer_is_used(dialler: str) -> None:
     a, b = protocol("a"), protocol("b")
     there = {"a": (a, b), "b": (b, a)}[dialler]
     connect(*there, 1, 0.0)
@@ -71,7 +71,7 @@ def test_of_two_from_one_side_the_newer_is_used(dialler: str) -> None:
 
 
 @pytest.mark.parametrize("first", ["a", "b"])
-def test_of_two_from_both_sides_the_one_that_the_lesser_name_dialled_is_used(first: str) -> None:
+def test_of_two_connections_dialled_by_both_sides_the_lesser_names_is_used(first: str) -> None:
     a, b = protocol("a"), protocol("b")
     number = {"a": 1, "b": 2}  # of the connection that it dials
     second = "b" if first == "a" else "a"
@@ -83,7 +83,7 @@ def test_of_two_from_both_sides_the_one_that_the_lesser_name_dialled_is_used(fir
 
 @pytest.mark.parametrize("dialler", ["survivor", "restarted"])
 @pytest.mark.parametrize("name", ["a", "c"])
-def test_who_was_started_again_is_talked_to_over_its_new_connection(name: str, dialler: str) -> None:
+def test_a_restarted_instance_is_reached_over_its_new_connection(name: str, dialler: str) -> None:
     survivor, before = protocol("b"), protocol(name)
     connect(*((before, survivor) if dialler == "survivor" else (survivor, before)), 1, 0.0)
     restarted = protocol(name, 3.0)  # its machine said nothing of the end of connection 1
@@ -96,7 +96,7 @@ def test_who_was_started_again_is_talked_to_over_its_new_connection(name: str, d
     assert record.state == MemberState.ALIVE
 
 
-def test_the_connection_that_is_not_used_is_closed_after_a_while_and_its_end_disturbs_nobody() -> None:
+def test_the_spare_connection_is_closed_after_2_s_without_a_suspicion() -> None:
     a, b = protocol("a"), protocol("b")
     connect(a, b, 1, 0.0)
     connect(b, a, 2, 0.1, 1)
@@ -138,7 +138,7 @@ def test_what_arrives_over_a_connection_that_is_to_be_closed_is_not_read() -> No
     assert [output for output in b.take_outputs() if isinstance(output, QueryReceived)] == []
 
 
-def test_what_was_asked_over_a_connection_that_broke_is_asked_again_over_the_next() -> None:
+def test_a_compare_over_a_broken_connection_is_repeated_over_the_next_one() -> None:
     a, b = protocol("a"), protocol("b")
     a.register(RegisteredAdapter("poet", "d" * 64, 8, 1), 0.0)
     a.tick(0.0)  # nobody hears the news
@@ -151,7 +151,7 @@ def test_what_was_asked_over_a_connection_that_broke_is_asked_again_over_the_nex
         b.lost(number, 0.2)
 
 
-def test_who_leaves_judges_nobody_and_lets_nobody_in() -> None:
+def test_a_leaving_instance_suspects_no_peer_and_accepts_no_connection() -> None:
     a, b = protocol("a"), protocol("b")
     connect(a, b, 1, 0.0)
     a.take_outputs()
@@ -162,7 +162,7 @@ def test_who_leaves_judges_nobody_and_lets_nobody_in() -> None:
     assert [output.connection_id for output in a.take_outputs() if isinstance(output, CloseConnection)] == [2]
 
 
-def test_a_connection_lost_while_another_was_in_use_is_no_spare_any_more() -> None:
+def test_a_spare_connection_that_was_lost_is_not_used_later() -> None:
     a, b = protocol("a"), protocol("b")
     connect(a, b, 1, 0.0)
     connect(b, a, 2, 0.1, 1)
@@ -179,7 +179,7 @@ def test_a_connection_lost_while_another_was_in_use_is_no_spare_any_more() -> No
 
 
 @pytest.mark.parametrize("later", ["a", "b"])
-def test_of_two_that_do_not_belong_together_the_later_started_is_to_go(later: str) -> None:
+def test_on_a_conflict_of_configuration_the_later_started_instance_must_exit(later: str) -> None:
     a = protocol("a", 1.0 if later == "a" else 0.0, model="m")
     b = protocol("b", 1.0 if later == "b" else 0.0, model="other")
     connect(a, b, 1, 1.0)
@@ -190,7 +190,7 @@ def test_of_two_that_do_not_belong_together_the_later_started_is_to_go(later: st
     assert told == {later: [True], "b" if later == "a" else "a": [False]}
 
 
-def test_of_two_of_one_name_that_know_only_a_third_the_second_is_told_so_until_the_first_is_silent() -> None:
+def test_a_second_instance_of_a_name_is_refused_until_the_first_is_silent() -> None:
     first, third = protocol("a"), protocol("b")
     connect(first, third, 1, 0.0)
     second = ClusterProtocol(ProtocolSettings("c", "m", "a", "elsewhere:1"), KEYS, Random(3), 0.5, WALL_MS + 500)
@@ -203,7 +203,7 @@ def test_of_two_of_one_name_that_know_only_a_third_the_second_is_told_so_until_t
     assert used(third, "a", (1, 3), 2.1) == [3]
 
 
-def test_a_clock_that_is_put_right_under_way_is_right_from_then_on() -> None:
+def test_a_corrected_clock_is_used_without_a_restart() -> None:
     a = ClusterProtocol(ProtocolSettings("c", "m", "a", "a:1"), KEYS, Random("a"), 0.0, 1000)  # just after 1970
     b = protocol("b")
     connect(a, b, 1, 0.0)
@@ -231,11 +231,11 @@ def refuse(one: ClusterProtocol, connection: int, reason: str, now: float) -> li
     return [output.must_exit for output in one.take_outputs() if isinstance(output, RefusedByPeer)]
 
 
-def test_a_cluster_that_is_full_is_left_however_old_one_is() -> None:
+def test_an_instance_exits_if_the_cluster_is_full_whatever_its_start() -> None:
     assert refuse(protocol("a"), 1, CLUSTER_FULL, 0.1) == [True]
 
 
-def test_who_was_in_the_cluster_stays_when_it_is_full_and_dials_again() -> None:
+def test_an_instance_that_was_in_the_cluster_does_not_exit_when_it_is_full() -> None:
     a, b = protocol("a"), protocol("b")
     connect(a, b, 1, 0.0)
     assert refuse(a, 2, CLUSTER_FULL, 0.1) == [False]

@@ -11,19 +11,19 @@ SIGNED = sign_request(KEYS, "GET", "/cluster/x?a=1", NOW_S)
 
 
 @pytest.mark.parametrize("later_s", [-29.0, 0.0, 29.0])
-def test_a_signature_holds_for_half_a_minute_by_clocks_that_differ_a_little(later_s: float) -> None:
+def test_a_signature_is_valid_for_half_a_minute_by_either_clock(later_s: float) -> None:
     assert is_signed_request(KEYS, SIGNED, "GET", "/cluster/x?a=1", NOW_S + later_s)
 
 
 @pytest.mark.parametrize("later_s", [-31.0, 31.0])
-def test_and_no_longer(later_s: float) -> None:
+def test_a_signature_is_not_valid_after_half_a_minute(later_s: float) -> None:
     assert not is_signed_request(KEYS, SIGNED, "GET", "/cluster/x?a=1", NOW_S + later_s)
 
 
 @pytest.mark.parametrize(
     ("method", "path"), [("POST", "/cluster/x?a=1"), ("GET", "/cluster/x?a=2"), ("GET", "/cluster/x")]
 )
-def test_it_is_for_one_request_alone(method: str, path: str) -> None:
+def test_a_signature_is_valid_for_one_request_only(method: str, path: str) -> None:
     assert not is_signed_request(KEYS, SIGNED, method, path, NOW_S)
 
 
@@ -36,5 +36,5 @@ def test_of_several_secrets_the_first_signs_and_all_verify() -> None:
 @pytest.mark.parametrize(
     "value", ["", " ", "1", "x y", "9" * 30 + " a", f"{int(NOW_S * 1000)} é", f"{int(NOW_S * 1000)} "]
 )
-def test_rubbish_is_no_signature(value: str) -> None:
+def test_malformed_signatures_are_not_valid(value: str) -> None:
     assert not is_signed_request(KEYS, value, "GET", "/", NOW_S)

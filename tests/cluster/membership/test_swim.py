@@ -90,7 +90,7 @@ def test_joining_records_is_commutative_associative_and_idempotent(
 
 
 @given(records=st.lists(any_records, max_size=12), seed=st.integers(0, 99))
-def test_rumours_in_any_order_end_in_one_view(records: list[MemberRecord], seed: int) -> None:
+def test_updates_in_any_order_give_one_view(records: list[MemberRecord], seed: int) -> None:
     """Of instances once known; of a stranger's death nothing is kept."""
     views = []
     for shuffled in (records, Random(seed).sample(records, len(records)) + records[:3]):
@@ -105,7 +105,9 @@ def test_rumours_in_any_order_end_in_one_view(records: list[MemberRecord], seed:
 
 @settings(max_examples=200)
 @given(steps=st.lists(st.tuples(any_records, st.booleans(), st.floats(0, 1)), max_size=30))
-def test_nothing_said_of_us_stands_and_no_view_goes_back(steps: list[tuple[MemberRecord, bool, float]]) -> None:
+def test_records_about_this_instance_are_refuted_and_no_record_goes_back(
+    steps: list[tuple[MemberRecord, bool, float]],
+) -> None:
     members = MemberTable(record("me"), TIMING, Random(1), 0.0)
     now = 0.0
     before: dict[str, MemberRecord] = {}
@@ -120,7 +122,7 @@ def test_nothing_said_of_us_stands_and_no_view_goes_back(steps: list[tuple[Membe
             before[known.name] = known
 
 
-def test_a_restart_replaces_its_old_self_at_once_and_is_not_shadowed_by_it() -> None:
+def test_a_restart_replaces_the_record_of_the_earlier_run_at_once() -> None:
     view = View("b")
     view.members.merge(told("b", DEAD, 7), 5.0)
     view.members.merge(told("b", ALIVE, 0, epoch=101), 5.0)
@@ -131,13 +133,13 @@ def test_a_restart_replaces_its_old_self_at_once_and_is_not_shadowed_by_it() -> 
     assert view.events() == []
 
 
-def test_a_restart_is_told_of_even_when_nobody_missed_the_old_one() -> None:
+def test_a_restart_is_reported_even_if_the_earlier_run_was_still_alive() -> None:
     view = View("b")
     view.members.merge(told("b", epoch=101), 1.0)
     assert view.members.take_events() == [MemberChanged(record("b", epoch=101), ALIVE)]
 
 
-def test_we_refute_suspicion_and_death_but_not_once_we_left() -> None:
+def test_this_instance_refutes_suspicion_and_death_until_it_leaves() -> None:
     members = View("b").members
     members.merge(told("me", SUSPECT, 0, by="b"), 1.0)
     assert (members.me.incarnation, members.me.state) == (1, ALIVE)
@@ -166,7 +168,7 @@ def test_a_refuted_suspicion_does_not_come_back() -> None:
     assert view.events() == [("b", SUSPECT), ("b", ALIVE)]
 
 
-def test_a_death_learnt_by_sync_is_a_suspicion() -> None:
+def test_a_death_received_by_sync_counts_as_a_suspicion() -> None:
     view = View("b", "c")
     view.wait(2, hear=("c",), nacks=("c",))
     view.members.merge(told("b", DEAD), view.now, by_sync=True)
@@ -175,7 +177,7 @@ def test_a_death_learnt_by_sync_is_a_suspicion() -> None:
     assert view.state("b") == DEAD
 
 
-def test_an_instance_that_is_heard_is_not_declared_dead() -> None:
+def test_an_instance_whose_frames_arrive_is_not_declared_dead() -> None:
     view = View("b", "c")
     view.wait(1, hear=("b", "c"))
     view.members.merge(told("b", DEAD), view.now)
@@ -194,7 +196,7 @@ def test_a_death_of_a_silent_instance_is_accepted_at_once() -> None:
     assert view.state("b") == DEAD
 
 
-def test_the_death_or_departure_of_a_stranger_is_not_kept() -> None:
+def test_dead_or_left_instances_that_were_unknown_are_not_added() -> None:
     view = View()
     view.members.merge(told("b", DEAD), 0.0)
     view.members.merge(told("b", DEAD), 0.0, by_sync=True)
@@ -221,7 +223,7 @@ def test_a_silent_instance_is_probed_then_suspect_then_dead() -> None:
     assert view.events() == [("b", DEAD)]
 
 
-def test_an_answer_by_way_of_another_is_as_good() -> None:
+def test_an_answer_through_a_relay_counts_as_an_answer() -> None:
     view = View("b", "c")
     for _ in range(20):
         for probe in view.wait(0.1, hear=("c",)):
@@ -229,7 +231,7 @@ def test_an_answer_by_way_of_another_is_as_good() -> None:
     assert view.events() == []
 
 
-def test_an_answer_to_an_old_probe_proves_nothing() -> None:
+def test_an_answer_to_an_old_probe_does_not_end_the_present_one() -> None:
     view = View("b", "c")
     (old,) = view.wait(0.8, hear=("c",))
     view.wait(1.5, hear=("c",))
@@ -241,7 +243,7 @@ def test_an_answer_to_an_old_probe_proves_nothing() -> None:
     assert view.state("b") == DEAD
 
 
-def test_a_broken_connection_is_a_suspicion_at_once_and_a_death_only_in_time() -> None:
+def test_a_broken_connection_makes_suspect_at_once_and_dead_only_after_the_timeout() -> None:
     view = View("b", "c")
     view.wait(1, hear=("b", "c"))
     view.members.lost("b", view.now)
@@ -254,7 +256,7 @@ def test_a_broken_connection_is_a_suspicion_at_once_and_a_death_only_in_time() -
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8, 20, 64])
-def test_shared_suspicions_run_shorter(size: int) -> None:
+def test_suspicions_by_several_instances_last_shorter(size: int) -> None:
     view = View(*(f"n{index}" for index in range(size - 1)))
     low = TIMING.suspect_s * max(1.0, math.log10(size))
     times = [view.members.suspicion_s(accusers) for accusers in range(1, 6)]
@@ -278,7 +280,7 @@ def test_confirmations_count_once_each() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.6, 2, 10, 1000])
-def test_our_own_standstill_is_no_verdict_on_others(seconds: float) -> None:
+def test_a_standstill_of_the_own_loop_makes_no_instance_suspect(seconds: float) -> None:
     view = View("b", "c")
     view.wait(1, hear=("b", "c"))
     view.now += seconds
@@ -310,7 +312,7 @@ def test_a_slow_instance_waits_longer_for_probes() -> None:
     assert doubtful.members.health == 0
 
 
-def test_a_suspect_that_comes_back_by_a_probe_makes_us_well() -> None:
+def test_the_answer_to_a_probe_brings_the_targets_own_record() -> None:
     view = View("b", "c")
     (probe,) = view.wait(0.8, hear=("c",))
     view.members.acked(probe.number, record("b", ALIVE, 3), view.now)
@@ -318,7 +320,7 @@ def test_a_suspect_that_comes_back_by_a_probe_makes_us_well() -> None:
     assert view.members.get("b") == record("b", ALIVE, 3)
 
 
-def test_the_dead_are_forgotten_after_their_time() -> None:
+def test_dead_and_left_instances_are_forgotten_after_forget_s() -> None:
     view = View("b", "c")
     view.members.merge(told("b", LEFT, 1), 0.0)
     view.now = TIMING.forget_s - 1  # one long gap is a standstill of ours, and counts for nothing
@@ -333,7 +335,7 @@ def test_the_dead_are_forgotten_after_their_time() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 5, 20, 63])
-def test_a_rumour_goes_out_a_bounded_number_of_times(size: int) -> None:
+def test_an_update_is_sent_a_bounded_number_of_times(size: int) -> None:
     names = [f"n{index}" for index in range(size)]
     members = View(*names).members
     for _ in range(500):
@@ -343,7 +345,7 @@ def test_a_rumour_goes_out_a_bounded_number_of_times(size: int) -> None:
     assert sent == {told("n1", ALIVE, 1): math.ceil(TIMING.spread * math.log2(size + 2))}
 
 
-def test_newer_word_replaces_what_waits_and_each_accuser_is_told_of() -> None:
+def test_a_newer_update_replaces_a_waiting_one_and_each_accuser_is_sent() -> None:
     members = View("b", "c", "d").members
     while members.updates("d"):
         pass
@@ -354,7 +356,7 @@ def test_newer_word_replaces_what_waits_and_each_accuser_is_told_of() -> None:
     assert members.updates("d") == (told("b", ALIVE, 1),)
 
 
-def test_the_least_sent_goes_first_and_a_frame_is_bounded() -> None:
+def test_the_updates_sent_least_go_first_and_their_number_in_a_frame_is_bounded() -> None:
     names = [f"n{index}" for index in range(40)]
     members = View(*names).members
     seen: set[str] = set()
@@ -365,7 +367,7 @@ def test_the_least_sent_goes_first_and_a_frame_is_bounded() -> None:
     assert seen == {"me", *names}
 
 
-def test_a_suspect_is_told_so_in_every_frame() -> None:
+def test_every_frame_to_a_suspect_carries_the_suspicion() -> None:
     members = View("b", "c").members
     members.lost("b", 0.0)
     for _ in range(100):
@@ -375,7 +377,7 @@ def test_a_suspect_is_told_so_in_every_frame() -> None:
 # ---- bounds
 
 
-def test_the_65th_instance_is_not_taken_in_until_another_goes() -> None:
+def test_the_65th_instance_is_not_admitted_until_another_leaves() -> None:
     names = [f"n{index}" for index in range(MAX_LIVE - 1)]
     members = View(*names).members
     assert not members.admits("late")
@@ -391,7 +393,7 @@ def test_the_65th_instance_is_not_taken_in_until_another_goes() -> None:
     assert members.refused_names == 2
 
 
-def test_invented_names_take_bounded_room() -> None:
+def test_invented_names_take_bounded_memory() -> None:
     members = View().members
     for index in range(2000):
         members.merge(told(f"n{index}"), index * 0.01)

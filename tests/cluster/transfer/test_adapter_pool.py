@@ -20,7 +20,7 @@ from tests.cluster.nodes import KEYS, until
 from tests.cluster.pools import Member, pools, write_folder
 
 
-async def test_what_one_loaded_another_fetches_and_then_holds_too(tmp_path: Path) -> None:
+async def test_an_adapter_loaded_on_one_instance_is_downloaded_and_held_by_another(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b")
         digest = await fleet.load(a, "poet", 1)
@@ -33,7 +33,7 @@ async def test_what_one_loaded_another_fetches_and_then_holds_too(tmp_path: Path
         assert b.stored.digests() == [digest]
 
 
-async def test_layers_are_told_of_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_layers_are_reported_as_they_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("caraserve.lora.manifest._LEAST_CHUNK_BYTES", 1)  # a chunk for each layer
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b")
@@ -53,7 +53,7 @@ async def test_layers_are_told_of_as_they_come(tmp_path: Path, monkeypatch: pyte
         assert told == [layers for layers in range(1, len(ends) + 1) if ends[layers - 1] < ends[-1]] + [len(ends)]
 
 
-async def test_the_second_read_is_from_the_own_disk_also_after_a_restart(tmp_path: Path) -> None:
+async def test_the_second_read_is_from_the_disk_cache_also_after_a_restart(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         (_, b), digest = await fleet.sharing("a", "b")
         await fleet.stop("a")
@@ -66,7 +66,7 @@ async def test_the_second_read_is_from_the_own_disk_also_after_a_restart(tmp_pat
         assert b.node.holders(digest) == {"b": Tier.DISK}
 
 
-async def test_what_is_kept_waits_for_its_name_to_be_known_again(tmp_path: Path) -> None:
+async def test_a_stored_adapter_is_kept_until_its_name_is_received_again(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         (_, b), digest = await fleet.sharing("a", "b")
         await fleet.stop("a")
@@ -78,7 +78,7 @@ async def test_what_is_kept_waits_for_its_name_to_be_known_again(tmp_path: Path)
         assert b.stored.digests() == [digest]
 
 
-async def test_a_kept_file_that_has_changed_is_fetched_again(tmp_path: Path) -> None:
+async def test_a_stored_file_that_has_changed_is_downloaded_again(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         (_, b), digest = await fleet.sharing("a", "b")
         right = (await b.want("poet")).data.copy()
@@ -92,7 +92,7 @@ async def test_a_kept_file_that_has_changed_is_fetched_again(tmp_path: Path) -> 
         await until(lambda: digest in b.stored and path.read_bytes()[-1:] == bytes([content[-1] ^ 1]))
 
 
-async def test_a_kept_file_that_cannot_be_opened_for_a_moment_is_kept(
+async def test_a_stored_file_that_cannot_be_opened_for_a_moment_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with pools(tmp_path) as fleet:
@@ -134,7 +134,7 @@ async def test_a_folder_that_cannot_be_read_for_a_moment_is_still_held(
             assert image.spec.digest == digest
 
 
-async def test_a_folder_that_is_gone_is_held_again_when_it_is_back_and_was_read(tmp_path: Path) -> None:
+async def test_a_folder_that_was_away_is_held_again_once_it_has_been_read(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b")
         digest = await fleet.load(a, "poet", 1)
@@ -151,7 +151,7 @@ def _no_disk(folder: Path, spec: object, into: object) -> HostAdapter:
     raise OSError(errno.EIO, "Input/output error")
 
 
-async def test_bytes_whose_name_cannot_be_served_here_are_kept_for_those_who_can(tmp_path: Path) -> None:
+async def test_bytes_that_cannot_be_served_here_are_kept_while_they_have_a_name(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         (_, b), digest = await fleet.sharing("a", "b")
         num_bytes = (await b.want("poet")).spec.num_bytes
@@ -171,7 +171,7 @@ async def test_bytes_whose_name_cannot_be_served_here_are_kept_for_those_who_can
         assert digest not in b.stored
 
 
-async def test_the_third_gets_it_from_the_second_when_the_first_is_gone(tmp_path: Path) -> None:
+async def test_a_third_instance_downloads_from_the_second_when_the_first_has_left(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         a, b, c = [await fleet.start(name) for name in "abc"]
         digest = await fleet.load(a, "poet", 1)
@@ -183,7 +183,7 @@ async def test_the_third_gets_it_from_the_second_when_the_first_is_gone(tmp_path
         assert b.manager.image(digest) is None
 
 
-async def test_when_all_who_had_it_are_gone_that_is_said_and_others_are_served(tmp_path: Path) -> None:
+async def test_an_adapter_without_a_holder_is_unreachable_and_others_are_served(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b")
         digest = await fleet.load(a, "poet", 1)
@@ -196,7 +196,7 @@ async def test_when_all_who_had_it_are_gone_that_is_said_and_others_are_served(t
         await b.want("chef")
 
 
-async def test_who_cannot_read_its_folder_any_more_is_no_holder(tmp_path: Path) -> None:
+async def test_an_instance_whose_folder_has_changed_is_no_holder(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b")
         digest = await fleet.load(a, "poet", 1)
@@ -207,7 +207,7 @@ async def test_who_cannot_read_its_folder_any_more_is_no_holder(tmp_path: Path) 
         assert a.pool.store.answer("b", (KEEP_QUESTION, digest, 5.0)) == (0,)
 
 
-async def test_a_name_that_gets_another_meaning_gets_it_everywhere(tmp_path: Path) -> None:
+async def test_a_name_that_is_loaded_again_changes_on_all_instances(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         (a, b), old = await fleet.sharing("a", "b")
         new = await fleet.load(a, "poet", 2)
@@ -216,7 +216,7 @@ async def test_a_name_that_gets_another_meaning_gets_it_everywhere(tmp_path: Pat
         assert set(b.node.holders(old)) <= {"a"}
 
 
-async def test_a_name_whose_new_meaning_cannot_be_served_here_is_not_answered_by_its_old_one(tmp_path: Path) -> None:
+async def test_a_name_whose_new_adapter_cannot_be_served_is_not_answered_with_the_old_one(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b")
         old = await fleet.load(a, "poet", 1)
@@ -229,7 +229,7 @@ async def test_a_name_whose_new_meaning_cannot_be_served_here_is_not_answered_by
         a.manager.unpin(running)
 
 
-async def test_a_request_gets_the_meaning_that_its_name_has_by_now(tmp_path: Path) -> None:
+async def test_a_request_gets_the_newest_adapter_of_its_name(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b")
         await fleet.load(a, "poet", 1)
@@ -241,7 +241,7 @@ async def test_a_request_gets_the_meaning_that_its_name_has_by_now(tmp_path: Pat
         assert b.catalog.get("poet").digest == new.digest
 
 
-async def test_a_request_for_what_nobody_has_is_refused_before_it_takes_a_slot(tmp_path: Path) -> None:
+async def test_a_request_for_an_adapter_without_a_holder_is_refused_before_it_is_queued(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b")
         await fleet.load(a, "poet", 1)
@@ -253,7 +253,7 @@ async def test_a_request_for_what_nobody_has_is_refused_before_it_takes_a_slot(t
         assert b.manager.counters.disk_reads == 0
 
 
-async def test_another_name_for_what_lies_in_a_folder_here_is_read_from_there(tmp_path: Path) -> None:
+async def test_another_name_for_an_adapter_in_a_folder_is_read_from_that_folder(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b")
         digest = await fleet.load(a, "poet", 1)
@@ -263,7 +263,7 @@ async def test_another_name_for_what_lies_in_a_folder_here_is_read_from_there(tm
         assert (a.pool.downloader.counts.fetched, a.pool.downloader.counts.failed) == (0, 0)
 
 
-async def test_a_name_given_again_while_its_last_request_ends_stays(tmp_path: Path) -> None:
+async def test_a_name_registered_again_while_its_last_request_runs_is_kept(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b")
         await fleet.load(a, "poet", 1)
@@ -281,7 +281,7 @@ async def test_a_name_given_again_while_its_last_request_ends_stays(tmp_path: Pa
         assert a.node.adapter("poet") == b.node.adapter("poet") == meaning
 
 
-async def test_nobody_fetches_from_itself(tmp_path: Path) -> None:
+async def test_an_instance_is_not_among_its_own_holders(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         a = await fleet.start("a")
         digest = await fleet.load(a, "poet", 1)
@@ -289,7 +289,7 @@ async def test_nobody_fetches_from_itself(tmp_path: Path) -> None:
         assert NodeHolders(a.node).holders(digest) == {}
 
 
-async def test_what_was_removed_is_deleted_and_only_that(tmp_path: Path) -> None:
+async def test_only_the_bytes_of_removed_names_are_deleted(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b")
         digests = {name: await fleet.load(a, name, seed) for seed, name in enumerate(("poet", "chef"))}
@@ -306,7 +306,7 @@ async def test_what_was_removed_is_deleted_and_only_that(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("digest", ["../../etc/passwd", "", "A" * 64, "0" * 63])
-async def test_a_digest_that_is_none_is_neither_adopted_nor_a_path(tmp_path: Path, digest: str) -> None:
+async def test_an_invalid_digest_is_refused(tmp_path: Path, digest: str) -> None:
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b")
         a.node.register(RegisteredAdapter("odd", digest or "x", 8, 10))
@@ -315,7 +315,7 @@ async def test_a_digest_that_is_none_is_neither_adopted_nor_a_path(tmp_path: Pat
         assert not b.knows("odd")
 
 
-async def test_only_who_signs_gets_bytes_and_only_those_that_are_there(tmp_path: Path) -> None:
+async def test_bytes_are_sent_only_for_signed_requests_and_valid_ranges(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         a = await fleet.start("a")
         digest = await fleet.load(a, "poet", 1)
@@ -345,7 +345,7 @@ async def test_only_who_signs_gets_bytes_and_only_those_that_are_there(tmp_path:
                 await wire.close()
 
 
-async def test_files_that_were_not_finished_and_files_of_others_are_no_adapters(tmp_path: Path) -> None:
+async def test_unfinished_and_foreign_files_are_no_adapters(tmp_path: Path) -> None:
     folder = tmp_path / "a.adapters"
     folder.mkdir()
     unfinished, foreign, link = folder / f"{'a' * 64}.part", folder / "notes.txt", folder / ("b" * 64)

@@ -22,7 +22,7 @@ from tests.cluster.nodes import until
 from tests.cluster.pools import Member, pools
 
 
-async def test_a_copy_goes_only_against_anothers_promise(tmp_path: Path) -> None:
+async def test_a_copy_is_deleted_only_with_another_holders_promise(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         (a, b, c), digest = await fleet.sharing("a", "b", "c")
         assert await b.pool.store.try_delete(digest)
@@ -34,7 +34,7 @@ async def test_a_copy_goes_only_against_anothers_promise(tmp_path: Path) -> None
         assert digest in c.stored
 
 
-async def test_nobody_promises_a_folder_that_is_gone(tmp_path: Path) -> None:
+async def test_a_folder_that_is_gone_is_not_promised(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         (a, b), digest = await fleet.sharing("a", "b")
         folder = Path(a.catalog.get("poet").path)
@@ -52,7 +52,7 @@ async def test_a_folder_that_was_only_touched_is_promised(tmp_path: Path) -> Non
         await until(lambda: _promises(a, digest))
 
 
-async def test_what_an_earlier_life_kept_is_promised_once_it_has_been_read(tmp_path: Path) -> None:
+async def test_adapters_stored_by_an_earlier_run_are_promised_once_they_have_been_read(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b")
         digests = [await fleet.load(a, name, seed) for seed, name in enumerate(("poet", "chef"))]
@@ -75,7 +75,7 @@ def _promises(member: Member, digest: str) -> bool:
     return member.pool.store.answer("x", (KEEP_QUESTION, digest, 5.0)) == (1,)
 
 
-async def test_two_that_would_both_delete_keep_one_at_least(tmp_path: Path) -> None:
+async def test_two_instances_that_both_delete_keep_at_least_one_copy(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         (_, b, c), digest = await fleet.sharing("a", "b", "c")
         await fleet.stop("a")
@@ -84,7 +84,7 @@ async def test_two_that_would_both_delete_keep_one_at_least(tmp_path: Path) -> N
         assert digest in b.stored or digest in c.stored
 
 
-async def test_after_a_restart_what_was_promised_is_still_kept(tmp_path: Path) -> None:
+async def test_a_promise_is_kept_after_a_restart(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         (_, b), digest = await fleet.sharing("a", "b")
         assert b.pool.store.answer("a", (KEEP_QUESTION, digest, 30.0)) == (1,)
@@ -105,13 +105,13 @@ async def test_after_a_restart_what_was_promised_is_still_kept(tmp_path: Path) -
         (KEEP_QUESTION, "?", 5.0),
     ],
 )
-async def test_nothing_is_promised_that_is_not_held(tmp_path: Path, body: tuple[str | int | float, ...]) -> None:
+async def test_only_held_adapters_are_promised(tmp_path: Path, body: tuple[str | int | float, ...]) -> None:
     async with pools(tmp_path) as fleet:
         a = await fleet.start("a")
         assert a.pool.store.answer("b", body) == (0,)
 
 
-async def test_a_full_disk_lets_the_least_recently_used_go_if_others_keep_it(tmp_path: Path) -> None:
+async def test_a_full_disk_cache_deletes_the_least_recently_used_adapter_that_others_keep(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         a = await fleet.start("a")
         first = await fleet.load(a, "first", 1)
@@ -127,7 +127,7 @@ async def test_a_full_disk_lets_the_least_recently_used_go_if_others_keep_it(tmp
         await until(lambda: set(a.node.holders(first)) == {"a"})
 
 
-async def test_what_finds_no_room_on_disk_is_served_and_not_held(tmp_path: Path) -> None:
+async def test_an_adapter_without_room_on_disk_is_served_and_not_held(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b", most_bytes=1)
         digest = await fleet.load(a, "poet", 1)
@@ -137,7 +137,7 @@ async def test_what_finds_no_room_on_disk_is_served_and_not_held(tmp_path: Path)
         assert b.pool.store.answer("a", (KEEP_QUESTION, digest, 5.0)) == (0,)
 
 
-async def test_adapters_that_come_at_once_do_not_fill_the_disk_past_its_bound(tmp_path: Path) -> None:
+async def test_concurrent_writes_do_not_exceed_the_disk_caches_size(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         a = await fleet.start("a")
         await fleet.load(a, "n0", 0)
@@ -152,7 +152,7 @@ async def test_adapters_that_come_at_once_do_not_fill_the_disk_past_its_bound(tm
         assert b.pool.store.cache_full == 2
 
 
-async def test_what_cannot_be_written_now_is_counted_and_the_next_is_written(
+async def test_a_failed_write_is_counted_and_the_next_one_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with pools(tmp_path) as fleet:
@@ -173,7 +173,7 @@ async def _too_many_ask(digest: str) -> AsyncIterator[HostAdapter]:
     yield
 
 
-async def test_what_is_kept_where_nobody_can_be_told_is_still_kept(
+async def test_an_adapter_that_cannot_be_advertised_is_still_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with pools(tmp_path) as fleet:
@@ -192,7 +192,7 @@ def _full(digest: str, tier: Tier) -> None:
 # --- lending and writing ---
 
 
-async def test_an_image_whose_asker_has_left_before_it_was_read_does_not_stay_in_memory(
+async def test_an_image_whose_upload_was_cancelled_before_the_read_ended_is_freed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with pools(tmp_path) as fleet:
@@ -215,7 +215,7 @@ async def _borrow(member: Member, digest: str) -> None:
         pass
 
 
-def test_a_file_that_was_written_has_its_name_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_written_file_and_its_name_are_flushed_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda number: flushed.append(Path(f"/proc/self/fd/{number}").resolve().name))
     held = image()
@@ -224,7 +224,7 @@ def test_a_file_that_was_written_has_its_name_on_disk(tmp_path: Path, monkeypatc
     assert flushed == [f"{held.spec.digest}.part", "kept"]
 
 
-def test_without_a_place_of_its_own_an_instance_takes_little_and_clears_what_killed_ones_left(
+def test_a_temporary_disk_cache_is_small_and_deletes_those_of_killed_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -246,9 +246,7 @@ def test_without_a_place_of_its_own_an_instance_takes_little_and_clears_what_kil
     assert disk_bytes(64 << 30, is_temporary=False) == 64 << 30
 
 
-async def test_work_beside_the_requests_that_fails_by_a_defect_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_defect_in_a_background_task_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with pools(tmp_path) as fleet:
         a = await fleet.start("a")
         for tasks in (a.pool._tasks, a.pool.store._tasks):
@@ -273,7 +271,7 @@ async def _a_defect() -> None:
     ],
     ids=["what has no name is looked for", "what an earlier life kept is said", "room is made on disk"],
 )
-async def test_others_have_their_turn_while_all_that_is_held_is_gone_through(
+async def test_loops_over_all_held_adapters_leave_time_for_other_tasks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[[AdapterStore], Coroutine[Any, Any, object]]
 ) -> None:
     async with pools(tmp_path) as fleet:

@@ -112,7 +112,7 @@ async def fetched(world: World, held: HostAdapter = HELD, patience_s: float = 0.
     return got
 
 
-async def test_an_adapter_comes_from_several_holders_and_each_byte_once() -> None:
+async def test_an_adapter_is_downloaded_from_three_holders_and_each_byte_once() -> None:
     world = World(a=Peer(HELD), b=Peer(HELD), c=Peer(HELD), d=Peer(HELD))
     await fetched(world)
     given = [peer.given for peer in world.peers.values()]
@@ -121,7 +121,7 @@ async def test_an_adapter_comes_from_several_holders_and_each_byte_once() -> Non
     assert sum(world.manifests.values()) == 1
 
 
-async def test_who_is_slow_is_not_waited_for_where_another_has_it_too() -> None:
+async def test_a_slow_holder_is_replaced_by_another_one() -> None:
     slow = Peer(HELD)
     slow.answers.clear()
     world = World(a=slow, b=Peer(HELD))
@@ -131,7 +131,7 @@ async def test_who_is_slow_is_not_waited_for_where_another_has_it_too() -> None:
     assert slow.given == []
 
 
-async def test_of_those_who_are_all_slow_none_has_failed_that_gave_something() -> None:
+async def test_slow_holders_that_send_some_chunks_do_not_count_as_failed() -> None:
     """Each gives one chunk of what it is asked for at a time."""
     world = World(a=Peer(HELD), b=Peer(HELD))
     for peer in world.peers.values():
@@ -142,7 +142,7 @@ async def test_of_those_who_are_all_slow_none_has_failed_that_gave_something() -
     assert np.array_equal(got.data, HELD.data)
 
 
-async def test_who_failed_once_and_late_is_asked_again() -> None:
+async def test_a_holder_that_failed_once_after_the_patience_is_tried_again() -> None:
     class Late(World):
         async def manifest(self, address: str, digest: str) -> bytes | TransferFailure:
             if not self.manifests[address]:
@@ -154,7 +154,7 @@ async def test_who_failed_once_and_late_is_asked_again() -> None:
     await fetched(Late(a=Peer(HELD)), patience_s=0.05)
 
 
-async def test_what_a_slow_one_still_owes_another_gives() -> None:
+async def test_the_chunks_that_a_slow_holder_did_not_send_come_from_another() -> None:
     slow, fast = Peer(HELD), Peer(HELD)
     slow.most = 1
     world = World(a=slow, b=fast)
@@ -163,7 +163,7 @@ async def test_what_a_slow_one_still_owes_another_gives() -> None:
     assert (len(slow.given), len(fast.given)) == (1, CHUNKS - 1)
 
 
-async def test_who_is_slow_is_waited_for_where_nobody_else_has_it() -> None:
+async def test_a_slow_holder_is_waited_for_if_it_is_the_only_one() -> None:
     slow = Peer(HELD)
     slow.answers.clear()
     world = World(a=slow)
@@ -173,7 +173,7 @@ async def test_who_is_slow_is_waited_for_where_nobody_else_has_it() -> None:
     assert downloader.counts.fetched == 1
 
 
-async def test_the_first_layers_come_first() -> None:
+async def test_the_first_layers_are_downloaded_first() -> None:
     world = World(a=Peer(HELD))
     await fetched(world)
     assert world.peers["a"].given == sorted(world.peers["a"].given)
@@ -186,7 +186,7 @@ def in_row(chunks: list[int]) -> int:
     return sum(end <= there for end in HELD.spec.layer_ends)
 
 
-async def test_layers_are_told_of_when_all_before_them_are_there_whoever_is_faster() -> None:
+async def test_layers_are_reported_once_all_layers_before_them_are_there() -> None:
     first, second = Peer(HELD), Peer(HELD)
     first.answers.clear()
     world, told = World(a=first, b=second), list[int]()
@@ -209,7 +209,7 @@ async def test_layers_are_told_of_when_all_before_them_are_there_whoever_is_fast
     assert told[-1] == MODEL.layers
 
 
-async def test_what_has_come_right_is_never_asked_for_again() -> None:
+async def test_a_verified_chunk_is_never_requested_again() -> None:
     """It may be read already: nobody may write there any more."""
     slow, other = Peer(HELD), Peer(HELD)
     slow.lingers_after = 2
@@ -220,7 +220,7 @@ async def test_what_has_come_right_is_never_asked_for_again() -> None:
     assert sorted(slow.given + other.given) == [0, *chunk_ends(HELD.spec.layer_ends)[:-1]]
 
 
-async def test_what_a_dead_holder_did_not_give_comes_from_another_and_nothing_twice() -> None:
+async def test_the_chunks_that_a_dead_holder_did_not_send_come_from_another_once() -> None:
     dying, other = Peer(HELD), Peer(HELD)
     dying.dies_after, other.tier = 3, Tier.DISK
     await fetched(World(a=dying, b=other))
@@ -228,13 +228,13 @@ async def test_what_a_dead_holder_did_not_give_comes_from_another_and_nothing_tw
     assert sorted(dying.given + other.given) == [0, *chunk_ends(HELD.spec.layer_ends)[:-1]]
 
 
-async def test_wrong_bytes_of_one_are_taken_from_another() -> None:
+async def test_corrupt_chunks_of_one_holder_are_downloaded_from_another() -> None:
     wrong = Peer(HELD)
     wrong.is_wrong = True
     await fetched(World(a=wrong, b=Peer(HELD)))
 
 
-async def test_who_gave_wrong_bytes_twice_is_not_asked_for_them_again() -> None:
+async def test_a_holder_that_sent_wrong_bytes_twice_is_banned() -> None:
     wrong = Peer(HELD)
     world = World(a=wrong)
     downloader = Downloader(world, world, MODEL, patience_s=0.1)
@@ -245,7 +245,7 @@ async def test_who_gave_wrong_bytes_twice_is_not_asked_for_them_again() -> None:
     assert world.manifests["a"] == 2
 
 
-async def test_after_a_while_it_is_given_another_chance() -> None:
+async def test_a_ban_ends_after_a_minute() -> None:
     now_s = 0.0
     wrong = Peer(HELD)
     wrong.is_wrong = True
@@ -263,14 +263,14 @@ async def test_a_busy_holder_is_waited_for() -> None:
     await fetched(World(a=busy))
 
 
-async def test_a_holder_that_appears_while_it_is_looked_for_is_found() -> None:
+async def test_a_holder_that_appears_during_the_wait_is_used() -> None:
     world = World()
     asyncio.get_running_loop().call_later(0.05, world.peers.update, {"late": Peer(HELD)})
     await fetched(world)
 
 
 @pytest.mark.parametrize("names", [(), ("a",), ("a", "b")])
-async def test_when_no_holder_gives_it_that_is_said_and_counted(names: tuple[str, ...]) -> None:
+async def test_a_download_without_a_holder_that_sends_fails_and_is_counted(names: tuple[str, ...]) -> None:
     world = World(**{name: Peer(HELD) for name in names})
     for peer in world.peers.values():
         peer.is_dead = True
@@ -281,7 +281,7 @@ async def test_when_no_holder_gives_it_that_is_said_and_counted(names: tuple[str
     assert (downloader.counts.fetched, downloader.counts.failed, downloader.in_progress) == (0, 1, 0)
 
 
-async def test_all_fetches_together_have_a_bounded_part_in_progress() -> None:
+async def test_the_bytes_in_progress_of_all_downloads_are_bounded() -> None:
     held = [image(rank=64, seed=seed) for seed in range(6)]
     world = World(**{f"{index}-{copy}": Peer(one) for index, one in enumerate(held) for copy in range(3)})
     downloader = Downloader(world, world, MODEL)
@@ -290,7 +290,7 @@ async def test_all_fetches_together_have_a_bounded_part_in_progress() -> None:
     assert downloader.counts.fetched == 6
 
 
-async def test_one_that_is_larger_than_was_registered_is_refused_before_a_byte_of_it_comes() -> None:
+async def test_an_adapter_larger_than_registered_is_refused_before_its_bytes_are_requested() -> None:
     world = World(a=Peer(HELD))
     with pytest.raises(AdapterRejected, match="more than was registered"):
         await Downloader(world, world, MODEL).fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes - 1))

@@ -105,7 +105,7 @@ class Fleet:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_last_copy_is_deleted_by_nobody(seed: int) -> None:
+def test_the_last_copy_is_never_deleted(seed: int) -> None:
     rng = Random(seed)
     deleted = 0
     for _ in range(WALKS):

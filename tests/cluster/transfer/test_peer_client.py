@@ -39,7 +39,7 @@ async def test_a_cancelled_caller_waits_until_nothing_writes_into_its_memory() -
     await transfers.close()
 
 
-async def test_what_goes_wrong_on_the_thread_is_raised_here() -> None:
+async def test_an_error_on_the_thread_is_raised_in_the_caller() -> None:
     transfers = PeerClient(lambda: KEYS, None)
 
     async def fails() -> None:
