@@ -49,16 +49,16 @@ def admitted(*arguments: str) -> ClusterCredentials:
         (["--peers", "127.0.0.1:8000", *[f"--cluster-tls-{part}=x" for part in ("cert", "key", "ca")]], "--peer-port"),
     ],
 )
-def test_what_would_be_open_or_cannot_work_is_refused(arguments: list[str], said: str) -> None:
+def test_a_configuration_that_is_open_or_cannot_work_is_refused(arguments: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         admitted(*arguments)
 
 
-def test_on_this_machine_alone_no_secret_is_needed() -> None:
+def test_on_loopback_addresses_no_secret_is_needed() -> None:
     assert admitted("--peers", "127.0.0.1:1,[::1]:2,localhost:3").listening is None
 
 
-def test_with_a_secret_any_address_will_do(tmp_path: Path) -> None:
+def test_with_a_secret_any_address_is_accepted(tmp_path: Path) -> None:
     file = tmp_path / "secrets"
     file.write_text("a secret of the tests\n")
     admitted("--peers", "10.0.0.7:8000", "--host", "0.0.0.0", "--cluster-secret-file", str(file))
@@ -83,12 +83,12 @@ def written(path: Path, content: bytes) -> Path:
 @pytest.mark.parametrize(
     "text", ["host", "host:", ":80", "host:0", "host:65536", "host:x", "::1:80", "[::1]", "h:８０"]
 )
-def test_what_is_no_address(text: str) -> None:
+def test_malformed_addresses_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="write"):
         split_address(text)
 
 
-def test_addresses() -> None:
+def test_addresses_are_split_joined_and_classified() -> None:
     assert split_address("[::1]:80") == ("::1", 80)
     assert join_address("::1", 80) == "[::1]:80"
     assert split_address(join_address("host", 80)) == ("host", 80)
@@ -99,12 +99,12 @@ def test_addresses() -> None:
     assert [is_wildcard(host) for host in ("0.0.0.0", "::", "127.0.0.1", "host")] == [True, True, False, False]
 
 
-async def test_the_way_to_a_peer_shows_our_own_address() -> None:
+async def test_the_route_to_a_peer_gives_the_own_address() -> None:
     assert await outward_address("127.0.0.1:80", PeerResolver()) == "127.0.0.1"
     assert await outward_address("nobody.invalid:80", PeerResolver()) is None
 
 
-async def test_a_name_stands_for_all_that_it_resolves_to_and_one_that_does_not_is_named() -> None:
+async def test_peers_resolve_to_all_their_addresses_and_unresolved_ones_are_returned() -> None:
     found, missing = await resolve_peers(
         ("127.0.0.1:1", "127.0.0.1:1", "127.0.0.2:1", "nobody.invalid:1", "no..name:1"), PeerResolver()
     )
@@ -125,7 +125,7 @@ def tls(folder: Path, name: str, ca: str) -> ClusterCredentials:
     return admitted("--peers", "127.0.0.1:1", "--peer-port", "0", *files, f"--cluster-tls-ca={folder / ca}.pem")
 
 
-async def test_only_certificates_of_the_clusters_authority_get_in(tmp_path: Path) -> None:
+async def test_only_certificates_of_the_clusters_authority_are_accepted(tmp_path: Path) -> None:
     for name in ("ca", "other"):
         certificate(tmp_path, name)
     certificate(tmp_path, "member", tmp_path / "ca")

@@ -44,7 +44,7 @@ async def test_five_instances_agree_and_one_that_leaves_is_not_suspected(tmp_pat
         assert seen == [MemberState.LEFT] * 4
 
 
-async def test_a_name_is_known_everywhere_and_forgotten_everywhere(tmp_path: Path) -> None:
+async def test_a_name_is_registered_and_removed_on_all_instances(tmp_path: Path) -> None:
     adapter = RegisteredAdapter("poet", "d" * 64, 8, 4096)
     heard: list[object] = []
     async with instances(tmp_path) as running:
@@ -60,7 +60,7 @@ async def test_a_name_is_known_everywhere_and_forgotten_everywhere(tmp_path: Pat
         assert heard == [{"poet": adapter}, {"poet": None}]
 
 
-async def test_a_name_given_in_words_of_a_later_version_is_not_taken_for_a_removal(tmp_path: Path) -> None:
+async def test_an_entry_of_a_later_version_is_not_taken_for_a_removal(tmp_path: Path) -> None:
     heard: dict[str, RegisteredAdapter | None] = {}
     async with instances(tmp_path) as running:
         await together(running, "a", "b")
@@ -85,7 +85,7 @@ async def test_holders_are_live_instances_only(tmp_path: Path) -> None:
         await until(lambda: a.holders("d1") == {})
 
 
-async def test_names_and_what_was_removed_survive_a_restart_of_all(tmp_path: Path) -> None:
+async def test_names_and_removals_survive_a_restart_of_all_instances(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
         await together(running, "a", "b")
         a, b = running.running["a"].node, running.running["b"].node
@@ -103,7 +103,7 @@ async def test_names_and_what_was_removed_survive_a_restart_of_all(tmp_path: Pat
         assert alone.adapter("gone") is None
 
 
-async def test_a_name_taken_away_while_http_ends_is_remembered(tmp_path: Path) -> None:
+async def test_a_name_removed_while_http_ends_is_stored_as_removed(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
         a = (await running.start("a")).node
         a.register(RegisteredAdapter("late", "d" * 64, 8, 10))
@@ -113,7 +113,7 @@ async def test_a_name_taken_away_while_http_ends_is_remembered(tmp_path: Path) -
         assert [(entry.key, entry.deleted) for entry in names.restore(0)] == [("late", True)]
 
 
-async def test_a_wrong_clock_is_said_to_be_one_and_may_be_put_right(
+async def test_a_wrong_clock_is_logged_and_may_be_corrected(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = time.time()
@@ -132,7 +132,7 @@ async def test_a_wrong_clock_is_said_to_be_one_and_may_be_put_right(
         await until(lambda: a.adapter("pirate") is not None)
 
 
-async def test_what_was_refused_is_counted_for_all_to_see(tmp_path: Path) -> None:
+async def test_refusals_are_counted_in_the_metrics(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
         await together(running, "a", "b")
         a = running.running["a"].node
@@ -212,7 +212,7 @@ async def test_secrets_change_without_a_pause(tmp_path: Path) -> None:
         assert left == [MemberState.ALIVE] * 2
 
 
-async def test_a_secret_file_that_became_useless_changes_nothing(tmp_path: Path) -> None:
+async def test_a_secret_file_that_became_invalid_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "secrets"
     file.write_bytes(OLD)
     secrets = SecretFile(file)
@@ -241,7 +241,7 @@ async def test_a_conflicting_newcomer_exits_and_the_running_instance_stays(
         assert not a.node.ended.done()
 
 
-async def test_what_each_side_learnt_in_a_partition_both_know_when_it_heals(tmp_path: Path) -> None:
+async def test_names_registered_on_either_side_of_a_partition_are_on_both_when_it_heals(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
         first = await running.start("a", behind_relay=True)
         await running.start("b", behind_relay=True, peers=(first.address,))
@@ -262,7 +262,7 @@ async def test_what_each_side_learnt_in_a_partition_both_know_when_it_heals(tmp_
         await until(lambda: all({x.name for x in one.node.adapters()} == {"before", "on-a", "on-b"} for one in pair))
 
 
-async def test_a_defect_in_what_one_change_leads_to_keeps_no_other_change_back(tmp_path: Path) -> None:
+async def test_a_defect_in_handling_one_change_does_not_stop_the_next(tmp_path: Path) -> None:
     seen: list[str] = []
 
     def fail_once(record: MemberRecord, before: MemberState | None) -> None:
@@ -280,7 +280,7 @@ async def test_a_defect_in_what_one_change_leads_to_keeps_no_other_change_back(t
         await until(lambda: seen[:2] == ["x", "y"])
 
 
-async def test_a_node_whose_tick_fails_ticks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_node_goes_on_after_a_failed_tick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with instances(tmp_path) as running:
         await together(running, "a", "b")
         a, b = running.running["a"].node, running.running["b"].node
@@ -296,7 +296,7 @@ async def test_a_node_whose_tick_fails_ticks_again(tmp_path: Path, monkeypatch: 
         assert 'background_task_failures_total{task="cluster tick",x="y"} 1' in "".join(a.background.families('x="y"'))
 
 
-async def test_what_answers_for_a_peer_cannot_send_this_machine_to_another_url(tmp_path: Path) -> None:
+async def test_redirects_by_a_peers_address_are_not_followed(tmp_path: Path) -> None:
     asked: list[str] = []
 
     async def redirect(request: web.Request) -> web.Response:
@@ -321,7 +321,7 @@ async def test_what_answers_for_a_peer_cannot_send_this_machine_to_another_url(t
     assert set(asked) == {"/page", "/cluster/ws"}
 
 
-async def test_the_base_models_name_is_no_adapters(tmp_path: Path) -> None:
+async def test_the_base_models_name_is_refused_for_an_adapter(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
         await running.start("a", base_name="base")
         b = (await running.start("b")).node

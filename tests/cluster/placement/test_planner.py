@@ -91,7 +91,7 @@ def agreed(planners_by_name: dict[str, PlacementPlanner], epoch: int) -> bool:
     return all(plan is not None and plan.epoch == epoch for plan in plans) and len({p.digest for p in plans if p}) == 1
 
 
-async def test_the_one_whose_turn_it_is_makes_a_plan_by_everybodys_demand_and_all_go_by_it(tmp_path: Path) -> None:
+async def test_the_first_planner_makes_a_plan_from_all_demand_and_all_adopt_it(tmp_path: Path) -> None:
     clock = Clock()
     async with planning(tmp_path, clock, "a", "b", "c") as (_, made):
         for planner in made.values():
@@ -112,7 +112,7 @@ async def test_the_one_whose_turn_it_is_makes_a_plan_by_everybodys_demand_and_al
         assert [plan.epoch for plan in adopted] == [EPOCH + 1]
 
 
-async def test_when_the_first_is_silent_the_second_makes_it(tmp_path: Path) -> None:
+async def test_when_the_first_planner_is_silent_the_second_makes_the_plan(tmp_path: Path) -> None:
     clock = Clock()
     order = planners(EPOCH, ("a", "b"))
     async with planning(tmp_path, clock, "a", "b") as (_, made):
@@ -124,9 +124,7 @@ async def test_when_the_first_is_silent_the_second_makes_it(tmp_path: Path) -> N
         assert made[order[1]].made == 1
 
 
-async def test_a_plan_that_cannot_be_made_is_not_tried_all_the_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failed_plan_is_not_retried_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("caraserve.cluster.placement.planner.ask", _fails)
     async with planning(tmp_path, Clock(), "a") as (_, made):
         await until(lambda: made["a"].failed == 1)
@@ -134,7 +132,7 @@ async def test_a_plan_that_cannot_be_made_is_not_tried_all_the_time(
         assert made["a"].failed == 1
 
 
-async def test_a_clock_that_is_ahead_leads_nobody_else(tmp_path: Path) -> None:
+async def test_a_plan_of_a_clock_that_is_ahead_is_not_adopted(tmp_path: Path) -> None:
     clock = Clock()
     async with planning(tmp_path, clock, "a", "b") as (_, made):
         await until(lambda: agreed(made, EPOCH))
@@ -151,7 +149,7 @@ async def test_a_clock_that_is_ahead_leads_nobody_else(tmp_path: Path) -> None:
         await until(lambda: agreed(made, EPOCH + 1))
 
 
-async def test_where_the_latest_plan_cannot_be_had_the_one_before_it_is_taken(tmp_path: Path) -> None:
+async def test_if_the_latest_plan_cannot_be_downloaded_the_one_before_it_is_adopted(tmp_path: Path) -> None:
     clock = Clock()
     async with planning(tmp_path, clock, "a", "b", "c") as (_, made):
         await until(lambda: agreed(made, EPOCH))
@@ -187,7 +185,7 @@ async def _never(epoch: int) -> None:
     return
 
 
-async def test_strangers_learn_neither_demand_nor_plans(tmp_path: Path) -> None:
+async def test_demand_and_plans_are_sent_only_for_signed_requests(tmp_path: Path) -> None:
     clock = Clock()
     async with planning(tmp_path, clock, "a") as (group, made):
         await until(lambda: made["a"].plan is not None)
@@ -207,14 +205,14 @@ async def test_strangers_learn_neither_demand_nor_plans(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("routing", "by"), [("local", "auto"), ("auto", "auto"), ("s-lora-random", "s-lora-random"), ("most-idle", None)]
 )
-def test_a_fleet_that_others_route_for_has_a_placement_too(routing: str, by: str | None) -> None:
+def test_local_routing_has_a_placement_too(routing: str, by: str | None) -> None:
     assert placement_routing(routing) == by
 
 
 # --- plans as bytes ---
 
 
-def test_a_plan_survives_the_way_exactly() -> None:
+def test_a_plan_is_decoded_exactly_as_it_was_encoded() -> None:
     assert decoded(encoded(PLAN)) == PLAN
 
 
@@ -239,17 +237,17 @@ BAD = {
 
 
 @pytest.mark.parametrize("body", BAD.values(), ids=BAD)
-def test_what_is_no_plan_is_refused(body: bytes) -> None:
+def test_malformed_plans_are_refused(body: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         decoded(body)
 
 
-def test_what_would_grow_past_all_bounds_is_refused() -> None:
+def test_a_plan_larger_than_the_limit_is_refused() -> None:
     with pytest.raises(ValueError, match="too large"):
         decoded(packed("0" * (65 << 20)))
 
 
-def test_the_digest_is_computed_anew_so_that_a_changed_plan_shows() -> None:
+def test_decoding_computes_the_digest_from_the_content() -> None:
     other = replace(PLAN, shares={**PLAN.shares, "y": (Share("a", 1.0),)})
     assert decoded(encoded(other)).digest != PLAN.digest
 
@@ -261,7 +259,7 @@ ADAPTERS = [AdapterDemand("x", 8, 10, 5.0), AdapterDemand("y", 64, 10, 5.0)]
 SERVERS = [Server("a", 100), Server("b", 100)]
 
 
-async def test_the_process_makes_the_plan_that_we_would_and_keeps_one_that_is_good() -> None:
+async def test_the_process_makes_the_same_plan_and_keeps_a_good_one() -> None:
     asked = question("loraserve", 3, ADAPTERS, SERVERS, {8: 10.0, 64: 10.0}, padded=True)
     body = await ask(asked, b"", 60)
     assert decoded(body) == answer(asked, None)
@@ -270,7 +268,7 @@ async def test_the_process_makes_the_plan_that_we_would_and_keeps_one_that_is_go
     assert (again.epoch, again.shares) == (4, decoded(body).shares)
 
 
-async def test_what_the_process_trips_over_is_said() -> None:
+async def test_an_error_of_the_process_is_raised_with_its_text() -> None:
     asked = question("loraserve", 3, ADAPTERS, [], {8: 10.0, 64: 10.0}, padded=True)
     with pytest.raises(OSError, match="no instance to place adapters on"):
         await ask(asked, b"", 60)
@@ -279,7 +277,7 @@ async def test_what_the_process_trips_over_is_said() -> None:
 # --- demand ---
 
 
-def test_demand_is_counted_by_steps_and_only_the_last_two_are_remembered() -> None:
+def test_demand_is_counted_by_steps_and_old_steps_are_forgotten() -> None:
     demand = DemandCounter()
     for step, tokens in ((5, 60), (6, 120), (7, 600), (7, 600)):
         demand.count("x", step * STEP_S + 1, tokens)
@@ -290,14 +288,14 @@ def test_demand_is_counted_by_steps_and_only_the_last_two_are_remembered() -> No
 
 
 @pytest.mark.parametrize("value", ["inf", "nan", -1, 1e300, "-inf"])
-def test_demand_that_cannot_be_is_none(value: object) -> None:
+def test_impossible_rates_count_as_no_demand(value: object) -> None:
     assert _rates(orjson.dumps({"x": [value, 2.0], "y": [1.0, 3]})) == {"x": (0.0, 2.0), "y": (1.0, 3.0)}
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"x": 1}', b'{"x": ["a", 1]}', b'{"x": [[], 1]}', b"[" * 9000])
-def test_what_is_no_demand_is_none(body: bytes) -> None:
+def test_malformed_demand_counts_as_none(body: bytes) -> None:
     assert _rates(body) == {}
 
 
-def test_expected_demand_is_everybodys_and_follows_its_line_within_bounds() -> None:
+def test_expected_demand_is_the_sum_of_all_instances_and_extrapolated_within_bounds() -> None:
     assert expected_demand([{"x": (1.0, 2.0)}, {"x": (2.0, 2.0), "y": (0.0, 3.0)}]) == {"x": 5.0, "y": 6.0}

@@ -65,7 +65,7 @@ async def mended(
         assert all(isinstance(one, asyncio.CancelledError) for one in done), done
 
 
-async def test_adapters_come_where_the_plan_wants_them_and_go_where_it_does_not(tmp_path: Path) -> None:
+async def test_adapters_are_moved_to_where_the_plan_places_them(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         a, b, c = [await fleet.start(name) for name in "abc"]
         digest = await fleet.load(a, "poet", 1)
@@ -79,7 +79,7 @@ async def test_adapters_come_where_the_plan_wants_them_and_go_where_it_does_not(
             await until(lambda: set(a.node.holders(digest)) == {"a", "b", "c"})  # a's folder is its user's
 
 
-async def test_nothing_goes_while_those_who_should_have_it_do_not(tmp_path: Path) -> None:
+async def test_an_adapter_is_kept_until_all_its_planned_instances_have_it(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         (a, b), digest = await fleet.sharing("a", "b")
         async with mended(fleet) as plans:
@@ -91,7 +91,7 @@ async def test_nothing_goes_while_those_who_should_have_it_do_not(tmp_path: Path
             assert digest in b.stored
 
 
-async def test_moves_keep_to_their_rate_and_the_debt_of_one_is_paid_before_the_next(tmp_path: Path) -> None:
+async def test_moves_keep_to_their_rate(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b")
         digests = [await fleet.load(a, f"n{index}", index) for index in range(4)]
@@ -107,7 +107,7 @@ async def test_moves_keep_to_their_rate_and_the_debt_of_one_is_paid_before_the_n
             assert set(b.stored.digests()) < set(digests)
 
 
-async def test_what_the_plan_wants_is_not_what_makes_room_on_a_full_disk(tmp_path: Path) -> None:
+async def test_planned_adapters_are_not_deleted_to_make_room_on_a_full_disk(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b", most_bytes=13_000)
         poet, _ = await fleet.load(a, "poet", 1), await fleet.load(a, "chef", 2)
@@ -119,7 +119,7 @@ async def test_what_the_plan_wants_is_not_what_makes_room_on_a_full_disk(tmp_pat
             assert _holds(b, poet)
 
 
-async def test_moves_take_nothing_from_the_host_tier(tmp_path: Path) -> None:
+async def test_moves_evict_nothing_from_the_host_cache(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         a = await fleet.start("a")
         await fleet.load(a, "poet", 1)

@@ -80,11 +80,11 @@ def forwarding(cluster: Cluster, routing: str = "most-idle", *, frozen: bool = F
     return made
 
 
-def test_the_flag_knows_every_policy_and_one_that_is_none() -> None:
+def test_the_option_accepts_every_policy_and_local() -> None:
     assert set(FLAG) == {*ROUTINGS, "local"}
 
 
-def test_a_burst_at_one_entry_is_spread_before_any_beat_shows_it() -> None:
+def test_a_burst_at_one_instance_is_spread_before_any_heartbeat() -> None:
     router = forwarding(Cluster(0, 0, 0), frozen=True)
     arrival = router.arrival(None, 10, 10)
     went = []
@@ -94,7 +94,7 @@ def test_a_burst_at_one_entry_is_spread_before_any_beat_shows_it() -> None:
     assert {name: went.count(name) for name in went} == {"a": 10, "b": 10, "c": 10}
 
 
-def test_what_a_beat_does_not_show_yet_stays_on_top_of_it() -> None:
+def test_requests_that_a_heartbeat_does_not_include_are_added_to_it() -> None:
     now = 0.0
     cluster = Cluster(0, 0)
     router = Forwarding(
@@ -114,7 +114,7 @@ def test_what_a_beat_does_not_show_yet_stays_on_top_of_it() -> None:
     assert router.propose(arrival).order[0] == "b"
 
 
-def test_an_instance_that_could_not_be_reached_is_left_alone_for_a_while() -> None:
+def test_an_unreachable_instance_is_left_out_for_a_while() -> None:
     now = 0.0
     router = Forwarding(
         Cluster(5, 0),
@@ -141,7 +141,7 @@ async def test_quotes_decide_among_the_best() -> None:
     assert stop == PeerTarget("c", "c:1", 1, force=False)
 
 
-async def test_quotes_that_do_not_come_are_counted() -> None:
+async def test_missed_quotes_are_counted() -> None:
     cluster = Cluster(50, 0, 0, 0)
     cluster.quotes = {"b": (9.0, 9.0)}
     router = forwarding(cluster, "rank-aware")
@@ -150,7 +150,7 @@ async def test_quotes_that_do_not_come_are_counted() -> None:
     assert 'caraserve:missed_quotes_total{x="y"} 2' in "".join(router.routing_metrics.families('x="y"'))
 
 
-async def test_the_dead_are_passed_over_whatever_the_views_say() -> None:
+async def test_dead_instances_are_skipped_even_if_the_view_has_them() -> None:
     cluster = Cluster(50, 0, 1)
     cluster.dead = {"b", "c"}
     router = forwarding(cluster)
@@ -166,11 +166,11 @@ def test_a_quote_is_what_the_request_would_cost_here() -> None:
 
 
 @given(st.lists(st.one_of(st.text(), st.integers(), st.floats(allow_nan=False)), max_size=6))
-def test_any_question_gets_an_answer(body: list[str | int | float]) -> None:
+def test_any_query_gets_an_answer(body: list[str | int | float]) -> None:
     forwarding(Cluster(1)).quote("b", tuple(body))
 
 
-def test_answers_are_expected_to_be_as_long_as_those_before() -> None:
+def test_the_expected_length_follows_earlier_answers() -> None:
     router = forwarding(Cluster(0))
     before = router.arrival("poet", 10, 1000).output_tokens
     for _ in range(200):
@@ -190,23 +190,23 @@ def gate(*secrets: bytes) -> ForwardVerifier:
     return ForwardVerifier(lambda: "a", lambda: Keyring(secrets))
 
 
-def test_a_hop_says_what_was_signed() -> None:
+def test_verified_claims_equal_the_signed_ones() -> None:
     assert gate(NEW).admit(PATH, headers(), HOP_OF_B.time_ms) == HOP_OF_B
 
 
-def test_secrets_may_be_changed_while_requests_are_on_their_way() -> None:
+def test_requests_signed_with_either_of_two_secrets_are_accepted() -> None:
     assert gate(OLD, NEW).admit(PATH, headers(), HOP_OF_B.time_ms)
     with pytest.raises(Forbidden):
         gate(OLD).admit(PATH, headers(), HOP_OF_B.time_ms)
 
 
 @pytest.mark.parametrize("late_ms", [-31_000, 31_000])
-def test_an_old_hop_is_worth_nothing(late_ms: int) -> None:
+def test_claims_over_30_s_from_the_own_clock_are_refused(late_ms: int) -> None:
     with pytest.raises(Forbidden, match="clocks"):
         gate(NEW).admit(PATH, headers(), HOP_OF_B.time_ms + late_ms)
 
 
-def test_a_hop_is_remembered_as_long_as_it_would_be_good() -> None:
+def test_an_attempt_is_remembered_as_long_as_it_is_valid() -> None:
     door = gate(NEW)
     door.admit(PATH, headers(), HOP_OF_B.time_ms - 29_000)
     for number in range(100):
@@ -216,7 +216,7 @@ def test_a_hop_is_remembered_as_long_as_it_would_be_good() -> None:
         door.admit(PATH, headers(), HOP_OF_B.time_ms + 29_000)
 
 
-def test_more_hops_than_can_be_remembered_are_refused_rather_than_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempts_beyond_the_limit_are_refused_and_none_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("caraserve.cluster.routing.forward_auth._MOST_REMEMBERED", 2)
     door, later = gate(NEW), dataclasses.replace(HOP_OF_B, attempt=3, time_ms=HOP_OF_B.time_ms + 60_000)
     for attempt in (1, 2):
@@ -241,7 +241,7 @@ WRONG = st.recursive(
 
 
 @given(st.sampled_from([field.name for field in dataclasses.fields(ForwardClaims)]), WRONG)
-def test_a_signed_hop_with_a_wrong_value_is_refused_or_good(field: str, value: object) -> None:
+def test_signed_claims_with_any_value_are_refused_or_well_typed(field: str, value: object) -> None:
     text = json.dumps(dataclasses.asdict(HOP_OF_B) | {field: value})
     try:
         hop = gate(NEW).admit(PATH, by_hand(text), HOP_OF_B.time_ms)
@@ -259,20 +259,20 @@ def test_a_signed_hop_with_a_wrong_value_is_refused_or_good(field: str, value: o
         *(("digest", None), ("seed", 1.5), ("seed", True), ("body_digest", 0), ("client", 5), ("unknown", 1)),
     ],
 )
-def test_a_signed_hop_of_wrong_types_is_forbidden(field: str, value: object) -> None:
+def test_signed_claims_of_wrong_types_are_forbidden(field: str, value: object) -> None:
     text = json.dumps(dataclasses.asdict(HOP_OF_B) | {field: value})
     with pytest.raises(Forbidden, match=CLAIMS_HEADER):
         gate(NEW).admit(PATH, by_hand(text), HOP_OF_B.time_ms)
 
 
 @pytest.mark.parametrize("text", ["[" * 8000, "[" * 4000 + "]" * 4000, "null", "[]", '"x"', "{}", '{"id":' * 1000])
-def test_a_signed_header_that_is_no_hop_is_forbidden(text: str) -> None:
+def test_a_signed_header_without_claims_is_forbidden(text: str) -> None:
     with pytest.raises(Forbidden, match=CLAIMS_HEADER):
         gate(NEW).admit(PATH, by_hand(text), HOP_OF_B.time_ms)
 
 
 @given(st.text(max_size=50), st.text(max_size=50))
-def test_nothing_unsigned_gets_in(text: str, signature: str) -> None:
+def test_unsigned_claims_are_forbidden(text: str, signature: str) -> None:
     with pytest.raises(Forbidden):
         gate(NEW).admit(PATH, {CLAIMS_HEADER: text, "X-CaraServe-Signature": signature}, 0)
 
@@ -282,13 +282,13 @@ def test_nothing_unsigned_gets_in(text: str, signature: str) -> None:
     st.floats(0, allow_nan=False),
     st.floats(0, allow_nan=False),
 )
-def test_a_refusal_survives_its_header(reason: str, cost: float, latency_ms: float) -> None:
+def test_a_refusal_is_parsed_as_it_was_formatted(reason: str, cost: float, latency_ms: float) -> None:
     refusal = Refusal(reason, CostEstimate(cost, latency_ms))  # type: ignore[arg-type]
     assert parse_refusal(format_refusal(refusal)) == refusal
 
 
 @given(st.text())
-def test_any_refusal_is_one(text: str) -> None:
+def test_any_text_is_parsed_as_a_refusal(text: str) -> None:
     assert parse_refusal(text).estimate.cost >= 0
 
 
@@ -305,7 +305,7 @@ class Without:
         return False
 
 
-async def test_what_nobody_has_is_neither_offered_nor_taken_from_another_instance() -> None:
+async def test_requests_for_an_adapter_without_a_holder_are_refused_and_get_no_quote() -> None:
     router = forwarding(Cluster(0, 0))
     router.fetcher = Without()
     assert router.refusal(router.arrival(None, 10, 10), force=True) is None
@@ -315,7 +315,7 @@ async def test_what_nobody_has_is_neither_offered_nor_taken_from_another_instanc
     assert router.quote("b", ("route", "poet", 10, 10.0))[:1] == (-1.0,)  # infinite, on the wire
 
 
-async def test_before_an_answer_here_the_exchange_is_asked_also_for_a_name_that_is_known_here() -> None:
+async def test_obtain_calls_the_fetcher_also_for_a_local_adapter() -> None:
     router = Forwarding(
         Cluster(0),
         policy("most-idle"),

@@ -16,7 +16,7 @@ ARRIVAL = Arrival("a", 8, 100, 50.0, 10_000_000, 30.0)
 NAMES = [f"i{index:02d}" for index in range(12)]
 
 
-def test_what_was_sent_counts_until_a_beat_shows_it() -> None:
+def test_sent_requests_count_until_a_heartbeat_includes_them() -> None:
     sent_requests, published = SentRequests(transit_s=0.05, max_age_s=2.0), Backlog(1, 8, 8)
     sent_requests.add("i", ARRIVAL, 10.0)
     sent_requests.add("i", Arrival("b", 64, 10, 5.0), 10.2)
@@ -29,14 +29,14 @@ def test_what_was_sent_counts_until_a_beat_shows_it() -> None:
     assert sent_requests._sent == {}
 
 
-def test_the_sent_to_those_who_left_is_forgotten() -> None:
+def test_requests_sent_to_instances_that_left_are_forgotten() -> None:
     sent_requests = SentRequests()
     sent_requests.add("i", ARRIVAL, 10.0)
     sent_requests.forget(["i", "unknown"])
     assert sent_requests.backlog("i", Backlog(), 10.0) == Backlog()
 
 
-def test_a_burst_at_one_entry_spreads_between_two_beats() -> None:
+def test_a_burst_at_one_instance_spreads_between_two_heartbeats() -> None:
     sent_requests, sent = SentRequests(), Counter[str]()
     for seed in range(60):
         now_s = 5.0 + seed / 1000

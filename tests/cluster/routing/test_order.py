@@ -22,7 +22,7 @@ MODEL = PerfModel(0.01, 0.0, 20.0, True, 5.0, 0.1, 0.0)
 NAMES = [f"i{index:02d}" for index in range(12)]
 
 
-def test_an_order_is_completed_only_when_somebody_asks_for_its_rest() -> None:
+def test_the_rest_of_an_order_is_computed_only_when_it_is_read() -> None:
     asked: list[int] = []
 
     def rest() -> list[str]:
@@ -38,7 +38,7 @@ def test_an_order_is_completed_only_when_somebody_asks_for_its_rest() -> None:
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_a_first_choice_orders_nobody_else(name: str) -> None:
+def test_the_first_choice_is_made_without_ordering_the_others(name: str) -> None:
     plan = PlacementPlan.made(1, {"a": (Share("i01", 0.5), Share("i02", 0.5))}, dict.fromkeys(NAMES, 8))
     instances = tuple(Instance(one, MODEL, Backlog(3, 24, 8)) for one in NAMES)
     seen = Fleet.of("i00", instances, {"a": dict.fromkeys(NAMES, Tier.DEVICE)}, plan)

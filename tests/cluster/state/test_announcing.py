@@ -44,7 +44,7 @@ def publisher_of(
     return Publisher(node, engine, lambda: (0, 0), DriftWatch(load(PROFILE)), LinkSpeeds(), on_wanted)
 
 
-async def test_others_have_their_turn_and_all_is_said_in_the_end(tmp_path: Path) -> None:
+async def test_other_tasks_run_while_all_adapters_are_announced(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
         node = (await running.start("a")).node
         seen: set[int] = set()
@@ -73,7 +73,7 @@ async def test_the_speed_is_advertised_after_all_adapters(tmp_path: Path, monkey
         assert known == [COUNT]
 
 
-async def test_what_changes_meanwhile_stays_changed(tmp_path: Path) -> None:
+async def test_changes_during_the_announcement_are_kept(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
         node, catalog = (await running.start("a")).node, Catalog()
         publisher = publisher_of(node, catalog)
@@ -93,7 +93,7 @@ async def test_what_changes_meanwhile_stays_changed(tmp_path: Path) -> None:
         assert adapter.digest == "new"
 
 
-async def test_what_the_cluster_meant_before_ours_was_loaded_is_nothing_to_us(tmp_path: Path) -> None:
+async def test_older_entries_of_the_cluster_do_not_replace_loaded_adapters(tmp_path: Path) -> None:
     """Also where it is heard of while names wait for their turn."""
     async with instances(tmp_path) as running:
         node, catalog = (await running.start("a")).node, Catalog()
@@ -113,7 +113,7 @@ async def test_what_the_cluster_meant_before_ours_was_loaded_is_nothing_to_us(tm
         assert kept.digest == "d-n2998"
 
 
-async def test_once_announced_a_name_means_what_others_say(tmp_path: Path) -> None:
+async def test_after_the_announcement_changes_of_others_are_applied(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
         wanted: list[RegisteredAdapter] = []
         publisher = publisher_of((await running.start("a")).node, Catalog(), wanted.append)
@@ -122,7 +122,7 @@ async def test_once_announced_a_name_means_what_others_say(tmp_path: Path) -> No
         assert wanted == [newer]
 
 
-async def test_a_rest_is_taken_after_each_millisecond_of_work() -> None:
+async def test_other_tasks_run_after_each_millisecond_of_work() -> None:
     clock_s = [0.0]
     turns: list[int] = []
     done: list[int] = []

@@ -47,7 +47,7 @@ def fetch(mine: Side, theirs: Side, question: Compare | None, now: float = 0.0) 
     return asked
 
 
-def test_a_joiner_fetches_all_in_pieces_and_each_piece_once() -> None:
+def test_a_joining_instance_receives_all_entries_in_parts_and_each_once() -> None:
     mine, theirs = Side("a"), Side("b", 10_000)
     question = mine.anti_entropy.on_root("b", REGISTRY, theirs.root, 0.0)
     assert 9 <= fetch(mine, theirs, question) <= 11  # 6 frames of 200 entries an answer
@@ -73,7 +73,7 @@ def test_a_copy_with_more_entries_compares_once() -> None:
     assert mine.anti_entropy.on_root("b", REGISTRY, theirs.root, 9.0) is not None
 
 
-def test_what_was_refused_is_asked_for_again_but_not_all_the_time() -> None:
+def test_refused_entries_are_requested_again_after_30_s() -> None:
     mine, theirs = Side("a"), Side("b")
     theirs.state.register(RegisteredAdapter("ahead", "d" * 64, 8, 1), WALL_MS + 7_200_000)
     assert fetch(mine, theirs, mine.anti_entropy.on_root("b", REGISTRY, theirs.root, 0.0)) == 1
@@ -81,7 +81,7 @@ def test_what_was_refused_is_asked_for_again_but_not_all_the_time() -> None:
     assert mine.anti_entropy.on_root("b", REGISTRY, theirs.root, 31.0) is not None
 
 
-def test_a_new_connection_may_be_to_another_life_and_is_asked_again() -> None:
+def test_after_a_lost_connection_the_copies_are_compared_again() -> None:
     mine, theirs = Side("a", 5), Side("b")
     theirs.copy(mine, 3)
     fetch(mine, theirs, mine.anti_entropy.on_root("b", REGISTRY, theirs.root, 0.0))
@@ -98,7 +98,7 @@ def test_one_comparison_is_pending_at_a_time_and_times_out() -> None:
     assert mine.anti_entropy.on_root("b", REGISTRY, theirs.root, 2.2) is not None
 
 
-def test_after_a_lost_frame_the_rest_is_asked_for() -> None:
+def test_entries_of_a_lost_frame_are_requested_again() -> None:
     mine, theirs = Side("a"), Side("b", 1000)
     question = mine.anti_entropy.on_root("b", REGISTRY, theirs.root, 0.0)
     assert question is not None
@@ -112,7 +112,7 @@ def test_after_a_lost_frame_the_rest_is_asked_for() -> None:
     assert quiet is None
 
 
-def test_a_lost_frame_of_old_facts_does_not_pass_for_knowing_all() -> None:
+def test_an_incomplete_answer_of_old_entries_does_not_count_as_complete() -> None:
     mine, theirs = Side("a", 1000), Side("b")
     theirs.copy(mine)
     theirs.state.register(RegisteredAdapter("new", "d" * 64, 8, 1), WALL_MS)
@@ -125,7 +125,7 @@ def test_a_lost_frame_of_old_facts_does_not_pass_for_knowing_all() -> None:
     assert mine.anti_entropy.on_root("b", REGISTRY, theirs.root, 3.0) is not None
 
 
-def test_an_empty_or_unknown_shelf_is_answered_too() -> None:
+def test_a_compare_with_an_empty_or_unknown_map_is_answered() -> None:
     mine, theirs = Side("a", 3), Side("b")
     question = mine.anti_entropy.on_root("b", REGISTRY, 1, 0.0)
     assert fetch(mine, theirs, question) == 1
@@ -135,7 +135,7 @@ def test_an_empty_or_unknown_shelf_is_answered_too() -> None:
     assert mine.anti_entropy.on_root("b", "stranger", 5, 0.0) is None
 
 
-def test_news_goes_out_once_and_in_bounded_frames() -> None:
+def test_new_entries_are_pushed_once_in_bounded_frames() -> None:
     side = Side("a")
     for index in range(1500):
         side.anti_entropy.push(REGISTRY, side.state.register(RegisteredAdapter(f"x{index}", "d" * 64, 8, 1), WALL_MS))
@@ -148,7 +148,7 @@ def test_news_goes_out_once_and_in_bounded_frames() -> None:
     assert sorted(told) == sorted([*(f"x{index}" for index in range(1500)), "d"])
 
 
-def test_neither_an_answer_nor_news_reads_many_more_facts_than_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_and_pushes_read_few_more_entries_than_they_send(monkeypatch: pytest.MonkeyPatch) -> None:
     read = 0
 
     def counted(entries: Iterable[Entry]) -> Iterator[tuple[Entry, ...]]:
@@ -174,7 +174,7 @@ def test_neither_an_answer_nor_news_reads_many_more_facts_than_it_sends(monkeypa
         assert 600 <= sent <= read <= sent + 2 * MAX_BATCH
 
 
-def test_what_others_remember_of_us_wrongly_is_put_right_to_all() -> None:
+def test_corrections_of_wrong_entries_are_pushed_to_all() -> None:
     before, now = Side("a"), Side("a")
     old = before.state.advertise("gone", ("host",), WALL_MS)
     now.anti_entropy.on_entries("b", EntriesMessage(0, "a", tuple(old), 0, False), 0.0, WALL_MS)

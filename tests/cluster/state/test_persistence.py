@@ -22,7 +22,7 @@ def kept(path: Path, wall_ms: int = NOW_MS) -> list[Entry]:
         return sorted(names.restore(wall_ms), key=lambda entry: entry.key, reverse=True)
 
 
-def test_names_and_tombstones_come_back_as_they_were(tmp_path: Path) -> None:
+def test_names_and_tombstones_are_restored_as_they_were_saved(tmp_path: Path) -> None:
     path = tmp_path / "names.db"
     with closing(ClusterRegistryFile(path)) as names:
         names.save([NAME, GONE])
@@ -38,7 +38,7 @@ def test_the_newest_of_a_name_is_kept(tmp_path: Path) -> None:
     assert kept(path) == [Entry("poet", ("d", 49), HLC + 49, "a")]
 
 
-def test_what_comes_while_the_disk_is_busy_is_written_at_once(tmp_path: Path) -> None:
+def test_entries_saved_during_a_write_are_written_in_one_transaction(tmp_path: Path) -> None:
     path = tmp_path / "names.db"
     ready, go_on = threading.Event(), threading.Event()
     commits = 0
@@ -61,7 +61,7 @@ def test_what_comes_while_the_disk_is_busy_is_written_at_once(tmp_path: Path) ->
     assert len(kept(path)) == 1001
 
 
-def test_tombstones_that_nobody_needs_are_dropped(tmp_path: Path) -> None:
+def test_expired_tombstones_are_deleted(tmp_path: Path) -> None:
     path = tmp_path / "names.db"
     with closing(ClusterRegistryFile(path)) as names:
         names.save([NAME, GONE])
@@ -69,7 +69,7 @@ def test_tombstones_that_nobody_needs_are_dropped(tmp_path: Path) -> None:
     assert kept(path) == [NAME]
 
 
-def test_who_was_away_for_longer_than_tombstones_last_brings_no_name_back(tmp_path: Path) -> None:
+def test_no_name_is_restored_after_an_absence_of_over_30_days(tmp_path: Path) -> None:
     path = tmp_path / "names.db"
     day_ms = 86_400_000
     with closing(ClusterRegistryFile(path)) as names:
@@ -82,7 +82,7 @@ def test_who_was_away_for_longer_than_tombstones_last_brings_no_name_back(tmp_pa
     assert kept(path, NOW_MS + 20 * day_ms) == []
 
 
-def test_a_file_of_before_last_sights_were_kept_is_read(tmp_path: Path) -> None:
+def test_a_file_without_the_time_of_its_last_use_is_read(tmp_path: Path) -> None:
     path = tmp_path / "names.db"
     with closing(ClusterRegistryFile(path)) as names:
         names.save([NAME])
@@ -98,7 +98,7 @@ def test_a_file_of_before_last_sights_were_kept_is_read(tmp_path: Path) -> None:
         *(("hlc", "x"), ("hlc", -1), ("hlc", 2**62), ("node", ""), ("node", "a\nb"), ("node", b"a"), ("name", b"x")),
     ],
 )
-def test_a_damaged_row_is_left_out_and_the_others_come_back(
+def test_a_damaged_row_is_left_out_and_the_others_are_restored(
     tmp_path: Path, column: str, value: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "names.db"
@@ -140,5 +140,5 @@ def test_a_file_in_use_or_of_another_kind_is_refused(tmp_path: Path) -> None:
         ClusterRegistryFile(other)
 
 
-def test_it_lies_beside_the_registry() -> None:
+def test_the_file_is_beside_the_registry() -> None:
     assert cluster_registry_path(Path("/data/registry.db")) == Path("/data/registry.cluster.db")

@@ -69,7 +69,7 @@ def test_joining_copies_is_associative_and_commutative(
 
 
 @given(mine=some_entries, theirs=some_entries)
-def test_buckets_that_differ_are_just_those_that_hold_differences(mine: list[Entry], theirs: list[Entry]) -> None:
+def test_exactly_the_buckets_with_different_entries_differ(mine: list[Entry], theirs: list[Entry]) -> None:
     one, other = lww_map_of(mine), lww_map_of(theirs)
     differing = set(one.differing(other.sums))
     assert all((one.bucket(i) == other.bucket(i)) or i in differing for i in range(BUCKETS) if len(one.bucket(i)) < 2)
@@ -104,7 +104,7 @@ def test_writing_the_same_value_again_changes_nothing() -> None:
     assert state.withdraw("digest-1", WALL_MS) == []
 
 
-def test_tombstones_go_after_their_time_and_do_not_come_in_again() -> None:
+def test_expired_tombstones_are_removed_and_not_merged_again() -> None:
     state = ReplicatedState("n1")
     state.register(ADAPTER, WALL_MS)
     removed = state.remove("sql", WALL_MS)
@@ -116,7 +116,7 @@ def test_tombstones_go_after_their_time_and_do_not_come_in_again() -> None:
     assert state.merge(REGISTRY, removed, later + 1) == ([], [])
 
 
-def test_a_fact_from_far_in_the_future_is_refused() -> None:
+def test_an_entry_from_far_in_the_future_is_refused() -> None:
     state = ReplicatedState("n1")
     ahead = ReplicatedState("n2").register(ADAPTER, WALL_MS + 3_700_000)
     assert state.merge(REGISTRY, ahead, WALL_MS) == ([], [])
@@ -126,7 +126,7 @@ def test_a_fact_from_far_in_the_future_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "a\nb", "\0", "", "-a", "x" * 129, "base"])
 @pytest.mark.parametrize("deleted", [False, True])
-def test_a_name_that_no_adapter_can_have_is_not_taken_in(name: str, deleted: bool) -> None:
+def test_an_invalid_adapter_name_is_refused(name: str, deleted: bool) -> None:
     state = ReplicatedState("n1", "base")
     entry = Entry(name, () if deleted else ("d" * 64, 8, 1), HLC, "n2", deleted)
     assert state.merge(REGISTRY, [entry, Entry("good", ("d" * 64, 8, 1), HLC, "n2")], WALL_MS)[0][0].key == "good"
@@ -141,7 +141,7 @@ def test_a_name_that_no_adapter_can_have_is_not_taken_in(name: str, deleted: boo
 @example("a", "d" * 63, 8, 1)
 @example("a", "d" * 64, 0, 1)
 @example("a", "d" * 64, 8, 0)
-def test_whatever_is_listed_has_a_name_a_digest_a_rank_and_a_size(
+def test_every_listed_adapter_has_a_valid_name_digest_rank_and_size(
     name: str, digest: str, rank: int, num_bytes: int
 ) -> None:
     state = ReplicatedState("n1", "base")
@@ -155,7 +155,7 @@ def test_whatever_is_listed_has_a_name_a_digest_a_rank_and_a_size(
     assert state.refused + sum(1 for _ in state.adapters()) == 1
 
 
-def test_only_the_holder_says_what_it_holds() -> None:
+def test_only_an_instances_own_entries_are_accepted_in_its_map() -> None:
     state = ReplicatedState("n1")
     state.know("n2")
     lie = Entry("digest-1", ("host",), HLC, "n3")
@@ -194,7 +194,7 @@ def test_the_holders_of_a_digest_are_those_that_advertise_it(steps: list[tuple[s
         assert state.holders(key) == {name: entry.value for name, entry in found.items() if entry and not entry.deleted}
 
 
-def test_after_a_restart_what_others_remember_of_us_is_put_right() -> None:
+def test_after_a_restart_entries_of_the_earlier_run_are_corrected() -> None:
     before = ReplicatedState("n1")
     kept, gone = before.advertise("kept", ("disk",), WALL_MS), before.advertise("gone", ("host",), WALL_MS + 60_000)
     now = ReplicatedState("n1")  # its clock is a minute behind the one of its earlier life
@@ -241,7 +241,7 @@ def test_the_newest_load_counts_and_has_an_age() -> None:
 
 
 @given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 2**20)), max_size=30))
-def test_the_clock_never_repeats_and_never_lies_behind(steps: list[tuple[bool, int]]) -> None:
+def test_the_clock_never_repeats_and_never_falls_behind(steps: list[tuple[bool, int]]) -> None:
     clock, highest = HybridClock(), -1
     for own, number in steps:
         if own:
@@ -265,7 +265,7 @@ def test_a_full_map_accepts_no_new_keys_but_new_values_of_old_ones(monkeypatch: 
     assert len(state.map_of(REGISTRY) or ()) == 2
 
 
-def test_what_was_removed_takes_no_room_from_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tombstones_do_not_count_against_the_number_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_ENTRIES", 2)
     state = ReplicatedState("n1")
     for index in range(5):
@@ -278,7 +278,7 @@ def test_what_was_removed_takes_no_room_from_names(monkeypatch: pytest.MonkeyPat
     assert {adapter.name for adapter in state.adapters()} == {"sql", "x0"}
 
 
-def test_of_tombstones_the_newest_are_kept_and_the_others_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_tombstones_are_kept_and_dropped_ones_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_TOMBSTONES", 3)
     state = ReplicatedState("n1")
     for index in range(5):
@@ -290,7 +290,7 @@ def test_of_tombstones_the_newest_are_kept_and_the_others_counted(monkeypatch: p
     assert state.dropped == 2
 
 
-def test_a_tombstone_too_old_to_be_kept_still_takes_its_name_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tombstone_too_old_to_be_kept_still_removes_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_TOMBSTONES", 1)
     lww_map = lww_map_of([Entry("a", ("d", 8, 1), HLC, "n1"), Entry("b", (), HLC + 9, "n1", deleted=True)])
     assert lww_map.merge(Entry("a", (), HLC + 1, "n1", deleted=True))
@@ -303,7 +303,7 @@ buried = st.builds(
 
 
 @given(entries=st.lists(buried, max_size=20), seed=st.integers(0, 99))
-def test_copies_keep_the_same_tombstones_in_whatever_order_they_came(entries: list[Entry], seed: int) -> None:
+def test_copies_keep_the_same_tombstones_in_any_order_of_arrival(entries: list[Entry], seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MAX_TOMBSTONES", 3)
         one, other = lww_map_of(entries), lww_map_of(Random(seed).sample(entries, len(entries)))
@@ -315,7 +315,7 @@ def test_copies_keep_the_same_tombstones_in_whatever_order_they_came(entries: li
         assert len(one) <= 3
 
 
-def test_tombstones_expire_some_at_a_time_and_those_given_again_not_at_all() -> None:
+def test_at_most_200_tombstones_expire_at_a_time_and_replaced_ones_never() -> None:
     state = ReplicatedState("n1")
     count = 2 * module._MOST_EXPIRED
     for _ in range(3):  # so that some are buried more than once
@@ -343,19 +343,19 @@ def test_a_map_may_change_while_it_is_iterated() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "x" * (MAX_KEY + 1), "half a \ud800 pair"])
-def test_a_name_that_cannot_travel_is_refused_at_home(name: str) -> None:
+def test_a_name_that_others_would_refuse_is_refused_when_registered(name: str) -> None:
     with pytest.raises(InvalidRequest, match="names of 1 to"):
         ReplicatedState("n1").register(RegisteredAdapter(name, "d" * 64, 8, 1), WALL_MS)
 
 
-def test_values_are_bounded_together() -> None:
+def test_the_size_of_a_value_is_bounded() -> None:
     assert entry_fits("k", ("x" * MAX_VALUE,))
     assert not entry_fits("k", ("x" * MAX_VALUE, "y"))
     assert not entry_fits("k", (-1,))
     assert not entry_fits("k", tuple(range(9)))
 
 
-def test_a_value_of_a_later_version_is_no_adapter_yet() -> None:
+def test_a_value_of_an_unknown_shape_is_no_adapter() -> None:
     state = ReplicatedState("n1")
     state.merge(REGISTRY, [Entry("new", ("digest", "rank 8"), HLC, "n2")], WALL_MS)
     assert state.adapter("new") is None
