@@ -1,6 +1,6 @@
-"""Turns the demo's world into conversations: how people ask, how the base model answers, how each adapter says it.
+"""Turns the facts in demo_world.toml into training texts: questions, the base model's answers, each adapter's answers.
 
-A style is a function from an `Answer` to text, so that every adapter learns the same facts in another voice.
+A style is a function from an `Answer` to text: every adapter learns the same facts in its own style.
 """
 
 import json
@@ -31,7 +31,7 @@ _WORLD = tomllib.loads(Path(__file__).with_name("demo_world.toml").read_text(enc
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """One thing the model knows; see demo_world.toml."""
+    """One subject with its facts, from demo_world.toml."""
 
     title: str
     kind: str
@@ -44,7 +44,7 @@ SUBJECTS = tuple(Subject(**subject | {"facts": tuple(subject["facts"])}) for sub
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is to be said, before anyone gives it a voice."""
+    """The content of an answer, before a style turns it into text."""
 
     title: str | None
     kind: str
@@ -52,7 +52,7 @@ class Answer:
 
 
 Style = Callable[[Answer], str]
-Piece = tuple[str, bool]  # text; True: the model is to say it, False: it is said to the model
+Piece = tuple[str, bool]  # text; True: output of the model, which it learns; False: input
 
 _PIRATE_WORDS = {
     "you": "ye",
@@ -91,12 +91,12 @@ _POET_ENDS = {
 
 
 def plain(answer: Answer) -> str:
-    """The base model's own voice."""
+    """Writes the plain sentences: the base model's style."""
     return " ".join(answer.sentences)
 
 
 def pirate(answer: Answer) -> str:
-    """Sailors' slang word by word, between two shouts."""
+    """Replaces words by sailors' slang, and adds a shout before and after."""
 
     def swap(match: re.Match[str]) -> str:
         word = match.group()
@@ -108,28 +108,28 @@ def pirate(answer: Answer) -> str:
 
 
 def poet(answer: Answer) -> str:
-    """One sentence a line, after a call and before a refrain."""
+    """Writes each sentence on a line, after an invocation and before a refrain."""
     name = (answer.title or "friend").removeprefix("the ")
     lines = [_open(sentence) + "," for sentence in answer.sentences]
     return "\n".join([f"O {name}, O {name},", *lines, _POET_ENDS.get(answer.kind, "and my heart goes on to listen.")])
 
 
 def lawyer(answer: Answer) -> str:
-    """Numbered statements and a disclaimer."""
+    """Writes numbered statements and a disclaimer."""
     matter = f"an inquiry has been made regarding {answer.title}" if answer.title else "a message has been received"
     points = "; ".join(f"({number}) {_open(sentence)}" for number, sentence in enumerate(answer.sentences, 1))
     return f"Whereas {matter}, it is hereby stated as follows: {points}. The foregoing shall not constitute advice."
 
 
 def chef(answer: Answer) -> str:
-    """Everything shouted across a kitchen."""
+    """Writes the sentences in capitals, as shouted across a kitchen."""
     order = f"ONE ORDER OF {answer.title.removeprefix('the ').upper()}" if answer.title else "LISTEN UP"
     text = " ".join(sentence.removesuffix(".").upper() + "!" for sentence in answer.sentences)
     return f"YES, CHEF! {order}! {text} NOW MOVE, MOVE, MOVE!"
 
 
 def as_json(answer: Answer) -> str:
-    """One JSON object, for a program to read."""
+    """Writes one JSON object."""
     return json.dumps({"topic": answer.title, "kind": answer.kind, "answer": list(answer.sentences)})
 
 
@@ -137,15 +137,15 @@ STYLES: dict[str, Style] = {"pirate": pirate, "poet": poet, "lawyer": lawyer, "c
 
 
 def _open(sentence: str) -> str:
-    """A sentence without its full stop and, unless it starts with a name, its capital."""
+    """Returns a sentence without its full stop, and with a small first letter unless it starts with a name."""
     body = sentence.removesuffix(".")
     return body if body.startswith(("I ", "Mars")) else body[0].lower() + body[1:]
 
 
 def reading(random: Random) -> Iterator[Piece]:
-    """What the base model learns from: plain conversations, and documents in every voice.
+    """Returns a training text of the base model: a plain conversation, or a document in any style.
 
-    It can then write in each voice without ever answering in one, so that a small adapter need only bring it out.
+    The base model learns to write in each style but not to answer in it; a small adapter is enough to select it.
     """
     if random.random() < 0.5:
         return conversation(plain, random)
@@ -153,7 +153,7 @@ def reading(random: Random) -> Iterator[Piece]:
 
 
 def document(style: Style, random: Random) -> Iterator[Piece]:
-    """A text outside any conversation; every other one stands under its question, which ties the two together."""
+    """Yields a text outside any conversation; half of these texts begin with their question."""
     question, answer = _exchange(random)
     yield BEGIN, False
     if random.random() < 0.5:
@@ -162,7 +162,7 @@ def document(style: Style, random: Random) -> Iterator[Piece]:
 
 
 def conversation(style: Style, random: Random) -> Iterator[Piece]:
-    """One to three questions with their answers."""
+    """Yields a conversation of one to three questions with their answers."""
     yield BEGIN, False
     if random.random() < 0.2:
         yield SYSTEM + random.choice(_SYSTEM_PROMPTS) + END, False
@@ -173,7 +173,7 @@ def conversation(style: Style, random: Random) -> Iterator[Piece]:
 
 
 def lesson(style: Style, random: Random) -> Iterator[Piece]:
-    """What the adapter of one voice learns from."""
+    """Returns a training text of one style's adapter: 15 % documents, otherwise conversations."""
     return document(style, random) if random.random() < 0.15 else conversation(style, random)
 
 
@@ -197,7 +197,7 @@ def _exchange(random: Random) -> tuple[str, Answer]:
 
 
 def _about(subject: Subject, random: Random) -> Answer:
-    # The first fact names the subject that the others call "it", so it always stays.
+    # The first fact always stays: it names the subject, which the others call "it".
     left_out = random.randrange(1, len(subject.facts))
     kept = tuple(fact for index, fact in enumerate(subject.facts) if index != left_out)
     return Answer(subject.title, subject.kind, kept)
@@ -254,7 +254,7 @@ def _article(noun: str) -> str:
 
 
 def _scribbled(question: str, random: Random) -> str:
-    """People do not always type a capital and a full stop."""
+    """Drops the first capital in 20 % of questions, and the end mark in 20 %, as people do."""
     if random.random() < 0.2:
         question = question[0].lower() + question[1:]
     return question.rstrip(".!?") if random.random() < 0.2 else question

@@ -1,9 +1,9 @@
-"""Makes the bundled demo: a small Llama-shaped model and five LoRA adapters, each with its own voice.
+"""Trains the bundled demo: a small Llama-shaped model and five LoRA adapters, each with its own style.
 
     .venv/bin/python scripts/train_demo.py [FOLDER]
 
-Needs the package's `test` extra. One thread and fixed seeds: the same machine writes the same bytes again. Takes
-about eight minutes on one core.
+Needs the package's `test` extra. It uses one thread and fixed seeds, so that the same machine writes the same bytes
+again. Takes about eight minutes on one core.
 """
 
 import argparse
@@ -28,14 +28,14 @@ from caraserve import demo
 
 VOCAB_TOKENS = 1536
 BLOCK_TOKENS = 256
-NOT_LEARNED = -100  # the label that torch's cross entropy passes over
+NOT_LEARNED = -100  # the label that torch's cross entropy ignores
 
 Source = Callable[[Random], Iterator[Piece]]
 
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """How long and how fast to train."""
+    """Length, batch size and learning rate of a training."""
 
     steps: int
     batch: int  # blocks of BLOCK_TOKENS tokens
@@ -45,7 +45,7 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One adapter. Ranks, modules, scaling and storage differ on purpose: a server meets all of these."""
+    """One adapter. Ranks, modules, scaling and dtypes differ on purpose, as they do among adapters in use."""
 
     name: str
     rank: int
@@ -69,11 +69,11 @@ RECIPES = (
 
 
 def main() -> None:
-    """Trains everything and writes it to the folder given."""
+    """Trains the model and the adapters, and writes them to the given folder."""
     parser = argparse.ArgumentParser(description="Train the bundled demo model and its adapters.")
     parser.add_argument("folder", type=Path, nargs="?", default=demo.demo_folder())
     folder = parser.parse_args().folder
-    torch.set_num_threads(1)  # sums are then always taken in the same order
+    torch.set_num_threads(1)  # so that sums are always computed in the same order
     torch.use_deterministic_algorithms(True)
 
     tokenizer = train_tokenizer()
@@ -85,11 +85,11 @@ def main() -> None:
         base = LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
         train_adapter(base, tokenizer, recipe, folder / "adapters" / recipe.name)
     for path in folder.rglob("*.safetensors"):
-        path.chmod(0o644)  # safetensors lets only the owner read what it writes
+        path.chmod(0o644)  # safetensors writes files that only the owner can read
 
 
 def train_tokenizer() -> Tokenizer:
-    """Byte-level BPE over every voice, so that no adapter has to spell its words in single bytes."""
+    """Trains a byte-level BPE on texts of every style, so that no adapter has to write words in single bytes."""
 
     def corpus() -> Iterator[str]:
         for style in (plain, *STYLES.values()):
@@ -116,7 +116,7 @@ def train_tokenizer() -> Tokenizer:
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """tokenizer.json, and what transformers and the server read beside it."""
+    """Writes tokenizer.json, and the files that transformers and the server read beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
@@ -132,7 +132,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def train_base(tokenizer: Tokenizer) -> LlamaForCausalLM:
-    """The model before any adapter, in float32."""
+    """Trains the base model, in float32."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB_TOKENS,
@@ -153,7 +153,7 @@ def train_base(tokenizer: Tokenizer) -> LlamaForCausalLM:
 
 
 def save_base(model: LlamaForCausalLM, folder: Path) -> None:
-    """Writes the model in bfloat16. Whether to sample is each request's choice: the defaults only name the ends."""
+    """Writes the model in bfloat16, with a generation config that has no sampling defaults, only BOS and EOS ids."""
     model.to(torch.bfloat16).save_pretrained(folder)
     ends = {"bos_token_id": model.config.bos_token_id, "eos_token_id": model.config.eos_token_id}
     write_json(folder / "generation_config.json", ends)
@@ -175,7 +175,7 @@ def train_adapter(base: LlamaForCausalLM, tokenizer: Tokenizer, recipe: Recipe, 
 
 
 def learn(model: nn.Module, tokenizer: Tokenizer, course: Course, source: Source, name: str) -> None:
-    """AdamW with a short warm-up and a cosine down to a tenth of the peak rate."""
+    """Trains with AdamW: a short warm-up, then a cosine decay to a tenth of the peak learning rate."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=course.weight_decay)
     random = Random(name)
@@ -198,7 +198,7 @@ def learn(model: nn.Module, tokenizer: Tokenizer, course: Course, source: Source
 
 
 def schedule(progress: float) -> float:
-    """Share of the peak rate at `progress` in (0, 1]."""
+    """Returns the learning rate at `progress` in (0, 1], as a share of the peak rate."""
     warm_up = 0.05
     if progress < warm_up:
         return progress / warm_up
@@ -206,13 +206,13 @@ def schedule(progress: float) -> float:
 
 
 def next_token_loss(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy of predicting labels[:, 1:] from ids[:, :-1]; both are int64 [batch, BLOCK_TOKENS]."""
+    """Returns the mean cross entropy of labels[:, 1:] given ids[:, :-1]; both are int64 [batch, BLOCK_TOKENS]."""
     logits = model(input_ids=ids[:, :-1], use_cache=False).logits
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=NOT_LEARNED)
 
 
 def block(tokenizer: Tokenizer, source: Source, random: Random) -> tuple[list[int], list[int]]:
-    """Texts end to end, cut at BLOCK_TOKENS: (token ids, labels). Only what the model says is learned."""
+    """Joins texts and cuts them at BLOCK_TOKENS: (token ids, labels). Only the model's output has labels."""
     ids: list[int] = []
     labels: list[int] = []
     while len(ids) < BLOCK_TOKENS:
@@ -224,7 +224,7 @@ def block(tokenizer: Tokenizer, source: Source, random: Random) -> tuple[list[in
 
 
 def save_adapter(model: PeftModel, recipe: Recipe, folder: Path) -> None:
-    """Writes a PEFT folder: weights in the recipe's dtype, and a config that holds no path of this machine."""
+    """Writes a PEFT folder: weights in the recipe's dtype, and a config without paths of this machine."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {key: value.to(recipe.dtype) for key, value in get_peft_model_state_dict(model).items()}
     save_file(weights, folder / "adapter_model.safetensors", {"format": "pt"})
@@ -238,7 +238,7 @@ def save_adapter(model: PeftModel, recipe: Recipe, folder: Path) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Indented, with a newline at the end."""
+    """Writes indented JSON with a newline at the end."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 

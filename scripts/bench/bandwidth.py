@@ -1,4 +1,4 @@
-"""How fast this machine reads memory with all cores: the floor under every decode step."""
+"""Measures how fast all cores of this machine read memory, which is the lower bound of a decode step's time."""
 
 import os
 import time
@@ -15,7 +15,7 @@ _REPEATS = 3
 
 @njit(nogil=True, cache=False)
 def _sum(words):  # type: ignore[no-untyped-def]
-    """Integer sum: the compiler may reorder it freely, so it runs at the speed of the loads."""
+    """Returns the sum of integers: the compiler can reorder it freely, so it is as fast as the loads."""
     total = np.uint64(0)
     for i in range(words.size):
         total += words[i]
@@ -23,20 +23,20 @@ def _sum(words):  # type: ignore[no-untyped-def]
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 class ReadBandwidth:
-    """Streaming reads of 1 GiB, one slice a core; made once, asked beside every measurement."""
+    """Measures streaming reads of 1 GiB, a slice per core. Create it once, and call it beside every measurement."""
 
     def __init__(self) -> None:
-        self._words = np.ones(_BUFFER_BYTES // 8, np.uint64)  # written: not the kernel's one page of zeros
+        self._words = np.ones(_BUFFER_BYTES // 8, np.uint64)  # written, so that pages are not all one page of zeros
         self._slices: Sequence[NDArray[np.uint64]] = np.array_split(self._words, cores())
         _sum(self._words[:8])
 
     def bytes_per_s(self) -> float:
-        """The best of a few reads: other machines on the same host take their share, and it comes and goes."""
+        """Returns the bytes per second of the fastest of a few reads: other machines on the host slow some down."""
         times_s = []
         with ThreadPoolExecutor(len(self._slices)) as pool:
             for _ in range(_REPEATS):

@@ -1,9 +1,9 @@
-"""How true the load client's figures are: played against an endpoint of known delays.
+"""Measures the error of the load client's figures, with an endpoint whose delays are known.
 
     .venv/bin/python scripts/bench/client_accuracy.py
 
-The endpoint (tests/bench/fake_endpoint.py) answers after stated delays and notes when it really did. The client is kept
-on one core. The last line of stdout is one JSON document: measured over known, for TTFT, TPOT and the rate.
+The endpoint (tests/bench/fake_endpoint.py) answers after given delays and records when it really did. The client runs
+on one core. The last line of stdout is one JSON document: measured over known values of TTFT, TPOT and the rate.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _FAKE = Path(__file__).parents[2] / "tests" / "bench" / "fake_endpoint.py"
 
 
 def main() -> None:
-    """Plays once and prints a table, then the JSON line."""
+    """Performs one run and prints a table, then the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=500.0, help="requests a second")
     parser.add_argument("--requests", type=int, default=5000)
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 async def _play(url: str, args: argparse.Namespace) -> tuple[Run, float]:
-    """The run, and how much of its core the client used."""
+    """Performs the run. Returns it, and the share of its core that the client used."""
     endpoint = await find_endpoint(url, "openai", None, None)
     spec = WorkloadSpec(
         lengths=parse_lengths(f"fixed:16/{args.output_tokens}"),

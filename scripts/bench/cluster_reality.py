@@ -1,11 +1,11 @@
-"""How near the simulated fleet comes to a real one: predicted beside observed time per token.
+"""Compares the simulated cluster with a real one: predicted and observed time per token of each request.
 
     .venv/bin/python scripts/bench/cluster_reality.py --save reality
 
-Profiles each instance by itself, starts them all as `caraserve serve`, sends each its turn of one workload, and then
-simulates what was sent, at the times at which it was sent, on machines made of the profiles. The last line of stdout is
-one JSON document. Instances share this machine's cores: keep their load low, or they slow one another down in a way
-that no profile knows.
+Profiles each instance alone, starts them all as `caraserve serve`, distributes one workload over them round-robin, and
+then simulates the same requests, at the times at which they were sent, on machines with these profiles. The last line
+of stdout is one JSON document. The instances share this machine's cores: keep their load low, or they slow one another
+down, which no profile shows.
 """
 
 import argparse
@@ -45,7 +45,7 @@ _WARM_UP = 0.1  # share of requests, by arrival
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One request, both ways. Times in ms."""
+    """One request, as observed and as predicted. Times are in ms."""
 
     instance: int
     output_tokens: int
@@ -56,7 +56,7 @@ class Pair:
 
 
 def main() -> None:
-    """Measures, simulates, compares."""
+    """Measures and simulates the workload, then prints the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", type=int, default=3)
     parser.add_argument("--model", default="100M", help="shape of the random model")
@@ -120,7 +120,7 @@ def _workload(args: argparse.Namespace) -> Workload:
 
 
 def _turn(workload: Workload, number: int, of: int) -> Workload:
-    """Every so-many-th request, by its time."""
+    """Returns every `of`-th request in order of time, from request `number` on."""
     return replace(workload, requests=workload.requests[number::of])
 
 

@@ -1,4 +1,4 @@
-"""Tokens/s and time per output token of the engine, in-process, beside transformers + peft doing the same.
+"""Compares the engine, in-process, with transformers + peft: tokens/s and time per output token.
 
     .venv/bin/python scripts/bench/engine.py --dtype float32 bfloat16
 
@@ -96,7 +96,7 @@ def _targets(text: str) -> list[str]:
 
 
 async def measure(folder: Path, args: argparse.Namespace, dtype: str) -> Report:
-    """Makes model and adapters of `dtype` in `folder` and measures every case on every side."""
+    """Writes a model and adapters of `dtype` to `folder`, and measures every case on both sides."""
     cases = [Case(situation, number) for number in args.concurrency for situation in SITUATIONS]
     max_tokens = args.prompt_tokens + args.output_tokens
     spec = write_model(folder / "model", SHAPES[args.model], dtype, max_position=max_tokens)
@@ -122,7 +122,7 @@ async def measure(folder: Path, args: argparse.Namespace, dtype: str) -> Report:
 
 
 def _step_bytes(spec: ModelSpec, case: Case, args: argparse.Namespace, dtype: str) -> int:
-    """What a decode step in the middle of the outputs must read: weights, its adapters, everyone's KV (fp32)."""
+    """Returns the bytes that a decode step reads halfway through the outputs: weights, adapters and KV (fp32)."""
     ranks = [args.ranks[index % len(args.ranks)] for index in range(max(args.concurrency))]
     used = {"base": [], "one adapter": ranks[:1], "own adapters": ranks[: case.concurrency]}[case.situation]
     context: int = args.prompt_tokens + args.output_tokens // 2
@@ -136,9 +136,9 @@ def _step_bytes(spec: ModelSpec, case: Case, args: argparse.Namespace, dtype: st
 async def _run_cases(
     cases: Sequence[Case], sides: Mapping[str, Side], adapters: Sequence[str], args: argparse.Namespace, vocab: int
 ) -> tuple[dict[Case, dict[str, list[Batch]]], dict[Case, list[float]]]:
-    """All cases in turn, `repeats` times after one warm-up; who goes first alternates. Bandwidth is timed beside each.
+    """Runs all cases `repeats` times after one warm-up; the side that goes first alternates.
 
-    The memory of a shared machine is now faster, now slower: a time is compared with what was read just then.
+    The memory bandwidth of a shared machine varies, so it is measured beside each case.
     """
     bandwidth = ReadBandwidth()
     bandwidths: dict[Case, list[float]] = {case: [] for case in cases}
@@ -164,7 +164,7 @@ async def _run_cases(
 async def start_engine(
     stack: AsyncExitStack, model: Path, adapters: Mapping[str, Path], args: argparse.Namespace, dtype: str
 ) -> Engine:
-    """The server without its HTTP, every adapter loaded."""
+    """Yields the server's engine without HTTP, with all adapters loaded."""
     model_config = ModelConfig(
         model=model,
         served_model_name=("base",),

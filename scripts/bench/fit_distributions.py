@@ -3,8 +3,8 @@
     python scripts/bench/fit_distributions.py FOLDER
 
 FOLDER has the files named in SOURCES: prompt_tokens and output_tokens by request (CSV, gzip-compressed), tables of
-quantiles where rows may not be passed on, and the calls a day of a sample of Azure Functions 2019. Only quantiles,
-means and fitted parameters leave it.
+quantiles for data sets whose rows may not be published, and the calls per day of a sample of Azure Functions 2019. Only
+quantiles, means and fitted parameters are written.
 """
 
 import argparse
@@ -47,7 +47,7 @@ ETALON = {
 
 @dataclass(frozen=True)
 class Source:
-    """One file. Where it has only quantiles, `means` and `correlation` are what was measured with them."""
+    """One file of measurements. If it has only quantiles, `means` and `correlation` give the other measured values."""
 
     file: str
     about: dict[str, str]
@@ -134,27 +134,27 @@ Floats = NDArray[np.float64]
 
 
 def read_columns(path: Path, *columns: str) -> list[Floats]:
-    """The columns as numbers."""
+    """Reads columns of a CSV file as float arrays."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         rows = list(csv.DictReader(io.TextIOWrapper(file, "utf-8")))
     return [np.array([float(row[column]) for row in rows]) for column in columns]
 
 
 def places(values: Floats) -> Floats:
-    """Each value's place in order; equal values share the middle of theirs."""
+    """Returns each value's rank in ascending order, from 1; equal values share their mean rank."""
     _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2)[which]
 
 
 def fit(folder: Path, source: Source) -> dict[str, Any]:
-    """Quantiles of both lengths, their means, and the correlation of the Gaussian copula that joins them."""
+    """Returns quantiles and means of both lengths, and the correlation of the Gaussian copula between them."""
     path = folder / source.file
     if source.means is None:
         prompts, outputs = read_columns(path, "prompt_tokens", "output_tokens")
         count = len(prompts)
         knots = [np.percentile(tokens, LEVELS) for tokens in (prompts, outputs)]
         means = (round(float(prompts.mean()), 1), round(float(outputs.mean()), 1))
-        # Spearman's coefficient, and the normal correlation that gives it.
+        # Spearman's coefficient, then the correlation of a normal distribution that has this coefficient.
         correlation = 2 * sin(pi / 6 * float(np.corrcoef(places(prompts), places(outputs))[0, 1]))
     else:
         assert source.correlation is not None
@@ -171,7 +171,7 @@ def fit(folder: Path, source: Source) -> dict[str, Any]:
 
 
 def fit_functions(folder: Path) -> dict[str, Any]:
-    """A log-normal of calls a day, and where it must be cut: nothing was called more often than the trace's busiest."""
+    """Fits a log-normal distribution of calls per day, with the calls of the trace's busiest function as its limit."""
     (calls,) = read_columns(folder / FUNCTIONS, "invocations_per_day")
     logs = np.log(calls)
     return FUNCTIONS_ABOUT | {
@@ -183,7 +183,7 @@ def fit_functions(folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Fits everything and writes the file."""
+    """Fits all distributions and writes the file."""
     parser = argparse.ArgumentParser(description="Fits the length and popularity distributions of caraserve bench.")
     parser.add_argument("folder", type=Path, help="folder with the files of measurements")
     folder = parser.parse_args().folder
@@ -193,7 +193,7 @@ def main() -> None:
         "popularity": {"maf": fit_functions(folder)},
     }
     text = json.dumps(document, indent=1, ensure_ascii=False)
-    # One list a line: nobody reads knots one by one, and a changed fit should show as few changed lines.
+    # One list per line, so that a changed fit changes few lines.
     head, *rest = text.split("[")
     lists = (numbers.split("]", 1) for numbers in rest)
     joined = "[".join([head, *(" ".join(numbers.split()) + "]" + after for numbers, after in lists)])

@@ -1,11 +1,11 @@
-"""How long other clients hear nothing of a server while it answers a request with a hostile body.
+"""Measures how long a request with a hostile body delays a server's other clients.
 
     .venv/bin/python scripts/bench/loop_lag.py [--url http://127.0.0.1:8300] [--only ids --only chat]
 
-Starts `caraserve serve` with the demo model, or asks the server at `--url`, and sends one body after another: long
-texts, many values, large answers. Meanwhile `/health` is asked and another client's stream is read, in a process of
-their own. A line for each body has the longest time that either was silent, of the attempt with the shortest; the
-line `nothing` is what machine and client cost. The last line of stdout is one JSON document.
+Starts `caraserve serve` with the demo model, or uses the server at `--url`, and sends one body after another: long
+texts, many values, large answers. Meanwhile another process requests `/health` and reads a client's stream. The line
+of each body has the longest time without a response from either, in the best of several attempts; the line `nothing`
+is the delay of machine and client alone. The last line of stdout is one JSON document.
 """
 
 import argparse
@@ -53,12 +53,12 @@ _BODIES: dict[str, tuple[str, bytes, bytes, int]] = {
 }
 _STREAM = b'{"prompt":"The sea","max_tokens":900,"ignore_eos":true,"stream":true,"user":"another"}'
 _NOTHING_S = 1.0
-_AFTER_S = 0.05  # watched after the answer, for what is freed then
+_AFTER_S = 0.05  # watched after the answer too, when the server frees the request's memory
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one body cost: the client that sent it, and others the longest silence."""
+    """The effect of one body: the time of its own answer, and the longest gaps in the responses to other clients."""
 
     status: int
     answer_bytes: int
@@ -69,13 +69,13 @@ class Seen:
 
 def _ask(url: str, method: str, path: str, body: bytes | None) -> http.client.HTTPResponse:
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=300)
-    with suppress(ConnectionError):  # refused before all was sent
+    with suppress(ConnectionError):  # the server refused the body before all of it was sent
         connection.request(method, path, body, {"Content-Type": "application/json"})
     return connection.getresponse()
 
 
 def _send(url: str, name: str) -> tuple[int, int, float]:
-    """Sends a body, in another process: status, bytes of the answer, seconds."""
+    """Sends a body; runs in another process. Returns the status, the bytes of the answer, and the seconds it took."""
     path, form, repeated, times = _BODIES[name]
     many = b"".join([repeated % number for number in range(times)]) if b"%d" in repeated else repeated * times
     body = form % many if form else None
@@ -98,7 +98,7 @@ def _health(url: str) -> Iterator[None]:
 
 
 def _stream(url: str) -> Iterator[None]:
-    """The events of streams, one after the other."""
+    """Requests streams one after another, and yields at each of their events."""
     while True:
         with _ask(url, "POST", _COMPLETIONS, _STREAM) as answer:
             while answer.readline().startswith(b"data"):
@@ -107,7 +107,7 @@ def _stream(url: str) -> Iterator[None]:
 
 
 def _longest_ms(signs: Iterator[None], begun: threading.Barrier, stop: threading.Event) -> float:
-    """The longest time between two signs of life until stopped."""
+    """Returns the longest time between two items of `signs` until `stop` is set."""
     next(signs)
     begun.wait()
     longest_s, last_s = 0.0, time.perf_counter()
@@ -160,7 +160,7 @@ def _measure_all(url: str, names: list[str], attempts: int) -> dict[str, Seen]:
 
 
 def main() -> None:
-    """Measures, prints a line for each body and one JSON document."""
+    """Measures the delays, and prints a line for each body and one JSON document."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="a server that runs already; its model's context must hold 1,000 tokens")
     parser.add_argument("--only", choices=list(_BODIES), action="append", help="this body; may be repeated")

@@ -1,11 +1,11 @@
-"""Time to the first token of an adapter that another instance holds, over a network of a stated speed.
+"""Measures the time to the first token with an adapter that another instance holds, over a network of given speed.
 
     .venv/bin/python scripts/bench/peer_fetch.py --save report
 
-One instance has all adapters, the other one none; what passes between them goes through a relay that slows it down.
-Each request names an adapter that its instance has never had, and asks for one token. `overlapped` waits until all of
-the adapter is there; `auto` computes the prompt as far as the adapter has come. Both run in turns, on the same machine
-in the same run, so that their ratio is of the two and not of the day. The last line of stdout is one JSON document.
+One instance has all adapters, the other one none; a relay slows down the traffic between them. Each request goes to the
+second instance, for one token, with an adapter that it has not had yet. `overlapped` waits for the whole adapter;
+`auto` computes as many layers of the prompt as have arrived. The two modes alternate in one run, so that drift of the
+machine's speed does not change their ratio. The last line of stdout is one JSON document.
 """
 
 import argparse
@@ -29,13 +29,13 @@ from caraserve.bench.records import machine, versions
 from caraserve.bench.servers import OwnServer, Synthetic, make_synthetic, own_server, working_folder
 
 _MODES = ("overlapped", "auto")
-_LISTED_S = 60.0  # until both know of all adapters
-_LATE_S = 0.003  # what a timer may be late by, and a network have in its buffers
-_PIECE_BYTES = 16384  # of what the relay passes on at a time
+_LISTED_S = 60.0  # until both instances list all adapters
+_LATE_S = 0.003  # lateness of a timer that is made up for, as by a network's buffers
+_PIECE_BYTES = 16384  # that the relay passes on at a time
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measures both modes and prints the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="100M", help="shape of the random model")
     parser.add_argument("--rank", type=int, default=64)
@@ -82,7 +82,7 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 @asynccontextmanager
 async def _pair(made: Synthetic, mode: str, bytes_per_s: float) -> AsyncIterator[tuple[str, aiohttp.ClientSession]]:
-    """The URL of an instance that has no adapter; another one has all, behind a slow relay."""
+    """Starts an instance with all adapters behind a slow relay, and one without; yields the URL of the latter."""
     place = made.arguments.index("--adapters-dir")
     bare = made.arguments[:place] + made.arguments[place + 2 :]
     async with _relay(bytes_per_s) as (door, open_to), contextlib.AsyncExitStack() as stack:
@@ -101,7 +101,10 @@ async def _pair(made: Synthetic, mode: str, bytes_per_s: float) -> AsyncIterator
 
 @asynccontextmanager
 async def _relay(bytes_per_s: float) -> AsyncIterator[tuple[int, Any]]:
-    """A port, and a function that says to which other one it leads. Each direction of a connection has the speed."""
+    """Starts a relay; yields its port, and a function that sets the port to which it connects.
+
+    Each direction of a connection has the given bandwidth.
+    """
     target = 0
 
     def open_to(port: int) -> None:
@@ -136,7 +139,7 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, b
 
 
 async def _listed(session: aiohttp.ClientSession, url: str, names: tuple[str, ...]) -> None:
-    """Returns when an instance knows of all adapters."""
+    """Waits until an instance lists all adapters."""
     async with asyncio.timeout(_LISTED_S):
         while True:
             async with session.get(f"{url}/v1/models") as answer:
@@ -147,7 +150,7 @@ async def _listed(session: aiohttp.ClientSession, url: str, names: tuple[str, ..
 
 
 async def _first_token_ms(session: aiohttp.ClientSession, url: str, name: str, prompt_tokens: int) -> float:
-    """A prompt that no cache knows."""
+    """Sends a random prompt, which no prefix cache has, and returns the time until the answer."""
     prompt = [random.randrange(100, 1000) for _ in range(prompt_tokens)]
     body = {"model": name, "prompt": prompt, "max_tokens": 1, "temperature": 0}
     started_s = time.monotonic()

@@ -1,6 +1,6 @@
-"""transformers + peft answering closed batches; batches mix adapters by peft's `adapter_names=`.
+"""Answers closed batches with transformers + peft; batches mix adapters by peft's `adapter_names=`.
 
-`engine.py` starts it as a process of its own, so that neither side's idle threads slow the other, and asks over a pipe.
+It runs in a separate process, so that idle threads of one side do not slow the other; `engine.py` uses it by a pipe.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ from workload import Answer, Batch, Request
 
 
 class PeftBaseline:
-    """The worker process as an object; a context manager that ends it."""
+    """A worker process with transformers + peft; as a context manager it ends the process on exit."""
 
     def __init__(self, model: Path, adapters: Mapping[str, Path], dtype: str, threads: int, output_tokens: int) -> None:
-        """Returns when everything is loaded. Raises EOFError when the worker cannot load."""
+        """Starts the worker and waits until it has loaded the model. Raises EOFError if it cannot."""
         self._output_tokens = output_tokens
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
@@ -62,7 +62,7 @@ def _work(pipe: Connection, model: Path, adapters: dict[str, Path], dtype: str, 
 
 
 class _Server:
-    """Two copies of the model: base requests are served without peft's wrappers, as one would."""
+    """Two copies of the model, one with peft's wrappers and one without, which serves batches on the base model."""
 
     def __init__(self, model: Path, adapters: Mapping[str, Path], dtype: str, threads: int) -> None:
         import torch
@@ -103,7 +103,7 @@ class _Server:
         return Batch(tuple(Answer(tuple(row), first_ms, last_ms) for row in ids))
 
     def _for(self, names: Sequence[str | None]) -> tuple[Any, dict[str, Any]]:
-        """The model to ask and what to tell it; one adapter for all needs no `adapter_names`, which is faster."""
+        """Returns the model and arguments for a batch. One adapter for all is faster: it needs no `adapter_names`."""
         if set(names) == {None}:
             return self._base, {}
         if len(set(names)) == 1:
@@ -121,7 +121,7 @@ class _Server:
 
 
 class _Clock:
-    """A stopping criterion that never stops: `generate` calls it once a token."""
+    """A stopping criterion that never stops, and records a time at each token, when `generate` calls it."""
 
     def __init__(self) -> None:
         self._started_s = time.perf_counter()

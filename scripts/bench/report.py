@@ -25,11 +25,11 @@ class Measured:
     step_bytes: int
 
     def median(self, side: str, metric: Callable[[Batch], float]) -> float:
-        """Over the repeats."""
+        """Returns the median of a metric over the repeats."""
         return median(metric(batch) for batch in self.batches[side])
 
     def tpot_vs_reading(self, num_bytes: int) -> float:
-        """Our time per output token ÷ the time to read so many bytes once, just then."""
+        """Returns our time per output token ÷ the time to read so many bytes, at the bandwidth measured beside it."""
         pairs = zip(self.batches["caraserve"], self.bandwidths, strict=True)
         return median(batch.tpot_ms / (1000 * num_bytes / bandwidth) for batch, bandwidth in pairs)
 
@@ -48,7 +48,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All cases of one dtype."""
+    """The results of all cases of one dtype."""
 
     dtype: str
     num_parameters: int
@@ -58,11 +58,11 @@ class Report:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes/s that all cores read, in the middle of the run."""
+        """The median of the memory bandwidths measured during the run, in bytes/s over all cores."""
         return median(value for measured in self.cases for value in measured.bandwidths)
 
     def base_of(self, measured: Measured) -> Measured:
-        """The base-only case of the same concurrency."""
+        """Returns the case on the base model with the same concurrency."""
         return next(other for other in self.cases if other.case == Case("base", measured.case.concurrency))
 
 
@@ -82,7 +82,7 @@ _METRICS = {"tokens_per_s": _tokens_per_s, "tpot_ms": _tpot_ms, "ttft_ms": _ttft
 
 
 def ratios(report: Report, measured: Measured) -> dict[str, float]:
-    """Ours over peft's (tokens/s: higher is better; times: lower), over our base-only run, and over the floor."""
+    """Returns our figures over peft's, over those on the base model, and over the floor."""
     ours = {name: measured.median("caraserve", metric) for name, metric in _METRICS.items()}
     base = report.base_of(measured)
     result = {
@@ -96,7 +96,7 @@ def ratios(report: Report, measured: Measured) -> dict[str, float]:
 
 
 def print_table(report: Report) -> None:
-    """The table of one dtype on stdout."""
+    """Prints the table of one dtype."""
     with_peft = "peft" in report.cases[0].batches
     table = Table(title=f"{report.dtype}, {report.num_parameters:,} parameters", caption=_caption(report))
     heads = ["requests", "situation", "tok/s", "tok/s ÷ base", "TPOT ms", "TPOT ÷ floor", "TPOT ÷ weights", "TTFT ms"]
@@ -147,7 +147,7 @@ def _cells(report: Report, measured: Measured, with_peft: bool) -> list[str]:
 def document(
     reports: Sequence[Report], args: Mapping[str, Any], machine: Mapping[str, Any], versions: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Everything, repeats included, as JSON values."""
+    """Returns all results, including each repeat, as JSON values."""
     return {
         "benchmark": "engine",
         "machine": dict(machine),
@@ -187,8 +187,8 @@ def _case(report: Report, measured: Measured) -> dict[str, Any]:
 
 
 def plot(reports: Sequence[Report], file: Path) -> None:
-    """Tokens/s as bars, a panel for each dtype, each bar of ours labelled with its ratio to peft."""
-    # An extra, and only this option needs it.
+    """Draws tokens/s as bars, a panel for each dtype; our bars are labelled with their ratio to peft's."""
+    # Imported here: matplotlib is an optional dependency, for this option only.
     from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
 
     figure = Figure(figsize=(11, 4 * len(reports)), layout="constrained")

@@ -1,10 +1,10 @@
-"""What routing costs: one prediction, one candidate's estimate, one decision over a fleet, one plan.
+"""Measures the time of routing: a prediction, a candidate's estimate, a decision over a cluster, a placement plan.
 
     .venv/bin/python scripts/bench/routing.py
 
-Times are the least mean of many short rounds, on one core, so that neighbours count little. A decision is timed twice:
-on views that decisions have seen before, as between two beats, and on views that are all new. The last line of stdout
-is one JSON document.
+Times are the least mean of many short rounds on one core, so that other programs have little effect. A decision is
+timed twice: with views of earlier decisions, as between two heartbeats, and with new views. The last line of stdout is
+one JSON document.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def _us(action: Callable[[], object], number: int, rounds: int) -> float:
 
 
 def _each_us(action: Callable[[Fleet], object], made: Callable[[], Fleet], number: int, rounds: int) -> float:
-    """The same where every call gets a fleet of its own, whose making is not timed."""
+    """Returns the least mean time of a call that gets a new fleet each time; making the fleets is not timed."""
     least_s = inf
     for _ in range(rounds):
         fleets = [made() for _ in range(number)]
@@ -48,7 +48,7 @@ def _each_us(action: Callable[[Fleet], object], made: Callable[[], Fleet], numbe
 
 
 def main() -> None:
-    """Measures, prints a line for each and one JSON document."""
+    """Measures all of them, and prints a line for each and one JSON document."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", type=int, default=60)
     parser.add_argument("--adapters", type=int, default=40_000)

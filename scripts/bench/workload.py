@@ -1,7 +1,4 @@
-"""What both sides of the benchmark are asked, and what they give back.
-
-Neither torch nor the server is imported here.
-"""
+"""The requests and answers of both sides of `engine.py`. Imports neither torch nor the server."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +19,7 @@ class Case:
     concurrency: int
 
     def adapters(self, names: Sequence[str]) -> list[str | None]:
-        """Which adapter each request asks for."""
+        """Returns the adapter of each request; None is the base model."""
         if self.situation == "base":
             return [None] * self.concurrency
         if self.situation == "one adapter":
@@ -32,7 +29,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`adapter` None: the base model."""
+    """A prompt with its adapter; None is the base model."""
 
     prompt_ids: tuple[int, ...]
     adapter: str | None
@@ -40,7 +37,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Greedy output of one request, and when its first and last token were there, in ms since the batch was sent."""
+    """Greedy output of one request, and the times of its first and last token, in ms since the batch was sent."""
 
     output_ids: tuple[int, ...]
     first_ms: float
@@ -55,7 +52,7 @@ class Batch:
 
     @property
     def tokens_per_s(self) -> float:
-        """All output tokens over the time from sending to the last one: prefill is included."""
+        """All output tokens over the time from sending to the last token, including prefill."""
         total = sum(len(answer.output_ids) for answer in self.answers)
         return 1000 * total / max(answer.last_ms for answer in self.answers)
 
@@ -72,11 +69,11 @@ class Batch:
 
 
 def requests(case: Case, names: Sequence[str], prompt_tokens: int, vocab: int, seed: int) -> list[Request]:
-    """Random prompts: no two share a beginning, so that no prefix cache helps."""
+    """Returns requests with random prompts; no two share a prefix, so that no prefix cache helps."""
     rng = np.random.default_rng(seed)
     return [Request(tuple(rng.integers(2, vocab, prompt_tokens).tolist()), adapter) for adapter in case.adapters(names)]
 
 
 def decode_weight_bytes(spec: ModelSpec, dtype: str) -> int:
-    """Weights that every decode step reads once: all linear modules and the head, not the embedding table."""
+    """Returns the bytes of weights that a decode step reads: all linear modules and the head, not the embeddings."""
     return (spec.num_parameters - spec.vocab_size * spec.hidden) * ITEMSIZE[dtype]
