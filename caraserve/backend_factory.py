@@ -1,4 +1,4 @@
-"""Builds the backend of --device, with defaults for its kind of device."""
+"""Builds the backend of --device, with the defaults of the CPU or the GPU."""
 
 import logging
 import os
@@ -17,23 +17,23 @@ from caraserve.telemetry.progress import CompileProgress, progress
 from caraserve.telemetry.trace import Trace
 from caraserve.util.units import human_bytes
 
-if TYPE_CHECKING:  # they import kernels, which are compiled after all checks
+if TYPE_CHECKING:  # these modules import kernels, which are compiled after all checks
     from caraserve.cpu.lora_workers.pool import WorkerPool
     from caraserve.cpu.lora_workers.timing import RoundTrip
 
 log = logging.getLogger(__name__)
 
 ADAPTER_SLOTS = 1025  # entries of the device adapter table; the limit in bytes is reached first
-_DEFAULT_CONTEXT_TOKENS = 8192  # where the model allows more; --max-model-len raises it
+_DEFAULT_CONTEXT_TOKENS = 8192  # limit for models that allow more; --max-model-len raises it
 _CPU_SEQS, _GPU_SEQS = 64, 256
 # Past the roofline's knee: larger chunks gain nothing.
 _CPU_STEP_TOKENS, _GPU_STEP_TOKENS = 256, 2048
-_KV_SHARE, _KV_MOST_BYTES = 0.3, 8 << 30  # of the free memory, for the KV cache by default
-_SWITCH_S = 0.0005  # a thread may keep Python's lock: the device waits for the threads that launch work
+_KV_SHARE, _KV_MOST_BYTES = 0.3, 8 << 30  # default size of the KV cache: this share of free memory, at most 8 GiB
+_SWITCH_S = 0.0005  # Python's thread switch interval: the device waits for the threads that launch work
 
 
 class ServingBackend(Backend, Protocol):
-    """What a server needs of a backend besides running batches."""
+    """A backend with all that a server uses beside batches: LoRA workers, predictions, facts for logs and metrics."""
 
     device_name: str  # for log lines
     accelerator: str  # the GPU's name; empty without one
@@ -41,16 +41,16 @@ class ServingBackend(Backend, Protocol):
     workers: "WorkerPool"
 
     def start_workers(self, tokens_per_worker: Callable[[int], int]) -> None:
-        """Starts the LoRA workers, once. `tokens_per_worker(rank)`: most tokens of a slice."""
+        """Starts the LoRA workers; call it once. `tokens_per_worker(rank)` limits the tokens that one worker gets."""
 
     def use(self, profile: Profile) -> None:
-        """Predicts by this profile from now on."""
+        """Makes the backend use this profile for its predictions from now on."""
 
     def emulate_link(self, bytes_per_s: float) -> None:
-        """Slows loading down to a bandwidth from now on. Raises ConfigError if the backend cannot."""
+        """Slows loads down to a bandwidth from now on. Raises ConfigError if the backend cannot."""
 
     def time_hand_off(self, slot: int, tokens: int) -> "RoundTrip | None":
-        """One hand-off to the workers, for a bound slot; None: not known."""
+        """Times one hand-off to the workers with the adapter in `slot`; returns None if no worker was free."""
 
     @property
     def slices_handed_off(self) -> int: ...
@@ -65,8 +65,10 @@ class ServingBackend(Backend, Protocol):
 def build_backend(
     spec: ModelSpec, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, trace: Trace | None = None
 ) -> ServingBackend:
-    """A backend on the device of --device, with compiled kernels; its LoRA workers have not started. Raises ConfigError
-    or ModelLoadError."""
+    """Returns a backend on the device of --device, with compiled kernels; its LoRA workers are not started.
+
+    Raises ConfigError or ModelLoadError.
+    """
     if model.max_model_len is not None and model.max_model_len > spec.max_position:
         raise ConfigError(
             f"--max-model-len {model.max_model_len} is more than the model's {spec.max_position} positions"
@@ -118,7 +120,7 @@ def _build_cpu_backend(
 def build_cuda_backend(
     spec: ModelSpec, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, trace: Trace | None
 ) -> ServingBackend:
-    """A backend on the first visible GPU; otherwise as `build_backend`."""
+    """Returns a backend on the first visible GPU, with captured graphs; its LoRA workers are not started."""
     from caraserve.cpu.weights import folder_reader
     from caraserve.gpu.backend import CudaBackend
     from caraserve.gpu.driver.modules import open_device
@@ -156,7 +158,7 @@ def build_cuda_backend(
 
 
 def dtype_of(spec: ModelSpec, asked: str) -> Dtype:
-    """The dtype of --dtype, or of the checkpoint. Raises ModelLoadError if it cannot be served."""
+    """Returns the dtype of --dtype, or the checkpoint's for `auto`. Raises ModelLoadError if it is not supported."""
     name = spec.dtype if asked == "auto" else asked
     if name not in DTYPES:
         raise ModelLoadError(f"config.json: dtype {name!r} is not supported; give --dtype {', '.join(DTYPES)}")
@@ -168,13 +170,19 @@ def _context(spec: ModelSpec, model: ModelConfig) -> int:
 
 
 def _compute_threads(cores: int) -> int:
-    """All cores but one, for the event loop; both of two cores: one would halve the speed, and the event loop's 99th
-    percentile lateness of 2 to 3 ms instead of 0.6 costs less."""
+    """Returns the number of compute threads: one less than `cores`, which leaves a core for the event loop.
+
+    Of two cores both are used: one would halve the speed, which costs more than the event loop's 99th percentile
+    lateness of 2 to 3 ms instead of 0.6.
+    """
     return cores if cores <= 2 else cores - 1
 
 
 def _lora_cpus(lora: LoraConfig) -> tuple[int, ...]:
-    """Cores of the LoRA workers: all but the first, for the event loop; none if the loading mode uses no workers."""
+    """Returns the LoRA workers' cores: --lora-cpus, or all but the first, which is for the event loop.
+
+    Returns none if the loading mode uses no workers. Raises ConfigError for cores that this process may not use.
+    """
     if not lora.mode.uses_workers:
         return ()
     usable = sorted(os.sched_getaffinity(0))
@@ -186,7 +194,7 @@ def _lora_cpus(lora: LoraConfig) -> tuple[int, ...]:
 
 
 def _kv_bytes(spec: ModelSpec, context: int, asked: int | None) -> int:
-    """The size of the KV cache. Raises ConfigError if not even one request of full length fits."""
+    """Returns the size of the KV cache. Raises ConfigError if one request of full length does not fit."""
     least = spec.kv_bytes_per_token(4) * (context + 16)
     if asked is not None and asked < least:
         raise ConfigError(

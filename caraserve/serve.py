@@ -48,26 +48,26 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MIDDLE_COLLECTIONS = 1000  # between full collections of garbage: one in some million new objects
-_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # to reach a server on this machine that listens on all addresses
-_ADAPTER_BYTES = 1 << 30  # for adapters, on devices where they do not share the KV cache's memory
+_MIDDLE_COLLECTIONS = 1000  # between full garbage collections: one in some million new objects
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # the address to use for a server that listens on all addresses
+_ADAPTER_BYTES = 1 << 30  # default size of the device cache where it does not share the KV cache's memory
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A running engine, and what its wiring needs."""
+    """A running engine, and the objects that other parts of the server need beside it."""
 
     engine: Engine
     metrics: Metrics
     spec: ModelSpec
-    complaints: list[str]  # adapters found or remembered that cannot be served
+    complaints: list[str]  # warnings about adapters, in folders or the registry, that cannot be served
     profile: Profile | None
     device: str
     reader: AdapterReader
 
 
 def with_demo(model: ModelConfig, lora: LoraConfig) -> tuple[ModelConfig, LoraConfig]:
-    """The configuration, with the bundled demo and its adapters if it names no model."""
+    """Returns the configuration, with the bundled demo model and its adapters if it names no model."""
     if model.model is not None:
         return model, lora
     model = replace(model, model=demo.model_folder(), served_model_name=model.served_model_name or (demo.BASE_NAME,))
@@ -75,7 +75,7 @@ def with_demo(model: ModelConfig, lora: LoraConfig) -> tuple[ModelConfig, LoraCo
 
 
 def base_names(model: ModelConfig) -> tuple[str, ...]:
-    """All names of the base model in the API; /v1/models lists the first."""
+    """Returns all names of the base model in the API; /v1/models lists only the first."""
     assert model.model is not None, "with_demo comes first"
     return tuple(dict.fromkeys(model.served_model_name)) or (model.model.resolve().name,)
 
@@ -83,7 +83,7 @@ def base_names(model: ModelConfig) -> tuple[str, ...]:
 async def build_engine(
     stack: AsyncExitStack, model_config: ModelConfig, lora_config: LoraConfig, engine_config: EngineConfig
 ) -> Served:
-    """Builds everything below HTTP and starts the engine's task; `stack` closes it in reverse order.
+    """Builds all parts below HTTP and starts the engine's task; `stack` closes them in reverse order.
 
     Raises ConfigError or ModelLoadError.
     """
@@ -172,7 +172,7 @@ def _worker_counts(backend: ServingBackend) -> WorkerCounts:
 
 
 def _roots(lora: LoraConfig) -> tuple[Path, ...]:
-    """Folders from which adapters may be loaded at run time; relative paths start at the first."""
+    """Returns the folders from which adapters may be loaded at run time; relative paths start at the first one."""
     given = lora.allow_adapter_path if lora.adapters_dir is None else [lora.adapters_dir, *lora.allow_adapter_path]
     return tuple(root.resolve() for root in given)
 
@@ -190,7 +190,7 @@ def _add_adapters(catalog: Catalog, lora: LoraConfig) -> list[str]:
 
 
 def _adapter_folders(adapters_dir: Path) -> list[Path]:
-    """The folders in --adapters-dir that hold an adapter or cannot be read. Raises ConfigError."""
+    """Returns the folders in --adapters-dir that have an adapter or cannot be read. Raises ConfigError."""
     try:
         return sorted(path for path in adapters_dir.iterdir() if may_exist(path / CONFIG_NAME))
     except OSError as error:
@@ -198,8 +198,10 @@ def _adapter_folders(adapters_dir: Path) -> list[Path]:
 
 
 def _stop_on_defect(task: "asyncio.Task[None]") -> None:
-    """Aborts the process if the engine's task ends with an error, which only a defect can cause: the server would hang
-    otherwise."""
+    """Aborts the process if the engine's task ends with an error, which only a defect can cause.
+
+    The server would hang otherwise.
+    """
     if not task.cancelled() and (error := task.exception()) is not None:
         log.critical("the engine has stopped", exc_info=error)
         os.kill(os.getpid(), signal.SIGABRT)
@@ -220,8 +222,11 @@ async def serve(
     *,
     watching_signals: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then drains. Raises ConfigError or ModelLoadError when it cannot start, and
-    ConfigError when the cluster rejects it. `watching_signals` is called when it has set its signal handlers."""
+    """Serves until SIGTERM, SIGINT or SIGHUP, then drains.
+
+    `watching_signals` is called after the signal handlers have been set. Raises ConfigError or ModelLoadError if the
+    server cannot start, and ConfigError if the cluster rejects it.
+    """
     from caraserve import serve_cluster
     from caraserve.http.app import make_app, start_http
     from caraserve.http.generation import LocalRouter
@@ -274,8 +279,10 @@ async def serve(
 
 
 def settle_garbage_collector() -> None:
-    """Excludes all present objects from garbage collections, and makes full collections rare: each would block the
-    event loop for 100 ms."""
+    """Excludes all present objects from garbage collections, and makes full collections rare.
+
+    Without this, a full collection would block the event loop for 100 ms.
+    """
     gc.collect()
     gc.freeze()
     young, middle, _ = gc.get_threshold()
@@ -283,8 +290,10 @@ def settle_garbage_collector() -> None:
 
 
 async def _drain(engine: Engine, router: "RequestRouter", timeout_s: float) -> None:
-    """Returns when all requests have ended; cancels those that take longer than `timeout_s`. Until the engine has
-    drained, the router still forwards new requests."""
+    """Waits until all requests have ended; cancels those that take longer than `timeout_s`.
+
+    The router forwards new requests until the engine has drained.
+    """
     clock = asyncio.get_running_loop().time
     ends_s = clock() + timeout_s
     await engine.drain(timeout_s)
@@ -292,7 +301,7 @@ async def _drain(engine: Engine, router: "RequestRouter", timeout_s: float) -> N
 
 
 async def _stopped(stop: asyncio.Event, node: "Node | None") -> None:
-    """Returns at a signal, or when the cluster has rejected this instance."""
+    """Waits for a signal, or until the cluster has rejected this instance."""
     waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(stop.wait())]
     if node is not None:
         waits.append(node.ended)
@@ -301,15 +310,18 @@ async def _stopped(stop: asyncio.Event, node: "Node | None") -> None:
 
 
 def model_identity(model: ModelConfig, engine: EngineConfig, spec: ModelSpec) -> str:
-    """A digest that is the same on instances that give the same answers."""
+    """Returns a digest of the model's config, weights and dtype; instances with equal digests give equal answers."""
     assert model.model is not None
     weights = f"dummy {engine.seed}" if model.load_format == "dummy" else "checkpoint"
     return model_digest(model.model, spec.dtype if model.dtype == "auto" else model.dtype, weights)
 
 
 def _watch_signals() -> asyncio.Event:
-    """An event that the first SIGTERM, SIGINT or SIGHUP sets; a second one ends the process at once. With --peers,
-    SIGHUP re-reads the secrets once the instance has joined. An ignored SIGHUP, as under nohup, stays ignored."""
+    """Returns an event that the first SIGTERM, SIGINT or SIGHUP sets; a second signal ends the process at once.
+
+    With --peers, SIGHUP re-reads the secrets once the instance has joined. An ignored SIGHUP, as under nohup, stays
+    ignored.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -327,7 +339,7 @@ def _watch_signals() -> asyncio.Event:
 
 
 def _announce(served: Served, http: HttpConfig, port: int) -> None:
-    """Prints address, model, adapters and a command to copy; with --log-format json, logs one line."""
+    """Prints the address, the model, the adapters and a curl command; with --log-format json, logs one line instead."""
     engine = served.engine
     host = _LOOPBACK.get(http.host, http.host)
     url = f"{'https' if http.ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -1,9 +1,9 @@
-"""Checks, builds and wires what an instance with peers has beside its engine. In the order of a start:
+"""Checks, builds and connects the parts that only an instance with peers has. In the order of a start:
 
-check_cluster   before anything is loaded: secrets, TLS, addresses
-make_cluster    when the engine is built
-add_routes      before the server listens
-start           when the server listens: listens for peers, joins the cluster
+check_cluster   checks secrets, TLS and addresses before anything is loaded
+make_cluster    builds the parts, after the engine
+add_routes      adds the peers' routes before the server listens
+start           listens for peers and joins the cluster, after the server has begun to listen
 """
 
 import asyncio
@@ -60,18 +60,18 @@ from caraserve.util.option_values import split_address
 
 log = logging.getLogger(__name__)
 
-# A common disk and a network of 10 Gbit/s, not measured. An instance that holds the adapter is preferred in any case.
+# Assumed, not measured: a common disk and a network of 10 Gbit/s. An instance that has the adapter is always preferred.
 _DISK_BYTES_PER_MS, _FETCH_MS, _FETCH_BYTES_PER_MS = 2e6, 5.0, 1e6
 
-_LOOK_UP_S = 30.0  # to find this instance's own address, without which it serves nothing
-_ALONE_AFTER_S = 5.0  # without a peer's registry, before an instance counts as the cluster's first
+_LOOK_UP_S = 30.0  # limit for finding this instance's own address, without which it cannot start
+_ALONE_AFTER_S = 5.0  # an instance that has received no registry by then counts as the cluster's first
 _TEMPORARY_BYTES = 1 << 30
 _WITH_PLACEMENT = ("auto", "loraserve", "s-lora-random", "s-lora-contiguous")  # routings that follow a placement
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterCredentials:
-    """The secret and the TLS contexts by which instances authenticate; None where they use plain HTTP."""
+    """The secret and the TLS contexts with which instances authenticate. Contexts are None for plain HTTP."""
 
     keys: SecretFile | Keyring
     listening: ssl.SSLContext | None
@@ -79,7 +79,10 @@ class ClusterCredentials:
 
 
 def check_cluster(cluster: ClusterConfig, http: HttpConfig) -> ClusterCredentials:
-    """Checks the options and reads secret and certificates. Raises ConfigError, also if everybody could join."""
+    """Checks the options, and reads the secret and the certificates.
+
+    Raises ConfigError, also for options that would let any machine or process join without a secret.
+    """
     check_count(cluster.peers)
     if cluster.peer_host is not None and cluster.peer_port is None:
         raise ConfigError("--peer-host is the address of --peer-port; give both")
@@ -102,8 +105,11 @@ def check_cluster(cluster: ClusterConfig, http: HttpConfig) -> ClusterCredential
 
 
 def _tls(cluster: ClusterConfig) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:
-    """Contexts for listening and for connecting. They accept any certificate of the CA, whatever its name: the CA is
-    the cluster's own, and addresses of instances change."""
+    """Returns the TLS contexts for listening and for connecting.
+
+    They accept any certificate of the CA, whatever its name: the CA is the cluster's own, and instances' addresses
+    change.
+    """
     files = cluster.cluster_tls_cert, cluster.cluster_tls_key, cluster.cluster_tls_ca
     if files == (None, None, None):
         return None, None
@@ -130,7 +136,7 @@ def _tls(cluster: ClusterConfig) -> tuple[ssl.SSLContext | None, ssl.SSLContext 
 def make_node(
     cluster: ClusterConfig, lora: LoraConfig, credentials: ClusterCredentials, model: str, base_name: str
 ) -> Node:
-    """`model`: the base model's digest. Raises ConfigError."""
+    """Builds the node. `model` is the base model's digest. Raises ConfigError."""
     if lora.registry is None:
         log.warning("without --registry this instance forgets the cluster's adapters when it ends")
     names = persistence.ClusterRegistryFile(persistence.cluster_registry_path(lora.registry) if lora.registry else None)
@@ -140,7 +146,7 @@ def make_node(
 
 
 def make_router(node: Node, engine: Engine, cluster: ClusterConfig, credentials: ClusterCredentials) -> ClusterRouter:
-    """The router between this instance and the others. Close it when HTTP has ended."""
+    """Builds the router between this instance and the others. Close it after the HTTP server has ended."""
     slo = LatencyTargets(cluster.slo_ttft_ms or inf, cluster.slo_tpot_ms or inf)
     routing = cluster.routing or "auto"
     chosen = None if routing == LOCAL else policy(routing)
@@ -158,25 +164,25 @@ class ClusterAdapters:
     pool: AdapterPool
     transfers: PeerClient
     planner: PlacementPlanner | None
-    can_fetch: bool  # False: this instance only serves the adapters of its start
+    can_fetch: bool  # False: this instance serves only the adapters that it had at its start
 
     def routes(self) -> Routes:
-        """Routes for other instances."""
+        """Returns the HTTP routes for other instances."""
         return [*self.pool.store.uploads.routes(), *(self.planner.routes() if self.planner else ())]
 
     def answer_query(self, forwarding: Forwarding, peer: str, body: QueryBody) -> QueryBody:
-        """Answers another instance: whether this one keeps an adapter, or what a request would cost here."""
+        """Answers a query of another instance: for a promise to keep an adapter, or for a request's cost here."""
         return self.pool.store.answer(peer, body) if body[:1] == (KEEP_QUESTION,) else forwarding.quote(peer, body)
 
     def prepare(self, forwarding: Forwarding) -> None:
-        """Connects router and planner, before the node starts."""
+        """Connects the router with the pool and the planner. Call it before the node starts."""
         if self.can_fetch:
             forwarding.fetcher = self.pool
         if self.planner is not None:
             self.planner.on_plan = forwarding.adopt
 
     def join(self, stack: AsyncExitStack, publisher: Publisher, engine: Engine, metrics: Metrics) -> None:
-        """Starts the pool, the planner and the reconciler, when the node has started. `stack` ends them."""
+        """Starts the pool, the planner and the reconciler; `stack` ends them. Call it after the node has started."""
         self.pool.begin(publisher)
         engine.catalog.on_change = self.pool.changed
         metrics.show(self.pool.families)
@@ -209,13 +215,16 @@ class ClusterAdapters:
 
 
 def disk_bytes(most_bytes: int, *, is_temporary: bool) -> int:
-    """The disk space for other instances' adapters; at most 1 GiB for temporary files, which are often in memory."""
+    """Returns the disk space for other instances' adapters: at most 1 GiB of temporary files, often held in memory."""
     return min(most_bytes, _TEMPORARY_BYTES) if is_temporary else most_bytes
 
 
 def placement_routing(routing: str) -> str | None:
-    """The routing whose placement the cluster follows, None without placement. With `local`, where requests come
-    routed, the placement of `auto` keeps copies of the adapters of instances that fail."""
+    """Returns the routing whose placement the cluster follows, or None for routings without placement.
+
+    With `local`, for requests that another router has routed, it is `auto`: its placement keeps copies of the adapters
+    of instances that fail.
+    """
     if routing == LOCAL:
         return "auto"
     return routing if routing in _WITH_PLACEMENT else None
@@ -230,7 +239,7 @@ def make_cluster_adapters(
     cluster: ClusterConfig,
     tls: ssl.SSLContext | None,
 ) -> ClusterAdapters:
-    """`tls`: for connecting. Raises ConfigError."""
+    """Builds pool, downloads and placement. `tls` is for connecting to other instances. Raises ConfigError."""
     stored = disk_cache.DiskCache(disk_cache.beside(lora.registry) if lora.registry else None, model)
     transfers = PeerClient(lambda: node.keys, tls)
     most_bytes = disk_bytes(cluster.adapter_disk_bytes, is_temporary=lora.registry is None)
@@ -244,7 +253,7 @@ def make_cluster_adapters(
 
 @dataclass(frozen=True, slots=True)
 class ClusterParts:
-    """What an instance with peers has beside its engine."""
+    """The parts that an instance with peers has beside its engine."""
 
     config: ClusterConfig
     credentials: ClusterCredentials
@@ -268,8 +277,10 @@ class ClusterParts:
         profile: Profile | None,
         lora: LoraConfig,
     ) -> None:
-        """Listens for peers and joins the cluster; `port`: at which clients connect. `stack` undoes it. Raises
-        ConfigError."""
+        """Listens for peers and joins the cluster; `stack` undoes both. `port` is that of clients.
+
+        Raises ConfigError.
+        """
         host = http.host
         if self.config.peer_port is not None:
             host = self.config.peer_host or host
@@ -331,8 +342,10 @@ async def join(
     where: tuple[str, int],
     padded_rank: int | None = None,
 ) -> Publisher:
-    """Joins the cluster. `where`: host and port at which other instances can connect. `padded_rank` as in
-    `LoraConfig`. `stack` leaves it. Raises ConfigError."""
+    """Joins the cluster; `stack` leaves it. Raises ConfigError.
+
+    `where` is the host and port at which other instances can connect; `padded_rank` is that of `LoraConfig`.
+    """
     if profile is None:
         log.warning(
             "without a profile of this machine the cluster takes it for as slow as its slowest instance with a "
@@ -367,13 +380,13 @@ async def join(
 
 
 def registry_known(node: Node, now: Callable[[], float] = time.monotonic) -> Callable[[], bool]:
-    """A function that returns whether this instance has the cluster's registry, or must be its first instance."""
+    """Returns a function that returns True once this instance has a peer's registry, or has waited 5 s for one."""
     ends_s = now() + _ALONE_AFTER_S
     return lambda: node.protocol.state.agreed or now() >= ends_s
 
 
 def link_speeds(profile: Profile | None, lora: LoraConfig) -> LinkSpeeds:
-    """How fast this instance loads adapters, by the profile where there is one."""
+    """Returns the speeds at which this instance loads adapters; without a profile, loads from host memory are free."""
     blocks = lora.mode.stops_others
     disk_and_fetch = _DISK_BYTES_PER_MS, _FETCH_MS, _FETCH_BYTES_PER_MS
     if profile is None:

@@ -8,7 +8,7 @@ from caraserve.lora.peft_config import CONFIG_NAME
 
 
 def check_paths(model: ModelConfig, lora: LoraConfig) -> None:
-    """Raises ConfigError for a file or folder that is named and is not there."""
+    """Raises ConfigError for a configured file or folder that does not exist."""
     if model.chat_template is not None and not model.chat_template.is_file():
         raise ConfigError(f"--chat-template {str(model.chat_template)!r} is not a file")
     if lora.adapters_dir is not None and not lora.adapters_dir.is_dir():
@@ -22,7 +22,7 @@ def check_paths(model: ModelConfig, lora: LoraConfig) -> None:
 
 
 def check_names(model: ModelConfig, lora: LoraConfig, base_names: tuple[str, ...]) -> None:
-    """Raises ConfigError for an adapter with the base model's name, or for another base model."""
+    """Raises ConfigError for adapters with equal names, with a name of the base model, or for another base model."""
     assert model.model is not None
     names = [module.name for module in lora.lora_modules]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -39,7 +39,7 @@ def check_names(model: ModelConfig, lora: LoraConfig, base_names: tuple[str, ...
 
 
 def client_tls(http: HttpConfig, cluster: ClusterConfig) -> ssl.SSLContext | None:
-    """The TLS context for clients' connections; None for plain HTTP. Raises ConfigError."""
+    """Returns the TLS context for clients' connections; None for plain HTTP. Raises ConfigError."""
     if http.ssl_certfile is None:
         if http.ssl_keyfile is not None or http.ssl_ca_certs is not None:
             raise ConfigError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
@@ -48,7 +48,7 @@ def client_tls(http: HttpConfig, cluster: ClusterConfig) -> ssl.SSLContext | Non
         raise ConfigError("--ssl-certfile with --peers needs --peer-port: instances do not connect as clients do")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        # A key with a passphrase is refused: a prompt for one would block a start without a terminal.
+        # The empty password makes a key with a passphrase an error; otherwise OpenSSL would prompt and block the start.
         context.load_cert_chain(http.ssl_certfile, http.ssl_keyfile, password="")
         if http.ssl_ca_certs is not None:
             context.load_verify_locations(http.ssl_ca_certs)
