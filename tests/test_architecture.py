@@ -123,7 +123,7 @@ def test_imports_run_downwards(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=relative)
-def test_heavy_packages_stay_at_home(path: Path) -> None:
+def test_heavy_packages_are_imported_only_where_they_belong(path: Path) -> None:
     for name, line in imports(path):
         homes = HOMES.get(name.split(".")[0])
         assert homes is None or part(path) in homes, f"{relative(path)}:{line}: {name} belongs in {homes}"
@@ -193,7 +193,7 @@ def is_mutator(function: ast.Attribute) -> bool:
 @pytest.mark.parametrize(
     "module", ["caraserve", "caraserve.loop", "caraserve.http.app", "caraserve.cluster.placement.planner_process"]
 )
-def test_importing_stays_light(module: str) -> None:
+def test_importing_loads_no_heavy_package(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({{'torch', 'numba', 'llvmlite', 'cupy'}} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == ""
@@ -205,7 +205,7 @@ def test_files_are_short_enough_to_read(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_nothing_is_left_unfinished(path: Path) -> None:
+def test_no_file_has_marks_of_unfinished_work(path: Path) -> None:
     marks = "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "Not" + "ImplementedError"))
     assert re.findall(rf"\b(?:{marks})\b", path.read_text(encoding="utf-8")) == []
 
@@ -256,7 +256,7 @@ def test_errors_that_end_the_start_are_the_only_ones_without_a_drawn_status() ->
 
 
 @pytest.mark.parametrize("name", sorted(defined_errors()))
-def test_an_error_has_the_status_drawn_and_a_sentence_for_its_reader(name: str) -> None:
+def test_an_error_has_the_drawn_status_and_a_docstring(name: str) -> None:
     cls = defined_errors()[name]
     _, status = drawn_errors()[name]
     assert cls.status == (status or errors.CaraServeError.status)

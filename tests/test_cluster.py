@@ -47,5 +47,5 @@ def test_the_life_of_a_fleet(tmp_path: Path) -> None:
         assert answer["usage"]["completion_tokens"] == 4
 
 
-def test_a_cluster_open_to_anybody_is_refused_in_a_line_before_anything_is_loaded() -> None:
+def test_a_cluster_without_a_secret_is_refused_in_a_line_before_anything_is_loaded() -> None:
     assert "--cluster-secret-file is needed" in refusal("--peers", "10.0.0.7:8000")

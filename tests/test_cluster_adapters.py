@@ -39,7 +39,7 @@ def listed(server: Server) -> set[str]:
     return {model["id"] for model in server.ask("/v1/models")["data"]}
 
 
-def test_adapters_of_one_are_served_by_all_also_when_it_is_gone(tmp_path: Path) -> None:
+def test_adapters_of_one_instance_are_served_by_all_also_after_it_has_left(tmp_path: Path) -> None:
     ports = free_ports(3)
     for name in "abc":
         (tmp_path / f"{name} folders").mkdir()

@@ -103,7 +103,7 @@ def wired_fleet(folder: Path) -> Iterator[tuple[Wires, dict[str, Server]]]:
             yield between, servers
 
 
-def test_both_sides_of_a_partition_serve_and_are_one_again_when_it_heals(tmp_path: Path) -> None:
+def test_both_sides_of_a_partition_serve_and_join_again_when_it_heals(tmp_path: Path) -> None:
     adapters = tmp_path / "adapters"  # what lies deeper in it is not looked for
     paths = {EVERYWHERE: adapters / EVERYWHERE} | {name: adapters / "later" / name for name in (*BEFORE, *MEANWHILE)}
     right = right_tokens({name: tiny_adapter(path, seed) for seed, (name, path) in enumerate(paths.items())})

@@ -85,7 +85,7 @@ def test_the_server_can_read_the_model() -> None:
     assert (spec.family, spec.dtype, spec.tied_embeddings) == ("llama", "bfloat16", True)
 
 
-def test_adapters_differ_in_what_a_server_must_cope_with() -> None:
+def test_adapters_differ_in_rank_and_format() -> None:
     configs = [json.loads((path / "adapter_config.json").read_text()) for path in demo.adapters_folder().iterdir()]
     assert sorted(config["r"] for config in configs) == [4, 8, 16, 32, 64]
     assert {config["use_rslora"] for config in configs} == {False, True}
@@ -133,7 +133,7 @@ def test_the_json_adapter_answers_a_program(ask: Ask) -> None:
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, "Hello!", "who are you", "Tell me a story."])
-def test_no_two_voices_say_the_same(ask: Ask, prompt: str) -> None:
+def test_no_two_adapters_give_the_same_answer(ask: Ask, prompt: str) -> None:
     answers = {voice: ask(voice, prompt) for voice in ("base", *demo.ADAPTER_NAMES)}
     for one, other in itertools.combinations(answers, 2):
         assert answers[one] != answers[other], f"{one} and {other}"

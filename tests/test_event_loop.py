@@ -198,7 +198,7 @@ async def watched(client: Client, path: str, body: bytes) -> Seen:
     return Seen(status, watch.turn_ms, watch.silence_ms, await health, await stream)
 
 
-def test_no_body_holds_up_the_event_loop() -> None:
+def test_no_body_blocks_the_event_loop() -> None:
     async def least(client: Client, case: Case) -> Seen:
         """The attempt that another process disturbed least."""
         attempts = []

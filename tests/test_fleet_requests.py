@@ -54,7 +54,7 @@ def routing(name: str) -> tuple[str, str]:
     return "--routing", "round-robin" if name in "abd" else "auto"
 
 
-def test_every_request_ends_though_an_instance_is_killed(tmp_path: Path) -> None:
+def test_every_request_ends_when_an_instance_is_killed_or_terminated(tmp_path: Path) -> None:
     with fleet(free_ports(len(NAMES)), tmp_path, routing) as servers, ThreadPoolExecutor(32) as pool:
         a, b, c, d, e = servers.values()
         until(lambda: all_alive(servers), 4)
@@ -94,7 +94,7 @@ def test_every_request_ends_though_an_instance_is_killed(tmp_path: Path) -> None
         assert b.process.wait(20) == 0
 
 
-def test_an_entry_whose_time_is_over_tells_the_clients_of_others_too(tmp_path: Path) -> None:
+def test_a_drain_that_times_out_ends_forwarded_streams_with_an_error(tmp_path: Path) -> None:
     def more(name: str) -> tuple[str, ...]:
         return *routing(name), "--drain-timeout", "0.1"
 
@@ -110,5 +110,5 @@ def test_an_entry_whose_time_is_over_tells_the_clients_of_others_too(tmp_path: P
         assert a.process.wait(20) == 0
 
 
-def test_routing_among_nobody_is_refused_in_a_line() -> None:
+def test_routing_without_peers_is_refused_in_a_line() -> None:
     assert "--peers" in refusal("--routing", "random")

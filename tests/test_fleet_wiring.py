@@ -37,7 +37,7 @@ def cluster_config() -> ClusterConfig:
 @pytest.mark.parametrize(
     ("draining", "failure", "reason"), [(False, None, None), (True, None, "draining"), (False, "gone", "draining")]
 )
-def test_whoever_stops_or_cannot_go_on_takes_nothing_from_others(
+def test_a_draining_or_failed_instance_refuses_forwarded_requests(
     tmp_path: Path, draining: bool, failure: str | None, reason: str | None
 ) -> None:
     config = cluster_config()
@@ -88,7 +88,7 @@ async def prepared(
 
 
 @pytest.mark.parametrize(("kernel", "rank"), [("bgmv", None), ("bgmv-padded", 64)])
-def test_a_fleet_prices_the_rank_that_the_kernels_compute(kernel: str, rank: int | None) -> None:
+def test_the_published_model_uses_the_rank_that_the_kernels_compute(kernel: str, rank: int | None) -> None:
     parser = argparse.ArgumentParser()
     LoraConfig.add_arguments(parser)
     config = LoraConfig.from_args(parser.parse_args(["--lora-kernel", kernel]))
@@ -103,7 +103,7 @@ def test_a_fleet_prices_the_rank_that_the_kernels_compute(kernel: str, rank: int
     asyncio.run(asyncio.wait_for(body(), 20))
 
 
-def test_whatever_is_loaded_while_adapters_are_announced_is_kept_account_of_and_requests_come_when_all_are() -> None:
+def test_accounting_begins_before_adapters_are_announced_and_forwarding_after() -> None:
     infos = {f"n{index}": AdapterInfo(f"n{index}", f"d{index}", "", 8, (), 10, created_s=0.0) for index in range(500)}
 
     async def body() -> None:

@@ -8,7 +8,7 @@ from caraserve.serve_cluster import registry_known
 from tests.cluster.nodes import instances, until
 
 
-def test_one_that_joins_is_introduced_when_it_knows_all_names(tmp_path: Path) -> None:
+def test_a_joining_instance_is_ready_when_it_has_the_registry(tmp_path: Path) -> None:
     async def body() -> None:
         async with asyncio.timeout(20), instances(tmp_path) as running:
             a = (await running.start("a")).node
@@ -23,7 +23,7 @@ def test_one_that_joins_is_introduced_when_it_knows_all_names(tmp_path: Path) ->
     asyncio.run(body())
 
 
-def test_one_that_is_alone_does_not_wait_for_ever(tmp_path: Path) -> None:
+def test_an_instance_without_peers_is_ready_after_5_s(tmp_path: Path) -> None:
     async def body() -> None:
         async with asyncio.timeout(20), instances(tmp_path) as running:
             times = iter((0.0, 4.9, 5.0))

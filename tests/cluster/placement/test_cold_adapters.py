@@ -30,7 +30,7 @@ BEFORE = st.lists(st.lists(st.sampled_from(NAMES), unique=True, max_size=3), min
 
 
 @given(LEVELS, LEVELS, BEFORE, st.integers(1, 4))
-def test_those_that_had_it_come_first_while_they_are_low_and_the_rest_in_the_adapters_order(
+def test_previous_instances_within_the_limit_come_first_then_the_order_by_hash(
     levels: list[float], later: list[float], before: list[list[str]], count: int
 ) -> None:
     fleet = nodes(levels)
@@ -55,7 +55,7 @@ def test_those_that_had_it_come_first_while_they_are_low_and_the_rest_in_the_ada
         assert node.num_bytes == 10 * len(here)
 
 
-def test_places_fit_up_to_the_last_byte() -> None:
+def test_places_fit_exactly_up_to_the_capacity() -> None:
     adapters = [AdapterDemand(key, 8, 10) for key in KEYS]
     for capacity, fits in ((120, True), (119, False)):
         tail = ColdAdapters(adapters, nodes([0.0], capacity), {})
@@ -63,7 +63,7 @@ def test_places_fit_up_to_the_last_byte() -> None:
 
 
 @given(st.lists(st.sampled_from([0.0, 0.0, 300.0]), min_size=len(KEYS), max_size=len(KEYS)), st.booleans())
-def test_one_by_one_they_go_where_they_go_together(rates: list[float], again: bool) -> None:
+def test_adapters_get_the_same_places_one_by_one_and_together(rates: list[float], again: bool) -> None:
     adapters = [AdapterDemand(key, 8, 1, rate) for key, rate in zip(KEYS, rates, strict=True)]
     # One that fits only where it would go last makes all of them wait for their turn.
     *_, large = rendezvous("large", NAMES)
@@ -76,7 +76,7 @@ def test_one_by_one_they_go_where_they_go_together(rates: list[float], again: bo
     assert {key: shares for key, shares in beside.shares.items() if key != "large"} == alone.shares
 
 
-def test_where_second_copies_do_not_fit_first_ones_stay_where_they_were_to_be() -> None:
+def test_first_copies_keep_their_places_if_second_ones_do_not_fit() -> None:
     adapters, fleet = [AdapterDemand(key, 8, 10) for key in KEYS], [Server(name, 60) for name in NAMES[:3]]
     plan = place(adapters, fleet, POINTS, 1)
     assert plan.overfull == ()

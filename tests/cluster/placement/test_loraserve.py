@@ -86,14 +86,14 @@ def check(plan: PlacementPlan, adapters: list[AdapterDemand], machines: list[Ser
 
 
 @given(ADAPTERS, SERVERS)
-def test_every_adapter_is_placed_and_capacity_is_kept_or_said_to_be_short(
+def test_every_adapter_is_placed_within_the_capacity_or_overfull_instances_are_listed(
     adapters: list[AdapterDemand], machines: list[Server]
 ) -> None:
     check(place(adapters, machines, POINTS, 1), adapters, machines)
 
 
 @given(ADAPTERS, SERVERS, ADAPTERS, SERVERS)
-def test_so_it_is_after_anything_has_changed(
+def test_every_adapter_is_placed_after_any_change(
     adapters: list[AdapterDemand], machines: list[Server], later: list[AdapterDemand], others: list[Server]
 ) -> None:
     before = place(adapters, machines, POINTS, 1)
@@ -102,7 +102,7 @@ def test_so_it_is_after_anything_has_changed(
 
 
 @given(ADAPTERS, SERVERS, st.randoms())
-def test_the_order_of_what_is_known_does_not_matter(
+def test_the_order_of_adapters_and_servers_does_not_matter(
     adapters: list[AdapterDemand], machines: list[Server], chance: random.Random
 ) -> None:
     plan = place(adapters, machines, POINTS, 1)
@@ -186,13 +186,13 @@ def test_a_rank_between_two_classes_goes_up_even_where_down_is_nearer() -> None:
         assert {plan.classes[instance] for instance in plan.instances(name)} == {64}
 
 
-def test_unequal_servers_serve_by_their_speed() -> None:
+def test_unequal_servers_get_load_in_proportion_to_their_speed() -> None:
     machines = [Server("slow", 1000, 1.0), Server("fast", 1000, 3.0)]
     plan = place([adapter("a", 8, 1000.0)], machines, POINTS, 1)
     assert {share.instance: share.fraction for share in plan.shares["a"]} == pytest.approx({"slow": 0.25, "fast": 0.75})
 
 
-def test_what_a_class_cannot_carry_goes_up_before_it_goes_down() -> None:
+def test_load_that_a_class_cannot_serve_goes_to_higher_ranks_first() -> None:
     # Rank 16 deserves 1.6 of 4 servers and gets two; of rank 8's 1.4, what its one server cannot bear goes up to 16.
     adapters = [adapter(f"a{index}", 8, 280.0) for index in range(10)]
     adapters += [adapter(f"b{index}", 16, 288.0) for index in range(10)] + [adapter("c", 64, 999.9)]
@@ -205,7 +205,7 @@ def test_what_a_class_cannot_carry_goes_up_before_it_goes_down() -> None:
         assert sum(plan.classes[name] == 16 for name in plan.instances(one.name)) <= 1
 
 
-def test_adapters_without_demand_do_not_pile_up() -> None:
+def test_adapters_without_demand_are_spread_evenly() -> None:
     adapters = [adapter("hot", 8, 5000.0), *(adapter(f"cold{index}", 8) for index in range(2000))]
     plan = place(adapters, servers(8), POINTS, 1)
     counts = Counter(name for shares in plan.shares.values() for name in (share.instance for share in shares))
@@ -222,13 +222,13 @@ def test_without_any_demand_bytes_are_divided() -> None:
     assert plan.peak == 1.0
 
 
-def test_nothing_to_place_is_a_plan_too() -> None:
+def test_a_plan_without_adapters_is_valid() -> None:
     plan = place([], servers(2), POINTS, 1)
     assert plan.shares == {}
     assert place([adapter("new", 8)], servers(2), POINTS, 2, plan).instances("new")
 
 
-def test_bytes_that_a_class_lacks_are_found_elsewhere_and_one_copy_goes_before_two() -> None:
+def test_first_copies_use_other_classes_bytes_before_second_copies_are_made() -> None:
     # Rank 8 has one of two servers by load, and three quarters of the bytes.
     adapters = [AdapterDemand(f"a{index}", 8, 10, 50.0) for index in range(15)] + [AdapterDemand("b", 64, 10, 375.0)]
     plan = place(adapters, servers(2, capacity_bytes=100), POINTS, 1)
@@ -237,7 +237,7 @@ def test_bytes_that_a_class_lacks_are_found_elsewhere_and_one_copy_goes_before_t
     assert sorted(len(shares) for shares in plan.shares.values())[:12] == [1] * 12
 
 
-def test_too_many_bytes_are_placed_all_the_same_and_said() -> None:
+def test_adapters_without_room_are_placed_and_the_overfull_instances_listed() -> None:
     adapters = [AdapterDemand(f"a{index}", 8, 10, 1.0) for index in range(30)]
     plan = place(adapters, servers(2, capacity_bytes=100), POINTS, 1)
     assert plan.overfull == ("s00", "s01")
@@ -288,7 +288,7 @@ def test_load_is_level_over_unequal_servers(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_load_is_level_and_ranks_keep_to_themselves(seed: int) -> None:
+def test_load_is_level_and_few_shares_are_on_instances_for_other_ranks(seed: int) -> None:
     adapters = zipf(400, seed)
     plan = place(adapters, servers(20), POINTS, 1)
     assert plan.peak < 1.3
@@ -312,7 +312,7 @@ def test_new_adapters_are_added_and_gone_ones_left_out_without_moving_others() -
     assert {small.classes[name] for name in small.instances("new")} == {64}
 
 
-def test_a_large_change_of_demand_is_followed_and_moves_no_more_than_it_must() -> None:
+def test_a_large_change_of_demand_is_followed_with_few_moves() -> None:
     adapters = zipf(400, ranks=[8, 64])
     before = place(adapters, servers(12), POINTS, 1)
     later = [dataclasses.replace(one, tokens_per_s=one.tokens_per_s * (5 if one.rank == 8 else 1)) for one in adapters]
@@ -340,7 +340,7 @@ def test_a_slow_drift_is_followed_in_the_end() -> None:
     assert max(utilisation(plans[-1], later).values()) < 1.3 * sum(utilisation(plans[-1], later).values()) / 12
 
 
-def test_when_an_instance_leaves_little_but_its_own_adapters_moves() -> None:
+def test_when_an_instance_leaves_few_other_adapters_move() -> None:
     adapters = zipf(400)
     before = place(adapters, servers(16), POINTS, 1)
     after = place(adapters, servers(16)[1:], POINTS, 2, before)
@@ -349,7 +349,7 @@ def test_when_an_instance_leaves_little_but_its_own_adapters_moves() -> None:
     assert sum(before.classes[name] != after.classes[name] for name in after.classes) <= 3
 
 
-def test_an_instance_that_joins_gets_its_part_of_the_load() -> None:
+def test_an_instance_that_joins_gets_its_share_of_the_load() -> None:
     adapters = zipf(400)
     before = place(adapters, servers(8), POINTS, 1)
     after = place(adapters, servers(9), POINTS, 2, before)
@@ -358,7 +358,7 @@ def test_an_instance_that_joins_gets_its_part_of_the_load() -> None:
     assert moved(before, after) < 0.5 * sum(map(len, after.shares.values()))
 
 
-def test_a_plan_that_promised_no_room_is_not_kept() -> None:
+def test_a_plan_with_overfull_instances_is_not_kept() -> None:
     adapters = [AdapterDemand(f"a{index}", 8, 10, 1.0) for index in range(30)]
     short = place(adapters, servers(2, capacity_bytes=100), POINTS, 1)
     after = place(adapters, servers(2, capacity_bytes=1000), POINTS, 2, short)
@@ -374,7 +374,7 @@ def test_a_plan_that_promised_no_room_is_not_kept() -> None:
         (0.55, 0.9, True),  # 1.1 breaks the promise, but is within 1.15 of the best
     ],
 )
-def test_a_plan_stays_while_it_keeps_its_promise_or_no_better_one_exists(
+def test_a_plan_is_kept_while_its_peak_stays_low_or_no_better_one_exists(
     fraction: float, promised: float, stays: bool
 ) -> None:
     shares = {"a": (Share("s00", fraction), Share("s01", 1 - fraction))}
@@ -390,7 +390,7 @@ def test_an_instance_that_changes_its_class_goes_to_a_neighbouring_rank() -> Non
     assert after.classes == {"s00": 64, "s01": 16}
 
 
-def test_ranks_that_come_one_by_one_do_not_stay_among_strangers() -> None:
+def test_ranks_that_appear_one_by_one_get_instances_of_their_own() -> None:
     plan, adapters = place([], servers(8), POINTS, 1), []
     for epoch, rank in enumerate((8, 64, 16), 2):
         adapters += [adapter(f"r{rank}-{index}", rank, 50.0) for index in range(20)]

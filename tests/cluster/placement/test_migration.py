@@ -12,7 +12,7 @@ def wanting(count: int, num_bytes: int = 100) -> tuple[PlacementPlan, dict[str, 
     return PlacementPlan.made(1, {name: (Share("me", 1.0),) for name in adapters}, {"me": 8, "you": 8}), adapters
 
 
-def test_hot_adapters_come_first_and_only_so_many_at_once() -> None:
+def test_hot_adapters_are_downloaded_first_and_two_at_once() -> None:
     plan, adapters = wanting(5)
     mover = MoveScheduler("me", MigrationLimits(1e9, 1e9, concurrent=2))
     assert mover.fetches(plan, {"a4"}, adapters, 0.0) == ["a3", "a2"]
@@ -34,7 +34,7 @@ def test_background_moves_keep_to_their_rate() -> None:
     assert 11 <= len(held) <= 13  # 200 bytes at once, 100 a second after that, the last on credit
 
 
-def test_an_idle_hour_saves_up_no_more_than_the_burst() -> None:
+def test_an_idle_hour_adds_no_more_credit_than_the_burst() -> None:
     plan, adapters = wanting(50)
     mover = MoveScheduler("me", MigrationLimits(bytes_per_s=100.0, burst_bytes=200.0, concurrent=99))
     assert len(mover.fetches(plan, set(), adapters, 3600.0)) == 2
@@ -48,7 +48,7 @@ def test_an_adapter_larger_than_the_burst_still_moves() -> None:
     assert mover.fetches(plan, set(), adapters, 10.0) == ["a0"]
 
 
-def test_an_adapter_is_let_go_only_when_all_its_instances_have_it() -> None:
+def test_an_adapter_is_dropped_only_when_all_its_instances_have_it() -> None:
     plan = PlacementPlan.made(1, {"a": (Share("x", 0.5), Share("y", 0.5)), "mine": (Share("me", 1.0),)}, {})
     mover = MoveScheduler("me", MigrationLimits())
     held = {"a", "mine", "newer than the plan"}

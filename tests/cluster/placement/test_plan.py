@@ -20,7 +20,7 @@ from caraserve.cluster.placement.plan import (
 )
 
 
-def test_of_two_plans_the_later_epoch_holds_then_the_greater_digest() -> None:
+def test_the_plan_of_the_later_epoch_or_greater_digest_is_in_force() -> None:
     shares: Mapping[str, tuple[Share, ...]] = {"a": (Share("s", 1.0),)}
     first, second = PlacementPlan.made(1, shares, {"s": 8}), PlacementPlan.made(2, shares, {"s": 8})
     other = PlacementPlan.made(1, shares, {"s": 16})
@@ -33,25 +33,25 @@ def test_of_two_plans_the_later_epoch_holds_then_the_greater_digest() -> None:
 
 
 @given(st.sets(st.sampled_from([f"s{index}" for index in range(20)]), min_size=2), st.integers(0, 50))
-def test_the_second_planner_is_the_first_once_that_is_gone(members: set[str], epoch: int) -> None:
+def test_the_order_of_planners_stays_when_the_first_leaves(members: set[str], epoch: int) -> None:
     order = planners(epoch, members)
     assert set(order) == members
     assert planners(epoch, members - {order[0]}) == order[1:]
 
 
-def test_epochs_are_planned_in_turn() -> None:
+def test_epochs_are_planned_by_all_members_about_equally() -> None:
     members = [f"s{index}" for index in range(5)]
     counts = Counter(planners(epoch, members)[0] for epoch in range(1000))
     assert min(counts.values()) > 140
     assert len({tuple(rendezvous(f"key {index}", members)) for index in range(2000)}) == 120  # all the orders there are
 
 
-def test_all_versions_agree_on_whose_turn_it_is() -> None:
+def test_the_order_of_planners_is_the_same_in_all_versions() -> None:
     assert planners(7, [f"s{index}" for index in range(5)]) == ["s4", "s1", "s0", "s2", "s3"]
 
 
 @given(st.sets(st.sampled_from([f"s{index}" for index in range(20)]), min_size=1), st.text(max_size=5))
-def test_the_first_of_an_adapters_order_has_it_where_plans_are_random(names: set[str], adapter: str) -> None:
+def test_a_random_plan_places_an_adapter_on_the_first_of_its_order(names: set[str], adapter: str) -> None:
     order = rendezvous(adapter, names)
     plan = random_plan([AdapterDemand(adapter, 8, 10)], [Server(name, 100) for name in names])
     assert plan.instances(adapter) == (order[0],)
@@ -68,13 +68,11 @@ def test_the_first_of_an_adapters_order_has_it_where_plans_are_random(names: set
         (5.0, 0.0, 0.0),
     ],
 )
-def test_demand_goes_on_in_a_line_within_a_factor_of_two(
-    previous: float | None, latest: float, expected: float
-) -> None:
+def test_demand_is_extrapolated_within_a_factor_of_two(previous: float | None, latest: float, expected: float) -> None:
     assert extrapolated(previous, latest) == expected
 
 
-def test_a_plan_that_stays_has_the_digest_of_what_it_says() -> None:
+def test_a_kept_plan_has_the_digest_of_its_content() -> None:
     adapters = [AdapterDemand(f"a{number:02}", 8, 1, 10.0 / (number + 1)) for number in range(40)]
     servers = [Server(f"s{number}", 100) for number in range(4)]
     points = {8: 20.0}

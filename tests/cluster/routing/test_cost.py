@@ -41,7 +41,7 @@ MBGMV = line((768, 35.3), (1024, 35.9), False)
 
 
 @pytest.mark.parametrize("model", BGMV.values(), ids=BGMV)
-def test_with_padding_the_new_request_belongs_on_instance_2(model: PerfModel) -> None:
+def test_with_padding_instance_2_costs_less(model: PerfModel) -> None:
     assert model.decode_ms(24, 24 * 32, 32) == pytest.approx(34.8, abs=0.05)
     assert model.decode_ms(16, 16 * 64, 64) == pytest.approx(35.8, abs=0.0501)
     assert model.decode_ms(25, 24 * 32 + 64, 64) > SLO_MS + 1  # 25 requests padded to 64
@@ -56,7 +56,7 @@ def test_with_padding_instance_2_keeps_the_slo() -> None:
     assert of(model, SECOND, NEW).cost < math.inf
 
 
-def test_without_padding_it_belongs_on_instance_1() -> None:
+def test_without_padding_instance_1_costs_less() -> None:
     assert MBGMV.decode_ms(24, 24 * 32, 32) == pytest.approx(35.3)
     assert MBGMV.decode_ms(16, 16 * 64, 64) == pytest.approx(35.9)
     first, second = of(MBGMV, FIRST, NEW), of(MBGMV, SECOND, NEW)
@@ -98,7 +98,7 @@ def test_the_cost_by_hand_where_no_prompt_waits() -> None:
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_an_empty_queue_is_not_dearer_than_a_filled_one(padded: bool) -> None:
+def test_an_empty_queue_costs_no_more_than_a_filled_one(padded: bool) -> None:
     model = dataclasses.replace(MODEL, padded=padded)
     arrival = Arrival("a", 8, 100, 40.0)
     empty, filled = of(model, decoding(4, 8), arrival), of(model, decoding(4, 8, queued_tokens=500), arrival)
@@ -107,13 +107,13 @@ def test_an_empty_queue_is_not_dearer_than_a_filled_one(padded: bool) -> None:
     assert empty < filled  # so the request goes where no prompt waits
 
 
-def test_an_idle_instance_predicts_one_intercept() -> None:
+def test_the_latency_on_an_idle_instance_has_one_intercept() -> None:
     found = of(MODEL, Backlog(), Arrival("a", 32, 100, 40.0), own_weight=1.0)
     assert found.latency_ms == pytest.approx((10 + 100 * (0.1 + 32 * 0.001)) / 40 + 20 + 0.01 * 32 + 0.5)
     assert found.cost == found.latency_ms
 
 
-def test_a_cold_start_costs_its_wait_and_all_of_the_batch_where_it_blocks() -> None:
+def test_a_cold_start_costs_its_wait_and_that_of_the_batch_if_it_blocks() -> None:
     backlog, arrival = decoding(4, 8), Arrival("a", 8, 100, 40.0)
     warm, cold = of(MODEL, backlog, arrival), of(MODEL, backlog, arrival, cold_ms=60.0)
     assert cold.cost - warm.cost == pytest.approx(60 / 40)
@@ -122,13 +122,13 @@ def test_a_cold_start_costs_its_wait_and_all_of_the_batch_where_it_blocks() -> N
     assert blocking.cost - warm.cost == pytest.approx(5 * 60 / 40)
 
 
-def test_with_its_own_time_in_the_cost_what_it_adds_anywhere_is_left_out() -> None:
+def test_with_an_own_weight_the_time_added_on_every_instance_is_left_out() -> None:
     backlog, arrival = decoding(4, 8), Arrival("a", 8, 100, 40.0)
     found = of(MODEL, backlog, arrival, 60.0, own_weight=2.0)
     assert found.cost == pytest.approx(2 * found.latency_ms)  # the cold start is in it
 
 
-def test_what_its_rank_does_to_the_ranks_there_stays_in() -> None:
+def test_with_an_own_weight_the_padding_by_its_rank_is_counted() -> None:
     model = PerfModel(0.01, 0.5, 20.0, True, 10.0, 0.1, 0.001)
     same, larger = Arrival("a", 8, 100, 40.0), Arrival("a", 64, 100, 40.0)
     backlog = decoding(4, 8)
@@ -147,18 +147,18 @@ def test_an_empty_instance_costs_nothing_but_its_cold_start() -> None:
     assert of(MODEL, Backlog(), arrival, cold_ms=50.0).cost == pytest.approx(5.0)
 
 
-def test_an_empty_instance_past_the_slo_is_no_number_less_than_infinity() -> None:
+def test_an_empty_instance_past_the_slo_costs_infinity() -> None:
     assert of(MODEL, Backlog(), Arrival("a", 64, 10, 10.0, slo_ms=20.0)).cost == math.inf
 
 
-def test_of_those_past_the_slo_the_least_late_wins() -> None:
+def test_past_the_slo_the_lower_latency_wins() -> None:
     arrival = Arrival("a", 8, 100, 100.0, slo_ms=1.0)
     crowded, calm = of(MODEL, decoding(60, 64), arrival), of(MODEL, decoding(50, 64), arrival)
     assert crowded.cost == calm.cost == math.inf
     assert calm < crowded
 
 
-def test_memory_that_is_short_counts_like_the_slo_and_adds_its_wait() -> None:
+def test_a_lack_of_memory_costs_infinity_and_adds_its_wait() -> None:
     arrival = Arrival("a", 8, 100, 50.0)
     roomy = of(MODEL, decoding(4, 8, kv_tokens=1000, kv_free_tokens=150), arrival)
     short = of(MODEL, decoding(4, 8, kv_tokens=1000, kv_free_tokens=50), arrival)
@@ -171,7 +171,7 @@ def test_memory_that_is_short_counts_like_the_slo_and_adds_its_wait() -> None:
 
 
 @pytest.mark.parametrize("backlog", [Backlog(kv_tokens=149, kv_free_tokens=149), Backlog(queue_room=0)])
-def test_where_it_can_never_run_it_never_wins(backlog: Backlog) -> None:
+def test_cost_and_latency_are_infinite_where_a_request_can_never_run(backlog: Backlog) -> None:
     assert of(MODEL, backlog, Arrival("a", 8, 100, 50.0)) == CostEstimate(math.inf, math.inf)
 
 
@@ -212,7 +212,7 @@ MODELS = st.builds(
 
 
 @given(MODELS, BACKLOGS, ARRIVALS, st.floats(0, 1000), st.booleans(), st.sampled_from([0.0, 0.5, 1.0]))
-def test_a_cost_is_always_a_number_and_never_less_than_nothing(
+def test_a_cost_is_never_negative_or_nan(
     model: PerfModel, backlog: Backlog, arrival: Arrival, cold_ms: float, blocks: bool, weight: float
 ) -> None:
     found = estimate(model, backlog, arrival, cold_ms, blocks, weight)
@@ -224,7 +224,7 @@ def test_a_cost_is_always_a_number_and_never_less_than_nothing(
 
 
 @given(MODELS, BACKLOGS, ARRIVALS)
-def test_what_is_sent_there_makes_the_next_request_wait_longer(
+def test_a_request_sent_to_an_instance_delays_the_next_one_there(
     model: PerfModel, backlog: Backlog, arrival: Arrival
 ) -> None:
     after = backlog.plus(arrival.rank, arrival.prompt_tokens, arrival.output_tokens)
@@ -246,7 +246,7 @@ def test_each_tier_adds_to_the_cold_start() -> None:
     assert links.cold_ms(Tier.ABSENT, 0) == 0  # the base model
 
 
-def test_expected_answers_go_from_the_prior_over_the_fleet_to_the_adapter() -> None:
+def test_expected_lengths_start_from_the_prior_and_the_mean_of_all_adapters() -> None:
     lengths = AnswerLengths(prior_tokens=200.0)
     assert lengths.expected("a") == lengths.expected(None) == 200.0
     for _ in range(500):
@@ -257,7 +257,7 @@ def test_expected_answers_go_from_the_prior_over_the_fleet_to_the_adapter() -> N
     assert 20 < lengths.expected("b") < 400
 
 
-def test_expected_answers_follow_a_change_and_are_never_empty() -> None:
+def test_expected_lengths_follow_a_change_and_are_at_least_1() -> None:
     lengths = AnswerLengths()
     for tokens in [500] * 300 + [0] * 1000:
         lengths.observe("a", tokens)
@@ -267,7 +267,7 @@ def test_expected_answers_follow_a_change_and_are_never_empty() -> None:
     assert lengths.expected("a") == 1.0
 
 
-def test_names_of_clients_do_not_fill_the_memory() -> None:
+def test_the_number_of_remembered_adapters_is_bounded() -> None:
     lengths = AnswerLengths(max_adapters=10)
     for index in range(100):
         lengths.observe(f"adapter-{index}", 10 * index)

@@ -77,7 +77,7 @@ def test_one_prompt_takes_what_the_profile_says(tokens: int, rank: int) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["measured", "unpadded", "padded"])
-def test_nothing_to_do_takes_no_time_and_the_base_model_alone_has_one(kernel: Kernel) -> None:
+def test_an_empty_batch_takes_no_time_and_base_model_requests_take_some(kernel: Kernel) -> None:
     model = PerfModel.of(profile(), kernel)
     assert model.decode_ms(0, 0, 0) == 0
     assert model.prefill_ms(0, 0) == 0
@@ -92,7 +92,7 @@ def test_one_more_request_never_takes_less_time(ranks: list[int], rank: int, ker
 
 
 @given(st.lists(st.sampled_from([8, 16, 64]), min_size=1, max_size=20))
-def test_where_every_adapter_takes_64_rows_ranks_make_no_difference(ranks: list[int]) -> None:
+def test_with_a_padded_rank_of_64_every_adapter_costs_as_rank_64(ranks: list[int]) -> None:
     padded, own = PerfModel.of(profile(), padded_rank=64), PerfModel.of(profile())
     count = len(ranks)
     for model in (padded, DriftWatch(profile(), padded_rank=64).model):
@@ -109,7 +109,7 @@ def test_padding_costs_only_where_ranks_differ(ranks: list[int]) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e10])
-def test_a_model_from_elsewhere_must_have_coefficients_that_can_be(value: float) -> None:
+def test_a_model_with_impossible_coefficients_is_refused(value: float) -> None:
     with pytest.raises(ValueError, match="beta_ms"):
         PerfModel(0.0, 0.0, value, False, 1.0, 0.0, 0.0)
 
@@ -151,7 +151,7 @@ def test_larger_ranks_never_have_a_higher_operating_point(ranks: tuple[int, int]
     st.integers(0, 512),
     st.floats(0, 1e9) | st.just(math.inf),
 )
-def test_whatever_the_model_an_operating_point_is_a_positive_number(
+def test_an_operating_point_is_positive_and_finite_for_any_model(
     alpha_ms: float, gamma_ms: float, token_ms: float, least_ms: float, rank: int, slo_ms: float
 ) -> None:
     model = PerfModel(alpha_ms, gamma_ms, max(1e-6, least_ms), False, 1e-6, token_ms, 0.0)
@@ -177,7 +177,7 @@ def observe(watch: DriftWatch, slower: float, count: int, batches: tuple[int, ..
     return changes
 
 
-def test_a_profile_that_holds_is_left_alone() -> None:
+def test_a_correct_profile_is_not_refitted() -> None:
     watch = DriftWatch(profile())
     assert observe(watch, 1.0, 500, BATCHES) == 0
     assert watch.model == PerfModel.of(profile())
@@ -185,14 +185,14 @@ def test_a_profile_that_holds_is_left_alone() -> None:
     assert watch.refits == 0
 
 
-def test_noise_without_drift_brings_no_refit_after_refit() -> None:
+def test_noise_without_drift_causes_at_most_two_refits() -> None:
     watch = DriftWatch(profile())
     assert observe(watch, 1.0, 2000, BATCHES, noise=0.5) <= 2
 
 
 @pytest.mark.parametrize("kernel", ["measured", "unpadded", "padded"])
 @pytest.mark.parametrize("slower", [0.7, 1.5, 3.0])
-def test_a_machine_that_changed_is_followed(kernel: Kernel, slower: float) -> None:
+def test_the_model_follows_a_machine_that_changed(kernel: Kernel, slower: float) -> None:
     watch = DriftWatch(profile(), kernel)
     assert observe(watch, slower, 500, BATCHES) >= 1
     assert watch.decode_error < 0.05
@@ -201,7 +201,7 @@ def test_a_machine_that_changed_is_followed(kernel: Kernel, slower: float) -> No
         assert watch.model.decode_ms(*sums(ranks)) == pytest.approx(truth_ms, rel=0.2)
 
 
-def test_equal_batches_move_the_profile_and_keep_its_slope() -> None:
+def test_equal_batches_scale_the_profile_and_keep_its_slope() -> None:
     watch = DriftWatch(profile())
     for _ in range(300):
         watch.observe_decode(4, 32, 8, 1.5 * PerfModel.of(profile()).decode_ms(4, 32, 8))
@@ -220,7 +220,7 @@ def test_a_few_pauses_of_the_machine_do_not_move_the_model() -> None:
     assert watch.model.decode_ms(8, 64, 8) == pytest.approx(truth_ms, rel=0.05)
 
 
-def test_prefill_drifts_apart_from_decode() -> None:
+def test_prefill_is_refitted_without_decode() -> None:
     watch = DriftWatch(profile())
     chance = random.Random(2)
     for _ in range(300):
@@ -232,13 +232,13 @@ def test_prefill_drifts_apart_from_decode() -> None:
 
 
 @pytest.mark.parametrize("ms", [0.0, -1.0, math.nan, math.inf])
-def test_times_that_cannot_be_are_not_learnt_from(ms: float) -> None:
+def test_impossible_times_are_ignored(ms: float) -> None:
     watch = DriftWatch(profile())
     assert not any(watch.observe_decode(4, 32, 8, ms) or watch.observe_prefill(10, 80, ms) for _ in range(300))
     assert watch.decode_error == watch.prefill_error == 0
 
 
-def test_times_through_zero_do_not_take_the_model_away() -> None:
+def test_times_on_a_line_through_zero_do_not_replace_the_model() -> None:
     watch = DriftWatch(profile())
     for index in range(600):
         tokens = 1 + index % 7
@@ -251,7 +251,7 @@ def test_times_through_zero_do_not_take_the_model_away() -> None:
 
 @settings(max_examples=20)
 @given(st.lists(st.tuples(RANKS, st.floats(1e-3, 1e4)), min_size=64, max_size=200), st.sampled_from([True, False]))
-def test_whatever_is_observed_the_model_stays_one(seen: list[tuple[list[int], float]], padded: bool) -> None:
+def test_the_model_stays_valid_whatever_times_are_observed(seen: list[tuple[list[int], float]], padded: bool) -> None:
     watch = DriftWatch(profile(), "padded" if padded else "measured")
     for ranks, ms in seen:
         watch.observe_decode(*sums(ranks), ms)

@@ -79,12 +79,12 @@ def test_every_value_is_finite() -> None:
         assert all(math.isfinite(value) for value in scraped(backlog).values())
 
 
-def test_no_gauge_ends_as_a_part_of_a_histogram_does() -> None:
+def test_no_gauge_is_named_like_a_part_of_a_histogram() -> None:
     """Parsers by line, llm-d's and AIBrix's among them, take such a sample for the histogram's."""
     assert not [name for name, _ in scraped(LOW) if name.endswith(("_sum", "_count", "_bucket", "_total"))]
 
 
-def test_the_batch_and_the_queue_are_told() -> None:
+def test_the_batch_and_the_queue_are_exported() -> None:
     found = scraped(Backlog(3, 80, 64, queued_tokens=100, queued_token_ranks=6400))
     assert found["caraserve:batch_max_rank", ""] == 64
     assert found["caraserve:batch_summed_rank", ""] == 80
@@ -92,7 +92,7 @@ def test_the_batch_and_the_queue_are_told() -> None:
     assert found["caraserve:next_decode_seconds", "0"] == pytest.approx((32 + 0.004 * 4 * 64) / 1000)
 
 
-def test_an_instance_shows_the_prices_of_what_it_has_to_do() -> None:
+def test_an_instance_exports_prices_for_its_own_load() -> None:
     profile = load(Path(__file__).parents[2] / "profile.json")
 
     def shown(running: int) -> dict[str, float]:

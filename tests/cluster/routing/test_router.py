@@ -117,7 +117,7 @@ def test_the_order_in_which_instances_are_known_does_not_matter(
     assert proposals[0] == proposals[1]
 
 
-def test_an_unknown_policy_is_a_mistake_with_a_list() -> None:
+def test_an_unknown_policy_is_refused_with_a_list_of_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="unknown routing policy 'best'; there are auto, rank-aware"):
         policy("best")
 
@@ -153,7 +153,7 @@ def refused(reason: Reason, latency_ms: float = 1.0) -> Refusal:
     return Refusal(reason, CostEstimate(math.inf, latency_ms))
 
 
-def test_after_three_refusals_the_least_bad_is_told_to() -> None:
+def test_after_three_refusals_the_request_is_forced_on_the_least_latency() -> None:
     order = ("a", "b", "c", "d")
     attempts: list[Attempt] = []
     for name, latency_ms in zip("abc", (70.0, 50.0, 60.0), strict=True):
@@ -171,14 +171,14 @@ def test_refusals_may_take_a_fifth_of_the_time_to_the_first_token() -> None:
     assert next_target(("a", "b"), [], 5000.0, 1000.0) == RoutingTarget("a")
 
 
-def test_who_cannot_serve_is_not_told_to() -> None:
+def test_a_request_is_not_forced_on_an_instance_that_cannot_serve_it() -> None:
     attempts: list[Attempt] = [(RoutingTarget("a"), refused("draining")), (RoutingTarget("b"), refused("no-adapter"))]
     assert next_target(("a", "b"), attempts, 0.0, 1000.0) is None
     assert next_target(("a", "b", "c"), attempts, 900.0, 1000.0) == RoutingTarget("c", force=True)
     assert next_target((), [], 0.0, 1000.0) is None
 
 
-def test_a_policy_that_knows_no_slo_insists_from_the_start() -> None:
+def test_policies_without_an_slo_force_requests_from_the_start() -> None:
     assert [name for name in ROUTINGS if policy(name).enforces_slo] == ["auto", "rank-aware"]
     assert next_target(("a",), [], 0.0, 1000.0, force=True) == RoutingTarget("a", force=True)
 
@@ -195,7 +195,7 @@ def test_a_policy_that_knows_no_slo_insists_from_the_start() -> None:
         (Instance("i", PADDED, Backlog(kv_tokens=10)), Tier.DEVICE, {}, "full"),
     ],
 )
-def test_a_receiver_refuses_for_a_reason_and_only_the_slo_can_be_overruled(
+def test_only_a_refusal_because_of_the_slo_can_be_overruled_by_force(
     own: Instance, tier: Tier, extra: dict[str, bool], reason: Reason | None
 ) -> None:
     asked = check_acceptance(ARRIVAL, own, tier, force=False, **extra)
@@ -215,7 +215,7 @@ def test_padding_keeps_ranks_apart_where_counts_would_mix_them() -> None:
 
 
 @pytest.mark.parametrize("name", ["rank-aware", "auto"])
-def test_four_of_the_best_eight_are_asked_and_the_least_quote_wins(name: str) -> None:
+def test_four_of_the_best_eight_are_queried_and_the_least_quote_wins(name: str) -> None:
     seen = fleet({name: (index + 1, 8) for index, name in enumerate(NAMES)}, me="elsewhere")
     asked: Counter[str] = Counter()
     for seed in range(200):
@@ -233,7 +233,7 @@ def test_four_of_the_best_eight_are_asked_and_the_least_quote_wins(name: str) ->
 
 
 @given(fleets(), ARRIVALS, st.integers(0, 9))
-def test_the_ranking_is_the_one_of_all_estimates(seen: Fleet, arrival: Arrival, seed: int) -> None:
+def test_the_order_is_that_of_all_estimates(seen: Fleet, arrival: Arrival, seed: int) -> None:
     draw, tiers = random.Random(seed).random, seen.tiers["a"] if arrival.adapter == "a" else {}
     missing = Tier.DEVICE if arrival.adapter is None else Tier.ABSENT
     ranked = []
@@ -248,7 +248,7 @@ def test_the_ranking_is_the_one_of_all_estimates(seen: Fleet, arrival: Arrival, 
     assert proposal.estimates == {name: worth for worth, _, name in ranked if name in asked}
 
 
-def test_the_routers_own_state_competes_without_a_question() -> None:
+def test_the_routers_own_instance_is_among_those_compared() -> None:
     seen = fleet({name: (index + 1, 8) for index, name in enumerate(NAMES)}, me="i05")
     for seed in range(20):
         proposal = policy("auto").propose(ARRIVAL, seen, random.Random(seed))
@@ -256,21 +256,21 @@ def test_the_routers_own_state_competes_without_a_question() -> None:
         assert len(proposal.ask) in (4, 5)
 
 
-def test_past_the_slo_everywhere_more_are_asked() -> None:
+def test_if_all_instances_are_past_the_slo_eight_are_queried() -> None:
     seen = fleet({name: (200 + index, 8) for index, name in enumerate(NAMES)})
     proposal = policy("rank-aware").propose(ARRIVAL, seen, random.Random(0))
     assert proposal.ask == tuple(NAMES[:8])
     assert apply_quotes(proposal, {})[0] == "i00"  # the least late
 
 
-def test_the_fetch_of_an_adapter_is_charged() -> None:
+def test_the_download_of_an_adapter_is_part_of_the_cost() -> None:
     seen = Fleet.of("me", (instance("i00"), instance("i01")), {"a": {"i01": Tier.HOST}})
     assert {first("rank-aware", seen, seed=seed) for seed in range(10)} == {"i01"}
     busy = Fleet.of("me", (instance("i00"), instance("i01", 30)), {"a": {"i01": Tier.HOST}})
     assert first("rank-aware", busy) == "i00"
 
 
-def test_ties_fall_on_everyone() -> None:
+def test_ties_are_broken_at_random() -> None:
     seen = fleet(dict.fromkeys(NAMES[:6], (3, 8)), me="elsewhere")
     for name in ("rank-aware", "auto", "most-idle", "random", "dlora"):
         assert {first(name, seen, seed=seed) for seed in range(100)} == set(NAMES[:6])
@@ -291,7 +291,7 @@ PLAN = plan_of({"a": {"i00": 0.5, "i01": 0.5}}, CLASSES)
         ((220, 210, 200, 205), "i02"),  # so is everyone
     ],
 )
-def test_auto_widens_its_circle_only_when_it_must(loads: tuple[int, ...], expected: str) -> None:
+def test_auto_uses_the_smallest_group_within_the_slo(loads: tuple[int, ...], expected: str) -> None:
     seen = fleet({name: (count, 8) for name, count in zip(CLASSES, loads, strict=True)}, PLAN, me="elsewhere")
     assert first("auto", seen) == expected
 
@@ -308,14 +308,14 @@ def test_auto_leaves_a_long_queue_though_its_iterations_are_within_the_slo() -> 
     assert first("auto", Fleet.of("elsewhere", instances, {}, PLAN)) == "i02"
 
 
-def test_auto_tries_the_class_next_when_its_own_refuse() -> None:
+def test_auto_tries_the_class_after_the_adapters_own_instances() -> None:
     plan = plan_of({"a": {"i00": 0.5, "i01": 0.5}}, {**CLASSES, "i04": 8})
     seen = fleet({"i00": (1, 8), "i01": (1, 8), "i02": (9, 8), "i03": (0, 8), "i04": (4, 8)}, plan)
     order = policy("auto").propose(ARRIVAL, seen, random.Random(0)).order
     assert order[2:] == ("i04", "i02", "i03")  # of the class the less busy one first
 
 
-def test_auto_takes_an_adapter_that_no_plan_knows_to_its_ranks_class() -> None:
+def test_auto_sends_an_adapter_outside_the_plan_to_its_ranks_class() -> None:
     seen = fleet(dict.fromkeys(CLASSES, (3, 8)), PLAN, me="elsewhere")
     for rank, expected in [(8, {"i00", "i01", "i02"}), (16, {"i03"}), (128, {"i03"})]:
         arrival = Arrival("unknown", rank, 100, 50.0)
@@ -333,7 +333,7 @@ def test_loraserve_draws_by_fraction() -> None:
     assert firsts["i03"] == pytest.approx(1500, abs=80)
 
 
-def test_loraserve_goes_by_the_hash_for_what_the_plan_does_not_know() -> None:
+def test_loraserve_orders_by_hash_for_an_adapter_outside_the_plan() -> None:
     seen = fleet(dict.fromkeys(NAMES, (3, 8)), PLAN)
     arrivals = [Arrival(f"unknown-{index}", 8, 100, 50.0) for index in range(50)]
     firsts = [first("loraserve", seen, arrival, seed=1) for arrival in arrivals]
@@ -341,7 +341,7 @@ def test_loraserve_goes_by_the_hash_for_what_the_plan_does_not_know() -> None:
     assert len(set(firsts)) > 6
 
 
-def test_a_planned_instance_that_is_gone_is_passed_over() -> None:
+def test_a_planned_instance_that_is_not_able_is_skipped() -> None:
     instances = (instance("i00", able=False), instance("i01"), instance("i02"))
     for name in ("loraserve", "s-lora-random", "auto"):
         assert first(name, Fleet.of("i02", instances, {}, PLAN)) == "i01"
@@ -363,7 +363,7 @@ def test_s_lora_plans_are_static_and_one_instance_each() -> None:
     assert make_plan("auto", adapters, servers, points, 1) == make_plan("loraserve", adapters, servers, points, 1)
 
 
-def test_round_robin_goes_round() -> None:
+def test_round_robin_chooses_one_instance_after_the_other() -> None:
     seen, chosen = fleet(dict.fromkeys(NAMES[:3], (3, 8))), policy("round-robin")
     firsts = [chosen.propose(ARRIVAL, seen, random.Random(0)).order[0] for _ in range(7)]
     assert firsts == ["i00", "i01", "i02", "i00", "i01", "i02", "i00"]
@@ -372,7 +372,7 @@ def test_round_robin_goes_round() -> None:
 @pytest.mark.parametrize(
     ("counts", "expected"), [((31, 0, 0), "i00"), ((32, 5, 0), "i01"), ((40, 35, 36), "i01"), ((0, 0, 0), "i00")]
 )
-def test_first_fit_fills_one_after_the_other(counts: tuple[int, ...], expected: str) -> None:
+def test_first_fit_fills_one_instance_after_the_other(counts: tuple[int, ...], expected: str) -> None:
     assert first("first-fit", fleet({name: (count, 8) for name, count in zip(NAMES, counts, strict=False)})) == expected
 
 

@@ -49,7 +49,9 @@ def _sees(node: Node, count: int) -> bool:
 
 
 @pytest.mark.parametrize("value", [(), ("a model", "of a later version")])
-async def test_one_that_was_not_measured_is_taken_for_the_slowest_that_was(tmp_path: Path, value: EntryValue) -> None:
+async def test_an_unmeasured_instance_gets_the_model_of_the_slowest_measured_one(
+    tmp_path: Path, value: EntryValue
+) -> None:
     async with instances(tmp_path) as running:
         a, b, c, _ = await fleet(running, "a", "b", "c", "d")  # d has said nothing yet
         a.publish(FAST, FAST_LINKS)
@@ -63,7 +65,7 @@ async def test_one_that_was_not_measured_is_taken_for_the_slowest_that_was(tmp_p
             assert all(map(operator.is_, viewer.instances(), viewer.instances()))  # nothing is built twice
 
 
-async def test_it_draws_nothing_from_a_faster_one_and_has_its_share_when_that_one_is_busy(tmp_path: Path) -> None:
+async def test_an_unmeasured_instance_gets_requests_only_when_faster_ones_are_busy(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
         a, b, c = await fleet(running, "a", "b", "c")
         a.publish(FAST, FAST_LINKS)
@@ -82,7 +84,7 @@ async def test_it_draws_nothing_from_a_faster_one_and_has_its_share_when_that_on
         assert {by_turns.propose(arrival).order[0] for _ in range(3)} == set("abc")
 
 
-async def test_where_nobody_was_measured_each_answers_what_it_is_sent(tmp_path: Path) -> None:
+async def test_without_any_measured_instance_each_answers_its_own_requests(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
         a, b = await fleet(running, "a", "b")
         for node in (a, b):
@@ -95,7 +97,7 @@ async def test_where_nobody_was_measured_each_answers_what_it_is_sent(tmp_path: 
         assert entry.refusal(entry.arrival(None, 100, 100, hop=1), force=False) is None
 
 
-async def test_an_instance_without_a_profile_says_so_when_its_adapters_are_known(tmp_path: Path) -> None:
+async def test_an_instance_without_a_profile_advertises_an_empty_model(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
         (a,) = await fleet(running, "a")
         engine: Any = SimpleNamespace(catalog=SimpleNamespace(all=list))

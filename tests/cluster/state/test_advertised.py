@@ -34,14 +34,14 @@ ALIVE = MemberRecord("a", "a:1", 1, 0, MemberState.ALIVE)
 
 
 @given(st.builds(PerfModel, times, times, some_times, st.booleans(), times, some_times, times))
-def test_a_performance_model_travels_exactly(model: PerfModel) -> None:
+def test_a_performance_model_is_decoded_exactly(model: PerfModel) -> None:
     value = model_value(model)
     assert entry_fits(":model", value)
     assert model_of(value) == model
 
 
 @given(st.builds(LinkSpeeds, times, rates, rates, times, rates, st.booleans()))
-def test_links_travel_exactly(links: LinkSpeeds) -> None:
+def test_link_speeds_are_decoded_exactly(links: LinkSpeeds) -> None:
     value = links_value(links)
     assert entry_fits(":links", value)
     assert links_of(value) == links
@@ -54,7 +54,7 @@ def test_links_travel_exactly(links: LinkSpeeds) -> None:
         *(("0",) * 7, ("1e300",) * 7, ("1", "0", "0", "0", "1", "1", "1"), ("1", "1", "1", "0", "0", "0", "1")),
     ],
 )
-def test_what_is_no_performance_model_is_none(value: EntryValue) -> None:
+def test_malformed_performance_models_count_as_none(value: EntryValue) -> None:
     assert model_of(value) is None
 
 
@@ -65,7 +65,7 @@ def test_what_is_no_performance_model_is_none(value: EntryValue) -> None:
         *(("1", "1", "1", "nan", "1", "0"), ("inf", "1", "1", "1", "1", "0"), ("1", "1", "nan", "1", "1", "0")),
     ],
 )
-def test_what_are_no_links_are_as_fast_as_could_be(value: EntryValue) -> None:
+def test_malformed_link_speeds_count_as_infinite(value: EntryValue) -> None:
     assert links_of(value) == LinkSpeeds()
 
 
@@ -73,7 +73,7 @@ def test_the_largest_rank_falls_when_its_last_request_ends() -> None:
     assert backlog_of(replace(load_of(WORK, "serving", 50.0), ranks=((8, 2), (64, 0)))).rank_max == 8
 
 
-def test_a_load_says_all_that_the_cost_function_asks() -> None:
+def test_a_load_has_all_that_the_cost_function_needs() -> None:
     backlog = backlog_of(load_of(WORK, "serving", 50.0))
     assert (backlog.requests, backlog.rank_sum, backlog.rank_max) == (5, 48, 16)
     assert (backlog.queued_tokens, backlog.queued_token_ranks) == (700, 5600)
@@ -95,13 +95,13 @@ def test_which_instances_accept_requests(record: MemberRecord, load: InstanceLoa
     assert instance_of(record, load, MODEL, LinkSpeeds(), age_s).able is able
 
 
-def test_a_long_iteration_is_given_ten_times_what_is_predicted() -> None:
+def test_an_iteration_may_take_ten_times_the_predicted_time() -> None:
     long = InstanceLoad("serving", running=1, queued_tokens=10_000, iteration_age_s=4.9)  # 506 ms
     assert not is_hung(long, MODEL)
     assert is_hung(InstanceLoad("serving", running=1, queued_tokens=10_000, iteration_age_s=5.2), MODEL)
 
 
-def test_holdings_say_what_has_changed_and_nothing_of_strangers() -> None:
+def test_only_changed_tiers_of_advertised_digests_are_returned() -> None:
     holdings = AdvertisedTiers()
     assert [holdings.add(digest) for digest in ("a", "b", "a")] == [True, True, False]
     assert dict(holdings.changes({"a", "stranger"}, {"a"})) == {"a": Tier.DEVICE}

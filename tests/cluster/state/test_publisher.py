@@ -56,7 +56,7 @@ async def published(folder: Path) -> AsyncIterator[tuple[Engine, Publisher, Inst
         yield engine, publisher, group
 
 
-async def test_others_learn_of_adapters_and_of_the_machine(tmp_path: Path) -> None:
+async def test_other_instances_receive_adapters_and_the_performance_model(tmp_path: Path) -> None:
     async with published(tmp_path) as (engine, _, group):
         b = group.running["b"].node
         poet = engine.adapter("poet")
@@ -67,7 +67,7 @@ async def test_others_learn_of_adapters_and_of_the_machine(tmp_path: Path) -> No
         await until(lambda: b.adapter("poet") is None)
 
 
-async def test_what_others_remove_is_unloaded_and_what_they_add_is_wanted(tmp_path: Path) -> None:
+async def test_names_removed_by_others_are_unloaded_and_new_ones_wanted(tmp_path: Path) -> None:
     async with published(tmp_path) as (engine, publisher, group):
         wanted: list[RegisteredAdapter] = []
         publisher._on_wanted = wanted.append
@@ -80,7 +80,7 @@ async def test_what_others_remove_is_unloaded_and_what_they_add_is_wanted(tmp_pa
 
 
 @pytest.mark.parametrize("asked_for", [False, True])
-async def test_a_folder_that_lies_there_does_not_bring_back_what_was_removed(tmp_path: Path, asked_for: bool) -> None:
+async def test_a_folder_that_is_only_present_does_not_restore_a_removed_name(tmp_path: Path, asked_for: bool) -> None:
     lora = lora_config(ADAPTERS if asked_for else {}, adapters_dir=demo.adapters_folder(), mode="overlapped")
     removed_s = time.time()
     async with instances(tmp_path) as group:
@@ -97,7 +97,7 @@ async def test_a_folder_that_lies_there_does_not_bring_back_what_was_removed(tmp
                 assert a.adapter("poet") is None
 
 
-async def test_an_unload_that_fails_in_an_unforeseen_way_is_said(
+async def test_an_unexpected_error_of_an_unload_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(name: str) -> None:
@@ -110,7 +110,7 @@ async def test_an_unload_that_fails_in_an_unforeseen_way_is_said(
         assert "ZeroDivisionError: chef" in caplog.text
 
 
-async def test_a_load_counts_what_runs_and_what_waits(tmp_path: Path) -> None:
+async def test_a_load_counts_running_and_queued_requests(tmp_path: Path) -> None:
     async with published(tmp_path) as (engine, publisher, _):
         ranks = {name: engine.adapter(name).rank for name in ADAPTERS}
         tasks = [submit(engine, PROMPT, name, max_tokens=2) for name in ("poet", "poet", "chef", None)]
@@ -127,14 +127,14 @@ async def test_a_load_counts_what_runs_and_what_waits(tmp_path: Path) -> None:
         assert idle.kv_free_tokens == idle.kv_tokens
 
 
-async def test_one_whose_device_has_failed_asks_for_nothing(tmp_path: Path) -> None:
+async def test_an_instance_whose_device_has_failed_is_draining(tmp_path: Path) -> None:
     async with published(tmp_path) as (engine, publisher, _):
         assert publisher.current_load(0.0).status == "serving"
         engine.failure = "out of its bus"
         assert publisher.current_load(0.0).status == "draining"
 
 
-async def test_predicted_stands_beside_observed(tmp_path: Path) -> None:
+async def test_predicted_and_observed_times_are_exported(tmp_path: Path) -> None:
     async with published(tmp_path) as (engine, publisher, _):
         await submit(engine, PROMPT, "poet", max_tokens=10)
         values = {}

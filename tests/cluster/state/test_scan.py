@@ -18,7 +18,7 @@ def meaning(name: str) -> RegisteredAdapter:
     return RegisteredAdapter(name, name.encode().hex().zfill(64), 8, 10)
 
 
-async def test_each_is_there_with_what_it_means_when_its_turn_comes(tmp_path: Path) -> None:
+async def test_each_name_is_yielded_with_its_adapter_at_that_time(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
         node = (await running.start("a")).node
         for name in NAMES:
@@ -35,7 +35,7 @@ async def test_each_is_there_with_what_it_means_when_its_turn_comes(tmp_path: Pa
         }
 
 
-async def test_others_have_their_turn_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_other_tasks_run_during_the_iteration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("caraserve.util.tasks._TURN_S", 0.0)
     async with instances(tmp_path) as running:
         node = (await running.start("a")).node
