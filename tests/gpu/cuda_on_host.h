@@ -1,8 +1,8 @@
 // Runs the CUDA kernels on a CPU, for tests: a block is as many fibers as it has threads, switched at barriers.
 //
-// It knows just what our kernels use. A grid's blocks run one after another, the threads of a block in an order that
-// the seed chooses, so that a missing barrier or a block that relies on its number shows. Unaligned vector loads trap
-// (the compiler's alignment sanitizer), barriers that can never be passed are reported.
+// It implements only what these kernels use. A grid's blocks run one after another, the threads of a block in an order
+// that the seed chooses, which exposes missing barriers and blocks that rely on their number. Unaligned vector loads
+// trap (the compiler's alignment sanitizer), and barriers that can never be passed are reported.
 #pragma once
 #define CARASERVE_ON_HOST
 #include <sched.h>
@@ -132,7 +132,7 @@ static int run_block(unsigned seed) {
             resume(order[i]);
             left -= block.fibers[order[i]].ended;
         }
-        if (block.moves == moves) return 1; // all wait for one another
+        if (block.moves == moves) return 1; // deadlock
     }
     return 0;
 }
@@ -170,7 +170,7 @@ static int launch(void (*kernel)(A...), unsigned grid, unsigned threads, unsigne
 
 static Warp& warp() { return block.warps[block.running / WARP]; }
 
-// All threads of a warp show a word; each may then look at all of them until the next but one exchange.
+// Every thread of a warp publishes a word and may then read all 32 until the next but one exchange.
 static const unsigned* exchange(unsigned shown) {
     Fiber& fiber = block.fibers[block.running];
     unsigned* slots = warp().slots[fiber.exchanges++ % 2];
@@ -202,7 +202,7 @@ static inline bool __any_sync(unsigned, bool v) {
 }
 static inline bool __all_sync(unsigned mask, bool v) { return !__any_sync(mask, !v); }
 
-// --- what is PTX in common.cuh ---
+// --- stand-ins for the PTX of common.cuh ---
 
 static inline uint4 load_weights(const void* at) { return *(const uint4*)at; }
 static inline uint4 load_from_host(const void* at) { return *(const uint4*)at; }

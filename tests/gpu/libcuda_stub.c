@@ -1,8 +1,8 @@
-// The CUDA driver API as far as CaraServe calls it, for tests without a device: done at once on host memory. The compiler
-// holds these prototypes against the real ones.
+// The CUDA driver calls that CaraServe makes, for tests without a device: executed at once on host memory. The compiler
+// checks these prototypes against the real ones.
 //
-// It refuses what a driver would: handles and addresses that it did not give out, threads without a context, streams
-// that capture when they should not. Addresses on the device are not those of the host, so mixing them up shows.
+// It rejects what a driver would: handles and addresses that it did not return, threads without a context, streams in a
+// capture where none is allowed. Device addresses differ from host addresses, so mixing them up is an error.
 #include <cuda.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -20,13 +20,13 @@ typedef struct { Work work[256]; int length; } Recording;
 static struct {
     char log[1 << 16], failing[64];
     int logged, status, initialized, handles[KINDS], busy, attributes[256], unmet, ranges_used;
-    long long chunk_gap; // between what is mapped and where it would be expected, from the second chunk on
+    long long chunk_gap; // bytes by which mapped chunks from the second on are displaced
     Range ranges[MOST];
     Recording graphs[64], *capturing[64];
 } driver;
 static _Thread_local int has_context;
 
-// --- what tests say and ask ---
+// --- controls for tests ---
 
 void stub_reset(void) {
     memset(&driver, 0, sizeof driver);
@@ -41,10 +41,10 @@ void stub_reset(void) {
 __attribute__((constructor)) static void begin(void) { stub_reset(); }
 const char* stub_log(void) { return driver.log; }
 void stub_attribute(int attribute, int value) { driver.attributes[attribute] = value; }
-void stub_busy(int busy) { driver.busy = busy; } // events are not reached
+void stub_busy(int busy) { driver.busy = busy; } // 1: events are pending
 void stub_chunk_gap(long long gap) { driver.chunk_gap = gap; }
-int stub_unmet(void) { return driver.unmet; } // waits that would have lasted
-void stub_fail(const char* name, int status) { // one call
+int stub_unmet(void) { return driver.unmet; } // waits that would have blocked
+void stub_fail(const char* name, int status) { // the next call
     snprintf(driver.failing, sizeof driver.failing, "%s", name);
     driver.status = status;
 }
@@ -80,7 +80,7 @@ static CUresult called(const char* name, const char* format, ...) {
 static void* handle(enum Kind kind) { // wider than 32 bits
     return (void*)(((uintptr_t)kind << 40) + (uintptr_t)++driver.handles[kind]);
 }
-static int index_of(const void* handle, enum Kind kind) { // 0: not one of ours
+static int index_of(const void* handle, enum Kind kind) { // 0: not a handle of this stub
     const uintptr_t value = (uintptr_t)handle;
     const int index = (int)(value & 0xffffffff);
     return value >> 40 == (uintptr_t)kind && index <= driver.handles[kind] ? index : 0;
@@ -185,7 +185,7 @@ CUresult cuCtxSetCurrent(CUcontext ctx) {
 
 // --- memory ---
 
-#define ALLOCATED 0xd00000000000ull // what is added to addresses of the host
+#define ALLOCATED 0xd00000000000ull // offset from host to device addresses
 #define REGISTERED 0x100000000000ull
 
 CUresult cuMemGetInfo_v2(size_t* free, size_t* total) {
@@ -340,7 +340,7 @@ CUresult cuGraphDestroy(CUgraph hGraph) {
     return check(hGraph, GRAPH);
 }
 
-// --- words for errors ---
+// --- names of errors ---
 
 static CUresult tell(CUresult error, const char** text, const char* of_memory) {
     *text = error == CUDA_ERROR_OUT_OF_MEMORY ? of_memory : error < 900 ? "other" : NULL;

@@ -3,12 +3,12 @@
 // Two launches serve all projections that read the same x. A grid of any size walks a list of items of equal bytes; the
 // list, its length and the tables of weights are read on the device, so that one captured graph serves any batch.
 // K is always cut into four planes and every sum has one order, whatever else is in the batch: no atomics, nothing to
-// zero, and a row's bits depend on its own x and adapter alone. Weights lie as core/lora_layout.py says.
+// zero, and a row's bits depend on its own x and adapter alone. core/lora_layout.py defines the layout of weights.
 #include "common.cuh"
 
 constexpr int THREADS = 128;
 constexpr int PLANES = 4;
-constexpr int ROWS = 4;       // of one adapter that share a read of its weights
+constexpr int ROWS = 4;       // rows of one adapter that share a read of its weights
 constexpr int LOADS = 8;      // 16-byte loads that a thread has in flight
 constexpr int MAX_RANK = 512;
 constexpr int PANEL = 64;     // columns
@@ -42,8 +42,8 @@ DEVICE int planned_rank(const Tables& tables, const Item& item) {
     return elsewhere ? 0 : (tables.rank[(item.place & 0xff) * tables.slots + item.slot] + 7) / 8 * 8;
 }
 
-// Sums N values over a warp. Halves of the values change sides while there are two; afterwards lane l holds the sum
-// of value ⌊l · N / 32⌋. Every value is summed by the same tree wherever it ends.
+// Sums N values over a warp. In each step a lane passes half of its values on, until one is left; afterwards lane l
+// holds the sum of value ⌊l · N / 32⌋. The tree of sums is the same for every value and lane.
 template <int N> DEVICE float fold(float (&value)[N], int lane) {
     int offset = 16;
 #pragma unroll
@@ -130,8 +130,8 @@ KERNEL __launch_bounds__(THREADS, 5) bgmv_shrink(
         if (item.first >= planned_rank(tables, item)) continue;
         const u8* a = (const u8*)tables.address[projection * slots + item.slot];
         const i64 plane = (i64)part_rows * projections * max_rank;
-        const int m = dtype == 0 ? lane / 8 % ROWS : lane / 4 % ROWS; // whose sum this lane will hold, after `fold`
-        // The row's number comes from memory once more: registers cannot be chosen by lane.
+        const int m = dtype == 0 ? lane / 8 % ROWS : lane / 4 % ROWS; // the row whose sum this lane holds after `fold`
+        // Reads the row's number from memory again: registers cannot be indexed by lane.
         float* to = part + ((i64)groups[item.place >> 8].row[m] * projections + projection) * max_rank;
         if (dtype == 0)
             shrink_item<0>(item, group, a, x, x_stride, inputs, to, plane);
@@ -142,15 +142,15 @@ KERNEL __launch_bounds__(THREADS, 5) bgmv_shrink(
     }
 }
 
-// Where a projection's outputs lie in a row of y.
+// Columns of a projection's outputs in a row of y.
 struct Target {
     int column;
     int outputs;
     float scale;
 };
 
-// A run of columns at all ranks. A thread reads one vector of eight rank rows; groups of eight are summed in shared
-// memory, in order. `row_numbers`: those of the group in memory, where an index may be chosen at run time.
+// Computes a run of columns at all ranks. A thread reads one vector of eight rank rows; groups of eight are summed in
+// shared memory, in order. `row_numbers`: the group's rows in memory, which can be indexed at run time.
 template <int WEIGHT>
 DEVICE void expand_item(const Item& item, const Group& group_rows, const int* row_numbers, const u8* b, int rank,
                         const float* part, i64 part_plane, int part_stride, activation* y, i64 y_stride, Target target,
@@ -181,7 +181,7 @@ DEVICE void expand_item(const Item& item, const Group& group_rows, const int* ro
     __syncthreads();
 #pragma unroll 1
     for (int m = 0; m < rows; m++) {
-        if (m > 0) __syncthreads(); // the row before has been read out of `sums`
+        if (m > 0) __syncthreads(); // all threads have read the previous row from `sums`
         if (active) {
             float sum[WIDTH];
 #pragma unroll
@@ -208,7 +208,7 @@ DEVICE void expand_item(const Item& item, const Group& group_rows, const int* ro
 #pragma unroll
                 for (int i = 0; i < 4; i++) total[i] += sums[g * width + column + i];
             }
-            if (from + column >= target.outputs) break; // the rest of a panel; up to there B has zeros
+            if (from + column >= target.outputs) break; // the rest of a panel; B is zero up to the next four
             load_four(row + column, v);
 #pragma unroll
             for (int i = 0; i < 4; i++) v[i] = fmaf(target.scale, total[i], v[i]);

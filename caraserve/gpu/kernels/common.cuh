@@ -1,7 +1,7 @@
-// What all kernels share: numbers in their storage types, and the memory operations that C++ has no words for.
+// Shared by all kernels: conversions of storage types, and memory operations that C++ cannot express.
 //
-// NVRTC compiles these files without any system header. Every piece of PTX stands in this file under
-// CARASERVE_ON_HOST, where tests put functions of the same names: the kernels themselves are plain C++.
+// NVRTC compiles these files without any system header. All PTX is in this file, excluded under
+// CARASERVE_ON_HOST, where tests define functions of the same names: the kernels themselves are plain C++.
 // ACTIVATION, WEIGHT codes are those of model/dtype.py's Dtype: 0 fp32, 1 bf16, 2 fp16.
 #pragma once
 
@@ -24,7 +24,7 @@ DEVICE uint4 load_weights(const void* at) {
     return v;
 }
 
-// Host memory whose address is used again and again: past every cache that could hold an older value.
+// Bypasses every cache that could hold an older value: addresses in host memory are reused.
 DEVICE uint4 load_from_host(const void* at) {
     uint4 v;
     asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -50,7 +50,7 @@ DEVICE void store_release(i64* at, i64 v) {
 
 DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" : : : "memory"); }
 
-// Adds one; orders what this block has done before what the block that adds last does after.
+// Adds one. Orders everything this block did before everything that the last block to add does afterwards.
 DEVICE u32 count_in(u32* at) {
     u32 v;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(v) : "l"(at) : "memory");
@@ -134,7 +134,7 @@ template <> struct Stored<2> {
 typedef Stored<ACTIVATION> Activation;
 typedef Activation::type activation;
 
-// Four neighbouring activations, the first on a multiple of four. Rows are readable to a multiple of 16.
+// Loads four neighbouring activations, the first on a multiple of four. Rows are readable to a multiple of 16.
 DEVICE void load_four(const activation* at, float* to) {
 #if ACTIVATION == 0
     Activation::unpack(*(const uint4*)at, to);
@@ -159,8 +159,8 @@ DEVICE void store_four(activation* at, const float* v) {
 #endif
 }
 
-// The activations that meet one load of weights. From `count` on they read as zero: what lies behind a row is not ours,
-// and may be no number at all.
+// Loads the activations for one load of weights, zeros from `count` on: the memory after a row is not the kernel's and
+// may hold NaN.
 template <int WIDTH> DEVICE void load_many(const activation* at, int count, float (&to)[WIDTH]) {
 #if ACTIVATION != 0
     if (WIDTH == 8)

@@ -1,24 +1,24 @@
-// The device's side of a hand-off to CPU LoRA workers: publish x, wait, add the deltas. The words and who writes them
-// are those of cpu/handoff.py, whose offsets come as definitions: REQUEST, DONE, INCARNATION, COUNT, SLICES and so on.
+// The device's side of a hand-off to CPU LoRA workers: publish x, wait, add the deltas. The words and their writers are
+// those of cpu/handoff.py, whose offsets are macros: REQUEST, DONE, INCARNATION, COUNT, SLICES and so on.
 //
-// A stream may wait for the hand-off's y_flag before `wait` runs, which then finds what it looks for at once: stream
-// memory operations occupy no multiprocessor. Without them `wait` does the waiting.
+// A stream may wait for the hand-off's y_flag before `wait` runs, which then ends at once: stream memory operations
+// occupy no multiprocessor. Without them `wait` does the waiting.
 //
-// Nothing here is decided when the kernels are launched. `publish` finds the weights arrived and hands nothing off, or
-// finds a worker missing and leaves the layer to the weights; `wait` takes whichever comes first, deltas or weights.
-// What it came to stands in `outcome`, on the device, for the kernels that follow.
+// All decisions are made when the kernels run, not when they are launched. `publish` hands nothing off if the weights
+// have arrived, and makes the layer wait for its weights if a worker is missing; `wait` ends with the deltas or the
+// weights, whichever come first. `outcome`, on the device, is read by the kernels that follow.
 #include "common.cuh"
 
 constexpr int SLICE_WORDS = SLICE_BYTES / 8;
 
 enum Outcome {
-    BY_DEVICE = 0, // the weights are there: the layer's LoRA kernels run, and nothing is added
+    BY_DEVICE = 0, // the weights have arrived: the layer's LoRA kernels run, and nothing is added
     BY_WORKERS = 1,
-    AWAITED = 2,   // no worker will do it; the weights are on their way
-    LOST = 3,      // neither came in time: the iteration's results for this prompt are void
+    AWAITED = 2,   // no worker computes the layer; its weights are being copied
+    LOST = 3,      // neither came in time: the chunk's results are void
 };
 
-// One worker's part.
+// One worker's part of a hand-off.
 struct WorkerTask {
     u64 block; // the worker's words
     i64 number;
@@ -26,14 +26,14 @@ struct WorkerTask {
     i64 first; // row of x and y
     i64 rows;
     u64 deltas;
-    i64 projections; // bit p: deltas of projection p are made
+    i64 projections; // bit p: the worker computes deltas of projection p
     i64 slice[SLICE_WORDS];
 };
 
 // One hand-off, written by the host. Everything that differs between two replays of a captured graph is in here.
 struct WorkOrder {
     i64 tasks;
-    i64 first;            // rows of x that workers are to see
+    i64 first;            // first row of x that workers read
     i64 rows;
     i64 deadline_ns;      // from the start of the wait
     u64 ready;            // u32, written by the copy stream …
@@ -57,7 +57,7 @@ DEVICE bool is_aborted(const WorkOrder& order) {
 
 DEVICE i64* word(const WorkerTask& task, int offset) { return (i64*)(task.block + offset); }
 
-// Alive, and done with all that its present life was asked.
+// True if the worker is alive and its present process has finished all hand-offs.
 DEVICE bool is_free(const WorkerTask& task, const i64* asked) {
     const i64 incarnation = load_acquire(word(task, INCARNATION));
     if (incarnation == 0) return false;
@@ -65,14 +65,14 @@ DEVICE bool is_free(const WorkerTask& task, const i64* asked) {
            load_acquire(word(task, DONE)) == load_acquire(word(task, REQUEST));
 }
 
-// Copies x as fp32 to `to`, in host memory, and lets the workers begin. `asked`: by worker, the incarnation last asked.
+// Copies x as fp32 to `to`, in host memory, and signals the workers. `asked`: by worker, the incarnation last asked.
 // `counter` is 0 between launches.
 KERNEL __launch_bounds__(256) handoff_publish(const WorkOrder* order, const activation* x, int x_stride, int inputs,
                                               float* to, int to_stride, i64* asked, u32* counter, int* outcome) {
     __shared__ int arrived, last, busy, aborted;
     if (threadIdx.x == 0) arrived = has_arrived(*order);
     __syncthreads();
-    // A block that sees the weights arrived need not copy: the last block will see it, too.
+    // A block that finds the weights arrived does not copy: the last block will find them, too.
     const u32 quads = (inputs + 15) / 16 * 4; // workers read whole vectors of 16, zeros at the end
     const u32 end = arrived ? 0 : (u32)order->rows * quads; // 32 bits: division by 64 would take longer than the copy
     for (u32 at = blockIdx.x * blockDim.x + threadIdx.x; at < end; at += gridDim.x * blockDim.x) {
@@ -97,7 +97,7 @@ KERNEL __launch_bounds__(256) handoff_publish(const WorkOrder* order, const acti
     if (!last) return;
     const bool sends = threadIdx.x < order->tasks && !arrived && !aborted;
     const WorkerTask& task = order->task[sends ? threadIdx.x : 0];
-    if (sends && !is_free(task, asked)) busy = 1; // all who write this write the same
+    if (sends && !is_free(task, asked)) busy = 1; // all threads write the same value
     const bool asks = !arrived && !aborted;
     if (threadIdx.x == 0 && order->y_flag != 0 && asks) {
         *(i64*)(order->y_flag + COUNTER_LEFT) = order->tasks;
@@ -105,7 +105,7 @@ KERNEL __launch_bounds__(256) handoff_publish(const WorkOrder* order, const acti
         fence_system();
     }
     __syncthreads();
-    // Before anybody is asked, for it says that workers are waited for.
+    // Before the requests: x_flag starts the watchdog's deadline for the workers.
     if (threadIdx.x == 0 && order->x_flag != 0 && asks && !busy)
         store_release((i64*)order->x_flag, order->generation);
     if (sends && !busy) {
@@ -122,14 +122,14 @@ KERNEL __launch_bounds__(256) handoff_publish(const WorkOrder* order, const acti
     }
 }
 
-// One warp, until the deltas or the weights are there. `errors` gets a bit when neither comes. A worker that has died
-// is not looked for: its number never comes, its weights do.
+// One warp that waits for the deltas or the weights. Sets a bit of `errors` if neither comes. Dead workers are not
+// looked for: their number never comes, but the weights do.
 KERNEL __launch_bounds__(32) handoff_wait(const WorkOrder* order, int* outcome, u32* errors) {
     constexpr u32 everyone = 0xffffffffu;
     const u64 start = now_ns();
     int state = *outcome;
     while (state == BY_WORKERS || state == AWAITED) {
-        // Looked at before the workers are: what is there by then is taken, however late.
+        // Read before the workers' words: results that are complete by then are used, however late.
         const bool ended = now_ns() - start > (u64)order->deadline_ns || is_aborted(*order);
         const bool arrived = has_arrived(*order);
         bool done = state == BY_WORKERS;
@@ -149,7 +149,7 @@ KERNEL __launch_bounds__(32) handoff_wait(const WorkOrder* order, int* outcome, 
     }
 }
 
-// y += deltas, if the workers made them. The widths and columns are in numbers; `delta_columns` of fp32.
+// y += deltas, if the workers computed them. Widths and columns count numbers, fp32 ones in `delta_columns`.
 KERNEL __launch_bounds__(256) handoff_add(const WorkOrder* order, const int* outcome, activation* y, int y_stride,
                                           int delta_stride, int projections, int column0, int column1, int column2,
                                           int outputs0, int outputs1, int outputs2, int delta0, int delta1,
