@@ -151,7 +151,7 @@ class World:
         self.backend.fail_next = False
 
     def _ending_reads(self) -> list[Callable[[bool], None]]:
-        """Ends a read or, more often, delivers its next layers."""
+        """Returns the reads that may end: nine times in ten none while one of them has layers to deliver."""
         return [] if self.streams and self.reader.coming and self.rng.random() < 0.9 else self.reader.reads
 
     def _fail_streamed(self) -> None:

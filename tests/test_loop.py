@@ -216,7 +216,7 @@ def test_unloading_waits_for_running_requests_and_refuses_new_ones_at_once() -> 
 
 
 @pytest.mark.parametrize("mode", PRELOADED_MODES)
-def test_a_mode_without_cold_starts_keeps_what_it_started_with(mode: str) -> None:
+def test_a_mode_without_cold_starts_keeps_the_adapters_of_the_start(mode: str) -> None:
     async def test(engine: Engine) -> None:
         assert set(engine.snapshot().device_adapters) == set(ADAPTERS)
         with pytest.raises(Forbidden):

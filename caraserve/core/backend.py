@@ -28,7 +28,7 @@ class SharedMemory:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Fixed when the backend starts; all memory behind them is allocated by then."""
+    """The limits of a backend, fixed when it starts; all memory for them is allocated by then."""
 
     num_blocks: int  # KV blocks; where memory is shared, what there are at the start
     block_tokens: int  # tokens in a KV block
@@ -81,8 +81,8 @@ class Backend(Protocol):
         `needs_retry`. Then `done` of the load is called with `cause`, unless it failed with another error before."""
 
     def recall(self, slot: int) -> None:
-        """Cancels the streamed prefill of request slot `slot`: it ends with `needs_retry` if it waits for layers that
-        are not in host memory, and as usual otherwise."""
+        """Cancels the streamed prefill of request slot `slot`. It ends with `needs_retry` if it waits for layers that
+        are not in host memory, and with its result otherwise."""
 
     def device_bytes(self, spec: AdapterSpec) -> int:
         """Returns the bytes that an adapter takes on the device. Raises AdapterRejected for one that can never fit."""

@@ -35,7 +35,7 @@ class ScheduledRow:
 
 @dataclass(frozen=True, slots=True)
 class SlotSampling:
-    """How tokens of one slot are chosen; set when a request takes the slot. `top_k` 0 means off."""
+    """The parameters by which tokens of a slot are chosen; set when a request takes the slot. `top_k` 0 means off."""
 
     prompt_tokens: int
     seed: int

@@ -53,7 +53,7 @@ class SiteSpan:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """An adapter without its name and its bytes. `digest` (sha256, hex) is its identity."""
+    """The description of an adapter, without its name and bytes. `digest` (sha256, hex) identifies it."""
 
     digest: str
     dtype: Dtype

@@ -58,7 +58,7 @@ def fit_times(columns: Sequence[Sequence[float]], values: Sequence[float]) -> tu
 
 @dataclass(frozen=True, slots=True)
 class LoraRate:
-    """How fast ONE core computes the LoRA of one layer's modules, weights streamed from memory."""
+    """The speed at which ONE core computes the LoRA of one layer's modules, with weights streamed from memory."""
 
     rank: int
     targets: Targets
@@ -147,7 +147,8 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The profile of one machine with one model, by their keys; `quick` ones have fewer points and repeats."""
+    """The profile of one machine with one model, given by their keys. A `quick` profile has fewer points and
+    repeats."""
 
     schema: int
     machine: str

@@ -31,7 +31,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class OutputValues:
-    """The device's results, [outputs, …]."""
+    """The values that the device computed, as arrays [outputs, …]."""
 
     chosen: NDArray[np.integer]  # token id; NOT_FINITE: the other values are undefined
     logprob: NDArray[np.float32]

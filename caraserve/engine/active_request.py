@@ -118,7 +118,7 @@ class ActiveRequest:
         return adapter is None or (adapter.tier in (AdapterTier.COPYING, AdapterTier.DEVICE) and adapter.takes_requests)
 
     def needs_side_batch(self, limits: Limits) -> bool:
-        """Whether a running request is in a side batch, or must be in one next instead of an iteration."""
+        """Returns whether a running request is in a side batch, or must be in one next instead of an iteration."""
         if self.in_side_batch or not self.can_run:
             return True
         if not (limits.assisted_batches and self.assist and self.request.phase is Phase.PREFILL):

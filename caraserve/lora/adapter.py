@@ -121,7 +121,7 @@ class Adapter:
         self.move_to(AdapterTier.FAILED)
 
     def may_be_read_ahead(self, now_s: float) -> bool:
-        """Whether it may be prefetched: it is only on disk, and no read has failed within the last 5 s."""
+        """Returns whether it may be prefetched: it is only on disk, and no read has failed within the last 5 s."""
         return self.tier is AdapterTier.DISK or (self.tier is AdapterTier.FAILED and now_s >= self.again_s)
 
     def rate_at(self, now_s: float) -> float:

@@ -27,7 +27,7 @@ _MAX_ALPHA = 1e9
 _HARMLESS = {
     *("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "task_type"),
     *("peft_version", "runtime_config", "ensure_weight_tying"),
-    # how A and B were initialised; where that changes the base weights too, init_lora_weights says so and is refused
+    # how A and B were initialised; where that changes the base weights too, init_lora_weights is refused
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
     *("megatron_core", "qalora_group_size"),  # names and sizes that only other, refused fields would use
 }
@@ -44,7 +44,7 @@ _LAYER_LISTS = {"layers", "model.layers"}
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """The fields that decide an adapter's arithmetic and coverage."""
+    """The fields of the configuration that decide which modules an adapter changes, and how."""
 
     ranks: PatternTable[int]
     alphas: PatternTable[float]

@@ -35,9 +35,8 @@ def tuned(
 ) -> Profile | None:
     """Returns the profile of this machine with this model: from a file, or measured quickly now and saved for later.
 
-    None if the loading mode needs no profile. Also starts the CPU LoRA workers. `advance` is called a hundred times.
-    Raises ConfigError if the file of --profile is not a valid profile.
-    """
+    None if the loading mode needs no profile. Also starts the CPU LoRA workers. `advance` is called a hundred times
+    during a measurement. Raises ConfigError if the file of --profile is not a valid profile."""
     profile = None
     if lora.mode.is_layerwise:
         try:

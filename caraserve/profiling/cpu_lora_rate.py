@@ -1,4 +1,4 @@
-"""Times the LoRA of whole layers by the CPU kernels on one core, in the way of a CPU LoRA worker."""
+"""Times the LoRA of whole layers on one core, with the kernels and the order of a CPU LoRA worker."""
 
 import time
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def _compute(shrink, expand, modules, count, tokens, x, x_stride, shrunk, y, y_s
 
 
 class LayerLora:
-    """x A B of some modules of an adapter's layers, computed by the calling thread.
+    """Computes x A B of some modules of an adapter's layers, on the calling thread.
 
     `x` is [tokens, widest padded input]; `y` is [tokens, widest padded output], overwritten by each module.
     """

@@ -1,6 +1,6 @@
-"""Measures a machine profile on an idle backend: which points, in which order, how often.
+"""Measures a machine profile on an idle backend: chooses the points, their order, and the number of repeats.
 
-All points are timed once in each of several rounds, and the result is the median over the rounds, so that a slow spell
+All points are timed once in each of several rounds, and the result is the median over the rounds, so that a slow period
 of a shared machine affects all points alike.
 """
 
@@ -44,7 +44,7 @@ _LOADS = 4  # in one sample: the first copy into fresh memory takes many times a
 
 @dataclass(frozen=True, slots=True)
 class _Effort:
-    """The extent of a measurement."""
+    """The points of a measurement, and limits of its time and memory."""
 
     ranks: tuple[int, ...]  # of the adapters that are loaded
     adapters: int  # most of each rank
@@ -221,7 +221,7 @@ def _mixes(ranks: Sequence[int], count: int, base_batches: Sequence[int]) -> lis
 
 
 def _adapters(ranks: Sequence[int], slots: Mapping[int, Sequence[int]]) -> list[int]:
-    """Returns a slot for each rank, no adapter twice."""
+    """Returns a slot of an adapter for each rank, without using one twice."""
     free = {rank: iter(each) for rank, each in slots.items()}
     return [next(free[rank]) if rank else BASE_ADAPTER_SLOT for rank in ranks]
 
@@ -276,7 +276,8 @@ def _host_images(device: MeasuredBackend, model: ModelSpec, dtype: Dtype, ranks:
 
 @contextmanager
 def _bound(device: MeasuredBackend, images: Sequence[HostAdapter], effort: _Effort) -> Iterator[dict[int, list[int]]]:
-    """Loads adapters for the time of the context; yields {rank: slots}. As many as fit in bytes, slots and time."""
+    """Loads as many adapters as fit in bytes, slots and time, and yields their {rank: slots}. Unloads them at the
+    end."""
     total = sum(image.spec.num_bytes for image in images)
     fitting = min(effort.adapters, effort.adapters_bytes // total, (device.limits.adapter_slots - 2) // len(images))
     slots: dict[int, list[int]] = {image.spec.rank: [] for image in images}

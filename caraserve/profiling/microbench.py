@@ -26,7 +26,7 @@ _NOISE = 0.02  # of adapter weights, so that they change activations little
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One point: how to time it, and the times so far.
+    """One point of a measurement: a function that times it, and the times so far.
 
     `tokens`: of a sample; the time of points of one `kind` grows at most in proportion. `is_needed`: the fits need it.
     """

@@ -259,7 +259,7 @@ def test_an_adapter_whose_only_request_was_cancelled_during_the_copy_is_evicted_
     asyncio.run(body())
 
 
-def test_a_request_that_reused_blocks_of_a_failed_iteration_fails_too() -> None:
+def test_a_request_never_continues_with_reused_blocks_of_a_failed_iteration() -> None:
     async def body() -> None:
         async with world(random.Random(10), step_tokens=8) as here:
             prompt = list(range(17))

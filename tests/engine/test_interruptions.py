@@ -15,7 +15,7 @@ async def run_lane(here: World) -> None:
 
 
 async def load(here: World, read_s: float, copy_s: float) -> None:
-    """Ends the load under way after so many seconds."""
+    """Ends the read and the copy under way, after so many seconds each."""
     here.backend.now_s += read_s
     here.reader.reads.pop()(True)
     await turn()

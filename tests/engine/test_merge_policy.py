@@ -151,7 +151,7 @@ def test_a_favoured_adapter_pays_for_displaced_requests_and_stays_favoured_until
 
 
 def iterations_until_not_first(rule: MergePolicy, adapters: list[int]) -> int:
-    """Returns in how many iterations the first request was displaced, and in how many more other requests were."""
+    """Returns in how many iterations the requests of adapter 5 are served first, before its credits fall below 1.5."""
     count = 0
     while rule.credits_of(5) >= 1.5:
         assert rule.choose(adapters).serve[:2] == (8, 9)

@@ -97,7 +97,7 @@ def test_rows_that_score_their_prompt_are_short() -> None:
     assert decision.scheduled[0].row.prompt_logprobs == 0
 
 
-def test_blocks_are_granted_for_what_is_computed() -> None:
+def test_blocks_are_granted_for_the_tokens_computed() -> None:
     pool = BlockPool(100)
     decision = plan([request(0, 40)], pool, limits())
     assert len(decision.scheduled[0].blocks) == 3

@@ -178,7 +178,7 @@ def test_far_more_adapters_and_requests_than_memory_all_finish(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_after_all_requests_the_memory_can_hold_only_blocks_or_only_adapters(seed: int) -> None:
+def test_after_all_requests_all_memory_is_available_to_kv_blocks_again(seed: int) -> None:
     async def test(here: World) -> None:
         here.rng = random.Random(seed)
         await asyncio.gather(*(serve(here, name, tokens=9, prompt=12) for name in ("a0", None, "a1", "a2", None)))

@@ -32,7 +32,7 @@ _LIMITS = Limits(num_blocks=4, block_tokens=4, num_slots=2, adapter_slots=4, max
 
 
 def catalog(registry: Registry, reader: AdapterReader, *roots: Path, device_bytes: int = _MIB) -> Catalog:
-    """Returns a manager on a backend that the test never uses."""
+    """Returns a catalog over a fake backend that is never used."""
     room, arena = MemoryBudget(_LIMITS, device_bytes), Arena(aligned_bytes(_MIB))
     loading = StartPolicy(LOADING_MODES["overlapped"], SPEC.layers, 1e9, None)
     manager = AdapterManager(FakeBackend(_LIMITS), room, arena, reader.read, lambda call: None, lambda: 0.0, loading)

@@ -291,7 +291,7 @@ def patterns_of_peft() -> list[str]:
     return ["".join(parts) for parts in itertools.product(("", "^"), ("", ".*", ".*.", r".*\."), dotted, ("", "$"))]
 
 
-def test_a_pattern_matches_what_it_matches_in_peft_or_is_refused() -> None:
+def test_a_pattern_matches_the_same_modules_as_in_peft_or_is_refused() -> None:
     accepted = 0
     for pattern in patterns_of_peft():
         try:

@@ -336,6 +336,6 @@ def test_a_path_without_a_folder_is_not_found(root: Path, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["a\0b", "a/" * 3000])
-def test_what_cannot_be_a_path_is_refused(root: Path, path: str) -> None:
+def test_an_invalid_path_is_refused(root: Path, path: str) -> None:
     with pytest.raises(AdapterRejected, match="not a path"):
         resolve_adapter_path(path, [root])

@@ -122,12 +122,12 @@ class Case:
 
     @property
     def arrives_s(self) -> list[float]:
-        """By layer."""
+        """Returns when each layer is expected on the device."""
         return [next(group.arrives_s for group in self.groups if layer < group.end) for layer in range(self.layers)]
 
     @property
     def in_host_s(self) -> list[float]:
-        """By layer."""
+        """Returns when each layer is expected in host memory."""
         return [next(group.in_host_s for group in self.groups if layer < group.end) for layer in range(self.layers)]
 
     @property
