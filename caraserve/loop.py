@@ -70,7 +70,7 @@ class Engine:
         self.default_sampling = tokenizer.default_sampling
         self.max_model_len = backend.limits.max_context
         self.draining = False
-        self.failure: str | None = None  # why no request can be answered any more
+        self.failure: str | None = None  # the error after which no request can be answered
         self._observers: list[IterationObserver] = []
         self._backend, self._limits = backend, backend.limits
         self._config, self._metrics, self._now = config, metrics, now
@@ -153,7 +153,7 @@ class Engine:
             self._finish(displaced, "error", error=Displaced(message, retry_after_s=retry_after_s))
         active = self._make_active(asked, adapter)
         self._queues.waiting.push(asked.tenant, active)
-        self._queues.admit()  # a load need not wait for the iteration under way
+        self._queues.admit()  # loads start without waiting for the iteration under way
         self._wake.set()
         return active
 
@@ -232,7 +232,7 @@ class Engine:
             await asyncio.sleep(0)  # without an iteration under way, this is where other tasks run
         for active in [*self._queues.loading, *self._queues.running]:
             if active.adapter is not None and active.adapter.tier is AdapterTier.FAILED:
-                if active.published:  # a batch under way may compute with an evicted image
+                if active.published:  # a batch under way may read an image evicted by then: its blocks are not reused
                     self._slots.pool.forget_all()
                 self._finish(active, "error", error=active.adapter.error)
 

@@ -21,8 +21,8 @@ class SharedMemory:
 
     num_bytes: int
     block_bytes: int  # of a KV block
-    granule_bytes: int  # an adapter takes whole ones, and so do all KV blocks together
-    adapter_bytes: int  # most that adapters may take together
+    granule_bytes: int  # an adapter takes a multiple of it, and so do all KV blocks together
+    adapter_bytes: int  # the most that adapters may take together
     least_blocks: int  # KV blocks that adapters never take
 
 
@@ -30,15 +30,15 @@ class SharedMemory:
 class Limits:
     """The limits of a backend, fixed when it starts; all memory for them is allocated by then."""
 
-    num_blocks: int  # KV blocks; where memory is shared, what there are at the start
+    num_blocks: int  # KV blocks; where memory is shared, their number at the start
     block_tokens: int  # tokens in a KV block
-    num_slots: int  # requests that can hold device state at once
+    num_slots: int  # requests that can run at a time
     adapter_slots: int  # entries of the device adapter table, the base model's slot 0 included
     max_step_tokens: int  # tokens in one iteration
     max_context: int  # positions of one request
     shared: SharedMemory | None = None  # None: KV blocks and adapters have memory of their own
-    assisted_batches: int = 0  # most assisted prefills at a time; 0: CPU workers help within iterations, if at all
-    streamed_batches: int = 0  # most streamed prefills at a time; 0: a prefill waits for the whole download
+    assisted_batches: int = 0  # maximum of concurrent assisted prefills; 0: CPU workers only help within iterations
+    streamed_batches: int = 0  # maximum of concurrent streamed prefills; 0: a prefill waits for the whole download
 
 
 class Backend(Protocol):

@@ -136,7 +136,7 @@ class StepResult:
         """Returns for each of the batch's rows how many ms it waited for weights of other rows' adapters."""
         waits_ms = {row.adapter_slot: found.waited_ms for row, found in zip(rows, self.rows, strict=True)}
         all_ms, took_ms = sum(waits_ms.values()), 1000 * (self.done_s - self.started_s)
-        # On a GPU the waits for several adapters may overlap: their sum is more than the iteration took.
+        # On a GPU the waits for several adapters may overlap, so their sum may exceed the iteration's time.
         return [max(0.0, min(all_ms, took_ms) - waits_ms[row.adapter_slot]) for row in rows]
 
 

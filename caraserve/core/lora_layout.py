@@ -61,7 +61,7 @@ class AdapterSpec:
     targets: tuple[str, ...]  # adapted modules, in the order of SITES
     layer_ends: tuple[int, ...]  # [layers] where each layer's bytes end; a layer without modules has none
     spans: tuple[SiteSpan, ...]  # ordered by layer, then by group
-    chunks: tuple[bytes, ...] = ()  # sha256 of each piece of the bytes, as `lora/manifest.py` cuts them
+    chunks: tuple[bytes, ...] = ()  # sha256 of each chunk of the bytes (`lora/manifest.py`)
 
     @property
     def num_bytes(self) -> int:

@@ -23,12 +23,12 @@ import numpy as np
 from caraserve.errors import ConfigError
 from caraserve.util.cache_folder import cache_folder
 
-SCHEMA = 1  # goes up when a field changes its name or meaning
+SCHEMA = 1  # increases when a field changes its name or meaning
 
 Targets = Literal["qkv", "all"]  # q, k and v; or all seven modules of a layer
 
-ASSUMED_HANDOFF_MS = 0.05  # where none was measured; 0.04 for 16 tokens and one worker on a Zen 5 core
-_WORKER_MS = 0.5  # of compute for one core in one hand-off, which itself costs a tenth of that
+ASSUMED_HANDOFF_MS = 0.05  # if not measured; 0.04 ms for 16 tokens and one worker on a Zen 5 core
+_WORKER_MS = 0.5  # of compute for one core in one hand-off, whose own cost is a tenth of that
 _WORKER_LEAST_TOKENS = 16
 
 
@@ -155,8 +155,8 @@ class Profile:
     model: str
     made_unix_s: float
     quick: bool
-    link_bytes_per_s: float  # of an adapter from host to device
-    link_latency_ms: float  # of each such copy, whatever its size
+    link_bytes_per_s: float  # of copies from host to device
+    link_latency_ms: float  # of each such copy, of any size
     handoff_ms: float | None  # round trip to a CPU LoRA worker beyond its compute; None: not measured
     lora: tuple[LoraRate, ...]  # ranks rise within each target set
     prefill: Prefill

@@ -126,7 +126,7 @@ class TokenDelta:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token id when asked for
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()  # the prompt's, in order, over one or more deltas
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()  # of the prompt, in order, over one or more deltas
     finish: Finish | None = None
 
 

@@ -16,7 +16,7 @@ from caraserve.core.batch import BASE_ADAPTER_SLOT
 
 CREDITS = 10_000.0  # of an adapter at the start, for each of the other adapters
 # Iteration times with an adapter merged and with LoRA kernels, and the cost of a switch: the artifact's profile of
-# Llama 7B. Only their ratios matter, and only at first: the thresholds adapt.
+# Llama 7B. Only their ratios matter, and only at the start, because the thresholds adapt.
 MERGED_S, UNMERGED_S, SWITCH_S = 0.015, 0.027, 0.02
 SPEED = MERGED_S / UNMERGED_S
 STEP, FACTOR = 0.05, 1.1  # by which thresholds adapt: by the step if a phase gained requests, by the factor if not

@@ -47,7 +47,7 @@ class RequestQueues:
         self._prefetching, self._observe_preemption, self._now = prefetching, observe_preemption, now
         self._ahead = max(1, min(slots.iteration_blocks, manager.memory.most_blocks // _MOST_AHEAD))
         self._read_ahead_at: tuple[int, int] | None = None
-        self._start_lacks = 0  # blocks that the next request to start waits for, if the pool can grow by so many
+        self._start_lacks = 0  # blocks that the next request to start lacks, if the pool can grow by so many
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.loading) + len(self.running)
@@ -113,7 +113,7 @@ class RequestQueues:
                     active.wait_for_whole_adapter()  # it waits for the download anyway
                     continue
                 self.is_short = True
-                break  # later requests must not overtake it, or it could wait without end
+                break  # later requests must not overtake it, or it might never start
             active.wait_for_adapter(self._now())
 
     def _may_start(self, active: ActiveRequest, begins_s: float) -> bool:

@@ -67,8 +67,8 @@ class EngineLoad:
     queued_tokens: int  # of prompts not yet prefilled
     queued_token_ranks: int  # Σ tokens · rank of these prompts
     kv_tokens: int  # tokens whose KV fits into memory
-    kv_free_tokens: int  # likewise, less what running requests hold and queued ones will take
-    queue_room: int  # requests that the queue takes before it refuses
+    kv_free_tokens: int  # of these, not held by running requests nor needed by queued ones
+    queue_room: int  # requests that can be queued before one is refused
 
     @classmethod
     def of(

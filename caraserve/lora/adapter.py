@@ -88,7 +88,7 @@ class Adapter:
     again_s: float = 0.0  # after a failure: when it may be prefetched again
     copy_error: Exception | None = None  # of a copy that failed during a side batch or a download
     asked_s: float = 0.0  # when the load under way began
-    rate: float = 0.0  # admissions, decayed
+    rate: float = 0.0  # of admissions: their number, decayed with a half-life of 60 s
     rated_s: float = 0.0
 
     @property

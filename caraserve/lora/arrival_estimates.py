@@ -1,4 +1,4 @@
-"""Estimates when an adapter's layers will be on the device, and when a prefill with it may start. For `manager.py`."""
+"""Estimates when an adapter's layers will be on the device, and when a prefill with it may start."""
 
 from collections.abc import Callable
 from dataclasses import replace

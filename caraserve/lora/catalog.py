@@ -32,7 +32,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
-_ANYWHERE = (Path("/"),)  # where adapters given at the start may lie
+_ANYWHERE = (Path("/"),)  # adapters given at the start may be in any folder
 _READERS = 2  # threads that read and check adapters: two keep a disk busy, and leave the compute threads alone
 
 
@@ -41,7 +41,7 @@ class CatalogRules:
     """The limits of adapters that may be loaded, and whether they stay on the device."""
 
     base_name: str
-    roots: tuple[Path, ...]  # run-time loads and remembered adapters must lie inside one
+    roots: tuple[Path, ...]  # adapters of earlier runs and run-time loads must be inside one of these
     device_bytes: int
     host_bytes: int
     keep_on_device: bool  # modes `cached` and `merged`: every adapter is loaded at once and stays

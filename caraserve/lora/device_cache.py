@@ -1,4 +1,4 @@
-"""The device cache: which adapters are in device memory, in which slots, and which are evicted. For `manager.py`."""
+"""The device cache: which adapters are in device memory, in which slots, and which are evicted."""
 
 from collections.abc import Callable
 

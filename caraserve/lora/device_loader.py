@@ -1,4 +1,4 @@
-"""Copies adapters from the host cache to the device, and queues those that wait for room there. For `manager.py`.
+"""Copies adapters from the host cache to the device, and queues those that wait for room there.
 
 Complete images are copied in the order in which they were wanted. An adapter that is still being downloaded may be
 copied layer by layer ("streamed"), where the backend supports that. It has no claim to its memory, because a download
@@ -19,7 +19,7 @@ from caraserve.lora.arrival_estimates import ArrivalEstimates
 from caraserve.lora.device_cache import DeviceCache
 from caraserve.lora.host_cache import HostCache
 
-MAX_BYPASSES = 64  # admissions that may pass an adapter which waits for device room
+MAX_BYPASSES = 64  # admissions while the same adapter waits for device room
 
 
 class DeviceLoaderOwner(Protocol):

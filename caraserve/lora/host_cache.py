@@ -1,4 +1,4 @@
-"""The host cache: adapter images in one arena of host memory, evicted least recently used first. For `manager.py`."""
+"""The host cache: adapter images in one arena of host memory, evicted least recently used first."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Reads adapters into the host cache, and queues those that wait for room there. For `manager.py`.
+"""Reads adapters into the host cache, and queues those that wait for room there.
 
 An adapter read from disk is usable when it is complete. One that is downloaded is usable layer by layer. The extent of
 a failed read is freed by `AdapterManager`, once no side batch reads it any more.

@@ -61,7 +61,7 @@ class AdapterManager:
         if adapter is None:
             adapter = self._adapters[digest] = Adapter(digest, source, num_bytes)
         if not isinstance(source, RemoteSource):
-            adapter.source = source  # the same bytes may have moved
+            adapter.source = source  # the same adapter may be in another folder now
         old, self._names[name] = self._names.get(name), adapter
         adapter.names.add(name)
         if old is not None and old is not adapter:

@@ -139,7 +139,7 @@ def resolve_adapter_path(path: str, roots: Sequence[Path]) -> Path:
     try:
         folder = (allowed[0] / path).resolve()
         is_folder = is_allowed(folder) and folder.is_dir()
-    except (OSError, RuntimeError, ValueError):  # too long a name, a loop of links, not text
+    except (OSError, RuntimeError, ValueError):  # the name is too long, a loop of links, or not text
         raise missing from None
     if not is_allowed(folder):
         raise AdapterRejected(f"lora_path lies outside {outside}, from where adapters may be loaded", param="lora_path")
@@ -171,7 +171,7 @@ def _specify(folder: Path, file: TensorFile, model: ModelSpec) -> tuple[AdapterS
     config = read_config(folder)
     pairs = _pairs(file, config, model)
     kinds = {file.dtype(name) for pair in pairs.values() for name in (pair.a, pair.b)}
-    dtype = kinds.pop() if len(kinds) == 1 else Dtype.F32  # fp32 holds every mixture exactly
+    dtype = kinds.pop() if len(kinds) == 1 else Dtype.F32  # fp32 represents all of them exactly
     spans, layer_ends = lay_out(model, dtype, {site: (pair.rank, pair.scale) for site, pair in pairs.items()})
     sites = {site for _, site in pairs}
     spec = AdapterSpec(

@@ -35,10 +35,10 @@ from caraserve.util.units import align_up, human_bytes
 
 _LORA_RANKS = (8, 16, 32, 64, 128)
 _LORA_SITES: Mapping[Targets, Sequence[str]] = {"qkv": SITES[:3], "all": SITES}
-_LORA_TOKENS, _LORA_LAYERS = 64, 4  # tokens of a usual slice; several layers in turn, so that weights come from memory
-_LORA_LEAST_MS = 2.0  # of one sample, so that the clock and the call do not matter
-_MOST_BUDGETS = 4.0  # after so many times the budget, only needed points are measured, and only once
-_LOAD_MS = 50.0  # about the longest timed copy
+_LORA_TOKENS, _LORA_LAYERS = 64, 4  # a usual slice; several layers, so that weights come from memory
+_LORA_LEAST_MS = 2.0  # of one sample, so that the overhead of the clock and the call is negligible
+_MOST_BUDGETS = 4.0  # beyond so many times the budget, only needed points are measured, once each
+_LOAD_MS = 50.0  # the approximate duration of the longest timed copy
 _LOADS = 4  # in one sample: the first copy into fresh memory takes many times as long
 
 

@@ -1,4 +1,4 @@
-"""Timed operations on a backend, for `measure.py`: iterations over synthetic requests, copies of random adapters."""
+"""Timed operations on a backend: iterations over synthetic requests, copies of random adapters."""
 
 import hashlib
 import time
