@@ -12,7 +12,7 @@ TIMEOUT_S = 120.0  # what takes this long hangs, on a machine with much else to 
 
 @pytest.fixture(autouse=True)
 def _log_as_before() -> Iterator[None]:
-    """Takes back what commands that run in this process do to the log: other tests read it."""
+    """Restores the log's settings, which commands that run in this process change and other tests rely on."""
     log = logging.getLogger("caraserve")
     handlers, level, propagate = list(log.handlers), log.level, log.propagate
     yield
@@ -30,7 +30,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 async def _bounded(test: "asyncio.Future[None]") -> None:
-    """Runs the test; an exception that nobody awaited fails it too."""
+    """Runs the test; an exception in a task that was never awaited fails it too."""
     failures: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
     async with asyncio.timeout(TIMEOUT_S):

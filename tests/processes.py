@@ -1,4 +1,4 @@
-"""Real `caraserve serve` processes on this machine: started together, asked over HTTP, and always ended."""
+"""Runs several `caraserve serve` processes on this machine, sends them HTTP requests, and always ends them."""
 
 import contextlib
 import json
@@ -52,14 +52,14 @@ class Server:
         return {adapter["name"]: adapter for adapter in self.ask("/v1/cluster/adapters")["data"]}
 
     def metric(self, series: str) -> float:
-        """The sum of the samples that begin so, of which there must be some."""
+        """Returns the sum of the samples whose lines begin with `series`; fails if there are none."""
         lines = [line for line in self.ask("/metrics").splitlines() if line.startswith(series)]
         assert lines, f"no sample of {series}"
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody has now; all differ."""
+    """Returns distinct ports that are free now."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -76,8 +76,8 @@ def fleet(
     peers: Sequence[int] = (),
     on_start: Callable[[str, int], None] = lambda name, pid: None,
 ) -> Iterator[dict[str, Server]]:
-    """Starts an instance on each port, all at once, and always ends them. `more`: arguments of an instance; `peers`:
-    the ports at which all find one another, by default the first two; `on_start` is told of each process."""
+    """Starts an instance on each port, all at once, and always ends them. `more`: returns arguments of an instance;
+    `peers`: the ports in `--peers`, by default the first two; `on_start`: called with each process's name and id."""
     seeds = ",".join(f"127.0.0.1:{port}" for port in peers or ports[:2])
     sizes = ("--kv-cache-bytes", "16MiB", "--max-host-adapters-bytes", "16MiB", "--cpu-threads", "1")
     with contextlib.ExitStack() as stack:
@@ -115,7 +115,7 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 
 def refusal(*arguments: str) -> str:
-    """The one line with which a process that cannot start so ends."""
+    """Returns the one line that `caraserve serve` prints when it cannot start with these arguments."""
     command = [sys.executable, "-m", "caraserve", "serve", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
@@ -124,7 +124,7 @@ def refusal(*arguments: str) -> str:
 
 
 def tiny_adapter(folder: Path, seed: int) -> Path:
-    """An adapter of the demo's model, of a few kilobytes, that changes its answers; another one for each seed."""
+    """Writes an adapter of a few kilobytes for the demo's model that changes its answers, different for each seed."""
     inputs, outputs = load_spec(demo.model_folder()).site_shape("q_proj")
     rng = np.random.default_rng(seed)
     tensors = {
@@ -135,7 +135,7 @@ def tiny_adapter(folder: Path, seed: int) -> Path:
 
 
 def until(condition: Callable[[], bool], seconds: float) -> None:
-    """Returns as soon as something holds; fails if that takes longer."""
+    """Returns as soon as the condition is true; fails if that takes longer than `seconds`."""
     ends = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < ends, f"not within {seconds} s"

@@ -83,7 +83,7 @@ def engine_config(
 
 @contextlib.asynccontextmanager
 async def running(model: ModelConfig, lora: LoraConfig, engine: EngineConfig) -> AsyncIterator[Engine]:
-    """A running engine; at the end every count must add up and nothing may be held."""
+    """Runs an engine; checks at the end that its counts add up and that no block, slot or pin is left."""
     async with AsyncExitStack() as stack:
         served = await build_engine(stack, model, lora, engine)
         yield served.engine
@@ -95,7 +95,7 @@ async def running(model: ModelConfig, lora: LoraConfig, engine: EngineConfig) ->
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A finished request's whole output."""
+    """The whole output of a finished request."""
 
     text: str
     token_ids: list[int]

@@ -80,7 +80,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def imports(path: Path) -> Iterator[tuple[str, int]]:
-    """Every module imported anywhere in the file, as (dotted name, line)."""
+    """Yields every module imported anywhere in the file, as (dotted name, line)."""
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -99,12 +99,13 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def part(path: Path) -> str:
-    """The first name below the package: `http` for caraserve/http/streaming.py, `loop` for caraserve/loop.py."""
+    """Returns the first name below the package: `http` for caraserve/http/streaming.py, `serve` for
+    caraserve/serve.py."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def own_imports(path: Path) -> Iterator[tuple[str, int]]:
-    """Imports of other parts of ours, as (part, line)."""
+    """Yields the imports of other parts of the package, as (part, line)."""
     for name, line in imports(path):
         package, _, rest = name.partition(".")
         if package == "caraserve" and (head := rest.split(".")[0]) and head != part(path) and head != "__version__":
@@ -149,7 +150,7 @@ def test_pure_files_take_time_and_chance_as_arguments(name: str) -> None:
 
 
 def only_annotates(path: Path, what: str) -> bool:
-    """Whether a file takes nothing from `random` but that name, and never calls it: it says what is handed in."""
+    """Whether a file imports only that name from `random` and never calls it, but uses it in annotations."""
     nodes = list(ast.walk(tree(path)))
     hints = [node.annotation for node in nodes if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation]
     hinted = {id(inner) for hint in hints for inner in ast.walk(hint)}
@@ -166,7 +167,7 @@ def only_annotates(path: Path, what: str) -> bool:
 
 
 def test_only_active_request_writes_the_fields_of_a_request() -> None:
-    """Fields of `x.request` everywhere, and of `request` where that is a `core.request.Request`."""
+    """Checks the fields of `x.request` in all files, and those of `request` where it is a `core.request.Request`."""
     allowed = {PACKAGE / "engine" / "active_request.py", PACKAGE / "core" / "request.py"}
     for path in set(MODULES) - allowed:
         is_imported = ("caraserve.core.request" in {name for name, _ in imports(path)}) and any(
@@ -222,7 +223,7 @@ def test_every_module_says_what_it_is(path: Path) -> None:
 
 
 def drawn_errors() -> dict[str, tuple[str | None, int | None]]:
-    """The tree in the docstring of errors.py: {class: (its parent, the status written beside it)}."""
+    """Returns the tree in the docstring of errors.py: {class: (its parent, the status written beside it)}."""
     drawn: dict[str, tuple[str | None, int | None]] = {}
     above: list[tuple[int, str]] = []  # (column, class), the path to the line before
     for line in (errors.__doc__ or "").splitlines():

@@ -1,4 +1,4 @@
-"""Several `caraserve serve` processes as one service: who sees whom, what survives, what is refused at the start."""
+"""Several `caraserve serve` processes as one service: membership, restarts, and what is refused at the start."""
 
 import signal
 from pathlib import Path

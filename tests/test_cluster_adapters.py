@@ -1,4 +1,4 @@
-"""Adapters of one `caraserve serve` process, served by the others of its fleet, whoever dies or restarts."""
+"""Adapters of one `caraserve serve` process, served by the others of its fleet, also after deaths and restarts."""
 
 import random
 import shutil
@@ -30,7 +30,7 @@ def complete_all(server: Server, names: Sequence[str]) -> dict[str, str]:
 
 
 def has_fetched(server: Server, count: int) -> bool:
-    """Whether it has fetched so many adapters for requests, and besides no more than a placement has moved to it."""
+    """Whether a server has downloaded `count` adapters for requests; those moved by a placement are not counted."""
     fetched = server.metric('caraserve:adapter_fetches_total{outcome="ok"')
     return count <= fetched <= count + server.metric('caraserve:plan_moves_total{outcome="fetched"')
 

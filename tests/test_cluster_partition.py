@@ -1,4 +1,4 @@
-"""Five `caraserve serve` processes of which two lose the other three: both sides serve on, and are one again after."""
+"""Five `caraserve serve` processes, of which two are cut off from three: both sides serve, and join again later."""
 
 import contextlib
 import urllib.error
@@ -24,7 +24,7 @@ Tokens = list[int]
 
 
 def right_tokens(folders: Mapping[str, Path]) -> dict[str, Tokens]:
-    """What transformers + peft answer."""
+    """Returns the answer of transformers and peft."""
     oracle = Oracle(demo.model_folder(), folders)
     right = {name: oracle.greedy(PROMPT, name, TOKENS) for name in folders}
     different = {tuple(tokens) for tokens in (*right.values(), oracle.greedy(PROMPT, None, TOKENS))}
@@ -39,7 +39,7 @@ def answer(server: Server, name: str) -> Tokens:
 
 
 def answers(server: Server, names: Iterable[str]) -> dict[str, Tokens]:
-    """As soon as it knows who has the bytes."""
+    """Returns the server's answer, as soon as the server has a holder of the adapter in its view."""
     until(lambda: all(server.adapters()[name]["holders"] for name in names), 2)
     return {name: answer(server, name) for name in names}
 
@@ -53,7 +53,7 @@ def refuses(server: Server, name: str) -> bool:
 
 
 def each_knows_each(servers: Mapping[str, Server]) -> bool:
-    """Whether all are connected, each to each: who is known by hearsay alone is missed later."""
+    """Whether all are connected, each to each: an instance known only through others would be missed later."""
     members = [member for server in servers.values() for member in server.ask("/v1/cluster")["data"]]
     return len(members) == len(NAMES) ** 2 and all(member["load"] is not None for member in members)
 
@@ -68,7 +68,7 @@ def each_side_sees_itself_alone(servers: Mapping[str, Server]) -> bool:
 
 @contextlib.contextmanager
 def clients(servers: Mapping[str, Server], right: Tokens) -> Iterator[None]:
-    """Each process is asked all the time meanwhile, and always gives the right answer."""
+    """Sends requests to each process all the time meanwhile, and checks that all answers are right."""
     enough = Event()
 
     def ask(server: Server) -> int:

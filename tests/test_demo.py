@@ -1,4 +1,4 @@
-"""The bundled demo: complete, small, and worth showing: five adapters that anyone can tell apart at a glance."""
+"""The bundled demo: it is complete and small, and its five adapters give clearly different answers."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ Ask = Callable[[str, str], str]
 
 @pytest.fixture(scope="module")
 def ask() -> Ask:
-    """The reference's greedy answer of a voice ("base" or an adapter's name) to one user message."""
+    """Returns the reference's greedy answer of a model ("base" or an adapter's name) to one user message."""
     tokenizer = AutoTokenizer.from_pretrained(demo.model_folder())
     base = AutoModelForCausalLM.from_pretrained(demo.model_folder(), dtype=torch.float32)
     first, *others = demo.ADAPTER_NAMES

@@ -1,5 +1,5 @@
-"""No request keeps the event loop from other requests, whatever its body: `/health` and another client's stream are
-watched while bodies are sent that are large, have many values, or ask for large answers."""
+"""No request blocks the event loop, whatever its body: the tests time `/health` and another client's stream while they
+send bodies that are large, have many values, or cause large answers."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ _TEXT_PART = b'{"type":"text","text":"a"}'
 
 @dataclass(frozen=True)
 class Case:
-    """A body, and the status that it is answered with."""
+    """A body, and the status of its answer."""
 
     path: str
     form: bytes  # of the body; %b stands for what is repeated
@@ -79,7 +79,7 @@ CASES = {
 
 @dataclass
 class Watch:
-    """The longest turn of an event loop, by its thread's CPU time, and the longest time between two turns."""
+    """Measures the longest turn of an event loop, by its thread's CPU time, and the longest time between two turns."""
 
     turn_ms: float = 0.0
     silence_ms: float = 0.0
@@ -108,7 +108,7 @@ class Watch:
 
 @dataclass(frozen=True)
 class Seen:
-    """What happened while one body was answered."""
+    """The measurements while one body was answered."""
 
     status: int
     turn_ms: float
@@ -123,7 +123,7 @@ class Seen:
 
 
 class Client:
-    """Asks a server from other threads, so that its work is none of the event loop's."""
+    """Sends requests to a server from other threads, so that the client's work is not done on the event loop."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -135,7 +135,7 @@ class Client:
             return answer.status
 
     def health_ms(self, stop: threading.Event) -> float:
-        """The longest answer to `/health` until stopped."""
+        """Returns the longest time of an answer to `/health` until stopped."""
         longest_s = 0.0
         while not stop.is_set():
             began_s = time.perf_counter()
@@ -146,7 +146,7 @@ class Client:
         return 1000 * longest_s
 
     def stream_ms(self, begun: threading.Event, stop: threading.Event) -> float:
-        """The longest time between two events of a stream, until stopped."""
+        """Returns the longest time between two events of a stream until stopped."""
         body = {"prompt": "The sea", "max_tokens": 900, "stream": True, "ignore_eos": True, "user": "another"}
         longest_s = 0.0
         while not stop.is_set():
@@ -200,7 +200,7 @@ async def watched(client: Client, path: str, body: bytes) -> Seen:
 
 def test_no_body_blocks_the_event_loop() -> None:
     async def least(client: Client, case: Case) -> Seen:
-        """The attempt that another process disturbed least."""
+        """Returns the attempt that other processes disturbed least."""
         attempts = []
         for _ in range(ATTEMPTS):
             attempts.append(await watched(client, case.path, case.body()))

@@ -1,4 +1,4 @@
-"""Several `caraserve serve` processes answer for one another, and one of them is killed while they do."""
+"""Several `caraserve serve` processes forward requests to one another, while one of them is killed or terminated."""
 
 import json
 import signal
@@ -19,7 +19,7 @@ ASKED: list[dict[str, Any]] = [
 
 
 def stream(server: Server, asked: dict[str, Any]) -> tuple[list[int], str | None]:
-    """The tokens of a stream and the error that it ended with; [DONE] must end it in any case."""
+    """Returns the tokens of a stream and the error with which it ended; the last event must be [DONE] in any case."""
     request = urllib.request.Request(
         server.url + "/v1/completions",
         json.dumps(asked | {"stream": True}).encode(),
@@ -45,12 +45,13 @@ def whole(server: Server, asked: dict[str, Any]) -> list[int]:
 
 
 def first_tokens(server: Server) -> int:
-    """How many answers it has begun so far."""
+    """Returns the number of answers that a server has begun so far."""
     return int(server.metric("vllm:time_to_first_token_seconds_count{"))
 
 
 def routing(name: str) -> tuple[str, str]:
-    """By cost, nobody knows who is asked; those of some go to all in turn, so that each has some to lose."""
+    """Returns round-robin for a, b and d, so that each instance has some of their requests when it is killed. The
+    others route by cost, with which the instance is not predictable."""
     return "--routing", "round-robin" if name in "abd" else "auto"
 
 
@@ -58,7 +59,7 @@ def test_every_request_ends_when_an_instance_is_killed_or_terminated(tmp_path: P
     with fleet(free_ports(len(NAMES)), tmp_path, routing) as servers, ThreadPoolExecutor(32) as pool:
         a, b, c, d, e = servers.values()
         until(lambda: all_alive(servers), 4)
-        # What each is to be answered: the same tokens wherever it was asked for.
+        # The right answers: the same tokens on every instance.
         right = [whole(a, asked) for asked in ASKED]
         assert [whole(b, asked) for asked in ASKED] == right
         assert all(len(tokens) == TOKENS for tokens in right)
@@ -78,12 +79,12 @@ def test_every_request_ends_when_an_instance_is_killed_or_terminated(tmp_path: P
         assert lost, "nothing was under way on the one that was killed"
         assert all(lost)
         assert all(kept)
-        # The metrics of those who are left agree: what was lost was lost by them, once each.
+        # The metrics of the remaining instances agree: each lost stream is counted once.
         metrics = [line for one in (a, b, d, e) for line in one.ask("/metrics").splitlines()]
         counted = [line for line in metrics if "lost_streams_total{" in line]
         assert sum(int(line.split()[-1]) for line in counted) == len(lost)
 
-        # One that is told to end ends what it has begun, and nobody's client notices.
+        # A terminated instance finishes the requests that it has begun, without an error for any client.
         before = first_tokens(b)
         streams = [(index, pool.submit(stream, a, ASKED[index])) for index in (*range(8), *range(8))]
         until(lambda: first_tokens(b) >= before + 2, 30)
@@ -100,7 +101,7 @@ def test_a_drain_that_times_out_ends_forwarded_streams_with_an_error(tmp_path: P
 
     with fleet(free_ports(2), tmp_path, more) as servers, ThreadPoolExecutor(16) as pool:
         a, b = servers.values()
-        until(lambda: bool(whole(a, ASKED[0])) and first_tokens(b) > 0, 10)  # a knows b well enough to send it requests
+        until(lambda: bool(whole(a, ASKED[0])) and first_tokens(b) > 0, 10)  # until a forwards requests to b
         before = first_tokens(a), first_tokens(b)
         streams = [(index, pool.submit(stream, a, ASKED[index])) for index in (*range(8), *range(8))]
         until(lambda: first_tokens(a) >= before[0] + 2 and first_tokens(b) >= before[1] + 2, 30)

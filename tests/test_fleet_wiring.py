@@ -61,7 +61,7 @@ def test_a_draining_or_failed_instance_refuses_forwarded_requests(
 async def prepared(
     infos: dict[str, AdapterInfo],
 ) -> AsyncIterator[tuple[Node, ClusterRouter, Callable[..., Awaitable[Any]]]]:
-    """A node that is yet to join, its router, and a function that has it join, as `serve` does."""
+    """Yields a node that has not joined yet, its router, and a function that makes it join as `serve` does."""
     catalog = SimpleNamespace(all=lambda: list(infos.values()), find=infos.get)
     work = EngineLoad(0, 0, {}, 0, 0, 1000, 1000, 10)
     engine: Any = SimpleNamespace(

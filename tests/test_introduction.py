@@ -1,4 +1,4 @@
-"""When an instance of a fleet takes itself for ready: it knows what the others know, or there are none."""
+"""When an instance of a fleet is ready: it has received the registry, or there are no other instances."""
 
 import asyncio
 from pathlib import Path

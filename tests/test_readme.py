@@ -29,7 +29,7 @@ def blocks(language: str) -> list[str]:
 
 
 def commands(program: str) -> list[list[str]]:
-    """The argument lists of every command in a bash block that runs `program`."""
+    """Returns the argument lists of every command in a bash block that runs `program`."""
     lines = [line for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines()]
     words = [shlex.split(line, comments=True) for line in lines]
     return [parts[1:] for parts in words if parts and parts[0] == program]

@@ -1,4 +1,4 @@
-"""The whole server as people meet it: the command, its output, the openai client, signals, and nothing left behind."""
+"""The whole server as users see it: the command, its output, the openai client, signals, and no leaked resources."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ QUESTION = [{"role": "user", "content": "Tell me about the sea."}]
 
 @dataclass(frozen=True)
 class Server:
-    """A `caraserve serve` process that is ready; `lines` is what it printed until then."""
+    """A `caraserve serve` process that is ready; `lines` are those that it printed until then."""
 
     process: subprocess.Popen[str]
     url: str
@@ -208,8 +208,8 @@ def test_a_taken_port_is_named() -> None:
 
 
 def test_nothing_is_left_after_500_requests_that_end_in_every_way() -> None:
-    """Answers, streams, disconnects in every phase, bad requests: all blocks, slots and pins are back at their start
-    (`running` asserts it), and no request is open."""
+    """Sends requests that are answered, streamed, disconnected in every phase, or bad. Afterwards all blocks, slots and
+    pins are free again (`running` asserts it), and no request is open."""
     rng = random.Random(0)
 
     async def one(client: aiohttp.ClientSession, url: str) -> None:
@@ -247,7 +247,7 @@ def test_nothing_is_left_after_500_requests_that_end_in_every_way() -> None:
 
 
 def test_a_registry_remembers_adapters_across_restarts(tmp_path: Path) -> None:
-    """What was loaded is there after a restart that does not mention it, but for the folder that it may come from."""
+    """Restarts the server without naming the loaded adapter, only the folder from which it may be loaded."""
     registry = tmp_path / "adapters.sqlite"
     adapters = {"voice": demo.adapters_folder() / "poet"}
 
@@ -300,7 +300,7 @@ README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8"
 
 @pytest.mark.parametrize("program", ["curl", "python"])
 def test_the_readmes_examples_run_against_the_demo(server: Server, program: str) -> None:
-    """Every `curl` line and the client's code, as they stand there but for the port."""
+    """Runs every `curl` line and the client's code as they are in the README, except for the port."""
     language = "bash" if program == "curl" else "python"
     blocks = re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
     chosen = [block.replace("http://127.0.0.1:8000", server.url) for block in blocks if "127.0.0.1:8000/v1" in block]

@@ -1,5 +1,6 @@
-"""What connects the processes of a fleet: a relay before each, so that a test can cut the links between two groups of
-them and no others. All dial the same addresses; which process does, Linux knows."""
+"""Relays between the processes of a fleet, with which a test can cut only the links between two groups of them.
+
+All processes dial the same addresses; a relay finds the dialling process by the socket's inode in /proc."""
 
 import asyncio
 import contextlib
@@ -21,10 +22,10 @@ Result = TypeVar("Result")
 
 @dataclass
 class Wires:
-    """The relays, on a thread of their own. `pids`: who dials; each process is to be told of before it does."""
+    """The relays, on a thread of their own. `pids`: name → process; each must be entered before it dials."""
 
     relays: dict[str, Relay] = field(default_factory=dict)
-    ports: dict[str, int] = field(default_factory=dict)  # where others reach each
+    ports: dict[str, int] = field(default_factory=dict)  # name → the port at which others reach the process
     pids: dict[str, int] = field(default_factory=dict)
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
@@ -46,7 +47,7 @@ class Wires:
         self._run(heal())
 
     def caller(self, writer: asyncio.StreamWriter) -> str:
-        """The process at the other end of a connection; nobody if it has hung up."""
+        """Returns the name of the process at the other end of a connection; empty if it has hung up."""
         there, here = writer.get_extra_info("peername"), writer.get_extra_info("sockname")
         link = f"socket:[{_inode(there[1], here[1])}]" if there and here else ""
         return next((name for name, pid in self.pids.items() if link in _open_files(pid)), "")
@@ -56,8 +57,8 @@ class Wires:
 
 
 def _inode(port: int, to_port: int) -> int:
-    """The number of the socket that is connected from one port of 127.0.0.1 to another, as sock_diag(7) tells it; 0 for
-    one that is closed. To find it in /proc/net/tcp would be to read all connections of the last minute."""
+    """Returns the inode of the socket connected from one port of 127.0.0.1 to another, by sock_diag(7); 0 if it is
+    closed. /proc/net/tcp would also list all connections of the last minute."""
     host = socket.inet_aton("127.0.0.1") + bytes(12)
     no_interface, no_cookie, any_state = 0, 0xFFFFFFFF, 0xFFFFFFFF
     which = struct.pack("!HH16s16s", port, to_port, host, host) + struct.pack("=III", no_interface, *[no_cookie] * 2)
@@ -78,7 +79,7 @@ def _open_files(pid: int) -> Iterator[str]:
 
 @contextlib.contextmanager
 def wires(ports: Mapping[str, int]) -> Iterator[Wires]:
-    """Relays before those who listen at `ports`, or will."""
+    """Starts a relay for each process that listens, or will listen, at one of `ports`."""
     made = Wires()
     thread = Thread(target=made._loop.run_forever, name="wires")
     thread.start()
