@@ -110,7 +110,7 @@ class DeviceAdapters:
 
 
 def _fill(entries: NDArray[np.void], spec: AdapterSpec, base: int) -> None:
-    """entries: LORA_ENTRY [layers, sites]."""
+    """Writes an adapter's table entries, LORA_ENTRY [layers, sites]; `base`: address of its image."""
     for span in spec.spans:
         place = (base + span.a_offset, base + span.b_offset, span.padded_rank, spec.dtype.value, span.scale)
         entries[span.layer, span.site] = place

@@ -60,7 +60,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """What determines the sizes of a batch's tables besides its rows."""
+    """Sizes, besides the rows, that determine the sizes of a batch's tables."""
 
     layers: int
     workers: int

@@ -61,11 +61,12 @@ class CudaBackend:
 
     @property
     def warm_up_steps(self) -> int:
-        """How often `warm_up` calls `advance`."""
+        """Returns how often `warm_up` calls `advance`."""
         return self._parts.warm_up_steps
 
     def warm_up(self, advance: Callable[[], None] = lambda: None) -> None:
-        """Loads every kernel and captures the graphs; to be called once, before any batch. Raises what goes wrong."""
+        """Loads every kernel and captures the graphs; to be called once, before any batch. Raises the errors of
+        both."""
         result: SimpleQueue[Exception | None] = SimpleQueue()
 
         def warm() -> None:
@@ -87,7 +88,7 @@ class CudaBackend:
         self.workers.start()
 
     def use(self, profile: Profile) -> None:
-        """AssistPredictions go by what was measured of this machine."""
+        """Uses the measured times of this machine to predict hand-offs and prefills."""
         layers, predictions = self._layers, self._parts.assisted.predictions
         handoff_ms = ASSUMED_HANDOFF_MS if profile.handoff_ms is None else profile.handoff_ms
         workers = max(1, len(self.workers))
@@ -110,17 +111,18 @@ class CudaBackend:
 
     @property
     def slices_handed_off(self) -> int:
-        """Slices in all work orders so far; the device may have found some layers arrived and not asked."""
+        """Returns the slices in all work orders so far, including those for layers that arrived before they were
+        needed."""
         return self._parts.assisted.counts.slices
 
     @property
     def modules_redone(self) -> int:
-        """Assisted chunks that were aborted because a worker died or stopped."""
+        """Returns the number of assisted chunks that were aborted because a worker died or stopped."""
         return self._parts.assisted.counts.void_chunks
 
     @property
     def adapters_merged(self) -> int:
-        """Number of times an adapter was merged into the base weights."""
+        """Returns how often an adapter was merged into the base weights."""
         return self._parts.pass_selector.merges
 
     # --- serving ---
@@ -156,7 +158,7 @@ class CudaBackend:
         raise _whole_images_only()
 
     def device_bytes(self, spec: AdapterSpec) -> int:
-        """Bytes that an adapter takes on the device, with the rows that padding adds."""
+        """Returns the bytes that an adapter takes on the device, including the rows that padding adds."""
         return self._parts.images.stored(spec).num_bytes
 
     def unload_adapter(self, slot: int) -> None:
@@ -178,8 +180,8 @@ class CudaBackend:
     def _run(
         self, device: GpuDevice, make: Callable[[], BackendParts], made: "SimpleQueue[BackendParts | Exception]"
     ) -> None:
-        """Runs the launching thread. It builds the parts itself: libraries keep memory for each thread that
-        launches."""
+        """Runs the launching thread. The thread builds the parts itself, because libraries keep memory for each thread
+        that launches."""
         device.enter_thread()
         _raise_priority()
         try:
@@ -206,7 +208,7 @@ class CudaBackend:
             self._parts.poll()
 
     def _wait_s(self) -> float | None:
-        """Returns the seconds to wait for a job before polling; None: until one comes."""
+        """Returns how many seconds to wait for a job before the next poll; None: without a limit."""
         if self._parts.assisted.is_issuing:
             return 0.0
         return _POLL_S if self._parts.is_busy else None
@@ -224,7 +226,7 @@ class CudaBackend:
             self._parts.lanes[0].waiter.after_those(lambda: done(failure))
 
     def _await_places(self, slots: set[int]) -> None:
-        """Waits until the adapters have device memory, which they almost always have by now."""
+        """Waits until the adapters have device memory, which at this point is almost always true."""
         while not self._parts.images.are_placed(slots):
             self._parts.context.timelines.settle(Lane.COPY)
             self._parts.assisted.await_return(_POLL_S)

@@ -56,7 +56,7 @@ class _Worker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the present process has a hand-off that it has not finished."""
+        """True if the present process has a hand-off that it has not finished."""
         request = self.word(REQUEST)
         return bool(self.word(INCARNATION)) and request != self.before and request != self.word(DONE)
 
@@ -75,7 +75,7 @@ class WorkerState:
 
 
 class WorkerPool:
-    """One worker for each of `cores`, pinned to it. `start` returns before the workers are there."""
+    """One worker for each of `cores`, pinned to it. `start` returns before the workers run."""
 
     def __init__(self, region: SharedRegion, blocks: NDArray[np.uint8], cores: Sequence[int], block_bytes: int) -> None:
         """`blocks`: the workers' blocks of words and slices (handoff.py), uint8, in `region`; `block_bytes` each."""

@@ -1,9 +1,10 @@
-"""Prefills that CPU workers help with, beside iterations: chunk by chunk on the assist lane (Toppings §4.2).
+"""Assisted prefills: prompts computed with the help of CPU workers, chunk by chunk on the assist lane (Toppings §4.2).
 
-Before a chunk is launched, a work order for each layer and module group that may have to be handed off says what each
-worker computes; whether the workers are asked, the device decides when it gets there. If a chunk's workers fail, the
-whole chunk and the rest of its prompt are void: the engine computes the prompt again without workers. Chunks of one
-prompt follow one another; chunks of several prompts may be in flight, as many as there are sync slots.
+Before a chunk is launched, a work order is written for each layer and module group that may have to be handed off. It
+says what each worker computes; the device decides, when it reaches the layer, whether the workers are asked. If a
+chunk's workers fail, the whole chunk and the rest of its prompt are void: the engine computes the prompt again without
+workers. Chunks of one prompt run one after another; as many chunks of different prompts are in flight as there are sync
+slots.
 """
 
 import contextlib
@@ -41,11 +42,11 @@ _UNKNOWN_S = 0.002  # assumed time of a hand-off where none was measured
 
 @dataclass(slots=True)
 class AssistPredictions:
-    """Predicted times of this machine, set once they were measured. They affect speed only, never results."""
+    """Predicted times of this machine, set once they have been measured. They affect speed only, never results."""
 
-    layer_s: Callable[[int], float] = lambda tokens: 0.0  # of one layer of a prefill of so many tokens
-    hand_off_s: Callable[[int, int], float] = lambda tokens, rank: _UNKNOWN_S  # of one group of one layer, at a rank
-    tokens_per_worker: Callable[[int], int] = lambda rank: 64  # the most in a slice, by rank
+    layer_s: Callable[[int], float] = lambda tokens: 0.0  # of one layer, by the prefill's number of tokens
+    hand_off_s: Callable[[int, int], float] = lambda tokens, rank: _UNKNOWN_S  # of one module group, by tokens and rank
+    tokens_per_worker: Callable[[int], int] = lambda rank: 64  # most tokens in a slice, by rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class AssistResources:
 class AssistCounts:
     """Counts since the start."""
 
-    slices: int = 0  # that work orders asked of workers
+    slices: int = 0  # slices in all work orders
     void_chunks: int = 0
 
 
@@ -74,7 +75,7 @@ class _Prompt:
     done: Done
     issued: int  # mark of the compute lane, after which the device has its request slot and KV blocks
     ends: deque[int]
-    at: int  # position where its next chunk begins
+    at: int  # position at which its next chunk begins
     started_s: float
     cpu_layers: set[int] = field(default_factory=set)
 

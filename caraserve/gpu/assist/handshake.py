@@ -47,7 +47,7 @@ class SharedWords(Protocol):
 
 
 def sync_slot_bytes(hand_offs: int) -> int:
-    """Bytes of a sync slot with the words of so many hand-offs."""
+    """Returns the bytes of a sync slot with the words of `hand_offs` hand-offs."""
     return _LINE * (1 + 2 * hand_offs)
 
 
@@ -128,7 +128,7 @@ class SyncSlotPool:
 
 
 def _busy(workers: Sequence[WorkerStatus]) -> set[tuple[int, int]]:
-    """(worker, incarnation) of those that compute something."""
+    """Returns (worker, incarnation) of the workers that compute something."""
     return {
         (status.worker, status.incarnation)
         for status in workers

@@ -50,7 +50,8 @@ class WorkerTask:
 
 @dataclass(frozen=True, slots=True)
 class SharedInput:
-    """Where x is in the shared region. `device_base`: the region's device address; `x_stride`: numbers between rows."""
+    """Location of x in the shared region. `device_base`: the region's device address; `x_stride`: numbers between
+    rows."""
 
     device_base: int
     x: int  # offset
@@ -72,7 +73,7 @@ class SyncAddresses:
 
 
 def work_order_bytes(tasks: int) -> int:
-    """Bytes of a work order for so many workers."""
+    """Returns the bytes of a work order for `tasks` workers."""
     return 8 * (_HEAD_WORDS + tasks * _TASK_WORDS)
 
 

@@ -1,7 +1,7 @@
 """Builds the parts of the CUDA backend and divides the device's memory among them.
 
-Weights are on the device already. Parts of fixed size come first; then the pool of KV blocks and adapters gets what is
-left of the share that may be used, less what graphs will take.
+The weights are on the device already. Parts of fixed size are allocated first; then the pool of KV blocks and adapters
+gets the rest of the usable share, less the memory reserved for graphs.
 """
 
 import contextlib
@@ -49,9 +49,9 @@ log = logging.getLogger(__name__)
 _RING_BYTES = 64 << 20
 _ITERATIONS_AHEAD = 3
 _UNKNOWN_LINK_BYTES_PER_S = 12e9  # assumed until it is measured
-_NODE_BYTES = 8 << 10  # of device memory for each captured kernel
+_NODE_BYTES = 8 << 10  # device memory per captured kernel
 _NODES_PER_LAYER = 20
-_FIRST_KV_SHARE = 0.25  # of the pool at start; KV grows when requests need more
+_FIRST_KV_SHARE = 0.25  # initial share of the pool; KV grows when requests need more
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,12 +29,12 @@ class HandOff:
     """One hand-off of a layer's module group to CPU LoRA workers. All but `index` and generations are device addresses
     of words."""
 
-    index: int  # of its work order
+    index: int  # index of its work order
     x_flag: int
     y_flag: int
     status: int
     generation: int
-    ready: int  # is `ready_generation` once the layer's weights are on the device
+    ready: int  # set to `ready_generation` once the layer's weights are on the device
     ready_generation: int
 
 
@@ -52,7 +52,7 @@ def decoder_layer(
     """
 
     def linear(group: int) -> None:
-        """The base product of the modules that read one input, and their LoRA."""
+        """Computes the base product of the modules that read one input, and their LoRA."""
         hand_off = hand_offs.get(group) if hand_offs else None
         if hand_off is None:
             steps.project(layer, group, stream)
@@ -78,7 +78,7 @@ def decoder_layer(
 def issue_pass(
     steps: "DecoderPass", stream: Stream, layers: int, before_layer: Callable[[int], None] = lambda layer: None
 ) -> None:
-    """Issues a whole pass, to run at once or to be captured. `before_layer(layer)` issues what a layer waits for."""
+    """Issues a whole pass, for running or capturing. `before_layer(layer)` issues what must precede a layer."""
     steps.embed(stream)
     for layer in range(layers):
         before_layer(layer)
@@ -87,7 +87,7 @@ def issue_pass(
 
 
 class Decoder:
-    """Makes the passes of one lane. Lanes share weights, state and tables; batch and workspace are a lane's own."""
+    """Makes the passes of one lane. Lanes share weights, state and tables; each has its own batch and workspace."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class DecoderPass:
             attend_prefill(self._queries, cache, tokens, *self._tiles, rows.attended, window)
 
     def _sample(self) -> None:
-        """Goes through the wanted tokens in pieces, as many rows of logits at once as the workspace holds."""
+        """Processes the wanted tokens in pieces of as many rows of logits as the workspace holds."""
         most = self._decoder.workspace.logits.shape[0]
         for start in range(0, self._shape.outputs, most):
             end = min(start + most, self._shape.outputs)
@@ -220,7 +220,7 @@ class DecoderPass:
     def _sample_piece(self, outputs: Outputs, count: int) -> None:
         workspace, weights, tokens = self._decoder.workspace, self._weights, self._decoder.batch.tokens
         wanted, logits, rows = workspace.wanted[:count], workspace.logits[:count], self._rows
-        # Each token is wanted once at most: the norm adds `delta`, the last layer's result, to the residual stream.
+        # Each token is wanted at most once: the norm adds `delta`, the last layer's result, to the residual stream.
         rms_norm(rows.hidden, weights.final_norm, wanted, self._decoder.spec.rms_eps, rows.delta, outputs.token)
         weights.head.apply(wanted, logits)
         sample(logits, outputs, tokens, self._decoder.sampler)

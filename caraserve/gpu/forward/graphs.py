@@ -22,8 +22,8 @@ from caraserve.gpu.kernels.lora import most_segments
 
 _DECODE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _MIXED_SIZES = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-# A graph of more than so many times the batch's size costs more than launching kernel by kernel: small batches end
-# before the next kernel is launched, and large ones compute padding.
+# Most padding, as a multiple of the batch's size: beyond it, launching kernel by kernel costs less than the graph.
+# Small batches end before the next kernel is launched, and large ones compute padding.
 _MOST_PADDING, _MOST_PADDING_OF_LARGE = 4.0, 1.15
 _LARGE_TOKENS = 512
 
@@ -165,8 +165,8 @@ class GraphSet:
 
 log = logging.getLogger(__name__)
 
-# The most prompts and prompt adapters of a mixed graph: programs for more than the batch has start for nothing. A batch
-# that needs more is launched kernel by kernel.
+# Most prompts and prompt adapters of a mixed graph: programs for more than the batch has would start for nothing. A
+# batch that exceeds them is launched kernel by kernel.
 _PROMPTS, _PROMPTS_ADAPTERS = 16, 8
 
 
@@ -235,7 +235,7 @@ class CapturedGraphs:
 
     @property
     def count(self) -> int:
-        """How many buckets `capture_all` goes through."""
+        """Returns the number of buckets that `capture_all` processes."""
         return len(self._graphs.to_capture())
 
     def find(self, batch: Batch, shape: PassShape, arriving: Collection[int]) -> CapturedPass | None:

@@ -1,7 +1,7 @@
 """Launches iterations and returns their results.
 
-The launching thread fills the batch's arrays, has them copied, and launches a graph or kernel by kernel. It does not
-wait: the next iteration may be launched before this one has begun. Results come on the waiter's thread.
+The launching thread fills the batch's arrays, copies them to the device, and launches a graph, or kernel by kernel. It
+does not wait: the next iteration may be launched before this one has begun. The waiter's thread returns results.
 """
 
 import time
@@ -43,11 +43,11 @@ class PassSelector:
 
     @property
     def merges(self) -> int:
-        """How often an adapter was merged into the base weights."""
+        """Returns how often an adapter was merged into the base weights."""
         return 0 if self._merged is None else self._merged.merges
 
     def merge_adapter(self, batch: Batch) -> None:
-        """Merges the adapter that a batch wants merged, in the compute lane's order."""
+        """Merges the adapter that the batch names as merged, in the compute lane's order."""
         if batch.merged is not None:
             bound = self._images.bound[batch.merged]
             if bound.is_loading:
@@ -73,7 +73,7 @@ class PassSelector:
 
 @dataclass(frozen=True, slots=True)
 class LaneResources:
-    """What each lane of passes has of its own."""
+    """The capacity, batch, decoder, result blocks and waiter of one lane."""
 
     capacity: Capacity
     batch: DeviceBatch
@@ -85,7 +85,7 @@ class LaneResources:
 
 Done = Callable[[StepResult | Exception], None]
 
-_CHOSEN_AND_LOGPROB_BYTES = 8  # of an output; its alternatives follow behind those of all outputs
+_CHOSEN_AND_LOGPROB_BYTES = 8  # of an output; the alternatives of all outputs follow
 
 
 def copy_results(
@@ -105,7 +105,8 @@ class BatchLists:
         self._sent: tuple[int, bytes] | None = None
 
     def send(self, slots: NDArray[np.int32]) -> None:
-        """`slots`: int32 [tokens], adapter slots as `decode_slots` returns them."""
+        """Sends the lists of a batch, if they changed. `slots`: int32 [tokens], adapter slots as `decode_slots` returns
+        them."""
         slots = slots if slots.any() else slots[:0]
         state = self._images.bindings, slots.tobytes()
         if state == self._sent:
@@ -148,10 +149,10 @@ class IterationRunner:
         self._layers, self._trace = spec.layers, trace
         self._lists = BatchLists(self._ring, images, self._batch, Lane.COMPUTE)
         self._words = self._host.empty()
-        self._ended_s = 0.0  # when the previous iteration was done
+        self._ended_s = 0.0  # end of the previous iteration
 
     def launch(self, batch: Batch, done: Done) -> None:
-        """Launches a batch whose adapters all have device memory. Raises what goes wrong before anything is
+        """Launches a batch whose adapters all have device memory. Raises errors that occur before anything is
         launched."""
         launched_s = time.monotonic()
         with_lora = batch.merged is None

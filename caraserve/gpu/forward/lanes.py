@@ -30,8 +30,8 @@ def chunk_ends(start: int, end: int) -> Iterator[int]:
 def issue_moves(
     driver: Driver, timelines: Timelines, base: int, grant: Grant, relocate: Callable[[Move, Stream], None]
 ) -> None:
-    """Issues a grant's moves between two iterations. To be called right after the pool has granted, which got
-    `timelines.next(Lane.COMPUTE)`. `relocate` points the tables to an adapter's new place, in stream order."""
+    """Issues a grant's moves between two iterations. Must be called directly after the pool has granted with
+    `timelines.next(Lane.COMPUTE)` as `moved`. `relocate` writes the new address to the tables, in stream order."""
     if not grant.moves:
         return
     stream = timelines.streams[Lane.COMPUTE]
@@ -45,7 +45,7 @@ def issue_moves(
 
 @dataclass(frozen=True, slots=True)
 class CapturedPass:
-    """A captured pass. `gate`: address of the word by which it waits for layers; None: it waits for nothing."""
+    """A captured pass. `gate`: address of the word by which it waits for layers, or None if it never waits."""
 
     graph: Graph
     gate: int | None
@@ -53,7 +53,7 @@ class CapturedPass:
 
 def capture_pass(driver: Driver, steps: DecoderPass, stream: Stream, layers: int, gate: int | None) -> CapturedPass:
     """Captures a pass as a graph. A gated one starts layer l when the word at `gate` has reached l + 1. Raises
-    DriverError, with no capture under way, when the driver refuses an operation."""
+    DriverError, with no capture in progress, if the driver rejects an operation."""
 
     def wait(layer: int) -> None:
         if gate is not None:

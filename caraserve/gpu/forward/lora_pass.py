@@ -1,6 +1,6 @@
-"""The LoRA of a pass: BGMV for rows that decode, segments for prompts, hand-offs to CPU workers.
+"""The LoRA of a pass: BGMV for decoding rows, segments for prompts, hand-offs to CPU workers.
 
-Rows of both kinds may be in one batch: each has its own rows of `part`, and both kernels read the same device tables.
+A batch may have rows of both kinds: each kind has its own rows of `part`, and both kernels read the same device tables.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ _NUMBERS_PER_THREAD = 4
 
 @dataclass(frozen=True, slots=True)
 class ChunkHandOffs:
-    """The buffers of one assisted chunk's hand-offs, as device addresses. Only those that are handed off are read.
+    """The buffers of one assisted chunk's hand-offs, as device addresses. Only entries of actual hand-offs are read.
 
-    `gate[slot]` holds the outcome of the current hand-off; the LoRA kernels read there whether they are to compute.
+    `gate[slot]` holds the outcome of the current hand-off; the LoRA kernels compute only if it is 0.
     """
 
     slot: int
@@ -39,7 +39,7 @@ class ChunkHandOffs:
     host_strides: Sequence[int]  # by index: numbers between rows
     asked: int  # int64 [workers]: the incarnation last asked
     counter: int  # uint32, 0 between launches
-    errors: int  # uint32: gets a bit when the chunk is aborted
+    errors: int  # uint32: a bit is set when the chunk is aborted
 
     @property
     def outcome(self) -> int:

@@ -50,7 +50,7 @@ class BoundAdapter:
     is_placed: bool = False
     is_loading: bool = True
     used: Marks = NOTHING  # after the last iteration or prefill that reads it
-    arrivals: list[tuple[int, float]] = field(default_factory=list)  # (first layer of a layer group, when it was seen)
+    arrivals: list[tuple[int, float]] = field(default_factory=list)  # (first layer of a group, time in s)
     any_groups: frozenset[int] = field(init=False)  # of all layers together
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class DeviceImages:
     # --- called by the adapter manager ---
 
     def load(self, adapter: HostAdapter, slot: int, group_ends: Sequence[int], done: Loaded) -> None:
-        """Binds an adapter to a slot and queues its copy. `done` gets the failure, or None."""
+        """Binds an adapter to a slot and queues its copy. Calls `done` with the failure or None."""
         stored = self.stored(adapter.spec)
         self.bound[slot] = BoundAdapter(adapter, stored, _groups_by_layer(stored, self._spec))
         for items, made in zip(self.items, self._items(slot, stored), strict=True):
@@ -181,7 +181,7 @@ class DeviceImages:
             bound.used = latest(bound.used, marks)
 
     def bytes_of(self, slot: int) -> Tensor:
-        """Returns an adapter's bytes on the device, at their present place."""
+        """Returns an adapter's bytes on the device, at their present address."""
         start = self.pool.place_of(slot)
         return self.memory[start : start + self.bound[slot].stored.num_bytes]
 
@@ -237,7 +237,7 @@ class DeviceImages:
         return padding.copies(bound.adapter.spec, bound.stored, self._spec, layers)
 
     def _relocate(self, move: Move, stream: Stream) -> None:
-        """Points the tables to an adapter's new place, on the compute lane before the next iteration."""
+        """Writes an adapter's new address to the tables, on the compute lane before the next iteration."""
         self._write_column(move.slot, self.memory.data_ptr() + move.target)
 
     def _write_column(self, slot: int, base: int) -> None:

@@ -172,8 +172,8 @@ class AdapterCopier:
 
 @dataclass(frozen=True, slots=True)
 class DeviceContext:
-    """What all device code issues through: driver, streams, staging memory, link queue. Used by the launching thread
-    only."""
+    """The means by which all device code issues work: driver, streams, staging memory, link queue. Used by the
+    launching thread only."""
 
     driver: Driver
     timelines: Timelines

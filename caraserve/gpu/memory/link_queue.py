@@ -35,11 +35,11 @@ class Piece:
 
 
 class LoraSource(Enum):
-    """Where a layer's LoRA will come from, as predicted at launch."""
+    """The source of a layer's LoRA, as predicted at launch."""
 
-    DEVICE = "device"  # it has arrived
-    WAIT = "wait"  # from the device, after waiting for its copy
-    WORKERS = "workers"  # from CPU workers, unless it has arrived when the device gets there
+    DEVICE = "device"  # the layer has arrived
+    WAIT = "wait"  # the device, after waiting for the layer's copy
+    WORKERS = "workers"  # CPU workers, unless the layer has arrived when the device reaches it
 
 
 def layer_groups(layer_ends: Sequence[int], group_ends: Sequence[int]) -> tuple[LayerGroup, ...]:

@@ -1,12 +1,12 @@
-"""Device memory shared by KV blocks and adapters: allocation and moves. Pure.
+"""Device memory shared by KV blocks and adapters: allocation and moves.
 
     0                      kv_end          first adapter                           num_bytes
-    | KV blocks, in order   |  room for both   | adapter | hole | adapter | adapter |
+    | KV blocks, in order   |  free for both   | adapter | hole | adapter | adapter |
 
 An adapter is one contiguous extent, so kernels read it without an index. Holes are closed by moving adapters, which
-costs half a ms per GB and changes only table entries. KV blocks never move. The adapter manager decides evictions; the
-pool decides what fits. Freed bytes are available at once, together with the marks (streams.py) after which they may be
-written: the next owner's stream waits for these, and the host never does.
+takes half a ms per GB and changes only table entries. KV blocks never move. The adapter manager decides evictions; the
+pool decides what fits. Freed bytes are available at once, together with the marks (driver/streams.py) after which they
+may be written: the next owner's stream waits for these, and the host never does.
 """
 
 from bisect import insort
@@ -21,7 +21,7 @@ GRANULE_BYTES = 2 << 20  # a page of device memory
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Moves an adapter's bytes up to a higher place."""
+    """Moves an adapter's bytes to a higher address."""
 
     slot: int
     source: int
@@ -29,8 +29,8 @@ class Move:
     num_bytes: int
 
     def pieces(self) -> Iterator[tuple[int, int, int]]:
-        """Yields copies (target, source, bytes), to be done in this order. None overlaps itself, and none writes what a
-        later one reads: the last bytes go first, in pieces as long as the move's distance."""
+        """Yields copies (target, source, bytes), to be issued in this order. No copy overlaps itself or overwrites what
+        a later one reads: the last bytes are copied first, in pieces as long as the move's distance."""
         step, end = self.target - self.source, self.num_bytes
         while end > 0:
             start = max(0, end - step)
@@ -95,21 +95,21 @@ class DevicePool:
         self.kv_blocks = 0
         self._least_kv_bytes = least_kv_blocks * block_bytes
         self._granule = granule
-        self._extents: list[_Extent] = []  # in order of place
+        self._extents: list[_Extent] = []  # in order of address
         self._by_slot: dict[int, _Extent] = {}
-        self._stale: list[tuple[int, int, Marks]] = []  # freed [start, end), and the marks until which it may be in use
+        self._stale: list[tuple[int, int, Marks]] = []  # freed [start, end), and marks until which it may be in use
         if self._least_kv_bytes > self.num_bytes:
             raise ValueError(f"{least_kv_blocks} KV blocks do not fit in {num_bytes} bytes")
 
-    # --- questions ---
+    # --- queries ---
 
     @property
     def adapter_bytes(self) -> int:
-        """Bytes that adapters take."""
+        """Returns the bytes that adapters take, with their granules' padding."""
         return sum(extent.num_bytes for extent in self._extents)
 
     def takes(self, num_bytes: int) -> int:
-        """Bytes that an adapter of so many takes."""
+        """Returns the bytes, in whole granules, that an adapter of `num_bytes` takes."""
         return align_up(max(num_bytes, 1), self._granule)
 
     def place_of(self, slot: int) -> int:
@@ -154,13 +154,13 @@ class DevicePool:
         all lanes would make the next load wait for a lane that waits for CPU workers."""
         extent = self._by_slot.pop(slot)
         self._extents.remove(extent)
-        self._give_back(extent.start, extent.end, latest(until, extent.moved))  # it may be on its way there still
+        self._give_back(extent.start, extent.end, latest(until, extent.moved))  # a move of its bytes may be in progress
 
     # --- KV blocks ---
 
     def resize_kv(self, blocks: int, *, until: Marks, moved: Marks) -> Grant | None:
-        """Makes the KV blocks [0, blocks), or returns None and changes nothing if adapters are in the way. `until`:
-        marks until which removed blocks may be in use. `moved`: as in `place`."""
+        """Makes the KV blocks [0, blocks), or returns None and changes nothing if adapters cannot be moved out of the
+        way. `until`: marks until which removed blocks may be in use. `moved`: as in `place`."""
         window = self._kv_window(blocks)
         if window is None:
             return None
@@ -178,7 +178,7 @@ class DevicePool:
         self._stale = [entry for entry in self._stale if not covers(passed, entry[2])]
 
     def check(self) -> None:
-        """Raises AssertionError when bytes have two owners or a bound is broken."""
+        """Raises AssertionError if bytes have two owners or a limit is exceeded."""
         place = self._lowest(self.kv_blocks)
         for extent in self._extents:
             assert extent.start >= place, f"adapter slot {extent.slot} overlaps what lies before it"
@@ -192,18 +192,18 @@ class DevicePool:
     # --- holes ---
 
     def _lowest(self, kv_blocks: int) -> int:
-        """The first byte that adapters may have."""
+        """Returns the first byte that adapters may use."""
         return align_up(max(kv_blocks * self.block_bytes, self._least_kv_bytes), self._granule)
 
     def _holes(self) -> list[int]:
-        """Bytes free before each extent in turn, and after the last."""
+        """Returns the free bytes before each extent in order, and after the last."""
         starts = [extent.start for extent in self._extents] + [self.num_bytes]
         ends = [self._lowest(self.kv_blocks)] + [extent.end for extent in self._extents]
         return [start - end for start, end in zip(starts, ends, strict=True)]
 
     def _window(self, need: int) -> _Gap | None:
-        """Chooses what moves so that `need` contiguous bytes are free: as little as possible. Without a move: the
-        smallest hole among adapters, and last the space next to the KV blocks, which KV may need."""
+        """Chooses the moves of the fewest bytes that make `need` contiguous bytes free. Without a move: the smallest
+        hole among adapters, and last the space next to the KV blocks, which KV may need."""
         holes = self._holes()
         fitting = [(hole, index) for index, hole in enumerate(holes) if hole >= need and index > 0]
         if fitting or holes[0] >= need:
@@ -226,7 +226,7 @@ class DevicePool:
         return best
 
     def _kv_window(self, blocks: int) -> _Gap | None:
-        """Chooses what moves so that KV may have so many blocks."""
+        """Chooses the moves that make memory for `blocks` KV blocks."""
         need = self._lowest(blocks) - self._lowest(self.kv_blocks)
         if blocks * self.block_bytes > self.num_bytes:
             return None
@@ -241,8 +241,8 @@ class DevicePool:
         return None
 
     def _move(self, window: _Gap, moved: Marks) -> tuple[int, tuple[Move, ...], Marks]:
-        """Moves a window's extents up against what lies above; there is a hole, or the window would be smaller. Returns
-        where its own hole ends, and how to get there."""
+        """Moves a window's extents up to the extent above the window; there is a hole below that one. Returns the end
+        of the resulting hole, the moves, and the marks after which the moves may write."""
         above = self._extents[window.last].start if window.last < len(self._extents) else self.num_bytes
         moves: list[Move] = []
         after = NOTHING
@@ -257,8 +257,8 @@ class DevicePool:
         return above, tuple(moves), after
 
     def _give_back(self, start: int, end: int, until: Marks) -> None:
-        """Records freed bytes. Older marks on them are kept until passed: the owner in between may never have
-        waited."""
+        """Records freed bytes. Keeps older marks on them until passed: the owner in between may not have waited for
+        them."""
         covered = [e for e in self._stale if start <= e[0] and e[1] <= end and covers(until, e[2])]
         self._stale = [entry for entry in self._stale if entry not in covered]
         if until != NOTHING:
