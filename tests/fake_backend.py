@@ -27,7 +27,7 @@ from caraserve.util.units import align_up
 from tests.fake_images import BASE, adapter_key, is_whole
 
 VOCAB_SIZE = 97
-STALL_MS = 100.0  # of the second that an iteration takes, for each adapter in it whose weights are still arriving
+STALL_MS = 100.0  # part of an iteration's second, for each of its adapters whose weights are still arriving
 _ROOT = 1
 
 

@@ -37,7 +37,7 @@ class Limits:
     max_step_tokens: int  # tokens in one iteration
     max_context: int  # positions of one request
     shared: SharedMemory | None = None  # None: KV blocks and adapters have memory of their own
-    assisted_batches: int = 0  # maximum of concurrent assisted prefills; 0: CPU workers only help within iterations
+    assisted_batches: int = 0  # maximum of concurrent assisted prefills; 0: CPU workers help only within iterations
     streamed_batches: int = 0  # maximum of concurrent streamed prefills; 0: a prefill waits for the whole download
 
 

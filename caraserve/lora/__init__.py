@@ -1,1 +1,1 @@
-"""LoRA adapters: reading, laying out, naming, and where they are."""
+"""LoRA adapters: reading PEFT folders, names and digests, host and device caches."""

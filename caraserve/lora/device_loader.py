@@ -188,7 +188,7 @@ class DeviceLoader:
 
     def completed(self, adapter: Adapter, layers: int) -> None:
         """Extends the copy of a streamed adapter to all its `layers` layers, when its download is complete. An adapter
-        whose room another one needs is unloaded first all the same."""
+        that makes room for another one is still unloaded first."""
         if not adapter.gives_way:
             adapter.move_to(AdapterTier.COPYING)
             adapter.groups = self._arrivals.expect_rest(adapter)

@@ -81,7 +81,7 @@ class AdapterManager:
         return self.pin_again(self._names[name])
 
     def pin_again(self, adapter: Adapter) -> Adapter:
-        """Pins an adapter that is pinned already once more, even if its name points at another one by now."""
+        """Adds a pin to an adapter that is pinned already, even if its name points at another one by now."""
         adapter.pins += 1
         return adapter
 
@@ -257,7 +257,7 @@ class AdapterManager:
         self.device_loader.schedule_pending()
 
     def changed(self) -> None:
-        """Calls the callback of `on_change`, and wakes those that wait in `next_change`."""
+        """Calls the callback of `on_change`, and ends the waits of `next_change`."""
         self._changed()
         waiting, self._waiting = self._waiting, []
         for event in waiting:

@@ -28,10 +28,10 @@ def test_an_exclusive_load_interrupts_all_decoding_requests_and_not_its_own() ->
     async def test(here: World) -> None:
         running = [here.ask(prompt, None, max_tokens=20) for prompt in ([1, 2, 3], [4, 5])]
         await turn()
-        here.backend.step()  # their prompts
+        here.backend.step()  # computes their prompts
         await turn()
         cold, ends = here.ask([6, 7], "a0", max_tokens=2)
-        await run_lane(here)  # what was launched before
+        await run_lane(here)  # ends the iterations launched before
         await load(here, read_s=3.0, copy_s=2.0)
         await here.until_done([ends, *(task for _, task in running)])
         for asked, _ in running:

@@ -38,7 +38,7 @@ def test_a_merged_adapter_stays_merged_down_to_its_share_and_serves_only_its_own
     rule.choose([3] * 8)
     assert rule.choose([5, 3, 3, 5, 3, 3, 3, 5]) == MergeDecision(3, (1, 2, 4, 5, 6))  # 5 of 8 are more than 15 / 27
     assert rule.choose([5, 3, 3, 5, 3, 3, 5, 5]) == MergeDecision(None, tuple(range(8)))
-    assert rule.choose([5, 3, 3, 5, 3, 3, 3, 5]).merged is None  # it takes all to be merged again
+    assert rule.choose([5, 3, 3, 5, 3, 3, 3, 5]).merged is None  # merging it again needs all requests
 
 
 def test_one_merged_adapter_follows_another() -> None:
