@@ -84,7 +84,7 @@ class AdapterLoader:
         self._thread.submit(self._copy_layers, load)
 
     def extend(self, slot: int, layers: int) -> None:
-        """Copies on: the first `layers` layers are in the host cache now."""
+        """Continues the load of a slot: the first `layers` layers are in the host cache now."""
         load = self._incomplete[slot]
         load.image.in_host = layers
         if layers == len(load.image.adapter.spec.layer_ends):

@@ -1,9 +1,9 @@
-"""Base weights with one adapter merged into a copy of them. For loading mode `merged`, after dLoRA.
+"""A copy of the base weights with one adapter merged into it, for loading mode `merged`, after dLoRA.
 
-Only panels of adapted modules are written; all others are the base's. To unmerge is to use the base's panels again,
-which is exact and costs nothing, while dLoRA subtracts what it added: another pass over the weights, whose rounding
-stays in them. An adapter that is merged again before any other is merged finds its panels unchanged. The price is the
-memory of the base's linear modules, once more.
+Only panels of adapted modules are written; all others are the base's. Unmerging means using the base's panels again,
+which is exact and free, while dLoRA subtracts what it added: another pass over the weights, whose rounding errors
+remain. An adapter that is merged again before any other is merged finds its panels unchanged. The price is the memory
+of a second copy of the base's linear modules.
 """
 
 from collections.abc import Callable

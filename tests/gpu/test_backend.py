@@ -205,7 +205,7 @@ def test_the_padded_baseline_answers_like_peft(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize("host_bytes", [4 * MIB, MIB // 3])
-def test_padded_adapters_that_cannot_all_stay_are_refused_at_the_start(subject: Subject, host_bytes: int) -> None:
+def test_padded_adapters_that_do_not_all_fit_are_rejected_at_the_start(subject: Subject, host_bytes: int) -> None:
     """Without padding the adapters would fit; also if the host cache cannot hold all at a time."""
     device_bytes = 40 * GRANULE_BYTES
     lora = lora_config(subject.adapters, mode="cached", device_bytes=device_bytes, host_bytes=host_bytes)
@@ -215,7 +215,7 @@ def test_padded_adapters_that_cannot_all_stay_are_refused_at_the_start(subject: 
     assert int(said[1]) > int(said[2]) == device_bytes
 
 
-def test_more_adapters_than_the_devices_table_has_entries_are_refused_at_the_start(subject: Subject) -> None:
+def test_more_adapters_than_device_table_entries_are_rejected_at_the_start(subject: Subject) -> None:
     lora = lora_config(subject.adapters, mode="cached", device_bytes=64 * GRANULE_BYTES, host_bytes=4 * MIB)
     refusal = refused_start(subject, lora, adapter_slots=len(KINDS))
     assert refusal.endswith(f"which has places for {len(KINDS) - 1}: {len(KINDS)} were given")

@@ -257,7 +257,7 @@ def test_a_batch_that_cannot_be_launched_fails_alone_and_in_order(subject: Subje
 
 
 @pytest.mark.parametrize("is_assisted", [False, True])
-def test_a_device_that_fails_fails_everything_that_waits(subject: Subject, is_assisted: bool) -> None:
+def test_a_failing_device_ends_every_batch_and_load_with_an_error(subject: Subject, is_assisted: bool) -> None:
     """Every batch and every load, in progress or requested later, ends with an error; batches end in their order."""
     model, adapters, _ = subject
     ended: SimpleQueue[tuple[int, Outcome]] = SimpleQueue()

@@ -221,7 +221,7 @@ def test_over_a_slow_link_layers_come_from_workers_and_device(subject: Subject) 
     asyncio.run(serve())
 
 
-def test_decoding_goes_on_while_a_chunk_waits_for_workers(subject: Subject) -> None:
+def test_decoding_continues_while_a_chunk_waits_for_workers(subject: Subject) -> None:
     async def serve() -> None:
         async with office(subject) as at:
             at.patient(PATIENCE_S)

@@ -30,7 +30,7 @@ def all_tensors(weights: Weights) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_tensor_of_a_checkpoint_has_its_place(family: str, tmp_path: Path) -> None:
+def test_every_tensor_of_a_checkpoint_is_loaded_to_its_place(family: str, tmp_path: Path) -> None:
     spec, weights = loaded(make_model(tmp_path, family))
     left = load_file(tmp_path / "model.safetensors")
 
@@ -58,7 +58,7 @@ def test_every_tensor_of_a_checkpoint_has_its_place(family: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("stored", "kept"), [("bfloat16", torch.float16), ("float32", torch.bfloat16)])
-def test_weights_are_rounded_to_the_dtype_asked_for_and_norms_are_not(
+def test_weights_are_rounded_to_the_requested_dtype_and_norms_are_not(
     stored: str, kept: torch.dtype, tmp_path: Path
 ) -> None:
     _, weights = loaded(make_model(tmp_path, "llama3", dtype=stored), kept)
@@ -84,13 +84,13 @@ def test_loading_reports_its_progress() -> None:
     assert sum(tensor.nbytes for tensor in all_tensors(weights)) == num_bytes(SPEC, torch.float16)
 
 
-def test_sizes_that_the_kernels_do_not_have_are_refused() -> None:
+def test_sizes_that_the_kernels_do_not_support_are_rejected() -> None:
     spec = parse_spec(CONFIG | {"intermediate_size": 100})
     with pytest.raises(ModelLoadError, match="intermediate_size 100 is not a multiple of 16"):
         load(spec, torch.float32, 32, CPU, dummy(0, CPU))
 
 
-def test_a_checkpoint_without_a_tensor_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_that_lacks_a_tensor_is_rejected(tmp_path: Path) -> None:
     folder = make_model(tmp_path, "llama3")
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config.replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
@@ -98,7 +98,7 @@ def test_a_checkpoint_without_a_tensor_is_refused(tmp_path: Path) -> None:
         loaded(folder)
 
 
-def test_weights_that_the_device_has_no_room_for_are_refused_in_a_line() -> None:
+def test_weights_larger_than_device_memory_are_a_one_line_error() -> None:
     def fill(name: str, target: Tensor) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmany more lines")
 

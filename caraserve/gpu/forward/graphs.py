@@ -22,8 +22,8 @@ from caraserve.gpu.kernels.lora import most_segments
 
 _DECODE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _MIXED_SIZES = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-# Most padding, as a multiple of the batch's size: beyond it, launching kernel by kernel costs less than the graph.
-# Small batches end before the next kernel is launched, and large ones compute padding.
+# Largest graph as a multiple of the batch's size: beyond it, launching kernel by kernel costs less. Small batches end
+# before the next kernel is launched, and large ones compute padding.
 _MOST_PADDING, _MOST_PADDING_OF_LARGE = 4.0, 1.15
 _LARGE_TOKENS = 512
 

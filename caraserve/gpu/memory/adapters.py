@@ -50,7 +50,7 @@ class BoundAdapter:
     is_placed: bool = False
     is_loading: bool = True
     used: Marks = NOTHING  # after the last iteration or prefill that reads it
-    arrivals: list[tuple[int, float]] = field(default_factory=list)  # (first layer of a group, time in s)
+    arrivals: list[tuple[int, float]] = field(default_factory=list)  # (first layer of group, when seen)
     any_groups: frozenset[int] = field(init=False)  # of all layers together
 
     def __post_init__(self) -> None:

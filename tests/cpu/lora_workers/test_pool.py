@@ -135,7 +135,7 @@ def test_a_worker_process_has_a_name_of_its_own(pair: CpuBackend) -> None:
     assert of_process(fork_server_of(pair.workers), "comm") == "caraserve-fork"
 
 
-def test_no_worker_has_torch(pair: CpuBackend) -> None:
+def test_no_worker_has_loaded_torch(pair: CpuBackend) -> None:
     for pid in (fork_server_of(pair.workers), *pids(pair.workers)):
         maps = of_process(pid, "maps")
         assert "numba" in maps
