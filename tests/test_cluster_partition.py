@@ -39,7 +39,7 @@ def answer(server: Server, name: str) -> Tokens:
 
 
 def answers(server: Server, names: Iterable[str]) -> dict[str, Tokens]:
-    """Returns the server's answer, as soon as the server has a holder of the adapter in its view."""
+    """Returns the server's answers by adapter, once it sees holders of all these adapters; fails after 2 s."""
     until(lambda: all(server.adapters()[name]["holders"] for name in names), 2)
     return {name: answer(server, name) for name in names}
 

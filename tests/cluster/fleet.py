@@ -1,4 +1,4 @@
-"""Many `ClusterProtocol`s in one process, on a simulated network, under a clock that only the tests move."""
+"""Many `ClusterProtocol`s in one process, on a simulated network, with a clock that only the tests move."""
 
 import heapq
 from collections import Counter
@@ -16,30 +16,31 @@ from caraserve.cluster.membership.swim import MAX_KNOWN, DetectorTiming, MemberC
 SECRET = b"a secret of the tests"
 WALL_MS = 1_700_000_000_000
 TICK_S = 0.1
-SETTLED_S = 6.0  # two instances connected for so long, both ways, must not take each other for dead
+SETTLED_S = 6.0  # after this time connected, both ways, two instances must not declare each other dead
 
 
 @dataclass
 class Node:
-    """One life of an instance."""
+    """One run of an instance."""
 
     protocol: ClusterProtocol
     ends: set[int] = field(default_factory=set)
-    stuck_until: float = 0.0  # its loop hangs: no ticks, and what arrives waits
+    stuck_until: float = 0.0  # until then its loop hangs: it does not tick, and arriving frames wait
     outputs: list[tuple[float, Output]] = field(default_factory=list)
     frames: int = 0
     lag_ended: float = -100.0
 
 
 class Fleet:
-    """`loss` and `duplicates` are shares of frames; each frame has a delay of its own, so they overtake one another."""
+    """Instances and the network between them. `loss` and `duplicates` are shares of frames. Each frame has a delay of
+    its own, so frames may arrive out of order."""
 
     def __init__(self, seed: int = 0, *, loss: float = 0.0, duplicates: float = 0.0, delay_s: float = 0.005) -> None:
         self.rng = Random(seed)
         self.now = 0.0
         self.loss, self.duplicates, self.delay_s = loss, duplicates, delay_s
         self.nodes: dict[str, Node] = {}
-        self.cut: set[tuple[str, str]] = set()  # (from, to): frames vanish and nobody can connect
+        self.cut: set[tuple[str, str]] = set()  # (from, to): frames are lost and connections fail
         self.last_cut: dict[tuple[str, str], float] = {}
         self.false_deaths: list[str] = []
         self.sent: Counter[str] = Counter()
@@ -54,7 +55,7 @@ class Fleet:
     def start(
         self, name: str, seeds: Iterable[str] = (), called: str | None = None, **settings: object
     ) -> ClusterProtocol:
-        """A new life; the clock of its machine is up to 5 s off. `called`: as it calls itself, if not by `name`."""
+        """Starts an instance; its machine's clock is up to 5 s off. `called`: its cluster name, if not `name`."""
         given = {
             "cluster": "c",
             "model": "m",
@@ -76,7 +77,7 @@ class Fleet:
         return protocol
 
     def kill(self, name: str, *, reset: bool = True) -> None:
-        """kill -9; `reset` False: its machine vanishes, and no connection says so."""
+        """Kills an instance. `reset` False: its machine vanishes, so that its peers' connections do not break."""
         node = self.nodes.pop(name)
         for end in node.ends:
             if reset:
@@ -84,14 +85,14 @@ class Fleet:
             self._ends.pop(end, None)
 
     def leave(self, name: str) -> None:
-        """An orderly end."""
+        """Ends an instance in order: it announces that it leaves."""
         node = self.nodes[name]
         node.protocol.leave(self.now)
         self._drain(name, node)
         self.kill(name)
 
     def stick(self, name: str, seconds: float) -> None:
-        """Its event loop hangs."""
+        """Makes an instance's event loop hang."""
         self.nodes[name].stuck_until = self.now + seconds
         if seconds > DetectorTiming().suspect_s / 2:
             self.nodes[name].lag_ended = self.now + seconds
@@ -99,7 +100,7 @@ class Fleet:
     # ---- the network
 
     def partition(self, one: Iterable[str], other: Iterable[str], *, reset: bool = False) -> None:
-        """Nothing passes between the two sides."""
+        """Cuts all links between the two sides. `reset`: their connections break at once."""
         for here in one:
             for there in other:
                 self.cut |= {(here, there), (there, here)}
@@ -109,19 +110,19 @@ class Fleet:
                     self._tell_lost(end, even_cut=True)
 
     def break_connection(self, which: int) -> None:
-        """One of the connections that stand, the oldest being 0, breaks at both ends."""
+        """Breaks an open connection at both ends; `which` 0 is the oldest one."""
         end = sorted(end for end in self._ends if end % 2 == 0)[which]
         self._tell_lost(end)
         self._tell_lost(end + 1)
 
     def heal(self) -> None:
-        """Everything passes again."""
+        """Restores all links."""
         for pair in self.cut:
             self.last_cut[pair] = self.now
         self.cut = set()
 
     def run(self, seconds: float) -> None:
-        """Lets time pass."""
+        """Advances the clock and runs all events that are due."""
         until = self.now + seconds
         while self._queue and self._queue[0][0] <= until:
             self.now, _, action = heapq.heappop(self._queue)
@@ -130,17 +131,17 @@ class Fleet:
         self.check()
 
     def run_until(self, condition: Callable[[], bool], seconds: float) -> float:
-        """Lets time pass until something holds; how long it took."""
+        """Advances the clock until the condition is true. Returns the seconds that it took; fails after `seconds`."""
         start = self.now
         while not condition():
             assert self.now - start < seconds, f"not within {seconds} s"
             self.run(0.02)
         return self.now - start
 
-    # ---- what can be said of all
+    # ---- observations and checks
 
     def agree(self) -> bool:
-        """Whether all living see exactly the living as alive."""
+        """Whether every running instance sees exactly the running instances as alive."""
         names = set(self.nodes)
         return all(
             set(node.protocol.members.live()) == names - {name}
@@ -151,7 +152,7 @@ class Fleet:
         )
 
     def same_entries(self) -> bool:
-        """Whether all hold the same names, and the same of what each living one holds."""
+        """Whether all instances have equal copies of the registry and of each running instance's map."""
         roots = [
             {owner: root for owner, root in node.protocol.state.roots() if not owner or owner in self.nodes}
             for node in self.nodes.values()
@@ -159,16 +160,16 @@ class Fleet:
         return all(mine == roots[0] for mine in roots)
 
     def events(self, name: str) -> list[tuple[float, MemberChanged]]:
-        """What one instance said of the others."""
+        """Returns the member events of one instance, with their times."""
         return [(when, event) for when, event in self.nodes[name].outputs if isinstance(event, MemberChanged)]
 
     def state(self, viewer: str, name: str) -> MemberState | None:
-        """What one instance believes of another."""
+        """Returns the state that one instance believes another to be in, or None."""
         record = self.nodes[viewer].protocol.members.get(name)
         return record.state if record else None
 
     def check(self) -> None:
-        """What holds at every moment."""
+        """Checks the invariants that hold at every moment."""
         assert self.false_deaths == []
         for viewer, node in self.nodes.items():
             records = node.protocol.members.records()
@@ -217,7 +218,7 @@ class Fleet:
                 self._judge(name, output.record.name)
 
     def _judge(self, viewer: str, name: str) -> None:
-        """A death was declared: it is false if the two could talk all the time and neither loop hung."""
+        """Judges a declared death: it is false if the two were connected all the time and neither loop hung."""
         alive = self.nodes.get(name)
         pairs = ((viewer, name), (name, viewer))
         calm = all(pair not in self.cut and self.now - self.last_cut.get(pair, -100.0) > SETTLED_S for pair in pairs)
@@ -288,7 +289,7 @@ class Fleet:
 
 
 def fleet_of(size: int, seed: int = 0, **network: float) -> Fleet:
-    """So many instances, each with the first two as seeds, that all know each other."""
+    """Returns a fleet of `size` instances, each with the first two as seeds, which all see one another."""
     fleet = Fleet(seed, **network)
     names = [f"n{index}" for index in range(size)]
     for name in names:

@@ -22,7 +22,7 @@ MODEL: ModelSpec = parse_spec(
 
 
 def image(rank: int = 8, seed: int = 0) -> HostAdapter:
-    """Equal arguments, equal images."""
+    """Returns an image of random bytes; equal arguments give equal images."""
     modules = {(layer, site): (rank, 2.0) for layer in range(MODEL.layers) for site in TARGETS}
     spans, layer_ends = lay_out(MODEL, Dtype.F32, modules)
     data = aligned_bytes(layer_ends[-1])

@@ -27,16 +27,16 @@ LOAD = InstanceLoad("serving", kv_tokens=1000, kv_free_tokens=1000, queue_room=1
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Returns as soon as something holds; fails if it seems that it never will."""
+    """Returns as soon as the condition is true; fails after a timeout."""
     async with asyncio.timeout(_NEVER_S):
         while not condition():  # noqa: ASYNC110 -- whatever a test waits for has no event
             await asyncio.sleep(0.01)
 
 
 class Relay:
-    """A TCP relay before an instance that can be cut: connections break, and no new ones come through.
+    """A TCP relay before an instance that can be cut: connections break, and new ones are not relayed.
 
-    `caller` says who is at the other end of a connection, for a cut that spares some.
+    `caller` returns the name of the process at the other end of a connection, for a cut that spares some.
     """
 
     def __init__(self, port: int, caller: Callable[[asyncio.StreamWriter], str] = lambda writer: "") -> None:
@@ -51,7 +51,7 @@ class Relay:
         return int(self._server.sockets[0].getsockname()[1])
 
     def cut(self, but: Collection[str] = ()) -> None:
-        """All connections, but those of some callers."""
+        """Cuts all connections except those of some callers."""
         self._passes = but.__contains__
         for writer, caller in self._callers.items():
             if caller not in but:
@@ -99,7 +99,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 @dataclass
 class Handlers:
-    """What a node's listener calls: unlike the listener's own fields, they may be replaced while the node runs."""
+    """The functions that a node's listener calls. Unlike the listener's fields, they may be replaced at any time."""
 
     current_load: Callable[[float], InstanceLoad] = lambda lag_s: LOAD
     on_registry_change: Callable[[Mapping[str, RegisteredAdapter | None]], None] = lambda changes: None
@@ -119,7 +119,7 @@ class Handlers:
 
 @dataclass
 class Instance:
-    """A node that others can connect to."""
+    """A node with a port, so that other nodes can connect to it."""
 
     node: Node
     handlers: Handlers
@@ -129,7 +129,7 @@ class Instance:
     relay: Relay | None
 
     async def stop(self) -> None:
-        """An orderly end."""
+        """Stops the node in order: it announces that it leaves."""
         await self.node.stop()
         asyncio.get_running_loop().remove_reader(self.door)
         for _ in range(_TURNS):
@@ -145,7 +145,7 @@ class Instance:
 
 
 class Instances:
-    """Those started in one test; all are stopped at its end."""
+    """The instances of one test; all are stopped at its end."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -166,7 +166,7 @@ class Instances:
         prepare: Callable[[Node, Handlers], None] = lambda node, handlers: None,
         routes: Callable[[Node], Sequence[web.RouteDef]] = lambda node: (),
     ) -> Instance:
-        """Joins the first one started, unless told whom. `tls`: for listening and for dialling."""
+        """Starts an instance. `peers`: by default the first instance started. `tls`: for listening and for dialling."""
         names = ClusterRegistryFile(self._folder / f"{name}.db")
         seeds = peers if peers is not None else (self._first,) if self._first else ("127.0.0.1:1",)
         config = NodeConfig("tests", called or name, model, seeds, keys, tls[1] if tls else None, base_name)
@@ -192,7 +192,7 @@ class Instances:
             await self.running.pop(name).stop()
 
     def agree(self) -> bool:
-        """Whether all see exactly all others, alive."""
+        """Whether every instance sees exactly the running instances as alive."""
         names = set(self.running)
         return all(
             {record.name for record in one.node.members() if record.state == MemberState.ALIVE} == names
@@ -203,7 +203,7 @@ class Instances:
 
 @contextlib.asynccontextmanager
 async def instances(folder: Path) -> AsyncIterator[Instances]:
-    """Nobody yet; whoever is started inside is stopped at the end."""
+    """Yields an empty group; instances that are started in it are stopped at the end."""
     started = Instances(folder)
     try:
         yield started

@@ -1,4 +1,4 @@
-"""Instances in one process that share adapters: real sockets, folders, host tiers and catalogs; no device, no model."""
+"""Instances in one process that share adapters: real sockets, folders, host caches and catalogs; no device or model."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ _MIB = 1 << 20
 
 
 def write_folder(folder: Path, seed: int) -> Path:
-    """A small adapter; another one for each seed."""
+    """Writes a small adapter, different for each seed."""
     tensors = tensors_for()
     first = next(iter(tensors))
     tensors[first] = tensors[first] + np.float32(seed)
@@ -43,7 +43,7 @@ def write_folder(folder: Path, seed: int) -> Path:
 
 @dataclass
 class _Engine:
-    """What a publisher is told of: an engine without work."""
+    """An engine without work, for a publisher."""
 
     catalog: Catalog
     draining: bool = False
@@ -54,11 +54,11 @@ class _Engine:
 
 @dataclass
 class Member:
-    """One instance."""
+    """One instance with its catalog, disk cache and publisher."""
 
     folder: Path
     host_bytes: int = _MIB
-    most_bytes: int = _MIB  # of others' adapters on its disk
+    most_bytes: int = _MIB  # of its disk cache
     instance: Instance = field(init=False)
     catalog: Catalog = field(init=False)
     manager: AdapterManager = field(init=False)
@@ -100,7 +100,7 @@ class Member:
         return self.instance.node
 
     async def want(self, name: str) -> HostAdapter:
-        """As a request does: waits for an adapter in the host tier. Raises what kept it away."""
+        """Waits until an adapter is in the host cache, as a request does. Raises the error of its load."""
         version = self.catalog.pin(name)
         try:
             if version.tier is AdapterTier.FAILED:
@@ -117,7 +117,7 @@ class Member:
             self.manager.unpin(version)
 
     def evict(self, name: str) -> None:
-        """Its image leaves the host tier."""
+        """Evicts an adapter's image from the host cache."""
         self.manager.evict_from_host(self.catalog.get(name).digest)
 
     def knows(self, *names: str) -> bool:
@@ -134,7 +134,7 @@ class Member:
 
 
 class Pools:
-    """Those of one test."""
+    """The members of one test."""
 
     def __init__(self, group: Instances, folder: Path) -> None:
         self._group, self._folder = group, folder
@@ -153,7 +153,7 @@ class Pools:
         return member
 
     async def load(self, member: Member, name: str, seed: int) -> str:
-        """An adapter from a folder of that member's; its digest. All others know it."""
+        """Loads an adapter from a folder of that member. Returns its digest once all members have its name."""
         path = write_folder(self._folder / f"folders {name} {seed}", seed)
         info = await member.catalog.load(name, str(path), inplace=True)
         await until(lambda: all(_means(one, name, info.digest) for one in self.members.values()))
@@ -161,8 +161,8 @@ class Pools:
         return info.digest
 
     async def sharing(self, *names: str) -> tuple[list[Member], str]:
-        """Members of which the first has loaded an adapter, `poet`, and the others keep what they fetched of it; its
-        digest."""
+        """Starts members of which the first loads an adapter, `poet`, and the others download and store it. Returns
+        them and the adapter's digest."""
         first, *others = members = [await self.start(name) for name in names]
         digest = await self.load(first, "poet", 1)
         for other in others:
@@ -184,7 +184,7 @@ def _means(member: Member, name: str, digest: str) -> bool:
 
 @contextlib.asynccontextmanager
 async def pools(folder: Path) -> AsyncIterator[Pools]:
-    """Nobody yet; whoever is started inside is stopped at the end."""
+    """Yields an empty group; members that are started in it are stopped at the end."""
     async with instances(folder) as group:
         started = Pools(group, folder)
         try:

@@ -1,4 +1,4 @@
-"""What an instance must show before it may be one of several; TLS between those that have it."""
+"""Checks of the cluster's options at the start, addresses, the file of secrets, and TLS between instances."""
 
 import argparse
 import os
@@ -113,7 +113,7 @@ async def test_peers_resolve_to_all_their_addresses_and_unresolved_ones_are_retu
 
 
 def certificate(folder: Path, name: str, ca: Path | None = None) -> None:
-    """A key and certificate of that name; self-signed, or by the CA of another."""
+    """Writes a key and a certificate of that name, self-signed or signed by `ca`."""
     sign = ["-CA", f"{ca}.pem", "-CAkey", f"{ca}.key"] if ca else ["-addext", "basicConstraints=critical,CA:TRUE"]
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += ["-days", "2", "-subj", f"/CN={name}", "-keyout", f"{folder / name}.key", "-out", f"{folder / name}.pem"]

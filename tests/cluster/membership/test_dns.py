@@ -1,4 +1,4 @@
-"""Name servers that say nothing for long: whoever waits for one gives up in time, and nobody else notices."""
+"""Name servers that do not answer for long: callers time out, and other look-ups and work are not delayed."""
 
 import asyncio
 import errno
@@ -22,7 +22,7 @@ MANY = 100  # names at a silent server; no pool of threads that a program has by
 
 
 class NameServer:
-    """Knows `quick` at once, and has yet to answer for `slow…`."""
+    """Resolves `quick` at once, and `slow…` only once `answers` is set."""
 
     def __init__(self) -> None:
         self.answers = threading.Event()
@@ -54,7 +54,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[NameServer]:
 
 
 class Ends:
-    """Knows which connections came about."""
+    """Records the connections that were made."""
 
     def __init__(self) -> None:
         self.dialled: asyncio.Queue[str | None] = asyncio.Queue()

@@ -1,4 +1,4 @@
-"""Who greets whom, and what a stranger or an instance of another version learns by it."""
+"""The handshake: which peers get a Hello, and what peers without a key or of another version get."""
 
 from pathlib import Path
 from random import Random
@@ -34,7 +34,7 @@ def frame(message: Hello | Refuse, keys: Keyring = KEYS) -> bytes:
 
 
 def said(one: ClusterProtocol, now: float) -> list[Message | Malformed]:
-    """All that it wants to send over connection 1."""
+    """Returns all messages that a protocol has to send over connection 1."""
     found = []
     while (sent := one.pull(1, now)) is not None:
         found.append(decode(sent[_HEAD:]))

@@ -1,4 +1,4 @@
-"""Messages and frames: what goes out comes back, and nothing else gets in, or raises."""
+"""Messages and frames: encoding is exact, invalid ones are refused, and decoding never raises."""
 
 from itertools import pairwise
 from random import Random
@@ -110,7 +110,7 @@ def test_decoding_never_raises(body: bytes) -> None:
 
 
 def places(value: object, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
-    """Every place in nested lists."""
+    """Yields every position in nested lists."""
     inner = (
         [place for index, item in enumerate(value) for place in places(item, (*path, index))]
         if isinstance(value, list)

@@ -1,4 +1,4 @@
-"""Two instances started with one name, which only others know both: neither is led astray for ever, and both say so."""
+"""Two instances with one name that are connected only through others: their records settle, and both report it."""
 
 from pathlib import Path
 
@@ -20,7 +20,8 @@ def elsewhere(epoch: int, state: MemberState = MemberState.ALIVE, address: str =
 
 
 def namesakes(seed: int = 0) -> Fleet:
-    """`one` and `two` are both called a; each has come by an instance of its own, and those two then meet."""
+    """Returns a fleet in which `one` and `two` are both called a. `one` joins through x and `two` through y, and then x
+    and y connect."""
     fleet = Fleet(seed)
     for name, friend in (("one", "x"), ("two", "y")):
         fleet.start(friend)
@@ -119,8 +120,8 @@ def test_the_epoch_is_raised_three_times_over_live_namesakes_and_always_over_end
 
 
 class Namesakes(RuleBasedStateMachine):
-    """`one` and `two`, both called a, in touch with x and y alone; whatever happens, they come to rest, and what is
-    believed of a is true of the one that is taken for it."""
+    """Runs `one` and `two`, both called a and connected only to x and y. Whatever happens, all views settle, and the
+    entries of a are those of the instance that x and y take for a."""
 
     @initialize(seed=st.integers(0, 1000), size=st.sampled_from([1, 20]))
     def begin(self, seed: int, size: int) -> None:
@@ -147,7 +148,7 @@ class Namesakes(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(["one", "two"]), politely=st.booleans())
     def restart(self, name: str, politely: bool) -> None:
-        """Its former self's word counts no more."""
+        """Restarts an instance; the entries of its earlier run no longer count."""
         self.fleet.leave(name) if politely else self.fleet.kill(name)
         self.fleet.start(name, ["x" if name == "one" else "y"], called="a")
         self.held[name] = {}
@@ -179,7 +180,7 @@ class Namesakes(RuleBasedStateMachine):
 
 
 def said(fleet: Fleet) -> list[dict[str, EntryValue]]:
-    """What each instance believes that a holds."""
+    """Returns each instance's view of the entries of a."""
     maps = [node.protocol.state.map_of("a") or () for node in fleet.nodes.values()]
     return [{entry.key: entry.value for entry in lww_map if not entry.deleted} for lww_map in maps]
 

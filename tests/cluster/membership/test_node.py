@@ -1,4 +1,4 @@
-"""Instances find each other over real sockets, share what they know, and end in order."""
+"""Instances find each other over real sockets, share their state, and end in order."""
 
 import asyncio
 import contextlib

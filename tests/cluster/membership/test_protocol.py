@@ -1,4 +1,4 @@
-"""Whole instances over an imitated network: what a person at the terminal would see, and what an attacker would."""
+"""Whole instances on a simulated network: joining, leaving, failures, partitions, entries and loads."""
 
 from random import Random
 from statistics import median
@@ -311,7 +311,7 @@ def test_a_thousand_adapters_are_known_everywhere_and_after_a_restart_of_all() -
 
 
 def test_unchanged_entries_cost_no_messages() -> None:
-    """Copies that are alike ask nothing; and one that has more does not ask again and again for what is not there."""
+    """Checks that equal copies are not compared, and that a copy with more entries is not compared repeatedly."""
     fleet = fleet_of(3)
     fleet.nodes["n0"].protocol.register(RegisteredAdapter("sql", "d" * 64, 8, 1), fleet.now)
     fleet.run(5)

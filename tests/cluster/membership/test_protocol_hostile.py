@@ -1,4 +1,5 @@
-"""Cores that meet noise, recordings, strangers and peers that do not read: nothing raises, is believed, or piles up."""
+"""Protocols that receive noise, recordings and unauthenticated connections, or have peers that do not read: nothing
+raises, no false record is accepted, and queues stay bounded."""
 
 from random import Random
 
@@ -20,7 +21,8 @@ def lone_protocol() -> ClusterProtocol:
 
 
 def pair() -> tuple[ClusterProtocol, ClusterProtocol, list[tuple[int, bytes]]]:
-    """Two protocols in session over connection 1, dialled by the second, and all frames so far as (receiver, frame)."""
+    """Returns two protocols in session over connection 1, dialled by the second, and all frames so far as
+    (receiver, frame)."""
     protocols = [
         ClusterProtocol(ProtocolSettings("c", "m", name, f"{name}:1"), Keyring((SECRET,)), Random(name), 0.0, WALL_MS)
         for name in ("a", "b")
@@ -33,7 +35,7 @@ def pair() -> tuple[ClusterProtocol, ClusterProtocol, list[tuple[int, bytes]]]:
 
 
 def exchange(one: ClusterProtocol, other: ClusterProtocol, now: float) -> list[tuple[int, bytes]]:
-    """Ticks both and carries frames until none is left."""
+    """Ticks both and delivers frames until none is left. Returns them as (receiver, frame)."""
     frames: list[tuple[int, bytes]] = []
     one.tick(now)
     other.tick(now)
@@ -176,7 +178,7 @@ def test_the_queue_for_a_peer_that_does_not_read_is_bounded_and_keeps_the_newest
 
 
 def exchange_back(source: ClusterProtocol, sink: ClusterProtocol, now: float) -> None:
-    """Only one of the two is heard."""
+    """Ticks `source` and delivers its frames to `sink`, but none in the other direction."""
     source.tick(now)
     while (frame := source.pull(1, now)) is not None:
         sink.received(1, frame, now)

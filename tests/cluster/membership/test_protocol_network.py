@@ -1,4 +1,4 @@
-"""Any mixture of loss, delay, repetition, partition, restart, departure and hanging loops, and what always holds."""
+"""Invariants under any mixture of loss, delay, repetition, partition, restart, departure and hanging loops."""
 
 from random import Random
 
@@ -18,7 +18,7 @@ BOUND_S = (
 
 
 class Cluster(RuleBasedStateMachine):
-    """The fleet checks the rest at every step: no false death, incarnations, bounds."""
+    """Runs a fleet through random events; the fleet checks at every step false deaths, incarnations and bounds."""
 
     @initialize(seed=st.integers(0, 10_000), size=st.integers(2, 4), rough=st.booleans())
     def begin(self, seed: int, size: int, rough: bool) -> None:
@@ -66,7 +66,7 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(pair=st.permutations(NAMES))
     def cut_one_pair(self, pair: list[str]) -> None:
-        """The others still reach both, so neither may be taken for dead by anyone who reaches it."""
+        """Cuts one pair. The others still reach both, so no instance that reaches one of them may declare it dead."""
         self.fleet.partition(pair[:1], pair[1:2])
 
     @rule()
@@ -99,7 +99,7 @@ class Cluster(RuleBasedStateMachine):
 
     @rule()
     def calm(self) -> None:
-        """Once everything passes again, all views become one, and the right one."""
+        """Heals the network, and checks that all views become equal and right."""
         fleet = self.fleet
         fleet.heal()
         before = [entry for node in fleet.nodes.values() for entry in node.protocol.state.map_of(REGISTRY) or ()]
@@ -109,7 +109,7 @@ class Cluster(RuleBasedStateMachine):
         fleet.run(2.5)  # a loss in the last moment may have left a suspicion to be refuted
         fleet.loss = loss
         size = len(fleet.nodes)
-        # Four beats a second to each, a sync and its answers, a greeting here and there.
+        # Four heartbeats a second to each, a sync and its answers, and some Hellos.
         assert sum(fleet.sent.values()) - sent <= 2.5 * size * (6 * (size - 1) + 6) + 20
         assert fleet.agree()
         assert fleet.same_entries()
@@ -130,7 +130,7 @@ class Cluster(RuleBasedStateMachine):
 
     @invariant()
     def no_fact_goes_back(self) -> None:
-        """So no tombstone is followed by what it buried."""
+        """Checks that no key's entry becomes older, so that no removed entry comes back."""
         for node in self.fleet.nodes.values() if hasattr(self, "fleet") else ():
             for owner, _ in node.protocol.state.roots():
                 for entry in node.protocol.state.map_of(owner) or ():

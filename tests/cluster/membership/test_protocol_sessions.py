@@ -1,4 +1,4 @@
-"""Which of an instance's connections is in use, frame by frame: both ends choose alike, whatever broke at one end."""
+"""The choice among several connections with a peer, frame by frame: both ends choose the same one."""
 
 from random import Random
 
@@ -33,7 +33,7 @@ def protocol(name: str, now: float = 0.0, **settings: str) -> ClusterProtocol:
 def carry(
     one: ClusterProtocol, other: ClusterProtocol, connections: tuple[int, ...], now: float, *, lose: type | None = None
 ) -> None:
-    """All frames that wait on these connections, until none does; messages of one kind may get lost."""
+    """Delivers all waiting frames of these connections until there are none. `lose`: a kind of message that is lost."""
     quiet = False
     while not quiet:
         quiet = True
@@ -46,14 +46,14 @@ def carry(
 
 
 def connect(dialler: ClusterProtocol, other: ClusterProtocol, connection: int, now: float, *others: int) -> None:
-    """One more connection; `others` stand already."""
+    """Opens one more connection and delivers all frames; `others` are open already."""
     dialler.connected(connection, now, dialled=f"{other.members.me.name}:1")
     other.connected(connection, now)
     carry(dialler, other, (connection, *others), now)
 
 
 def used(here: ClusterProtocol, peer: str, connections: tuple[int, ...], now: float) -> list[int]:
-    """The connections over which a message to the peer goes. What waited is thrown away."""
+    """Returns the connections over which a message to the peer is sent. Waiting frames are dropped first."""
     for connection in connections:
         while here.pull(connection, now) is not None:
             pass
@@ -221,7 +221,7 @@ def test_a_corrected_clock_is_used_without_a_restart() -> None:
 
 
 def refuse(one: ClusterProtocol, connection: int, reason: str, now: float) -> list[bool]:
-    """Turns an instance away on a new connection; whether it is to go."""
+    """Refuses an instance on a new connection. Returns `must_exit` of each of its reports."""
     one.connected(connection, now, dialled="z:1")
     frame = one.pull(connection, now)
     assert frame is not None

@@ -1,4 +1,4 @@
-"""Requests between instances: who signs them, for what, and how long that holds."""
+"""Signatures of requests between instances: keys, covered fields, and how long they are valid."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The rules of membership, one instance at a time, by hand-made updates and a hand-moved clock."""
+"""The rules of membership for one instance, with updates and a clock that the tests set."""
 
 import math
 from collections import Counter
@@ -45,7 +45,7 @@ def told(name: str, state: MemberState = ALIVE, incarnation: int = 0, epoch: int
 
 
 class View:
-    """Members with a clock that ticks as a server's does."""
+    """A member table with a clock that ticks as a server's does."""
 
     def __init__(self, *others: str) -> None:
         self.now = 0.0
@@ -55,7 +55,7 @@ class View:
         self.members.take_events()
 
     def wait(self, seconds: float, hear: tuple[str, ...] = (), nacks: tuple[str, ...] = ()) -> list[PeerProbe]:
-        """Ticks, hearing those; every probe gets nacks of those."""
+        """Ticks for some seconds. Frames arrive from the instances in `hear`, and nacks for each probe from `nacks`."""
         probes: list[PeerProbe] = []
         for _ in range(round(seconds / 0.1)):
             self.now += 0.1
@@ -91,13 +91,13 @@ def test_joining_records_is_commutative_associative_and_idempotent(
 
 @given(records=st.lists(any_records, max_size=12), seed=st.integers(0, 99))
 def test_updates_in_any_order_give_one_view(records: list[MemberRecord], seed: int) -> None:
-    """Of instances once known; of a stranger's death nothing is kept."""
+    """Merges updates of known instances; unknown ones that are dead would not be added."""
     views = []
     for shuffled in (records, Random(seed).sample(records, len(records)) + records[:3]):
         members = MemberTable(record("me", epoch=200), TIMING, Random(1), 0.0)
         for name in ("b", "c", "d"):
             members.merge(told(name, epoch=98), 0.0)
-        for index, one in enumerate(shuffled):  # a second between them: nobody is heard meanwhile
+        for index, one in enumerate(shuffled):  # a second between them, without frames of other instances
             members.merge(MemberUpdate(one, "x" if one.state == SUSPECT else ""), 10.0 + index)
         views.append({one.name: one for one in members.records()[1:]})
     assert views[0] == views[1]

@@ -1,4 +1,4 @@
-"""Adapters without demand go where their own order and their past send them, together or one by one."""
+"""Adapters without demand are placed by the previous plan and their order by hash, together or one by one."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +19,7 @@ def nodes(levels: list[float], capacity_bytes: int = 10**6) -> list[ServerLoad]:
 
 
 def expected(key: str, before: list[str], low: set[str], fleet: list[str]) -> list[str]:
-    """One adapter's instances, best first."""
+    """Returns one adapter's instances, best first."""
     order = rendezvous(key, fleet)
     stays = [name for name in order if name in before and name in low]
     return stays + [name for name in order if name not in stays]

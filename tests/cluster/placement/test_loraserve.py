@@ -1,4 +1,4 @@
-"""Every adapter has a place, ranks keep to themselves, load is level, and what need not move stays."""
+"""Every adapter is placed, ranks share few instances, load is level, and few adapters move from plan to plan."""
 
 import dataclasses
 import random
@@ -27,7 +27,7 @@ def adapter(name: str, rank: int, tokens_per_s: float = 0.0) -> AdapterDemand:
 
 
 def zipf(count: int, seed: int = 0, ranks: Iterable[int] = POINTS) -> list[AdapterDemand]:
-    """Half of them with demand."""
+    """Returns adapters, half of them with demand."""
     chance, ranks = random.Random(seed), list(ranks)
     demands = [1000 / (index + 1) if index < count / 2 else 0.0 for index in range(count)]
     return [adapter(f"a{index:03d}", chance.choice(ranks), demand) for index, demand in enumerate(demands)]
@@ -50,7 +50,7 @@ def stored(plan: PlacementPlan, adapters: Iterable[AdapterDemand]) -> dict[str, 
 
 
 def moved(before: PlacementPlan, after: PlacementPlan) -> int:
-    """Copies that are new on their instance."""
+    """Returns the number of copies that are new on their instance."""
     return sum(len(set(after.instances(name)) - set(before.instances(name))) for name in after.shares)
 
 

@@ -1,4 +1,4 @@
-"""Adapters move to where a plan wants them, slowly and never to nowhere; queued requests move where it is worth it."""
+"""Adapters move to their planned instances within limits, and queued requests move where the gain exceeds the cost."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

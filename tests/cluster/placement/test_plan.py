@@ -1,4 +1,4 @@
-"""Who makes a plan, which of two holds, and what demand it is made for."""
+"""The order of planners, which of two plans is in force, and the demand that a plan is made for."""
 
 from collections import Counter
 from collections.abc import Mapping

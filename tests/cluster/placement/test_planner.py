@@ -1,4 +1,4 @@
-"""The placement: one instance makes it, all go by it, and whoever falls silent is replaced."""
+"""Planning: one instance makes the plan, all adopt it, and the next one takes the place of a silent planner."""
 
 import asyncio
 import math
@@ -35,7 +35,7 @@ RANKS = {"small": 8, "other": 8, "large": 64}
 
 
 class Clock:
-    """A time of day that stands still at some step's beginning, but for what a test adds."""
+    """A clock that stands at the beginning of a time step until a test advances it."""
 
     def __init__(self) -> None:
         self.wall_s = EPOCH * STEP_S + 5.0
@@ -164,7 +164,7 @@ async def test_if_the_latest_plan_cannot_be_downloaded_the_one_before_it_is_adop
 
 
 async def _takes(planner: PlacementPlanner, plan: PlacementPlan) -> PlacementPlan | None:
-    """The plan, if it is taken within several turns of its being known."""
+    """Returns the plan if the planner adopts it within 0.3 s of its publication, else None."""
     entries = planner._node.protocol.state
     await until(lambda: any(_published(entries, name) == plan.digest for name in "ab"))
     await asyncio.sleep(0.3)

@@ -1,4 +1,4 @@
-"""Moving towards the plan: what it wants here comes, what others now have goes, and nothing goes before."""
+"""Moving towards the plan: planned adapters are downloaded, and others deleted once their instances have them."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ CLASSES = {"a": 8, "b": 8, "c": 8}
 
 
 def plan(epoch: int, **where: str) -> PlacementPlan:
-    """`poet="bc"`: an equal share of poet on b and on c."""
+    """Returns a plan. `poet="bc"`: equal shares of poet on b and c."""
     shares = {name: tuple(Share(one, 1 / len(names)) for one in names) for name, names in where.items()}
     return PlacementPlan.made(epoch, shares, CLASSES)
 
@@ -42,7 +42,7 @@ class Plans(list[PlacementPlan]):
 
 
 def _hastily() -> float:
-    """A clock by which what failed is tried again soon."""
+    """Returns a clock by which failed moves are soon tried again."""
     return 100 * time.monotonic()
 
 
@@ -50,7 +50,7 @@ def _hastily() -> float:
 async def mended(
     fleet: Pools, limits: MigrationLimits | None = None, now: Callable[[], float] = _hastily
 ) -> AsyncIterator[Plans]:
-    """All members move towards the last of the plans."""
+    """Runs a reconciler for each member; all move towards the last of the yielded plans."""
     plans = Plans()
     tasks = [
         asyncio.create_task(Reconciler(one.node, one.pool, limits, now, turn_s=0.05).run(partial(plans.last, name)))

@@ -1,4 +1,4 @@
-"""Algorithm 1 of Toppings chooses as the paper's example does, and has an answer where the paper leaves none."""
+"""Algorithm 1 of Toppings: the paper's example, costs computed by hand, and the cases that the paper leaves open."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ SLO_MS = 36.0
 
 
 def line(first: tuple[int, float], second: tuple[int, float], padded: bool) -> PerfModel:
-    """Eq. 2 through two points; prefill 10 ms + 0.1 ms per token."""
+    """Returns the model of eq. 2 through two points, with a prefill of 10 ms + 0.1 ms per token."""
     alpha_ms = (second[1] - first[1]) / (second[0] - first[0])
     return PerfModel(alpha_ms, 0.0, first[1] - alpha_ms * first[0], padded, 10.0, 0.1, 0.0)
 
@@ -66,7 +66,7 @@ def test_without_padding_instance_1_costs_less() -> None:
 
 
 def test_without_an_slo_the_shorter_batch_without_padding_would_win() -> None:
-    # Added times are equal there, so it is the number of those who feel them that counts: the SLO decides the example.
+    # Added times are equal on both, so the number of delayed requests decides: the SLO is what decides the example.
     free = Arrival("adapter", 64, 100, 100.0)
     assert of(MBGMV, SECOND, free) < of(MBGMV, FIRST, free)
 

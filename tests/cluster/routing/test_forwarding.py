@@ -1,4 +1,4 @@
-"""What routing rests on: views with what was sent on top, quotes, expected lengths; and who may forward."""
+"""Forwarding: views with the requests sent since, quotes, expected lengths, and signatures of forwarded requests."""
 
 import dataclasses
 import json
@@ -38,7 +38,7 @@ HOP_OF_B = ForwardClaims("id", 1, "b", "a", None, "", 5, force=False, time_ms=1_
 
 
 class Cluster:
-    """Instances a, b, …; we are a. Quotes are what `quotes` says."""
+    """Instances a, b, …, of which a is the router's own. `quotes`: the answers to queries."""
 
     def __init__(self, *requests: int) -> None:
         self.name = "a"
@@ -65,7 +65,7 @@ class Cluster:
 
 
 def clock() -> Iterator[float]:
-    """A second passes with every look."""
+    """Yields times that advance by a second at each reading."""
     yield from map(float, range(10**6))
 
 
@@ -229,7 +229,7 @@ def test_attempts_beyond_the_limit_are_refused_and_none_is_forgotten(monkeypatch
 
 
 def by_hand(text: str) -> dict[str, str]:
-    """The headers of a hop that somebody with the secret wrote."""
+    """Returns headers with this text as claims, signed with the right secret."""
     return {CLAIMS_HEADER: text, SIGNATURE_HEADER: _mac(Keyring((NEW,)).forward_keys()[0], PATH, text)}
 
 
@@ -293,7 +293,7 @@ def test_any_text_is_parsed_as_a_refusal(text: str) -> None:
 
 
 class Without:
-    """An exchange that gets nothing, as nobody has it."""
+    """A fetcher that can download nothing, because no instance has the adapter."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []

@@ -1,4 +1,4 @@
-"""What a router has sent counts before any beat shows it; and its draws are fair."""
+"""Requests that a router has sent count until a heartbeat includes them; and its draws are fair."""
 
 import random
 from collections import Counter

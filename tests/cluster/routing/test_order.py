@@ -1,4 +1,4 @@
-"""Orders are completed when refusals ask for them; plans have classes of ranks only where padding makes ranks meet."""
+"""Orders are completed only after refusals; plans have several classes only where kernels pad to the largest rank."""
 
 import random
 

@@ -17,7 +17,7 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 
 
 def profile(alpha_ms: float = 0.002, gamma_ms: float = 0.05, beta_ms: float = 20.0) -> Profile:
-    """One whose points lie on its fits."""
+    """Returns a profile whose points are on its fits."""
     kinds = [(batch, rank) for batch in BATCHES for rank in (0, 8, 64)]
     points = tuple(
         DecodePoint(batch, batch * rank, rank, alpha_ms * batch * rank + gamma_ms * batch + beta_ms)
@@ -167,7 +167,8 @@ def test_an_operating_point_exists_even_where_no_request_meets_the_slo() -> None
 
 
 def observe(watch: DriftWatch, slower: float, count: int, batches: tuple[int, ...], noise: float = 0.02) -> int:
-    """Iterations of a machine that is so much slower than its profile; how often the model changed."""
+    """Observes iterations of a machine that is `slower` times as slow as its profile. Returns how often the model
+    changed."""
     chance, changes = random.Random(1), 0
     truth = PerfModel.of(profile())
     for _ in range(count):

@@ -25,7 +25,7 @@ LOW, HIGH = Backlog(16, 16 * 8, 8), Backlog(16, 16 * 64, 64)
 def scraped(
     backlog: Backlog, typical: TypicalRequest = TYPICAL, model: PerfModel = PADDED
 ) -> dict[tuple[str, str], float]:
-    """(metric, rank) → value; the rank is empty where there is none."""
+    """Returns (metric, rank) → value; the rank is empty where a metric has none."""
     text = "".join(price_families(model, backlog, 'model_name="base"', typical))
     families = text_string_to_metric_families(text)
     assert all(family.type == "gauge" for family in families)
@@ -39,7 +39,7 @@ def prices(backlog: Backlog, typical: TypicalRequest = TYPICAL) -> dict[int, flo
 
 
 def test_a_high_rank_is_cheaper_where_high_ranks_run_already() -> None:
-    """Under a padding kernel it makes no row longer there; beside low ranks it makes all rows longer."""
+    """With a padding kernel it pads no other request there, but beside low ranks it pads all of them."""
     assert prices(HIGH)[64] < prices(LOW)[64]
     assert prices(LOW)[8] < prices(HIGH)[8]
 
@@ -74,13 +74,13 @@ def test_an_instance_without_room_has_the_highest_price_for_every_rank(full: Bac
 
 
 def test_every_value_is_finite() -> None:
-    """A picker that scales by the range of its candidates could make nothing of infinity."""
+    """A picker that scales values to the range of its candidates could not use infinity."""
     for backlog in (IDLE, LOW, Backlog(queue_room=0)):
         assert all(math.isfinite(value) for value in scraped(backlog).values())
 
 
 def test_no_gauge_is_named_like_a_part_of_a_histogram() -> None:
-    """Parsers by line, llm-d's and AIBrix's among them, take such a sample for the histogram's."""
+    """Line parsers such as those of llm-d and AIBrix would take such a sample for part of a histogram."""
     assert not [name for name, _ in scraped(LOW) if name.endswith(("_sum", "_count", "_bucket", "_total"))]
 
 

@@ -1,4 +1,4 @@
-"""Requests go where they cost least, by policies that agree with their papers, and never round in circles."""
+"""Routing policies: they order instances as their papers do, and a request is tried at most once on each instance."""
 
 import math
 import random
@@ -40,7 +40,7 @@ def instance(name: str, count: int = 0, rank: int = 8, model: PerfModel = PADDED
 
 
 def fleet(loads: Mapping[str, tuple[int, int]], plan: PlacementPlan | None = None, me: str = "i00") -> Fleet:
-    """Instances with (requests, their rank); all have adapter a on their device."""
+    """Returns a fleet of instances with (requests, their rank), all with adapter a on their device."""
     instances = tuple(instance(name, *load) for name, load in loads.items())
     return Fleet.of(me, instances, {"a": dict.fromkeys(loads, Tier.DEVICE)}, plan)
 
@@ -60,7 +60,7 @@ def plan_of(shares: Mapping[str, Mapping[str, float]], classes: Mapping[str, int
 
 @st.composite
 def fleets(draw: st.DrawFn) -> Fleet:
-    """Any view that one instance may have, however wrong."""
+    """Draws any view that one instance may have, even a wrong one."""
     names = draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=12, unique=True))
     instances = tuple(
         Instance(
@@ -138,7 +138,7 @@ REASONS: tuple[Reason, ...] = ("slo", "full", "draining", "no-adapter", "stale-e
 def test_a_request_is_neither_offered_to_nor_forced_on_an_instance_twice(
     name: str, view: Fleet, arrival: Arrival, data: st.DataObject
 ) -> None:
-    """Whatever the instances answer."""
+    """Checks it for all answers of the instances."""
     attempts: list[Attempt] = []
     order = apply_quotes(policy(name).propose(arrival, view, random.Random(0)), {})
     while target := next_target(order, attempts, data.draw(st.floats(0, 1000)), 1000.0):

@@ -1,4 +1,4 @@
-"""Instances that nobody has measured, among others that were: they have their share of the requests, and no more."""
+"""Instances without a measured performance model: they are routed to as the slowest measured one is."""
 
 import asyncio
 import operator

@@ -1,4 +1,4 @@
-"""What an instance says of itself arrives as it was said, and what is no such thing is as if nothing had been said."""
+"""Advertised values are decoded exactly, and malformed ones count as not advertised."""
 
 import math
 

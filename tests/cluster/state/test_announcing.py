@@ -1,4 +1,4 @@
-"""An instance that starts with thousands of adapters tells its cluster of them, and does its other work meanwhile."""
+"""An instance that starts with thousands of adapters registers them, while its event loop stays responsive."""
 
 import asyncio
 from collections.abc import Callable
@@ -24,7 +24,7 @@ COUNT = 3000
 
 
 class Catalog:
-    """The part of one that is told of."""
+    """The part of a catalog that a publisher needs."""
 
     def __init__(self) -> None:
         names = [f"n{index}" for index in range(COUNT)]
@@ -94,7 +94,7 @@ async def test_changes_during_the_announcement_are_kept(tmp_path: Path) -> None:
 
 
 async def test_older_entries_of_the_cluster_do_not_replace_loaded_adapters(tmp_path: Path) -> None:
-    """Also where it is heard of while names wait for their turn."""
+    """Checks it for entries that arrive while names wait to be announced."""
     async with instances(tmp_path) as running:
         node, catalog = (await running.start("a")).node, Catalog()
         wanted: list[RegisteredAdapter] = []

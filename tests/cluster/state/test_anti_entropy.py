@@ -1,4 +1,4 @@
-"""How entries travel between two: what is asked, how often, and what a lost frame costs."""
+"""Replication between two instances: when copies are compared, how often, and what a lost frame costs."""
 
 from collections.abc import Callable, Iterable, Iterator
 from random import Random
@@ -15,7 +15,7 @@ WALL_MS = 1_700_000_000_000
 
 
 class Side:
-    """One instance's entries, and how it shares them."""
+    """One instance's state and its replication."""
 
     def __init__(self, name: str, adapters: int = 0) -> None:
         self.state = ReplicatedState(name)
@@ -24,7 +24,7 @@ class Side:
             self.state.register(RegisteredAdapter(f"adapter-{index}", "d" * 64, 8, 1), WALL_MS)
 
     def copy(self, other: "Side", most: int = 10**6) -> None:
-        """Holds what the other one holds, or some of it."""
+        """Merges all entries of the other side, or the first `count`."""
         self.state.merge(REGISTRY, list(other.state.map_of(REGISTRY) or ())[:most], WALL_MS)
 
     @property
@@ -35,7 +35,7 @@ class Side:
 
 
 def fetch(mine: Side, theirs: Side, question: Compare | None, now: float = 0.0) -> int:
-    """Asks until there is nothing more to ask; the number of questions."""
+    """Compares until there is nothing left to request. Returns the number of `Compare`s."""
     asked = 0
     while question is not None:
         asked += 1

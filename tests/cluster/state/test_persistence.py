@@ -1,4 +1,4 @@
-"""Names and tombstones outlive the process; a file that cannot be used is refused with the reason."""
+"""Names and tombstones are stored on disk; a file that cannot be used is refused with the reason."""
 
 import sqlite3
 import threading

@@ -1,4 +1,4 @@
-"""One engine's part in the cluster: what it publishes of its work and adapters, and what it does with others' names."""
+"""Publishing one engine's load, speed and adapters, and applying registry changes of other instances."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Shared entries: merging in any order, tombstones, whose word counts, and how far a clock may be off."""
+"""Shared entries: merging in any order, tombstones, which writers are accepted, and how far a clock may be off."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""All names of a cluster, looked at while they come and go and others do their work."""
+"""Iteration over the registry while names change and other tasks run."""
 
 import asyncio
 from pathlib import Path

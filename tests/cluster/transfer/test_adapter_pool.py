@@ -1,4 +1,4 @@
-"""Adapters of the fleet on its instances: fetched, kept, never lost while anybody means them."""
+"""Adapters of the fleet on its instances: they are downloaded, stored, and kept while they have a name."""
 
 import asyncio
 import errno

@@ -1,4 +1,4 @@
-"""What an instance holds for its fleet: written within bounds, promised when it is surely there, let go for that."""
+"""The adapters that an instance stores: written within bounds, promised once verified, deleted only for a promise."""
 
 import asyncio
 import contextlib

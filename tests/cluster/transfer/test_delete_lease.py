@@ -1,4 +1,4 @@
-"""Delete leases: whatever messages are lost, repeated or late, one instance keeps the bytes."""
+"""Delete leases: one instance keeps the bytes, even if messages are lost, repeated or late."""
 
 from collections.abc import Callable
 from random import Random
@@ -14,7 +14,7 @@ TTL_S = 10.0
 
 
 class HoldersOfOneDigest(RuleBasedStateMachine):
-    """Four instances that all try to delete one digest; questions and answers come late, twice or never."""
+    """Four instances that all try to delete one digest; queries and answers arrive late, twice or never."""
 
     @initialize(seed=st.integers(0, 9999), holders=st.integers(1, 15))
     def begin(self, seed: int, holders: int) -> None:
@@ -28,7 +28,7 @@ class HoldersOfOneDigest(RuleBasedStateMachine):
 
     @rule(who=st.integers(0, 3), whom=st.integers(0, 3))
     def ask(self, who: int, whom: int) -> None:
-        """From any view, however stale: whom to ask is no part of the safety, except that it is not oneself."""
+        """Starts a delete request to any other instance: safety does not depend on the choice of the holder."""
         number = self.copies[who].start_delete(DIGEST, TTL_S, self.now) if who != whom else None
         if number is not None:
             self.messages.append(lambda: self._asked(who, whom, number))
@@ -63,7 +63,7 @@ class HoldersOfOneDigest(RuleBasedStateMachine):
 
     @rule(who=st.integers(0, 3))
     def crash(self, who: int) -> None:
-        """Its disk is gone. The instance that has its promise may still delete, so a third one must hold it."""
+        """Loses an instance's disk. The instance that has its promise may still delete, so a third one must hold it."""
         others = [copies for index, copies in enumerate(self.copies) if index != who]
         if any(copies.has(DIGEST) and DIGEST not in copies._asked for copies in others):
             self.copies[who].lost(DIGEST)

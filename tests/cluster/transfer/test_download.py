@@ -1,4 +1,4 @@
-"""Fetching an adapter from others: from several, past wrong bytes and deaths, or not at all and saying so."""
+"""Downloading an adapter from several holders, despite wrong bytes and deaths, or failing with a reason."""
 
 import asyncio
 from collections import Counter
@@ -18,7 +18,7 @@ from tests.cluster.nodes import until
 
 
 class Peer:
-    """Another instance that has an image, and may be of little use."""
+    """Another instance that has an image, and may be slow, busy, dead or send wrong bytes."""
 
     def __init__(self, held: HostAdapter) -> None:
         self.held = held
@@ -58,7 +58,7 @@ class Peer:
 
 
 class World:
-    """Peers by name, as peers and as the wire to them."""
+    """Peers by name; implements both HolderLookup and ChunkSource."""
 
     def __init__(self, **peers: Peer) -> None:
         self.peers = peers
@@ -132,7 +132,7 @@ async def test_a_slow_holder_is_replaced_by_another_one() -> None:
 
 
 async def test_slow_holders_that_send_some_chunks_do_not_count_as_failed() -> None:
-    """Each gives one chunk of what it is asked for at a time."""
+    """Each holder sends one chunk of each request, and then nothing."""
     world = World(a=Peer(HELD), b=Peer(HELD))
     for peer in world.peers.values():
         peer.most = 1
@@ -180,7 +180,7 @@ async def test_the_first_layers_are_downloaded_first() -> None:
 
 
 def in_row(chunks: list[int]) -> int:
-    """Layers that lie in the chunks from the first one on that begin at these bytes, side by side."""
+    """Returns how many leading layers are complete with the chunks that begin at these bytes."""
     ends = chunk_ends(HELD.spec.layer_ends)
     there = next((begin for begin in (0, *ends) if begin not in chunks), HELD.spec.num_bytes)
     return sum(end <= there for end in HELD.spec.layer_ends)
@@ -210,7 +210,7 @@ async def test_layers_are_reported_once_all_layers_before_them_are_there() -> No
 
 
 async def test_a_verified_chunk_is_never_requested_again() -> None:
-    """It may be read already: nobody may write there any more."""
+    """Its bytes may be read already, so they must not be written again."""
     slow, other = Peer(HELD), Peer(HELD)
     slow.lingers_after = 2
     world = World(a=slow, b=other)

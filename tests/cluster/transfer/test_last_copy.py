@@ -1,5 +1,5 @@
-"""Plans that change, views that are old, answers that come late, partitions, restarts and lost disks: the last copy of
-an adapter is deleted by nobody."""
+"""The last copy of an adapter is never deleted, despite changing plans, old views, late answers, partitions, restarts
+and lost disks."""
 
 from collections.abc import Callable
 from random import Random
@@ -17,7 +17,7 @@ WALKS, STEPS = 150, 150
 
 
 class Instance:
-    """What one knows: its own copy for certain, the others' as it last heard."""
+    """One instance: its own copies, and its possibly outdated view of the other holders."""
 
     def __init__(self, name: str) -> None:
         self.copies = DeleteLeases()
@@ -26,7 +26,7 @@ class Instance:
 
 
 class Fleet:
-    """At each step one thing happens somewhere; where, and who hears of it, is drawn."""
+    """Instances to which a random event happens at each step."""
 
     def __init__(self, rng: Random) -> None:
         self.rng, self.now, self.epoch = rng, 0.0, 0
@@ -42,7 +42,7 @@ class Fleet:
         self.now += self.rng.choice((0.0, 0.1, 10.0, 40.0))
 
     def plan(self) -> PlacementPlan:
-        """Plans are made by views, so there are several at once, and not all get all of them."""
+        """Makes a random plan for one instance: instances may have different plans at one time."""
         self.epoch += 1
         others = self.rng.sample(NAMES, self.rng.randint(1, 2))
         shares = tuple(Share(name, 1 / len(others)) for name in others)
@@ -89,13 +89,15 @@ class Fleet:
         self.cut = set(self.rng.sample(NAMES, self.rng.randint(0, 2)))
 
     def restarts(self, who: str) -> None:
-        """It finds its files, and keeps them for as long as it may have promised. Answers reach it no more."""
+        """Restarts an instance. It restores its files and keeps them as long as it may have promised; answers to its
+        earlier run are lost."""
         old, self.instances[who] = self.instances[who], Instance(who)
         held = {"x"} if old.copies.has("x") else set()
         self.instances[who].copies.restore(held, dict.fromkeys(held, TTL_S), self.now)
 
     def loses_its_disk(self, who: str) -> None:
-        """Others must have a copy yet that they are not about to delete, or it is lost under any rule."""
+        """Loses an instance's disk, if another one has a copy that it is not about to delete: otherwise no rule could
+        keep the adapter."""
         others = [self.instances[name].copies for name in NAMES if name != who]
         if self.rng.random() < 0.2 and any(copies.has("x") and "x" not in copies._asked for copies in others):
             self.instances[who] = Instance(who)

@@ -1,4 +1,4 @@
-"""Bytes from other instances arrive on a thread of their own, and only while somebody waits for them."""
+"""Downloads run on a thread of their own, and end when their caller is cancelled."""
 
 import asyncio
 import threading
