@@ -40,8 +40,8 @@ class Ignored(Enum):
 
 
 class Connection:
-    """A connection. `peer` is the other side's Hello once its signature has verified; `up` once it has repeated our
-    nonce."""
+    """A connection. `peer` is the other side's Hello, once its signature has verified; `up` is true once that side has
+    repeated this side's nonce."""
 
     def __init__(self, number: int, dialled: str | None, nonce: str, keys: Keyring, now: float) -> None:
         self.number = number

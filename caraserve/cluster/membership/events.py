@@ -94,7 +94,7 @@ Output: TypeAlias = (
 def refusal_reason(settings: ProtocolSettings, hello: Hello, known: Hello | None = None) -> str | None:
     """Returns why a peer does not belong to this cluster, for its operator, or None.
 
-    `known`: the Hello of the peer of that name that is in session and was heard recently; None after a restart of it.
+    `known`: the Hello of the peer with that name that is in session and sent a frame recently, or None.
     """
     if hello.protocol != PROTOCOL_VERSION:
         return (

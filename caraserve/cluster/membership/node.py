@@ -110,7 +110,7 @@ class Node:
         self._logged_s: dict[tuple[str, str], float] = {}
         self._resolver = PeerResolver()
         self._unresolved: list[str] = []
-        self._refused = 0  # entries, when we last looked
+        self._refused = 0  # entries refused so far, as last logged
 
     # ---- start and stop
 

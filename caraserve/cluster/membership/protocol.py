@@ -264,7 +264,7 @@ class ClusterProtocol:
         self._dialer.refused(connection.dialled, now)
         if (
             connection.peer is None or connection.peer.protocol == messages.PROTOCOL_VERSION
-        ):  # else we have refused it, for the same reason
+        ):  # otherwise this instance has refused it for the same reason
             later = connection.peer is not None and connection.peer.epoch <= self.members.me.epoch
             must_exit = not self._was_in and (later or reason == CLUSTER_FULL)
             self._outputs.append(

@@ -200,7 +200,7 @@ class MemberTable:
                 self._admit(update, now)
             return
         if record.state == MemberState.DEAD and member.record.state < MemberState.DEAD:
-            # An instance whose frames arrive here is not dead either. It receives the update from us and refutes it.
+            # An instance whose frames arrive here is not dead either. It receives the update in a frame and refutes it.
             heard = now - member.heard_s <= self._timing.silent_s
             if (by_sync or heard) and record.order[:2] >= member.record.order[:2]:
                 record = replace(record, state=MemberState.SUSPECT)

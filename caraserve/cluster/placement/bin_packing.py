@@ -31,7 +31,7 @@ class PlacementOptions:
     rounding: float = 1.25  # load ÷ target of a class's servers up to which its load stays in the class
     stay: float = 1.05  # utilisation ÷ target up to which an instance keeps the adapters that it had
     hysteresis: float = 0.15  # by which share the peak may exceed the plan's promise before a new plan is made
-    strangers: float = 0.05  # by how much the share of the load on instances for another rank may exceed it
+    strangers: float = 0.05  # by how much the share of load on instances for another rank may exceed the promise
 
 
 class _Piece(NamedTuple):

@@ -40,7 +40,7 @@ PLAN, ROOM = ":plan", ":room"  # keys of an instance's own map: (epoch, digest);
 _MAKING_S = 120.0
 _MAX_DEMAND_BYTES = 8 << 20
 _MOST_TOKENS_PER_S = 1e9  # of one adapter on one instance; larger numbers are errors
-_AHEAD = 1  # steps by which another instance's clock may be ahead of ours
+_AHEAD = 1  # steps by which another instance's clock may be ahead of this one's
 _RUNNING = 64  # running requests of an instance, for its operating point
 
 
@@ -98,7 +98,7 @@ class PlacementPlanner:
             await asyncio.sleep(self._pace.look_s)
             epoch = int(self._wall() / STEP_S)
             if self.plan is not None and self.plan.epoch > epoch + _AHEAD:
-                self.plan, self._body = None, b""  # our clock was ahead when we took it
+                self.plan, self._body = None, b""  # this clock was ahead when the plan was adopted
             await self._adopt_published(epoch + _AHEAD)
             if self.plan is not None and self.plan.epoch >= epoch:
                 continue
@@ -154,8 +154,8 @@ class PlacementPlanner:
     # --- adopting and publishing ---
 
     async def _adopt_published(self, most_epoch: int) -> None:
-        """Downloads the plan that replaces ours from an instance that has it, if there is one. Plans of epochs after
-        `most_epoch` are ignored: they come from a wrong clock, and would replace all others until their time."""
+        """Downloads the newest published plan, if it replaces the present one, from an instance that has it. Plans of
+        epochs after `most_epoch` are ignored: they come from a wrong clock, and would replace all others until then."""
         held = self.plan
         ours = (held.epoch, held.digest) if held is not None else (-1, "")
         published: dict[tuple[int, str], list[str]] = {}

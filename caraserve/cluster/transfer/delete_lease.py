@@ -3,11 +3,11 @@
 The replicated registry alone is not enough: two instances, each seeing the other's copy in a stale view, would delete
 both.
 
-    this instance asks ──► a holder promises to keep its bytes for `ttl_s` ──► this instance deletes within that time
+    delete request ──► a holder promises to keep its bytes for `ttl_s` ──► this instance deletes within that time
 
 A holder promises nothing while it waits for a promise itself, so two that would both delete refuse each other, and
-both keep. The asking instance counts the time from its question, the holder from its answer, so the asking instance's
-time ends first on clocks of equal speed. No I/O, no clock.
+both keep. The requesting instance counts the time from its request, the holder from its answer, so the time of the
+former ends first on clocks of equal speed. No I/O, no clock.
 """
 
 from dataclasses import dataclass

@@ -41,7 +41,7 @@ Routes: TypeAlias = list[web.RouteDef]
 
 
 class UploadsBusy(Exception):
-    """Raised when too many adapters are being read for uploads; the peer asks again later."""
+    """Raised when too many adapters are being read for uploads; the peer tries again later."""
 
 
 @dataclass(slots=True, eq=False)

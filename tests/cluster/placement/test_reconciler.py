@@ -24,19 +24,19 @@ def plan(epoch: int, **where: str) -> PlacementPlan:
 
 
 class Plans(list[PlacementPlan]):
-    """All members move towards the last one."""
+    """Plans, of which all members move towards the last one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.looks: Counter[str] = Counter()
 
     def last(self, name: str) -> PlacementPlan | None:
-        """For a member that has another look at it."""
+        """Returns the last plan, and counts the calls of each member."""
         self.looks[name] += 1
         return self[-1] if self else None
 
     async def several_turns(self, name: str) -> None:
-        """Of one member's."""
+        """Waits for five more turns of one member's reconciler."""
         seen = self.looks[name]
         await until(lambda: self.looks[name] > seen + 5)
 

@@ -24,7 +24,7 @@ class Side:
             self.state.register(RegisteredAdapter(f"adapter-{index}", "d" * 64, 8, 1), WALL_MS)
 
     def copy(self, other: "Side", most: int = 10**6) -> None:
-        """Merges all entries of the other side, or the first `count`."""
+        """Merges all entries of the other side's registry, or the first `most`."""
         self.state.merge(REGISTRY, list(other.state.map_of(REGISTRY) or ())[:most], WALL_MS)
 
     @property

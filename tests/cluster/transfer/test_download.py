@@ -27,8 +27,8 @@ class Peer:
         self.busy_times = 0
         self.dies_after: int | None = None  # chunks
         self.given: list[int] = []  # starts of chunks
-        self.lingers_after: int | None = None  # chunks: then no more come, and yet it does not end
-        self.most: int | None = None  # chunks of a run: then likewise
+        self.lingers_after: int | None = None  # chunks, after which it sends nothing more, without ending
+        self.most: int | None = None  # chunks of a run, after which it sends nothing more, without ending
         self.answers = asyncio.Event()
         self.answers.set()
 
