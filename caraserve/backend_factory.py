@@ -50,7 +50,7 @@ class ServingBackend(Backend, Protocol):
         """Slows loads down to a bandwidth from now on. Raises ConfigError if the backend cannot."""
 
     def time_hand_off(self, slot: int, tokens: int) -> "RoundTrip | None":
-        """Times one hand-off to the workers with the adapter in `slot`; returns None if no worker was free."""
+        """Times one hand-off to the workers with the adapter in `slot`; None if no worker was free, and on GPUs."""
 
     @property
     def slices_handed_off(self) -> int: ...

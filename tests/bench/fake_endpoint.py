@@ -1,6 +1,6 @@
-"""An OpenAI endpoint without a model: tokens come at stated moments, and it notes when it really sent them.
+"""An OpenAI endpoint without a model: it sends tokens at given times, and records when it really sent them.
 
-Run as a script it serves on a free port, prints the port, and ends when its standard input closes.
+As a script, it serves on a free port, prints the port, and ends when its standard input closes.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from aiohttp import web
 
 @dataclass
 class Fake:
-    """Answers as `model` says: `ttft-50-tpot-10` waits 50 ms for the first token, 10 ms for each after it."""
+    """An endpoint whose delays are in the model's name: `ttft-50-tpot-10` waits 50 ms, then 10 ms between tokens."""
 
     log: list[dict[str, object]] = field(default_factory=list)
     models: tuple[str, ...] = ("ttft-50-tpot-10", "refuse", "break", "hang-up")
@@ -71,7 +71,7 @@ class Fake:
 
 
 def delays(model: str) -> tuple[float, float]:
-    """Seconds to the first token and from one to the next."""
+    """Returns the seconds to the first token, and between tokens."""
     if not model.startswith("ttft-"):
         return 0.0, 0.0
     _, ttft_ms, _, tpot_ms = model.split("-")

@@ -1,4 +1,4 @@
-"""`caraserve bench serve`, `modes`, `compare` and `presets` as people run them."""
+"""Tests of `caraserve bench serve`, `modes`, `compare` and `presets` as commands."""
 
 import csv
 import json
@@ -31,7 +31,7 @@ def last_line(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
 
 
 def alive(mark: str) -> list[str]:
-    """Processes that were started, by whomever, with this mark in their environment."""
+    """Returns all processes with this mark in their environment."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -53,7 +53,7 @@ def url() -> Iterator[str]:
             process.kill()
 
 
-def test_any_endpoint_is_measured_and_the_report_saved(url: str, tmp_path: Path) -> None:
+def test_an_endpoint_is_measured_and_its_report_is_saved(url: str, tmp_path: Path) -> None:
     done = bench("serve", "--url", url, *QUICK, "--slo", "ttft:1000", "--save", str(tmp_path))
     document = last_line(done)
     assert json.loads((tmp_path / "serve.json").read_text()) == document
@@ -62,7 +62,7 @@ def test_any_endpoint_is_measured_and_the_report_saved(url: str, tmp_path: Path)
     assert "TTFT" in done.stdout
 
 
-def test_the_report_says_how_to_run_it_again_without_the_key(url: str) -> None:
+def test_the_report_has_the_arguments_of_the_run_but_no_key(url: str) -> None:
     done = bench("serve", "--url", url, *QUICK, "--api-key", "sesame", "--seed", "7")
     document = last_line(done)
     assert document["seed"] == 7
@@ -70,7 +70,7 @@ def test_the_report_says_how_to_run_it_again_without_the_key(url: str) -> None:
     assert "sesame" not in done.stdout
 
 
-def test_several_rates_are_several_runs(url: str) -> None:
+def test_each_rate_is_a_run(url: str) -> None:
     rates = ("--num-prompts", "8", "--random-output-len", "2", "--request-rate", "50", "100")
     document = last_line(bench("serve", "--url", url, *rates))
     assert len(document["runs"]) == 2  # type: ignore[arg-type]
@@ -87,7 +87,7 @@ def test_without_an_endpoint_a_server_is_started_and_ended() -> None:
     assert alive(mark) == []
 
 
-def test_interrupted_it_reports_what_it_has_and_leaves_no_process() -> None:
+def test_an_interrupted_benchmark_reports_its_runs_and_leaves_no_process() -> None:
     mark = uuid.uuid4().hex
     command = [sys.executable, "-m", "caraserve", "bench", "modes", "--random-model", "10M", "--adapters", "2"]
     command += [*BUSY, "--modes", "cached,ondemand", "--repeats", "2", "--request-rate", "20", "--num-prompts", "400"]
@@ -108,7 +108,7 @@ def test_interrupted_it_reports_what_it_has_and_leaves_no_process() -> None:
     assert alive(mark) == []
 
 
-def test_interrupted_before_its_server_is_ready_it_ends_at_once() -> None:
+def test_a_benchmark_interrupted_before_its_server_is_ready_ends_at_once() -> None:
     mark = uuid.uuid4().hex
     command = [sys.executable, "-m", "caraserve", "bench", "serve", "--random-model", "100M", "--adapters", "1"]
     env, pipe = os.environ | {"CARASERVE_TEST_MARK": mark}, subprocess.PIPE
@@ -126,7 +126,7 @@ def test_interrupted_before_its_server_is_ready_it_ends_at_once() -> None:
     assert alive(mark) == []
 
 
-def test_modes_are_set_against_cached(tmp_path: Path) -> None:
+def test_modes_are_compared_with_cached(tmp_path: Path) -> None:
     modes = (
         "--modes",
         "cached,pipelined,merged",
@@ -149,7 +149,7 @@ def test_modes_are_set_against_cached(tmp_path: Path) -> None:
     assert "1.000" in again.stdout
 
 
-def test_every_run_has_prompts_that_no_prefix_cache_knows() -> None:
+def test_each_run_has_new_prompts_that_miss_the_prefix_cache() -> None:
     load = (
         "--random-input-len",
         "200",
@@ -168,7 +168,7 @@ def test_every_run_has_prompts_that_no_prefix_cache_knows() -> None:
     assert again > first / 3
 
 
-def test_what_was_measured_outlives_an_endpoint_that_does_not() -> None:
+def test_finished_runs_are_reported_when_the_endpoint_dies() -> None:
     command = [sys.executable, str(FAKE), "ttft-5-tpot-1"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -190,13 +190,13 @@ def test_what_was_measured_outlives_an_endpoint_that_does_not() -> None:
     assert "Traceback" not in errors
 
 
-def test_an_endpoint_that_refuses_everything_is_a_failure(url: str) -> None:
+def test_a_run_in_which_every_request_is_refused_fails(url: str) -> None:
     done = bench("serve", "--url", url, "--lora-modules", "refuse", *QUICK)
     assert done.returncode == 1
     assert json.loads(done.stdout.splitlines()[-1])["valid"] is False
 
 
-def test_a_closed_loop_says_how_many_waited(url: str) -> None:
+def test_a_closed_loop_reports_the_share_of_requests_that_waited(url: str) -> None:
     document = last_line(bench("serve", "--url", url, *QUICK, "--max-concurrency", "1"))
     run = document["runs"][0]  # type: ignore[index]
     assert run["lateness"] is None
@@ -205,7 +205,7 @@ def test_a_closed_loop_says_how_many_waited(url: str) -> None:
     assert run["offered_per_s"] == pytest.approx(100, rel=0.8)
 
 
-def test_presets_say_what_their_papers_leave_unsaid() -> None:
+def test_presets_show_the_assumptions_where_a_paper_is_incomplete() -> None:
     assert "toppings-s1" in bench("presets").stdout
     assert "no duration" in bench("presets", "toppings-s1").stdout
 
@@ -230,7 +230,7 @@ def test_presets_say_what_their_papers_leave_unsaid() -> None:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else value,
 )
-def test_what_cannot_be_run_is_refused_with_its_reason(arguments: tuple[str, ...], complaint: str) -> None:
+def test_invalid_arguments_are_refused_with_the_reason(arguments: tuple[str, ...], complaint: str) -> None:
     done = bench(*arguments)
     assert done.returncode in (1, 2)
     assert complaint in done.stderr

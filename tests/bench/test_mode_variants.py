@@ -1,4 +1,4 @@
-"""LoRA kernels in alternation: which servers `bench modes` starts, and what their runs are called."""
+"""Tests of `bench modes` with several LoRA kernels: the servers that it starts, and the labels of their runs."""
 
 from pathlib import Path
 
@@ -29,16 +29,16 @@ def test_each_mode_is_run_with_each_kernel_in_turn() -> None:
     ]
 
 
-def test_without_a_kernel_the_server_chooses() -> None:
+def test_without_lora_kernels_the_server_uses_its_default() -> None:
     assert mode_variants(options("--modes", "cached")) == [ModeVariant("cached", None, "cached")]
 
 
-def test_one_kernel_alone_goes_by_the_mode_s_name() -> None:
+def test_with_one_kernel_the_label_is_the_mode() -> None:
     variants = mode_variants(options("--modes", "cached", "--lora-kernel", "bgmv-padded"))
     assert variants == [ModeVariant("cached", "bgmv-padded", "cached")]
 
 
-def test_the_server_is_told(tmp_path: Path) -> None:
+def test_the_kernel_is_passed_to_the_server(tmp_path: Path) -> None:
     chosen, made = options("--lora-kernel", "bgmv-padded"), Synthetic(("model",), ("a",), (1 << 20,))
     spec = LoadOptions.from_args(bench_parser().parse_args(["modes"])).spec()
     prepared = _Prepared(chosen, made, tmp_path / "registry", spec, resident=1)
@@ -47,13 +47,13 @@ def test_the_server_is_told(tmp_path: Path) -> None:
     assert "--lora-kernel" not in prepared.arguments(ModeVariant("cached", None, "cached"))
 
 
-def test_an_unknown_kernel_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_for_an_unknown_kernel_names_it(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         options("--lora-kernel", "sgmv")
     assert "'sgmv' is no LoRA kernel; there are bgmv, bgmv-padded" in capsys.readouterr().err
 
 
-def test_a_gpu_s_points_have_a_table_of_their_own() -> None:
+def test_the_gpus_points_are_in_a_separate_table() -> None:
     points = [LoraPoint(64, (64,), 58.25, 201.3, 0.82, 116.5), LoraPoint(64, (8, 64), 30.0, 110.0, 0.85, None)]
     console = Console(width=120, record=True)
     for table in tables([], [], [], points):

@@ -1,4 +1,4 @@
-"""What is asked for on the command line becomes that load, and what contradicts itself is refused."""
+"""Tests that command-line options give the right load, and that contradicting options are refused."""
 
 import argparse
 
@@ -22,28 +22,28 @@ def load(*words: str) -> LoadOptions:
     return LoadOptions.from_args(parsed(*words))
 
 
-def test_without_options_the_load_is_small_and_poisson() -> None:
+def test_the_default_load_has_100_requests_of_128_and_32_tokens() -> None:
     workload = build(load().spec())
     assert len(workload.requests) == 100
     assert {(each.prompt_tokens, each.output_tokens) for each in workload.requests} == {(128, 32)}
 
 
-def test_vllms_words_mean_what_they_mean_there() -> None:
+def test_options_with_vllms_names_have_vllms_meaning() -> None:
     spec = load("--random-input-len", "9", "--burstiness", "0.5", "--lora-assignment", "random").spec()
     assert (spec.lengths.name, spec.arrivals.text, spec.popularity.text) == ("fixed:9/32", "gamma:0.5", "uniform")
 
 
-def test_a_preset_gives_way_to_what_is_asked_for() -> None:
+def test_options_replace_values_of_the_preset() -> None:
     spec = load("--preset", "toppings-s1", "--request-rate", "2", "--num-prompts", "7").spec()
     assert (spec.rate, spec.num_requests, spec.popularity.text) == (2.0, 7, "distinct")
 
 
-def test_a_scaled_run_keeps_enough_requests_at_the_rate_that_it_has() -> None:
+def test_a_scaled_run_has_at_least_100_requests() -> None:
     options = load("--preset", "toppings-s3", "--scale", "0.02", "--rate-scale", "0.5")
     assert len(build(options.sized(options.spec())).requests) == 100
 
 
-def test_a_scaled_preset_has_a_smaller_model_and_says_so() -> None:
+def test_a_scaled_preset_has_a_smaller_model_and_a_note_about_it() -> None:
     options = load("--preset", "toppings-s3", "--scale", "0.02")
     model, note = options.model(None)
     assert model == "100M"
@@ -51,7 +51,7 @@ def test_a_scaled_preset_has_a_smaller_model_and_says_so() -> None:
     assert "in place of llama2-7b" in note
 
 
-def test_all_at_once_has_no_rate() -> None:
+def test_at_an_infinite_rate_all_requests_arrive_at_once() -> None:
     options = load("--request-rate", "inf", "--num-prompts", "3")
     assert [each.at_s for each in build(options.spec()).requests] == [0.0, 0.0, 0.0]
 
@@ -67,7 +67,7 @@ def test_all_at_once_has_no_rate() -> None:
     ],
     ids=lambda words: " ".join(words),
 )
-def test_two_words_for_one_thing_are_refused(words: tuple[str, ...]) -> None:
+def test_contradicting_options_are_refused(words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="--"):
         load(*words)
 
@@ -86,7 +86,7 @@ def test_capacity_of_requests_that_end_one_by_one() -> None:
     assert capacity_per_s(ended(*(0.1 * index for index in range(PROBE_REQUESTS)))) == pytest.approx(10)
 
 
-def test_capacity_is_not_guessed_from_failures() -> None:
+def test_capacity_is_not_computed_from_failed_requests() -> None:
     with pytest.raises(ValueError, match="failed"):
         capacity_per_s(ended(1.0))
 
@@ -94,7 +94,7 @@ def test_capacity_is_not_guessed_from_failures() -> None:
 @pytest.mark.parametrize(
     ("preset", "share"), [("toppings-s1", 0.65), ("toppings-s2", 0.65 * 6 / 9), ("dlora-maf1-7b", 0.325)]
 )
-def test_the_highest_rate_of_a_setting_is_taken_for_two_thirds_of_its_machine(preset: str, share: float) -> None:
+def test_the_highest_rate_of_a_setting_counts_as_65_percent_of_capacity(preset: str, share: float) -> None:
     assert share_of_capacity(find_preset(preset)) == pytest.approx(share)
 
 

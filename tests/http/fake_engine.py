@@ -1,4 +1,4 @@
-"""An engine whose deltas the test decides, with the methods of `loop.Engine` that HTTP uses."""
+"""A fake engine whose deltas the test chooses, with the methods of the engine that the HTTP server uses."""
 
 import asyncio
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ BOS, EOS = 256, 257
 
 
 class FakeTokenizer:
-    """One token a UTF-8 byte; 256 begins and 257 ends a text."""
+    """A tokenizer with a token for each UTF-8 byte; token 256 begins a text and 257 ends it."""
 
     vocab_size = 258
     eos_ids = frozenset({EOS})
@@ -84,7 +84,7 @@ def finish(
 
 
 def spell(request: GenerateRequest, text: str = "Hi!") -> list[TokenDelta]:
-    """`text` byte by byte with scores where asked for, then the finish: what the engine does by default."""
+    """Returns the engine's default deltas: `text` byte by byte, with logprobs if requested, then the finish."""
     params = request.params
     prompt_scores: tuple[TokenLogprob | None, ...] = ()
     if params.prompt_logprobs is not None:
@@ -105,7 +105,7 @@ def spell(request: GenerateRequest, text: str = "Hi!") -> list[TokenDelta]:
 
 
 def scored(token_id: int, alternatives: int) -> TokenLogprob:
-    """The token itself is the best; the next ids follow, the last of all with probability 0."""
+    """Returns logprobs in which the token itself is the best, the next ids follow, and the last has probability 0."""
     top = [((token_id + place) % 256, -0.5 - place) for place in range(alternatives)]
     if len(top) > 2:
         top[-1] = (top[-1][0], float("-inf"))
@@ -151,7 +151,7 @@ class FakeStream:
 
 @dataclass
 class FakeEngine:
-    """`script` gives a request's deltas, None leaves them to the test. Submit number i raises `refusals[i]`."""
+    """A fake engine. `script` gives a request's deltas; None leaves them to the test. Submit i raises `refusals[i]`."""
 
     script: Callable[[GenerateRequest], Iterable[TokenDelta]] | None = spell
     base_name: str = "org/base"

@@ -1,4 +1,4 @@
-"""Several servers over fake engines that forward to one another, and peers that send whatever a test wants."""
+"""Several servers over fake engines that forward requests to one another, and peers that send any bytes."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ class World:
 
 
 class View:
-    """The cluster as one instance sees it. `stale`: other instances than there are in truth."""
+    """The cluster as one instance sees it. `stale` replaces the true instances by others."""
 
     def __init__(self, name: str, world: World) -> None:
         self.name = name
@@ -109,7 +109,7 @@ class Server:
 
 
 class RecordingProxy(PeerProxy):
-    """Records what it forwards."""
+    """A proxy that records the requests that it forwards."""
 
     forwards: list[tuple[str, str]]
 
@@ -123,7 +123,7 @@ RawPeer = Callable[[web.Request, "RawAnswer"], Awaitable[web.StreamResponse]]
 
 @dataclass
 class RawAnswer:
-    """What reached a raw peer, for the test."""
+    """The request that reached a raw peer."""
 
     bodies: list[bytes] = field(default_factory=list)
     hops: list[dict[str, Any]] = field(default_factory=list)
@@ -221,7 +221,7 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet(*names: str, routing: str = "first-fit", slo: LatencyTargets | None = None) -> AsyncIterator[Fleet]:
-    """Instances of these names. With `first-fit`, requests go to the first by name that has room for them."""
+    """Yields instances with these names. With `first-fit`, a request goes to the first one by name that has room."""
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
         running = Fleet(stack, session, routing, slo or LatencyTargets())
@@ -231,7 +231,7 @@ async def fleet(*names: str, routing: str = "first-fit", slo: LatencyTargets | N
 
 
 async def streamed(*pieces: bytes, request: web.Request, die: bool = False) -> web.StreamResponse:
-    """Writes these bytes as an event stream; `die`: and cuts the connection."""
+    """Writes these bytes as an event stream; with `die`, closes the connection after them."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
     await response.prepare(request)
     for piece in pieces:

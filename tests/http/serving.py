@@ -1,4 +1,4 @@
-"""A real server over a fake engine, on a free port, and a client that speaks to it."""
+"""A real server over a fake engine, on a free port, and a client for it."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error, after checking that it has OpenAI's four fields and no others."""
+        """Returns the error, after checking that it has OpenAI's four fields and no others."""
         document = self.json
         assert set(document) == {"error"}
         assert set(document["error"]) == {"message", "type", "param", "code"}
@@ -58,7 +58,7 @@ class Answer:
 
     @property
     def events(self) -> list[Any]:
-        """The data of all events but the closing [DONE], which must be there."""
+        """Returns the data of all events before the final [DONE], which must be there."""
         lines = self.body.decode().split("\n\n")
         assert lines[-1] == ""
         assert lines[-2] == "data: [DONE]"
@@ -96,7 +96,7 @@ class Client:
 
 
 async def exchange(port: int, data: bytes) -> bytes:
-    """What the server answers to raw bytes until it closes the connection."""
+    """Sends raw bytes, and returns all that the server sends until it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(data)
     answer = await reader.read()

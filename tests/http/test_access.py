@@ -47,7 +47,7 @@ async def test_any_of_the_keys_gives_access(headers: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("keys", [{"api_key": (KEY,)}, {"admin_key": (ADMIN,)}], ids=str)
 async def test_with_any_key_every_route_but_the_probes_needs_one(keys: dict[str, Any]) -> None:
-    """The whole table of routes, those included that other instances ask: these want the cluster's signature."""
+    """Checks the whole table of routes, including routes for other instances, which need the cluster's signature."""
     async with fleet("a") as running:
         server, config = running["a"], http_config(**keys)
         app = make_app(

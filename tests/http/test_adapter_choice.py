@@ -1,4 +1,4 @@
-"""Which adapter answers: the one that the request names, by whatever field clients of other servers name it."""
+"""Tests that the adapter which a request names answers it, in all fields that clients of other servers use."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Bodies stay within the server's memory, one by one and all together."""
+"""Tests that request bodies stay within memory limits, each alone and all together."""
 
 import asyncio
 import gzip
@@ -38,7 +38,7 @@ async def test_identity_is_no_compression() -> None:
 
 
 async def unfinished(client: Client, num_bytes: int, *, chunked: bool) -> asyncio.StreamWriter:
-    """Sends so much of a body, but not its end."""
+    """Sends a part of a body, but not its end."""
     _, writer = await asyncio.open_connection("127.0.0.1", client.port)
     if chunked:
         writer.write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (num_bytes, b"a" * num_bytes))

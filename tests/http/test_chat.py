@@ -9,7 +9,7 @@ from tests.http.serving import serving
 
 
 async def prompt_of(**fields: Any) -> str:
-    """The text that the template made of the messages."""
+    """Returns the text that the template made of the messages."""
     fake = FakeEngine()
     async with serving(fake) as client:
         answer = await client.chat(**fields)
@@ -112,7 +112,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "weather", "argument
 
 
 async def template_messages(*messages: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the template is given of a conversation that ends with `messages`."""
+    """Returns the messages that the template gets for a conversation that ends with `messages`."""
     given: list[dict[str, Any]] = []
 
     class Listening(FakeTokenizer):

@@ -1,4 +1,4 @@
-"""The cluster's members and adapters as JSON: complete, in order, and without blocking the event loop."""
+"""Tests of the cluster's members and adapters as JSON: complete, in order, without blocking the event loop."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping

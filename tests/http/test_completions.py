@@ -1,4 +1,4 @@
-"""POST /v1/completions: what each field becomes in the engine, and the shape of what comes back."""
+"""Tests of POST /v1/completions: the engine requests that its fields give, and the shape of responses."""
 
 import asyncio
 import dataclasses
@@ -13,7 +13,7 @@ from tests.http.serving import serving
 
 
 async def submitted(fields: dict[str, Any], **engine: Any) -> list[GenerateRequest]:
-    """The engine requests that a body becomes."""
+    """Returns the engine requests that a body gives."""
     fake = FakeEngine(**engine)
     async with serving(fake) as client:
         answer = await client.complete(**fields)
@@ -287,7 +287,7 @@ async def test_too_long_for_the_context_names_both_numbers(fields: dict[str, Any
     ],
 )
 async def test_the_error_for_a_too_long_prompt_has_openais_wording(asked: int | None, words: str) -> None:
-    """litellm, LangChain and others tell this error from others by its first sentence."""
+    """litellm, LangChain and others recognize this error by its first sentence."""
     tokens = 990 if asked else 1000
     async with serving(FakeEngine()) as client:
         text = await client.complete(prompt=[1] * tokens, max_tokens=asked)

@@ -1,4 +1,4 @@
-"""Pages of other origins use the server from a browser when the operator has allowed them, and only then."""
+"""Tests that web pages of other origins can use the server only if the operator has allowed them."""
 
 import pytest
 

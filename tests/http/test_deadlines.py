@@ -1,4 +1,4 @@
-"""Requests past their deadline: the client's error, and that the work ends. No test waits: the clock is put forward."""
+"""Tests of requests past their deadline: the client gets an error and the work ends. Tests set the clock, none wait."""
 
 import asyncio
 import random
@@ -34,7 +34,7 @@ PassTime = Callable[[float], None]
 
 @pytest.fixture
 def pass_time(monkeypatch: pytest.MonkeyPatch) -> PassTime:
-    """Puts the event loop's clock forward by so many seconds; what is due by then comes at its next turn."""
+    """Puts the event loop's clock forward by so many seconds; callbacks that are due then run at its next turn."""
 
     def forward(seconds: float) -> None:
         loop = asyncio.get_running_loop()
@@ -50,7 +50,7 @@ def assert_exceeded(answer: Answer) -> None:
 
 
 async def rest(response: Any) -> list[Any]:
-    """The data of all further events; [DONE] must end them, once."""
+    """Returns the data of all further events; exactly one [DONE] must end them."""
     body = await response.content.read()
     assert body.count(DONE) == 1
     return Answer(200, {}, body).events
@@ -168,12 +168,12 @@ async def test_the_engine_gets_back_all_that_the_request_held(
             answer = await asking
             assert answer.body.count(b"deadline_exceeded") == 1
         await here.settle()
-        await engine.unload_adapter("a0")  # which waits for all who have it pinned
+        await engine.unload_adapter("a0")  # waits until no request has it pinned
         assert [finish.reason for finish in finishes] == ["cancelled", "length"][: 1 + (where == "in the queue")]
 
 
 class StuckResponse:
-    """A response that has begun, of a client that takes nothing more, and the request and transport it belongs to."""
+    """A started response to a client that reads nothing more, with its request and its transport."""
 
     prepared = True
 

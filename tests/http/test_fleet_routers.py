@@ -1,4 +1,4 @@
-"""An instance behind the routers of others: each test names the one that would go wrong, and what it reads.
+"""Tests of an instance behind other projects' routers: each test names the router that would fail, and what it reads.
 
 llm-d's router (its endpoint picker) v0.10, vLLM's production-stack 0.1.12 with its operator, AIBrix 0.7.
 """
@@ -18,8 +18,10 @@ def page(snapshot: FakeSnapshot | None = None) -> str:
 
 
 def go_families(text: str) -> Iterator[tuple[str, str, list[str]]]:
-    """(name, type, sample lines) as the Go parser of Prometheus groups them; it refuses a second TYPE of one name, and
-    gives what follows no TYPE line the type `untyped`."""
+    """Yields (name, type, sample lines) as the Go parser of Prometheus groups them.
+
+    It refuses a second TYPE line for a name, and gives samples without a TYPE line the type `untyped`.
+    """
     name, kind, lines, seen = "", "untyped", list[str](), set[str]()
     for line in text.splitlines():
         if line.startswith("# TYPE "):
@@ -51,7 +53,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("name", FAMILIES)
 async def test_llmd_reads_only_samples_with_a_type_line(name: str) -> None:
-    """Its values are those of gauges and counters; an untyped sample counts as 0."""
+    """The router takes the values of gauges and counters; an untyped sample counts as 0."""
     assert FAMILIES[name] in [kind for found, kind, _ in go_families(page()) if found == name]
 
 
@@ -66,7 +68,7 @@ async def test_llmd_discards_families_by_name_so_none_begins_under_anothers_head
 
 
 async def test_llmd_takes_the_lora_series_with_the_largest_value() -> None:
-    """The value is the time of the scrape; older label sets do not stay beside it."""
+    """The value is the time of the scrape, and older label sets are removed."""
     metrics, before_s = new_metrics(), time.time()
     pages = [metrics.render(FakeSnapshot(device_adapters=(name,)), lambda name: 8).decode() for name in "ab"]
     (first,), (second,) = (series("vllm:lora_requests_info", text) for text in pages)
@@ -81,7 +83,7 @@ async def test_llmd_prefers_instances_with_the_adapter_so_idle_ones_count_as_run
     assert (labels["running_lora_adapters"], labels["waiting_lora_adapters"]) == ("a,b", "")
 
 
-async def test_llmd_scores_an_adapter_on_its_way_lower_than_one_that_is_there() -> None:
+async def test_llmd_scores_an_adapter_that_is_being_loaded_lower_than_a_loaded_one() -> None:
     """0.6 for `waiting_lora_adapters`: a request runs by CPU assistance (c) or waits (d), and neither is resident."""
     busy = FakeSnapshot(running_adapters=("a", "c"), waiting_adapters=("a", "d"), device_adapters=("a",))
     ((labels, _),) = series("vllm:lora_requests_info", page(busy))
@@ -95,7 +97,7 @@ async def test_llmd_parses_max_lora_and_the_block_sizes_as_decimal_integers() ->
 
 
 async def test_llmd_compares_the_lists_length_with_max_lora() -> None:
-    """As long a list means a full instance; a longer one would still be full when adapters have gone."""
+    """A list of that length means a full instance; with a longer one, it would stay full when adapters have gone."""
     names = tuple(f"a{index}" for index in range(100))
     ((labels, _),) = series("vllm:lora_requests_info", page(FakeSnapshot(device_adapters=names)))
     assert len(labels["running_lora_adapters"].split(",")) == 64
@@ -123,7 +125,7 @@ async def test_llmd_tells_the_base_model_by_its_name_on_the_residency_gauges() -
 
 
 async def test_llmd_scrapes_every_50_ms_so_a_page_is_short() -> None:
-    """It is written on the event loop's thread, where tokens leave, at about 0.2 µs a line."""
+    """The page is written on the event loop's thread, which also sends tokens, at about 0.2 µs per line."""
     text = page(FakeSnapshot(device_adapters=tuple(f"adapter-{index}" for index in range(64))))
     assert len(text.splitlines()) < 800
 
@@ -139,7 +141,7 @@ async def test_llmd_scrapes_every_50_ms_so_a_page_is_short() -> None:
     ],
 )
 async def test_production_stack_reads_older_names(name: str, value: float) -> None:
-    """By prometheus-client's parser, from the sample's whole name; a name that is absent counts as 0."""
+    """The router uses prometheus-client's parser and full sample names; a missing name counts as 0."""
     assert [found for _, found in series(name, page())] == [value]
 
 
@@ -155,8 +157,8 @@ async def test_production_stack_takes_the_first_model_for_the_instances_name() -
         assert (await client.get("/v1/models")).json["data"][0]["id"] == "org/base"
 
 
-async def test_production_stacks_operator_loads_again_and_again() -> None:
-    """It posts at every reconciliation and knows no other success than 200."""
+async def test_production_stacks_operator_loads_an_adapter_repeatedly() -> None:
+    """The operator posts at every reconciliation, and accepts no status but 200 as success."""
     body = {"lora_name": "new", "lora_path": "x"}
     async with serving(FakeEngine()) as client:
         assert [(await client.post("/v1/load_lora_adapter", body)).status for _ in range(2)] == [200, 200]
@@ -178,7 +180,7 @@ async def test_production_stacks_operator_loads_again_and_again() -> None:
         "vllm:e2e_request_latency_seconds_count",
     ],
 )
-async def test_aibrix_files_a_metric_under_its_model_name(name: str) -> None:
+async def test_aibrix_stores_a_metric_under_its_model_name(name: str) -> None:
     """Without that label the value is dropped; its least-kv-cache router passes over an instance that lacks one of
     `kv_cache_usage_perc` and `cpu_cache_usage_perc`."""
     assert [labels["model_name"] for labels, _ in series(name, page())] == ["org/base"]
@@ -186,7 +188,7 @@ async def test_aibrix_files_a_metric_under_its_model_name(name: str) -> None:
 
 @pytest.mark.parametrize("label", ["max_lora", "running_lora_adapters", "waiting_lora_adapters"])
 async def test_aibrix_reads_labels_of_the_first_lora_series(label: str) -> None:
-    """Also with no adapter anywhere: an instance without the series is no candidate for affinity."""
+    """The series must exist even without adapters: an instance without it is no candidate for affinity."""
     nothing = FakeSnapshot(running_adapters=(), device_adapters=(), host_adapters=())
     assert label in series("vllm:lora_requests_info", page(nothing))[0][0]
 
@@ -203,14 +205,14 @@ async def test_lists_are_split_at_commas_so_no_name_has_one() -> None:
 
 
 async def test_a_draining_instance_is_alive_but_not_ready() -> None:
-    """Kubernetes kills what is not alive, and routes no more to what is not ready."""
+    """Kubernetes kills an instance that is not alive, and routes no requests to one that is not ready."""
     async with serving(FakeEngine(draining=True)) as client:
         statuses = {path: (await client.get(path)).status for path in ("/health", "/ping", "/ready", "/metrics")}
     assert statuses == {"/health": 200, "/ping": 200, "/ready": 503, "/metrics": 200}
 
 
 async def test_an_instance_whose_device_has_failed_is_not_alive() -> None:
-    """Nobody but who restarts it can help."""
+    """Only a restart can repair the instance."""
     async with serving(FakeEngine(failure="CUDA_ERROR_ILLEGAL_ADDRESS")) as client:
         answer = await client.get("/health")
     assert answer.status == 500
@@ -224,6 +226,6 @@ async def test_server_load_is_what_vllm_calls_it() -> None:
 
 
 def series(name: str, text: str) -> list[tuple[dict[str, str], float]]:
-    """All samples of that name, as prometheus-client reads them."""
+    """Returns all samples of that name, as prometheus-client reads them."""
     families = text_string_to_metric_families(text)
     return [(sample.labels, sample.value) for family in families for sample in family.samples if sample.name == name]

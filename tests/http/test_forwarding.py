@@ -1,4 +1,4 @@
-"""Forwarded requests: what the client receives, also when an instance fails or the client leaves."""
+"""Tests of forwarded requests: the client's response, also when an instance fails or the client disconnects."""
 
 import asyncio
 import json
@@ -47,7 +47,7 @@ async def test_an_answer_is_the_same_as_from_the_instance_itself() -> None:
 
 
 def same(body: bytes) -> bytes:
-    """An answer without its id and its time."""
+    """Returns an answer without its id and its time, for comparison."""
     lines = []
     for line in body.split(b"\n"):
         value = line.removeprefix(b"data: ")
@@ -311,7 +311,7 @@ async def test_a_stream_without_done_counts_as_lost() -> None:
         assert [event.get("error", {}).get("code") for event in answer.events] == [None, "instance_lost"]
 
 
-async def test_an_instance_found_dead_before_its_first_byte_costs_nothing() -> None:
+async def test_an_instance_that_dies_before_its_first_byte_is_replaced_by_another() -> None:
     async with fleet("b") as running:
         a = await running.start("a", FakeEngine(script=None))
         asked = asyncio.create_task(running["b"].client.complete(stream=True))

@@ -1,4 +1,4 @@
-"""Which instance answers which adapter, who may forward at all, and what is counted."""
+"""Tests of the rules of forwarding: which instance answers, which senders are accepted, and what is counted."""
 
 import asyncio
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ class Cut:
         raise Unreachable(f"the adapter {name} cannot be downloaded now", retry_after_s=5.0)
 
     def can_get(self, name: str) -> bool:
-        return True  # as far as it knows
+        return True  # expected, until a download is tried
 
 
 @pytest.mark.parametrize("entry", ["a", "d"])
@@ -111,7 +111,7 @@ async def test_an_instance_is_ready_when_it_has_the_clusters_registry() -> None:
         assert (await running["a"].client.get("/ready")).status == 200
 
 
-# --- who may ---
+# --- accepted senders ---
 
 
 async def test_a_forwarded_request_must_be_signed_and_is_accepted_once() -> None:
@@ -191,7 +191,7 @@ async def test_local_routing_forwards_nothing() -> None:
         assert len(running["b"].engine.requests) == 1
 
 
-async def test_a_request_over_the_slo_goes_elsewhere_and_last_to_the_least_bad() -> None:
+async def test_a_request_over_the_slo_goes_elsewhere_and_at_last_to_the_best_instance() -> None:
     def loaded(requests: int) -> Backlog:
         return Backlog(requests)
 

@@ -29,7 +29,7 @@ def large(rest: bytes) -> bytes:
 
 
 async def both(fields: bytes) -> list[Any]:
-    """What becomes of an object with these fields, small and large: its values, or the refusal's first words."""
+    """Parses a small and a large object with these fields; returns values, or the first words of refusals."""
     results: list[Any] = []
     for body in (b'{"padding":0,' + fields, large(fields)):
         try:
@@ -132,7 +132,7 @@ async def test_equal_keys_are_found_in_time_that_grows_with_their_number() -> No
     ],
     ids=["text", "escapes", "ids", "objects", "blanks"],
 )
-def test_no_piece_takes_long(body: bytes) -> None:
+def test_each_piece_is_parsed_in_a_short_time(body: bytes) -> None:
     def longest_ms() -> float:
         reader, longest, began_s = json_reader._Reader(body, json_reader.MOST_NUMBERS), 0.0, time.thread_time()
         try:

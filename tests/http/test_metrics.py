@@ -1,4 +1,4 @@
-"""Names, labels and values of /metrics, and that counting is cheap."""
+"""Tests of the names, labels and values of /metrics, and of the time that counting takes."""
 
 import time
 from typing import Any
@@ -16,7 +16,7 @@ LABELS = {"model_name": "org/base", "engine": "0"}
 
 
 def samples(metrics: Metrics, snapshot: FakeSnapshot | None = None) -> dict[str, list[tuple[dict[str, str], float]]]:
-    """What a scraper reads, by sample name."""
+    """Returns the values that a scraper reads, by sample name."""
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
     text = metrics.render(snapshot or FakeSnapshot(), {"a": 8, "b": 64}.__getitem__).decode()
     for found_family in text_string_to_metric_families(text):
@@ -35,7 +35,7 @@ def ended(reason: FinishReason = "stop", **changes: Any) -> Finish:
     return Finish(reason, **fields | changes)
 
 
-async def test_state_is_that_of_the_snapshot() -> None:
+async def test_gauges_have_the_values_of_the_engines_snapshot() -> None:
     found = samples(new_metrics())
     assert found["vllm:num_requests_running"] == [(LABELS, 2.0)]
     assert found["vllm:num_requests_waiting"] == [(LABELS, 1.0)]
@@ -67,7 +67,7 @@ async def test_ten_thousand_adapters_leave_the_metrics_page_short() -> None:
     assert len(text) < 250_000
 
 
-async def test_of_the_host_tier_the_most_recently_used_are_shown() -> None:
+async def test_only_the_most_recently_used_adapters_in_the_host_cache_are_shown() -> None:
     names = tuple(f"adapter-{index}" for index in range(10_000))
     text = new_metrics().render(FakeSnapshot(host_adapters=names), lambda name: 8).decode()
     assert f'adapter_name="adapter-{MAX_HOST_SERIES - 1}",level="cpu"' in text

@@ -19,7 +19,7 @@ NAMES = ("a", "b", "c", "d")  # d is believed in and does not exist
 
 @st.composite
 def views(draw: st.DrawFn) -> tuple[Instance, ...]:
-    """A view of one instance: any instance, itself included, may be missing, loaded, or unable to answer."""
+    """Generates an instance's view: any instance, even itself, may be missing, loaded, or unable to answer."""
     seen = draw(st.lists(st.sampled_from(NAMES), unique=True))
     return tuple(
         Instance(

@@ -1,4 +1,4 @@
-"""The client that most users bring, unchanged."""
+"""Tests with OpenAI's Python client, unchanged."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,4 +1,4 @@
-"""Under dLoRA's rule a request that waits moves to an instance with less to do, and its client notices nothing."""
+"""Tests that a waiting request moves to a less loaded instance under dLoRA's rule, without effect on its client."""
 
 import asyncio
 
@@ -10,11 +10,11 @@ from tests.http.fleet import Fleet, fleet
 from tests.http.serving import Answer
 
 BUSY = Backlog(requests=40, queued_tokens=3000)
-LOOK_S = 0.03  # until everybody has looked at the world again
+LOOK_S = 0.03  # until every instance has read the state of the others again
 
 
 async def waiting_at_a(running: Fleet, entry: str) -> "tuple[asyncio.Task[Answer], FakeStream]":
-    """A request that waits at a, which was idle when it came and is the busiest now."""
+    """Returns a request that waits at instance a, which was idle when it arrived and is now the busiest."""
     running.world.loads |= {"a": Backlog(), "b": BUSY, "c": BUSY}
     asked = asyncio.create_task(running[entry].client.complete(model="b", stream=True))
     (stream,) = await running["a"].engine.submitted()

@@ -1,4 +1,4 @@
-"""Any body to any route: no 5xx, and no answer to a field that was neither read nor listed as ignored."""
+"""Tests with random bodies to any route: no 5xx, and every field is read, refused, or listed as ignored."""
 
 import asyncio
 import json
@@ -82,7 +82,7 @@ def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 
 
 class Asking:
-    """A server with a fake engine, asked from outside its event loop; notes which fields of a body its parsers read."""
+    """A server with a fake engine, for requests from outside its event loop; records the fields that parsers read."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers = 0

@@ -1,4 +1,4 @@
-"""The line that each request leaves in the log: who asked, what answered, how it went, and never a word of text."""
+"""Tests of the log line of each request: its client, its model, its outcome, and no text of prompt or answer."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
 
 
 class Lines(logging.Handler):
-    """The details of all lines so far, and a way to wait for the next."""
+    """The details of all log lines so far, with a method that waits for the next one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ async def test_a_forwarded_request_names_the_instance_that_answers(lines: Lines)
 def written(
     capsys: pytest.CaptureFixture[str], form: str, lines: list[dict[str, Any]], message: str = "request"
 ) -> list[str]:
-    """What the server's own log has of lines with this message and these details."""
+    """Returns the text that the server's log has for a line with this message and these details."""
     configure(form, "info")
     try:
         for line in lines:

@@ -1,4 +1,4 @@
-"""Fields that are not served: refused with what to send instead, taken for a misspelling, or ignored and listed."""
+"""Tests of fields that are not supported: refused with advice, refused as misspelt, or ignored and listed."""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is found out before weights are read, and what a server says when it is ready."""
+"""Tests of the checks before weights are read, and of the message of a server that is ready."""
 
 import logging
 import ssl
@@ -60,7 +60,7 @@ async def test_clients_are_refused_until_the_server_listens() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["adapter", "folder", "root", "template"])
-def test_a_path_that_is_not_there_is_named(wrong: str, tmp_path: Path) -> None:
+def test_a_missing_path_is_named(wrong: str, tmp_path: Path) -> None:
     missing = tmp_path / wrong
     model, lora = model_config(demo.model_folder()), lora_config({"poet": POET}, adapters_dir=demo.adapters_folder())
     check_paths(model, lora)

@@ -1,4 +1,4 @@
-"""An instance that stops while others answer its clients."""
+"""Tests of an instance that stops while other instances answer its clients."""
 
 import asyncio
 

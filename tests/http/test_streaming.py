@@ -1,4 +1,4 @@
-"""Server-sent events: their bytes, their order, and what a slow, silent or vanished client costs."""
+"""Tests of server-sent events: their bytes, their order, and the effects of slow, silent or disconnected clients."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ FIELDS: dict[str, Any] = {"prompt": "ab", "stream": True}
 
 
 def begun(request: GenerateRequest) -> list[TokenDelta]:
-    """A first delta, with which the response starts; the rest is the test's."""
+    """Returns a first delta, with which the response starts; the test sends the others."""
     return [TokenDelta("x", (1,))]
 
 
@@ -31,7 +31,7 @@ def joined(lists: Iterable[list[Any]]) -> list[Any]:
 
 
 async def read_event(response: Any) -> bytes:
-    """The next event or comment, without its blank line."""
+    """Returns the next event or comment, without its blank line."""
     event: bytes = await response.content.readuntil(b"\n\n")
     return event.removesuffix(b"\n\n")
 
@@ -301,7 +301,7 @@ async def test_keep_alive_connection_is_used_again_after_a_stream_and_after_an_e
 
 
 class SlowResponse:
-    """A started response each of whose writes takes a while, and the request and transport it belongs to."""
+    """A started response whose writes each take some time, with its request and its transport."""
 
     prepared = True
 

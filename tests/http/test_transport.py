@@ -1,4 +1,4 @@
-"""Below the handlers: bytes that are no request, connections without end, clients that do not read, and the log."""
+"""Tests of the transport: bytes that are no request, endless connections, clients that do not read, and the log."""
 
 import asyncio
 import socket
@@ -21,7 +21,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 
 
 def parsed(raw: bytes) -> Answer:
-    """A raw answer whose connection the server has closed."""
+    """Parses a raw answer whose connection the server has closed."""
     head, _, body = raw.partition(b"\r\n\r\n")
     status, *lines = head.decode("latin-1").split("\r\n")
     return Answer(int(status.split()[1]), dict(line.split(": ", 1) for line in lines), body)
@@ -166,7 +166,7 @@ async def connections(
 
 
 async def get(client: Client, path: str) -> int:
-    """The status of a request over a connection of its own."""
+    """Sends a request over a new connection and returns the status."""
     return parsed(
         await exchange(client.port, f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
     ).status

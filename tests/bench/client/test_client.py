@@ -1,4 +1,4 @@
-"""The load client against an endpoint without a model, which notes when it really sent each token."""
+"""Tests of the load client with an endpoint without a model, which records when it sent each token."""
 
 import asyncio
 import json
@@ -80,7 +80,7 @@ def test_a_request_that_fails_says_why(fake: Served, adapter: int, error: str) -
     assert [str(record.error)[: len(error)] for record in run.records] == [error, error]
 
 
-def test_one_failure_leaves_the_others_alone(fake: Served) -> None:
+def test_a_failed_request_does_not_affect_the_others(fake: Served) -> None:
     mixed = Workload(tuple(PlannedRequest(index, 0.0, index % 4, 5, 4) for index in range(8)), (8,))
     errors = [record.error for record in play(fake, mixed).records]
     assert [error is None for error in errors] == [True, False, False, False] * 2
@@ -89,12 +89,12 @@ def test_one_failure_leaves_the_others_alone(fake: Served) -> None:
 # --- when it is sent ---
 
 
-def test_latencies_are_those_that_the_endpoint_made(fake: Served) -> None:
+def test_measured_latencies_are_those_of_the_endpoint(fake: Served) -> None:
     run = play(fake, load([0.004 * index for index in range(250)], output_tokens=8))
     log = fake.log()
     ttft_s = fmean(record.token_s[0] - record.sent_s for record in run.records)
     tpot_s = fmean((record.token_s[-1] - record.token_s[0]) / 7 for record in run.records)
-    # A request is older than the endpoint knows by the way to it, and the machine may be busy with other tests.
+    # The client's latencies include the way to the endpoint, and the machine may be busy with other tests.
     assert ttft_s == pytest.approx(fmean(each["sent_s"][0] - each["came_s"] for each in log), rel=0.1)  # type: ignore[operator]
     assert tpot_s == pytest.approx(fmean((each["sent_s"][-1] - each["sent_s"][0]) / 7 for each in log), rel=0.02)
     assert all(record.sent_s >= record.due_s for record in run.records)
@@ -105,7 +105,7 @@ def test_an_open_loop_does_not_wait_for_answers(fake: Served) -> None:
     assert max(record.sent_s for record in run.records) < min(record.done_s for record in run.records)
 
 
-def test_a_closed_loop_keeps_so_many_under_way(fake: Served) -> None:
+def test_a_closed_loop_keeps_as_many_requests_in_flight_as_requested(fake: Served) -> None:
     run = play(fake, load([0.0] * 6), LoadSettings(seed=0, max_concurrency=2))
     starts_ends = sorted(
         [(record.sent_s, 1) for record in run.records] + [(record.done_s, -1) for record in run.records]
@@ -118,7 +118,7 @@ def test_a_closed_loop_keeps_so_many_under_way(fake: Served) -> None:
     assert all(record.error is None for record in run.records)
 
 
-def test_stopping_keeps_what_was_answered_and_names_the_rest(fake: Served) -> None:
+def test_stopping_keeps_completed_requests_and_marks_the_others_interrupted(fake: Served) -> None:
     async def run() -> Run:
         endpoint = await find_endpoint(fake.url, "openai", None, None)
         player = Player(endpoint, load([0.0, 0.0, 60.0]), endpoint.adapters, LoadSettings(seed=0), "stopped")
@@ -169,12 +169,12 @@ def test_models_with_a_parent_are_the_adapters(fake: Served) -> None:
         ("http://127.0.0.1:1", "127.0.0.1:1"),
     ],
 )
-def test_an_endpoint_that_is_none_is_refused(url: str, complaint: str) -> None:
+def test_an_invalid_endpoint_is_refused(url: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         find(url)
 
 
-def test_an_adapter_that_the_endpoint_does_not_list_may_be_known_to_it(fake: Served) -> None:
+def test_an_adapter_that_the_endpoint_does_not_list_can_be_requested(fake: Served) -> None:
     endpoint = find(fake.url, ("refuse", "nobody"))
     assert endpoint.adapters == ("refuse", "nobody")
     assert endpoint.unlisted == ("nobody",)

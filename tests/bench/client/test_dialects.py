@@ -1,4 +1,4 @@
-"""Streams of three kinds of server, in pieces cut anywhere, are read alike."""
+"""Tests of parsing the streams of three kinds of server, however they are cut into pieces."""
 
 import json
 from itertools import pairwise
@@ -44,7 +44,7 @@ def test_tokens_without_text_count_by_their_ids() -> None:
     assert decode(OpenAICompletions("base"), answered((1.0, stream))).token_s == (1.0,)
 
 
-def test_every_token_that_an_event_names_counts() -> None:
+def test_every_token_id_in_an_event_counts() -> None:
     stream = b'data: {"choices":[{"text":"abc","token_ids":[5,6,7],"finish_reason":null}],"error":null}\n\n'
     answer = decode(OpenAICompletions("base"), answered((1.0, stream)))
     assert (answer.token_s, answer.error) == ((1.0, 1.0, 1.0), None)
@@ -82,7 +82,7 @@ def test_llama_cpp_counts_its_own_tokens() -> None:
         (b'data: {"choices":[null]}\n\n', 200, 'not an event: data: {"choices":[null]}'),
     ],
 )
-def test_what_is_no_answer_is_an_error(body: bytes, status: int, error: str) -> None:
+def test_invalid_answers_are_errors(body: bytes, status: int, error: str) -> None:
     assert decode(OpenAICompletions("base"), answered((1.0, body), status=status)).error == error
 
 
@@ -95,7 +95,7 @@ def test_requests_name_the_adapter_and_the_length(dialect: Dialect) -> None:
     assert body.get("model", body.get("lora")) in ("poet", [{"id": 7, "scale": 1.0}])
 
 
-def test_prompts_have_the_tokens_asked_for() -> None:
+def test_prompts_have_the_requested_number_of_tokens() -> None:
     assert len(OpenAICompletions("base").body(ASKED)["prompt"]) == 5
     assert len(OpenAIChat("base").body(ASKED)["messages"][0]["content"].split()) == 5
 

@@ -1,4 +1,4 @@
-"""Moments are met in their order, none early; what is already past comes at once."""
+"""Tests of the pacer: calls come in order, none early, and at once if their time has passed."""
 
 import asyncio
 import time
@@ -9,7 +9,7 @@ from caraserve.bench.client.player import Pacer
 
 
 def paced(moments_s: list[float], stop_at: int | None = None) -> list[tuple[int, float]]:
-    """(index, seconds after the moment) of every call."""
+    """Returns (index, seconds after the scheduled time) of every call."""
 
     async def run() -> list[tuple[int, float]]:
         started_s, ended = time.perf_counter(), asyncio.Event()
@@ -32,20 +32,20 @@ def paced(moments_s: list[float], stop_at: int | None = None) -> list[tuple[int,
 
 
 async def _turns(count: int) -> None:
-    """Lets the loop do what it still has to do."""
+    """Lets the event loop run all pending callbacks."""
     for _ in range(count):
         await asyncio.sleep(0.001)
 
 
-def test_every_moment_is_met_in_order_and_none_early() -> None:
+def test_calls_are_in_order_and_none_is_early() -> None:
     calls = paced([0.0, 0.0, 0.003, 0.0031, 0.02])
     assert [index for index, _ in calls] == [0, 1, 2, 3, 4]
     assert all(late_s >= 0 for _, late_s in calls)
 
 
-def test_moments_gone_by_are_met_at_once() -> None:
+def test_calls_whose_time_has_passed_are_made_at_once() -> None:
     assert [index for index, _ in paced([-1.0, -0.5, 0.0])] == [0, 1, 2]
 
 
-def test_stopped_it_calls_no_more() -> None:
+def test_a_stopped_pacer_makes_no_more_calls() -> None:
     assert [index for index, _ in paced([0.0, 0.001, 0.002, 0.003], stop_at=1)] == [0, 1]

@@ -1,4 +1,4 @@
-"""scripts/gpu_check without a GPU: every stage on an emulated device, and what becomes of stages that fail."""
+"""Tests of scripts/gpu_check without a GPU: every stage on an emulated device, and stages that fail."""
 
 import json
 import os
@@ -19,12 +19,12 @@ INTERPRETER = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THR
 
 
 def rehearse(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """In a process of its own: Triton's interpreter is chosen before anything of it is imported."""
+    """Runs the check in a new process, as Triton's interpreter must be chosen before Triton is imported."""
     command = [sys.executable, "-m", "tests.gpu.rehearsal", str(folder), *arguments]
     return subprocess.run(command, cwd=ROOT, env=os.environ | INTERPRETER, capture_output=True, text=True)
 
 
-def test_every_stage_finds_what_it_looks_for(tmp_path: Path) -> None:
+def test_every_stage_succeeds_on_an_emulated_device(tmp_path: Path) -> None:
     done = rehearse(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     text = (tmp_path / "result.json").read_text()
@@ -52,7 +52,7 @@ def test_every_stage_finds_what_it_looks_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["bgmv_shrink"])
-def test_a_kernel_that_does_nothing_ends_the_run_before_anything_is_timed(kernel: str, tmp_path: Path) -> None:
+def test_a_kernel_that_does_nothing_is_found_before_anything_is_timed(kernel: str, tmp_path: Path) -> None:
     done = rehearse(tmp_path, "--only", "correct,lora", "--without", kernel)
     assert done.returncode == 1, done.stdout + done.stderr
     stages = json.loads((tmp_path / "result.json").read_text())["stages"]
@@ -65,7 +65,7 @@ def test_a_kernel_that_does_nothing_ends_the_run_before_anything_is_timed(kernel
     }
 
 
-def test_lora_is_not_timed_where_it_is_wrong(tmp_path: Path) -> None:
+def test_lora_with_wrong_results_is_not_timed(tmp_path: Path) -> None:
     done = rehearse(tmp_path, "--only", "lora", "--without", "bgmv_expand")
     assert done.returncode == 1
     assert "WRONG: LoRA of decode" in done.stdout
@@ -80,12 +80,12 @@ def python(code: str, file: Path) -> StageReport:
     return await_report([sys.executable, "-c", code], file, most_s=60.0)
 
 
-def test_a_stage_that_dies_is_said_to_have(tmp_path: Path) -> None:
+def test_a_stage_whose_process_dies_is_reported(tmp_path: Path) -> None:
     report = python("import os; os.abort()", tmp_path / "report.json")
     assert report.error.startswith("ended with -6 and without a report")
 
 
-def test_a_stage_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+def test_a_stage_that_hangs_is_killed_with_its_child_processes(tmp_path: Path) -> None:
     held, free = os.pipe()  # it ends when the last process that has it is gone
     os.set_inheritable(free, True)
     code = f"import subprocess; subprocess.Popen(['sleep', '600'], pass_fds=[{free}]).wait()"
@@ -96,14 +96,14 @@ def test_a_stage_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path) -
     os.close(held)
 
 
-def test_a_report_survives_its_file(tmp_path: Path) -> None:
+def test_a_report_is_read_back_unchanged(tmp_path: Path) -> None:
     report = StageReport({"a": [1.5]}, (ResultLine("what", "value", "≥ 1", True), ResultLine("more", "1")), "")
     file = tmp_path / "report.json"
     file.write_text(report.to_json())
     assert python("", file) == report
 
 
-def test_one_stage_that_fails_leaves_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_stage_does_not_stop_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reports = {
         "first": StageReport(error="RuntimeError: no\nTraceback"),
         "second": StageReport({"x": 1}, (ResultLine("a", "b"),)),
@@ -116,7 +116,7 @@ def test_one_stage_that_fails_leaves_the_others(tmp_path: Path, capsys: pytest.C
     assert "FAILED" in capsys.readouterr().out
 
 
-def test_what_was_found_is_known_to_later_stages_and_time_is_kept(tmp_path: Path) -> None:
+def test_later_stages_get_earlier_figures_and_stages_without_time_are_skipped(tmp_path: Path) -> None:
     seen: list[object] = []
 
     def run(stage: Stage, known: object, folder: Path) -> StageReport:
@@ -147,7 +147,7 @@ def test_stages_are_chosen_by_name() -> None:
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 1.2])
-def test_wrong_numbers_are_never_close(wrong: float) -> None:
+def test_nan_infinities_and_large_errors_are_not_close(wrong: float) -> None:
     got, expected = torch.tensor([[1.0, 2.0], [0.05, 4.0]]), torch.tensor([[1.0, 2.0], [0.0, 4.0]]).double()
     assert check_close("sum", got, expected, 0.1) == pytest.approx(0.5)
     got[1, 0] = wrong
@@ -155,14 +155,14 @@ def test_wrong_numbers_are_never_close(wrong: float) -> None:
         check_close("sum", got, expected, 0.1)
 
 
-def test_without_tolerance_only_equal_numbers_are_close() -> None:
+def test_with_zero_tolerance_only_equal_numbers_are_close() -> None:
     values = torch.tensor([1.0, -2.0])
     assert check_close("copy", values, values.double(), 0.0) == 0.0
     with pytest.raises(WrongResult):
         check_close("copy", values, values.double() + 1e-9, 0.0)
 
 
-def test_bits_are_compared_and_not_numbers() -> None:
+def test_plus_and_minus_zero_have_different_bits() -> None:
     check_same_bits("row", torch.tensor([0.0]), torch.tensor([0.0]))
     with pytest.raises(WrongResult, match="row: the bits depend on what else is in the batch"):
         check_same_bits("row", torch.tensor([0.0]), torch.tensor([-0.0]))
@@ -189,7 +189,7 @@ def test_help_names_every_stage_and_how_wheels_are_fetched() -> None:
     assert "pip download" in said
 
 
-def test_what_this_python_lacks_is_said_in_one_line() -> None:
+def test_missing_packages_are_reported_in_one_line() -> None:
     missing = command("--list-missing").stdout.split()
     assert "torch" not in missing
     if missing != ["nothing", "is", "missing"]:

@@ -1,4 +1,4 @@
-"""Stage `server` of scripts/gpu_check: what it asks `caraserve bench modes` for, and what it makes of reports."""
+"""Tests of stage `server` of scripts/gpu_check: the arguments of `caraserve bench modes`, and how it reads reports."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ def judged(tmp_path: Path, *runs: Mapping[str, Any]) -> StageResult:
     return server(setup)
 
 
-def test_what_stands_last_counts_and_servers_are_on_the_gpu(tmp_path: Path) -> None:
+def test_own_arguments_replace_defaults_and_servers_use_the_gpu(tmp_path: Path) -> None:
     argv = arguments(("--modes", "cached,auto", "--repeats", "2"), tmp_path)
     at = argv.index("--")
     args = bench_parser().parse_args(["modes", *argv[:at]])
@@ -40,27 +40,27 @@ def test_what_stands_last_counts_and_servers_are_on_the_gpu(tmp_path: Path) -> N
     assert own[own.index("--") :] == ["--", "--device", "cpu"]
 
 
-def test_running_requests_are_set_against_those_of_cached(tmp_path: Path) -> None:
+def test_running_requests_are_compared_with_those_of_cached(tmp_path: Path) -> None:
     result = judged(tmp_path, run("cached"), run("auto", ttft_ms=10.1, gap_ms=6.0), run("ondemand", ttft_ms=20.0))
     assert result.figures["beside_cached"]["auto"] == {"ttft": 1.01, "itl_p99": 1.2}
     assert [line.met for line in result.lines if line.target] == [True, False]
     assert any(line.what == "server, ondemand ÷ cached" for line in result.lines)
 
 
-def test_runs_that_time_has_cut_short_are_not_compared(tmp_path: Path) -> None:
+def test_interrupted_runs_are_not_compared(tmp_path: Path) -> None:
     result = judged(tmp_path, run("cached"), run("auto", interrupted=True))
     assert "beside_cached" not in result.figures
     assert result.lines[0].value == "time was up: 1 of 2 runs are whole"
 
 
-def test_without_cached_nothing_can_be_said(tmp_path: Path) -> None:
+def test_without_a_complete_cached_run_the_stage_fails(tmp_path: Path) -> None:
     with pytest.raises(BackendFailed, match="did not come to the end of cached"):
         judged(tmp_path, run("auto"), run("cached", interrupted=True))
 
 
 @pytest.fixture
 def instead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Has a script run in the place of `python -m caraserve`."""
+    """Returns a function that makes `python -m caraserve` run other code."""
 
     def put(code: str) -> None:
         (tmp_path / "caraserve.py").write_text(code)
@@ -76,7 +76,7 @@ def test_a_benchmark_that_fails_is_a_failure(instead: Callable[[str], None]) -> 
         stage_setup.run_bench_modes(["--preset", "x"], 60.0)
 
 
-def test_a_benchmark_that_takes_too_long_is_asked_to_end(instead: Callable[[str], None]) -> None:
-    """It leaves a report of what it has: this is no failure yet."""
+def test_a_benchmark_that_takes_too_long_is_terminated(instead: Callable[[str], None]) -> None:
+    """A terminated benchmark still writes a report, so this is no failure yet."""
     instead("import signal\nsignal.pause()\n")
     stage_setup.run_bench_modes([], 0.5)

@@ -1,4 +1,4 @@
-"""`caraserve bench lora` measures every part, says on what, and leaves nothing running."""
+"""Tests of `caraserve bench lora`: it measures every part, reports the machine, and leaves no process running."""
 
 import json
 import os
@@ -40,21 +40,21 @@ def test_a_quick_run_measures_every_part_and_saves_what_it_prints(tmp_path: Path
     assert "of the core's peak" in done.stdout
 
 
-def test_one_part_alone_leaves_the_others_out() -> None:
+def test_only_the_requested_parts_are_measured() -> None:
     done = bench_lora("--quick", "--parts", "kernels")
     document = json.loads(done.stdout.splitlines()[-1])
     assert document["kernels"]
     assert document["round_trips"] == document["threads"] == []
 
 
-def test_a_core_that_is_not_there_is_refused_in_one_line() -> None:
+def test_an_unavailable_core_is_refused_in_one_line() -> None:
     done = bench_lora("--quick", "--lora-cpus", "8000")
     assert done.returncode == 2
     assert done.stderr.startswith("caraserve: --lora-cpus 8000")
     assert done.stderr.count("\n") == 1
 
 
-def test_interrupted_it_still_prints_what_it_measured() -> None:
+def test_an_interrupted_benchmark_prints_the_points_measured_so_far() -> None:
     command = [sys.executable, "-m", "caraserve", "bench", "lora", "--parts", "kernels"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
@@ -83,7 +83,7 @@ def _has_members(group: int) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.F16, Dtype.BF16])
-def test_speeds_are_no_more_than_the_core_can_do(dtype: Dtype) -> None:
+def test_speeds_are_below_the_cores_peak(dtype: Dtype) -> None:
     point = measure(KernelCase(hidden=256, dtype=dtype, rank=8, tokens=4))
     assert 0 < point.ours < point.peak
     assert (point.numpy is not None) == (dtype is Dtype.F32)

@@ -91,7 +91,7 @@ def test_a_report_made_before_interruptions_were_measured_is_still_read(tmp_path
     assert load_saved(file).runs[0].interrupted_share is None
 
 
-def test_reports_with_nothing_in_common_are_refused(tmp_path: Path) -> None:
+def test_reports_without_a_common_label_are_refused(tmp_path: Path) -> None:
     a = load_saved(saved(tmp_path / "a", run("x", 0.1), run("y", 0.1)) / "serve.json")
     b = load_saved(saved(tmp_path / "b", run("z", 0.1)) / "serve.json")
     with pytest.raises(ConfigError, match="no run of x, y"):

@@ -1,4 +1,4 @@
-"""What is said of a run, against figures worked out by hand."""
+"""Tests of the summary of a run, with figures computed by hand."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from caraserve.errors import ConfigError
 
 
 def answered(index: int, sent_s: float, token_s: tuple[float, ...], **changes: object) -> RequestRecord:
-    """Due and sent at `sent_s`, done with its last token, unless told otherwise."""
+    """Returns a request that was due and sent at `sent_s` and ended with its last token; `changes` replace fields."""
     fields: dict[str, object] = {
         "index": index,
         "model": "poet",
@@ -73,7 +73,7 @@ def test_a_run_sent_later_than_a_hundredth_of_its_gaps_is_not_valid(late_s: floa
     assert summary.lateness.share_of_gap == pytest.approx(late_s)
 
 
-def test_cold_starts_are_the_share_of_time_that_the_server_says() -> None:
+def test_the_cold_start_share_is_computed_from_the_servers_phases() -> None:
     cold = (("load", 50.0), ("stalled", 25.0), ("interrupted", 0.0))
     warm = (("load", 0.0), ("stalled", 0.0), ("interrupted", 60.0))
     records = answered(0, 0.0, (0.1, 0.3), phases=cold), answered(1, 0.0, (0.1, 0.6), phases=warm)
@@ -124,7 +124,7 @@ def test_adapters_of_unknown_rank_are_not_the_base_model() -> None:
     assert [group.name for group in summary.ranks] == ["unknown"]
 
 
-def test_lengths_are_told_beside_those_asked_for() -> None:
+def test_token_counts_are_reported_beside_the_requested_ones() -> None:
     record = answered(0, 0.0, (0.1, 0.2), asked_prompt_tokens=20, asked_output_tokens=4)
     lengths = summarize(Run("short", (record,), 1.0)).lengths
     assert lengths is not None
@@ -137,7 +137,7 @@ def test_a_run_without_an_answer_has_no_latencies() -> None:
     assert summary.interrupted
 
 
-def test_repeats_are_set_against_the_same_repeat_of_the_first_mode() -> None:
+def test_repeats_are_compared_with_the_same_repeat_of_the_first_mode() -> None:
     def run(label: str, ttft_s: float) -> Summary:
         return summarize(Run(label, (answered(0, 0.0, (ttft_s, ttft_s + 0.1)),), 1.0))
 
@@ -148,7 +148,7 @@ def test_repeats_are_set_against_the_same_repeat_of_the_first_mode() -> None:
     assert lines[1].ratios["ttft"].spread == pytest.approx(0.5**0.5)
 
 
-def test_what_cold_starts_cost_stands_beside_the_ratios() -> None:
+def test_cold_start_shares_are_in_the_table_of_ratios() -> None:
     def run(label: str, interrupted_ms: float) -> Summary:
         phases = (("load", 50.0), ("stalled", 0.0), ("interrupted", interrupted_ms))
         return summarize(Run(label, (answered(0, 0.0, (0.5, 1.0), phases=phases),), 1.0))
@@ -170,12 +170,12 @@ def test_limits_are_read(text: str, slo: SloLimits) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "ttft", "ttft:", "ttft:-1", "ttft:nan", "speed:3", "ttft:1,ttft:2"])
-def test_limits_that_are_none_are_refused(text: str) -> None:
+def test_invalid_limits_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--slo"):
         parse_slo(text)
 
 
-def test_limits_may_be_a_multiple_of_a_run_without_adapters() -> None:
+def test_limits_can_be_multiples_of_a_run_without_adapters() -> None:
     slo = SloLimits.scaled(two_answers(), 1.5)
     assert slo.tpt_ms == pytest.approx(1.5 * (62.5 + 500 / 3) / 2)
     assert slo.ttft_ms is None

@@ -1,4 +1,4 @@
-"""One instance, iteration by iteration and token by token, as plainly as it can be said."""
+"""A plain reference of a simulated instance, which goes iteration by iteration and token by token."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from caraserve.bench.simulator.machines import Machine
 
 @dataclass
 class Plain:
-    """A request. Times in ns."""
+    """A request. Times are in ns."""
 
     index: int
     delivered: int
@@ -23,7 +23,7 @@ class Plain:
 
 
 def play(machine: Machine, requests: list[Plain]) -> list[tuple[int, int, int, int]]:
-    """Serves them; returns every iteration as (start, duration, decoding requests, prompt tokens)."""
+    """Serves the requests; returns every iteration as (start, duration, decoding requests, prompt tokens)."""
     model = machine.model
     to_come = sorted(requests, key=lambda one: (one.ready, one.index))
     waiting: list[Plain] = []
@@ -31,7 +31,7 @@ def play(machine: Machine, requests: list[Plain]) -> list[tuple[int, int, int, i
     iterations: list[tuple[int, int, int, int]] = []
     now = 0
     while to_come or waiting or running:
-        # Between iterations: who has come is told when it may join.
+        # Between iterations: new requests get the number of the first iteration that they may join.
         number = len(iterations)
         idle = not running
         if idle and not waiting:

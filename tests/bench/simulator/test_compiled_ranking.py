@@ -1,4 +1,4 @@
-"""Compiled ranking gives what plain Python gives, to the last bit."""
+"""Tests that compiled ranking gives bitwise the same results as plain Python."""
 
 import random
 
@@ -44,7 +44,7 @@ CANDIDATES = st.lists(st.tuples(INSTANCES, st.sampled_from(Tier)), max_size=8)
 
 
 @given(CANDIDATES, ARRIVALS, st.sampled_from([0.0, 0.5, 1.0]))
-def test_compiled_estimates_have_the_same_bits(
+def test_compiled_estimates_are_bitwise_equal_to_plain_ones(
     candidates: list[tuple[PackedInstance, Tier]], arrival: Arrival, weight: float
 ) -> None:
     found = estimates([one for one, _ in candidates], [tier for _, tier in candidates], arrival, weight)
@@ -52,7 +52,7 @@ def test_compiled_estimates_have_the_same_bits(
 
 
 @given(CANDIDATES, ARRIVALS, st.integers(0, 9))
-def test_compiled_ranking_is_the_plain_one(
+def test_compiled_ranking_equals_the_plain_one(
     candidates: list[tuple[PackedInstance, Tier]], arrival: Arrival, seed: int
 ) -> None:
     instances = {f"i{index}": one for index, (one, _) in enumerate([*candidates, *candidates[:2]])}  # some alike

@@ -1,4 +1,4 @@
-"""A simulated instance takes runs of iterations in one step and ends up where going through them one by one does."""
+"""Tests that a simulated instance, which advances runs of iterations in one step, equals one that goes one by one."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ MACHINES = st.builds(
 def simulated(
     machine: Machine, rows: list[tuple[int, int, int, int, int]], looks: list[int]
 ) -> tuple[list[SimRequest], list[IterationRun]]:
-    """Delivers in order of time; looks at other times too, which must change nothing."""
+    """Delivers requests in order of time; also reads the state at other times, which must change nothing."""
     trace: list[IterationRun] = []
     batches = BatchSimulator(machine, trace)
     requests = [SimRequest(index, row[0], 0, *row[2:]) for index, row in enumerate(rows)]
@@ -64,7 +64,7 @@ def one_by_one(trace: list[IterationRun]) -> list[tuple[int, int, int, int]]:
 
 @settings(max_examples=300)
 @given(MACHINES, REQUESTS, st.lists(st.integers(0, 300 * MS), max_size=5))
-def test_every_iteration_is_where_the_plain_reference_has_it(
+def test_every_iteration_equals_the_plain_references(
     machine: Machine, rows: list[tuple[int, int, int, int, int]], looks: list[int]
 ) -> None:
     rows = sorted(rows)
@@ -89,13 +89,13 @@ def test_a_run_ends_where_a_request_joins() -> None:
     assert (second.first, second.done, first.done) == (40 * MS, 50 * MS, 100 * MS)
 
 
-def test_iterations_of_both_kinds_pay_their_fixed_part_once() -> None:
+def test_an_iteration_with_prefill_and_decode_has_the_fixed_time_once() -> None:
     assert PADDED.iteration_ms(2, 72, 64, 10, 80) == PADDED.decode_ms(2, 72, 64) + PADDED.prefill_ms(10, 80) - 2.0
     assert PADDED.iteration_ms(2, 72, 64, 0, 0) == PADDED.decode_ms(2, 72, 64)
     assert PADDED.iteration_ms(0, 0, 0, 10, 80) == PADDED.prefill_ms(10, 80)
 
 
-def test_the_papers_machine_takes_what_the_papers_print() -> None:
+def test_the_papers_machine_has_the_times_in_the_papers() -> None:
     for kernel, (first_ms, second_ms) in {"padded": (34.8, 35.8), "unpadded": (35.3, 35.9)}.items():
         model = paper_machine(kernel).model  # type: ignore[arg-type]
         assert round(model.decode_ms(24, 24 * 32, 32), 6) == first_ms

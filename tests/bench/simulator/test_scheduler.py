@@ -1,4 +1,4 @@
-"""The simulated instance batches as the engine's scheduler does: the same rows in every iteration."""
+"""Tests that the simulated instance batches as the engine's scheduler does: the same rows in every iteration."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def engine_request(index: int, prompt: int, output: int) -> Request:
 
 
 def scheduled(rows: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """(start, decoding requests, prompt tokens) of every iteration that the scheduler plans."""
+    """Returns (start, decoding requests, prompt tokens) of every iteration that the scheduler plans."""
     to_come = [(at, engine_request(index, prompt, output)) for index, (at, prompt, output) in enumerate(rows)]
     pool, running, iterations, now = BlockPool(LIMITS.num_blocks), [], [], 0
     while to_come or running:

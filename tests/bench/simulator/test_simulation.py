@@ -1,4 +1,4 @@
-"""A simulated fleet: requests go where the policies send them, end once, and the same seed gives the same run."""
+"""Tests of a simulated cluster: policies route requests, each request ends once, and equal seeds give equal runs."""
 
 import gc
 import json
@@ -33,7 +33,7 @@ MACHINE = replace(paper_machine("padded"), max_running=32, kv_tokens=20_000)
 
 
 def workload(rate: float = 30.0, duration_s: float = 15.0, seed: int = 0, adapters: int = 40) -> Workload:
-    """Conversations on four ranks."""
+    """Returns a workload of conversations with adapters of four ranks."""
     return build(
         WorkloadSpec(
             parse_lengths("lmsys"),
@@ -107,7 +107,7 @@ def test_round_robin_has_the_event_log_of_the_plain_reference(
 
 
 def events(simulation: Simulation) -> list[tuple[int, str, int, int]]:
-    """Deliveries as logged, first tokens and ends as requests have them."""
+    """Returns deliveries from the log, and the times of first tokens and ends from the requests."""
     assert simulation._log is not None
     log = [event for event in simulation._log if event[1] == "delivery"]
     for request in simulation.requests:
@@ -117,7 +117,7 @@ def events(simulation: Simulation) -> list[tuple[int, str, int, int]]:
 
 
 @pytest.mark.parametrize("routing", sorted({*ROUTINGS} - {"dlora"}))  # what it moves leaves other marks where it was
-def test_every_instance_serves_what_it_was_given_as_the_plain_reference_does(routing: str) -> None:
+def test_every_instance_serves_its_requests_like_the_plain_reference(routing: str) -> None:
     simulation = run(routing)
     for number, _ in enumerate(simulation.nodes):
         mine = [one for one in simulation.requests if simulation.served_by[one.index] == number]
@@ -146,7 +146,7 @@ def test_every_request_ends_once_and_nothing_is_left(routing: str) -> None:
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_a_run_makes_no_cycles_and_turns_their_collector_back_on(routing: str) -> None:
+def test_a_run_makes_no_reference_cycles_and_turns_garbage_collection_on_again(routing: str) -> None:
     simulation = Simulation(Setting((MACHINE,) * 5, routing, 60.0, first_plan_s=2.0, plan_s=4.0), LOAD)
     gc.collect()
     simulation.run()
@@ -184,7 +184,7 @@ def test_with_equal_ranks_padding_makes_no_difference() -> None:
         assert digest(run(routing, load)) == digest(run(routing, load, (unpadded,) * 5))
 
 
-def test_without_adapters_the_base_is_all_that_is_left() -> None:
+def test_requests_for_the_base_model_do_not_depend_on_the_cost_of_adapters() -> None:
     bare = Workload(tuple(replace(request, adapter=None) for request in LOAD.requests), ())
     assert digest(run("round-robin", bare)) == digest(run("round-robin", bare, (without_adapters(MACHINE),) * 5))
 
@@ -204,7 +204,7 @@ def test_a_missing_adapter_is_fetched_once_and_the_request_waits_for_it() -> Non
         assert (waited_ms > 90) == (simulation.served_by[request.index] in lacking)
 
 
-def test_a_full_host_tier_lets_go_of_what_was_fetched_and_never_of_homes() -> None:
+def test_a_full_host_cache_evicts_fetched_adapters_but_none_placed_at_the_start() -> None:
     small = replace(MACHINE, host_adapter_bytes=4 * 64 * MACHINE.rank_bytes)
     load = replace(workload(adapters=12), ranks=(64,) * 12)
     simulation = run("random", load, (small,) * 8, copies=3)
@@ -224,7 +224,7 @@ def test_plans_follow_demand() -> None:
     assert len(plan.instances("adapter-00003")) == 5
 
 
-def test_what_is_still_to_come_stays_wanted_by_the_next_plan() -> None:
+def test_moves_that_have_not_been_made_are_also_in_the_next_plan() -> None:
     simulation = Simulation(Setting((MACHINE,) * 5, "auto", 60.0), LOAD)
     planner = simulation._planner
     planner.begin()
@@ -254,14 +254,14 @@ def test_policies_do_not_depend_on_the_number_of_processes() -> None:
         assert one.needed == 1 or not sizes[one.needed - 1]
 
 
-def test_a_goal_out_of_reach_is_said_to_be() -> None:
+def test_a_goal_that_is_not_met_has_no_least_size() -> None:
     study = SweepSpec((MACHINE,), 2, Setting((), "auto", 1e-3), Goal(attainment=0.5), most_instances=4)
     (found,) = find_all(study, workload(duration_s=3.0), ("random",), 1)
     assert found.needed is None
     assert [tried.instances for tried in found.tried] == [2, 3, 4]
 
 
-def test_the_slo_is_a_multiple_of_the_base() -> None:
+def test_the_slo_is_a_multiple_of_the_base_runs_time_per_token() -> None:
     study = SweepSpec((MACHINE,), 5, Setting((), "auto", float("inf")))
     bare = base(study, LOAD, 1.5)
     assert bare.slo_ms == pytest.approx(1.5 * bare.tpt_mean_ms)
@@ -295,7 +295,7 @@ def test_the_command_gives_the_same_figures_in_every_process(tmp_path_factory: p
 
 
 @pytest.mark.parametrize("kernel", [None, "padded"])
-def test_a_kernel_that_no_server_has_is_asked_for_by_name_and_said_to_be_none(kernel: str | None) -> None:
+def test_the_padded_kernel_is_optional_and_has_a_note_that_no_server_has_it(kernel: str | None) -> None:
     done = command("--routing", "random", *(("--kernel", kernel) if kernel else ()))
     document = json.loads(done.stdout.splitlines()[-1])
     assert [machine["padded"] for machine in document["machines"]] == [kernel == "padded"]
@@ -303,7 +303,7 @@ def test_a_kernel_that_no_server_has_is_asked_for_by_name_and_said_to_be_none(ke
     assert any("nothing of it was measured" in note for note in document["notes"])
 
 
-def test_a_measured_machine_is_simulated_as_it_was_measured() -> None:
+def test_a_profiled_machine_has_the_profiles_times() -> None:
     profile = Path(__file__).parents[2] / "profile.json"
     done = command("--routing", "random", "--profile", str(profile))
     document = json.loads(done.stdout.splitlines()[-1])
@@ -311,7 +311,7 @@ def test_a_measured_machine_is_simulated_as_it_was_measured() -> None:
     assert any("disk and network are assumed" in note for note in document["notes"])
 
 
-def test_every_instance_may_have_every_adapter_at_the_start() -> None:
+def test_with_enough_copies_every_instance_has_every_adapter() -> None:
     simulation = run("dlora", copies=9)
     assert all(len(node.cache.host) == 40 and node.cache.fetches == 0 for node in simulation.nodes)
 
@@ -324,7 +324,7 @@ def test_every_instance_may_have_every_adapter_at_the_start() -> None:
         (("--max-concurrency", "3"), "--max-concurrency"),
     ],
 )
-def test_what_cannot_be_simulated_is_refused_in_one_line(arguments: tuple[str, ...], words: str) -> None:
+def test_invalid_arguments_are_refused_in_one_line(arguments: tuple[str, ...], words: str) -> None:
     done = command(*arguments)
     assert done.returncode == 2
     assert words in done.stderr

@@ -1,4 +1,4 @@
-"""Arrivals: every process keeps the rate asked for; they differ in how their gaps vary."""
+"""Tests of arrival processes: all have the requested rate, and differ in how their gaps vary."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def test_gaps_have_the_rate_and_the_variation_of_their_process(text: str, variat
     assert gaps_s.std() / gaps_s.mean() == pytest.approx(variation, rel=0.03, abs=1e-9)
 
 
-def test_a_burst_is_there_at_once() -> None:
+def test_requests_of_a_burst_arrive_at_once() -> None:
     assert times("burst", None, 4).tolist() == [0, 0, 0, 0]
     assert times("burst", 5, 2).tolist() == [0, 0]
 
@@ -47,11 +47,11 @@ def test_without_a_rate_a_trace_keeps_its_own() -> None:
     assert times("trace", None, 4, recorded(0, 1, 3, 6)).tolist() == pytest.approx([0, 1, 3, 6])
 
 
-def test_a_part_of_a_trace_has_the_rate_asked_for_too() -> None:
+def test_a_part_of_a_trace_has_the_requested_rate() -> None:
     assert times("trace", 1, 2, recorded(0, 1, 4, 6)).tolist() == pytest.approx([0, 0.5])
 
 
-def test_a_trace_that_has_ended_begins_again() -> None:
+def test_a_trace_that_is_too_short_is_repeated() -> None:
     at_s = times("trace", 0.5, 8, recorded(0, 1, 3, 6))
     assert at_s.tolist() == pytest.approx([0, 1, 3, 6, 8, 9, 11, 14])
 
@@ -61,7 +61,7 @@ def test_a_trace_of_one_moment_is_a_burst() -> None:
     assert times("trace", None, 2, recorded(0)).tolist() == [0, 0]
 
 
-def test_calls_by_the_minute_become_arrivals_whose_rate_follows_them() -> None:
+def test_arrivals_follow_the_calls_per_minute_of_a_trace() -> None:
     trace = RateTrace("m.csv", np.array([[6, 0, 2, 0], [0, 0, 1, 1]], np.int32))
     at_s = times("trace", 10, 10_000, trace)  # 1,000 s: the whole trace, 250 s a minute
     by_minute, _ = np.histogram(at_s, bins=[0, 250, 500, 750, 1000])
@@ -75,7 +75,7 @@ def test_calls_by_the_minute_become_arrivals_whose_rate_follows_them() -> None:
     st.integers(1, 50),
     st.lists(st.floats(0, 100), min_size=1, max_size=9),
 )
-def test_times_never_fall(text: str, rate: float, count: int, gaps_s: list[float]) -> None:
+def test_arrival_times_are_ascending(text: str, rate: float, count: int, gaps_s: list[float]) -> None:
     at_s = np.cumsum(gaps_s)
     drawn = times(text, rate, count, recorded(*(at_s - at_s[0])))
     assert drawn.shape == (count,)
@@ -96,7 +96,7 @@ def test_times_never_fall(text: str, rate: float, count: int, gaps_s: list[float
         ("trace", "need a trace: azure-llm:PATH, mooncake:PATH, maf2019:PATH"),
     ],
 )
-def test_what_makes_no_sense_is_refused(text: str, why: str) -> None:
+def test_invalid_texts_are_refused(text: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         parse_arrivals(text)
 

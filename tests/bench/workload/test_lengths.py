@@ -1,4 +1,4 @@
-"""Lengths by name: the means that were measured, the generators that others use, rows of files, and shrinking."""
+"""Tests of length distributions: measured means, other benchmarks' generators, rows of files, and scaling."""
 
 from pathlib import Path
 
@@ -66,7 +66,7 @@ def test_medians_are_those_measured() -> None:
     assert np.median(outputs) == pytest.approx(129, rel=0.05)
 
 
-def test_prompts_and_answers_go_together_as_measured() -> None:
+def test_prompt_and_output_lengths_have_the_measured_correlation() -> None:
     translated = rank_correlation(sample("bwb"))
     assert translated == pytest.approx(0.8, abs=0.03)  # a longer passage has a longer translation
     reused = rank_correlation(sample("mooncake-synthetic"))
@@ -104,14 +104,14 @@ def test_rows_of_a_file_keep_their_pairs(tmp_path: Path) -> None:
     assert set(zip(prompts.tolist(), outputs.tolist(), strict=True)) == {(10, 1), (20, 2), (30, 1)}  # at least 1 token
 
 
-def test_a_trace_gives_its_rows_in_order_and_again_from_its_start() -> None:
+def test_rows_of_a_trace_are_used_in_order_and_repeated() -> None:
     trace = RequestTrace("t.csv", np.array([5, 6, 7]), np.array([1, 0, 3]))
     prompts, outputs = parse_lengths("trace", trace).sample(np.random.default_rng(0), 5)
     assert prompts.tolist() == [5, 6, 7, 5, 6]
     assert outputs.tolist() == [1, 1, 3, 1, 1]
 
 
-def test_scaled_lengths_are_shares_and_have_a_text_of_their_own() -> None:
+def test_scaled_lengths_are_multiplied_and_the_text_has_the_shares() -> None:
     lengths = parse_lengths("fixed:1000/300").scaled(0.1, 0.5)
     assert [tokens.tolist() for tokens in lengths.sample(np.random.default_rng(0), 1)] == [[100], [150]]
     assert lengths.text == "fixed:1000/300@0.1/0.5"
@@ -122,7 +122,7 @@ def test_scaled_lengths_are_shares_and_have_a_text_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("text", ["lmsys", "qmsum@0.0333/1.0", "bwb@0.1/0.25/256", "uniform:8-512/8-512@1.0/0.125"])
-def test_the_text_of_lengths_makes_them_again(text: str) -> None:
+def test_parsing_the_text_of_lengths_gives_equal_lengths(text: str) -> None:
     lengths = parse_lengths(text)
     assert lengths.text == text
     again = parse_lengths(lengths.text)
@@ -143,7 +143,7 @@ def test_a_request_that_is_too_long_is_cut_in_proportion(prompt: int, output: in
         assert abs(short_prompt - prompt * most / (prompt + output)) <= 1
 
 
-def test_one_seed_gives_one_sample_and_a_longer_one_begins_with_it() -> None:
+def test_a_shorter_sample_is_the_start_of_a_longer_one() -> None:
     for shorter, longer in zip(sample("lmsys", 100), sample("lmsys", 200), strict=True):
         assert shorter.tolist() == longer[:100].tolist()
 
@@ -168,7 +168,7 @@ def test_an_unknown_name_is_refused_with_those_that_exist() -> None:
         ("trace", "need a trace: azure-llm:PATH"),
     ],
 )
-def test_what_makes_no_sense_is_refused(text: str, why: str) -> None:
+def test_invalid_texts_are_refused(text: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         parse_lengths(text)
 

@@ -1,4 +1,4 @@
-"""Popularity: the shares that the papers and their generators give to adapters and ranks, and the order of requests."""
+"""Tests of popularity: shares of adapters and ranks as in papers and their generators, and the order of requests."""
 
 from collections.abc import Sequence
 
@@ -31,7 +31,7 @@ def deal(
 
 
 def shares(dealt: Indices, adapters: int) -> list[float]:
-    """Of each adapter, by index."""
+    """Returns the share of each adapter, by index."""
     return [int(count) / len(dealt) for count in np.bincount(dealt, minlength=adapters)]
 
 
@@ -40,11 +40,11 @@ def of_ranks(dealt: Indices, ranks: Sequence[int]) -> dict[int, float]:
     return {rank: float((asked == rank).mean()) for rank in sorted(set(ranks))}
 
 
-def test_uniform_gives_all_the_same() -> None:
+def test_uniform_gives_all_adapters_equal_shares() -> None:
     assert shares(deal("uniform", 4), 4) == pytest.approx([0.25] * 4, abs=0.01)
 
 
-def test_distinct_deals_a_shuffled_round_and_never_repeats_within_one() -> None:
+def test_distinct_repeats_one_random_permutation() -> None:
     dealt = deal("distinct", 20, count=50).tolist()
     assert sorted(dealt[:20]) == list(range(20))
     assert dealt[:20] != list(range(20))
@@ -176,7 +176,7 @@ def test_a_trace_names_the_adapter_of_each_request() -> None:
         deal("trace", 1, trace=trace)
 
 
-def test_a_trace_by_the_minute_changes_shares_with_time() -> None:
+def test_a_trace_of_calls_per_minute_changes_shares_with_time() -> None:
     trace = RateTrace("m.csv", np.array([[3, 0, 0], [1, 5, 0]], np.int32))
     first, second, idle = (
         shares(deal("trace", 2, at_share=at_share, trace=trace, count=10_000), 2) for at_share in (0.1, 0.5, 1.0)
@@ -203,7 +203,7 @@ def test_a_trace_with_fewer_functions_than_adapters_is_refused() -> None:
     st.integers(0, 60),
     st.integers(0, 2**32),
 )
-def test_whatever_is_dealt_is_an_adapter_and_is_dealt_again_with_the_seed(
+def test_any_distribution_gives_valid_adapters_and_the_same_for_the_same_seed(
     text: str, ranks: list[int], count: int, seed: int
 ) -> None:
     dealt = deal(text, ranks=ranks, count=count, at_share=np.linspace(0, 1, count), seed=seed)
@@ -230,17 +230,17 @@ def test_whatever_is_dealt_is_an_adapter_and_is_dealt_again_with_the_seed(
         ("trace", "need a trace"),
     ],
 )
-def test_what_makes_no_sense_is_refused(text: str, why: str) -> None:
+def test_invalid_texts_are_refused(text: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         parse_popularity(text)
 
 
-def test_there_must_be_an_adapter_to_deal() -> None:
+def test_a_distribution_over_no_adapters_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least one adapter"):
         deal("uniform", 0)
 
 
-def test_a_trace_that_names_no_adapters_deals_none() -> None:
+def test_a_trace_without_adapters_has_no_popularity() -> None:
     some = np.ones(1, np.int64)
     with pytest.raises(ConfigError, match=r"t\.csv does not name adapters"):
         parse_popularity("trace", RequestTrace("t.csv", some, some))

@@ -1,4 +1,4 @@
-"""Presets: all 65 settings can be run, and say what their sources leave unsaid."""
+"""Tests of presets: all 65 settings can be run, and list their assumptions where a source is incomplete."""
 
 import re
 from typing import Any
@@ -125,5 +125,5 @@ def test_settings_are_those_of_the_papers() -> None:
         ("slora-a10g-rate", "The source sweeps requests/s over 1, 1.5, 2, 2.5; 2 is the default."),
     ],
 )
-def test_doubts_about_the_papers_are_told(name: str, said: str) -> None:
+def test_notes_name_doubts_about_the_papers(name: str, said: str) -> None:
     assert any(said in note for note in find_preset(name).notes)

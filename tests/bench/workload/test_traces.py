@@ -1,4 +1,4 @@
-"""Trace readers: the published formats and their reduced forms; what is wrong in a file is named by line and column."""
+"""Tests of trace readers: published formats and their reduced forms; errors name the line and the column."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Workloads: one seed, one list of requests; each part can be changed alone; what was shrunk is said."""
+"""Tests of workloads: equal seeds give equal requests, each part can be changed alone, and scaling leaves notes."""
 
 from dataclasses import replace
 from typing import Any
@@ -36,7 +36,7 @@ def column(workload: Workload, name: str) -> list[Any]:
     return [getattr(request, name) for request in workload.requests]
 
 
-def test_requests_are_numbered_by_arrival_and_ranks_are_dealt_in_turn() -> None:
+def test_requests_are_numbered_by_arrival_and_ranks_repeat_in_order() -> None:
     workload = build(spec())
     assert column(workload, "index") == list(range(200))
     assert column(workload, "at_s") == sorted(column(workload, "at_s"))
@@ -47,7 +47,7 @@ def test_requests_are_numbered_by_arrival_and_ranks_are_dealt_in_turn() -> None:
     assert workload.notes == ()
 
 
-def test_one_seed_makes_one_workload() -> None:
+def test_the_same_seed_gives_the_same_workload() -> None:
     assert build(spec()) == build(spec())
     assert build(spec(seed=2)) != build(spec())
 
@@ -63,7 +63,7 @@ def test_one_seed_makes_one_workload() -> None:
         ({"scale": Scale(prompt_tokens=0.5)}, {"prompt_tokens"}),
     ],
 )
-def test_changing_one_part_leaves_the_others(changes: dict[str, Any], changed: set[str]) -> None:
+def test_changing_one_part_does_not_change_the_others(changes: dict[str, Any], changed: set[str]) -> None:
     before, after = build(spec()), build(spec(**changes))
     names = ("at_s", "adapter", "prompt_tokens", "output_tokens")
     assert {name for name in names if column(before, name) != column(after, name)} == changed
@@ -75,7 +75,7 @@ def test_a_duration_is_a_number_of_requests_at_the_rate() -> None:
     assert len(build(spec(num_requests=None, duration_s=0.01)).requests) == 1
 
 
-def test_without_adapters_all_ask_for_the_base_model() -> None:
+def test_without_adapters_all_requests_use_the_base_model() -> None:
     workload = build(spec(adapters=0))
     assert set(column(workload, "adapter")) == {None}
     assert workload.ranks == ()
@@ -90,7 +90,7 @@ def test_popularity_that_shifts_follows_the_time_of_the_run() -> None:
         assert small[-1000:].mean() == pytest.approx(0.5, abs=0.05)
 
 
-def test_requests_longer_than_the_context_are_cut_and_it_is_said() -> None:
+def test_requests_longer_than_the_context_are_shortened_with_a_note() -> None:
     workload = build(spec(lengths=parse_lengths("fixed:900/100"), max_context=100))
     assert {(request.prompt_tokens, request.output_tokens) for request in workload.requests} == {(90, 10)}
     assert workload.notes == (
@@ -99,7 +99,7 @@ def test_requests_longer_than_the_context_are_cut_and_it_is_said() -> None:
     assert build(spec(max_context=100_000)).notes == ()
 
 
-def test_what_is_scaled_is_scaled_and_said() -> None:
+def test_scaled_quantities_have_notes() -> None:
     scale = Scale(rate=0.5, requests=0.1, adapters=0.5, prompt_tokens=0.1, output_tokens=0.25)
     workload = build(spec(scale=scale, lengths=parse_lengths("fixed:100/40"), arrivals=parse_arrivals("uniform")))
     assert len(workload.requests) == 20
@@ -126,7 +126,7 @@ def test_every_preset_makes_a_workload(name: str) -> None:
     assert (whole.num_requests, whole.duration_s) == (preset.requests, preset.duration_s)
 
 
-def test_toppings_first_setting_asks_for_the_load_of_its_paper() -> None:
+def test_toppings_first_setting_has_the_load_of_its_paper() -> None:
     workload = build(spec_from_preset(find_preset("toppings-s1")))
     assert len(workload.requests) == 2700
     assert set(workload.ranks) == {32}
@@ -187,7 +187,7 @@ def test_a_preset_replays_a_trace_of_requests() -> None:
     st.integers(2, 3000),
     st.integers(0, 2**64),
 )
-def test_whatever_is_asked_for_can_be_sent(
+def test_any_specification_gives_valid_requests(
     arrivals: str, popularity: str, lengths: str, count: int, adapters: int, context: int, seed: int
 ) -> None:
     workload = build(
@@ -226,12 +226,12 @@ def test_whatever_is_asked_for_can_be_sent(
         ({"scale": Scale(prompt_tokens=0)}, "the scale of prompt tokens must be above 0, not 0"),
     ],
 )
-def test_what_makes_no_sense_is_refused(changes: dict[str, Any], why: str) -> None:
+def test_invalid_specifications_are_refused(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         spec(**changes)
 
 
-def test_a_burst_has_no_duration_and_a_workload_has_its_limits() -> None:
+def test_a_burst_with_a_duration_and_too_many_requests_are_refused() -> None:
     with pytest.raises(ConfigError, match="'burst' have no rate: give a number of requests"):
         build(spec(arrivals=parse_arrivals("burst"), rate=None, num_requests=None, duration_s=5.0))
     with pytest.raises(ConfigError, match="more than the 10000000"):
