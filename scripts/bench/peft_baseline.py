@@ -50,7 +50,7 @@ class PeftBaseline:
 def _work(pipe: Connection, model: Path, adapters: dict[str, Path], dtype: str, threads: int) -> None:
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     os.environ["HF_HUB_OFFLINE"] = "1"
-    warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an old name
+    warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
     server = _Server(model, adapters, dtype, threads)
     pipe.send(server.versions())
     while True:

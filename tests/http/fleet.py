@@ -95,7 +95,7 @@ class View:
 
 @dataclass
 class Server:
-    """One instance."""
+    """One instance of a test, with its fake engine."""
 
     engine: FakeEngine
     view: View

@@ -16,8 +16,9 @@ from tests.http.serving import Client, http_config, new_metrics
 
 
 class Cluster:
-    """It knows so many adapters, each on one instance, and counts how often it is asked for the next and for holders
-    without a pause in between."""
+    """A cluster with so many adapters, each on one instance.
+
+    It counts how often the next adapter and holders are requested without a pause in between."""
 
     name = "a"
     registry_version = 1

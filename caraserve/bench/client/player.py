@@ -90,11 +90,11 @@ class RunProgress:
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    """How requests are sent."""
+    """The seed of prompts, and options of sending."""
 
     seed: int
     ignore_eos: bool = True
-    max_concurrency: int | None = None  # closed loop
+    max_concurrency: int | None = None  # limit of requests in flight, in a closed loop; None: open loop
 
 
 class Player:

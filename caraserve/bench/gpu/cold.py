@@ -148,7 +148,7 @@ def _cold_ms(subject: MeasuredModel, adapter: HostAdapter, count: int, mode: str
 
 
 def group_ends(spec: AdapterSpec) -> tuple[int, ...]:
-    """Makes every layer a layer group of its own, so that the layers are copied one after another."""
+    """Returns layer groups of one layer each, so that the layers are copied one after another."""
     return tuple(range(1, len(spec.layer_ends)))
 
 

@@ -80,7 +80,7 @@ def bench_lora(parts: Sequence[str] | None, cores: Sequence[int] | None, effort:
     """
     parts = _parts(parts)
     here = sorted(os.sched_getaffinity(0))
-    cores = tuple(cores) if cores else (*here[1:], here[0])  # the first core is what the event loop would have
+    cores = tuple(cores) if cores else (*here[1:], here[0])  # the first core last: a server's event loop uses it
     if missing := sorted(set(cores) - set(here)):
         raise ConfigError(f"--lora-cpus {missing[0]}: this process may use cores {', '.join(map(str, here))}")
     make_folder(save)

@@ -25,14 +25,14 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#8
 _DASHES = ("-", "--", ":", "-.")
 INK, _GRID = "#1f2328", "#d0d4d9"
 _NAME_LENGTH = 34
-_CDF_POINTS = 400  # of a line: more cannot be seen
+_CDF_POINTS = 400  # per line: more make no visible difference
 _WINDOWS = 60  # of a time line
 _LONG_TAIL = 30  # 99th over 1st percentile above which an axis is logarithmic: a linear one would show only the tail
 SWEEP_MARK = " @ "  # between a name and its rate in a run's label
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
+    """Returns True if matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 

@@ -23,7 +23,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class LabelRatios:
-    """One label compared with the first."""
+    """The figures of one label, and their ratios to those of the first label."""
 
     label: str
     repeats: int

@@ -105,7 +105,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """How late requests were sent, compared with the schedule."""
+    """The lateness of requests: the times from when they were due until they were sent."""
 
     mean_ms: float
     p99_ms: float
@@ -116,7 +116,7 @@ class Lateness:
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """How long a closed loop's requests waited, from their due time until fewer than `concurrency` were in flight."""
+    """The waits of a closed loop's requests, from their due time until fewer than `concurrency` were in flight."""
 
     concurrency: int
     mean_ms: float
@@ -173,7 +173,10 @@ class RequestGroup:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One run. `valid`: some requests were answered, and were sent at most 1 % of the mean gap late on average."""
+    """The summary of one run.
+
+    It is `valid` if some requests were answered, and requests were sent at most 1 % of the mean gap late on average.
+    """
 
     label: str
     sent: int

@@ -45,7 +45,7 @@ class IterationRun(NamedTuple):
 
 
 class BatchSimulator:
-    """What runs on one instance, and what waits for it."""
+    """The running and the waiting requests of one instance, under a virtual clock in ns."""
 
     def __init__(self, machine: Machine, trace: list[IterationRun] | None = None) -> None:
         self._machine, self._model, self._ahead = machine, machine.model, machine.launches_ahead
@@ -70,7 +70,7 @@ class BatchSimulator:
         self._kv_promised = 0  # needed by waiting requests
         self._backlog: Backlog | None = None
 
-    # --- what others see ---
+    # --- state ---
 
     def backlog(self) -> Backlog:
         """Returns the backlog at the time advanced to; the same object until something changes."""

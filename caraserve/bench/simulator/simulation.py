@@ -107,7 +107,11 @@ class EventCounts:
 
 
 class Simulation:
-    """One run. Every event is appended to `log` if given: (time in ns, what, request or instance, instance)."""
+    """One run of a simulated cluster.
+
+    Heartbeats, arrivals and deliveries are appended to `log` if given: (time in ns, kind, request or instance,
+    instance).
+    """
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ class Served:
     url: str
 
     def log(self) -> list[dict[str, list[float]]]:
-        """What the endpoint noted of complete answers."""
+        """Returns the endpoint's records of complete answers."""
         with urlopen(f"{self.url}/log") as answer:
             noted: list[dict[str, list[float]]] = json.load(answer)
         return noted
