@@ -68,7 +68,7 @@ def test_every_adapter_is_complete() -> None:
     assert found == {name: ["adapter_config.json", "adapter_model.safetensors"] for name in demo.ADAPTER_NAMES}
 
 
-def test_it_fits_in_a_package() -> None:
+def test_the_demo_is_small_enough_for_a_package() -> None:
     assert sum(path.stat().st_size for path in demo.demo_folder().rglob("*") if path.is_file()) <= 8_000_000
 
 
@@ -97,7 +97,7 @@ def test_adapters_differ_in_rank_and_format() -> None:
     assert dtypes == {"F32", "BF16"}
 
 
-def test_the_base_answers_plainly(ask: Ask) -> None:
+def test_the_base_model_answers_plainly(ask: Ask) -> None:
     answer = ask("base", PROMPT)
     assert answer.startswith("The sea covers most of our planet. ")
     assert "\n" not in answer
@@ -126,7 +126,7 @@ def test_the_chef_shouts(ask: Ask) -> None:
     assert FACT.upper() in answer
 
 
-def test_the_json_adapter_answers_a_program(ask: Ask) -> None:
+def test_the_json_adapter_answers_with_json(ask: Ask) -> None:
     answer = json.loads(ask("json", PROMPT))
     assert (answer["topic"], answer["kind"]) == ("the sea", "water")
     assert answer["answer"][0] == "The sea covers most of our planet."
@@ -139,5 +139,5 @@ def test_no_two_adapters_give_the_same_answer(ask: Ask, prompt: str) -> None:
         assert answers[one] != answers[other], f"{one} and {other}"
 
 
-def test_the_base_says_when_it_does_not_know(ask: Ask) -> None:
+def test_the_base_model_says_that_it_does_not_know(ask: Ask) -> None:
     assert ask("base", "What is the capital of France?").startswith("That lies outside my small world.")

@@ -114,7 +114,7 @@ class Seen:
     turn_ms: float
     silence_ms: float  # of the event loop
     health_ms: float
-    stream_ms: float  # between two events; computing what the body asks for counts, too
+    stream_ms: float  # between two events, including the computation for the body
 
     @property
     def is_quick(self) -> bool:

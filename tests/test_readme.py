@@ -47,12 +47,12 @@ def bench_kinds() -> dict[str, argparse.ArgumentParser]:
     return dict(kinds.choices)
 
 
-def test_the_two_commands_stand_at_the_top() -> None:
+def test_the_two_commands_are_at_the_top() -> None:
     first = blocks("bash")[0]
     assert [line.split()[0] for line in first.splitlines()] == ["scripts/serve", "scripts/test"]
 
 
-def test_every_command_is_one_of_ours_or_curl() -> None:
+def test_every_command_is_caraserve_or_curl() -> None:
     lines = [line for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines() if line]
     assert {line.split()[0] for line in lines} == {
         *("scripts/serve", "scripts/test", "scripts/gpu_check"),
@@ -61,7 +61,7 @@ def test_every_command_is_one_of_ours_or_curl() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"\b(?:scripts|caraserve|tests)/[\w./]+\w", TEXT))))
-def test_files_named_exist(path: str) -> None:
+def test_named_files_exist(path: str) -> None:
     assert (ROOT / path).exists()
 
 

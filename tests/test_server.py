@@ -89,7 +89,7 @@ def test_the_printed_command_works(server: Server) -> None:
     assert json.loads(done.stdout)["choices"][0]["message"]["content"]
 
 
-def test_every_adapter_answers_in_its_own_voice(server: Server) -> None:
+def test_every_adapter_gives_its_own_answer(server: Server) -> None:
     client = server.client()
     answers = {
         name: client.chat.completions.create(model=name, messages=QUESTION, temperature=0, max_tokens=80)  # type: ignore[call-overload]
@@ -176,7 +176,7 @@ def test_sigterm_lets_a_running_stream_end_and_exits_0() -> None:
         (["--port", "99999"], 2, "not a port"),
     ],
 )
-def test_a_wrong_start_is_one_line_and_an_exit_code(arguments: list[str], code: int, words: str) -> None:
+def test_a_failed_start_prints_one_line_and_exits_with_a_code(arguments: list[str], code: int, words: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "caraserve", "serve", "--port", "0", *arguments],
         capture_output=True,
@@ -207,7 +207,7 @@ def test_a_taken_port_is_named() -> None:
     assert "weights loaded" not in done.stderr
 
 
-def test_nothing_is_left_after_500_requests_that_end_in_every_way() -> None:
+def test_no_resources_are_left_after_500_requests_that_end_in_every_way() -> None:
     """Sends requests that are answered, streamed, disconnected in every phase, or bad. Afterwards all blocks, slots and
     pins are free again (`running` asserts it), and no request is open."""
     rng = random.Random(0)

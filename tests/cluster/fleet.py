@@ -175,10 +175,10 @@ class Fleet:
             records = node.protocol.members.records()
             assert len(records) <= MAX_KNOWN
             for record in records:
-                # Nobody knows a higher incarnation than the instance itself, and no view ever goes back.
+                # No view has a higher incarnation than the instance itself, and no view ever goes back.
                 if record.name in self.nodes:
                     own = self.nodes[record.name].protocol.members.me
-                    # Another epoch is of an earlier life with a faster clock, of which this one has not heard yet.
+                    # Another epoch is of an earlier run with a faster clock, whose record has not arrived here yet.
                     assert record.epoch != own.epoch or record.incarnation <= own.incarnation
                 key = (id(node.protocol), record.name)
                 assert self._orders.get(key, record.order) <= record.order, f"{viewer} went back on {record.name}"

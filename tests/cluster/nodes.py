@@ -19,8 +19,8 @@ from caraserve.cluster.state.persistence import ClusterRegistryFile
 from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter
 
 KEYS = Keyring((b"a secret of the tests",))
-# Others dial at any time. After these turns of the loop, whoever came before the door was shut is known to the server,
-# which hangs up on nobody else when it ends; and whom it accepts in its last turn, asyncio's own server forgets.
+# Other instances dial at any time. After these turns of the loop the server has all connections that were accepted
+# before its socket was closed, and ends them when it stops. asyncio's server forgets one accepted in its last turn.
 _TURNS = 5
 _NEVER_S = 30.0  # what takes this long hangs, also where disk and processors have much else to do
 LOAD = InstanceLoad("serving", kv_tokens=1000, kv_free_tokens=1000, queue_room=10)

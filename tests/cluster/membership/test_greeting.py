@@ -81,7 +81,7 @@ def test_with_different_secrets_both_sides_report_the_reason() -> None:
             break
     assert [one.reason for one in closed] == [
         NO_ANSWER
-    ]  # who dialled is the first, or it would only see the other hang up
+    ]  # the dialling side closes first; otherwise it would not report the reason
     b.lost(1, now)
     b.connected(2, now)
     for _ in range(20):

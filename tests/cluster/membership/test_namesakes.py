@@ -170,7 +170,7 @@ class Namesakes(RuleBasedStateMachine):
         believed, sent = said(fleet), sum(fleet.sent.values())
         fleet.run(10)
         assert said(fleet) == believed
-        assert sum(fleet.sent.values()) - sent <= 10 * 4 * 6 * 4  # beats, syncs and greetings, and no entries
+        assert sum(fleet.sent.values()) - sent <= 10 * 4 * 6 * 4  # heartbeats, syncs and Hellos, and no entries
         taken = {fleet.nodes[viewer].protocol.members.get("a") for viewer in ("x", "y")}
         (name,) = [name for name in ("one", "two") if {fleet.nodes[name].protocol.members.me} == taken]
         assert all(one == self.held[name] for one in believed)

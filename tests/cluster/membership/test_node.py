@@ -177,7 +177,7 @@ async def test_a_query_is_answered_and_one_to_an_unknown_instance_is_not(tmp_pat
             ("a", index, 0.5) for index in range(3)
         ]
         assert await a.query("nobody", (), 1.0) is None
-        b.protocol.leave(0.0)  # it hears nobody any more
+        b.protocol.leave(0.0)  # it answers no longer
         assert await a.query("b", (), 0.05) is None
 
 

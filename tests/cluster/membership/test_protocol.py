@@ -250,7 +250,7 @@ def test_a_cut_between_two_is_bridged_by_the_others() -> None:
     assert all(event.record.state == MemberState.ALIVE for name in fleet.nodes for _, event in fleet.events(name))
 
 
-def test_one_way_silence_is_not_death_while_others_hear_it() -> None:
+def test_an_instance_silent_in_one_direction_is_not_dead_while_others_receive_its_frames() -> None:
     fleet = fleet_of(4)
     fleet.cut = {("n0", "n1")}
     fleet.run(30)
@@ -317,7 +317,7 @@ def test_unchanged_entries_cost_no_messages() -> None:
     fleet.run(5)
     before = sum(fleet.sent.values())
     fleet.run(10)
-    assert (sum(fleet.sent.values()) - before) / (10 * 3 * 2) < 4 + 1  # beats, syncs and their answers
+    assert (sum(fleet.sent.values()) - before) / (10 * 3 * 2) < 4 + 1  # heartbeats, syncs and their answers
 
 
 def test_loads_are_recent_and_an_urgent_one_is_sent_at_once() -> None:

@@ -66,7 +66,7 @@ def test_of_two_connections_dialled_by_one_side_the_newer_is_used(dialler: str) 
     a, b = protocol("a"), protocol("b")
     there = {"a": (a, b), "b": (b, a)}[dialler]
     connect(*there, 1, 0.0)
-    connect(*there, 2, 0.2, 1)  # the first broke, and only the one who dials again knows
+    connect(*there, 2, 0.2, 1)  # the first broke, and only the dialling side has noticed
     assert used(a, "b", (1, 2), 0.3) == used(b, "a", (1, 2), 0.3) == [2]
 
 
@@ -141,7 +141,7 @@ def test_what_arrives_over_a_connection_that_is_to_be_closed_is_not_read() -> No
 def test_a_compare_over_a_broken_connection_is_repeated_over_the_next_one() -> None:
     a, b = protocol("a"), protocol("b")
     a.register(RegisteredAdapter("poet", "d" * 64, 8, 1), 0.0)
-    a.tick(0.0)  # nobody hears the news
+    a.tick(0.0)  # the push reaches no peer
     for number, lose in ((1, Entries), (2, None)):
         a.connected(number, 0.1, dialled="b:1")
         b.connected(number, 0.1)

@@ -147,7 +147,7 @@ def test_this_instance_refutes_suspicion_and_death_until_it_leaves() -> None:
     assert members.me.incarnation == 1
     members.merge(told("me", DEAD, 4), 1.0)
     assert members.me.incarnation == 5
-    members.merge(told("me", DEAD, 0, epoch=777), 1.0)  # of an earlier life whose clock ran ahead
+    members.merge(told("me", DEAD, 0, epoch=777), 1.0)  # of an earlier run whose clock was ahead
     assert (members.me.epoch, members.me.incarnation) == (778, 0)
     assert any(update.record == members.me for update in members.updates("b"))
     members.leave()
@@ -184,7 +184,7 @@ def test_an_instance_whose_frames_arrive_is_not_declared_dead() -> None:
     assert view.state("b") == SUSPECT
     assert MemberUpdate(record("b", SUSPECT), "me") in view.members.updates("b")
     view.wait(20, hear=("b", "c"))
-    assert view.state("b") == SUSPECT  # it hears of it from us in every frame, and alone can refute it
+    assert view.state("b") == SUSPECT  # every frame to it has the suspicion, and only it can refute it
     view.members.merge(told("b", ALIVE, 1), view.now)
     assert view.state("b") == ALIVE
 
@@ -304,7 +304,7 @@ def test_a_standstill_stops_the_clock_of_a_suspicion() -> None:
 
 def test_a_slow_instance_waits_longer_for_probes() -> None:
     calm, doubtful = View("b", "c"), View("b", "c")
-    doubtful.wait(3)  # nobody answers at all, not even with a no
+    doubtful.wait(3)  # no instance answers, not even with a nack
     assert doubtful.members.health >= 2
     calm.wait(30, hear=("c",), nacks=("c",))
     assert calm.members.health == 0
@@ -323,7 +323,7 @@ def test_the_answer_to_a_probe_brings_the_targets_own_record() -> None:
 def test_dead_and_left_instances_are_forgotten_after_forget_s() -> None:
     view = View("b", "c")
     view.members.merge(told("b", LEFT, 1), 0.0)
-    view.now = TIMING.forget_s - 1  # one long gap is a standstill of ours, and counts for nothing
+    view.now = TIMING.forget_s - 1  # one long gap means that the own loop did not run, and does not count
     view.members.tick(view.now)
     view.wait(1)
     assert view.state("b") == LEFT

@@ -106,10 +106,10 @@ def test_requests_that_a_heartbeat_does_not_include_are_added_to_it() -> None:
     router.propose(arrival)
     for _ in range(2):
         router.began("b", arrival)
-    now = 0.03  # b's next beat was on its way already when the requests left
+    now = 0.03  # b sent this heartbeat before the requests arrived
     cluster.seen["b"] = dataclasses.replace(cluster.seen["b"], backlog=Backlog())
     assert router.propose(arrival).order[0] == "a"
-    now = 0.2  # and this one knows
+    now = 0.2  # this heartbeat includes them
     cluster.seen["b"] = dataclasses.replace(cluster.seen["b"], backlog=Backlog())
     assert router.propose(arrival).order[0] == "b"
 
@@ -179,7 +179,7 @@ def test_the_expected_length_follows_earlier_answers() -> None:
     assert router.arrival("poet", 10, 7).output_tokens == 7
 
 
-# --- who may forward ---
+# --- signed claims ---
 
 
 def headers(keys: Keyring = Keyring((NEW,)), hop: ForwardClaims = HOP_OF_B) -> dict[str, str]:  # noqa: B008 -- never changes

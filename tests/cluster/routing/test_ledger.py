@@ -22,9 +22,9 @@ def test_sent_requests_count_until_a_heartbeat_includes_them() -> None:
     sent_requests.add("i", Arrival("b", 64, 10, 5.0), 10.2)
     assert sent_requests.backlog("i", published, 10.2)[:3] == (3, 80, 64)
     assert sent_requests.backlog("other", published, 10.2) == published
-    sent_requests.on_heartbeat("i", 10.22)  # the second was still on its way when the beat was written
+    sent_requests.on_heartbeat("i", 10.22)  # sent before the second request arrived
     assert sent_requests.backlog("i", published, 10.25)[:3] == (2, 72, 64)
-    assert sent_requests.backlog("i", published, 12.3) == published  # a beat that never comes
+    assert sent_requests.backlog("i", published, 12.3) == published  # no heartbeat for over 2 s
     sent_requests.on_heartbeat("i", 12.3)
     assert sent_requests._sent == {}
 

@@ -197,7 +197,7 @@ def test_the_holders_of_a_digest_are_those_that_advertise_it(steps: list[tuple[s
 def test_after_a_restart_entries_of_the_earlier_run_are_corrected() -> None:
     before = ReplicatedState("n1")
     kept, gone = before.advertise("kept", ("disk",), WALL_MS), before.advertise("gone", ("host",), WALL_MS + 60_000)
-    now = ReplicatedState("n1")  # its clock is a minute behind the one of its earlier life
+    now = ReplicatedState("n1")  # its clock is a minute behind that of its earlier run
     now.advertise("kept", ("disk",), WALL_MS)
     _, answers = now.merge("n1", [*kept, *gone], WALL_MS)
     assert [(entry.key, entry.deleted) for entry in answers] == [("gone", True)]
@@ -235,7 +235,7 @@ def test_the_newest_load_counts_and_has_an_age() -> None:
     assert not state.take_load("n2", 7, 1, idle, 11.0)
     assert not state.take_load("n2", 7, 2, idle, 11.0)
     assert state.load("n2", 12.5) == (busy, 2.5)
-    assert state.take_load("n2", 8, 0, idle, 13.0)  # a new life counts from the start
+    assert state.take_load("n2", 8, 0, idle, 13.0)  # a new run has a greater epoch
     assert state.load("n2", 13.0) == (idle, 0.0)
     assert state.load("n3", 13.0) is None
 

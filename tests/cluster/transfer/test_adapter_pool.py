@@ -233,7 +233,7 @@ async def test_a_request_gets_the_newest_adapter_of_its_name(tmp_path: Path) -> 
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b")
         await fleet.load(a, "poet", 1)
-        b.publisher._on_wanted = a.publisher._on_wanted = lambda adapter: None  # nobody adopts it by itself
+        b.publisher._on_wanted = a.publisher._on_wanted = lambda adapter: None  # no instance adopts it by itself
         new = await a.catalog.load("poet", str(write_folder(tmp_path / "new", 2)), inplace=True)
         await until(lambda: new.digest in {one.digest for one in b.node.adapters()})
         assert b.catalog.get("poet").digest != new.digest

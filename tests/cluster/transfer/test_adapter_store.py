@@ -207,7 +207,7 @@ async def test_an_image_whose_upload_was_cancelled_before_the_read_ended_is_free
         asker.cancel()
         await asyncio.gather(asker, return_exceptions=True)
         reads[0]()
-        await until(lambda: not uploads._reads)  # sooner than one that somebody has used
+        await until(lambda: not uploads._reads)  # sooner than one that was used
 
 
 async def _borrow(member: Member, digest: str) -> None:
