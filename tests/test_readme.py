@@ -52,7 +52,7 @@ def test_the_two_commands_are_at_the_top() -> None:
     assert [line.split()[0] for line in first.splitlines()] == ["scripts/serve", "scripts/test"]
 
 
-def test_every_command_is_caraserve_or_curl() -> None:
+def test_every_command_is_a_script_caraserve_or_curl() -> None:
     lines = [line for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines() if line]
     assert {line.split()[0] for line in lines} == {
         *("scripts/serve", "scripts/test", "scripts/gpu_check"),
