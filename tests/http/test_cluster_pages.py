@@ -18,7 +18,8 @@ from tests.http.serving import Client, http_config, new_metrics
 class Cluster:
     """A cluster with so many adapters, each on one instance.
 
-    It counts how often the next adapter and holders are requested without a pause in between."""
+    It counts how often the next adapter and holders are requested without a pause in between.
+    """
 
     name = "a"
     registry_version = 1

@@ -37,11 +37,11 @@ class SimRequest:
 class IterationRun(NamedTuple):
     """A run of equal iterations."""
 
-    start: int
-    each: int
-    times: int
-    decoding: int
-    prompt_tokens: int
+    start: int  # ns
+    each: int  # time of an iteration, in ns
+    times: int  # number of iterations
+    decoding: int  # requests
+    prompt_tokens: int  # in each iteration
 
 
 class BatchSimulator:
