@@ -5,8 +5,8 @@
     await node.close()                    closes the registry file, when HTTP has ended
     await node.ended                      raises ConfigError when the cluster refuses this instance for good
 
-All other methods run on the event loop and do not wait. `add_peer_routes` of http/peer_routes.py puts `node.accept` on
-a port. Forwarded requests and adapter bytes use that port too: `record.address` is an instance's only address.
+All other methods run on the event loop and do not wait. `add_peer_routes` of http/app.py adds `node.accept` to a port.
+Forwarded requests and adapter bytes use that port too: `record.address` is an instance's only address.
 """
 
 import asyncio

@@ -163,7 +163,7 @@ class WebSocketTransport:
 async def _refuse_redirect(
     session: aiohttp.ClientSession, context: object, answer: aiohttp.TraceRequestRedirectParams
 ) -> None:
-    """Prevents that the server at a peer's address chooses another URL for this machine to request."""
+    """Refuses a redirect, so that the server at a peer's address cannot make this machine request another URL."""
     raise aiohttp.ClientConnectionError(f"{answer.url} redirects to another address")
 
 

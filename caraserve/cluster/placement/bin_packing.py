@@ -182,7 +182,7 @@ class Packing:
                     stays -= taken / load
             home = max(found, key=lambda part: part[1])[0] if found and not own else order[0]
             fractions = dict(found)
-            fractions[home] = fractions.get(home, 0.0) + stays  # so does load that no class has room for
+            fractions[home] = fractions.get(home, 0.0) + stays  # including load that no class has room for
             pieces += [self._piece(adapter, part, rank, is_home=rank == home) for rank, part in fractions.items()]
         return pieces
 

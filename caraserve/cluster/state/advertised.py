@@ -20,7 +20,7 @@ from caraserve.cluster.routing.router import Instance
 from caraserve.cluster.state.replicated_map import Entry, EntryValue, InstanceLoad, LwwMap, ServingStatus
 from caraserve.engine.stats import EngineLoad
 
-MODEL, LINKS = ":model", ":links"  # keys on an instance's own lww_map; all others there are digests of adapters
+MODEL, LINKS = ":model", ":links"  # keys in an instance's own map; placement has two more, and all others are digests
 
 _MOST_VALUES = 256  # decoded models, or links, in the cache: several of each instance
 
@@ -123,7 +123,7 @@ def instance_of(
 
 Known = tuple[
     MemberRecord, tuple[InstanceLoad, float] | None, LwwMap | None
-]  # its newest load with its age, and its own lww_map
+]  # an instance's record, its newest load with its age in seconds, and its own map
 
 
 class InstanceViews:

@@ -20,10 +20,10 @@ from caraserve.cluster.membership.message_fields import Count, Integer, Name
 from caraserve.config import ADAPTER_NAME, DIGEST
 from caraserve.errors import InvalidRequest
 
-REGISTRY = ""  # the owner of the lww_map of adapter names; no instance has an empty name
+REGISTRY = ""  # the owner of the map of adapter names; no instance has an empty name
 BUCKETS = 256
-MAX_ENTRIES = 100_000  # keys on one lww_map
-MAX_TOMBSTONES = 100_000  # on one lww_map, besides
+MAX_ENTRIES = 100_000  # keys in one map
+MAX_TOMBSTONES = 100_000  # in one map, beside its keys
 MAX_KEY, MAX_VALUE = 256, 4096  # characters of a key, and of a value's texts together
 MAX_ITEMS = 8  # in a value
 MAX_AHEAD_S = 3600.0  # an entry from further in the future has a wrong clock's time, and would win until then
@@ -41,8 +41,7 @@ ServingStatus = Literal["starting", "serving", "draining"]
 
 
 class Entry(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A key's newest value, or its tombstone (`deleted`, with an empty value). The instance `node` wrote it at
-    `hlc`."""
+    """A key's newest value, or its tombstone (`deleted`, with an empty value), written by instance `node` at `hlc`."""
 
     key: Annotated[str, Meta(max_length=MAX_KEY)]
     value: Annotated[EntryValue, Meta(max_length=MAX_ITEMS)]
@@ -52,7 +51,8 @@ class Entry(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
     @property
     def order(self) -> tuple[int, str, bool, str]:
-        """The order of entries of a key; total, so that merging gives one result in any order."""
+        """The key by which entries of a key are ordered. The order is total, so that merging in any sequence gives one
+        result."""
         return (self.hlc, self.node, self.deleted, repr(self.value))
 
     @property

@@ -72,7 +72,7 @@ class ChunkSource(Protocol):
 
 @dataclass(slots=True)
 class DownloadCounts:
-    """Counts of all downloads so far."""
+    """Counts over all downloads of this process; `seconds` is the sum of their times."""
 
     fetched: int = 0
     failed: int = 0
