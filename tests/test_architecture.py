@@ -1,4 +1,4 @@
-"""The house rules that a reader relies on: imports run one way, heavy packages stay in their place, files stay small.
+"""Rules for the source: imports go one way, heavy packages are imported only in their place, files stay small.
 
 Everything is read from the source text, so an import inside a function counts like one at the top of its file.
 """

@@ -1,4 +1,4 @@
-"""How a server's parts are put together when it is one of several."""
+"""The composition of a server's parts when it is one instance of a fleet."""
 
 import argparse
 import asyncio
