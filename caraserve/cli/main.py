@@ -120,8 +120,6 @@ def _profile(args: argparse.Namespace) -> int:
 
 
 def _bench(words: Sequence[str]) -> int:
-    from caraserve.bench.cli import (
-        run_benchmark,
-    )  # imported here, because its imports would slow down the other commands
+    from caraserve.bench.cli import run_benchmark  # here, since its imports would slow down the other commands
 
     return run_benchmark(words)
