@@ -185,6 +185,7 @@ async def start_engine(
         emulate_link_mb_per_s=None,
         profile=None,
         allow_runtime_lora_updating=False,
+        allow_adapter_path=[],
     )
     engine_config = EngineConfig(
         device="cpu",
