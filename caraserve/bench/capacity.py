@@ -89,7 +89,7 @@ async def rate_here(
     endpoint: Endpoint,
     spec: WorkloadSpec,
     names: Sequence[str],
-    preset: Preset | None,
+    preset_name: str | None,
     notes: list[str],
 ) -> float:
     """Measures the capacity and returns the rate that compares with the setting's on its machine; NaN if interrupted.
@@ -104,6 +104,7 @@ async def rate_here(
         capacity = capacity_per_s(run)
     except ValueError as error:
         raise ConfigError(f"the capacity cannot be measured: {error}") from None
+    preset = None if preset_name is None else find_preset(preset_name)
     share = share_of_capacity(preset)
     asked = f"The setting's {preset.rates.default:g} requests/s are" if preset and preset.rates else "The load is"
     notes.append(

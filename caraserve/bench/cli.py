@@ -10,15 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, count, positive
+from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, count, names_among, positive
 from caraserve.bench.synthetic import ITEMSIZE, SHAPES
-from caraserve.cluster.placement.plan_factory import ROUTINGS
+from caraserve.cluster.routing.policies import ROUTINGS
 from caraserve.config import LOADING_MODES, LORA_KERNELS
 from caraserve.errors import ConfigError
 from caraserve.util.option_values import parse_cpus
 
 LORA_PARTS = ("kernels", "round-trip", "threads", "gpu")
-_BACKENDS = ("openai", "openai-chat", "llamacpp")
 
 
 def run_benchmark(argv: Sequence[str]) -> int:
@@ -57,7 +56,9 @@ def _add_serve(kinds: Any) -> None:
     group = serve.add_argument_group("endpoint")
     group.add_argument("--url", metavar="URL", help="as http://host:port; without it a server is started")
     group.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
-    group.add_argument("--backend", choices=_BACKENDS, default="openai", help="what the endpoint speaks")
+    group.add_argument(
+        "--backend", choices=("openai", "openai-chat", "llamacpp"), default="openai", help="what the endpoint speaks"
+    )
     group.add_argument("--lora-modules", nargs="+", metavar="NAME", help="adapters to use (default: all it lists)")
     _add_random_model(group)
     LoadOptions.add_arguments(serve)
@@ -75,13 +76,14 @@ def _add_modes(kinds: Any) -> None:
         usage="caraserve bench modes [OPTIONS] [-- SERVE-OPTIONS]",
     )
     group = modes.add_argument_group("modes")
+    modes_of = names_among(LOADING_MODES, "loading mode")
     group.add_argument(
-        "--modes", type=_modes, default=tuple(LOADING_MODES), metavar="LIST", help=",".join(LOADING_MODES)
+        "--modes", type=modes_of, default=tuple(LOADING_MODES), metavar="LIST", help=",".join(LOADING_MODES)
     )
     group.add_argument(
         "--lora-kernel",
         dest="lora_kernels",
-        type=_kernels,
+        type=names_among(LORA_KERNELS, "LoRA kernel"),
         default=(),
         metavar="LIST",
         help=f"every mode with each of {','.join(LORA_KERNELS)} in turn; GPU only (default: the server's)",
@@ -112,22 +114,6 @@ def _add_random_model(group: Any) -> None:
     group.add_argument("--random-model", choices=tuple(SHAPES), help="serve random weights of this shape")
     group.add_argument("--targets", choices=tuple(TARGETS), default="qkv", help="modules of random adapters")
     group.add_argument("--dtype", choices=tuple(ITEMSIZE), default="bfloat16", help="of random weights")
-
-
-def _modes(text: str) -> tuple[str, ...]:
-    modes = tuple(text.split(","))
-    for mode in modes:
-        if mode not in LOADING_MODES:
-            raise argparse.ArgumentTypeError(f"{mode!r} is no loading mode; there are {', '.join(LOADING_MODES)}")
-    return tuple(dict.fromkeys(modes))
-
-
-def _kernels(text: str) -> tuple[str, ...]:
-    kernels = tuple(text.split(","))
-    for kernel in kernels:
-        if kernel not in LORA_KERNELS:
-            raise argparse.ArgumentTypeError(f"{kernel!r} is no LoRA kernel; there are {', '.join(LORA_KERNELS)}")
-    return tuple(dict.fromkeys(kernels))
 
 
 def _add_compare(kinds: Any) -> None:
@@ -169,7 +155,8 @@ def _add_cluster(kinds: Any) -> None:
         "Without --preset or --trace it is Toppings' simulation: 60 instances, 40,000 adapters, 340 requests/s.",
     )
     group = cluster.add_argument_group("fleet")
-    group.add_argument("--routing", type=_routings, default=ROUTINGS, metavar="LIST", help=",".join(ROUTINGS))
+    routings = names_among(ROUTINGS, "routing policy")
+    group.add_argument("--routing", type=routings, default=ROUTINGS, metavar="LIST", help=",".join(ROUTINGS))
     group.add_argument("--instances", type=count, metavar="N", help="(default: as many as the preset has)")
     group.add_argument(
         "--kernel",
@@ -204,14 +191,6 @@ def _add_cluster(kinds: Any) -> None:
     cluster.set_defaults(run=_cluster)
 
 
-def _routings(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    for name in names:
-        if name not in ROUTINGS:
-            raise argparse.ArgumentTypeError(f"{name!r} is no routing policy; there are {', '.join(ROUTINGS)}")
-    return tuple(dict.fromkeys(names))
-
-
 def _cluster(args: argparse.Namespace) -> int:
     from caraserve.bench.simulator.command import ClusterOptions, bench_cluster
 
@@ -243,16 +222,8 @@ def _serve(args: argparse.Namespace) -> int:
     from caraserve.bench.serve import BenchTarget, bench_serve
 
     load, report = LoadOptions.from_args(args), ReportOptions.from_args(args)
-    target = BenchTarget(
-        url=args.url,
-        api_key=args.api_key,
-        backend=args.backend,
-        lora_modules=tuple(args.lora_modules) if args.lora_modules is not None else None,
-        random_model=args.random_model,
-        targets=args.targets,
-        dtype=args.dtype,
-        serve=args.serve_arguments or None,
-    )
+    values = {name: getattr(args, name) for name in BenchTarget.__slots__ if name != "serve"}
+    target = BenchTarget(**values, serve=args.serve_arguments or None)
     return run_and_report("serve", lambda: bench_serve(target, load, report, args.label), report, _arguments(args))
 
 
@@ -261,19 +232,8 @@ def _bench_modes(args: argparse.Namespace) -> int:
     from caraserve.bench.output import run_and_report
 
     load, report = LoadOptions.from_args(args), ReportOptions.from_args(args)
-    options = ModesOptions(
-        modes=args.modes,
-        repeats=args.repeats,
-        resident=args.resident,
-        random_model=args.random_model,
-        targets=args.targets,
-        dtype=args.dtype,
-        lora_kernels=args.lora_kernels,
-        emulate_link_mb_per_s=args.emulate_link_mb_per_s,
-        calm_cores=args.calm_cores,
-        cores_used=args.cores_used,
-        serve=args.serve_arguments,
-    )
+    values = {name: getattr(args, name) for name in ModesOptions.__slots__ if name != "serve"}
+    options = ModesOptions(**values, serve=args.serve_arguments)
     return run_and_report("modes", lambda: bench_modes(options, load, report), report, _arguments(args))
 
 

@@ -7,6 +7,8 @@ mode's latencies are compared with those of `cached` in the same repeat, which h
 import asyncio
 import math
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,12 +24,12 @@ from caraserve.bench.servers import (
     Synthetic,
     api_key_in,
     busy_s,
+    longest,
     make_synthetic,
     own_server,
     working_folder,
 )
 from caraserve.bench.workload.build import WorkloadSpec, build
-from caraserve.bench.workload.presets import find_preset
 from caraserve.errors import ConfigError
 
 BASELINE = "cached"
@@ -137,7 +139,7 @@ class _Prepared:
             *("--loading-mode", variant.mode),
             *(("--lora-kernel", variant.kernel) if variant.kernel is not None else ()),
             *("--lora-pool-bytes", str(self.made.room_bytes(held))),
-            *("--max-host-adapters-bytes", str(2 * self.made.room_bytes() + (256 << 20))),
+            *self.made.host_room(),
             *(("--emulate-link-mb-per-s", f"{link:g}") if link is not None else ()),
             *self.options.serve,
         )
@@ -150,8 +152,7 @@ def _prepared(options: ModesOptions, load: LoadOptions, folder: Path, notes: lis
     notes += [] if note is None else [note]
     workload = build(spec if spec.rate is not None else with_rate(spec, math.inf))
     count = len(workload.ranks)
-    longest = max(each.prompt_tokens + each.output_tokens for each in workload.requests)
-    context = load.max_model_len or -(-longest // 64) * 64 + 64
+    context = load.max_model_len or longest(workload)
     made = make_synthetic(folder, model, options.dtype, context, workload.ranks, TARGETS[options.targets])
     resident = options.resident or max(1, count // 4)
     if resident > count:
@@ -192,10 +193,8 @@ async def _measured(
     runner: BenchmarkRunner, bench: _Prepared, variant: ModeVariant, spec: WorkloadSpec
 ) -> tuple[float, Run]:
     """Measures one run on a new, warmed-up server. Returns the cores that other programs used, and the run."""
-    async with own_server(bench.arguments(variant), runner.stopped) as server:
-        endpoint = await _endpoint(server, bench)
+    async with _warm_server(runner, bench, variant) as (server, endpoint):
         workload = build(spec)
-        await runner.warm_up(endpoint, bench.made.names)
         await _calm(bench.options.calm_cores)
         ours_s, busy_before_s = server.cpu_s() + time.process_time(), busy_s()
         run = await runner.play(endpoint, workload, bench.made.names, variant.label)
@@ -213,8 +212,15 @@ async def _calm(cores: float) -> None:
             return
 
 
-async def _endpoint(server: OwnServer, bench: _Prepared) -> Endpoint:
-    return await find_endpoint(server.url, "openai", api_key_in(bench.options.serve), bench.made.names)
+@asynccontextmanager
+async def _warm_server(
+    runner: BenchmarkRunner, bench: _Prepared, variant: ModeVariant
+) -> AsyncIterator[tuple[OwnServer, Endpoint]]:
+    """Starts a server that has read all adapters' files."""
+    async with own_server(bench.arguments(variant), runner.stopped) as server:
+        endpoint = await find_endpoint(server.url, "openai", api_key_in(bench.options.serve), bench.made.names)
+        await runner.warm_up(endpoint, bench.made.names)
+        yield server, endpoint
 
 
 async def _rate(runner: BenchmarkRunner, bench: _Prepared, load: LoadOptions, notes: list[str]) -> float:
@@ -224,12 +230,9 @@ async def _rate(runner: BenchmarkRunner, bench: _Prepared, load: LoadOptions, no
     as the paper's rate was of its machine's.
     """
     baseline = next(variant for variant in mode_variants(bench.options) if variant.label == BASELINE)
-    async with own_server(bench.arguments(baseline), runner.stopped) as server:
-        endpoint = await _endpoint(server, bench)
-        await runner.warm_up(endpoint, bench.made.names)
+    async with _warm_server(runner, bench, baseline) as (server, endpoint):
         if bench.options.cores_used is None:
-            preset = find_preset(load.preset) if load.preset is not None else None
-            return await rate_here(runner, endpoint, bench.spec, bench.made.names, preset, notes)
+            return await rate_here(runner, endpoint, bench.spec, bench.made.names, load.preset, notes)
         alone = replace(with_rate(bench.spec, math.inf), num_requests=_ALONE_REQUESTS, duration_s=None)
         cpu_s = server.cpu_s()
         await runner.play(endpoint, build(alone), bench.made.names, "calibration", concurrency=1)

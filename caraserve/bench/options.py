@@ -2,8 +2,10 @@
 
 import argparse
 import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 from caraserve.bench.report.summary import LATENCIES
@@ -259,7 +261,7 @@ class ReportOptions:
         )
         group.add_argument(
             "--percentile-metrics",
-            type=_metrics,
+            type=names_among(LATENCIES, "latency", _VLLM_METRIC),
             default=LATENCIES,
             metavar="LIST",
             help=f"latencies on the terminal (default {','.join(LATENCIES)}); a saved report has all",
@@ -285,25 +287,23 @@ def _number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
-def positive(text: str) -> float:
+def _bounded(text: str, good: Callable[[float], bool], complaint: str) -> float:
     value = _number(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    if not good(value):
+        raise argparse.ArgumentTypeError(f"{text} {complaint}")
     return value
+
+
+def positive(text: str) -> float:
+    return _bounded(text, lambda value: 0 < value < math.inf, "is not above 0")
 
 
 def _share(text: str) -> float:
-    value = _number(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
-    return value
+    return _bounded(text, lambda value: 0 < value <= 1, "is not above 0 and at most 1")
 
 
 def _rate(text: str) -> float:
-    value = _number(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is no rate; write one above 0, or inf")
-    return value
+    return _bounded(text, lambda value: value > 0, "is no rate; write one above 0, or inf")
 
 
 def _rate_scale(text: str) -> float:
@@ -320,12 +320,19 @@ def _ranks(text: str) -> tuple[int, ...]:
     return tuple(count(part.strip()) for part in text.split(","))
 
 
-def _metrics(text: str) -> tuple[str, ...]:
-    names = tuple(_VLLM_METRIC.get(part.strip(), part.strip()) for part in text.split(","))
-    for name in names:
-        if name not in LATENCIES:
-            raise argparse.ArgumentTypeError(f"{name!r} is no latency; there are {', '.join(LATENCIES)}")
-    return names
+def names_among(
+    known: Collection[str], what: str, aliases: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[str], tuple[str, ...]]:
+    """Returns a function that reads a list such as `a,b` of known names; `aliases` are other names of some."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(aliases.get(part.strip(), part.strip()) for part in text.split(","))
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is no {what}; there are {', '.join(known)}")
+        return tuple(dict.fromkeys(names))
+
+    return parse
 
 
 def _percentiles(text: str) -> tuple[float, ...]:

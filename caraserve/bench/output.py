@@ -2,8 +2,9 @@
 
 import json
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import uvloop
 from rich.console import Console
@@ -12,9 +13,9 @@ from rich.table import Table
 from caraserve.bench.options import ReportOptions
 from caraserve.bench.report.compare import compare
 from caraserve.bench.report.files import document, load_saved, make_folder, save_report, write_files
-from caraserve.bench.report.plots import can_draw, comparison_plot, run_plots
+from caraserve.bench.report.plots import NO_FIGURES, can_draw, comparison_plot, run_plots
 from caraserve.bench.report.summary import Summary, summarize
-from caraserve.bench.report.tables import report_tables
+from caraserve.bench.report.tables import NONE, report_tables
 from caraserve.bench.serve import Measurements
 from caraserve.bench.workload.presets import find_preset, load_presets
 from caraserve.errors import BackendFailed, ConfigError
@@ -24,7 +25,10 @@ _WIDTH = 200  # of tables in a file or a pipe
 
 
 def run_and_report(
-    kind: str, measure: Callable[[], Awaitable[Measurements]], options: ReportOptions, arguments: Mapping[str, object]
+    kind: str,
+    measure: Callable[[], Coroutine[Any, Any, Measurements]],
+    options: ReportOptions,
+    arguments: Mapping[str, object],
 ) -> int:
     """Runs a benchmark, prints and saves its report, and returns the exit code.
 
@@ -33,7 +37,7 @@ def run_and_report(
     """
     make_folder(options.save)
     try:
-        measured = uvloop.run(_awaited(measure))
+        measured = uvloop.run(measure())
     except OSError as error:
         raise BackendFailed(f"the endpoint is gone: {error.strerror or error}") from error
     summaries = [summarize(run, measured.slo, options.percentiles) for run in measured.runs]
@@ -65,11 +69,7 @@ def _print_and_save(
         for path in save_report(options.save, report, measured.runs, run_plots(measured.runs, summaries)):
             console.print(f"written: {path}")
         if not can_draw():
-            console.print("no figures: matplotlib, of the package's `plot` extra, is not installed")
-
-
-async def _awaited(measure: Callable[[], Awaitable[Measurements]]) -> Measurements:
-    return await measure()
+            console.print(NO_FIGURES)
 
 
 def show_comparison(a: Path, b: Path, folder: Path | None) -> int:
@@ -91,23 +91,14 @@ def show_presets(name: str | None) -> int:
     """Prints a table of the papers' settings, or one setting with its assumptions. Returns the exit code 0."""
     console = _console()
     if name is None:
-        table = Table()
-        for head in ("preset", "model", "requests/s", "adapters", "ranks", "popularity", "lengths", "source"):
-            table.add_column(head)
+        heads = ("preset", "model", "requests/s", "adapters", "ranks", "popularity", "lengths", "source")
+        table = Table(*heads)
         for key, preset in load_presets().items():
             if key == preset.name:
-                rate = "–" if preset.rates is None else f"{preset.rates.default:g}"
-                ranks = ",".join(map(str, preset.ranks.default))
-                table.add_row(
-                    key,
-                    preset.base_model.default,
-                    rate,
-                    str(preset.adapters.default),
-                    ranks,
-                    preset.popularity.default,
-                    preset.lengths.default,
-                    preset.source,
-                )
+                rate = NONE if preset.rates is None else f"{preset.rates.default:g}"
+                row = [key, preset.base_model.default, rate, str(preset.adapters.default)]
+                row += [",".join(map(str, preset.ranks.default)), preset.popularity.default, preset.lengths.default]
+                table.add_row(*row, preset.source)
         console.print(table)
         return 0
     preset = find_preset(name)

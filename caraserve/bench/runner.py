@@ -5,13 +5,12 @@ import contextlib
 import secrets
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
-from rich.text import Text
+from rich.progress import BarColumn, Progress, TextColumn
 
 from caraserve.bench.client.endpoint import Endpoint
 from caraserve.bench.client.player import LoadSettings, Player, RunProgress, report_progress
@@ -21,31 +20,16 @@ _SHOW_S = 1.0  # period of drawing, which delays requests by 1 to 2 ms
 _WARM_TOKENS = 8  # prompt tokens of the request that makes the server read an adapter
 
 
-@dataclass(slots=True)
-class _Shown:
-    """The text of the progress bar."""
-
-    live: RunProgress
-    started_s: float
-
-    def text(self) -> str:
-        live = self.live
-        rate = live.done / max(time.monotonic() - self.started_s, 1e-9)
-        parts = [f"{live.done}/{live.total}", f"{rate:.1f} requests/s"]
-        if recent := sorted(live.recent_ttft_s):
-            p50, p99 = (1000 * recent[int(share * (len(recent) - 1))] for share in (0.5, 0.99))
-            parts.append(f"TTFT p50 {p50:.0f} ms, p99 {p99:.0f} ms")
-        if live.failed:
-            parts.append(f"{live.failed} failed")
-        return " · ".join(parts)
-
-
-class _LiveColumn(ProgressColumn):
-    """The column with the state of a run."""
-
-    def render(self, task: Task) -> Text:
-        shown = task.fields["shown"]
-        return Text(shown.text() if isinstance(shown, _Shown) else "")
+def _text(live: RunProgress, started_s: float) -> str:
+    """Returns the text beside the progress bar."""
+    rate = live.done / max(time.monotonic() - started_s, 1e-9)
+    parts = [f"{live.done}/{live.total}", f"{rate:.1f} requests/s"]
+    if recent := sorted(live.recent_ttft_s):
+        p50, p99 = (1000 * recent[int(share * (len(recent) - 1))] for share in (0.5, 0.99))
+        parts.append(f"TTFT p50 {p50:.0f} ms, p99 {p99:.0f} ms")
+    if live.failed:
+        parts.append(f"{live.failed} failed")
+    return " · ".join(parts)
 
 
 class BenchmarkRunner:
@@ -107,24 +91,15 @@ class BenchmarkRunner:
         return replace(self._settings, max_concurrency=concurrency, seed=secrets.randbits(63))
 
     @contextmanager
-    def _showing(self, label: str, live: RunProgress) -> Iterator["_Bar"]:
-        columns = (TextColumn("{task.description}"), BarColumn(), _LiveColumn())
-        terminal = self._console.is_terminal
+    def _showing(self, label: str, live: RunProgress) -> Iterator[Callable[[RunProgress], None]]:
+        """Yields a function that updates the progress bar, from the event loop's thread."""
+        columns = TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[text]}")
+        started_s, terminal = time.monotonic(), self._console.is_terminal
         with Progress(
             *columns, console=self._console, transient=True, auto_refresh=False, disable=not terminal
         ) as progress:
-            task = progress.add_task(label, total=live.total, shown=_Shown(live, time.monotonic()))
-            yield _Bar(progress, task)
-
-
-class _Bar:
-    """Updates the progress bar when called, from the event loop's thread."""
-
-    def __init__(self, progress: Progress, task: object) -> None:
-        self._progress, self._task = progress, task
-
-    def __call__(self, live: RunProgress) -> None:
-        self._progress.update(self._task, completed=live.done, refresh=True)  # type: ignore[arg-type]
+            task = progress.add_task(label, total=live.total, text=_text(live, started_s))
+            yield lambda live: progress.update(task, completed=live.done, text=_text(live, started_s), refresh=True)
 
 
 @contextmanager

@@ -15,9 +15,8 @@ from caraserve.bench.records import Run, Workload
 from caraserve.bench.report.plots import SWEEP_MARK
 from caraserve.bench.report.summary import SloLimits, summarize
 from caraserve.bench.runner import BenchmarkRunner, interruptible
-from caraserve.bench.servers import Interrupted, api_key_in, make_synthetic, own_server, working_folder
+from caraserve.bench.servers import Interrupted, api_key_in, longest, make_synthetic, own_server, working_folder
 from caraserve.bench.workload.build import WorkloadSpec, build
-from caraserve.bench.workload.presets import find_preset
 from caraserve.errors import CaraServeError, ConfigError
 
 _RESIDENT_SHARE, _LEAST_RESIDENT = 8, 8  # with `distinct`, the device holds an eighth of the adapters, and at least 8
@@ -31,13 +30,13 @@ class BenchTarget:
     url: str | None
     api_key: str | None
     backend: str
-    lora_modules: tuple[str, ...] | None
+    lora_modules: Sequence[str] | None
     random_model: str | None
     targets: str
     dtype: str
     serve: tuple[str, ...] | None  # arguments of `caraserve serve`; None: a random model, or the demo
 
-    def check(self, load: LoadOptions) -> None:
+    def check(self) -> None:
         """Raises ConfigError if the options name more than one target."""
         given = {"--url": self.url, "--random-model": self.random_model, "arguments after --": self.serve}
         named = [name for name, value in given.items() if value is not None]
@@ -70,24 +69,23 @@ def keep_measured(measured: Measurements) -> Iterator[None]:
 
 async def bench_serve(target: BenchTarget, load: LoadOptions, report: ReportOptions, label: str | None) -> Measurements:
     """Measures the target at every rate. Raises ConfigError, BackendFailed or OSError if no run could be made."""
-    target.check(load)
+    target.check()
     runner = BenchmarkRunner(LoadSettings(load.seed, load.ignore_eos, load.concurrency))
     limits = objective(report.slo, report.slo_scale, load.preset)
     measured = Measurements([], limits.slo, [] if limits.note is None else [limits.note])
     with interruptible(runner), working_folder() as folder, keep_measured(measured):
-        own = None
+        arguments = cached = None
         if target.url is None:
-            own = await asyncio.to_thread(_server_arguments, target, load, folder, measured.notes)
+            arguments, cached = await asyncio.to_thread(_server_arguments, target, load, folder, measured.notes)
         rate = None
         if load.auto_rate:
-            async with _open_endpoint(target, own.cached if own is not None else None, runner.stopped) as endpoint:
+            async with _open_endpoint(target, cached, runner.stopped) as endpoint:
                 spec, names = _for_endpoint(load.spec(), load, target, endpoint, [])
-                preset = find_preset(load.preset) if load.preset is not None else None
-                rate = await rate_here(runner, endpoint, spec, names, preset, measured.notes)
+                rate = await rate_here(runner, endpoint, spec, names, load.preset, measured.notes)
         if not runner.stopped.is_set():
-            async with _open_endpoint(target, own.arguments if own is not None else None, runner.stopped) as endpoint:
+            async with _open_endpoint(target, arguments, runner.stopped) as endpoint:
                 spec, names = _for_endpoint(load.spec(), load, target, endpoint, measured.notes)
-                if own is not None:
+                if arguments is not None:
                     await runner.warm_up(endpoint, names)
                 rates = load.request_rate or (rate if rate is not None else spec.rate,)
                 specs = [load.sized(spec if each is None else with_rate(spec, each)) for each in rates]
@@ -136,32 +134,26 @@ async def _open_endpoint(
         yield await find_endpoint(server.url, target.backend, api_key_in(arguments), target.lora_modules)
 
 
-@dataclass(frozen=True, slots=True)
-class _ServerArguments:
-    """Arguments of `caraserve serve` for the measured server, and for one with all adapters on the device."""
-
-    arguments: tuple[str, ...]
-    cached: tuple[str, ...]
-
-
-def _server_arguments(target: BenchTarget, load: LoadOptions, folder: Path, notes: list[str]) -> _ServerArguments:
-    """Returns the arguments of the server to measure.
+def _server_arguments(
+    target: BenchTarget, load: LoadOptions, folder: Path, notes: list[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns arguments of `caraserve serve`: of the server to measure, and of one with all adapters on the device.
 
     Those are the arguments after `--`; without any, those of a random model if --random-model or a preset is given, and
     otherwise those of the demo.
     """
     if target.serve is not None:
-        return _ServerArguments(target.serve, (*target.serve, "--loading-mode", "cached"))
+        return (target.serve, (*target.serve, "--loading-mode", "cached"))
     registry = ("--registry", str(folder / "registry.sqlite"))
     if target.random_model is None and load.preset is None:
-        return _ServerArguments(registry, (*registry, "--loading-mode", "cached"))
+        return (registry, (*registry, "--loading-mode", "cached"))
     model, note = load.model(target.random_model)
     notes += [] if note is None else [note]
     spec = load.spec()
     workload = build(spec)
-    context = load.max_model_len or _longest(workload)
+    context = load.max_model_len or longest(workload)
     made = make_synthetic(folder, model, target.dtype, context, workload.ranks, TARGETS[target.targets])
-    arguments = (*made.arguments, *registry, *_host_room(made.room_bytes()))
+    arguments = (*made.arguments, *registry, *made.host_room())
     device_bytes = made.room_bytes()
     cached = (*arguments, *_DEVICE, str(device_bytes), "--loading-mode", "cached")
     if spec.popularity.drops_after_use and made.names:
@@ -169,17 +161,7 @@ def _server_arguments(target: BenchTarget, load: LoadOptions, folder: Path, note
         resident = max(1, min(count // 2, max(_LEAST_RESIDENT, count // _RESIDENT_SHARE)))
         device_bytes = made.room_bytes(resident)
         notes.append(f"The device holds {resident} of {count} adapters, so that each has left it when its turn comes.")
-    return _ServerArguments((*arguments, *_DEVICE, str(device_bytes)), cached)
-
-
-def _host_room(adapter_bytes: int) -> tuple[str, str]:
-    """Returns options for a host cache that fits all adapters, and those with which a profile is measured before."""
-    return "--max-host-adapters-bytes", str(2 * adapter_bytes + (256 << 20))
-
-
-def _longest(workload: Workload) -> int:
-    """Returns a context length that fits every request, as a multiple of 64 tokens."""
-    return -(-max(each.prompt_tokens + each.output_tokens for each in workload.requests) // 64) * 64 + 64
+    return ((*arguments, *_DEVICE, str(device_bytes)), cached)
 
 
 def _for_endpoint(

@@ -16,10 +16,12 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from caraserve.bench.records import Workload
 from caraserve.bench.synthetic import SHAPES, write_adapters, write_model
 from caraserve.core.lora_layout import lay_out
 from caraserve.errors import BackendFailed, ConfigError
 from caraserve.model.dtype import Dtype
+from caraserve.util.units import align_up
 
 _READY = re.compile(rb"ready at (http://\S+)")
 _START_S = 600.0  # enough to read a large model from a slow disk
@@ -51,6 +53,15 @@ class Synthetic:
     def room_bytes(self, count: int | None = None) -> int:
         """Returns the bytes that any `count` of the adapters need on the device; None means all."""
         return max(1, sum(sorted(self.sizes, reverse=True)[:count]))
+
+    def host_room(self) -> tuple[str, str]:
+        """Returns the option for a host cache that fits all adapters, and those that a profile is measured with."""
+        return "--max-host-adapters-bytes", str(2 * self.room_bytes() + (256 << 20))
+
+
+def longest(workload: Workload) -> int:
+    """Returns a context length that fits every request, as a multiple of 64 tokens."""
+    return align_up(max(each.prompt_tokens + each.output_tokens for each in workload.requests), 64) + 64
 
 
 def make_synthetic(

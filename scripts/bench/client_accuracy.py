@@ -18,12 +18,12 @@ from urllib.request import urlopen
 
 import uvloop
 from rich.console import Console
-from rich.table import Table
 
 from caraserve.bench.client.endpoint import find_endpoint
 from caraserve.bench.client.player import LoadSettings, Player
 from caraserve.bench.records import Run, machine, versions
 from caraserve.bench.report.summary import summarize
+from caraserve.bench.report.tables import TextTable, to_rich
 from caraserve.bench.workload.arrivals import parse_arrivals
 from caraserve.bench.workload.build import WorkloadSpec, build
 from caraserve.bench.workload.lengths import parse_lengths
@@ -40,7 +40,6 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=16)
     parser.add_argument("--ttft-ms", type=int, default=100, help="delay of the first token")
     parser.add_argument("--tpot-ms", type=int, default=10, help="delay of every other")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON document here")
     args = parser.parse_args()
     model = f"ttft-{args.ttft_ms}-tpot-{args.tpot_ms}"
     with subprocess.Popen(
@@ -56,24 +55,16 @@ def main() -> None:
         finally:
             fake.kill()
     result = _compared(run, log, args) | {"cores_used": cores, "machine": machine(), "versions": versions()}
-    _print(result)
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    rows = tuple((name.replace("_", " "), f"{value:.4g}") for name, value in result.items() if isinstance(value, float))
+    Console().print(to_rich(TextTable("measured by the client", ("", ""), rows)))
     print(json.dumps(result))
 
 
 async def _play(url: str, args: argparse.Namespace) -> tuple[Run, float]:
     """Performs the run. Returns it, and the share of its core that the client used."""
     endpoint = await find_endpoint(url, "openai", None, None)
-    spec = WorkloadSpec(
-        lengths=parse_lengths(f"fixed:16/{args.output_tokens}"),
-        arrivals=parse_arrivals("poisson"),
-        rate=args.rate,
-        popularity=parse_popularity("uniform"),
-        adapters=1,
-        ranks=(8,),
-        num_requests=args.requests,
-    )
+    lengths, arrivals = parse_lengths(f"fixed:16/{args.output_tokens}"), parse_arrivals("poisson")
+    spec = WorkloadSpec(lengths, arrivals, args.rate, parse_popularity("uniform"), 1, (8,), args.requests)
     player = Player(endpoint, build(spec), endpoint.adapters, LoadSettings(seed=0), "fake")
     cpu_s, started_s = time.process_time(), time.perf_counter()
     run = await player.play()
@@ -102,16 +93,6 @@ def _compared(run: Run, log: list[dict[str, list[float]]], args: argparse.Namesp
         "late_share_of_gap": summary.lateness.share_of_gap,
         "valid": summary.valid,
     }
-
-
-def _print(result: dict[str, object]) -> None:
-    table = Table(title="measured by the client", title_justify="left")
-    table.add_column("")
-    table.add_column("", justify="right")
-    for name, value in result.items():
-        if isinstance(value, float):
-            table.add_row(name.replace("_", " "), f"{value:.4g}")
-    Console().print(table)
 
 
 if __name__ == "__main__":

@@ -9,20 +9,20 @@ is the delay of machine and client alone. The last line of stdout is one JSON do
 """
 
 import argparse
+import asyncio
 import http.client
 import json
 import os
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from urllib.parse import urlsplit
+
+from caraserve.bench.servers import own_server
 
 _COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
 _TEXT, _PROMPT_OF_100 = b"The sea is blue. ", b"[10" + 99 * b",10" + b"]"
@@ -131,29 +131,17 @@ def _measure(url: str, name: str, sender: ProcessPoolExecutor) -> Seen:
     return Seen(status, answer_bytes, round(took_s, 2), health_ms, stream_ms)
 
 
-@contextmanager
-def _server(arguments: list[str]) -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "caraserve", "serve", "--port", str(port), *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
-        try:
-            assert server.stdout is not None
-            if not any(line.startswith("try:") for line in server.stdout):
-                raise SystemExit(f"the server ended with {server.wait()}")
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            server.terminate()
-
-
-def _measure_all(url: str, names: list[str], attempts: int) -> dict[str, Seen]:
+async def _measure_all(url: str | None, arguments: list[str], names: list[str], attempts: int) -> dict[str, Seen]:
     best: dict[str, Seen] = {}
-    print(f"{'body':16} {'status':>6} {'answer MB':>9} {'took s':>7} {'/health ms':>10} {'stream ms':>9}", flush=True)
-    with ProcessPoolExecutor(1, get_context("spawn")) as sender:
+    async with AsyncExitStack() as stack:
+        url = url or (await stack.enter_async_context(own_server(arguments, asyncio.Event()))).url
+        print(
+            f"{'body':16} {'status':>6} {'answer MB':>9} {'took s':>7} {'/health ms':>10} {'stream ms':>9}", flush=True
+        )
+        sender = stack.enter_context(ProcessPoolExecutor(1, get_context("spawn")))
         for name in names:
-            best[name] = one = min(
-                (_measure(url, name, sender) for _ in range(attempts)), key=lambda seen: seen.health_ms
-            )
+            seen = [await asyncio.to_thread(_measure, url, name, sender) for _ in range(attempts)]
+            best[name] = one = min(seen, key=lambda each: each.health_ms)
             numbers = f"{one.status:6} {one.answer_bytes / 1e6:9.1f} {one.took_s:7.2f}"
             print(f"{name:16} {numbers} {one.health_ms:10.1f} {one.stream_ms:9.1f}", flush=True)
     return best
@@ -166,8 +154,7 @@ def main() -> None:
     parser.add_argument("--only", choices=list(_BODIES), action="append", help="this body; may be repeated")
     parser.add_argument("--attempts", type=int, default=3, help="with each body (default %(default)s)")
     args, server_arguments = parser.parse_known_args()
-    with nullcontext(args.url) if args.url else _server(server_arguments) as url:
-        best = _measure_all(url, args.only or list(_BODIES), args.attempts)
+    best = asyncio.run(_measure_all(args.url, server_arguments, args.only or list(_BODIES), args.attempts))
     silences = {name: asdict(seen) for name, seen in best.items()}
     print(json.dumps({"benchmark": "loop_lag", "load": os.getloadavg(), "bodies": silences}))
 

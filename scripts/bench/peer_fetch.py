@@ -26,6 +26,7 @@ import uvloop
 
 from caraserve.bench.options import TARGETS
 from caraserve.bench.records import machine, versions
+from caraserve.bench.report.files import as_json, make_folder, write_files
 from caraserve.bench.servers import OwnServer, Synthetic, make_synthetic, own_server, working_folder
 
 _MODES = ("overlapped", "auto")
@@ -46,11 +47,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--save", type=Path, metavar="DIR")
     args = parser.parse_args()
-    told = uvloop.run(_measure(args))
+    found = uvloop.run(_measure(args))
     if args.save is not None:
-        args.save.mkdir(parents=True, exist_ok=True)
-        (args.save / "peer_fetch.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(told))
+        make_folder(args.save)
+        write_files(args.save, {"peer_fetch.json": as_json(found)})
+    print(json.dumps(found))
 
 
 async def _measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -85,45 +86,30 @@ async def _pair(made: Synthetic, mode: str, bytes_per_s: float) -> AsyncIterator
     """Starts an instance with all adapters behind a slow relay, and one without; yields the URL of the latter."""
     place = made.arguments.index("--adapters-dir")
     bare = made.arguments[:place] + made.arguments[place + 2 :]
-    async with _relay(bytes_per_s) as (door, open_to), contextlib.AsyncExitStack() as stack:
-        at = f"127.0.0.1:{door}"
+    holder_port = 0
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Connects to the holder; each direction of the connection has the given bandwidth."""
+        try:
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", holder_port)
+        except OSError:
+            writer.close()
+            return
+        await asyncio.gather(_pass_on(reader, far_writer, bytes_per_s), _pass_on(far_reader, writer, bytes_per_s))
+
+    async with contextlib.AsyncExitStack() as stack:
+        server = await asyncio.start_server(relay, "127.0.0.1", 0)
+        stack.callback(server.close)
+        at = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         common = ("--loading-mode", mode, "--routing", "local", "--cpu-threads", "1", "--peers", at)
 
         async def start(*arguments: str) -> OwnServer:
             return await stack.enter_async_context(own_server((*arguments, *common), asyncio.Event()))
 
         holder = await start(*made.arguments, "--name", "holder", "--advertise", at)
-        open_to(urlsplit(holder.url).port or 0)
+        holder_port = urlsplit(holder.url).port or 0
         asker = await start(*bare, "--name", "asker")
-        session = await stack.enter_async_context(aiohttp.ClientSession())
-        yield asker.url, session
-
-
-@asynccontextmanager
-async def _relay(bytes_per_s: float) -> AsyncIterator[tuple[int, Any]]:
-    """Starts a relay; yields its port, and a function that sets the port to which it connects.
-
-    Each direction of a connection has the given bandwidth.
-    """
-    target = 0
-
-    def open_to(port: int) -> None:
-        nonlocal target
-        target = port
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", target)
-        except OSError:
-            writer.close()
-            return
-        await asyncio.gather(_pass_on(reader, far_writer, bytes_per_s), _pass_on(far_reader, writer, bytes_per_s))
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    try:
-        yield server.sockets[0].getsockname()[1], open_to
-    finally:
-        server.close()
+        yield asker.url, await stack.enter_async_context(aiohttp.ClientSession())
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, bytes_per_s: float) -> None:

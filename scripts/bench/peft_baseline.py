@@ -11,10 +11,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
-from workload import Answer, Batch, Request
+Request: TypeAlias = tuple[list[int], str | None]  # prompt ids, and the adapter; None is the base model
+Answer: TypeAlias = tuple[list[int], float, float]  # output ids, and the times of the first and the last in ms
 
 
 class PeftBaseline:
@@ -22,111 +22,89 @@ class PeftBaseline:
 
     def __init__(self, model: Path, adapters: Mapping[str, Path], dtype: str, threads: int, output_tokens: int) -> None:
         """Starts the worker and waits until it has loaded the model. Raises EOFError if it cannot."""
-        self._output_tokens = output_tokens
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(theirs, model, dict(adapters), dtype, threads), daemon=True)
+        arguments = theirs, model, dict(adapters), dtype, threads, output_tokens
+        self._process = context.Process(target=_work, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
         self.versions: dict[str, str] = self._pipe.recv()
 
-    async def run(self, requests: Sequence[Request]) -> Batch:
+    async def run(self, requests: Sequence[Request]) -> list[Answer]:
         """Answers equally long prompts as one batch. Raises EOFError when the worker has died."""
-        self._pipe.send((list(requests), self._output_tokens))
-        batch = await asyncio.to_thread(self._pipe.recv)
-        assert isinstance(batch, Batch)
-        return batch
+        self._pipe.send(list(requests))
+        answers: list[Answer] = await asyncio.to_thread(self._pipe.recv)
+        return answers
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pipe.close()  # the worker's next read ends it
         self._process.join()
 
 
-def _work(pipe: Connection, model: Path, adapters: dict[str, Path], dtype: str, threads: int) -> None:
+def _work(
+    pipe: Connection, model: Path, adapters: dict[str, Path], dtype: str, threads: int, output_tokens: int
+) -> None:
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     os.environ["HF_HUB_OFFLINE"] = "1"
     warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
-    server = _Server(model, adapters, dtype, threads)
-    pipe.send(server.versions())
+    import peft
+    import torch
+    import transformers
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    torch.set_num_threads(threads)
+    # Two copies of the model: one with peft's wrappers, and one without for batches on the base model.
+    base, adapted = (
+        transformers.AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)) for _ in range(2)
+    )
+    for name, folder in adapters.items():
+        if isinstance(adapted, peft.PeftModel):
+            adapted.load_adapter(str(folder), adapter_name=name, autocast_adapter_dtype=False)
+        else:
+            adapted = peft.PeftModel.from_pretrained(
+                adapted, str(folder), adapter_name=name, autocast_adapter_dtype=False
+            )
+    pipe.send({module.__name__: str(module.__version__) for module in (torch, transformers, peft)})
     while True:
         try:
-            requests, output_tokens = pipe.recv()
+            requests = pipe.recv()
         except EOFError:
             return
-        pipe.send(server.answer(requests, output_tokens))
+        pipe.send(_answer(base, adapted, requests, output_tokens))
 
 
-class _Server:
-    """Two copies of the model, one with peft's wrappers and one without, which serves batches on the base model."""
+def _answer(base: Any, adapted: Any, requests: Sequence[Request], output_tokens: int) -> list[Answer]:
+    import torch
+    from transformers import GenerationConfig, StoppingCriteriaList
 
-    def __init__(self, model: Path, adapters: Mapping[str, Path], dtype: str, threads: int) -> None:
-        import torch
-        from peft import PeftModel
-        from transformers import AutoModelForCausalLM
-        from transformers.utils.logging import disable_progress_bar
+    names = [adapter for _, adapter in requests]
+    model, options = adapted, {}
+    if set(names) == {None}:
+        model = base
+    elif len(set(names)) == 1:  # faster than `adapter_names`
+        adapted.set_adapter(names[0])
+    else:
+        options = {"adapter_names": [name or "__base__" for name in names]}
+    prompts = torch.tensor([prompt for prompt, _ in requests])
+    config: Any = GenerationConfig(do_sample=False, max_new_tokens=output_tokens, pad_token_id=0)  # type: ignore[no-untyped-call]
+    times_ms: list[float] = []
+    started_s = time.perf_counter()
 
-        disable_progress_bar()  # type: ignore[no-untyped-call]
-        torch.set_num_threads(threads)
-        self._base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
-        self._adapted: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
-        for name, folder in adapters.items():
-            if isinstance(self._adapted, PeftModel):
-                self._adapted.load_adapter(str(folder), adapter_name=name, autocast_adapter_dtype=False)
-            else:
-                self._adapted = PeftModel.from_pretrained(
-                    self._adapted, str(folder), adapter_name=name, autocast_adapter_dtype=False
-                )
-
-    def answer(self, requests: Sequence[Request], output_tokens: int) -> Batch:
-        import torch
-        from transformers import GenerationConfig, StoppingCriteriaList
-
-        clock = _Clock()
-        model, options = self._for([request.adapter for request in requests])
-        prompts = torch.tensor([request.prompt_ids for request in requests])
-        config: Any = GenerationConfig(do_sample=False, max_new_tokens=output_tokens, pad_token_id=0)  # type: ignore[no-untyped-call]
-        with torch.inference_mode():
-            outputs = model.generate(
-                input_ids=prompts,
-                attention_mask=torch.ones_like(prompts),
-                generation_config=config,
-                stopping_criteria=StoppingCriteriaList([clock]),
-                **options,
-            )
-        first_ms, last_ms = clock.ticks_ms[0], clock.ticks_ms[-1]
-        ids = outputs[:, prompts.shape[1] :].tolist()
-        return Batch(tuple(Answer(tuple(row), first_ms, last_ms) for row in ids))
-
-    def _for(self, names: Sequence[str | None]) -> tuple[Any, dict[str, Any]]:
-        """Returns the model and arguments for a batch. One adapter for all is faster: it needs no `adapter_names`."""
-        if set(names) == {None}:
-            return self._base, {}
-        if len(set(names)) == 1:
-            self._adapted.set_adapter(names[0])
-            return self._adapted, {}
-        return self._adapted, {"adapter_names": [name or "__base__" for name in names]}
-
-    @staticmethod
-    def versions() -> dict[str, str]:
-        import peft
-        import torch
-        import transformers
-
-        return {module.__name__: str(module.__version__) for module in (torch, transformers, peft)}
-
-
-class _Clock:
-    """A stopping criterion that never stops, and records a time at each token, when `generate` calls it."""
-
-    def __init__(self) -> None:
-        self._started_s = time.perf_counter()
-        self.ticks_ms: list[float] = []
-
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        self.ticks_ms.append(1000 * (time.perf_counter() - self._started_s))
+    def record_time(input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        """Is a stopping criterion that never stops: `generate` calls it at each token."""
+        times_ms.append(1000 * (time.perf_counter() - started_s))
         return input_ids.new_zeros(input_ids.shape[0], dtype=bool)
+
+    with torch.inference_mode():
+        outputs = model.generate(
+            input_ids=prompts,
+            attention_mask=torch.ones_like(prompts),
+            generation_config=config,
+            stopping_criteria=StoppingCriteriaList([record_time]),
+            **options,
+        )
+    return [(row, times_ms[0], times_ms[-1]) for row in outputs[:, prompts.shape[1] :].tolist()]

@@ -8,9 +8,13 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
+
+from caraserve.cli.main import main
 
 FAKE = Path(__file__).with_name("fake_endpoint.py")
 PROFILE = Path(__file__).parents[1] / "profile.json"
@@ -18,7 +22,18 @@ BUSY = ("--calm-cores", "1000")  # other tests may run beside these
 QUICK = ("--num-prompts", "12", "--request-rate", "100", "--random-input-len", "8", "--random-output-len", "4")
 
 
-def bench(*arguments: str, mark: str = "") -> subprocess.CompletedProcess[str]:
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command in this process, which has imported it already."""
+    with redirect_stdout(StringIO()) as printed, redirect_stderr(StringIO()) as errors:
+        try:
+            code: int | str | None = main(["bench", *arguments])
+        except SystemExit as end:  # argparse's
+            code = end.code
+    assert isinstance(code, int)
+    return subprocess.CompletedProcess(arguments, code, printed.getvalue(), errors.getvalue())
+
+
+def bench_process(*arguments: str, mark: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "caraserve", "bench", *arguments]
     env = os.environ | {"CARASERVE_TEST_MARK": mark}
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
@@ -79,7 +94,7 @@ def test_each_rate_is_a_run(url: str) -> None:
 def test_without_an_endpoint_a_server_is_started_and_ended() -> None:
     mark = uuid.uuid4().hex
     arguments = ("serve", *QUICK, "--slo-scale", "100", "--", "--loading-mode", "ondemand", "--cpu-threads", "1")
-    document = last_line(bench(*arguments, mark=mark))
+    document = last_line(bench_process(*arguments, mark=mark))
     run = document["runs"][0]  # type: ignore[index]
     assert (run["sent"], run["failed"]) == (12, 0)
     assert run["attainment"]["share"] == 1.0

@@ -6,7 +6,7 @@ piece that completed its event.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import orjson
@@ -61,17 +61,6 @@ class ParsedAnswer:
     error: str | None = None
 
 
-class Dialect(Protocol):
-    """Request body and event format of one kind of endpoint."""
-
-    @property
-    def path(self) -> str: ...
-
-    def body(self, request: ClientRequest) -> dict[str, Any]: ...
-
-    def read(self, event: dict[str, Any]) -> "StreamEvent": ...
-
-
 @dataclass(slots=True)
 class StreamEvent:
     """One event of a stream: the number of its tokens, and the server's token counts if the event has them."""
@@ -89,27 +78,45 @@ class OpenAICompletions:
     path: str = "/v1/completions"
 
     def body(self, request: ClientRequest) -> dict[str, Any]:
-        ids = token_ids(request.prompt_seed, request.index, request.prompt_tokens)
-        return _openai_body(self.base, request, request.output_tokens) | {"prompt": ids}
+        body = {
+            "model": request.model or self.base,
+            "max_tokens": request.output_tokens,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self._prompt(request),
+        }
+        # Extensions of vLLM, which other servers may refuse. With token ids, tokens without text have an event too.
+        return body | ({"ignore_eos": True, "return_token_ids": True} if request.ignore_eos else {})
+
+    def _prompt(self, request: ClientRequest) -> dict[str, Any]:
+        return {"prompt": token_ids(request.prompt_seed, request.index, request.prompt_tokens)}
 
     def read(self, event: dict[str, Any]) -> StreamEvent:
-        return _read_openai(event)
+        usage = event.get("usage")
+        usage = usage if isinstance(usage, dict) else {}
+        counts = usage.get("completion_tokens"), usage.get("prompt_tokens")
+        if not (choices := event.get("choices")):
+            return StreamEvent(0, *counts)
+        choice = choices[0]
+        delta = choice.get("delta")
+        text = choice.get("text") if delta is None else delta.get("content") or delta.get("reasoning_content")
+        if ids := choice.get("token_ids"):
+            return StreamEvent(len(ids), *counts)
+        # An event without text still counts as a token (half a character), unless it has a role or ends the answer.
+        is_open = choice.get("finish_reason") is None and "role" not in (delta or {})
+        return StreamEvent(int(bool(text) or (is_open and (delta is None or "content" in delta))), *counts)
 
 
 @dataclass(frozen=True, slots=True)
-class OpenAIChat:
+class OpenAIChat(OpenAICompletions):
     """`POST /v1/chat/completions`, with prompts as random words."""
 
-    base: str
     path: str = "/v1/chat/completions"
 
-    def body(self, request: ClientRequest) -> dict[str, Any]:
+    def _prompt(self, request: ClientRequest) -> dict[str, Any]:
         content = random_text(request.prompt_seed, request.index, request.prompt_tokens)
-        message = {"role": "user", "content": content}
-        return _openai_body(self.base, request, request.output_tokens) | {"messages": [message]}
-
-    def read(self, event: dict[str, Any]) -> StreamEvent:
-        return _read_openai(event)
+        return {"messages": [{"role": "user", "content": content}]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,36 +146,7 @@ class LlamaCpp:
         return StreamEvent(named or int("content" in event))
 
 
-def _openai_body(base: str, request: ClientRequest, output_tokens: int) -> dict[str, Any]:
-    body = {
-        "model": request.model or base,
-        "max_tokens": output_tokens,
-        "temperature": 0.0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    if not request.ignore_eos:
-        return body
-    # Extensions of vLLM, which other servers may refuse. With token ids, tokens without text have an event too.
-    return body | {"ignore_eos": True, "return_token_ids": True}
-
-
-def _read_openai(event: dict[str, Any]) -> StreamEvent:
-    usage = event.get("usage")
-    usage = usage if isinstance(usage, dict) else {}
-    counts = usage.get("completion_tokens"), usage.get("prompt_tokens")
-    if not (choices := event.get("choices")):
-        return StreamEvent(0, *counts)
-    choice = choices[0]
-    delta = choice.get("delta")
-    text = choice.get("text") if delta is None else delta.get("content") or delta.get("reasoning_content")
-    if ids := choice.get("token_ids"):
-        return StreamEvent(len(ids), *counts)
-    # An event without text still counts as a token (half a character), unless it has a role or ends the answer.
-    halves = (
-        choice.get("finish_reason") is None and "role" not in (delta or {}) and (delta is None or "content" in delta)
-    )
-    return StreamEvent(int(bool(text) or halves), *counts)
+Dialect: TypeAlias = OpenAICompletions | LlamaCpp  # the body of a request and the events of an answer
 
 
 def request_head(dialect: Dialect, prefix: str, host: str, api_key: str | None) -> str:

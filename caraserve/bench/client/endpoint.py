@@ -1,7 +1,7 @@
 """Finds out an endpoint's address, dialect, base model and adapters."""
 
 import ssl
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,7 +11,6 @@ import aiohttp
 from caraserve.bench.client.dialects import Dialect, LlamaCpp, OpenAIChat, OpenAICompletions
 from caraserve.errors import ConfigError
 
-BACKENDS = ("openai", "openai-chat", "llamacpp")
 _PATIENCE_S = 10.0
 
 
@@ -37,7 +36,7 @@ class Endpoint:
         return f"{host}:{self.port}"
 
 
-async def find_endpoint(url: str, backend: str, api_key: str | None, adapters: tuple[str, ...] | None) -> Endpoint:
+async def find_endpoint(url: str, backend: str, api_key: str | None, adapters: Sequence[str] | None) -> Endpoint:
     """Requests the list of models from the server at `url`. `adapters` replaces the adapters that it lists.
 
     Raises ConfigError if there is no valid response, or if llama.cpp's server does not have one of `adapters`.
@@ -53,9 +52,8 @@ async def find_endpoint(url: str, backend: str, api_key: str | None, adapters: t
     root = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{prefix}"
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     if backend == "llamacpp":
-        base, ids = await _llamacpp_adapters(root, headers)
-        known, ranks, most = tuple(ids), dict[str, int](), None
-        listed = set(ids)
+        ids = await _llamacpp_adapters(root, headers)
+        base, known, ranks, most, listed = "base", tuple(ids), dict[str, int](), None, set(ids)
         dialect: Dialect = LlamaCpp(ids)
     else:
         base, known, ranks, most, listed = await _openai_models(root, headers)
@@ -70,7 +68,7 @@ async def find_endpoint(url: str, backend: str, api_key: str | None, adapters: t
         prefix=prefix,
         api_key=api_key,
         base_model=base,
-        adapters=known if adapters is None else adapters,
+        adapters=known if adapters is None else tuple(adapters),
         unlisted=unlisted,
         ranks=ranks,
         max_model_len=most,
@@ -94,13 +92,12 @@ async def _openai_models(
     return base, adapters, ranks, min(lengths, default=None), {card["id"] for card in cards}
 
 
-async def _llamacpp_adapters(root: str, headers: Mapping[str, str]) -> tuple[str, dict[str, int]]:
-    """Returns a name for the base model, and the number of each adapter by the name of its file."""
+async def _llamacpp_adapters(root: str, headers: Mapping[str, str]) -> dict[str, int]:
+    """Returns the number of each adapter by the name of its file."""
     listed = await _get(f"{root}/lora-adapters", headers)
     if not isinstance(listed, list):
         raise ConfigError(f"{root}/lora-adapters is no list of adapters: is this llama.cpp's server?")
-    names = {str(entry["path"]).rsplit("/", 1)[-1].removesuffix(".gguf"): int(entry["id"]) for entry in listed}
-    return "base", names
+    return {str(entry["path"]).rsplit("/", 1)[-1].removesuffix(".gguf"): int(entry["id"]) for entry in listed}
 
 
 async def _get(url: str, headers: Mapping[str, str]) -> Any:

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from caraserve.bench.gpu.results import WrongResult
-from caraserve.bench.gpu.run import StageReport, parse_stages
+from caraserve.bench.gpu.run import Stage, StageReport, parse_stages
 from caraserve.bench.gpu.setup import CheckSetup, real_setup
-from caraserve.bench.gpu.stages import Stage
 from caraserve.gpu.driver.detect import prepare_environment
 
 

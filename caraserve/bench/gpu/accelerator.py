@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Any, NewType, Protocol
+from typing import Any, NewType
 
 import torch
 from torch import Tensor
@@ -22,24 +22,15 @@ from caraserve.model.dtype import Dtype
 Mark = NewType("Mark", object)
 
 
-class Stopwatch(Protocol):
-    """Measures the time between points of a device's streams."""
-
-    def mark(self, stream: Stream) -> Mark:
-        """Places a mark on the stream, after all work issued on it so far."""
-
-    def between_us(self, start: Mark, end: Mark) -> float:
-        """Waits until the device has reached both marks; returns the time between them in µs."""
-
-
-class CudaStopwatch:
-    """A stopwatch that uses CUDA events."""
+class Stopwatch:
+    """Measures the time between points of a device's streams, with CUDA events."""
 
     def __init__(self) -> None:
         self._cuda: Any = torch.cuda  # has no type annotations
         self._streams: dict[int, Any] = {}
 
     def mark(self, stream: Stream) -> Mark:
+        """Places a mark on the stream, after all work issued on it so far."""
         if stream not in self._streams:
             self._streams[stream] = self._cuda.ExternalStream(stream)
         event = self._cuda.Event(enable_timing=True)
@@ -47,6 +38,7 @@ class CudaStopwatch:
         return Mark(event)
 
     def between_us(self, start: Mark, end: Mark) -> float:
+        """Waits until the device has reached both marks; returns the time between them in µs."""
         first: Any = start
         last: Any = end
         last.synchronize()

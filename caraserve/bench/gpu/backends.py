@@ -1,6 +1,5 @@
 """Backends for the stages: the CUDA backend under test, the CPU backend as reference, and the models that they run."""
 
-import hashlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.bench.synthetic import Shape, llama_config, write_adapters, write_model
 from caraserve.core.backend import Backend
 from caraserve.core.batch import Batch, ScheduledRow
-from caraserve.core.lora_layout import ALIGN_BYTES, AdapterSpec, HostAdapter, lay_out
+from caraserve.core.lora_layout import ALIGN_BYTES, HostAdapter
 from caraserve.cpu.weights import folder_reader, load_model
 from caraserve.gpu.backend import CudaBackend
 from caraserve.gpu.forward.builder import GpuDevice, GpuSizes
@@ -25,7 +24,7 @@ from caraserve.gpu.weights import TORCH_DTYPES, Fill, dummy, from_reader, load
 from caraserve.lora.peft import inspect_adapter, read_adapter
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES, ModelSpec, load_spec, parse_spec
-from caraserve.profiling.microbench import random_adapter
+from caraserve.profiling.microbench import adapter_spec, random_adapter
 from caraserve.util.units import align_up
 
 DTYPE = Dtype.BF16
@@ -127,15 +126,6 @@ def shape_spec(shape: Shape, max_position: int) -> ModelSpec:
     return parse_spec(llama_config(shape, max_position))
 
 
-def synthetic_adapter(
-    spec: ModelSpec, dtype: Dtype, rank: int, sites: Sequence[str], memory: NDArray[np.uint8]
-) -> HostAdapter:
-    """Writes a random adapter with these ranks and sites to the front of `memory`."""
-    spans, ends = lay_out(spec, dtype, {(layer, site): (rank, 1.0) for layer in range(spec.layers) for site in sites})
-    digest = hashlib.sha256(f"synthetic {dtype.name} {rank} {sites}".encode()).hexdigest()
-    return random_adapter(spec, AdapterSpec(digest, dtype, rank, tuple(sites), ends, spans), memory)
-
-
 class MeasuredModel:
     """A backend, its session and its host memory, for timing iterations of requests with filled contexts."""
 
@@ -149,7 +139,7 @@ class MeasuredModel:
         memory = self.backend.host_memory[self._host_at :]
         if memory.nbytes < 4 * rank * self.spec.num_parameters // self.spec.hidden:
             return None
-        made = synthetic_adapter(self.spec, DTYPE, rank, sites, memory)
+        made = random_adapter(self.spec, adapter_spec(self.spec, DTYPE, rank, self.spec.layers, sites), memory)
         self._host_at += made.spec.num_bytes + 64 - made.spec.num_bytes % 64
         return made
 

@@ -17,22 +17,12 @@ from caraserve.bench.gpu.backends import MeasuredModel, measured_model
 from caraserve.bench.gpu.results import StageResult
 from caraserve.bench.gpu.session import wait_for_load
 from caraserve.bench.gpu.setup import CheckSetup
+from caraserve.core import machine_profile as profiles
 from caraserve.core.batch import Batch, ScheduledRow
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
-from caraserve.core.machine_profile import (
-    ASSUMED_HANDOFF_MS,
-    SCHEMA,
-    Decode,
-    DecodePoint,
-    LoraRate,
-    Prefill,
-    PrefillPoint,
-    Profile,
-    Targets,
-)
 from caraserve.model.spec import SITES
 
-_SITES: dict[Targets, Sequence[str]] = {"qkv": SITES[:3], "all": SITES}
+_SITES: dict[profiles.Targets, Sequence[str]] = {"qkv": SITES[:3], "all": SITES}
 _MODES = ("ondemand", "pipelined", "assisted")
 _UNKNOWN_LINK_BYTES_PER_S = 25e9
 _CORE_FLOP_PER_S = 60e9  # assumed speed of the LoRA kernel on one core
@@ -64,7 +54,7 @@ def cold(setup: CheckSetup) -> StageResult:
     measured = setup.known.get("limits", {}).get("to_device_bytes_per_s", {}).values()
     link = max(measured, default=_UNKNOWN_LINK_BYTES_PER_S)
     context = max(*effort.cold_prompts, 2 * min(effort.contexts))
-    assumed = {"handoff_ms": ASSUMED_HANDOFF_MS, "core_lora_flop_per_s": _CORE_FLOP_PER_S, "copy_s": _COPY_S}
+    assumed = {"handoff_ms": profiles.ASSUMED_HANDOFF_MS, "core_lora_flop_per_s": _CORE_FLOP_PER_S, "copy_s": _COPY_S}
     if not measured:
         assumed["link_bytes_per_s"] = link
     result.figures["assumed"] = assumed
@@ -85,13 +75,13 @@ def cold(setup: CheckSetup) -> StageResult:
     return result
 
 
-def _profile(setup: CheckSetup, subject: MeasuredModel, link: float) -> Profile:
+def _profile(setup: CheckSetup, subject: MeasuredModel, link: float) -> profiles.Profile:
     """Returns a profile for the backend's predictions, from the link's speed and warm prefills of the base model."""
-    prompts = [PrefillPoint(count, 0, subject.prefill_ms(count, 0)) for count in setup.effort.cold_prompts]
+    prompts = [profiles.PrefillPoint(count, 0, subject.prefill_ms(count, 0)) for count in setup.effort.cold_prompts]
     flop = 4 * subject.spec.hidden * len(_SITES["qkv"])  # per token and unit of rank
-    rates = [LoraRate(rank, targets, _CORE_FLOP_PER_S / flop / rank) for targets in _SITES for rank in (8, 64)]
-    return Profile(
-        schema=SCHEMA,
+    rates = [profiles.LoraRate(rank, targets, _CORE_FLOP_PER_S / flop / rank) for targets in _SITES for rank in (8, 64)]
+    return profiles.Profile(
+        schema=profiles.SCHEMA,
         machine="",
         model="",
         made_unix_s=time.time(),
@@ -100,8 +90,8 @@ def _profile(setup: CheckSetup, subject: MeasuredModel, link: float) -> Profile:
         link_latency_ms=1000 * _COPY_S,
         handoff_ms=None,
         lora=tuple(rates),
-        prefill=Prefill.fitted(prompts),
-        decode=Decode.fitted([DecodePoint(1, 0, 0, 1.0)]),
+        prefill=profiles.Prefill.fitted(prompts),
+        decode=profiles.Decode.fitted([profiles.DecodePoint(1, 0, 0, 1.0)]),
     )
 
 
@@ -208,11 +198,8 @@ def _gaps_ms(subject: MeasuredModel, adapter: HostAdapter, context: int, mode: s
     """
     effort = subject.setup.effort
     decodes = tuple(ScheduledRow(slot, context, 1, 0, samples=True) for slot in range(effort.bystanders))
-    newcomer, spacing, count = (
-        effort.bystanders,
-        effort.decodes // 2 + 1,
-        effort.cold_prompts[len(effort.cold_prompts) // 2],
-    )
+    newcomer, spacing = effort.bystanders, effort.decodes // 2 + 1
+    count = effort.cold_prompts[len(effort.cold_prompts) // 2]
     if mode == "warm":
         wait_for_load(subject.session.start_load(adapter, _SLOT))
     session, told, started = subject.session, [], 0

@@ -5,7 +5,7 @@ embeddings, and the keys and values of all contexts.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from caraserve.bench.gpu.backends import DTYPE, MeasuredModel, measured_model
 from caraserve.bench.gpu.limits import copy_bytes_per_s
@@ -20,26 +20,6 @@ _FLOOR_TARGETS = {1: 0.75, 64: 0.80}  # by batch
 _LORA_TARGET, _LORA_LEAST_CONTEXT = 0.90, 1024
 _KV_SHARE = 0.8  # of the memory pool; the rest is for adapters
 _BASE_TARGET, _HOST_TARGET_US = 0.99, 300.0
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredDecode:
-    """A decode iteration of `batch` requests with `context` tokens each."""
-
-    batch: int
-    context: int
-    base_ms: float
-    lora_ms: float  # with a different adapter for each request
-    share_of_floor: float  # floor ÷ base_ms
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredPrefill:
-    """The prefill of one prompt, without and with an adapter."""
-
-    tokens: int
-    base_ms: float
-    lora_ms: float
 
 
 def model(setup: CheckSetup) -> StageResult:
@@ -89,27 +69,29 @@ def _load(subject: MeasuredModel, count: int) -> dict[int, list[int]]:
 def _decode(
     setup: CheckSetup, subject: MeasuredModel, mixed: Sequence[int], bytes_per_s: float, result: StageResult
 ) -> None:
-    spec, points = subject.spec, []
+    """Measures decode iterations of every batch and context, without adapters and with another one for each request."""
+    spec, points, effort = subject.spec, [], setup.effort
     weights = (spec.num_parameters - spec.vocab_size * spec.hidden) * DTYPE.itemsize
-    for batch in (batch for batch in setup.effort.batches if batch <= len(mixed)):
-        for context in setup.effort.contexts:
+    for batch in (batch for batch in effort.batches if batch <= len(mixed)):
+        for context in effort.contexts:
             base_ms = subject.decode_ms(context - 1, [0] * batch)
             lora_ms = subject.decode_ms(context - 1, mixed[:batch])
             floor_ms = 1000 * (weights + batch * context * spec.kv_bytes_per_token(DTYPE.itemsize)) / bytes_per_s
-            points.append(MeasuredDecode(batch, context, base_ms, lora_ms, floor_ms / base_ms))
-    result.figures["decode"] = [asdict(point) for point in points]
-    for point in points:
-        name = f"decode, batch {point.batch}, context {point.context}"
-        value = f"{point.base_ms:.2f} ms, {point.share_of_floor:.0%} of the floor's speed"
-        target = _FLOOR_TARGETS.get(point.batch)
-        if target is None or point.context != sorted(setup.effort.contexts)[len(setup.effort.contexts) // 2]:
-            result.add_line(name, value)
-        else:
-            result.add_line(name, value, f"≥ {target:.0%}", point.share_of_floor >= target)
-        if point.batch == max(setup.effort.batches) and point.context >= _LORA_LEAST_CONTEXT:
-            result.at_least(
-                f"{name}: with {point.batch} adapters ÷ without", point.base_ms / point.lora_ms, _LORA_TARGET
+            share = floor_ms / base_ms
+            points.append({"batch": batch, "context": context, "base_ms": base_ms, "lora_ms": lora_ms})
+            points[-1]["share_of_floor"] = share
+            name, value = (
+                f"decode, batch {batch}, context {context}",
+                f"{base_ms:.2f} ms, {share:.0%} of the floor's speed",
             )
+            target = _FLOOR_TARGETS.get(batch)
+            if target is None or context != sorted(effort.contexts)[len(effort.contexts) // 2]:
+                result.add_line(name, value)
+            else:
+                result.add_line(name, value, f"≥ {target:.0%}", share >= target)
+            if batch == max(effort.batches) and context >= _LORA_LEAST_CONTEXT:
+                result.at_least(f"{name}: with {batch} adapters ÷ without", base_ms / lora_ms, _LORA_TARGET)
+    result.figures["decode"] = points
 
 
 def _fit(
@@ -133,13 +115,14 @@ def _host(setup: CheckSetup, subject: MeasuredModel, mixed: Sequence[int], resul
 
 
 def _prefill(setup: CheckSetup, subject: MeasuredModel, slots_of: dict[int, list[int]], result: StageResult) -> None:
+    """Measures the prefill of one prompt of every length, without and with an adapter."""
     points, adapter = [], slots_of[max(_RANKS)][0]
     for count in setup.effort.prompts:
-        points.append(MeasuredPrefill(count, subject.prefill_ms(count, 0), subject.prefill_ms(count, adapter)))
-        flops = 2 * count * subject.spec.num_parameters
-        value = f"{points[-1].base_ms:.2f} ms, {flops / points[-1].base_ms / 1e9:.0f} TFLOP/s"
-        lora = f"rank {max(_RANKS)}: {points[-1].lora_ms / points[-1].base_ms:.2f} times as long"
+        base_ms, lora_ms = subject.prefill_ms(count, 0), subject.prefill_ms(count, adapter)
+        points.append({"tokens": count, "base_ms": base_ms, "lora_ms": lora_ms})
+        value = f"{base_ms:.2f} ms, {2 * count * subject.spec.num_parameters / base_ms / 1e9:.0f} TFLOP/s"
+        lora = f"rank {max(_RANKS)}: {lora_ms / base_ms:.2f} times as long"
         result.add_line(f"prefill of {count} tokens", f"{value}; {lora}")
-    result.figures["prefill"] = [asdict(point) for point in points]
-    fit = LineFit.fitted([float(point.tokens) for point in points], [point.base_ms for point in points])
+    result.figures["prefill"] = points
+    fit = LineFit.fitted([float(point["tokens"]) for point in points], [point["base_ms"] for point in points])
     result.figures["prefill_fit"] = asdict(fit)

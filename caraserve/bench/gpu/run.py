@@ -8,18 +8,50 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from caraserve.bench.gpu.results import Figures, ResultLine
-from caraserve.bench.gpu.stages import STAGES, Stage
+from caraserve.bench.gpu.results import Figures, ResultLine, StageResult
+from caraserve.bench.gpu.setup import CheckSetup
 
 _GRACE_S = 30.0  # a stage skips points when its budget is spent, and is killed this much later
 _WIDTH = 140
 RESULTS = Path("scripts/bench/results")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage. If `is_required`, no later stage runs after it has failed. `description` is for --help."""
+
+    name: str
+    budget_s: float
+    description: str
+    is_required: bool = False
+    package: str = "caraserve.bench.gpu"
+
+    def run(self, setup: CheckSetup) -> StageResult:
+        """Calls the function of the stage's name in the module of that name. Raises whatever that raises."""
+        function: Callable[[CheckSetup], StageResult] = getattr(import_module(f"{self.package}.{self.name}"), self.name)
+        return function(setup)
+
+
+CHECKS = "tests.gpu_device"  # checks of results are among the tests: they need a checkout of the repository
+STAGES = (
+    Stage("env", 15, "device, driver, packages"),
+    Stage("build", 50, "all kernels compiled and loaded", is_required=True),
+    Stage("correct", 130, "kernels beside fp64, a tiny model beside the CPU's", is_required=True, package=CHECKS),
+    Stage("protocol", 45, "hand-offs to CPU workers, workers stopped and killed", is_required=True, package=CHECKS),
+    Stage("limits", 25, "copies, link, matrix product"),
+    Stage("lora", 45, "LoRA of decode by rows and ranks"),
+    Stage("model", 70, "decode and prefill of a 7B shape"),
+    Stage("cold", 60, "what cold requests cost themselves and others"),
+    Stage("server", 130, "`caraserve bench modes` on a 7B shape"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +62,8 @@ class StageReport:
     lines: tuple[ResultLine, ...] = ()
     error: str = ""
 
-    @classmethod
-    def read(cls, text: str) -> "StageReport":
-        """Parses the output of `to_json`."""
-        content = json.loads(text)
-        return cls(content["figures"], tuple(ResultLine(**line) for line in content["lines"]), content["error"])
-
     def to_json(self) -> str:
-        """Returns the report as JSON text, for `read`."""
-        lines = [{name: getattr(line, name) for name in ResultLine.__slots__} for line in self.lines]
-        return json.dumps({"figures": self.figures, "lines": lines, "error": self.error})
+        return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +127,7 @@ def await_report(command: Sequence[str], file: Path, most_s: float, pass_fds: Se
         _end_group(process)
     if not file.exists():
         return StageReport(error=f"ended with {code} and without a report; what it said stands above")
-    return StageReport.read(file.read_text(encoding="utf-8"))
+    return msgspec.convert(json.loads(file.read_bytes()), StageReport)
 
 
 def _end_group(process: "subprocess.Popen[bytes]") -> None:

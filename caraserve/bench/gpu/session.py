@@ -3,17 +3,16 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
-from typing import TypeVar
+from queue import SimpleQueue
 
 from caraserve.bench.gpu.results import WrongResult
 from caraserve.core.backend import Backend
 from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, BlockGrant, ScheduledRow, SlotSampling, SlotStart, StepResult
 from caraserve.core.lora_layout import HostAdapter
 from caraserve.errors import BackendFailed
+from caraserve.profiling.microbench import wait_for
 from caraserve.util.units import ceil_div
 
-_T = TypeVar("_T")
 _PATIENCE_S = 60.0  # a result that takes longer means that the device hangs
 
 
@@ -47,7 +46,7 @@ class Session:
         if self.backend.limits.shared is not None:
             grown: SimpleQueue[None] = SimpleQueue()
             self.backend.resize_kv(slots * self._blocks_each, lambda: grown.put(None))
-            wait_for(grown)
+            wait_for(grown, _PATIENCE_S)
 
     def load(self, adapter: HostAdapter, slot: int, group_ends: Sequence[int] = ()) -> float:
         """Copies an adapter to a slot; returns the time until it was complete, in s."""
@@ -69,7 +68,7 @@ class Session:
 
     def next(self) -> TimedResult:
         """Waits for the next batch that ends. Raises BackendFailed if it failed or does not end."""
-        result, received_s = wait_for(self._ended)
+        result, received_s = wait_for(self._ended, _PATIENCE_S)
         if isinstance(result, Exception):
             raise BackendFailed(f"an iteration failed: {result}")
         return TimedResult(result, received_s)
@@ -84,7 +83,7 @@ class Session:
         """Returns a batch that starts these requests, with all KV blocks of their slots, and computes these rows."""
         starts, grants = [], []
         for prompt in prompts:
-            starts.append(SlotStart(prompt.slot, prompt.token_ids, greedy(len(prompt.token_ids))))
+            starts.append(SlotStart(prompt.slot, prompt.token_ids, SlotSampling.greedy(len(prompt.token_ids))))
             first = prompt.slot * self._blocks_each
             grants.append(BlockGrant(prompt.slot, 0, tuple(range(first, first + self._blocks_each))))
         return Batch(tuple(starts), tuple(grants), tuple(rows), is_side_batch=is_side_batch)
@@ -123,20 +122,7 @@ def tokens(count: int, vocab: int, salt: int = 0) -> tuple[int, ...]:
     return tuple((17 * index * index + 31 * salt + 7 * index + 1) % vocab for index in range(count))
 
 
-def greedy(prompt_tokens: int) -> SlotSampling:
-    """Returns the parameters of greedy sampling, for a prompt of this length."""
-    return SlotSampling.greedy(prompt_tokens)
-
-
-def wait_for(queue: "SimpleQueue[_T]") -> _T:
-    """Returns the queue's next item. Raises BackendFailed when there is none within 60 s."""
-    try:
-        return queue.get(timeout=_PATIENCE_S)
-    except Empty:
-        raise BackendFailed(f"the device gave no answer within {_PATIENCE_S:.0f} s") from None
-
-
 def wait_for_load(done: "SimpleQueue[Exception | None]") -> None:
     """Waits until a load is complete. Raises BackendFailed when the adapter could not be copied."""
-    if (error := wait_for(done)) is not None:
+    if (error := wait_for(done, _PATIENCE_S)) is not None:
         raise BackendFailed(f"an adapter could not be copied: {error}")

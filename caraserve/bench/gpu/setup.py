@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from caraserve.bench.gpu.accelerator import Accelerator, CudaStopwatch, Stopwatch
+from caraserve.bench.gpu.accelerator import Accelerator, Stopwatch
 from caraserve.bench.gpu.results import Figures
 from caraserve.bench.synthetic import SHAPES, Shape
 from caraserve.errors import BackendFailed
@@ -22,69 +22,36 @@ Opened = tuple[GpuDevice, Stopwatch]
 
 @dataclass(frozen=True, slots=True)
 class CheckEffort:
-    """Problem sizes of all stages."""
+    """Problem sizes of all stages, by default those of `scripts/gpu_check`."""
 
-    shape: Shape  # of the model whose speed is measured
-    cases: int  # random test cases for each kernel
-    vocab: int  # in the checks of sampling
-    context: int  # longest context in the checks of attention
-    tiny_lengths: tuple[int, ...]  # prompt lengths for the tiny model
-    tiny_new: int  # new tokens for each of these prompts
-    dtypes: tuple[Dtype, ...]  # of activations, in the checks
-    rounds: int  # hand-offs to CPU workers
-    rounds_at_once: int
-    kills: int  # workers that are killed during a hand-off
-    copy_bytes: int  # size of the largest copy that is timed
-    gemm: int  # side of the square matrices
-    replays: int  # of each CUDA graph
-    lora_pool_bytes: int  # memory for the adapters of stage `lora`
-    lora_rows: tuple[int, ...]
-    lora_ranks: tuple[int, ...]
-    batches: tuple[int, ...]
-    contexts: tuple[int, ...]
-    prompts: tuple[int, ...]
-    decodes: int  # decode iterations in a row
-    cold_ranks: tuple[int, ...]
-    cold_prompts: tuple[int, ...]
-    cold_repeats: int
-    graph_bytes: int
-    model_pool_bytes: int | None  # for KV blocks and adapters; None: all free device memory
-    bystanders: int  # requests that decode while others arrive
-    arrivals: int  # requests that arrive during these decodes
-    host_bytes: int  # host memory for adapters
-
-
-_LLAMA = SHAPES["llama2-7b"]
-FULL = CheckEffort(
-    shape=_LLAMA,
-    cases=24,
-    vocab=32000,
-    context=2100,
-    tiny_lengths=(3, 40, 17, 61, 24, 1),
-    tiny_new=24,
-    dtypes=(Dtype.BF16, Dtype.F32, Dtype.F16),
-    rounds=100_000,
-    rounds_at_once=1000,
-    kills=5,
-    copy_bytes=256 << 20,
-    gemm=8192,
-    replays=50,
-    lora_pool_bytes=1 << 30,
-    lora_rows=(1, 4, 16, 64),
-    lora_ranks=(8, 16, 32, 64, 128),
-    batches=(1, 16, 64),
-    contexts=(128, 512, 2048),
-    prompts=(16, 64, 256, 1024, 2048),
-    decodes=24,
-    cold_ranks=(16, 64, 256),
-    cold_prompts=(16, 128, 1024),
-    cold_repeats=3,
-    graph_bytes=1 << 30,
-    model_pool_bytes=None,
-    bystanders=32,
-    arrivals=12,
-    host_bytes=2 << 30,
-)
+    shape: Shape = SHAPES["llama2-7b"]  # of the model whose speed is measured
+    cases: int = 24  # random test cases for each kernel
+    vocab: int = 32000  # in the checks of sampling
+    context: int = 2100  # longest context in the checks of attention
+    tiny_lengths: tuple[int, ...] = (3, 40, 17, 61, 24, 1)  # prompt lengths for the tiny model
+    tiny_new: int = 24  # new tokens for each of these prompts
+    dtypes: tuple[Dtype, ...] = (Dtype.BF16, Dtype.F32, Dtype.F16)  # of activations, in the checks
+    rounds: int = 100_000  # hand-offs to CPU workers
+    rounds_at_once: int = 1000
+    kills: int = 5  # workers that are killed during a hand-off
+    copy_bytes: int = 256 << 20  # size of the largest copy that is timed
+    gemm: int = 8192  # side of the square matrices
+    replays: int = 50  # of each CUDA graph
+    lora_pool_bytes: int = 1 << 30  # memory for the adapters of stage `lora`
+    lora_rows: tuple[int, ...] = (1, 4, 16, 64)
+    lora_ranks: tuple[int, ...] = (8, 16, 32, 64, 128)
+    batches: tuple[int, ...] = (1, 16, 64)
+    contexts: tuple[int, ...] = (128, 512, 2048)
+    prompts: tuple[int, ...] = (16, 64, 256, 1024, 2048)
+    decodes: int = 24  # decode iterations in a row
+    cold_ranks: tuple[int, ...] = (16, 64, 256)
+    cold_prompts: tuple[int, ...] = (16, 128, 1024)
+    cold_repeats: int = 3
+    graph_bytes: int = 1 << 30
+    model_pool_bytes: int | None = None  # for KV blocks and adapters; None: all free device memory
+    bystanders: int = 32  # requests that decode while others arrive
+    arrivals: int = 12  # requests that arrive during these decodes
+    host_bytes: int = 2 << 30  # host memory for adapters
 
 
 def run_bench_modes(argv: Sequence[str], timeout_s: float) -> None:
@@ -145,6 +112,6 @@ def real_setup(
     def open_(dtype: Dtype) -> Opened:
         from caraserve.gpu.driver.modules import open_device  # needs CuPy
 
-        return open_device(dtype), CudaStopwatch()
+        return open_device(dtype), Stopwatch()
 
-    return CheckSetup(open_, device_facts(Cuda()), FULL, folder, budget_s, known, server_arguments)
+    return CheckSetup(open_, device_facts(Cuda()), CheckEffort(), folder, budget_s, known, server_arguments)

@@ -15,13 +15,13 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.bench.lora.kernels import QKV, KernelCase, adapter_of, adapter_spec, one_layer_spec, torch_layers
+from caraserve.bench.lora.kernels import QKV, KernelCase, adapter_of, one_layer_spec, torch_layers
 from caraserve.bench.lora.process import deaf_to_interrupts, pin, pinned_process
 from caraserve.cpu.backend import CpuBackend, CpuSizes
 from caraserve.cpu.weights import dummy_reader, load_model
 from caraserve.errors import BackendFailed
 from caraserve.model.dtype import Dtype
-from caraserve.profiling.microbench import MeasuredBackend, random_adapter
+from caraserve.profiling.microbench import MeasuredBackend, adapter_spec, random_adapter
 from caraserve.util.units import ceil_div
 
 _BIRTH_S = 30.0
@@ -91,7 +91,7 @@ class HandoffBench:
             raise BackendFailed(f"the CPU LoRA workers did not appear within {_BIRTH_S:.0f} s")
         device, at = MeasuredBackend(self._backend), 0
         for (dtype, rank), slot in self._slots.items():
-            spec = adapter_spec(self._spec, dtype, rank)
+            spec = adapter_spec(self._spec, dtype, rank, 1, QKV)
             device.load(random_adapter(self._spec, spec, device.host_memory[at:]), slot)
             at += spec.num_bytes
         return self

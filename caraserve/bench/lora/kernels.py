@@ -5,17 +5,18 @@ adapter has so many layers that weights are read from memory, as they are when a
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from caraserve.core.lora_layout import AdapterSpec, HostAdapter, aligned_bytes, lay_out
+from caraserve.bench.synthetic import Shape, llama_config
+from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES, ModelSpec, parse_spec
-from caraserve.profiling.microbench import random_adapter
+from caraserve.profiling.microbench import adapter_spec, random_adapter
 
 QKV = SITES[:3]
 _HEAD_DIM = 128
@@ -24,29 +25,12 @@ _HEAD_DIM = 128
 def one_layer_spec(hidden: int, layers: int = 1) -> ModelSpec:
     """Returns a model with full-size attention projections and a minimal MLP and vocabulary: LoRA needs no more."""
     heads = max(1, hidden // _HEAD_DIM)
-    return parse_spec(
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "hidden_size": hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": heads,
-            "intermediate_size": 64,
-            "vocab_size": 64,
-            "max_position_embeddings": 1024,
-        }
-    )
-
-
-def adapter_spec(model: ModelSpec, dtype: Dtype, rank: int) -> AdapterSpec:
-    """Returns the specification of an adapter for q, k and v in every layer, as in the papers."""
-    spans, ends = lay_out(model, dtype, {(layer, site): (rank, 1.0) for layer in range(model.layers) for site in QKV})
-    return AdapterSpec(f"synthetic {dtype.name} {rank}", dtype, rank, QKV, ends, spans)
+    return parse_spec(llama_config(Shape(hidden, layers, 64, 64, heads, heads), 1024))
 
 
 def adapter_of(model: ModelSpec, dtype: Dtype, rank: int) -> HostAdapter:
-    """Returns an adapter for q, k and v with random weights, in newly allocated memory."""
-    spec = adapter_spec(model, dtype, rank)
+    """Returns an adapter for q, k and v in every layer, as in the papers, with random weights in new memory."""
+    spec = adapter_spec(model, dtype, rank, model.layers, QKV)
     return random_adapter(model, spec, aligned_bytes(spec.num_bytes))
 
 
@@ -85,13 +69,6 @@ class KernelCase:
     def gflop(self) -> float:
         """Gigaflop of one layer: x Aᵀ and (x Aᵀ) B for three modules."""
         return 2e-9 * self.tokens * self.rank * 2 * self.hidden * len(QKV)
-
-
-def cases(hidden: int, ranks: Sequence[int], tokens: Sequence[int], dtypes: Sequence[Dtype]) -> Iterator[KernelCase]:
-    for dtype in dtypes:
-        for rank in ranks:
-            for count in tokens:
-                yield KernelCase(hidden, dtype, rank, count)
 
 
 def measure(case: KernelCase) -> KernelPoint:

@@ -1,8 +1,7 @@
 """Tables and the figure of `caraserve bench lora`."""
 
-import importlib.util
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from rich.table import Table
@@ -10,6 +9,8 @@ from rich.table import Table
 from caraserve.bench.gpu.lora import LoraPoint
 from caraserve.bench.lora.handoff import RoundTripPoint, ThreadsPoint
 from caraserve.bench.lora.kernels import KernelPoint
+from caraserve.bench.report.plots import INK, line_style, new_figure, render, style
+from caraserve.bench.report.tables import NONE, TextTable, to_rich
 from caraserve.util.units import ceil_div
 
 _COLUMNS = 3  # of panels in the figure
@@ -22,147 +23,116 @@ def tables(
     gpu: Sequence[LoraPoint] = (),
 ) -> Iterator[Table]:
     """Yields a table for each part that was measured."""
-    if kernels:
-        yield _kernel_table(kernels)
-    if round_trips:
-        yield _round_trip_table(round_trips)
-    if threads:
-        yield _threads_table(threads)
-    if gpu:
-        yield _gpu_table(gpu)
-
-
-def _kernel_table(points: Sequence[KernelPoint]) -> Table:
-    table = Table(title="q, k and v of one layer on one core", title_justify="left")
-    for head in ("dtype", "rank", "tokens", "GFLOP/s", "of the core's peak", "× torch", "× NumPy"):
-        table.add_column(head, justify="right")
-    for index, point in enumerate(points):
-        following = points[index + 1] if index + 1 < len(points) else point
-        table.add_row(
-            point.dtype,
-            str(point.rank),
-            str(point.tokens),
-            f"{point.ours:.0f}",
-            f"{point.share_of_peak:.0%}",
-            f"{point.ours / point.torch:.1f}",
-            "–" if point.numpy is None else f"{point.ours / point.numpy:.1f}",
-            end_section=(point.dtype, point.rank) != (following.dtype, following.rank),
+    heads: Sequence[str] = ("dtype", "rank", "tokens", "GFLOP/s", "of the core's peak", "× torch", "× NumPy")
+    rows: list[Sequence[str]] = [
+        (
+            *(one.dtype, str(one.rank), str(one.tokens), f"{one.ours:.0f}", f"{one.share_of_peak:.0%}"),
+            *(f"{one.ours / one.torch:.1f}", NONE if one.numpy is None else f"{one.ours / one.numpy:.1f}"),
         )
-    return table
-
-
-def _round_trip_table(points: Sequence[RoundTripPoint]) -> Table:
-    table = Table(title="one hand-off of q, k and v", title_justify="left")
-    for head in ("workers", "tokens", "through", "µs", "beyond computing, µs", "p99"):
-        table.add_column(head, justify="right")
-    for point in points:
-        table.add_row(
-            str(point.workers),
-            str(point.tokens),
-            point.transport,
-            f"{point.total_us:,.0f}",
-            f"{point.beyond_us:,.1f}",
-            f"{point.beyond_p99_us:,.0f}",
+        for one in kernels
+    ]
+    yield from _table("q, k and v of one layer on one core", heads, rows)
+    heads = ("workers", "tokens", "through", "µs", "beyond computing, µs", "p99")
+    rows = [
+        (
+            *(str(trip.workers), str(trip.tokens), trip.transport),
+            *(f"{trip.total_us:,.0f}", f"{trip.beyond_us:,.1f}", f"{trip.beyond_p99_us:,.0f}"),
         )
-    return table
-
-
-def _threads_table(points: Sequence[ThreadsPoint]) -> Table:
-    table = Table(title="256 tokens, fp32: CPU LoRA workers beside torch's threads", title_justify="left")
-    for head in ("cores", "rank", "workers, ms", "torch, ms", "torch ÷ workers"):
-        table.add_column(head, justify="right")
-    for point in points:
-        ratio = point.torch_ms / point.workers_ms
-        row = str(point.cores), str(point.rank), f"{point.workers_ms:.2f}", f"{point.torch_ms:.2f}", f"{ratio:.2f}"
-        table.add_row(*row)
-    return table
-
-
-def _gpu_table(points: Sequence[LoraPoint]) -> Table:
-    table = Table(title="q, k and v of one layer on the GPU, every row another adapter, bf16", title_justify="left")
-    for head in ("rows", "rank", "µs", "MB", "of its copying bandwidth", "× torch.bmm"):
-        table.add_column(head, justify="right")
-    for point in points:
-        table.add_row(
-            str(point.rows),
-            "+".join(map(str, point.ranks)),
-            f"{point.us:.1f}",
-            f"{point.mbytes:.1f}",
-            f"{point.share_of_floor:.0%}",
-            "–" if point.torch_us is None else f"{point.torch_us / point.us:.1f}",
+        for trip in round_trips
+    ]
+    yield from _table("one hand-off of q, k and v", heads, rows)
+    rows = [
+        (str(at.cores), str(at.rank), *(f"{x:.2f}" for x in (at.workers_ms, at.torch_ms, at.torch_ms / at.workers_ms)))
+        for at in threads
+    ]
+    heads = ("cores", "rank", "workers, ms", "torch, ms", "torch ÷ workers")
+    yield from _table("256 tokens, fp32: CPU LoRA workers beside torch's threads", heads, rows)
+    heads = ("rows", "rank", "µs", "MB", "of its copying bandwidth", "× torch.bmm")
+    rows = [
+        (
+            *(str(at.rows), "+".join(map(str, at.ranks)), f"{at.us:.1f}", f"{at.mbytes:.1f}"),
+            *(f"{at.share_of_floor:.0%}", NONE if at.torch_us is None else f"{at.torch_us / at.us:.1f}"),
         )
-    return table
+        for at in gpu
+    ]
+    yield from _table("q, k and v of one layer on the GPU, every row another adapter, bf16", heads, rows)
+
+
+def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[Table]:
+    if rows:
+        yield to_rich(TextTable(title, heads, rows))
 
 
 def draw(
-    kernels: Sequence[KernelPoint],
-    round_trips: Sequence[RoundTripPoint],
-    threads: Sequence[ThreadsPoint],
-    file: Path,
-) -> bool:
-    """Draws the measured parts to a PNG file. Returns False if matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return False
-    # Imported here: matplotlib is an optional dependency, for saved reports only.
-    from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
-
-    dtypes = list(dict.fromkeys(point.dtype for point in kernels))
-    panels = max(1, len(dtypes) + bool(round_trips) + bool(threads))
-    columns, rows = min(panels, _COLUMNS), ceil_div(panels, _COLUMNS)
-    figure = Figure(figsize=(4.2 * columns, 3.8 * rows), layout="constrained")
-    places = figure.subplots(rows, columns, squeeze=False).flat
-    for spare in places[panels:]:
-        spare.set_axis_off()
-    axes = iter(places)
-    for dtype in dtypes:
-        _draw_kernels(next(axes), dtype, [point for point in kernels if point.dtype == dtype])
+    kernels: Sequence[KernelPoint], round_trips: Sequence[RoundTripPoint], threads: Sequence[ThreadsPoint]
+) -> bytes:
+    """Draws the measured parts. Needs matplotlib."""
+    drawings: list[Callable[[Any], None]] = [
+        partial(_draw_kernels, dtype, [point for point in kernels if point.dtype == dtype])
+        for dtype in dict.fromkeys(point.dtype for point in kernels)
+    ]
     if round_trips:
-        _draw_round_trips(next(axes), round_trips)
+        drawings.append(partial(_draw_round_trips, round_trips))
     if threads:
-        _draw_threads(next(axes), threads)
-    figure.savefig(file, dpi=130)
-    return True
+        drawings.append(partial(_draw_threads, threads))
+    columns, rows = max(1, min(len(drawings), _COLUMNS)), max(1, ceil_div(len(drawings), _COLUMNS))
+    figure = new_figure(4.2 * columns, 3.8 * rows)
+    panels = figure.subplots(rows, columns, squeeze=False).flat
+    for axes, drawing in zip(panels, drawings, strict=False):
+        drawing(axes)
+        axes.legend(fontsize=8, frameon=False, loc="upper left", ncols=2)  # in the room above the data
+    for spare in panels[len(drawings) :]:
+        spare.set_axis_off()
+    return render(figure)
 
 
-def _draw_kernels(axes: Any, dtype: str, points: Sequence[KernelPoint]) -> None:
-    """Plots speed over tokens, a line per rank: CaraServe solid, torch dashed."""
+def _draw_kernels(dtype: str, points: Sequence[KernelPoint], axes: Any) -> None:
+    """Plots speed over tokens, a line per rank: CaraServe with dots, torch dashed with crosses."""
     peak = max(point.peak for point in points)
-    for rank in sorted({point.rank for point in points}):
-        at = [point for point in points if point.rank == rank]
+    highest = 1.35 * max(peak, *(max(point.ours, point.torch) for point in points))
+    for place, rank in enumerate(sorted({point.rank for point in points})):
+        at, how = [point for point in points if point.rank == rank], line_style(place)
         tokens = [point.tokens for point in at]
-        (line,) = axes.plot(tokens, [point.ours for point in at], marker="o", ms=3, label=f"rank {rank}")
-        axes.plot(tokens, [point.torch for point in at], ls="--", lw=0.9, color=line.get_color())
-    axes.axhline(peak, color="black", lw=0.8)
-    axes.annotate("fp32 peak", (min(point.tokens for point in points), peak), va="bottom", fontsize=8)
+        axes.plot(tokens, [point.ours for point in at], marker="o", ms=3, label=f"rank {rank}", **how)
+        axes.plot(tokens, [point.torch for point in at], marker="x", ms=4, **how | {"ls": "--", "lw": 0.9})
+    axes.axhline(peak, color=INK, lw=0.9)
+    axes.annotate("fp32 peak", (min(point.tokens for point in points), peak), va="bottom", fontsize=8, color=INK)
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="tokens", ylabel="GFLOP/s, one core", title=f"{dtype}: CaraServe, torch dashed", ylim=(0, None))
-    axes.legend(fontsize=8)
+    axes.xaxis.set_major_formatter("{x:g}")
+    title = f"{dtype}: CaraServe (dots), torch (crosses)"
+    style(axes, xlabel="tokens", ylabel="GFLOP/s, one core", title=title, ylim=(0, highest))
 
 
-def _draw_round_trips(axes: Any, points: Sequence[RoundTripPoint]) -> None:
+def _draw_round_trips(points: Sequence[RoundTripPoint], axes: Any) -> None:
     """Plots the time beyond computing, with a bar for each transport."""
     kinds = list(dict.fromkeys((point.workers, point.tokens) for point in points))
-    transports = list(dict.fromkeys(point.transport for point in points))
-    for place, transport in enumerate(transports):
+    for place, transport in enumerate(dict.fromkeys(point.transport for point in points)):
         mine = [point for point in points if point.transport == transport]
         at = [kinds.index((point.workers, point.tokens)) + 0.4 * place for point in mine]
-        bars = axes.bar(at, [point.beyond_us for point in mine], width=0.4, label=transport)
+        colour = line_style(place)["color"]
+        bars = axes.bar(at, [point.beyond_us for point in mine], width=0.4, label=transport, color=colour)
         axes.bar_label(bars, fmt="%.0f", fontsize=8)
-    axes.set_xticks(
-        [index + 0.2 for index in range(len(kinds))],
-        [f"{tokens} tokens\n{workers} worker{'s' * (workers > 1)}" for workers, tokens in kinds],
-        fontsize=8,
-    )
-    axes.set(ylabel="µs beyond computing", title="hand-off", yscale="log")
-    axes.legend(fontsize=8)
+    highest = 10 * max(1.0, *(point.beyond_us for point in points))
+    names = [f"{tokens} tokens\n{workers} worker{'s' * (workers > 1)}" for workers, tokens in kinds]
+    axes.set_xticks([index + 0.2 for index in range(len(kinds))], names)
+    style(axes, ylabel="time beyond computing, µs", title="hand-off of q, k and v", yscale="log", ylim=(1, highest))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
+    axes.grid(False, axis="x")
 
 
-def _draw_threads(axes: Any, points: Sequence[ThreadsPoint]) -> None:
+def _draw_threads(points: Sequence[ThreadsPoint], axes: Any) -> None:
     """Plots milliseconds over rank, two lines per number of cores: workers solid, torch dashed."""
-    for cores in sorted({point.cores for point in points}):
-        at = [point for point in points if point.cores == cores]
+    highest = 1.3 * max(max(point.workers_ms, point.torch_ms) for point in points)
+    for place, cores in enumerate(sorted({point.cores for point in points})):
+        at, how = [point for point in points if point.cores == cores], line_style(place)
         ranks, label = [point.rank for point in at], f"{cores} core{'s' * (cores > 1)}"
-        (line,) = axes.plot(ranks, [point.workers_ms for point in at], marker="o", ms=3, label=f"workers, {label}")
-        axes.plot(ranks, [point.torch_ms for point in at], ls="--", color=line.get_color(), label=f"torch, {label}")
-    axes.set(xlabel="rank", ylabel="ms for 256 tokens, fp32", title="workers and torch's threads", ylim=(0, None))
-    axes.legend(fontsize=8)
+        axes.plot(ranks, [point.workers_ms for point in at], marker="o", ms=3, label=f"workers, {label}", **how)
+        axes.plot(ranks, [point.torch_ms for point in at], label=f"torch, {label}", **how | {"ls": "--"})
+    style(
+        axes,
+        xlabel="rank",
+        ylabel="time for 256 tokens in fp32, ms",
+        title="workers and torch's threads",
+        ylim=(0, highest),
+    )

@@ -7,35 +7,34 @@ workers beyond their computing, over shared memory and over a UNIX socket; and c
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
 
 from caraserve.bench.cli import LORA_PARTS
+from caraserve.bench.gpu.limits import copy_bytes_per_s
 from caraserve.bench.gpu.lora import LoraPoint
-from caraserve.bench.lora.gpu import gpu_points
-from caraserve.bench.lora.handoff import (
-    HandoffBench,
-    RoundTripPoint,
-    ThreadsPoint,
-    beside_threads,
-    round_trips,
-)
-from caraserve.bench.lora.kernels import KernelPoint, cases, measure
+from caraserve.bench.gpu.lora import measure as measure_gpu
+from caraserve.bench.gpu.results import WrongResult
+from caraserve.bench.gpu.setup import CheckSetup, real_setup
+from caraserve.bench.lora.handoff import HandoffBench, RoundTripPoint, ThreadsPoint, beside_threads, round_trips
+from caraserve.bench.lora.kernels import KernelCase, KernelPoint, measure
 from caraserve.bench.lora.process import pinned_process
 from caraserve.bench.lora.report import draw, tables
 from caraserve.bench.records import machine, versions
-from caraserve.bench.report.files import make_folder
-from caraserve.errors import ConfigError
-from caraserve.gpu.driver.detect import detect
+from caraserve.bench.report.files import as_json, make_folder, write_files
+from caraserve.bench.report.plots import NO_FIGURES, can_draw
+from caraserve.errors import BackendFailed, ConfigError
+from caraserve.gpu.driver.detect import detect, prepare_environment
 from caraserve.model.dtype import Dtype
+from caraserve.telemetry.progress import terminal_bar
 
 _HIDDEN = 4096  # of Llama-2-7B
 _ROUND_TRIP_RANK = 64
-_ROUND_TRIP_TOKENS = (16, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +45,32 @@ class LoraEffort:
     ranks: tuple[int, ...]
     tokens: tuple[int, ...]
     dtypes: tuple[Dtype, ...]
+    round_trip_tokens: tuple[int, ...]
     hand_offs: int
     rounds: int  # in each, workers and torch's threads run once
     gpu_s: float  # time limit for the GPU's kernels
 
 
-FULL = LoraEffort(_HIDDEN, (8, 16, 32, 64, 128), (1, 4, 16, 64, 256), (Dtype.F16, Dtype.BF16, Dtype.F32), 300, 15, 60.0)
-QUICK = LoraEffort(_HIDDEN, (8, 64), (16, 64), (Dtype.F16,), 30, 3, 15.0)
+FULL = LoraEffort(
+    hidden=_HIDDEN,
+    ranks=(8, 16, 32, 64, 128),
+    tokens=(1, 4, 16, 64, 256),
+    dtypes=(Dtype.F16, Dtype.BF16, Dtype.F32),
+    round_trip_tokens=(16, 256),
+    hand_offs=300,
+    rounds=15,
+    gpu_s=60.0,
+)
+QUICK = LoraEffort(
+    hidden=_HIDDEN,
+    ranks=(8, 64),
+    tokens=(64,),
+    dtypes=(Dtype.F16,),
+    round_trip_tokens=(64,),
+    hand_offs=10,
+    rounds=3,
+    gpu_s=15.0,
+)
 
 
 @dataclass(slots=True)
@@ -87,7 +105,7 @@ def bench_lora(parts: Sequence[str] | None, cores: Sequence[int] | None, effort:
     report = LoraReport(effort.hidden, tuple(cores))
     console = Console(stderr=True)
     try:
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        with terminal_bar() as progress:
             task = progress.add_task("measuring", total=_steps(parts, effort, len(cores)))
             if not console.is_terminal:
                 console.print(f"measuring {', '.join(parts)} on cores {', '.join(map(str, cores))}")
@@ -111,7 +129,7 @@ def _steps(parts: Sequence[str], effort: LoraEffort, cores: int) -> int:
     worker_counts = len({1, cores})
     counts = {
         "kernels": len(effort.ranks) * len(effort.tokens) * len(effort.dtypes),
-        "round-trip": 2 * worker_counts * len(_ROUND_TRIP_TOKENS),
+        "round-trip": 2 * worker_counts * len(effort.round_trip_tokens),
         "threads": worker_counts * len(effort.ranks),
         "gpu": 1,
     }
@@ -121,11 +139,14 @@ def _steps(parts: Sequence[str], effort: LoraEffort, cores: int) -> int:
 def _measure(report: LoraReport, parts: Sequence[str], effort: LoraEffort, advance: Callable[[], None]) -> None:
     if "kernels" in parts:
         with pinned_process(report.cores[:1]) as pool:
-            for case in cases(effort.hidden, effort.ranks, effort.tokens, effort.dtypes):
+            for dtype, rank, tokens in product(effort.dtypes, effort.ranks, effort.tokens):
+                case = KernelCase(effort.hidden, dtype, rank, tokens)
                 report.kernels.append(pool.submit(measure, case).result())
                 advance()
     if "gpu" in parts:
-        report.gpu += gpu_points(effort.gpu_s)
+        prepare_environment()
+        with tempfile.TemporaryDirectory() as folder:
+            report.gpu += gpu_points(real_setup(Path(folder), effort.gpu_s, {}, ()))
         advance()
     if not {"round-trip", "threads"} & set(parts):
         return
@@ -133,7 +154,7 @@ def _measure(report: LoraReport, parts: Sequence[str], effort: LoraEffort, advan
     with HandoffBench(effort.hidden, adapters, report.cores) as bench:
         if "round-trip" in parts:
             points = round_trips(
-                bench, effort.hidden, _ROUND_TRIP_RANK, _ROUND_TRIP_TOKENS, report.cores, effort.hand_offs
+                bench, effort.hidden, _ROUND_TRIP_RANK, effort.round_trip_tokens, report.cores, effort.hand_offs
             )
             for point in points:
                 report.round_trips.append(point)
@@ -144,15 +165,27 @@ def _measure(report: LoraReport, parts: Sequence[str], effort: LoraEffort, advan
                 advance()
 
 
+def gpu_points(setup: CheckSetup) -> list[LoraPoint]:
+    """Returns as many points as the setup's time allows, most rows first: the same as stage `lora` of
+    `scripts/gpu_check`. Raises BackendFailed for wrong results."""
+    acc = setup.accelerator(Dtype.BF16)
+    try:
+        return list(measure_gpu(setup, acc, copy_bytes_per_s(setup, acc)))
+    except WrongResult as error:
+        raise BackendFailed(f"the GPU's LoRA kernels are wrong: {error}") from error
+
+
 def _show(report: LoraReport, save: Path | None) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False)
     for table in tables(report.kernels, report.round_trips, report.threads, report.gpu):
         console.print(table)
-    document = json.dumps(report.document())
+    document = report.document()
     if save is not None:
-        (save / "lora.json").write_text(document + "\n", encoding="utf-8")
-        if draw(report.kernels, report.round_trips, report.threads, save / "lora.png"):
-            console.print(f"written to {save / 'lora.json'}, drawn in {save / 'lora.png'}")
-        else:
-            console.print(f"written to {save / 'lora.json'}; a figure needs the `plot` extra")
-    sys.stdout.write(document + "\n")
+        contents = {"lora.json": as_json(document)}
+        if can_draw():
+            contents["lora.png"] = draw(report.kernels, report.round_trips, report.threads)
+        for path in write_files(save, contents):
+            console.print(f"written: {path}")
+        if not can_draw():
+            console.print(NO_FIGURES)
+    sys.stdout.write(json.dumps(document) + "\n")

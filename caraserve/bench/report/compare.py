@@ -1,17 +1,23 @@
 """Comparison of two saved reports: every figure of B over that of A."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rich.table import Table
 
 from caraserve.bench.report.files import SavedReport
-from caraserve.bench.report.ratios import by_label
-from caraserve.bench.report.summary import LATENCIES, Summary
+from caraserve.bench.report.ratios import LATENCY_FIGURES, Figure, by_label, known_mean
 from caraserve.bench.report.tables import NONE, TextTable, number, to_rich
 from caraserve.errors import ConfigError
 
-_PER_SECOND = ("requests_per_s", "output_tokens_per_s")
+_FIGURES: dict[str, Figure] = {
+    **{f"{metric.upper()} {name}, ms": figure for (metric, name), figure in LATENCY_FIGURES.items()},
+    "requests/s": lambda summary: summary.requests_per_s,
+    "output tokens/s": lambda summary: summary.output_tokens_per_s,
+    "requests complete": lambda summary: summary.completed,
+    "requests failed": lambda summary: summary.failed,
+    "SLO attainment": lambda summary: None if summary.attainment is None else summary.attainment.share,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,35 +62,13 @@ def compare(a: SavedReport, b: SavedReport) -> Comparison:
         pairs = {f"{label_a} | {label_b}": (runs_a, runs_b)}
     if not pairs:
         raise ConfigError(f"no run of {', '.join(first)} is in the other report, which has {', '.join(second)}")
-    rows = {label: tuple(_figures(*pair)) for label, pair in pairs.items()}
+    rows = {}
+    for label, sides in pairs.items():
+        means = {name: [known_mean(map(figure, side)) for side in sides] for name, figure in _FIGURES.items()}
+        rows[label] = tuple(
+            ComparedFigure(name, x, y) for name, (x, y) in means.items() if x is not None and y is not None
+        )
     return Comparison(rows, tuple(_differences(a, b)))
-
-
-def _figures(a: list[Summary], b: list[Summary]) -> Iterator[ComparedFigure]:
-    for metric in LATENCIES:
-        for name in ("mean", "p50", "p95", "p99"):
-            values = _latency(a, metric, name), _latency(b, metric, name)
-            if values[0] is not None and values[1] is not None:
-                yield ComparedFigure(f"{metric.upper()} {name}, ms", values[0], values[1])
-    for field in _PER_SECOND:
-        name = field.removesuffix("_per_s").replace("_", " ")
-        yield ComparedFigure(f"{name}/s", _mean([getattr(s, field) for s in a]), _mean([getattr(s, field) for s in b]))
-    yield ComparedFigure("requests complete", _mean([s.completed for s in a]), _mean([s.completed for s in b]))
-    yield ComparedFigure("requests failed", _mean([s.failed for s in a]), _mean([s.failed for s in b]))
-    shares = [[s.attainment.share for s in side if s.attainment is not None] for side in (a, b)]
-    if all(shares):
-        yield ComparedFigure("SLO attainment", _mean(shares[0]), _mean(shares[1]))
-
-
-def _latency(side: list[Summary], metric: str, name: str) -> float | None:
-    found = [getattr(summary.latency, metric) for summary in side]
-    values = [each.mean_ms if name == "mean" else each.percentiles_ms.get(name) for each in found if each is not None]
-    known = [value for value in values if value is not None]
-    return _mean(known) if known else None
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _differences(a: SavedReport, b: SavedReport) -> Iterator[tuple[str, str, str]]:
@@ -97,8 +81,5 @@ def _differences(a: SavedReport, b: SavedReport) -> Iterator[tuple[str, str, str
         in_a, in_b = getattr(a, kind), getattr(b, kind)
         for name in sorted({*in_a, *in_b}):
             if name != "save" and in_a.get(name) != in_b.get(name):
-                yield f"{kind}: {name}", _shown(in_a.get(name)), _shown(in_b.get(name))
-
-
-def _shown(value: object) -> str:
-    return NONE if value is None else str(value)
+                x, y = (NONE if side.get(name) is None else str(side[name]) for side in (in_a, in_b))
+                yield f"{kind}: {name}", x, y

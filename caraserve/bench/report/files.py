@@ -1,16 +1,16 @@
 """Files of a report: one JSON document, a CSV row for every request, figures; and reading a document back."""
 
 import csv
-import dataclasses
 import io
 import json
 import math
 import os
-import types
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any
+
+import msgspec
 
 from caraserve.bench.records import Run, machine, versions
 from caraserve.bench.report.ratios import ratio_document
@@ -18,21 +18,9 @@ from caraserve.bench.report.summary import Summary
 from caraserve.errors import ConfigError
 
 SCHEMA = 1
-_T = TypeVar("_T")
-_SCALARS = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
 _COLUMNS = (
-    "run",
-    "index",
-    "model",
-    "rank",
-    "due_s",
-    "sent_s",
-    "first_token_s",
-    "last_token_s",
-    "done_s",
-    "prompt_tokens",
-    "output_tokens",
-    "error",
+    *("run", "index", "model", "rank", "due_s", "sent_s", "first_token_s", "last_token_s", "done_s"),
+    *("prompt_tokens", "output_tokens", "error"),
 )
 
 
@@ -102,24 +90,23 @@ def as_json(document: Mapping[str, Any]) -> bytes:
 def load_saved(path: Path) -> SavedReport:
     """Reads a document that `save_report` has written. Raises ConfigError that says what is wrong with it."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = msgspec.json.decode(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    except ValueError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         raise ConfigError(f"{path} is not JSON") from None
     if not isinstance(content, dict) or "bench" not in content or content.get("schema") != SCHEMA:
         raise ConfigError(f"{path} is no report of `caraserve bench serve` or `modes`")
+    where = "its head"
     try:
-        return SavedReport(
-            bench=read_dataclass(str, content["bench"], "bench"),
-            machine=dict(content["machine"]),
-            versions=dict(content["versions"]),
-            arguments=dict(content["arguments"]),
-            notes=tuple(map(str, content["notes"])),
-            runs=tuple(read_dataclass(Summary, run, f"runs[{index}]") for index, run in enumerate(content["runs"])),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path} is no whole report: {error}") from None
+        runs = []
+        report = msgspec.convert(content | {"runs": ()}, SavedReport)
+        for index, run in enumerate(content["runs"]):
+            where = f"runs[{index}]"
+            runs.append(msgspec.convert(run, Summary))
+    except (KeyError, TypeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{path} is no whole report: {str(error).replace('$', where)}") from None
+    return replace(report, runs=tuple(runs))
 
 
 def _csv(runs: Sequence[Run]) -> str:
@@ -133,19 +120,10 @@ def _csv(runs: Sequence[Run]) -> str:
             phase_ms = dict(record.phases)
             tokens = (record.token_s[0], record.token_s[-1]) if record.token_s else (None, None)
             times = (record.due_s, record.sent_s, *tokens, record.done_s)
-            writer.writerow(
-                [
-                    f"{number}:{run.label}",
-                    record.index,
-                    record.model,
-                    record.rank,
-                    *(None if time_s is None else f"{time_s:.6f}" for time_s in times),
-                    record.prompt_tokens,
-                    record.output_tokens,
-                    record.error,
-                    *(phase_ms.get(name) for name in phases),
-                ]
-            )
+            row = [f"{number}:{run.label}", record.index, record.model, record.rank]
+            row += [None if time_s is None else f"{time_s:.6f}" for time_s in times]
+            row += [record.prompt_tokens, record.output_tokens, record.error]
+            writer.writerow([*row, *(phase_ms.get(name) for name in phases)])
     return text.getvalue()
 
 
@@ -158,45 +136,3 @@ def _jsonable(value: object) -> Any:
     if isinstance(value, list | tuple):
         return [_jsonable(item) for item in value]
     return str(value)
-
-
-def read_dataclass(kind: type[_T], value: object, where: str) -> _T:
-    """Builds a frozen dataclass from JSON values: the opposite of `dataclasses.asdict`.
-
-    Fields may be scalars, dataclasses, `tuple[X, ...]`, `dict[str, X]` and `X | None`. A field with a default may be
-    missing, as in reports of older versions. Raises ValueError that names the field, prefixed by `where`.
-    """
-    made: _T = _read(kind, value, where)
-    return made
-
-
-def _read(kind: Any, value: Any, where: str) -> Any:
-    if dataclasses.is_dataclass(kind):
-        return _object(kind, value, where)
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is types.UnionType:
-        return None if value is None else _read(arguments[0], value, where)
-    if origin is tuple:
-        _expect(isinstance(value, list), "a list", where)
-        return tuple(_read(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value))
-    if origin is dict:
-        _expect(isinstance(value, dict), "an object", where)
-        return {name: _read(arguments[1], item, f"{where}.{name}") for name, item in value.items()}
-    if kind is float and type(value) is int:  # JavaScript writes 3.0 as 3
-        value = float(value)
-    _expect(type(value) is kind and not (kind is float and not math.isfinite(value)), _SCALARS[kind], where)
-    return value
-
-
-def _object(kind: Any, value: Any, where: str) -> Any:
-    _expect(isinstance(value, dict), "an object", where)
-    hints = get_type_hints(kind)
-    for field in dataclasses.fields(kind):
-        _expect(field.name in value or field.default is not dataclasses.MISSING, "there", f"{where}.{field.name}")
-    found = {name: _read(hint, value[name], f"{where}.{name}") for name, hint in hints.items() if name in value}
-    return kind(**found)
-
-
-def _expect(good: bool, what: str, where: str) -> None:
-    if not good:
-        raise ValueError(f"{where} is not {what}")

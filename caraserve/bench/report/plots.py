@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 
 from caraserve.bench.records import Run
-from caraserve.bench.report.columns import Columns, Floats
 from caraserve.bench.report.compare import Comparison
 from caraserve.bench.report.ratios import RATIO_METRICS, by_label, ratios_to_first
-from caraserve.bench.report.summary import RequestGroup, SloLimits, Summary
+from caraserve.bench.report.summary import Columns, Floats, RequestGroup, SloLimits, Summary
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, with grey and Tol's violet in place of yellow and
 # black.
@@ -28,6 +27,7 @@ _NAME_LENGTH = 34
 _CDF_POINTS = 400  # per line: more make no visible difference
 _WINDOWS = 60  # of a time line
 _LONG_TAIL = 30  # 99th over 1st percentile above which an axis is logarithmic: a linear one would show only the tail
+NO_FIGURES = "no figures: matplotlib, of the package's `plot` extra, is not installed"
 SWEEP_MARK = " @ "  # between a name and its rate in a run's label
 
 
@@ -111,8 +111,9 @@ def latency_cdfs(runs: Sequence[Run], slo: SloLimits | None = None) -> bytes | N
     panels = figure.subplots(1, 3, sharey=True)
     limits = {} if slo is None else slo.limits()
     for axes, metric in zip(panels, RATIO_METRICS, strict=True):
-        values = {label: _known(getattr(columns, f"{metric}_ms")[columns.ok]) for label, columns in pooled.items()}
-        _cdf(axes, metric, values, limits.get(metric))
+        values = {label: getattr(columns, f"{metric}_ms")[columns.ok] for label, columns in pooled.items()}
+        known = {label: each[~np.isnan(each)] for label, each in values.items()}
+        _cdf(axes, metric, known, limits.get(metric))
     panels[0].set_ylabel("share of answers, %")
     legend(figure, panels[0])
     return render(figure)
@@ -188,7 +189,8 @@ def time_lines(runs: Sequence[Run]) -> bytes | None:
         tokens = np.histogram(columns.token_s, edges_s)[0]
         speed.plot(middles_s, tokens / np.diff(edges_s), **how)
     style(flying, ylabel="requests in flight", ylim=(0, None))
-    style(waiting, ylabel=f"TTFT, {unit}", ylim=(0, None))
+    flying.yaxis.get_major_locator().set_params(integer=True)
+    style(waiting, ylabel=f"median TTFT, {unit}", ylim=(0, None))
     style(speed, ylabel="output tokens/s", ylim=(0, None), xlabel="time since the start, s", xlim=(0, end_s))
     figure.align_ylabels([flying, waiting, speed])
     legend(figure, flying)
@@ -198,17 +200,14 @@ def time_lines(runs: Sequence[Run]) -> bytes | None:
 def _in_flight(columns: Columns, end_s: float) -> tuple[Floats, Floats]:
     """Returns the starts of 600 equal parts of the run in s, and the greatest number of requests in flight in each."""
     times = np.concatenate([columns.sent_s, columns.done_s])
-    steps = np.concatenate([np.ones(columns.sent_s.size), -np.ones(columns.done_s.size)])
     order = np.argsort(times, kind="stable")
-    times, running = times[order], np.cumsum(steps[order])
+    running = np.cumsum(np.repeat([1.0, -1.0], columns.sent_s.size)[order])
     parts_s = np.linspace(0, end_s, 10 * _WINDOWS + 1)
-    starts = np.searchsorted(times, parts_s)
-    before = np.where(starts > 0, running[np.maximum(starts - 1, 0)], 0.0)
-    # Within a part the count may have been higher than at its start.
-    most = before.copy()
+    starts = np.searchsorted(times[order], parts_s)
+    most = np.where(starts > 0, running[np.maximum(starts - 1, 0)], 0.0)  # at the start of each part
     for index, (start, stop) in enumerate(pairwise(starts)):
         if stop > start:
-            most[index] = max(before[index], running[start:stop].max())
+            most[index] = max(most[index], running[start:stop].max())
     return parts_s, most
 
 
@@ -236,51 +235,27 @@ def rate_sweep(summaries: Sequence[Summary]) -> bytes | None:
     judged = any(summary.attainment is not None for line in lines.values() for summary in line)
     figure = new_figure(10.5 if judged else 6.2, 4.0)
     panels = figure.subplots(1, 1 + judged, squeeze=False)[0]
-    _sweep_panel(panels[0], {label: _p95_ttft(line) for label, line in lines.items()})
+    times_ms = [found.percentiles_ms["p95"] for line in lines.values() for one in line if (found := one.latency.ttft)]
+    factor, unit = time_scale(times_ms)
+    for place, (label, line) in enumerate(lines.items()):
+        ordered = sorted(line, key=lambda summary: summary.offered_per_s or 0.0)
+        rates = [summary.offered_per_s for summary in ordered]
+        how = {**line_style(place), "marker": "o", "ms": 4, "label": plain_name(label)}
+        p95_ms = [one.latency.ttft.percentiles_ms["p95"] if one.latency.ttft else np.nan for one in ordered]
+        panels[0].plot(rates, factor * np.array(p95_ms), **how)
+        if judged:
+            shares = [np.nan if one.attainment is None else 100 * one.attainment.share for one in ordered]
+            panels[1].plot(rates, shares, **how)
+    style(panels[0], xlabel="requests/s offered", ylabel=f"P95 TTFT, {unit}", xlim=(0, None))
+    known = [value for value in times_ms if value > 0]
+    if known and max(known) / min(known) > _LONG_TAIL:
+        panels[0].set_yscale("log")
+    else:
+        panels[0].set_ylim(0, None)
     if judged:
-        kept = {label: [_attained(summary) for summary in line] for label, line in lines.items()}
-        for place, (label, points) in enumerate(kept.items()):
-            _sweep_line(panels[1], place, label, points)
         style(panels[1], xlabel="requests/s offered", ylabel="SLO attainment, %", ylim=(0, 103), xlim=(0, None))
     legend(figure, panels[0])
     return render(figure)
-
-
-def _sweep_panel(axes: Any, lines: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    times_ms = [value for points in lines.values() for _, value in points]
-    factor, unit = time_scale(times_ms)
-    for place, (label, points) in enumerate(lines.items()):
-        _sweep_line(axes, place, label, [(rate, value * factor) for rate, value in points])
-    style(axes, xlabel="requests/s offered", ylabel=f"P95 TTFT, {unit}", xlim=(0, None))
-    known = [value for value in times_ms if value > 0]
-    if known and max(known) / min(known) > _LONG_TAIL:
-        axes.set_yscale("log")
-    else:
-        axes.set_ylim(0, None)
-
-
-def _sweep_line(axes: Any, place: int, label: str, points: Sequence[tuple[float, float]]) -> None:
-    ordered = sorted(points)
-    axes.plot(
-        [rate for rate, _ in ordered],
-        [value for _, value in ordered],
-        marker="o",
-        ms=4,
-        label=plain_name(label),
-        **line_style(place),
-    )
-
-
-def _p95_ttft(line: Sequence[Summary]) -> list[tuple[float, float]]:
-    known = [(summary, summary.latency.ttft) for summary in line]
-    return [
-        (summary.offered_per_s or 0.0, found.percentiles_ms["p95"]) for summary, found in known if found is not None
-    ]
-
-
-def _attained(summary: Summary) -> tuple[float, float]:
-    share = np.nan if summary.attainment is None else 100 * summary.attainment.share
-    return summary.offered_per_s or 0.0, share
 
 
 def rank_bars(summaries: Sequence[Summary]) -> bytes | None:
@@ -310,7 +285,8 @@ def _rank_panel(axes: Any, metric: str, shown: Mapping[str, Summary], ranks: Seq
         axes.bar(at, mean * factor, 0.9 * width, color=colour, label=plain_name(label))
         if metric == "ttft":
             axes.hlines(highs[label] * factor, at - 0.4 * width, at + 0.4 * width, color=colour, lw=1.6)
-    style(axes, xlabel="rank", ylabel=f"mean {metric.upper()}, {unit}", title=metric.upper(), ylim=(0, None))
+    title = "TTFT (line: P95)" if metric == "ttft" else metric.upper()
+    style(axes, xlabel="rank", ylabel=f"mean {metric.upper()}, {unit}", title=title, ylim=(0, None))
     axes.set_xticks(range(len(ranks)), ranks)
     axes.grid(False, axis="x")
 
@@ -325,10 +301,6 @@ def _pooled(runs: Sequence[Run]) -> dict[str, Columns]:
     for run in runs:
         grouped.setdefault(run.label, []).append(run)
     return {label: Columns.of([record for run in same for record in run.records]) for label, same in grouped.items()}
-
-
-def _known(values: Floats) -> Floats:
-    return values[~np.isnan(values)]
 
 
 def run_plots(runs: Sequence[Run], summaries: Sequence[Summary]) -> dict[str, bytes]:
@@ -354,11 +326,12 @@ def comparison_plot(comparison: Comparison) -> bytes:
     axes_row = figure.subplots(1, panels, squeeze=False)[0]
     for axes, (label, rows) in zip(axes_row, comparison.rows.items(), strict=True):
         known = [(row.name, row.ratio) for row in rows if row.ratio is not None]
-        colours = [COLOURS[1] if ratio > 1 else COLOURS[0] for _, ratio in known]
+        colours = [COLOURS[1] if round(ratio, 3) > 1 else COLOURS[0] for _, ratio in known]
         axes.barh(range(len(known)), [ratio for _, ratio in known], color=colours)
         axes.axvline(1, color=INK, lw=0.9)
         style(axes, title=plain_name(label), xlabel="B ÷ A")
         axes.set_yticks(range(len(known)), [name.removesuffix(", ms") for name, _ in known])
+        axes.margins(y=0.02)
         axes.invert_yaxis()
         axes.grid(False, axis="y")
     return render(figure)

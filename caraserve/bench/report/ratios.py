@@ -7,6 +7,7 @@ were measured one after the other, so drift of the machine's speed affects both 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import TypeAlias
 
 from caraserve.bench.report.summary import LATENCIES, Summary
 
@@ -46,22 +47,22 @@ def ratios_to_first(summaries: Sequence[Summary]) -> tuple[LabelRatios, ...]:
     """Returns one entry for each label; the first label's ratios are 1."""
     grouped = by_label(summaries)
     first = next(iter(grouped.values()), [])
-    return tuple(
-        LabelRatios(
-            label,
-            len(repeats),
-            all(summary.valid for summary in repeats),
-            {
-                name: value
-                for name in RATIO_METRICS
-                if (value := _mean(map(_latency(name, "mean"), repeats))) is not None
-            },
-            _ratios(repeats, first, {name: _latency(name, "mean") for name in RATIO_METRICS}),
-            _mean(summary.cold_start_share for summary in repeats),
-            _mean(summary.interrupted_share for summary in repeats),
+    means = {metric: LATENCY_FIGURES[metric, "mean"] for metric in RATIO_METRICS}
+    found = []
+    for label, repeats in grouped.items():
+        mean_ms = {metric: known_mean(map(figure, repeats)) for metric, figure in means.items()}
+        found.append(
+            LabelRatios(
+                label,
+                len(repeats),
+                all(summary.valid for summary in repeats),
+                {metric: value for metric, value in mean_ms.items() if value is not None},
+                _ratios(repeats, first, means),
+                known_mean(summary.cold_start_share for summary in repeats),
+                known_mean(summary.interrupted_share for summary in repeats),
+            )
         )
-        for label, repeats in grouped.items()
-    )
+    return tuple(found)
 
 
 def ratio_document(summaries: Sequence[Summary]) -> list[dict[str, object]]:
@@ -78,7 +79,10 @@ def ratio_document(summaries: Sequence[Summary]) -> list[dict[str, object]]:
     ]
 
 
-def _latency(metric: str, name: str) -> Callable[[Summary], float | None]:
+Figure: TypeAlias = Callable[[Summary], float | None]
+
+
+def _latency(metric: str, name: str) -> Figure:
     def value(summary: Summary) -> float | None:
         found = getattr(summary.latency, metric)
         if found is None:
@@ -88,22 +92,25 @@ def _latency(metric: str, name: str) -> Callable[[Summary], float | None]:
     return value
 
 
-_FIGURES: dict[str, Callable[[Summary], float | None]] = {
-    **{f"{metric}_{name}": _latency(metric, name) for metric in LATENCIES for name in ("mean", "p50", "p95", "p99")},
+# In ms, by metric and statistic.
+LATENCY_FIGURES = {
+    (metric, name): _latency(metric, name) for metric in LATENCIES for name in ("mean", "p50", "p95", "p99")
+}
+_FIGURES: dict[str, Figure] = {
+    **{f"{metric}_{name}": figure for (metric, name), figure in LATENCY_FIGURES.items()},
     "requests_per_s": lambda summary: summary.requests_per_s,
     "output_tokens_per_s": lambda summary: summary.output_tokens_per_s,
     "goodput_per_s": lambda summary: None if summary.attainment is None else summary.attainment.goodput_per_s,
 }
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
+def known_mean(values: Iterable[float | None]) -> float | None:
+    """Returns the mean of the values that are not None, or None without any."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
 
 
-def _ratios(
-    repeats: Sequence[Summary], first: Sequence[Summary], figures: Mapping[str, Callable[[Summary], float | None]]
-) -> dict[str, Ratio]:
+def _ratios(repeats: Sequence[Summary], first: Sequence[Summary], figures: Mapping[str, Figure]) -> dict[str, Ratio]:
     found = {}
     for name, figure in figures.items():
         # An interrupted benchmark may have one repeat more of the first mode than of the last.

@@ -17,11 +17,12 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
+from numpy.typing import NDArray
 
 from caraserve.bench.records import RequestRecord, Run
-from caraserve.bench.report.columns import Bools, Columns, Floats
 from caraserve.errors import ConfigError
 
 LATENCIES = ("ttft", "tpot", "tpt", "itl", "e2e")
@@ -30,6 +31,67 @@ INTERRUPTION_FACTOR = 1.5
 MAX_LATE_SHARE = 0.01  # of the mean gap between due times; a later sender would change the load that it measures
 _TOP_ADAPTERS = 20
 _DRAWN_PERCENTILE = 95.0  # that plots of sweeps and ranks show
+
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Arrays `[requests]`. Times in seconds count from the run's start; NaN where a request has no such time."""
+
+    due_s: Floats
+    sent_s: Floats
+    done_s: Floats
+    ok: Bools  # a complete answer
+    prompt_tokens: Ints
+    output_tokens: Ints
+    ttft_ms: Floats
+    tpot_ms: Floats  # (e2e - ttft) / (tokens - 1)
+    tpt_ms: Floats  # e2e / tokens, as in the papers
+    e2e_ms: Floats
+    token_s: Floats  # of all requests, one after another
+    token_of: Ints  # index of the request of each entry of `token_s`
+
+    @classmethod
+    def of(cls, records: Sequence[RequestRecord]) -> "Columns":
+        """Builds the arrays. A failed request has the times and tokens that it reached."""
+        counts = np.array([len(record.token_s) for record in records], np.int64)
+        due_s, sent_s, done_s, first_s = (
+            np.array(
+                [(one.due_s, one.sent_s, one.done_s, one.token_s[0] if one.token_s else np.nan) for one in records]
+            )
+            .reshape(-1, 4)
+            .T
+        )
+        tokens = np.array([record.output_tokens for record in records], np.int64)
+        ttft_ms, e2e_ms = 1e3 * (first_s - sent_s), 1e3 * (done_s - sent_s)
+        total = int(counts.sum())
+        return cls(
+            due_s=due_s,
+            sent_s=sent_s,
+            done_s=done_s,
+            ok=np.array([record.error is None for record in records], np.bool_),
+            prompt_tokens=np.array([record.prompt_tokens for record in records], np.int64),
+            output_tokens=tokens,
+            ttft_ms=ttft_ms,
+            tpot_ms=np.where(tokens > 1, (e2e_ms - ttft_ms) / np.maximum(tokens - 1, 1), np.nan),
+            tpt_ms=np.where(tokens > 0, e2e_ms / np.maximum(tokens, 1), np.nan),
+            e2e_ms=e2e_ms,
+            token_s=np.fromiter(chain.from_iterable(record.token_s for record in records), np.float64, total),
+            token_of=np.repeat(np.arange(len(records)), counts),
+        )
+
+    def gaps(self) -> tuple[Floats, Ints]:
+        """Returns the gaps in ms between successive output tokens of complete answers, and each gap's request index.
+
+        Tokens of one event have a gap of 0 between them.
+        """
+        same = (self.token_of[1:] == self.token_of[:-1]) & self.ok[self.token_of[1:]]
+        gaps_ms: Floats = 1e3 * np.diff(self.token_s)[same]
+        return gaps_ms, self.token_of[1:][same]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +262,7 @@ class Summary:
     attainment: Attainment | None
     adapters: tuple[RequestGroup, ...]  # most requests first, then the others as one
     ranks: tuple[RequestGroup, ...]  # ascending, the base model first
-    interrupted_share: float | None = (
-        None  # part of cold_start_share caused by other requests' loads; not in old reports
-    )
+    interrupted_share: float | None = None  # part of cold_start_share by others' loads; not in old reports
 
 
 def summarize(run: Run, slo: SloLimits | None = None, percentiles: Sequence[float] = (50, 90, 95, 99)) -> Summary:
@@ -252,14 +312,8 @@ def distribution(values: Floats, percentiles: Sequence[float]) -> Distribution |
 
 
 def _latency(columns: Columns, percentiles: Sequence[float]) -> Latency:
-    ok = columns.ok
-    return Latency(
-        ttft=distribution(columns.ttft_ms[ok], percentiles),
-        tpot=distribution(columns.tpot_ms[ok], percentiles),
-        tpt=distribution(columns.tpt_ms[ok], percentiles),
-        itl=distribution(columns.gaps()[0], percentiles),
-        e2e=distribution(columns.e2e_ms[ok], percentiles),
-    )
+    values_ms = {name: getattr(columns, f"{name}_ms")[columns.ok] for name in LIMITS} | {"itl": columns.gaps()[0]}
+    return Latency(**{name: distribution(values, percentiles) for name, values in values_ms.items()})
 
 
 def _lateness(columns: Columns) -> Lateness | None:
@@ -284,10 +338,9 @@ def _offered_per_s(columns: Columns) -> float | None:
 
 def _held(concurrency: int, columns: Columns) -> ClosedLoop:
     waited_ms = 1e3 * np.maximum(columns.sent_s - columns.due_s, 0.0)
-    known = bool(waited_ms.size)
-    return ClosedLoop(
-        concurrency, float(waited_ms.mean()) if known else 0.0, float((waited_ms > 1.0).mean()) if known else 0.0
-    )
+    if not waited_ms.size:
+        return ClosedLoop(concurrency, 0.0, 0.0)
+    return ClosedLoop(concurrency, float(waited_ms.mean()), float((waited_ms > 1.0).mean()))
 
 
 def _lengths(records: Sequence[RequestRecord]) -> TokenCounts | None:

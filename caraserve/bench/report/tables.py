@@ -18,8 +18,8 @@ class TextTable:
     """A table as text. The first `left` columns hold words, the others numbers."""
 
     title: str
-    heads: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
     left: int = 1
     note: str = ""
 
@@ -48,10 +48,10 @@ def report_tables(summaries: Sequence[Summary], latencies: Sequence[str] = LATEN
 
 
 def _summary_tables(summary: Summary, latencies: Sequence[str]) -> Iterator[TextTable]:
-    yield TextTable(summary.label, ("", "value"), tuple(_facts(summary)))
+    yield TextTable(summary.label, ("", "value"), list(_facts(summary)))
     yield _latency_table(summary, latencies)
     if summary.errors:
-        rows = tuple((kind, str(count)) for kind, count in summary.errors.items())
+        rows = [(kind, str(count)) for kind, count in summary.errors.items()]
         yield TextTable("Failures", ("kind", "requests"), rows)
     if len(summary.ranks) > 1:
         yield _group_table("By rank", "rank", summary.ranks)
@@ -62,7 +62,7 @@ def _summary_tables(summary: Summary, latencies: Sequence[str]) -> Iterator[Text
 def _latency_table(summary: Summary, latencies: Sequence[str]) -> TextTable:
     named = [(name.upper(), getattr(summary.latency, name)) for name in latencies]
     percentiles = next((list(found.percentiles_ms) for _, found in named if found is not None), [])
-    rows = tuple((name, *_latency_cells(found, percentiles)) for name, found in named)
+    rows = [(name, *_latency_cells(found, percentiles)) for name, found in named]
     return TextTable("Latency, ms", ("", "mean", *percentiles), rows)
 
 
@@ -120,9 +120,9 @@ def _group_table(title: str, kind: str, groups: Sequence[RequestGroup]) -> TextT
         second = _rank(group) if kind == "adapter" else str(group.members)
         times = (group.ttft_mean_ms, group.ttft_p95_ms, group.tpt_mean_ms, group.e2e_mean_ms)
         row = [group.name, second, f"{group.requests:,}", str(group.failed), *(optional(value) for value in times)]
-        rows.append((*row, percent(group.attainment)) if judged else tuple(row))
+        rows.append([*row, percent(group.attainment)] if judged else row)
     attained = ("SLO attainment",) if judged else ()
-    return TextTable(f"{title}, ms", (kind, *heads, *attained), tuple(rows))
+    return TextTable(f"{title}, ms", (kind, *heads, *attained), rows)
 
 
 def _rank(group: RequestGroup) -> str:
@@ -142,7 +142,7 @@ def ratio_table(summaries: Sequence[Summary]) -> TextTable:
     note += "repeat of the first line. Lost to cold starts: a share of E2E; the last column is the part of it that "
     note += "other requests' loads have caused."
     heads += ["lost to cold starts", "to others' loads"]
-    return TextTable("Beside one another", ("mode", "repeats", *heads), tuple(rows), note=note)
+    return TextTable("Beside one another", ("mode", "repeats", *heads), rows, note=note)
 
 
 def _ratio(ratio: Ratio | None) -> str:

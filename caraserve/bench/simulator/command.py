@@ -17,9 +17,8 @@ from caraserve.bench.report.files import make_folder, write_files
 from caraserve.bench.report.tables import to_rich
 from caraserve.bench.simulator.machines import Machine, paper_machine, profiled_machine
 from caraserve.bench.simulator.report import as_json, finite, plots, text_tables
-from caraserve.bench.simulator.result import SimulationResult
 from caraserve.bench.simulator.simulation import Setting
-from caraserve.bench.simulator.sweep import Goal, PolicyResult, SweepSpec, base, find_all
+from caraserve.bench.simulator.sweep import Goal, PolicyResult, SimulationResult, SweepSpec, base, find_all
 from caraserve.bench.workload.build import build
 from caraserve.bench.workload.presets import find_preset
 from caraserve.cluster.routing.perf_model import Kernel

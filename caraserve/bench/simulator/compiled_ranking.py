@@ -164,12 +164,18 @@ class _Ranking(Sequence[Candidate]):
 
 
 def rank_compiled(
-    candidates: Mapping[str, Instance], arrival: Arrival, fleet: Fleet, own_weight: float, rng: Random
+    candidates: Mapping[str, Instance],
+    arrival: Arrival,
+    fleet: Fleet,
+    own_weight: float,
+    rng: Random,
+    known: dict[str, CostEstimate] | None = None,
 ) -> Sequence[Candidate]:
-    """Returns the candidates (`PackedInstance`s), the cheapest first, as `rank_candidates` does."""
-    known, others = fleet.adapter_tiers(arrival.adapter)
+    """Returns the candidates (`PackedInstance`s), the cheapest first, as `rank_candidates` does. It estimates all of
+    them, also `known` ones: a copy of their estimates would take longer."""
+    tiers_by_name, others = fleet.adapter_tiers(arrival.adapter)
     names = [*candidates]
-    tiers = bytes(map(known.get, names, repeat(others)))
+    tiers = bytes(map(tiers_by_name.get, names, repeat(others)))
     draws = np.fromiter(iter(rng.random, None), np.float64, len(names))
     found, order = _ranked(_request(candidates.values(), tiers, arrival, own_weight), draws)
     costs, latencies_ms = found.tolist()

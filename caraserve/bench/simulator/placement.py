@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from caraserve.bench.records import Workload
 from caraserve.bench.simulator.instance import SimRequest
 from caraserve.bench.simulator.views import RouterViews
+from caraserve.cluster.placement.loraserve import make_plan
 from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server, extrapolated, homes
-from caraserve.cluster.placement.plan_factory import make_plan
 from caraserve.cluster.routing.cost import Tier
 
 if TYPE_CHECKING:

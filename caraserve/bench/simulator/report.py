@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from caraserve.bench.report.plots import can_draw, legend, line_style, new_figure, render, style
+from caraserve.bench.report.plots import INK, can_draw, legend, line_style, new_figure, render, style
 from caraserve.bench.report.tables import NONE, TextTable, number, percent
-from caraserve.bench.simulator.result import SimulationResult
 from caraserve.bench.simulator.sweep import PolicyResult
 from caraserve.util.units import human_bytes
 
@@ -17,44 +16,26 @@ _LAST_COLUMNS = ("held", "at most", "fetches", "refused")
 
 def text_tables(found: Sequence[PolicyResult]) -> Iterator[TextTable]:
     """Yields latencies and, if searched for, the sizes needed; then what instances held and moved."""
-    outcomes = [one.at_size for one in found]
+    first = found[0].at_size
     sized = any(one.tried for one in found)
-    size = f"{outcomes[0].instances} instances"
+    latencies, moved = [], []
+    for policy in found:
+        one = policy.at_size
+        row = [one.routing, percent(one.attainment), number(one.tpt_mean_ms)]
+        row += [f"{one.tpt_mean_ms / first.tpt_mean_ms - 1:+.0%}", number(one.ttft_p95_ms), number(one.tpot_mean_ms)]
+        row += [percent(one.utilisation), f"{one.imbalance:.2f}"]
+        latencies.append(row + ([NONE if policy.needed is None else str(policy.needed)] if sized else []))
+        row = [one.routing, f"{one.adapters_held_mean:,.0f}"]
+        row += [f"{one.adapters_held_max:,} in {human_bytes(one.bytes_held_max)}", f"{one.fetches:,}"]
+        moved.append(
+            [*row, f"{one.refusals:,}", human_bytes(one.fetched_bytes), f"{one.hops:,}", f"{one.migrations:,}"]
+        )
     heads = ("routing", *_FIRST_COLUMNS, *(["instances needed"] if sized else []))
-    rows = []
-    for one in found:
-        row = _latency_row(one.at_size, outcomes[0])
-        rows.append((*row, NONE if one.needed is None else str(one.needed)) if sized else row)
     note = "TPT: end to end ÷ tokens, mean, ms. Imbalance: tokens of the busiest instance over the mean."
-    yield TextTable(f"{size}: latencies in ms, SLO {outcomes[0].slo_ms:.1f} ms a token", heads, tuple(rows), note=note)
-    moved = tuple(_moved_row(one) for one in outcomes)
-    yield TextTable(f"{size}: adapters and requests", ("routing", *_LAST_COLUMNS, "fetched", "hops", "moved"), moved)
-
-
-def _latency_row(one: SimulationResult, first: SimulationResult) -> tuple[str, ...]:
-    return (
-        one.routing,
-        percent(one.attainment),
-        number(one.tpt_mean_ms),
-        f"{one.tpt_mean_ms / first.tpt_mean_ms - 1:+.0%}",
-        number(one.ttft_p95_ms),
-        number(one.tpot_mean_ms),
-        percent(one.utilisation),
-        f"{one.imbalance:.2f}",
-    )
-
-
-def _moved_row(one: SimulationResult) -> tuple[str, ...]:
-    return (
-        one.routing,
-        f"{one.adapters_held_mean:,.0f}",
-        f"{one.adapters_held_max:,} in {human_bytes(one.bytes_held_max)}",
-        f"{one.fetches:,}",
-        f"{one.refusals:,}",
-        human_bytes(one.fetched_bytes),
-        f"{one.hops:,}",
-        f"{one.migrations:,}",
-    )
+    title = f"{first.instances} instances: latencies in ms, SLO {first.slo_ms:.1f} ms a token"
+    yield TextTable(title, heads, latencies, note=note)
+    heads = ("routing", *_LAST_COLUMNS, "fetched", "hops", "moved")
+    yield TextTable(f"{first.instances} instances: adapters and requests", heads, moved)
 
 
 def as_json(one: PolicyResult) -> dict[str, Any]:
@@ -94,15 +75,12 @@ def _latencies(found: Sequence[PolicyResult]) -> bytes:
     slo_ms = found[0].at_size.slo_ms
     for place, one in enumerate(found):
         curves.plot(one.at_size.tpt_curve_ms, levels, label=one.at_size.routing, **line_style(place))
-    curves.axvline(slo_ms, color="#8C8C8C", lw=0.9)
-    style(curves, xlabel="time per token, ms", ylabel="requests, %", xlim=(0, 2.5 * slo_ms), ylim=(0, 100))
-    curves.set_title("the line is the SLO", fontsize=9)
+    curves.axvline(slo_ms, color=INK, lw=0.9, ls=(0, (1, 2)))
+    curves.annotate("SLO", (slo_ms, 3), (3, 0), textcoords="offset points", fontsize=8, color=INK)
+    style(curves, xlabel="time per token, ms", ylabel="requests, %", xlim=(0, 2.5 * slo_ms), ylim=(0, 101))
     names = [one.at_size.routing for one in found]
-    shown = bars.barh(
-        range(len(found)),
-        [100 * one.at_size.attainment for one in found],
-        color=[line_style(place)["color"] for place in range(len(found))],
-    )
+    colours = [line_style(place)["color"] for place in range(len(found))]
+    shown = bars.barh(range(len(found)), [100 * one.at_size.attainment for one in found], color=colours)
     bars.bar_label(shown, fmt="%.1f", fontsize=8, padding=2)
     style(bars, xlabel="SLO attainment, %", xlim=(0, 112))
     bars.set_yticks(range(len(found)), names)
@@ -118,14 +96,9 @@ def _sizes(found: Sequence[PolicyResult]) -> bytes:
     (axes,) = figure.subplots(1, 1, squeeze=False)[0]
     for place, one in enumerate(found):
         sizes = [size.instances for size in one.tried]
-        axes.plot(
-            sizes,
-            [100 * size.attainment for size in one.tried],
-            marker="o",
-            ms=3,
-            label=one.at_size.routing,
-            **line_style(place),
-        )
+        shares = [100 * size.attainment for size in one.tried]
+        axes.plot(sizes, shares, marker="o", ms=3, label=one.at_size.routing, **line_style(place))
     style(axes, xlabel="instances", ylabel="SLO attainment, %", ylim=(0, 103))
+    axes.xaxis.get_major_locator().set_params(integer=True)
     legend(figure, axes)
     return render(figure)

@@ -293,9 +293,10 @@ class Simulation:
         target = next_target(order, [], 0.0, self._setting.ttft_ms, force=not self._enforces_slo)
         if self._log is not None:
             self._log.append((now, "arrival", request.index, router))
-        self._send(
-            SimRouting(request, arrival, router, order, [], target), now + quote_ns
-        ) if target else self._drop_request(request)
+        if target is None:
+            self.lost.append(request)
+        else:
+            self._send(SimRouting(request, arrival, router, order, [], target), now + quote_ns)
 
     def _quotes(self, proposal: Proposal, arrival: Arrival, request: SimRequest, now: int) -> dict[str, CostEstimate]:
         if not proposal.ask:
@@ -341,13 +342,10 @@ class Simulation:
             routed.order, routed.attempts, elapsed_ms, self._setting.ttft_ms, force=not self._enforces_slo
         )
         if target is None:
-            self._drop_request(routed.request)
+            self.lost.append(routed.request)
             return
         routed.target = target
         self._send(routed, now + round(self._setting.hop_ms / 2 * MS))
-
-    def _drop_request(self, request: SimRequest) -> None:
-        self.lost.append(request)
 
     def _collect(self, node: SimInstance) -> None:
         for request in node.batches.finished:

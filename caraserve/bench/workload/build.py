@@ -23,8 +23,6 @@ class Scale:
     rate: float = 1.0
     requests: float = 1.0  # scales the number of requests, or the duration
     adapters: float = 1.0
-    prompt_tokens: float = 1.0
-    output_tokens: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,7 @@ class WorkloadSpec:
         for name in Scale.__slots__:
             share = getattr(self.scale, name)
             if not 0 < share < math.inf:
-                raise ConfigError(f"the scale of {name.replace('_', ' ')} must be above 0, not {share:g}")
+                raise ConfigError(f"the scale of {name} must be above 0, not {share:g}")
 
 
 def build(spec: WorkloadSpec) -> Workload:
@@ -141,8 +139,7 @@ def _count(spec: WorkloadSpec, rate: float) -> int:
 
 
 def _lengths(spec: WorkloadSpec, rng: np.random.Generator, count: int) -> tuple[Pair, tuple[str, ...]]:
-    scaled = spec.lengths.scaled(spec.scale.prompt_tokens, spec.scale.output_tokens)
-    prompts, outputs = scaled.sample(rng, count)
+    prompts, outputs = spec.lengths.sample(rng, count)
     if spec.max_context is None:
         return (prompts, outputs), ()
     longer = int((prompts + outputs > spec.max_context).sum())
@@ -162,8 +159,4 @@ def _scale_notes(spec: WorkloadSpec, rate: float, count: int, adapters: int) -> 
         notes.append(f"The run is {scale.requests:g} times as long as the setting's: {count} requests.")
     if scale.adapters != 1 and spec.adapters:
         notes.append(f"There are {scale.adapters:g} times the setting's adapters: {adapters}.")
-    if scale.prompt_tokens != 1:
-        notes.append(f"Prompts are {scale.prompt_tokens:g} times as long as the setting's.")
-    if scale.output_tokens != 1:
-        notes.append(f"Answers are {scale.output_tokens:g} times as long as the setting's.")
     return tuple(notes)

@@ -45,34 +45,11 @@ class Lengths:
     output_share: float = 1.0
     most_tokens: int | None = None  # of prompt and output together; None: no limit
 
-    @property
-    def text(self) -> str:
-        """The text from which parse_lengths() makes an equal distribution."""
-        if self.prompt_share == self.output_share == 1 and self.most_tokens is None:
-            return self.name
-        most = "" if self.most_tokens is None else f"/{self.most_tokens}"
-        return f"{self.name}@{self.prompt_share!r}/{self.output_share!r}{most}"
-
     def sample(self, rng: np.random.Generator, count: int) -> Pair:
         """Returns prompt lengths and output lengths, int64 [count] each, all at least 1."""
         prompts, outputs = self.draw(rng, count)
         prompts, outputs = _times(prompts, self.prompt_share), _times(outputs, self.output_share)
         return (prompts, outputs) if self.most_tokens is None else shorten(prompts, outputs, self.most_tokens)
-
-    def scaled(self, prompt_share: float = 1.0, output_share: float = 1.0, most_tokens: int | None = None) -> "Lengths":
-        """Returns a distribution whose lengths are this one's times the shares, limited to `most_tokens` in total.
-
-        Shares multiply with those already set; of two limits the smaller one holds. Raises ConfigError for a share
-        outside (0, 1e6) or a limit below 2.
-        """
-        for share in (prompt_share, output_share):
-            if not 0 < share < 1e6:
-                raise ConfigError(f"lengths {self.name!r}: a share of the lengths must be above 0, not {share:g}")
-        limits = [most for most in (self.most_tokens, most_tokens) if most is not None]
-        if any(most < 2 for most in limits):
-            raise ConfigError(f"lengths {self.name!r}: a prompt and an answer need at least 2 tokens together")
-        prompt_share, output_share = self.prompt_share * prompt_share, self.output_share * output_share
-        return Lengths(self.name, self.draw, prompt_share, output_share, min(limits, default=None))
 
 
 def parse_lengths(text: str, trace: Trace | None = None) -> Lengths:
@@ -86,7 +63,12 @@ def parse_lengths(text: str, trace: Trace | None = None) -> Lengths:
     except ValueError:
         raise ConfigError(f"lengths {text!r}: write NAME@PROMPT_SHARE/OUTPUT_SHARE[/MOST_TOKENS]") from None
     most_tokens = None if scale["most"] is None else int(scale["most"])
-    return Lengths(scale["name"], _draw_of(scale["name"], trace)).scaled(*shares, most_tokens)
+    for share in shares:
+        if not 0 < share < 1e6:
+            raise ConfigError(f"lengths {text!r}: a share of the lengths must be above 0, not {share:g}")
+    if most_tokens is not None and most_tokens < 2:
+        raise ConfigError(f"lengths {text!r}: a prompt and an answer need at least 2 tokens together")
+    return Lengths(scale["name"], _draw_of(scale["name"], trace), *shares, most_tokens)
 
 
 def shorten(prompts: Tokens, outputs: Tokens, most_tokens: int) -> Pair:
@@ -111,9 +93,9 @@ def _draw_of(text: str, trace: Trace | None) -> Draw:
     if text == "punica":
         return _punica
     if name == "file" and rest:
-        return _rows_at_random(read_lengths(Path(rest)))
+        return _rows(read_lengths(Path(rest)), in_order=False)
     if text == "trace":
-        return _rows_in_order(needs_trace("lengths", trace))
+        return _rows(needs_trace("lengths", trace), in_order=True)
     forms = ("fixed:PROMPT/OUTPUT", "uniform:LO-HI/LO-HI", "punica", "file:PATH", "trace")
     raise unknown("lengths", text, (*measured, *forms))
 
@@ -159,20 +141,13 @@ def _punica(rng: np.random.Generator, count: int) -> Pair:
     return prompts, np.maximum(2, totals - prompts)
 
 
-def _rows_at_random(trace: RequestTrace) -> Draw:
-    def draw(rng: np.random.Generator, count: int) -> Pair:
-        rows = rng.integers(len(trace.prompt_tokens), size=count)
-        return _at_least_1(trace.prompt_tokens[rows]), _at_least_1(trace.output_tokens[rows])
-
-    return draw
-
-
-def _rows_in_order(trace: Trace) -> Draw:
+def _rows(trace: Trace, *, in_order: bool) -> Draw:
     if not isinstance(trace, RequestTrace):
         raise ConfigError(f"lengths 'trace': {trace.source} has no lengths")
+    total = len(trace.prompt_tokens)
 
-    def draw(_: np.random.Generator, count: int) -> Pair:
-        rows = np.arange(count) % len(trace.prompt_tokens)
+    def draw(rng: np.random.Generator, count: int) -> Pair:
+        rows = np.arange(count) % total if in_order else rng.integers(total, size=count)
         return _at_least_1(trace.prompt_tokens[rows]), _at_least_1(trace.output_tokens[rows])
 
     return draw

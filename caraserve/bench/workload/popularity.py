@@ -48,26 +48,6 @@ Dealer: TypeAlias = Callable[[np.random.Generator, Floats, Ranks], Indices]
 _TOP, _TOP_SHARE = 5, 0.7
 _MOST_WINDOW = 100_000
 
-_EXPONENT = Parameter("S", low=-100.0, high=100.0)
-FORMS = {
-    "uniform": Form(),
-    "distinct": Form(),
-    "round-robin": Form(),
-    "identical": Form(),
-    "zipf": Form((_EXPONENT,)),
-    "mandelbrot": Form((_EXPONENT, Parameter("Q", low=-1.0, above=True))),
-    "slora": Form((Parameter("ALPHA", low=0.0, above=True),)),
-    "geometric": Form((Parameter("R", low=1.0, high=1e6, above=True),)),
-    "maf": Form(),
-    "top5": Form(),
-    "sticky": Form((Parameter("P", low=0.0, high=1.0), Parameter("W", 8.0, 1.0, _MOST_WINDOW, whole=True))),
-    "shifting-skew": Form(),
-    "exponential": Form((Parameter("C", 1.0, -100.0, 100.0),)),
-    "rank-skew": Form((Parameter("A", low=-100.0, high=100.0),)),
-    "production": Form((Parameter("A", 1.0, -100.0, 100.0),)),
-    "trace": Form(),
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Popularity:
@@ -96,7 +76,7 @@ class Popularity:
 def parse_popularity(text: str, trace: Trace | None = None) -> Popularity:
     """Parses a distribution such as `zipf:0.9`; `trace` supplies the data of the distribution `trace`."""
     name, values = parse_form("popularity", text, FORMS)
-    return Popularity(text.strip(), _as_in(trace) if name == "trace" else _DEALERS[name](*values))
+    return Popularity(text.strip(), _as_in(trace) if name == "trace" else _DEALERS[name][1](*values))
 
 
 def _fixed(share_of: Callable[[Ranks], Floats]) -> Dealer:
@@ -112,22 +92,6 @@ def _draw(uniform: Floats, shares: Floats) -> Indices:
     """Maps uniform numbers in [0, 1) to indices, each with a probability ∝ its share; `shares` need not sum to 1."""
     upper = np.cumsum(shares)
     return np.searchsorted(upper[:-1] / upper[-1], uniform, side="right").astype(np.int64)
-
-
-def _uniform() -> Dealer:
-    return lambda rng, at_share, ranks: rng.integers(len(ranks), size=len(at_share))
-
-
-def _distinct() -> Dealer:
-    return lambda rng, at_share, ranks: rng.permutation(len(ranks))[np.arange(len(at_share)) % len(ranks)]
-
-
-def _round_robin() -> Dealer:
-    return lambda _, at_share, ranks: np.arange(len(at_share)) % len(ranks)
-
-
-def _identical() -> Dealer:
-    return lambda _, at_share, ranks: np.zeros(len(at_share), dtype=np.int64)
 
 
 def _mandelbrot(exponent: float, shift: float = 0.0) -> Dealer:
@@ -294,20 +258,27 @@ def _by_minute(trace: RateTrace) -> Dealer:
     return deal
 
 
-_DEALERS: dict[str, Callable[..., Dealer]] = {
-    "uniform": _uniform,
-    "distinct": _distinct,
-    "round-robin": _round_robin,
-    "identical": _identical,
-    "zipf": _mandelbrot,
-    "mandelbrot": _mandelbrot,
-    "slora": _slora,
-    "geometric": _geometric,
-    "maf": _maf,
-    "top5": _top5,
-    "sticky": _sticky,
-    "shifting-skew": _shifting_skew,
-    "exponential": _exponential,
-    "rank-skew": _rank_skew,
-    "production": _production,
+_EXPONENT = Parameter("S", low=-100.0, high=100.0)
+_WINDOW = Parameter("W", 8.0, 1.0, _MOST_WINDOW, whole=True)
+# By name: its parameters, and the function that makes a dealer of their values.
+_DEALERS: dict[str, tuple[Form, Callable[..., Dealer]]] = {
+    "uniform": (Form(), lambda: lambda rng, at_share, ranks: rng.integers(len(ranks), size=len(at_share))),
+    "distinct": (
+        Form(),
+        lambda: lambda rng, at_share, ranks: rng.permutation(len(ranks))[np.arange(len(at_share)) % len(ranks)],
+    ),
+    "round-robin": (Form(), lambda: lambda _, at_share, ranks: np.arange(len(at_share)) % len(ranks)),
+    "identical": (Form(), lambda: lambda _, at_share, ranks: np.zeros(len(at_share), dtype=np.int64)),
+    "zipf": (Form((_EXPONENT,)), _mandelbrot),
+    "mandelbrot": (Form((_EXPONENT, Parameter("Q", low=-1.0, above=True))), _mandelbrot),
+    "slora": (Form((Parameter("ALPHA", low=0.0, above=True),)), _slora),
+    "geometric": (Form((Parameter("R", low=1.0, high=1e6, above=True),)), _geometric),
+    "maf": (Form(), _maf),
+    "top5": (Form(), _top5),
+    "sticky": (Form((Parameter("P", low=0.0, high=1.0), _WINDOW)), _sticky),
+    "shifting-skew": (Form(), _shifting_skew),
+    "exponential": (Form((Parameter("C", 1.0, -100.0, 100.0),)), _exponential),
+    "rank-skew": (Form((Parameter("A", low=-100.0, high=100.0),)), _rank_skew),
+    "production": (Form((Parameter("A", 1.0, -100.0, 100.0),)), _production),
 }
+FORMS = {**{name: form for name, (form, _) in _DEALERS.items()}, "trace": Form()}

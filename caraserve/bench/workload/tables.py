@@ -70,28 +70,43 @@ class Row:
         return self.cells[column]
 
 
-def csv_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yields the line number and the cells of every row, the header first; empty lines are skipped."""
-    reader = csv.reader(lines(path))
-    try:
-        yield from ((reader.line_num, cells) for cells in reader if cells)
-    except csv.Error as error:
-        raise ConfigError(f"{path}, line {reader.line_num}: {error}") from None
+@dataclass(frozen=True, slots=True)
+class CsvTable:
+    """A CSV file that is read row by row."""
 
+    path: Path
+    header: list[str]
+    cells: Iterator[tuple[int, list[str]]]  # line number and cells of every row after the header
 
-def csv_header(path: Path, rows: Iterator[tuple[int, list[str]]]) -> list[str]:
-    """Returns the names in the first row, or raises ConfigError if the file is empty."""
-    first = next(rows, None)
-    if first is None:
-        raise ConfigError(f"{path}: the file is empty")
-    return [name.strip() for name in first[1]]
+    @classmethod
+    def open(cls, path: Path) -> "CsvTable":
+        """Reads the header; empty lines are skipped. Raises ConfigError if the file is empty."""
 
+        def cells() -> Iterator[tuple[int, list[str]]]:
+            reader = csv.reader(lines(path))
+            header: list[str] | None = None
+            try:
+                for row in reader:
+                    if row:
+                        same_width(path, reader.line_num, header or row, row)
+                        header = header or row
+                        yield reader.line_num, row
+            except csv.Error as error:
+                raise ConfigError(f"{path}, line {reader.line_num}: {error}") from None
 
-def csv_rows(path: Path, header: Sequence[str], rows: Iterator[tuple[int, list[str]]]) -> Iterator[Row]:
-    """Yields the rows after the header, with cells keyed by the header's names."""
-    for line, cells in rows:
-        same_width(path, line, header, cells)
-        yield Row(path, line, dict(zip(header, cells, strict=True)))
+        found = cells()
+        first = next(found, None)
+        if first is None:
+            raise ConfigError(f"{path}: the file is empty")
+        return cls(path, [name.strip() for name in first[1]], found)
+
+    def rows(self, *columns: str) -> Iterator[Row]:
+        """Yields the rows with cells by column. Raises ConfigError if one of these columns is missing."""
+        for column in columns:
+            if column not in self.header:
+                shown = ", ".join(self.header[:8]) + (", …" if len(self.header) > 8 else "")
+                raise ConfigError(f"{self.path}, line 1, column {column!r}: is missing; the header has {shown}")
+        return (Row(self.path, line, dict(zip(self.header, cells, strict=True))) for line, cells in self.cells)
 
 
 def same_width(path: Path, line: int, header: Sequence[str], cells: Sequence[str]) -> None:

@@ -19,11 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.bench.workload.forms import unknown
-from caraserve.bench.workload.tables import MOST_TOKENS, Row, csv_cells, csv_header, csv_rows, json_rows, same_width
+from caraserve.bench.workload.tables import MOST_TOKENS, CsvTable, Row, json_rows
 from caraserve.errors import ConfigError
 
 MINUTE_S = 60.0
-Cells: TypeAlias = Iterator[tuple[int, list[str]]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,22 +35,6 @@ class RequestTrace:
     at_s: NDArray[np.float64] | None = None  # since the first request
     adapters: NDArray[np.int64] | None = None  # numbered from 0, in the order of the file's rows that first name them
 
-    def window(self, from_s: float, to_s: float) -> "RequestTrace":
-        """Returns the requests that arrived in [from_s, to_s), with times since the first of them."""
-        if self.at_s is None:
-            raise ConfigError(f"{self.source} has no times to choose a window by")
-        inside = (self.at_s >= from_s) & (self.at_s < to_s)
-        if not inside.any():
-            raise ConfigError(f"{self.source} has no request from {from_s:g} s to {to_s:g} s")
-        at_s = self.at_s[inside]
-        return replace(
-            self,
-            prompt_tokens=self.prompt_tokens[inside],
-            output_tokens=self.output_tokens[inside],
-            at_s=at_s - at_s[0],
-            adapters=None if self.adapters is None else self.adapters[inside],
-        )
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RateTrace:
@@ -59,14 +42,6 @@ class RateTrace:
 
     source: str
     calls: NDArray[np.int32]  # [adapters, minutes]
-
-    def window(self, from_s: float, to_s: float) -> "RateTrace":
-        """Returns the minutes that begin in [from_s, to_s), with only the functions that are called in them."""
-        first, last = (int(np.ceil(max(bound_s, 0.0) / MINUTE_S)) for bound_s in (from_s, to_s))
-        calls = self.calls[:, first:last]
-        if not calls.any():
-            raise ConfigError(f"{self.source} has no call from {from_s:g} s to {to_s:g} s")
-        return replace(self, calls=calls[calls.any(axis=1)])
 
     def group(self, rng: np.random.Generator, adapters: int) -> "RateTrace":
         """Returns a random selection of `adapters` functions, or this trace itself if it has exactly that many.
@@ -107,41 +82,35 @@ def read_lengths(path: Path) -> RequestTrace:
     """Reads prompt and output lengths from a file in any of this module's formats that has them."""
     if _is_json(path):
         return _read_mooncake(path)
-    header, rows = _open(path)
-    return _original_azure(path, header, rows) if "ContextTokens" in header else _untimed(path, header, rows)
+    table = CsvTable.open(path)
+    return _original_azure(table) if "ContextTokens" in table.header else _untimed(table)
 
 
 def _read_azure(path: Path) -> RequestTrace:
-    header, rows = _open(path)
-    return _original_azure(path, header, rows) if "TIMESTAMP" in header else _timed(path, header, rows)
+    table = CsvTable.open(path)
+    return _original_azure(table) if "TIMESTAMP" in table.header else _timed(table)
 
 
 def _read_mooncake(path: Path) -> RequestTrace:
     if not _is_json(path):
-        return _timed(path, *_open(path))
+        return _timed(CsvTable.open(path))
     return _gather(path, json_rows(path), "input_length", "output_length", lambda row: row.number("timestamp") / 1e3)
 
 
-def _read_lengths_alone(path: Path) -> RequestTrace:
-    return _untimed(path, *_open(path))
+def _original_azure(table: CsvTable) -> RequestTrace:
+    columns = "ContextTokens", "GeneratedTokens"
+    return _gather(table.path, table.rows("TIMESTAMP", *columns), *columns, lambda row: row.date_s("TIMESTAMP"))
 
 
-def _original_azure(path: Path, header: list[str], rows: Cells) -> RequestTrace:
-    _need(path, header, "TIMESTAMP", "ContextTokens", "GeneratedTokens")
-    table = csv_rows(path, header, rows)
-    return _gather(path, table, "ContextTokens", "GeneratedTokens", lambda row: row.date_s("TIMESTAMP"))
+def _timed(table: CsvTable) -> RequestTrace:
+    adapter, columns = "adapter" if "adapter" in table.header else None, ("prompt_tokens", "output_tokens")
+    rows = table.rows("arrival_s", *columns)
+    return _gather(table.path, rows, *columns, lambda row: row.number("arrival_s"), adapter)
 
 
-def _timed(path: Path, header: list[str], rows: Cells) -> RequestTrace:
-    _need(path, header, "arrival_s", "prompt_tokens", "output_tokens")
-    adapter = "adapter" if "adapter" in header else None
-    table = csv_rows(path, header, rows)
-    return _gather(path, table, "prompt_tokens", "output_tokens", lambda row: row.number("arrival_s"), adapter)
-
-
-def _untimed(path: Path, header: list[str], rows: Cells) -> RequestTrace:
-    _need(path, header, "prompt_tokens", "output_tokens")
-    return _gather(path, csv_rows(path, header, rows), "prompt_tokens", "output_tokens", None)
+def _untimed(table: CsvTable) -> RequestTrace:
+    columns = "prompt_tokens", "output_tokens"
+    return _gather(table.path, table.rows(*columns), *columns, None)
 
 
 def _gather(
@@ -179,16 +148,13 @@ def _gather(
 
 
 def _read_functions(path: Path) -> RateTrace:
-    header, rows = _open(path)
+    table = CsvTable.open(path)
+    header = table.header
     minutes = [index for index, name in enumerate(header) if re.fullmatch(r"m?\d+", name)]
     if not minutes or minutes != list(range(minutes[0], len(header))):
         raise ConfigError(f"{path}, line 1: the last columns must be minutes, named 1, 2, … or m0, m1, …")
-    calls = []
-    for line, cells in rows:
-        same_width(path, line, header, cells)
-        counts = _counts(path, line, header, cells, minutes[0])
-        if counts.any():  # a function without calls stands for no adapter
-            calls.append(counts)
+    every = (_counts(path, line, header, cells, minutes[0]) for line, cells in table.cells)
+    calls = [counts for counts in every if counts.any()]  # a function without calls stands for no adapter
     if not calls:
         raise ConfigError(f"{path}: has no function with a call")
     return RateTrace(str(path), np.stack(calls))
@@ -205,18 +171,6 @@ def _counts(path: Path, line: int, header: list[str], cells: list[str], first: i
     return counts.astype(np.int32)
 
 
-def _open(path: Path) -> tuple[list[str], Cells]:
-    rows = csv_cells(path)
-    return csv_header(path, rows), rows
-
-
-def _need(path: Path, header: list[str], *columns: str) -> None:
-    for column in columns:
-        if column not in header:
-            shown = ", ".join(header[:8]) + (", …" if len(header) > 8 else "")
-            raise ConfigError(f"{path}, line 1, column {column!r}: is missing; the header has {shown}")
-
-
 def _is_json(path: Path) -> bool:
     return ".jsonl" in path.suffixes or ".json" in path.suffixes
 
@@ -225,5 +179,5 @@ READERS: dict[str, Callable[[Path], Trace]] = {
     "azure-llm": _read_azure,
     "mooncake": _read_mooncake,
     "maf2019": _read_functions,
-    "lengths": _read_lengths_alone,
+    "lengths": lambda path: _untimed(CsvTable.open(path)),
 }

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from caraserve.bench.gpu.results import ResultLine, StageResult, WrongResult, check_close, check_same_bits
-from caraserve.bench.gpu.run import StageReport, await_report, check, file_name, parse_stages
-from caraserve.bench.gpu.stages import STAGES, Stage
+from caraserve.bench.gpu.run import STAGES, Stage, StageReport, await_report, check, file_name, parse_stages
 
 ROOT = Path(__file__).parents[3]
 INTERPRETER = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -6,52 +6,50 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
 import pytest
 
+from caraserve.bench.lora import run
 from caraserve.bench.lora.kernels import KernelCase, measure
+from caraserve.cli.main import main
 from caraserve.model.dtype import Dtype
 
 
-def bench_lora(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "caraserve", "bench", "lora", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
 def test_a_quick_run_measures_every_part_and_saves_what_it_prints(tmp_path: Path) -> None:
-    done = bench_lora("--quick", "--save", str(tmp_path))
+    command = [sys.executable, "-m", "caraserve", "bench", "lora", "--quick", "--save", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout.splitlines()[-1])
     assert json.loads((tmp_path / "lora.json").read_text()) == document
     assert document["complete"] is True
     assert document["machine"]["cores"] == len(os.sched_getaffinity(0))
-    assert [(point["rank"], point["tokens"]) for point in document["kernels"]] == [(8, 16), (8, 64), (64, 16), (64, 64)]
+    assert [(point["rank"], point["tokens"]) for point in document["kernels"]] == [(8, 64), (64, 64)]
     trips = [(trip["transport"], trip["tokens"]) for trip in document["round_trips"] if trip["workers"] == 1]
-    assert trips == [
-        ("shared memory", 16),
-        ("UNIX socket", 16),
-        ("shared memory", 256),
-        ("UNIX socket", 256),
-    ]
+    assert trips == [("shared memory", 64), ("UNIX socket", 64)]
+    assert {trip["workers"] for trip in document["round_trips"]} == {1, len(os.sched_getaffinity(0))}
     assert {point["rank"] for point in document["threads"]} == {8, 64}
     assert all(trip["total_us"] > trip["beyond_us"] > 0 for trip in document["round_trips"])
     assert "of the core's peak" in done.stdout
 
 
-def test_only_the_requested_parts_are_measured() -> None:
-    done = bench_lora("--quick", "--parts", "kernels")
-    document = json.loads(done.stdout.splitlines()[-1])
-    assert document["kernels"]
+def test_only_the_requested_parts_are_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "QUICK", replace(run.QUICK, hidden=256, ranks=(8,), tokens=(4, 16)))
+    assert main(["bench", "lora", "--quick", "--parts", "kernels"]) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [(point["rank"], point["tokens"]) for point in document["kernels"]] == [(8, 4), (8, 16)]
     assert document["round_trips"] == document["threads"] == []
 
 
-def test_an_unavailable_core_is_refused_in_one_line() -> None:
-    done = bench_lora("--quick", "--lora-cpus", "8000")
-    assert done.returncode == 2
-    assert done.stderr.startswith("caraserve: --lora-cpus 8000")
-    assert done.stderr.count("\n") == 1
+def test_an_unavailable_core_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "lora", "--quick", "--lora-cpus", "8000"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("caraserve: --lora-cpus 8000")
+    assert told.count("\n") == 1
 
 
 def test_an_interrupted_benchmark_prints_the_points_measured_so_far() -> None:

@@ -43,7 +43,7 @@ def scheduled(rows: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
             entry.request.blocks += entry.blocks
             entry.request.computed += entry.row.count
             entry.request.launched_outputs += entry.row.samples
-        for request in [one for one in running if one.launched_outputs == one.asked.params.max_tokens]:
+        for request in [one for one in running if one.launched_outputs == one.inputs.params.max_tokens]:
             running.remove(request)
             pool.release(request.blocks)
     return iterations

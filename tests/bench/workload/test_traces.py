@@ -99,17 +99,6 @@ def test_lengths_of_any_file_that_has_them(tmp_path: Path) -> None:
     assert requests(read_lengths(write(tmp_path, "m.jsonl.gz", line))) == [(0, 5, 6)]
 
 
-def test_a_window_of_a_trace(tmp_path: Path) -> None:
-    trace = parse_trace(f"azure-llm:{write(tmp_path, 'conv.csv', AZURE)}")
-    assert requests(trace.window(1, 4.4)) == [(0, 396, 109)]
-    with pytest.raises(ConfigError, match="no request from 9 s to 10 s"):
-        trace.window(9, 10)
-    minutes = parse_trace(f"maf2019:{write(tmp_path, 'day.csv', MAF)}")
-    assert calls(minutes.window(60, 180)) == [[5, 1]]
-    with pytest.raises(ConfigError, match="no call from 200 s"):
-        minutes.window(200, 300)
-
-
 def test_a_group_is_drawn_from_the_functions_without_repeats() -> None:
     trace = RateTrace("m.csv", np.arange(1, 101, dtype=np.int32).reshape(100, 1))
     group = trace.group(np.random.default_rng(0), 30)

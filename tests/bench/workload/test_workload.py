@@ -60,7 +60,6 @@ def test_the_same_seed_gives_the_same_workload() -> None:
         ({"rate": 9.0}, {"at_s"}),
         ({"popularity": parse_popularity("zipf:1")}, {"adapter"}),
         ({"adapters": 3}, {"adapter"}),
-        ({"scale": Scale(prompt_tokens=0.5)}, {"prompt_tokens"}),
     ],
 )
 def test_changing_one_part_does_not_change_the_others(changes: dict[str, Any], changed: set[str]) -> None:
@@ -100,18 +99,16 @@ def test_requests_longer_than_the_context_are_shortened_with_a_note() -> None:
 
 
 def test_scaled_quantities_have_notes() -> None:
-    scale = Scale(rate=0.5, requests=0.1, adapters=0.5, prompt_tokens=0.1, output_tokens=0.25)
+    scale = Scale(rate=0.5, requests=0.1, adapters=0.5)
     workload = build(spec(scale=scale, lengths=parse_lengths("fixed:100/40"), arrivals=parse_arrivals("uniform")))
     assert len(workload.requests) == 20
     assert len(workload.ranks) == 4
     last = workload.requests[-1]
-    assert (last.at_s, last.prompt_tokens, last.output_tokens) == (19 / 2.5, 10, 10)
+    assert (last.at_s, last.prompt_tokens, last.output_tokens) == (19 / 2.5, 100, 40)
     assert workload.notes == (
         "The rate is 0.5 times the setting's: 2.5 requests/s.",
         "The run is 0.1 times as long as the setting's: 20 requests.",
         "There are 0.5 times the setting's adapters: 4.",
-        "Prompts are 0.1 times as long as the setting's.",
-        "Answers are 0.25 times as long as the setting's.",
     )
 
 
@@ -223,7 +220,7 @@ def test_any_specification_gives_valid_requests(
         ({"ranks": (8, 0)}, "ranks of at least 1"),
         ({"seed": -1}, "a seed is at least 0"),
         ({"max_context": 1}, "holds no prompt and answer"),
-        ({"scale": Scale(prompt_tokens=0)}, "the scale of prompt tokens must be above 0, not 0"),
+        ({"scale": Scale(rate=0)}, "the scale of rate must be above 0, not 0"),
     ],
 )
 def test_invalid_specifications_are_refused(changes: dict[str, Any], why: str) -> None:
