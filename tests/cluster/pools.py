@@ -21,7 +21,7 @@ from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.cpu.shared_memory import Arena
 from caraserve.kv.memory_budget import MemoryBudget
 from caraserve.lora.adapter import AdapterTier
-from caraserve.lora.catalog import AdapterReader, Catalog, CatalogRules
+from caraserve.lora.catalog import AdapterObserver, AdapterReader, Catalog, CatalogRules
 from caraserve.lora.manager import AdapterManager
 from caraserve.lora.registry import Registry
 from caraserve.lora.start_policy import StartPolicy
@@ -79,7 +79,8 @@ class Member:
             *(lambda call: loop.call_soon(call) and None, loop.time, loading),
         )
         rules = CatalogRules("base", (Path("/"),), room.most_adapter_bytes, arena.num_bytes, keep_on_device=False)
-        self.catalog = Catalog(SPEC, Registry(None), self.manager, self._reader, rules)
+        self._observers: list[AdapterObserver] = []
+        self.catalog = Catalog(SPEC, Registry(None), self.manager, self._reader, rules, self._observers)
         self.stored = DiskCache(self.folder, SPEC)
         self._transfers = PeerClient(lambda: KEYS, None)
         self.pool = AdapterPool(node, self.catalog, self._reader, self.stored, self._transfers, SPEC, self.most_bytes)
@@ -91,7 +92,7 @@ class Member:
     async def begin(self, instance: Instance) -> None:
         self.instance = instance
         self.pool.begin(self.publisher)
-        self.catalog.on_change = self.pool.changed
+        self._observers.append(self.pool.changed)
         await self.publisher.announce()
         self._tasks.append(asyncio.create_task(self.pool.run()))
 

@@ -52,7 +52,7 @@ class Connection:
         self.up = False
         self.barred = False  # this instance has refused the peer
         self.closing: str | None = None  # the reason, once the connection is to be closed
-        self.told = False  # whether a CloseConnection was put out
+        self.is_close_sent = False  # whether a CloseConnection was put out
         self._keys = keys
         self._verify_key: bytes | None = None  # the one that the last frame was signed with
         self._greet = dialled is not None

@@ -15,7 +15,7 @@ import logging
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from random import Random
@@ -48,6 +48,7 @@ from caraserve.cluster.state.replicated_map import REGISTRY, InstanceLoad, Regis
 from caraserve.errors import ConfigError
 from caraserve.telemetry.background import BackgroundTasks
 from caraserve.telemetry.prometheus import family
+from caraserve.util.tasks import in_turns
 
 log = logging.getLogger(__name__)
 
@@ -191,9 +192,22 @@ class Node:
         lww_map = self._protocol.state.map_of(REGISTRY) if self._protocol else None
         return lww_map.root if lww_map else 0
 
+    @property
+    def has_registry(self) -> bool:
+        """Whether another instance's registry has once had nothing that this one's lacked."""
+        return self._protocol is not None and self._protocol.state.agreed
+
     def adapters(self) -> Iterator[RegisteredAdapter]:
         """Yields all adapters of the registry, in no order."""
         return self._protocol.state.adapters() if self._protocol else iter(())
+
+    async def adapters_in_turns(self) -> AsyncIterator[RegisteredAdapter]:
+        """Yields the adapter of each name, as it is when its turn comes, and lets other tasks run in between. Names
+        registered meanwhile may be missing."""
+        entries = self.protocol.state
+        async for entry in in_turns(entries.map_of(REGISTRY) or ()):
+            if (adapter := entries.adapter(entry.key)) is not None:
+                yield adapter
 
     def adapter(self, name: str) -> RegisteredAdapter | None:
         """Returns the adapter that a name stands for, or None."""

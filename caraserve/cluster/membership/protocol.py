@@ -319,14 +319,14 @@ class ClusterProtocol:
             if isinstance(event, NameConflict):
                 self._outputs.append(name_conflict_refusal(self._settings, event.address))
             else:
-                self.state.know(event.record.name)
+                self.state.add_owner(event.record.name)
                 self._outputs.append(event)
         if self.members.refused_names and not self._crowded:
             self._crowded = True
             self._outputs.append(PeerRefused("an instance", CLUSTER_FULL))
         for connection in self._connections.values():
-            if connection.closing is not None and not connection.told:
-                connection.told = True
+            if connection.closing is not None and not connection.is_close_sent:
+                connection.is_close_sent = True
                 self._end_session(connection)
                 self._outputs.append(CloseConnection(connection.number, connection.closing, connection.dialled))
 

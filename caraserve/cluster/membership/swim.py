@@ -105,7 +105,7 @@ class DetectorTiming:
     confirmations: int = 3  # further accusers after which a suspicion lasts shortest
     lag_s: float = 0.5  # a longer gap between ticks means that the own event loop did not run
     vias: int = 3  # instances through which a target is probed
-    spread: float = 3.0  # λ: a update goes out λ·log2(n+1) times
+    spread: float = 3.0  # λ: an update goes out λ·log2(n+1) times
     forget_s: float = 3600.0  # for which dead instances are remembered and dialled
 
 

@@ -14,6 +14,8 @@ among instances of its rank. The steps are the paper's, with these corrections:
 
 `bin_packing.py` has steps 3 and 4. Hysteresis: a plan is kept while its two measures, the largest utilisation over the
 mean and the share of the load on instances for another rank, stay near those of the time when it was made.
+
+`make_plan` makes the plan of any routing that needs one.
 """
 
 import math
@@ -23,7 +25,7 @@ from operator import attrgetter
 
 from caraserve.cluster.placement.bin_packing import Packing, PlacementOptions
 from caraserve.cluster.placement.cold_adapters import ServerLoad
-from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server, word
+from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server, contiguous_plan, random_plan, word
 
 
 def place(
@@ -126,3 +128,36 @@ def _divided(
     wanted = sorted(rank for rank, count in left.items() for _ in range(count))
     ranks.update((name, rank) for (_, name), rank in zip(free, wanted, strict=True))
     return ranks
+
+
+def make_plan(
+    routing: str,
+    adapters: Iterable[AdapterDemand],
+    servers: Iterable[Server],
+    operating_points: Mapping[int, float],
+    epoch: int,
+    previous: PlacementPlan | None = None,
+    padded: bool = True,
+) -> PlacementPlan | None:
+    """Makes the plan for a routing, or returns None if it needs none. `padded`: whether the largest rank in a batch
+    slows down the other requests in it."""
+    if routing == "s-lora-random":
+        return random_plan([*adapters], [*servers], epoch)
+    if routing == "s-lora-contiguous":
+        return contiguous_plan([*adapters], [*servers], epoch)
+    if routing == "auto" and not padded:
+        adapters = _of_one_class(adapters, operating_points)
+    if routing in ("auto", "loraserve"):
+        return place(adapters, servers, operating_points, epoch, previous)
+    return None
+
+
+def _of_one_class(adapters: Iterable[AdapterDemand], operating_points: Mapping[int, float]) -> list[AdapterDemand]:
+    """Returns the same demand, converted to the largest rank. Where ranks do not slow one another down, classes would
+    only divide the fleet into parts that cannot share their load."""
+    known = list(adapters)
+    rank = max((adapter.rank for adapter in known), default=0)
+    return [
+        replace(one, rank=rank, tokens_per_s=one.tokens_per_s * operating_points[rank] / operating_points[one.rank])
+        for one in known
+    ]

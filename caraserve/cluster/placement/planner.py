@@ -10,7 +10,7 @@ digest.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,28 +20,71 @@ from aiohttp import web
 from caraserve.cluster.membership.auth import SIGNATURE_HEADER, is_signed_request
 from caraserve.cluster.membership.node import Node
 from caraserve.cluster.membership.swim import MemberState
-from caraserve.cluster.placement.demand import STEP_S, DemandCounter, Rates, expected_demand
-from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server, Share, planners
-from caraserve.cluster.placement.plan_codec import MAX_PLAN_BYTES, decoded
+from caraserve.cluster.placement.plan import (
+    MAX_PLAN_BYTES,
+    AdapterDemand,
+    PlacementPlan,
+    Server,
+    Share,
+    decoded,
+    extrapolated,
+    planners,
+)
 from caraserve.cluster.placement.planner_process import ask, question
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.price_metrics import TypicalRequest
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
-from caraserve.cluster.state.scan import known_adapters
 from caraserve.cluster.transfer.peer_client import PeerClient, TransferFailure
 from caraserve.config import DIGEST
+from caraserve.core.batch import ScheduledRow
+from caraserve.engine.active_request import ActiveRequest
 from caraserve.telemetry.prometheus import family
 
 log = logging.getLogger(__name__)
 
 PATH = "/cluster/placement"
+STEP_S = 60.0  # a time step: demand is counted by steps, and each has a plan
 PLAN, ROOM = ":plan", ":room"  # keys of an instance's own map: (epoch, digest); bytes of adapters that it can store
 
 _MAKING_S = 120.0
 _MAX_DEMAND_BYTES = 8 << 20
 _MOST_TOKENS_PER_S = 1e9  # of one adapter on one instance; larger numbers are errors
 _AHEAD = 1  # steps by which another instance's clock may be ahead of this one's
+Rates = Mapping[str, tuple[float, float]]  # adapter → tokens/s in the last step but one, and in the last
+
 _RUNNING = 64  # running requests of an instance, for its operating point
+
+
+class DemandCounter:
+    """Counts the tokens that one instance has answered, for the current time step and the two before."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, dict[str, int]] = {}
+
+    def count(self, name: str, wall_s: float, tokens: int = 1) -> None:
+        """Adds tokens to an adapter's count in the time step of `wall_s`."""
+        step = int(wall_s / STEP_S)
+        counts = self._steps.get(step)
+        if counts is None:
+            self._steps = {old: kept for old, kept in self._steps.items() if old >= step - 2}
+            counts = self._steps[step] = {}
+        counts[name] = counts.get(name, 0) + tokens
+
+    def rates(self, epoch: int) -> dict[str, tuple[float, float]]:
+        """Returns tokens/s in the two steps before an epoch, earlier one first, of adapters that had any."""
+        before, latest = self._steps.get(epoch - 2, {}), self._steps.get(epoch - 1, {})
+        names = before.keys() | latest.keys()
+        return {name: (before.get(name, 0) / STEP_S, latest.get(name, 0) / STEP_S) for name in names}
+
+
+def expected_demand(parts: Iterable[Rates]) -> dict[str, float]:
+    """Predicts each adapter's tokens/s in the next step, over all instances, from the last two steps."""
+    sums: dict[str, tuple[float, float]] = {}
+    for rates in parts:
+        for name, (before, latest) in rates.items():
+            known = sums.get(name, (0.0, 0.0))
+            sums[name] = known[0] + before, known[1] + latest
+    return {name: extrapolated(before, latest) for name, (before, latest) in sums.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +114,18 @@ class PlacementPlanner:
         routing: str,
         room_bytes: int,
         slo_ms: float,
+        on_plan: Callable[[PlacementPlan], None],
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         pace: PlannerTiming | None = None,
     ) -> None:
-        """`room_bytes`: of adapters that this instance can store. `slo_ms`: promised time per token."""
+        """`room_bytes`: of adapters that this instance can store. `slo_ms`: promised time per token. `on_plan`: called
+        with each plan that this instance adopts."""
         self.demand = DemandCounter()
         self.plan: PlacementPlan | None = None
-        self.on_plan: Callable[[PlacementPlan], None] = lambda plan: None
         self.made = self.failed = 0
         self._node, self._transfers = node, transfers
-        self._routing, self._room_bytes, self._slo_ms = routing, room_bytes, slo_ms
+        self._routing, self._room_bytes, self._slo_ms, self._on_plan = routing, room_bytes, slo_ms, on_plan
         self._now, self._wall, self._pace = now, wall, pace or PlannerTiming()
         self._body = b""  # the plan, encoded
         self._adopted_s = 0.0
@@ -89,6 +133,14 @@ class PlacementPlanner:
     def routes(self) -> list[web.RouteDef]:
         """Returns the routes for the port that other instances use."""
         return [web.get(f"{PATH}/demand", self._tell_demand), web.get(f"{PATH}/plans/{{digest}}", self._tell_plan)]
+
+    def count_prompts(self, rows: Sequence[tuple[ActiveRequest, ScheduledRow]], ms: float) -> None:
+        """Counts one token for the adapter of each request whose prompt an iteration has completed."""
+        wall_s = self._wall()
+        for active, row in rows:
+            adapter = active.request.inputs.adapter
+            if adapter is not None and row.start + row.count >= active.request.prompt_tokens:
+                self.demand.count(adapter, wall_s)
 
     async def run(self) -> None:
         """Adopts and makes plans until cancelled."""
@@ -149,7 +201,7 @@ class PlacementPlanner:
         path = f"{PATH}/demand?epoch={epoch}"
         bodies = await asyncio.gather(*(self._transfers.page(one.address, path, _MAX_DEMAND_BYTES) for one in others))
         others_rates = await asyncio.to_thread(lambda: [*map(_rates, bodies)])
-        return _Known([one async for one in known_adapters(self._node)], [self.demand.rates(epoch), *others_rates])
+        return _Known([one async for one in self._node.adapters_in_turns()], [self.demand.rates(epoch), *others_rates])
 
     # --- adopting and publishing ---
 
@@ -191,7 +243,7 @@ class PlacementPlanner:
             return
         self.plan, self._body, self._adopted_s = plan, body, self._now()
         self._node.protocol.advertise(PLAN, (plan.epoch, plan.digest), self._now())
-        self.on_plan(plan)
+        self._on_plan(plan)
 
     async def _tell_demand(self, request: web.Request) -> web.Response:
         self._check(request)

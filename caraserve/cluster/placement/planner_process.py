@@ -2,7 +2,7 @@
 
     python -m caraserve.cluster.placement.planner_process < question > plan
 
-`ask` starts the process. Questions and plans are encoded with `plan_codec`; errors go to standard error.
+`ask` starts the process. Errors go to standard error.
 """
 
 import asyncio
@@ -10,9 +10,8 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 
-from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server
-from caraserve.cluster.placement.plan_codec import decoded, encoded, packed, unpacked
-from caraserve.cluster.placement.plan_factory import make_plan
+from caraserve.cluster.placement.loraserve import make_plan
+from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server, decoded, encoded, packed, unpacked
 
 _NICE = 10
 

@@ -99,7 +99,6 @@ class Arrival:
     output_tokens: float  # expected; see AnswerLengths
     adapter_bytes: int = 0
     slo_ms: float = math.inf  # promised time per token
-    hop: int = 0  # 1: another instance has forwarded it
 
 
 class CostEstimate(NamedTuple):

@@ -6,9 +6,8 @@ request sent to an instance, this one included, is added to the view of that ins
 
 from collections.abc import Callable, Mapping
 from operator import attrgetter
-from typing import Protocol
 
-from caraserve.cluster.membership.swim import MemberRecord
+from caraserve.cluster.membership.node import Node
 from caraserve.cluster.placement.plan import PlacementPlan
 from caraserve.cluster.routing.cost import Arrival, Tier
 from caraserve.cluster.routing.router import Fleet, Instance, SentRequests
@@ -20,23 +19,10 @@ _MAX_DIGESTS = 4096
 _UNREACHABLE_S = 1.0  # after a failed connection; by then membership has detected a dead instance
 
 
-class PeerStates(Protocol):
-    """The states of all instances, as `membership.node.Node` provides them."""
-
-    @property
-    def name(self) -> str: ...
-
-    def instances(self) -> tuple[Instance, ...]: ...
-
-    def record(self, name: str) -> MemberRecord | None: ...
-
-    def holders(self, digest: str) -> Mapping[str, Tier]: ...
-
-
 class FleetView:
     """The loads, adapters and placement plan that routing decisions use."""
 
-    def __init__(self, peers: PeerStates, now: Callable[[], float]) -> None:
+    def __init__(self, peers: Node, now: Callable[[], float]) -> None:
         self.plan: PlacementPlan | None = None
         self._peers, self._now = peers, now
         self._sent = SentRequests()

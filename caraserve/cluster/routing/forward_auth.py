@@ -48,9 +48,9 @@ class ForwardClaims:
     client: str  # the name of its API key, or its address: the tenant, for fairness at the receiver
 
 
-def forward_headers(keys: Keyring, path: str, hop: ForwardClaims) -> dict[str, str]:
+def forward_headers(keys: Keyring, path: str, claims: ForwardClaims) -> dict[str, str]:
     """Returns the headers with the claims and their signature, made with the first key."""
-    text = orjson.dumps(hop).decode()
+    text = orjson.dumps(claims).decode()
     return {CLAIMS_HEADER: text, SIGNATURE_HEADER: _mac(keys.forward_keys()[0], path, text)}
 
 
@@ -73,38 +73,38 @@ class ForwardVerifier:
             hmac.compare_digest(given, _mac(key, path, text).encode()) for key in keys
         ):
             raise Forbidden("This address is for other instances: the request is not signed with the cluster's secret.")
-        hop = _read(text)
-        if hop.receiver != self._me():
-            raise Forbidden(f"The request is for {hop.receiver[:100]!r}; this is {self._me()!r}.")
-        if abs(wall_ms - hop.time_ms) > _WINDOW_MS:
-            raise Forbidden(f"The clocks of {hop.sender[:100]!r} and {self._me()!r} differ by over 30 s.")
-        self._take(hop, wall_ms)
-        return hop
+        claims = _read(text)
+        if claims.receiver != self._me():
+            raise Forbidden(f"The request is for {claims.receiver[:100]!r}; this is {self._me()!r}.")
+        if abs(wall_ms - claims.time_ms) > _WINDOW_MS:
+            raise Forbidden(f"The clocks of {claims.sender[:100]!r} and {self._me()!r} differ by over 30 s.")
+        self._take(claims, wall_ms)
+        return claims
 
-    def _take(self, hop: ForwardClaims, wall_ms: int) -> None:
-        key = (hop.sender, hop.id, hop.attempt)
+    def _take(self, claims: ForwardClaims, wall_ms: int) -> None:
+        key = (claims.sender, claims.id, claims.attempt)
         if key in self._seen:
-            raise Forbidden("This hop has been taken already.")
+            raise Forbidden("These claims have been taken already.")
         while self._seen and self._seen[oldest := next(iter(self._seen))] <= wall_ms - 2 * _WINDOW_MS:
             del self._seen[oldest]
         if len(self._seen) >= _MOST_REMEMBERED:  # forgetting one that is still valid would admit it twice
             raise TooManyForwards(f"{_MOST_REMEMBERED} requests were forwarded here within a minute", retry_after_s=1.0)
-        self._seen[key] = hop.time_ms
+        self._seen[key] = claims.time_ms
 
 
 def _read(text: str) -> ForwardClaims:
     """Parses the claims in a header. Raises Forbidden, also for signed ones whose fields have wrong types."""
     try:
-        hop = ForwardClaims(**orjson.loads(text))
+        claims = ForwardClaims(**orjson.loads(text))
     except (TypeError, ValueError):
         raise Forbidden(f"{CLAIMS_HEADER} has other fields than this version of the server reads.") from None
-    texts = hop.id, hop.sender, hop.receiver, hop.digest, hop.body_digest, hop.client
-    numbers = hop.attempt, hop.time_ms, *(() if hop.seed is None else (hop.seed,))
+    texts = claims.id, claims.sender, claims.receiver, claims.digest, claims.body_digest, claims.client
+    numbers = claims.attempt, claims.time_ms, *(() if claims.seed is None else (claims.seed,))
     typed = all(type(value) is str for value in texts) and all(type(value) is int for value in numbers)
-    named = hop.adapter is None or (type(hop.adapter) is str and ADAPTER_NAME.fullmatch(hop.adapter))
-    if not (typed and named and type(hop.force) is bool):
+    named = claims.adapter is None or (type(claims.adapter) is str and ADAPTER_NAME.fullmatch(claims.adapter))
+    if not (typed and named and type(claims.force) is bool):
         raise Forbidden(f"{CLAIMS_HEADER} has a value of a wrong type; compare both instances' versions of the server.")
-    return hop
+    return claims
 
 
 def format_refusal(refusal: Refusal) -> str:

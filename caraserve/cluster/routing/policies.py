@@ -1,7 +1,7 @@
 """The routing policies by name: rank-aware ones, LoRAServe's, and their baselines. No I/O, no clock.
 
 `router.py` has what they share. Each policy names the paper it is from. Those that follow a placement read the plan
-in the `Fleet`; `plan_factory.py` makes it.
+in the `Fleet`; `placement/loraserve.py` makes it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,8 +10,7 @@ from operator import attrgetter
 from random import Random
 
 from caraserve.cluster.placement.plan import rendezvous
-from caraserve.cluster.placement.plan_factory import ROUTINGS
-from caraserve.cluster.routing.cost import Arrival
+from caraserve.cluster.routing.cost import Arrival, CostEstimate
 from caraserve.cluster.routing.router import (
     Candidate,
     Fleet,
@@ -87,8 +86,9 @@ class Auto:
     def propose(self, arrival: Arrival, fleet: Fleet, rng: Random) -> Proposal:
         """Orders by cost within the smallest group of instances that meets the SLO."""
         rankings = []
+        known: dict[str, CostEstimate] = {}  # the groups share instances
         for group in filter(None, _candidate_groups(arrival, fleet)):
-            ranking = self._rank(group, arrival, fleet, self.own_weight, rng)
+            ranking = self._rank(group, arrival, fleet, self.own_weight, rng, known)
             least = ranking[0].estimate
             rankings.append((ranking, least.cost))
             if least.cost < inf and least.latency_ms <= arrival.slo_ms:
@@ -244,3 +244,4 @@ _OTHERS: Mapping[str, Callable[[], Policy]] = {
     "s-lora-random": ByPlan,
     "s-lora-contiguous": ByPlan,
 }
+ROUTINGS: tuple[str, ...] = (*_BY_COST, *_OTHERS)

@@ -98,24 +98,36 @@ class Candidate(NamedTuple):
 
 
 def rank_candidates(
-    candidates: Mapping[str, Instance], arrival: Arrival, fleet: Fleet, own_weight: float, rng: Random
+    candidates: Mapping[str, Instance],
+    arrival: Arrival,
+    fleet: Fleet,
+    own_weight: float,
+    rng: Random,
+    known: dict[str, CostEstimate] | None = None,
 ) -> Sequence[Candidate]:
-    """Returns the candidates, the cheapest first, by the views at hand. 60 of them take about 0.2 ms."""
+    """Returns the candidates, the cheapest first, by the views at hand. 60 of them take about 0.2 ms. `known`: the
+    arrival's estimates that were made before, by instance; new ones are added to it."""
     tiers, others = fleet.adapter_tiers(arrival.adapter)
+    estimates = {} if known is None else known
+    for name, one in candidates.items():
+        if name not in estimates:
+            estimates[name] = one.estimate(arrival, tiers.get(name, others), own_weight)
     random = rng.random
-    return sorted(
-        [
-            Candidate(one.estimate(arrival, tiers.get(name, others), own_weight), random(), name)
-            for name, one in candidates.items()
-        ]
-    )
+    return sorted([Candidate(estimates[name], random(), name) for name in candidates])
 
 
 class Ranker(Protocol):
     """`rank_candidates`, or a faster function with the same result: the simulator has one."""
 
     def __call__(
-        self, candidates: Mapping[str, Instance], arrival: Arrival, fleet: Fleet, own_weight: float, rng: Random, /
+        self,
+        candidates: Mapping[str, Instance],
+        arrival: Arrival,
+        fleet: Fleet,
+        own_weight: float,
+        rng: Random,
+        known: dict[str, CostEstimate] | None = None,
+        /,
     ) -> Sequence[Candidate]: ...
 
 

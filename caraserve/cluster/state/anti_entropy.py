@@ -57,7 +57,7 @@ class AntiEntropy:
 
     def next_frames(self, wall_ms: int) -> list[EntriesMessage]:
         """Returns the next messages to send to every peer."""
-        self.push(self._state.me, self._state.contradict(wall_ms))
+        self.push(self._state.me, self._state.correct_own_entries(wall_ms))
         frames: list[EntriesMessage] = []
         for owner, waiting in self._news.items():
             pieces = islice(entry_batches(waiting.values()), _NEWS_FRAMES - len(frames))

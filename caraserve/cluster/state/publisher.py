@@ -8,21 +8,20 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 from caraserve.cluster.membership.node import Node
 from caraserve.cluster.membership.swim import MemberState
 from caraserve.cluster.routing.cost import LinkSpeeds, Tier
-from caraserve.cluster.routing.forwarding import refuses_new_requests
 from caraserve.cluster.routing.perf_model import DriftWatch
 from caraserve.cluster.routing.price_metrics import TypicalRequest, price_families
+from caraserve.cluster.routing.selector import refuses_new_requests
 from caraserve.cluster.state.advertised import AdvertisedTiers, backlog_of, load_of
 from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter, ServingStatus
 from caraserve.core.batch import ScheduledRow
 from caraserve.engine.active_request import ActiveRequest
-from caraserve.engine.stats import EngineLoad, rank_of
+from caraserve.engine.stats import rank_of
 from caraserve.errors import CaraServeError
-from caraserve.lora.catalog import Catalog
+from caraserve.loop import Engine
 from caraserve.lora.registry import AdapterInfo
 from caraserve.telemetry.prometheus import family
 from caraserve.util.tasks import Tasks, in_turns
@@ -34,30 +33,13 @@ _MEMORY = 0.3  # weight of the latest second's answers in the mean length
 _PRIOR_TOKENS = 200.0  # of an answer, before there are any
 
 
-class Working(Protocol):
-    """The part of the engine that a publisher needs."""
-
-    @property
-    def draining(self) -> bool: ...
-
-    @property
-    def failure(self) -> str | None: ...
-
-    @property
-    def catalog(self) -> Catalog: ...
-
-    def workload(self, response_tokens: float) -> EngineLoad: ...
-
-    async def unload_adapter(self, name: str) -> None: ...
-
-
 class Publisher:
     """Keeps the cluster informed of one engine."""
 
     def __init__(
         self,
         node: Node,
-        engine: Working,
+        engine: Engine,
         answers: Callable[[], tuple[int, int]],
         drift: DriftWatch | None,
         links: LinkSpeeds,
@@ -82,7 +64,7 @@ class Publisher:
         """Registers all adapters that this instance starts with, then advertises its speed. Requests come only then.
 
         A name that the cluster changed or removed after this instance loaded it gets the cluster's meaning. Names may
-        change meanwhile, so `Catalog.on_change` must call `changed` before this method is started.
+        change meanwhile, so `changed` must be an observer of the catalog before this method is started.
         """
         infos = self._engine.catalog.all()
         self._unannounced = {info.name for info in infos}
@@ -150,7 +132,7 @@ class Publisher:
         return load_of(work, status, self._response_tokens, age_s, lag_s)
 
     def watch(self, rows: Sequence[tuple[ActiveRequest, ScheduledRow]], ms: float) -> None:
-        """Compares an iteration's time with its prediction, and publishes a refitted model. For `Engine.watch`."""
+        """Compares an iteration's time with its prediction, and publishes a refitted model. Observes an engine."""
         self._iteration_ended_s = self._now()
         drift = self._drift
         if drift is None:
@@ -229,6 +211,5 @@ class Publisher:
             log.warning("adapter %s was removed from the cluster and stays here: %s", name, error.message)
         finally:
             self._unloading.discard(name)
-        self.apply_registry_changes(
-            {name: self._node.adapter(name)} if self._node.adapter(name) else {}
-        )  # registered again meanwhile
+        again = self._node.adapter(name)  # it may have been registered again meanwhile
+        self.apply_registry_changes({name: again} if again else {})

@@ -77,9 +77,8 @@ class InstanceLoad(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     status: ServingStatus = "starting"
     running: Count = 0
     queued: Count = 0
-    ranks: Annotated[
-        tuple[tuple[Count, Count], ...], Meta(max_length=64)
-    ] = ()  # (rank, requests): counts, so that the largest rank falls when its last request ends
+    # (rank, requests): counts, so that the largest rank falls when its last request ends
+    ranks: Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=64)] = ()
     queued_tokens: Count = 0  # of prompts not yet prefilled
     queued_token_ranks: Count = 0  # Σ tokens · rank of them
     kv_tokens: Count = 0  # for which there are KV blocks
@@ -251,7 +250,7 @@ class ReplicatedState:
         """Returns (owner, root) of every map."""
         return tuple((owner, lww_map.root) for owner, lww_map in self._maps.items())
 
-    def know(self, owner: str) -> None:
+    def add_owner(self, owner: str) -> None:
         """Adds a map for what one more instance advertises."""
         self._maps.setdefault(owner, LwwMap())
 
@@ -259,7 +258,7 @@ class ReplicatedState:
         """Removes the map and load of an instance that is gone for good."""
         if owner not in (REGISTRY, self.me):
             for entry in self._maps.pop(owner, ()):
-                self._took(owner, replace(entry, deleted=True))
+                self._update_holders(owner, replace(entry, deleted=True))
             self._loads.pop(owner, None)
 
     # ---- own entries
@@ -292,7 +291,7 @@ class ReplicatedState:
         entry = Entry(key, value or (), self._clock.next(wall_ms), self.me, deleted=value is None)
         if not self._maps[owner].merge(entry):
             raise InvalidRequest(f"the cluster shares {MAX_ENTRIES:,} names at most; remove one before {key[:80]!r}")
-        self._took(owner, entry)
+        self._update_holders(owner, entry)
         return [entry]
 
     # ---- entries of other instances
@@ -306,11 +305,11 @@ class ReplicatedState:
                 self.refused, self.objection = self.refused + 1, objection
             elif not is_expired(entry, wall_ms) and lww_map is not None and lww_map.merge(entry):
                 self._clock.observe(entry.hlc)
-                self._took(owner, entry)
+                self._update_holders(owner, entry)
                 news.append(entry)
                 if owner == self.me:
                     self._contested[entry.key] = None
-        return news, self.contradict(wall_ms) if owner == self.me else []
+        return news, self.correct_own_entries(wall_ms) if owner == self.me else []
 
     def _objection(self, owner: str, entry: Entry, wall_ms: int) -> str | None:
         """Returns why an entry of another instance is refused, for a log, or None if it is accepted.
@@ -330,7 +329,7 @@ class ReplicatedState:
             return f"{entry.node} gave {entry.key!r} a digest, rank or size that no adapter has: {entry.value!r:.200}"
         return None
 
-    def contradict(self, wall_ms: int) -> list[Entry]:
+    def correct_own_entries(self, wall_ms: int) -> list[Entry]:
         """Corrects wrong entries of others about this instance, at most 200 per call. Returns the corrections."""
         answers: list[Entry] = []
         for key in () if self.is_outbid else list(islice(self._contested, _MOST_ANSWERS)):
@@ -381,7 +380,7 @@ class ReplicatedState:
         forgotten."""
         return dict(self._holders.get(key, ()))
 
-    def _took(self, owner: str, entry: Entry) -> None:
+    def _update_holders(self, owner: str, entry: Entry) -> None:
         """Updates the index of advertised values."""
         if owner == REGISTRY:
             return

@@ -7,19 +7,17 @@ registered name ─► catalog, without bytes ─► a request ─► disk cache
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.cluster.membership.node import Node
-from caraserve.cluster.routing.cost import Tier
 from caraserve.cluster.state.publisher import Publisher
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
-from caraserve.cluster.state.scan import known_adapters
 from caraserve.cluster.transfer.adapter_store import AdapterStore
 from caraserve.cluster.transfer.disk_cache import DiskCache
-from caraserve.cluster.transfer.download import Downloader
+from caraserve.cluster.transfer.download import Downloader, HolderWatch
 from caraserve.cluster.transfer.peer_client import PeerClient
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.errors import CaraServeError, Forbidden, Unreachable
@@ -37,33 +35,6 @@ _SWEEP_S = 1.0
 _HOLDERS_WAIT_S = 0.5  # for which `ensure` waits for a holder: the list of holders may still arrive
 
 
-class NodeHolders:
-    """Implements `download.HolderLookup` with the node's members and advertised adapters."""
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._news = asyncio.Event()
-
-    def holders(self, digest: str) -> Mapping[str, Tier]:
-        return {name: tier for name, tier in self._node.holders(digest).items() if name != self._node.name}
-
-    def address(self, name: str) -> str | None:
-        record = self._node.record(name)
-        return record.address if record is not None else None
-
-    def changed(self) -> None:
-        """Ends waits in `news`: an instance came or left, or the adapters of one changed."""
-        self._news.set()
-
-    async def news(self, timeout_s: float) -> None:
-        self._news.clear()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._news.wait()
-        except TimeoutError:
-            pass
-
-
 class AdapterPool:
     """The names and bytes of the cluster's adapters. Methods run on the event loop; disks and sockets have threads."""
 
@@ -79,7 +50,7 @@ class AdapterPool:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`most_bytes`: size of the disk cache."""
-        self._holders = NodeHolders(node)
+        self._holders = HolderWatch(node)
         self.downloader = Downloader(self._holders, transfers, model, now)
         self.store = AdapterStore(node, catalog.manager, reader, stored, most_bytes, now)
         self._node, self._catalog, self._now = node, catalog, now
@@ -100,7 +71,7 @@ class AdapterPool:
         self._tasks.start(self._adopt_known(), "cluster names")
 
     async def _adopt_known(self) -> None:
-        async for adapter in known_adapters(self._node):
+        async for adapter in self._node.adapters_in_turns():
             if self._catalog.find(adapter.name) is None:
                 self.adopt(adapter)
 
@@ -118,7 +89,7 @@ class AdapterPool:
 
     def on_holders_change(self) -> None:
         """Wakes downloads that wait for an instance with their adapter."""
-        self._holders.changed()
+        self._holders.notify()
 
     # --- names ---
 
@@ -137,7 +108,7 @@ class AdapterPool:
                 log.warning("adapter %s of the cluster cannot be served here: %s", adapter.name, error.message)
 
     def changed(self, name: str, info: AdapterInfo | None) -> None:
-        """For `Catalog.on_change`: publishes an adapter that was loaded from a folder here, or unloaded (None)."""
+        """Observes the catalog: publishes an adapter that was loaded from a folder here, or unloaded (None)."""
         assert self._publisher is not None, "the pool has not begun"
         self._publisher.changed(name, info)
         if info is not None:
@@ -148,6 +119,8 @@ class AdapterPool:
         """Returns when a request may be submitted: the name stands for the same digest here as in the registry, and its
         bytes are here or can be downloaded, so that no request waits in the queue without end. Raises CaraServeError,
         if no holder is reachable within 0.5 s Unreachable."""
+        if self._publisher is None:
+            return  # not a member yet: only adapters of the start are in the catalog, and their folders are here
         digest = self._adopted_digest(name)
         ends_s = self._now() + _HOLDERS_WAIT_S
         while not self._is_available(digest):
@@ -156,7 +129,7 @@ class AdapterPool:
                     f"the adapter {name!r} cannot be downloaded now: no instance that has it is reachable",
                     retry_after_s=5.0,
                 )
-            await self._holders.news(left_s)
+            await self._holders.wait_for_change(left_s)
             digest = self._adopted_digest(name)
 
     def _adopted_digest(self, name: str) -> str:

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from caraserve.cluster.membership.node import Node, QueryBody
 from caraserve.cluster.routing.cost import Tier
 from caraserve.cluster.state.publisher import Publisher
-from caraserve.cluster.state.scan import known_adapters
 from caraserve.cluster.transfer.delete_lease import DeleteLeases
 from caraserve.cluster.transfer.disk_cache import DiskCache, file_size
 from caraserve.cluster.transfer.upload import UploadsBusy, UploadServer
@@ -173,7 +172,7 @@ class AdapterStore:
             elif version is None and digest in self._named:  # else its name may still arrive
                 self._nameless.add(digest)
         if self._nameless:
-            async for adapter in known_adapters(self._node):
+            async for adapter in self._node.adapters_in_turns():
                 self._nameless.discard(adapter.digest)
         while self._nameless:
             digest = self._nameless.pop()

@@ -9,18 +9,19 @@ never requested again, so it may be read while the rest arrives.
 """
 
 import asyncio
+import contextlib
 import time
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from caraserve.cluster.membership.node import Node
 from caraserve.cluster.routing.cost import Tier
-from caraserve.cluster.transfer.peer_client import TransferFailure
+from caraserve.cluster.transfer.peer_client import PeerClient, TransferFailure
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.errors import AdapterRejected, Unreachable
 from caraserve.lora.host_loader import Came
@@ -40,34 +41,32 @@ _BANNED_S = 60.0  # then it is tried again: its disk may have been repaired
 _MAX_BANS = 1000
 
 
-class HolderLookup(Protocol):
-    """Finds the holders of an adapter."""
+class HolderWatch:
+    """The other instances that hold adapters, and waits for changes of them."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._change = asyncio.Event()
 
     def holders(self, digest: str) -> Mapping[str, Tier]:
         """Returns the other live instances that advertise an adapter, with the tier where each has it."""
+        return {name: tier for name, tier in self._node.holders(digest).items() if name != self._node.name}
 
     def address(self, name: str) -> str | None:
         """Returns an instance's address."""
+        record = self._node.record(name)
+        return record.address if record is not None else None
 
-    async def news(self, timeout_s: float) -> None:
+    def notify(self) -> None:
+        """Ends all waits: an instance came or left, or the adapters of one changed."""
+        self._change.set()
+
+    async def wait_for_change(self, timeout_s: float) -> None:
         """Returns when holders may have changed, or after `timeout_s`."""
-
-
-class ChunkSource(Protocol):
-    """The methods of `PeerClient` that downloads need."""
-
-    async def manifest(self, address: str, digest: str) -> bytes | TransferFailure: ...
-
-    async def chunks(
-        self,
-        address: str,
-        digest: str,
-        start: int,
-        ends: Sequence[int],
-        hashes: Sequence[bytes],
-        into: memoryview,
-        on_verified: Callable[[], None],
-    ) -> TransferFailure | None: ...
+        self._change.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._change.wait()
 
 
 @dataclass(slots=True)
@@ -122,8 +121,8 @@ class Downloader:
 
     def __init__(
         self,
-        peers: HolderLookup,
-        wire: ChunkSource,
+        peers: HolderWatch,
+        client: PeerClient,
         model: ModelSpec,
         now: Callable[[], float] = time.monotonic,
         patience_s: float = _PATIENCE_S,
@@ -131,12 +130,11 @@ class Downloader:
     ) -> None:
         self.counts = DownloadCounts()
         self.in_progress = 0
-        self._peers, self._wire, self._model = peers, wire, model
+        self._peers, self._client, self._model = peers, client, model
         self._now, self._patience_s, self._slow_s = now, patience_s, slow_s
         self._runs = asyncio.Semaphore(_MAX_RUNS)
-        self._corrupt: dict[
-            tuple[str, str], tuple[int, float]
-        ] = {}  # (digest, peer) → corrupt chunks, time of the last
+        # (digest, peer) → corrupt chunks, time of the last
+        self._corrupt: dict[tuple[str, str], tuple[int, float]] = {}
 
     async def fetch(self, digest: str, into: NDArray[np.uint8], came: Came = lambda image, layers: None) -> HostAdapter:
         """Fills `into` with an adapter's image. Calls `came(image, layers)` whenever more leading layers are complete.
@@ -177,7 +175,7 @@ class Downloader:
             if now >= fetch.ends_s or (now >= fetch.gives_up_s and not self._usable_holders(fetch)):
                 raise self._unreachable(fetch)
             if not self._sources(fetch):
-                await self._peers.news(_RETRY_S)
+                await self._peers.wait_for_change(_RETRY_S)
 
     def _sources(self, fetch: _Download) -> list[str]:
         """Returns the holders to request from now: fewest failures first, then those with the adapter in memory."""
@@ -191,7 +189,7 @@ class Downloader:
 
     async def _ask_manifest(self, fetch: _Download, name: str) -> None:
         address = self._peers.address(name)
-        body = TransferFailure.FAILED if address is None else await self._wire.manifest(address, fetch.digest)
+        body = TransferFailure.FAILED if address is None else await self._client.manifest(address, fetch.digest)
         if isinstance(body, TransferFailure):
             self._record_failure(fetch, name, body)
             return
@@ -229,7 +227,7 @@ class Downloader:
         chunks = iter(run)
         try:
             async with asyncio.timeout(self._slow_s if others else None):
-                return await self._wire.chunks(
+                return await self._client.chunks(
                     address, fetch.digest, start, ends, hashes, into, lambda: fetch.accept(next(chunks))
                 )
         except TimeoutError:

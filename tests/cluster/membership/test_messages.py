@@ -97,13 +97,13 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(message=messages)
 def test_a_message_decodes_to_what_was_encoded(message: Message) -> None:
     assert decode(encode(message)) == message
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(body=st.one_of(st.binary(max_size=200), json_values.map(lambda value: orjson.dumps(value, default=str))))
 def test_decoding_never_raises(body: bytes) -> None:
     assert isinstance(decode(body), Malformed | Nack)
@@ -119,7 +119,7 @@ def places(value: object, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
     return [path, *inner] if path else inner
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250)
 @given(message=messages, other=json_values, data=st.data())
 def test_a_message_with_one_wrong_thing_in_it_never_raises(
     message: Message, other: object, data: st.DataObject

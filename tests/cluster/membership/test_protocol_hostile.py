@@ -96,14 +96,14 @@ def test_updates_of_a_replaced_heartbeat_are_still_sent() -> None:
     one, other, _ = pair()
     for name in "xyz":
         one.members.merge(MemberUpdate(MemberRecord(name, f"{name}:1", 5, 0, MemberState.ALIVE), ""), 0.3)
-        for _ in range(30):  # as often as a update is sent, and no frame leaves
+        for _ in range(30):  # as often as an update is sent, and no frame leaves
             one.set_load(InstanceLoad(), 0.3, urgent=True)
             one.tick(0.3)
     exchange_back(one, other, 0.3)
     assert {record.name for record in other.members.records()} == set("abxyz")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), junk=st.lists(st.binary(max_size=60), max_size=8))
 def test_no_bytes_raise_or_change_the_records(seed: int, junk: list[bytes]) -> None:
     rng = Random(seed)

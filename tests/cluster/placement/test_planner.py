@@ -13,11 +13,25 @@ import pytest
 
 from caraserve.cluster.membership.auth import Keyring
 from caraserve.cluster.membership.node import Node
-from caraserve.cluster.placement.demand import STEP_S, DemandCounter, expected_demand
-from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server, Share, planners
-from caraserve.cluster.placement.plan_codec import decoded, encoded, packed
+from caraserve.cluster.placement.plan import (
+    AdapterDemand,
+    PlacementPlan,
+    Server,
+    Share,
+    decoded,
+    encoded,
+    packed,
+    planners,
+)
 from caraserve.cluster.placement.planner import PLAN as PUBLISHED
-from caraserve.cluster.placement.planner import PlacementPlanner, PlannerTiming, _rates
+from caraserve.cluster.placement.planner import (
+    STEP_S,
+    DemandCounter,
+    PlacementPlanner,
+    PlannerTiming,
+    _rates,
+    expected_demand,
+)
 from caraserve.cluster.placement.planner_process import answer, ask, question
 from caraserve.cluster.routing.cost import LinkSpeeds
 from caraserve.cluster.routing.perf_model import PerfModel
@@ -43,17 +57,23 @@ class Clock:
 
 @asynccontextmanager
 async def planning(
-    folder: Path, clock: Clock, *names: str, pace: PlannerTiming | None = None
+    folder: Path,
+    clock: Clock,
+    *names: str,
+    pace: PlannerTiming | None = None,
+    adopted_by_b: list[PlacementPlan] | None = None,
 ) -> AsyncIterator[tuple[Instances, dict[str, PlacementPlanner]]]:
     pace = pace or PlannerTiming(look_s=0.05, settle_s=1.0, silence_s=20.0)
     made: dict[str, PlacementPlanner] = {}
+    adopted: list[PlacementPlan] = [] if adopted_by_b is None else adopted_by_b
     wires: list[PeerClient] = []
 
     def add(node: Node) -> PlacementPlanner:
         wire = PeerClient(lambda: KEYS, None)
         wires.append(wire)
+        on_plan = adopted.append if node.name == "b" else lambda plan: None
         made[node.name] = PlacementPlanner(
-            *(node, wire, "loraserve", 10**9, math.inf), wall=lambda: clock.wall_s, pace=pace
+            *(node, wire, "loraserve", 10**9, math.inf), on_plan, wall=lambda: clock.wall_s, pace=pace
         )
         return made[node.name]
 
@@ -93,7 +113,8 @@ def agreed(planners_by_name: dict[str, PlacementPlanner], epoch: int) -> bool:
 
 async def test_the_first_planner_makes_a_plan_from_all_demand_and_all_adopt_it(tmp_path: Path) -> None:
     clock = Clock()
-    async with planning(tmp_path, clock, "a", "b", "c") as (_, made):
+    adopted: list[PlacementPlan] = []
+    async with planning(tmp_path, clock, "a", "b", "c", adopted_by_b=adopted) as (_, made):
         for planner in made.values():
             for step in (EPOCH - 2, EPOCH - 1):
                 planner.demand.count("small", step * STEP_S, 600)
@@ -105,11 +126,9 @@ async def test_the_first_planner_makes_a_plan_from_all_demand_and_all_adopt_it(t
         assert plan is not None
         assert plan.shares.keys() == RANKS.keys()
         assert set(plan.classes.values()) == {8, 64}  # without demand, all three instances would be for large
-        adopted: list[PlacementPlan] = []
-        made["b"].on_plan = adopted.append
         clock.wall_s += STEP_S
         await until(lambda: agreed(made, EPOCH + 1))
-        assert [plan.epoch for plan in adopted] == [EPOCH + 1]
+        assert [plan.epoch for plan in adopted] == [EPOCH, EPOCH + 1]
 
 
 async def test_when_the_first_planner_is_silent_the_second_makes_the_plan(tmp_path: Path) -> None:

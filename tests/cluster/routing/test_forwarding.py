@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from caraserve.cluster.membership.auth import Keyring
 from caraserve.cluster.membership.swim import MemberRecord, MemberState
-from caraserve.cluster.placement.plan_factory import ROUTINGS
 from caraserve.cluster.routing.cost import Backlog, CostEstimate, Tier
 from caraserve.cluster.routing.forward_auth import (
     CLAIMS_HEADER,
@@ -23,10 +22,18 @@ from caraserve.cluster.routing.forward_auth import (
     forward_headers,
     parse_refusal,
 )
-from caraserve.cluster.routing.forwarding import LOCAL, Body, Forwarding, LatencyTargets, LocalTarget, PeerTarget
 from caraserve.cluster.routing.perf_model import PerfModel
-from caraserve.cluster.routing.policies import policy
+from caraserve.cluster.routing.policies import ROUTINGS, policy
 from caraserve.cluster.routing.router import Instance, Refusal
+from caraserve.cluster.routing.selector import (
+    LOCAL,
+    AdapterFetcher,
+    Body,
+    InstanceSelector,
+    LatencyTargets,
+    LocalTarget,
+    PeerTarget,
+)
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from caraserve.config import ROUTINGS as FLAG
 from caraserve.errors import Forbidden, Overloaded
@@ -34,14 +41,14 @@ from caraserve.errors import Forbidden, Overloaded
 MODEL = PerfModel(0.01, 0.1, 5.0, False, 1.0, 0.05, 0.001)
 OLD, NEW = b"the old secret of this cluster", b"the new secret of this cluster"
 PATH = "/cluster/v1/completions"
-HOP_OF_B = ForwardClaims("id", 1, "b", "a", None, "", 5, force=False, time_ms=1_000_000, body_digest="d", client="c")
+CLAIMS_OF_B = ForwardClaims("id", 1, "b", "a", None, "", 5, force=False, time_ms=1_000_000, body_digest="d", client="c")
 
 
 class Cluster:
     """Instances a, b, …, of which a is the router's own. `quotes`: the answers to queries."""
 
     def __init__(self, *requests: int) -> None:
-        self.name = "a"
+        self.name, self.has_registry = "a", False
         self.quotes: dict[str, Body] = {}
         self.seen = {
             name: Instance(name, MODEL, Backlog(count)) for name, count in zip("abcdef", requests, strict=False)
@@ -69,14 +76,17 @@ def clock() -> Iterator[float]:
     yield from map(float, range(10**6))
 
 
-def forwarding(cluster: Cluster, routing: str = "most-idle", *, frozen: bool = False) -> Forwarding:
+def selector(
+    cluster: Cluster, routing: str = "most-idle", *, frozen: bool = False, fetcher: AdapterFetcher | None = None
+) -> InstanceSelector:
     ticks = clock()
-    made = Forwarding(
+    made = InstanceSelector(
         *(cluster, None if routing == LOCAL else policy(routing), LatencyTargets(), lambda name: None, lambda: False),
+        fetcher=fetcher,
         rng=Random(1),
         now=(lambda: 0.0) if frozen else (lambda: next(ticks)),
     )
-    made.joined = True
+    made.join()
     return made
 
 
@@ -85,7 +95,7 @@ def test_the_option_accepts_every_policy_and_local() -> None:
 
 
 def test_a_burst_at_one_instance_is_spread_before_any_heartbeat() -> None:
-    router = forwarding(Cluster(0, 0, 0), frozen=True)
+    router = selector(Cluster(0, 0, 0), frozen=True)
     arrival = router.arrival(None, 10, 10)
     went = []
     for _ in range(30):
@@ -97,10 +107,17 @@ def test_a_burst_at_one_instance_is_spread_before_any_heartbeat() -> None:
 def test_requests_that_a_heartbeat_does_not_include_are_added_to_it() -> None:
     now = 0.0
     cluster = Cluster(0, 0)
-    router = Forwarding(
-        cluster, policy("most-idle"), LatencyTargets(), lambda name: None, lambda: False, rng=Random(1), now=lambda: now
+    router = InstanceSelector(
+        cluster,
+        policy("most-idle"),
+        LatencyTargets(),
+        lambda name: None,
+        lambda: False,
+        fetcher=None,
+        rng=Random(1),
+        now=lambda: now,
     )
-    router.joined = True
+    router.join()
     arrival = router.arrival(None, 10, 10)
     cluster.seen["a"] = dataclasses.replace(cluster.seen["a"], backlog=Backlog(1))
     router.propose(arrival)
@@ -116,16 +133,17 @@ def test_requests_that_a_heartbeat_does_not_include_are_added_to_it() -> None:
 
 def test_an_unreachable_instance_is_left_out_for_a_while() -> None:
     now = 0.0
-    router = Forwarding(
+    router = InstanceSelector(
         Cluster(5, 0),
         policy("most-idle"),
         LatencyTargets(),
         lambda name: None,
         lambda: False,
+        fetcher=None,
         rng=Random(1),
         now=lambda: now,
     )
-    router.joined = True
+    router.join()
     arrival = router.arrival(None, 10, 10)
     router.mark_unreachable("b")
     assert list(router.propose(arrival).order) == ["a"]
@@ -136,7 +154,7 @@ def test_an_unreachable_instance_is_left_out_for_a_while() -> None:
 async def test_quotes_decide_among_the_best() -> None:
     cluster = Cluster(50, 0, 0, 0)
     cluster.quotes = {"b": (9.0, 9.0), "c": (1.0, 1.0), "d": (-1.0, -1.0)}
-    router = forwarding(cluster, "rank-aware")
+    router = selector(cluster, "rank-aware")
     stop = (await router.begin(router.arrival(None, 10, 10))).next()
     assert stop == PeerTarget("c", "c:1", 1, force=False)
 
@@ -144,7 +162,7 @@ async def test_quotes_decide_among_the_best() -> None:
 async def test_missed_quotes_are_counted() -> None:
     cluster = Cluster(50, 0, 0, 0)
     cluster.quotes = {"b": (9.0, 9.0)}
-    router = forwarding(cluster, "rank-aware")
+    router = selector(cluster, "rank-aware")
     await router.begin(router.arrival(None, 10, 10))
     assert router.routing_metrics.unquoted == 2
     assert 'caraserve:missed_quotes_total{x="y"} 2' in "".join(router.routing_metrics.families('x="y"'))
@@ -153,12 +171,12 @@ async def test_missed_quotes_are_counted() -> None:
 async def test_dead_instances_are_skipped_even_if_the_view_has_them() -> None:
     cluster = Cluster(50, 0, 1)
     cluster.dead = {"b", "c"}
-    router = forwarding(cluster)
+    router = selector(cluster)
     assert isinstance((await router.begin(router.arrival(None, 10, 10))).next(), LocalTarget)
 
 
 def test_a_quote_is_what_the_request_would_cost_here() -> None:
-    router = forwarding(Cluster(3, 0), "rank-aware")
+    router = selector(Cluster(3, 0), "rank-aware")
     cost, latency_ms = router.quote("b", ("route", "", 10, 10.0))
     own = Cluster(3, 0).seen["a"].estimate(router.arrival(None, 10, 10), Tier.DEVICE, 0.0)
     assert (cost, latency_ms) == own
@@ -167,11 +185,11 @@ def test_a_quote_is_what_the_request_would_cost_here() -> None:
 
 @given(st.lists(st.one_of(st.text(), st.integers(), st.floats(allow_nan=False)), max_size=6))
 def test_any_query_gets_an_answer(body: list[str | int | float]) -> None:
-    forwarding(Cluster(1)).quote("b", tuple(body))
+    selector(Cluster(1)).quote("b", tuple(body))
 
 
 def test_the_expected_length_follows_earlier_answers() -> None:
-    router = forwarding(Cluster(0))
+    router = selector(Cluster(0))
     before = router.arrival("poet", 10, 1000).output_tokens
     for _ in range(200):
         router.answered("poet", 20)
@@ -182,8 +200,8 @@ def test_the_expected_length_follows_earlier_answers() -> None:
 # --- signed claims ---
 
 
-def headers(keys: Keyring = Keyring((NEW,)), hop: ForwardClaims = HOP_OF_B) -> dict[str, str]:  # noqa: B008 -- never changes
-    return forward_headers(keys, PATH, hop)
+def headers(keys: Keyring = Keyring((NEW,)), claims: ForwardClaims = CLAIMS_OF_B) -> dict[str, str]:  # noqa: B008 -- never changes
+    return forward_headers(keys, PATH, claims)
 
 
 def gate(*secrets: bytes) -> ForwardVerifier:
@@ -191,41 +209,41 @@ def gate(*secrets: bytes) -> ForwardVerifier:
 
 
 def test_verified_claims_equal_the_signed_ones() -> None:
-    assert gate(NEW).admit(PATH, headers(), HOP_OF_B.time_ms) == HOP_OF_B
+    assert gate(NEW).admit(PATH, headers(), CLAIMS_OF_B.time_ms) == CLAIMS_OF_B
 
 
 def test_requests_signed_with_either_of_two_secrets_are_accepted() -> None:
-    assert gate(OLD, NEW).admit(PATH, headers(), HOP_OF_B.time_ms)
+    assert gate(OLD, NEW).admit(PATH, headers(), CLAIMS_OF_B.time_ms)
     with pytest.raises(Forbidden):
-        gate(OLD).admit(PATH, headers(), HOP_OF_B.time_ms)
+        gate(OLD).admit(PATH, headers(), CLAIMS_OF_B.time_ms)
 
 
 @pytest.mark.parametrize("late_ms", [-31_000, 31_000])
 def test_claims_over_30_s_from_the_own_clock_are_refused(late_ms: int) -> None:
     with pytest.raises(Forbidden, match="clocks"):
-        gate(NEW).admit(PATH, headers(), HOP_OF_B.time_ms + late_ms)
+        gate(NEW).admit(PATH, headers(), CLAIMS_OF_B.time_ms + late_ms)
 
 
 def test_an_attempt_is_remembered_as_long_as_it_is_valid() -> None:
     door = gate(NEW)
-    door.admit(PATH, headers(), HOP_OF_B.time_ms - 29_000)
+    door.admit(PATH, headers(), CLAIMS_OF_B.time_ms - 29_000)
     for number in range(100):
-        other = dataclasses.replace(HOP_OF_B, attempt=2 + number)
-        door.admit(PATH, headers(hop=other), HOP_OF_B.time_ms)
+        other = dataclasses.replace(CLAIMS_OF_B, attempt=2 + number)
+        door.admit(PATH, headers(claims=other), CLAIMS_OF_B.time_ms)
     with pytest.raises(Forbidden, match="taken"):
-        door.admit(PATH, headers(), HOP_OF_B.time_ms + 29_000)
+        door.admit(PATH, headers(), CLAIMS_OF_B.time_ms + 29_000)
 
 
 def test_attempts_beyond_the_limit_are_refused_and_none_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("caraserve.cluster.routing.forward_auth._MOST_REMEMBERED", 2)
-    door, later = gate(NEW), dataclasses.replace(HOP_OF_B, attempt=3, time_ms=HOP_OF_B.time_ms + 60_000)
+    door, later = gate(NEW), dataclasses.replace(CLAIMS_OF_B, attempt=3, time_ms=CLAIMS_OF_B.time_ms + 60_000)
     for attempt in (1, 2):
-        door.admit(PATH, headers(hop=dataclasses.replace(HOP_OF_B, attempt=attempt)), HOP_OF_B.time_ms)
+        door.admit(PATH, headers(claims=dataclasses.replace(CLAIMS_OF_B, attempt=attempt)), CLAIMS_OF_B.time_ms)
     with pytest.raises(Overloaded):
-        door.admit(PATH, headers(hop=dataclasses.replace(HOP_OF_B, attempt=3)), HOP_OF_B.time_ms)
+        door.admit(PATH, headers(claims=dataclasses.replace(CLAIMS_OF_B, attempt=3)), CLAIMS_OF_B.time_ms)
     with pytest.raises(Forbidden, match="taken"):
-        door.admit(PATH, headers(), HOP_OF_B.time_ms)
-    door.admit(PATH, headers(hop=later), later.time_ms)
+        door.admit(PATH, headers(), CLAIMS_OF_B.time_ms)
+    door.admit(PATH, headers(claims=later), later.time_ms)
 
 
 def by_hand(text: str) -> dict[str, str]:
@@ -242,13 +260,13 @@ WRONG = st.recursive(
 
 @given(st.sampled_from([field.name for field in dataclasses.fields(ForwardClaims)]), WRONG)
 def test_signed_claims_with_any_value_are_refused_or_well_typed(field: str, value: object) -> None:
-    text = json.dumps(dataclasses.asdict(HOP_OF_B) | {field: value})
+    text = json.dumps(dataclasses.asdict(CLAIMS_OF_B) | {field: value})
     try:
-        hop = gate(NEW).admit(PATH, by_hand(text), HOP_OF_B.time_ms)
+        claims = gate(NEW).admit(PATH, by_hand(text), CLAIMS_OF_B.time_ms)
     except Forbidden:
         return
     types = {"adapter": (str, type(None)), "seed": (int, type(None))}
-    assert type(getattr(hop, field)) in types.get(field, (type(getattr(HOP_OF_B, field)),))
+    assert type(getattr(claims, field)) in types.get(field, (type(getattr(CLAIMS_OF_B, field)),))
 
 
 @pytest.mark.parametrize(
@@ -260,15 +278,15 @@ def test_signed_claims_with_any_value_are_refused_or_well_typed(field: str, valu
     ],
 )
 def test_signed_claims_of_wrong_types_are_forbidden(field: str, value: object) -> None:
-    text = json.dumps(dataclasses.asdict(HOP_OF_B) | {field: value})
+    text = json.dumps(dataclasses.asdict(CLAIMS_OF_B) | {field: value})
     with pytest.raises(Forbidden, match=CLAIMS_HEADER):
-        gate(NEW).admit(PATH, by_hand(text), HOP_OF_B.time_ms)
+        gate(NEW).admit(PATH, by_hand(text), CLAIMS_OF_B.time_ms)
 
 
 @pytest.mark.parametrize("text", ["[" * 8000, "[" * 4000 + "]" * 4000, "null", "[]", '"x"', "{}", '{"id":' * 1000])
 def test_a_signed_header_without_claims_is_forbidden(text: str) -> None:
     with pytest.raises(Forbidden, match=CLAIMS_HEADER):
-        gate(NEW).admit(PATH, by_hand(text), HOP_OF_B.time_ms)
+        gate(NEW).admit(PATH, by_hand(text), CLAIMS_OF_B.time_ms)
 
 
 @given(st.text(max_size=50), st.text(max_size=50))
@@ -306,8 +324,7 @@ class Without:
 
 
 async def test_requests_for_an_adapter_without_a_holder_are_refused_and_get_no_quote() -> None:
-    router = forwarding(Cluster(0, 0))
-    router.fetcher = Without()
+    router = selector(Cluster(0, 0), fetcher=Without())
     assert router.refusal(router.arrival(None, 10, 10), force=True) is None
     refusal = router.refusal(router.arrival("poet", 10, 10), force=True)
     assert refusal is not None
@@ -316,14 +333,15 @@ async def test_requests_for_an_adapter_without_a_holder_are_refused_and_get_no_q
 
 
 async def test_obtain_calls_the_fetcher_also_for_a_local_adapter() -> None:
-    router = Forwarding(
+    router = InstanceSelector(
         Cluster(0),
         policy("most-idle"),
         LatencyTargets(),
         lambda name: RegisteredAdapter(name, "d", 8, 1),
         lambda: False,
+        fetcher=(without := Without()),
         rng=Random(1),
     )
-    router.joined, router.fetcher = True, (without := Without())
+    router.join()
     await router.obtain("poet")
     assert without.asked == ["poet"]

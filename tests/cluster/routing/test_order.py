@@ -4,11 +4,11 @@ import random
 
 import pytest
 
+from caraserve.cluster.placement.loraserve import make_plan
 from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server, Share
-from caraserve.cluster.placement.plan_factory import ROUTINGS, make_plan
 from caraserve.cluster.routing.cost import Arrival, Backlog, Tier
 from caraserve.cluster.routing.perf_model import PerfModel
-from caraserve.cluster.routing.policies import policy
+from caraserve.cluster.routing.policies import ROUTINGS, policy
 from caraserve.cluster.routing.router import (
     Fleet,
     Instance,

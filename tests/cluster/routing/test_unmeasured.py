@@ -12,9 +12,9 @@ import pytest
 
 from caraserve.cluster.membership.node import Node
 from caraserve.cluster.routing.cost import LinkSpeeds
-from caraserve.cluster.routing.forwarding import Forwarding, LatencyTargets, LocalTarget
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.policies import policy
+from caraserve.cluster.routing.selector import InstanceSelector, LatencyTargets, LocalTarget
 from caraserve.cluster.state.advertised import MODEL
 from caraserve.cluster.state.publisher import Publisher
 from caraserve.cluster.state.replicated_map import EntryValue
@@ -32,11 +32,18 @@ async def fleet(running: Instances, *names: str) -> list[Node]:
     return [running.running[name].node for name in names]
 
 
-def router(node: Node, routing: str) -> Forwarding:
-    made = Forwarding(
-        node, policy(routing), LatencyTargets(), lambda name: None, lambda: False, rng=Random(1), now=lambda: 0.0
+def router(node: Node, routing: str) -> InstanceSelector:
+    made = InstanceSelector(
+        node,
+        policy(routing),
+        LatencyTargets(),
+        lambda name: None,
+        lambda: False,
+        fetcher=None,
+        rng=Random(1),
+        now=lambda: 0.0,
     )
-    made.joined = True
+    made.join()
     return made
 
 
@@ -94,7 +101,7 @@ async def test_without_any_measured_instance_each_answers_its_own_requests(tmp_p
         assert a.instances() == ()
         entry = router(a, "auto")
         assert isinstance((await entry.begin(entry.arrival(None, 100, 100))).next(), LocalTarget)
-        assert entry.refusal(entry.arrival(None, 100, 100, hop=1), force=False) is None
+        assert entry.refusal(entry.arrival(None, 100, 100), force=False) is None
 
 
 async def test_an_instance_without_a_profile_advertises_an_empty_model(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from caraserve.cluster.routing.perf_model import DriftWatch, PerfModel
 from caraserve.cluster.state.publisher import Publisher
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from caraserve.core.machine_profile import load
+from caraserve.engine.stats import EngineObservers
 from caraserve.loop import Engine
 from tests.cluster.nodes import Instances, instances, until
 from tests.serving import PROFILE, engine_config, lora_config, model_config, running, submit
@@ -36,10 +37,11 @@ def _compiled() -> None:
 @asynccontextmanager
 async def published(folder: Path) -> AsyncIterator[tuple[Engine, Publisher, Instances]]:
     """Instance a has an engine and two adapters; b is in the cluster and has none."""
+    observers = EngineObservers()
     lora = lora_config(ADAPTERS, adapters_dir=demo.adapters_folder(), mode="overlapped")
     lora.lora_modules[:] = [module for module in lora.lora_modules if module.name in ADAPTERS]
     async with (
-        running(model_config(demo.model_folder()), lora, engine_config(seqs=2)) as engine,
+        running(model_config(demo.model_folder()), lora, engine_config(seqs=2), observers) as engine,
         instances(folder) as group,
     ):
         a = await group.start("a")
@@ -48,8 +50,8 @@ async def published(folder: Path) -> AsyncIterator[tuple[Engine, Publisher, Inst
             publisher.current_load,
             publisher.apply_registry_changes,
         )
-        engine.catalog.on_change = publisher.changed
-        engine.add_observer(publisher.watch)
+        observers.adapters.append(publisher.changed)
+        observers.iterations.append(publisher.watch)
         await publisher.announce()
         await group.start("b")
         await until(group.agree)

@@ -157,7 +157,7 @@ def test_every_listed_adapter_has_a_valid_name_digest_rank_and_size(
 
 def test_only_an_instances_own_entries_are_accepted_in_its_map() -> None:
     state = ReplicatedState("n1")
-    state.know("n2")
+    state.add_owner("n2")
     lie = Entry("digest-1", ("host",), HLC, "n3")
     assert state.merge("n2", [lie], WALL_MS) == ([], [])
     truth = ReplicatedState("n2").advertise("digest-1", ("host",), WALL_MS)
@@ -183,7 +183,7 @@ def test_the_holders_of_a_digest_are_those_that_advertise_it(steps: list[tuple[s
     others = {name: ReplicatedState(name) for name in ("n2", "n3")}
     for wall_ms, (name, key, step) in enumerate(steps, WALL_MS):
         who = others.get(name, state)
-        state.know(name)
+        state.add_owner(name)
         if step == "forget":
             state.forget(name)
         else:
@@ -202,7 +202,7 @@ def test_after_a_restart_entries_of_the_earlier_run_are_corrected() -> None:
     _, answers = now.merge("n1", [*kept, *gone], WALL_MS)
     assert [(entry.key, entry.deleted) for entry in answers] == [("gone", True)]
     other = ReplicatedState("n2")
-    other.know("n1")
+    other.add_owner("n1")
     other.merge("n1", answers + kept + gone, WALL_MS)
     assert other.holders("gone") == {}
     assert other.holders("kept") == {"n1": ("disk",)}
@@ -216,12 +216,12 @@ def test_an_outbid_instance_corrects_entries_only_after_its_namesake_is_gone() -
         entry for index in range(count) for entry in namesake.advertise(f"theirs {index}", ("host",), WALL_MS + 5)
     ]
     assert state.merge("n1", theirs, WALL_MS) == (theirs, [])
-    assert state.contradict(WALL_MS) == []
+    assert state.correct_own_entries(WALL_MS) == []
     state.is_outbid = False
-    answers = [state.contradict(WALL_MS) for _ in range(4)]
+    answers = [state.correct_own_entries(WALL_MS) for _ in range(4)]
     assert [len(some) for some in answers] == [200, 200, 50, 0]  # no more at once than one frame has
     other = ReplicatedState("n2")
-    other.know("n1")
+    other.add_owner("n1")
     for some in (theirs, *answers):
         other.merge("n1", some, WALL_MS)
     assert all(other.holders(entry.key) == {} for entry in theirs)

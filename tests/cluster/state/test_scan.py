@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from caraserve.cluster.state.replicated_map import RegisteredAdapter, _bucket
-from caraserve.cluster.state.scan import known_adapters
 from tests.cluster.nodes import instances
 
 NAMES = [
@@ -24,7 +23,7 @@ async def test_each_name_is_yielded_with_its_adapter_at_that_time(tmp_path: Path
         for name in NAMES:
             node.register(meaning(name))
         seen = {}
-        async for adapter in known_adapters(node):
+        async for adapter in node.adapters_in_turns():
             seen[adapter.name] = adapter
             if len(seen) == 1:
                 first, changed, gone, *others = [adapter.name, *(name for name in NAMES if name != adapter.name)]
@@ -50,7 +49,7 @@ async def test_other_tasks_run_during_the_iteration(tmp_path: Path, monkeypatch:
                 await asyncio.sleep(0)
 
         looking = asyncio.create_task(look())
-        async for adapter in known_adapters(node):
+        async for adapter in node.adapters_in_turns():
             seen += [adapter.name]
         looking.cancel()
         assert len(NAMES) >= 5

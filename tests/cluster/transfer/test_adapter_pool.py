@@ -10,9 +10,9 @@ import pytest
 from caraserve.cluster.membership.auth import Keyring
 from caraserve.cluster.routing.cost import Tier
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
-from caraserve.cluster.transfer.adapter_pool import NodeHolders
 from caraserve.cluster.transfer.adapter_store import KEEP_QUESTION
 from caraserve.cluster.transfer.disk_cache import DiskCache
+from caraserve.cluster.transfer.download import HolderWatch
 from caraserve.cluster.transfer.peer_client import PeerClient, TransferFailure
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.errors import AdapterRejected, CaraServeError, Unreachable
@@ -286,7 +286,7 @@ async def test_an_instance_is_not_among_its_own_holders(tmp_path: Path) -> None:
         a = await fleet.start("a")
         digest = await fleet.load(a, "poet", 1)
         assert a.node.holders(digest)
-        assert NodeHolders(a.node).holders(digest) == {}
+        assert HolderWatch(a.node).holders(digest) == {}
 
 
 async def test_only_the_bytes_of_removed_names_are_deleted(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ class Peer:
 
 
 class World:
-    """Peers by name; implements both HolderLookup and ChunkSource."""
+    """Peers by name; has what downloads need of HolderWatch and PeerClient."""
 
     def __init__(self, **peers: Peer) -> None:
         self.peers = peers
@@ -71,7 +71,7 @@ class World:
     def address(self, name: str) -> str | None:
         return name
 
-    async def news(self, timeout_s: float) -> None:
+    async def wait_for_change(self, timeout_s: float) -> None:
         await asyncio.sleep(min(timeout_s, 0.02))
 
     async def manifest(self, address: str, digest: str) -> bytes | TransferFailure:

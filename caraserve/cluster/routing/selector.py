@@ -1,6 +1,6 @@
 """Chooses the instance that answers a request: this one or a peer.
 
-    attempts = await forwarding.begin(arrival)
+    attempts = await selector.begin(arrival)
     while (target := attempts.next()):      LocalTarget, or a PeerTarget to forward to
         …                                   and attempts.failed(refusal), unless it was answered
 
@@ -17,10 +17,11 @@ from math import inf
 from random import Random
 from typing import Protocol
 
+from caraserve.cluster.membership.node import Node
 from caraserve.cluster.membership.swim import MemberState
 from caraserve.cluster.placement.plan import PlacementPlan
 from caraserve.cluster.routing.cost import AnswerLengths, Arrival, CostEstimate, Tier
-from caraserve.cluster.routing.fleet_view import FleetView, PeerStates
+from caraserve.cluster.routing.fleet_view import FleetView
 from caraserve.cluster.routing.forward_auth import from_json_number, to_json_number
 from caraserve.cluster.routing.router import (
     Attempt,
@@ -34,48 +35,21 @@ from caraserve.cluster.routing.router import (
 )
 from caraserve.cluster.routing.routing_metrics import RoutingMetrics
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
+from caraserve.loop import Engine
+from caraserve.lora.registry import AdapterInfo
 
 LOCAL = "local"  # the routing that forwards nothing: the client or its load balancer has chosen the instance
 
 _QUOTE_S = 0.005
+_ALONE_AFTER_S = 5.0  # an instance that has received no registry by then counts as the cluster's first
 _MOST_FAILURES = 2  # devices that may fail with one request, before the request is taken for the cause
 _NEVER = CostEstimate(inf, inf)
 
 Body = tuple[str | int | float, ...]
+ResolvedAdapter = RegisteredAdapter | AdapterInfo  # what an adapter's name stands for
 
 
-class ClusterNode(PeerStates, Protocol):
-    """The part of `membership.node.Node` that routing needs."""
-
-    def adapter(self, name: str) -> RegisteredAdapter | None: ...
-
-    async def query(self, peer: str, body: Body, timeout_s: float) -> Body | None: ...
-
-
-class ResolvedAdapter(Protocol):
-    """What an adapter's name stands for: its digest, rank and size."""
-
-    @property
-    def digest(self) -> str: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def num_bytes(self) -> int: ...
-
-
-class EngineStatus(Protocol):
-    """Whether an engine is shutting down or has failed."""
-
-    @property
-    def draining(self) -> bool: ...
-
-    @property
-    def failure(self) -> str | None: ...
-
-
-def refuses_new_requests(engine: EngineStatus) -> bool:
+def refuses_new_requests(engine: Engine) -> bool:
     """Whether the engine is draining or its device has failed. A failed one looks idle: it would be sent everything."""
     return engine.draining or engine.failure is not None
 
@@ -113,28 +87,27 @@ class PeerTarget:
     force: bool
 
 
-class Forwarding:
+class InstanceSelector:
     """Routes the requests of one instance, and accepts or refuses those that other instances forward to it."""
 
     def __init__(
         self,
-        cluster: ClusterNode,
+        cluster: Node,
         policy: Policy | None,
         slo: LatencyTargets,
         find: Callable[[str], ResolvedAdapter | None],
         draining: Callable[[], bool],
         *,
+        fetcher: AdapterFetcher | None,
         rng: Random,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`policy`: None for the `local` routing. `find`: returns an adapter of this instance by name."""
-        self.fetcher: AdapterFetcher | None = None  # without one, requests go only to instances with their adapter
+        """`policy`: None for the `local` routing. `find`: returns an adapter of this instance by name. `fetcher`: None
+        where adapters cannot be downloaded, so requests go only to instances with their adapter."""
         self.routing_metrics = RoutingMetrics()
-        self.joined = False  # until then no other instance is known
-        self.introduced: Callable[[], bool] = lambda: False  # whether the registry has been received
         self._cluster, self._slo, self._find, self._draining = cluster, slo, find, draining
-        self._policy = policy
-        self._rng = rng
+        self._policy, self._fetcher, self._rng = policy, fetcher, rng
+        self._joined_s: float | None = None
         self.now = now
         self._view = FleetView(cluster, now)
         self._lengths = AnswerLengths()
@@ -145,6 +118,22 @@ class Forwarding:
     def name(self) -> str:
         """This instance's name."""
         return self._cluster.name
+
+    def join(self) -> None:
+        """Starts forwarding: this instance is a member of the cluster and has registered its adapters."""
+        self._joined_s = self.now()
+
+    @property
+    def joined(self) -> bool:
+        """Whether this instance has joined its cluster."""
+        return self._joined_s is not None
+
+    @property
+    def is_registry_known(self) -> bool:
+        """Whether another instance's registry has arrived, or none has within 5 s of joining."""
+        if self._joined_s is None:
+            return False
+        return self._cluster.has_registry or self.now() >= self._joined_s + _ALONE_AFTER_S
 
     @property
     def forwards(self) -> bool:
@@ -166,15 +155,15 @@ class Forwarding:
 
     async def obtain(self, adapter: str | None) -> None:
         """Downloads an adapter if only other instances have it. Raises CaraServeError if that fails."""
-        if adapter is not None and self.fetcher is not None:
-            await self.fetcher.ensure(adapter)
+        if adapter is not None and self._fetcher is not None:
+            await self._fetcher.ensure(adapter)
 
-    def arrival(self, adapter: str | None, prompt_tokens: int, max_tokens: int, hop: int = 0) -> Arrival:
+    def arrival(self, adapter: str | None, prompt_tokens: int, max_tokens: int) -> Arrival:
         """Describes a request for routing, with the expected length of its answer, at most `max_tokens`."""
         output_tokens = max(1.0, min(self._lengths.expected(adapter), max_tokens))
         meant = None if adapter is None else self.resolve(adapter)
         rank, num_bytes = (meant.rank, meant.num_bytes) if meant else (0, 0)
-        return Arrival(adapter, rank, prompt_tokens, output_tokens, num_bytes, self._slo.tpot_ms, hop)
+        return Arrival(adapter, rank, prompt_tokens, output_tokens, num_bytes, self._slo.tpot_ms)
 
     def began(self, name: str, arrival: Arrival) -> float:
         """Adds a request to an instance's load as seen here. Returns its predicted time per token in ms."""
@@ -212,7 +201,7 @@ class Forwarding:
                 name = adapter or None
                 meant = None if name is None else self.resolve(name)
                 rank, num_bytes = (meant.rank, meant.num_bytes) if meant else (0, 0)
-                arrival = Arrival(name, rank, tokens, output_tokens, num_bytes, self._slo.tpot_ms, hop=1)
+                arrival = Arrival(name, rank, tokens, output_tokens, num_bytes, self._slo.tpot_ms)
                 return tuple(map(to_json_number, self._estimate(arrival)))
         return ()
 
@@ -241,7 +230,7 @@ class Forwarding:
         """Returns the policy's order of instances, by the load that they last published."""
         assert self._policy is not None
         digest = "" if arrival.adapter is None else self._digest(arrival.adapter)
-        fleet = self._view.fleet(arrival.adapter, digest, holders_only=self.fetcher is None)
+        fleet = self._view.fleet(arrival.adapter, digest, holders_only=self._fetcher is None)
         return self._policy.propose(arrival, fleet, self._rng)
 
     def outstanding(self, adapters: Iterable[str | None]) -> tuple[dict[str, float], dict[str | None, set[str]]]:
@@ -277,22 +266,21 @@ class Forwarding:
             return None
         return PeerTarget(target.name, record.address, attempt, target.force)
 
-    def next_target(
-        self, order: Sequence[str], attempts: Sequence[Attempt], elapsed_ms: float, force: bool
-    ) -> RoutingTarget | None:
-        """Returns `router.next_target` under this fleet's promised time to first token."""
-        return next_target(order, attempts, elapsed_ms, self._slo.ttft_ms, force)
+    @property
+    def ttft_ms(self) -> float:
+        """The promised time to the first token."""
+        return self._slo.ttft_ms
 
     def could_answer(self, adapter: str | None) -> bool:
         """Whether this instance has the adapter, or could download it if another instance had it."""
-        return adapter is None or self.fetcher is not None or self.has(adapter)
+        return adapter is None or self._fetcher is not None or self.has(adapter)
 
     def _can_answer(self, adapter: str | None) -> bool:
         """Whether this instance has the adapter or can download it now. A request for one that no live instance holds
         would only wait here, so it is refused."""
-        if adapter is None or self.fetcher is None:
+        if adapter is None or self._fetcher is None:
             return self.could_answer(adapter)
-        return self.fetcher.can_get(adapter)
+        return self._fetcher.can_get(adapter)
 
     def _digest(self, adapter: str) -> str:
         meant = self.resolve(adapter)
@@ -307,10 +295,10 @@ class Forwarding:
 class RoutingAttempts:
     """Tries instances for one request until one of them answers. `id` is the same at every attempt."""
 
-    def __init__(self, forwarding: Forwarding, arrival: Arrival, order: Sequence[str], *, force: bool) -> None:
+    def __init__(self, selector: InstanceSelector, arrival: Arrival, order: Sequence[str], *, force: bool) -> None:
         self.id = uuid.uuid4().hex
-        self._forwarding, self._arrival, self._order, self._insists = forwarding, arrival, order, force
-        self._began_s = forwarding.now()
+        self._selector, self._arrival, self._order, self._insists = selector, arrival, order, force
+        self._began_s = selector.now()
         self._attempts: list[Attempt] = []
         self._target: RoutingTarget | None = None
         self.tried_local = False
@@ -321,7 +309,7 @@ class RoutingAttempts:
         """Returns where the request goes next, or None if no instance is left that would accept it."""
         stop = None if self._given_up else self._choose()
         if self._attempts and stop is not None:
-            self._forwarding.routing_metrics.retried += 1
+            self._selector.routing_metrics.retried += 1
         return stop
 
     def failed(self, refusal: Refusal | None) -> None:
@@ -330,7 +318,7 @@ class RoutingAttempts:
         self._attempts.append((self._target, refusal))
         if refusal is not None and refusal.reason == "stale-epoch":  # it waited there, and loads have changed since
             self.tried_local = False
-            self._order = self._forwarding.propose(self._arrival).order
+            self._order = self._selector.propose(self._arrival).order
         if refusal is not None and refusal.reason == "unreachable":
             self._leave_to_holders()
         reasons = [why.reason for _, why in self._attempts if why is not None]
@@ -338,31 +326,31 @@ class RoutingAttempts:
 
     def _leave_to_holders(self) -> None:
         """Keeps only the adapter's holders: other instances could not download it either."""
-        holders = self._forwarding.holders(self._arrival.adapter)
+        holders = self._selector.holders(self._arrival.adapter)
         self._order = [name for name in self._order if name in holders]
-        self.tried_local = self.tried_local or self._forwarding.name not in holders
+        self.tried_local = self.tried_local or self._selector.name not in holders
 
     def _next_target(self) -> RoutingTarget | None:
-        elapsed_ms = 1000 * (self._forwarding.now() - self._began_s)
-        return self._forwarding.next_target(self._order, self._attempts, elapsed_ms, self._insists)
+        elapsed_ms = 1000 * (self._selector.now() - self._began_s)
+        return next_target(self._order, self._attempts, elapsed_ms, self._selector.ttft_ms, self._insists)
 
     def _choose(self) -> LocalTarget | PeerTarget | None:
         while (target := self._next_target()) is not None:
             self._target = target
-            if target.name != self._forwarding.name:
+            if target.name != self._selector.name:
                 self._stops += 1
-                if (peer := self._forwarding.peer(target, self._stops)) is not None:
+                if (peer := self._selector.peer(target, self._stops)) is not None:
                     return peer
                 self.failed(None)
-            elif (refusal := self._forwarding.refusal(self._arrival, force=target.force)) is not None:
+            elif (refusal := self._selector.refusal(self._arrival, force=target.force)) is not None:
                 self.failed(refusal)
             else:
                 self.tried_local = True
                 return LocalTarget()
         # All instances in the order have been tried. This one answers the request itself if it has not tried yet.
-        if self.tried_local or not self._forwarding.could_answer(self._arrival.adapter):
+        if self.tried_local or not self._selector.could_answer(self._arrival.adapter):
             return None
-        self._target, self.tried_local = RoutingTarget(self._forwarding.name, force=True), True
+        self._target, self.tried_local = RoutingTarget(self._selector.name, force=True), True
         return LocalTarget()
 
 
