@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, StepResult
@@ -16,6 +17,7 @@ from caraserve.core.machine_profile import ASSUMED_HANDOFF_MS, Profile
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.lora_workers.timing import RoundTrip
 from caraserve.errors import ConfigError
+from caraserve.gpu.assist.assisted_prefill import AssistPredictions
 from caraserve.gpu.driver.streams import Lane
 from caraserve.gpu.forward.builder import BackendParts, GpuDevice, GpuSizes, build_parts
 from caraserve.gpu.weights import Weights
@@ -84,19 +86,21 @@ class CudaBackend:
     def start_workers(self, tokens_per_worker: Callable[[int], int]) -> None:
         """Starts the CPU LoRA workers; to be called once. Returns at once: until they run, prefills wait for their
         layers. `tokens_per_worker(rank)`: the most tokens in a slice."""
-        self._parts.assisted.predictions.tokens_per_worker = tokens_per_worker
+        assisted = self._parts.assisted
+        assisted.set_predictions(replace(assisted.predictions, tokens_per_worker=tokens_per_worker))
         self.workers.start()
 
     def use(self, profile: Profile) -> None:
         """Uses the measured times of this machine to predict hand-offs and prefills."""
-        layers, predictions = self._layers, self._parts.assisted.predictions
+        layers = self._layers
         handoff_ms = ASSUMED_HANDOFF_MS if profile.handoff_ms is None else profile.handoff_ms
         workers = max(1, len(self.workers))
-        predictions.tokens_per_worker = profile.tokens_per_worker
-        predictions.layer_s = lambda tokens: profile.prefill_ms(tokens, 0) / 1000 / layers
-        predictions.hand_off_s = lambda tokens, rank: (
-            (handoff_ms + profile.cpu_lora_ms(tokens, rank, "qkv") / workers) / 1000
+        predictions = AssistPredictions(
+            layer_s=lambda tokens: profile.prefill_ms(tokens, 0) / 1000 / layers,
+            hand_off_s=lambda tokens, rank: (handoff_ms + profile.cpu_lora_ms(tokens, rank, "qkv") / workers) / 1000,
+            tokens_per_worker=profile.tokens_per_worker,
         )
+        self._parts.assisted.set_predictions(predictions)
         self._parts.context.queue.bytes_per_s = profile.link_bytes_per_s
 
     def emulate_link(self, bytes_per_s: float) -> None:

@@ -7,9 +7,9 @@ import pytest
 from tests.gpu.stub_driver import Stub, World, build
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("libcuda"))
+@pytest.fixture(scope="session")
+def library() -> Path:
+    return build()
 
 
 @pytest.fixture

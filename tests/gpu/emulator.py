@@ -2,10 +2,14 @@
 
 import ctypes
 import os
+import platform
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from functools import cache
+from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -14,30 +18,44 @@ from caraserve.gpu.driver import nvrtc
 from caraserve.gpu.kernels.cuda_launch import Launch
 from caraserve.model.dtype import Dtype
 
-_HERE = Path(__file__).parent
+_HEADER = Path(__file__).with_name("cuda_on_host.h")
 _FLAGS = (
     *("-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-fno-exceptions", "-nostdlib++"),
     *("-fno-sanitize=all", "-fsanitize=alignment", "-fsanitize-trap=alignment", "-Wall", "-Werror"),
     *("-Wno-unknown-pragmas", "-Wno-unused-function", "-U_FORTIFY_SOURCE"),
 )
+_FOLDER = Path(tempfile.gettempdir()) / f"caraserve-tests-{os.getuid()}"  # of libraries that test processes share
 # The compiler makes its own start files once and keeps them here, also if there is no home folder.
-CACHES = dict.fromkeys(("ZIG_LOCAL_CACHE_DIR", "ZIG_GLOBAL_CACHE_DIR"), f"{tempfile.gettempdir()}/zig-{os.getuid()}")
+_CACHES = dict.fromkeys(("ZIG_LOCAL_CACHE_DIR", "ZIG_GLOBAL_CACHE_DIR"), f"{tempfile.gettempdir()}/zig-{os.getuid()}")
+
+
+def shared_library(compiler: str, flags: Sequence[str], main: str, files: Mapping[str, str]) -> Path:
+    """Returns a library compiled from the source `main`, one of `files`, for this CPU; any process compiles it once.
+
+    `compiler`: "cc" or "c++".
+    """
+    made_from = version("ziglang"), platform.uname(), compiler, *flags, main, *sorted(files.items())
+    target = _FOLDER / f"{sha256(repr(made_from).encode()).hexdigest()}.so"
+    if not target.exists():
+        _FOLDER.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=_FOLDER) as folder:
+            for file, text in files.items():
+                (Path(folder) / file).write_text(text, encoding="utf-8")
+            command = [sys.executable, "-m", "ziglang", compiler, *flags, main, "-o", "made.so"]
+            env = os.environ | _CACHES
+            done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+            (Path(folder) / "made.so").replace(target)  # at once, as two processes may have compiled it
+    return target
 
 
 @cache
 def _library(source: str, activation: Dtype) -> ctypes.CDLL:
-    with tempfile.TemporaryDirectory() as folder:
-        for file, text in nvrtc.sources(source).items():
-            (Path(folder) / file).write_text(text, encoding="utf-8")
-        main = [f'#include "{_HERE}/cuda_on_host.h"', f'#include "{source}.cu"']
-        main += [f"EMULATE({kernel})" for kernel in nvrtc.kernels(source)]
-        (Path(folder) / "main.cpp").write_text("\n".join(main), encoding="utf-8")
-        macros = [f"-D{name}={value}" for name, value in nvrtc.definitions(activation).items()]
-        target = Path(folder) / "kernels.so"
-        command = [sys.executable, "-m", "ziglang", "c++", *_FLAGS, *macros, "main.cpp", "-o", str(target)]
-        done = subprocess.run(command, cwd=folder, env=os.environ | CACHES, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        return ctypes.CDLL(str(target))
+    main = [f'#include "{_HEADER.name}"', f'#include "{source}.cu"']
+    main += [f"EMULATE({kernel})" for kernel in nvrtc.kernels(source)]
+    files = {**nvrtc.sources(source), _HEADER.name: _HEADER.read_text(encoding="utf-8"), "main.cpp": "\n".join(main)}
+    macros = [f"-D{name}={value}" for name, value in nvrtc.definitions(activation).items()]
+    return ctypes.CDLL(str(shared_library("c++", (*_FLAGS, *macros), "main.cpp", files)))
 
 
 def run(launch: Launch, activation: Dtype = Dtype.F32, seed: int = 0) -> None:

@@ -18,9 +18,8 @@ from caraserve.bench.cli import bench_parser
 from caraserve.bench.gpu.__main__ import run_stage
 from caraserve.bench.gpu.accelerator import Mark
 from caraserve.bench.gpu.results import Figures
-from caraserve.bench.gpu.run import StageReport, check, parse_stages
+from caraserve.bench.gpu.run import STAGES, Stage, StageReport, check, parse_stages
 from caraserve.bench.gpu.setup import CheckEffort, CheckSetup, Opened
-from caraserve.bench.gpu.stages import STAGES, Stage
 from caraserve.bench.records import RequestRecord, Run
 from caraserve.bench.report.files import document
 from caraserve.bench.report.summary import summarize
@@ -30,6 +29,7 @@ from caraserve.gpu.driver.detect import DeviceFacts
 from caraserve.gpu.forward.builder import GpuDevice
 from caraserve.gpu.kernels.cuda_launch import Launch
 from caraserve.model.dtype import Dtype
+from tests.gpu.fast_interpreter import speed_up
 from tests.gpu.host_device import HostDriver, host_device
 
 FACTS = DeviceFacts(
@@ -147,6 +147,7 @@ def main() -> int:
     parser.add_argument("--without", default="", help="a raw kernel that is not launched")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    speed_up()
     open_ = opener(args.without)
 
     def run(stage: Stage, known: Mapping[str, Figures], folder: Path) -> StageReport:

@@ -1,9 +1,6 @@
 """A stand-in for CUDA's driver library that executes calls on host memory: libcuda_stub.c."""
 
 import ctypes
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,7 +10,7 @@ from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.cuda_driver import CudaDriver
 from caraserve.gpu.driver.libcuda import Cuda
 from caraserve.gpu.kernels.cuda_launch import Launch
-from tests.gpu.emulator import CACHES
+from tests.gpu.emulator import shared_library
 
 _TRITON = find_spec("triton")
 assert _TRITON is not None
@@ -23,23 +20,10 @@ _SOURCE = Path(__file__).with_name("libcuda_stub.c")
 _FLAGS = ("-std=c11", "-O1", "-fPIC", "-shared", "-Wall", "-Werror", "-fno-sanitize=all")
 
 
-def build(folder: Path) -> Path:
+def build() -> Path:
     """Compiles the library and returns its file."""
-    target = folder / "libcuda.so"
-    command = [
-        sys.executable,
-        "-m",
-        "ziglang",
-        "cc",
-        *_FLAGS,
-        f"-isystem{HEADER.parent}",
-        str(_SOURCE),
-        "-o",
-        str(target),
-    ]
-    done = subprocess.run(command, env=os.environ | CACHES, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return target
+    files = {HEADER.name: HEADER.read_text(encoding="utf-8"), _SOURCE.name: _SOURCE.read_text(encoding="utf-8")}
+    return shared_library("cc", (*_FLAGS, "-isystem."), _SOURCE.name, files)
 
 
 class Stub:

@@ -273,7 +273,9 @@ def test_scores_of_tokens_and_prompts_are_those_of_peft(subject: Subject) -> Non
         assert first is None
         scores = [entry.logprob for entry in rest if entry is not None]
         subject.oracle.check_logprobs(prompt[:1], name, prompt[1:], scores)
-        assert all(entry.top[0][1] >= entry.logprob - 1e-6 and len(entry.top) == 3 for entry in answer.logprobs)
+        assert all(
+            entry.top_logprobs[0] >= entry.logprob - 1e-6 and len(entry.top_ids) == 3 for entry in answer.logprobs
+        )
 
 
 def test_samples_are_those_of_the_cpu_backend(subject: Subject) -> None:

@@ -7,7 +7,7 @@ import random
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -106,7 +106,7 @@ class Office:
 
     def patient(self, hand_off_s: float) -> None:
         """Sets the predicted time of a hand-off; the watchdog aborts after about five times that."""
-        self.assisted.predictions.hand_off_s = lambda tokens, rank: hand_off_s
+        self.assisted.set_predictions(replace(self.assisted.predictions, hand_off_s=lambda tokens, rank: hand_off_s))
 
     async def check(self, name: str | None, tokens: int, answer: "asyncio.Task[Answer]", seed: int = 0) -> int:
         """Waits for the answer and checks it. Returns the number of layers that workers computed."""
@@ -193,9 +193,10 @@ def test_weights_that_arrive_before_the_device_reaches_the_layer_are_used(subjec
 
     async def serve() -> None:
         async with office(subject) as at:
-            at.driver.held = {Lane.ASSIST}
+            at.driver.held = {Lane.COPY, Lane.ASSIST}  # weights that arrive before the launch leave nothing to assist
             answer = at.ask("r8", 20)
             await at.until_launched()
+            at.driver.held = {Lane.ASSIST}
             await at.until_loaded()
             for bound in at.host.parts.images.bound.values():
                 bound.adapter.data[:] = NO_NUMBER

@@ -192,7 +192,7 @@ def sample(logits: Tensor, outputs: Outputs, tokens: TokenTables, state: Sampler
             continue
         slot, position = int(tokens.slot[token]), int(tokens.position[token])
         if int(outputs.kind[row]) == SAMPLE:
-            rooms = np.zeros(vocab, np.float32), np.zeros(vocab, np.uint8)
+            rooms = np.zeros(vocab, np.float32), np.zeros(vocab, np.uint8), np.zeros(0, np.uint32)
             history = state.history[slot].numpy().astype(np.int64)
             state.history[slot, position + 1] = int(choose(logits[row].numpy(), position, history, table[slot], *rooms))
         is_finite = all_finite(logits[row].float().numpy())

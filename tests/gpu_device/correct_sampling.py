@@ -8,8 +8,8 @@ import torch
 
 from caraserve.bench.gpu.accelerator import Accelerator
 from caraserve.bench.gpu.results import WrongResult, check_close
-from caraserve.bench.gpu.session import greedy
 from caraserve.bench.gpu.setup import CheckSetup
+from caraserve.core.batch import SlotSampling
 from caraserve.core.outputs import SAMPLE
 from caraserve.core.request import MAX_LOGPROBS
 from caraserve.cpu.sampling import SLOT_SAMPLING, choose, write_sampling
@@ -32,7 +32,7 @@ def check_sampling(setup: CheckSetup, acc: Accelerator, case: int) -> float:
     rows, vocab, rng = len(_WAYS), setup.effort.vocab, np.random.default_rng(case)
     table = np.zeros(rows, SLOT_SAMPLING)
     for slot, way in enumerate(_WAYS):
-        write_sampling(table, slot, replace(greedy(3), seed=1000 * case + slot, **way))
+        write_sampling(table, slot, replace(SlotSampling.greedy(3), seed=1000 * case + slot, **way))
     history = rng.integers(0, vocab, (rows, _KNOWN + 2)).astype(np.int32)
     logits = 3.0 * acc.random(acc.generator(case), rows, vocab)
     outputs = _outputs(acc, rows)
@@ -53,7 +53,8 @@ def check_sampling(setup: CheckSetup, acc: Accelerator, case: int) -> float:
     values = logits.float().cpu().numpy()
     copies, seen = np.zeros(vocab, np.float32), np.zeros(vocab, np.uint8)
     known = history.astype(np.int64)
-    wanted = [int(choose(values[row], _KNOWN, known[row], table[row], copies, seen)) for row in range(rows)]
+    mask = np.zeros(0, np.uint32)  # not read
+    wanted = [int(choose(values[row], _KNOWN, known[row], table[row], copies, seen, mask)) for row in range(rows)]
     if outputs.chosen.tolist() != wanted or state.history[:, _KNOWN + 1].tolist() != wanted:
         raise WrongResult(f"sampling, case {case}: {outputs.chosen.tolist()} were taken, the CPU takes {wanted}")
     scores = torch.log_softmax(logits.double(), dim=1)[range(rows), wanted]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from caraserve.bench.gpu.accelerator import Accelerator
 from caraserve.bench.gpu.adapters import TOLERANCE
-from caraserve.bench.gpu.backends import shape_spec, synthetic_adapter
+from caraserve.bench.gpu.backends import shape_spec
 from caraserve.bench.gpu.results import WrongResult, check_close
 from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.bench.synthetic import Shape
@@ -28,6 +28,7 @@ from caraserve.gpu.assist import work_orders
 from caraserve.gpu.kernels import cuda_launch
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES
+from caraserve.profiling.microbench import adapter_spec, random_adapter
 from caraserve.util.units import align_up
 
 _SHAPE = Shape(hidden=128, layers=1, intermediate=128, vocab=64, heads=2, kv_heads=2)
@@ -65,7 +66,8 @@ def handshake_bench(setup: CheckSetup, acc: Accelerator) -> Iterator[HandshakeBe
     spec, block_bytes = shape_spec(_SHAPE, 64), align_up(handoff.block_bytes(1), PAGE_BYTES)
     region = SharedRegion(1 << 21)
     blocks, words = region.carve(block_bytes), region.carve(_WORDS_BYTES).view(np.uint32)
-    adapter = synthetic_adapter(spec, Dtype.F16, _RANK, _QKV, region.carve(1 << 18))
+    layout = adapter_spec(spec, Dtype.F16, _RANK, spec.layers, _QKV)
+    adapter = random_adapter(spec, layout, region.carve(1 << 18))
     host_x, deltas = region.carve(4 * _ROWS * _SHAPE.hidden), region.carve(4 * _ROWS * 3 * _SHAPE.hidden)
     base = acc.device.driver.register_host(region.base, region.num_bytes)
     workers = WorkerPool(region, blocks, setup.cores(1), block_bytes)

@@ -40,9 +40,10 @@ from caraserve.model.spec import ModelSpec
 _UNKNOWN_S = 0.002  # assumed time of a hand-off where none was measured
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class AssistPredictions:
-    """Predicted times of this machine, set once they have been measured. They affect speed only, never results."""
+    """Predicted times of this machine; the defaults are used until it has been measured. They affect speed only, never
+    results."""
 
     layer_s: Callable[[int], float] = lambda tokens: 0.0  # of one layer, by the prefill's number of tokens
     hand_off_s: Callable[[int, int], float] = lambda tokens, rank: _UNKNOWN_S  # of one module group, by tokens and rank
@@ -148,6 +149,10 @@ class AssistedPrefills:
         issued = self._timelines.mark(Lane.COMPUTE)
         self._waiting.append(_Prompt(batch, done, issued, ends, row.start, time.monotonic()))
         self.schedule_pending()
+
+    def set_predictions(self, predictions: AssistPredictions) -> None:
+        """Uses these predictions from now on."""
+        self.predictions = predictions
 
     @property
     def is_busy(self) -> bool:

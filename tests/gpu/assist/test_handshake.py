@@ -122,9 +122,8 @@ def test_a_sync_slot_is_not_reused_until_no_worker_can_write_to_it() -> None:
     assert world.sync_slots.acquire() is None
     world.sync_slots.reclaim(busy)
     assert world.sync_slots.acquire() is None
-    world.sync_slots.reclaim(
-        [WorkerStatus(0, 1, is_idle=True), WorkerStatus(1, 2, is_idle=False)]
-    )  # busy with another hand-off
+    busy_with_another_hand_off = WorkerStatus(1, 2, is_idle=False)
+    world.sync_slots.reclaim([WorkerStatus(0, 1, is_idle=True), busy_with_another_hand_off])
     assert world.sync_slots.acquire() is chunk.sync_slot
 
 

@@ -168,9 +168,8 @@ def test_buckets_end_at_the_limits_and_include_no_useless_variant() -> None:
     assert not [bucket for bucket in every if bucket.gated and not bucket.lora]
     assert not [bucket for bucket in every if bucket.merged]
     assert [bucket for bucket in buckets(ROWS, TOKENS, merging=True) if bucket.merged and not bucket.lora]
-    assert (
-        max(bucket.size for bucket in buckets(8, 1) if bucket.is_mixed) == 8
-    )  # for decoding rows that wait for layers
+    # Mixed buckets also serve decoding rows that wait for layers.
+    assert max(bucket.size for bucket in buckets(8, 1) if bucket.is_mixed) == 8
 
 
 def test_in_merged_mode_base_and_merged_weights_have_their_own_graphs() -> None:

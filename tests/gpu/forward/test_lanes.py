@@ -20,7 +20,7 @@ WORKERS, WAIT = LoraSource.WORKERS, LoraSource.WAIT
 # --- iterations ---
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32))
 def test_an_iteration_waits_for_each_layer_it_uses(seed: int) -> None:
     random = Random(seed)
@@ -160,7 +160,7 @@ def test_a_previous_adapters_layers_are_never_used_for_the_next_adapter() -> Non
     assert work.resident == {0: False}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32))
 def test_every_hand_off_is_computed_or_aborted_under_any_schedule(seed: int) -> None:
     """Meanwhile decoding continues, sync slots are reused, generations wrap, and workers die or are late."""

@@ -39,7 +39,7 @@ def test_every_weight_dtype_works_with_every_activation_dtype(activation: Dtype,
     check(LoraCase(1088, (130,), [[0, 8]], [Dtype.F32, weight], activation), [1, 1])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_random_batches(data: st.DataObject) -> None:
     """Odd sizes, ranks that differ by module, mixed dtypes, rows in any order."""

@@ -1,7 +1,5 @@
 """The CUDA sources compiled for every supported GPU: registers, and the memory operations that matter."""
 
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import groupby, product
 from pathlib import Path
@@ -28,24 +26,22 @@ def named(unit: Unit) -> str:
     return f"{unit.source}-{unit.activation.name}-{unit.arch}"
 
 
-@pytest.fixture(scope="module")
-def compiled() -> Mapping[Unit, Compiled]:
-    """Compiles all units; a warning fails the compilation."""
-    library = nvrtc.load()
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(UNITS, pool.map(library.compile, UNITS), strict=True))
+@cache
+def compiled(unit: Unit) -> Compiled:
+    """Compiles a unit; a warning fails the compilation."""
+    return nvrtc.load().compile(unit)
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=named)
-def test_no_kernel_spills(compiled: Mapping[Unit, Compiled], unit: Unit) -> None:
-    found = cubin.kernels(compiled[unit].cubin)
+def test_no_kernel_spills(unit: Unit) -> None:
+    found = cubin.kernels(compiled(unit).cubin)
     assert set(found) == set(nvrtc.kernels(unit.source))
     assert {name: kernel.frame_bytes for name, kernel in found.items()} == dict.fromkeys(found, 0)
 
 
 @pytest.mark.parametrize("unit", BGMV, ids=named)
-def test_the_grids_blocks_fit_each_multiprocessor(compiled: Mapping[Unit, Compiled], unit: Unit) -> None:
-    for kernel in cubin.kernels(compiled[unit].cubin).values():
+def test_the_grids_blocks_fit_each_multiprocessor(unit: Unit) -> None:
+    for kernel in cubin.kernels(compiled(unit).cubin).values():
         registers = (kernel.registers + 7) // 8 * 8 * bgmv_work.THREADS  # allocated in units of eight
         assert cuda_launch.BLOCKS_PER_SM * registers <= REGISTERS_OF_AN_SM
         assert cuda_launch.BLOCKS_PER_SM * (kernel.shared_bytes + 1024) <= SHARED_OF_AN_SM[unit.arch]
@@ -57,9 +53,9 @@ def instructions(code: bytes) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("unit", [unit for unit in BGMV if unit.arch in READ], ids=named)
-def test_weights_are_read_in_wide_loads_that_bypass_l1(compiled: Mapping[Unit, Compiled], unit: Unit) -> None:
+def test_weights_are_read_in_wide_loads_that_bypass_l1(unit: Unit) -> None:
     """Eight loads in flight for each of the three weight dtypes, none of them narrower."""
-    for name, code in instructions(compiled[unit].cubin).items():
+    for name, code in instructions(compiled(unit).cubin).items():
         streamed = [op for op in code if op.startswith("LDG") and ".NA" in op]
         assert len(streamed) >= 3 * 8, name
         assert all(".128" in op for op in streamed)
@@ -70,24 +66,24 @@ def test_weights_are_read_in_wide_loads_that_bypass_l1(compiled: Mapping[Unit, C
 
 
 @pytest.mark.parametrize("unit", [unit for unit in HANDOFF if unit.arch in READ], ids=named)
-def test_x_is_visible_in_host_memory_before_workers_are_asked(compiled: Mapping[Unit, Compiled], unit: Unit) -> None:
+def test_x_is_visible_in_host_memory_before_workers_are_asked(unit: Unit) -> None:
     """Each block: copy, system-wide fence, count. The last block: slices, fence, flags and requests with system
     scope."""
-    code = instructions(compiled[unit].cubin)["handoff_publish"]
+    code = instructions(compiled(unit).cubin)["handoff_publish"]
     fences = [at for at, op in enumerate(code) if op.startswith("MEMBAR") and op.endswith(".SYS")]
     copies = [at for at, op in enumerate(code) if op == "STG.E.128"]
     (count,) = (at for at, op in enumerate(code) if op.startswith("ATOMG"))
     flags = [at for at, op in enumerate(code) if op.startswith("ST") and "STRONG.SYS" in op]
     assert copies
     assert [at for at in fences if max(copies) < at < count]
-    assert len(flags) == compiled[unit].ptx.count("st.release.sys.global.s64") == 3  # x_flag, request, y_flag
+    assert len(flags) == compiled(unit).ptx.count("st.release.sys.global.s64") == 3  # x_flag, request, y_flag
     for before, flag in zip([count, *flags], flags, strict=False):
         assert [at for at in fences if before < at < flag]
 
 
 @pytest.mark.parametrize("unit", [unit for unit in HANDOFF if unit.arch in READ], ids=named)
-def test_waiting_for_workers_reads_memory_and_not_a_cache(compiled: Mapping[Unit, Compiled], unit: Unit) -> None:
-    code = instructions(compiled[unit].cubin)
+def test_waiting_for_workers_reads_memory_and_not_a_cache(unit: Unit) -> None:
+    code = instructions(compiled(unit).cubin)
     polled = [op for op in code["handoff_wait"] if op.startswith("LD") and "STRONG.SYS" in op]
     assert len(polled) >= 3  # status, arrived, done
     assert "NANOSLEEP" in {op.split(".")[0] for op in code["handoff_wait"]}
@@ -95,10 +91,8 @@ def test_waiting_for_workers_reads_memory_and_not_a_cache(compiled: Mapping[Unit
 
 
 @pytest.mark.parametrize("unit", [unit for unit in UNITS if unit.source == "words" and unit.arch in READ], ids=named)
-def test_waiting_for_a_word_reads_memory_and_sleeps_between_reads(
-    compiled: Mapping[Unit, Compiled], unit: Unit
-) -> None:
-    code = instructions(compiled[unit].cubin)["wait_word"]
+def test_waiting_for_a_word_reads_memory_and_sleeps_between_reads(unit: Unit) -> None:
+    code = instructions(compiled(unit).cubin)["wait_word"]
     assert [op for op in code if op.startswith("LD") and "STRONG.SYS" in op]
     assert "NANOSLEEP" in {op.split(".")[0] for op in code}
 

@@ -26,7 +26,8 @@ def test_all_cases_pass_in_the_interpreter(cases: list[str]) -> None:
         "OPENBLAS_NUM_THREADS": "1",
     }
     files = [str(FOLDER / name) for name in cases]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files]
+    plugins = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "tests.gpu.fast_interpreter"]
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, *files]
     root = FOLDER.parents[2]
     result = subprocess.run(command, cwd=root, env=os.environ | settings, capture_output=True, text=True)
     assert len(OTHERS) == 5

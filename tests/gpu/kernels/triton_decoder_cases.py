@@ -14,7 +14,7 @@ from caraserve.gpu.memory.request_state import BLOCK_TOKENS
 from caraserve.gpu.merged_weights import MergedDeviceWeights
 from caraserve.model.dtype import Dtype
 from tests.gpu.honest_dots import honest_dots
-from tests.gpu.tiny_device import MAX_CONTEXT, MAX_RANK, SLOTS, STREAM, Request, TinyDevice, bind_all, serve
+from tests.gpu.tiny_device import DEVICE, MAX_CONTEXT, MAX_RANK, SLOTS, STREAM, Request, TinyDevice, bind_all, serve
 from tests.oracle.models import ALL_TARGETS, SLIDING_WINDOW, Kinds, make_adapters, make_model, prompt_of
 from tests.oracle.oracle import Oracle
 
@@ -25,6 +25,7 @@ KINDS: Kinds = {
     "mixed": {"rank": 4, "targets": ("k_proj", "o_proj", "down_proj"), "rank_pattern": {"o_proj": 24}},
 }
 NAMES = (None, *KINDS)  # by adapter slot
+INTERPRETED = DEVICE.type == "cpu"  # takes a thousand times as long as a GPU
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,9 @@ def mixed_batch(rng: random.Random, longest: int = 12) -> list[Request]:
 def test_a_mixed_batch_is_answered_like_peft(any_family: Subject, rng: random.Random) -> None:
     has_window = any_family.device.spec.windows[0] is not None
     requests = mixed_batch(rng, SLIDING_WINDOW + 9 if has_window else 12)
-    serve(any_family.device, requests, 3)
+    if INTERPRETED:  # all adapters are in the batch of the test that follows
+        requests = requests[:3]
+    serve(any_family.device, requests, 2 if INTERPRETED else 3)
     any_family.check(requests)
 
 
@@ -136,8 +139,8 @@ def test_every_prompt_token_is_scored_in_pieces_of_few_rows(
     for position, each in enumerate(scored):
         assert each.logprob == pytest.approx(float(expected[position, each.token_id]), abs=1e-3)
         best = expected[position].topk(2)
-        assert [token for token, _ in each.top] == best.indices.tolist()
-        assert [value for _, value in each.top] == pytest.approx(best.values.tolist(), abs=1e-3)
+        assert list(each.top_ids) == best.indices.tolist()
+        assert list(each.top_logprobs) == pytest.approx(best.values.tolist(), abs=1e-3)
 
 
 def test_merged_adapters_answer_like_peft_one_after_another(llama: Subject, rng: random.Random) -> None:

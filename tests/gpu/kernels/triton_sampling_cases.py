@@ -72,8 +72,8 @@ class Bench:
         return outputs.chosen.tolist()
 
     def on_the_cpu(self, logits: Tensor, slot: int, position: int) -> int:
-        copies, seen = np.zeros(VOCAB, np.float32), np.zeros(VOCAB, np.uint8)
-        return int(choose(logits.float().numpy(), position, self.history[slot], self.table[slot], copies, seen))
+        rooms = np.zeros(VOCAB, np.float32), np.zeros(VOCAB, np.uint8), np.zeros(0, np.uint32)
+        return int(choose(logits.float().numpy(), position, self.history[slot], self.table[slot], *rooms))
 
 
 def make_outputs(token: list[int], kinds: list[int], wanted: list[int]) -> Outputs:

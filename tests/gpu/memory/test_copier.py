@@ -114,7 +114,7 @@ class World:
             self.driver.step(self.random.randrange)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32))
 def test_no_kernel_reads_a_layer_before_its_copy(seed: int) -> None:
     random = Random(seed)

@@ -316,7 +316,7 @@ class World:
             self.driver.step(self.random.randrange)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32))
 def test_no_byte_is_reused_while_launched_work_may_touch_it(seed: int) -> None:
     random = Random(seed)

@@ -13,7 +13,7 @@ from tests.gpu.fake_driver import FakeDriver
 RING_BYTES, TARGET = 512, 1024
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32))
 def test_data_arrives_as_it_was_when_sent(seed: int) -> None:
     random = Random(seed)
