@@ -19,6 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from caraserve.errors import InvalidRequest, ModelLoadError
+from caraserve.tokenizer.tool_format import detect_format
 
 _MAX_OUTPUT_CHARS = 8 << 20
 _MAX_RANGE_STEPS = 1 << 20  # over all ranges of one rendering: 0.1 s of empty loops
@@ -83,7 +84,9 @@ class _Ranges:
 class ChatTemplate:
     """A compiled template with the special tokens that it may use."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], where: str) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], where: str, tool_call_parser: str | None = None
+    ) -> None:
         """Compiles the template. Raises ModelLoadError when that fails."""
         environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation], autoescape=False
@@ -94,6 +97,8 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._roles = set(re.findall(r"['\"](developer|tool)['\"]", source))  # the rarer roles that the template names
         self._renders_tool_calls = "tool_calls" in source
+        self._renders_tools = re.search(r"\btools\b", source) is not None
+        self.tool_format = detect_format(source, tool_call_parser)  # None if it is not known
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
@@ -101,25 +106,32 @@ class ChatTemplate:
 
     @classmethod
     def load(
-        cls, folder: Path, settings: Mapping[str, Any], given: Path | None, special_tokens: Mapping[str, str]
+        cls,
+        folder: Path,
+        settings: Mapping[str, Any],
+        given: Path | None,
+        special_tokens: Mapping[str, str],
+        tool_call_parser: str | None = None,
     ) -> "ChatTemplate | None":
         """Loads the operator's template, else the model's own (a file, or in tokenizer_config.json), else None."""
         if given is not None:
             try:
-                return cls(given.read_text(encoding="utf-8"), special_tokens, str(given))
+                return cls(given.read_text(encoding="utf-8"), special_tokens, str(given), tool_call_parser)
             except (OSError, UnicodeDecodeError) as error:
                 raise ModelLoadError(f"--chat-template {given} cannot be read: {error}") from None
         path = folder / "chat_template.jinja"
         if path.is_file():
             try:
-                return cls(path.read_text(encoding="utf-8"), special_tokens, path.name)
+                return cls(path.read_text(encoding="utf-8"), special_tokens, path.name, tool_call_parser)
             except (OSError, UnicodeDecodeError) as error:
                 raise ModelLoadError(f"{path} cannot be read: {error}") from None
         source = settings.get("chat_template")
         if isinstance(source, list):  # several by name
             named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
             source = named.get("default")
-        return cls(source, special_tokens, "tokenizer_config.json") if isinstance(source, str) else None
+        if not isinstance(source, str):
+            return None
+        return cls(source, special_tokens, "tokenizer_config.json", tool_call_parser)
 
     def render(
         self,
@@ -128,8 +140,11 @@ class ChatTemplate:
         add_generation_prompt: bool,
         continue_final_message: bool,
         kwargs: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Returns the prompt's text. Raises InvalidRequest with the template's own message."""
+        if tools and not self._renders_tools:
+            raise InvalidRequest("the model's chat template cannot render tools", param="tools")
         shown = [
             {**message, "content": _flat(message["content"])} if "content" in message else message
             for message in self._with_known_roles(messages)
@@ -141,6 +156,7 @@ class ChatTemplate:
             "tools": None,
             "documents": None,
             **kwargs,
+            **({"tools": tools} if tools else {}),
             "messages": shown,
             "add_generation_prompt": add_generation_prompt,
             "range": _Ranges(),

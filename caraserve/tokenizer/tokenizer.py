@@ -17,6 +17,8 @@ from caraserve.errors import ContextLengthExceeded, InvalidRequest, ModelLoadErr
 from caraserve.model.spec import ModelSpec
 from caraserve.tokenizer.chat_template import ChatTemplate
 from caraserve.tokenizer.detokenizer import Detokenizer
+from caraserve.tokenizer.grammar import GrammarCompiler
+from caraserve.tokenizer.tool_format import ToolFormat
 
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _MAX_JSON_BYTES = 64 << 20
@@ -49,6 +51,7 @@ class Tokenizer:
         self._special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._bytes_of_token: dict[int, bytes] = {}  # a cache: logprobs name up to 20 tokens for each one
         self._bytes_of_char = _byte_level_alphabet() if _is_byte_level(tokenizer) else None
+        self.grammars = GrammarCompiler(tokenizer.to_str, vocab_size, sorted(eos_ids))
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Returns token ids, by default with the model's special tokens at begin and end.
@@ -63,6 +66,16 @@ class Tokenizer:
         if len(ids) <= _DECODED_AT_ONCE_TOKENS:  # not worth releasing the interpreter lock
             return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
         return str(self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes calls of tools; None if its chat template does not show it."""
+        return self._chat_template.tool_format if self._chat_template is not None else None
+
+    def special_id(self, text: str) -> int | None:
+        """Returns the id of the special token that is written as `text`; None if there is none."""
+        token_id = self._tokenizer.token_to_id(text)
+        return token_id if token_id in self._special else None
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes of one token."""
@@ -96,6 +109,7 @@ class Tokenizer:
         add_generation_prompt: bool,
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
     ) -> list[int]:
         """Returns the token ids of a conversation. Raises InvalidRequest without a template or when it rejects the
@@ -110,16 +124,26 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             kwargs=kwargs or {},
+            tools=tools,
         )
         # Templates write the special tokens.
         return self._ids(text, False, max_tokens, "messages")
 
     def detokenizer(
-        self, prompt_ids: Sequence[int], *, stop: tuple[str, ...], include_stop: bool, skip_special_tokens: bool
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        stop: tuple[str, ...],
+        include_stop: bool,
+        skip_special_tokens: bool,
+        kept_special_ids: frozenset[int] = frozenset(),
     ) -> Detokenizer:
-        """Returns the incremental detokenizer of one request's output."""
+        """Returns the incremental detokenizer of one request's output. `kept_special_ids` are not skipped."""
+        dropped = self._special - kept_special_ids
 
         def decode(ids: Sequence[int]) -> str:
+            if skip_special_tokens and kept_special_ids:
+                return self.decode([one for one in ids if one not in dropped], skip_special_tokens=False)
             return self.decode(ids, skip_special_tokens=skip_special_tokens)
 
         return Detokenizer(decode, prompt_ids, stop=stop, include_stop=include_stop)
@@ -144,8 +168,12 @@ class Tokenizer:
                 raise _too_long(counted // _PIECES_TO_WHOLE, max_tokens, source)
 
 
-def load_tokenizer(folder: Path, spec: ModelSpec, chat_template: Path | None) -> Tokenizer:
-    """Reads tokenizer.json and the files beside it. Raises ModelLoadError that names the file."""
+def load_tokenizer(
+    folder: Path, spec: ModelSpec, chat_template: Path | None, tool_call_parser: str | None = None
+) -> Tokenizer:
+    """Reads tokenizer.json and the files beside it. `tool_call_parser`: of `TOOL_FORMATS`, else by the template.
+
+    Raises ModelLoadError that names the file."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelLoadError(f"{folder} has no tokenizer.json; save the model's fast tokenizer there")
@@ -166,7 +194,7 @@ def load_tokenizer(folder: Path, spec: ModelSpec, chat_template: Path | None) ->
         for name in _SAMPLING_DEFAULTS
         if generation.get("do_sample") and isinstance(generation.get(name), int | float)
     }
-    template = ChatTemplate.load(folder, settings, chat_template, _special_tokens(settings))
+    template = ChatTemplate.load(folder, settings, chat_template, _special_tokens(settings), tool_call_parser)
     return Tokenizer(tokenizer, spec.vocab_size, frozenset(ends), template, sampling)
 
 

@@ -91,3 +91,13 @@ def test_messages_that_the_template_would_drop_are_refused(message: dict[str, An
     assert words in caught.value.message
     assert "cannot render" in caught.value.message
     assert caught.value.param == "messages"
+
+
+def test_tools_are_rendered_or_refused() -> None:
+    tools = ({"type": "function", "function": {"name": "weather"}},)
+    options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": False, "kwargs": {}}
+    template = ChatTemplate("{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}", {}, "a test")
+    assert template.render([], **options, tools=tools) == '{"type": "function", "function": {"name": "weather"}}'
+    assert template.render([], **options) == ""
+    with pytest.raises(InvalidRequest, match="cannot render tools"):
+        ChatTemplate(PLAIN, {}, "a test").render([], **options, tools=tools)

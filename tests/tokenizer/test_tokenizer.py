@@ -45,7 +45,7 @@ def with_file(tmp_path: Path, **files: Any) -> Path:
 def test_ids_are_those_of_transformers(folder: Path) -> None:
     ours, theirs = loaded(folder), PreTrainedTokenizerFast.from_pretrained(folder)
 
-    @settings(max_examples=80, deadline=None)
+    @settings(max_examples=80)
     @given(st.text(max_size=60))
     def check(text: str) -> None:
         assert ours.encode(text) == theirs(text)["input_ids"]

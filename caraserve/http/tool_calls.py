@@ -1,0 +1,219 @@
+"""Reads a chat's tools, and writes the calls that a model makes of them in OpenAI's shape."""
+
+import re
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from caraserve.core.request import Finish
+from caraserve.errors import InvalidRequest
+from caraserve.http.completions import finish_fields
+from caraserve.http.structured_output import json_text
+from caraserve.http.validation import Fields, shown
+from caraserve.loop import Engine
+from caraserve.tokenizer.grammar import GrammarSource
+from caraserve.tokenizer.grammar_limits import WHITESPACE
+from caraserve.tokenizer.tool_format import (
+    CallStart,
+    TextPart,
+    ToolCallParser,
+    ToolEvent,
+    ToolFormat,
+    calls_grammar,
+)
+
+_MAX_TOOLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_ANY_OBJECT = {"type": "object"}
+_SPACES = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The functions that a chat's answer may call.
+
+    `for_template`: the functions as a chat template gets them. `grammar`: what the answer must follow, None if it is
+    free. `kept_special_ids`: special tokens that belong to the text of calls. `most_calls`: None without a limit.
+    """
+
+    tool_format: ToolFormat
+    for_template: tuple[dict[str, Any], ...]
+    grammar: GrammarSource | None
+    kept_special_ids: frozenset[int]
+    most_calls: int | None
+
+    def writer(self) -> "ToolCallWriter":
+        """Returns the writer of one choice."""
+        return ToolCallWriter(ToolCallParser(self.tool_format, self.most_calls), self.tool_format.id_characters)
+
+
+@dataclass(frozen=True, slots=True)
+class _Function:
+    name: str
+    description: str | None
+    parameters: dict[str, Any] | None
+    strict: bool
+
+    def for_template(self) -> dict[str, Any]:
+        described = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": {key: value for key, value in described.items() if value is not None}}
+
+    def schema(self, is_strict: bool) -> str:
+        """Returns the schema of the arguments as JSON; any object if it is not to be followed."""
+        parameters = _NO_ARGUMENTS if self.parameters is None else self.parameters
+        return json_text({**_ANY_OBJECT, **_SPACES, **(parameters if is_strict else {})}, "tools")
+
+
+def parse_tools(fields: Fields, engine: Engine) -> Tools | None:
+    """Reads `tools`, `tool_choice` and `parallel_tool_calls`; None if the answer calls nothing. Raises InvalidRequest
+    that names the field."""
+    _refuse_functions(fields)
+    functions = parse_functions(fields)
+    choice = _parse_choice(fields, functions)
+    several = fields.boolean("parallel_tool_calls", True)
+    if not functions or choice == "none":
+        return None
+    tokenizer = engine.tokenizer
+    if (tool_format := tokenizer.tool_format) is None:
+        raise InvalidRequest(
+            "the model's chat template cannot render tools, or writes calls in an unknown format; leave tools out, or "
+            "start the server with --tool-call-parser.",
+            param="tools",
+        )
+    kept = (tokenizer.special_id(text) for text in tool_format.special_tokens)
+    return Tools(
+        tool_format,
+        tuple(function.for_template() for function in functions),
+        _grammar(functions, choice, engine, tool_format, several=several),
+        frozenset(token_id for token_id in kept if token_id is not None),
+        None if several else 1,
+    )
+
+
+def _grammar(
+    functions: list[_Function], choice: str | _Function, engine: Engine, tool_format: ToolFormat, *, several: bool
+) -> GrammarSource | None:
+    is_auto = choice == "auto"
+    if is_auto and not (engine.supports_grammars and any(function.strict for function in functions)):
+        return None
+    callable_ones = functions if isinstance(choice, str) else [choice]
+    tools = [(function.name, function.schema(function.strict or not is_auto)) for function in callable_ones]
+    special_id = engine.tokenizer.special_id
+    several = several and isinstance(choice, str)  # a named function is called once
+    text = calls_grammar(tools, tool_format, special_id, several=several, with_text=is_auto)
+    return GrammarSource("lark", text, "tools" if is_auto else "tool_choice")
+
+
+def _refuse_functions(fields: Fields) -> None:
+    chosen = fields.raw("function_call")
+    if fields.raw("functions") and chosen != "none":
+        raise InvalidRequest("functions are not supported by this server; send tools instead.", param="functions")
+    if chosen not in (None, "none", "auto"):
+        raise InvalidRequest("function_call is not supported; send tool_choice instead.", param="function_call")
+
+
+def parse_functions(fields: Fields) -> list[_Function]:
+    """Reads `tools`. Raises InvalidRequest."""
+    functions = [_function(tool, f"tools[{at}]") for at, tool in enumerate(fields.array("tools", _MAX_TOOLS))]
+    names = [function.name for function in functions]
+    if repeated := next((name for at, name in enumerate(names) if name in names[:at]), None):
+        raise InvalidRequest(f"tools has two functions with the name {shown(repeated)}.", param="tools")
+    return functions
+
+
+def _function(tool: Any, where: str) -> _Function:
+    inner = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    if not isinstance(inner, dict):
+        raise InvalidRequest(f'{where} must be {{"type": "function", "function": {{"name": …}}}}.', param="tools")
+    name, description, parameters = inner.get("name"), inner.get("description"), inner.get("parameters")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"{where}.function.name must be 1 to 64 of a-z, A-Z, 0-9, _, . and -, not {shown(name)}.", param="tools"
+        )
+    strict = inner.get("strict") or False
+    for key, value, kind, what in (
+        ("description", description, str, "a string"),
+        ("parameters", parameters, dict, "a JSON schema"),
+        ("strict", strict, bool, "true or false"),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise InvalidRequest(f"{where}.function.{key} must be {what}, not {shown(value)}.", param="tools")
+    return _Function(name, description, parameters, strict)
+
+
+def _parse_choice(fields: Fields, functions: list[_Function]) -> str | _Function:
+    """Returns none, auto, required, or the function that must be called."""
+    choice = fields.raw("tool_choice")
+    if choice is None or choice == "none" or (choice == "auto" and functions):
+        return choice or "auto"
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    is_named = isinstance(function, dict)
+    if choice not in ("auto", "required") and not is_named:
+        raise InvalidRequest(
+            'tool_choice must be none, auto, required or {"type": "function", "function": {"name": …}}, not '
+            f"{shown(choice)}.",
+            param="tool_choice",
+        )
+    if not functions:
+        raise InvalidRequest("tool_choice needs tools; send them, or leave it out.", param="tool_choice")
+    if not isinstance(function, dict):
+        return str(choice)
+    name = function.get("name")
+    named = next((function for function in functions if function.name == name), None)
+    if named is None:
+        raise InvalidRequest(f"tool_choice names {shown(name)}, which is not one of the tools.", param="tool_choice")
+    return named
+
+
+class ToolCallWriter:
+    """Writes the calls of one choice, as deltas or as a whole message."""
+
+    def __init__(self, parser: ToolCallParser, id_characters: int) -> None:
+        self._parser = parser
+        self._id_characters = id_characters
+
+    def deltas(self, text: str, is_last: bool) -> list[dict[str, Any]]:
+        """Returns the `delta` objects that new text becomes."""
+        first = self._parser.calls
+        events = self._parser.push(text) + (self._parser.finish() if is_last else [])
+        deltas = []
+        for event in events:
+            first += isinstance(event, CallStart)
+            deltas.append(self._delta(event, first - 1))
+        return deltas
+
+    def message(self, text: str) -> dict[str, Any]:
+        """Returns the `message` of a whole answer."""
+        content, calls = "", []
+        for event in self._parser.push(text) + self._parser.finish():
+            if isinstance(event, TextPart):
+                content += event.text
+            elif isinstance(event, CallStart):
+                calls.append(self._call(event))
+            else:
+                calls[-1]["function"]["arguments"] += event.text
+        if not calls:
+            return {"role": "assistant", "content": content}
+        return {"role": "assistant", "content": content or None, "tool_calls": calls}
+
+    def finish_fields(self, finish: Finish | None) -> dict[str, Any]:
+        """Returns the fields of a finish: with calls, also of a named function, the reason is `tool_calls`, unless the
+        answer was cut off."""
+        fields = finish_fields(finish)
+        if self._parser.calls and fields["finish_reason"] == "stop":
+            fields["finish_reason"] = "tool_calls"
+        return fields
+
+    def _delta(self, event: ToolEvent, index: int) -> dict[str, Any]:
+        if isinstance(event, TextPart):
+            return {"content": event.text}
+        if isinstance(event, CallStart):
+            return {"tool_calls": [{"index": index, **self._call(event)}]}
+        return {"tool_calls": [{"index": index, "function": {"arguments": event.text}}]}
+
+    def _call(self, event: CallStart) -> dict[str, Any]:
+        call_id = uuid.uuid4().hex[: self._id_characters]
+        if self._id_characters > 9:
+            call_id = f"call_{call_id}"
+        return {"id": call_id, "type": "function", "function": {"name": event.name, "arguments": ""}}

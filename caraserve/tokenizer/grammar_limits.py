@@ -1,0 +1,26 @@
+"""Limits of the grammars that clients choose."""
+
+import llguidance
+
+MAX_SOURCE_BYTES = 256 << 10
+COMPILE_S = 1.0  # then the checking process is killed
+FIRST_MASK_S = 0.02  # for one of the first tokens: all requests of an iteration wait for it
+MAX_GRAMMAR_BYTES = 24 << 20  # that a compiled grammar takes
+MAX_PROCESS_BYTES = 256 << 20  # that compiling one may take
+MAX_GRAMMARS = 64  # kept compiled, the least recently used is dropped
+MAX_WAITING = 16  # requests that wait for their grammars
+# A matcher of a shared grammar adds to its lexer's states, of which there is a limit: after so many answers it is
+# compiled again, in some ms.
+MAX_ANSWERS = 200
+# Between the tokens of JSON: a space, or a line with its indentation. Without a bound, a weak model writes spaces until
+# `max_tokens`: 40 of 1,000 answers of the demo model never ended.
+WHITESPACE = r" ?(\n[ \t]{0,32})?"
+LIMITS = llguidance.LLParserLimits(
+    max_items_in_row=2_000,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=100_000,
+    step_max_items=25_000,
+    max_lexer_states=50_000,
+    max_grammar_size=10_000,
+    verbose_errors=False,
+)

@@ -1,0 +1,91 @@
+"""The fields that constrain an answer, by the names of OpenAI, vLLM, SGLang and llama.cpp."""
+
+import json
+from typing import Any
+
+import pytest
+
+from caraserve.tokenizer.grammar import GrammarKind, GrammarSource
+from tests.http.fake_engine import FakeEngine
+from tests.http.serving import serving
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+ANY_OBJECT = {"type": "object"}
+TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<"]}
+TAGS = [{"trigger": "<", "begin": "<f>", "schema": SCHEMA, "end": "</f>"}]
+CHOICES = ["yes", "no"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "value"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_schema", ANY_OBJECT),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json_schema", SCHEMA),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": SCHEMA},
+                }
+            },
+            "json_schema",
+            SCHEMA,
+        ),
+        ({"response_format": {"type": "structural_tag", **TAG}}, "structural_tag", TAGS),
+        ({"structured_outputs": {"json": SCHEMA}}, "json_schema", SCHEMA),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json_schema", SCHEMA),
+        ({"structured_outputs": {"json_object": True}}, "json_schema", ANY_OBJECT),
+        ({"structured_outputs": {"regex": "a*"}}, "regex", "a*"),
+        ({"structured_outputs": {"choice": CHOICES}}, "choice", CHOICES),
+        ({"structured_outputs": {"grammar": "root ::= x"}}, "grammar", "root ::= x"),
+        ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, "structural_tag", TAGS),
+        ({"guided_json": {}}, "json_schema", {}),
+        ({"guided_regex": "a*"}, "regex", "a*"),
+        ({"guided_choice": CHOICES}, "choice", CHOICES),
+        ({"guided_grammar": "root ::= x"}, "grammar", "root ::= x"),
+        ({"regex": "a*"}, "regex", "a*"),
+        ({"ebnf": "root ::= x"}, "grammar", "root ::= x"),
+        ({"json_schema": json.dumps(SCHEMA)}, "json_schema", SCHEMA),
+        ({"json_schema": SCHEMA}, "json_schema", SCHEMA),
+        ({"grammar": "root ::= x"}, "grammar", "root ::= x"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+@pytest.mark.parametrize("kind_of_request", ["chat", "complete"])
+async def test_each_field_is_one_grammar(
+    fields: dict[str, Any], kind: GrammarKind, value: Any, kind_of_request: str
+) -> None:
+    fake = FakeEngine()
+    async with serving(fake) as client:
+        answer = await getattr(client, kind_of_request)(**fields)
+    assert answer.status == 200
+    assert "x-caraserve-ignored" not in answer.headers
+    source = fake.requests[0].params.grammar
+    assert isinstance(source, GrammarSource)
+    is_json = kind in ("json_schema", "choice", "structural_tag")
+    assert (source.kind, json.loads(source.text) if is_json else source.text) == (kind, value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("guided_json", {"x": "y" * 300_000}), ("guided_choice", ["x"] * 2000)],
+    ids=["schema", "choices"],
+)
+async def test_sources_that_are_too_large_are_refused(field: str, value: Any) -> None:
+    async with serving(FakeEngine()) as client:
+        refused = await client.complete(**{field: value})
+    assert (refused.status, refused.error["param"]) == (400, field)
+
+
+async def test_numbers_beyond_64_bits_are_kept() -> None:
+    fake = FakeEngine()
+    async with serving(fake) as client:
+        assert (await client.complete(guided_json={"maximum": 2**70})).status == 200
+    assert json.loads(fake.requests[0].params.grammar.text) == {"maximum": 2**70}
+
+
+async def test_a_device_without_masks_refuses_constraints_and_serves_plain_text() -> None:
+    async with serving(FakeEngine(supports_grammars=False)) as client:
+        refused = await client.chat(response_format={"type": "json_object"})
+        assert (await client.chat(response_format={"type": "text"})).status == 200
+    assert (refused.status, refused.error["param"]) == (400, "response_format")

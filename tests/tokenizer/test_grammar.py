@@ -1,0 +1,210 @@
+"""Grammars of structured output: what they allow, what is refused, and what is shared."""
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+
+from caraserve import demo
+from caraserve.core.grammar import Grammar, GrammarFailed, TokenMatcher, mask_words
+from caraserve.errors import InvalidRequest, Overloaded
+from caraserve.model.spec import load_spec
+from caraserve.tokenizer.grammar import GrammarKind, GrammarSource
+from caraserve.tokenizer.grammar_limits import MAX_ANSWERS, MAX_SOURCE_BYTES, MAX_WAITING
+from caraserve.tokenizer.tokenizer import Tokenizer, load_tokenizer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(demo.model_folder(), load_spec(demo.model_folder()), None)
+
+
+def compiled(tokenizer: Tokenizer, kind: GrammarKind, text: Any) -> Grammar:
+    async def compile_and_close() -> Grammar:
+        try:
+            return await tokenizer.grammars.compile(GrammarSource(kind, source, "the_field"))
+        finally:
+            await tokenizer.grammars.close()
+
+    source = text if isinstance(text, str) else json.dumps(text)
+    return asyncio.run(compile_and_close())
+
+
+def allowed(tokenizer: Tokenizer, matcher: TokenMatcher, text: str) -> set[int]:
+    """Returns the tokens that may follow a text."""
+    mask = np.zeros(mask_words(tokenizer.vocab_size), np.uint32)
+    matcher.write_mask(np.array(tokenizer.encode(text, add_special_tokens=False), np.int64), mask)
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits[: tokenizer.vocab_size]).tolist())
+
+
+def follows(tokenizer: Tokenizer, grammar: Grammar, text: str) -> bool:
+    """Returns whether the grammar allows every token of a text, and the end after it."""
+    matcher, ids = grammar.matcher(), tokenizer.encode(text, add_special_tokens=False)
+    mask = np.zeros(mask_words(tokenizer.vocab_size), np.uint32)
+    for count, token in enumerate([*ids, min(tokenizer.eos_ids)]):
+        matcher.write_mask(np.array(ids[:count], np.int64), mask)
+        if not mask[token >> 5] >> np.uint32(token & 31) & np.uint32(1):
+            return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "right", "wrong"),
+    [
+        ("json_schema", SCHEMA, '{"name": "Ann", "age": 3}', '{"name": "Ann", "age": "3"}'),
+        ("json_schema", {"type": "object"}, '{"a": [1, {}]}', "[1]"),
+        ("regex", "[a-c]+[0-9]{2}", "abc42", "abc4"),
+        ("choice", ["yes", "no"], "no", "maybe"),
+        ("grammar", 'root ::= "a" root | "b"', "aab", "aa"),  # as llama.cpp writes it
+        ("grammar", 'start: "a" start | "b"', "aab", "aa"),  # as Lark does
+    ],
+)
+def test_a_grammar_allows_what_it_describes(
+    tokenizer: Tokenizer, kind: GrammarKind, source: Any, right: str, wrong: str
+) -> None:
+    grammar = compiled(tokenizer, kind, source)
+    assert follows(tokenizer, grammar, right)
+    assert not follows(tokenizer, grammar, wrong)
+
+
+def test_only_an_end_token_may_follow_a_complete_answer(tokenizer: Tokenizer) -> None:
+    grammar = compiled(tokenizer, "choice", ["yes"])
+    assert not allowed(tokenizer, grammar.matcher(), "ye") & tokenizer.eos_ids
+    assert allowed(tokenizer, grammar.matcher(), "yes") == set(tokenizer.eos_ids)
+
+
+def test_text_is_free_until_a_trigger_of_a_structural_tag(tokenizer: Tokenizer) -> None:
+    tag = {"trigger": "<call:", "begin": "<call:add>", "schema": {"type": "integer"}, "end": "</call>"}
+    grammar = compiled(tokenizer, "structural_tag", [tag])
+    assert follows(tokenizer, grammar, "We add: <call:add>12</call> and more")
+    assert not follows(tokenizer, grammar, "We add: <call:sub>12</call>")
+    assert not follows(tokenizer, grammar, 'We add: <call:add>"12"</call>')
+
+
+def test_answers_to_one_grammar_do_not_share_their_position(tokenizer: Tokenizer) -> None:
+    grammar = compiled(tokenizer, "regex", "ab*")
+    one, other = grammar.matcher(), grammar.matcher()
+    allowed(tokenizer, one, "abbb")
+    assert allowed(tokenizer, other, "") == allowed(tokenizer, grammar.matcher(), "")
+
+
+async def closing(tokenizer: Tokenizer, test: Coroutine[Any, Any, None]) -> None:
+    try:
+        await test
+    finally:
+        await tokenizer.grammars.close()
+
+
+def deep(levels: int) -> str:
+    return '{"properties":{"a":' * levels + "{}" + "}}" * levels
+
+
+def doubling(rules: int) -> str:
+    """A Lark grammar of terminals, each of which is the one before it twice."""
+    return "start: T0\n" + "".join(f"T{at}: T{at + 1} T{at + 1}\n" for at in range(rules)) + f'T{rules}: "a"\n'
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json_schema", "{"),
+        ("json_schema", '{"type": "thing"}'),
+        ("json_schema", '{"$ref": "file:///etc/passwd"}'),
+        ("json_schema", deep(3000)),
+        ("json_schema", json.dumps({"properties": {f"k{index}": {"type": "string"} for index in range(4500)}})),
+        ("json_schema", json.dumps({"properties": {f"k{index}": {"type": "string"} for index in range(1500)}})),
+        ("json_schema", json.dumps({"type": "string", "pattern": "("})),
+        ("json_schema", '{"type": "integer", "multipleOf": 9999991}'),
+        ("regex", "("),
+        ("regex", "x" * (MAX_SOURCE_BYTES + 1)),
+        ("grammar", "start: " + "(" * 5000 + '"a"' + ")" * 5000),
+        ("grammar", "start: missing"),
+        ("grammar", "\n" * 100_000),
+        ("grammar", doubling(18)),
+        ("grammar", doubling(40)),
+        ("grammar", "\x00\ud800"),
+    ],
+    ids=lambda value: value[:30],
+)
+def test_a_wrong_or_too_complex_source_is_refused_by_the_name_of_its_field(
+    tokenizer: Tokenizer, kind: GrammarKind, text: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        compiled(tokenizer, kind, text)
+    assert caught.value.param == "the_field"
+    assert len(caught.value.message) < 400
+
+
+def test_a_source_that_takes_too_long_stops_neither_the_event_loop_nor_later_sources(tokenizer: Tokenizer) -> None:
+    async def ask() -> None:
+        turns = 0
+
+        async def turn() -> None:
+            nonlocal turns
+            while True:
+                await asyncio.sleep(0.001)
+                turns += 1
+
+        turning = asyncio.create_task(turn())
+        endless = GrammarSource("json_schema", '{"type": "integer", "multipleOf": 9999991}', "f")
+        hostile = asyncio.create_task(tokenizer.grammars.compile(endless))
+        await asyncio.sleep(0)
+        await tokenizer.grammars.compile(GrammarSource("regex", "[x-z]{7}", "f"))
+        with pytest.raises(InvalidRequest, match="takes longer than 1 s"):
+            await hostile
+        turning.cancel()
+        assert turns > 100
+
+    asyncio.run(closing(tokenizer, ask()))
+
+
+def test_too_many_requests_for_new_grammars_are_refused_as_overload(tokenizer: Tokenizer) -> None:
+    async def ask() -> None:
+        sources = [GrammarSource("regex", f"[a-f]{{{count}}}g", "f") for count in range(1, MAX_WAITING + 6)]
+        results = await asyncio.gather(*map(tokenizer.grammars.compile, sources), return_exceptions=True)
+        assert sum(isinstance(result, Overloaded) for result in results) == 5
+        assert not any(isinstance(result, InvalidRequest) for result in results)
+
+    asyncio.run(closing(tokenizer, ask()))
+
+
+def exhaust(tokenizer: Tokenizer, matcher: TokenMatcher) -> None:
+    for length in range(40):
+        allowed(tokenizer, matcher, "a" * length)
+
+
+def test_a_grammar_that_failed_is_compiled_again(tokenizer: Tokenizer) -> None:
+    regex = "(((a{1,100}){1,100}){1,100}){1,100}b"
+    grammar = compiled(tokenizer, "regex", regex)
+    with pytest.raises(GrammarFailed, match="lexer"):
+        exhaust(tokenizer, grammar.matcher())
+    assert allowed(tokenizer, compiled(tokenizer, "regex", regex).matcher(), "aa")
+
+
+def test_a_grammar_is_compiled_again_after_many_answers(tokenizer: Tokenizer) -> None:
+    grammar = compiled(tokenizer, "regex", "[0-3]{2}")
+    for _ in range(MAX_ANSWERS - 1):
+        grammar.matcher()
+    assert compiled(tokenizer, "regex", "[0-3]{2}") is grammar
+    grammar.matcher()
+    assert compiled(tokenizer, "regex", "[0-3]{2}") is not grammar
+
+
+def test_concurrent_and_later_requests_share_one_compilation(tokenizer: Tokenizer) -> None:
+    async def ask() -> None:
+        source = GrammarSource("regex", "[a-f]{3}", "regex")
+        grammars = await asyncio.gather(*(tokenizer.grammars.compile(source) for _ in range(5)))
+        assert {*grammars, await tokenizer.grammars.compile(source)} == {grammars[0]}
+
+    asyncio.run(closing(tokenizer, ask()))
