@@ -93,6 +93,7 @@ class ModelConfig(_FromArgs):
     load_format: str
     max_model_len: int | None
     chat_template: Path | None
+    tool_call_parser: str | None
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,6 +126,11 @@ class ModelConfig(_FromArgs):
         )
         add("--max-model-len", type=tokens, metavar="TOKENS", help="limit of prompt plus output, such as 4096 or 4k")
         add("--chat-template", **_FILE, help="Jinja template to use instead of the model's")
+        add(
+            "--tool-call-parser",
+            choices=("hermes", "llama3_json", "llama4_json", "mistral", "qwen", "qwen25", "llama3"),
+            help="how the model writes calls of tools (default: as its chat template does)",
+        )
 
 
 @dataclass(frozen=True, slots=True)

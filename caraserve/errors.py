@@ -7,6 +7,7 @@
     │   └── ContextLengthExceeded  400  prompt + max_tokens do not fit
     ├── NotFound                   404  no such model, adapter or path
     ├── AdapterRejected            400  an adapter folder that cannot be applied exactly
+    ├── GrammarTooComplex          422  a structured output's grammar has grown too complex in the middle of the answer
     ├── NonFiniteLogits            422  an adapter, or the base model, gives logits from which no token can be chosen
     ├── PayloadTooLarge            413  the body is over the limit
     ├── Unauthorized               401  a missing or wrong API key
@@ -76,6 +77,14 @@ class AdapterRejected(CaraServeError):
 
     status = 400
     type = "InvalidUserInput"
+
+
+class GrammarTooComplex(CaraServeError):
+    """The grammar of a structured output became too complex in the middle of the answer."""
+
+    status = 422
+    type = "invalid_request_error"
+    code = "grammar_too_complex"
 
 
 class NonFiniteLogits(CaraServeError):

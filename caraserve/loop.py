@@ -5,13 +5,16 @@ are in flight, so the device never waits for the event loop. Everything here run
 
 A request that ends while its next iteration is already launched gives its slot and blocks back at once: the backend
 applies batches in launch order, so their next owner writes after that iteration has read. Its result is dropped.
+
+When a client disconnects, `_expire` ends its request, and `RequestSlots.release` returns its slot, KV blocks and
+adapter. A full queue refuses requests in `_submit` (429).
 """
 
 import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 from caraserve.config import EngineConfig
 from caraserve.core.backend import Backend
@@ -24,25 +27,28 @@ from caraserve.engine.merge_policy import MergePolicy
 from caraserve.engine.queues import RequestQueues
 from caraserve.engine.request_slots import RequestSlots
 from caraserve.engine.side_batches import SideBatches
-from caraserve.engine.stats import EngineLoad, EngineSnapshot, IterationObserver, MetricsSink
+from caraserve.engine.stats import EngineLoad, IterationObserver, snapshot_of
 from caraserve.errors import (
     BackendFailed,
     CaraServeError,
     ContextLengthExceeded,
     Displaced,
     Draining,
+    GrammarTooComplex,
     NonFiniteLogits,
     Overloaded,
 )
 from caraserve.lora.adapter import Adapter, AdapterTier
 from caraserve.lora.catalog import Catalog
 from caraserve.lora.registry import AdapterInfo
+from caraserve.telemetry.metrics import EngineSnapshot, Metrics
 from caraserve.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 _DRAIN_RETRY_S = 5.0
 _CANCELLED_AT_ONCE = 64  # requests ended in one turn of the event loop, at 20 µs each
+_RESULTS_S = 0.002  # of work on results in one turn of the event loop; 64 rows with logprobs take up to 17 ms
 
 
 class Engine:
@@ -56,22 +62,24 @@ class Engine:
         catalog: Catalog,
         tokenizer: Tokenizer,
         config: EngineConfig,
-        metrics: MetricsSink,
+        metrics: Metrics,
         exclusive_loads: bool = False,
         merging: MergePolicy | None = None,
+        observers: Sequence[IterationObserver] = (),
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`base_names`: names of the base model, which is listed by the first. `exclusive_loads`: no iteration runs
         while an adapter is loading (the `ondemand` baseline). `merging`: chooses the adapter that is merged into the
-        weights (the `merged` baseline)."""
+        weights (the `merged` baseline). `observers`: called after every iteration."""
         self.base_name, self.base_names = base_names[0], base_names
         self.tokenizer = tokenizer
         self.catalog = catalog
         self.default_sampling = tokenizer.default_sampling
         self.max_model_len = backend.limits.max_context
+        self.supports_grammars = backend.limits.supports_grammars
         self.draining = False
         self.failure: str | None = None  # the error after which no request can be answered
-        self._observers: list[IterationObserver] = []
+        self._observers = observers
         self._backend, self._limits = backend, backend.limits
         self._config, self._metrics, self._now = config, metrics, now
         self._exclusive_loads = exclusive_loads
@@ -100,25 +108,21 @@ class Engine:
         self._idle.set()
         catalog.manager.on_change(self._wake.set)
 
-    def add_observer(self, observer: IterationObserver) -> None:
-        """Calls `observer` after every iteration from now on."""
-        self._observers.append(observer)
-
     # --- the API of HTTP and the cluster ---
 
-    def submit(self, asked: GenerateRequest) -> TokenStream:
+    def submit(self, inputs: GenerateRequest) -> TokenStream:
         """Queues a request. In a full queue it replaces the newest request of the client with the most, if that client
         has at least two more waiting than this one. Raises NotFound, ContextLengthExceeded, Overloaded, Draining or
         BackendFailed, without any effect."""
-        return self._submit(asked, None).stream
+        return self._submit(inputs, None).stream
 
-    def submit_each(self, asked: Sequence[GenerateRequest]) -> Generator[TokenStream]:
+    def submit_each(self, inputs: Sequence[GenerateRequest]) -> Generator[TokenStream]:
         """Yields the stream of each request after queueing it as `submit` does. All requests use the same adapter, even
         if its name is given to another one between two steps. A generator, because thousands of requests take 100
         ms."""
         adapter: Adapter | None = None
         try:
-            for one in asked:
+            for one in inputs:
                 active = self._submit(one, adapter)
                 if adapter is None and active.adapter is not None:
                     adapter = self.catalog.manager.pin_again(active.adapter)
@@ -127,32 +131,32 @@ class Engine:
             if adapter is not None:
                 self.catalog.manager.unpin(adapter)
 
-    def _submit(self, asked: GenerateRequest, adapter: Adapter | None) -> ActiveRequest:
+    def _submit(self, inputs: GenerateRequest, adapter: Adapter | None) -> ActiveRequest:
         """Queues a request. `adapter`: of an earlier request of the same response, pinned by the caller; None: looked
         up by its name."""
         if self.failure is not None:
             raise BackendFailed(f"the device has failed: {self.failure}")
         if self.draining:
             raise Draining("the server is stopping", retry_after_s=_DRAIN_RETRY_S)
-        if len(asked.prompt_ids) + min(asked.params.max_tokens, 1) > self.max_model_len:
+        if len(inputs.prompt_ids) + min(inputs.params.max_tokens, 1) > self.max_model_len:
             raise ContextLengthExceeded(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt has "
-                f"{len(asked.prompt_ids)}, and the answer at least one.",
+                f"{len(inputs.prompt_ids)}, and the answer at least one.",
                 param="prompt",
             )
         displaced = None
         if (count := len(self._queues.waiting)) >= self._config.max_queue:
             message, retry_after_s = f"{count} requests are waiting", self._retry_after_s()
-            if (displaced := self._queues.waiting.newest_of_largest(asked.tenant.client)) is None:
+            if (displaced := self._queues.waiting.newest_of_largest(inputs.tenant.client)) is None:
                 raise Overloaded(message, retry_after_s=retry_after_s)
         if adapter is not None:
             self.catalog.manager.pin_again(adapter)
-        elif asked.adapter is not None:
-            adapter = self.catalog.pin(asked.adapter)
+        elif inputs.adapter is not None:
+            adapter = self.catalog.pin(inputs.adapter)
         if displaced is not None:
             self._finish(displaced, "error", error=Displaced(message, retry_after_s=retry_after_s))
-        active = self._make_active(asked, adapter)
-        self._queues.waiting.push(asked.tenant, active)
+        active = self._make_active(inputs, adapter)
+        self._queues.waiting.push(inputs.tenant, active)
         self._queues.admit()  # loads start without waiting for the iteration under way
         self._wake.set()
         return active
@@ -175,11 +179,11 @@ class Engine:
 
     def snapshot(self) -> EngineSnapshot:
         """Returns the state that metrics and the dashboard show."""
-        return EngineSnapshot.of(self._queues, self.catalog.manager, draining=self.draining)
+        return snapshot_of(self._queues, self.catalog.manager, draining=self.draining)
 
     def waiting(self) -> set[str]:
         """Returns the ids of the requests that were not admitted yet."""
-        return {active.request.asked.request_id for active in self._queues.waiting}
+        return {active.request.inputs.request_id for active in self._queues.waiting}
 
     def workload(self, response_tokens: float) -> EngineLoad:
         """Returns sums from which the engine's next iterations can be predicted. `response_tokens`: expected length of
@@ -265,7 +269,11 @@ class Engine:
         self._tokens_per_s += 0.1 * (launched.num_tokens / max(duration_s, 1e-6) - self._tokens_per_s)
         for observe in self._observers:
             observe(launched.rows, 1000 * duration_s)
-        self._record_results(launched, outcome, 1000 * duration_s)
+        began_s = self._now()
+        for _ in self._record_results(launched, outcome, 1000 * duration_s):
+            if self._now() - began_s > _RESULTS_S:
+                await asyncio.sleep(0)
+                began_s = self._now()
 
     def _process_side_batches(self) -> None:
         """Passes the results of side batches that have ended to their requests."""
@@ -274,7 +282,8 @@ class Engine:
                 self._fail([active for active, _ in launched.rows], outcome)
             else:
                 took_ms = 1000 * (outcome.done_s - outcome.started_s) - outcome.rows[0].waited_ms
-                self._record_results(launched, outcome, took_ms)
+                for _ in self._record_results(launched, outcome, took_ms):
+                    pass
         self._update_idle()
 
     def _next_begins_s(self, pending: LaunchedBatch | None) -> float:
@@ -296,8 +305,9 @@ class Engine:
 
     # --- results ---
 
-    def _record_results(self, launched: LaunchedBatch, outcome: StepResult, took_ms: float) -> None:
-        """Passes the results of a batch to its requests, and drops those of requests that have finished meanwhile."""
+    def _record_results(self, launched: LaunchedBatch, outcome: StepResult, took_ms: float) -> Iterator[None]:
+        """Passes the results of a batch to its requests, and drops those of requests that have finished meanwhile.
+        Yields after each request; any request may change or end before the next step."""
         self._metrics.observe_iteration(launched.num_tokens, took_ms)
         interruptions_ms = outcome.interruptions_ms([row for _, row in launched.rows])
         for (active, row), result, others_ms in zip(launched.rows, outcome.rows, interruptions_ms, strict=True):
@@ -305,12 +315,15 @@ class Engine:
                 continue
             active.record_waits(result, others_ms)
             self._observe_choice(active, outcome.done_s)
-            if result.is_finite:
+            if result.grammar_error:
+                self._finish(active, "error", error=GrammarTooComplex(result.grammar_error))
+            elif result.is_finite:
                 self._record_row(active, row, result, outcome.done_s)
             else:
                 self._slots.pool.forget(active.request.blocks)  # no later request may reuse its blocks
-                name = active.request.asked.adapter or self.base_name
+                name = active.request.inputs.adapter or self.base_name
                 self._finish(active, "error", error=NonFiniteLogits(name))
+            yield
 
     def _record_row(self, active: ActiveRequest, row: ScheduledRow, result: RowResult, done_s: float) -> None:
         request = active.request
@@ -318,11 +331,11 @@ class Engine:
             active.send_prompt_scores(row, result)
         token = result.token_id
         if token is None:
-            if request.asked.params.max_tokens == 0 and row.start + row.count == request.prompt_tokens:
+            if request.inputs.params.max_tokens == 0 and row.start + row.count == request.prompt_tokens:
                 self._finish(active, "length")
             return
         self._observe_token(active, done_s)
-        self._queues.waiting.charge(request.asked.tenant, 0, 1)
+        self._queues.waiting.charge(request.inputs.tenant, 0, 1)
         text, reason, stop_reason = active.record_token(token, self.tokenizer.eos_ids, self.max_model_len, self._now())
         logprobs = (result.scored,) if result.scored else ()
         if reason is None:
@@ -342,7 +355,7 @@ class Engine:
 
     def _observe_token(self, active: ActiveRequest, done_s: float) -> None:
         if active.last_token_s is None:
-            self._metrics.observe_first_token(done_s - active.request.asked.arrival_s)
+            self._metrics.observe_first_token(done_s - active.request.inputs.arrival_s)
         else:
             self._metrics.observe_token_gap(done_s - active.last_token_s)
         active.last_token_s = done_s
@@ -364,15 +377,16 @@ class Engine:
 
     # --- the beginning and the end of a request ---
 
-    def _make_active(self, asked: GenerateRequest, adapter: Adapter | None) -> ActiveRequest:
-        params = asked.params
+    def _make_active(self, inputs: GenerateRequest, adapter: Adapter | None) -> ActiveRequest:
+        params = inputs.params
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        request = Request(asked, seed, since_s=self._now())
+        request = Request(inputs, seed, since_s=self._now())
         detokenizer = self.tokenizer.detokenizer(
-            asked.prompt_ids,
+            inputs.prompt_ids,
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
+            kept_special_ids=params.kept_special_ids,
         )
         stream = TokenStream(lambda: self._cancel(active))
         active = ActiveRequest(request, stream, detokenizer, adapter)

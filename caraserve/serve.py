@@ -25,6 +25,7 @@ from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig
 from caraserve.core.machine_profile import Profile
 from caraserve.cpu.shared_memory import Arena
 from caraserve.engine.merge_policy import MergePolicy
+from caraserve.engine.stats import EngineObservers
 from caraserve.errors import ConfigError
 from caraserve.kv.memory_budget import MemoryBudget
 from caraserve.loop import Engine
@@ -48,7 +49,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MIDDLE_COLLECTIONS = 1000  # between full garbage collections: one in some million new objects
+_YOUNG_COLLECTIONS = 2  # between middle garbage collections, which took up to 15 ms with the default of 10
+_MIDDLE_COLLECTIONS = 5000  # between full garbage collections: one in some million new objects
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # the address to use for a server that listens on all addresses
 _ADAPTER_BYTES = 1 << 30  # default size of the device cache where it does not share the KV cache's memory
 
@@ -81,16 +83,23 @@ def base_names(model: ModelConfig) -> tuple[str, ...]:
 
 
 async def build_engine(
-    stack: AsyncExitStack, model_config: ModelConfig, lora_config: LoraConfig, engine_config: EngineConfig
+    stack: AsyncExitStack,
+    model_config: ModelConfig,
+    lora_config: LoraConfig,
+    engine_config: EngineConfig,
+    observers: EngineObservers | None = None,
 ) -> Served:
     """Builds all parts below HTTP and starts the engine's task; `stack` closes them in reverse order.
 
     Raises ConfigError or ModelLoadError.
     """
+    observers = observers or EngineObservers()
     folder = model_config.model
     assert folder is not None, "with_demo comes first"
     spec = load_spec(folder)
-    tokenizer = load_tokenizer(folder, spec, model_config.chat_template)
+    tokenizer = load_tokenizer(folder, spec, model_config.chat_template, model_config.tool_call_parser)
+    tokenizer.grammars.prepare()
+    stack.push_async_callback(tokenizer.grammars.close)
     names = base_names(model_config)
     check_paths(model_config, lora_config)
     check_names(model_config, lora_config, names)
@@ -140,7 +149,7 @@ async def build_engine(
         keep_on_device=mode.preloads,
         max_rank=lora_config.max_lora_rank,
     )
-    catalog = Catalog(spec, registry, manager, reader, rules)
+    catalog = Catalog(spec, registry, manager, reader, rules, observers.adapters)
     complaints = _add_adapters(catalog, lora_config)
     metrics.show(manager.counters.families)
     engine = Engine(
@@ -152,6 +161,7 @@ async def build_engine(
         metrics=metrics,
         exclusive_loads=mode.stops_others,
         merging=MergePolicy(backend.limits.num_slots) if mode.merges else None,
+        observers=observers.iterations,
     )
     task = asyncio.create_task(engine.run(), name="caraserve-engine")
     task.add_done_callback(_stop_on_defect)
@@ -241,7 +251,8 @@ async def serve(
         sockets = bind(http_config.host, http_config.port)
         for one in sockets:
             stack.callback(one.close)
-        served = await build_engine(stack, model_config, lora_config, engine_config)
+        observers = EngineObservers()
+        served = await build_engine(stack, model_config, lora_config, engine_config, observers)
         for complaint in served.complaints:
             log.warning("%s", complaint)
         engine, metrics = served.engine, served.metrics
@@ -249,7 +260,7 @@ async def serve(
         if credentials is not None:
             digest = model_identity(model_config, engine_config, served.spec)
             cluster = serve_cluster.make_cluster(
-                stack, cluster_config, credentials, lora_config, engine, served.reader, served.spec, digest
+                stack, cluster_config, credentials, lora_config, engine, observers, served.reader, served.spec, digest
             )
         router = cluster.router if cluster else LocalRouter()
         app = make_app(
@@ -268,7 +279,7 @@ async def serve(
         stop = _watch_signals()
         watching_signals()
         if cluster is not None:
-            await cluster.start(stack, app, http_config, port, engine, metrics, served.profile, lora_config)
+            await cluster.start(stack, app, http_config, port, metrics, served.profile)
         settle_garbage_collector()
         _announce(served, http_config, port)
         await _stopped(stop, cluster.node if cluster else None)
@@ -279,14 +290,13 @@ async def serve(
 
 
 def settle_garbage_collector() -> None:
-    """Excludes all present objects from garbage collections, and makes full collections rare.
+    """Excludes all present objects from garbage collections, makes middle ones small and full ones rare.
 
     Without this, a full collection would block the event loop for 100 ms.
     """
     gc.collect()
     gc.freeze()
-    young, middle, _ = gc.get_threshold()
-    gc.set_threshold(young, middle, _MIDDLE_COLLECTIONS)
+    gc.set_threshold(gc.get_threshold()[0], _YOUNG_COLLECTIONS, _MIDDLE_COLLECTIONS)
 
 
 async def _drain(engine: Engine, router: "RequestRouter", timeout_s: float) -> None:

@@ -10,8 +10,6 @@ import asyncio
 import logging
 import signal
 import ssl
-import time
-from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from math import inf
@@ -33,20 +31,25 @@ from caraserve.cluster.placement.planner import PlacementPlanner
 from caraserve.cluster.placement.reconciler import Reconciler
 from caraserve.cluster.routing.cost import LinkSpeeds
 from caraserve.cluster.routing.forward_auth import ForwardVerifier
-from caraserve.cluster.routing.forwarding import LOCAL, Forwarding, LatencyTargets, refuses_new_requests
 from caraserve.cluster.routing.perf_model import DriftWatch
 from caraserve.cluster.routing.policies import policy
+from caraserve.cluster.routing.selector import (
+    LOCAL,
+    AdapterFetcher,
+    InstanceSelector,
+    LatencyTargets,
+    refuses_new_requests,
+)
 from caraserve.cluster.state import persistence
 from caraserve.cluster.state.publisher import Publisher
-from caraserve.cluster.transfer import disk_cache
 from caraserve.cluster.transfer.adapter_pool import AdapterPool
 from caraserve.cluster.transfer.adapter_store import KEEP_QUESTION
+from caraserve.cluster.transfer.disk_cache import DiskCache, beside
 from caraserve.cluster.transfer.peer_client import PeerClient
 from caraserve.cluster.transfer.upload import Routes
 from caraserve.config import ClusterConfig, HttpConfig, LoraConfig
-from caraserve.core.batch import ScheduledRow
 from caraserve.core.machine_profile import Profile
-from caraserve.engine.active_request import ActiveRequest
+from caraserve.engine.stats import EngineObservers
 from caraserve.errors import ConfigError
 from caraserve.http.app import add_peer_routes, start_peer_http
 from caraserve.http.dispatch import ClusterRouter
@@ -64,7 +67,6 @@ log = logging.getLogger(__name__)
 _DISK_BYTES_PER_MS, _FETCH_MS, _FETCH_BYTES_PER_MS = 2e6, 5.0, 1e6
 
 _LOOK_UP_S = 30.0  # limit for finding this instance's own address, without which it cannot start
-_ALONE_AFTER_S = 5.0  # an instance that has received no registry by then counts as the cluster's first
 _TEMPORARY_BYTES = 1 << 30
 _WITH_PLACEMENT = ("auto", "loraserve", "s-lora-random", "s-lora-contiguous")  # routings that follow a placement
 
@@ -145,73 +147,28 @@ def make_node(
     return Node(config, names, rng=Random())
 
 
-def make_router(node: Node, engine: Engine, cluster: ClusterConfig, credentials: ClusterCredentials) -> ClusterRouter:
+def make_router(
+    node: Node,
+    engine: Engine,
+    cluster: ClusterConfig,
+    credentials: ClusterCredentials,
+    fetcher: AdapterFetcher | None = None,
+) -> ClusterRouter:
     """Builds the router between this instance and the others. Close it after the HTTP server has ended."""
     slo = LatencyTargets(cluster.slo_ttft_ms or inf, cluster.slo_tpot_ms or inf)
     routing = cluster.routing or "auto"
-    chosen = None if routing == LOCAL else policy(routing)
-    forwarding = Forwarding(node, chosen, slo, engine.catalog.find, lambda: refuses_new_requests(engine), rng=Random())
+    selector = InstanceSelector(
+        node,
+        None if routing == LOCAL else policy(routing),
+        slo,
+        engine.catalog.find,
+        lambda: refuses_new_requests(engine),
+        fetcher=fetcher,
+        rng=Random(),
+    )
     proxy = PeerProxy(lambda: node.name, lambda: node.keys, credentials.dialling)
     verifier = ForwardVerifier(lambda: node.name, lambda: node.keys)
-    return ClusterRouter(forwarding, proxy, verifier, QueueRebalancer(engine, forwarding))
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterAdapters:
-    """The adapters of the cluster: their pool, placement and downloads."""
-
-    node: Node
-    pool: AdapterPool
-    transfers: PeerClient
-    planner: PlacementPlanner | None
-    can_fetch: bool  # False: this instance serves only the adapters that it had at its start
-
-    def routes(self) -> Routes:
-        """Returns the HTTP routes for other instances."""
-        return [*self.pool.store.uploads.routes(), *(self.planner.routes() if self.planner else ())]
-
-    def answer_query(self, forwarding: Forwarding, peer: str, body: QueryBody) -> QueryBody:
-        """Answers a query of another instance: for a promise to keep an adapter, or for a request's cost here."""
-        return self.pool.store.answer(peer, body) if body[:1] == (KEEP_QUESTION,) else forwarding.quote(peer, body)
-
-    def prepare(self, forwarding: Forwarding) -> None:
-        """Connects the router with the pool and the planner. Call it before the node starts."""
-        if self.can_fetch:
-            forwarding.fetcher = self.pool
-        if self.planner is not None:
-            self.planner.on_plan = forwarding.adopt
-
-    def join(self, stack: AsyncExitStack, publisher: Publisher, engine: Engine, metrics: Metrics) -> None:
-        """Starts the pool, the planner and the reconciler; `stack` ends them. Call it after the node has started."""
-        self.pool.begin(publisher)
-        engine.catalog.on_change = self.pool.changed
-        metrics.show(self.pool.families)
-        background = self.node.background
-        background.run(stack, self.pool.run, "cluster pool")
-        planner = self.planner
-        if planner is None:
-            return
-        demand = planner.demand
-
-        def count_prompts(rows: Sequence[tuple[ActiveRequest, ScheduledRow]], _ms: float) -> None:
-            wall_s = time.time()
-            for active, row in rows:
-                asked = active.request.asked
-                if asked.adapter is not None and row.start + row.count >= active.request.prompt_tokens:
-                    demand.count(asked.adapter, wall_s)
-
-        engine.add_observer(count_prompts)
-        metrics.show(planner.families)
-        background.run(stack, planner.run, "cluster planner")
-        if self.can_fetch:
-            reconciler = Reconciler(self.node, self.pool)
-            metrics.show(reconciler.families)
-            background.run(stack, lambda: reconciler.run(lambda: planner.plan), "cluster reconciler")
-
-    async def close(self) -> None:
-        """Cancels downloads and uploads."""
-        await self.pool.close()
-        await self.transfers.close()
+    return ClusterRouter(selector, proxy, verifier, QueueRebalancer(engine, selector))
 
 
 def disk_bytes(most_bytes: int, *, is_temporary: bool) -> int:
@@ -230,41 +187,28 @@ def placement_routing(routing: str) -> str | None:
     return routing if routing in _WITH_PLACEMENT else None
 
 
-def make_cluster_adapters(
-    node: Node,
-    engine: Engine,
-    reader: AdapterReader,
-    model: ModelSpec,
-    lora: LoraConfig,
-    cluster: ClusterConfig,
-    tls: ssl.SSLContext | None,
-) -> ClusterAdapters:
-    """Builds pool, downloads and placement. `tls` is for connecting to other instances. Raises ConfigError."""
-    stored = disk_cache.DiskCache(disk_cache.beside(lora.registry) if lora.registry else None, model)
-    transfers = PeerClient(lambda: node.keys, tls)
-    most_bytes = disk_bytes(cluster.adapter_disk_bytes, is_temporary=lora.registry is None)
-    pool = AdapterPool(node, engine.catalog, reader, stored, transfers, model, most_bytes)
-    planner = None
-    if (routing := placement_routing(cluster.routing or "auto")) is not None:
-        slo_ms = cluster.slo_tpot_ms or inf
-        planner = PlacementPlanner(node, transfers, routing, lora.max_host_adapters_bytes, slo_ms)
-    return ClusterAdapters(node, pool, transfers, planner, not lora.mode.preloads)
-
-
 @dataclass(frozen=True, slots=True)
-class ClusterParts:
+class ClusterInstance:
     """The parts that an instance with peers has beside its engine."""
 
     config: ClusterConfig
+    lora: LoraConfig
     credentials: ClusterCredentials
+    engine: Engine
+    observers: EngineObservers
     node: Node
+    pool: AdapterPool
     router: ClusterRouter
-    adapters: ClusterAdapters
+    planner: PlacementPlanner | None
+
+    def routes(self) -> Routes:
+        """Returns the HTTP routes for other instances, beside those of `add_peer_routes`."""
+        return [*self.pool.store.uploads.routes(), *(self.planner.routes() if self.planner else ())]
 
     def add_routes(self, app: web.Application) -> None:
         """Adds the routes for peers to the clients' application, unless peers have a port of their own."""
         if self.config.peer_port is None:
-            add_peer_routes(app, self.node, self.router, self.adapters.routes())
+            add_peer_routes(app, self.node, self.router, self.routes())
 
     async def start(
         self,
@@ -272,41 +216,78 @@ class ClusterParts:
         app: web.Application,
         http: HttpConfig,
         port: int,
-        engine: Engine,
         metrics: Metrics,
         profile: Profile | None,
-        lora: LoraConfig,
     ) -> None:
         """Listens for peers and joins the cluster; `stack` undoes both. `port` is that of clients.
 
         Raises ConfigError.
         """
-        host = http.host
-        if self.config.peer_port is not None:
+        host, peer_port = http.host, self.config.peer_port
+        if peer_port is not None:
             host = self.config.peer_host or host
             runner, port = await start_peer_http(
-                self.node,
-                self.router,
-                app,
-                host,
-                self.config.peer_port,
-                self.credentials.listening,
-                self.adapters.routes(),
+                self.node, self.router, app, host, peer_port, self.credentials.listening, self.routes()
             )
             stack.push_async_callback(runner.cleanup)
-        await join(
-            stack,
-            self.node,
-            self.router,
-            self.adapters,
-            engine,
-            metrics,
-            profile,
-            self.config,
-            link_speeds(profile, lora),
-            (host, port),
-            lora.padded_rank,
+        await self.join(stack, metrics, profile, host, port)
+
+    async def join(
+        self, stack: AsyncExitStack, metrics: Metrics, profile: Profile | None, host: str, port: int
+    ) -> None:
+        """Joins the cluster; `stack` leaves it. Other instances can connect to `host` and `port`. Raises ConfigError.
+
+        The pool starts before adapters are announced, so that it misses no change of their names, and forwarding
+        starts after that, when other instances can find them.
+        """
+        if profile is None:
+            log.warning(
+                "without a profile of this machine the cluster takes it for as slow as its slowest instance with a "
+                "profile; give --profile"
+            )
+        node, pool, selector = self.node, self.pool, self.router.selector
+        drift = DriftWatch(profile, padded_rank=self.lora.padded_rank) if profile else None
+        links = link_speeds(profile, self.lora)
+        publisher = Publisher(node, self.engine, metrics.answers, drift, links, pool.adopt)
+        listener = NodeListener(
+            current_load=publisher.current_load,
+            on_registry_change=publisher.apply_registry_changes,
+            on_holders_change=pool.on_holders_change,
+            on_member_change=lambda record, before: self.router.proxy.member_changed(record),
+            answer_query=self._answer_query,
         )
+        stack.push_async_callback(node.stop)
+        await node.start(await _advertised(self.config, host, port), listener)
+        self.observers.iterations.append(publisher.watch)
+        pool.begin(publisher)
+        self.observers.adapters.append(pool.changed)
+        node.background.run(stack, pool.run, "cluster pool")
+        for families in (publisher.families, node.families, node.background.families, pool.families):
+            metrics.show(families)
+        if self.planner is not None:
+            self._start_placement(stack, self.planner, metrics)
+        await publisher.announce()
+        selector.join()
+        metrics.show(selector.routing_metrics.families)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, node.reread_secrets)
+        node.background.run(stack, publisher.run, "cluster publisher")
+        if self.config.routing == "dlora":
+            node.background.run(stack, self.router.rebalancer.run, "cluster queue rebalancer")
+
+    def _start_placement(self, stack: AsyncExitStack, planner: PlacementPlanner, metrics: Metrics) -> None:
+        """Starts the planner, and the moves of adapters that its plans ask for."""
+        self.observers.iterations.append(planner.count_prompts)
+        metrics.show(planner.families)
+        self.node.background.run(stack, planner.run, "cluster planner")
+        if not self.lora.mode.preloads:
+            reconciler = Reconciler(self.node, self.pool)
+            metrics.show(reconciler.families)
+            self.node.background.run(stack, lambda: reconciler.run(lambda: planner.plan), "cluster reconciler")
+
+    def _answer_query(self, peer: str, body: QueryBody) -> QueryBody:
+        """Answers a query of another instance: for a promise to keep an adapter, or for a request's cost here."""
+        is_keep = body[:1] == (KEEP_QUESTION,)
+        return self.pool.store.answer(peer, body) if is_keep else self.router.selector.quote(peer, body)
 
 
 def make_cluster(
@@ -315,74 +296,28 @@ def make_cluster(
     credentials: ClusterCredentials,
     lora: LoraConfig,
     engine: Engine,
+    observers: EngineObservers,
     reader: AdapterReader,
     model: ModelSpec,
     model_digest: str,
-) -> ClusterParts:
+) -> ClusterInstance:
     """Builds all parts; `stack` closes them. Raises ConfigError."""
     node = make_node(config, lora, credentials, model_digest, engine.base_name)
     stack.push_async_callback(node.close)
-    router = make_router(node, engine, config, credentials)
+    stored = DiskCache(beside(lora.registry) if lora.registry else None, model)
+    transfers = PeerClient(lambda: node.keys, credentials.dialling)
+    most_bytes = disk_bytes(config.adapter_disk_bytes, is_temporary=lora.registry is None)
+    pool = AdapterPool(node, engine.catalog, reader, stored, transfers, model, most_bytes)
+    # In modes that load all adapters at the start, this instance serves only those.
+    router = make_router(node, engine, config, credentials, None if lora.mode.preloads else pool)
     stack.push_async_callback(router.close)
-    adapters = make_cluster_adapters(node, engine, reader, model, lora, config, credentials.dialling)
-    stack.push_async_callback(adapters.close)
-    return ClusterParts(config, credentials, node, router, adapters)
-
-
-async def join(
-    stack: AsyncExitStack,
-    node: Node,
-    router: ClusterRouter,
-    adapters: ClusterAdapters,
-    engine: Engine,
-    metrics: Metrics,
-    profile: Profile | None,
-    cluster: ClusterConfig,
-    links: LinkSpeeds,
-    where: tuple[str, int],
-    padded_rank: int | None = None,
-) -> Publisher:
-    """Joins the cluster; `stack` leaves it. Raises ConfigError.
-
-    `where` is the host and port at which other instances can connect; `padded_rank` is that of `LoraConfig`.
-    """
-    if profile is None:
-        log.warning(
-            "without a profile of this machine the cluster takes it for as slow as its slowest instance with a "
-            "profile; give --profile"
-        )
-    drift = DriftWatch(profile, padded_rank=padded_rank) if profile else None
-    publisher = Publisher(node, engine, metrics.answers, drift, links, adapters.pool.adopt)
-    forwarding = router.forwarding
-    adapters.prepare(forwarding)
-    listener = NodeListener(
-        current_load=publisher.current_load,
-        on_registry_change=publisher.apply_registry_changes,
-        on_holders_change=adapters.pool.on_holders_change,
-        on_member_change=lambda record, before: router.proxy.member_changed(record),
-        answer_query=lambda peer, body: adapters.answer_query(forwarding, peer, body),
-    )
-    stack.push_async_callback(node.stop)
-    await node.start(await _advertised(cluster, *where), listener)
-    engine.add_observer(publisher.watch)
-    metrics.show(publisher.families)
-    metrics.show(node.families)
-    metrics.show(node.background.families)
-    adapters.join(stack, publisher, engine, metrics)
-    await publisher.announce()
-    forwarding.joined, forwarding.introduced = True, registry_known(node)
-    metrics.show(forwarding.routing_metrics.families)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, node.reread_secrets)
-    node.background.run(stack, publisher.run, "cluster publisher")
-    if cluster.routing == "dlora":
-        node.background.run(stack, router.rebalancer.run, "cluster queue rebalancer")
-    return publisher
-
-
-def registry_known(node: Node, now: Callable[[], float] = time.monotonic) -> Callable[[], bool]:
-    """Returns a function that returns True once this instance has a peer's registry, or has waited 5 s for one."""
-    ends_s = now() + _ALONE_AFTER_S
-    return lambda: node.protocol.state.agreed or now() >= ends_s
+    stack.push_async_callback(transfers.close)
+    stack.push_async_callback(pool.close)
+    planner = None
+    if (routing := placement_routing(config.routing or "auto")) is not None:
+        slo_ms, on_plan = config.slo_tpot_ms or inf, router.selector.adopt
+        planner = PlacementPlanner(node, transfers, routing, lora.max_host_adapters_bytes, slo_ms, on_plan)
+    return ClusterInstance(config, lora, credentials, engine, observers, node, pool, router, planner)
 
 
 def link_speeds(profile: Profile | None, lora: LoraConfig) -> LinkSpeeds:

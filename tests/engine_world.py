@@ -101,7 +101,7 @@ class Asked:
             assert self.tokens == right
 
 
-@dataclass
+@dataclass(repr=False)  # asyncio.run formats the result of its task: 10 ms for a world with all its requests
 class World:
     """An engine on a fake backend, in which a test chooses the operation that ends next."""
 
@@ -209,9 +209,11 @@ async def world(
     spare_bytes: int | None = None,
     assisted_batches: int = 0,
     streamed_batches: int = 0,
+    clock_step_s: float = 0.0,
 ) -> AsyncIterator[World]:
     """Builds a world. `spare_bytes`: memory beyond `blocks` blocks and the largest adapter, where they share it.
-    `streamed_batches`: if above 0, adapters have several layers, which are downloaded one by one."""
+    `streamed_batches`: if above 0, adapters have several layers, which are downloaded one by one. `clock_step_s`: time
+    that passes with each reading of the engine's clock."""
     limits = Limits(
         num_blocks=blocks,
         block_tokens=BLOCK_TOKENS,
@@ -243,6 +245,11 @@ async def world(
     catalog = _Catalog(None, registry, manager, reader, rules)  # type: ignore[arg-type]
     catalog.add_at_start([(f"a{index}", Path(f"digest-{index}")) for index in range(adapters)], lambda: None)
     config = type("Config", (), {"max_queue": 10_000, "seed": 0, "enable_prefix_caching": True})
+
+    def now() -> float:
+        backend.now_s += clock_step_s
+        return backend.now_s
+
     engine = Engine(
         base_names=("base",),
         backend=backend,
@@ -252,7 +259,7 @@ async def world(
         metrics=metrics,
         exclusive_loads=exclusive,
         merging=MergePolicy(slots, credits_each=2.0) if mode == "merged" else None,  # so few credits are soon used up
-        now=lambda: backend.now_s,
+        now=now,
     )
     running = asyncio.create_task(engine.run())
     try:

@@ -344,7 +344,7 @@ class FakeBackend:
             entry = hash((self.bound[row.adapter_slot], history[position], entry))
             self._entries[self._place(row.slot, position)] = entry
             if row.prompt_logprobs is not None and position + 1 < self._prompt_tokens[row.slot]:
-                prompt_scored.append(TokenLogprob(history[position + 1], float(-position - 1), ()))
+                prompt_scored.append(TokenLogprob(history[position + 1], float(-position - 1)))
         waited_ms = STALL_MS if row.adapter_slot in self.arriving else 0.0
         if not row.samples:
             return RowResult(None, prompt_scored=tuple(prompt_scored), waited_ms=waited_ms)
@@ -363,7 +363,13 @@ class FakeTokenizer:
         self.eos_ids = eos_ids
 
     def detokenizer(
-        self, prompt_ids: Sequence[int], *, stop: tuple[str, ...], include_stop: bool, skip_special_tokens: bool
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        stop: tuple[str, ...],
+        include_stop: bool,
+        skip_special_tokens: bool,
+        kept_special_ids: frozenset[int],
     ) -> Detokenizer:
         return Detokenizer(letters, prompt_ids, stop=stop, include_stop=include_stop)
 

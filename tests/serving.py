@@ -10,6 +10,7 @@ from pathlib import Path
 
 from caraserve.config import EngineConfig, LoraConfig, LoraModule, ModelConfig
 from caraserve.core.request import NO_TENANT, Finish, GenerateRequest, SamplingParams, Tenant, TokenLogprob
+from caraserve.engine.stats import EngineObservers
 from caraserve.loop import Engine
 from caraserve.serve import build_engine
 
@@ -25,6 +26,7 @@ def model_config(folder: Path, dtype: str = "auto", max_model_len: int | None = 
         load_format="auto",
         max_model_len=max_model_len,
         chat_template=None,
+        tool_call_parser=None,
     )
 
 
@@ -63,7 +65,7 @@ def engine_config(
     step_tokens: int | None = None,
     kv_bytes: int | None = 64 * MIB,
     prefix_caching: bool = True,
-    threads: int = 2,
+    threads: int = 1,
     max_queue: int = 4096,
     trace: Path | None = None,
 ) -> EngineConfig:
@@ -82,10 +84,12 @@ def engine_config(
 
 
 @contextlib.asynccontextmanager
-async def running(model: ModelConfig, lora: LoraConfig, engine: EngineConfig) -> AsyncIterator[Engine]:
+async def running(
+    model: ModelConfig, lora: LoraConfig, engine: EngineConfig, observers: EngineObservers | None = None
+) -> AsyncIterator[Engine]:
     """Runs an engine; checks at the end that its counts add up and that no block, slot or pin is left."""
     async with AsyncExitStack() as stack:
-        served = await build_engine(stack, model, lora, engine)
+        served = await build_engine(stack, model, lora, engine, observers)
         yield served.engine
         await served.engine.drain(timeout_s=30.0)
         served.engine.check()

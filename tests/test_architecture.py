@@ -41,9 +41,10 @@ HOMES = {
     "llvmlite": {"cpu"},
     "aiohttp": {"http", "cluster", "bench", "serve_cluster"},
     "orjson": {"http", "cluster", "bench"},
-    "msgspec": {"cluster"},
+    "msgspec": {"cluster", "bench"},
     "safetensors": {"model", "lora"},
     "tokenizers": {"tokenizer"},
+    "llguidance": {"tokenizer"},
     "jinja2": {"tokenizer"},
     "rich": {"telemetry", "serve", "cli", "bench"},
     "uvloop": {"serve", "cli", "bench"},
@@ -61,8 +62,8 @@ PURE = (
     ),
     *(f"cluster/state/{name}.py" for name in ("anti_entropy", "replicated_map")),
     *(f"cluster/routing/{name}.py" for name in ("cost", "perf_model", "policies", "router")),
-    *(f"cluster/placement/{name}.py" for name in ("bin_packing", "cold_adapters", "demand", "loraserve", "migration")),
-    *(f"cluster/placement/{name}.py" for name in ("plan", "plan_codec", "plan_factory")),
+    *(f"cluster/placement/{name}.py" for name in ("bin_packing", "cold_adapters", "loraserve", "migration")),
+    "cluster/placement/plan.py",
     "cluster/transfer/delete_lease.py",
 )
 PURE_IMPORTS = {f"caraserve.{name.removesuffix('.py').replace('/', '.')}" for name in PURE}
@@ -185,6 +186,47 @@ def test_only_active_request_writes_the_fields_of_a_request() -> None:
                 is_imported and isinstance(owner, ast.Name) and owner.id == "request"
             )
             assert not is_request, f"{relative(path)}:{node.lineno} writes a request"
+
+
+@cache
+def dependency_attributes() -> set[str]:
+    """Returns the names of attributes that hold a function or an object behind a Protocol, and in no class data."""
+    classes = [node for path in MODULES for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)]
+    protocols = {node.name for node in classes if "Protocol" in {ast.unparse(base) for base in node.bases}}
+    kinds = re.compile(rf"\b(?:{'|'.join(['Callable', *sorted(protocols)])})\b")
+    found, data = set(), set()
+    for node in (node for cls in classes for node in ast.walk(cls)):
+        if isinstance(node, ast.AnnAssign):
+            name = node.target.attr if isinstance(node.target, ast.Attribute) else ast.unparse(node.target)
+            (found if kinds.search(ast.unparse(node.annotation)) else data).add(name)
+        elif isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            given = {
+                arg.arg
+                for arg in (*node.args.args, *node.args.kwonlyargs)
+                if arg.annotation and kinds.search(ast.unparse(arg.annotation))
+            }
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.Assign):
+                    targets = inner.targets[0].elts if isinstance(inner.targets[0], ast.Tuple) else inner.targets
+                    values = inner.value.elts if isinstance(inner.value, ast.Tuple) else [inner.value]
+                    found |= {
+                        target.attr
+                        for target, value in zip(targets, values, strict=False)
+                        if isinstance(target, ast.Attribute) and isinstance(value, ast.Name) and value.id in given
+                    }
+    return found - data
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_dependencies_come_in_through_constructors(path: Path) -> None:
+    names = dependency_attributes()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            assert own or not (node.attr in names or node.attr.startswith("on_")), (
+                f"{relative(path)}:{node.lineno} assigns {ast.unparse(node)} from outside: pass it to the constructor, "
+                "or pass one list of observers to both sides"
+            )
 
 
 def is_mutator(function: ast.Attribute) -> bool:

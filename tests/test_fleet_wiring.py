@@ -13,15 +13,14 @@ import pytest
 
 from caraserve.cluster.membership.auth import Keyring
 from caraserve.cluster.membership.node import Node, NodeConfig
-from caraserve.cluster.routing.cost import LinkSpeeds
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.state.persistence import ClusterRegistryFile
 from caraserve.config import ClusterConfig, LoraConfig
 from caraserve.core.machine_profile import Profile, load
-from caraserve.engine.stats import EngineLoad
+from caraserve.engine.stats import EngineLoad, EngineObservers
 from caraserve.http.dispatch import ClusterRouter
 from caraserve.lora.registry import AdapterInfo
-from caraserve.serve_cluster import ClusterCredentials, join, make_router
+from caraserve.serve_cluster import ClusterCredentials, ClusterInstance, make_router
 from tests.cluster.nodes import instances
 
 PROFILE = Path(__file__).parent / "profile.json"
@@ -32,6 +31,12 @@ def cluster_config() -> ClusterConfig:
     parser = argparse.ArgumentParser()
     ClusterConfig.add_arguments(parser)
     return ClusterConfig.from_args(parser.parse_args(["--peers", "127.0.0.1:1"]))
+
+
+def lora_config(*arguments: str) -> LoraConfig:
+    parser = argparse.ArgumentParser()
+    LoraConfig.add_arguments(parser)
+    return LoraConfig.from_args(parser.parse_args(arguments))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +54,7 @@ def test_a_draining_or_failed_instance_refuses_forwarded_requests(
             node = (await running.start("a")).node
             router = make_router(node, engine, config, ClusterCredentials(KEYS, None, None))
             try:
-                refusal = router.forwarding.refusal(router.forwarding.arrival(None, 10, 10), force=True)
+                refusal = router.selector.refusal(router.selector.arrival(None, 10, 10), force=True)
                 return refusal.reason if refusal else None
             finally:
                 await router.close()
@@ -69,34 +74,38 @@ async def prepared(
         failure=None,
         catalog=catalog,
         workload=lambda tokens: work,
-        add_observer=lambda observer: None,
     )
     metrics: Any = SimpleNamespace(answers=lambda: (0, 0), show=lambda families: None)
     async with AsyncExitStack() as stack:
         node = Node(NodeConfig("tests", "a", "m", ("127.0.0.1:1",), KEYS), ClusterRegistryFile(None), rng=Random(1))
         stack.push_async_callback(node.close)
-        router = make_router(node, engine, cluster_config(), ClusterCredentials(KEYS, None, None))
+        config, credentials = cluster_config(), ClusterCredentials(KEYS, None, None)
+        router = make_router(node, engine, config, credentials)
         stack.push_async_callback(router.close)
 
-        async def join_it(accounting_begins: Callable[..., None], profile: Profile | None, rank: int | None) -> None:
-            pool = SimpleNamespace(adopt=lambda adapter: None, on_holders_change=lambda: None)
-            adapters: Any = SimpleNamespace(pool=pool, prepare=lambda forwarding: None, join=accounting_begins)
-            parts = (stack, node, router, adapters, engine, metrics, profile, cluster_config(), LinkSpeeds())
-            await join(*parts, ("127.0.0.1", 1), rank)
+        async def join_it(accounting_begins: Callable[..., None], profile: Profile | None, lora: LoraConfig) -> None:
+            pool: Any = SimpleNamespace(
+                adopt=lambda adapter: None,
+                on_holders_change=lambda: None,
+                begin=accounting_begins,
+                changed=lambda name, info: None,
+                run=lambda: asyncio.sleep(60),
+                families=None,
+            )
+            parts = (config, lora, credentials, engine, EngineObservers(), node, pool, router, None)
+            await ClusterInstance(*parts).join(stack, metrics, profile, "127.0.0.1", 1)
 
         yield node, router, join_it
 
 
 @pytest.mark.parametrize(("kernel", "rank"), [("bgmv", None), ("bgmv-padded", 64)])
 def test_the_published_model_uses_the_rank_that_the_kernels_compute(kernel: str, rank: int | None) -> None:
-    parser = argparse.ArgumentParser()
-    LoraConfig.add_arguments(parser)
-    config = LoraConfig.from_args(parser.parse_args(["--lora-kernel", kernel]))
+    config = lora_config("--lora-kernel", kernel)
     profile = load(PROFILE)
 
     async def body() -> None:
         async with prepared({}) as (node, _, join_it):
-            await join_it(lambda *parts: None, profile, config.padded_rank)
+            await join_it(lambda *parts: None, profile, config)
             (instance,) = node.instances()
             assert instance.model == PerfModel.of(profile, padded_rank=rank)
 
@@ -111,12 +120,12 @@ def test_accounting_begins_before_adapters_are_announced_and_forwarding_after() 
             found: list[tuple[int, bool]] = []
 
             def accounting_begins(*parts: object) -> None:
-                found.append((sum(1 for _ in node.adapters()), router.forwarding.joined))
+                found.append((sum(1 for _ in node.adapters()), router.selector.joined))
 
-            await join_it(accounting_begins, None, None)
+            await join_it(accounting_begins, None, lora_config())
             assert found == [(0, False)]
             assert sum(1 for _ in node.adapters()) == len(infos)
-            assert router.forwarding.joined
+            assert router.selector.joined
             assert 'task="cluster publisher"' in "".join(node.background.families(""))
 
     asyncio.run(asyncio.wait_for(body(), 20))

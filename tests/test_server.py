@@ -17,10 +17,12 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import aiohttp
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from caraserve import demo
 from caraserve.errors import AdapterRejected, ConfigError
@@ -128,6 +130,24 @@ def test_a_seed_repeats_a_sampled_answer(server: Server) -> None:
     ]
     other = client.completions.create(model="chef", prompt="Tell me", temperature=1.2, top_p=0.9, seed=8, max_tokens=30)
     assert texts[0] == texts[1] != other.choices[0].text
+
+
+class Place(BaseModel):
+    name: str = Field(max_length=10)
+    kind: Literal["sea", "lake"]
+    depth: int = Field(ge=0, le=99)
+
+
+def test_an_answer_is_parsed_as_the_clients_own_type(server: Server) -> None:
+    request: dict[str, Any] = {"messages": QUESTION, "response_format": Place, "temperature": 0}
+    client = server.client()
+    for model in ("caraserve-demo", "pirate"):
+        whole = client.chat.completions.parse(model=model, **request).choices[0].message.parsed
+        with client.chat.completions.stream(model=model, **request) as stream:
+            for _ in stream:
+                pass
+        assert isinstance(whole, Place)
+        assert stream.get_final_completion().choices[0].message.parsed == whole
 
 
 def test_an_unknown_model_is_a_404_that_names_it(server: Server) -> None:

@@ -64,7 +64,7 @@ SAME = {
 _ONE_PROCESS = "one process serves one GPU, or the CPU; to use more, start an instance for each with --peers"
 _OWN_LOG = "the log is this server's own; see --log-level and --log-format"
 _GRAPHS = "graphs are captured where they help"
-_TOOLS = "tools are not supported yet: requests that need them get a 400"
+_TOOLS = "requests decide about tools and constraints"
 _ADAPTER_MEMORY = "adapters are bounded by bytes, not by number: see --max-host-adapters-bytes"
 _CORS = "--allowed-origins alone decides"
 
@@ -120,7 +120,7 @@ FLAGS = (
     _any("--speculative-config", "output is the same without speculation"),
     _any("--attention-backend", "there is one implementation"),
     # API
-    _any("--tool-call-parser --reasoning-parser --tool-parser-plugin --guided-decoding-backend "
+    _any("--reasoning-parser --tool-parser-plugin --guided-decoding-backend "
          "--structured-outputs-config", _TOOLS),
     _switch("--enable-auto-tool-choice --enable-reasoning --exclude-tools-when-tool-choice-none", _TOOLS),
     _only("--max-logprobs", " ".join(map(str, range(21))), "at most 20 are served", "up to 20 are served"),

@@ -21,6 +21,7 @@ from caraserve.errors import ConfigError
 _PREFIX = "CARASERVE_"
 _TRUTH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 _NUMBER = re.compile(r"-\d+(\.\d*)?")
+_LIKELY_MISSPELT = 0.92  # similarity of two names that differ in about one letter
 # Kubernetes describes each service by variables: one named caraserve sets CARASERVE_PORT.
 _SERVICE = re.compile(r"(tcp|udp|sctp)://")
 _EPILOG = (
@@ -78,6 +79,7 @@ class OptionParser(argparse.ArgumentParser):
             self._refuse_swallowed_model(written)
         words: list[str] = []
         notes = [f"{name} has no effect: {note}" for name, note in VARIABLE_NOTES.items() if os.environ.get(name)]
+        notes += self._misspelt(os.environ)
         decided: set[str] = set()
         for layer in (written, variables, from_file):
             names = [self._known(given) for given in layer]
@@ -112,9 +114,22 @@ class OptionParser(argparse.ArgumentParser):
                     raise ConfigError(f"the model is given twice: {' and '.join(sorted(models))}")
             yield given
 
+    def _variable_names(self) -> dict[str, str]:
+        """Returns the option of each of our environment variables."""
+        return {_PREFIX + name[2:].upper().replace("-", "_"): name for name in self._own()}
+
+    def _misspelt(self, environment: Mapping[str, str]) -> Iterator[str]:
+        """Yields a note for each variable that nearly has the name of one of ours. Others are ignored: Kubernetes sets
+        variables like CARASERVE_SERVICE_HOST, and other commands have options of their own."""
+        names = self._variable_names()
+        for variable in environment:
+            if variable.startswith(_PREFIX) and variable not in names and not _SERVICE.match(environment[variable]):
+                for meant in difflib.get_close_matches(variable, names, 1, _LIKELY_MISSPELT):
+                    yield f"{variable} has no effect: there is no such option; did you mean {meant}?"
+
     def _variables(self, environment: Mapping[str, str]) -> Iterator[_Given]:
         names = {variable: name for variable, name in VARIABLES.items() if name in {**self._own(), **_FOREIGN}}
-        names |= {_PREFIX + name[2:].upper().replace("-", "_"): name for name in self._own()}
+        names |= self._variable_names()
         found: dict[str, _Given] = {}
         for variable, name in names.items():  # later names override, and ours come last
             text = environment.get(variable, "")

@@ -1,6 +1,5 @@
 """`caraserve profile`: builds a backend as `serve` does, measures it, writes the profile and prints it."""
 
-import importlib.util
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -8,16 +7,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from caraserve.backend_factory import build_backend
+from caraserve.bench.report.plots import INK, can_draw, line_style, new_figure, render, style
+from caraserve.bench.report.tables import NONE, TextTable, to_rich
 from caraserve.config import EngineConfig, LoraConfig, ModelConfig
-from caraserve.core.machine_profile import LineFit, Profile, default_path
+from caraserve.core.machine_profile import Profile, default_path
 from caraserve.errors import ConfigError
 from caraserve.model.spec import load_spec
 from caraserve.profiling.apply import make_profile
 from caraserve.serve import with_demo
+from caraserve.telemetry.progress import terminal_bar
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def profile(
     plot: Path | None,
 ) -> None:
     """Measures this machine with a model. Raises ConfigError, ModelLoadError or BackendFailed."""
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+    if plot is not None and not can_draw():
         raise ConfigError("--plot needs matplotlib: install the package's `plot` extra")
     model_config, lora_config = with_demo(model_config, lora_config)
     assert model_config.model is not None
@@ -51,57 +51,48 @@ def profile(
     made.save(path)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     for table in (_fits(made), _rates(made)):
-        console.print(table)
+        console.print(to_rich(table))
     console.print(f"written to {path}")
     if plot is not None:
-        _draw(made, plot)
+        plot.write_bytes(_draw(made))
         console.print(f"drawn in {plot}")
 
 
 @contextmanager
 def _progress() -> Iterator[Callable[[float], None]]:
     """A bar on a terminal, one log line elsewhere."""
-    console = Console(stderr=True)
     started_s = time.monotonic()
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    with terminal_bar() as progress:
         task = progress.add_task("measuring", total=1.0)
         yield lambda share: progress.update(task, completed=share)
     log.info("measured in %.1f s", time.monotonic() - started_s)
 
 
-def _fits(made: Profile) -> Table:
-    table = Table(title=f"{made.model} on {made.machine}", title_justify="left")
-    table.add_column("what")
-    table.add_column("time", no_wrap=True)
-    table.add_column("R²", justify="right")
+def _fits(made: Profile) -> TextTable:
     latency = f"{_time(made.link_latency_ms)} + " if made.link_latency_ms else ""
-    table.add_row("copy to the device", f"{latency}bytes at {made.link_bytes_per_s / 1e9:.1f} GB/s", "")
     handoff = "not measured" if made.handoff_ms is None else _time(made.handoff_ms)
-    table.add_row("hand-off to a worker", handoff, "", end_section=True)
-    fit = made.prefill
-    text = f"{_time(fit.base_ms)} + tokens · ({_time(fit.per_token_ms)} + rank · {_time(fit.per_token_rank_ms)})"
-    table.add_row("prefill", text, f"{fit.r2:.3f}")
-    decode = made.decode
-    text = f"{_time(decode.beta_ms)} + requests · {_time(decode.gamma_ms)} + Σ rank · {_time(decode.alpha_ms)}"
-    table.add_row("decode", text, f"{decode.r2:.3f}")
-    table.add_row("decode, padded", *_line(decode.padded, "requests · max rank"))
-    table.add_row("decode, unpadded", *_line(decode.unpadded, "Σ rank"))
-    return table
+    prefill, decode = made.prefill, made.decode
+    token = f"{_time(prefill.per_token_ms)} + rank · {_time(prefill.per_token_rank_ms)}"
+    each = f"requests · {_time(decode.gamma_ms)} + Σ rank · {_time(decode.alpha_ms)}"
+    rows = [
+        ("copy to the device", f"{latency}bytes at {made.link_bytes_per_s / 1e9:.1f} GB/s", ""),
+        ("hand-off to a worker", handoff, ""),
+        ("prefill", f"{_time(prefill.base_ms)} + tokens · ({token})", f"{prefill.r2:.3f}"),
+        ("decode", f"{_time(decode.beta_ms)} + {each}", f"{decode.r2:.3f}"),
+    ]
+    for name, fit, x in (("padded", decode.padded, "requests · max rank"), ("unpadded", decode.unpadded, "Σ rank")):
+        rows.append((f"decode, {name}", f"{_time(fit.beta_ms)} + {x} · {_time(fit.alpha_ms)}", f"{fit.r2:.3f}"))
+    return TextTable(f"{made.model} on {made.machine}", ("what", "time", "R²"), rows, left=2)
 
 
-def _line(fit: LineFit, x: str) -> tuple[str, str]:
-    return f"{_time(fit.beta_ms)} + {x} · {_time(fit.alpha_ms)}", f"{fit.r2:.3f}"
-
-
-def _rates(made: Profile) -> Table:
-    table = Table(title="LoRA of one layer on one core", title_justify="left")
-    for head in ("rank", "q, k, v: tokens/s", "all modules: tokens/s", "tokens a worker takes"):
-        table.add_column(head, justify="right")
+def _rates(made: Profile) -> TextTable:
     rates = {(rate.rank, rate.targets): f"{rate.tokens_per_s:,.0f}" for rate in made.lora}
-    for rank in sorted({rate.rank for rate in made.lora}):
-        known = [rates.get((rank, "qkv"), "–"), rates.get((rank, "all"), "–")]
-        table.add_row(str(rank), *known, str(made.tokens_per_worker(rank)))
-    return table
+    rows = [
+        (str(rank), rates.get((rank, "qkv"), NONE), rates.get((rank, "all"), NONE), str(made.tokens_per_worker(rank)))
+        for rank in sorted({rate.rank for rate in made.lora})
+    ]
+    heads = ("rank", "q, k, v: tokens/s", "all modules: tokens/s", "tokens a worker takes")
+    return TextTable("LoRA of one layer on one core", heads, rows)
 
 
 def _time(ms: float) -> str:
@@ -112,26 +103,25 @@ def _time(ms: float) -> str:
     return f"{ms * 1e6:.3g} ns"
 
 
-def _draw(made: Profile, file: Path) -> None:
-    """Measured points and the fits through them."""
-    # An extra, and only this option needs it.
-    from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
-
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+def _draw(made: Profile) -> bytes:
+    """Draws the measured points and the fits through them."""
+    figure = new_figure(11, 4.5)
     left, right = figure.subplots(1, 2)
-    for rank in sorted({point.rank for point in made.prefill.points}):
+    for place, rank in enumerate(sorted({point.rank for point in made.prefill.points})):
         points = sorted((point.tokens, point.ms) for point in made.prefill.points if point.rank == rank)
-        tokens = [at for at, _ in points]
-        (line,) = left.plot(tokens, [made.prefill_ms(at, rank) for at in tokens], label=f"rank {rank}")
-        left.scatter(tokens, [ms for _, ms in points], color=line.get_color(), s=14)
-    left.set(xlabel="prompt tokens", ylabel="ms", title=f"prefill, R² = {made.prefill.r2:.3f}")
-    left.legend()
+        tokens, colour = [at for at, _ in points], line_style(place)["color"]
+        left.plot(tokens, [made.prefill_ms(at, rank) for at in tokens], label=f"rank {rank}", color=colour)
+        left.scatter(tokens, [ms for _, ms in points], color=colour, s=14)
+    style(left, xlabel="prompt tokens", ylabel="time, ms", title=f"prefill: points and fit, R² = {made.prefill.r2:.3f}")
+    left.legend(fontsize=8, frameon=False)
     decode = made.decode
     predicted = [decode.alpha_ms * p.rank_sum + decode.gamma_ms * p.batch + decode.beta_ms for p in decode.points]
     measured = [point.ms for point in decode.points]
     shown = right.scatter(predicted, measured, c=[point.rank_sum for point in decode.points], s=14)
-    figure.colorbar(shown, ax=right, label="Σ rank")
-    right.axline((0, 0), slope=1, linewidth=0.8)
-    right.set(xlabel="predicted ms", ylabel="measured ms", title=f"decode, R² = {decode.r2:.3f}")
+    bar = figure.colorbar(shown, ax=right)
+    bar.set_label("sum of ranks", fontsize=9, color=INK)
+    bar.ax.tick_params(labelsize=8, labelcolor=INK)
+    right.axline((0, 0), slope=1, color=INK, lw=0.9)
+    style(right, xlabel="predicted time, ms", ylabel="measured time, ms", title=f"decode, R² = {decode.r2:.3f}")
     figure.suptitle(f"{made.model} on {made.machine}", fontsize=9)
-    figure.savefig(file, dpi=150)
+    return render(figure)

@@ -39,6 +39,7 @@ class Limits:
     shared: SharedMemory | None = None  # None: KV blocks and adapters have memory of their own
     assisted_batches: int = 0  # maximum of concurrent assisted prefills; 0: CPU workers help only within iterations
     streamed_batches: int = 0  # maximum of concurrent streamed prefills; 0: a prefill waits for the whole download
+    supports_grammars: bool = False  # whether `SlotSampling.matcher` is applied
 
 
 class Backend(Protocol):

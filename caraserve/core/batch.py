@@ -6,9 +6,12 @@ a batch may be built while the one before it is still running.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from caraserve.core.request import TokenLogprob
+
+if TYPE_CHECKING:
+    from caraserve.core.grammar import TokenMatcher  # imports numpy, which the look for a device does not need
 
 BASE_ADAPTER_SLOT = 0  # the adapter slot of the base model: rank 0 everywhere
 
@@ -49,6 +52,7 @@ class SlotSampling:
     min_tokens: int
     end_ids: tuple[int, ...]  # banned while fewer than min_tokens have been sampled
     logit_bias: tuple[tuple[int, float], ...]
+    matcher: "TokenMatcher | None" = None  # structured output: only tokens that it allows are chosen
 
     @classmethod
     def greedy(cls, prompt_tokens: int) -> Self:
@@ -112,7 +116,8 @@ class RowResult:
     which the row, and in an iteration all other rows with it, waited for weights of its adapter.
     `needs_retry`: nothing was computed, because CPU workers failed, layers did not arrive, or the wait for them was
     cancelled. The row is to be launched again, without CPU workers. `is_finite`: False if a logit of the row is
-    infinite or not a number; the row has no token and no scores then.
+    infinite or not a number; the row has no token and no scores then. `grammar_error`: why the request's grammar
+    allows no token; the row's token is undefined then.
     """
 
     token_id: int | None
@@ -122,6 +127,7 @@ class RowResult:
     waited_ms: float = 0.0
     needs_retry: bool = False
     is_finite: bool = True
+    grammar_error: str = ""
 
 
 @dataclass(frozen=True, slots=True)

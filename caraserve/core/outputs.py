@@ -95,5 +95,5 @@ def collect(
 
 def _scored(outputs: Output, found: OutputValues, index: int) -> TokenLogprob:
     count = int(outputs.logprobs[index])
-    top = zip(found.top_ids[index, :count].tolist(), found.top_logprobs[index, :count].tolist(), strict=True)
-    return TokenLogprob(int(found.chosen[index]), float(found.logprob[index]), tuple(top))
+    top_ids, top_logprobs = found.top_ids[index, :count].tolist(), found.top_logprobs[index, :count].tolist()
+    return TokenLogprob(int(found.chosen[index]), float(found.logprob[index]), tuple(top_ids), tuple(top_logprobs))

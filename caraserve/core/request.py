@@ -9,6 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
+    from caraserve.core.grammar import Grammar
     from caraserve.errors import CaraServeError
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -23,7 +24,8 @@ class SamplingParams:
     """Validated parameters by which tokens are chosen and generation ends.
 
     `top_k` 0 means off. `logprobs` None means none, 0 the chosen token only, n also the n best alternatives.
-    `prompt_logprobs` likewise for every prompt token but the first. `seed` None: the engine draws one.
+    `prompt_logprobs` likewise for every prompt token but the first. `seed` None: the engine draws one. `grammar`: the
+    answer follows it, and ends where it is complete.
     """
 
     max_tokens: int = 16
@@ -38,12 +40,14 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    kept_special_ids: frozenset[int] = frozenset()  # of tokens that are text even if special tokens are skipped
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: "Grammar | None" = None
 
 
 class Tenant(NamedTuple):
@@ -73,11 +77,17 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The natural logarithm of a token's probability in the unmodified distribution, and the best alternatives."""
+    """The natural logarithm of a token's probability in the unmodified distribution, and the best alternatives, best
+    first.
+
+    Two tuples of numbers instead of one of pairs: with 20 alternatives the garbage collector has 3 objects to visit
+    instead of 22.
+    """
 
     token_id: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +168,7 @@ class Request:
     Tokens are `prompt ‖ output`; positions [0, computed) have KV, or will when the launched batches have run.
     """
 
-    asked: GenerateRequest
+    inputs: GenerateRequest
     seed: int
     phase: Phase = Phase.WAITING
     since_s: float = 0.0  # start of the current phase
@@ -177,26 +187,26 @@ class Request:
         """Moves to `phase`, and adds the time since the last move to the phase before. Raises AssertionError for a move
         that is not in `TRANSITIONS`."""
         if phase not in TRANSITIONS[self.phase]:
-            raise AssertionError(f"{self.asked.request_id}: {self.phase.name} cannot become {phase.name}")
+            raise AssertionError(f"{self.inputs.request_id}: {self.phase.name} cannot become {phase.name}")
         self.spent_s[self.phase] = self.spent_s.get(self.phase, 0.0) + now_s - self.since_s
         self.phase, self.since_s = phase, now_s
 
     @property
     def prompt_tokens(self) -> int:
-        return len(self.asked.prompt_ids)
+        return len(self.inputs.prompt_ids)
 
     def ended_by(self, token: int, eos_ids: frozenset[int]) -> tuple[FinishReason | None, str | int | None]:
         """Returns the finish and stop reasons if `token` ends the request. The model's end token has no stop reason."""
-        if token in self.asked.params.stop_token_ids:
+        if token in self.inputs.params.stop_token_ids:
             return "stop", token
-        if token in eos_ids and not self.asked.params.ignore_eos:
+        if token in eos_ids and not self.inputs.params.ignore_eos:
             return "stop", None
         return None, None
 
     def wants_more(self, max_tokens: int) -> bool:
         """Returns whether another token may follow; `max_tokens` limits prompt and output together."""
         tokens = len(self.output_ids)
-        return tokens < self.asked.params.max_tokens and self.prompt_tokens + tokens < max_tokens
+        return tokens < self.inputs.params.max_tokens and self.prompt_tokens + tokens < max_tokens
 
     def phases(self) -> Phases:
         """Returns the times so far; waiting after a preemption counts as queued."""

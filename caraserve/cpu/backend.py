@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from caraserve.core.backend import Limits
 from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, ScheduledRow, SlotSampling, SlotStart, StepResult
+from caraserve.core.grammar import GrammarFailed, TokenMatcher, mask_words
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.core.machine_profile import Profile
 from caraserve.cpu.adapters import CpuImage, DeviceAdapters
@@ -68,6 +69,7 @@ class CpuBackend:
             max_step_tokens=sizes.max_step_tokens,
             max_context=sizes.max_context,
             streamed_batches=_STREAMED_PREFILLS,
+            supports_grammars=True,
         )
         self._spec, self._loaded, self._trace = spec, loaded, trace
         self._merged: CpuMergedWeights | None = None  # made at its first use: it takes as much memory as the base model
@@ -88,6 +90,8 @@ class CpuBackend:
         self._shape = BatchShape(spec.layers, len(self.workers), traced=trace is not None)
         vocab = int(loaded.model["vocab"][0])
         self._logits = np.zeros((outputs, int(loaded.model["vocab_pad"][0])), np.float32)
+        self._matchers: dict[int, TokenMatcher] = {}  # by request slot
+        self._masks = np.zeros((sizes.num_slots, mask_words(vocab)), np.uint32)
         self._copies = np.zeros((sizes.threads, vocab), np.float32)
         self._seen = np.zeros((sizes.threads, vocab), np.uint8)
         self._team = ThreadTeam(sizes.threads)
@@ -240,6 +244,7 @@ class CpuBackend:
     def _compute(self, batch: Batch, cpu_batch: CpuBatch, buffers: NDArray[np.void]) -> None:
         model = self._loaded.model if batch.merged is None else self._weights_with(batch.merged)
         started_ns = time.monotonic_ns()
+        self._write_masks(batch, cpu_batch)
         self.workers.watch(cpu_batch.is_arriving)
         try:
             self._team.run(step, model, buffers, self._lora, self._cache, cpu_batch.record, self._sampler(cpu_batch))
@@ -247,6 +252,21 @@ class CpuBackend:
             self.workers.watch(False)
         if self._trace is not None:
             trace_batch(self._trace, batch, cpu_batch, started_ns, time.monotonic_ns())
+
+    def _write_masks(self, batch: Batch, cpu_batch: CpuBatch) -> None:
+        """Writes the tokens that grammars allow next. The iterations before have run, so all tokens are known."""
+        if not self._matchers or cpu_batch.computed_layers.stop < self._spec.layers:
+            return
+        for row in batch.rows:
+            matcher = self._matchers.get(row.slot)
+            if matcher is None or not row.samples:
+                continue
+            first = int(self._sampling["prompt_tokens"][row.slot])
+            try:
+                matcher.write_mask(self._history[row.slot, first : row.start + row.count], self._masks[row.slot])
+            except GrammarFailed as error:
+                self._masks[row.slot] = ~np.uint32(0)
+                cpu_batch.grammar_errors[row.slot] = str(error)
 
     def _result(self, batch: Batch, cpu_batch: CpuBatch, started_s: float) -> StepResult:
         rows = collect(batch, cpu_batch, self._sampling["prompt_tokens"])
@@ -267,6 +287,7 @@ class CpuBackend:
     def _sampler(self, cpu_batch: CpuBatch) -> Sampler:
         return Sampler(
             table=self._sampling,
+            masks=self._masks,
             logits=self._logits,
             copies=self._copies,
             seen=self._seen,
@@ -286,6 +307,9 @@ class CpuBackend:
     def _start_slot(self, start: SlotStart) -> None:
         self._history[start.slot, : len(start.token_ids)] = start.token_ids
         write_sampling(self._sampling, start.slot, start.sampling)
+        self._matchers.pop(start.slot, None)
+        if start.sampling.matcher is not None:
+            self._matchers[start.slot] = start.sampling.matcher
 
     def _make_cache(self) -> NDArray[np.void]:
         return filled(

@@ -32,6 +32,7 @@ class CpuBatch:
     waited_ns: Words  # [segments]
     layer_ns: Words  # [layers + 1], or empty when not wanted
     worker_ns: Words  # [layers, 4, workers, 2], likewise
+    grammar_errors: dict[int, str]  # by request slot: why the grammar allows no token
 
     def set_layers(self, first_layer: int, end_layer: int) -> None:
         """Limits the next `step` to the layers [first_layer, end_layer)."""
@@ -119,6 +120,7 @@ def build_batch(batch: Batch, adapters: DeviceAdapters, prompt_tokens: Words, sh
         top_ids=np.zeros((count, MAX_LOGPROBS), np.int64),
         top_logprobs=np.zeros((count, MAX_LOGPROBS), np.float32),
         segments=tuple(segments),
+        grammar_errors={},
         **tables,
     )
 
@@ -140,7 +142,11 @@ def _segments(rows: tuple[ScheduledRow, ...], first: Words) -> list[Segment]:
 def collect(batch: Batch, cpu_batch: CpuBatch, prompt_tokens: Words) -> tuple[RowResult, ...]:
     """Returns row results in the order of the rows."""
     found = OutputValues(cpu_batch.chosen, cpu_batch.logprob, cpu_batch.top_ids, cpu_batch.top_logprobs)
-    return outputs.collect(batch, cpu_batch.outputs, found, prompt_tokens, _loads(cpu_batch))
+    results = outputs.collect(batch, cpu_batch.outputs, found, prompt_tokens, _loads(cpu_batch))
+    if not cpu_batch.grammar_errors:
+        return results
+    errors = [cpu_batch.grammar_errors.get(row.slot, "") for row in batch.rows]
+    return tuple(replace(result, grammar_error=error) for result, error in zip(results, errors, strict=True))
 
 
 def _loads(cpu_batch: CpuBatch) -> dict[int, tuple[int, float]]:

@@ -269,6 +269,7 @@ class Sampler(NamedTuple):
     """The inputs and results of choosing tokens. Arrays and not addresses, because few functions take it."""
 
     table: NDArray[np.void]  # SLOT_SAMPLING [slots]
+    masks: NDArray[np.uint32]  # [slots, mask words], of slots with a grammar
     logits: NDArray[np.float32]  # [outputs, vocab_pad]
     copies: NDArray[np.float32]  # [threads, vocab]
     seen: NDArray[np.uint8]  # [threads, vocab]
@@ -288,7 +289,13 @@ def _output(thread, model, sampler, batch, index):  # type: ignore[no-untyped-de
     history = sampler.history[slot]
     if word(batch.out_kind, index) == SAMPLE:
         history[position + 1] = choose(
-            logits, position, history, sampler.table[slot], sampler.copies[thread], sampler.seen[thread]
+            logits,
+            position,
+            history,
+            sampler.table[slot],
+            sampler.copies[thread],
+            sampler.seen[thread],
+            sampler.masks[slot],
         )
     chosen = history[position + 1]  # always a valid token: the next iteration is launched already and reads it
     if not all_finite(logits):

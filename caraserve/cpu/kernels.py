@@ -100,9 +100,8 @@ def _dot_rows(dtype: int) -> Any:
         kept = _kept()
         for first in range(0, rows, _KEPT_ROWS):
             count, at, out = min(rows - first, _KEPT_ROWS), x + first * x_stride, y + first * y_stride
-            piece = (
-                k if count <= 3 else _K_PIECE * 4 // itemsize_bytes
-            )  # with one tile, each weight is read once in any case
+            # With one tile, each weight is read once in any case.
+            piece = k if count <= 3 else _K_PIECE * 4 // itemsize_bytes
             for start in range(0, k, piece):
                 depth, begins, ends = min(piece, k - start), np.int64(start == 0), np.int64(start + piece >= k)
                 weights = a + start * itemsize_bytes

@@ -68,9 +68,8 @@ class AdapterLoader:
         self._link, self._on_lane, self._trace = link, on_lane, trace
         self._layers_changed = layers_changed
         self._thread = ThreadPoolExecutor(1, "caraserve-copy", initializer=yield_to_event_loop)
-        self._incomplete: dict[
-            int, _PendingLoad
-        ] = {}  # by adapter slot: loads whose image is not all in the host cache
+        # By adapter slot: loads whose image is not all in the host cache.
+        self._incomplete: dict[int, _PendingLoad] = {}
 
     def load(self, slot: int, image: CpuImage, group_ends: Sequence[int], done: LoadDone) -> None:
         """Starts to copy an image as far as it is in the host cache; groups end before the layers `group_ends`.

@@ -34,6 +34,10 @@ class TokenStream:
 
     def put(self, delta: TokenDelta) -> None:
         """Adds a delta. Only `ActiveRequest` calls it."""
+        if delta.finish is not None:
+            # The callback refers to the request, and the request to this stream: without the cycle both are freed at
+            # once. With it, the garbage collector took 5 to 11 ms at a time to free requests with logprobs.
+            self._on_cancel = _do_nothing
         self._pending.append(delta)
         self._ready.set()
 
@@ -54,6 +58,10 @@ class TokenStream:
         delta = pending[0] if len(pending) == 1 else merge_deltas(pending)
         self._ended = delta.finish is not None
         return delta
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def merge_deltas(deltas: list[TokenDelta]) -> TokenDelta:
@@ -186,7 +194,7 @@ class ActiveRequest:
 
     def record_token(self, token: int, eos_ids: frozenset[int], max_context: int, now_s: float) -> TokenText:
         """Adds an output token. Returns its text, and the reasons if the request ends with it."""
-        request, params = self.request, self.request.asked.params
+        request, params = self.request, self.request.inputs.params
         request.output_ids.append(token)
         if request.phase is Phase.PREFILL:
             request.move_to(Phase.DECODE, now_s)

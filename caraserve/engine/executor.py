@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from caraserve.core.backend import Limits
 from caraserve.core.batch import StepResult
@@ -84,13 +84,8 @@ class Executor:
         self._side_batches.recall(all_requests=iteration.is_short or self._queues.is_short)
         if not iteration.entries:
             return None
-        entries = list(iteration.entries)
-        if not self._limits.assisted_batches:  # CPU workers help within iterations, not in side batches
-            entries = [
-                (active, replace(entry, row=replace(entry.row, assist=active.assist))) for active, entry in entries
-            ]
-        launched = self._launcher.launch(entries, begins_s, merged=iteration.merged)
-        for active, _ in entries:
+        launched = self._launcher.launch(iteration.entries, begins_s, merged=iteration.merged)
+        for active, _ in iteration.entries:
             self._slots.publish(active)
         return launched
 

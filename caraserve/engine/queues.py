@@ -38,7 +38,7 @@ class RequestQueues:
         observe_preemption: Callable[[], None],
         now: Callable[[], float],
     ) -> None:
-        self.waiting: FairQueue[ActiveRequest] = FairQueue(lambda active: active.request.asked.priority)
+        self.waiting: FairQueue[ActiveRequest] = FairQueue(lambda active: active.request.inputs.priority)
         self.loading: deque[ActiveRequest] = deque()  # admitted; waits for its adapter, a slot or blocks
         self.running: list[ActiveRequest] = []  # in the order of admission
         self.next_start_s: float | None = None  # when a request that waits for its adapter may start; set by `start`
@@ -55,7 +55,7 @@ class RequestQueues:
     def waiting_tokens(self) -> int:
         """Returns the tokens of the waiting requests: of their prompts, and of their answers at full length."""
         waiting = (active.request for active in self.waiting)
-        return sum(request.prompt_tokens + request.asked.params.max_tokens for request in waiting)
+        return sum(request.prompt_tokens + request.inputs.params.max_tokens for request in waiting)
 
     def check(self) -> None:
         """Raises AssertionError unless every slot and KV block is free or held once."""
@@ -75,7 +75,7 @@ class RequestQueues:
             if tenant is None:
                 break
             active = self.waiting.pop(tenant)
-            self.waiting.charge(active.request.asked.tenant, active.request.prompt_tokens, 0)
+            self.waiting.charge(active.request.inputs.tenant, active.request.prompt_tokens, 0)
             if active.adapter is None:
                 loader.count_bypass(None)
             else:
@@ -176,7 +176,7 @@ class RequestQueues:
 
     def preempt(self, active: ActiveRequest) -> None:
         """Moves a running request, whose blocks have been released, to the head of `loading`."""
-        log.debug("%s is preempted after %d tokens", active.request.asked.request_id, len(active.request.output_ids))
+        log.debug("%s is preempted after %d tokens", active.request.inputs.request_id, len(active.request.output_ids))
         self.running.remove(active)
         self._slots.preempt(active, self._now())
         self.loading.appendleft(active)
@@ -199,7 +199,7 @@ class RequestQueues:
         elif active in self.loading:
             self.loading.remove(active)
         else:
-            self.waiting.remove(active.request.asked.tenant, active)
+            self.waiting.remove(active.request.inputs.tenant, active)
         self._slots.release(active)
 
     # --- memory ---
@@ -209,7 +209,7 @@ class RequestQueues:
         to start lacks, and some ahead of need, so that normally no request waits. For the latter two, adapters that
         admitted requests wait for have precedence."""
         pool = self._slots.pool
-        self._manager.memory.wanted_blocks = pool.num_blocks + lacking if lacking else 0
+        self._manager.memory.set_lacking_blocks(lacking)
         short = self._ahead - pool.available
         if lacking or self._start_lacks or (self.running and short > 0):
             self._manager.device_loader.grow_kv(lacking, self._start_lacks + max(0, short) + self._ahead)

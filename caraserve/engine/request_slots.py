@@ -42,7 +42,7 @@ class RequestSlots:
     def start(self, active: ActiveRequest, now_s: float) -> None:
         """Gives a request a slot, and the published KV blocks of its longest prefix."""
         request, slot = active.request, self._free.pop()
-        tokens = (*request.asked.prompt_ids, *request.output_ids)
+        tokens = (*request.inputs.prompt_ids, *request.output_ids)
         blocks, key = self._find_prefix(active, tokens)
         active.start(slot, blocks, key, self._limits.block_tokens, now_s)
         self._starts.append(SlotStart(slot, tokens, self._sampling(request)))
@@ -53,9 +53,9 @@ class RequestSlots:
         """Returns published blocks that hold the first tokens, now held by the request, and the last block's key. They
         leave at least one token to compute."""
         request, size = active.request, self._limits.block_tokens
-        key = root_key(active.adapter.digest if active.adapter else None, request.asked.cache_salt)
+        key = root_key(active.adapter.digest if active.adapter else None, request.inputs.cache_salt)
         blocks: list[int] = []
-        if not self._prefix_caching or request.asked.params.prompt_logprobs is not None:
+        if not self._prefix_caching or request.inputs.params.prompt_logprobs is not None:
             return blocks, key
         while (len(blocks) + 1) * size < len(tokens):
             following = next_key(key, tokens[len(blocks) * size : (len(blocks) + 1) * size])
@@ -67,7 +67,7 @@ class RequestSlots:
         return blocks, key
 
     def _sampling(self, request: Request) -> SlotSampling:
-        params = request.asked.params
+        params = request.inputs.params
         ends = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self._eos_ids)
         return SlotSampling(
             prompt_tokens=request.prompt_tokens,
@@ -82,6 +82,7 @@ class RequestSlots:
             min_tokens=params.min_tokens,
             end_ids=ends,
             logit_bias=params.logit_bias,
+            matcher=None if params.grammar is None else params.grammar.matcher(),
         )
 
     def take_new(self) -> tuple[tuple[SlotStart, ...], tuple[BlockGrant, ...]]:
@@ -138,5 +139,5 @@ def _tokens(request: Request, start: int, end: int) -> tuple[int, ...]:
     """Returns the tokens at positions [start, end) of prompt ‖ output."""
     prompt = request.prompt_tokens
     if end <= prompt:
-        return request.asked.prompt_ids[start:end]
-    return (*request.asked.prompt_ids[start:], *request.output_ids[max(0, start - prompt) : end - prompt])
+        return request.inputs.prompt_ids[start:end]
+    return (*request.inputs.prompt_ids[start:], *request.output_ids[max(0, start - prompt) : end - prompt])

@@ -46,7 +46,7 @@ def total_tokens(request: Request) -> int:
 
 def wants_output(request: Request, limits: Limits) -> bool:
     """Returns whether another token may be sampled, even if the tokens launched so far are not known yet."""
-    return request.launched_outputs < request.asked.params.max_tokens and total_tokens(request) < limits.max_context
+    return request.launched_outputs < request.inputs.params.max_tokens and total_tokens(request) < limits.max_context
 
 
 def has_work(request: Request, limits: Limits) -> bool:
@@ -119,8 +119,8 @@ class _Pass:
         of all is never preempted, so that at least one always finishes."""
         spared = {*self.scheduled, *self.preempted, *self.left_out}
         able = [request for request in reversed(self.running[1:]) if request.blocks and request not in spared]
-        same = [request for request in able if request.asked.tenant == able[0].asked.tenant]
-        return max(same, key=lambda request: request.asked.priority, default=None)
+        same = [request for request in able if request.inputs.tenant == able[0].inputs.tenant]
+        return max(same, key=lambda request: request.inputs.priority, default=None)
 
 
 def plan_iteration(
@@ -166,12 +166,12 @@ def _chunk(request: Request, most: int) -> int:
 
 
 def _wants_scores(request: Request) -> bool:
-    return request.asked.params.prompt_logprobs is not None and request.computed < request.prompt_tokens
+    return request.inputs.params.prompt_logprobs is not None and request.computed < request.prompt_tokens
 
 
 def _row(request: Request, count: int, adapter_slot: int, limits: Limits) -> ScheduledRow:
     samples = request.computed + count == total_tokens(request) and wants_output(request, limits)
-    params = request.asked.params
+    params = request.inputs.params
     assert request.slot is not None
     return ScheduledRow(
         slot=request.slot,

@@ -19,7 +19,6 @@ batch is ordered behind a side batch. How a side batch ends:
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from caraserve.core.backend import Backend
 from caraserve.core.batch import ScheduledRow, StepResult
@@ -104,7 +103,6 @@ class SideBatches:
         assert active.adapter is not None
         active.in_side_batch = True
         self._manager.pin_image(active.adapter)
-        entry = replace(entry, row=replace(entry.row, assist=active.assist))
         launched = self._launcher.launch([(active, entry)], begins_s, is_side_batch=True)
         launched.result.add_done_callback(lambda _: self._wake())
         self._under_way.append(launched)

@@ -1,60 +1,45 @@
 """The engine's reports: events as they happen, its state at one moment, and the work that it has to do."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from caraserve.core.backend import Limits
 from caraserve.core.batch import ScheduledRow
-from caraserve.core.request import Finish
 from caraserve.engine.active_request import ActiveRequest
 from caraserve.engine.queues import RequestQueues
 from caraserve.lora.adapter import Adapter
-from caraserve.lora.catalog import Catalog
+from caraserve.lora.catalog import AdapterObserver, Catalog
 from caraserve.lora.manager import AdapterManager
+from caraserve.telemetry.metrics import EngineSnapshot
 
 IterationObserver: TypeAlias = Callable[[Sequence[tuple[ActiveRequest, ScheduledRow]], float], None]  # rows, ms
 
 
-class MetricsSink(Protocol):
-    """Counts the engine's events."""
-
-    def observe_iteration(self, num_tokens: int, ms: float) -> None: ...
-    def observe_first_token(self, seconds: float) -> None: ...
-    def observe_token_gap(self, seconds: float) -> None: ...
-    def observe_finish(self, finish: Finish) -> None: ...
-    def observe_preemption(self) -> None: ...
-    def observe_choice(self, choice: str, predicted_ms: float, observed_ms: float) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
-class EngineSnapshot:
-    """The engine at one moment."""
+class EngineObservers:
+    """Functions that an engine and its catalog call. The cluster adds its own when it joins, after the engine's start.
 
-    running: int
-    waiting: int
-    kv_used_blocks: int
-    kv_total_blocks: int
-    running_adapters: tuple[str, ...]
-    waiting_adapters: tuple[str, ...]
-    device_adapters: tuple[str, ...]
-    host_adapters: tuple[str, ...]  # the most recently used first
-    draining: bool
+    `iterations` are called after every iteration, `adapters` after an adapter was loaded or unloaded at run time.
+    """
 
-    @classmethod
-    def of(cls, queues: RequestQueues, adapters: AdapterManager, *, draining: bool) -> "EngineSnapshot":
-        """Returns the state of queues and caches. Adapters are given by name."""
-        return cls(
-            running=len(queues.running),
-            waiting=len(queues.waiting) + len(queues.loading),
-            kv_used_blocks=adapters.memory.pool.used,
-            kv_total_blocks=adapters.memory.most_blocks,
-            running_adapters=_names(queues.running),
-            waiting_adapters=_names([*queues.waiting, *queues.loading]),
-            device_adapters=tuple(sorted(name for adapter in adapters.on_device() for name in adapter.names)),
-            host_adapters=tuple(name for adapter in reversed(adapters.in_host()) for name in sorted(adapter.names)),
-            draining=draining,
-        )
+    iterations: list[IterationObserver] = field(default_factory=list)
+    adapters: list[AdapterObserver] = field(default_factory=list)
+
+
+def snapshot_of(queues: RequestQueues, adapters: AdapterManager, *, draining: bool) -> EngineSnapshot:
+    """Returns the state of queues and caches."""
+    return EngineSnapshot(
+        running=len(queues.running),
+        waiting=len(queues.waiting) + len(queues.loading),
+        kv_used_blocks=adapters.memory.pool.used,
+        kv_total_blocks=adapters.memory.most_blocks,
+        running_adapters=_names(queues.running),
+        waiting_adapters=_names([*queues.waiting, *queues.loading]),
+        device_adapters=tuple(sorted(name for adapter in adapters.on_device() for name in adapter.names)),
+        host_adapters=tuple(name for adapter in reversed(adapters.in_host()) for name in sorted(adapter.names)),
+        draining=draining,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,4 +102,4 @@ def rank_of(adapter: Adapter | None, catalog: Catalog) -> int:
 
 
 def _names(active: Iterable[ActiveRequest]) -> tuple[str, ...]:
-    return tuple(sorted({entry.request.asked.adapter for entry in active if entry.request.asked.adapter}))
+    return tuple(sorted({entry.request.inputs.adapter for entry in active if entry.request.inputs.adapter}))

@@ -48,8 +48,8 @@ class ModelList:
 
 
 async def _encoded_list(context: Context, adapters: Sequence[AdapterInfo]) -> bytes:
-    """The base model, this instance's adapters, then those that only other instances have, by name."""
-    cards = [orjson.dumps(_card(context, None))]
+    """The base model by all its names, this instance's adapters, then those that only other instances have, by name."""
+    cards = [orjson.dumps(_base_card(context, name)) for name in context.engine.base_names]
     local_names = set()
     async for adapter in in_turns(adapters):
         local_names.add(adapter.name)
@@ -71,22 +71,33 @@ async def list_models(request: web.Request) -> web.Response:
 
 async def show_model(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
-    return json_response(_card(context, find_adapter(context, request.match_info["model"])))
+    name = request.match_info["model"]
+    adapter = find_adapter(context, name)
+    return json_response(_card(context, adapter) if adapter else _base_card(context, name))
 
 
-def _card(context: Context, adapter: ListedAdapter | None) -> dict[str, Any]:
-    """vLLM's model card with an adapter's rank; `root` is where the weights are from, `parent` its base model."""
-    base = context.engine.base_name
+def _base_card(context: Context, name: str) -> dict[str, Any]:
+    """vLLM's model card of the base model."""
     return {
-        "id": adapter.name if adapter else base,
+        "id": name,
         "object": "model",
-        "created": int(adapter.created_s if adapter else context.started_s),
+        "created": int(context.started_s),
         "owned_by": "caraserve",
-        "root": adapter.path if adapter else base,
-        "parent": base if adapter else None,
-        "rank": adapter.rank if adapter else None,
+        "root": context.engine.base_name,
+        "parent": None,
+        "rank": None,
         "max_model_len": context.engine.max_model_len,
         "permission": [],
+    }
+
+
+def _card(context: Context, adapter: ListedAdapter) -> dict[str, Any]:
+    """vLLM's model card with an adapter's rank; `root` is where the weights are from, `parent` its base model."""
+    return _base_card(context, adapter.name) | {
+        "created": int(adapter.created_s),
+        "root": adapter.path,
+        "parent": context.engine.base_name,
+        "rank": adapter.rank,
     }
 
 

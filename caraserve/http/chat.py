@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from caraserve.core.request import MAX_LOGPROBS, GenerateRequest, TokenDelta, TokenLogprob
+from caraserve.core.request import MAX_LOGPROBS, Finish, GenerateRequest, TokenDelta, TokenLogprob
 from caraserve.errors import InvalidRequest
 from caraserve.http import validation
 from caraserve.http.adapter_choice import Find, adapter_finder
@@ -27,6 +27,8 @@ from caraserve.http.context import CLIENT, CONTEXT
 from caraserve.http.deadline import within_deadline
 from caraserve.http.request_schema import CHAT, check_fields
 from caraserve.http.responses import note_parsed, receive_body
+from caraserve.http.structured_output import parse_grammar
+from caraserve.http.tool_calls import ToolCallWriter, Tools, parse_tools
 from caraserve.http.validation import Fields, shown
 from caraserve.loop import Engine
 from caraserve.tokenizer.tokenizer import Tokenizer
@@ -54,11 +56,15 @@ async def parse_chat(fields: Fields, engine: Engine, find: Find, client: str) ->
     """Reads a body. Raises InvalidRequest, ContextLengthExceeded or NotFound, which name the field."""
     check_fields(fields, CHAT)
     common = parse_common(fields, engine, find, client)
-    _refuse_tools(fields)
+    tools = parse_tools(fields, engine)
     limit = fields.maybe_integer("max_completion_tokens", 1, (1 << 63) - 1)
     older_limit = fields.maybe_integer("max_tokens", 1, (1 << 63) - 1)
     params = dataclasses.replace(validation.sampling_params(fields, engine), logprobs=_logprobs(fields))
-    ids = tuple(await chat_ids(fields, engine.tokenizer, engine.max_model_len))
+    grammar = await parse_grammar(fields, engine, params, None if tools is None else tools.grammar)
+    params = dataclasses.replace(params, grammar=grammar)
+    if tools is not None:
+        params = dataclasses.replace(params, kept_special_ids=tools.kept_special_ids)
+    ids = tuple(await chat_ids(fields, engine.tokenizer, engine.max_model_len, tools))
     asked_tokens = older_limit if limit is None else limit
     default = validation.most_scored_tokens(common.n, params.logprobs)
     max_tokens = validation.fit_max_tokens(asked_tokens, default, len(ids), engine, source="messages")
@@ -67,7 +73,10 @@ async def parse_chat(fields: Fields, engine: Engine, find: Find, client: str) ->
     response_id = f"chatcmpl-{uuid.uuid4().hex}"
     requests = fan_out(f"{response_id}-", 0, ids, common, dataclasses.replace(params, max_tokens=max_tokens))
     token_ids = common.delivery.token_ids
-    choices = [ChatChoice(index, request, engine.tokenizer, token_ids) for index, request in enumerate(requests)]
+    choices = [
+        ChatChoice(index, request, engine.tokenizer, token_ids, None if tools is None else tools.writer())
+        for index, request in enumerate(requests)
+    ]
     shown_prompt = {"prompt_token_ids": ids} if token_ids else {}
     return ApiRequest(
         tuple(requests),
@@ -80,7 +89,7 @@ async def parse_chat(fields: Fields, engine: Engine, find: Find, client: str) ->
     )
 
 
-async def chat_ids(fields: Fields, tokenizer: Tokenizer, max_tokens: int) -> list[int]:
+async def chat_ids(fields: Fields, tokenizer: Tokenizer, max_tokens: int, tools: Tools | None = None) -> list[int]:
     """The prompt of `messages` and the template's arguments, as token ids. Raises InvalidRequest, and
     ContextLengthExceeded when it has more than `max_tokens`."""
     messages = await parse_messages(fields)
@@ -98,10 +107,12 @@ async def chat_ids(fields: Fields, tokenizer: Tokenizer, max_tokens: int) -> lis
             add_generation_prompt=generation_prompt,
             continue_final_message=continued,
             kwargs=kwargs,
+            tools=None if tools is None else tools.for_template,
             max_tokens=max_tokens,
         )
 
-    short = len(messages) <= _SHORT_CHAT and not kwargs and all(message.keys() <= _PLAIN for message in messages)
+    is_plain = tools is None and not kwargs and all(message.keys() <= _PLAIN for message in messages)
+    short = len(messages) <= _SHORT_CHAT and is_plain
     characters = sum(len(message["content"]) for message in messages)
     in_place = short and characters <= ENCODED_IN_PLACE_CHARACTERS
     ids = render() if in_place else await asyncio.to_thread(render)
@@ -178,15 +189,6 @@ def _text_part(part: object, name: str) -> str:
     return str(part["text"])
 
 
-def _refuse_tools(fields: Fields) -> None:
-    for name, choice in (("tools", "tool_choice"), ("functions", "function_call")):
-        chosen = fields.raw(choice)
-        if fields.raw(name) and chosen != "none":
-            raise InvalidRequest(f'{name} are not supported by this server; send {choice} "none".', param=name)
-        if chosen not in (None, "none", "auto"):
-            raise InvalidRequest(f'{choice} must be "none"; tools are not supported.', param=choice)
-
-
 def _logprobs(fields: Fields) -> int | None:
     wanted = fields.boolean("logprobs", False)
     top = fields.integer("top_logprobs", 0, MAX_LOGPROBS, 0)
@@ -198,11 +200,19 @@ def _logprobs(fields: Fields) -> int | None:
 class ChatChoice:
     """Writes one entry of `choices`: a message, or its deltas: first the role, then text, last the finish reason."""
 
-    def __init__(self, index: int, request: GenerateRequest, tokenizer: Tokenizer, return_token_ids: bool) -> None:
+    def __init__(
+        self,
+        index: int,
+        request: GenerateRequest,
+        tokenizer: Tokenizer,
+        return_token_ids: bool,
+        tool_calls: ToolCallWriter | None,
+    ) -> None:
         self._index = index
         self._request = request
         self._tokenizer = tokenizer
         self._return_token_ids = return_token_ids
+        self._tool_calls = tool_calls
         self._first = True
 
     def stream_chunks(self, delta: TokenDelta) -> list[dict[str, Any]]:
@@ -210,24 +220,34 @@ class ChatChoice:
         if self._first:
             self._first = False
             chunks.append(self._chunk({"role": "assistant", "content": ""}))
-        if delta.text or delta.logprobs or (self._return_token_ids and delta.token_ids):
-            text = self._chunk({"content": delta.text})
-            text["logprobs"] = self.logprobs(delta)
+        parts = [{"content": delta.text}] if delta.text else []
+        if self._tool_calls is not None:
+            parts = self._tool_calls.deltas(delta.text, delta.finish is not None)
+        if not parts and (delta.logprobs or (self._return_token_ids and delta.token_ids)):
+            parts = [{"content": ""}]
+        new = [self._chunk(part) for part in parts]
+        if new:
+            new[0]["logprobs"] = self.logprobs(delta)
             if self._return_token_ids:
-                text["token_ids"] = delta.token_ids
-            chunks.append(text)
+                new[0]["token_ids"] = delta.token_ids
         if delta.finish is not None:
-            chunks.append(self._chunk({}) | finish_fields(delta.finish))
-        return chunks
+            new.append(self._chunk({}) | self._finish_fields(delta.finish))
+        return chunks + new
+
+    def _finish_fields(self, finish: Finish | None) -> dict[str, Any]:
+        return finish_fields(finish) if self._tool_calls is None else self._tool_calls.finish_fields(finish)
 
     def fields_around_logprobs(self, answer: TokenDelta) -> tuple[dict[str, Any], dict[str, Any]]:
-        before = {"index": self._index, "message": {"role": "assistant", "content": answer.text}}
-        after = finish_fields(answer.finish)
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+        if self._tool_calls is not None:
+            message = self._tool_calls.message(answer.text)
+        before = {"index": self._index, "message": message}
+        after = self._finish_fields(answer.finish)
         if self._return_token_ids:
             after["token_ids"] = answer.token_ids
         return before, after
 
-    def _chunk(self, delta: dict[str, str]) -> dict[str, Any]:
+    def _chunk(self, delta: dict[str, Any]) -> dict[str, Any]:
         return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def logprobs(self, delta: TokenDelta) -> dict[str, list[Any]] | None:
@@ -236,7 +256,7 @@ class ChatChoice:
         return {"content": [self._scored(scored) for scored in delta.logprobs]}
 
     def _scored(self, scored: TokenLogprob) -> dict[str, Any]:
-        top = [self._token(token_id, logprob) for token_id, logprob in scored.top]
+        top = list(map(self._token, scored.top_ids, scored.top_logprobs))
         return self._token(scored.token_id, scored.logprob) | {"top_logprobs": top}
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:

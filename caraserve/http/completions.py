@@ -29,6 +29,7 @@ from caraserve.http.context import CLIENT, CONTEXT
 from caraserve.http.deadline import within_deadline
 from caraserve.http.request_schema import COMPLETIONS, STREAM_OPTIONS, check_fields
 from caraserve.http.responses import note_parsed, receive_body
+from caraserve.http.structured_output import parse_grammar
 from caraserve.http.validation import Fields, shown, token_ids
 from caraserve.loop import Engine
 from caraserve.tokenizer.tokenizer import Tokenizer
@@ -105,6 +106,7 @@ async def parse_completion(fields: Fields, engine: Engine, find: Find, client: s
     params = dataclasses.replace(
         validation.sampling_params(fields, engine), logprobs=logprobs, prompt_logprobs=logprobs if echo else None
     )
+    params = dataclasses.replace(params, grammar=await parse_grammar(fields, engine, params))
     if fields.integer("best_of", 1, validation.MAX_N, common.n) != common.n:
         raise InvalidRequest("best_of other than n is not supported; leave it out.", param="best_of")
     max_tokens = fields.maybe_integer("max_tokens", 0, (1 << 63) - 1)
@@ -269,7 +271,7 @@ class CompletionChoice:
     def _best(self, text: str, scored: TokenLogprob) -> dict[str, float]:
         """The alternatives by text, with the token itself if it is not among them."""
         best = {text: finite(scored.logprob)}
-        for token_id, logprob in scored.top:
+        for token_id, logprob in zip(scored.top_ids, scored.top_logprobs, strict=True):
             best.setdefault(self._tokenizer.token_text(token_id), finite(logprob))
         return best
 

@@ -13,9 +13,9 @@ from aiohttp import web
 
 from caraserve.cluster.routing.cost import CostEstimate
 from caraserve.cluster.routing.forward_auth import REFUSED_HEADER, ForwardClaims, ForwardVerifier, format_refusal
-from caraserve.cluster.routing.forwarding import Forwarding, LocalTarget, PeerTarget, RoutingAttempts
 from caraserve.cluster.routing.router import Reason, Refusal
 from caraserve.cluster.routing.routing_metrics import increment
+from caraserve.cluster.routing.selector import InstanceSelector, LocalTarget, PeerTarget, RoutingAttempts
 from caraserve.errors import (
     BackendFailed,
     CaraServeError,
@@ -38,6 +38,7 @@ from caraserve.http.queue_rebalance import QueueRebalancer
 from caraserve.http.responses import error_response, note_parsed, read_body
 from caraserve.http.validation import Fields
 from caraserve.loop import Engine
+from caraserve.util.tasks import in_turns
 
 log = logging.getLogger("caraserve.http")
 
@@ -51,16 +52,16 @@ class ClusterRouter:
     """The `RequestRouter` of an instance with peers."""
 
     def __init__(
-        self, forwarding: Forwarding, proxy: PeerProxy, verifier: ForwardVerifier, rebalancer: QueueRebalancer
+        self, selector: InstanceSelector, proxy: PeerProxy, verifier: ForwardVerifier, rebalancer: QueueRebalancer
     ) -> None:
-        self.forwarding, self.proxy, self.rebalancer = forwarding, proxy, rebalancer
+        self.selector, self.proxy, self.rebalancer = selector, proxy, rebalancer
         self._verifier = verifier
 
     def draw_seed(self) -> int | None:
-        return self.forwarding.draw_seed() if self.forwarding.forwards else None
+        return self.selector.draw_seed() if self.selector.forwards else None
 
     def not_ready_reason(self) -> str | None:
-        if self.forwarding.introduced():
+        if self.selector.is_registry_known:
             return None
         return "This instance has yet to hear from its cluster which adapters there are."
 
@@ -84,41 +85,41 @@ class ClusterRouter:
 
     async def _answer_forwarded(self, request: web.Request, parse: Parse, most_numbers: int) -> web.StreamResponse:
         """Verifies a forwarded request, then answers or refuses it."""
-        if not self.forwarding.joined:
+        if not self.selector.joined:
             raise web.HTTPServiceUnavailable(text="This instance has not joined its cluster yet.")
-        hop = self._verifier.admit(request.path, request.headers, int(time.time() * 1000))
+        claims = self._verifier.admit(request.path, request.headers, int(time.time() * 1000))
         body = await read_body(request)
-        if await body_digest(body) != hop.body_digest:
+        if await body_digest(body) != claims.body_digest:
             raise Forbidden("The body is not the one that was signed.")
-        request[ANSWERED_BY] = self.forwarding.name
-        request[CLIENT] = Client(hop.client)
-        return await _answer_verified(request, self, parse, hop, body, most_numbers)
+        request[ANSWERED_BY] = self.selector.name
+        request[CLIENT] = Client(claims.client)
+        return await _answer_verified(request, self, parse, claims, body, most_numbers)
 
 
 @within_deadline
 async def _answer_verified(
-    request: web.Request, router: ClusterRouter, parse: Parse, hop: ForwardClaims, body: Body, most_numbers: int
+    request: web.Request, router: ClusterRouter, parse: Parse, claims: ForwardClaims, body: Body, most_numbers: int
 ) -> web.StreamResponse:
-    engine, forwarding = request.app[CONTEXT].engine, router.forwarding
+    engine, selector = request.app[CONTEXT].engine, router.selector
     values = await parse_object(body, most_numbers)
-    if hop.seed is not None:
-        values["seed"] = hop.seed
+    if claims.seed is not None:
+        values["seed"] = claims.seed
     fields = Fields(values)
     # The sender has resolved the model's name; this instance may not know it yet.
-    find: Find = lambda model: None if model in engine.base_names else hop.adapter  # noqa: E731
+    find: Find = lambda model: None if model in engine.base_names else claims.adapter  # noqa: E731
     api_request = await parse(fields, engine, find, request[CLIENT].name)
     note_parsed(request, fields, api_request)
-    routed = _RoutedRequest(router, request, api_request, hop=1)
-    refusal = forwarding.refusal(routed.arrival, force=hop.force, digest=hop.digest)
+    routed = _RoutedRequest(router, request, api_request, is_forwarded=True)
+    refusal = selector.refusal(routed.arrival, force=claims.force, digest=claims.digest)
     if refusal is None:
         try:
             response = await routed.answer_here()
         except _MovedError as moved:
             refusal = moved.refusal
         else:
-            forwarding.routing_metrics.received += 1
+            selector.routing_metrics.received += 1
             return response
-    increment(forwarding.routing_metrics.refused, refusal.reason)
+    increment(selector.routing_metrics.refused, refusal.reason)
     refused = error_response(ForwardRefused(refusal.reason, retry_after_s=_RETRY_S))
     refused.headers[REFUSED_HEADER] = format_refusal(refusal)
     return refused
@@ -131,20 +132,24 @@ class _MovedError(Exception):
 
 
 class _RoutedRequest:
-    """One request that this instance or another one answers. `hop`: 1 where it was forwarded to this instance."""
+    """One request that this instance or another one answers. `is_forwarded`: by another instance
+    to this one."""
 
-    def __init__(self, router: ClusterRouter, request: web.Request, api_request: ApiRequest, hop: int = 0) -> None:
+    def __init__(
+        self, router: ClusterRouter, request: web.Request, api_request: ApiRequest, *, is_forwarded: bool = False
+    ) -> None:
+        self._is_forwarded = is_forwarded
         self._router, self._request, self._api_request = router, request, api_request
-        self._forwarding, self._adapter = router.forwarding, api_request.adapter
+        self._selector, self._adapter = router.selector, api_request.adapter
         # The largest of several prompts or answers stands for all of them: it decides where they fit.
         prompt_tokens = max(len(one.prompt_ids) for one in api_request.requests)
         max_tokens = max(one.params.max_tokens for one in api_request.requests)
-        self.arrival = self._forwarding.arrival(self._adapter, prompt_tokens, max_tokens, hop)
+        self.arrival = self._selector.arrival(self._adapter, prompt_tokens, max_tokens)
 
     async def route(self, received: ReceivedBody) -> web.StreamResponse:
         """Tries one instance after the other until one answers. Raises CaraServeError when nothing has been sent, or
         returns the last refusal."""
-        attempts = await self._forwarding.begin(self.arrival)
+        attempts = await self._selector.begin(self.arrival)
         refused: web.Response | None = None
         while (target := attempts.next()) is not None:
             try:
@@ -169,8 +174,8 @@ class _RoutedRequest:
 
     async def answer_here(self) -> web.StreamResponse:
         """Answers on this instance's engine. Raises CaraServeError or _MovedError when nothing has been sent yet."""
-        await self._forwarding.obtain(self._adapter)
-        predicted_ms = self._count_sent(self._forwarding.name)
+        await self._selector.obtain(self._adapter)
+        predicted_ms = self._count_sent(self._selector.name)
         generation = Generation(self._request, self._api_request)
         with self._router.rebalancer.track(generation, self.arrival) as queued:
             try:
@@ -179,17 +184,17 @@ class _RoutedRequest:
                 if queued.moved:
                     raise _MovedError from None
                 raise
-        for finish in result.finishes:
-            self._forwarding.answered(self._adapter, finish.completion_tokens)
+        async for finish in in_turns(result.finishes):
+            self._selector.answered(self._adapter, finish.completion_tokens)
         if result.finishes:
             first = result.finishes[0]
-            self._observe(self._forwarding.name, predicted_ms, first.phases.e2e_ms, first.completion_tokens)
+            self._observe(self._selector.name, predicted_ms, first.phases.e2e_ms, first.completion_tokens)
         return result.response
 
     async def _forward(self, peer: PeerTarget, attempts: RoutingAttempts, received: ReceivedBody) -> web.StreamResponse:
         """Has another instance answer. Raises RefusedError, UnreachedError or Draining when nothing has been sent."""
-        routing_metrics, adapter = self._forwarding.routing_metrics, self._adapter
-        known = None if adapter is None else self._forwarding.resolve(adapter)
+        routing_metrics, adapter = self._selector.routing_metrics, self._adapter
+        known = None if adapter is None else self._selector.resolve(adapter)
         digest = "" if known is None else known.digest
         forwarded = ForwardedRequest(
             received.raw, await body_digest(received.raw), attempts.id, adapter, digest, received.drawn_seed
@@ -199,7 +204,7 @@ class _RoutedRequest:
             result = await self._router.proxy.forward(self._request, peer, forwarded)
         except UnreachedError:
             increment(routing_metrics.unreached, peer.name)
-            self._forwarding.mark_unreachable(peer.name)
+            self._selector.mark_unreachable(peer.name)
             raise
         if result.end == "lost":
             increment(routing_metrics.lost, peer.name)
@@ -210,15 +215,15 @@ class _RoutedRequest:
 
     def _count_sent(self, name: str) -> float:
         """Adds the engine requests to an instance's predicted load. Returns the predicted time per token in ms."""
-        predicted_ms = self._forwarding.began(name, self.arrival)
+        predicted_ms = self._selector.began(name, self.arrival)
         for _ in self._api_request.requests[1:]:
-            self._forwarding.began(name, self.arrival)
+            self._selector.began(name, self.arrival)
         return predicted_ms
 
     def _observe(self, name: str, predicted_ms: float, took_ms: float, tokens: int) -> None:
         """Compares the predicted time per token with the observed one."""
-        if len(self._api_request.requests) == 1 and tokens > 0 and self.arrival.hop == 0:
-            self._forwarding.routing_metrics.observe_latency(name, predicted_ms, took_ms / tokens)
+        if len(self._api_request.requests) == 1 and tokens > 0 and not self._is_forwarded:
+            self._selector.routing_metrics.observe_latency(name, predicted_ms, took_ms / tokens)
 
 
 def _reason(error: CaraServeError) -> Reason:

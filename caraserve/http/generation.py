@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -17,6 +18,7 @@ from caraserve.http.context import CONTEXT, REQUEST_ID
 from caraserve.http.request_log import SUMMARY, model_label
 from caraserve.http.responses import error_body, openai_error
 from caraserve.http.streaming import DONE, ChunkFrame, EventStream, comment
+from caraserve.http.usage import ResponseTotals, usage
 from caraserve.http.whole_answer import WholeAnswer, paced, whole_response
 from caraserve.util.tasks import TurnBudget, in_turns
 
@@ -50,8 +52,7 @@ class GenerationResult:
 
 
 class Generation:
-    """Answers one API request. However `run` ends, a disconnect included, it cancels every stream; cancelling one that
-    has ended does nothing."""
+    """Answers one API request. However `run` ends, a disconnect included, no engine request is left running."""
 
     def __init__(self, request: web.Request, api_request: ApiRequest) -> None:
         self.api_request = api_request
@@ -72,11 +73,14 @@ class Generation:
 
     async def run(self) -> GenerationResult:
         """Generates and sends the response. Raises CaraServeError when nothing has been sent yet."""
+        result = None
         try:
             await self._submit()
-            return await (self._stream() if self.api_request.delivery.stream else self._gather())
+            result = await (self._stream() if self.api_request.delivery.stream else self._gather())
+            return result
         finally:
-            self.cancel()
+            if result is None or not result.finishes:  # otherwise all have ended, and 2,048 calls take 4 ms
+                self.cancel()
 
     async def _submit(self) -> None:
         """Submits all engine requests or, where one is refused, none: clients send the whole body again."""
@@ -95,12 +99,9 @@ class Generation:
             await answer.gather(stream, turns)
             return _checked(answer.finish)
 
-        pairs = zip(answers, self._streams, strict=True)
-        finishes = await _run_together([finish(answer, stream) for answer, stream in pairs])
-        await asyncio.sleep(0)  # ending thousands of tasks has taken all of this turn of the event loop
-        self._request[SUMMARY].note_finishes(finishes, api_request.n)
-        tail = {"usage": total_usage(finishes, api_request.n)}
-        headers = {"x-caraserve-phases": _phases(finishes)}
+        finishes = await _run_together(map(finish, answers, self._streams), len(answers))
+        totals = await self._note_totals(finishes)
+        tail, headers = {"usage": totals.usage()}, {"x-caraserve-phases": totals.phases()}
         return GenerationResult(await whole_response(api_request.whole_head, answers, tail, headers), finishes)
 
     async def _stream(self) -> GenerationResult:
@@ -111,11 +112,12 @@ class Generation:
             self._events = events
             try:
                 parts = zip(api_request.choices, self._streams, api_request.requests, strict=True)
-                finishes = await _run_together([self._send_choice(events, frame, *part) for part in parts])
-                self._request[SUMMARY].note_finishes(finishes, api_request.n)
+                sending = (self._send_choice(events, frame, *part) for part in parts)
+                finishes = await _run_together(sending, len(self._streams))
+                totals = await self._note_totals(finishes)
                 if delivery.include_usage:
-                    await events.send(frame.usage(total_usage(finishes, api_request.n)))
-                await events.send(comment(f"phases {_phases(finishes)}") + DONE)  # too late for a header
+                    await events.send(frame.usage(totals.usage()))
+                await events.send(comment(f"phases {totals.phases()}") + DONE)  # too late for a header
             except ConnectionError:
                 pass  # the client has left; aiohttp notices when it ends the response
             except Exception as error:
@@ -124,8 +126,14 @@ class Generation:
                 await events.end_with_error(_late_error(self._request, error))
         return GenerationResult(events.response, finishes)
 
+    async def _note_totals(self, finishes: Sequence[Finish]) -> ResponseTotals:
+        """Adds up the engine requests, also for the log line."""
+        totals = await ResponseTotals.of(finishes, self.api_request.n)
+        self._request[SUMMARY].note_totals(totals)
+        return totals
+
     async def _send_choice(
-        self, events: EventStream, frame: ChunkFrame, choice: ChoiceWriter, stream: TokenStream, asked: GenerateRequest
+        self, events: EventStream, frame: ChunkFrame, choice: ChoiceWriter, stream: TokenStream, inputs: GenerateRequest
     ) -> Finish:
         """Sends the events of one choice as its deltas come. Raises its error."""
         generated = 0
@@ -136,7 +144,7 @@ class Generation:
             usage_so_far = None
             if self.api_request.delivery.continuous_usage:
                 cached = delta.finish.cached_tokens if delta.finish else 0
-                usage_so_far = usage(len(asked.prompt_ids), generated, cached)
+                usage_so_far = usage(len(inputs.prompt_ids), generated, cached)
             async for part in paced(delta, self._context.logprob_turns):
                 if chunks := choice.stream_chunks(part):
                     await events.send(b"".join([frame.choice(chunk, usage_so_far) for chunk in chunks]))
@@ -145,22 +153,26 @@ class Generation:
         raise BackendFailed("The engine ended a request without saying how.")
 
 
-async def _run_together(parts: Sequence[Coroutine[Any, Any, Finish]]) -> list[Finish]:
-    """Runs all parts at once; the first failure cancels the others and is raised as it is."""
-    if len(parts) == 1:  # nearly every request: no task of its own
-        return [await parts[0]]
+async def _run_together(parts: Iterator[Coroutine[Any, Any, Finish]], count: int) -> Sequence[Finish]:
+    """Runs `count` parts at once; the first failure cancels the others and is raised as it is. Each part is taken when
+    it starts and freed when it ends: freeing 2,048 tasks together takes 8 ms."""
+    if count == 1:  # nearly every request: no task of its own
+        return [await next(parts)]
+    finishes: dict[int, Finish] = {}
+
+    def note(position: int, task: "asyncio.Task[Finish]") -> None:
+        if not task.cancelled() and task.exception() is None:
+            finishes[position] = task.result()
+
     try:
         async with asyncio.TaskGroup() as group:
-            starts, tasks = TurnBudget(_STARTS_PER_TURN), []
-            for part in parts:
+            starts = TurnBudget(_STARTS_PER_TURN)
+            for position in range(count):
                 await starts.spend(1)
-                tasks.append(group.create_task(part))
+                group.create_task(next(parts)).add_done_callback(partial(note, position))
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
-    finally:
-        for part in parts:
-            part.close()  # those that were not started
-    return [task.result() for task in tasks]
+    return [finishes[position] for position in range(count)]
 
 
 def _checked(finish: Finish | None) -> Finish:
@@ -180,32 +192,3 @@ def _late_error(request: web.Request, error: Exception) -> dict[str, Any]:
         return openai_error(error)
     log.error("request %s failed", request[REQUEST_ID], exc_info=error)
     return error_body("The server made a mistake; its log has the details.", "server_error", None, None)
-
-
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-    }
-
-
-def total_usage(finishes: Sequence[Finish], n: int) -> dict[str, Any]:
-    """The usage of a whole response; a prompt with n answers counts once."""
-    prompts = finishes[::n]
-    return usage(
-        sum(finish.prompt_tokens for finish in prompts),
-        sum(finish.completion_tokens for finish in finishes),
-        sum(finish.cached_tokens for finish in prompts),
-    )
-
-
-def _phases(finishes: Sequence[Finish]) -> str:
-    """The phases of the choice that took longest, in milliseconds."""
-    phases = max((finish.phases for finish in finishes), key=lambda phases: phases.e2e_ms)
-    return (
-        f"queued={phases.queued_ms:.3f};load={phases.load_ms:.3f};"
-        f"prefill={phases.prefill_ms:.3f};decode={phases.decode_ms:.3f};"
-        f"stalled={phases.stalled_ms:.3f};interrupted={phases.interrupted_ms:.3f};cpu_layers={phases.cpu_layers}"
-    )

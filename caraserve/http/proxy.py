@@ -33,8 +33,8 @@ from caraserve.cluster.routing.forward_auth import (
     forward_headers,
     parse_refusal,
 )
-from caraserve.cluster.routing.forwarding import PeerTarget
 from caraserve.cluster.routing.router import Reason, Refusal
+from caraserve.cluster.routing.selector import PeerTarget
 from caraserve.errors import BackendFailed, Draining, InstanceLost, ServerBusy, Unreachable
 from caraserve.http.context import CLIENT, CONTEXT, REQUEST_ID
 from caraserve.http.deadline import remaining_time_header
@@ -182,7 +182,7 @@ class PeerProxy:
     async def _exchange(
         self, upstream: "_UpstreamResponse", request: web.Request, peer: PeerTarget, forwarded: ForwardedRequest
     ) -> ProxyResult:
-        hop = ForwardClaims(
+        claims = ForwardClaims(
             id=forwarded.id,
             attempt=peer.attempt,
             sender=self._me(),
@@ -197,7 +197,7 @@ class PeerProxy:
         )
         path = PREFIX + request.path
         headers = {name: value for name in _REQUEST_HEADERS if (value := request.headers.get(name)) is not None}
-        headers |= forward_headers(self._keys(), path, hop) | {"X-Request-Id": request[REQUEST_ID]}
+        headers |= forward_headers(self._keys(), path, claims) | {"X-Request-Id": request[REQUEST_ID]}
         headers |= remaining_time_header(request)
         url, body = f"{self._scheme}://{peer.address}{path}", memoryview(forwarded.body)
         sent = self._session.post(url, data=body, headers=headers, allow_redirects=False)
@@ -256,9 +256,8 @@ class _UpstreamResponse:
         # The other instance sends pings; these are for the case that it does not.
         async with EventStream(self._request, replace(timings, ping_s=2 * timings.ping_s)) as events:
             self._events = events
-            partial = (
-                bytearray()
-            )  # start of an event: clients get whole events, so that an error can follow any of them
+            # The start of an event: clients get whole events, so that an error can follow any of them.
+            partial = bytearray()
             done = False
             while chunk := await _read_from_peer(response.content.readany()):
                 searched = max(0, len(partial) - 1)  # the two newlines of an event's end may come in two chunks

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from caraserve.cluster.placement.migration import QueuedRequest, rebalanced
 from caraserve.cluster.routing.cost import Arrival
-from caraserve.cluster.routing.forwarding import Forwarding
+from caraserve.cluster.routing.selector import InstanceSelector
 from caraserve.http.generation import Generation
 from caraserve.loop import Engine
 
@@ -42,8 +42,8 @@ class TrackedGeneration:
 class QueueRebalancer:
     """Tracks the generations of one instance and moves waiting ones."""
 
-    def __init__(self, engine: Engine, forwarding: Forwarding) -> None:
-        self._engine, self._forwarding = engine, forwarding
+    def __init__(self, engine: Engine, selector: InstanceSelector) -> None:
+        self._engine, self._selector = engine, selector
         self._tracked: dict[str, TrackedGeneration] = {}  # by the id of the first engine request
 
     @contextmanager
@@ -69,12 +69,12 @@ class QueueRebalancer:
         queued = {request_id: one for request_id, one in self._tracked.items() if one.is_queued(waiting)}
         if not queued:
             return
-        forwarding = self._forwarding
+        selector = self._selector
         queue = [
             QueuedRequest(request_id, one.arrival.adapter, round(one.arrival.prompt_tokens + one.arrival.output_tokens))
             for request_id, one in queued.items()
         ]
-        outstanding, holders = forwarding.outstanding({one.adapter for one in queue})
-        for move in rebalanced({forwarding.name: queue}, outstanding, holders, _COST_TOKENS):
+        outstanding, holders = selector.outstanding({one.adapter for one in queue})
+        for move in rebalanced({selector.name: queue}, outstanding, holders, _COST_TOKENS):
             queued[move.request_id].move()
-            forwarding.routing_metrics.moved += 1
+            selector.routing_metrics.moved += 1

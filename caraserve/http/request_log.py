@@ -7,15 +7,16 @@ shortened here and escaped by `telemetry/log.py`.
 import logging
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
 
-from caraserve.core.request import Finish
+from caraserve.core.request import Phases
 from caraserve.http.context import CLIENT
 from caraserve.http.streaming import EVENT_STREAM
+from caraserve.http.usage import ResponseTotals
 
 log = logging.getLogger("caraserve.http.requests")
 
@@ -37,19 +38,19 @@ class RequestSummary:
     model: str = ""  # adapter@digest, or the base's name
     ignored: str = ""  # fields that were sent and not read, as the header lists them
     forwarded_to: str = ""  # the instance that answered; empty for this one
-    finishes: Sequence[Finish] = ()
+    finish: str = ""  # the reasons
+    phases: Phases | None = None  # of the slowest answer
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     error: str = ""  # code or type of the error that the client received
     param: str = ""  # the field that the error names
 
-    def note_finishes(self, finishes: Sequence[Finish], n: int) -> None:
-        """Notes how the engine requests ended: `n` in a row for each prompt, whose tokens count once."""
-        self.finishes = finishes
-        self.prompt_tokens = sum(finish.prompt_tokens for finish in finishes[::n])
-        self.cached_tokens = sum(finish.cached_tokens for finish in finishes[::n])
-        self.completion_tokens = sum(finish.completion_tokens for finish in finishes)
+    def note_totals(self, totals: ResponseTotals) -> None:
+        """Notes how the engine requests ended."""
+        self.finish, self.phases = ",".join(totals.reasons), totals.slowest
+        self.prompt_tokens, self.cached_tokens = totals.prompt_tokens, totals.cached_tokens
+        self.completion_tokens = totals.completion_tokens
 
     def note_error(self, error: Mapping[str, Any]) -> None:
         """Notes the error that was sent to the client; `error` in OpenAI's shape."""
@@ -97,10 +98,9 @@ def log_request(request: web.Request, request_id: str, status: int) -> None:
         "prompt_tokens": summary.prompt_tokens,
         "cached_tokens": summary.cached_tokens,
         "completion_tokens": summary.completion_tokens,
-        "finish": ",".join(dict.fromkeys(finish.reason for finish in summary.finishes)),
+        "finish": summary.finish,
     }
-    if summary.finishes:
-        phases = max((finish.phases for finish in summary.finishes), key=lambda phases: phases.e2e_ms)
+    if (phases := summary.phases) is not None:
         details |= {
             "queued_ms": round(phases.queued_ms, 1),
             "load_ms": round(phases.load_ms, 1),

@@ -55,7 +55,7 @@ def _instead(**fields: tuple[str, object]) -> dict[str, Refused]:
 
 
 _NAME_THE_ADAPTER = "name one adapter as model"
-_NO_CONSTRAINTS = "the output cannot be constrained; leave it out"
+_NO_CONSTRAINTS = "send response_format or structured_outputs to constrain the answer"
 _NO_SUCH_SAMPLER = "this way of sampling is not implemented; leave it out"
 _NO_REASONING = 'thinking is up to the chat template; send chat_template_kwargs, such as {"enable_thinking": false}'
 _TEXT_ONLY = "only text is served; leave it out"
@@ -68,8 +68,13 @@ _SAMPLING = (
     *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs"),
 )
+_STRUCTURE = (
+    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("regex", "ebnf", "grammar", "json_schema", "structural_tag"),
+)
 _DELIVERY = ("stream", "stream_options", "return_token_ids", "user", "cache_salt", "priority")
-_GENERATION = frozenset((*_SELECTING, *_SAMPLING, *_DELIVERY))
+_GENERATION = frozenset((*_SELECTING, *_SAMPLING, *_STRUCTURE, *_DELIVERY))
+_TOOLS = frozenset(("tools", "tool_choice", "parallel_tool_calls"))
 _TEMPLATE = frozenset(("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"))
 
 # Other systems' fields that choose weights. If they were ignored, other weights would answer.
@@ -84,17 +89,8 @@ _WEIGHTS = _refused(
 
 _CONSTRAINTS = _refused(
     _NO_CONSTRAINTS,
-    *("guided_json", "guided_decoding", "guided_options_request", "structural_tag", "allowed_token_ids"),
+    *("guided_decoding", "guided_options_request", "allowed_token_ids"),
     *("custom_logit_processor", "grammar_triggers", "output_format", "output_config"),
-    response_format={"type": "text"},
-    structured_outputs={},
-    guided_regex="",
-    guided_choice=([],),
-    guided_grammar="",
-    regex="",
-    ebnf="",
-    grammar="",
-    json_schema=("", {}),
     format="",
     bad_words=([],),
     bad_words_ids=([],),
@@ -250,9 +246,9 @@ _REFUSED = {**_WEIGHTS, **_CONSTRAINTS, **_SAMPLERS, **_OTHER_NAMES, **_PROMPTS,
 
 _IGNORED = frozenset(
     (
-        # OpenAI: labels, prices, hints, and what a model without tools, reasoning and search has no use for.
+        # OpenAI: labels, prices, hints, and what a model without reasoning and search has no use for.
         *("metadata", "store", "service_tier", "safety_identifier", "moderation", "prediction", "verbosity"),
-        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "parallel_tool_calls"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
         *("reasoning_effort", "reasoning", "web_search_options", "include"),
         # vLLM and SGLang: names of requests and sessions, routing, and options without effect where the option that
         # they belong to is refused.
@@ -279,11 +275,11 @@ COMPLETIONS = KnownFields(
     | _refused("send it to /v1/chat/completions", messages=([],), tools=([],), functions=([],))
     | _refused("send it to /v1/chat/completions", tool_choice=("none", "auto"), function_call=("none", "auto"))
     | _instead(top_logprobs=("logprobs, the number of alternatives,", 0)),
-    _IGNORED | _TEMPLATE - {"messages"},
+    _IGNORED | _TEMPLATE - {"messages"} | {"parallel_tool_calls"},
 )
 
 CHAT = KnownFields(
-    _GENERATION | _TEMPLATE | {"top_logprobs", "tools", "tool_choice", "functions", "function_call"},
+    _GENERATION | _TEMPLATE | {"top_logprobs", "functions", "function_call"} | _TOOLS,
     _REFUSED
     | _refused("send it to /v1/completions", "prompt", echo=False)
     | _refused("the chat template writes special tokens; leave it out", add_special_tokens=False)
@@ -326,6 +322,16 @@ UNLOAD_ADAPTER = KnownFields(
 
 STREAM_OPTIONS = KnownFields(
     frozenset(("include_usage", "continuous_usage_stats")), {}, frozenset(("include_obfuscation",))
+)
+
+RESPONSE_FORMAT = KnownFields(frozenset(("type", "json_schema", "schema", "structures", "triggers")), {})
+
+STRUCTURED_OUTPUTS = KnownFields(
+    frozenset(("json", "regex", "choice", "grammar", "json_object", "structural_tag")),
+    _refused("write the spaces into the schema or grammar; leave it out", disable_any_whitespace=False)
+    | _refused("objects have the properties that the schema allows", disable_additional_properties=False)
+    | _refused(_LEAVE_OUT, whitespace_pattern=""),
+    frozenset(("backend", "disable_fallback")),
 )
 
 

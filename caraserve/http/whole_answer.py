@@ -38,7 +38,7 @@ def _num_logprobs(delta: TokenDelta) -> int:
     if not delta.logprobs and not delta.prompt_logprobs:
         return 0
     last = delta.logprobs[-1] if delta.logprobs else delta.prompt_logprobs[-1]
-    alternatives = 0 if last is None else len(last.top)
+    alternatives = 0 if last is None else len(last.top_ids)
     return (len(delta.logprobs) + len(delta.prompt_logprobs)) * (1 + alternatives)
 
 

@@ -25,7 +25,7 @@ class MemoryBudget:
         self.is_shared = limits.shared is not None
         self.pool = BlockPool(limits.num_blocks)
         self.adapter_bytes = 0  # taken by adapters
-        self.wanted_blocks = 0  # total that running requests need while some of them wait; 0 while none does
+        self._wanted_blocks = 0  # total that running requests need while some of them wait; 0 while none does
         self._memory = limits.shared or own
         self._kv_blocks = limits.num_blocks  # including those that the backend is making room for
         if self.is_shared and self._memory.least_blocks * limits.block_tokens < limits.max_context:
@@ -60,7 +60,7 @@ class MemoryBudget:
     def excess(self, num_bytes: int) -> int:
         """Returns how many bytes of adapters must be evicted for one of `num_bytes`, if KV blocks give up all they
         may."""
-        least = self._kv_blocks if self.is_growing else max(self.pool.held_end, self.wanted_blocks)
+        least = self._kv_blocks if self.is_growing else max(self.pool.held_end, self._wanted_blocks)
         over = self._kv_bytes(least) + self.adapter_bytes + self.takes(num_bytes) - self._memory.num_bytes
         return max(0, over, self.over_cap(num_bytes))
 
@@ -92,6 +92,10 @@ class MemoryBudget:
         self.adapter_bytes -= self.takes(num_bytes)
 
     # --- KV blocks ---
+
+    def set_lacking_blocks(self, lacking: int) -> None:
+        """Sets how many blocks running requests lack. While they lack any, no block is taken for an adapter."""
+        self._wanted_blocks = self.pool.num_blocks + lacking if lacking else 0
 
     def grow(self, blocks: int) -> None:
         """Counts `blocks` KV blocks in total, for which the backend now makes room. Raises AssertionError if they do

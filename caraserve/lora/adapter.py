@@ -82,7 +82,7 @@ class Adapter:
     device_bytes: int = 0
     spec: AdapterSpec | None = None  # known once its image has been in the host cache
     partial: PartialImage | None = None  # while it is downloaded, once layers have arrived
-    gives_way: bool = False  # whether it makes room for others: it is copied again when it is complete
+    makes_room: bool = False  # whether it makes room for others: it is copied again when it is complete
     groups: tuple[LayerGroup, ...] = ()  # expected on the device while STREAMING or COPYING
     error: CaraServeError | None = None
     again_s: float = 0.0  # after a failure: when it may be prefetched again
@@ -94,7 +94,7 @@ class Adapter:
     @property
     def is_leaving(self) -> bool:
         """Whether the incomplete adapter is unloaded from the device as soon as its side batches have ended."""
-        return self.tier is AdapterTier.STREAMING and (self.gives_way or self.error is not None)
+        return self.tier is AdapterTier.STREAMING and (self.makes_room or self.error is not None)
 
     @property
     def takes_requests(self) -> bool:

@@ -28,6 +28,7 @@ from caraserve.lora.registry import AdapterInfo, Registry
 from caraserve.model.spec import ModelSpec
 
 T = TypeVar("T")
+AdapterObserver = Callable[[str, AdapterInfo | None], None]
 
 log = logging.getLogger(__name__)
 
@@ -88,9 +89,9 @@ class AdapterReader:
                 result = error
             except OSError as error:
                 result = AdapterRejected(f"{folder.name}: the adapter cannot be read: {error.strerror}")
-            self._on_loop(lambda: told(result, before))
+            self._on_loop(lambda: deliver(result, before))
 
-        def told(result: HostAdapter | CaraServeError, before: str) -> None:
+        def deliver(result: HostAdapter | CaraServeError, before: str) -> None:
             if isinstance(result, CaraServeError) and self._refusals.get(folder) != result.message:
                 self._refusals[folder] = result.message
                 log.warning("adapter folder %r cannot be used: %s", str(folder), result.message)
@@ -116,11 +117,12 @@ class Catalog:
         manager: AdapterManager,
         reader: AdapterReader,
         rules: CatalogRules,
+        observers: Sequence[AdapterObserver] = (),
     ) -> None:
+        """`observers`: called with the name of each adapter that is loaded or unloaded (None) at run time."""
         self.manager = manager
-        self.on_change: Callable[[str, AdapterInfo | None], None] = lambda name, info: None  # loaded or unloaded
         self._spec, self._registry = spec, registry
-        self._reader, self._rules = reader, rules
+        self._reader, self._rules, self._observers = reader, rules, observers
         self._infos: dict[str, AdapterInfo] = {}
         self._changing: set[str] = set()  # names being loaded or unloaded
 
@@ -162,7 +164,7 @@ class Catalog:
                 )
             await self._on_thread(self._registry.put, info)
             self._add(info)
-            self.on_change(name, info)
+            self._notify(name, info)
             return info
 
     def adopt(self, name: str, digest: str, rank: int, num_bytes: int) -> None:
@@ -195,7 +197,7 @@ class Catalog:
             await self._on_thread(self._registry.remove, name)
             if self._infos.pop(name, None) is None:
                 return  # it was unregistered through the cluster meanwhile
-            self.on_change(name, None)
+            self._notify(name, None)
             await self.manager.forgotten(self.manager.unregister(name))
 
     def add_at_start(
@@ -338,6 +340,10 @@ class Catalog:
             check_adapter_name(name, self._rules.base_name)
         except ConfigError as error:
             raise AdapterRejected(error.message, param="lora_name") from None
+
+    def _notify(self, name: str, info: AdapterInfo | None) -> None:
+        for observe in self._observers:
+            observe(name, info)
 
     def _exclusively(self, name: str) -> "_Exclusive":
         return _Exclusive(self._changing, name)

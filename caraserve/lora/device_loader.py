@@ -23,7 +23,8 @@ MAX_BYPASSES = 64  # admissions while the same adapter waits for device room
 
 
 class DeviceLoaderOwner(Protocol):
-    """The methods of `AdapterManager` that a `DeviceLoader` calls."""
+    """The methods of `AdapterManager` that a `DeviceLoader` calls. The manager owns the loader, so its module imports
+    this one."""
 
     def gone_from_host(self, adapter: Adapter) -> None: ...
     def arrived(self, adapter: Adapter, image: HostAdapter) -> None: ...
@@ -161,7 +162,7 @@ class DeviceLoader:
         admitted request needs it, the backend cannot stream (or not one more), or other adapters wait for room: it
         is then copied when its download is complete."""
         partial = adapter.partial
-        is_of_use = adapter.users and not adapter.gives_way and self._arrivals.by_layers
+        is_of_use = adapter.users and not adapter.makes_room and self._arrivals.by_layers
         if (
             partial is None
             or not is_of_use
@@ -180,7 +181,7 @@ class DeviceLoader:
 
     def grew(self, adapter: Adapter) -> None:
         """Extends the copy of a streamed adapter to the layers that have arrived in the host cache."""
-        if not adapter.gives_way:
+        if not adapter.makes_room:
             assert adapter.partial is not None
             adapter.groups = self._arrivals.expect_streamed(adapter.partial)
             self._backend.extend_load(adapter.slot, adapter.partial.layers)
@@ -189,7 +190,7 @@ class DeviceLoader:
     def completed(self, adapter: Adapter, layers: int) -> None:
         """Extends the copy of a streamed adapter to all its `layers` layers, when its download is complete. An adapter
         that makes room for another one is still unloaded first."""
-        if not adapter.gives_way:
+        if not adapter.makes_room:
             adapter.move_to(AdapterTier.COPYING)
             adapter.groups = self._arrivals.expect_rest(adapter)
             self._backend.extend_load(adapter.slot, layers)
@@ -200,7 +201,7 @@ class DeviceLoader:
         """Ends the copy of a streamed adapter whose download has failed with `error`. The adapter is unloaded when no
         side batch uses it."""
         adapter.error = error
-        if not adapter.gives_way:
+        if not adapter.makes_room:
             self._break(adapter, error)
 
     def _stop_streaming(self) -> None:
@@ -208,7 +209,7 @@ class DeviceLoader:
         left the device, and unloads the next one if that was not enough."""
         streaming = self._device_cache.streaming()
         if streaming and not any(adapter.is_leaving for adapter in streaming):
-            streaming[-1].gives_way = True
+            streaming[-1].makes_room = True
             self._break(streaming[-1], CaraServeError("its room is wanted"))
 
     def _break(self, adapter: Adapter, cause: Exception) -> None:

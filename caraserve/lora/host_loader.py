@@ -31,7 +31,8 @@ class ReadAdapter(Protocol):
 
 
 class HostLoaderOwner(Protocol):
-    """The methods of `AdapterManager` that a `HostLoader` calls."""
+    """The methods of `AdapterManager` that a `HostLoader` calls. The manager owns the loader, so its module imports
+    this one."""
 
     def find(self, digest: str) -> Adapter | None: ...
     def evict_from_host(self, digest: str) -> None: ...
@@ -110,7 +111,7 @@ class HostLoader:
         if extent is None:
             return False
         adapter.move_to(AdapterTier.READING)
-        adapter.error, adapter.gives_way = None, False
+        adapter.error, adapter.makes_room = None, False
         self.under_way += 1
         self._counters.disk_reads += 1
         began_s = self._now()

@@ -9,23 +9,17 @@ Predictions only choose the time: a layer that is late all the same is waited fo
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Literal, Protocol
+from typing import Literal
 
 from caraserve.config import LoadingMode
 from caraserve.core.lora_layout import AdapterSpec
+from caraserve.core.machine_profile import Profile
 
 _TYPICAL_TOKENS = 128  # of a prompt, for group sizes, which are fixed before the requests are known
 _LEAST_GROUP_BYTES = 2 << 20  # below this the fixed cost of a copy is noticeable
 # Assistance is chosen only if it saves both of these: predictions are not more accurate than that.
 _LEAST_GAIN_MS = 0.5
 _LEAST_GAIN_SHARE = 0.1  # of the prefill
-
-
-class StartCosts(Protocol):
-    """Times that a machine's profile predicts."""
-
-    def prefill_ms(self, tokens: int, rank: int) -> float: ...
-    def cpu_lora_ms(self, tokens: int, rank: int, targets: Literal["qkv", "all"]) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +62,7 @@ class StartPolicy:
     mode: LoadingMode
     layers: int
     link_bytes_per_s: float
-    costs: StartCosts | None  # needed by layerwise modes alone
+    costs: Profile | None  # needed by layerwise modes alone
     workers: int = 0  # CPU LoRA workers
     handoff_ms: float = 0.0  # round trip of a hand-off beyond its compute
     shared_cores: bool = False  # whether the workers' cores are the device's own, as on the CPU backend

@@ -38,9 +38,20 @@ def tuned(
     None if the loading mode needs no profile. Also starts the CPU LoRA workers. `advance` is called a hundred times
     during a measurement. Raises ConfigError if the file of --profile is not a valid profile."""
     profile = None
+    dtype = spec.dtype if model.dtype == "auto" else model.dtype
     if lora.mode.is_layerwise:
         try:
-            profile = _load_or_make(backend, spec, model, engine, lora, advance)
+            key = machine_key(backend.accelerator), model_key(spec, dtype, engine.cpu_threads)
+            path = lora.profile or default_path(*key)
+            profile = _load(path, required=lora.profile is not None)
+            backend.start_workers(lambda rank: _UNPROFILED_SLICE_TOKENS)
+            if profile is None:
+                progress = _in_hundredths(advance)
+                profile = make_profile(backend, spec, dtype, engine.cpu_threads, quick=True, progress=progress)
+                try:
+                    profile.save(path)
+                except ConfigError as error:
+                    log.warning("the profile cannot be kept: %s", error.message)
             backend.use(profile)
         except ConfigError as error:
             if lora.profile is not None:
@@ -48,27 +59,6 @@ def tuned(
             log.warning("this machine cannot be profiled, so adapters load as a whole: %s", error.message)
     if lora.emulate_link_mb_per_s is not None:
         backend.emulate_link(lora.emulate_link_mb_per_s * 1e6)
-    return profile
-
-
-def _load_or_make(
-    backend: "ServingBackend",
-    spec: ModelSpec,
-    model: ModelConfig,
-    engine: EngineConfig,
-    lora: LoraConfig,
-    advance: Callable[[], None],
-) -> Profile:
-    dtype = spec.dtype if model.dtype == "auto" else model.dtype
-    path = lora.profile or default_path(machine_key(backend.accelerator), model_key(spec, dtype, engine.cpu_threads))
-    profile = _load(path, required=lora.profile is not None)
-    backend.start_workers(lambda rank: _UNPROFILED_SLICE_TOKENS)
-    if profile is None:
-        profile = make_profile(backend, spec, dtype, engine.cpu_threads, quick=True, progress=_in_hundredths(advance))
-        try:
-            profile.save(path)
-        except ConfigError as error:
-            log.warning("the profile cannot be kept: %s", error.message)
     return profile
 
 

@@ -12,21 +12,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain, product
 
+from caraserve.core import machine_profile as profiles
 from caraserve.core.backend import Backend
 from caraserve.core.batch import BASE_ADAPTER_SLOT
 from caraserve.core.lora_layout import ALIGN_BYTES, HostAdapter, aligned_bytes
-from caraserve.core.machine_profile import (
-    SCHEMA,
-    Decode,
-    DecodePoint,
-    LoraRate,
-    Prefill,
-    PrefillPoint,
-    Profile,
-    Targets,
-    fit_times,
-    machine_key,
-)
 from caraserve.errors import ConfigError
 from caraserve.model.dtype import DTYPES, Dtype
 from caraserve.model.spec import SITES, ModelSpec
@@ -34,7 +23,7 @@ from caraserve.profiling.microbench import MeasuredBackend, Measurement, Synthet
 from caraserve.util.units import align_up, human_bytes
 
 _LORA_RANKS = (8, 16, 32, 64, 128)
-_LORA_SITES: Mapping[Targets, Sequence[str]] = {"qkv": SITES[:3], "all": SITES}
+_LORA_SITES: Mapping[profiles.Targets, Sequence[str]] = {"qkv": SITES[:3], "all": SITES}
 _LORA_TOKENS, _LORA_LAYERS = 64, 4  # a usual slice; several layers, so that weights come from memory
 _LORA_LEAST_MS = 2.0  # of one sample, so that the overhead of the clock and the call is negligible
 _MOST_BUDGETS = 4.0  # beyond so many times the budget, only needed points are measured, once each
@@ -44,21 +33,21 @@ _LOADS = 4  # in one sample: the first copy into fresh memory takes many times a
 
 @dataclass(frozen=True, slots=True)
 class _Effort:
-    """The points of a measurement, and limits of its time and memory."""
+    """The points of a measurement, and limits of its time and memory: by default of a full one."""
 
-    ranks: tuple[int, ...]  # of the adapters that are loaded
-    adapters: int  # most of each rank
-    adapters_bytes: int  # most bytes of all
-    loading_s: float  # most time for loading them; a slow link loads fewer
-    base_batches: tuple[int, ...]
-    prefill_tokens: tuple[int, ...]
-    context_tokens: int  # of decoding requests
-    contexts: int  # computed contexts; further requests share them
-    most_token_ms: float  # most time of one token alone; a slower model is not measured
-    burst: int  # iterations of one kind in a row
-    least_rounds: int
-    most_rounds: int
-    budget_s: float  # afterwards only `least_rounds` rounds start
+    ranks: tuple[int, ...] = (8, 16, 32, 64)  # of the adapters that are loaded
+    adapters: int = 16  # most of each rank
+    adapters_bytes: int = 1 << 30  # most bytes of all
+    loading_s: float = 5.0  # most time for loading them; a slow link loads fewer
+    base_batches: tuple[int, ...] = (1, 4, 8, 16, 32)
+    prefill_tokens: tuple[int, ...] = (8, 16, 32, 64, 128, 256)
+    context_tokens: int = 128  # of decoding requests
+    contexts: int = 32  # computed contexts; further requests share them
+    most_token_ms: float = math.inf  # most time of one token alone; a slower model is not measured
+    burst: int = 3  # iterations of one kind in a row
+    least_rounds: int = 5
+    most_rounds: int = 30
+    budget_s: float = 35.0  # afterwards only `least_rounds` rounds start
 
 
 _QUICK = _Effort(
@@ -76,28 +65,13 @@ _QUICK = _Effort(
     most_rounds=7,
     budget_s=0.5,  # with the steps before and after it, a start takes 5 s
 )
-_FULL = _Effort(
-    ranks=(8, 16, 32, 64),
-    adapters=16,
-    adapters_bytes=1 << 30,
-    loading_s=5.0,
-    base_batches=(1, 4, 8, 16, 32),
-    prefill_tokens=(8, 16, 32, 64, 128, 256),
-    context_tokens=128,
-    contexts=32,
-    most_token_ms=math.inf,
-    burst=3,
-    least_rounds=5,
-    most_rounds=30,
-    budget_s=35.0,
-)
 
 
 @dataclass(frozen=True, slots=True)
 class _Measurements:
     """The measurements of every round."""
 
-    lora: Mapping[tuple[Targets, int], Measurement]  # by modules and rank; the time of one layer
+    lora: Mapping[tuple[profiles.Targets, int], Measurement]  # by modules and rank; the time of one layer
     loads: Mapping[int, Measurement]  # by bytes
     prefill: Mapping[tuple[int, int], Measurement]  # by tokens and rank
     decode: Mapping[tuple[int, ...], Measurement]  # by the requests' ranks
@@ -127,7 +101,7 @@ def measure(
     dtype: str | None = None,
     threads: int | None = None,
     accelerator: str = "",
-) -> Profile:
+) -> profiles.Profile:
     """Measures an idle backend and leaves no adapter on it.
 
     `progress` gets the share done. `measure_handoff` returns `Profile.handoff_ms`. `dtype`: of the base weights (None:
@@ -135,7 +109,7 @@ def measure(
     BackendFailed or ConfigError.
     """
     started_s = time.monotonic()
-    effort = _QUICK if quick else _FULL
+    effort = _QUICK if quick else _Effort()
     dtype = dtype or model.dtype
     device = MeasuredBackend(backend)
     images = _host_images(device, model, DTYPES[dtype], effort.ranks)
@@ -145,31 +119,31 @@ def measure(
         handoff_ms = measure_handoff() if measure_handoff is not None else None
     bytes_per_s, latency_ms = _link(measurements.loads)
     rates = [
-        (targets, rank, 1000 * _LORA_TOKENS / measurement.ms)
+        profiles.LoraRate(rank, targets, 1000 * _LORA_TOKENS / measurement.ms)
         for (targets, rank), measurement in measurements.lora.items()
     ]
     prefill = [
-        PrefillPoint(*point, measurement.ms)
+        profiles.PrefillPoint(*point, measurement.ms)
         for point, measurement in measurements.prefill.items()
         if measurement.times_ms
     ]
     decode = [
-        DecodePoint(len(ranks), sum(ranks), max(ranks), measurement.ms)
+        profiles.DecodePoint(len(ranks), sum(ranks), max(ranks), measurement.ms)
         for ranks, measurement in measurements.decode.items()
         if measurement.times_ms
     ]
-    return Profile(
-        schema=SCHEMA,
-        machine=machine_key(accelerator),
+    return profiles.Profile(
+        schema=profiles.SCHEMA,
+        machine=profiles.machine_key(accelerator),
         model=model_key(model, dtype, threads),
         made_unix_s=time.time(),
         quick=quick,
         link_bytes_per_s=bytes_per_s,
         link_latency_ms=latency_ms,
         handoff_ms=handoff_ms,
-        lora=tuple(LoraRate(rank, targets, tokens_per_s) for targets, rank, tokens_per_s in rates),
-        prefill=Prefill.fitted(prefill),
-        decode=Decode.fitted(decode),
+        lora=tuple(rates),
+        prefill=profiles.Prefill.fitted(prefill),
+        decode=profiles.Decode.fitted(decode),
     )
 
 
@@ -325,13 +299,13 @@ def _load_measurements(
 def _link(loads: Mapping[int, Measurement]) -> tuple[float, float]:
     """Returns the link's bytes/s, and the ms that each copy takes besides."""
     times_ms = [measurement.ms for measurement in loads.values()]
-    (ms_per_byte, latency_ms), _ = fit_times([[float(size) for size in loads], [1.0] * len(loads)], times_ms)
+    (ms_per_byte, latency_ms), _ = profiles.fit_times([[float(size) for size in loads], [1.0] * len(loads)], times_ms)
     if ms_per_byte == 0.0:  # noise exceeded the effect of the size
         return 1000 * max(loads) / max(times_ms), 0.0
     return 1000 / ms_per_byte, latency_ms
 
 
-def _lora_measurements(model: ModelSpec, dtype: Dtype) -> dict[tuple[Targets, int], Measurement]:
+def _lora_measurements(model: ModelSpec, dtype: Dtype) -> dict[tuple[profiles.Targets, int], Measurement]:
     from caraserve.profiling.cpu_lora_rate import LayerLora  # compiles kernels: not when this file is imported
 
     layers = min(_LORA_LAYERS, model.layers)

@@ -57,7 +57,7 @@ class MeasuredBackend:
             self._backend.launch(batch, results.put)
         times_ms = []
         for _ in batches:
-            result = _wait(results)
+            result = wait_for(results)
             if isinstance(result, Exception):
                 raise BackendFailed(f"an iteration failed: {result}")
             times_ms.append(1000 * (result.done_s - result.started_s))
@@ -68,7 +68,7 @@ class MeasuredBackend:
         results: SimpleQueue[tuple[Exception | None, float]] = SimpleQueue()
         started_s = time.perf_counter()
         self._backend.load_adapter(adapter, slot, lambda error: results.put((error, time.perf_counter())))
-        error, done_s = _wait(results)
+        error, done_s = wait_for(results)
         if error is not None:
             raise BackendFailed(f"an adapter could not be copied: {error}")
         return 1000 * (done_s - started_s)
@@ -78,22 +78,22 @@ class MeasuredBackend:
         self._backend.unload_adapter(slot)
 
 
-def _wait(results: "SimpleQueue[_T]") -> _T:
+def wait_for(results: "SimpleQueue[_T]", timeout_s: float = _TIMEOUT_S) -> _T:
+    """Returns the queue's next item. Raises BackendFailed when there is none in time."""
     try:
-        return results.get(timeout=_TIMEOUT_S)
+        return results.get(timeout=timeout_s)
     except Empty:
-        raise BackendFailed(f"the device gave no answer within {_TIMEOUT_S:.0f} s") from None
+        raise BackendFailed(f"the device gave no answer within {timeout_s:.0f} s") from None
 
 
 # --- synthetic adapters ---
 
 
-def adapter_spec(model: ModelSpec, dtype: Dtype, rank: int, layers: int) -> AdapterSpec:
-    """Returns the spec of an adapter of all seven modules of the first `layers` layers."""
-    modules = {(layer, site): (rank, 1.0) for layer in range(layers) for site in SITES}
-    spans, layer_ends = lay_out(model, dtype, modules)
-    digest = hashlib.sha256(f"synthetic {dtype.name} {rank} {layers}".encode()).hexdigest()
-    return AdapterSpec(digest, dtype, rank, SITES, layer_ends, spans)
+def adapter_spec(model: ModelSpec, dtype: Dtype, rank: int, layers: int, sites: Sequence[str] = SITES) -> AdapterSpec:
+    """Returns the spec of an adapter of these modules of the first `layers` layers."""
+    spans, layer_ends = lay_out(model, dtype, {(layer, site): (rank, 1.0) for layer in range(layers) for site in sites})
+    digest = hashlib.sha256(f"synthetic {dtype.name} {rank} {layers} {sites}".encode()).hexdigest()
+    return AdapterSpec(digest, dtype, rank, tuple(sites), layer_ends, spans)
 
 
 def random_adapter(model: ModelSpec, spec: AdapterSpec, memory: NDArray[np.uint8]) -> HostAdapter:

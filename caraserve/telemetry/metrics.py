@@ -19,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from caraserve.core.request import Finish
 from caraserve.telemetry.prometheus import Histogram, Sample, family, label_set
@@ -99,37 +98,38 @@ _FAMILIES = (
     ),
     ("caraserve:request_phase_seconds", "histogram", "Time of a request by phase."),
 )
+# The histograms that have one series each, and their bounds.
+_HISTOGRAMS: dict[str, Sequence[float]] = {
+    "vllm:time_to_first_token_seconds": _SHORT_S,
+    "vllm:inter_token_latency_seconds": _SHORT_S,
+    "vllm:request_time_per_output_token_seconds": _SHORT_S,
+    "vllm:e2e_request_latency_seconds": _LONG_S,
+    "vllm:request_queue_time_seconds": _LONG_S,
+    "vllm:request_prefill_time_seconds": _LONG_S,
+    "vllm:request_decode_time_seconds": _LONG_S,
+    "vllm:request_inference_time_seconds": _LONG_S,
+    "vllm:iteration_tokens_total": _ITERATION_TOKENS,
+    "vllm:request_prompt_tokens": _TOKENS,
+    "vllm:request_generation_tokens": _TOKENS,
+    "caraserve:iteration_seconds": _SHORT_S,
+    "caraserve:adapter_stall_seconds": _SHORT_S,
+    "caraserve:adapter_interruption_seconds": _SHORT_S,
+}
 
 
-class SnapshotView(Protocol):
-    """The engine's state at one moment; adapters by name, the most recently used of the host first."""
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """The engine at one moment. Adapters are given by name."""
 
-    @property
-    def running(self) -> int: ...
-
-    @property
-    def waiting(self) -> int: ...
-
-    @property
-    def kv_used_blocks(self) -> int: ...
-
-    @property
-    def kv_total_blocks(self) -> int: ...
-
-    @property
-    def running_adapters(self) -> tuple[str, ...]: ...
-
-    @property
-    def waiting_adapters(self) -> tuple[str, ...]: ...
-
-    @property
-    def device_adapters(self) -> tuple[str, ...]: ...
-
-    @property
-    def host_adapters(self) -> tuple[str, ...]: ...
-
-    @property
-    def draining(self) -> bool: ...
+    running: int
+    waiting: int
+    kv_used_blocks: int
+    kv_total_blocks: int
+    running_adapters: tuple[str, ...]
+    waiting_adapters: tuple[str, ...]
+    device_adapters: tuple[str, ...]
+    host_adapters: tuple[str, ...]  # the most recently used first
+    draining: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,19 +168,13 @@ class Metrics:
         self._workers, self._merges = workers, merges
         self._more: list[Callable[[str], Iterable[str]]] = []
         self.computed_tokens = 0  # prompt and output tokens over all iterations
-        self._iteration_tokens = Histogram(_ITERATION_TOKENS)
-        self._iteration_s = Histogram(_SHORT_S)
-        self._first_token_s = Histogram(_SHORT_S)
-        self._token_gap_s = Histogram(_SHORT_S)
-        self._per_output_token_s = Histogram(_SHORT_S)
-        self._e2e_s = Histogram(_LONG_S)
-        self._inference_s = Histogram(_LONG_S)
-        self._phase_s = {phase: Histogram(_LONG_S) for phase in ("queued", "load", "prefill", "decode")}
-        self._prompt_sizes = Histogram(_TOKENS)
-        self._output_sizes = Histogram(_TOKENS)
+        self._histograms = {name: Histogram(bounds) for name, bounds in _HISTOGRAMS.items()}
+        self._first_token_s = self._histograms["vllm:time_to_first_token_seconds"]
+        self._token_gap_s = self._histograms["vllm:inter_token_latency_seconds"]
+        self._iteration_tokens = self._histograms["vllm:iteration_tokens_total"]
+        self._iteration_s = self._histograms["caraserve:iteration_seconds"]
+        self._waits_s = Histogram(_LONG_S)  # of requests for their adapters
         self._load_s = Histogram(_SHORT_S)
-        self._stalled_s = Histogram(_SHORT_S)
-        self._interrupted_s = Histogram(_SHORT_S)
         self._cpu_layers = 0
         self._prompt_tokens = self._output_tokens = self._cached_tokens = self._preemptions = 0
         self._finished = dict.fromkeys(_REASONS, 0)
@@ -213,18 +207,22 @@ class Metrics:
             return
         phases = finish.phases
         self._cpu_layers += phases.cpu_layers
-        self._stalled_s.observe(phases.stalled_ms / 1000)
-        self._interrupted_s.observe(phases.interrupted_ms / 1000)
-        self._prompt_sizes.observe(finish.prompt_tokens)
-        self._output_sizes.observe(finish.completion_tokens)
-        self._e2e_s.observe(phases.e2e_ms / 1000)
-        self._inference_s.observe((phases.prefill_ms + phases.decode_ms) / 1000)
-        self._phase_s["queued"].observe(phases.queued_ms / 1000)
-        self._phase_s["load"].observe(phases.load_ms / 1000)
-        self._phase_s["prefill"].observe(phases.prefill_ms / 1000)
-        self._phase_s["decode"].observe(phases.decode_ms / 1000)
-        if finish.completion_tokens > 1:
-            self._per_output_token_s.observe(phases.decode_ms / 1000 / (finish.completion_tokens - 1))
+        self._waits_s.observe(phases.load_ms / 1000)
+        observed = {
+            "vllm:e2e_request_latency_seconds": phases.e2e_ms / 1000,
+            "vllm:request_queue_time_seconds": phases.queued_ms / 1000,
+            "vllm:request_prefill_time_seconds": phases.prefill_ms / 1000,
+            "vllm:request_decode_time_seconds": phases.decode_ms / 1000,
+            "vllm:request_inference_time_seconds": (phases.prefill_ms + phases.decode_ms) / 1000,
+            "vllm:request_prompt_tokens": finish.prompt_tokens,
+            "vllm:request_generation_tokens": finish.completion_tokens,
+            "caraserve:adapter_stall_seconds": phases.stalled_ms / 1000,
+            "caraserve:adapter_interruption_seconds": phases.interrupted_ms / 1000,
+        }
+        if (later := finish.completion_tokens - 1) > 0:
+            observed["vllm:request_time_per_output_token_seconds"] = phases.decode_ms / 1000 / later
+        for name, value in observed.items():
+            self._histograms[name].observe(value)
 
     def answers(self) -> tuple[int, int]:
         """Returns how many requests have ended, and the tokens of their answers."""
@@ -258,15 +256,15 @@ class Metrics:
         """Adds families of another part. `more` gets the server's labels and returns whole families at each scrape."""
         self._more.append(more)
 
-    def render(self, snapshot: SnapshotView, rank_of: Callable[[str], int]) -> bytes:
+    def render(self, snapshot: EngineSnapshot, rank_of: Callable[[str], int]) -> bytes:
         """Returns the page of GET /metrics in Prometheus' text format. `rank_of`: an adapter's rank by its name."""
-        found = {**self._state(snapshot, rank_of), **self._counters(), **self._histograms()}
+        found = {**self._state(snapshot, rank_of), **self._counters(), **self._single(self._histograms)}
         parts = [family(name, kind, text, found[name]) for name, kind, text in _FAMILIES]
         for more in self._more:
             parts += more(self._labels)
         return "".join(parts).encode()
 
-    def _state(self, snapshot: SnapshotView, rank_of: Callable[[str], int]) -> dict[str, list[Sample]]:
+    def _state(self, snapshot: EngineSnapshot, rank_of: Callable[[str], int]) -> dict[str, list[Sample]]:
         blocks, device, host = snapshot.kv_total_blocks, snapshot.device_adapters, snapshot.host_adapters
         used = snapshot.kv_used_blocks / blocks if blocks else 0.0
         sizes = label_set({"block_size": str(self._block_tokens), "num_gpu_blocks": str(blocks), "engine": "0"})
@@ -295,7 +293,7 @@ class Metrics:
             ),
         }
 
-    def _adapters(self, snapshot: SnapshotView) -> str:
+    def _adapters(self, snapshot: EngineSnapshot) -> str:
         """Returns the labels of `vllm:lora_requests_info`.
 
         Routers read the sample with the newest time and prefer an instance whose `running_lora_adapters` has the
@@ -314,6 +312,10 @@ class Metrics:
     def _counters(self) -> dict[str, list[Sample]]:
         workers, prompt_tokens, cached_tokens = self._workers(), self._prompt_tokens, self._cached_tokens
         choices, responses = self._choices.items(), self._responses.items()
+        queued, prefill, decode = (
+            self._histograms[f"vllm:request_{phase}_time_seconds"] for phase in ("queue", "prefill", "decode")
+        )
+        phases = {("queued",): queued, ("load",): self._waits_s, ("prefill",): prefill, ("decode",): decode}
         return {
             **self._single(
                 {
@@ -336,42 +338,17 @@ class Metrics:
                 ("finished_reason",), [((_REASONS[reason],), count) for reason, count in self._finished.items()]
             ),
             "caraserve:adapter_loads_total": self._by(("mode", "outcome"), self._loads.items()),
-            "caraserve:loading_choice_total": self._by(("choice",), [((name,), each[0]) for name, each in choices]),
-            "caraserve:loading_choice_predicted_seconds_total": self._by(
-                ("choice",), [((name,), each[1]) for name, each in choices]
-            ),
-            "caraserve:loading_choice_observed_seconds_total": self._by(
-                ("choice",), [((name,), each[2]) for name, each in choices]
-            ),
+            **{
+                f"caraserve:loading_choice_{what}": self._by(
+                    ("choice",), [((name,), each[at]) for name, each in choices]
+                )
+                for at, what in enumerate(("total", "predicted_seconds_total", "observed_seconds_total"))
+            },
             "caraserve:http_responses_total": self._by(
                 ("route", "status"), [((route, str(status)), count) for (route, status), count in responses]
             ),
-        }
-
-    def _histograms(self) -> dict[str, list[Sample]]:
-        return {
-            **self._single(
-                {
-                    "vllm:time_to_first_token_seconds": self._first_token_s,
-                    "vllm:inter_token_latency_seconds": self._token_gap_s,
-                    "vllm:request_time_per_output_token_seconds": self._per_output_token_s,
-                    "vllm:e2e_request_latency_seconds": self._e2e_s,
-                    "vllm:request_queue_time_seconds": self._phase_s["queued"],
-                    "vllm:request_prefill_time_seconds": self._phase_s["prefill"],
-                    "vllm:request_decode_time_seconds": self._phase_s["decode"],
-                    "vllm:request_inference_time_seconds": self._inference_s,
-                    "vllm:iteration_tokens_total": self._iteration_tokens,
-                    "vllm:request_prompt_tokens": self._prompt_sizes,
-                    "vllm:request_generation_tokens": self._output_sizes,
-                    "caraserve:iteration_seconds": self._iteration_s,
-                    "caraserve:adapter_stall_seconds": self._stalled_s,
-                    "caraserve:adapter_interruption_seconds": self._interrupted_s,
-                }
-            ),
             "vllm:lora_adapter_load_seconds": self._by(("transition",), [(("activate",), self._load_s)]),
-            "caraserve:request_phase_seconds": self._by(
-                ("phase",), [((phase,), histogram) for phase, histogram in self._phase_s.items()]
-            ),
+            "caraserve:request_phase_seconds": self._by(("phase",), phases.items()),
         }
 
     def _single(self, values: Mapping[str, float | Histogram]) -> dict[str, list[Sample]]:

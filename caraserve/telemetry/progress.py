@@ -14,12 +14,17 @@ _FUNCTIONS = 95  # about as many as a first start compiles; for display only
 _LOG_S = 2.0  # between log lines
 
 
+def terminal_bar() -> Progress:
+    """Returns a bar on stderr that vanishes at its end, and that is disabled where stderr is no terminal."""
+    console = Console(stderr=True)
+    return Progress(console=console, transient=True, disable=not console.is_terminal)
+
+
 @contextlib.contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
     """Yields a function to call `total` times, and logs the time that the work took."""
-    console = Console(stderr=True)
     started_s = time.monotonic()
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+    with terminal_bar() as bar:
         task = bar.add_task(label, total=total)
         yield lambda: bar.advance(task)
     log.info("%s loaded in %.1f s", label, time.monotonic() - started_s)
@@ -35,8 +40,7 @@ class CompileProgress:
     @contextlib.contextmanager
     def shown(self) -> Iterator[Callable[[], None]]:
         """Yields a function to call for each compiled function. Counts over all uses of this object."""
-        console = Console(stderr=True)
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        with terminal_bar() as bar:
             yield lambda: self._count(bar)
 
     def _count(self, bar: Progress) -> None:

@@ -338,6 +338,15 @@ def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal().startswith("CARASERVE_PORT: --port: 'high' is not a port")
 
 
+def test_a_misspelt_variable_is_noted_and_one_of_kubernetes_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CARASERVE_MAX_NUM_SEQ", "2")
+    monkeypatch.setenv("CARASERVE_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("CARASERVE_PORT_8000_TCP", "tcp://10.0.0.1:8000")
+    (note,) = parsed().notes
+    assert note.startswith("CARASERVE_MAX_NUM_SEQ has no effect: ")
+    assert "CARASERVE_MAX_NUM_SEQS?" in note
+
+
 # --- the command ---
 
 

@@ -1,7 +1,7 @@
 """The allocator of the host cache: each byte has one owner, and free neighbours are joined."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from caraserve.core.lora_layout import ALIGN_BYTES, aligned_bytes
@@ -10,7 +10,6 @@ from caraserve.cpu.shared_memory import PAGE_BYTES, Arena, SharedRegion
 ROOM = 32 * ALIGN_BYTES
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 8 * ALIGN_BYTES)), max_size=60))
 def test_in_any_order_of_allocations_each_byte_has_one_owner(steps: list[tuple[bool, int]]) -> None:
     arena = Arena(aligned_bytes(ROOM))

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from caraserve.core.batch import SlotSampling
 from caraserve.cpu.sampling import SLOT_SAMPLING, all_finite, best_tokens, choose, log_sum_exp, write_sampling
@@ -23,16 +24,19 @@ _DEFAULTS: dict[str, Any] = {
     "end_ids": (),
     "logit_bias": (),
 }
+_NO_MASK = np.zeros(0, np.uint32)
 LOGITS = np.random.default_rng(3).standard_normal(VOCAB).astype(np.float32) * 2
 
 
-def draw(position: int = 1, history: tuple[int, ...] = (4, 5), **changed: Any) -> int:
+def draw(
+    position: int = 1, history: tuple[int, ...] = (4, 5), mask: NDArray[np.uint32] = _NO_MASK, **changed: Any
+) -> int:
     table = np.zeros(2, SLOT_SAMPLING)
     write_sampling(table, 1, SlotSampling(**_DEFAULTS | changed))
     tokens = np.zeros(VOCAB, np.int64)
     tokens[: len(history)] = history
     logits, seen = LOGITS.copy(), np.zeros(VOCAB, np.uint8)
-    chosen = int(choose(logits, position, tokens, table[1], np.zeros(VOCAB, np.float32), seen))
+    chosen = int(choose(logits, position, tokens, table[1], np.zeros(VOCAB, np.float32), seen, mask))
     assert (logits == LOGITS).all()
     assert not seen.any()
     return chosen

@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from caraserve.core.request import Tenant
@@ -152,7 +152,6 @@ TENANTS = st.builds(Tenant, st.sampled_from("abc"), st.sampled_from("xyz"))
 
 
 @given(st.lists(st.tuples(TENANTS, st.integers(1, 50)), max_size=200), st.integers(0, 5))
-@settings(deadline=None)
 def test_clients_that_always_wait_get_equal_service_within_one_request(
     charged: list[tuple[Tenant, int]], most: int
 ) -> None:
@@ -180,7 +179,6 @@ def test_clients_that_always_wait_get_equal_service_within_one_request(
 
 
 @given(st.lists(st.sampled_from(["a", "a", "b", 25, 50, 50]), min_size=100, max_size=200), st.sampled_from(["", "one"]))
-@settings(deadline=None)
 def test_two_names_that_wait_get_equal_service_within_two_requests(steps: list[str | int], client: str) -> None:
     """`steps`: a name pushes a request of that client, or of that user of one client; a number serves the next request
     with so many tokens. Service while only one of the two waited makes no difference."""

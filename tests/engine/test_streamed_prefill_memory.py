@@ -92,7 +92,7 @@ def test_an_adapter_complete_before_it_was_unloaded_is_served_after_the_one_that
     async def test(here: World) -> None:
         first, task = await taken(here)
         other = await wanted(here)
-        assert version_of(here, "a0").gives_way
+        assert version_of(here, "a0").makes_room
         here.reader.reads.pop()(True)
         assert version_of(here, "a0").tier is AdapterTier.STREAMING
         await ends(here, other)

@@ -7,9 +7,18 @@ from typing import Any, Self
 
 from caraserve.core.request import Finish, FinishReason, GenerateRequest, Phases, TokenDelta, TokenLogprob
 from caraserve.errors import CaraServeError, ContextLengthExceeded, InvalidRequest, NotFound
+from caraserve.tokenizer.grammar import GrammarSource
+from caraserve.tokenizer.tool_format import HERMES, ToolFormat
 
 PHASES = Phases(queued_ms=1.0, load_ms=2.0, prefill_ms=3.0, decode_ms=4.0)
 BOS, EOS = 256, 257
+
+
+class FakeGrammars:
+    """A compiler that returns sources as they are."""
+
+    async def compile(self, source: GrammarSource) -> GrammarSource:
+        return source
 
 
 class FakeTokenizer:
@@ -17,6 +26,11 @@ class FakeTokenizer:
 
     vocab_size = 258
     eos_ids = frozenset({EOS})
+    grammars = FakeGrammars()
+    tool_format: ToolFormat | None = HERMES
+
+    def special_id(self, text: str) -> int | None:
+        return None
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         ids = [BOS] * add_special_tokens + list(text.encode())
@@ -41,11 +55,13 @@ class FakeTokenizer:
         add_generation_prompt: bool,
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
     ) -> list[int]:
         if kwargs.get("broken"):
             raise InvalidRequest("The model has no chat template.", param="messages")
-        text = "".join(f"{message['role']}:{message['content']};" for message in messages)
+        text = "".join(f"tool:{tool['function']['name']};" for tool in tools or ())
+        text += "".join(f"{message['role']}:{message['content']};" for message in messages)
         return self.encode(text + "assistant:" * add_generation_prompt, max_tokens=max_tokens)
 
 
@@ -106,10 +122,11 @@ def spell(request: GenerateRequest, text: str = "Hi!") -> list[TokenDelta]:
 
 def scored(token_id: int, alternatives: int) -> TokenLogprob:
     """Returns logprobs in which the token itself is the best, the next ids follow, and the last has probability 0."""
-    top = [((token_id + place) % 256, -0.5 - place) for place in range(alternatives)]
-    if len(top) > 2:
-        top[-1] = (top[-1][0], float("-inf"))
-    return TokenLogprob(token_id, -0.5, tuple(top))
+    top_logprobs = [-0.5 - place for place in range(alternatives)]
+    if alternatives > 2:
+        top_logprobs[-1] = float("-inf")
+    top_ids = [(token_id + place) % 256 for place in range(alternatives)]
+    return TokenLogprob(token_id, -0.5, tuple(top_ids), tuple(top_logprobs))
 
 
 class FakeStream:
@@ -157,6 +174,7 @@ class FakeEngine:
     base_name: str = "org/base"
     other_base_names: tuple[str, ...] = ()
     max_model_len: int = 1000
+    supports_grammars: bool = True
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     draining: bool = False

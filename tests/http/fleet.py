@@ -17,10 +17,17 @@ from caraserve.cluster.membership.auth import Keyring
 from caraserve.cluster.membership.swim import MemberRecord, MemberState
 from caraserve.cluster.routing.cost import Backlog, Tier
 from caraserve.cluster.routing.forward_auth import CLAIMS_HEADER, INSTANCE_HEADER, PREFIX, ForwardVerifier
-from caraserve.cluster.routing.forwarding import LOCAL, Body, Forwarding, LatencyTargets, refuses_new_requests
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.policies import policy
 from caraserve.cluster.routing.router import Instance
+from caraserve.cluster.routing.selector import (
+    LOCAL,
+    AdapterFetcher,
+    Body,
+    InstanceSelector,
+    LatencyTargets,
+    refuses_new_requests,
+)
 from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter
 from caraserve.http.app import add_peer_routes, make_app, start_http, start_peer_http
 from caraserve.http.context import HttpTimings
@@ -42,7 +49,7 @@ class World:
     loads: dict[str, Backlog] = field(default_factory=dict)
     names: dict[str, RegisteredAdapter] = field(default_factory=dict)
     held: dict[str, dict[str, Tier]] = field(default_factory=dict)
-    routers: dict[str, Forwarding] = field(default_factory=dict)
+    routers: dict[str, InstanceSelector] = field(default_factory=dict)
 
     def add(self, name: str, port: int) -> None:
         self.records[name] = MemberRecord(name, f"127.0.0.1:{port}", 1, 0, MemberState.ALIVE)
@@ -57,6 +64,7 @@ class View:
         self.stale: tuple[Instance, ...] | None = None
         self.names: dict[str, RegisteredAdapter] | None = None
         self.registry_version = 1
+        self.has_registry = False
         self._world = world
 
     def instances(self) -> tuple[Instance, ...]:
@@ -105,7 +113,7 @@ class Server:
 
     @property
     def routing_metrics(self) -> Any:
-        return self.router.forwarding.routing_metrics
+        return self.router.selector.routing_metrics
 
 
 class RecordingProxy(PeerProxy):
@@ -126,7 +134,7 @@ class RawAnswer:
     """The request that reached a raw peer."""
 
     bodies: list[bytes] = field(default_factory=list)
-    hops: list[dict[str, Any]] = field(default_factory=list)
+    claims: list[dict[str, Any]] = field(default_factory=list)
     headers: list[Mapping[str, str]] = field(default_factory=list)
 
 
@@ -149,20 +157,23 @@ class Fleet:
         engine: FakeEngine | None = None,
         timings: HttpTimings | None = None,
         tls: tuple[SSLContext, SSLContext] | None = None,
+        fetcher: AdapterFetcher | None = None,
         **settings: Any,
     ) -> Server:
         """An instance with a fake engine. `tls`: for listening, on a port of its own for others, and for dialling."""
         engine = engine or FakeEngine()
         view = View(name, self.world)
         chosen = None if self._routing == LOCAL else policy(self._routing)
-        forwarding = Forwarding(
-            view, chosen, self._slo, engine.loaded.get, lambda: refuses_new_requests(engine), rng=Random(name)
+        selector = InstanceSelector(
+            *(view, chosen, self._slo, engine.loaded.get, lambda: refuses_new_requests(engine)),
+            fetcher=fetcher,
+            rng=Random(name),
         )
-        forwarding.joined = True
+        selector.join()
         proxy = RecordingProxy(lambda: name, lambda: KEYS, tls[1] if tls else None)
         proxy.forwards = []
         gate = ForwardVerifier(lambda: name, lambda: KEYS)
-        router = ClusterRouter(forwarding, proxy, gate, QueueRebalancer(engine, forwarding))
+        router = ClusterRouter(selector, proxy, gate, QueueRebalancer(engine, selector))
         self._stack.push_async_callback(router.close)
         config = http_config(**settings)
         app = make_app(
@@ -181,7 +192,7 @@ class Fleet:
             runner, peer_port = await start_peer_http(node, router, app, "127.0.0.1", 0, tls[0])
             self._stack.push_async_callback(runner.cleanup)
             self.world.add(name, peer_port)
-        self.world.routers[name] = forwarding
+        self.world.routers[name] = selector
         for adapter in engine.loaded.values():
             self.world.names[adapter.name] = RegisteredAdapter(
                 adapter.name, adapter.digest, adapter.rank, adapter.num_bytes
@@ -197,7 +208,7 @@ class Fleet:
 
         async def take(request: web.Request) -> web.StreamResponse:
             seen.bodies.append(await request.read())
-            seen.hops.append(json.loads(request.headers[CLAIMS_HEADER]))
+            seen.claims.append(json.loads(request.headers[CLAIMS_HEADER]))
             seen.headers.append(request.headers)
             return await handler(request, seen)
 

@@ -33,6 +33,13 @@ async def test_models_are_the_base_and_its_adapters() -> None:
     }
 
 
+async def test_the_base_model_is_listed_and_shown_by_each_of_its_names() -> None:
+    async with serving(FakeEngine(other_base_names=("short",))) as client:
+        first, second, *_ = (await client.get("/v1/models")).json["data"]
+        assert (first["id"], second["id"], second["root"]) == ("org/base", "short", "org/base")
+        assert (await client.get("/v1/models/short")).json == second
+
+
 async def test_the_list_follows_every_change() -> None:
     fake = FakeEngine()
     async with serving(fake) as client:

@@ -72,7 +72,7 @@ async def test_all_bodies_together_are_bounded_and_small_ones_are_always_taken(
 
 
 async def test_the_memory_of_a_body_is_released_when_its_request_ends() -> None:
-    fake, timings = FakeEngine(max_model_len=10_000), HttpTimings(body_s=0.05)
+    fake, timings = FakeEngine(max_model_len=10_000), HttpTimings(body_s=0.05, linger_s=0.05)
     async with serving(fake, timings=timings, max_body_bytes=6_000) as client:
         for _ in range(4):
             assert (await client.complete(prompt="a" * 5_000)).status == 200

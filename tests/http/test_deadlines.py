@@ -324,14 +324,14 @@ async def test_the_receiver_of_a_request_enforces_its_deadline(pass_time: PassTi
     path = PREFIX + COMPLETION[0]
     async with fleet() as running:
         a = await running.start("a", FakeEngine(script=begun if stream else None))
-        hop = ForwardClaims(
+        claims = ForwardClaims(
             *("id", 1, "b", "a", None, "", 5),
             force=True,
             time_ms=int(time.time() * 1000),
             body_digest=await body_digest(body),
             client="c",
         )
-        headers = forward_headers(KEYS, path, hop) | HEADERS | {"Content-Type": "application/json"}
+        headers = forward_headers(KEYS, path, claims) | HEADERS | {"Content-Type": "application/json"}
         asking = asyncio.create_task(a.client.post(path, body, headers=headers))
         (there,) = await a.engine.submitted()
         while stream and not there.taken:  # noqa: ASYNC110

@@ -147,13 +147,13 @@ async def test_ids_traces_tenant_and_seed_are_forwarded_and_the_clients_key_is_n
         headers = {"X-Request-Id": "r-1", "traceparent": "00-abc-01", "Authorization": "Bearer secret"}
         answer = await b.client.complete(headers=headers, user="alice", seed=5)
         assert answer.headers["X-Request-Id"] == "r-1"
-        (got,), (body,), (hop,) = seen.headers, seen.bodies, seen.hops
+        (got,), (body,), (claims,) = seen.headers, seen.bodies, seen.claims
         assert (got["X-Request-Id"], got["traceparent"]) == ("r-1", "00-abc-01")
         assert "Authorization" not in got
         assert json.loads(body) == {"prompt": "ab", "user": "alice", "seed": 5}
-        assert hop["seed"] is None
+        assert claims["seed"] is None
         await b.client.complete(headers=headers)
-        assert seen.hops[1]["seed"] is not None
+        assert seen.claims[1]["seed"] is not None
 
 
 async def test_a_forwarded_request_needs_no_api_key() -> None:
@@ -232,7 +232,7 @@ async def test_before_the_first_byte_another_instance_retries_with_the_same_id_a
         dead, alive = await running.start_raw("b", die), await running.start_raw("c", serve)
         answer = await running["d"].client.complete(stream=True)
         assert answer.body == b"".join(EVENTS) + DONE
-        (one,), (two,) = dead.hops, alive.hops
+        (one,), (two,) = dead.claims, alive.claims
         assert (one["id"], one["seed"]) == (two["id"], two["seed"])
         assert one["attempt"] < two["attempt"]
         assert running["d"].routing_metrics.unreached == {"a": 1, "b": 1}

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from caraserve.cluster.routing.cost import Backlog, Tier
 from caraserve.cluster.routing.forward_auth import CLAIMS_HEADER, INSTANCE_HEADER, PREFIX, SIGNATURE_HEADER
-from caraserve.cluster.routing.forwarding import LatencyTargets
+from caraserve.cluster.routing.selector import LatencyTargets
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from caraserve.errors import Unreachable
 from tests.cluster.membership.test_admission import certificate, tls
@@ -61,10 +61,10 @@ class Cut:
 @pytest.mark.parametrize("entry", ["a", "d"])
 @pytest.mark.parametrize("held", [False, True])
 async def test_after_a_failed_download_only_holders_are_tried(entry: str, held: bool) -> None:
-    async with fleet("a", "b", "c", "d") as running:
+    async with fleet() as running:
         cuts = {name: Cut() for name in "abcd"}
         for name, cut in cuts.items():
-            running[name].router.forwarding.fetcher = cut
+            await running.start(name, fetcher=cut)
         running.world.names["far"] = RegisteredAdapter("far", "f", 8, 1)
         if held:
             await running.start("e", FakeEngine(loaded={"far": FakeAdapter("far", "/far", digest="f")}))
@@ -107,7 +107,7 @@ async def test_an_instance_is_ready_when_it_has_the_clusters_registry() -> None:
         early = await running["a"].client.get("/ready")
         assert (early.status, early.error["code"]) == (503, "not_ready")
         assert (await running["a"].client.get("/health")).status == 200
-        running["a"].router.forwarding.introduced = lambda: True
+        running["a"].view.has_registry = True
         assert (await running["a"].client.get("/ready")).status == 200
 
 

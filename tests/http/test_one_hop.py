@@ -6,10 +6,10 @@ import contextlib
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from caraserve.cluster.placement.plan_factory import ROUTINGS
 from caraserve.cluster.routing.cost import Backlog, LinkSpeeds, Tier
-from caraserve.cluster.routing.forwarding import LatencyTargets
+from caraserve.cluster.routing.policies import ROUTINGS
 from caraserve.cluster.routing.router import Instance
+from caraserve.cluster.routing.selector import LatencyTargets
 from caraserve.errors import Overloaded
 from tests.http.fake_engine import FakeAdapter, FakeEngine
 from tests.http.fleet import MODEL, Fleet, fleet
@@ -38,7 +38,7 @@ def views(draw: st.DrawFn) -> tuple[Instance, ...]:
     )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(
     routing=st.sampled_from(ROUTINGS),
     believed=st.lists(views(), min_size=3, max_size=3),

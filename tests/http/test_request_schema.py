@@ -62,10 +62,25 @@ OF_CHAT: dict[str, Any] = {
     "chat_template_kwargs": {"anything": 1},
     "logprobs": True,
     "top_logprobs": 1,
-    "tools": [{}],
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "parallel_tool_calls": True,
     "tool_choice": "none",
     "functions": [{}],
     "function_call": "none",
+}
+
+CONSTRAINTS = {
+    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {}}},
+    "structured_outputs": {"regex": "a"},
+    "guided_json": {},
+    "guided_regex": "a",
+    "guided_choice": ["a"],
+    "guided_grammar": 'root ::= "a"',
+    "regex": "a",
+    "ebnf": 'root ::= "a"',
+    "grammar": 'root ::= "a"',
+    "json_schema": {"type": "object"},
+    "structural_tag": {"structures": [{"begin": "<a>", "schema": {}, "end": ""}], "triggers": ["<a"]},
 }
 
 
@@ -75,11 +90,16 @@ OF_CHAT: dict[str, Any] = {
 )
 async def test_every_field_of_a_table_is_read(path: str, table: KnownFields, own: dict[str, Any]) -> None:
     body = EVERY_SERVED_VALUE | own
-    assert body.keys() == table.served
+    assert body.keys() | CONSTRAINTS.keys() == table.served
     async with serving(FakeEngine()) as client:
         answer = await client.post(path, body)
-    assert answer.status == 200, answer.body
-    assert IGNORED not in answer.headers
+        constrained = [  # one at a time, and without what contradicts them
+            await client.post(path, body | {"ignore_eos": False, "min_tokens": 0, name: value})
+            for name, value in CONSTRAINTS.items()
+        ]
+    for each in (answer, *constrained):
+        assert each.status == 200, each.body
+        assert IGNORED not in each.headers
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -107,10 +127,8 @@ def test_no_known_name_counts_as_misspelt(table: KnownFields) -> None:
         ("do_sample", False, "temperature 0"),
         ("stop_sequences", ["x"], "stop"),
         ("n_probs", 3, "logprobs"),
-        ("regex", "a*", "cannot be constrained"),
-        ("ebnf", "root ::= a", "cannot be constrained"),
-        ("grammar", "root ::= a", "cannot be constrained"),
-        ("json_schema", {"type": "object"}, "cannot be constrained"),
+        ("format", "json", "response_format"),
+        ("bad_words", ["x"], "response_format"),
         ("mirostat", 2, "not implemented"),
         ("typical_p", 0.9, "not implemented"),
         ("dry_multiplier", 0.8, "not implemented"),
@@ -190,7 +208,7 @@ async def test_a_misspelt_field_is_refused_with_the_right_name(path: str, field:
 @pytest.mark.parametrize(
     "sent",
     [
-        {"metadata": {"a": "b"}, "store": True, "service_tier": "auto", "parallel_tool_calls": True},
+        {"metadata": {"a": "b"}, "store": True, "service_tier": "auto"},
         {"reasoning_effort": "low", "verbosity": "low", "prediction": {}, "web_search_options": {}},
         {"prompt_cache_key": "k", "safety_identifier": "s", "spaces_between_special_tokens": True, "length_penalty": 1},
         {"chat_id": "1", "session_id": "2", "id": "3", "background_tasks": {}, "features": {}, "files": []},

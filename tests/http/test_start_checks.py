@@ -1,5 +1,6 @@
 """Tests of the checks before weights are read, and of the message of a server that is ready."""
 
+import dataclasses
 import logging
 import ssl
 import subprocess
@@ -71,7 +72,7 @@ def test_a_missing_path_is_named(wrong: str, tmp_path: Path) -> None:
     elif wrong == "root":
         lora = lora_config({}, adapter_roots=[missing])
     else:
-        model = type(model)(model.model, ("base",), "auto", "auto", None, missing)
+        model = dataclasses.replace(model, chat_template=missing)
     with pytest.raises(ConfigError, match=str(missing)):
         check_paths(model, lora)
 
@@ -115,7 +116,7 @@ def test_certificates_that_cannot_be_used_are_refused(words: list[str], said: st
         tls_of(*words)
 
 
-async def test_the_base_model_answers_to_all_its_names_and_is_listed_once() -> None:
+async def test_the_base_model_answers_to_all_its_names_and_is_listed_by_each() -> None:
     fake = FakeEngine(other_base_names=("meta/base",))
     async with serving(fake) as client:
         for name in ("org/base", "meta/base", "meta/base:a"):
@@ -124,7 +125,7 @@ async def test_the_base_model_answers_to_all_its_names_and_is_listed_once() -> N
         listed = [card["id"] for card in (await client.get("/v1/models")).json["data"]]
     assert [request.adapter for request in fake.requests] == [None, None, "a"]
     assert taken.status == 400
-    assert listed == ["org/base", "a", "b"]
+    assert listed == ["org/base", "meta/base", "a", "b"]
 
 
 async def test_adapters_above_the_highest_rank_are_refused() -> None:

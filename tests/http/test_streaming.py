@@ -336,7 +336,7 @@ async def test_overlapping_writes_are_cut_only_if_none_makes_progress(one_write_
     assert response.aborted is given_up
 
 
-SCORES = tuple(TokenLogprob(token, -1.0, ((token, -1.0),) * 20) for token in range(100))
+SCORES = tuple(TokenLogprob(token, -1.0, (token,) * 20, (-1.0,) * 20) for token in range(100))
 
 
 async def test_a_client_that_does_not_read_logprobs_delays_no_other_client() -> None:

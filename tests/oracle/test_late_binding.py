@@ -203,7 +203,7 @@ def schedules(draw: st.DrawFn) -> tuple[list[list[Arrival]], tuple[bool, bool]]:
     return [sorted(due, key=lambda arrival: arrival.delay_us) for due in arrivals], assist
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(schedule=schedules())
 def test_tokens_and_logits_equal_those_of_a_loaded_adapter(
     subject: Subject, resident: list[Outcome], schedule: tuple[list[list[Arrival]], tuple[bool, bool]]

@@ -80,7 +80,7 @@ def test_no_token_is_lost_when_workers_die_or_stop_in_a_layer(subject: Subject, 
     model, adapters, oracle = subject
     lora = lora_config(adapters, mode="assisted", link_mb_per_s=0.01, lora_cpus=WORKER_CORES)
     rng = random.Random(2)
-    asked = [(prompt, rng.choice(list(adapters))) for prompt in prompts(rng, 6)]
+    asked = [(prompt, rng.choice(list(adapters))) for prompt in prompts(rng, 4)]
 
     async def strike(workers: WorkerPool) -> None:
         """Stops two of three workers as soon as they start; they begin their slices and never finish them."""

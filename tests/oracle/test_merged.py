@@ -172,7 +172,13 @@ def test_any_mix_over_a_small_pool_answers_like_peft(subject: Subject, seed: int
     async def serve() -> list[Answer | None]:
         kv_bytes = rng.randrange(13, 40) * 16 * spec.kv_bytes_per_token(4)
         step_tokens = rng.choice((16, 24, 60, 256))
-        limits = {"seqs": 8, "kv_bytes": kv_bytes, "step_tokens": step_tokens, "max_model_len": 180}
+        limits = {
+            "seqs": 8,
+            "kv_bytes": kv_bytes,
+            "step_tokens": step_tokens,
+            "max_model_len": 180,
+            "threads": 1 + seed % 2,
+        }
         async with serving(model, adapters, **limits) as (engine, watched):
             tasks = []
             for each, max_tokens in zip(asked, wanted, strict=True):

@@ -12,7 +12,7 @@ from tests.oracle.models import ALL_TARGETS, FAMILIES, SLIDING_WINDOW, make_adap
 from tests.oracle.oracle import Oracle
 
 PROMPTS = [[0, 17, 140, 33, 250, 9], [0] + [(31 * i) % 340 + 2 for i in range(70)], [0, 301]]
-OUTPUT_TOKENS = 40
+OUTPUT_TOKENS = 24
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

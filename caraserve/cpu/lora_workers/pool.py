@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 
 _CHECK_S = 0.01  # between two checks of the progress of busy workers
 _STUCK_S = 0.03  # without progress: a block of tokens takes a few ms at most
+# A worker that waits for a core is not replaced: on a busy machine the next one would wait as long, after a restart of
+# some ms. The device computes its slice meanwhile.
+_STUCK_RUNNABLE_S = 1.0
 _RETRY_S = (0.0, 0.0, 0.0, 0.1, 1.0)  # before a restart, by deaths within a minute; the last for all later ones
 _RECENT_DEATH_S = 60.0
 
@@ -266,7 +269,7 @@ class WorkerPool:
         worker.restart_s = now_s + _RETRY_S[min(recent, len(_RETRY_S)) - 1]
 
     def _kill_stuck(self) -> bool:
-        """Kills busy workers without progress for 30 ms. Returns whether any worker is busy."""
+        """Kills busy workers without progress for 30 ms, or for 1 s if they can run. Returns whether any is busy."""
         now_s, busy = time.monotonic(), False
         for worker in self._workers:
             if not worker.is_busy:
@@ -275,7 +278,9 @@ class WorkerPool:
             busy = True
             if (progress := worker.word(PROGRESS)) != worker.progress:
                 worker.progress, worker.progress_s = progress, now_s
-            elif now_s - worker.progress_s > _STUCK_S:
+                continue
+            idle_s = now_s - worker.progress_s
+            if idle_s > _STUCK_S and (idle_s > _STUCK_RUNNABLE_S or not _is_runnable(worker.pid)):
                 log.warning("CPU LoRA worker %d (pid %s) is stuck and is killed", worker.index, worker.pid)
                 self._kill(worker)
                 worker.progress_s = now_s
@@ -307,6 +312,15 @@ class WorkerPool:
             self._fork_server.kill()
             self._fork_server.wait()
             self._fork_server = None
+
+
+def _is_runnable(pid: int | None) -> bool:
+    """Returns whether a process runs or waits for a core, rather than being stopped, blocked or dead."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+    return stat.rpartition(b")")[2].split()[0] == b"R"  # the command's name, in parentheses, may hold any character
 
 
 def _await_readable(fd: int) -> None:

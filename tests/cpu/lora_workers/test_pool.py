@@ -4,9 +4,11 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from queue import Queue
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import A_COLUMNS, PANEL, AdapterSpec, HostAdapter, lay_out
 from caraserve.cpu.backend import CpuBackend, CpuSizes
+from caraserve.cpu.lora_workers import pool
 from caraserve.cpu.lora_workers.compute_side import PIECE_WORDS
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.shared_memory import SharedRegion
@@ -280,6 +283,39 @@ def test_a_worker_that_stops_in_a_hand_off_is_replaced() -> None:
         backend.workers.watch(True)
         next_life(backend.workers, 0, stopped)
         assert hand_off(backend, adapter).tobytes() == before.tobytes()
+
+
+def test_a_worker_that_waits_for_a_core_in_a_hand_off_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: Queue[None] = Queue()
+
+    def runnable(pid: int | None) -> bool:
+        checked.put(None)
+        return True
+
+    monkeypatch.setattr(pool, "_is_runnable", runnable)
+    with serving(1) as backend:
+        adapter, _ = make_adapter(24, Dtype.F32, backend)
+        before = hand_off(backend, adapter)
+        waiting = pids(backend.workers)[0]
+        os.kill(waiting, signal.SIGSTOP)
+        assert backend.time_hand_off(SLOT, TOKENS) is None
+        backend.workers.watch(True)
+        checked.get(timeout=PATIENCE_S)
+        checked.get(timeout=PATIENCE_S)  # checked again: the first check has killed nothing
+        os.kill(waiting, signal.SIGCONT)
+        assert hand_off(backend, adapter).tobytes() == before.tobytes()
+        assert pids(backend.workers) == [waiting]
+
+
+def test_a_stopped_process_cannot_run() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            os.kill(process.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+            assert not pool._is_runnable(process.pid)
+            assert pool._is_runnable(os.getpid())
+        finally:
+            process.kill()
 
 
 def test_a_killed_fork_server_is_replaced_with_its_workers() -> None:

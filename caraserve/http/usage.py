@@ -1,0 +1,59 @@
+"""The token counts and times of a whole response, which its usage, its phases header and its log line report."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from caraserve.core.request import Finish, FinishReason, Phases
+from caraserve.util.tasks import in_turns
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """Returns token counts in OpenAI's shape."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseTotals:
+    """Sums over the engine requests of one API request. `slowest`: the phases of the one that took longest."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    reasons: tuple[FinishReason, ...]  # each once, in the order of the answers
+    slowest: Phases
+
+    @classmethod
+    async def of(cls, finishes: Sequence[Finish], n: int) -> Self:
+        """Adds up at least one finish, in turns of the event loop: there may be 2,048. The tokens of a prompt, which
+        has `n` answers in a row, count once."""
+        prompt_tokens = completion_tokens = cached_tokens = 0
+        reasons: dict[FinishReason, None] = {}
+        slowest, longest_ms = finishes[0].phases, 0.0
+        async for position, finish in in_turns(enumerate(finishes)):
+            if position % n == 0:
+                prompt_tokens += finish.prompt_tokens
+                cached_tokens += finish.cached_tokens
+            completion_tokens += finish.completion_tokens
+            reasons[finish.reason] = None
+            if (e2e_ms := finish.phases.e2e_ms) > longest_ms:
+                slowest, longest_ms = finish.phases, e2e_ms
+        return cls(prompt_tokens, completion_tokens, cached_tokens, tuple(reasons), slowest)
+
+    def usage(self) -> dict[str, Any]:
+        """Returns the token counts in OpenAI's shape."""
+        return usage(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
+
+    def phases(self) -> str:
+        """Returns the phases of the slowest answer as the value of a header, in milliseconds."""
+        phases = self.slowest
+        return (
+            f"queued={phases.queued_ms:.3f};load={phases.load_ms:.3f};"
+            f"prefill={phases.prefill_ms:.3f};decode={phases.decode_ms:.3f};"
+            f"stalled={phases.stalled_ms:.3f};interrupted={phases.interrupted_ms:.3f};cpu_layers={phases.cpu_layers}"
+        )
