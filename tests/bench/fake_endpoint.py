@@ -59,7 +59,7 @@ class Fake:
         usage = {"prompt_tokens": 7, "completion_tokens": asked["max_tokens"]}
         await answer.write(event({"choices": [], "usage": usage}))
         await answer.write(b": phases queued=1.500;load=2.000\n\ndata: [DONE]\n\n")
-        self.log.append({"came_s": came_s, "sent_s": sent_s, "model": model})
+        self.log.append({"came_s": came_s, "sent_s": sent_s, "model": model, "prompt": asked.get("prompt")})
         return answer
 
     @staticmethod

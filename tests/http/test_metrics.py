@@ -170,11 +170,11 @@ async def test_counting_costs_microseconds() -> None:
 
 
 def _timed(metrics: Metrics, finish: Finish) -> float:
-    started_s = time.perf_counter()
+    started_s = time.thread_time()
     for _ in range(100):
         metrics.observe_finish(finish)
         metrics.observe_token_gap(0.01)
-    return time.perf_counter() - started_s
+    return time.thread_time() - started_s
 
 
 async def test_other_parts_add_families_of_their_own() -> None:

@@ -277,10 +277,10 @@ def test_ten_thousand_unknown_fields_cost_less_than_a_millisecond() -> None:
     body = {f"an_unknown_field_{number}": 1 for number in range(10_000)}
 
     def refused_after_ms() -> float:
-        began_s = time.perf_counter()
+        began_s = time.thread_time()
         with pytest.raises(InvalidRequest, match="more than 64"):
             check_fields(Fields(body), CHAT)
-        return 1000 * (time.perf_counter() - began_s)
+        return 1000 * (time.thread_time() - began_s)
 
     refused_after_ms()  # makes the table's index
     assert min(refused_after_ms() for _ in range(10)) < 1

