@@ -139,10 +139,10 @@ class Tokenizer:
         kept_special_ids: frozenset[int] = frozenset(),
     ) -> Detokenizer:
         """Returns the incremental detokenizer of one request's output. `kept_special_ids` are not skipped."""
-        dropped = self._special - kept_special_ids
+        dropped = self._special - kept_special_ids if skip_special_tokens and kept_special_ids else None
 
         def decode(ids: Sequence[int]) -> str:
-            if skip_special_tokens and kept_special_ids:
+            if dropped is not None:
                 return self.decode([one for one in ids if one not in dropped], skip_special_tokens=False)
             return self.decode(ids, skip_special_tokens=skip_special_tokens)
 
