@@ -95,6 +95,7 @@ class GrammarCompiler:
         complete."""
         self._tokenizer_json, self._vocab_size, self._end_ids = tokenizer_json, vocab_size, list(end_ids)
         self._tokenizer: llguidance.LLTokenizer | None = None
+        self._first_line = b""  # for the checking process
         self._check: _CheckingProcess | None = None
         self._turn = asyncio.Lock()
         self._waiting = 0
@@ -102,8 +103,9 @@ class GrammarCompiler:
 
     def prepare(self) -> None:
         """Reads the tokenizer, which holds the interpreter lock: 1.2 s for 128,000 tokens. Call it before serving."""
-        if self._tokenizer is None:
-            self._tokenizer = llguidance.LLTokenizer(self._tokenizer_json(), self._vocab_size, self._end_ids or None)
+        text = self._tokenizer_json()
+        self._tokenizer = llguidance.LLTokenizer(text, self._vocab_size, self._end_ids or None)
+        self._first_line = _line({"tokenizer": text, "vocab_size": self._vocab_size, "end_ids": self._end_ids})
 
     async def compile(self, source: GrammarSource) -> Grammar:
         """Returns the grammar; requests for the same source share it. Raises InvalidRequest for a source that is wrong
@@ -112,14 +114,15 @@ class GrammarCompiler:
             raise InvalidRequest(
                 f"{source.field} has {size} characters; {MAX_SOURCE_BYTES} are allowed.", param=source.field
             )
-        if (found := self._find(source.digest)) is not None:
+        digest = source.digest
+        if (found := self._find(digest)) is not None:
             return found
         if self._waiting >= MAX_WAITING:
             raise Overloaded(f"{self._waiting} requests wait for their grammars", retry_after_s=COMPILE_S)
         self._waiting += 1
         try:
             async with self._turn:
-                return self._find(source.digest) or await self._compile(source)
+                return self._find(digest) or await self._compile(source, digest)
         finally:
             self._waiting -= 1
 
@@ -136,17 +139,18 @@ class GrammarCompiler:
         self._compiled.move_to_end(digest)
         return grammar
 
-    async def _compile(self, source: GrammarSource) -> _Grammar:
-        worn = self._compiled.get(source.digest)
+    async def _compile(self, source: GrammarSource, digest: bytes) -> _Grammar:
+        if self._tokenizer is None:
+            await asyncio.to_thread(self.prepare)
+        worn = self._compiled.get(digest)
         text = await self._checked(source) if worn is None else worn.text
-        grammar = self._compiled[source.digest] = await asyncio.to_thread(self._build, text)
-        self._compiled.move_to_end(source.digest)
+        grammar = self._compiled[digest] = await asyncio.to_thread(self._build, text)
+        self._compiled.move_to_end(digest)
         if len(self._compiled) > MAX_GRAMMARS:
             self._compiled.popitem(last=False)
         return grammar
 
     def _build(self, text: str) -> _Grammar:
-        self.prepare()
         assert self._tokenizer is not None
         return _Grammar(text, llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS))
 
@@ -154,11 +158,9 @@ class GrammarCompiler:
         """Returns a source in llguidance's notation once the other process has compiled it. Raises InvalidRequest."""
         if self._check is None or not self._check.is_usable:
             await self.close()
-            self._check = await _CheckingProcess.start(
-                {"tokenizer": self._tokenizer_json(), "vocab_size": self._vocab_size, "end_ids": self._end_ids}
-            )
+            self._check = await _CheckingProcess.start(self._first_line)
         try:
-            answer = await self._check.ask({"kind": source.kind, "text": source.text}, COMPILE_S)
+            answer = await self._check.ask(_line({"kind": source.kind, "text": source.text}), COMPILE_S)
         except TimeoutError:
             reason = f"it takes longer than {COMPILE_S:g} s"
         except ConnectionError:
@@ -178,11 +180,11 @@ class _CheckingProcess:
         self._is_busy = False  # a source was not answered: the process is not used again
 
     @classmethod
-    async def start(cls, first: dict[str, Any]) -> "_CheckingProcess":
+    async def start(cls, first_line: bytes) -> "_CheckingProcess":
         """Starts a process and waits until it has read the tokenizer."""
         command = (sys.executable, "-m", "caraserve.tokenizer.grammar_check")
         check = cls(await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, limit=_MAX_LINE_BYTES))
-        await check.ask(first, _START_S)
+        await check.ask(first_line, _START_S)
         return check
 
     @property
@@ -190,25 +192,25 @@ class _CheckingProcess:
         """Whether it waits for a source."""
         return self._process.returncode is None and not self._is_busy
 
-    async def ask(self, question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    async def ask(self, line: bytes, timeout_s: float) -> dict[str, Any]:
         """Returns the answer. Kills the process otherwise, and raises TimeoutError, or ConnectionError if it died."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
         self._is_busy = True
         try:
-            stdin.write(json.dumps(question).encode() + b"\n")
+            stdin.write(line)
             async with asyncio.timeout(timeout_s):
                 await stdin.drain()
-                line = await stdout.readline()
-            if not line.endswith(b"\n"):
+                answer_line = await stdout.readline()
+            if not answer_line.endswith(b"\n"):
                 raise ConnectionError("the process that compiles grammars has died")
             self._is_busy = False
         finally:
             if self._is_busy:
                 with suppress(ProcessLookupError):
                     self._process.kill()
-        answer: dict[str, Any] = json.loads(line)
+        answer: dict[str, Any] = json.loads(answer_line)
         return answer
 
     async def close(self) -> None:
@@ -216,6 +218,10 @@ class _CheckingProcess:
         with suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 def _first_line(message: str) -> str:

@@ -51,7 +51,7 @@ def _answer(value: dict[str, Any]) -> None:
 
 def _checked(kind: str, text: str, tokenizer: llguidance.LLTokenizer) -> str:
     """Compiles a source and its first masks. Returns the grammar. Raises ValueError."""
-    grammar = to_grammar(kind, text, tokenizer)
+    grammar = _to_grammar(kind, text, tokenizer)
     before_bytes = _data_bytes()
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     for beginning in ("", "{"):  # a schema with too many properties fails where its object begins
@@ -69,7 +69,7 @@ def _checked(kind: str, text: str, tokenizer: llguidance.LLTokenizer) -> str:
     return grammar
 
 
-def to_grammar(kind: str, text: str, tokenizer: llguidance.LLTokenizer) -> str:
+def _to_grammar(kind: str, text: str, tokenizer: llguidance.LLTokenizer) -> str:
     """Returns a source as llguidance's own notation. Raises ValueError."""
     if kind == "json_schema":
         return llguidance.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})

@@ -36,7 +36,8 @@ class ToolFormat:
     may_begin_with_object: bool = False  # a `{` at the beginning of the answer is a call too
     may_name_before_object: bool = False  # the name may stand before the arguments, outside of the object
     writes_bare_names: bool = False  # the template writes the name before the arguments
-    id_characters: int = 24  # of the ids of calls, of which the template writes those in a conversation
+    id_prefix: str = "call_"  # of the ids of calls, of which the template writes those in a conversation
+    id_characters: int = 24  # after the prefix
 
 
 HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", "arguments", ("<tool_call>", "</tool_call>"))
@@ -49,6 +50,7 @@ MISTRAL = ToolFormat(
     *("mistral", "[TOOL_CALLS]", "]", "arguments", ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")),
     separators=",",
     may_name_before_object=True,
+    id_prefix="",
     id_characters=9,  # Mistral's templates refuse other lengths
 )
 TOOL_FORMATS = {
