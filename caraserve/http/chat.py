@@ -59,11 +59,13 @@ async def parse_chat(fields: Fields, engine: Engine, find: Find, client: str) ->
     tools = parse_tools(fields, engine)
     limit = fields.maybe_integer("max_completion_tokens", 1, (1 << 63) - 1)
     older_limit = fields.maybe_integer("max_tokens", 1, (1 << 63) - 1)
-    params = dataclasses.replace(validation.sampling_params(fields, engine), logprobs=_logprobs(fields))
-    grammar = await parse_grammar(fields, engine, params, None if tools is None else tools.grammar)
-    params = dataclasses.replace(params, grammar=grammar)
-    if tools is not None:
-        params = dataclasses.replace(params, kept_special_ids=tools.kept_special_ids)
+    params = validation.sampling_params(fields, engine)
+    params = dataclasses.replace(
+        params,
+        logprobs=_logprobs(fields),
+        grammar=await parse_grammar(fields, engine, params, None if tools is None else tools.grammar),
+        kept_special_ids=params.kept_special_ids if tools is None else tools.kept_special_ids,
+    )
     ids = tuple(await chat_ids(fields, engine.tokenizer, engine.max_model_len, tools))
     asked_tokens = older_limit if limit is None else limit
     default = validation.most_scored_tokens(common.n, params.logprobs)

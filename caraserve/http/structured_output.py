@@ -28,6 +28,7 @@ _PLAIN_FIELDS: dict[str, GrammarKind] = {
     "regex": "regex",
     "ebnf": "grammar",
     "grammar": "grammar",
+    "structural_tag": "structural_tag",
 }
 _STRUCTURED_OUTPUTS: dict[str, GrammarKind] = {
     "json": "json_schema",
@@ -41,13 +42,12 @@ _STRUCTURED_OUTPUTS: dict[str, GrammarKind] = {
 async def parse_grammar(
     fields: Fields, engine: Engine, params: SamplingParams, of_tools: GrammarSource | None = None
 ) -> Grammar | None:
-    """Returns the grammar that the answer must follow, None without one. `of_tools`: the
-    grammar of calls, if the request's tools need one. Raises InvalidRequest that names the field."""
+    """Returns the grammar that the answer must follow, None without one. `of_tools`: the grammar of calls, if the
+    request's tools need one. Raises InvalidRequest that names the field."""
     sources = [
         *_response_format(fields),
         *_structured_outputs(fields),
         *(source for name, kind in _PLAIN_FIELDS.items() for source in _source(kind, fields.raw(name), name)),
-        *_source("structural_tag", fields.raw("structural_tag"), "structural_tag"),
         *([] if of_tools is None else [of_tools]),
     ]
     if not sources:

@@ -45,7 +45,7 @@ class Tools:
 
     def writer(self) -> "ToolCallWriter":
         """Returns the writer of one choice."""
-        return ToolCallWriter(ToolCallParser(self.tool_format, self.most_calls), self.tool_format.id_characters)
+        return ToolCallWriter(self.tool_format, self.most_calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,18 +169,18 @@ def _parse_choice(fields: Fields, functions: list[_Function]) -> str | _Function
 class ToolCallWriter:
     """Writes the calls of one choice, as deltas or as a whole message."""
 
-    def __init__(self, parser: ToolCallParser, id_characters: int) -> None:
-        self._parser = parser
-        self._id_characters = id_characters
+    def __init__(self, tool_format: ToolFormat, most_calls: int | None) -> None:
+        self._format = tool_format
+        self._parser = ToolCallParser(tool_format, most_calls)
 
     def deltas(self, text: str, is_last: bool) -> list[dict[str, Any]]:
         """Returns the `delta` objects that new text becomes."""
-        first = self._parser.calls
+        index = self._parser.calls - 1
         events = self._parser.push(text) + (self._parser.finish() if is_last else [])
         deltas = []
         for event in events:
-            first += isinstance(event, CallStart)
-            deltas.append(self._delta(event, first - 1))
+            index += isinstance(event, CallStart)
+            deltas.append(self._delta(event, index))
         return deltas
 
     def message(self, text: str) -> dict[str, Any]:
@@ -213,7 +213,5 @@ class ToolCallWriter:
         return {"tool_calls": [{"index": index, "function": {"arguments": event.text}}]}
 
     def _call(self, event: CallStart) -> dict[str, Any]:
-        call_id = uuid.uuid4().hex[: self._id_characters]
-        if self._id_characters > 9:
-            call_id = f"call_{call_id}"
+        call_id = self._format.id_prefix + uuid.uuid4().hex[: self._format.id_characters]
         return {"id": call_id, "type": "function", "function": {"name": event.name, "arguments": ""}}
