@@ -1,6 +1,7 @@
 """The texts of calls: which are found, in whatever pieces they come, and which their grammars allow."""
 
 import json
+from argparse import ArgumentParser
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from caraserve import demo
+from caraserve.config import ModelConfig
 from caraserve.core.grammar import Grammar
 from caraserve.model.spec import load_spec
 from caraserve.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -16,6 +18,7 @@ from caraserve.tokenizer.tool_format import (
     HERMES,
     LLAMA3,
     MISTRAL,
+    TOOL_FORMATS,
     CallStart,
     TextPart,
     ToolCallParser,
@@ -88,6 +91,13 @@ CASES: list[tuple[ToolFormat, str, tuple[str, list[tuple[str, str]]]]] = [
 
 
 @pytest.mark.parametrize(("tool_format", "text", "expected"), CASES)
+def test_the_option_names_every_format() -> None:
+    parser = ArgumentParser()
+    ModelConfig.add_arguments(parser)
+    choices = {action.dest: action.choices for action in parser._actions}
+    assert set(choices["tool_call_parser"] or ()) == set(TOOL_FORMATS)
+
+
 def test_calls_and_text_are_told_apart(
     tool_format: ToolFormat, text: str, expected: tuple[str, list[tuple[str, str]]]
 ) -> None:
