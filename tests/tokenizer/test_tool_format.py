@@ -90,7 +90,6 @@ CASES: list[tuple[ToolFormat, str, tuple[str, list[tuple[str, str]]]]] = [
 ]
 
 
-@pytest.mark.parametrize(("tool_format", "text", "expected"), CASES)
 def test_the_option_names_every_format() -> None:
     parser = ArgumentParser()
     ModelConfig.add_arguments(parser)
@@ -98,6 +97,7 @@ def test_the_option_names_every_format() -> None:
     assert set(choices["tool_call_parser"] or ()) == set(TOOL_FORMATS)
 
 
+@pytest.mark.parametrize(("tool_format", "text", "expected"), CASES)
 def test_calls_and_text_are_told_apart(
     tool_format: ToolFormat, text: str, expected: tuple[str, list[tuple[str, str]]]
 ) -> None:
