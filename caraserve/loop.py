@@ -111,9 +111,9 @@ class Engine:
     # --- the API of HTTP and the cluster ---
 
     def submit(self, inputs: GenerateRequest) -> TokenStream:
-        """Queues a request. In a full queue it replaces the newest request of the client with the most, if that client
-        has at least two more waiting than this one. Raises NotFound, ContextLengthExceeded, Overloaded, Draining or
-        BackendFailed, without any effect."""
+        """Queues a request. In a full queue it replaces the newest request of the client with the most for its weight,
+        if that client then still has as many as this one. Raises NotFound, ContextLengthExceeded, Overloaded, Draining
+        or BackendFailed, without any effect."""
         return self._submit(inputs, None).stream
 
     def submit_each(self, inputs: Sequence[GenerateRequest]) -> Generator[TokenStream]:
@@ -147,7 +147,7 @@ class Engine:
         displaced = None
         if (count := len(self._queues.waiting)) >= self._config.max_queue:
             message, retry_after_s = f"{count} requests are waiting", self._retry_after_s()
-            if (displaced := self._queues.waiting.newest_of_largest(inputs.tenant.client)) is None:
+            if (displaced := self._queues.waiting.newest_of_largest(inputs.tenant)) is None:
                 raise Overloaded(message, retry_after_s=retry_after_s)
         if adapter is not None:
             self.catalog.manager.pin_again(adapter)

@@ -55,6 +55,7 @@ class Tenant(NamedTuple):
 
     client: str = ""  # the name of its key, or its address
     user: str = ""  # as the client states it
+    weight: float = 1.0  # of the client: with 2 it gets twice the service of one with 1
 
 
 NO_TENANT = Tenant()

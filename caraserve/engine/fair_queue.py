@@ -1,6 +1,7 @@
 """Fair shares by virtual token counters: between clients, then between the users of each client. No I/O.
 
-Each client has a counter of the service that it received, in weighted tokens. The waiting client with the lowest
+Each client has a counter of the service that it received, in weighted tokens divided by the client's own weight: with
+weight 2 a client gets twice the service of one with weight 1 while both wait. The waiting client with the lowest
 counter is served next, and of its users the one with the lowest, whose requests are ordered by priority, then by
 arrival. A client has one share however many users it names. When a client or user starts to wait again, its counter is
 raised to the lowest one of those that wait or, if none waits, to that of the last one served: idle time earns no
@@ -114,15 +115,19 @@ class FairQueue(Generic[W]):
     def _by_turns(self, users: dict[Tenant, deque[W]], count: int) -> Iterator[W]:
         return _turns([iter(users[tenant]) for tenant in self._users.least(users, count)])
 
-    def newest_of_largest(self, beside: str) -> W | None:
-        """Returns the newest item of the client with the most items, to be dropped for a new one of the client
-        `beside`. None: no client has at least two more items than `beside`."""
+    def newest_of_largest(self, beside: Tenant) -> W | None:
+        """Returns the newest item of the client with the most items for its weight, to be dropped for a new one of the
+        client `beside`. None: that client would then have fewer items for its weight than `beside`."""
         if not self._queues:
             return None
-        largest = max(self._queues, key=self.count)
-        if self.count(largest) <= self.count(beside) + 1:
+        largest = max(self._queues, key=lambda client: self.count(client) / self._weight(client))
+        if (self.count(largest) - 1) / self._weight(largest) < (self.count(beside.client) + 1) / beside.weight:
             return None
         return max(self._queues[largest].values(), key=len)[-1]
+
+    def _weight(self, client: str) -> float:
+        """Returns the weight of a waiting client, as of one of its users."""
+        return next(iter(self._queues[client])).weight
 
     def pop(self, tenant: Tenant) -> W:
         """Removes and returns the tenant's first item."""
@@ -140,7 +145,7 @@ class FairQueue(Generic[W]):
     def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int) -> None:
         """Adds service that a tenant received to its counters."""
         service = _PROMPT_WEIGHT * prompt_tokens + _OUTPUT_WEIGHT * output_tokens
-        self._clients.charge(tenant.client, service)
+        self._clients.charge(tenant.client, service / tenant.weight)
         self._users.charge(tenant, service)
 
     def _drop_empty(self, tenant: Tenant) -> None:

@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from aiohttp import web
+
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from caraserve.errors import InvalidRequest, NotFound
-from caraserve.http.context import Context
+from caraserve.http.client import Client
+from caraserve.http.context import CLIENT, CONTEXT, Context
 from caraserve.http.validation import Fields, shown
 from caraserve.lora.registry import AdapterInfo
 
@@ -38,26 +41,36 @@ class RemoteAdapter:
 ListedAdapter = AdapterInfo | RemoteAdapter
 
 
-def find_adapter(context: Context, model: str) -> ListedAdapter | None:
+def find_adapter(request: web.Request, model: str) -> ListedAdapter | None:
     """The adapter, here or in the cluster, that `model` names as `adapter` or, as for SGLang, as `base:adapter`; None
-    for the base model. Raises NotFound with param `model`."""
+    for the base model. Raises NotFound with param `model`, also for an adapter that the client may not use: it does not
+    learn that there is one."""
+    context, client = request.app[CONTEXT], request[CLIENT]
     if model in context.engine.base_names:
         return None
     bases = [base for base in context.engine.base_names if model.startswith(f"{base}:")]
     for name in (model, *(model.removeprefix(f"{base}:") for base in bases)):
+        if not client.may_use(name):
+            continue
         try:
             return context.engine.adapter(name)
         except NotFound:
             if context.cluster is not None and (remote := context.cluster.adapter(name)) is not None:
                 return remote_adapter(context, remote)
-    raise NotFound(f"The model {model[:200]!r} does not exist; GET /v1/models lists those that do.", param="model")
+    raise unknown_model(model)
 
 
-def adapter_finder(context: Context) -> Find:
-    """A function that gives the name of the adapter that a model name stands for; see `find_adapter`."""
+def unknown_model(name: str) -> NotFound:
+    """The error for a model that does not exist, or that the client may not use."""
+    return NotFound(f"The model {name[:200]!r} does not exist; GET /v1/models lists those that do.", param="model")
+
+
+def adapter_finder(request: web.Request) -> Find:
+    """A function that gives the name of the adapter that a model name stands for, among those that the client of
+    `request` may use; see `find_adapter`."""
 
     def find(model: str) -> str | None:
-        adapter = find_adapter(context, model)
+        adapter = find_adapter(request, model)
         return None if adapter is None else adapter.name
 
     return find
@@ -68,11 +81,12 @@ def remote_adapter(context: Context, adapter: RegisteredAdapter) -> RemoteAdapte
     return RemoteAdapter(adapter.name, adapter.digest, adapter.rank, adapter.num_bytes, context.started_s)
 
 
-def choose_adapter(fields: Fields, base_name: str, find: Find) -> tuple[str, str | None]:
+def choose_adapter(fields: Fields, base_name: str, find: Find, client: Client) -> tuple[str, str | None]:
     """Returns the name that the response repeats, and the adapter, None for the base model. If `model` is absent or
     names the base model, the other fields choose.
 
-    Raises NotFound or InvalidRequest naming the field.
+    Raises NotFound or InvalidRequest naming the field, and NotFound if only the base model is left and `client` may not
+    use it.
     """
     shown_name = fields.maybe_text("model", _LONGEST_NAME) or base_name
     adapter = find(shown_name)
@@ -86,6 +100,8 @@ def choose_adapter(fields: Fields, base_name: str, find: Find) -> tuple[str, str
                 f"{chosen_by} and {field} name different adapters, {shown(shown_name)} and {shown(name)}; send one.",
                 param=field,
             )
+    if adapter is None and not client.may_use(None):
+        raise unknown_model(shown_name)
     return shown_name, adapter
 
 

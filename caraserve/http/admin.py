@@ -12,7 +12,7 @@ import orjson
 from aiohttp import web
 
 from caraserve.errors import AdapterRejected, Forbidden, NotFound
-from caraserve.http.adapter_choice import ListedAdapter, find_adapter, remote_adapter
+from caraserve.http.adapter_choice import ListedAdapter, find_adapter, remote_adapter, unknown_model
 from caraserve.http.context import CLIENT, CONTEXT, Context
 from caraserve.http.request_schema import LOAD_ADAPTER, UNLOAD_ADAPTER, check_fields
 from caraserve.http.responses import json_response, note_ignored, read_object
@@ -72,7 +72,9 @@ async def list_models(request: web.Request) -> web.Response:
 async def show_model(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     name = request.match_info["model"]
-    adapter = find_adapter(context, name)
+    adapter = find_adapter(request, name)
+    if adapter is None and not request[CLIENT].may_use(None):
+        raise unknown_model(name)
     return json_response(_card(context, adapter) if adapter else _base_card(context, name))
 
 

@@ -18,7 +18,7 @@ from aiohttp import web
 from caraserve.cluster.routing.forward_auth import PREFIX as PEER_PREFIX
 from caraserve.config import HttpConfig
 from caraserve.errors import Forbidden, Unauthorized
-from caraserve.http.context import Client
+from caraserve.http.client import Client
 
 PROBES = frozenset({"/health", "/ready", "/ping"})  # never need a key
 # A browser cannot send a bearer token for an address that is typed in, but can ask for a password. It then sends that

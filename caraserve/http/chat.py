@@ -15,6 +15,7 @@ from caraserve.errors import InvalidRequest
 from caraserve.http import validation
 from caraserve.http.adapter_choice import Find, adapter_finder
 from caraserve.http.api_request import ApiRequest
+from caraserve.http.client import Client
 from caraserve.http.completions import (
     ENCODED_IN_PLACE_CHARACTERS,
     fan_out,
@@ -46,13 +47,13 @@ MAX_NUMBERS = 1 << 16  # in lists of a body, of which a chat has few; a template
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
     received = await receive_body(request, MAX_NUMBERS)
-    fields, find = received.fields, adapter_finder(context)
-    api_request = await parse_chat(fields, context.engine, find, request[CLIENT].name)
+    fields, find = received.fields, adapter_finder(request)
+    api_request = await parse_chat(fields, context.engine, find, request[CLIENT])
     note_parsed(request, fields, api_request)
     return await context.router.route(request, api_request, received)
 
 
-async def parse_chat(fields: Fields, engine: Engine, find: Find, client: str) -> ApiRequest:
+async def parse_chat(fields: Fields, engine: Engine, find: Find, client: Client) -> ApiRequest:
     """Reads a body. Raises InvalidRequest, ContextLengthExceeded or NotFound, which name the field."""
     check_fields(fields, CHAT)
     common = parse_common(fields, engine, find, client)

@@ -25,6 +25,7 @@ from caraserve.errors import InvalidRequest
 from caraserve.http import validation
 from caraserve.http.adapter_choice import Find, adapter_finder, choose_adapter
 from caraserve.http.api_request import ApiRequest, Delivery
+from caraserve.http.client import Client
 from caraserve.http.context import CLIENT, CONTEXT
 from caraserve.http.deadline import within_deadline
 from caraserve.http.request_schema import COMPLETIONS, STREAM_OPTIONS, check_fields
@@ -50,8 +51,8 @@ Prompt = str | list[Any]
 async def completions(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
     received = await receive_body(request)
-    fields, find = received.fields, adapter_finder(context)
-    api_request = await parse_completion(fields, context.engine, find, request[CLIENT].name)
+    fields, find = received.fields, adapter_finder(request)
+    api_request = await parse_completion(fields, context.engine, find, request[CLIENT])
     note_parsed(request, fields, api_request)
     return await context.router.route(request, api_request, received)
 
@@ -70,14 +71,14 @@ class CommonFields:
     delivery: Delivery
 
 
-def parse_common(fields: Fields, engine: Engine, find: Find, client: str) -> CommonFields:
+def parse_common(fields: Fields, engine: Engine, find: Find, client: Client) -> CommonFields:
     """Reads the common fields of a body. Raises NotFound or InvalidRequest, which name the field."""
-    model, adapter = choose_adapter(fields, engine.base_name, find)
+    model, adapter = choose_adapter(fields, engine.base_name, find, client)
     return CommonFields(
         model=model,
         adapter=adapter,
         n=fields.integer("n", 1, validation.MAX_N, 1),
-        tenant=Tenant(client, fields.maybe_text("user", longest=256) or ""),
+        tenant=client.tenant(fields.maybe_text("user", longest=256) or ""),
         cache_salt=fields.maybe_text("cache_salt", longest=256) or "",
         priority=fields.integer("priority", -_PRIORITIES, _PRIORITIES - 1, 0),
         arrival_s=time.monotonic(),
@@ -97,7 +98,7 @@ def parse_delivery(fields: Fields) -> Delivery:
     return Delivery(stream, include_usage, include_usage and continuous, fields.boolean("return_token_ids", False))
 
 
-async def parse_completion(fields: Fields, engine: Engine, find: Find, client: str) -> ApiRequest:
+async def parse_completion(fields: Fields, engine: Engine, find: Find, client: Client) -> ApiRequest:
     """Reads a body. Raises InvalidRequest, ContextLengthExceeded or NotFound, which name the field."""
     check_fields(fields, COMPLETIONS)
     common = parse_common(fields, engine, find, client)

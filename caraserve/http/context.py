@@ -12,6 +12,7 @@ from caraserve.cluster.membership.node import Node
 from caraserve.config import HttpConfig
 from caraserve.errors import ServerBusy
 from caraserve.http.api_request import RequestRouter
+from caraserve.http.client import Client
 from caraserve.http.whole_answer import TURN_LOGPROBS
 from caraserve.loop import Engine
 from caraserve.telemetry.background import BackgroundTasks
@@ -39,14 +40,6 @@ class HttpTimings:
     keepalive_s: float = 75.0  # between requests, and for the headers of the first
     linger_s: float = 5.0  # for a client to stop sending a body that has been refused
     stop_s: float = 5.0  # for the last bytes, when the server stops and all requests have ended
-
-
-@dataclass(frozen=True, slots=True)
-class Client:
-    """The sender of a request."""
-
-    name: str  # of its key, or its address where it has no key
-    is_admin: bool = False  # whether it may load and unload adapters
 
 
 class BodyBudget:

@@ -28,8 +28,9 @@ from caraserve.errors import (
 from caraserve.http.adapter_choice import Find
 from caraserve.http.api_request import ApiRequest, ReceivedBody
 from caraserve.http.chat import MAX_NUMBERS, parse_chat
+from caraserve.http.client import Client
 from caraserve.http.completions import parse_completion
-from caraserve.http.context import ANSWERED_BY, CLIENT, CONTEXT, REQUEST_ID, Client
+from caraserve.http.context import ANSWERED_BY, CLIENT, CONTEXT, REQUEST_ID
 from caraserve.http.deadline import within_deadline
 from caraserve.http.generation import Generation
 from caraserve.http.json_reader import MOST_NUMBERS, Body, parse_object
@@ -45,7 +46,7 @@ log = logging.getLogger("caraserve.http")
 _RETRY_S = 1.0
 _NEVER = CostEstimate(inf, inf)
 
-Parse = Callable[[Fields, Engine, Find, str], Awaitable[ApiRequest]]
+Parse = Callable[[Fields, Engine, Find, Client], Awaitable[ApiRequest]]
 
 
 class ClusterRouter:
@@ -92,7 +93,7 @@ class ClusterRouter:
         if await body_digest(body) != claims.body_digest:
             raise Forbidden("The body is not the one that was signed.")
         request[ANSWERED_BY] = self.selector.name
-        request[CLIENT] = Client(claims.client)
+        request[CLIENT] = Client(claims.client, weight=claims.weight)
         return await _answer_verified(request, self, parse, claims, body, most_numbers)
 
 
@@ -107,7 +108,7 @@ async def _answer_verified(
     fields = Fields(values)
     # The sender has resolved the model's name; this instance may not know it yet.
     find: Find = lambda model: None if model in engine.base_names else claims.adapter  # noqa: E731
-    api_request = await parse(fields, engine, find, request[CLIENT].name)
+    api_request = await parse(fields, engine, find, request[CLIENT])
     note_parsed(request, fields, api_request)
     routed = _RoutedRequest(router, request, api_request, is_forwarded=True)
     refusal = selector.refusal(routed.arrival, force=claims.force, digest=claims.digest)

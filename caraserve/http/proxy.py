@@ -194,6 +194,7 @@ class PeerProxy:
             time_ms=int(time.time() * 1000),
             body_digest=forwarded.digest,
             client=request[CLIENT].name,
+            weight=request[CLIENT].weight,
         )
         path = PREFIX + request.path
         headers = {name: value for name in _REQUEST_HEADERS if (value := request.headers.get(name)) is not None}

@@ -6,7 +6,7 @@ from caraserve.errors import ContextLengthExceeded, InvalidRequest
 from caraserve.http.adapter_choice import adapter_finder, choose_adapter
 from caraserve.http.chat import chat_ids
 from caraserve.http.completions import decode, encode
-from caraserve.http.context import CONTEXT
+from caraserve.http.context import CLIENT, CONTEXT
 from caraserve.http.request_schema import DETOKENIZE, TOKENIZE, check_fields
 from caraserve.http.responses import json_response, note_ignored, read_object
 from caraserve.http.validation import shown, token_ids
@@ -21,7 +21,7 @@ async def tokenize(request: web.Request) -> web.Response:
     engine = context.engine
     fields = await read_object(request)
     check_fields(fields, TOKENIZE)
-    choose_adapter(fields, engine.base_name, adapter_finder(context))
+    choose_adapter(fields, engine.base_name, adapter_finder(request), request[CLIENT])
     add_special_tokens = fields.boolean("add_special_tokens", True)
     with_text = fields.boolean("return_token_strs", False)
     most = max(_MOST_TOKENS, engine.max_model_len)
@@ -46,7 +46,7 @@ async def detokenize(request: web.Request) -> web.Response:
     engine = context.engine
     fields = await read_object(request)
     check_fields(fields, DETOKENIZE)
-    choose_adapter(fields, engine.base_name, adapter_finder(context))
+    choose_adapter(fields, engine.base_name, adapter_finder(request), request[CLIENT])
     tokens = fields.array("tokens", max(_MOST_TOKENS, engine.max_model_len))
     if fields.raw("tokens") is None:
         raise InvalidRequest(f"tokens must be a list of token ids, not {shown(None)}.", param="tokens")

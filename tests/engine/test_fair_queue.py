@@ -140,12 +140,33 @@ def test_the_newest_item_of_the_largest_client_is_dropped_for_a_client_with_fewe
     for index in range(4):
         queue.push(Tenant("flood", f"u{index % 2}"), f"f{index}")
     queue.push(Tenant("quiet"), "q0")
-    assert queue.newest_of_largest("quiet") in ("f2", "f3")
-    assert queue.newest_of_largest("flood") is None
+    assert queue.newest_of_largest(Tenant("quiet")) in ("f2", "f3")
+    assert queue.newest_of_largest(Tenant("flood")) is None
     queue.push(Tenant("quiet"), "q1")
     queue.push(Tenant("quiet"), "q2")
-    assert queue.newest_of_largest("quiet") is None
-    assert queue.newest_of_largest("new") in ("f2", "f3")
+    assert queue.newest_of_largest(Tenant("quiet")) is None
+    assert queue.newest_of_largest(Tenant("new")) in ("f2", "f3")
+
+
+def test_a_client_of_twice_the_weight_gets_twice_the_service_while_both_wait() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for _ in range(60):
+        queue.push(Tenant("heavy", weight=2.0), "heavy")
+        queue.push(Tenant("light", weight=1.0), "light")
+    assert Counter(take(queue, 10) for _ in range(60)) == {"heavy": 40, "light": 20}
+
+
+def test_a_client_of_twice_the_weight_may_have_twice_as_many_items_in_a_full_queue() -> None:
+    queue: FairQueue[str] = FairQueue()
+    heavy, light = Tenant("heavy", weight=2.0), Tenant("light", weight=1.0)
+    for _ in range(8):
+        queue.push(heavy, "heavy")
+    for _ in range(3):
+        queue.push(light, "light")
+    assert queue.newest_of_largest(light) is None  # 7 of weight 2 are fewer than 4 of weight 1
+    queue.push(heavy, "heavy")
+    assert queue.newest_of_largest(light) == "heavy"
+    assert queue.newest_of_largest(heavy) is None
 
 
 TENANTS = st.builds(Tenant, st.sampled_from("abc"), st.sampled_from("xyz"))

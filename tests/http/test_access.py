@@ -11,7 +11,8 @@ from caraserve.bench.cli import without_keys
 from caraserve.bench.servers import api_key_in
 from caraserve.config import HttpConfig
 from caraserve.http.app import add_peer_routes, make_app, start_http
-from caraserve.http.context import CLIENT, Client
+from caraserve.http.client import Client
+from caraserve.http.context import CLIENT
 from tests.http.fake_engine import FakeEngine
 from tests.http.fleet import fleet
 from tests.http.serving import Answer, http_config, new_metrics, serving

@@ -330,6 +330,7 @@ async def test_the_receiver_of_a_request_enforces_its_deadline(pass_time: PassTi
             time_ms=int(time.time() * 1000),
             body_digest=await body_digest(body),
             client="c",
+            weight=1.0,
         )
         headers = forward_headers(KEYS, path, claims) | HEADERS | {"Content-Type": "application/json"}
         asking = asyncio.create_task(a.client.post(path, body, headers=headers))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
-from caraserve.http import context
 from caraserve.http.auth import key_name
+from caraserve.http.client import Client as Sender
 from caraserve.http.context import CLIENT, HttpTimings
 from caraserve.http.request_log import SUMMARY, RequestSummary, log_request
 from caraserve.http.streaming import EVENT_STREAM, EventStream
@@ -103,7 +103,7 @@ async def test_a_client_that_leaves_is_logged_as_499(lines: Lines, stream: bool)
 
 async def test_a_stream_without_done_is_logged_as_499(lines: Lines) -> None:
     request = make_mocked_request("POST", "/v1/completions")
-    request[SUMMARY], request[CLIENT] = RequestSummary(), context.Client("c")
+    request[SUMMARY], request[CLIENT] = RequestSummary(), Sender("c")
     request[EVENT_STREAM] = EventStream(request, HttpTimings())
     log_request(request, "my-id", 200)
     (line,) = lines.all

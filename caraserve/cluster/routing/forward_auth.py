@@ -10,6 +10,7 @@ import hmac
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf
 
 import orjson
 
@@ -46,6 +47,7 @@ class ForwardClaims:
     time_ms: int
     body_digest: str  # SHA-256 in hex
     client: str  # the name of its API key, or its address: the tenant, for fairness at the receiver
+    weight: float  # of that tenant
 
 
 def forward_headers(keys: Keyring, path: str, claims: ForwardClaims) -> dict[str, str]:
@@ -102,7 +104,8 @@ def _read(text: str) -> ForwardClaims:
     numbers = claims.attempt, claims.time_ms, *(() if claims.seed is None else (claims.seed,))
     typed = all(type(value) is str for value in texts) and all(type(value) is int for value in numbers)
     named = claims.adapter is None or (type(claims.adapter) is str and ADAPTER_NAME.fullmatch(claims.adapter))
-    if not (typed and named and type(claims.force) is bool):
+    weighted = type(claims.weight) in (int, float) and 0 < claims.weight < inf
+    if not (typed and named and weighted and type(claims.force) is bool):
         raise Forbidden(f"{CLAIMS_HEADER} has a value of a wrong type; compare both instances' versions of the server.")
     return claims
 
