@@ -16,6 +16,8 @@ from caraserve.cli.options import OptionParser
 from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.errors import CaraServeError, ConfigError
 
+_SERVE_CONFIGS = ModelConfig, LoraConfig, EngineConfig, HttpConfig, ClusterConfig
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; returns the exit code."""
@@ -59,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         usage="caraserve serve [MODEL] [OPTIONS]",
         description="Serves a base model and LoRA adapters behind one OpenAI-compatible endpoint.",
     )
-    for config in (ModelConfig, LoraConfig, EngineConfig, HttpConfig, ClusterConfig):
+    for config in _SERVE_CONFIGS:
         config.add_arguments(serve)
     serve.set_defaults(run=_serve)
     _add_profile(
@@ -71,6 +73,16 @@ def _parser() -> argparse.ArgumentParser:
             "Takes serve's options, so that it measures what will be served.",
         )
     )
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this machine, and what would be served",
+        usage="caraserve doctor [MODEL] [OPTIONS]",
+        description="Says what this machine has for serving and what to do about the rest, one line for each check. "
+        "Takes serve's options, and checks what they name. Exit code 1: serve would fail.",
+    )
+    for config in _SERVE_CONFIGS:
+        config.add_arguments(doctor)
+    doctor.set_defaults(run=_doctor)
     commands.add_parser("bench", help="measure a server or this machine")  # for --help only: `main` runs it
     return parser
 
@@ -117,6 +129,20 @@ def _profile(args: argparse.Namespace) -> int:
 
         profile(*configs, quick=args.quick, output=args.output, plot=args.plot)
     return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from caraserve.cli.doctor import Configs, doctor
+
+    return doctor(
+        Configs(
+            ModelConfig.from_args(args),
+            LoraConfig.from_args(args),
+            EngineConfig.from_args(args),
+            HttpConfig.from_args(args),
+            ClusterConfig.from_args(args),
+        )
+    )
 
 
 def _bench(words: Sequence[str]) -> int:

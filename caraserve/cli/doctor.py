@@ -1,0 +1,305 @@
+"""`caraserve doctor`: what this machine has for serving, one line for each check, and what to do about the rest.
+
+Takes serve's options, and checks with serve's own functions what they name. Nothing is loaded or compiled, and no
+package of the GPU is imported.
+"""
+
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.text import Text
+
+from caraserve.backend_factory import dtype_of
+from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
+from caraserve.errors import CaraServeError, ModelLoadError
+from caraserve.gpu.driver.detect import Gpu, Installed, choose, installed, look
+from caraserve.http.server import bind
+from caraserve.lora.peft import may_exist
+from caraserve.lora.peft_config import CONFIG_NAME
+from caraserve.model.safetensors_reader import TensorFileError, weight_files
+from caraserve.model.spec import load_spec
+from caraserve.serve import base_names, with_demo
+from caraserve.serve_cluster import check_cluster
+from caraserve.start_checks import check_names, check_paths, client_tls
+from caraserve.tokenizer.tokenizer import load_tokenizer
+from caraserve.util.cache_folder import cache_folder
+from caraserve.util.units import human_bytes
+
+State = Literal["ok", "warning", "problem"]
+_STYLES: dict[State, str] = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+_NEWEST_PYTHON = (3, 14)  # newest that numba has wheels for
+_LEAST_FREE_BYTES = 1 << 30  # below it, the demo and the compiler of its kernels are short of memory
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of versions 2 and 1
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The outcome of one check. `advice`: what to do, empty if there is nothing to do."""
+
+    what: str
+    state: State
+    found: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Facts about this machine that checks judge. `limit_bytes`: the container's memory limit, None without one."""
+
+    python: tuple[int, int, int]
+    architecture: str
+    cpu_flags: frozenset[str]
+    cores: int
+    usable_cores: int
+    free_bytes: int
+    memory_bytes: int
+    limit_bytes: int | None
+    has_memfd: bool
+    gpu: Gpu | None
+    gpu_problem: str  # why there is no GPU; empty on a machine without a driver
+    packages: Installed
+
+    @classmethod
+    def here(cls) -> "Machine":
+        """Reads the facts; starts a process that asks the GPU's driver, if there is one."""
+        page_bytes = os.sysconf("SC_PAGE_SIZE")
+        gpu, gpu_problem = look()
+        return cls(
+            python=sys.version_info[:3],
+            architecture=platform.machine(),
+            cpu_flags=_cpu_flags(Path("/proc/cpuinfo")),
+            cores=os.cpu_count() or 1,
+            usable_cores=len(os.sched_getaffinity(0)),
+            free_bytes=os.sysconf("SC_AVPHYS_PAGES") * page_bytes,
+            memory_bytes=os.sysconf("SC_PHYS_PAGES") * page_bytes,
+            limit_bytes=_limit_bytes(),
+            has_memfd=_has_memfd(),
+            gpu=gpu,
+            gpu_problem=gpu_problem,
+            packages=installed(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Configs:
+    """The configuration that serve would get from the same command line."""
+
+    model: ModelConfig
+    lora: LoraConfig
+    engine: EngineConfig
+    http: HttpConfig
+    cluster: ClusterConfig
+
+
+def doctor(configs: Configs) -> int:
+    """Prints all findings; returns the exit code: 1 if there is a problem."""
+    findings = examine(Machine.here(), configs)
+    console = Console(soft_wrap=True, highlight=False)
+    width = max(len(finding.what) for finding in findings)
+    for finding in findings:
+        text = f"  {finding.what:{width}}  {finding.found}{f'; {finding.advice}' if finding.advice else ''}"
+        console.print(Text(f"{finding.state:7}", _STYLES[finding.state]) + Text(text))
+    counts = [(sum(finding.state == state for finding in findings), state) for state in ("problem", "warning")]
+    summary = ", ".join(f"{count} {state}{'s' * (count > 1)}" for count, state in counts if count)
+    console.print(summary or "all is well: caraserve serve takes the same options", markup=False)
+    return int(counts[0][0] > 0)
+
+
+def examine(machine: Machine, configs: Configs) -> list[Finding]:
+    """Returns the findings on a machine and on what a server would be started with."""
+    return [
+        _python(machine),
+        _cpu(machine),
+        _memory(machine),
+        _shared_memory(machine),
+        _kernel_cache(cache_folder("kernels")),
+        *_gpu(machine, configs.engine.device),
+        *_configured(machine, configs),
+    ]
+
+
+# --- the machine ---
+
+
+def _python(machine: Machine) -> Finding:
+    found = ".".join(map(str, machine.python))
+    if machine.python[:2] > _NEWEST_PYTHON:
+        newest = ".".join(map(str, _NEWEST_PYTHON))
+        return Finding("Python", "warning", found, f"it may be too new for numba; Python {newest} is known to work")
+    return Finding("Python", "ok", found)
+
+
+def _cpu(machine: Machine) -> Finding:
+    flags, cores = machine.cpu_flags, f"{machine.usable_cores} of {machine.cores} cores"
+    if machine.architecture not in ("x86_64", "AMD64"):
+        return Finding("CPU", "ok", f"{machine.architecture}, {cores}")
+    vectors = "AVX-512" if "avx512f" in flags else "AVX2" if {"avx2", "fma"} <= flags else ""
+    found = f"{cores}, {vectors or 'no AVX2'}, {'' if 'f16c' in flags else 'no '}F16C"
+    if not vectors:
+        return Finding("CPU", "warning", found, "its arithmetic takes several times as long as with AVX2")
+    if "f16c" not in flags:
+        return Finding("CPU", "warning", found, "float16 weights are slow; give --dtype bfloat16 or float32")
+    if machine.usable_cores == 1:
+        return Finding("CPU", "warning", found, "computing delays the event loop on one core; two or more are better")
+    return Finding("CPU", "ok", found)
+
+
+def _memory(machine: Machine) -> Finding:
+    found = f"{human_bytes(machine.free_bytes)} free of {human_bytes(machine.memory_bytes)}"
+    if machine.limit_bytes is not None and machine.limit_bytes < machine.memory_bytes:
+        found += f", {human_bytes(machine.limit_bytes)} allowed to this container"
+        if machine.limit_bytes < machine.free_bytes:
+            advice = "sizes that follow the free memory may exceed it; give --kv-cache-bytes"
+            return Finding("memory", "warning", found, advice)
+    if machine.free_bytes < _LEAST_FREE_BYTES:
+        return Finding("memory", "warning", found, "end other processes, or compiling kernels may run out of memory")
+    return Finding("memory", "ok", found)
+
+
+def _shared_memory(machine: Machine) -> Finding:
+    if machine.has_memfd:
+        return Finding("shared memory", "ok", "memfd works; the size of /dev/shm does not matter")
+    advice = "a sandbox forbids memfd_create: allow it"
+    return Finding("shared memory", "problem", "memfd does not work", advice)
+
+
+def _kernel_cache(folder: Path) -> Finding:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        return Finding(
+            "kernel cache",
+            "problem",
+            f"{folder} cannot be written: {error.strerror}",
+            "set XDG_CACHE_HOME to a folder that can be",
+        )
+    if any(folder.glob("*/*/*.nbc")):
+        return Finding("kernel cache", "ok", f"{folder} has compiled kernels")
+    return Finding("kernel cache", "ok", f"{folder} is empty: the first start compiles, for about a minute")
+
+
+def _gpu(machine: Machine, wanted: str) -> Iterator[Finding]:
+    gpu, packages = machine.gpu, machine.packages
+    if gpu is None:
+        yield Finding("GPU", "warning" if machine.gpu_problem else "ok", machine.gpu_problem or "no NVIDIA driver")
+    else:
+        capability = f"{gpu.capability // 10}.{gpu.capability % 10}"
+        yield Finding("GPU", "ok", f"{gpu.name}, compute capability {capability}")
+        yield Finding("driver", "ok", f"for CUDA {gpu.driver_version // 1000}.{gpu.driver_version % 1000 // 10}")
+    absent: State = "ok" if gpu is None else "warning"
+    torch = f"{packages.torch}, {_built_for(packages.torch_cuda)}" if packages.torch else ""
+    cupy = "" if packages.cupy_cuda is None else _built_for(packages.cupy_cuda)
+    for name, found in (("torch", torch), ("CuPy", cupy), ("Triton", "installed" if packages.triton else "")):
+        needless = "" if gpu else "; serving on the CPU needs none"
+        yield Finding(name, "ok" if found else absent, found or f"not installed{needless}")
+    try:
+        choice = choose(wanted, gpu, machine.gpu_problem, packages)
+    except CaraServeError as error:
+        yield Finding("device", "problem", error.message)
+    else:
+        yield Finding("device", "warning" if choice.note else "ok", choice.note or choice.device)
+
+
+def _built_for(cuda: int | None) -> str:
+    return "built without CUDA" if cuda is None else f"built for CUDA {cuda or 'of an unknown version'}"
+
+
+# --- what a server would be started with ---
+
+
+def _configured(machine: Machine, configs: Configs) -> Iterator[Finding]:
+    model, lora = with_demo(configs.model, configs.lora)
+    on_cpu = machine.gpu is None or configs.engine.device == "cpu"
+    room_bytes = min(machine.free_bytes, machine.limit_bytes or machine.free_bytes) if on_cpu else None
+    yield _checked("address", lambda: _address(configs.http, configs.cluster))
+    yield _checked("model", lambda: _model(model, room_bytes))
+    yield _checked("adapters", lambda: _adapters(model, lora))
+
+
+def _checked(what: str, check: Callable[[], str]) -> Finding:
+    """Returns what `check` found, or the error that it raised, which says what to do."""
+    try:
+        return Finding(what, "ok", check())
+    except CaraServeError as error:
+        return Finding(what, "problem", error.message)
+    except OSError as error:
+        return Finding(what, "problem", f"{error.filename or what}: {error.strerror}")
+
+
+def _address(http: HttpConfig, cluster: ClusterConfig) -> str:
+    """Binds the port, and reads certificates and secrets. Raises ConfigError."""
+    sockets = bind(http.host, http.port)
+    port = sockets[0].getsockname()[1]
+    for one in sockets:
+        one.close()
+    tls = ", certificates are valid" if client_tls(http, cluster) is not None else ""
+    if not cluster.peers:
+        return f"{http.host}:{port} is free{tls}"
+    check_cluster(cluster, http)
+    return f"{http.host}:{port} is free{tls}, {len(cluster.peers)} peers given"
+
+
+def _model(config: ModelConfig, room_bytes: int | None) -> str:
+    """Reads all of a model folder but its weights. `room_bytes`: the memory that they must fit into, None if they go to
+    a GPU. Raises ModelLoadError."""
+    folder = config.model
+    assert folder is not None, "with_demo comes first"
+    spec = load_spec(folder)
+    load_tokenizer(folder, spec, config.chat_template, config.tool_call_parser)
+    if config.load_format != "dummy":
+        try:
+            weight_files(folder)
+        except TensorFileError as error:
+            raise ModelLoadError(str(error)) from error
+    num_bytes = spec.num_parameters * dtype_of(spec, config.dtype).itemsize
+    if room_bytes is not None and num_bytes > room_bytes:
+        raise ModelLoadError(f"{folder}: weights of {human_bytes(num_bytes)}, and {human_bytes(room_bytes)} are free")
+    return f"{folder}: {spec.family}, weights of {human_bytes(num_bytes)}"
+
+
+def _adapters(model: ModelConfig, lora: LoraConfig) -> str:
+    """Checks adapters' folders and names. Raises ConfigError or OSError."""
+    check_paths(model, lora)
+    check_names(model, lora, base_names(model))
+    folders = lora.adapters_dir.iterdir() if lora.adapters_dir is not None else ()
+    count = len(lora.lora_modules) + sum(may_exist(path / CONFIG_NAME) for path in folders)
+    return f"{count} named or found; their weights are checked at the start"
+
+
+# --- facts ---
+
+
+def _cpu_flags(cpuinfo: Path) -> frozenset[str]:
+    """Returns the features of the first core as Linux names them."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line for line in lines if line.startswith("flags")), "").partition(":")[2].split())
+
+
+def _limit_bytes() -> int | None:
+    for path in map(Path, _CGROUP_LIMITS):
+        try:
+            text = path.read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        return int(text) if text.isdecimal() else None
+    return None
+
+
+def _has_memfd() -> bool:
+    try:
+        os.close(os.memfd_create("caraserve"))
+    except OSError:
+        return False
+    return True

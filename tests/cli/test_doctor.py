@@ -1,0 +1,155 @@
+"""What `caraserve doctor` says of a machine, and of what a server would be started with."""
+
+import json
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from caraserve import demo
+from caraserve.cli import doctor
+from caraserve.cli.doctor import Configs, Finding, Machine, examine
+from caraserve.cli.options import OptionParser
+from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
+from caraserve.gpu.driver.detect import Gpu, Installed
+
+GIB = 1 << 30
+NONE = Installed(torch="", torch_cuda=None, cupy_cuda=None, triton=False)
+SERVER = Machine(
+    python=(3, 12, 1),
+    architecture="x86_64",
+    cpu_flags=frozenset({"avx2", "fma", "avx512f", "f16c"}),
+    cores=16,
+    usable_cores=8,
+    free_bytes=40 * GIB,
+    memory_bytes=64 * GIB,
+    limit_bytes=None,
+    has_memfd=True,
+    gpu=None,
+    gpu_problem="",
+    packages=NONE,
+)
+A100 = Gpu("NVIDIA A100", 80, 13000)
+
+
+def configs(*words: str) -> Configs:
+    parser = OptionParser(prog="doctor")
+    kinds = ModelConfig, LoraConfig, EngineConfig, HttpConfig, ClusterConfig
+    for kind in kinds:
+        kind.add_arguments(parser)
+    args = parser.parse_args([*words, *(() if "--port" in words else ("--port", "0"))])
+    return Configs(*(kind.from_args(args) for kind in kinds))
+
+
+def found(what: str, *words: str, **facts: Any) -> Finding:
+    """Returns the finding of that name on a machine with these facts, after checking that every line is one line."""
+    findings = examine(replace(SERVER, **facts), configs(*words))
+    assert not any("\n" in finding.found + finding.advice for finding in findings)
+    return next(finding for finding in findings if finding.what == what)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def test_nothing_is_wrong_with_a_server_without_a_gpu_and_the_demo() -> None:
+    findings = examine(SERVER, configs())
+    assert {finding.state for finding in findings} == {"ok"}
+    assert [finding.what for finding in findings] == [
+        *("Python", "CPU", "memory", "shared memory", "kernel cache"),
+        *("GPU", "torch", "CuPy", "Triton", "device"),
+        *("address", "model", "adapters"),
+    ]
+
+
+FACTS = {
+    "python": ("Python", {"python": (3, 99, 0)}, "warning", "3.99"),
+    "no avx": ("CPU", {"cpu_flags": frozenset()}, "warning", "no AVX2"),
+    "no f16c": ("CPU", {"cpu_flags": frozenset({"avx2", "fma"})}, "warning", "--dtype"),
+    "arm": ("CPU", {"cpu_flags": frozenset(), "architecture": "aarch64"}, "ok", "aarch64"),
+    "one core": ("CPU", {"usable_cores": 1}, "warning", "1 of 16 cores"),
+    "little memory": ("memory", {"free_bytes": GIB // 2}, "warning", "512.0 MiB free"),
+    "container": ("memory", {"limit_bytes": 8 * GIB}, "warning", "--kv-cache-bytes"),
+    "sandbox": ("shared memory", {"has_memfd": False}, "problem", "memfd_create"),
+    "driver": ("GPU", {"gpu_problem": "the NVIDIA driver cannot be used: 999"}, "warning", "999"),
+    "gpu": ("GPU", {"gpu": A100}, "ok", "A100, compute capability 8.0"),
+    "cuda": ("driver", {"gpu": A100}, "ok", "CUDA 13.0"),
+    "no packages": ("device", {"gpu": A100}, "warning", "pip install"),
+    "all packages": ("device", {"gpu": A100, "packages": Installed("torch 2.11", 13, 13, triton=True)}, "ok", "cuda"),
+    "no cupy": ("CuPy", {"gpu": A100}, "warning", "not installed"),
+    "too small": ("model", {"free_bytes": 1 << 20}, "problem", "1.0 MiB are free"),
+}
+
+
+@pytest.mark.parametrize(("what", "facts", "state", "says"), FACTS.values(), ids=FACTS)
+def test_facts_of_a_machine(what: str, facts: dict[str, Any], state: str, says: str) -> None:
+    finding = found(what, **facts)
+    assert finding.state == state
+    assert says in f"{finding.found}; {finding.advice}"
+
+
+def test_a_kernel_cache_that_cannot_be_written_is_a_problem(cache: Path) -> None:
+    (cache / "cache").write_text("a file where the folder should be")
+    finding = found("kernel cache")
+    assert (finding.state, "XDG_CACHE_HOME" in finding.advice) == ("problem", True)
+
+
+def test_a_wanted_gpu_that_is_not_there_is_a_problem() -> None:
+    assert found("device", "--device", "cuda").state == "problem"
+
+
+def test_a_port_in_use_is_a_problem() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        finding = found("address", "--port", str(other.getsockname()[1]))
+    assert (finding.state, "another process" in finding.found) == ("problem", True)
+
+
+def test_a_cluster_without_a_secret_is_a_problem() -> None:
+    finding = found("address", "--peers", "10.0.0.1:8000")
+    assert (finding.state, "--cluster-secret-file" in finding.found) == ("problem", True)
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_model_folder_without_one_of_its_files_is_a_problem(missing: str, tmp_path: Path) -> None:
+    for file in demo.model_folder().iterdir():
+        if file.name != missing:
+            (tmp_path / file.name).symlink_to(file)
+    finding = found("model", str(tmp_path))
+    assert (finding.state, missing in finding.found) == ("problem", True)
+
+
+def test_adapters_are_counted_and_a_missing_one_is_a_problem() -> None:
+    assert found("adapters").found.startswith("5 ")
+    assert found("adapters", "--lora-modules", "a=/nowhere").state == "problem"
+
+
+def test_a_problem_ends_with_exit_code_1_and_is_printed_as_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor.Machine, "here", classmethod(lambda cls: SERVER))
+    assert doctor.doctor(configs()) == 0
+    capsys.readouterr()
+    assert doctor.doctor(configs("/nowhere[bold]")) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("problem")] == [
+        "problem  model          model folder '/nowhere[bold]' does not exist; give a folder that holds config.json"
+    ]
+    assert lines[-1] == "1 problem"
+
+
+def test_the_command_needs_no_gpu_package_and_loads_no_heavy_one() -> None:
+    code = (
+        "import sys, json; heavy = ('torch', 'cupy', 'triton', 'numba')\n"
+        "for name in heavy[:3]: sys.modules[name] = None\n"
+        "from caraserve.cli.main import main\n"
+        "status = main(['doctor', '--port', '0'])\n"
+        "print(json.dumps([status, 'numba' in sys.modules]))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(ended.stdout.splitlines()[-1]) == [0, False]
