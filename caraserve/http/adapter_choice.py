@@ -11,12 +11,11 @@ from aiohttp import web
 
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from caraserve.errors import InvalidRequest, NotFound
+from caraserve.http import body_fields
 from caraserve.http.client import Client
 from caraserve.http.context import CLIENT, CONTEXT, Context
 from caraserve.http.validation import Fields, shown
 from caraserve.lora.registry import AdapterInfo
-
-_LONGEST_NAME = 1024
 
 Find = Callable[[str], str | None]
 """The adapter that a model name stands for, None for the base model. Raises NotFound with param `model`."""
@@ -88,7 +87,7 @@ def choose_adapter(fields: Fields, base_name: str, find: Find, client: Client) -
     Raises NotFound or InvalidRequest naming the field, and NotFound if only the base model is left and `client` may not
     use it.
     """
-    shown_name = fields.maybe_text("model", _LONGEST_NAME) or base_name
+    shown_name = body_fields.MODEL.read(fields) or base_name
     adapter = find(shown_name)
     chosen_by = "model" if adapter is not None else None
     for field, name in _named(fields):
@@ -117,13 +116,14 @@ def _found(field: str, name: str, find: Find) -> str | None:
 
 def _named(fields: Fields) -> Iterator[tuple[str, str]]:
     """The other fields that name an adapter, each with the name: SGLang's, LoRAX' and TGI's, llama.cpp's."""
-    for field in ("lora_path", "adapter_id"):
-        if isinstance(fields.raw(field), list):
+    for field in (body_fields.LORA_PATH, body_fields.ADAPTER_ID):
+        if isinstance(fields.raw(field.name), list):
             raise InvalidRequest(
-                f"{field} must be one adapter's name, not a list; send one request for each adapter.", param=field
+                f"{field.name} must be one adapter's name, not a list; send one request for each adapter.",
+                param=field.name,
             )
-        if name := fields.maybe_text(field, _LONGEST_NAME):
-            yield field, name
+        if name := field.read(fields):
+            yield field.name, name
     entries = fields.array("lora", most=1 << 10)
     if len(entries) > 1:
         raise InvalidRequest(
@@ -142,7 +142,7 @@ def _entry_name(entry: Any) -> str:
     if unknown := entry.keys() - {"id", "scale"}:
         raise InvalidRequest(f"lora[0] has an unknown field {shown(min(unknown))}; send id and scale.", param="lora")
     name, scale = entry.get("id"), entry.get("scale", 1)
-    if not isinstance(name, str) or not 1 <= len(name) <= _LONGEST_NAME:
+    if not isinstance(name, str) or not 1 <= len(name) <= body_fields.MODEL.longest:
         # A number would be an index into a list that changes as adapters are loaded and unloaded.
         raise InvalidRequest(
             f"lora[0].id must be an adapter's name, not {shown(name)}; GET /v1/models lists them.", param="lora"

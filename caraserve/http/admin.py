@@ -12,8 +12,10 @@ import orjson
 from aiohttp import web
 
 from caraserve.errors import AdapterRejected, Forbidden, NotFound
+from caraserve.http import body_fields
 from caraserve.http.adapter_choice import ListedAdapter, find_adapter, remote_adapter, unknown_model
 from caraserve.http.context import CLIENT, CONTEXT, Context
+from caraserve.http.field_types import TextField
 from caraserve.http.request_schema import LOAD_ADAPTER, UNLOAD_ADAPTER, check_fields
 from caraserve.http.responses import json_response, note_ignored, read_object
 from caraserve.http.status import sorted_by_name
@@ -23,8 +25,6 @@ from caraserve.util.option_values import ADAPTER_NAME
 from caraserve.util.tasks import in_turns
 
 log = logging.getLogger("caraserve.http")
-
-_LONGEST_PATH = 4096
 
 
 class ModelList:
@@ -107,8 +107,8 @@ async def load_lora_adapter(request: web.Request) -> web.Response:
     context = _updatable(request)
     fields = await read_object(request)
     check_fields(fields, LOAD_ADAPTER)
-    name, path = _required(fields, "lora_name"), _required(fields, "lora_path")
-    inplace = fields.boolean("load_inplace", False)
+    name, path = _required(fields, body_fields.LORA_NAME), _required(fields, body_fields.LORA_FOLDER)
+    inplace = body_fields.LOAD_INPLACE.read(fields)
     note_ignored(request, fields)
     if not ADAPTER_NAME.fullmatch(name) or name in context.engine.base_names:
         raise AdapterRejected(
@@ -126,7 +126,7 @@ async def unload_lora_adapter(request: web.Request) -> web.Response:
     context = _updatable(request)
     fields = await read_object(request)
     check_fields(fields, UNLOAD_ADAPTER)
-    name = _required(fields, "lora_name")
+    name = _required(fields, body_fields.LORA_NAME)
     note_ignored(request, fields)
     try:
         await context.complete(context.engine.unload_adapter(name))
@@ -148,8 +148,8 @@ def _updatable(request: web.Request) -> Context:
     return context
 
 
-def _required(fields: Fields, name: str) -> str:
-    value = fields.maybe_text(name, _LONGEST_PATH)
+def _required(fields: Fields, field: TextField) -> str:
+    value = field.read(fields)
     if not value:
-        raise AdapterRejected(f"{name} is missing.", param=name)
+        raise AdapterRejected(f"{field.name} is missing.", param=field.name)
     return value

@@ -10,9 +10,9 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from caraserve.core.request import MAX_LOGPROBS, Finish, GenerateRequest, TokenDelta, TokenLogprob
+from caraserve.core.request import Finish, GenerateRequest, TokenDelta, TokenLogprob
 from caraserve.errors import InvalidRequest
-from caraserve.http import validation
+from caraserve.http import body_fields, validation
 from caraserve.http.adapter_choice import Find, adapter_finder
 from caraserve.http.api_request import ApiRequest
 from caraserve.http.client import Client
@@ -58,8 +58,8 @@ async def parse_chat(fields: Fields, engine: Engine, find: Find, client: Client)
     check_fields(fields, CHAT)
     common = parse_common(fields, engine, find, client)
     tools = parse_tools(fields, engine)
-    limit = fields.maybe_integer("max_completion_tokens", 1, (1 << 63) - 1)
-    older_limit = fields.maybe_integer("max_tokens", 1, (1 << 63) - 1)
+    limit = body_fields.CHAT_MAX_COMPLETION_TOKENS.read(fields)
+    older_limit = body_fields.CHAT_MAX_TOKENS.read(fields)
     params = validation.sampling_params(fields, engine)
     params = dataclasses.replace(
         params,
@@ -96,8 +96,8 @@ async def chat_ids(fields: Fields, tokenizer: Tokenizer, max_tokens: int, tools:
     """The prompt of `messages` and the template's arguments, as token ids. Raises InvalidRequest, and
     ContextLengthExceeded when it has more than `max_tokens`."""
     messages = await parse_messages(fields)
-    continued = fields.boolean("continue_final_message", False)
-    generation_prompt = fields.boolean("add_generation_prompt", not continued)
+    continued = body_fields.CONTINUE_FINAL_MESSAGE.read(fields)
+    generation_prompt = body_fields.ADD_GENERATION_PROMPT.read(fields, default=not continued)
     if continued and generation_prompt:
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt exclude each other.", param="continue_final_message"
@@ -193,8 +193,8 @@ def _text_part(part: object, name: str) -> str:
 
 
 def _logprobs(fields: Fields) -> int | None:
-    wanted = fields.boolean("logprobs", False)
-    top = fields.integer("top_logprobs", 0, MAX_LOGPROBS, 0)
+    wanted = body_fields.CHAT_LOGPROBS.read(fields)
+    top = body_fields.TOP_LOGPROBS.read(fields)
     if top and not wanted:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
     return top if wanted else None

@@ -13,7 +13,6 @@ from typing import Any
 from aiohttp import web
 
 from caraserve.core.request import (
-    MAX_LOGPROBS,
     Finish,
     GenerateRequest,
     SamplingParams,
@@ -22,7 +21,7 @@ from caraserve.core.request import (
     TokenLogprob,
 )
 from caraserve.errors import InvalidRequest
-from caraserve.http import validation
+from caraserve.http import body_fields, validation
 from caraserve.http.adapter_choice import Find, adapter_finder, choose_adapter
 from caraserve.http.api_request import ApiRequest, Delivery
 from caraserve.http.client import Client
@@ -41,7 +40,6 @@ DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 2048
 # Encoding runs at a few MB/s: longer texts would block the event loop for over a millisecond.
 ENCODED_IN_PLACE_CHARACTERS = 2048
-_PRIORITIES = 1 << 63  # as vLLM's: any integer of 64 bits
 _LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 Prompt = str | list[Any]
@@ -77,10 +75,10 @@ def parse_common(fields: Fields, engine: Engine, find: Find, client: Client) -> 
     return CommonFields(
         model=model,
         adapter=adapter,
-        n=fields.integer("n", 1, validation.MAX_N, 1),
-        tenant=client.tenant(fields.maybe_text("user", longest=256) or ""),
-        cache_salt=fields.maybe_text("cache_salt", longest=256) or "",
-        priority=fields.integer("priority", -_PRIORITIES, _PRIORITIES - 1, 0),
+        n=body_fields.N.read(fields),
+        tenant=client.tenant(body_fields.USER.read(fields) or ""),
+        cache_salt=body_fields.CACHE_SALT.read(fields) or "",
+        priority=body_fields.PRIORITY.read(fields),
         arrival_s=time.monotonic(),
         delivery=parse_delivery(fields),
     )
@@ -88,34 +86,34 @@ def parse_common(fields: Fields, engine: Engine, find: Find, client: Client) -> 
 
 def parse_delivery(fields: Fields) -> Delivery:
     """Reads the fields of a stream. Raises InvalidRequest, which names the field."""
-    stream = fields.boolean("stream", False)
+    stream = body_fields.STREAM.read(fields)
     options = fields.nested("stream_options")
     check_fields(options, STREAM_OPTIONS)
     if fields.raw("stream_options") is not None and not stream:
         raise InvalidRequest("stream_options need stream to be true.", param="stream_options")
-    include_usage = options.boolean("include_usage", False)
-    continuous = options.boolean("continuous_usage_stats", False)
-    return Delivery(stream, include_usage, include_usage and continuous, fields.boolean("return_token_ids", False))
+    include_usage = body_fields.INCLUDE_USAGE.read(options)
+    continuous = body_fields.CONTINUOUS_USAGE_STATS.read(options)
+    return Delivery(stream, include_usage, include_usage and continuous, body_fields.RETURN_TOKEN_IDS.read(fields))
 
 
 async def parse_completion(fields: Fields, engine: Engine, find: Find, client: Client) -> ApiRequest:
     """Reads a body. Raises InvalidRequest, ContextLengthExceeded or NotFound, which name the field."""
     check_fields(fields, COMPLETIONS)
     common = parse_common(fields, engine, find, client)
-    echo = fields.boolean("echo", False)
-    logprobs = fields.maybe_integer("logprobs", 0, MAX_LOGPROBS)
+    echo = body_fields.ECHO.read(fields)
+    logprobs = body_fields.LOGPROBS.read(fields)
     params = dataclasses.replace(
         validation.sampling_params(fields, engine), logprobs=logprobs, prompt_logprobs=logprobs if echo else None
     )
     params = dataclasses.replace(params, grammar=await parse_grammar(fields, engine, params))
-    if fields.integer("best_of", 1, validation.MAX_N, common.n) != common.n:
+    if body_fields.BEST_OF.read(fields) not in (None, common.n):
         raise InvalidRequest("best_of other than n is not supported; leave it out.", param="best_of")
-    max_tokens = fields.maybe_integer("max_tokens", 0, (1 << 63) - 1)
-    newer_limit = fields.maybe_integer("max_completion_tokens", 0, (1 << 63) - 1)  # clients that know it send both
+    max_tokens = body_fields.MAX_TOKENS.read(fields)
+    newer_limit = body_fields.MAX_COMPLETION_TOKENS.read(fields)  # clients that know it send both
     max_tokens = max_tokens if newer_limit is None else newer_limit
     if max_tokens == 0 and not echo:
         raise InvalidRequest("max_tokens may be 0 only with echo; ask for at least 1.", param="max_tokens")
-    add_special_tokens = fields.boolean("add_special_tokens", True)
+    add_special_tokens = body_fields.ADD_SPECIAL_TOKENS.read(fields)
     prompts = parse_prompts(fields)
     if len(prompts) * common.n > MAX_CHOICES:
         raise InvalidRequest(

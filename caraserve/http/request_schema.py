@@ -8,10 +8,12 @@ clients send by default and no server of one plain model can honour (`reasoning_
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from caraserve.errors import InvalidRequest
+from caraserve.http import body_fields as body
+from caraserve.http.field_types import BodyField, OtherField
 from caraserve.http.validation import Fields, shown
 
 MAX_UNKNOWN = 64  # fields of one body that no table names; real clients send about a dozen
@@ -32,11 +34,26 @@ class Refused:
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownFields:
     """What one route reads, refuses and ignores. A name in none of the three is unknown, and ignored unless it looks
-    like a misspelt one. Compared by identity, so that functions of a table can be cached."""
+    like a misspelt one. `types`: of the served fields, by name. Compared by identity, so that functions of a table can
+    be cached."""
 
-    served: frozenset[str]
+    types: Mapping[str, BodyField]
     refused: Mapping[str, Refused]
     ignored: frozenset[str] = frozenset()
+
+    @property
+    def served(self) -> Set[str]:
+        """The names of the served fields."""
+        return self.types.keys()
+
+
+def _served(*fields: BodyField) -> dict[str, BodyField]:
+    return {field.name: field for field in fields}
+
+
+def _parts(outer: OtherField) -> dict[str, BodyField]:
+    """Returns the fields of an object that is a field itself."""
+    return _served(*(OtherField(name, schema) for name, schema in outer.described["properties"].items()))
 
 
 def _refused(advice: str, *plain: str, **neutral: object) -> dict[str, Refused]:
@@ -61,21 +78,22 @@ _NO_REASONING = 'thinking is up to the chat template; send chat_template_kwargs,
 _TEXT_ONLY = "only text is served; leave it out"
 _LEAVE_OUT = "leave it out"
 
-_SELECTING = ("model", "lora_path", "lora", "adapter_id")
-
-_SAMPLING = (
-    *("n", "seed", "temperature", "top_p", "top_k", "min_p", "min_tokens", "max_tokens", "max_completion_tokens"),
-    *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs"),
+_SELECTING = _served(body.MODEL, body.LORA_PATH, body.LORA, body.ADAPTER_ID)
+_SAMPLING = _served(
+    *(body.N, body.SEED, body.TEMPERATURE, body.TOP_P, body.TOP_K, body.MIN_P, body.MIN_TOKENS),
+    *(body.STOP, body.STOP_TOKEN_IDS, body.INCLUDE_STOP_STR_IN_OUTPUT, body.IGNORE_EOS, body.SKIP_SPECIAL_TOKENS),
+    *(body.PRESENCE_PENALTY, body.FREQUENCY_PENALTY, body.REPETITION_PENALTY, body.LOGIT_BIAS),
 )
-_STRUCTURE = (
-    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    *("regex", "ebnf", "grammar", "json_schema", "structural_tag"),
+_STRUCTURE = _served(
+    *(body.RESPONSE_FORMAT, body.STRUCTURED_OUTPUTS, body.GUIDED_JSON, body.GUIDED_REGEX, body.GUIDED_CHOICE),
+    *(body.GUIDED_GRAMMAR, body.REGEX, body.EBNF, body.GRAMMAR, body.JSON_SCHEMA, body.STRUCTURAL_TAG),
 )
-_DELIVERY = ("stream", "stream_options", "return_token_ids", "user", "cache_salt", "priority")
-_GENERATION = frozenset((*_SELECTING, *_SAMPLING, *_STRUCTURE, *_DELIVERY))
-_TOOLS = frozenset(("tools", "tool_choice", "parallel_tool_calls"))
-_TEMPLATE = frozenset(("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"))
+_DELIVERY = _served(
+    *(body.STREAM, body.STREAM_OPTIONS, body.RETURN_TOKEN_IDS, body.USER, body.CACHE_SALT, body.PRIORITY)
+)
+_GENERATION = _SELECTING | _SAMPLING | _STRUCTURE | _DELIVERY
+_TOOLS = _served(body.TOOLS, body.TOOL_CHOICE, body.PARALLEL_TOOL_CALLS, body.FUNCTIONS, body.FUNCTION_CALL)
+_TEMPLATE = _served(body.MESSAGES, body.ADD_GENERATION_PROMPT, body.CONTINUE_FINAL_MESSAGE, body.CHAT_TEMPLATE_KWARGS)
 
 # Other systems' fields that choose weights. If they were ignored, other weights would answer.
 _WEIGHTS = _refused(
@@ -270,16 +288,21 @@ _IGNORED = frozenset(
 )
 
 COMPLETIONS = KnownFields(
-    _GENERATION | {"prompt", "echo", "best_of", "add_special_tokens"},
+    _GENERATION
+    | _served(body.PROMPT, body.ECHO, body.BEST_OF, body.ADD_SPECIAL_TOKENS)
+    | _served(body.LOGPROBS, body.MAX_TOKENS, body.MAX_COMPLETION_TOKENS),
     _REFUSED
     | _refused("send it to /v1/chat/completions", messages=([],), tools=([],), functions=([],))
     | _refused("send it to /v1/chat/completions", tool_choice=("none", "auto"), function_call=("none", "auto"))
     | _instead(top_logprobs=("logprobs, the number of alternatives,", 0)),
-    _IGNORED | _TEMPLATE - {"messages"} | {"parallel_tool_calls"},
+    _IGNORED | _TEMPLATE.keys() - {"messages"} | {"parallel_tool_calls"},
 )
 
 CHAT = KnownFields(
-    _GENERATION | _TEMPLATE | {"top_logprobs", "functions", "function_call"} | _TOOLS,
+    _GENERATION
+    | _TEMPLATE
+    | _TOOLS
+    | _served(body.CHAT_LOGPROBS, body.TOP_LOGPROBS, body.CHAT_MAX_TOKENS, body.CHAT_MAX_COMPLETION_TOKENS),
     _REFUSED
     | _refused("send it to /v1/completions", "prompt", echo=False)
     | _refused("the chat template writes special tokens; leave it out", add_special_tokens=False)
@@ -288,7 +311,7 @@ CHAT = KnownFields(
 )
 
 TOKENIZE = KnownFields(
-    frozenset(_SELECTING) | _TEMPLATE | {"prompt", "add_special_tokens", "return_token_strs"},
+    _SELECTING | _TEMPLATE | _served(body.TEXT_PROMPT, body.ADD_SPECIAL_TOKENS, body.RETURN_TOKEN_STRS),
     _WEIGHTS
     | _instead(content=("prompt", ()), text=("prompt", ()), add_special=("add_special_tokens", ()))
     | _instead(with_pieces=("return_token_strs", False), return_tokens=("return_token_strs", False))
@@ -298,7 +321,7 @@ TOKENIZE = KnownFields(
 )
 
 DETOKENIZE = KnownFields(
-    frozenset(_SELECTING) | {"tokens"},
+    _SELECTING | _served(body.TOKENS),
     _WEIGHTS
     | _instead(ids=("tokens", ()), token_ids=("tokens", ()))
     | _refused("the text shows special tokens; leave it out", skip_special_tokens=False),
@@ -306,7 +329,7 @@ DETOKENIZE = KnownFields(
 )
 
 LOAD_ADAPTER = KnownFields(
-    frozenset(("lora_name", "lora_path", "load_inplace")),
+    _served(body.LORA_NAME, body.LORA_FOLDER, body.LOAD_INPLACE),
     _instead(inplace=("load_inplace", False), name=("lora_name", ()), path=("lora_path", ()))
     | _refused("an adapter is loaded as its folder says; leave it out", scale=1, lora_scale=1)
     | _refused("an adapter is read from a folder; send lora_path", "tensors", "serialized_named_tensors")
@@ -315,19 +338,19 @@ LOAD_ADAPTER = KnownFields(
 )
 
 UNLOAD_ADAPTER = KnownFields(
-    frozenset(("lora_name",)),
+    _served(body.LORA_NAME),
     _instead(name=("lora_name", ())),
     frozenset(("lora_int_id",)),
 )
 
 STREAM_OPTIONS = KnownFields(
-    frozenset(("include_usage", "continuous_usage_stats")), {}, frozenset(("include_obfuscation",))
+    _served(body.INCLUDE_USAGE, body.CONTINUOUS_USAGE_STATS), {}, frozenset(("include_obfuscation",))
 )
 
-RESPONSE_FORMAT = KnownFields(frozenset(("type", "json_schema", "schema", "structures", "triggers")), {})
+RESPONSE_FORMAT = KnownFields(_parts(body.RESPONSE_FORMAT), {})
 
 STRUCTURED_OUTPUTS = KnownFields(
-    frozenset(("json", "regex", "choice", "grammar", "json_object", "structural_tag")),
+    _parts(body.STRUCTURED_OUTPUTS),
     _refused("write the spaces into the schema or grammar; leave it out", disable_any_whitespace=False)
     | _refused("objects have the properties that the schema allows", disable_additional_properties=False)
     | _refused(_LEAVE_OUT, whitespace_pattern=""),

@@ -3,6 +3,7 @@
 from aiohttp import web
 
 from caraserve.errors import ContextLengthExceeded, InvalidRequest
+from caraserve.http import body_fields
 from caraserve.http.adapter_choice import adapter_finder, choose_adapter
 from caraserve.http.chat import chat_ids
 from caraserve.http.completions import decode, encode
@@ -12,9 +13,6 @@ from caraserve.http.responses import json_response, note_ignored, read_object
 from caraserve.http.validation import shown, token_ids
 from caraserve.util.tasks import in_turns
 
-_LONGEST_TEXT = 1 << 22
-_MOST_TOKENS = 1 << 16  # unless the model's context is longer; 5 ms to list or to check
-
 
 async def tokenize(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
@@ -22,14 +20,14 @@ async def tokenize(request: web.Request) -> web.Response:
     fields = await read_object(request)
     check_fields(fields, TOKENIZE)
     choose_adapter(fields, engine.base_name, adapter_finder(request), request[CLIENT])
-    add_special_tokens = fields.boolean("add_special_tokens", True)
-    with_text = fields.boolean("return_token_strs", False)
-    most = max(_MOST_TOKENS, engine.max_model_len)
+    add_special_tokens = body_fields.ADD_SPECIAL_TOKENS.read(fields)
+    with_text = body_fields.RETURN_TOKEN_STRS.read(fields)
+    most = max(body_fields.MAX_TOKENIZED, engine.max_model_len)
     try:
         if fields.raw("messages") is not None:
             ids = await chat_ids(fields, engine.tokenizer, most)
         else:
-            prompt = fields.maybe_text("prompt", _LONGEST_TEXT)
+            prompt = body_fields.TEXT_PROMPT.read(fields)
             if prompt is None:
                 raise InvalidRequest("Send prompt, a string, or messages.", param="prompt")
             ids = await encode(engine.tokenizer, prompt, add_special_tokens=add_special_tokens, max_tokens=most)
@@ -47,7 +45,7 @@ async def detokenize(request: web.Request) -> web.Response:
     fields = await read_object(request)
     check_fields(fields, DETOKENIZE)
     choose_adapter(fields, engine.base_name, adapter_finder(request), request[CLIENT])
-    tokens = fields.array("tokens", max(_MOST_TOKENS, engine.max_model_len))
+    tokens = body_fields.TOKENS.read(fields, most=max(body_fields.MAX_TOKENIZED, engine.max_model_len))
     if fields.raw("tokens") is None:
         raise InvalidRequest(f"tokens must be a list of token ids, not {shown(None)}.", param="tokens")
     note_ignored(request, fields)

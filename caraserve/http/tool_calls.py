@@ -7,6 +7,7 @@ from typing import Any
 
 from caraserve.core.request import Finish
 from caraserve.errors import InvalidRequest
+from caraserve.http import body_fields
 from caraserve.http.completions import finish_fields
 from caraserve.http.structured_output import json_text
 from caraserve.http.validation import Fields, shown
@@ -22,7 +23,6 @@ from caraserve.tokenizer.tool_format import (
     calls_grammar,
 )
 
-_MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_OBJECT = {"type": "object"}
@@ -71,7 +71,7 @@ def parse_tools(fields: Fields, engine: Engine) -> Tools | None:
     _refuse_functions(fields)
     functions = parse_functions(fields)
     choice = _parse_choice(fields, functions)
-    several = fields.boolean("parallel_tool_calls", True)
+    several = body_fields.PARALLEL_TOOL_CALLS.read(fields)
     if not functions or choice == "none":
         return None
     tokenizer = engine.tokenizer
@@ -115,7 +115,7 @@ def _refuse_functions(fields: Fields) -> None:
 
 def parse_functions(fields: Fields) -> list[_Function]:
     """Reads `tools`. Raises InvalidRequest."""
-    functions = [_function(tool, f"tools[{at}]") for at, tool in enumerate(fields.array("tools", _MAX_TOOLS))]
+    functions = [_function(tool, f"tools[{at}]") for at, tool in enumerate(body_fields.TOOLS.read(fields))]
     names = [function.name for function in functions]
     if repeated := next((name for at, name in enumerate(names) if name in names[:at]), None):
         raise InvalidRequest(f"tools has two functions with the name {shown(repeated)}.", param="tools")

@@ -1,7 +1,7 @@
 """Reads the values of a JSON object as typed fields, strictly; then the sampling fields, which all routes share.
 
 Every mistake raises InvalidRequest, which names the field and what would be right. For an absent sampling field the
-model's generation_config decides, then OpenAI's default. Names and ranges are OpenAI's and, for the rest, vLLM's.
+model's generation_config decides, then OpenAI's default.
 """
 
 from collections.abc import ItemsView, Mapping
@@ -9,12 +9,9 @@ from typing import Any, TypeVar
 
 from caraserve.core.request import MAX_LOGIT_BIAS, MAX_STOPS, SamplingParams
 from caraserve.errors import ContextLengthExceeded, InvalidRequest
+from caraserve.http import body_fields
 from caraserve.loop import Engine
 
-MAX_N = 128
-_MAX_STOP_CHARACTERS = 1024
-_MAX_STOP_TOKEN_IDS = 1024
-_SEEDS = 1 << 63
 _MAX_SCORES = 1 << 21  # logprobs in one response, alternatives counted: 60 MB as completions have them, 130 MB in chats
 
 _T = TypeVar("_T")
@@ -137,32 +134,31 @@ def sampling_params(fields: Fields, engine: Engine) -> SamplingParams:
 
     Raises InvalidRequest, which names the field.
     """
-    model: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-    model.update(engine.default_sampling)
+    model = engine.default_sampling
     vocab_size = engine.tokenizer.vocab_size
-    stop_ids = fields.array("stop_token_ids", _MAX_STOP_TOKEN_IDS)
+    stop_ids = body_fields.STOP_TOKEN_IDS.read(fields)
     return SamplingParams(
-        min_tokens=fields.integer("min_tokens", 0, engine.max_model_len, 0),
-        temperature=fields.number("temperature", 0, 100, model["temperature"]),
-        top_p=fields.number("top_p", 0, 1, model["top_p"], above_low=True),
-        top_k=max(0, fields.integer("top_k", -1, 1 << 31, model["top_k"])),
-        min_p=fields.number("min_p", 0, 1, model["min_p"]),
-        seed=fields.maybe_integer("seed", -_SEEDS, _SEEDS - 1),
+        min_tokens=body_fields.MIN_TOKENS.read(fields, high=engine.max_model_len),
+        temperature=body_fields.TEMPERATURE.read(fields, default=model.get("temperature")),
+        top_p=body_fields.TOP_P.read(fields, default=model.get("top_p")),
+        top_k=max(0, body_fields.TOP_K.read(fields, default=model.get("top_k"))),
+        min_p=body_fields.MIN_P.read(fields, default=model.get("min_p")),
+        seed=body_fields.SEED.read(fields),
         stop=_stop(fields),
         stop_token_ids=token_ids("stop_token_ids", stop_ids, vocab_size),
-        include_stop_str_in_output=fields.boolean("include_stop_str_in_output", False),
-        ignore_eos=fields.boolean("ignore_eos", False),
-        skip_special_tokens=fields.boolean("skip_special_tokens", True),
-        presence_penalty=fields.number("presence_penalty", -2, 2, 0.0),
-        frequency_penalty=fields.number("frequency_penalty", -2, 2, 0.0),
-        repetition_penalty=fields.number("repetition_penalty", 0, 100, model["repetition_penalty"], above_low=True),
+        include_stop_str_in_output=body_fields.INCLUDE_STOP_STR_IN_OUTPUT.read(fields),
+        ignore_eos=body_fields.IGNORE_EOS.read(fields),
+        skip_special_tokens=body_fields.SKIP_SPECIAL_TOKENS.read(fields),
+        presence_penalty=body_fields.PRESENCE_PENALTY.read(fields),
+        frequency_penalty=body_fields.FREQUENCY_PENALTY.read(fields),
+        repetition_penalty=body_fields.REPETITION_PENALTY.read(fields, default=model.get("repetition_penalty")),
         logit_bias=_logit_bias(fields, vocab_size),
     )
 
 
 def nth_seed(seed: int | None, index: int) -> int | None:
     """The seed of choice `index`, never negative: choices differ, and each is the same in every run."""
-    return None if seed is None else (seed + index) % _SEEDS
+    return None if seed is None else (seed + index) % body_fields.SEEDS
 
 
 def fit_max_tokens(
@@ -220,10 +216,9 @@ def _stop(fields: Fields) -> tuple[str, ...]:
     value = fields.raw("stop")
     stops = [value] if isinstance(value, str) else fields.array("stop", MAX_STOPS)
     for stop in stops:
-        if not isinstance(stop, str) or not 1 <= len(stop) <= _MAX_STOP_CHARACTERS:
-            raise InvalidRequest(
-                f"stop must hold strings of 1 to {_MAX_STOP_CHARACTERS} characters, not {shown(stop)}.", param="stop"
-            )
+        if not isinstance(stop, str) or not 1 <= len(stop) <= body_fields.MAX_STOP_CHARACTERS:
+            most = body_fields.MAX_STOP_CHARACTERS
+            raise InvalidRequest(f"stop must hold strings of 1 to {most} characters, not {shown(stop)}.", param="stop")
     return tuple(stops)
 
 

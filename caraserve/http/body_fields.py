@@ -1,0 +1,213 @@
+"""The fields that the routes for text, tokens and adapters serve, each with its type and bounds.
+
+Names and ranges are OpenAI's and, for the rest, vLLM's. The tables of `request_schema.py` say which route has which.
+"""
+
+from caraserve.core.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOPS
+from caraserve.http.field_types import (
+    LARGEST,
+    ArrayField,
+    BooleanField,
+    IntegerField,
+    NumberField,
+    OtherField,
+    Schema,
+    TextField,
+    any_of,
+)
+
+MAX_N = 128
+MAX_STOP_CHARACTERS = 1024
+SEEDS = 1 << 63
+MAX_TOKENIZED = 1 << 16  # tokens, unless the model's context is longer; 5 ms to list or to check
+MAX_TEXT_CHARACTERS = 1 << 22
+
+_TEXT: Schema = {"type": "string"}
+_TOKEN_ID: Schema = {"type": "integer", "minimum": 0}
+_TOKEN_IDS: Schema = {"type": "array", "items": _TOKEN_ID}
+_OBJECT: Schema = {"type": "object"}
+_JSON_SCHEMA = any_of(_TEXT, _OBJECT)
+_ADAPTER_NAME_CHARACTERS = 1024
+_LABEL_CHARACTERS = 256
+_PATH_CHARACTERS = 4096
+
+
+def _one_of(*values: str) -> Schema:
+    return {"enum": list(values)}
+
+
+def _object(required: tuple[str, ...] = (), **properties: Schema) -> Schema:
+    return _OBJECT | {"properties": properties} | ({"required": list(required)} if required else {})
+
+
+# --- which model answers, for whom, and how the answer is delivered ---
+
+MODEL = TextField("model", _ADAPTER_NAME_CHARACTERS)
+LORA_PATH = TextField("lora_path", _ADAPTER_NAME_CHARACTERS)
+ADAPTER_ID = TextField("adapter_id", _ADAPTER_NAME_CHARACTERS)
+LORA = OtherField(
+    "lora",
+    {
+        "type": "array",
+        "maxItems": 1,
+        "items": _object(
+            ("id",),
+            id={"type": "string", "minLength": 1, "maxLength": _ADAPTER_NAME_CHARACTERS},
+            scale={"const": 1},
+        )
+        | {"additionalProperties": False},
+    },
+)
+USER = TextField("user", _LABEL_CHARACTERS)
+CACHE_SALT = TextField("cache_salt", _LABEL_CHARACTERS)
+PRIORITY = IntegerField("priority", -SEEDS, SEEDS - 1, 0)  # as vLLM's: any integer of 64 bits
+STREAM = BooleanField("stream", False)
+RETURN_TOKEN_IDS = BooleanField("return_token_ids", False)
+INCLUDE_USAGE = BooleanField("include_usage", False)
+CONTINUOUS_USAGE_STATS = BooleanField("continuous_usage_stats", False)
+STREAM_OPTIONS = OtherField(
+    "stream_options",
+    _object(include_usage=INCLUDE_USAGE.schema(), continuous_usage_stats=CONTINUOUS_USAGE_STATS.schema()),
+)
+
+# --- sampling ---
+
+N = IntegerField("n", 1, MAX_N, 1)
+SEED = IntegerField("seed", -SEEDS, SEEDS - 1, None)
+TEMPERATURE = NumberField("temperature", 0, 100, 1.0)
+TOP_P = NumberField("top_p", 0, 1, 1.0, above_low=True)
+TOP_K = IntegerField("top_k", -1, 1 << 31, 0)
+MIN_P = NumberField("min_p", 0, 1, 0.0)
+MIN_TOKENS = IntegerField("min_tokens", 0, LARGEST, 0)
+STOP = OtherField(
+    "stop",
+    any_of(
+        {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS},
+        {
+            "type": "array",
+            "maxItems": MAX_STOPS,
+            "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS},
+        },
+    ),
+)
+STOP_TOKEN_IDS = ArrayField("stop_token_ids", 1024, _TOKEN_ID)
+INCLUDE_STOP_STR_IN_OUTPUT = BooleanField("include_stop_str_in_output", False)
+IGNORE_EOS = BooleanField("ignore_eos", False)
+SKIP_SPECIAL_TOKENS = BooleanField("skip_special_tokens", True)
+PRESENCE_PENALTY = NumberField("presence_penalty", -2, 2, 0.0)
+FREQUENCY_PENALTY = NumberField("frequency_penalty", -2, 2, 0.0)
+REPETITION_PENALTY = NumberField("repetition_penalty", 0, 100, 1.0, above_low=True)
+LOGIT_BIAS = OtherField(
+    "logit_bias",
+    _OBJECT
+    | {
+        "maxProperties": MAX_LOGIT_BIAS,
+        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    },
+)
+
+# --- structured output ---
+
+RESPONSE_FORMAT = OtherField(
+    "response_format",
+    _object(
+        ("type",),
+        type=_one_of("text", "json_object", "json_schema", "structural_tag"),
+        json_schema=_object(("schema",), schema=_OBJECT),
+        schema=_OBJECT,
+        structures={"type": "array", "items": _OBJECT},
+        triggers={"type": "array", "items": _TEXT},
+    ),
+)
+STRUCTURED_OUTPUTS = OtherField(
+    "structured_outputs",
+    _object(
+        json=_JSON_SCHEMA,
+        regex=_TEXT,
+        choice={"type": "array", "items": _TEXT},
+        grammar=_TEXT,
+        json_object={"type": "boolean"},
+        structural_tag=_JSON_SCHEMA,
+    ),
+)
+GUIDED_JSON = OtherField("guided_json", _JSON_SCHEMA)
+GUIDED_REGEX = OtherField("guided_regex", _TEXT)
+GUIDED_CHOICE = OtherField("guided_choice", {"type": "array", "items": _TEXT})
+GUIDED_GRAMMAR = OtherField("guided_grammar", _TEXT)
+REGEX = OtherField("regex", _TEXT)
+EBNF = OtherField("ebnf", _TEXT)
+GRAMMAR = OtherField("grammar", _TEXT)
+JSON_SCHEMA = OtherField("json_schema", _JSON_SCHEMA)
+STRUCTURAL_TAG = OtherField("structural_tag", _JSON_SCHEMA)
+
+# --- completions ---
+
+PROMPT = OtherField("prompt", any_of(_TEXT, {"type": "array", "items": any_of(_TEXT, _TOKEN_ID, _TOKEN_IDS)}))
+ECHO = BooleanField("echo", False)
+BEST_OF = IntegerField("best_of", 1, MAX_N, None)
+LOGPROBS = IntegerField("logprobs", 0, MAX_LOGPROBS, None)
+MAX_TOKENS = IntegerField("max_tokens", 0, LARGEST, None)
+MAX_COMPLETION_TOKENS = IntegerField("max_completion_tokens", 0, LARGEST, None)
+ADD_SPECIAL_TOKENS = BooleanField("add_special_tokens", True)
+
+# --- chat completions ---
+
+MESSAGES = OtherField(
+    "messages",
+    {
+        "type": "array",
+        "minItems": 1,
+        "items": _object(
+            ("role",),
+            role=_one_of("system", "developer", "user", "assistant", "tool"),
+            content=any_of(
+                _TEXT,
+                {"type": "array", "items": _object(("type", "text"), type={"const": "text"}, text=_TEXT)},
+                {"type": "null"},
+            ),
+            tool_calls={"type": "array", "items": _object(("function",), function=_object(("name",), name=_TEXT))},
+        ),
+    },
+)
+ADD_GENERATION_PROMPT = BooleanField("add_generation_prompt", True)
+CONTINUE_FINAL_MESSAGE = BooleanField("continue_final_message", False)
+CHAT_TEMPLATE_KWARGS = OtherField("chat_template_kwargs", _OBJECT)
+CHAT_LOGPROBS = BooleanField("logprobs", False)
+TOP_LOGPROBS = IntegerField("top_logprobs", 0, MAX_LOGPROBS, 0)
+CHAT_MAX_TOKENS = IntegerField("max_tokens", 1, LARGEST, None)
+CHAT_MAX_COMPLETION_TOKENS = IntegerField("max_completion_tokens", 1, LARGEST, None)
+TOOLS = ArrayField(
+    "tools",
+    128,
+    _object(
+        ("type", "function"),
+        type={"const": "function"},
+        function=_object(
+            ("name",),
+            name={"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
+            description=_TEXT,
+            parameters=_OBJECT,
+            strict={"type": "boolean"},
+        ),
+    ),
+)
+TOOL_CHOICE = OtherField(
+    "tool_choice",
+    any_of(
+        _one_of("none", "auto", "required"),
+        _object(("type", "function"), type={"const": "function"}, function=_object(("name",), name=_TEXT)),
+    ),
+)
+PARALLEL_TOOL_CALLS = BooleanField("parallel_tool_calls", True)
+FUNCTIONS = OtherField("functions", {"type": "array", "maxItems": 0})  # the older form of tools is refused
+FUNCTION_CALL = OtherField("function_call", _one_of("none", "auto"))
+
+# --- tokens and adapters ---
+
+TEXT_PROMPT = TextField("prompt", MAX_TEXT_CHARACTERS)
+RETURN_TOKEN_STRS = BooleanField("return_token_strs", False)
+TOKENS = ArrayField("tokens", MAX_TOKENIZED, _TOKEN_ID)
+LORA_NAME = TextField("lora_name", _PATH_CHARACTERS)
+LORA_FOLDER = TextField("lora_path", _PATH_CHARACTERS)
+LOAD_INPLACE = BooleanField("load_inplace", False)
