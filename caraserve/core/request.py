@@ -171,6 +171,7 @@ class Request:
 
     inputs: GenerateRequest
     seed: int
+    prompt_tokens: int = field(init=False)  # a field, as the scheduler reads it 9 times per row and iteration
     phase: Phase = Phase.WAITING
     since_s: float = 0.0  # start of the current phase
     spent_s: dict[Phase, float] = field(default_factory=dict)
@@ -184,6 +185,9 @@ class Request:
     stalled_ms: float = 0.0
     interrupted_ms: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.prompt_tokens = len(self.inputs.prompt_ids)
+
     def move_to(self, phase: Phase, now_s: float) -> None:
         """Moves to `phase`, and adds the time since the last move to the phase before. Raises AssertionError for a move
         that is not in `TRANSITIONS`."""
@@ -191,10 +195,6 @@ class Request:
             raise AssertionError(f"{self.inputs.request_id}: {self.phase.name} cannot become {phase.name}")
         self.spent_s[self.phase] = self.spent_s.get(self.phase, 0.0) + now_s - self.since_s
         self.phase, self.since_s = phase, now_s
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.inputs.prompt_ids)
 
     def ended_by(self, token: int, eos_ids: frozenset[int]) -> tuple[FinishReason | None, str | int | None]:
         """Returns the finish and stop reasons if `token` ends the request. The model's end token has no stop reason."""

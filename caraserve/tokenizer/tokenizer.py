@@ -6,7 +6,8 @@ batches of one, which block no other thread.
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tokenizers import Tokenizer as _Tokenizer
 from caraserve.errors import ContextLengthExceeded, InvalidRequest, ModelLoadError
 from caraserve.model.spec import ModelSpec
 from caraserve.tokenizer.chat_template import ChatTemplate
-from caraserve.tokenizer.detokenizer import Detokenizer
+from caraserve.tokenizer.detokenizer import Decode, Detokenizer
 from caraserve.tokenizer.grammar import GrammarCompiler
 from caraserve.tokenizer.tool_format import ToolFormat
 
@@ -76,6 +77,9 @@ class Tokenizer:
         """Returns the id of the special token that is written as `text`; None if there is none."""
         token_id = self._tokenizer.token_to_id(text)
         return token_id if token_id in self._special else None
+
+    def _decode_without(self, dropped: Set[int], ids: Sequence[int]) -> str:
+        return self.decode([one for one in ids if one not in dropped], skip_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes of one token."""
@@ -139,13 +143,9 @@ class Tokenizer:
         kept_special_ids: frozenset[int] = frozenset(),
     ) -> Detokenizer:
         """Returns the incremental detokenizer of one request's output. `kept_special_ids` are not skipped."""
-        dropped = self._special - kept_special_ids if skip_special_tokens and kept_special_ids else None
-
-        def decode(ids: Sequence[int]) -> str:
-            if dropped is not None:
-                return self.decode([one for one in ids if one not in dropped], skip_special_tokens=False)
-            return self.decode(ids, skip_special_tokens=skip_special_tokens)
-
+        decode: Decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
+        if skip_special_tokens and kept_special_ids:
+            decode = partial(self._decode_without, self._special - kept_special_ids)
         return Detokenizer(decode, prompt_ids, stop=stop, include_stop=include_stop)
 
     def _ids(self, text: str, add_special_tokens: bool, max_tokens: int | None, source: str) -> list[int]:
