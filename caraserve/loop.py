@@ -77,6 +77,7 @@ class Engine:
         self.default_sampling = tokenizer.default_sampling
         self.max_model_len = backend.limits.max_context
         self.supports_grammars = backend.limits.supports_grammars
+        self.embedding_size = backend.limits.embedding_size
         self.draining = False
         self.failure: str | None = None  # the error after which no request can be answered
         self._observers = observers
@@ -330,6 +331,9 @@ class Engine:
         if result.prompt_scored:
             active.send_prompt_scores(row, result)
         token = result.token_id
+        if result.embedding is not None:
+            self._finish(active, "stop", embedding=result.embedding)
+            return
         if token is None:
             if request.inputs.params.max_tokens == 0 and row.start + row.count == request.prompt_tokens:
                 self._finish(active, "length")
@@ -409,6 +413,7 @@ class Engine:
         text: str = "",
         token_ids: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprob, ...] = (),
+        embedding: bytes | None = None,
     ) -> None:
         """Removes a request from its queue, releases its resources and sends its last delta."""
         self._queues.remove(active)
@@ -422,6 +427,7 @@ class Engine:
             text=text,
             token_ids=token_ids,
             logprobs=logprobs,
+            embedding=embedding,
         )
         self._metrics.observe_finish(finish)
 

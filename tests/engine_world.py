@@ -22,7 +22,7 @@ from caraserve.lora.manager import AdapterManager
 from caraserve.lora.registry import AdapterInfo, Registry
 from caraserve.lora.start_policy import StartPolicy
 from caraserve.util.units import align_up
-from tests.fake_backend import Aside, FakeBackend, FakeTokenizer, expected
+from tests.fake_backend import Aside, FakeBackend, FakeTokenizer, expected, expected_embedding
 from tests.fake_images import ADAPTER_BYTES, FakeReader
 
 Way = TypeVar("Way")
@@ -77,6 +77,7 @@ class Asked:
     digest: str | None
     params: SamplingParams
     stream: TokenStream
+    embeds: bool = False
     deltas: list[TokenDelta] = field(default_factory=list)
 
     async def collect(self) -> "Asked":
@@ -94,7 +95,14 @@ class Asked:
         return [token for delta in self.deltas for token in delta.token_ids]
 
     def check(self) -> None:
-        """Checks the tokens: a request that was cancelled or failed must have a prefix of the right ones."""
+        """Checks the tokens: a request that was cancelled or failed must have a prefix of the right ones. Checks the
+        embedding, if it embeds its prompt and has not failed."""
+        if self.embeds:
+            has_ended = self.finish.reason == "stop"
+            embedding = expected_embedding(self.prompt, self.digest) if has_ended else None
+            assert (self.tokens, self.deltas[-1].embedding) == ([], embedding)
+            assert has_ended or self.finish.reason in ("cancelled", "error")
+            return
         right = expected(self.prompt, self.digest, min(self.params.max_tokens, CONTEXT - len(self.prompt)))
         assert self.tokens == right[: len(self.tokens)]
         if self.finish.reason == "length":
@@ -116,11 +124,13 @@ class World:
     aside_failures: float = 0.0  # probability that a side batch needs a retry, or fails
     streams: bool = False  # whether adapters are downloaded layer by layer
 
-    def ask(self, prompt: Sequence[int], name: str | None, **params: Any) -> tuple[Asked, "asyncio.Task[Asked]"]:
+    def ask(
+        self, prompt: Sequence[int], name: str | None, *, embeds: bool = False, **params: Any
+    ) -> tuple[Asked, "asyncio.Task[Asked]"]:
         settings = SamplingParams(**{"temperature": 0.0} | params)
         digest = None if name is None else self.engine.adapter(name).digest
-        request = GenerateRequest("r", tuple(prompt), name, settings, arrival_s=0.0)
-        asked = Asked(tuple(prompt), digest, settings, self.engine.submit(request))
+        request = GenerateRequest("r", tuple(prompt), name, settings, arrival_s=0.0, embeds=embeds)
+        asked = Asked(tuple(prompt), digest, settings, self.engine.submit(request), embeds)
         return asked, asyncio.create_task(asked.collect())
 
     def end_something(self) -> bool:

@@ -41,6 +41,18 @@ def expected(prompt: Sequence[int], digest: str | None, count: int) -> list[int]
     return tokens[len(prompt) :]
 
 
+def expected_embedding(prompt: Sequence[int], digest: str | None) -> bytes:
+    """Returns the embedding of `prompt`: the hash from which its next token would be chosen."""
+    entry, adapter = _ROOT, adapter_key(digest)
+    for token in prompt:
+        entry = hash((adapter, token, entry))
+    return _embedding(entry)
+
+
+def _embedding(entry: int) -> bytes:
+    return entry.to_bytes(8, signed=True)
+
+
 @dataclass
 class Streamed:
     """An adapter that is copied while its layers are downloaded to host memory."""
@@ -347,7 +359,8 @@ class FakeBackend:
                 prompt_scored.append(TokenLogprob(history[position + 1], float(-position - 1)))
         waited_ms = STALL_MS if row.adapter_slot in self.arriving else 0.0
         if not row.samples:
-            return RowResult(None, prompt_scored=tuple(prompt_scored), waited_ms=waited_ms)
+            embedding = _embedding(entry) if row.embeds else None
+            return RowResult(None, prompt_scored=tuple(prompt_scored), waited_ms=waited_ms, embedding=embedding)
         del history[end:]
         history.append(entry % VOCAB_SIZE)
         return RowResult(history[end], prompt_scored=tuple(prompt_scored), waited_ms=waited_ms)

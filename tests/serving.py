@@ -106,6 +106,7 @@ class Answer:
     logprobs: list[TokenLogprob]
     prompt_logprobs: list[TokenLogprob | None]
     finish: Finish
+    embedding: bytes | None
 
 
 _count = iter(range(1 << 62))
@@ -119,6 +120,7 @@ def submit(
     tenant: Tenant = NO_TENANT,
     cache_salt: str = "",
     priority: int = 0,
+    embeds: bool = False,
     **params: object,
 ) -> "asyncio.Task[Answer]":
     """Starts a request; greedy and without end token unless `params` say otherwise."""
@@ -132,21 +134,29 @@ def submit(
         tenant=tenant,
         cache_salt=cache_salt,
         priority=priority,
+        embeds=embeds,
     )
     stream = engine.submit(asked)
 
     async def collect() -> Answer:
-        text, ids, logprobs, prompt_logprobs, finish = "", [], [], [], None
+        text, ids, logprobs, prompt_logprobs, finish, embedding = "", [], [], [], None, None
         try:
             async for delta in stream:
                 text += delta.text
                 ids += delta.token_ids
                 logprobs += delta.logprobs
                 prompt_logprobs += delta.prompt_logprobs
-                finish = delta.finish
+                finish, embedding = delta.finish, delta.embedding
         finally:
             stream.cancel()
         assert finish is not None
-        return Answer(text, ids, logprobs, prompt_logprobs, finish)
+        return Answer(text, ids, logprobs, prompt_logprobs, finish, embedding)
 
     return asyncio.create_task(collect())
+
+
+def embed(
+    engine: Engine, prompt: Sequence[int], adapter: str | None = None, *, cache_salt: str = ""
+) -> "asyncio.Task[Answer]":
+    """Starts a request for the embedding of a prompt."""
+    return submit(engine, prompt, adapter, cache_salt=cache_salt, embeds=True, max_tokens=0)

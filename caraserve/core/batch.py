@@ -22,6 +22,7 @@ class ScheduledRow:
 
     `assist`: CPU workers may compute the LoRA of layers whose weights have not arrived on the device yet; otherwise the
     iteration waits for them. `samples`: a token for position start + count is drawn and stored in the slot's history.
+    `embeds`: the last token's hidden state after the final norm is returned; a row cannot sample and embed.
     `prompt_logprobs`: how many alternatives to report for each of the positions (start, start + count] that lie inside
     the prompt.
     """
@@ -34,6 +35,7 @@ class ScheduledRow:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     assist: bool = False
+    embeds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +117,10 @@ class RowResult:
     `cpu_layers`: layers whose LoRA CPU workers computed because the weights had not arrived. `waited_ms`: time for
     which the row, and in an iteration all other rows with it, waited for weights of its adapter.
     `needs_retry`: nothing was computed, because CPU workers failed, layers did not arrive, or the wait for them was
-    cancelled. The row is to be launched again, without CPU workers. `is_finite`: False if a logit of the row is
-    infinite or not a number; the row has no token and no scores then. `grammar_error`: why the request's grammar
-    allows no token; the row's token is undefined then.
+    cancelled. The row is to be launched again, without CPU workers. `is_finite`: False if a logit of the row, or a
+    number of its embedding, is infinite or not a number; the row has no token, no scores and no embedding then.
+    `grammar_error`: why the request's grammar allows no token; the row's token is undefined then. `embedding`: float32
+    [hidden], if the row embeds.
     """
 
     token_id: int | None
@@ -128,6 +131,7 @@ class RowResult:
     needs_retry: bool = False
     is_finite: bool = True
     grammar_error: str = ""
+    embedding: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
-"""The outputs of an iteration: which tokens are sampled or scored, and each row's result; the same on every device.
+"""The outputs of an iteration: which tokens are sampled, scored or embedded, and each row's result; the same on every
+device.
 
 A backend computes outputs in this order: for each row first the prompt tokens to be scored, then the token to be
-sampled.
+sampled. Embeddings are apart, in the order of the rows, because they need no logits.
 """
 
 from collections.abc import Mapping
@@ -19,11 +20,13 @@ NOT_FINITE = -1  # in a token's place: a logit is infinite or not a number, so n
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Arrays [outputs]: index of the token in the batch, kind, and alternatives to report (-1: no log-probability)."""
+    """Arrays [outputs]: index of the token in the batch, kind, and alternatives to report (-1: no log-probability).
+    `embedded`: index of each token whose hidden state is an embedding, [embeddings]; no output has the same token."""
 
     token: NDArray[np.int64]
     kind: NDArray[np.int64]
     logprobs: NDArray[np.int64]
+    embedded: NDArray[np.int64]
 
     def arrays(self) -> tuple[NDArray[np.int64], ...]:
         return self.token, self.kind, self.logprobs
@@ -37,6 +40,7 @@ class OutputValues:
     logprob: NDArray[np.float32]
     top_ids: NDArray[np.integer]  # [outputs, MAX_LOGPROBS]
     top_logprobs: NDArray[np.float32]
+    embeddings: NDArray[np.float32]  # [embeddings, hidden]
 
 
 def scored_positions(row: ScheduledRow, prompt_tokens: int) -> range:
@@ -51,6 +55,7 @@ def outputs_of(rows: tuple[ScheduledRow, ...], prompt_tokens: NDArray[np.int64])
     tokens: list[int] = []
     kinds: list[int] = []
     logprobs: list[int] = []
+    embedded: list[int] = []
     first = 0
     for row in rows:
         scored = scored_positions(row, int(prompt_tokens[row.slot]))
@@ -62,8 +67,9 @@ def outputs_of(rows: tuple[ScheduledRow, ...], prompt_tokens: NDArray[np.int64])
             kinds.append(SAMPLE)
             logprobs.append(-1 if row.logprobs is None else row.logprobs)
         first += row.count
-    token, kind, wanted = (np.array(part, np.int64) for part in (tokens, kinds, logprobs))
-    return Output(token, kind, wanted)
+        if row.embeds:
+            embedded.append(first - 1)
+    return Output(*(np.array(part, np.int64) for part in (tokens, kinds, logprobs, embedded)))
 
 
 def collect(
@@ -76,6 +82,7 @@ def collect(
     """Returns row results in the batch's order. `loads`, by adapter slot: layers that CPU workers computed, and ms for
     which the iteration waited for weights."""
     chosen = found.chosen[: len(outputs.token)].tolist()
+    embeddings = iter(found.embeddings)
     results = []
     index = 0
     for row in batch.rows:
@@ -88,9 +95,18 @@ def collect(
             token = chosen[index]
             scored = _scored(outputs, found, index) if row.logprobs is not None else None
         index += row.samples
+        embedding = _embedding(next(embeddings)) if row.embeds else None
+        is_finite = is_finite and (embedding is not None or not row.embeds)
         cpu_layers, waited_ms = (loads or {}).get(row.adapter_slot, (0, 0.0))
-        results.append(RowResult(token, scored, prompt, cpu_layers, waited_ms, is_finite=is_finite))
+        results.append(
+            RowResult(token, scored, prompt, cpu_layers, waited_ms, is_finite=is_finite, embedding=embedding)
+        )
     return tuple(results)
+
+
+def _embedding(vector: NDArray[np.float32]) -> bytes | None:
+    """Returns the bytes of a row's embedding; None if one of its numbers is not finite."""
+    return vector.tobytes() if np.isfinite(vector).all() else None
 
 
 def _scored(outputs: Output, found: OutputValues, index: int) -> TokenLogprob:

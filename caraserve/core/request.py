@@ -64,7 +64,10 @@ NO_TENANT = Tenant()
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One prompt for one adapter (None: the base model). Within a tenant, requests of lower `priority` are served
-    first."""
+    first.
+
+    `embeds`: the result is the embedding of the prompt, and no token is generated; `params.max_tokens` is 0.
+    """
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -74,6 +77,7 @@ class GenerateRequest:
     tenant: Tenant = NO_TENANT
     cache_salt: str = ""
     priority: int = 0
+    embeds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +143,7 @@ class TokenDelta:
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token id when asked for
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()  # of the prompt, in order, over one or more deltas
     finish: Finish | None = None
+    embedding: bytes | None = None  # float32 [hidden]; in the only delta of a request that embeds its prompt
 
 
 class Phase(Enum):

@@ -70,6 +70,7 @@ class CpuBackend:
             max_context=sizes.max_context,
             streamed_batches=_STREAMED_PREFILLS,
             supports_grammars=True,
+            embedding_size=spec.hidden,
         )
         self._spec, self._loaded, self._trace = spec, loaded, trace
         self._merged: CpuMergedWeights | None = None  # made at its first use: it takes as much memory as the base model
@@ -269,7 +270,7 @@ class CpuBackend:
                 cpu_batch.grammar_errors[row.slot] = str(error)
 
     def _result(self, batch: Batch, cpu_batch: CpuBatch, started_s: float) -> StepResult:
-        rows = collect(batch, cpu_batch, self._sampling["prompt_tokens"])
+        rows = collect(batch, cpu_batch, self._sampling["prompt_tokens"], self._buffers.normed)
         return StepResult(rows, started_s, time.monotonic())
 
     def _weights_with(self, slot: int) -> NDArray[np.void]:

@@ -93,7 +93,7 @@ def build_batch(batch: Batch, adapters: DeviceAdapters, prompt_tokens: Words, sh
         "segment_tokens": np.array([segment.tokens for segment in segments], np.int64),
         "segment_adapter": np.array([segment.adapter_slot for segment in segments], np.int64),
         "segment_assist": np.array([segment.assist for segment in segments], np.int64),
-        "out_token": wanted.token,
+        "out_token": np.concatenate((wanted.token, wanted.embedded)),
         "out_kind": wanted.kind,
         "out_logprobs": wanted.logprobs,
         **tables,
@@ -105,6 +105,7 @@ def build_batch(batch: Batch, adapters: DeviceAdapters, prompt_tokens: Words, sh
         rows=len(rows),
         segments=len(segments),
         outputs=count,
+        embeddings=len(wanted.embedded),
         first_layer=0,
         end_layer=shape.layers,
         max_rank=max((int(adapters.max_rank[segment.adapter_slot]) for segment in segments), default=0),
@@ -139,9 +140,19 @@ def _segments(rows: tuple[ScheduledRow, ...], first: Words) -> list[Segment]:
     return segments
 
 
-def collect(batch: Batch, cpu_batch: CpuBatch, prompt_tokens: Words) -> tuple[RowResult, ...]:
-    """Returns row results in the order of the rows."""
-    found = OutputValues(cpu_batch.chosen, cpu_batch.logprob, cpu_batch.top_ids, cpu_batch.top_logprobs)
+def collect(
+    batch: Batch, cpu_batch: CpuBatch, prompt_tokens: Words, normed: NDArray[np.float32]
+) -> tuple[RowResult, ...]:
+    """Returns row results in the order of the rows. `normed`: what `step` left there, [outputs + embeddings …,
+    hidden]."""
+    first, count = len(cpu_batch.outputs.token), len(cpu_batch.outputs.embedded)
+    found = OutputValues(
+        cpu_batch.chosen,
+        cpu_batch.logprob,
+        cpu_batch.top_ids,
+        cpu_batch.top_logprobs,
+        embeddings=normed[first : first + count],
+    )
     results = outputs.collect(batch, cpu_batch.outputs, found, prompt_tokens, _loads(cpu_batch))
     if not cpu_batch.grammar_errors:
         return results

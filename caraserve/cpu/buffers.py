@@ -21,7 +21,8 @@ from caraserve.util.units import align_up
 
 
 class Buffers:
-    """Buffers for iterations of up to `tokens` tokens and `outputs` rows of logits, by a team of `threads`."""
+    """Buffers for iterations of up to `tokens` tokens and `outputs` rows of logits or embeddings, by a team of
+    `threads`."""
 
     def __init__(
         self,
@@ -47,7 +48,9 @@ class Buffers:
         self._delta_bytes = align_up(4 * tokens * widest, PAGE_BYTES)
         sizes = (*shared.values(), self._workers * self.block_bytes, self._workers * self._delta_bytes, host_bytes)
         self.region = SharedRegion(sum(align_up(size, PAGE_BYTES) for size in sizes))
-        inputs = {name: int(self.region.carve(size).ctypes.data) for name, size in shared.items()}
+        arrays = {name: self.region.carve(size) for name, size in shared.items()}
+        self.normed = arrays["normed"].view(np.float32).reshape(outputs, m["hidden_pad"])[:, : m["hidden"]]
+        inputs = {name: int(array.ctypes.data) for name, array in arrays.items()}
         self.blocks = self.region.carve(self._workers * self.block_bytes)
         self._deltas = self.region.carve(self._workers * self._delta_bytes)
         self.host_memory = self.region.carve(host_bytes)

@@ -314,9 +314,9 @@ def _output(thread, model, sampler, batch, index):  # type: ignore[no-untyped-de
 
 @kernel
 def _logits(thread, team, model, buffers, batch, logits):  # type: ignore[no-untyped-def]
-    """Computes the logits of the batch's outputs: final norm, then the head's panels."""
+    """Computes the logits of the batch's outputs: final norm, then the head's panels. Embeddings are normed only."""
     stride = 4 * model.hidden_pad
-    for index in range(thread, batch.outputs, team):
+    for index in range(thread, batch.outputs + batch.embeddings, team):
         x = buffers.hidden + word(batch.out_token, index) * stride
         rms_norm(x, buffers.normed + index * stride, model.hidden, model.hidden_pad, model.final_norm, model.eps)
     meet(buffers.barrier, team)

@@ -45,7 +45,7 @@ BUFFERS = _record(
     *("panel_gemm", "lora_shrink", "lora_expand", "choose_sources", "hand_off", "add_deltas", "attend"),
     "decoder_layer",
     "hidden",  # [tokens, hidden_pad], the residual stream
-    "normed",  # [outputs, hidden_pad]
+    "normed",  # [outputs + embeddings, hidden_pad]
     "qkv",  # [tokens, q_pad + 2 · kv_pad]
     "attended",  # [tokens, q_pad]
     "gate",  # [tokens, inter_pad]
@@ -96,7 +96,7 @@ CACHE = _record(
 # One iteration: counts, and addresses of int64 arrays. Tokens of a row are consecutive; rows are ordered by adapter
 # slot. Segments are runs of rows with the same adapter, without those of the base model.
 BATCH = _record(
-    *("tokens", "rows", "segments", "outputs"),
+    *("tokens", "rows", "segments", "outputs", "embeddings"),
     *("first_layer", "end_layer"),  # to compute now; the residual stream between two calls is in `hidden`
     "max_rank",  # largest padded rank in the batch; 0: base model only
     *("slot", "position"),  # [tokens]
@@ -107,7 +107,7 @@ BATCH = _record(
     "waited_ns",  # [segments] time spent waiting for weights; written by `step` if `arriving`
     "layer_ns",  # [layers + 1] when each layer began, and the last ended; 0: not wanted
     "worker_ns",  # [layers, 4 inputs, workers, 2] when hand-offs were computed; 0: not wanted
-    "out_token",  # [outputs] index of the token whose logits are used
+    "out_token",  # [outputs + embeddings] index of the token whose logits, or whose hidden state, are used
     "out_kind",  # [outputs] SAMPLE or SCORE
     "out_logprobs",  # [outputs] alternatives to report, -1 for no logprob at all
 )

@@ -72,6 +72,7 @@ def merge_deltas(deltas: list[TokenDelta]) -> TokenDelta:
         logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
         prompt_logprobs=tuple(logprob for delta in deltas for logprob in delta.prompt_logprobs),
         finish=deltas[-1].finish,
+        embedding=deltas[-1].embedding,
     )
 
 
@@ -228,6 +229,7 @@ class ActiveRequest:
         text: str = "",
         token_ids: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprob, ...] = (),
+        embedding: bytes | None = None,
     ) -> Finish:
         """Ends the request and sends its last delta, which contains the returned `Finish`."""
         request = self.request
@@ -241,5 +243,6 @@ class ActiveRequest:
             stop_reason=stop_reason,
             error=error,
         )
-        self.stream.put(TokenDelta(text + self.detokenizer.flush(), token_ids, logprobs, finish=finish))
+        text += self.detokenizer.flush()
+        self.stream.put(TokenDelta(text, token_ids, logprobs, finish=finish, embedding=embedding))
         return finish

@@ -172,6 +172,7 @@ def _wants_scores(request: Request) -> bool:
 def _row(request: Request, count: int, adapter_slot: int, limits: Limits) -> ScheduledRow:
     samples = request.computed + count == total_tokens(request) and wants_output(request, limits)
     params = request.inputs.params
+    ends_prompt = request.computed + count == request.prompt_tokens
     assert request.slot is not None
     return ScheduledRow(
         slot=request.slot,
@@ -181,6 +182,7 @@ def _row(request: Request, count: int, adapter_slot: int, limits: Limits) -> Sch
         samples=samples,
         logprobs=params.logprobs if samples else None,
         prompt_logprobs=params.prompt_logprobs if _wants_scores(request) else None,
+        embeds=request.inputs.embeds and ends_prompt,
     )
 
 

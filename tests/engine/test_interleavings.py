@@ -35,7 +35,10 @@ async def random_run(
             prompt = rng.choice(stems)[: rng.choice((0, 4, 9, 16, 24))] + [rng.randrange(97)] * rng.randrange(1, 8)
             name = rng.choice([None, "a0", "a1", "a2", "a3"])
             scores = 0 if rng.random() < 0.2 else None
-            one, task = here.ask(prompt, name, max_tokens=rng.randrange(1, 22), prompt_logprobs=scores)
+            if rng.random() < 0.2:
+                one, task = here.ask(prompt, name, embeds=True, max_tokens=0)
+            else:
+                one, task = here.ask(prompt, name, max_tokens=rng.randrange(1, 22), prompt_logprobs=scores)
             asked.append(one)
             tasks.append(task)
             for _ in range(rng.randrange(4)):

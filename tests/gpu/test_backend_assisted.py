@@ -22,7 +22,7 @@ from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle import models
 from tests.oracle.oracle import Oracle
 from tests.oracle.subject import KINDS, Subject, make_subject
-from tests.serving import MIB, Answer, engine_config, lora_config, model_config, submit
+from tests.serving import MIB, Answer, embed, engine_config, lora_config, model_config, submit
 
 LAYERS, CONTEXT = 2, 256
 CORES = tuple(sorted(os.sched_getaffinity(0)))
@@ -165,6 +165,21 @@ def test_all_tokens_of_a_prompt_are_scored(subject: Subject) -> None:
             assert first is None
             scores = [entry.logprob for entry in rest if entry is not None]
             at.oracle.check_logprobs(prompt[:1], "r8", prompt[1:], scores)
+
+    asyncio.run(serve())
+
+
+def test_a_prompt_that_workers_help_with_is_embedded(subject: Subject) -> None:
+    """Only the last of its two chunks has the embedding."""
+
+    async def serve() -> None:
+        async with office(subject) as at:
+            at.driver.held = {Lane.COPY}
+            prompt = prompt_of(LONG)
+            done = await asyncio.wait_for(embed(at.engine, prompt, "r8"), PATIENCE_S)
+            assert done.finish.phases.cpu_layers == LAYERS
+            at.oracle.check_embedding(prompt, "r8", done.embedding)
+            at.driver.held = set()
 
     asyncio.run(serve())
 

@@ -175,8 +175,9 @@ class TinyDevice:
     def results(self, rows: Sequence[ScheduledRow]) -> tuple[RowResult, ...]:
         """Returns the results of the last pass."""
         results = Results(self.batch.results.cpu().numpy().copy(), self.host.capacity.outputs)
-        found = OutputValues(results.chosen, results.logprob, results.top_ids, results.top_logprobs)
         outputs = outputs_of(tuple(rows), self._prompt_tokens)
+        embeddings = self.decoder.embed_prompts(len(outputs.embedded), STREAM).float().cpu().numpy()
+        found = OutputValues(results.chosen, results.logprob, results.top_ids, results.top_logprobs, embeddings)
         return collect(Batch((), (), tuple(rows)), outputs, found, self._prompt_tokens)
 
     @property

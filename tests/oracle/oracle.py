@@ -64,6 +64,21 @@ class Oracle:
             self._logits.popitem(last=False)
         return logits
 
+    def embedding(self, ids: Sequence[int], adapter: str | None) -> torch.Tensor:
+        """Returns the hidden state of the last of `ids` after the final norm, float32 [hidden]."""
+        with torch.no_grad(), self._active(adapter):
+            states = self._model(input_ids=torch.tensor([list(ids)]), use_cache=False, output_hidden_states=True)
+        last: torch.Tensor = states.hidden_states[-1][0, -1]
+        return last
+
+    def check_embedding(
+        self, ids: Sequence[int], adapter: str | None, embedding: bytes | None, atol: float = 2e-4
+    ) -> None:
+        """Checks an embedding: float32 [hidden], in bytes."""
+        assert embedding is not None
+        given = torch.frombuffer(bytearray(embedding), dtype=torch.float32)
+        torch.testing.assert_close(given, self.embedding(ids, adapter), rtol=0, atol=atol)
+
     def check_greedy(self, prompt_ids: Sequence[int], adapter: str | None, output_ids: Sequence[int]) -> None:
         """Asserts that every output token is the best one after the prompt and the outputs before it."""
         logits = self._output_logits(prompt_ids, adapter, output_ids)

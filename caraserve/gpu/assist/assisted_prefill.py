@@ -19,7 +19,7 @@ import torch
 
 from caraserve.core.batch import Batch, RowResult, ScheduledRow, StepResult
 from caraserve.core.lora_layout import GROUPS
-from caraserve.core.outputs import Output, OutputValues, collect, outputs_of
+from caraserve.core.outputs import Output, collect, outputs_of
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.gpu.assist.handshake import SyncSlot, SyncSlotPool, WatchdogThread, WorkerStatus, worker_statuses
 from caraserve.gpu.assist.order_writer import WorkOrderWriter
@@ -27,7 +27,7 @@ from caraserve.gpu.assist.work_orders import work_order_bytes
 from caraserve.gpu.driver.api import DriverError, Stream
 from caraserve.gpu.driver.streams import NOTHING, Lane, at, latest
 from caraserve.gpu.forward.batch import PassShape
-from caraserve.gpu.forward.iteration import Done, LaneResources, copy_results
+from caraserve.gpu.forward.iteration import Done, LaneResources, copy_results, values_of
 from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS, AssistedChunk, AssistLane, chunk_ends
 from caraserve.gpu.forward.lora_pass import ChunkHandOffs
 from caraserve.gpu.memory.adapters import BoundAdapter, DeviceImages, RegisteredMemory
@@ -236,7 +236,8 @@ class AssistedPrefills:
         (whole,) = prompt.batch.rows
         end = prompt.ends.popleft()
         is_last = not prompt.ends
-        row = replace(whole, start=prompt.at, count=end - prompt.at, samples=whole.samples and is_last)
+        row = replace(whole, start=prompt.at, count=end - prompt.at)
+        row = row if is_last else replace(row, samples=False, embeds=False)
         row = row if row.samples else replace(row, logprobs=None)
         outputs = outputs_of((row,), self._slots.prompt_tokens)
         shape = self._host.fill(self._batch_words, (row,), outputs, all_prompt=True)
@@ -275,16 +276,16 @@ class AssistedPrefills:
     def _return_results(self, chunk: _Chunk) -> None:
         stream = self._timelines.streams[Lane.ASSIST]
         results, address = self._results.acquire()
-        copy_results(self._driver, self._batch, chunk.outputs, results, address, stream)
+        copy_results(self._decoder, chunk.outputs, results, address, stream)
         errors = results.block[-4:].view(np.int32)
         where = address + results.block.nbytes - 4
         self._driver.copy_to_host(where, self._flags[1].data_ptr(), 4, stream)
         prompt_tokens = self._slots.prompt_tokens.copy()
 
         def finished(failure: DriverError | None) -> None:
-            found = OutputValues(results.chosen, results.logprob, results.top_ids, results.top_logprobs)
             made = None
             if failure is None:
+                found = values_of(self._decoder, chunk.outputs, results)
                 made = collect(Batch((), (), (chunk.row,)), chunk.outputs, found, prompt_tokens)[0]
             is_void = bool(errors[0])
             self._results.release(results, address)

@@ -102,6 +102,7 @@ class DeviceBatch:
     tile_tokens: Tensor  # int32 [tiles]
     segments: Segments
     outputs: Outputs
+    embedded: Tensor  # int32 [rows], tokens whose hidden states are embeddings
     results: Tensor  # uint8: the results in `outputs`, contiguous for one copy to the host
     items: tuple[GroupItems, ...]  # by module group
     lists: "ItemLists"
@@ -117,6 +118,7 @@ def _places(capacity: Capacity) -> dict[str, slice]:
         "out_token": capacity.outputs,
         "out_kind": capacity.outputs,
         "out_wanted": capacity.outputs,
+        "embedded": capacity.rows,
         "order": capacity.tokens,
         "segment_first": capacity.segments,
         "segment_rows": capacity.segments,
@@ -171,6 +173,7 @@ class BatchWriter:
         tiles = self._put_tiles(words, first[:-1][~decodes], counts[~decodes])
         for name, values in zip(("out_token", "out_kind", "out_wanted"), outputs.arrays(), strict=True):
             self._put(words, name, values)
+        self._put(words, "embedded", outputs.embedded)
         adapters = np.array([row.adapter_slot * with_lora for row in rows], np.int32)
         prompts = np.repeat(np.where(decodes, BASE_ADAPTER_SLOT, adapters), counts)
         segments = self._put_segments(words, prompts) if prompts.any() else 0
@@ -266,6 +269,7 @@ def make_batch(spec: ModelSpec, capacity: Capacity, max_rank: int, device: torch
             top_ids=ints[2 * count : (2 + MAX_LOGPROBS) * count].view(tops),
             top_logprobs=floats[(2 + MAX_LOGPROBS) * count : (2 + 2 * MAX_LOGPROBS) * count].view(tops),
         ),
+        embedded=at["embedded"],
         results=results,
         items=lists.items(),
         lists=lists,
@@ -280,7 +284,7 @@ def result_bytes(outputs: int) -> int:
 @dataclass(slots=True)
 class Results:
     """Results in host memory, in the layout of `DeviceBatch.results`: numpy views of one block with `outputs`
-    entries."""
+    entries. Embeddings follow at byte `result_bytes(outputs)`."""
 
     block: NDArray[np.uint8]
     outputs: int

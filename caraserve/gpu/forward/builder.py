@@ -194,7 +194,7 @@ def _build(
     tables = AdapterTables(spec, sizes.adapter_slots, device.device)
     merged = MergedDeviceWeights(spec, weights, MAX_RANK) if sizes.merging else None
     memories = [_lane_memory(spec, weights, sizes, capacity, device) for capacity in capacities]
-    region, host = _host_memory(spec, sizes, capacities, driver)
+    region, host = _host_memory(spec, weights.dtype, sizes, capacities, driver)
     context = _channels(driver, region, host)
     _first_products(context, weights)
     memory = torch.empty(_pool_bytes(driver, sizes), dtype=torch.uint8, device=device.device)
@@ -277,10 +277,12 @@ def _lane_memory(
 
 
 def _host_memory(
-    spec: ModelSpec, sizes: GpuSizes, capacities: Sequence[Capacity], driver: Driver
+    spec: ModelSpec, dtype: torch.dtype, sizes: GpuSizes, capacities: Sequence[Capacity], driver: Driver
 ) -> tuple[HostRegion, RegisteredMemory]:
     most_outputs = max(capacity.outputs for capacity in capacities)
-    block_bytes = result_bytes(most_outputs) + 64  # the last 4 bytes are an assisted chunk's error word
+    embeddings_bytes = sizes.num_slots * spec.hidden * dtype.itemsize
+    # The last 4 bytes are an assisted chunk's error word.
+    block_bytes = result_bytes(most_outputs) + align_up(embeddings_bytes, 4) + 64
     blocks = _ITERATIONS_AHEAD + SYNC_SLOTS
     region = HostRegion(spec, len(sizes.lora_cpus), _RING_BYTES, block_bytes, blocks, sizes.host_bytes)
     base, num_bytes = region.region.base, region.region.num_bytes
@@ -360,4 +362,5 @@ def _limits(spec: ModelSpec, dtype: torch.dtype, sizes: GpuSizes, pool_bytes: in
         max_context=sizes.max_context,
         shared=SharedMemory(pool_bytes, block, GRANULE_BYTES, adapter_bytes, least),
         assisted_batches=SYNC_SLOTS if sizes.lora_cpus else 0,
+        embedding_size=spec.hidden,
     )

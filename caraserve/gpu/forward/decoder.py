@@ -116,6 +116,14 @@ class Decoder:
         """
         return DecoderPass(self, shape, weights, hand_offs)
 
+    def embed_prompts(self, count: int, stream: Stream) -> Tensor:
+        """Norms the last tokens of the batch's `count` prompts that are embedded, [count, hidden]; to be issued between
+        their pass and the next one, whose graph has no such step. The pass has normed none of these tokens."""
+        rows, weight = self.workspace.activations, self.weights.final_norm
+        named, out = self.batch.embedded[:count], self.workspace.embeddings[:count]
+        self.driver.run(stream, lambda: rms_norm(rows.hidden, weight, out, self.spec.rms_eps, rows.delta, named))
+        return out
+
 
 class DecoderPass:
     """The steps of a pass of one shape. Each issues kernels on a stream and returns at once. A module group is an index

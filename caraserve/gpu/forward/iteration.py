@@ -9,13 +9,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, StepResult
 from caraserve.core.outputs import Output, OutputValues, collect, outputs_of
-from caraserve.gpu.driver.api import Driver, DriverError, Stream
+from caraserve.gpu.driver.api import DriverError, Stream
 from caraserve.gpu.driver.streams import NOTHING, Lane
-from caraserve.gpu.forward.batch import BatchWriter, Capacity, DeviceBatch, PassShape, Results, decode_slots
+from caraserve.gpu.forward.batch import (
+    BatchWriter,
+    Capacity,
+    DeviceBatch,
+    PassShape,
+    Results,
+    decode_slots,
+    result_bytes,
+)
 from caraserve.gpu.forward.decoder import Decoder, DecoderPass
 from caraserve.gpu.forward.graphs import Bucket, CapturedGraphs
 from caraserve.gpu.forward.lanes import IterationLane
@@ -88,13 +97,24 @@ Done = Callable[[StepResult | Exception], None]
 _CHOSEN_AND_LOGPROB_BYTES = 8  # of an output; the alternatives of all outputs follow
 
 
-def copy_results(
-    driver: Driver, batch: DeviceBatch, outputs: Output, results: Results, address: int, stream: Stream
-) -> None:
-    """Copies results to the host; alternative tokens only if a request wants them."""
+def copy_results(decoder: Decoder, outputs: Output, results: Results, address: int, stream: Stream) -> None:
+    """Copies results of the last pass to the host; alternative tokens only if a request wants them."""
+    batch, driver = decoder.batch, decoder.driver
     has_tops = bool((outputs.logprobs > 0).any())
     num_bytes = batch.results.numel() if has_tops else _CHOSEN_AND_LOGPROB_BYTES * results.outputs
     driver.copy_to_host(address, batch.results.data_ptr(), num_bytes, stream)
+    if count := len(outputs.embedded):
+        embeddings = decoder.embed_prompts(count, stream)
+        driver.copy_to_host(address + result_bytes(results.outputs), embeddings.data_ptr(), embeddings.nbytes, stream)
+
+
+def values_of(decoder: Decoder, outputs: Output, results: Results) -> OutputValues:
+    """Returns the values in a block of results; valid until the block is released."""
+    dtype, shape = decoder.weights.dtype, (len(outputs.embedded), decoder.spec.hidden)
+    first = result_bytes(results.outputs)
+    stored = results.block[first : first + dtype.itemsize * shape[0] * shape[1]]
+    embeddings = torch.from_numpy(stored).view(dtype).view(shape).float().numpy()
+    return OutputValues(results.chosen, results.logprob, results.top_ids, results.top_logprobs, embeddings)
 
 
 class BatchLists:
@@ -137,8 +157,8 @@ class IterationRunner:
         spec: ModelSpec,
         trace: Trace | None = None,
     ) -> None:
-        self._driver, self._timelines, self._ring = context.driver, context.timelines, context.ring
-        self._lane = IterationLane(self._driver, self._timelines, context.copier, spec.layers)
+        self._timelines, self._ring, self._decoder = context.timelines, context.ring, parts.decoder
+        self._lane = IterationLane(context.driver, self._timelines, context.copier, spec.layers)
         self._waiter, self._batch, self._host, self._results = parts.waiter, parts.batch, parts.host, parts.results
         self._images, self._slots, self._captured_graphs, self._pass_selector = (
             images,
@@ -179,7 +199,7 @@ class IterationRunner:
     ) -> None:
         stream = self._timelines.streams[Lane.COMPUTE]
         results, address = self._results.acquire()
-        copy_results(self._driver, self._batch, outputs, results, address, stream)
+        copy_results(self._decoder, outputs, results, address, stream)
         prompt_tokens = self._slots.prompt_tokens.copy()
 
         def ended(failure: DriverError | None) -> None:
@@ -189,7 +209,7 @@ class IterationRunner:
             if failure is not None:
                 outcome = failure
             else:
-                found = OutputValues(results.chosen, results.logprob, results.top_ids, results.top_logprobs)
+                found = values_of(self._decoder, outputs, results)
                 loads = {
                     slot: (0, 1000 * stall_s(started_s, done_s, self._layers, bound.arrivals))
                     for slot, bound in arriving.items()

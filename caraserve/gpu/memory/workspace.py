@@ -56,6 +56,7 @@ class Workspace:
     scratch: DecodeScratch
     wanted: Tensor  # [outputs at once, hidden] normed rows for the logits
     logits: Tensor  # [outputs at once, vocab]
+    embeddings: Tensor  # [rows, hidden]
     weights: Tensor  # float32 [programs, vocab], for sampling
     counts: Tensor  # int32 [programs, vocab], zero between launches
 
@@ -90,6 +91,7 @@ def make_workspace(
         _scratch(spec, capacity.rows, max_context, device),
         rows(outputs, spec.hidden),
         rows(outputs, spec.vocab_size),
+        rows(capacity.rows, spec.hidden),
         torch.zeros((programs, spec.vocab_size), dtype=torch.float32, device=device),
         torch.zeros((programs, spec.vocab_size), dtype=torch.int32, device=device),
     )

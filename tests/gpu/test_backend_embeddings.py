@@ -1,0 +1,60 @@
+"""Embeddings of the CUDA backend, over an emulated device, equal the hidden states of transformers and peft, in one
+batch with generation."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from caraserve.config import PRELOADED_MODES
+from caraserve.gpu.driver.streams import Lane
+from tests.gpu.host_backend import GRANULE_BYTES, serving
+from tests.gpu.torch_kernels import torch_kernels
+from tests.oracle.models import prompt_of
+from tests.oracle.subject import Subject, make_subject
+from tests.serving import MIB, Answer, embed, engine_config, lora_config, model_config, submit
+
+CONTEXT = 200
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stand_in() -> Iterator[None]:
+    with torch_kernels():
+        yield
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    return make_subject(tmp_path_factory.mktemp("embeddings"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "last", "graph_bytes"),
+    [("pipelined", Lane.COPY, 0), ("pipelined", None, 1 << 30), ("overlapped", Lane.COMPUTE, 0), ("merged", None, 0)],
+    ids=["kernels", "graphs", "late", "merged"],
+)
+def test_embeddings_equal_those_of_peft_beside_generation(
+    subject: Subject, mode: str, last: Lane | None, graph_bytes: int
+) -> None:
+    """Prompts of one token, which decoding kernels compute, and of several chunks; memory for three adapters."""
+    rng = random.Random(mode)
+    names = [None, *subject.adapters]
+    asked = [(prompt_of(rng, rng.choice((1, 2, 17, 60, CONTEXT))), names[at % len(names)]) for at in range(14)]
+    pool_bytes = (64 if mode in PRELOADED_MODES else 24) * GRANULE_BYTES
+    lora = lora_config(subject.adapters, mode=mode, device_bytes=pool_bytes, host_bytes=4 * MIB)
+    settings = engine_config(seqs=6, step_tokens=48, kv_bytes=pool_bytes)
+    model = model_config(subject.model, max_model_len=CONTEXT)
+
+    async def serve() -> tuple[list[Answer], list[Answer]]:
+        async with serving(model, lora, settings, seed=3, last=last, graph_bytes=graph_bytes) as (engine, _):
+            answers, embeddings = [], []
+            for prompt, name in asked:
+                answers.append(submit(engine, prompt[:20], name, max_tokens=4))
+                embeddings.append(embed(engine, prompt, name))
+                await asyncio.sleep(0)
+            return await asyncio.gather(*answers), await asyncio.gather(*embeddings)
+
+    for (prompt, name), answer, embedding in zip(asked, *asyncio.run(serve()), strict=True):
+        subject.oracle.check_greedy(prompt[:20], name, answer.token_ids)
+        subject.oracle.check_embedding(prompt, name, embedding.embedding)
