@@ -1,58 +1,59 @@
 """One HTTP request for text as typed data: what the engine computes, and how its deltas become a response.
 
-`completions.py` and `chat.py` parse a body into an `ApiRequest`; a `RequestRouter` answers it.
+Each API parses a body into an `ApiRequest`, whose writer knows the API's format; a `RequestRouter` answers it.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from aiohttp import web
 
 from caraserve.core.request import GenerateRequest, TokenDelta
+from caraserve.errors import CaraServeError
 from caraserve.http.json_reader import Body
+from caraserve.http.usage import ResponseTotals, TokenCounts
 from caraserve.http.validation import Fields
+from caraserve.http.whole_answer import WholeAnswer
 
 
-class ChoiceWriter(Protocol):
-    """Writes one entry of `choices` in the shape of its API. Keeps state between deltas: text offset, role sent."""
+class StreamFormat(Protocol):
+    """What an API's streams have beside the events of an answer."""
 
-    def stream_chunks(self, delta: TokenDelta) -> list[dict[str, Any]]:
-        """The `choices` entries, one for each event, that a delta becomes in a stream."""
+    stream_end: bytes  # the last bytes of every stream, also after an error
+    ping: bytes  # what keeps a silent stream open
 
-    def logprobs(self, delta: TokenDelta) -> dict[str, list[Any]] | None:
-        """The logprobs of a delta, by the field of `logprobs` to which they are added; None without logprobs."""
-
-    def fields_around_logprobs(self, answer: TokenDelta) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The fields before and after `logprobs` in a response that is not streamed; `answer` has the text and the
-        tokens of all deltas. Called once."""
+    def error_event(self, error: CaraServeError, num_events: int) -> bytes:
+        """The event of an error that comes after `num_events` events."""
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """The form in which the client wants the response."""
+class AnswerWriter(StreamFormat, Protocol):
+    """Writes the answer to one API request in its API's format, as events or whole. Keeps state between deltas."""
 
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
-    token_ids: bool
+    def events(self, index: int, delta: TokenDelta, counts: TokenCounts) -> bytes:
+        """The events that a delta of engine request `index` becomes, empty for none. `counts`: of that request's tokens
+        so far."""
+
+    def last_events(self, totals: ResponseTotals) -> bytes:
+        """The events that follow those of all deltas."""
+
+    def logprobs(self, index: int, delta: TokenDelta) -> dict[str, list[Any]] | None:
+        """The logprobs of a delta of engine request `index`, for a whole answer: entries to add to each field of
+        `logprobs`; None without logprobs."""
+
+    async def whole(self, answers: Sequence[WholeAnswer], totals: ResponseTotals) -> web.Response:
+        """The response that is not streamed, of the answers to all engine requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiRequest:
-    """The engine requests of one body. `requests[i]` is written by `choices[i]`; the n answers of prompt p have the
-    indices [p·n, (p+1)·n).
-
-    `whole_head` and `chunk_head` are the fields that a response and every event of a stream begin with; `first_head` is
-    in the first event only.
-    """
+    """The engine requests of one body, and the writer of their answers. The n answers to prompt p have the indices
+    [p·n, (p+1)·n)."""
 
     requests: tuple[GenerateRequest, ...]
-    choices: tuple[ChoiceWriter, ...]
     n: int
-    delivery: Delivery
-    whole_head: dict[str, Any]
-    chunk_head: dict[str, Any]
-    first_head: dict[str, Any] = field(default_factory=dict)
+    stream: bool
+    writer: AnswerWriter
 
     @property
     def adapter(self) -> str | None:

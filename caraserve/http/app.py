@@ -11,6 +11,7 @@ import ssl
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from aiohttp import web
 
@@ -19,14 +20,15 @@ from caraserve.cluster.membership.websocket import WEBSOCKET_PATH
 from caraserve.cluster.routing.forward_auth import INSTANCE_HEADER, PREFIX
 from caraserve.config import HttpConfig
 from caraserve.errors import CaraServeError, ServerBusy, Unauthorized
-from caraserve.http import admin, chat, completions, status, tokenize
+from caraserve.http import admin, status, tokenize
 from caraserve.http.api_request import RequestRouter
 from caraserve.http.auth import add_cors_headers, answer_preflight, authenticate, challenge
 from caraserve.http.context import ANSWERED_BY, CLIENT, CONTEXT, REQUEST_ID, BodyBudget, Context, HttpTimings
 from caraserve.http.dispatch import ClusterRouter
 from caraserve.http.generation import LocalRouter
+from caraserve.http.generation_routes import GENERATION_ROUTES
 from caraserve.http.request_log import CLIENT_LEFT, IGNORED_HEADER, SUMMARY, RequestSummary, log_request
-from caraserve.http.responses import SERVER, error_body, error_response, json_response, openai_error, refusal_response
+from caraserve.http.responses import SERVER, error_body, error_response, json_response, refusal_response
 from caraserve.http.server import Runner, bind, listen_error
 from caraserve.loop import Engine
 from caraserve.telemetry.background import BackgroundTasks
@@ -73,8 +75,7 @@ def make_app(
     app.on_cleanup.append(_close)
     app.add_routes(
         [
-            web.post("/v1/completions", completions.completions),
-            web.post("/v1/chat/completions", chat.chat_completions),
+            *(route.for_clients() for route in GENERATION_ROUTES),
             web.get("/v1/models", admin.list_models),
             web.get("/v1/models/{model:.+}", admin.show_model),
             web.get("/v1/cluster", status.cluster_members),
@@ -100,14 +101,10 @@ def make_app(
 
 def add_peer_routes(app: web.Application, node: Node, router: ClusterRouter, more: Sequence[web.RouteDef] = ()) -> None:
     """Adds all routes for other instances, which authenticate with the cluster's secret and need no API key."""
-    app.add_routes(
-        [
-            web.get(WEBSOCKET_PATH, node.accept),
-            web.post(f"{PREFIX}/v1/completions", router.forwarded_completions),
-            web.post(f"{PREFIX}/v1/chat/completions", router.forwarded_chat_completions),
-            *more,
-        ]
-    )
+    forwarded = [
+        web.post(PREFIX + route.path, partial(router.answer_forwarded, route=route)) for route in GENERATION_ROUTES
+    ]
+    app.add_routes([web.get(WEBSOCKET_PATH, node.accept), *forwarded, *more])
 
 
 async def start_peer_http(
@@ -169,7 +166,7 @@ async def _answer(request: web.Request, handler: _Handler, config: HttpConfig) -
     except CaraServeError as error:
         if error.status == 500:
             log.error("request %s failed: %s", request[REQUEST_ID], error.message)
-        request[SUMMARY].note_error(openai_error(error))
+        request[SUMMARY].note_error(error)
         return error_response(error)
     except web.HTTPException as error:
         return refusal_response(error, request)

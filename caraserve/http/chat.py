@@ -8,26 +8,24 @@ from collections.abc import Mapping
 from typing import Any
 
 import orjson
-from aiohttp import web
 
 from caraserve.core.request import Finish, GenerateRequest, TokenDelta, TokenLogprob
 from caraserve.errors import InvalidRequest
 from caraserve.http import body_fields, validation
-from caraserve.http.adapter_choice import Find, adapter_finder
+from caraserve.http.adapter_choice import Find
 from caraserve.http.api_request import ApiRequest
+from caraserve.http.choices import ChoicesWriter, ResponseHeads
 from caraserve.http.client import Client
 from caraserve.http.completions import (
     ENCODED_IN_PLACE_CHARACTERS,
+    CommonFields,
     fan_out,
     finish_fields,
     finite,
     parse_common,
     response_head,
 )
-from caraserve.http.context import CLIENT, CONTEXT
-from caraserve.http.deadline import within_deadline
 from caraserve.http.request_schema import CHAT, check_fields
-from caraserve.http.responses import note_parsed, receive_body
 from caraserve.http.structured_output import parse_grammar
 from caraserve.http.tool_calls import ToolCallWriter, Tools, parse_tools
 from caraserve.http.validation import Fields, shown
@@ -43,19 +41,44 @@ _MAX_ARGUMENTS_CHARACTERS = 64 << 10  # of one tool call: 4 ms to parse
 MAX_NUMBERS = 1 << 16  # in lists of a body, of which a chat has few; a template takes 5 ms to write them as JSON
 
 
-@within_deadline
-async def chat_completions(request: web.Request) -> web.StreamResponse:
-    context = request.app[CONTEXT]
-    received = await receive_body(request, MAX_NUMBERS)
-    fields, find = received.fields, adapter_finder(request)
-    api_request = await parse_chat(fields, context.engine, find, request[CLIENT])
-    note_parsed(request, fields, api_request)
-    return await context.router.route(request, api_request, received)
-
-
 async def parse_chat(fields: Fields, engine: Engine, find: Find, client: Client) -> ApiRequest:
     """Reads a body. Raises InvalidRequest, ContextLengthExceeded or NotFound, which name the field."""
     check_fields(fields, CHAT)
+    response_id = f"chatcmpl-{uuid.uuid4().hex}"
+    chat = await parse_chat_fields(fields, engine, find, client, response_id)
+    delivery, model, tools = chat.common.delivery, chat.common.model, chat.tools
+    choices = [
+        ChatChoice(index, request, engine.tokenizer, delivery.token_ids, None if tools is None else tools.writer())
+        for index, request in enumerate(chat.requests)
+    ]
+    shown_prompt = {"prompt_token_ids": chat.requests[0].prompt_ids} if delivery.token_ids else {}
+    heads = ResponseHeads(
+        response_head(response_id, "chat.completion", model) | shown_prompt,
+        response_head(response_id, "chat.completion.chunk", model),
+        shown_prompt,
+    )
+    return ApiRequest(chat.requests, chat.common.n, delivery.stream, ChoicesWriter(choices, heads, delivery))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ParsedChat:
+    """The engine requests of a chat, and what the writer of its answer needs."""
+
+    common: CommonFields
+    tools: Tools | None
+    requests: tuple[GenerateRequest, ...]
+
+
+async def parse_chat_fields(
+    fields: Fields,
+    engine: Engine,
+    find: Find,
+    client: Client,
+    response_id: str,
+    default_max_tokens: int | None = None,
+) -> ParsedChat:
+    """Reads the checked fields of a chat. `default_max_tokens`: a limit, lowered to what the context has room for, if
+    the fields have none. Raises as `parse_chat`."""
     common = parse_common(fields, engine, find, client)
     tools = parse_tools(fields, engine)
     limit = body_fields.CHAT_MAX_COMPLETION_TOKENS.read(fields)
@@ -70,26 +93,12 @@ async def parse_chat(fields: Fields, engine: Engine, find: Find, client: Client)
     ids = tuple(await chat_ids(fields, engine.tokenizer, engine.max_model_len, tools))
     asked_tokens = older_limit if limit is None else limit
     default = validation.most_scored_tokens(common.n, params.logprobs)
+    default = default_max_tokens if default is None else default
     max_tokens = validation.fit_max_tokens(asked_tokens, default, len(ids), engine, source="messages")
     validation.check_scores(common.n, common.n * max_tokens, params.logprobs, "top_logprobs")
     validation.check_min_tokens(params.min_tokens, max_tokens)
-    response_id = f"chatcmpl-{uuid.uuid4().hex}"
     requests = fan_out(f"{response_id}-", 0, ids, common, dataclasses.replace(params, max_tokens=max_tokens))
-    token_ids = common.delivery.token_ids
-    choices = [
-        ChatChoice(index, request, engine.tokenizer, token_ids, None if tools is None else tools.writer())
-        for index, request in enumerate(requests)
-    ]
-    shown_prompt = {"prompt_token_ids": ids} if token_ids else {}
-    return ApiRequest(
-        tuple(requests),
-        tuple(choices),
-        common.n,
-        common.delivery,
-        whole_head=response_head(response_id, "chat.completion", common.model) | shown_prompt,
-        chunk_head=response_head(response_id, "chat.completion.chunk", common.model),
-        first_head=shown_prompt,
-    )
+    return ParsedChat(common, tools, tuple(requests))
 
 
 async def chat_ids(fields: Fields, tokenizer: Tokenizer, max_tokens: int, tools: Tools | None = None) -> list[int]:

@@ -10,8 +10,6 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from aiohttp import web
-
 from caraserve.core.request import (
     Finish,
     GenerateRequest,
@@ -22,13 +20,11 @@ from caraserve.core.request import (
 )
 from caraserve.errors import InvalidRequest
 from caraserve.http import body_fields, validation
-from caraserve.http.adapter_choice import Find, adapter_finder, choose_adapter
-from caraserve.http.api_request import ApiRequest, Delivery
+from caraserve.http.adapter_choice import Find, choose_adapter
+from caraserve.http.api_request import ApiRequest
+from caraserve.http.choices import ChoicesWriter, Delivery, ResponseHeads
 from caraserve.http.client import Client
-from caraserve.http.context import CLIENT, CONTEXT
-from caraserve.http.deadline import within_deadline
 from caraserve.http.request_schema import COMPLETIONS, STREAM_OPTIONS, check_fields
-from caraserve.http.responses import note_parsed, receive_body
 from caraserve.http.structured_output import parse_grammar
 from caraserve.http.validation import Fields, shown, token_ids
 from caraserve.loop import Engine
@@ -43,16 +39,6 @@ ENCODED_IN_PLACE_CHARACTERS = 2048
 _LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 Prompt = str | list[Any]
-
-
-@within_deadline
-async def completions(request: web.Request) -> web.StreamResponse:
-    context = request.app[CONTEXT]
-    received = await receive_body(request)
-    fields, find = received.fields, adapter_finder(request)
-    api_request = await parse_completion(fields, context.engine, find, request[CLIENT])
-    note_parsed(request, fields, api_request)
-    return await context.router.route(request, api_request, received)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,7 +122,8 @@ async def parse_completion(fields: Fields, engine: Engine, find: Find, client: C
             choices.append(CompletionChoice(len(choices), request, engine.tokenizer, echoed, common.delivery.token_ids))
             requests.append(request)
     head = response_head(response_id, "text_completion", common.model)
-    return ApiRequest(tuple(requests), tuple(choices), common.n, common.delivery, whole_head=head, chunk_head=head)
+    writer = ChoicesWriter(choices, ResponseHeads(head, head, {}), common.delivery)
+    return ApiRequest(tuple(requests), common.n, common.delivery.stream, writer)
 
 
 def fan_out(

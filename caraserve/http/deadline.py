@@ -13,7 +13,6 @@ from typing import Any, Concatenate, ParamSpec
 from aiohttp import web
 
 from caraserve.errors import DeadlineExceeded, InvalidRequest
-from caraserve.http.responses import openai_error
 from caraserve.http.streaming import EVENT_STREAM
 from caraserve.http.validation import shown
 
@@ -44,7 +43,7 @@ def within_deadline(
                 raise
         if EVENT_STREAM not in request:
             raise _exceeded()
-        await request[EVENT_STREAM].end_with_error(openai_error(_exceeded()))
+        await request[EVENT_STREAM].end_with_error(_exceeded())
         return request[EVENT_STREAM].response
 
     return bounded

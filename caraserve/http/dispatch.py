@@ -6,7 +6,6 @@ lengths. A request that another instance has forwarded is answered here or refus
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
 from math import inf
 
 from aiohttp import web
@@ -27,26 +26,22 @@ from caraserve.errors import (
 )
 from caraserve.http.adapter_choice import Find
 from caraserve.http.api_request import ApiRequest, ReceivedBody
-from caraserve.http.chat import MAX_NUMBERS, parse_chat
 from caraserve.http.client import Client
-from caraserve.http.completions import parse_completion
 from caraserve.http.context import ANSWERED_BY, CLIENT, CONTEXT, REQUEST_ID
 from caraserve.http.deadline import within_deadline
 from caraserve.http.generation import Generation
-from caraserve.http.json_reader import MOST_NUMBERS, Body, parse_object
+from caraserve.http.generation_routes import GenerationRoute
+from caraserve.http.json_reader import Body, parse_object
 from caraserve.http.proxy import ForwardedRequest, PeerProxy, RefusedError, UnreachedError, body_digest
 from caraserve.http.queue_rebalance import QueueRebalancer
 from caraserve.http.responses import error_response, note_parsed, read_body
 from caraserve.http.validation import Fields
-from caraserve.loop import Engine
 from caraserve.util.tasks import in_turns
 
 log = logging.getLogger("caraserve.http")
 
 _RETRY_S = 1.0
 _NEVER = CostEstimate(inf, inf)
-
-Parse = Callable[[Fields, Engine, Find, Client], Awaitable[ApiRequest]]
 
 
 class ClusterRouter:
@@ -76,16 +71,8 @@ class ClusterRouter:
     async def route(self, request: web.Request, api_request: ApiRequest, received: ReceivedBody) -> web.StreamResponse:
         return await _RoutedRequest(self, request, api_request).route(received)
 
-    async def forwarded_completions(self, request: web.Request) -> web.StreamResponse:
-        """POST /cluster/v1/completions, by another instance."""
-        return await self._answer_forwarded(request, parse_completion, MOST_NUMBERS)
-
-    async def forwarded_chat_completions(self, request: web.Request) -> web.StreamResponse:
-        """POST /cluster/v1/chat/completions, by another instance."""
-        return await self._answer_forwarded(request, parse_chat, MAX_NUMBERS)
-
-    async def _answer_forwarded(self, request: web.Request, parse: Parse, most_numbers: int) -> web.StreamResponse:
-        """Verifies a forwarded request, then answers or refuses it."""
+    async def answer_forwarded(self, request: web.Request, route: GenerationRoute) -> web.StreamResponse:
+        """Verifies a request that another instance has forwarded, then answers or refuses it."""
         if not self.selector.joined:
             raise web.HTTPServiceUnavailable(text="This instance has not joined its cluster yet.")
         claims = self._verifier.admit(request.path, request.headers, int(time.time() * 1000))
@@ -94,21 +81,21 @@ class ClusterRouter:
             raise Forbidden("The body is not the one that was signed.")
         request[ANSWERED_BY] = self.selector.name
         request[CLIENT] = Client(claims.client, weight=claims.weight)
-        return await _answer_verified(request, self, parse, claims, body, most_numbers)
+        return await _answer_verified(request, self, route, claims, body)
 
 
 @within_deadline
 async def _answer_verified(
-    request: web.Request, router: ClusterRouter, parse: Parse, claims: ForwardClaims, body: Body, most_numbers: int
+    request: web.Request, router: ClusterRouter, route: GenerationRoute, claims: ForwardClaims, body: Body
 ) -> web.StreamResponse:
     engine, selector = request.app[CONTEXT].engine, router.selector
-    values = await parse_object(body, most_numbers)
+    values = await parse_object(body, route.most_numbers)
     if claims.seed is not None:
         values["seed"] = claims.seed
     fields = Fields(values)
     # The sender has resolved the model's name; this instance may not know it yet.
     find: Find = lambda model: None if model in engine.base_names else claims.adapter  # noqa: E731
-    api_request = await parse(fields, engine, find, request[CLIENT])
+    api_request = await route.parse(fields, engine, find, request[CLIENT])
     note_parsed(request, fields, api_request)
     routed = _RoutedRequest(router, request, api_request, is_forwarded=True)
     refusal = selector.refusal(routed.arrival, force=claims.force, digest=claims.digest)

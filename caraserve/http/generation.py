@@ -13,13 +13,12 @@ from aiohttp import web
 from caraserve.core.request import Finish, GenerateRequest
 from caraserve.engine.active_request import TokenStream
 from caraserve.errors import BackendFailed, CaraServeError, Draining
-from caraserve.http.api_request import ApiRequest, ChoiceWriter, ReceivedBody
+from caraserve.http.api_request import ApiRequest, ReceivedBody
 from caraserve.http.context import CONTEXT, REQUEST_ID
 from caraserve.http.request_log import SUMMARY, model_label
-from caraserve.http.responses import error_body, openai_error
-from caraserve.http.streaming import DONE, ChunkFrame, EventStream, comment
-from caraserve.http.usage import ResponseTotals, usage
-from caraserve.http.whole_answer import WholeAnswer, paced, whole_response
+from caraserve.http.streaming import EventStream, comment
+from caraserve.http.usage import ResponseTotals, TokenCounts
+from caraserve.http.whole_answer import WholeAnswer, paced
 from caraserve.util.tasks import TurnBudget, in_turns
 
 log = logging.getLogger("caraserve.http")
@@ -76,7 +75,7 @@ class Generation:
         result = None
         try:
             await self._submit()
-            result = await (self._stream() if self.api_request.delivery.stream else self._gather())
+            result = await (self._stream() if self.api_request.stream else self._gather())
             return result
         finally:
             if result is None or not result.finishes:  # otherwise all have ended, and 2,048 calls take 4 ms
@@ -92,8 +91,8 @@ class Generation:
                     self._request[SUMMARY].model = model_label(adapter, engine.adapter(adapter).digest)
 
     async def _gather(self) -> GenerationResult:
-        api_request, turns = self.api_request, self._context.logprob_turns
-        answers = [WholeAnswer(choice) async for choice in in_turns(api_request.choices)]
+        writer, turns = self.api_request.writer, self._context.logprob_turns
+        answers = [WholeAnswer(partial(writer.logprobs, at)) async for at in in_turns(range(len(self._streams)))]
 
         async def finish(answer: WholeAnswer, stream: TokenStream) -> Finish:
             await answer.gather(stream, turns)
@@ -101,23 +100,22 @@ class Generation:
 
         finishes = await _run_together(map(finish, answers, self._streams), len(answers))
         totals = await self._note_totals(finishes)
-        tail, headers = {"usage": totals.usage()}, {"x-caraserve-phases": totals.phases()}
-        return GenerationResult(await whole_response(api_request.whole_head, answers, tail, headers), finishes)
+        response = await writer.whole(answers, totals)
+        response.headers["x-caraserve-phases"] = totals.phases()
+        return GenerationResult(response, finishes)
 
     async def _stream(self) -> GenerationResult:
-        api_request, delivery = self.api_request, self.api_request.delivery
-        frame = ChunkFrame(api_request.chunk_head, api_request.first_head, usage_null=delivery.include_usage)
+        writer = self.api_request.writer
         finishes: Sequence[Finish] = ()
-        async with EventStream(self._request, self._context.timings) as events:
+        async with EventStream(self._request, self._context.timings, writer) as events:
             self._events = events
             try:
-                parts = zip(api_request.choices, self._streams, api_request.requests, strict=True)
-                sending = (self._send_choice(events, frame, *part) for part in parts)
+                parts = enumerate(zip(self._streams, self.api_request.requests, strict=True))
+                sending = (self._send_answer(events, index, *part) for index, part in parts)
                 finishes = await _run_together(sending, len(self._streams))
                 totals = await self._note_totals(finishes)
-                if delivery.include_usage:
-                    await events.send(frame.usage(totals.usage()))
-                await events.send(comment(f"phases {totals.phases()}") + DONE)  # too late for a header
+                phases = comment(f"phases {totals.phases()}")  # too late for a header
+                await events.send(writer.last_events(totals) + phases + writer.stream_end)
             except ConnectionError:
                 pass  # the client has left; aiohttp notices when it ends the response
             except Exception as error:
@@ -132,22 +130,19 @@ class Generation:
         self._request[SUMMARY].note_totals(totals)
         return totals
 
-    async def _send_choice(
-        self, events: EventStream, frame: ChunkFrame, choice: ChoiceWriter, stream: TokenStream, inputs: GenerateRequest
+    async def _send_answer(
+        self, events: EventStream, index: int, stream: TokenStream, inputs: GenerateRequest
     ) -> Finish:
-        """Sends the events of one choice as its deltas come. Raises its error."""
-        generated = 0
+        """Sends the events of one engine request as its deltas come. Raises its error."""
+        writer, generated = self.api_request.writer, 0
         async for delta in stream:
             if delta.finish is not None:
                 _checked(delta.finish)
             generated += len(delta.token_ids)
-            usage_so_far = None
-            if self.api_request.delivery.continuous_usage:
-                cached = delta.finish.cached_tokens if delta.finish else 0
-                usage_so_far = usage(len(inputs.prompt_ids), generated, cached)
+            counts = TokenCounts(len(inputs.prompt_ids), generated, delta.finish.cached_tokens if delta.finish else 0)
             async for part in paced(delta, self._context.logprob_turns):
-                if chunks := choice.stream_chunks(part):
-                    await events.send(b"".join([frame.choice(chunk, usage_so_far) for chunk in chunks]))
+                if new := writer.events(index, part, counts):
+                    await events.send(new)
             if delta.finish is not None:
                 return delta.finish
         raise BackendFailed("The engine ended a request without saying how.")
@@ -186,9 +181,9 @@ def _checked(finish: Finish | None) -> Finish:
     return finish
 
 
-def _late_error(request: web.Request, error: Exception) -> dict[str, Any]:
+def _late_error(request: web.Request, error: Exception) -> CaraServeError:
     """The error, for a client that has already received a part of the response."""
     if isinstance(error, CaraServeError):
-        return openai_error(error)
+        return error
     log.error("request %s failed", request[REQUEST_ID], exc_info=error)
-    return error_body("The server made a mistake; its log has the details.", "server_error", None, None)
+    return CaraServeError("The server made a mistake; its log has the details.")

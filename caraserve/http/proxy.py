@@ -36,12 +36,12 @@ from caraserve.cluster.routing.forward_auth import (
 from caraserve.cluster.routing.router import Reason, Refusal
 from caraserve.cluster.routing.selector import PeerTarget
 from caraserve.errors import BackendFailed, Draining, InstanceLost, ServerBusy, Unreachable
+from caraserve.http.choices import OpenAiStream
 from caraserve.http.context import CLIENT, CONTEXT, REQUEST_ID
 from caraserve.http.deadline import remaining_time_header
 from caraserve.http.json_reader import Body
 from caraserve.http.request_log import SUMMARY, model_label
-from caraserve.http.responses import openai_error
-from caraserve.http.streaming import DONE, EventStream
+from caraserve.http.streaming import EventStream
 
 _CONNECT_S = 0.5
 _REACH_S = 1.0  # to connect, with the look-up of the name
@@ -229,7 +229,7 @@ class _UpstreamResponse:
     def __init__(self, request: web.Request, peer: str) -> None:
         self._request, self._peer = request, peer
         self._events: EventStream | None = None
-        self._num_events = 0
+        self._format = OpenAiStream()
 
     @property
     def started(self) -> bool:
@@ -255,7 +255,8 @@ class _UpstreamResponse:
     async def _stream(self, response: aiohttp.ClientResponse) -> ProxyResult:
         timings = self._request.app[CONTEXT].timings
         # The other instance sends pings; these are for the case that it does not.
-        async with EventStream(self._request, replace(timings, ping_s=2 * timings.ping_s)) as events:
+        timings = replace(timings, ping_s=2 * timings.ping_s)
+        async with EventStream(self._request, timings, self._format) as events:
             self._events = events
             # The start of an event: clients get whole events, so that an error can follow any of them.
             partial = bytearray()
@@ -270,22 +271,22 @@ class _UpstreamResponse:
                     continue
                 whole = bytes(partial[:end])
                 del partial[:end]
-                self._num_events += whole.count(b"data: {")
-                done = whole.endswith(DONE)
+                done = whole.endswith(self._format.stream_end)
                 try:
                     await events.send(whole)
                 except ConnectionError:
-                    return ProxyResult(events.response, self._num_events, "cut")
+                    return ProxyResult(events.response, events.num_events, "cut")
             if not done or partial:
                 raise _PeerFailedError(f"{self._peer} ended a stream too early")
-        return ProxyResult(events.response, self._num_events)
+        return ProxyResult(events.response, events.num_events)
 
     async def end_with_error(self, stopped: Draining | None) -> ProxyResult:
         """Ends a stream whose instance has failed, or (`stopped`) that takes longer than this instance's drain."""
         assert self._events is not None
         lost = InstanceLost(f"The instance {self._peer} that was answering has gone; send the request again.")
-        await self._events.end_with_error(openai_error(stopped or lost))
-        return ProxyResult(self._events.response, self._num_events, "cut" if stopped else "lost")
+        tokens = self._events.num_events  # without the error
+        await self._events.end_with_error(stopped or lost)
+        return ProxyResult(self._events.response, tokens, "cut" if stopped else "lost")
 
 
 async def _read_from_peer(work: Awaitable[T]) -> T:

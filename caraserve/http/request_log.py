@@ -7,13 +7,13 @@ shortened here and escaped by `telemetry/log.py`.
 import logging
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from aiohttp import web
 
 from caraserve.core.request import Phases
+from caraserve.errors import CaraServeError
 from caraserve.http.context import CLIENT
 from caraserve.http.streaming import EVENT_STREAM
 from caraserve.http.usage import ResponseTotals
@@ -49,14 +49,12 @@ class RequestSummary:
     def note_totals(self, totals: ResponseTotals) -> None:
         """Notes how the engine requests ended."""
         self.finish, self.phases = ",".join(totals.reasons), totals.slowest
-        self.prompt_tokens, self.cached_tokens = totals.prompt_tokens, totals.cached_tokens
-        self.completion_tokens = totals.completion_tokens
+        self.prompt_tokens, self.completion_tokens, self.cached_tokens = totals.tokens
 
-    def note_error(self, error: Mapping[str, Any]) -> None:
-        """Notes the error that was sent to the client; `error` in OpenAI's shape."""
-        details = error["error"]
-        self.error = details["code"] or details["type"]
-        self.param = (details["param"] or "")[:_LONGEST_NAME]
+    def note_error(self, error: CaraServeError) -> None:
+        """Notes the error that was sent to the client."""
+        self.error = error.code or error.type
+        self.param = (error.param or "")[:_LONGEST_NAME]
 
 
 SUMMARY = web.RequestKey("SUMMARY", RequestSummary)

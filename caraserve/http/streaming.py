@@ -4,17 +4,15 @@ The response starts with the first event, so that an error before it still gets 
 """
 
 import asyncio
-from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-import orjson
 from aiohttp import web
 
+from caraserve.errors import CaraServeError
+from caraserve.http.api_request import StreamFormat
 from caraserve.http.context import HttpTimings
 
-DONE = b"data: [DONE]\n\n"
-_PING = b": ping\n\n"
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -22,31 +20,9 @@ _HEADERS = {
 }
 
 
-def event(value: object) -> bytes:
-    return b"data: %b\n\n" % orjson.dumps(value)
-
-
 def comment(text: str) -> bytes:
     """A line that clients must skip, by the standard."""
     return b": %b\n\n" % text.encode()
-
-
-class ChunkFrame:
-    """Builds the events of one response. The fields that all of them share (`head`) are encoded once; `first` is in the
-    first event only."""
-
-    def __init__(self, head: dict[str, Any], first: dict[str, Any], *, usage_null: bool) -> None:
-        self._head = b"data: " + orjson.dumps(head)[:-1]
-        self._next_head = b"data: " + orjson.dumps(head | first)[:-1]
-        self._tail = b',"usage":null}\n\n' if usage_null else b"}\n\n"
-
-    def choice(self, choice: dict[str, Any], usage: dict[str, Any] | None = None) -> bytes:
-        head, self._next_head = self._next_head, self._head
-        tail = self._tail if usage is None else b',"usage":%b}\n\n' % orjson.dumps(usage)
-        return b'%b,"choices":[%b]%b' % (head, orjson.dumps(choice), tail)
-
-    def usage(self, usage: dict[str, Any]) -> bytes:
-        return b'%b,"choices":[],"usage":%b}\n\n' % (self._head, orjson.dumps(usage))
 
 
 class EventStream:
@@ -57,17 +33,19 @@ class EventStream:
     client leaves.
     """
 
-    def __init__(self, request: web.Request, timings: HttpTimings) -> None:
+    def __init__(self, request: web.Request, timings: HttpTimings, stream_format: StreamFormat) -> None:
         self.response = web.StreamResponse(headers=_HEADERS)
         self._request = request
+        self._format = stream_format
         self._timings = timings
         self._clock = asyncio.get_running_loop().time
         self._last_s = self._clock()
         self._writes = 0  # in progress; more than one if a response has several choices
         self._progress_s = 0.0  # time of the last progress of a write
         self._starting = asyncio.Lock()
-        self.ended = False  # whether [DONE] has been passed to `send`
-        self.error: Mapping[str, Any] | None = None  # the error event that ended it, in OpenAI's shape
+        self.num_events = 0  # passed to `send`
+        self.ended = False  # whether the stream's end has been passed to `send`
+        self.error: CaraServeError | None = None  # that ended it
         self._watchdog: asyncio.Task[None] | None = None
 
     @property
@@ -94,23 +72,24 @@ class EventStream:
         if not self._writes:
             self._progress_s = self._last_s
         self._writes += 1
-        self.ended = events.endswith(DONE)
+        self.num_events += events.count(b"data: {")
+        self.ended = events.endswith(self._format.stream_end)
         try:
             await self.response.write(events)
         finally:
             self._writes -= 1
             self._progress_s = self._clock()
 
-    async def end_with_error(self, error: Mapping[str, Any]) -> None:
-        """Sends `error`, in OpenAI's shape, as the last event, unless [DONE] was sent already; then closes the
-        connection. Waits at most `write_s` for the client to read it."""
+    async def end_with_error(self, error: CaraServeError) -> None:
+        """Sends an error as the last event, unless the stream has ended already; then closes the connection. Waits at
+        most `write_s` for the client to read it."""
         self._stop_watching()
         self.response.force_close()
         try:
             async with asyncio.timeout(self._timings.write_s):
                 if not self.ended:
                     self.error = error
-                    await self.send(event(error) + DONE)
+                    await self.send(self._format.error_event(error, self.num_events) + self._format.stream_end)
                 await self.response.write_eof()
         except TimeoutError:
             self._cut()
@@ -139,7 +118,7 @@ class EventStream:
     async def _ping(self) -> None:
         try:
             async with asyncio.timeout(self._timings.write_s):
-                await self.send(_PING)
+                await self.send(self._format.ping)
         except TimeoutError:
             self._cut()
         except ConnectionError:

@@ -2,29 +2,25 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import NamedTuple, Self
 
 from caraserve.core.request import Finish, FinishReason, Phases
 from caraserve.util.tasks import in_turns
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """Returns token counts in OpenAI's shape."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-    }
+class TokenCounts(NamedTuple):
+    """The tokens of one engine request, or of all of a response."""
+
+    prompt: int
+    completion: int
+    cached: int  # of the prompt
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseTotals:
     """Sums over the engine requests of one API request. `slowest`: the phases of the one that took longest."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
+    tokens: TokenCounts
     reasons: tuple[FinishReason, ...]  # each once, in the order of the answers
     slowest: Phases
 
@@ -43,11 +39,7 @@ class ResponseTotals:
             reasons[finish.reason] = None
             if (e2e_ms := finish.phases.e2e_ms) > longest_ms:
                 slowest, longest_ms = finish.phases, e2e_ms
-        return cls(prompt_tokens, completion_tokens, cached_tokens, tuple(reasons), slowest)
-
-    def usage(self) -> dict[str, Any]:
-        """Returns the token counts in OpenAI's shape."""
-        return usage(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
+        return cls(TokenCounts(prompt_tokens, completion_tokens, cached_tokens), tuple(reasons), slowest)
 
     def phases(self) -> str:
         """Returns the phases of the slowest answer as the value of a header, in milliseconds."""

@@ -4,7 +4,7 @@ Logprobs of thousands of tokens are tens of megabytes. They are encoded as the t
 with turns of the event loop in between, and written to the socket in blocks; the response is never one object.
 """
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -12,7 +12,6 @@ from aiohttp import web
 
 from caraserve.core.request import Finish, TokenDelta
 from caraserve.engine.active_request import TokenStream
-from caraserve.http.api_request import ChoiceWriter
 from caraserve.util.tasks import TurnBudget, in_turns
 
 _PART_LOGPROBS = 256  # encoded at once, at 2 to 4 µs each
@@ -56,11 +55,11 @@ def _parts(delta: TokenDelta) -> Iterator[TokenDelta]:
 
 
 class WholeAnswer:
-    """Collects the deltas of one choice."""
+    """Collects the deltas of one engine request. `logprobs_of`: the logprobs of a delta, by field."""
 
-    def __init__(self, choice: ChoiceWriter) -> None:
+    def __init__(self, logprobs_of: Callable[[TokenDelta], dict[str, list[Any]] | None]) -> None:
         self.finish: Finish | None = None
-        self._choice = choice
+        self._logprobs_of = logprobs_of
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: dict[str, list[bytes]] = {}  # of each field, encoded entries with their commas
@@ -72,7 +71,7 @@ class WholeAnswer:
             self._token_ids += delta.token_ids
             self.finish = delta.finish or self.finish
             async for part in paced(delta, turns):
-                self._add_logprobs(self._choice.logprobs(part))
+                self._add_logprobs(self._logprobs_of(part))
 
     def _add_logprobs(self, logprobs: dict[str, list[Any]] | None) -> None:
         if logprobs is None:
@@ -83,11 +82,12 @@ class WholeAnswer:
                 comma = b"," if written else b""
                 written.append(comma + orjson.dumps(entries)[1:-1])
 
-    def pieces(self) -> Iterator[bytes]:
-        """The encoded entry of `choices`. Call it once."""
-        answer = TokenDelta("".join(self._text), tuple(self._token_ids), finish=self.finish)
-        before, after = self._choice.fields_around_logprobs(answer)
-        yield orjson.dumps(before)[:-1] + b',"logprobs":'
+    def joined(self) -> TokenDelta:
+        """The text and the tokens of all deltas, and the finish."""
+        return TokenDelta("".join(self._text), tuple(self._token_ids), finish=self.finish)
+
+    def encoded_logprobs(self) -> Iterator[bytes]:
+        """The encoded value of `logprobs`. Call it once."""
         brace = b"{"
         for name, written in self._logprobs.items():
             yield b'%b"%b":[' % (brace, name.encode())
@@ -95,35 +95,23 @@ class WholeAnswer:
             written.clear()  # freed one field at a time: freeing 100,000 entries takes 5 ms
             yield b"]"
             brace = b","
-        yield b"}," if self._logprobs else b"null,"
-        yield orjson.dumps(after)[1:]
+        yield b"}" if self._logprobs else b"null"
 
 
-async def whole_response(
-    head: dict[str, Any], answers: Sequence[WholeAnswer], tail: dict[str, Any], headers: dict[str, str]
-) -> web.Response:
-    """The response with the fields of `head`, all choices, and the fields of `tail`."""
-    blocks, block = [], [orjson.dumps(head)[:-1] + b',"choices":[']
-    size = 0
-    async for piece in in_turns(_all_pieces(answers)):
+async def response_of(pieces: Iterable[bytes]) -> web.Response:
+    """The response whose body is these pieces of JSON."""
+    blocks, block, size = [], list[bytes](), 0
+    async for piece in in_turns(pieces):
         block.append(piece)
         size += len(piece)
         if size >= _BLOCK_BYTES:
             blocks.append(b"".join(block))
             block, size = [], 0
-    block.append(b"]," + orjson.dumps(tail)[1:])
     blocks.append(b"".join(block))
     if len(blocks) == 1:
-        return web.Response(body=blocks[0], headers=headers, content_type="application/json")
+        return web.Response(body=blocks[0], content_type="application/json")
     length = {"Content-Length": str(sum(map(len, blocks)))}
-    return web.Response(body=_each(blocks), headers=headers | length, content_type="application/json")
-
-
-def _all_pieces(answers: Sequence[WholeAnswer]) -> Iterator[bytes]:
-    for position, answer in enumerate(answers):
-        if position:
-            yield b","
-        yield from answer.pieces()
+    return web.Response(body=_each(blocks), headers=length, content_type="application/json")
 
 
 async def _each(blocks: Sequence[bytes]) -> AsyncIterator[bytes]:

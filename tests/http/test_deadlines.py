@@ -13,10 +13,11 @@ from aiohttp.test_utils import make_mocked_request
 from caraserve.cluster.routing.forward_auth import INSTANCE_HEADER, PREFIX, ForwardClaims, forward_headers
 from caraserve.core.request import Finish
 from caraserve.errors import DeadlineExceeded
+from caraserve.http.choices import OpenAiStream
 from caraserve.http.context import HttpTimings
 from caraserve.http.deadline import HEADER, remaining_time_header, within_deadline
 from caraserve.http.proxy import body_digest
-from caraserve.http.streaming import DONE, EventStream
+from caraserve.http.streaming import EventStream
 from tests.engine_world import world
 from tests.http.fake_engine import FakeEngine
 from tests.http.fleet import KEYS, RawAnswer, fleet, streamed
@@ -25,6 +26,7 @@ from tests.http.test_forwarding import EVENTS, same
 from tests.http.test_streaming import begun, read_chunk, read_event
 
 COMPLETION = ("/v1/completions", {"prompt": "ab"})
+DONE = OpenAiStream.stream_end
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "ab"}]})
 HOLDS_S = 10.0  # a deadline that no test reaches by itself, and less than the bound of a whole test
 HEADERS = {HEADER: str(int(1000 * HOLDS_S))}
@@ -200,19 +202,20 @@ class StuckResponse:
 
 async def test_a_client_that_does_not_read_the_error_is_disconnected() -> None:
     response: Any = StuckResponse()
-    async with EventStream(response, HttpTimings(write_s=0.01)) as out:
+    stream_format, error = OpenAiStream(), DeadlineExceeded("late")
+    async with EventStream(response, HttpTimings(write_s=0.01), stream_format) as out:
         out.response = response
-    await out.end_with_error({"error": {}})
-    assert response.written == [b'data: {"error":{}}\n\n' + DONE]
+    await out.end_with_error(error)
+    assert response.written == [stream_format.error_event(error, 0) + DONE]
     assert response.aborted
 
 
 async def test_a_stream_that_has_sent_done_gets_no_error_event() -> None:
     response: Any = StuckResponse()
-    async with EventStream(response, HttpTimings(write_s=0.01)) as out:
+    async with EventStream(response, HttpTimings(write_s=0.01), OpenAiStream()) as out:
         out.response = response
         await out.send(EVENTS[0] + DONE)
-    await out.end_with_error({"error": {}})
+    await out.end_with_error(DeadlineExceeded("late"))
     assert response.written == [EVENTS[0] + DONE]
     assert response.ended
 

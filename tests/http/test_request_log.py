@@ -10,6 +10,7 @@ import pytest
 from aiohttp.test_utils import make_mocked_request
 
 from caraserve.http.auth import key_name
+from caraserve.http.choices import OpenAiStream
 from caraserve.http.client import Client as Sender
 from caraserve.http.context import CLIENT, HttpTimings
 from caraserve.http.request_log import SUMMARY, RequestSummary, log_request
@@ -104,7 +105,7 @@ async def test_a_client_that_leaves_is_logged_as_499(lines: Lines, stream: bool)
 async def test_a_stream_without_done_is_logged_as_499(lines: Lines) -> None:
     request = make_mocked_request("POST", "/v1/completions")
     request[SUMMARY], request[CLIENT] = RequestSummary(), Sender("c")
-    request[EVENT_STREAM] = EventStream(request, HttpTimings())
+    request[EVENT_STREAM] = EventStream(request, HttpTimings(), OpenAiStream())
     log_request(request, "my-id", 200)
     (line,) = lines.all
     assert line["status"] == 499

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from caraserve.core.request import GenerateRequest, TokenDelta, TokenLogprob
 from caraserve.errors import BackendFailed
+from caraserve.http.choices import OpenAiStream
 from caraserve.http.context import HttpTimings
 from caraserve.http.streaming import EventStream
 from caraserve.http.whole_answer import TURN_LOGPROBS, paced
@@ -323,7 +324,7 @@ class SlowResponse:
 @pytest.mark.parametrize(("one_write_s", "given_up"), [(0.06, False), (0.5, True)])
 async def test_overlapping_writes_are_cut_only_if_none_makes_progress(one_write_s: float, given_up: bool) -> None:
     response: Any = SlowResponse(one_write_s)
-    async with EventStream(response, HttpTimings(write_s=0.2)) as out:
+    async with EventStream(response, HttpTimings(write_s=0.2), OpenAiStream()) as out:
         out.response = response
 
         async def keep_writing(after_s: float) -> None:

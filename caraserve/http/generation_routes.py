@@ -1,0 +1,47 @@
+"""The routes that generate text. Each has a function that reads its body; the rest is the same for all."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from caraserve.http.adapter_choice import Find, adapter_finder
+from caraserve.http.api_request import ApiRequest
+from caraserve.http.chat import MAX_NUMBERS, parse_chat
+from caraserve.http.client import Client
+from caraserve.http.completions import parse_completion
+from caraserve.http.context import CLIENT, CONTEXT
+from caraserve.http.deadline import within_deadline
+from caraserve.http.json_reader import MOST_NUMBERS
+from caraserve.http.responses import note_parsed, receive_body
+from caraserve.http.validation import Fields
+from caraserve.loop import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRoute:
+    """A POST route. `parse`: makes the API request of a client's body. `most_numbers`: in lists of a body."""
+
+    path: str
+    parse: Callable[[Fields, Engine, Find, Client], Awaitable[ApiRequest]]
+    most_numbers: int
+
+    def for_clients(self) -> web.RouteDef:
+        """The route with the handler of clients' requests."""
+
+        @within_deadline
+        async def handle(request: web.Request) -> web.StreamResponse:
+            context = request.app[CONTEXT]
+            received = await receive_body(request, self.most_numbers)
+            fields, find = received.fields, adapter_finder(request)
+            api_request = await self.parse(fields, context.engine, find, request[CLIENT])
+            note_parsed(request, fields, api_request)
+            return await context.router.route(request, api_request, received)
+
+        return web.post(self.path, handle)
+
+
+GENERATION_ROUTES = (
+    GenerationRoute("/v1/completions", parse_completion, MOST_NUMBERS),
+    GenerationRoute("/v1/chat/completions", parse_chat, MAX_NUMBERS),
+)
