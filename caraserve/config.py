@@ -213,7 +213,7 @@ class LoraConfig(_FromArgs):
             "--allow-runtime-lora-updating",
             **_SWITCH,
             default=False,
-            help="serve POST /v1/load_lora_adapter and /v1/unload_lora_adapter",
+            help="let adapters be loaded, uploaded and unloaded over HTTP",
         )
         add(
             "--allow-adapter-path",

@@ -34,6 +34,7 @@ from caraserve.lora.manager import AdapterManager
 from caraserve.lora.peft import may_exist
 from caraserve.lora.peft_config import CONFIG_NAME
 from caraserve.lora.registry import Registry
+from caraserve.lora.uploads import AdapterUploads
 from caraserve.model.digest import model_digest
 from caraserve.model.spec import ModelSpec, load_spec
 from caraserve.profiling.apply import loading_rules, tuned
@@ -66,6 +67,7 @@ class Served:
     profile: Profile | None
     device: str
     reader: AdapterReader
+    uploads: AdapterUploads
 
 
 def with_demo(model: ModelConfig, lora: LoraConfig) -> tuple[ModelConfig, LoraConfig]:
@@ -150,6 +152,9 @@ async def build_engine(
         max_rank=lora_config.max_lora_rank,
     )
     catalog = Catalog(spec, registry, manager, reader, rules, observers.adapters)
+    most_bytes = min(rules.device_bytes, rules.host_bytes)
+    uploads = AdapterUploads(catalog, spec, next(iter(rules.roots), None), most_bytes)
+    stack.push_async_callback(uploads.close)
     complaints = _add_adapters(catalog, lora_config)
     metrics.show(manager.counters.families)
     engine = Engine(
@@ -168,7 +173,7 @@ async def build_engine(
     stack.push_async_callback(_end_task, task)
     if mode.preloads:
         await catalog.preloaded()
-    return Served(engine, metrics, spec, complaints, profile, backend.device_name, reader)
+    return Served(engine, metrics, spec, complaints, profile, backend.device_name, reader, uploads)
 
 
 def _worker_counts(backend: ServingBackend) -> WorkerCounts:
@@ -202,7 +207,7 @@ def _add_adapters(catalog: Catalog, lora: LoraConfig) -> list[str]:
 def _adapter_folders(adapters_dir: Path) -> list[Path]:
     """Returns the folders in --adapters-dir that have an adapter or cannot be read. Raises ConfigError."""
     try:
-        return sorted(path for path in adapters_dir.iterdir() if may_exist(path / CONFIG_NAME))
+        return sorted(path for path in adapters_dir.iterdir() if path.name[0] != "." and may_exist(path / CONFIG_NAME))
     except OSError as error:
         raise ConfigError(f"--adapters-dir {str(adapters_dir)!r} cannot be read: {error.strerror}") from None
 
@@ -271,6 +276,7 @@ async def serve(
             router=router,
             cluster=cluster.node if cluster else None,
             background=cluster.node.background if cluster else None,
+            uploads=served.uploads,
         )
         if cluster is not None:
             cluster.add_routes(app)

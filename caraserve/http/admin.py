@@ -104,7 +104,7 @@ def _card(context: Context, adapter: ListedAdapter) -> dict[str, Any]:
 
 
 async def load_lora_adapter(request: web.Request) -> web.Response:
-    context = _updatable(request)
+    context = updatable(request)
     fields = await read_object(request)
     check_fields(fields, LOAD_ADAPTER)
     name, path = _required(fields, body_fields.LORA_NAME), _required(fields, body_fields.LORA_FOLDER)
@@ -123,7 +123,7 @@ async def load_lora_adapter(request: web.Request) -> web.Response:
 
 async def unload_lora_adapter(request: web.Request) -> web.Response:
     """Responds when no running request uses the adapter any more."""
-    context = _updatable(request)
+    context = updatable(request)
     fields = await read_object(request)
     check_fields(fields, UNLOAD_ADAPTER)
     name = _required(fields, body_fields.LORA_NAME)
@@ -138,7 +138,8 @@ async def unload_lora_adapter(request: web.Request) -> web.Response:
     return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
 
-def _updatable(request: web.Request) -> Context:
+def updatable(request: web.Request) -> Context:
+    """The context, for a client that may change adapters. Raises Forbidden."""
     context = request.app[CONTEXT]
     if not context.allow_lora_updates:
         raise Forbidden("Adapters cannot be changed while this server runs; start with --allow-runtime-lora-updating.")

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.config import DIGEST, check_adapter_name
-from caraserve.core.lora_layout import MAX_RANK, HostAdapter
+from caraserve.core.lora_layout import MAX_RANK, AdapterSpec, HostAdapter
 from caraserve.errors import AdapterRejected, CaraServeError, ConfigError, Forbidden, NotFound
 from caraserve.lora.adapter import Adapter, RemoteSource, Source, too_large
 from caraserve.lora.host_loader import Came, Done
@@ -151,7 +151,7 @@ class Catalog:
         AdapterRejected, Forbidden or NotFound."""
         self._refuse_if_all_stay()
         self._check_name(name)
-        with self._exclusively(name):
+        with self.changing(name):
             info = await self._on_thread(self._inspect, name, path, self._rules.roots)
             old = self._infos.get(name)
             is_same = old is not None and old.digest == info.digest
@@ -190,15 +190,40 @@ class Catalog:
 
     async def unload(self, name: str) -> None:
         """Unregisters the name at once, and returns when the last request of its adapter has ended. Raises NotFound."""
+        with self.changing(name):
+            await self.unload_exclusively(name)
+
+    async def unload_exclusively(self, name: str) -> None:
+        """Unloads as `unload` does, for a caller that is `changing` the name."""
         if name not in self._infos:
             raise NotFound(f"The lora adapter {name!r} cannot be found.", param="lora_name")
         self._refuse_if_all_stay()
-        with self._exclusively(name):
-            await self._on_thread(self._registry.remove, name)
-            if self._infos.pop(name, None) is None:
-                return  # it was unregistered through the cluster meanwhile
-            self._notify(name, None)
-            await self.manager.forgotten(self.manager.unregister(name))
+        await self._on_thread(self._registry.remove, name)
+        if self._infos.pop(name, None) is None:
+            return  # it was unregistered through the cluster meanwhile
+        self._notify(name, None)
+        await self.manager.forgotten(self.manager.unregister(name))
+
+    # --- uploads ---
+
+    def refuse_unchangeable(self, name: str) -> None:
+        """Raises Forbidden or AdapterRejected if no adapter of that name can be loaded at run time."""
+        self._refuse_if_all_stay()
+        self._check_name(name)
+
+    def refuse_too_large(self, spec: AdapterSpec) -> None:
+        """Raises AdapterRejected for an adapter that can never be served."""
+        if (refusal := self._refusal(spec.rank, spec.num_bytes)) is not None:
+            raise refusal
+
+    async def add_stored(self, name: str, spec: AdapterSpec, folder: Path) -> AdapterInfo:
+        """Points a name at an adapter whose folder has just been stored and checked, for a caller that is `changing`
+        the name. Raises CaraServeError if the registry cannot be written."""
+        info = _info_of(name, spec, folder)
+        await self._on_thread(self._registry.put, info)
+        self._add(info)
+        self._notify(name, info)
+        return info
 
     def add_at_start(
         self, modules: Iterable[tuple[str, Path]], progress: Callable[[], None], *, found: Collection[str] = ()
@@ -306,18 +331,8 @@ class Catalog:
         """Reads and checks an adapter, and computes its digest. Raises CaraServeError."""
         folder = resolve_adapter_path(path, roots)
         spec = inspect_adapter(folder, self._spec)
-        if (refusal := self._refusal(spec.rank, spec.num_bytes)) is not None:
-            raise refusal
-        return AdapterInfo(
-            name=name,
-            digest=spec.digest,
-            path=str(folder),
-            rank=spec.rank,
-            targets=spec.targets,
-            num_bytes=spec.num_bytes,
-            created_s=time.time(),
-            stamp=stamp(folder),
-        )
+        self.refuse_too_large(spec)
+        return _info_of(name, spec, folder)
 
     def _refusal(self, rank: int, num_bytes: int) -> AdapterRejected | None:
         """Returns why an adapter of this rank and size can never be served, or None if it can."""
@@ -345,7 +360,8 @@ class Catalog:
         for observe in self._observers:
             observe(name, info)
 
-    def _exclusively(self, name: str) -> "_Exclusive":
+    def changing(self, name: str) -> "_Exclusive":
+        """Returns the context of one change of a name's adapter; raises AdapterRejected if another is under way."""
         return _Exclusive(self._changing, name)
 
     async def _on_thread(self, function: Callable[..., T], *arguments: object) -> T:
@@ -368,6 +384,19 @@ class _Exclusive:
 
     def __exit__(self, *_: object) -> None:
         self._names.discard(self._name)
+
+
+def _info_of(name: str, spec: AdapterSpec, folder: Path) -> AdapterInfo:
+    return AdapterInfo(
+        name=name,
+        digest=spec.digest,
+        path=str(folder),
+        rank=spec.rank,
+        targets=spec.targets,
+        num_bytes=spec.num_bytes,
+        created_s=time.time(),
+        stamp=stamp(folder),
+    )
 
 
 def _changed_s(folder: Path) -> float:

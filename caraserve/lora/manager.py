@@ -7,6 +7,7 @@ old one stays until its last request ends.
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
 from caraserve.core.backend import Backend
 from caraserve.core.lora_layout import HostAdapter
@@ -74,6 +75,13 @@ class AdapterManager:
         adapter = self._names.pop(name)
         adapter.names.discard(name)
         self._forget_if_unused(adapter)
+        return adapter
+
+    def moved(self, digest: str, folder: Path) -> Adapter | None:
+        """Records that an adapter's files are in another folder now. Returns the adapter, if there is one."""
+        adapter = self.find(digest)
+        if adapter is not None:
+            adapter.source = folder
         return adapter
 
     def pin(self, name: str) -> Adapter:

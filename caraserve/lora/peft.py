@@ -35,7 +35,7 @@ Site = tuple[int, str]  # layer, module
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
+class Pair:
     """The two tensors of one adapted module, with its rank and scale."""
 
     a: str
@@ -47,7 +47,7 @@ class _Pair:
 def inspect_adapter(folder: Path, model: ModelSpec) -> AdapterSpec:
     """Checks an adapter's configuration and tensors, and computes its digest. Raises AdapterRejected."""
     with _opened(folder) as file:
-        spec, pairs = _specify(folder, file, model)
+        spec, pairs = specify(folder, file, model)
         starts = (0, *spec.layer_ends)
         layer = aligned_bytes(max(end - start for start, end in pairwise(starts)))
         return _fill(file, spec, pairs, model, lambda start, end: layer[: end - start])
@@ -56,7 +56,7 @@ def inspect_adapter(folder: Path, model: ModelSpec) -> AdapterSpec:
 def read_adapter(folder: Path, model: ModelSpec, into: NDArray[np.uint8]) -> HostAdapter:
     """Reads and checks a whole adapter into `into`. Raises AdapterRejected naming the field or tensor."""
     with _opened(folder) as file:
-        spec, pairs = _specify(folder, file, model)
+        spec, pairs = specify(folder, file, model)
         if spec.num_bytes > into.nbytes:
             raise AdapterRejected(f"{folder.name}: the files have changed since the adapter was loaded")
         spec = _fill(file, spec, pairs, model, lambda start, end: into[start:end])
@@ -66,7 +66,7 @@ def read_adapter(folder: Path, model: ModelSpec, into: NDArray[np.uint8]) -> Hos
 def _fill(
     file: TensorFile,
     spec: AdapterSpec,
-    pairs: Mapping[Site, _Pair],
+    pairs: Mapping[Site, Pair],
     model: ModelSpec,
     room: Callable[[int, int], NDArray[np.uint8]],
 ) -> AdapterSpec:
@@ -79,19 +79,19 @@ def _fill(
         for span in (span for span in spec.spans if span.layer == layer):
             pair = pairs[layer, SITES[span.site]]
             inputs, outputs = model.site_shape(SITES[span.site])
-            _place_a(_values(file, pair.a, spec.dtype), data, span, span.a_offset - start, inputs)
-            _place_b(_values(file, pair.b, spec.dtype), data, span, span.b_offset - start, outputs)
+            place_a(tensor_values(file, pair.a, spec.dtype), data, span, span.a_offset - start, inputs)
+            place_b(tensor_values(file, pair.b, spec.dtype), data, span, span.b_offset - start, outputs)
         hasher.update(data.data)
     return identified(spec, hasher.hashes)
 
 
-def _place_a(values: NDArray[np.generic], data: NDArray[np.uint8], span: SiteSpan, offset: int, inputs: int) -> None:
+def place_a(values: NDArray[np.generic], data: NDArray[np.uint8], span: SiteSpan, offset: int, inputs: int) -> None:
     """Copies A, `values` [rank, in], into a layer's bytes at `offset`."""
     shape = span.padded_rank, align_up(inputs, A_COLUMNS)
     _view(data, offset, shape, values.dtype)[: span.rank, :inputs] = values
 
 
-def _place_b(values: NDArray[np.generic], data: NDArray[np.uint8], span: SiteSpan, offset: int, outputs: int) -> None:
+def place_b(values: NDArray[np.generic], data: NDArray[np.uint8], span: SiteSpan, offset: int, outputs: int) -> None:
     """Copies B, `values` [out, rank] as PEFT stores it, into panels in a layer's bytes at `offset`."""
     panels = _view(data, offset, (ceil_div(outputs, PANEL), span.padded_rank, PANEL), values.dtype)
     whole = outputs // PANEL
@@ -166,8 +166,8 @@ def _opened(folder: Path) -> Iterator[TensorFile]:
         raise AdapterRejected(str(error)) from None
 
 
-def _specify(folder: Path, file: TensorFile, model: ModelSpec) -> tuple[AdapterSpec, dict[Site, _Pair]]:
-    """Returns an adapter's layout, still without its digest, and its pairs of tensors."""
+def specify(folder: Path, file: TensorFile, model: ModelSpec) -> tuple[AdapterSpec, dict[Site, Pair]]:
+    """Returns an adapter's layout, still without its digest, and its pairs of tensors. Reads no tensor."""
     config = read_config(folder)
     pairs = _pairs(file, config, model)
     kinds = {file.dtype(name) for pair in pairs.values() for name in (pair.a, pair.b)}
@@ -185,14 +185,14 @@ def _specify(folder: Path, file: TensorFile, model: ModelSpec) -> tuple[AdapterS
     return spec, pairs
 
 
-def _pairs(file: TensorFile, config: PeftConfig, model: ModelSpec) -> dict[Site, _Pair]:
+def _pairs(file: TensorFile, config: PeftConfig, model: ModelSpec) -> dict[Site, Pair]:
     """Returns the tensors of all adapted modules. Raises AdapterRejected if a tensor belongs to none of them."""
     if config.layers is not None and max(config.layers) >= model.layers:
         raise refusal("layers_to_transform", f"names layers that a model with {model.layers} does not have")
     halves = _halves(file, model)
     if not halves:
         raise AdapterRejected(f"{TENSORS_NAME} has no LoRA tensors")
-    pairs: dict[Site, _Pair] = {}
+    pairs: dict[Site, Pair] = {}
     for (layer, site), found in halves.items():
         module = module_name(layer, site)
         missing = {"A", "B"} - found.keys()
@@ -202,7 +202,7 @@ def _pairs(file: TensorFile, config: PeftConfig, model: ModelSpec) -> dict[Site,
             raise AdapterRejected(f"tensor {found['A']}: adapter_config.json does not target this module")
         rank = config.ranks.of(module)
         _check_shapes(file, found["A"], found["B"], rank, model.site_shape(site))
-        pairs[layer, site] = _Pair(found["A"], found["B"], rank, config.scale_of(module, rank))
+        pairs[layer, site] = Pair(found["A"], found["B"], rank, config.scale_of(module, rank))
     _check_complete(config, pairs, model)
     return pairs
 
@@ -237,7 +237,7 @@ def _check_shapes(file: TensorFile, a: str, b: str, rank: int, features: tuple[i
             )
 
 
-def _check_complete(config: PeftConfig, pairs: dict[Site, _Pair], model: ModelSpec) -> None:
+def _check_complete(config: PeftConfig, pairs: dict[Site, Pair], model: ModelSpec) -> None:
     """Raises AdapterRejected if a module that the configuration names has no tensors."""
     for layer in range(model.layers):
         for site in SITES:
@@ -246,7 +246,7 @@ def _check_complete(config: PeftConfig, pairs: dict[Site, _Pair], model: ModelSp
                 raise refusal("target_modules", f"covers {module}, but {TENSORS_NAME} has no tensors for it")
 
 
-def _values(file: TensorFile, name: str, dtype: Dtype) -> NDArray[np.generic]:
+def tensor_values(file: TensorFile, name: str, dtype: Dtype) -> NDArray[np.generic]:
     """Returns a tensor in the adapter's dtype. Raises AdapterRejected if a value is not finite."""
     raw, source = file.raw(name), file.dtype(name)
     if not _all_finite(raw, source):

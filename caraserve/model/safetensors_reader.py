@@ -45,6 +45,7 @@ class TensorFile:
         self._closer = weakref.finalize(self, os.close, self._descriptor)  # also without a call of `close`
         self._status = os.fstat(self._descriptor)
         self._header, self._start = self._checked_header()
+        self._metadata: dict[str, Any] = self._header.pop("__metadata__", {})
 
     @property
     def names(self) -> list[str]:
@@ -71,6 +72,15 @@ class TensorFile:
         values = np.empty(self.shape(name), self.dtype(name).storage)
         self._read_into(values.reshape(-1).view(np.uint8).data, self._start + self._entry(name)["data_offsets"][0])
         return values
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The header's `__metadata__`; empty without it."""
+        return self._metadata
+
+    def end(self, name: str) -> int:
+        """Returns where a tensor ends in the file. Raises TensorFileError when there is no such tensor."""
+        return self._start + int(self._entry(name)["data_offsets"][1])
 
     def check_unchanged(self) -> None:
         """Raises TensorFileError when the file was written after it was opened: what was read may be a mixture."""
@@ -146,7 +156,8 @@ def _check(header: bytes, file_bytes: int) -> None:
 
 
 def _decoded(text: str) -> dict[str, Any]:
-    """Returns the header's tensors by name, with unchecked fields. Raises ValueError or RecursionError."""
+    """Returns the header's tensors, and `__metadata__`, by name, with unchecked fields. Raises ValueError or
+    RecursionError."""
     header: dict[str, Any] = {}
     for name, value in _members(text):
         if name in header:  # readers differ in which one they use
@@ -161,7 +172,6 @@ def _decoded(text: str) -> dict[str, Any]:
                 f"a tensor has {len(value['shape'])} dimensions and a name of {len(name)} characters; "
                 f"{_MAX_DIMENSIONS} and {_MAX_NAME_CHARS} at most are read"
             )
-    header.pop("__metadata__", None)
     return header
 
 

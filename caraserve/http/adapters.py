@@ -1,0 +1,156 @@
+"""Lists, uploads and deletes adapters under /v1/adapters."""
+
+import asyncio
+import base64
+import binascii
+import logging
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from caraserve.errors import Forbidden, InvalidRequest, NotFound
+from caraserve.http.adapter_choice import ListedAdapter, remote_adapter
+from caraserve.http.admin import updatable
+from caraserve.http.context import CLIENT, CONTEXT, Context
+from caraserve.http.responses import json_response
+from caraserve.http.status import sorted_by_name
+from caraserve.lora.adapter import AdapterTier, RemoteSource
+from caraserve.lora.uploads import AdapterUploads, UploadClaims
+from caraserve.util.tasks import in_turns
+
+log = logging.getLogger("caraserve.http")
+
+_SHA256_HEADER = "x-content-sha256"
+_DIGEST_HEADER = "Content-Digest"  # RFC 9530
+_HEX = re.compile(r"[0-9a-fA-F]{64}")
+_TIERS = {
+    AdapterTier.DEVICE: "device",
+    AdapterTier.HOST: "host",
+    AdapterTier.STREAMING: "host",
+    AdapterTier.COPYING: "host",
+}
+
+
+async def list_adapters(request: web.Request) -> web.Response:
+    """GET /v1/adapters: the adapters that the client may use, first this instance's, then those that only others have,
+    by name."""
+    context, client = request.app[CONTEXT], request[CLIENT]
+    cards, local_names = [], set()
+    async for adapter in in_turns(context.engine.adapters()):
+        local_names.add(adapter.name)
+        if client.may_use(adapter.name):
+            cards.append(orjson.dumps(_card(context, adapter)))
+    if context.cluster is not None:
+        async for some in sorted_by_name(context.cluster.adapters()):
+            names = {one.name for one in some if client.may_use(one.name)} - local_names
+            remote = [remote_adapter(context, one) for one in some if one.name in names]
+            cards += [orjson.dumps(_card(context, one)) for one in remote]
+    body = b'{"object":"list","data":[%b]}' % b",".join(cards)
+    return web.Response(body=body, content_type="application/json")
+
+
+async def show_adapter(request: web.Request) -> web.Response:
+    """GET /v1/adapters/NAME"""
+    return json_response(_card(request.app[CONTEXT], _named(request)))
+
+
+def _named(request: web.Request) -> ListedAdapter:
+    """The adapter that the URL names. Raises NotFound, also if the client may not use it."""
+    context, name = request.app[CONTEXT], request.match_info["name"]
+    if request[CLIENT].may_use(name):
+        if (info := context.engine.catalog.find(name)) is not None:
+            return info
+        if context.cluster is not None and (remote := context.cluster.adapter(name)) is not None:
+            return remote_adapter(context, remote)
+    raise NotFound(f"There is no adapter {name[:200]!r}; GET /v1/adapters lists them.", param="name")
+
+
+def _card(context: Context, info: ListedAdapter) -> dict[str, Any]:
+    adapter = context.engine.catalog.manager.find(info.digest)
+    tier = "peer" if adapter is None or isinstance(adapter.source, RemoteSource) else "disk"
+    return {
+        "name": info.name,
+        "object": "adapter",
+        "digest": info.digest,
+        "rank": info.rank,
+        "bytes": info.num_bytes,
+        "created": int(info.created_s),
+        "tier": tier if adapter is None else _TIERS.get(adapter.tier, tier),
+        "requests": 0 if adapter is None else adapter.pins,
+    }
+
+
+async def put_adapter(request: web.Request) -> web.Response:
+    """PUT /v1/adapters/NAME: stores the body and points NAME at it; 201 if the name is new."""
+    context, uploads = _updatable(request)
+    name = request.match_info["name"]
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise web.HTTPUnsupportedMediaType(text="Content-Encoding is not taken; send the body as it is.")
+    claims = UploadClaims(request.content_length, request.query.get("config"), tuple(_checksums(request)))
+    stored = await uploads.put(name, _pieces(request, context.timings.body_s), claims)
+    log.info("adapter %s uploaded: %s", name, stored.info.digest)
+    return json_response(_card(context, stored.info), status=201 if stored.is_new else 200)
+
+
+async def delete_adapter(request: web.Request) -> web.Response:
+    """DELETE /v1/adapters/NAME: responds when no running request uses the adapter any more."""
+    context, uploads = _updatable(request)
+    name = request.match_info["name"]
+    try:
+        await context.complete(uploads.delete(name))
+    except NotFound:
+        _named(request)
+        assert context.cluster is not None
+        context.cluster.remove(name)
+    log.info("adapter %r deleted", name)
+    return json_response({"name": name, "object": "adapter", "deleted": True})
+
+
+def _updatable(request: web.Request) -> tuple[Context, AdapterUploads]:
+    context = updatable(request)
+    if context.uploads is None:
+        raise Forbidden("This server takes no uploads.")
+    return context, context.uploads
+
+
+async def _pieces(request: web.Request, patience_s: float) -> AsyncIterator[bytes]:
+    """The body as it arrives. Raises HTTPRequestTimeout after `patience_s` without a byte, or InvalidRequest."""
+    try:
+        while True:
+            async with asyncio.timeout(patience_s):
+                piece = await request.content.readany()
+            if not piece:
+                return
+            yield piece
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(text=f"No byte of the body arrived for {patience_s:g} s.") from None
+    except web.RequestPayloadError as error:
+        raise InvalidRequest(f"The body could not be read: {error}.") from None
+
+
+def _checksums(request: web.Request) -> list[tuple[str, bytes]]:
+    """The SHA-256 of the body, by the headers that state it. Raises InvalidRequest naming a malformed one."""
+    found = []
+    if (text := request.headers.get(_SHA256_HEADER)) is not None:
+        if not _HEX.fullmatch(text.strip()):
+            raise InvalidRequest(f"{_SHA256_HEADER} must be 64 hexadecimal digits.", param=_SHA256_HEADER)
+        found.append((_SHA256_HEADER, bytes.fromhex(text.strip())))
+    if (text := request.headers.get(_DIGEST_HEADER)) is not None:
+        found.append((_DIGEST_HEADER, _sha256_in(text)))
+    return found
+
+
+def _sha256_in(header: str) -> bytes:
+    for item in header.split(","):
+        name, _, value = item.strip().partition("=")
+        if name == "sha-256" and value.startswith(":") and value.endswith(":"):
+            try:
+                digest = base64.b64decode(value[1:-1], validate=True)
+            except binascii.Error:
+                break
+            if len(digest) == 32:
+                return digest
+    raise InvalidRequest(f"{_DIGEST_HEADER} must have sha-256=:BASE64:.", param=_DIGEST_HEADER)

@@ -1,0 +1,292 @@
+"""Receives adapters from clients and stores them below the adapter root, each once it is complete and valid.
+
+    body ─► hidden folder in the root ─► checksum, then every tensor checked ─► renamed to the adapter's name ─► catalog
+
+Whatever fails or ends early, the hidden folder is removed; one that a crash leaves is removed at the next start.
+"""
+
+import asyncio
+import ctypes
+import errno
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from caraserve.core.lora_layout import AdapterSpec
+from caraserve.errors import AdapterRejected, CaraServeError, Forbidden, PayloadTooLarge, ServerBusy
+from caraserve.lora.adapter import Adapter
+from caraserve.lora.catalog import Catalog
+from caraserve.lora.peft import TENSORS_NAME, inspect_adapter
+from caraserve.lora.peft_config import CONFIG_NAME
+from caraserve.lora.registry import AdapterInfo
+from caraserve.lora.upload_body import MOST_CONFIG_BYTES, UploadBody, config_of
+from caraserve.model.safetensors_reader import TensorFile, TensorFileError
+from caraserve.model.spec import ModelSpec
+from caraserve.util.tasks import Tasks
+from caraserve.util.units import human_bytes
+
+log = logging.getLogger(__name__)
+
+_HIDDEN = ".caraserve-upload-"  # begins the names of folders of uploads that are not complete
+_MARK = ".caraserve-uploaded"  # file in the folders that DELETE may remove and PUT may replace
+_MOST_UPLOADS = 4
+_MOST_OVERHEAD_BYTES = 4 * MOST_CONFIG_BYTES  # of a body, beside its tensors
+_RETRY_S = 1.0
+_RENAME_EXCHANGE = 2  # of renameat2
+_AT_FDCWD = -100
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class UploadedAdapter:
+    """The result of an upload. `is_new`: whether the name stood for no adapter before."""
+
+    info: AdapterInfo
+    is_new: bool
+
+
+@dataclass(frozen=True, slots=True)
+class UploadClaims:
+    """What the client says of the body. `checksums`: SHA-256, by the header that states it."""
+
+    num_bytes: int | None = None
+    config: str | None = None
+    checksums: tuple[tuple[str, bytes], ...] = ()
+
+
+class AdapterUploads:
+    """The uploads of one instance. Runs on the event loop; files are written on threads of its own."""
+
+    def __init__(self, catalog: Catalog, model: ModelSpec, root: Path | None, most_image_bytes: int) -> None:
+        """`root`: the folder of adapters, None if the server was started without one. `most_image_bytes`: of the
+        largest adapter that can be served."""
+        self.catalog, self.model, self.most_bytes = catalog, model, most_image_bytes
+        self._root = root
+        self._executor = ThreadPoolExecutor(_MOST_UPLOADS, "caraserve-upload")
+        self._removals = Tasks()
+        self._under_way = 0
+        if root is not None:
+            _remove_abandoned(root)
+
+    async def close(self) -> None:
+        """Ends the threads."""
+        await self._removals.end()
+        self._executor.shutdown()
+
+    async def put(self, name: str, pieces: AsyncIterator[bytes], claims: UploadClaims) -> UploadedAdapter:
+        """Stores the adapter that `pieces` bring, and points `name` at it. Raises AdapterRejected, PayloadTooLarge,
+        Forbidden or ServerBusy; then nothing has changed."""
+        folder = self._check(name, claims)
+        self._under_way += 1
+        try:
+            with self.catalog.changing(name):
+                return await _Upload(self, name, folder, claims).run(pieces)
+        finally:
+            self._under_way -= 1
+
+    def _check(self, name: str, claims: UploadClaims) -> Path:
+        """Returns the folder that will have the adapter's files. Refuses what can be refused before a byte is read."""
+        self.catalog.refuse_unchangeable(name)
+        if self._root is None:
+            raise Forbidden("Uploaded adapters are stored in --adapters-dir; start the server with one.")
+        folder = self._root / name
+        if os.path.lexists(folder) and not is_uploaded(folder):
+            raise AdapterRejected(
+                f"{name!r} is a folder in --adapters-dir that was not uploaded, and is not replaced; use another name",
+                param="name",
+            )
+        most_bytes = self.most_bytes + _MOST_OVERHEAD_BYTES
+        if (claims.num_bytes or 0) > most_bytes:
+            raise PayloadTooLarge(f"The body is larger than {human_bytes(most_bytes)}, which can be served here.")
+        if self._under_way >= _MOST_UPLOADS:
+            raise ServerBusy(f"{_MOST_UPLOADS} adapters are being uploaded; try again.", retry_after_s=_RETRY_S)
+        return folder
+
+    async def delete(self, name: str) -> None:
+        """Unregisters a name at once, waits until the last request of its adapter has ended, and removes the files if
+        they were uploaded. Raises NotFound."""
+        with self.catalog.changing(name):
+            path = Path(self.catalog.get(name).path)
+            await self.catalog.unload_exclusively(name)
+            if self._root is not None and path == self._root / name and is_uploaded(path):
+                await self.on_thread(_remove, path, self._root)
+
+    async def on_thread(self, function: Callable[..., T], *arguments: object) -> T:
+        """Runs a function on one of the threads, to its end."""
+        return await to_its_end(asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments))
+
+    def remove_later(self, old: Adapter | None, folder: Path) -> None:
+        """Removes the files of an adapter that was replaced, when its last request has ended."""
+
+        async def remove() -> None:
+            if old is not None:
+                await self.catalog.manager.forgotten(old)
+            await self.on_thread(shutil.rmtree, folder, True)
+
+        self._removals.start(remove(), f"removal of {folder.name}")
+
+
+class _Upload:
+    """One upload, from its first byte to its name."""
+
+    def __init__(self, uploads: AdapterUploads, name: str, folder: Path, claims: UploadClaims) -> None:
+        """`folder`: the one that will have the adapter's files."""
+        self._uploads, self._catalog = uploads, uploads.catalog
+        self._name, self._folder, self._claims = name, folder, claims
+        self._sha256 = hashlib.sha256()
+        self._num_bytes = 0
+
+    async def run(self, pieces: AsyncIterator[bytes]) -> UploadedAdapter:
+        uploads, on_thread = self._uploads, self._uploads.on_thread
+        try:
+            hidden = await on_thread(_hidden_folder, self._folder.parent)
+        except OSError as error:
+            raise _not_written(error) from None
+        body = UploadBody(hidden, uploads.most_bytes, self._claims.num_bytes, self._claims.config)
+        try:
+            async for piece in pieces:
+                await on_thread(self._take, body, piece)
+            spec = await on_thread(self._checked, body, hidden)
+            return await to_its_end(asyncio.ensure_future(self._store(spec, hidden)))
+        except OSError as error:
+            raise _not_written(error) from None
+        finally:
+            await on_thread(self._end, body, hidden)
+
+    def _take(self, body: UploadBody, piece: bytes) -> None:
+        self._num_bytes += len(piece)
+        if self._num_bytes > self._uploads.most_bytes + _MOST_OVERHEAD_BYTES:
+            raise PayloadTooLarge(
+                f"The body is larger than {human_bytes(self._uploads.most_bytes)}, which can be served here."
+            )
+        self._sha256.update(piece)
+        body.write(piece)
+
+    def _checked(self, body: UploadBody, hidden: Path) -> AdapterSpec:
+        """Checks the checksum first, then what the body holds. Returns the adapter's description."""
+        for header, expected in self._claims.checksums:
+            if self._sha256.digest() != expected:
+                raise AdapterRejected(
+                    f"the body's SHA-256 is {self._sha256.hexdigest()}, not what {header} says", param=header
+                )
+        body.end()
+        self._add_config(body, hidden)
+        body.check_complete()
+        spec = inspect_adapter(hidden, self._uploads.model)
+        self._catalog.refuse_too_large(spec)
+        return spec
+
+    def _add_config(self, body: UploadBody, hidden: Path) -> None:
+        """Adds the configuration that a safetensors file has in its metadata, where there is no other."""
+        if body.has(TENSORS_NAME) and not body.has(CONFIG_NAME):
+            with suppress(TensorFileError), TensorFile(hidden / TENSORS_NAME) as file:
+                if (config := config_of(file.metadata)) is not None:
+                    body.add_config(config)
+
+    async def _store(self, spec: AdapterSpec, hidden: Path) -> UploadedAdapter:
+        old = self._catalog.find(self._name)
+        if old is not None and old.digest == spec.digest and old.targets:
+            return UploadedAdapter(old, is_new=False)
+        replaced = await self._uploads.on_thread(_give_name, hidden, self._folder)
+        adapter = None
+        if old is not None and replaced is not None and Path(old.path) == self._folder:
+            adapter = self._catalog.manager.moved(old.digest, replaced)
+        try:
+            info = await self._catalog.add_stored(self._name, spec, self._folder)
+        except CaraServeError:
+            await self._uploads.on_thread(_take_name, self._folder, replaced)
+            raise
+        if replaced is not None:
+            self._uploads.remove_later(adapter, replaced)
+        return UploadedAdapter(info, is_new=old is None)
+
+    def _end(self, body: UploadBody, hidden: Path) -> None:
+        body.close()
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+async def to_its_end(work: asyncio.Future[T]) -> T:
+    """Awaits work that is not cancelled half way: a caller that is cancelled waits for it first."""
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        raise
+
+
+def is_uploaded(folder: Path) -> bool:
+    """Returns whether a folder in the root was made by an upload."""
+    return not folder.is_symlink() and (folder / _MARK).is_file()
+
+
+def _hidden_folder(root: Path) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix=_HIDDEN, dir=root))
+    (folder / _MARK).touch()
+    return folder
+
+
+def _give_name(hidden: Path, folder: Path) -> Path | None:
+    """Gives a complete folder its name, once its files are on the disk. Returns where the folder is whose place it
+    took."""
+    hidden.chmod(0o755)  # it was made for its owner alone
+    for path in (*hidden.iterdir(), hidden):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    if not os.path.lexists(folder):
+        os.rename(hidden, folder)
+        return None
+    _exchange(hidden, folder)
+    replaced = Path(tempfile.mkdtemp(prefix=_HIDDEN, dir=folder.parent))
+    os.rename(hidden, replaced)
+    return replaced
+
+
+def _take_name(folder: Path, replaced: Path | None) -> None:
+    """Undoes `_give_name`."""
+    if replaced is not None:
+        _exchange(replaced, folder)
+    shutil.rmtree(replaced or folder, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Exchanges the names of two folders, in one step where the file system can."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    names = os.fsencode(one), os.fsencode(other)
+    if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+        return
+    if (number := ctypes.get_errno()) not in (errno.EINVAL, errno.ENOSYS):
+        raise OSError(number, os.strerror(number))
+    between = one.with_name(f"{one.name}-")
+    os.rename(other, between)
+    os.rename(one, other)
+    os.rename(between, one)
+
+
+def _remove(folder: Path, root: Path) -> None:
+    """Removes an adapter's folder; a crash leaves it whole or with a hidden name."""
+    hidden = Path(tempfile.mkdtemp(prefix=_HIDDEN, dir=root))
+    os.rename(folder, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _remove_abandoned(root: Path) -> None:
+    """Removes what uploads of an earlier run have left."""
+    for folder in root.glob(f"{_HIDDEN}*"):
+        log.warning("removing %r, which an upload has left", str(folder))
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _not_written(error: OSError) -> CaraServeError:
+    return CaraServeError(f"the adapter cannot be stored: {error.strerror}")

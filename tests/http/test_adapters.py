@@ -1,0 +1,153 @@
+"""/v1/adapters: cards, uploads and their headers, and who may change adapters."""
+
+import base64
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from caraserve.http.app import make_app, start_http
+from caraserve.http.context import HttpTimings
+from caraserve.lora.catalog import Catalog
+from caraserve.lora.registry import AdapterInfo
+from tests.http.fake_engine import FakeEngine
+from tests.http.serving import Client, exchange, http_config, new_metrics
+from tests.lora.folders import write_adapter
+from tests.lora.uploads import Receiver, receiving, tar_of
+
+
+class CatalogEngine(FakeEngine):
+    """A fake engine with the adapters of a real catalog."""
+
+    catalog: Catalog
+
+    def adapters(self) -> list[AdapterInfo]:  # type: ignore[override]
+        return self.catalog.all()
+
+    def adapter(self, name: str) -> AdapterInfo:  # type: ignore[override]
+        return self.catalog.get(name)
+
+
+@asynccontextmanager
+async def serving(root: Path, **settings: Any) -> AsyncIterator[tuple[Client, Receiver]]:
+    timings = settings.pop("timings", None)
+    allow = settings.pop("allow_lora_updates", True)
+    async with receiving(root) as receiver, aiohttp.ClientSession() as session:
+        engine, config = CatalogEngine(), http_config(**settings)
+        engine.catalog = receiver.catalog
+        app = make_app(
+            engine,  # type: ignore[arg-type]
+            config,
+            new_metrics(),
+            allow_lora_updates=allow,
+            timings=timings,
+            uploads=receiver.uploads,
+        )
+        runner, port = await start_http(app, config)
+        try:
+            yield Client(session, port), receiver
+        finally:
+            await runner.cleanup()
+
+
+@pytest.fixture
+def body(tmp_path: Path) -> bytes:
+    return tar_of(write_adapter(tmp_path / "made"))
+
+
+def sha256(body: bytes) -> dict[str, str]:
+    digest = base64.b64encode(hashlib.sha256(body).digest()).decode()
+    return {"Content-Digest": f"sha-512=:AA==:, sha-256=:{digest}:"}
+
+
+async def test_an_uploaded_adapter_is_shown_listed_and_deleted(tmp_path: Path, body: bytes) -> None:
+    async with serving(tmp_path / "root") as (client, receiver):
+        made = await client.request("PUT", "/v1/adapters/sql-v7", data=body, headers=sha256(body))
+        assert made.status == 201
+        assert made.json == {
+            "name": "sql-v7",
+            "object": "adapter",
+            "digest": receiver.catalog.get("sql-v7").digest,
+            "rank": 4,
+            "bytes": receiver.catalog.get("sql-v7").num_bytes,
+            "created": int(receiver.catalog.get("sql-v7").created_s),
+            "tier": "disk",
+            "requests": 0,
+        }
+        assert (await client.get("/v1/adapters/sql-v7")).json == made.json
+        assert (await client.get("/v1/adapters")).json == {"object": "list", "data": [made.json]}
+        assert (await client.request("PUT", "/v1/adapters/sql-v7", data=body)).status == 200
+        assert (await client.request("DELETE", "/v1/adapters/sql-v7")).json["deleted"] is True
+        assert receiver.left() == []
+        gone = await client.get("/v1/adapters/sql-v7")
+        assert (gone.status, gone.error["param"]) == (404, "name")
+        assert (await client.request("DELETE", "/v1/adapters/sql-v7")).status == 404
+
+
+@pytest.mark.parametrize(
+    ("header", "value"),
+    [
+        ("x-content-sha256", "0" * 64),
+        ("x-content-sha256", "0" * 63),
+        ("Content-Digest", f"sha-256=:{base64.b64encode(bytes(32)).decode()}:"),
+        ("Content-Digest", "sha-512=:AA==:"),
+        ("Content-Digest", "sha-256=:A:"),
+    ],
+    ids=["wrong hex", "short hex", "wrong", "other", "malformed"],
+)
+async def test_a_wrong_or_malformed_checksum_is_refused_by_its_header(
+    tmp_path: Path, body: bytes, header: str, value: str
+) -> None:
+    async with serving(tmp_path / "root") as (client, receiver):
+        answer = await client.request("PUT", "/v1/adapters/new", data=body, headers={header: value})
+        assert (answer.status, answer.error["param"]) == (400, header)
+        assert receiver.left() == []
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "status"),
+    [
+        ("/v1/adapters/base", {}, 400),
+        ("/v1/adapters/.hidden", {}, 400),
+        ("/v1/adapters/..%2Fx", {}, 400),
+        ("/v1/adapters/new?config=1", {}, 400),
+        ("/v1/adapters/new", {"headers": {"Content-Encoding": "gzip"}}, 415),
+    ],
+)
+async def test_refused_uploads(tmp_path: Path, body: bytes, path: str, options: dict[str, Any], status: int) -> None:
+    async with serving(tmp_path / "root") as (client, receiver):
+        async with client.session.put(
+            aiohttp.client.URL(client.url + path, encoded=True), data=body, **options
+        ) as answer:
+            assert answer.status == status
+            assert set((await answer.json())["error"]) == {"message", "type", "param", "code"}
+        assert receiver.left() == []
+
+
+async def test_a_body_that_stops_arriving_is_given_up(tmp_path: Path, body: bytes) -> None:
+    async with serving(tmp_path / "root", timings=HttpTimings(body_s=0.1, linger_s=0.1)) as (client, receiver):
+        head = f"PUT /v1/adapters/new HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        answer = await exchange(client.port, head.encode() + body[:2000])
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert receiver.left() == []
+
+
+async def test_only_an_admin_key_changes_adapters_and_any_key_reads_them(tmp_path: Path, body: bytes) -> None:
+    async with serving(tmp_path / "root", api_key=("user",), admin_key=("admin",)) as (client, _):
+        user, admin = ({"Authorization": f"Bearer {key}"} for key in ("user", "admin"))
+        for method in ("PUT", "DELETE"):
+            refused = await client.request(method, "/v1/adapters/new", data=body, headers=user)
+            assert (refused.status, refused.error["type"]) == (403, "permission_error")
+        assert (await client.request("PUT", "/v1/adapters/new", data=body, headers=admin)).status == 201
+        assert (await client.get("/v1/adapters/new", headers=user)).status == 200
+        assert (await client.get("/v1/adapters/new")).status == 401
+
+
+async def test_changing_adapters_can_be_switched_off(tmp_path: Path, body: bytes) -> None:
+    async with serving(tmp_path / "root", allow_lora_updates=False) as (client, receiver):
+        assert (await client.request("PUT", "/v1/adapters/new", data=body)).status == 403
+        assert receiver.left() == []

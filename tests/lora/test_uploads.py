@@ -1,0 +1,243 @@
+"""Uploads: what is taken, what is refused and why, and that a refused one leaves nothing behind."""
+
+import asyncio
+import hashlib
+import json
+import tarfile
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from caraserve.errors import AdapterRejected, CaraServeError, Forbidden, NotFound, PayloadTooLarge
+from caraserve.lora.peft import TENSORS_NAME, inspect_adapter
+from caraserve.lora.peft_config import CONFIG_NAME
+from caraserve.lora.uploads import UploadClaims
+from tests.cluster.nodes import until
+from tests.lora.folders import SPEC, tensor_name, tensors_for, write_adapter
+from tests.lora.uploads import LIMIT, entry, in_pieces, receiving, tar_of
+
+CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+END = bytes(1024)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_adapter(tmp_path / "made")
+
+
+@pytest.mark.parametrize("step", [7, 1000, 1 << 20])
+@pytest.mark.parametrize("inside", ["", "./", "checkpoint-1/"])
+async def test_a_tar_becomes_the_adapter_of_its_files(tmp_path: Path, folder: Path, inside: str, step: int) -> None:
+    async with receiving(tmp_path / "root") as receiver:
+        stored = await receiver.put("new", tar_of(folder, inside), step=step)
+        assert stored.is_new
+        assert stored.info.digest == inspect_adapter(folder, SPEC).digest
+        assert receiver.catalog.get("new") is stored.info
+        assert receiver.left() == ["new"]
+        assert (receiver.root / "new" / TENSORS_NAME).read_bytes() == (folder / TENSORS_NAME).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT], ids=["pax", "gnu", "ustar"]
+)
+async def test_every_format_of_tar_is_read(tmp_path: Path, folder: Path, form: int) -> None:
+    async with receiving(tmp_path / "root") as receiver:
+        assert (await receiver.put("new", tar_of(folder, form=form))).is_new
+
+
+@pytest.mark.parametrize("place", ["query", "metadata"])
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "chunked"])
+async def test_a_safetensors_body_has_its_configuration_beside_or_inside(
+    tmp_path: Path, place: str, sized: bool
+) -> None:
+    config = json.dumps(CONFIG)
+    body = save(tensors_for(), {"adapter_config": config} if place == "metadata" else None)
+    claims = UploadClaims(len(body) if sized else None, config if place == "query" else None)
+    async with receiving(tmp_path / "root") as receiver:
+        stored = await receiver.put("new", body, claims)
+        assert json.loads((receiver.root / "new" / CONFIG_NAME).read_text()) == CONFIG
+        assert stored.info.rank == 4
+
+
+def member(name: str) -> Callable[[Path], bytes]:
+    return lambda folder: entry(name, b"x") + tar_of(folder)
+
+
+def changed(changes: dict[str, object]) -> Callable[[Path], bytes]:
+    return lambda folder: tar_of(write_adapter(folder, changes))
+
+
+def not_finite(folder: Path) -> bytes:
+    tensors = tensors_for()
+    tensors[tensor_name(1, "q_proj", "B")][3, 1] = np.nan
+    return tar_of(write_adapter(folder, None, tensors))
+
+
+BAD: dict[str, tuple[Callable[[Path], bytes], str]] = {
+    "other file": (member("README.md"), "README.md"),
+    "pickle": (member("adapter_model.bin"), "adapter_model.bin"),
+    "above": (member("../adapter_config.json"), "../adapter_config.json"),
+    "deep": (member("a/b/adapter_config.json"), "a/b/adapter_config.json"),
+    "two folders": (lambda folder: entry("a/adapter_config.json", b"{}") + tar_of(folder, "b/"), "two folders"),
+    "twice": (lambda folder: entry("adapter_config.json", b"{}") + tar_of(folder), "adapter_config.json twice"),
+    "symlink": (lambda folder: entry(CONFIG_NAME, type=tarfile.SYMTYPE, linkname="/etc/passwd"), "a link"),
+    "hard link": (lambda folder: entry(CONFIG_NAME, type=tarfile.LNKTYPE, linkname="x"), "a link"),
+    "device": (lambda folder: entry(CONFIG_NAME, type=tarfile.CHRTYPE), "plain files"),
+    "sparse": (lambda folder: entry(CONFIG_NAME, type=tarfile.GNUTYPE_SPARSE), "plain files"),
+    "renamed": (lambda folder: entry("p", b"21 path=../etc/passwd", type=tarfile.XHDTYPE) + tar_of(folder), "path"),
+    "bad pax": (lambda folder: entry("p", b"99 x", type=tarfile.XHDTYPE) + tar_of(folder), "not valid"),
+    "many folders": (lambda folder: entry("a/", type=tarfile.DIRTYPE) * 9, "type"),
+    "after its end": (lambda folder: tar_of(folder) + b"x", "after its end"),
+    "compressed": (lambda folder: b"\x1f\x8b" + bytes(100), "compressed"),
+    "text": (lambda folder: b"{}" * 600, "neither a tar nor a safetensors"),
+    "empty": (lambda folder: b"", "has no adapter_model.safetensors"),
+    "cut": (lambda folder: tar_of(folder)[:4000], "ends in the middle of adapter_model.safetensors"),
+    "cut early": (lambda folder: tar_of(folder)[:300], "ends too early"),
+    "no tensors": (lambda folder: entry(CONFIG_NAME, b"{}") + END, "has no adapter_model.safetensors"),
+    "no config": (lambda folder: save(tensors_for()), "?config=JSON"),
+    "bad metadata": (lambda folder: save(tensors_for(), {"adapter_config": "["}), "not a JSON object"),
+    "field": (changed({"use_dora": True}), "use_dora"),
+    "tensor": (not_finite, "layers.1.self_attn.q_proj.lora_B.weight has values that are not finite"),
+    "rank": (changed({"r": 5}), "layers.0.self_attn.q_proj.lora_A.weight has shape [4, 64]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD)
+async def test_a_body_that_cannot_be_served_is_refused_with_the_reason_and_leaves_nothing(
+    tmp_path: Path, kind: str
+) -> None:
+    make, reason = BAD[kind]
+    body = make(write_adapter(tmp_path / "made"))
+    async with receiving(tmp_path / "root") as receiver:
+        with pytest.raises(AdapterRejected) as refusal:
+            await receiver.put("new", body)
+        assert reason in refusal.value.message
+        assert receiver.left() == []
+        assert receiver.catalog.all() == []
+        await receiver.put("new", tar_of(write_adapter(tmp_path / "good")))
+
+
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "chunked"])
+@pytest.mark.parametrize("kind", ["tar", "safetensors", "zeros"])
+async def test_a_body_larger_than_can_be_served_is_refused_early(tmp_path: Path, kind: str, sized: bool) -> None:
+    large = {"x": np.zeros(LIMIT, np.float32)}
+    tar = entry(CONFIG_NAME, b"{}") + entry(TENSORS_NAME, save(large))
+    body = {"tar": tar, "safetensors": save(large), "zeros": bytes(6 * LIMIT)}[kind]
+    taken = 0
+
+    async def pieces() -> AsyncIterator[bytes]:
+        nonlocal taken
+        async for piece in in_pieces(body, 1 << 18):
+            taken += len(piece)
+            yield piece
+
+    async with receiving(tmp_path / "root") as receiver:
+        with pytest.raises(PayloadTooLarge):
+            await receiver.uploads.put("new", pieces(), UploadClaims(len(body) if sized else None))
+        assert taken < len(body)
+        assert receiver.left() == []
+
+
+@pytest.mark.parametrize("right", [True, False])
+async def test_a_checksum_decides(tmp_path: Path, folder: Path, right: bool) -> None:
+    body = tar_of(folder)
+    digest = hashlib.sha256(body if right else body[:-1]).digest()
+    claims = UploadClaims(len(body), checksums=(("Content-Digest", digest),))
+    async with receiving(tmp_path / "root") as receiver:
+        if right:
+            assert (await receiver.put("new", body, claims)).is_new
+            return
+        with pytest.raises(AdapterRejected) as refusal:
+            await receiver.put("new", body, claims)
+        assert refusal.value.param == "Content-Digest"
+        assert receiver.left() == []
+
+
+async def test_an_upload_whose_client_leaves_leaves_nothing(tmp_path: Path, folder: Path) -> None:
+    waiting = asyncio.Event()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield tar_of(folder)[:5000]
+        waiting.set()
+        await asyncio.Event().wait()
+
+    async with receiving(tmp_path / "root") as receiver:
+        upload = asyncio.create_task(receiver.uploads.put("new", pieces(), UploadClaims()))
+        await waiting.wait()
+        assert len(receiver.left()) == 1
+        with pytest.raises(CaraServeError, match="is being loaded"):
+            await receiver.put("new", tar_of(folder))
+        upload.cancel()
+        await asyncio.wait([upload])
+        assert receiver.left() == []
+        assert (await receiver.put("new", tar_of(folder))).is_new
+
+
+async def test_a_name_is_replaced_and_its_requests_keep_the_old_files_until_they_end(
+    tmp_path: Path, folder: Path
+) -> None:
+    other = write_adapter(tmp_path / "other", {"lora_alpha": 9})
+    async with receiving(tmp_path / "root") as receiver:
+        first = await receiver.put("new", tar_of(folder))
+        pinned = receiver.catalog.pin("new")
+        second = await receiver.put("new", tar_of(other))
+        assert not second.is_new
+        assert receiver.catalog.get("new").digest == second.info.digest != first.info.digest
+        assert inspect_adapter(receiver.root / "new", SPEC).digest == second.info.digest
+        assert isinstance(pinned.source, Path)
+        assert inspect_adapter(pinned.source, SPEC).digest == first.info.digest
+        receiver.catalog.manager.unpin(pinned)
+        await until(lambda: receiver.left() == ["new"])
+
+
+async def test_the_same_bytes_again_change_nothing(tmp_path: Path, folder: Path) -> None:
+    async with receiving(tmp_path / "root") as receiver:
+        first = await receiver.put("new", tar_of(folder))
+        again = await receiver.put("new", tar_of(folder))
+        assert (again.is_new, again.info) == (False, first.info)
+        assert receiver.left() == ["new"]
+
+
+async def test_a_folder_that_was_not_uploaded_is_never_replaced_nor_removed(tmp_path: Path, folder: Path) -> None:
+    async with receiving(tmp_path / "root") as receiver:
+        write_adapter(receiver.root / "own")
+        await receiver.catalog.load("own", "own", inplace=False)
+        with pytest.raises(AdapterRejected, match="was not uploaded"):
+            await receiver.put("own", tar_of(folder))
+        await receiver.uploads.delete("own")
+        assert receiver.left() == ["own"]
+        assert receiver.catalog.find("own") is None
+
+
+async def test_deleting_an_uploaded_adapter_waits_for_its_requests_and_removes_its_files(
+    tmp_path: Path, folder: Path
+) -> None:
+    async with receiving(tmp_path / "root") as receiver:
+        await receiver.put("new", tar_of(folder))
+        pinned = receiver.catalog.pin("new")
+        deletion = asyncio.create_task(receiver.uploads.delete("new"))
+        await until(lambda: receiver.catalog.find("new") is None)
+        assert receiver.left() == ["new"]
+        receiver.catalog.manager.unpin(pinned)
+        await deletion
+        assert receiver.left() == []
+        with pytest.raises(NotFound):
+            await receiver.uploads.delete("new")
+
+
+async def test_what_a_crash_left_is_removed_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / ".caraserve-upload-x").mkdir()
+    (tmp_path / ".caraserve-upload-x" / TENSORS_NAME).touch()
+    write_adapter(tmp_path / "own")
+    async with receiving(tmp_path) as receiver:
+        assert receiver.left() == ["own"]
+
+
+async def test_without_a_root_uploads_are_refused_with_advice(tmp_path: Path, folder: Path) -> None:
+    async with receiving(tmp_path / "root") as receiver:
+        receiver.uploads._root = None
+        with pytest.raises(Forbidden, match="--adapters-dir"):
+            await receiver.put("new", tar_of(folder))

@@ -1,0 +1,71 @@
+"""Bodies of uploads, and what receives them, over a backend that is never used."""
+
+import io
+import os
+import tarfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from caraserve.lora.catalog import AdapterReader, Catalog
+from caraserve.lora.registry import Registry
+from caraserve.lora.uploads import AdapterUploads, UploadClaims, UploadedAdapter
+from tests.lora.folders import SPEC
+from tests.lora.test_catalog import catalog
+
+LIMIT = 1 << 20
+
+
+def entry(name: str, data: bytes = b"", **changes: object) -> bytes:
+    """Returns one member of a tar, with `changes` to its header."""
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    for field, value in changes.items():
+        setattr(info, field, value)
+    return info.tobuf(tarfile.GNU_FORMAT) + data + bytes(-len(data) % 512)
+
+
+def tar_of(folder: Path, inside: str = "", form: int = tarfile.PAX_FORMAT) -> bytes:
+    """Returns a tar of an adapter's folder, as Python's library writes it."""
+    target = io.BytesIO()
+    with tarfile.open(fileobj=target, mode="w", format=form) as archive:
+        for path in sorted(folder.iterdir()):
+            archive.add(path, f"{inside}{path.name}")
+    return target.getvalue()
+
+
+@dataclass
+class Receiver:
+    """A catalog with uploads below `root`."""
+
+    root: Path
+    catalog: Catalog
+    uploads: AdapterUploads
+
+    async def put(
+        self, name: str, body: bytes, claims: UploadClaims | None = None, step: int = 1000
+    ) -> UploadedAdapter:
+        return await self.uploads.put(name, in_pieces(body, step), claims or UploadClaims(len(body)))
+
+    def left(self) -> list[str]:
+        """Returns the names of everything in the root."""
+        return sorted(path.name for path in self.root.iterdir())
+
+
+async def in_pieces(body: bytes, step: int) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), step):
+        yield body[start : start + step]
+
+
+@asynccontextmanager
+async def receiving(root: Path, registry: Registry | None = None) -> AsyncIterator[Receiver]:
+    os.makedirs(root, exist_ok=True)
+    reader = AdapterReader(SPEC, lambda call: call())
+    made = catalog(registry or Registry(None), reader, root)
+    uploads = AdapterUploads(made, SPEC, root, LIMIT)
+    try:
+        yield Receiver(root, made, uploads)
+    finally:
+        await uploads.close()
+        reader.close()
