@@ -39,7 +39,7 @@ HOMES = {
     "triton": {"gpu"},
     "numba": {"cpu"},
     "llvmlite": {"cpu"},
-    "aiohttp": {"http", "cluster", "bench", "serve_cluster"},
+    "aiohttp": {"http", "cluster", "bench", "serve_cluster", "cli"},
     "orjson": {"http", "cluster", "bench"},
     "msgspec": {"cluster", "bench"},
     "safetensors": {"model", "lora"},

@@ -5,6 +5,7 @@ Exit codes: 0 success, 1 the work failed, 2 the command line is wrong, 130 inter
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == ["bench"]:
             return _bench(words[1:])
+        if words[:1] == ["chat"]:
+            return _chat(words[1:])
         parser = _parser()
         if not words:
             parser.print_help()
@@ -46,7 +49,7 @@ class _CommandParser(argparse.ArgumentParser):
     """The parser of the subcommand's name. Raises ConfigError with one line for a mistake."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message.removeprefix('argument COMMAND: ')}; see caraserve --help")
+        raise ConfigError(f"{message.removeprefix('argument COMMAND: ')}; see {self.prog} --help")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,7 +86,25 @@ def _parser() -> argparse.ArgumentParser:
     for config in _SERVE_CONFIGS:
         config.add_arguments(doctor)
     doctor.set_defaults(run=_doctor)
-    commands.add_parser("bench", help="measure a server or this machine")  # for --help only: `main` runs it
+    # For --help only: `main` runs these two, which take none of serve's options.
+    commands.add_parser("bench", help="measure a server or this machine")
+    commands.add_parser("chat", help="converse with an adapter of a running server, in the terminal")
+    return parser
+
+
+def _chat_parser() -> argparse.ArgumentParser:
+    parser = _CommandParser(
+        prog="caraserve chat",
+        description="Converses with a model or an adapter of a running server. /help lists the commands inside.",
+    )
+    parser.add_argument("adapter", nargs="?", metavar="ADAPTER", help="who answers (default: the base model)")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="address of the server (default: %(default)s)")
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("CARASERVE_API_KEY"),
+        metavar="KEY",
+        help="the server's API key (default: CARASERVE_API_KEY of the environment)",
+    )
     return parser
 
 
@@ -143,6 +164,14 @@ def _doctor(args: argparse.Namespace) -> int:
             ClusterConfig.from_args(args),
         )
     )
+
+
+def _chat(words: Sequence[str]) -> int:
+    args = _chat_parser().parse_args(words)
+    from caraserve.cli.chat import chat
+
+    chat(args.url, args.api_key, args.adapter)
+    return 0
 
 
 def _bench(words: Sequence[str]) -> int:
