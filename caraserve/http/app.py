@@ -20,7 +20,7 @@ from caraserve.cluster.membership.websocket import WEBSOCKET_PATH
 from caraserve.cluster.routing.forward_auth import INSTANCE_HEADER, PREFIX
 from caraserve.config import HttpConfig
 from caraserve.errors import CaraServeError, ServerBusy, Unauthorized
-from caraserve.http import adapters, admin, status, tokenize
+from caraserve.http import adapters, admin, openapi, status, tokenize
 from caraserve.http.api_request import RequestRouter
 from caraserve.http.auth import add_cors_headers, answer_preflight, authenticate, challenge
 from caraserve.http.context import ANSWERED_BY, CLIENT, CONTEXT, REQUEST_ID, BodyBudget, Context, HttpTimings
@@ -75,6 +75,7 @@ def make_app(
     )
     app = bare_app(context)
     app[admin.MODELS] = admin.ModelList()
+    app[openapi.API_DOCUMENT] = openapi.ApiDocument()
     app.on_cleanup.append(_close)
     app.add_routes(
         [
@@ -98,6 +99,8 @@ def make_app(
             web.get("/metrics", status.metrics),
             web.get("/stats", status.stats),
             web.get("/", status.dashboard),
+            web.get("/openapi.json", openapi.openapi),
+            web.get("/docs", openapi.docs),
         ]
     )
     for prefix in ("/v1", ""):  # vLLM's routes, and SGLang's of the same meaning

@@ -23,7 +23,7 @@ from caraserve.http.client import Client
 PROBES = frozenset({"/health", "/ready", "/ping"})  # never need a key
 # A browser cannot send a bearer token for an address that is typed in, but can ask for a password. It then sends that
 # with requests of all sites, so no route that changes anything accepts a password.
-_PAGE_PATHS = frozenset({"/", "/stats"})
+_PAGE_PATHS = frozenset({"/", "/stats", "/docs", "/openapi.json"})
 _MAX_AGE_S = 600  # for which a browser may keep the response to a preflight
 _EXPOSED = "x-request-id, x-caraserve-phases, x-caraserve-ignored, x-caraserve-instance, retry-after, retry-after-ms"
 

@@ -14,6 +14,8 @@ from caraserve.http.field_types import (
     Schema,
     TextField,
     any_of,
+    object_of,
+    one_of,
 )
 
 MAX_N = 128
@@ -32,14 +34,6 @@ _LABEL_CHARACTERS = 256
 _PATH_CHARACTERS = 4096
 
 
-def _one_of(*values: str) -> Schema:
-    return {"enum": list(values)}
-
-
-def _object(required: tuple[str, ...] = (), **properties: Schema) -> Schema:
-    return _OBJECT | {"properties": properties} | ({"required": list(required)} if required else {})
-
-
 # --- which model answers, for whom, and how the answer is delivered ---
 
 MODEL = TextField("model", _ADAPTER_NAME_CHARACTERS)
@@ -50,7 +44,7 @@ LORA = OtherField(
     {
         "type": "array",
         "maxItems": 1,
-        "items": _object(
+        "items": object_of(
             ("id",),
             id={"type": "string", "minLength": 1, "maxLength": _ADAPTER_NAME_CHARACTERS},
             scale={"const": 1},
@@ -67,7 +61,7 @@ INCLUDE_USAGE = BooleanField("include_usage", False)
 CONTINUOUS_USAGE_STATS = BooleanField("continuous_usage_stats", False)
 STREAM_OPTIONS = OtherField(
     "stream_options",
-    _object(include_usage=INCLUDE_USAGE.schema(), continuous_usage_stats=CONTINUOUS_USAGE_STATS.schema()),
+    object_of(include_usage=INCLUDE_USAGE.schema(), continuous_usage_stats=CONTINUOUS_USAGE_STATS.schema()),
 )
 
 # --- sampling ---
@@ -111,10 +105,10 @@ LOGIT_BIAS = OtherField(
 
 RESPONSE_FORMAT = OtherField(
     "response_format",
-    _object(
+    object_of(
         ("type",),
-        type=_one_of("text", "json_object", "json_schema", "structural_tag"),
-        json_schema=_object(("schema",), schema=_OBJECT),
+        type=one_of("text", "json_object", "json_schema", "structural_tag"),
+        json_schema=object_of(("schema",), schema=_OBJECT),
         schema=_OBJECT,
         structures={"type": "array", "items": _OBJECT},
         triggers={"type": "array", "items": _TEXT},
@@ -122,7 +116,7 @@ RESPONSE_FORMAT = OtherField(
 )
 STRUCTURED_OUTPUTS = OtherField(
     "structured_outputs",
-    _object(
+    object_of(
         json=_JSON_SCHEMA,
         regex=_TEXT,
         choice={"type": "array", "items": _TEXT},
@@ -158,15 +152,15 @@ MESSAGES = OtherField(
     {
         "type": "array",
         "minItems": 1,
-        "items": _object(
+        "items": object_of(
             ("role",),
-            role=_one_of("system", "developer", "user", "assistant", "tool"),
+            role=one_of("system", "developer", "user", "assistant", "tool"),
             content=any_of(
                 _TEXT,
-                {"type": "array", "items": _object(("type", "text"), type={"const": "text"}, text=_TEXT)},
+                {"type": "array", "items": object_of(("type", "text"), type={"const": "text"}, text=_TEXT)},
                 {"type": "null"},
             ),
-            tool_calls={"type": "array", "items": _object(("function",), function=_object(("name",), name=_TEXT))},
+            tool_calls={"type": "array", "items": object_of(("function",), function=object_of(("name",), name=_TEXT))},
         ),
     },
 )
@@ -180,10 +174,10 @@ CHAT_MAX_COMPLETION_TOKENS = IntegerField("max_completion_tokens", 1, LARGEST, N
 TOOLS = ArrayField(
     "tools",
     128,
-    _object(
+    object_of(
         ("type", "function"),
         type={"const": "function"},
-        function=_object(
+        function=object_of(
             ("name",),
             name={"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
             description=_TEXT,
@@ -195,13 +189,13 @@ TOOLS = ArrayField(
 TOOL_CHOICE = OtherField(
     "tool_choice",
     any_of(
-        _one_of("none", "auto", "required"),
-        _object(("type", "function"), type={"const": "function"}, function=_object(("name",), name=_TEXT)),
+        one_of("none", "auto", "required"),
+        object_of(("type", "function"), type={"const": "function"}, function=object_of(("name",), name=_TEXT)),
     ),
 )
 PARALLEL_TOOL_CALLS = BooleanField("parallel_tool_calls", True)
 FUNCTIONS = OtherField("functions", {"type": "array", "maxItems": 0})  # the older form of tools is refused
-FUNCTION_CALL = OtherField("function_call", _one_of("none", "auto"))
+FUNCTION_CALL = OtherField("function_call", one_of("none", "auto"))
 
 # --- tokens and adapters ---
 

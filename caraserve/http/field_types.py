@@ -131,3 +131,19 @@ def _default(value: object) -> Schema:
 
 def any_of(*schemas: Schema) -> Schema:
     return {"anyOf": list(schemas)}
+
+
+def one_of(*values: str) -> Schema:
+    return {"enum": list(values)}
+
+
+def object_of(required: tuple[str, ...] = (), /, **properties: Schema) -> Schema:
+    """Returns the schema of an object, which may have other properties too."""
+    return {"type": "object", "properties": properties} | ({"required": list(required)} if required else {})
+
+
+def or_null(schema: Schema) -> Schema:
+    """Returns the schema with null as one more value."""
+    if isinstance(schema.get("type"), str):
+        return schema | {"type": [schema["type"], "null"]}
+    return any_of(*schema.get("anyOf", [schema]), {"type": "null"}) if schema else {}

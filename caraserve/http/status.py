@@ -26,8 +26,8 @@ _SLICE = 50  # adapters that are sorted or encoded at once
 _NAME = operator.attrgetter("name")
 _SHOWN_ADAPTERS = 200  # in each tier; the counts include the others
 _PAGE = files("caraserve.http").joinpath("dashboard.html").read_bytes()
-# The page runs only its own script and shows only its own text.
-_PAGE_HEADERS = {
+# A page runs only its own script and shows only its own text.
+PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -77,7 +77,7 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 async def dashboard(request: web.Request) -> web.Response:
-    return web.Response(body=_PAGE, content_type="text/html", charset="utf-8", headers=_PAGE_HEADERS)
+    return web.Response(body=_PAGE, content_type="text/html", charset="utf-8", headers=PAGE_HEADERS)
 
 
 async def stats(request: web.Request) -> web.Response:

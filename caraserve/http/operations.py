@@ -1,0 +1,228 @@
+"""What each route takes and answers, for the document of the API: the table of its body, its answers, its errors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from caraserve import errors
+from caraserve.errors import CaraServeError
+from caraserve.http import deadline, request_schema
+from caraserve.http.field_types import Schema, any_of, object_of, one_of, or_null
+from caraserve.http.request_schema import KnownFields
+
+_JSON, _TEXT, _EVENTS = "application/json", "text/plain", "text/event-stream"
+_NULL: Schema = {"type": "null"}
+_STRING: Schema = {"type": "string"}
+_INTEGER: Schema = {"type": "integer"}
+_IDS: Schema = {"type": "array", "items": _INTEGER}
+_OBJECT: Schema = {"type": "object"}
+
+
+def _whole(**properties: Schema) -> Schema:
+    """Returns the schema of an object that has all these properties."""
+    return object_of(tuple(properties), **properties)
+
+
+def _list_of(item: Schema) -> Schema:
+    return {"type": "array", "items": item}
+
+
+ERROR = _whole(error=_whole(message=_STRING, type=_STRING, param=or_null(_STRING), code=or_null(_STRING)))
+
+_USAGE = _whole(
+    prompt_tokens=_INTEGER,
+    completion_tokens=_INTEGER,
+    total_tokens=_INTEGER,
+    prompt_tokens_details=_whole(cached_tokens=_INTEGER),
+)
+_FINISH = {
+    "finish_reason": any_of(one_of("stop", "length", "tool_calls"), _NULL),
+    "stop_reason": any_of(_STRING, _INTEGER, _NULL),
+}
+_HEAD = {"id": _STRING, "created": _INTEGER, "model": _STRING, "usage": _USAGE}
+_TOOL_CALL = _whole(id=_STRING, type={"const": "function"}, function=_whole(name=_STRING, arguments=_STRING))
+_COMPLETION = _whole(
+    object={"const": "text_completion"},
+    choices=_list_of(_whole(index=_INTEGER, text=_STRING, logprobs=or_null(_OBJECT), **_FINISH)),
+    **_HEAD,
+)
+_MESSAGE = object_of(
+    ("role", "content"), role={"const": "assistant"}, content=or_null(_STRING), tool_calls=_list_of(_TOOL_CALL)
+)
+_CHAT_COMPLETION = _whole(
+    object={"const": "chat.completion"},
+    choices=_list_of(_whole(index=_INTEGER, message=_MESSAGE, logprobs=or_null(_OBJECT), **_FINISH)),
+    **_HEAD,
+)
+_CARD = _whole(
+    id=_STRING,
+    object={"const": "model"},
+    created=_INTEGER,
+    owned_by=_STRING,
+    root=_STRING,
+    parent=or_null(_STRING),
+    rank=or_null(_INTEGER),
+    max_model_len=_INTEGER,
+    permission=_list_of({}),
+)
+_ADAPTER = _whole(
+    name=_STRING,
+    object={"const": "adapter"},
+    digest=_STRING,
+    rank=_INTEGER,
+    bytes=_INTEGER,
+    created=_INTEGER,
+    tier=one_of("device", "host", "disk", "peer"),
+    requests=_INTEGER,
+)
+
+
+def _listed(item: Schema, **more: Schema) -> Schema:
+    return _whole(object={"const": "list"}, data=_list_of(item), **more)
+
+
+_MODEL_PARAMETER = {
+    "name": "model",
+    "in": "path",
+    "required": True,
+    "description": "A name of GET /v1/models.",
+    "schema": {"type": "string", "minLength": 1},
+}
+_ADAPTER_PARAMETER = _MODEL_PARAMETER | {"name": "name", "description": "The adapter's name."}
+_CONFIG_PARAMETER = {
+    "name": "config",
+    "in": "query",
+    "description": "The text of adapter_config.json, if the body is a safetensors file.",
+    "schema": {"type": "string"},
+}
+_SHA256_PARAMETERS = tuple(
+    {"name": name, "in": "header", "description": f"The SHA-256 of the body, as {form}.", "schema": {"type": "string"}}
+    for name, form in (("x-content-sha256", "64 hexadecimal digits"), ("Content-Digest", "RFC 9530 has it"))
+)
+_DEADLINE_PARAMETER = {
+    "name": deadline.HEADER,
+    "in": "header",
+    "description": "Milliseconds after which the answer is of no use any more; 0 for no deadline.",
+    "schema": {"type": "string", "pattern": "^[0-9]{1,15}$"},
+}
+
+_Errors = tuple[type[CaraServeError], ...]
+_OF_ANY: _Errors = (errors.Unauthorized, errors.Forbidden, errors.ServerBusy)
+_OF_BODIES: _Errors = (errors.InvalidRequest, errors.PayloadTooLarge)
+_OF_TOKENS: _Errors = (errors.NotFound,)
+_OF_TEXT: _Errors = (
+    *(errors.NotFound, errors.GrammarTooComplex, errors.NonFiniteLogits, errors.Overloaded, errors.Draining),
+    *(errors.Unreachable, errors.InstanceLost, errors.DeadlineExceeded, errors.BackendFailed),
+)
+_OF_ADAPTERS: _Errors = (errors.AdapterRejected, errors.NotFound, errors.BackendFailed)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of one route. `body`: the table of its JSON body, of which `required` must be there. `takes_bytes`:
+    its body is a file. `answers`: the schema of a successful answer, by content type; none if it has no body.
+    `creates`: the status may be 201. `raises`: what it may answer besides the errors of every route."""
+
+    summary: str
+    answers: Mapping[str, Schema] = field(default_factory=dict)
+    body: KnownFields | None = None
+    required: tuple[str, ...] = ()
+    raises: _Errors = ()
+    parameters: tuple[Mapping[str, Any], ...] = ()
+    takes_bytes: bool = False
+    creates: bool = False
+
+    @property
+    def has_body(self) -> bool:
+        return self.body is not None or self.takes_bytes
+
+    @property
+    def errors(self) -> _Errors:
+        """All errors that it may answer, those of every route included."""
+        return (*_OF_ANY, *(_OF_BODIES if self.has_body else ()), *self.raises)
+
+
+def _text(summary: str, body: KnownFields, required: str, answer: Schema) -> Operation:
+    """A route that generates text, whole or as a stream of events."""
+    answers = {_JSON: answer, _EVENTS: _STRING}
+    return Operation(summary, answers, body, (required,), _OF_TEXT, (_DEADLINE_PARAMETER,))
+
+
+_LOAD = Operation(
+    "Loads an adapter from a folder.",
+    {_TEXT: _STRING},
+    request_schema.LOAD_ADAPTER,
+    ("lora_name", "lora_path"),
+    _OF_ADAPTERS,
+)
+_UNLOAD = Operation(
+    "Unloads an adapter; answers when its last request has ended.",
+    {_TEXT: _STRING},
+    request_schema.UNLOAD_ADAPTER,
+    ("lora_name",),
+    _OF_ADAPTERS,
+)
+_HEALTH = Operation("200 while the server and its device work.", raises=(errors.BackendFailed,))
+
+OPERATIONS: Mapping[tuple[str, str], Operation] = {
+    ("POST", "/v1/completions"): _text("Continues prompts.", request_schema.COMPLETIONS, "prompt", _COMPLETION),
+    ("POST", "/v1/chat/completions"): _text(
+        "Answers a conversation.", request_schema.CHAT, "messages", _CHAT_COMPLETION
+    ),
+    ("GET", "/v1/models"): Operation("Lists the base model and its adapters.", {_JSON: _listed(_CARD)}),
+    ("GET", "/v1/models/{model}"): Operation(
+        "Shows one model.", {_JSON: _CARD}, raises=(errors.NotFound,), parameters=(_MODEL_PARAMETER,)
+    ),
+    ("GET", "/v1/adapters"): Operation("Lists the adapters.", {_JSON: _listed(_ADAPTER)}),
+    ("GET", "/v1/adapters/{name}"): Operation(
+        "Shows an adapter.", {_JSON: _ADAPTER}, raises=(errors.NotFound,), parameters=(_ADAPTER_PARAMETER,)
+    ),
+    ("PUT", "/v1/adapters/{name}"): Operation(
+        "Stores an adapter, as a tar or safetensors file, under a name; 201 if the name is new.",
+        {_JSON: _ADAPTER},
+        raises=_OF_ADAPTERS,
+        parameters=(_ADAPTER_PARAMETER, _CONFIG_PARAMETER, *_SHA256_PARAMETERS),
+        takes_bytes=True,
+        creates=True,
+    ),
+    ("DELETE", "/v1/adapters/{name}"): Operation(
+        "Deletes an adapter; answers when its last request has ended.",
+        {_JSON: _whole(name=_STRING, object={"const": "adapter"}, deleted={"const": True})},
+        raises=_OF_ADAPTERS,
+        parameters=(_ADAPTER_PARAMETER,),
+    ),
+    ("GET", "/v1/cluster"): Operation("Lists the instances.", {_JSON: _listed(_OBJECT, name=or_null(_STRING))}),
+    ("GET", "/v1/cluster/adapters"): Operation("Lists all instances' adapters.", {_JSON: _listed(_OBJECT)}),
+    ("POST", "/tokenize"): Operation(
+        "Turns a text or a conversation into token ids.",
+        {
+            _JSON: _whole(
+                count=_INTEGER, max_model_len=_INTEGER, tokens=_IDS, token_strs=any_of(_list_of(_STRING), _NULL)
+            )
+        },
+        request_schema.TOKENIZE,
+        raises=_OF_TOKENS,
+    ),
+    ("POST", "/detokenize"): Operation(
+        "Turns token ids into text.",
+        {_JSON: _whole(prompt=_STRING)},
+        request_schema.DETOKENIZE,
+        ("tokens",),
+        raises=_OF_TOKENS,
+    ),
+    ("POST", "/v1/load_lora_adapter"): _LOAD,
+    ("POST", "/load_lora_adapter"): _LOAD,
+    ("POST", "/v1/unload_lora_adapter"): _UNLOAD,
+    ("POST", "/unload_lora_adapter"): _UNLOAD,
+    ("GET", "/health"): _HEALTH,
+    ("GET", "/ping"): _HEALTH,
+    ("POST", "/ping"): _HEALTH,
+    ("GET", "/ready"): Operation("200 if new requests should be sent here.", raises=(errors.NotReady, errors.Draining)),
+    ("GET", "/version"): Operation("The server's version.", {_JSON: _whole(version=_STRING)}),
+    ("GET", "/load"): Operation("The number of requests under way.", {_JSON: _whole(server_load=_INTEGER)}),
+    ("GET", "/metrics"): Operation("Metrics for Prometheus.", {_TEXT: _STRING}),
+    ("GET", "/stats"): Operation("The numbers of the page at /.", {_JSON: _OBJECT}),
+    ("GET", "/"): Operation("A page with the state of the server.", {"text/html": _STRING}),
+    ("GET", "/docs"): Operation("This document as a page.", {"text/html": _STRING}),
+    ("GET", "/openapi.json"): Operation("This document.", {_JSON: _OBJECT}),
+}

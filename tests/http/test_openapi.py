@@ -1,0 +1,135 @@
+"""The document of the API: it has every route, with the fields, types and bounds that requests are checked by."""
+
+from typing import Any
+
+import jsonschema
+import pytest
+from aiohttp import web
+
+from caraserve.http.app import make_app
+from caraserve.http.openapi import body_schema, client_routes, document
+from caraserve.http.operations import ERROR, OPERATIONS
+from tests.http.fake_engine import FakeEngine
+from tests.http.serving import http_config, new_metrics, serving
+
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+
+
+async def nothing(request: web.Request) -> web.Response:
+    return web.Response()
+
+
+def app(**settings: Any) -> web.Application:
+    return make_app(FakeEngine(), http_config(**settings), new_metrics(), allow_lora_updates=True)
+
+
+def test_the_document_has_exactly_the_routes_and_every_route_is_described() -> None:
+    made = app()
+    documented = {(method.upper(), path) for path, methods in document(made)["paths"].items() for method in methods}
+    assert documented == set(client_routes(made)) == set(OPERATIONS)
+
+
+def test_a_route_that_nobody_described_is_in_the_document_too() -> None:
+    made = app()
+    made.router.add_put("/v2/new", nothing)
+    assert document(made)["paths"]["/v2/new"]["put"]["responses"]["200"]
+
+
+def test_routes_between_instances_are_left_out() -> None:
+    made = app()
+    made.router.add_post("/cluster/v1/completions", nothing)
+    assert not [path for path in document(made)["paths"] if path.startswith("/cluster")]
+
+
+def test_a_body_has_every_served_field() -> None:
+    paths = document(app())["paths"]
+    for (method, path), operation in OPERATIONS.items():
+        if operation.body is not None:
+            schema = paths[path][method.lower()]["requestBody"]["content"]["application/json"]["schema"]
+            assert schema["properties"].keys() == operation.body.served
+            assert set(schema.get("required", ())) == set(operation.required)
+            jsonschema.Draft202012Validator.check_schema(schema)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "least"),
+    [("/v1/completions", {"prompt": "x"}, 30), ("/v1/chat/completions", CHAT, 30), ("/tokenize", CHAT, 5)],
+)
+async def test_each_bound_is_the_one_by_which_values_are_checked(path: str, body: dict[str, Any], least: int) -> None:
+    operation = OPERATIONS["POST", path]
+    assert operation.body is not None
+    checked = 0
+    async with serving(FakeEngine(max_model_len=4096)) as client:
+        for name, one in body_schema(operation.body, ())["properties"].items():
+            for outside in beyond(one):
+                answer = await client.post(path, body | {name: outside})
+                assert (answer.status, answer.error["param"]) == (400, name), outside
+                checked += 1
+    assert checked >= least
+
+
+def beyond(schema: dict[str, Any]) -> list[Any]:
+    """Returns values just outside of a schema."""
+    found: list[Any] = [] if "boolean" not in schema.get("type", ()) else ["true"]
+    step = 1 if "integer" in schema.get("type", ()) else 0.001
+    found += [schema["minimum"] - step] if "minimum" in schema else []
+    found += [schema["exclusiveMinimum"]] if "exclusiveMinimum" in schema else []
+    found += [schema["maximum"] + step] if "maximum" in schema else []
+    found += ["x" * (schema["maxLength"] + 1)] if schema.get("maxLength", 1 << 20) < 1 << 20 else []
+    return found
+
+
+# Without those of adapters, which the fake engine has no files of.
+SHOWN = [(method, path) for method, path in OPERATIONS if method == "GET" and not path.startswith("/v1/adapters")]
+
+
+async def test_answers_are_as_described() -> None:
+    async with serving(FakeEngine()) as client:
+        described = (await client.get("/openapi.json")).json
+        asked = {
+            ("POST", "/v1/completions"): {"prompt": "x", "logprobs": 1},
+            ("POST", "/v1/chat/completions"): CHAT,
+            ("POST", "/tokenize"): {"prompt": "x", "return_token_strs": True},
+            ("POST", "/detokenize"): {"tokens": [65]},
+            ("POST", "/v1/load_lora_adapter"): {"lora_name": "c", "lora_path": "/c"},
+            ("POST", "/v1/unload_lora_adapter"): {"lora_name": "c"},
+            **dict.fromkeys(SHOWN),
+        }
+        for (method, path), body in asked.items():
+            answer = await client.request(method, path.replace("{model}", "a"), json=body)
+            expected = described["paths"][path][method.lower()]["responses"]["200"]["content"]
+            assert answer.status == 200
+            if expected:
+                assert answer.headers["Content-Type"].split(";")[0] in expected, path
+            if "application/json" in expected:
+                jsonschema.validate(answer.json, expected["application/json"]["schema"])
+
+
+async def test_errors_are_as_described() -> None:
+    async with serving(FakeEngine(), api_key=("k",)) as client:
+        for answer in (await client.get("/openapi.json"), await client.post("/v1/completions", {})):
+            assert answer.status == 401
+            jsonschema.validate(answer.json, ERROR)
+
+
+async def test_the_page_and_the_document_take_a_password_where_there_are_keys() -> None:
+    async with serving(FakeEngine(), api_key=("k",)) as client:
+        for path in ("/docs", "/openapi.json"):
+            assert (await client.get(path)).status == 401
+            assert (await client.get(path, headers={"Authorization": "Basic eDpr"})).status == 200
+
+
+async def test_the_page_loads_nothing_from_elsewhere() -> None:
+    async with serving(FakeEngine()) as client:
+        page = await client.get("/docs")
+    assert b"http:" not in page.body
+    assert b"https:" not in page.body
+    assert page.headers["Content-Security-Policy"].startswith("default-src 'none'")
+
+
+@pytest.mark.parametrize(("settings", "optional"), [({}, True), ({"api_key": ("k",)}, False)])
+def test_the_document_says_whether_a_key_is_needed(settings: dict[str, Any], optional: bool) -> None:
+    described = document(app(**settings))
+    assert ({} in described["security"]) is optional
+    assert described["paths"]["/health"]["get"]["security"] == []
+    assert {name for one in described["security"] for name in one} <= described["components"]["securitySchemes"].keys()
