@@ -80,8 +80,13 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), relative(path))
 
 
-def imports(path: Path) -> Iterator[tuple[str, int]]:
-    """Yields every module imported anywhere in the file, as (dotted name, line)."""
+@cache
+def imports(path: Path) -> tuple[tuple[str, int], ...]:
+    """Returns every module imported anywhere in the file, as (dotted name, line)."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[str, int]]:
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -117,25 +122,26 @@ def test_every_part_has_a_layer() -> None:
     assert {part(path) for path in MODULES} - {"__init__"} == set(LAYERS)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=relative)
-def test_imports_run_downwards(path: Path) -> None:
-    below = LAYERS[LAYERS.index(part(path)) + 1 :] if part(path) in LAYERS else ()
-    for there, line in own_imports(path):
-        assert there in below, f"{relative(path)}:{line}: {part(path)} imports {there}, which is not below it"
+def test_imports_run_downwards() -> None:
+    for path in MODULES:
+        below = LAYERS[LAYERS.index(part(path)) + 1 :] if part(path) in LAYERS else ()
+        for there, line in own_imports(path):
+            assert there in below, f"{relative(path)}:{line}: {part(path)} imports {there}, which is not below it"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=relative)
-def test_heavy_packages_are_imported_only_where_they_belong(path: Path) -> None:
-    for name, line in imports(path):
-        homes = HOMES.get(name.split(".")[0])
-        assert homes is None or part(path) in homes, f"{relative(path)}:{line}: {name} belongs in {homes}"
+def test_heavy_packages_are_imported_only_where_they_belong() -> None:
+    for path in MODULES:
+        for name, line in imports(path):
+            homes = HOMES.get(name.split(".")[0])
+            assert homes is None or part(path) in homes, f"{relative(path)}:{line}: {name} belongs in {homes}"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=relative)
-def test_the_product_does_not_need_the_test_extra(path: Path) -> None:
-    needed = {name.split(".")[0] for name, _ in imports(path)}
+def test_the_product_does_not_need_the_test_extra() -> None:
     extra = {"transformers", "peft", "openai", "hypothesis", "pytest", "accelerate", "huggingface_hub"}
-    assert not needed & (extra | {"prometheus_client", "kubernetes_validate"})
+    extra |= {"prometheus_client", "kubernetes_validate"}
+    for path in MODULES:
+        for name, line in imports(path):
+            assert name.split(".")[0] not in extra, f"{relative(path)}:{line} imports {name}"
 
 
 @pytest.mark.parametrize("name", PURE)
@@ -188,7 +194,6 @@ def test_only_active_request_writes_the_fields_of_a_request() -> None:
             assert not is_request, f"{relative(path)}:{node.lineno} writes a request"
 
 
-@cache
 def dependency_attributes() -> set[str]:
     """Returns the names of attributes that hold a function or an object behind a Protocol, and in no class data."""
     classes = [node for path in MODULES for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)]
@@ -217,10 +222,10 @@ def dependency_attributes() -> set[str]:
     return found - data
 
 
-@pytest.mark.parametrize("path", MODULES, ids=relative)
-def test_dependencies_come_in_through_constructors(path: Path) -> None:
+def test_dependencies_come_in_through_constructors() -> None:
     names = dependency_attributes()
-    for node in ast.walk(tree(path)):
+    nodes = [(path, node) for path in MODULES for node in ast.walk(tree(path))]
+    for path, node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
             assert own or not (node.attr in names or node.attr.startswith("on_")), (
@@ -242,26 +247,26 @@ def test_importing_loads_no_heavy_package(module: str) -> None:
     assert result.stdout.strip() == ""
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_files_are_short_enough_to_read(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 500
+def test_files_are_short_enough_to_read() -> None:
+    lines = {relative(path): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
+    assert {path: count for path, count in lines.items() if count > 500} == {}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_no_file_has_marks_of_unfinished_work(path: Path) -> None:
-    marks = "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "Not" + "ImplementedError"))
-    assert re.findall(rf"\b(?:{marks})\b", path.read_text(encoding="utf-8")) == []
+def test_no_file_has_marks_of_unfinished_work() -> None:
+    marks = re.compile(rf"\b(?:{'|'.join(('TO' + 'DO', 'FIX' + 'ME', 'XX' + 'X', 'Not' + 'ImplementedError'))})\b")
+    found = {relative(path): marks.findall(path.read_text(encoding="utf-8")) for path in SOURCES}
+    assert {path: names for path, names in found.items() if names} == {}
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if relative(path) != "caraserve/cli/main.py"], ids=relative)
-def test_only_the_command_line_prints(path: Path) -> None:
-    calls = (node.func for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
-    assert not [func.lineno for func in calls if isinstance(func, ast.Name) and func.id == "print"]
+def test_only_the_command_line_prints() -> None:
+    for path in set(MODULES) - {PACKAGE / "cli" / "main.py"}:
+        for node in ast.walk(tree(path)):
+            prints = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+            assert not prints, f"{relative(path)}:{node.lineno} prints"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=relative)
-def test_every_module_says_what_it_is(path: Path) -> None:
-    assert ast.get_docstring(tree(path))
+def test_every_module_says_what_it_is() -> None:
+    assert [relative(path) for path in MODULES if not ast.get_docstring(tree(path))] == []
 
 
 def drawn_errors() -> dict[str, tuple[str | None, int | None]]:
