@@ -78,6 +78,7 @@ class Engine:
         self.max_model_len = backend.limits.max_context
         self.supports_grammars = backend.limits.supports_grammars
         self.embedding_size = backend.limits.embedding_size
+        self.prompt_embed_size = backend.limits.prompt_embed_size
         self.draining = False
         self.failure: str | None = None  # the error after which no request can be answered
         self._observers = observers

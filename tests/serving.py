@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from caraserve.config import EngineConfig, LoraConfig, LoraModule, ModelConfig
-from caraserve.core.request import NO_TENANT, Finish, GenerateRequest, SamplingParams, Tenant, TokenLogprob
+from caraserve.core.request import (
+    NO_TENANT,
+    Finish,
+    GenerateRequest,
+    PromptEmbeds,
+    SamplingParams,
+    Tenant,
+    TokenLogprob,
+)
 from caraserve.engine.stats import EngineObservers
 from caraserve.loop import Engine
 from caraserve.serve import build_engine
@@ -121,6 +129,7 @@ def submit(
     cache_salt: str = "",
     priority: int = 0,
     embeds: bool = False,
+    prompt_embeds: PromptEmbeds | None = None,
     **params: object,
 ) -> "asyncio.Task[Answer]":
     """Starts a request; greedy and without end token unless `params` say otherwise."""
@@ -135,6 +144,7 @@ def submit(
         cache_salt=cache_salt,
         priority=priority,
         embeds=embeds,
+        prompt_embeds=prompt_embeds,
     )
     stream = engine.submit(asked)
 

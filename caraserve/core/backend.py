@@ -41,6 +41,7 @@ class Limits:
     streamed_batches: int = 0  # maximum of concurrent streamed prefills; 0: a prefill waits for the whole download
     supports_grammars: bool = False  # whether `SlotSampling.matcher` is applied
     embedding_size: int = 0  # numbers in an embedding; 0: rows cannot embed
+    prompt_embed_size: int = 0  # numbers in a vector of `SlotStart.prompt_embeds`; 0: prompts have none
 
 
 class Backend(Protocol):

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Self
 from caraserve.core.request import TokenLogprob
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from caraserve.core.grammar import TokenMatcher  # imports numpy, which the look for a device does not need
 
 BASE_ADAPTER_SLOT = 0  # the adapter slot of the base model: rank 0 everywhere
@@ -64,11 +67,13 @@ class SlotSampling:
 
 @dataclass(frozen=True, slots=True)
 class SlotStart:
-    """A request that takes a slot: its tokens so far, and how to sample."""
+    """A request that takes a slot: its tokens so far, and how to sample. A token -1 - i is vector i of `prompt_embeds`,
+    float32 [vectors, hidden]."""
 
     slot: int
     token_ids: tuple[int, ...]
     sampling: SlotSampling
+    prompt_embeds: "NDArray[np.float32] | None" = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,15 @@ The HTTP layer makes a `GenerateRequest`. The engine makes a `Request` of it, wh
 changes. `TokenDelta`s are sent through a `TokenStream`. Standard library only.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from caraserve.core.grammar import Grammar
     from caraserve.errors import CaraServeError
 
@@ -62,6 +66,18 @@ NO_TENANT = Tenant()
 
 
 @dataclass(frozen=True, slots=True)
+class PromptEmbeds:
+    """Vectors that stand in a prompt in place of tokens: vector i is token -1 - i of `GenerateRequest.prompt_ids`."""
+
+    values: "NDArray[np.float32]" = field(compare=False)  # [vectors, hidden]
+    digests: tuple[bytes, ...]  # of each vector
+
+    def digests_in(self, tokens: Sequence[int]) -> bytes:
+        """Returns the digests of the vectors among `tokens`, in order."""
+        return b"".join(self.digests[-1 - token] for token in tokens if token < 0)
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One prompt for one adapter (None: the base model). Within a tenant, requests of lower `priority` are served
     first.
@@ -78,6 +94,7 @@ class GenerateRequest:
     cache_salt: str = ""
     priority: int = 0
     embeds: bool = False
+    prompt_embeds: PromptEmbeds | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,7 @@ class CpuBackend:
             streamed_batches=_STREAMED_PREFILLS,
             supports_grammars=True,
             embedding_size=spec.hidden,
+            prompt_embed_size=spec.hidden,
         )
         self._spec, self._loaded, self._trace = spec, loaded, trace
         self._merged: CpuMergedWeights | None = None  # made at its first use: it takes as much memory as the base model
@@ -78,6 +79,8 @@ class CpuBackend:
         self._sampling = np.zeros(sizes.num_slots, SLOT_SAMPLING)
         self._blocks = np.zeros((sizes.num_slots, ceil_div(sizes.max_context, BLOCK_TOKENS)), np.int64)
         self._history = np.zeros((sizes.num_slots, sizes.max_context + 1), np.int64)
+        self._prompt_embeds: dict[int, NDArray[np.float32]] = {}  # by request slot
+        self._embed_addresses = np.zeros(sizes.num_slots, np.int64)
         self._kv = np.zeros(self.limits.num_blocks * block_bytes + 64, np.uint8)  # takes no memory until it is written
         self._cache = self._make_cache()
         tokens = max(sizes.max_step_tokens, sizes.num_slots)
@@ -307,6 +310,10 @@ class CpuBackend:
 
     def _start_slot(self, start: SlotStart) -> None:
         self._history[start.slot, : len(start.token_ids)] = start.token_ids
+        self._prompt_embeds.pop(start.slot, None)
+        if start.prompt_embeds is not None:
+            self._prompt_embeds[start.slot] = start.prompt_embeds
+            self._embed_addresses[start.slot] = start.prompt_embeds.ctypes.data
         write_sampling(self._sampling, start.slot, start.sampling)
         self._matchers.pop(start.slot, None)
         if start.sampling.matcher is not None:
@@ -320,4 +327,5 @@ class CpuBackend:
             max_blocks=self._blocks.shape[1],
             history=int(self._history.ctypes.data),
             max_history=self._history.shape[1],
+            prompt_embeds=int(self._embed_addresses.ctypes.data),
         )

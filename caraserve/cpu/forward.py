@@ -20,7 +20,7 @@ from caraserve.core.lora_layout import PANEL
 from caraserve.core.outputs import NOT_FINITE, SAMPLE
 from caraserve.cpu.attention import rotate_and_append
 from caraserve.cpu.jit import compiled_separately, entry, kernel
-from caraserve.cpu.kernels import ADD, RANK_GROUP, STORE, add_bias, embed, itemsize, rms_norm, silu_mul
+from caraserve.cpu.kernels import ADD, RANK_GROUP, STORE, add_bias, copy_vector, embed, itemsize, rms_norm, silu_mul
 from caraserve.cpu.libc import sched_yield
 from caraserve.cpu.lora_workers.compute_side import DEVICE, note_workers, source_of, stamp
 from caraserve.cpu.sampling import all_finite, best_tokens, choose, log_sum_exp
@@ -345,7 +345,12 @@ def _embed_tokens(thread, team, model, buffers, cache, batch):  # type: ignore[n
         for token in range(thread, batch.tokens, team):
             place = cache.max_history * word(batch.slot, token) + word(batch.position, token)
             y = buffers.hidden + 4 * model.hidden_pad * token
-            embed(word(cache.history, place), model.embed, model.tied, model.dtype, model.hidden, y)
+            token_id = word(cache.history, place)
+            if token_id >= 0:
+                embed(token_id, model.embed, model.tied, model.dtype, model.hidden, y)
+            else:
+                vectors = word(cache.prompt_embeds, word(batch.slot, token))
+                copy_vector(vectors + 4 * model.hidden * (-1 - token_id), model.hidden, y)
     for layer in range(thread, model.layers, team):
         store_release(buffers.counters + 8 * layer, 0)
     meet(buffers.barrier, team)

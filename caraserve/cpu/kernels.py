@@ -243,3 +243,10 @@ def embed(token, table, tied, dtype, hidden, y):  # type: ignore[no-untyped-def]
         at = table + token * hidden * size
         for d in range(hidden):
             store_f32(y + 4 * d, load_weight(at + d * size, dtype))
+
+
+@kernel
+def copy_vector(x, count, y):  # type: ignore[no-untyped-def]
+    """Copies x[count] to y."""
+    for d in range(count):
+        store_f32(y + 4 * d, load_f32(x + 4 * d))

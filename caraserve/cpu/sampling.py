@@ -124,6 +124,8 @@ def _adjust(logits, history, position, params, mask, seen):  # type: ignore[no-u
     repetition = params.repetition
     for index in range(end):
         token = history[index]
+        if token < 0:  # a vector of the prompt
+            continue
         if seen[token] & 1 == 0 and repetition != np.float32(1.0):
             value = logits[token]
             logits[token] = value / repetition if value > 0 else value * repetition
@@ -134,7 +136,8 @@ def _adjust(logits, history, position, params, mask, seen):  # type: ignore[no-u
                 logits[token] -= params.presence
             seen[token] |= 2
     for index in range(end):
-        seen[history[index]] = 0
+        if history[index] >= 0:
+            seen[history[index]] = 0
     for index in range(params.bias_count):
         logits[params.bias_ids[index]] += params.bias[index]
     if end - prompt < params.min_tokens:

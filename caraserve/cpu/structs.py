@@ -91,6 +91,7 @@ CACHE = _record(
     "max_blocks",
     "history",  # → int64 [slots, max_history] token ids
     "max_history",
+    "prompt_embeds",  # → int64 [slots], addresses of fp32 [vectors, hidden]: a token -1 - i is vector i
 )
 
 # One iteration: counts, and addresses of int64 arrays. Tokens of a row are consecutive; rows are ordered by adapter

@@ -12,7 +12,7 @@ from caraserve.core.lora_layout import ALIGN_BYTES, PANEL
 from caraserve.cpu import structs
 from caraserve.cpu.jit import entry
 from caraserve.errors import ModelLoadError
-from caraserve.model.dtype import Dtype
+from caraserve.model.dtype import Dtype, to_float32
 from caraserve.model.rope import rope_tables
 from caraserve.model.safetensors_reader import TensorFile, TensorFileError, weight_files
 from caraserve.model.spec import SITES, ModelSpec
@@ -34,15 +34,6 @@ class LoadedModel:
     weights: NDArray[np.int64]  # [layers, NUM_WEIGHTS], the table of the record's `weights`
     chunks: list[NDArray[np.uint8]]
     num_bytes: int
-
-
-def to_float32(raw: Raw, dtype: Dtype) -> NDArray[np.float32]:
-    """Converts stored weights to fp32, exactly."""
-    if dtype is Dtype.F32:
-        return raw.astype(np.float32, copy=False)
-    if dtype is Dtype.F16:
-        return raw.view(np.float16).astype(np.float32)
-    return (raw.astype(np.uint32) << 16).view(np.float32)
 
 
 def convert(raw: Raw, source: Dtype, target: Dtype) -> Raw:

@@ -45,7 +45,8 @@ class RequestSlots:
         tokens = (*request.inputs.prompt_ids, *request.output_ids)
         blocks, key = self._find_prefix(active, tokens)
         active.start(slot, blocks, key, self._limits.block_tokens, now_s)
-        self._starts.append(SlotStart(slot, tokens, self._sampling(request)))
+        embeds = request.inputs.prompt_embeds
+        self._starts.append(SlotStart(slot, tokens, self._sampling(request), embeds.values if embeds else None))
         if blocks:
             self._grants.append(BlockGrant(slot, 0, tuple(blocks)))
 
@@ -58,7 +59,8 @@ class RequestSlots:
         if not self._prefix_caching or request.inputs.params.prompt_logprobs is not None:
             return blocks, key
         while (len(blocks) + 1) * size < len(tokens):
-            following = next_key(key, tokens[len(blocks) * size : (len(blocks) + 1) * size])
+            held = tokens[len(blocks) * size : (len(blocks) + 1) * size]
+            following = next_key(key, held, request.inputs.prompt_embeds)
             block = self.pool.find(following)
             if block is None:
                 break
@@ -101,7 +103,8 @@ class RequestSlots:
         known = min(request.computed, request.prompt_tokens + len(request.output_ids))
         while (active.published + 1) * size <= known:
             start = active.published * size
-            active.prefix_key = next_key(active.prefix_key, _tokens(request, start, start + size))
+            held = _tokens(request, start, start + size)
+            active.prefix_key = next_key(active.prefix_key, held, request.inputs.prompt_embeds)
             self.pool.publish(request.blocks[active.published], active.prefix_key)
             active.published += 1
 

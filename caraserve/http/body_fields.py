@@ -26,7 +26,6 @@ MAX_TEXT_CHARACTERS = 1 << 22
 
 _TEXT: Schema = {"type": "string"}
 _TOKEN_ID: Schema = {"type": "integer", "minimum": 0}
-_TOKEN_IDS: Schema = {"type": "array", "items": _TOKEN_ID}
 _OBJECT: Schema = {"type": "object"}
 _JSON_SCHEMA = any_of(_TEXT, _OBJECT)
 _ADAPTER_NAME_CHARACTERS = 1024
@@ -137,7 +136,12 @@ STRUCTURAL_TAG = OtherField("structural_tag", _JSON_SCHEMA)
 
 # --- completions ---
 
-PROMPT = OtherField("prompt", any_of(_TEXT, {"type": "array", "items": any_of(_TEXT, _TOKEN_ID, _TOKEN_IDS)}))
+_EMBEDS: Schema = {"type": "string", "contentEncoding": "base64"}  # a safetensors file
+_PIECE = any_of(_TOKEN_ID, _object(("prompt_embeds",), prompt_embeds=_EMBEDS))
+PROMPT = OtherField(
+    "prompt", any_of(_TEXT, {"type": "array", "items": any_of(_TEXT, _PIECE, {"type": "array", "items": _PIECE})})
+)
+PROMPT_EMBEDS = OtherField("prompt_embeds", any_of(_EMBEDS, {"type": "array", "items": _EMBEDS}))
 ECHO = BooleanField("echo", False)
 BEST_OF = IntegerField("best_of", 1, MAX_N, None)
 LOGPROBS = IntegerField("logprobs", 0, MAX_LOGPROBS, None)

@@ -13,6 +13,7 @@ from typing import Any
 from caraserve.core.request import (
     Finish,
     GenerateRequest,
+    PromptEmbeds,
     SamplingParams,
     Tenant,
     TokenDelta,
@@ -24,6 +25,7 @@ from caraserve.http.adapter_choice import Find, choose_adapter
 from caraserve.http.api_request import ApiRequest
 from caraserve.http.choices import ChoicesWriter, Delivery, ResponseHeads
 from caraserve.http.client import Client
+from caraserve.http.prompt_embeds import embeds_prompts, has_embeds, mixed_prompt
 from caraserve.http.request_schema import COMPLETIONS, STREAM_OPTIONS, check_fields
 from caraserve.http.structured_output import parse_grammar
 from caraserve.http.validation import Fields, shown, token_ids
@@ -111,14 +113,16 @@ async def parse_completion(fields: Fields, engine: Engine, find: Find, client: C
     choices: list[CompletionChoice] = []
     scored = 0  # tokens
     async for position, prompt in in_turns(enumerate(prompts)):
-        ids = await prompt_ids(prompt, position, engine, add_special_tokens=add_special_tokens)
+        ids, embeds = await read_prompt(prompt, position, engine, add_special_tokens=add_special_tokens)
+        if embeds is not None and (echo or common.delivery.token_ids):
+            raise InvalidRequest("echo and return_token_ids need a prompt of tokens.", param="prompt")
         limit = validation.fit_max_tokens(max_tokens, DEFAULT_MAX_TOKENS, len(ids), engine)
         validation.check_min_tokens(params.min_tokens, limit)
         scored += common.n * (limit + echo * len(ids))
         validation.check_scores(common.n * (position + 1), scored, logprobs, "logprobs")
         echoed = (prompt if isinstance(prompt, str) else await decode(engine.tokenizer, ids)) if echo else ""
         sized = dataclasses.replace(params, max_tokens=limit)
-        for request in fan_out(f"{response_id}-", len(requests), ids, common, sized):
+        for request in fan_out(f"{response_id}-", len(requests), ids, common, sized, embeds):
             choices.append(CompletionChoice(len(choices), request, engine.tokenizer, echoed, common.delivery.token_ids))
             requests.append(request)
     head = response_head(response_id, "text_completion", common.model)
@@ -127,7 +131,12 @@ async def parse_completion(fields: Fields, engine: Engine, find: Find, client: C
 
 
 def fan_out(
-    prefix: str, first: int, ids: tuple[int, ...], common: CommonFields, params: SamplingParams
+    prefix: str,
+    first: int,
+    ids: tuple[int, ...],
+    common: CommonFields,
+    params: SamplingParams,
+    prompt_embeds: PromptEmbeds | None = None,
 ) -> list[GenerateRequest]:
     """The engine requests of one prompt's n answers, numbered from `first`; answer i samples with seed + i."""
     return [
@@ -140,6 +149,7 @@ def fan_out(
             tenant=common.tenant,
             cache_salt=common.cache_salt,
             priority=common.priority,
+            prompt_embeds=prompt_embeds,
         )
         for index in range(common.n)
     ]
@@ -150,7 +160,10 @@ def response_head(response_id: str, kind: str, model: str) -> dict[str, Any]:
 
 
 def parse_prompts(fields: Fields) -> list[Prompt]:
-    """The prompts of `prompt`: a string, a list of strings, token ids, or a list of lists of token ids."""
+    """The prompts of `prompt` or `prompt_embeds`: a string, a list of strings, token ids, or a list of lists of token
+    ids, among which there may be vectors."""
+    if embeds := embeds_prompts(fields):
+        return list(embeds)
     value = fields.raw("prompt")
     if isinstance(value, str):
         return [value]
@@ -186,6 +199,16 @@ async def prompt_ids(prompt: Prompt, position: int, engine: Engine, *, add_speci
     if not ids:
         raise InvalidRequest(f"{name} is empty; at least one token is needed.", param="prompt")
     return ids
+
+
+async def read_prompt(
+    prompt: Prompt, position: int, engine: Engine, *, add_special_tokens: bool
+) -> tuple[tuple[int, ...], PromptEmbeds | None]:
+    """The tokens of one prompt, and the vectors among them. Raises as `prompt_ids` does."""
+    if not has_embeds(prompt):
+        return await prompt_ids(prompt, position, engine, add_special_tokens=add_special_tokens), None
+    validation.fit_max_tokens(0, None, len(prompt), engine)  # before each piece is looked at
+    return await mixed_prompt("prompt" if position == 0 else f"prompt[{position}]", prompt, engine)
 
 
 async def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool, max_tokens: int) -> list[int]:

@@ -204,7 +204,7 @@ _PROMPTS = {
     **_refused(
         "send the text or token ids as prompt, or messages to /v1/chat/completions",
         *("input", "inputs", "input_ids", "prompt_token_ids", "contents"),
-        *("input_prefix", "input_suffix", "prompt_embeds", "input_embeds", "input_extra"),
+        *("input_prefix", "input_suffix", "input_embeds", "input_extra"),
         suffix="",
         context=([],),
     ),
@@ -289,7 +289,7 @@ _IGNORED = frozenset(
 
 COMPLETIONS = KnownFields(
     _GENERATION
-    | _served(body.PROMPT, body.ECHO, body.BEST_OF, body.ADD_SPECIAL_TOKENS)
+    | _served(body.PROMPT, body.PROMPT_EMBEDS, body.ECHO, body.BEST_OF, body.ADD_SPECIAL_TOKENS)
     | _served(body.LOGPROBS, body.MAX_TOKENS, body.MAX_COMPLETION_TOKENS),
     _REFUSED
     | _refused("send it to /v1/chat/completions", messages=([],), tools=([],), functions=([],))
@@ -304,7 +304,7 @@ CHAT = KnownFields(
     | _TOOLS
     | _served(body.CHAT_LOGPROBS, body.TOP_LOGPROBS, body.CHAT_MAX_TOKENS, body.CHAT_MAX_COMPLETION_TOKENS),
     _REFUSED
-    | _refused("send it to /v1/completions", "prompt", echo=False)
+    | _refused("send it to /v1/completions", "prompt", "prompt_embeds", echo=False)
     | _refused("the chat template writes special tokens; leave it out", add_special_tokens=False)
     | _instead(best_of=("n", 1)),
     _IGNORED,

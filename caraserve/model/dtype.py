@@ -3,6 +3,7 @@
 from enum import Enum
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 class Dtype(Enum):
@@ -23,3 +24,12 @@ class Dtype(Enum):
 
 
 DTYPES = {"float32": Dtype.F32, "bfloat16": Dtype.BF16, "float16": Dtype.F16}  # names in --dtype and config.json
+
+
+def to_float32(raw: NDArray[np.generic], dtype: Dtype) -> NDArray[np.float32]:
+    """Converts stored weights to fp32, exactly."""
+    if dtype is Dtype.F32:
+        return raw.astype(np.float32, copy=False)
+    if dtype is Dtype.F16:
+        return raw.view(np.float16).astype(np.float32)
+    return (raw.astype(np.uint32) << 16).view(np.float32)

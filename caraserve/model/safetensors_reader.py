@@ -38,9 +38,10 @@ class TensorFileError(Exception):
 class TensorFile:
     """One safetensors file, open for reading."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises TensorFileError for anything but a well-formed regular file."""
-        self._name = path.name
+    def __init__(self, path: Path, name: str = "") -> None:
+        """Opens the file, which error messages call `name`, else by its own name. Raises TensorFileError for anything
+        but a well-formed regular file."""
+        self._name = name or path.name
         self._descriptor = open_regular(path)
         self._closer = weakref.finalize(self, os.close, self._descriptor)  # also without a call of `close`
         self._status = os.fstat(self._descriptor)

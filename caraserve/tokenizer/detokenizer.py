@@ -92,7 +92,9 @@ class Detokenizer:
 def _context(decode: Decode, prompt_ids: Sequence[int]) -> list[int]:
     """Returns the prompt's last ids, from a token that starts a character, because byte tokens decode together."""
     for count in range(_CONTEXT_TOKENS, _MAX_CONTEXT_TOKENS + 1):
-        ids = list(prompt_ids[-count:])
+        ids = [
+            token_id for token_id in prompt_ids[-count:] if token_id >= 0
+        ]  # a negative one is a vector, without text
         text = decode(ids)
         if text and not text.startswith(_REPLACEMENT):
             break

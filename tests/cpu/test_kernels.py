@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from caraserve.cpu.kernels import PANEL, lora_shrink, panel_gemm
 from caraserve.cpu.structs import LORA_ENTRY
-from caraserve.cpu.weights import convert, to_float32
-from caraserve.model.dtype import Dtype
+from caraserve.cpu.weights import convert
+from caraserve.model.dtype import Dtype, to_float32
 
 DTYPES = (Dtype.F32, Dtype.BF16, Dtype.F16)
 _GEMM = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 9)(panel_gemm.address)

@@ -15,8 +15,8 @@ from caraserve.cpu.jit import kernel
 from caraserve.cpu.merged_weights import CpuMergedWeights
 from caraserve.cpu.structs import NUM_WEIGHTS, WQ
 from caraserve.cpu.thread_team import ThreadTeam
-from caraserve.cpu.weights import LoadedModel, convert, dummy_reader, load_model, to_float32
-from caraserve.model.dtype import Dtype
+from caraserve.cpu.weights import LoadedModel, convert, dummy_reader, load_model
+from caraserve.model.dtype import Dtype, to_float32
 from caraserve.model.spec import SITES, parse_spec
 from caraserve.util.units import align_up
 

@@ -12,10 +12,10 @@ from caraserve.core.lora_layout import A_COLUMNS, PANEL
 from caraserve.cpu import handoff
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.shared_memory import SharedRegion
-from caraserve.cpu.weights import convert, to_float32
+from caraserve.cpu.weights import convert
 from caraserve.gpu.assist import work_orders
 from caraserve.gpu.kernels import cuda_launch
-from caraserve.model.dtype import Dtype
+from caraserve.model.dtype import Dtype, to_float32
 from caraserve.util.units import align_up
 from tests.gpu.emulator import run
 from tests.gpu.lora_case import address, stored

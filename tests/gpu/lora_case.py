@@ -6,10 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import A_COLUMNS, PANEL, aligned_bytes
-from caraserve.cpu.weights import convert, to_float32
+from caraserve.cpu.weights import convert
 from caraserve.gpu.kernels import cuda_launch
 from caraserve.gpu.kernels.bgmv_work import PLANES, adapter_items, plan_items
-from caraserve.model.dtype import Dtype
+from caraserve.model.dtype import Dtype, to_float32
 from caraserve.util.units import align_up
 from tests.gpu.emulator import run
 

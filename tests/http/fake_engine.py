@@ -175,6 +175,7 @@ class FakeEngine:
     other_base_names: tuple[str, ...] = ()
     max_model_len: int = 1000
     supports_grammars: bool = True
+    prompt_embed_size: int = 4
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     draining: bool = False

@@ -119,7 +119,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"regex": "a", "min_tokens": 2}, "min_tokens"),
     ({"structural_tag": "{"}, "structural_tag"),
     ({"use_beam_search": True}, "use_beam_search"),
-    ({"prompt_embeds": "x"}, "prompt_embeds"),
+    ({"input_embeds": "x"}, "input_embeds"),
 ]
 
 

@@ -54,7 +54,14 @@ EVERY_SERVED_VALUE: dict[str, Any] = {
     "repetition_penalty": 1.5,
     "logit_bias": {"3": 1.0},
 }
-OF_COMPLETIONS: dict[str, Any] = {"prompt": "x", "echo": True, "best_of": 2, "add_special_tokens": True, "logprobs": 1}
+OF_COMPLETIONS: dict[str, Any] = {
+    "prompt_embeds": [],
+    "prompt": "x",
+    "echo": True,
+    "best_of": 2,
+    "add_special_tokens": True,
+    "logprobs": 1,
+}
 OF_CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "x"}],
     "add_generation_prompt": False,

@@ -64,6 +64,12 @@ class Oracle:
             self._logits.popitem(last=False)
         return logits
 
+    def logits_of_embeds(self, vectors: torch.Tensor, adapter: str | None) -> torch.Tensor:
+        """Returns logits, float32 [positions, vocab], after vectors in place of tokens, [positions, hidden]."""
+        with torch.no_grad(), self._active(adapter):
+            logits: torch.Tensor = self._model(inputs_embeds=vectors[None], use_cache=False).logits[0]
+        return logits
+
     def embedding(self, ids: Sequence[int], adapter: str | None) -> torch.Tensor:
         """Returns the hidden state of the last of `ids` after the final norm, float32 [hidden]."""
         with torch.no_grad(), self._active(adapter):
