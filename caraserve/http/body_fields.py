@@ -137,7 +137,7 @@ STRUCTURAL_TAG = OtherField("structural_tag", _JSON_SCHEMA)
 # --- completions ---
 
 _EMBEDS: Schema = {"type": "string", "contentEncoding": "base64"}  # a safetensors file
-_PIECE = any_of(_TOKEN_ID, _object(("prompt_embeds",), prompt_embeds=_EMBEDS))
+_PIECE = any_of(_TOKEN_ID, object_of(("prompt_embeds",), prompt_embeds=_EMBEDS))
 PROMPT = OtherField(
     "prompt", any_of(_TEXT, {"type": "array", "items": any_of(_TEXT, _PIECE, {"type": "array", "items": _PIECE})})
 )
