@@ -153,7 +153,7 @@ async def build_engine(
     )
     catalog = Catalog(spec, registry, manager, reader, rules, observers.adapters)
     most_bytes = min(rules.device_bytes, rules.host_bytes)
-    uploads = AdapterUploads(catalog, spec, next(iter(rules.roots), None), most_bytes)
+    uploads = AdapterUploads(catalog, reader, spec, next(iter(rules.roots), None), most_bytes)
     stack.push_async_callback(uploads.close)
     complaints = _add_adapters(catalog, lora_config)
     metrics.show(manager.counters.families)

@@ -17,7 +17,7 @@ from caraserve.http.admin import updatable
 from caraserve.http.context import CLIENT, CONTEXT, Context
 from caraserve.http.responses import json_response
 from caraserve.http.status import sorted_by_name
-from caraserve.lora.adapter import AdapterTier, RemoteSource
+from caraserve.lora.adapter import AdapterTier, RemoteSource, UploadSource
 from caraserve.lora.uploads import AdapterUploads, UploadClaims
 from caraserve.util.tasks import in_turns
 
@@ -71,6 +71,8 @@ def _named(request: web.Request) -> ListedAdapter:
 def _card(context: Context, info: ListedAdapter) -> dict[str, Any]:
     adapter = context.engine.catalog.manager.find(info.digest)
     tier = "peer" if adapter is None or isinstance(adapter.source, RemoteSource) else "disk"
+    if adapter is not None and isinstance(adapter.source, UploadSource):
+        tier = "upload"
     return {
         "name": info.name,
         "object": "adapter",

@@ -1,10 +1,14 @@
 """An adapter's record: where its weights are, which requests need it, and counts of the caches' events."""
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from caraserve.core.batch import BASE_ADAPTER_SLOT
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
@@ -52,7 +56,25 @@ class RemoteSource:
         return self.digest[:12]
 
 
-Source: TypeAlias = Path | RemoteSource
+class UploadSource(ABC):
+    """The source of an adapter that a client is still uploading. Its digest is known when all of it has arrived."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """A name for messages."""
+
+    @abstractmethod
+    def read(
+        self,
+        into: NDArray[np.uint8],
+        done: Callable[[HostAdapter | CaraServeError], None],
+        came: Callable[[HostAdapter, int], None],
+    ) -> None:
+        """Reads the adapter as `ReadAdapter` does."""
+
+
+Source: TypeAlias = Path | RemoteSource | UploadSource
 
 
 @dataclass(slots=True)
@@ -67,8 +89,11 @@ class PartialImage:
 
 @dataclass(slots=True, eq=False)
 class Adapter:
-    """One adapter, identified by its digest. `pins`: its unfinished requests. `users`: those of them that are admitted.
-    `image_pins`: side batches and uploads under way that may read its image."""
+    """One adapter, identified by its digest, or by a random one until its upload is complete.
+
+    `pins`: its unfinished requests. `users`: those of them that are admitted. `image_pins`: side batches and uploads
+    under way that may read its image.
+    """
 
     digest: str
     source: Source

@@ -7,6 +7,7 @@ import asyncio
 import functools
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from caraserve.config import DIGEST, check_adapter_name
 from caraserve.core.lora_layout import MAX_RANK, AdapterSpec, HostAdapter
 from caraserve.errors import AdapterRejected, CaraServeError, ConfigError, Forbidden, NotFound
-from caraserve.lora.adapter import Adapter, RemoteSource, Source, too_large
+from caraserve.lora.adapter import Adapter, RemoteSource, Source, UploadSource, too_large
 from caraserve.lora.host_loader import Came, Done
 from caraserve.lora.manager import AdapterManager
 from caraserve.lora.peft import inspect_adapter, read_adapter, resolve_adapter_path
@@ -74,6 +75,9 @@ class AdapterReader:
     ) -> None:
         """Reads and checks a whole adapter into `into`. Calls `done` on the event loop with the image or the error and,
         during a download, `came` with the layers that have arrived so far."""
+        if isinstance(source, UploadSource):
+            source.read(into, done, came)
+            return
         if isinstance(source, RemoteSource):
             assert self._download is not None, "only a cluster has adapters without a folder"
             self._download(source.digest, into, done, came)
@@ -102,6 +106,10 @@ class AdapterReader:
 
         self.executor.submit(work)
 
+    def refuse(self, error: CaraServeError, done: Done) -> None:
+        """Calls `done` with an error, as `read` does: not before it has returned."""
+        self._on_loop(lambda: done(error))
+
     def close(self) -> None:
         """Ends the threads."""
         self.executor.shutdown(wait=True, cancel_futures=True)
@@ -124,6 +132,7 @@ class Catalog:
         self._spec, self._registry = spec, registry
         self._reader, self._rules, self._observers = reader, rules, observers
         self._infos: dict[str, AdapterInfo] = {}
+        self._uploading: dict[str, AdapterInfo] = {}  # with a random digest; not in `_infos`
         self._changing: set[str] = set()  # names being loaded or unloaded
 
     def all(self) -> list[AdapterInfo]:
@@ -138,7 +147,11 @@ class Catalog:
         return info
 
     def find(self, name: str) -> AdapterInfo | None:
-        """Returns the adapter of that name, or None."""
+        """Returns the adapter of that name, or None. One that is being uploaded counts, if there is no other."""
+        return self._infos.get(name) or self._uploading.get(name)
+
+    def find_whole(self, name: str) -> AdapterInfo | None:
+        """Returns the adapter of that name, or None; one that is being uploaded does not count."""
         return self._infos.get(name)
 
     def pin(self, name: str) -> Adapter:
@@ -215,6 +228,36 @@ class Catalog:
         """Raises AdapterRejected for an adapter that can never be served."""
         if (refusal := self._refusal(spec.rank, spec.num_bytes)) is not None:
             raise refusal
+
+    def begin_upload(self, name: str, source: UploadSource, spec: AdapterSpec) -> bool:
+        """Lets requests name an adapter that is being uploaded, for a caller that is `changing` the name. Returns False
+        if the name stands for an adapter: that one serves until the new one is complete."""
+        if name in self._infos:
+            return False
+        digest = secrets.token_hex(32)
+        self._uploading[name] = AdapterInfo(
+            name,
+            digest,
+            str(self._rules.roots[0] / name),
+            spec.rank,
+            (),
+            spec.num_bytes,
+            time.time(),
+            state="uploading",
+        )
+        self.manager.register(name, digest, source, spec.num_bytes)
+        return True
+
+    def identify_upload(self, name: str, digest: str) -> None:
+        """Gives an upload that is complete its digest."""
+        info = self._uploading[name]
+        self.manager.identify(info.digest, digest)
+        self._uploading[name] = replace(info, digest=digest)
+
+    def end_upload(self, name: str) -> None:
+        """Ends what `begin_upload` began, when the adapter has been added or its upload has failed."""
+        if self._uploading.pop(name, None) is not None and name not in self._infos:
+            self.manager.unregister(name)
 
     async def add_stored(self, name: str, spec: AdapterSpec, folder: Path) -> AdapterInfo:
         """Points a name at an adapter whose folder has just been stored and checked, for a caller that is `changing`

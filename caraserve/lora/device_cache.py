@@ -57,6 +57,11 @@ class DeviceCache:
         adapter.slot = BASE_ADAPTER_SLOT
         self._memory.remove_adapter(adapter.device_bytes)
 
+    def rename(self, old: str, new: str) -> None:
+        """Gives the adapter of digest `old` another digest, if it is on the device."""
+        if old in self._adapters:
+            self._adapters[new] = self._adapters.pop(old)
+
     def growable(self) -> int:
         """Returns how many more KV blocks there could be if every idle adapter were evicted, blocks that the backend is
         making room for included."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from caraserve.core.backend import Backend
-from caraserve.core.lora_layout import HostAdapter
+from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.kv.memory_budget import MemoryBudget
 from caraserve.lora.adapter import Adapter, AdapterTier, CacheCounters
@@ -187,13 +187,14 @@ class DeviceLoader:
             self._backend.extend_load(adapter.slot, adapter.partial.layers)
             self._owner.changed()
 
-    def completed(self, adapter: Adapter, layers: int) -> None:
-        """Extends the copy of a streamed adapter to all its `layers` layers, when its download is complete. An adapter
-        that makes room for another one is still unloaded first."""
+    def completed(self, adapter: Adapter, spec: AdapterSpec) -> None:
+        """Extends the copy of a streamed adapter to all its layers, when its download is complete. An adapter that
+        makes room for another one is still unloaded first."""
         if not adapter.makes_room:
+            adapter.spec = spec
             adapter.move_to(AdapterTier.COPYING)
             adapter.groups = self._arrivals.expect_rest(adapter)
-            self._backend.extend_load(adapter.slot, layers)
+            self._backend.extend_load(adapter.slot, len(spec.layer_ends))
             self.end_failed(adapter)
             self._owner.changed()
 

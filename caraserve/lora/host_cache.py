@@ -54,6 +54,13 @@ class HostCache:
         self._images.pop(digest, None)
         self._arena.free(self._extents.pop(digest))
 
+    def rename(self, old: str, new: str) -> None:
+        """Gives the extent of digest `old` another digest."""
+        if old in self._extents:
+            self._extents[new] = self._extents.pop(old)
+        if old in self._images:
+            self._images[new] = self._images.pop(old)
+
     def check(self, reading: set[str]) -> None:
         """Raises AssertionError unless each extent has an image or is `reading`, and the arena's bytes add up."""
         assert self._extents.keys() == self._images.keys() | reading, "an extent of the arena has no owner"

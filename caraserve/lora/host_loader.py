@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import HostAdapter
 from caraserve.errors import AdapterRejected, CaraServeError
-from caraserve.lora.adapter import Adapter, AdapterTier, CacheCounters, PartialImage, Source
+from caraserve.lora.adapter import Adapter, AdapterTier, CacheCounters, PartialImage, Source, UploadSource
 from caraserve.lora.host_cache import HostCache
 
 _MOST_PREFETCHES = 2  # reads at a time for requests that are not admitted yet; more of them would only share the disk
@@ -85,6 +85,12 @@ class HostLoader:
         if adapter in self._waiting:
             self._waiting.remove(adapter)
 
+    def rename(self, old: str, new: str) -> None:
+        """Gives the adapter of digest `old` another digest."""
+        if old in self._ahead:
+            self._ahead.remove(old)
+            self._ahead.add(new)
+
     def schedule_pending(self) -> None:
         """Starts reads in the order of the queue, as far as there is room in the arena. A small adapter does not
         overtake a large one, because the large one might then never get its room."""
@@ -132,7 +138,8 @@ class HostLoader:
     def _ended(self, adapter: Adapter, result: HostAdapter | CaraServeError) -> None:
         self.under_way -= 1
         self._ahead.discard(adapter.digest)
-        if isinstance(result, HostAdapter) and result.spec.digest != adapter.digest:
+        is_other = isinstance(result, HostAdapter) and result.spec.digest != adapter.digest
+        if is_other and not isinstance(adapter.source, UploadSource):  # an upload may be what another name has already
             result = AdapterRejected(f"{adapter.source.name}: the files have changed since the adapter was loaded")
         if isinstance(result, CaraServeError):
             self._owner.not_read(adapter, result)

@@ -69,6 +69,16 @@ class AdapterManager:
             old.names.discard(name)
             self._forget_if_unused(old)
 
+    def identify(self, random_digest: str, digest: str) -> None:
+        """Gives an adapter whose upload is complete its digest, unless another one has it: the name is then registered
+        again, and the requests under way keep their own."""
+        if digest not in self._adapters and random_digest in self._adapters:
+            adapter = self._adapters[digest] = self._adapters.pop(random_digest)
+            self._host_cache.rename(random_digest, digest)
+            self.device_cache.rename(random_digest, digest)
+            self._host_loader.rename(random_digest, digest)
+            adapter.digest = digest
+
     def unregister(self, name: str) -> Adapter:
         """Removes a name and returns its adapter, which is forgotten when no request pins it and no other name has
         it."""
@@ -223,7 +233,7 @@ class AdapterManager:
         """Queues an adapter whose image is now complete in the host cache for a copy, if an admitted request needs
         it."""
         if adapter.tier is AdapterTier.STREAMING:
-            self.device_loader.completed(adapter, len(image.spec.layer_ends))
+            self.device_loader.completed(adapter, image.spec)
             return
         adapter.move_to(AdapterTier.HOST)
         try:

@@ -18,7 +18,8 @@ from caraserve.lora.peft_config import CONFIG_NAME
 from caraserve.util.units import human_bytes
 
 CONFIG_KEY = "adapter_config"  # of a safetensors file's metadata: the configuration as JSON
-_SNIFFED_BYTES = 9  # a safetensors file begins with the length of its header, 8 bytes, and a brace
+_LENGTH_BYTES = 8  # of a safetensors file's first number, the length of its header
+_SNIFFED_BYTES = _LENGTH_BYTES + 1  # the header is JSON and begins with a brace
 _MOST_SAFETENSORS_HEADER = 1 << 32
 _BLOCK = tarfile.BLOCKSIZE
 _REGULAR = (tarfile.REGTYPE, tarfile.AREGTYPE)
@@ -46,7 +47,9 @@ class UploadBody:
         """`num_bytes`: of the whole body, None if the client does not say. `config`: of a safetensors body, if it is
         not in its metadata."""
         self.tensor_bytes = 0  # of the tensor file, that were written
-        self.tensors_size: int | None = None  # of the whole tensor file, once it is known
+        self._is_sized = False  # whether the tensor file has its full size, as the header's check needs it
+        self._is_bare = False
+        self._header_end: int | None = None
         self._folder, self._config = folder, config
         self._num_bytes = num_bytes
         self._limits = {CONFIG_NAME: MOST_CONFIG_BYTES, TENSORS_NAME: most_tensor_bytes}
@@ -68,6 +71,18 @@ class UploadBody:
     def has(self, name: str) -> bool:
         """Whether a file has been written to its end."""
         return name in self._written
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether the body is a safetensors file, not a tar."""
+        return self._is_bare
+
+    def has_tensor_header(self) -> bool:
+        """Whether the header of the tensor file has been written, and the file's size is known."""
+        if self._header_end is None and self.tensor_bytes >= _LENGTH_BYTES:
+            with open(self._folder / TENSORS_NAME, "rb") as file:
+                self._header_end = _LENGTH_BYTES + int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        return self._is_sized and self._header_end is not None and self.tensor_bytes >= self._header_end
 
     def end(self) -> None:
         """Ends the last file, after the last byte. Raises AdapterRejected if the body ends too early."""
@@ -110,6 +125,7 @@ class UploadBody:
             return rest
         start = bytes(self._held)
         if start[8:] == b"{" and int.from_bytes(start[:8], "little") < _MOST_SAFETENSORS_HEADER:
+            self._is_bare = True
             self._begin(TENSORS_NAME, self._num_bytes)
             if self._config is not None:
                 self.add_config(self._config)
@@ -227,7 +243,7 @@ class UploadBody:
         self._member = _Member(name, descriptor, size)
         if name == TENSORS_NAME and size is not None:
             os.ftruncate(descriptor, size)  # its header is checked against the file's size before all has arrived
-            self.tensors_size = size
+            self._is_sized = True
 
     def _write_all(self, data: memoryview) -> None:
         member = self._member

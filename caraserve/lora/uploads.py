@@ -2,6 +2,8 @@
 
     body ─► hidden folder in the root ─► checksum, then every tensor checked ─► renamed to the adapter's name ─► catalog
 
+Under a name that stands for no adapter yet, requests are admitted while the body arrives (`upload_stream.py`).
+
 Whatever fails or ends early, the hidden folder is removed; one that a crash leaves is removed at the next start.
 """
 
@@ -20,14 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from caraserve.core.lora_layout import AdapterSpec
-from caraserve.errors import AdapterRejected, CaraServeError, Forbidden, PayloadTooLarge, ServerBusy
+from caraserve.core.lora_layout import AdapterSpec, HostAdapter
+from caraserve.errors import AdapterRejected, CaraServeError, Forbidden, PayloadTooLarge, ServerBusy, Unreachable
 from caraserve.lora.adapter import Adapter
-from caraserve.lora.catalog import Catalog
+from caraserve.lora.catalog import AdapterReader, Catalog
 from caraserve.lora.peft import TENSORS_NAME, inspect_adapter
 from caraserve.lora.peft_config import CONFIG_NAME
 from caraserve.lora.registry import AdapterInfo
 from caraserve.lora.upload_body import MOST_CONFIG_BYTES, UploadBody, config_of
+from caraserve.lora.upload_stream import UploadStream
 from caraserve.model.safetensors_reader import TensorFile, TensorFileError
 from caraserve.model.spec import ModelSpec
 from caraserve.util.tasks import Tasks
@@ -66,10 +69,12 @@ class UploadClaims:
 class AdapterUploads:
     """The uploads of one instance. Runs on the event loop; files are written on threads of its own."""
 
-    def __init__(self, catalog: Catalog, model: ModelSpec, root: Path | None, most_image_bytes: int) -> None:
+    def __init__(
+        self, catalog: Catalog, reader: AdapterReader, model: ModelSpec, root: Path | None, most_image_bytes: int
+    ) -> None:
         """`root`: the folder of adapters, None if the server was started without one. `most_image_bytes`: of the
         largest adapter that can be served."""
-        self.catalog, self.model, self.most_bytes = catalog, model, most_image_bytes
+        self.catalog, self.reader, self.model, self.most_bytes = catalog, reader, model, most_image_bytes
         self._root = root
         self._executor = ThreadPoolExecutor(_MOST_UPLOADS, "caraserve-upload")
         self._removals = Tasks()
@@ -144,6 +149,8 @@ class _Upload:
         self._name, self._folder, self._claims = name, folder, claims
         self._sha256 = hashlib.sha256()
         self._num_bytes = 0
+        self._stream: UploadStream | None = None
+        self._is_admitted = False  # whether requests may name it
 
     async def run(self, pieces: AsyncIterator[bytes]) -> UploadedAdapter:
         uploads, on_thread = self._uploads, self._uploads.on_thread
@@ -152,17 +159,35 @@ class _Upload:
         except OSError as error:
             raise _not_written(error) from None
         body = UploadBody(hidden, uploads.most_bytes, self._claims.num_bytes, self._claims.config)
+        failure = _broken(self._name, "it has ended early")
         try:
             async for piece in pieces:
-                await on_thread(self._take, body, piece)
-            spec = await on_thread(self._checked, body, hidden)
-            return await to_its_end(asyncio.ensure_future(self._store(spec, hidden)))
+                await on_thread(self._take, body, hidden, piece)
+                self._admit()
+            spec, image = await on_thread(self._checked, body, hidden)
+            return await to_its_end(asyncio.ensure_future(self._store(spec, image, hidden)))
         except OSError as error:
-            raise _not_written(error) from None
+            unwritten = _not_written(error)
+            failure = _broken(self._name, unwritten.message)
+            raise unwritten from None
+        except CaraServeError as error:
+            failure = _broken(self._name, error.message)
+            raise
         finally:
+            if self._stream is not None:
+                self._stream.fail(failure)  # no effect on one that is stored
+            self._catalog.end_upload(self._name)
             await on_thread(self._end, body, hidden)
 
-    def _take(self, body: UploadBody, piece: bytes) -> None:
+    def _admit(self) -> None:
+        """Lets requests name the adapter once its layout is known, and reports layers that have arrived."""
+        if self._stream is not None and not self._is_admitted:
+            self._catalog.refuse_too_large(self._stream.spec)
+            self._is_admitted = self._catalog.begin_upload(self._name, self._stream, self._stream.spec)
+        if self._stream is not None:
+            self._stream.announce()
+
+    def _take(self, body: UploadBody, hidden: Path, piece: bytes) -> None:
         self._num_bytes += len(piece)
         if self._num_bytes > self._uploads.most_bytes + _MOST_OVERHEAD_BYTES:
             raise PayloadTooLarge(
@@ -170,9 +195,16 @@ class _Upload:
             )
         self._sha256.update(piece)
         body.write(piece)
+        if self._stream is None and body.has_tensor_header():
+            self._add_config(body, hidden)
+            if body.has(CONFIG_NAME):
+                self._stream = UploadStream(self._name, hidden, self._uploads.model, self._uploads.reader)
+        if self._stream is not None:
+            self._stream.advance(body.tensor_bytes)
 
-    def _checked(self, body: UploadBody, hidden: Path) -> AdapterSpec:
-        """Checks the checksum first, then what the body holds. Returns the adapter's description."""
+    def _checked(self, body: UploadBody, hidden: Path) -> tuple[AdapterSpec, HostAdapter | None]:
+        """Checks the checksum first, then what the body holds. Returns the adapter's description, and its image if
+        requests have wanted it."""
         for header, expected in self._claims.checksums:
             if self._sha256.digest() != expected:
                 raise AdapterRejected(
@@ -181,19 +213,28 @@ class _Upload:
         body.end()
         self._add_config(body, hidden)
         body.check_complete()
+        if self._stream is not None:
+            self._stream.advance(body.tensor_bytes)
+            if (image := self._stream.image()) is not None:
+                return image.spec, image
         spec = inspect_adapter(hidden, self._uploads.model)
         self._catalog.refuse_too_large(spec)
-        return spec
+        return spec, None
 
     def _add_config(self, body: UploadBody, hidden: Path) -> None:
         """Adds the configuration that a safetensors file has in its metadata, where there is no other."""
-        if body.has(TENSORS_NAME) and not body.has(CONFIG_NAME):
+        if body.is_bare and not body.has(CONFIG_NAME):
             with suppress(TensorFileError), TensorFile(hidden / TENSORS_NAME) as file:
                 if (config := config_of(file.metadata)) is not None:
                     body.add_config(config)
 
-    async def _store(self, spec: AdapterSpec, hidden: Path) -> UploadedAdapter:
-        old = self._catalog.find(self._name)
+    async def _store(self, spec: AdapterSpec, image: HostAdapter | None, hidden: Path) -> UploadedAdapter:
+        """Lets the requests that wait for the image go on, then stores the adapter."""
+        if self._is_admitted:
+            self._catalog.identify_upload(self._name, spec.digest)
+        if self._stream is not None:
+            self._stream.complete(image)
+        old = self._catalog.find_whole(self._name)
         if old is not None and old.digest == spec.digest and old.targets:
             return UploadedAdapter(old, is_new=False)
         replaced = await self._uploads.on_thread(_give_name, hidden, self._folder)
@@ -205,12 +246,16 @@ class _Upload:
         except CaraServeError:
             await self._uploads.on_thread(_take_name, self._folder, replaced)
             raise
+        if self._stream is not None:
+            self._stream.stored(self._folder)
         if replaced is not None:
             self._uploads.remove_later(adapter, replaced)
         return UploadedAdapter(info, is_new=old is None)
 
     def _end(self, body: UploadBody, hidden: Path) -> None:
         body.close()
+        if self._stream is not None:
+            self._stream.close()
         shutil.rmtree(hidden, ignore_errors=True)
 
 
@@ -219,7 +264,9 @@ async def to_its_end(work: asyncio.Future[T]) -> T:
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
-        await asyncio.wait([work])
+        while not work.done():  # a thread may be writing to memory that is freed next
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([work])
         raise
 
 
@@ -286,6 +333,11 @@ def _remove_abandoned(root: Path) -> None:
     for folder in root.glob(f"{_HIDDEN}*"):
         log.warning("removing %r, which an upload has left", str(folder))
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _broken(name: str, why: str) -> Unreachable:
+    """Returns the error of the requests for an adapter whose upload has failed."""
+    return Unreachable(f"the upload of the adapter {name!r} has failed: {why}", retry_after_s=_RETRY_S)
 
 
 def _not_written(error: OSError) -> CaraServeError:

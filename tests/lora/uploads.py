@@ -63,7 +63,7 @@ async def receiving(root: Path, registry: Registry | None = None) -> AsyncIterat
     os.makedirs(root, exist_ok=True)
     reader = AdapterReader(SPEC, lambda call: call())
     made = catalog(registry or Registry(None), reader, root)
-    uploads = AdapterUploads(made, SPEC, root, LIMIT)
+    uploads = AdapterUploads(made, reader, SPEC, root, LIMIT)
     try:
         yield Receiver(root, made, uploads)
     finally:

@@ -21,7 +21,7 @@ from caraserve.cluster.transfer.download import Downloader, HolderWatch
 from caraserve.cluster.transfer.peer_client import PeerClient
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.errors import CaraServeError, Forbidden, Unreachable
-from caraserve.lora.adapter import AdapterTier
+from caraserve.lora.adapter import AdapterTier, UploadSource
 from caraserve.lora.catalog import AdapterReader, Catalog
 from caraserve.lora.host_loader import Came, Done
 from caraserve.lora.registry import AdapterInfo
@@ -146,6 +146,8 @@ class AdapterPool:
 
     def _is_available(self, digest: str) -> bool:
         version = self._catalog.manager.find(digest)
+        if version is not None and isinstance(version.source, UploadSource):
+            return True  # it is being uploaded here
         if version is not None and version.tier not in (AdapterTier.DISK, AdapterTier.FAILED):
             return True  # in memory, or being read
         return self.has(digest) or bool(self._holders.holders(digest))

@@ -1,0 +1,121 @@
+"""An adapter that is still being uploaded, as the source of its image: requests are computed as far as it has come.
+
+request ─► host loader ─► UploadStream.read: memory for the image
+piece of the body ─► written to the file ─► advance, on a thread ─► announce: layers for the prefill
+checksum is right ─► complete: the last layer too          it is not ─► fail: the requests end with an error
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.core.lora_layout import AdapterSpec, HostAdapter
+from caraserve.errors import AdapterRejected, CaraServeError
+from caraserve.lora.adapter import Source, UploadSource
+from caraserve.lora.arriving_image import ArrivingImage
+from caraserve.lora.catalog import AdapterReader
+from caraserve.lora.host_loader import Came, Done
+from caraserve.lora.peft import TENSORS_NAME, Pair, Site, specify
+from caraserve.model.safetensors_reader import TensorFile, TensorFileError
+from caraserve.model.spec import ModelSpec
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A read that the host loader has asked for: memory for the image, and the callbacks."""
+
+    into: NDArray[np.uint8]
+    done: Done
+    came: Came
+    announced: int = 0  # layers
+
+
+class UploadStream(UploadSource):
+    """The tensors of one upload. `advance`, `image` and `close` are for one thread at a time, the rest for the event
+    loop, while that thread does nothing."""
+
+    def __init__(self, name: str, folder: Path, model: ModelSpec, reader: AdapterReader) -> None:
+        """Reads the file's header, which must have been written. Raises AdapterRejected for an adapter that does not
+        fit `model`."""
+        self._name, self._model, self._reader = name, model, reader
+        self._outcome: Source | CaraServeError | None = None
+        self._reading: _Reading | None = None
+        self._arriving: ArrivingImage | None = None
+        try:
+            self._file = TensorFile(folder / TENSORS_NAME)
+            self._pairs: dict[Site, Pair]
+            self.spec: AdapterSpec  # without digest
+            self.spec, self._pairs = specify(folder, self._file, model)
+        except TensorFileError as error:
+            raise AdapterRejected(str(error)) from None
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    # --- on the event loop ---
+
+    def read(self, into: NDArray[np.uint8], done: Done, came: Came) -> None:
+        """Fills `into` as the tensors arrive."""
+        if self._outcome is None:
+            self._reading = _Reading(into, done, came)
+        else:
+            self._read_outcome(_Reading(into, done, came))
+
+    def announce(self) -> None:
+        """Reports layers that have arrived since the last call."""
+        reading, arriving = self._reading, self._arriving
+        if reading is not None and arriving is not None and arriving.layers > reading.announced:
+            reading.announced = arriving.layers
+            reading.came(arriving.so_far(), arriving.layers)
+
+    def complete(self, image: HostAdapter | None) -> None:
+        """Reports the whole image, whose checksum is right, if it was being read."""
+        if image is not None and self._reading is not None:
+            reading, self._reading, self._arriving = self._reading, None, None
+            reading.done(image)
+
+    def stored(self, folder: Path) -> None:
+        """From now on the adapter is read from its folder."""
+        self._end(folder)
+
+    def fail(self, error: CaraServeError) -> None:
+        """Ends the read with an error, and every later one. No effect on an adapter that is stored."""
+        if self._outcome is None:
+            self._arriving = None
+            self._end(error)
+
+    def _end(self, outcome: Source | CaraServeError) -> None:
+        self._outcome = outcome
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            self._read_outcome(reading)
+
+    def _read_outcome(self, reading: _Reading) -> None:
+        assert self._outcome is not None
+        if isinstance(self._outcome, CaraServeError):
+            self._reader.refuse(self._outcome, reading.done)
+        else:
+            self._reader.read(self._outcome, reading.into, reading.done)
+
+    # --- on a thread ---
+
+    def advance(self, num_bytes: int) -> None:
+        """Places the tensors that have arrived with the file's first `num_bytes` bytes, if they are wanted."""
+        if self._arriving is None and self._reading is not None:
+            self._arriving = ArrivingImage(self._file, self.spec, self._pairs, self._model, self._reading.into)
+        try:
+            if self._arriving is not None:
+                self._arriving.advance(num_bytes)
+        except TensorFileError as error:
+            raise AdapterRejected(str(error)) from None
+
+    def image(self) -> HostAdapter | None:
+        """Returns the whole image, if it was wanted. The file must be complete."""
+        return None if self._arriving is None else self._arriving.finished()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
