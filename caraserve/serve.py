@@ -29,7 +29,9 @@ from caraserve.engine.stats import EngineObservers
 from caraserve.errors import ConfigError
 from caraserve.kv.memory_budget import MemoryBudget
 from caraserve.loop import Engine
+from caraserve.lora.aliases import Aliases
 from caraserve.lora.catalog import AdapterReader, Catalog, CatalogRules
+from caraserve.lora.management import AdapterManagement
 from caraserve.lora.manager import AdapterManager
 from caraserve.lora.peft import may_exist
 from caraserve.lora.peft_config import CONFIG_NAME
@@ -67,7 +69,7 @@ class Served:
     profile: Profile | None
     device: str
     reader: AdapterReader
-    uploads: AdapterUploads
+    management: AdapterManagement
 
 
 def with_demo(model: ModelConfig, lora: LoraConfig) -> tuple[ModelConfig, LoraConfig]:
@@ -155,6 +157,7 @@ async def build_engine(
     most_bytes = min(rules.device_bytes, rules.host_bytes)
     uploads = AdapterUploads(catalog, reader, spec, next(iter(rules.roots), None), most_bytes)
     stack.push_async_callback(uploads.close)
+    management = AdapterManagement(uploads, Aliases(registry))
     complaints = _add_adapters(catalog, lora_config)
     metrics.show(manager.counters.families)
     engine = Engine(
@@ -173,7 +176,7 @@ async def build_engine(
     stack.push_async_callback(_end_task, task)
     if mode.preloads:
         await catalog.preloaded()
-    return Served(engine, metrics, spec, complaints, profile, backend.device_name, reader, uploads)
+    return Served(engine, metrics, spec, complaints, profile, backend.device_name, reader, management)
 
 
 def _worker_counts(backend: ServingBackend) -> WorkerCounts:
@@ -276,7 +279,7 @@ async def serve(
             router=router,
             cluster=cluster.node if cluster else None,
             background=cluster.node.background if cluster else None,
-            uploads=served.uploads,
+            management=served.management,
         )
         if cluster is not None:
             cluster.add_routes(app)

@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
-from caraserve.errors import InvalidRequest, NotFound
+from caraserve.errors import AdapterRejected, InvalidRequest, NotFound
 from caraserve.http import body_fields
 from caraserve.http.client import Client
 from caraserve.http.context import CLIENT, CONTEXT, Context
@@ -41,22 +41,42 @@ ListedAdapter = AdapterInfo | RemoteAdapter
 
 
 def find_adapter(request: web.Request, model: str) -> ListedAdapter | None:
-    """The adapter, here or in the cluster, that `model` names as `adapter` or, as for SGLang, as `base:adapter`; None
-    for the base model. Raises NotFound with param `model`, also for an adapter that the client may not use: it does not
-    learn that there is one."""
+    """The adapter, here or in the cluster, that `model` names as `adapter`, by an alias or, as for SGLang, as
+    `base:adapter`; None for the base model. Raises NotFound with param `model`, also for an adapter that the client may
+    not use: it does not learn that there is one."""
     context, client = request.app[CONTEXT], request[CLIENT]
     if model in context.engine.base_names:
         return None
     bases = [base for base in context.engine.base_names if model.startswith(f"{base}:")]
     for name in (model, *(model.removeprefix(f"{base}:") for base in bases)):
-        if not client.may_use(name):
-            continue
-        try:
-            return context.engine.adapter(name)
-        except NotFound:
-            if context.cluster is not None and (remote := context.cluster.adapter(name)) is not None:
-                return remote_adapter(context, remote)
+        adapter = target_of(context, name)
+        is_allowed = client.may_use(name) or client.may_use(adapter)
+        if is_allowed and (found := find_named(context, adapter)) is not None:
+            return found
+        if is_allowed and adapter != name:
+            raise NotFound(f"{name!r} stands for the adapter {adapter!r}, which is not loaded.", param="model")
     raise unknown_model(model)
+
+
+def target_of(context: Context, name: str) -> str:
+    """The name of the adapter that an alias stands for; any other name as it is."""
+    alias = None if context.management is None else context.management.aliases.find(name)
+    return name if alias is None else alias.adapter
+
+
+def refuse_alias(context: Context, name: str) -> None:
+    """Raises AdapterRejected for the name of an alias, which can name no adapter."""
+    if target_of(context, name) != name:
+        raise AdapterRejected(f"{name!r} is an alias; use another name, or delete the alias.", param="name")
+
+
+def find_named(context: Context, name: str) -> ListedAdapter | None:
+    """The adapter of that name, here or in the cluster; None if there is none. Aliases are not looked up."""
+    try:
+        return context.engine.adapter(name)
+    except NotFound:
+        remote = None if context.cluster is None else context.cluster.adapter(name)
+        return None if remote is None else remote_adapter(context, remote)
 
 
 def unknown_model(name: str) -> NotFound:

@@ -12,7 +12,7 @@ import orjson
 from aiohttp import web
 
 from caraserve.errors import Forbidden, InvalidRequest, NotFound
-from caraserve.http.adapter_choice import ListedAdapter, remote_adapter
+from caraserve.http.adapter_choice import ListedAdapter, find_named, refuse_alias, remote_adapter
 from caraserve.http.admin import updatable
 from caraserve.http.context import CLIENT, CONTEXT, Context
 from caraserve.http.responses import json_response
@@ -60,11 +60,8 @@ async def show_adapter(request: web.Request) -> web.Response:
 def _named(request: web.Request) -> ListedAdapter:
     """The adapter that the URL names. Raises NotFound, also if the client may not use it."""
     context, name = request.app[CONTEXT], request.match_info["name"]
-    if request[CLIENT].may_use(name):
-        if (info := context.engine.catalog.find(name)) is not None:
-            return info
-        if context.cluster is not None and (remote := context.cluster.adapter(name)) is not None:
-            return remote_adapter(context, remote)
+    if request[CLIENT].may_use(name) and (found := find_named(context, name)) is not None:
+        return found
     raise NotFound(f"There is no adapter {name[:200]!r}; GET /v1/adapters lists them.", param="name")
 
 
@@ -91,6 +88,7 @@ async def put_adapter(request: web.Request) -> web.Response:
     name = request.match_info["name"]
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise web.HTTPUnsupportedMediaType(text="Content-Encoding is not taken; send the body as it is.")
+    refuse_alias(context, name)
     claims = UploadClaims(request.content_length, request.query.get("config"), tuple(_checksums(request)))
     stored = await uploads.put(name, _pieces(request, context.timings.body_s), claims)
     log.info("adapter %s uploaded: %s", name, stored.info.digest)
@@ -113,9 +111,9 @@ async def delete_adapter(request: web.Request) -> web.Response:
 
 def _updatable(request: web.Request) -> tuple[Context, AdapterUploads]:
     context = updatable(request)
-    if context.uploads is None:
+    if context.management is None:
         raise Forbidden("This server takes no uploads.")
-    return context, context.uploads
+    return context, context.management.uploads
 
 
 async def _pieces(request: web.Request, patience_s: float) -> AsyncIterator[bytes]:

@@ -13,7 +13,15 @@ from aiohttp import web
 
 from caraserve.errors import AdapterRejected, Forbidden, NotFound
 from caraserve.http import body_fields
-from caraserve.http.adapter_choice import ListedAdapter, find_adapter, remote_adapter, unknown_model
+from caraserve.http.adapter_choice import (
+    ListedAdapter,
+    find_adapter,
+    find_named,
+    refuse_alias,
+    remote_adapter,
+    target_of,
+    unknown_model,
+)
 from caraserve.http.context import CLIENT, CONTEXT, Context
 from caraserve.http.field_types import TextField
 from caraserve.http.request_schema import LOAD_ADAPTER, UNLOAD_ADAPTER, check_fields
@@ -33,7 +41,7 @@ class ModelList:
 
     def __init__(self) -> None:
         self._adapters: list[AdapterInfo] | None = None
-        self._registry_version = 0  # of the cluster's registry
+        self._versions = 0, 0  # of the cluster's registry, and of the aliases
         self._body = b""
         self._encoding = asyncio.Lock()
 
@@ -41,14 +49,16 @@ class ModelList:
         async with self._encoding:
             adapters = context.engine.adapters()
             registry_version = context.cluster.registry_version if context.cluster else 0
-            if adapters != self._adapters or registry_version != self._registry_version:
+            versions = registry_version, context.management.aliases.version if context.management else 0
+            if adapters != self._adapters or versions != self._versions:
                 self._body = await _encoded_list(context, adapters)
-                self._adapters, self._registry_version = adapters, registry_version
+                self._adapters, self._versions = adapters, versions
             return self._body
 
 
 async def _encoded_list(context: Context, adapters: Sequence[AdapterInfo]) -> bytes:
-    """The base model by all its names, this instance's adapters, then those that only other instances have, by name."""
+    """The base model by all its names, this instance's adapters, those that only other instances have, by name, then
+    the aliases."""
     cards = [orjson.dumps(_base_card(context, name)) for name in context.engine.base_names]
     local_names = set()
     async for adapter in in_turns(adapters):
@@ -58,6 +68,9 @@ async def _encoded_list(context: Context, adapters: Sequence[AdapterInfo]) -> by
         async for some in sorted_by_name(context.cluster.adapters()):
             remote = [remote_adapter(context, one) for one in some if one.name not in local_names]
             cards += [orjson.dumps(_card(context, one)) for one in remote]
+    async for alias in in_turns(context.management.aliases.all() if context.management else ()):
+        if (target := find_named(context, alias.adapter)) is not None:
+            cards.append(orjson.dumps(_card(context, target) | {"id": alias.name}))
     return b'{"object":"list","data":[%b]}' % b",".join(cards)
 
 
@@ -75,7 +88,10 @@ async def show_model(request: web.Request) -> web.Response:
     adapter = find_adapter(request, name)
     if adapter is None and not request[CLIENT].may_use(None):
         raise unknown_model(name)
-    return json_response(_card(context, adapter) if adapter else _base_card(context, name))
+    if adapter is None:
+        return json_response(_base_card(context, name))
+    is_alias = target_of(context, name) != name
+    return json_response(_card(context, adapter) | ({"id": name} if is_alias else {}))
 
 
 def _base_card(context: Context, name: str) -> dict[str, Any]:
@@ -116,6 +132,7 @@ async def load_lora_adapter(request: web.Request) -> web.Response:
             "letter or digit, and not the base model's name.",
             param="lora_name",
         )
+    refuse_alias(context, name)
     await context.complete(context.engine.load_adapter(name, path, inplace=inplace))
     log.info("adapter %s loaded from %r", name, path)
     return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")

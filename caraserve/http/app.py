@@ -20,7 +20,7 @@ from caraserve.cluster.membership.websocket import WEBSOCKET_PATH
 from caraserve.cluster.routing.forward_auth import INSTANCE_HEADER, PREFIX
 from caraserve.config import HttpConfig
 from caraserve.errors import CaraServeError, ServerBusy, Unauthorized
-from caraserve.http import adapters, admin, openapi, status, tokenize
+from caraserve.http import adapters, admin, aliases, openapi, status, tokenize
 from caraserve.http.api_request import RequestRouter
 from caraserve.http.auth import add_cors_headers, answer_preflight, authenticate, challenge
 from caraserve.http.context import ANSWERED_BY, CLIENT, CONTEXT, REQUEST_ID, BodyBudget, Context, HttpTimings
@@ -31,7 +31,7 @@ from caraserve.http.request_log import CLIENT_LEFT, IGNORED_HEADER, SUMMARY, Req
 from caraserve.http.responses import SERVER, error_body, error_response, json_response, refusal_response
 from caraserve.http.server import Runner, bind, listen_error
 from caraserve.loop import Engine
-from caraserve.lora.uploads import AdapterUploads
+from caraserve.lora.management import AdapterManagement
 from caraserve.telemetry.background import BackgroundTasks
 from caraserve.telemetry.metrics import Metrics
 
@@ -56,7 +56,7 @@ def make_app(
     cluster: Node | None = None,
     router: RequestRouter | None = None,
     background: BackgroundTasks | None = None,
-    uploads: AdapterUploads | None = None,
+    management: AdapterManagement | None = None,
 ) -> web.Application:
     """The application over `engine`; it owns nothing but its own tasks. Without `router` every request is answered by
     `engine`. `background`: the tasks that /ready reports."""
@@ -71,7 +71,7 @@ def make_app(
         router=router or LocalRouter(),
         cluster=cluster,
         background=background or BackgroundTasks(),
-        uploads=uploads,
+        management=management,
     )
     app = bare_app(context)
     app[admin.MODELS] = admin.ModelList()
@@ -86,6 +86,11 @@ def make_app(
             web.get("/v1/adapters/{name}", adapters.show_adapter),
             web.put("/v1/adapters/{name}", adapters.put_adapter),
             web.delete("/v1/adapters/{name}", adapters.delete_adapter),
+            web.get("/v1/aliases", aliases.list_aliases),
+            web.get("/v1/aliases/{name}", aliases.show_alias),
+            web.put("/v1/aliases/{name}", aliases.put_alias),
+            web.delete("/v1/aliases/{name}", aliases.delete_alias),
+            web.post("/v1/aliases/{name}/rollback", aliases.roll_back_alias),
             web.get("/v1/cluster", status.cluster_members),
             web.get("/v1/cluster/adapters", status.cluster_adapters),
             web.post("/tokenize", tokenize.tokenize),

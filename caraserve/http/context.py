@@ -15,7 +15,7 @@ from caraserve.http.api_request import RequestRouter
 from caraserve.http.client import Client
 from caraserve.http.whole_answer import TURN_LOGPROBS
 from caraserve.loop import Engine
-from caraserve.lora.uploads import AdapterUploads
+from caraserve.lora.management import AdapterManagement
 from caraserve.telemetry.background import BackgroundTasks
 from caraserve.telemetry.metrics import Metrics
 from caraserve.util.tasks import TurnBudget
@@ -83,7 +83,7 @@ class Context:
     router: RequestRouter
     cluster: Node | None = None  # None: this server has no peers
     background: BackgroundTasks = field(default_factory=BackgroundTasks)
-    uploads: AdapterUploads | None = None
+    management: AdapterManagement | None = None
     logprob_turns: TurnBudget = field(default_factory=lambda: TurnBudget(TURN_LOGPROBS))
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 

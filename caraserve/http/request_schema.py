@@ -343,6 +343,8 @@ UNLOAD_ADAPTER = KnownFields(
     frozenset(("lora_int_id",)),
 )
 
+ALIAS = KnownFields(_served(body.ALIASED_ADAPTER), _instead(name=("adapter", ()), lora_name=("adapter", ())))
+
 STREAM_OPTIONS = KnownFields(
     _served(body.INCLUDE_USAGE, body.CONTINUOUS_USAGE_STATS), {}, frozenset(("include_obfuscation",))
 )

@@ -1,4 +1,4 @@
-"""The adapters that were loaded on this instance, in one SQLite file that survives restarts.
+"""The adapters that were loaded on this instance, and settings by name, in one SQLite file that survives restarts.
 
 Reads are from memory, so a look-up on the event loop never waits for the disk. Writes wait, and belong on other
 threads."""
@@ -22,6 +22,12 @@ _SCHEMA = """
 CREATE TABLE adapters (
     name TEXT PRIMARY KEY, digest TEXT NOT NULL, path TEXT NOT NULL, rank INTEGER NOT NULL, targets TEXT NOT NULL,
     num_bytes INTEGER NOT NULL, created_s REAL NOT NULL, stamp TEXT NOT NULL, state TEXT NOT NULL
+) WITHOUT ROWID
+"""
+# Beside the adapters, so that files of earlier versions need no change.
+_SETTINGS = """
+CREATE TABLE IF NOT EXISTS settings (
+    kind TEXT NOT NULL, name TEXT NOT NULL, body TEXT NOT NULL, PRIMARY KEY (kind, name)
 ) WITHOUT ROWID
 """
 _COLUMNS = "name, digest, path, rank, targets, num_bytes, created_s, stamp, state"
@@ -66,6 +72,8 @@ class Registry:
                 self._prepare()
                 rows = self._connection.execute(f"SELECT {_COLUMNS} FROM adapters").fetchall()
                 self._infos = self._read(rows)
+                rows = self._connection.execute("SELECT kind, name, body FROM settings").fetchall()
+                self._settings = self._read_settings(rows)
             except BaseException:
                 self._connection.close()
                 raise
@@ -99,6 +107,20 @@ class Registry:
             self._write("DELETE FROM adapters WHERE name = ?", [(name,)])
             self._infos.pop(name, None)
 
+    def settings(self, kind: str) -> dict[str, dict[str, Any]]:
+        """Returns the settings of one kind by name: JSON objects, whose fields the caller checks."""
+        return {name: body for (of, name), body in self._settings.items() if of == kind}
+
+    def put_setting(self, kind: str, name: str, body: dict[str, Any] | None) -> None:
+        """Sets or removes (None) the settings of a name. Raises CaraServeError when the file cannot be written."""
+        with self._lock:
+            if body is None:
+                self._write("DELETE FROM settings WHERE kind = ? AND name = ?", [(kind, name)])
+                self._settings.pop((kind, name), None)
+            else:
+                self._write("INSERT OR REPLACE INTO settings VALUES (?, ?, ?)", [(kind, name, json.dumps(body))])
+                self._settings[kind, name] = body
+
     def close(self) -> None:
         """Closes the file, which unlocks it for other instances."""
         self._connection.close()
@@ -115,6 +137,19 @@ class Registry:
                 infos[info.name] = info
         return infos
 
+    def _read_settings(self, rows: Iterable[tuple[Any, ...]]) -> dict[tuple[str, str], dict[str, Any]]:
+        settings = {}
+        for kind, name, text in rows:
+            try:
+                body = json.loads(text)
+            except (ValueError, TypeError, RecursionError):
+                body = None
+            if isinstance(body, dict) and isinstance(name, str) and ADAPTER_NAME.fullmatch(name):
+                settings[kind, name] = body
+            else:
+                self.complaints.append(f"--registry {self._where}: the settings of {_shown(name)} are left out")
+        return settings
+
     def _prepare(self) -> None:
         """Locks the file, and creates the table in a new one, in one transaction: a crash here leaves an empty file."""
         execute = self._connection.execute
@@ -128,6 +163,7 @@ class Registry:
             execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
         elif version != _SCHEMA_VERSION:
             raise self._unusable(f"it belongs to another program or another version of this one (schema {version})")
+        execute(_SETTINGS)
         execute("COMMIT")
 
     def _unusable(self, why: str) -> ConfigError:

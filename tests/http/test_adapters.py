@@ -2,56 +2,17 @@
 
 import base64
 import hashlib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from caraserve.http.app import make_app, start_http
 from caraserve.http.context import HttpTimings
-from caraserve.lora.catalog import Catalog
-from caraserve.lora.registry import AdapterInfo
-from tests.http.fake_engine import FakeEngine
-from tests.http.serving import Client, exchange, http_config, new_metrics
+from tests.http.managed import serving
+from tests.http.serving import exchange
 from tests.lora.folders import write_adapter
-from tests.lora.uploads import Receiver, receiving, tar_of
-
-
-class CatalogEngine(FakeEngine):
-    """A fake engine with the adapters of a real catalog."""
-
-    catalog: Catalog
-
-    def adapters(self) -> list[AdapterInfo]:  # type: ignore[override]
-        return self.catalog.all()
-
-    def adapter(self, name: str) -> AdapterInfo:  # type: ignore[override]
-        return self.catalog.get(name)
-
-
-@asynccontextmanager
-async def serving(root: Path, **settings: Any) -> AsyncIterator[tuple[Client, Receiver]]:
-    timings = settings.pop("timings", None)
-    allow = settings.pop("allow_lora_updates", True)
-    async with receiving(root) as receiver, aiohttp.ClientSession() as session:
-        engine, config = CatalogEngine(), http_config(**settings)
-        engine.catalog = receiver.catalog
-        app = make_app(
-            engine,  # type: ignore[arg-type]
-            config,
-            new_metrics(),
-            allow_lora_updates=allow,
-            timings=timings,
-            uploads=receiver.uploads,
-        )
-        runner, port = await start_http(app, config)
-        try:
-            yield Client(session, port), receiver
-        finally:
-            await runner.cleanup()
+from tests.lora.uploads import tar_of
 
 
 @pytest.fixture

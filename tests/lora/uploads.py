@@ -40,6 +40,7 @@ class Receiver:
     """A catalog with uploads below `root`."""
 
     root: Path
+    registry: Registry
     catalog: Catalog
     uploads: AdapterUploads
 
@@ -62,10 +63,11 @@ async def in_pieces(body: bytes, step: int) -> AsyncIterator[bytes]:
 async def receiving(root: Path, registry: Registry | None = None) -> AsyncIterator[Receiver]:
     os.makedirs(root, exist_ok=True)
     reader = AdapterReader(SPEC, lambda call: call())
-    made = catalog(registry or Registry(None), reader, root)
+    registry = registry or Registry(None)
+    made = catalog(registry, reader, root)
     uploads = AdapterUploads(made, reader, SPEC, root, LIMIT)
     try:
-        yield Receiver(root, made, uploads)
+        yield Receiver(root, registry, made, uploads)
     finally:
         await uploads.close()
         reader.close()

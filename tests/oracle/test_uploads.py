@@ -100,7 +100,7 @@ async def served(subject: Subject, root: Path, mode: str = "pipelined", **adapte
     async with AsyncExitStack() as stack:
         lora = lora_config(adapters, mode=mode, adapters_dir=root)
         made = await build_engine(stack, model_config(subject.model, max_model_len=128), lora, engine_config())
-        yield Server(made.engine, made.uploads, root)
+        yield Server(made.engine, made.management.uploads, root)
         await made.engine.drain(timeout_s=30.0)
         made.engine.check()
 
