@@ -73,6 +73,13 @@ CASES = {
         30,
         200,
     ),
+    "embeddings": Case("/v1/embeddings", b'{"input":[%b]}', b"[10]", 1024, 200),
+    "embeddings in base64": Case("/v1/embeddings", b'{"input":[%b],"encoding_format":"base64"}', b"[10,11]", 256, 200),
+    "documents": Case("/rerank", b'{"query":"a","documents":[%b]}', b'"The sea is blue."', 256, 200),
+    "too many documents": Case("/rerank", b'{"query":"a","documents":[%b]}', b'{"text":"a"}', 20_000),
+    "a text to cut": Case(
+        "/v1/embeddings", b'{"input":"%b","truncate_prompt_tokens":9}', b"The sea is blue. ", 8_000, 200
+    ),
     "too many logprobs": Case(COMPLETIONS, b'{"prompt":[%b],"max_tokens":100,' + _SCORED + b"}", b"[10]", 1024),
 }
 

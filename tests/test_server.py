@@ -132,6 +132,22 @@ def test_a_seed_repeats_a_sampled_answer(server: Server) -> None:
     assert texts[0] == texts[1] != other.choices[0].text
 
 
+def test_every_adapter_embeds_texts_in_its_own_way(server: Server) -> None:
+    """The client asks for base64 unless told otherwise."""
+    client = server.client()
+    texts = ["The sea is blue.", "Blue is the sea.", "A contract binds its parties."]
+    answers = {name: client.embeddings.create(model=name, input=texts) for name in (demo.BASE_NAME, "pirate", "lawyer")}
+    assert len({tuple(answer.data[0].embedding) for answer in answers.values()}) == len(answers)
+    for name, answer in answers.items():
+        plain = client.embeddings.create(model=name, input=texts[2], encoding_format="float").data[0].embedding
+        assert answer.data[2].embedding == pytest.approx(plain, abs=1e-6)
+        assert sum(number * number for number in plain) == pytest.approx(1.0, abs=1e-5)
+        assert [one.index for one in answer.data] == [0, 1, 2]
+        assert answer.usage.prompt_tokens == answer.usage.total_tokens > 3
+    short = client.embeddings.create(model="pirate", input=texts[0], dimensions=16)
+    assert len(short.data[0].embedding) == 16
+
+
 class Place(BaseModel):
     name: str = Field(max_length=10)
     kind: Literal["sea", "lake"]

@@ -201,6 +201,23 @@ PARALLEL_TOOL_CALLS = BooleanField("parallel_tool_calls", True)
 FUNCTIONS = OtherField("functions", {"type": "array", "maxItems": 0})  # the older form of tools is refused
 FUNCTION_CALL = OtherField("function_call", one_of("none", "auto"))
 
+# --- embeddings, scores and rankings ---
+
+INPUT = OtherField("input", any_of(_TEXT, {"type": "array", "items": any_of(_TEXT, _TOKEN_ID, _TOKEN_IDS)}))
+ENCODING_FORMAT = OtherField("encoding_format", _one_of("float", "base64"))
+DIMENSIONS = IntegerField("dimensions", 1, LARGEST, None)
+NORMALIZE = BooleanField("normalize", True)
+TRUNCATE_PROMPT_TOKENS = IntegerField("truncate_prompt_tokens", -1, LARGEST, None)
+_TEXT_OR_OBJECT = any_of(_TEXT, _object(("text",), text=_TEXT))
+_TEXTS = any_of(_TEXT_OR_OBJECT, {"type": "array", "items": _TEXT_OR_OBJECT, "minItems": 1})
+TEXT_1 = OtherField("text_1", _TEXTS)
+TEXT_2 = OtherField("text_2", _TEXTS)
+QUERIES = OtherField("queries", _TEXTS)
+DOCUMENTS = OtherField("documents", _TEXTS)
+QUERY = TextField("query", MAX_TEXT_CHARACTERS)
+TOP_N = IntegerField("top_n", 0, LARGEST, 0)
+RETURN_DOCUMENTS = BooleanField("return_documents", True)
+
 # --- tokens and adapters ---
 
 TEXT_PROMPT = TextField("prompt", MAX_TEXT_CHARACTERS)

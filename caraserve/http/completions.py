@@ -164,21 +164,24 @@ def parse_prompts(fields: Fields) -> list[Prompt]:
     ids, among which there may be vectors."""
     if embeds := embeds_prompts(fields):
         return list(embeds)
-    value = fields.raw("prompt")
+    return listed_prompts(fields, "prompt")
+
+
+def listed_prompts(fields: Fields, name: str) -> list[Prompt]:
+    """The prompts of a field: a string, a list of strings, token ids, or a list of lists of token ids."""
+    value = fields.raw(name)
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
         what = "nothing" if value is None else shown(value)
         raise InvalidRequest(
-            f"prompt must be a string, token ids, or a non-empty list of either, not {what}.", param="prompt"
+            f"{name} must be a string, token ids, or a non-empty list of either, not {what}.", param=name
         )
     if not isinstance(value[0], str | list):
         return [value]
     for position, prompt in enumerate(value):
         if not isinstance(prompt, str | list):
-            raise InvalidRequest(
-                f"prompt[{position}] must be a string or token ids, not {shown(prompt)}.", param="prompt"
-            )
+            raise InvalidRequest(f"{name}[{position}] must be a string or token ids, not {shown(prompt)}.", param=name)
     return value
 
 

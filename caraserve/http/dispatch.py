@@ -172,8 +172,9 @@ class _RoutedRequest:
                 if queued.moved:
                     raise _MovedError from None
                 raise
-        async for finish in in_turns(result.finishes):
-            self._selector.answered(self._adapter, finish.completion_tokens)
+        if not self._api_request.requests[0].embeds:  # the lengths of answers predict those of later ones
+            async for finish in in_turns(result.finishes):
+                self._selector.answered(self._adapter, finish.completion_tokens)
         if result.finishes:
             first = result.finishes[0]
             self._observe(self._selector.name, predicted_ms, first.phases.e2e_ms, first.completion_tokens)

@@ -1,4 +1,4 @@
-"""The routes that generate text. Each has a function that reads its body; the rest is the same for all."""
+"""The routes that generate text or embed it. Each has a function that reads its body; the rest is the same for all."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -12,19 +12,23 @@ from caraserve.http.client import Client
 from caraserve.http.completions import parse_completion
 from caraserve.http.context import CLIENT, CONTEXT
 from caraserve.http.deadline import within_deadline
+from caraserve.http.embeddings import parse_embeddings
 from caraserve.http.json_reader import MOST_NUMBERS
 from caraserve.http.responses import note_parsed, receive_body
+from caraserve.http.scores import parse_rerank, parse_score
 from caraserve.http.validation import Fields
 from caraserve.loop import Engine
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRoute:
-    """A POST route. `parse`: makes the API request of a client's body. `most_numbers`: in lists of a body."""
+    """A POST route. `parse`: makes the API request of a client's body. `most_numbers`: in lists of a body. `samples`:
+    whether tokens are drawn, for which a body without a seed may get one."""
 
     path: str
     parse: Callable[[Fields, Engine, Find, Client], Awaitable[ApiRequest]]
-    most_numbers: int
+    most_numbers: int = MOST_NUMBERS
+    samples: bool = True
 
     def for_clients(self) -> web.RouteDef:
         """The route with the handler of clients' requests."""
@@ -32,7 +36,7 @@ class GenerationRoute:
         @within_deadline
         async def handle(request: web.Request) -> web.StreamResponse:
             context = request.app[CONTEXT]
-            received = await receive_body(request, self.most_numbers)
+            received = await receive_body(request, self.most_numbers, samples=self.samples)
             fields, find = received.fields, adapter_finder(request)
             api_request = await self.parse(fields, context.engine, find, request[CLIENT])
             note_parsed(request, fields, api_request)
@@ -42,6 +46,9 @@ class GenerationRoute:
 
 
 GENERATION_ROUTES = (
-    GenerationRoute("/v1/completions", parse_completion, MOST_NUMBERS),
+    GenerationRoute("/v1/completions", parse_completion),
     GenerationRoute("/v1/chat/completions", parse_chat, MAX_NUMBERS),
+    GenerationRoute("/v1/embeddings", parse_embeddings, samples=False),
+    *(GenerationRoute(f"{prefix}/score", parse_score, samples=False) for prefix in ("/v1", "")),
+    *(GenerationRoute(f"{prefix}/rerank", parse_rerank, samples=False) for prefix in ("/v1", "", "/v2")),
 )

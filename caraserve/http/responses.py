@@ -33,13 +33,13 @@ _LISTED_FIELDS = 100  # more than a header has room for
 SERVER = "CaraServe"  # without versions, which would say what to try
 
 
-async def receive_body(request: web.Request, most_numbers: int = MOST_NUMBERS) -> ReceivedBody:
-    """Reads the body of a request for text, with a seed from the router if the client gave none and one is needed.
-    `most_numbers` as for `parse_object`. Raises as `read_object`."""
+async def receive_body(request: web.Request, most_numbers: int = MOST_NUMBERS, *, samples: bool = True) -> ReceivedBody:
+    """Reads the body of a request for the engine, with a seed from the router if it `samples`, the client gave none and
+    one is needed. `most_numbers` as for `parse_object`. Raises as `read_object`."""
     raw = await read_body(request)
     values = await parse_object(raw, most_numbers)
     seed = None
-    if values.get("seed") is None and (seed := request.app[CONTEXT].router.draw_seed()) is not None:
+    if samples and values.get("seed") is None and (seed := request.app[CONTEXT].router.draw_seed()) is not None:
         values["seed"] = seed
     return ReceivedBody(raw, Fields(values), seed)
 

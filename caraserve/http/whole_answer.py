@@ -59,6 +59,7 @@ class WholeAnswer:
 
     def __init__(self, logprobs_of: Callable[[TokenDelta], dict[str, list[Any]] | None]) -> None:
         self.finish: Finish | None = None
+        self.embedding: bytes | None = None
         self._logprobs_of = logprobs_of
         self._text: list[str] = []
         self._token_ids: list[int] = []
@@ -70,6 +71,7 @@ class WholeAnswer:
             self._text.append(delta.text)
             self._token_ids += delta.token_ids
             self.finish = delta.finish or self.finish
+            self.embedding = delta.embedding
             async for part in paced(delta, turns):
                 self._add_logprobs(self._logprobs_of(part))
 

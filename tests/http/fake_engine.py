@@ -5,6 +5,8 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import numpy as np
+
 from caraserve.core.request import Finish, FinishReason, GenerateRequest, Phases, TokenDelta, TokenLogprob
 from caraserve.errors import CaraServeError, ContextLengthExceeded, InvalidRequest, NotFound
 from caraserve.tokenizer.grammar import GrammarSource
@@ -12,6 +14,7 @@ from caraserve.tokenizer.tool_format import HERMES, ToolFormat
 
 PHASES = Phases(queued_ms=1.0, load_ms=2.0, prefill_ms=3.0, decode_ms=4.0)
 BOS, EOS = 256, 257
+EMBEDDING_SIZE = 4
 
 
 class FakeGrammars:
@@ -99,9 +102,17 @@ def finish(
     return Finish(reason, len(request.prompt_ids), completion_tokens, 0, PHASES, stop_reason, error)
 
 
+def embedding_of(ids: Sequence[int]) -> bytes:
+    """Returns the embedding of a prompt: its last token ids, with zeros before them."""
+    return np.array([*[0] * EMBEDDING_SIZE, *ids], np.float32)[-EMBEDDING_SIZE:].tobytes()
+
+
 def spell(request: GenerateRequest, text: str = "Hi!") -> list[TokenDelta]:
-    """Returns the engine's default deltas: `text` byte by byte, with logprobs if requested, then the finish."""
+    """Returns the engine's default deltas: `text` byte by byte, with logprobs if requested, then the finish. Of a
+    prompt to be embedded the embedding."""
     params = request.params
+    if request.embeds:
+        return [TokenDelta("", (), finish=finish(request, 0), embedding=embedding_of(request.prompt_ids))]
     prompt_scores: tuple[TokenLogprob | None, ...] = ()
     if params.prompt_logprobs is not None:
         prompt_scores = (None, *[scored(token_id, params.prompt_logprobs) for token_id in request.prompt_ids[1:]])
@@ -176,6 +187,7 @@ class FakeEngine:
     max_model_len: int = 1000
     supports_grammars: bool = True
     prompt_embed_size: int = 4
+    embedding_size: int = EMBEDDING_SIZE
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     draining: bool = False

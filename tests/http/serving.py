@@ -91,6 +91,9 @@ class Client:
     async def complete(self, *, headers: Mapping[str, str] | None = None, **fields: Any) -> Answer:
         return await self.post("/v1/completions", {"prompt": "ab"} | fields, headers=headers)
 
+    async def embed(self, **fields: Any) -> Answer:
+        return await self.post("/v1/embeddings", {"input": "ab"} | fields)
+
     async def chat(self, **fields: Any) -> Answer:
         return await self.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]} | fields)
 

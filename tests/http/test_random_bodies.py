@@ -19,6 +19,9 @@ from tests.http.serving import Answer, Client, serving
 ROUTES: dict[str, tuple[KnownFields, dict[str, Any]]] = {
     "/v1/completions": (request_schema.COMPLETIONS, {"prompt": "x"}),
     "/v1/chat/completions": (request_schema.CHAT, {"messages": [{"role": "user", "content": "x"}]}),
+    "/v1/embeddings": (request_schema.EMBEDDINGS, {"input": "x"}),
+    "/v1/score": (request_schema.SCORE, {"text_1": "x", "text_2": "y"}),
+    "/v1/rerank": (request_schema.RERANK, {"query": "x", "documents": ["x", "y"]}),
     "/tokenize": (request_schema.TOKENIZE, {"prompt": "x"}),
     "/detokenize": (request_schema.DETOKENIZE, {"tokens": [65]}),
     "/v1/load_lora_adapter": (request_schema.LOAD_ADAPTER, {"lora_name": "c", "lora_path": "/c"}),

@@ -10,8 +10,11 @@ from caraserve.http.request_schema import (
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
+    EMBEDDINGS,
     LOAD_ADAPTER,
     MAX_UNKNOWN,
+    RERANK,
+    SCORE,
     STREAM_OPTIONS,
     TOKENIZE,
     UNLOAD_ADAPTER,
@@ -23,6 +26,7 @@ from tests.http.fake_engine import FakeEngine
 from tests.http.serving import serving
 
 TABLES = [COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE, LOAD_ADAPTER, UNLOAD_ADAPTER, STREAM_OPTIONS]
+TABLES += [EMBEDDINGS, SCORE, RERANK]
 IGNORED = "x-caraserve-ignored"
 EVERY_SERVED_VALUE: dict[str, Any] = {
     "model": "a",

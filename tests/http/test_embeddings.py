@@ -1,0 +1,218 @@
+"""Tests of POST /v1/embeddings: the engine requests that its fields give, and OpenAI's shape of the response."""
+
+import base64
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from caraserve.core.request import GenerateRequest, SamplingParams, Tenant, TokenDelta
+from caraserve.errors import NonFiniteLogits
+from caraserve.http.request_schema import EMBEDDINGS
+from tests.http.fake_engine import BOS, EMBEDDING_SIZE, FakeEngine, embedding_of, finish
+from tests.http.fleet import fleet
+from tests.http.serving import Answer, serving
+
+EVERY_SERVED_VALUE: dict[str, Any] = {
+    "model": "a",
+    "lora_path": "a",
+    "lora": [{"id": "a", "scale": 1}],
+    "adapter_id": "a",
+    "input": "x",
+    "encoding_format": "base64",
+    "dimensions": 2,
+    "normalize": False,
+    "truncate_prompt_tokens": 3,
+    "add_special_tokens": False,
+    "user": "u",
+    "cache_salt": "s",
+    "priority": 3,
+}
+
+
+async def asked(**fields: Any) -> Answer:
+    """Returns the answer of a new server, which must be a good one."""
+    async with serving(FakeEngine()) as client:
+        answer = await client.embed(**fields)
+    assert answer.status == 200, answer.body
+    return answer
+
+
+async def submitted(**fields: Any) -> list[GenerateRequest]:
+    fake = FakeEngine()
+    async with serving(fake) as client:
+        answer = await client.embed(**fields)
+    assert answer.status == 200, answer.body
+    return fake.requests
+
+
+def unit(ids: list[int], dimensions: int = EMBEDDING_SIZE) -> NDArray[np.float64]:
+    """Returns the first numbers of the fake engine's embedding, scaled to length 1."""
+    vector = np.frombuffer(embedding_of(ids), np.float32)[:dimensions].astype(np.float64)
+    return vector / np.linalg.norm(vector)
+
+
+async def test_answer_has_openai_shape() -> None:
+    answer = (await asked(model="a", input=["ab", "c"])).json
+    assert answer.pop("id").startswith("embd-")
+    assert answer.pop("created") > 1_700_000_000
+    data = answer.pop("data")
+    assert answer == {
+        "object": "list",
+        "model": "a",
+        "usage": {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5},
+    }
+    assert [(one["object"], one["index"]) for one in data] == [("embedding", 0), ("embedding", 1)]
+    for one, ids in zip(data, ([BOS, 97, 98], [BOS, 99]), strict=True):
+        np.testing.assert_allclose(one["embedding"], unit(ids), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("ab", [(BOS, 97, 98)]),
+        (["a", "b"], [(BOS, 97), (BOS, 98)]),
+        ([1, 2], [(1, 2)]),
+        ([[1], [2, 3]], [(1,), (2, 3)]),
+    ],
+)
+async def test_input_forms(given: object, expected: list[tuple[int, ...]]) -> None:
+    requests = await submitted(input=given)
+    assert [request.prompt_ids for request in requests] == expected
+    assert all(request.embeds and request.params == SamplingParams(max_tokens=0) for request in requests)
+
+
+async def test_every_field_is_read() -> None:
+    assert EVERY_SERVED_VALUE.keys() == EMBEDDINGS.served
+    fake = FakeEngine()
+    async with serving(fake) as client:
+        answer = await client.post("/v1/embeddings", EVERY_SERVED_VALUE)
+    assert answer.status == 200, answer.body
+    assert "x-caraserve-ignored" not in answer.headers
+    (request,) = fake.requests
+    assert (request.adapter, request.cache_salt, request.priority) == ("a", "s", 3)
+    assert request.tenant == Tenant("127.0.0.1", "u")
+
+
+async def test_base64_has_the_same_numbers() -> None:
+    plain, encoded = [(await asked(encoding_format=form)).json["data"][0]["embedding"] for form in ("float", "base64")]
+    assert np.frombuffer(base64.b64decode(encoded), "<f4").tolist() == pytest.approx(plain, abs=1e-7)
+
+
+async def test_fewer_dimensions_are_scaled_to_length_1_again() -> None:
+    (one,) = (await asked(input=[3, 4, 12, 5], dimensions=2)).json["data"]
+    np.testing.assert_allclose(one["embedding"], [0.6, 0.8], rtol=1e-6)
+
+
+async def test_the_hidden_state_may_be_asked_for_as_it_is() -> None:
+    (one,) = (await asked(input=[3, 4, 12, 5], normalize=False)).json["data"]
+    assert one["embedding"] == [3.0, 4.0, 12.0, 5.0]
+
+
+async def test_an_embedding_of_zeros_stays_zero() -> None:
+    (one,) = (await asked(input=[0])).json["data"]
+    assert one["embedding"] == [0.0] * EMBEDDING_SIZE
+
+
+@pytest.mark.parametrize(("kept", "expected"), [(2, (98, 99)), (-1, (BOS, 97, 98, 99)), (900, (BOS, 97, 98, 99))])
+async def test_the_last_tokens_are_kept(kept: int, expected: tuple[int, ...]) -> None:
+    (request,) = await submitted(input="abc", truncate_prompt_tokens=kept)
+    assert request.prompt_ids == expected
+    (request,) = await submitted(input=list(expected), truncate_prompt_tokens=kept)
+    assert request.prompt_ids == expected
+
+
+async def test_a_text_longer_than_the_context_is_cut_only_if_asked_for() -> None:
+    long = "x" * 5000
+    for given in (long, [5] * 5000, ["a", long]):
+        async with serving(FakeEngine()) as client:
+            answer = await client.embed(input=given)
+        assert (answer.status, answer.error["param"]) == (400, "input")
+        assert answer.error["code"] == "context_length_exceeded"
+    (request,) = await submitted(input=long, truncate_prompt_tokens=-1)
+    assert request.prompt_ids == (120,) * 1000
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": ["a", 3]}, "input"),
+        ({"input": [[1], [-1]]}, "input"),
+        ({"input": "", "add_special_tokens": False}, "input"),
+        ({"input": ["a"] * 2049}, "input"),
+        ({"dimensions": 0}, "dimensions"),
+        ({"dimensions": EMBEDDING_SIZE + 1}, "dimensions"),
+        ({"encoding_format": "int8"}, "encoding_format"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 1001}, "truncate_prompt_tokens"),
+        ({"truncation_side": "right"}, "truncation_side"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "messages"),
+        ({"embed_dtype": "float16"}, "embed_dtype"),
+        ({"use_activation": False}, "use_activation"),
+        ({"input_type": "query"}, "input_type"),
+        ({"model": "c"}, "model"),
+    ],
+)
+async def test_mistakes_name_the_field(fields: dict[str, Any], param: str) -> None:
+    fake = FakeEngine()
+    async with serving(fake) as client:
+        answer = await client.embed(**fields)
+    assert answer.status in (400, 404), answer.body
+    assert answer.error["param"] == param
+    assert fake.requests == []
+
+
+async def test_all_texts_together_are_bounded() -> None:
+    async with serving(FakeEngine(max_model_len=10_000)) as client:
+        answer = await client.embed(input=["x" * 2000] * 300)
+    assert answer.status == 400
+    assert "524288 tokens" in answer.error["message"]
+
+
+async def test_embeddings_together_are_bounded() -> None:
+    async with serving(FakeEngine(embedding_size=1 << 20)) as client:
+        answer = await client.embed(input=["x"] * 9)
+    assert (answer.status, answer.error["param"]) == (400, "input")
+    assert "9 texts are over 8" in answer.error["message"]
+
+
+async def test_one_failed_prompt_fails_the_answer() -> None:
+    def second_fails(request: GenerateRequest) -> list[TokenDelta]:
+        if request.request_id.endswith("-1"):
+            return [TokenDelta("", (), finish=finish(request, 0, "error", error=NonFiniteLogits("a")))]
+        return [TokenDelta("", (), finish=finish(request, 0), embedding=embedding_of(request.prompt_ids))]
+
+    async with serving(FakeEngine(script=second_fails)) as client:
+        answer = await client.embed(model="a", input=["x", "y"])
+    assert (answer.status, answer.error["code"]) == (422, "non_finite_logits")
+
+
+async def test_any_instance_accepts_texts_to_embed() -> None:
+    async with fleet("a", "b") as running:
+        for path, fields in (
+            ("/v1/embeddings", {"input": ["x", "y"], "model": "b"}),
+            ("/score", {"text_1": "x", "text_2": "y"}),
+            ("/v2/rerank", {"query": "x", "documents": ["x", "y"]}),
+        ):
+            one, other = [await running[name].client.post(path, fields) for name in "ab"]
+            assert one.status == other.status == 200, other.body
+            left, right = (
+                {name: value for name, value in answer.json.items() if name not in ("id", "created")}
+                for answer in (one, other)
+            )
+            assert left == right
+            assert "x-caraserve-ignored" not in other.headers
+        assert not running["b"].engine.requests
+
+
+async def test_embeddings_do_not_shorten_the_answers_that_routing_expects() -> None:
+    async with fleet("a") as running:
+        selector = running["a"].router.selector
+        before = selector.arrival("a", 5, 1000)
+        assert (await running["a"].client.embed(model="a")).status == 200
+        assert selector.arrival("a", 5, 1000) == before
+        assert (await running["a"].client.complete(model="a")).status == 200
+        assert selector.arrival("a", 5, 1000) != before
