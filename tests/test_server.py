@@ -331,7 +331,9 @@ def test_a_folder_that_does_not_exist_is_named_with_its_flag(tmp_path: Path, fla
         asyncio.run(start())
 
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("program", ["curl", "python"])
@@ -345,4 +347,15 @@ def test_the_readmes_examples_run_against_the_demo(server: Server, program: str)
         command = ["bash", "-e", "-c", block] if program == "curl" else [sys.executable, "-c", block]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
         assert "sea" in done.stdout.lower()
+        assert '"error"' not in done.stdout
+
+
+def test_the_commands_of_the_page_on_serving_run_against_the_demo(server: Server) -> None:
+    blocks = re.findall(r"^```(bash|python)\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+    assert len(blocks) > 3
+    for language, block in blocks:
+        code = block.replace("http://127.0.0.1:8000", server.url)
+        command = ["bash", "-e", "-c", code] if language == "bash" else [sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        assert done.stdout
         assert '"error"' not in done.stdout

@@ -81,6 +81,27 @@ def _listed(item: Schema, **more: Schema) -> Schema:
     return _whole(object={"const": "list"}, data=_list_of(item), **more)
 
 
+_PROMPT_USAGE = _whole(prompt_tokens=_INTEGER, completion_tokens={"const": 0}, total_tokens=_INTEGER)
+_EMBEDDED_HEAD = {"id": _STRING, "created": _INTEGER, "model": _STRING, "usage": _PROMPT_USAGE}
+_EMBEDDING = _whole(
+    object={"const": "embedding"}, index=_INTEGER, embedding=any_of(_list_of({"type": "number"}), _STRING)
+)
+_EMBEDDINGS = _listed(_EMBEDDING, **_EMBEDDED_HEAD)
+_SCORES = _listed(_whole(object={"const": "score"}, index=_INTEGER, score={"type": "number"}), **_EMBEDDED_HEAD)
+_RANKING = _whole(
+    id=_STRING,
+    model=_STRING,
+    usage=_PROMPT_USAGE,
+    results=_list_of(
+        object_of(
+            ("index", "relevance_score"),
+            index=_INTEGER,
+            relevance_score={"type": "number"},
+            document=_whole(text=_STRING),
+        )
+    ),
+)
+
 _MODEL_PARAMETER = {
     "name": "model",
     "in": "path",
@@ -110,10 +131,11 @@ _Errors = tuple[type[CaraServeError], ...]
 _OF_ANY: _Errors = (errors.Unauthorized, errors.Forbidden, errors.ServerBusy)
 _OF_BODIES: _Errors = (errors.InvalidRequest, errors.PayloadTooLarge)
 _OF_TOKENS: _Errors = (errors.NotFound,)
-_OF_TEXT: _Errors = (
-    *(errors.NotFound, errors.GrammarTooComplex, errors.NonFiniteLogits, errors.Overloaded, errors.Draining),
+_OF_ENGINE: _Errors = (
+    *(errors.NotFound, errors.NonFiniteLogits, errors.Overloaded, errors.Draining),
     *(errors.Unreachable, errors.InstanceLost, errors.DeadlineExceeded, errors.BackendFailed),
 )
+_OF_TEXT: _Errors = (*_OF_ENGINE, errors.GrammarTooComplex)
 _OF_ADAPTERS: _Errors = (errors.AdapterRejected, errors.NotFound, errors.BackendFailed)
 
 
@@ -148,6 +170,13 @@ def _text(summary: str, body: KnownFields, required: str, answer: Schema) -> Ope
     return Operation(summary, answers, body, (required,), _OF_TEXT, (_DEADLINE_PARAMETER,))
 
 
+def _embedding(summary: str, body: KnownFields, required: tuple[str, ...], answer: Schema) -> Operation:
+    """A route whose answer is made of embeddings."""
+    return Operation(summary, {_JSON: answer}, body, required, _OF_ENGINE, (_DEADLINE_PARAMETER,))
+
+
+_SCORE = _embedding("Compares texts.", request_schema.SCORE, (), _SCORES)
+_RERANK = _embedding("Sorts documents by a query.", request_schema.RERANK, ("query", "documents"), _RANKING)
 _LOAD = Operation(
     "Loads an adapter from a folder.",
     {_TEXT: _STRING},
@@ -169,6 +198,12 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): _text(
         "Answers a conversation.", request_schema.CHAT, "messages", _CHAT_COMPLETION
     ),
+    ("POST", "/v1/embeddings"): _embedding("Embeds texts.", request_schema.EMBEDDINGS, ("input",), _EMBEDDINGS),
+    ("POST", "/v1/score"): _SCORE,
+    ("POST", "/score"): _SCORE,
+    ("POST", "/v1/rerank"): _RERANK,
+    ("POST", "/rerank"): _RERANK,
+    ("POST", "/v2/rerank"): _RERANK,
     ("GET", "/v1/models"): Operation("Lists the base model and its adapters.", {_JSON: _listed(_CARD)}),
     ("GET", "/v1/models/{model}"): Operation(
         "Shows one model.", {_JSON: _CARD}, raises=(errors.NotFound,), parameters=(_MODEL_PARAMETER,)

@@ -53,7 +53,13 @@ def test_a_body_has_every_served_field() -> None:
 
 @pytest.mark.parametrize(
     ("path", "body", "least"),
-    [("/v1/completions", {"prompt": "x"}, 30), ("/v1/chat/completions", CHAT, 30), ("/tokenize", CHAT, 5)],
+    [
+        ("/v1/completions", {"prompt": "x"}, 30),
+        ("/v1/chat/completions", CHAT, 30),
+        ("/v1/embeddings", {"input": "x"}, 10),
+        ("/v2/rerank", {"query": "x", "documents": ["y"]}, 9),
+        ("/tokenize", CHAT, 5),
+    ],
 )
 async def test_each_bound_is_the_one_by_which_values_are_checked(path: str, body: dict[str, Any], least: int) -> None:
     operation = OPERATIONS["POST", path]
@@ -89,6 +95,9 @@ async def test_answers_are_as_described() -> None:
         asked = {
             ("POST", "/v1/completions"): {"prompt": "x", "logprobs": 1},
             ("POST", "/v1/chat/completions"): CHAT,
+            ("POST", "/v1/embeddings"): {"input": "x"},
+            ("POST", "/score"): {"text_1": "x", "text_2": "y"},
+            ("POST", "/v2/rerank"): {"query": "x", "documents": ["y"]},
             ("POST", "/tokenize"): {"prompt": "x", "return_token_strs": True},
             ("POST", "/detokenize"): {"tokens": [65]},
             ("POST", "/v1/load_lora_adapter"): {"lora_name": "c", "lora_path": "/c"},
