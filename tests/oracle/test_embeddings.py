@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from pathlib import Path
 
 import pytest
 
@@ -38,22 +39,14 @@ def test_every_family_embeds_like_peft(tmp_path_factory: pytest.TempPathFactory,
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False], ids=["cached", "uncached"])
-def test_neither_chunks_nor_preemption_nor_other_requests_change_an_embedding(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch, prefix_caching: bool
-) -> None:
+def test_neither_chunks_nor_other_requests_change_an_embedding(subject: Subject, prefix_caching: bool) -> None:
     """Chunks of at most 24 tokens, KV blocks for little more than one request, and generation in the same batches."""
     model, adapters, oracle = subject
-    preempted: list[ActiveRequest] = []
-    preempt = RequestSlots.preempt
-    monkeypatch.setattr(
-        RequestSlots, "preempt", lambda slots, active, now_s: (preempted.append(active), preempt(slots, active, now_s))
-    )
     rng = random.Random(2)
     names = [None, *adapters]
     asked = [(prompt_of(rng, rng.choice((5, 16, 70, CONTEXT))), names[at % len(names)]) for at in range(18)]
     generated = [(prompt_of(rng, 20), name) for name in names]
-    kv_bytes = 20 * BLOCK_TOKENS * load_spec(model).kv_bytes_per_token(4)
-    settings = engine_config(seqs=8, step_tokens=24, kv_bytes=kv_bytes, prefix_caching=prefix_caching)
+    settings = engine_config(seqs=8, step_tokens=24, kv_bytes=kv_bytes(model, 20), prefix_caching=prefix_caching)
 
     async def serve() -> tuple[list[Answer], list[Answer]]:
         async with running(model_config(model, max_model_len=CONTEXT), lora_config(adapters), settings) as engine:
@@ -67,7 +60,35 @@ def test_neither_chunks_nor_preemption_nor_other_requests_change_an_embedding(
         oracle.check_embedding(prompt, adapter, answer.embedding)
     for (prompt, adapter), answer in zip(generated, answers, strict=True):
         oracle.check_greedy(prompt, adapter, answer.token_ids)
-    assert any(active.request.inputs.embeds for active in preempted)
+
+
+def test_a_preempted_prompt_is_embedded_all_the_same(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven answers take one more KV block each, of 20 in all, while the prompt is computed 9 tokens at a time."""
+    model, adapters, oracle = subject
+    preempted: list[ActiveRequest] = []
+    preempt = RequestSlots.preempt
+    monkeypatch.setattr(
+        RequestSlots, "preempt", lambda slots, active, now_s: (preempted.append(active), preempt(slots, active, now_s))
+    )
+    rng = random.Random(5)
+    generated = [prompt_of(rng, 15) for _ in range(7)]
+    prompt = prompt_of(rng, 150)
+    settings = engine_config(seqs=8, step_tokens=16, kv_bytes=kv_bytes(model, 20), prefix_caching=False)
+
+    async def serve() -> Answer:
+        lora = lora_config(adapters, mode="cached")
+        async with running(model_config(model, max_model_len=CONTEXT), lora, settings) as engine:
+            answers = [submit(engine, each, max_tokens=30) for each in generated]
+            embedding = await embed(engine, prompt, "r8")
+            await asyncio.gather(*answers)
+            return embedding
+
+    oracle.check_embedding(prompt, "r8", asyncio.run(serve()).embedding)
+    assert preempted[0].request.inputs.embeds
+
+
+def kv_bytes(model: Path, blocks: int) -> int:
+    return blocks * BLOCK_TOKENS * load_spec(model).kv_bytes_per_token(4)
 
 
 @pytest.mark.parametrize("tokens", [2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS + 1])
