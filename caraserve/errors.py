@@ -7,7 +7,9 @@
     │   └── ContextLengthExceeded  400  prompt + max_tokens do not fit
     ├── NotFound                   404  no such model, adapter or path
     ├── AdapterRejected            400  an adapter folder that cannot be applied exactly
-    ├── GrammarTooComplex          422  a structured output's grammar has grown too complex in the middle of the answer
+    ├── GrammarFailed              422  a structured output's grammar fails in the middle of the answer
+    │   ├── GrammarTooComplex      422  it has grown too complex
+    │   └── GrammarDeadEnd         422  it allows no token of the vocabulary
     ├── NonFiniteLogits            422  an adapter, or the base model, gives logits from which no token can be chosen
     ├── PayloadTooLarge            413  the body is over the limit
     ├── Unauthorized               401  a missing or wrong API key
@@ -79,12 +81,23 @@ class AdapterRejected(CaraServeError):
     type = "InvalidUserInput"
 
 
-class GrammarTooComplex(CaraServeError):
-    """The grammar of a structured output became too complex in the middle of the answer."""
+class GrammarFailed(CaraServeError):
+    """The grammar of a structured output failed in the middle of the answer."""
 
     status = 422
     type = "invalid_request_error"
+
+
+class GrammarTooComplex(GrammarFailed):
+    """The grammar became too complex; the message names the limit."""
+
     code = "grammar_too_complex"
+
+
+class GrammarDeadEnd(GrammarFailed):
+    """The grammar allows text that no token of the vocabulary begins."""
+
+    code = "grammar_dead_end"
 
 
 class NonFiniteLogits(CaraServeError):

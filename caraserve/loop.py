@@ -34,7 +34,6 @@ from caraserve.errors import (
     ContextLengthExceeded,
     Displaced,
     Draining,
-    GrammarTooComplex,
     NonFiniteLogits,
     Overloaded,
 )
@@ -76,7 +75,6 @@ class Engine:
         self.catalog = catalog
         self.default_sampling = tokenizer.default_sampling
         self.max_model_len = backend.limits.max_context
-        self.supports_grammars = backend.limits.supports_grammars
         self.embedding_size = backend.limits.embedding_size
         self.prompt_embed_size = backend.limits.prompt_embed_size
         self.draining = False
@@ -317,8 +315,8 @@ class Engine:
                 continue
             active.record_waits(result, others_ms)
             self._observe_choice(active, outcome.done_s)
-            if result.grammar_error:
-                self._finish(active, "error", error=GrammarTooComplex(result.grammar_error))
+            if result.grammar_failure is not None:
+                self._finish(active, "error", error=result.grammar_failure)
             elif result.is_finite:
                 self._record_row(active, row, result, outcome.done_s)
             else:

@@ -39,7 +39,6 @@ class Limits:
     shared: SharedMemory | None = None  # None: KV blocks and adapters have memory of their own
     assisted_batches: int = 0  # maximum of concurrent assisted prefills; 0: CPU workers help only within iterations
     streamed_batches: int = 0  # maximum of concurrent streamed prefills; 0: a prefill waits for the whole download
-    supports_grammars: bool = False  # whether `SlotSampling.matcher` is applied
     embedding_size: int = 0  # numbers in an embedding; 0: rows cannot embed
     prompt_embed_size: int = 0  # numbers in a vector of `SlotStart.prompt_embeds`; 0: prompts have none
 

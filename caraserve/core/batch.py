@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from caraserve.core.request import TokenLogprob
+from caraserve.errors import GrammarFailed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,7 +28,7 @@ class ScheduledRow:
     iteration waits for them. `samples`: a token for position start + count is drawn and stored in the slot's history.
     `embeds`: the last token's hidden state after the final norm is returned; a row cannot sample and embed.
     `prompt_logprobs`: how many alternatives to report for each of the positions (start, start + count] that lie inside
-    the prompt.
+    the prompt. `matcher`: structured output; only a token that it allows is drawn, and the backend appends the token.
     """
 
     slot: int
@@ -39,6 +40,7 @@ class ScheduledRow:
     prompt_logprobs: int | None = None
     assist: bool = False
     embeds: bool = False
+    matcher: "TokenMatcher | None" = None  # of a row that samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,6 @@ class SlotSampling:
     min_tokens: int
     end_ids: tuple[int, ...]  # banned while fewer than min_tokens have been sampled
     logit_bias: tuple[tuple[int, float], ...]
-    matcher: "TokenMatcher | None" = None  # structured output: only tokens that it allows are chosen
 
     @classmethod
     def greedy(cls, prompt_tokens: int) -> Self:
@@ -124,8 +125,8 @@ class RowResult:
     `needs_retry`: nothing was computed, because CPU workers failed, layers did not arrive, or the wait for them was
     cancelled. The row is to be launched again, without CPU workers. `is_finite`: False if a logit of the row, or a
     number of its embedding, is infinite or not a number; the row has no token, no scores and no embedding then.
-    `grammar_error`: why the request's grammar allows no token; the row's token is undefined then. `embedding`: float32
-    [hidden], if the row embeds.
+    `grammar_failure`: the request's grammar failed; the row's token is undefined then. `embedding`: float32 [hidden],
+    if the row embeds.
     """
 
     token_id: int | None
@@ -135,7 +136,7 @@ class RowResult:
     waited_ms: float = 0.0
     needs_retry: bool = False
     is_finite: bool = True
-    grammar_error: str = ""
+    grammar_failure: GrammarFailed | None = None
     embedding: bytes | None = None
 
 

@@ -4,6 +4,7 @@ The grammar allows some of the vocabulary's tokens after each token of the answe
 just before it samples, when all tokens before are known.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -19,21 +20,19 @@ def mask_words(vocab_size: int) -> int:
     return ceil_div(vocab_size, _MASK_BITS)
 
 
-class GrammarFailed(Exception):
-    """The grammar has become too complex at this point of the answer; the message names the limit."""
-
-
 class TokenMatcher(Protocol):
     """The position of one answer in its grammar. For one thread at a time."""
 
-    def write_mask(self, output_ids: NDArray[np.int64], mask: NDArray[np.uint32]) -> None:
-        """Sets the bits of the tokens that may follow `output_ids`, and clears all others. `output_ids`: all tokens of
-        the answer so far, of which the tokens of earlier calls are the first. `mask`: [mask_words(vocabulary)]. Raises
+    def append(self, token_id: int) -> None:
+        """Adds the answer's next token."""
+
+    def write_mask(self, mask: NDArray[np.uint32]) -> None:
+        """Sets the bits of the tokens that may follow, and clears all others. `mask`: [mask_words(vocabulary)]. Raises
         GrammarFailed."""
 
 
 class Grammar(Protocol):
     """A compiled grammar, shared by any number of requests."""
 
-    def matcher(self) -> TokenMatcher:
-        """Returns a matcher at the start of an answer; takes about 10 µs."""
+    def matcher(self, output_ids: Sequence[int] = ()) -> TokenMatcher:
+        """Returns a matcher after the first tokens of an answer; takes about 10 µs."""

@@ -5,7 +5,7 @@ A backend computes outputs in this order: for each row first the prompt tokens t
 sampled. Embeddings are apart, in the order of the rows, because they need no logits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from caraserve.core.batch import Batch, RowResult, ScheduledRow
 from caraserve.core.request import TokenLogprob
+from caraserve.errors import GrammarFailed
 
-SAMPLE, SCORE = 0, 1  # kinds of output
+SAMPLE, SCORE, SAMPLE_MASKED = 0, 1, 2  # kinds of output; SAMPLE_MASKED: of a row with a matcher
 NOT_FINITE = -1  # in a token's place: a logit is infinite or not a number, so no token can be chosen or scored
 
 
@@ -64,7 +65,7 @@ def outputs_of(rows: tuple[ScheduledRow, ...], prompt_tokens: NDArray[np.int64])
         logprobs += [row.prompt_logprobs or 0] * len(scored)
         if row.samples:
             tokens.append(first + row.count - 1)
-            kinds.append(SAMPLE)
+            kinds.append(SAMPLE if row.matcher is None else SAMPLE_MASKED)
             logprobs.append(-1 if row.logprobs is None else row.logprobs)
         first += row.count
         if row.embeds:
@@ -78,9 +79,10 @@ def collect(
     found: OutputValues,
     prompt_tokens: NDArray[np.int64],
     loads: Mapping[int, tuple[int, float]] | None = None,
+    failures: Mapping[int, GrammarFailed] | None = None,
 ) -> tuple[RowResult, ...]:
     """Returns row results in the batch's order. `loads`, by adapter slot: layers that CPU workers computed, and ms for
-    which the iteration waited for weights."""
+    which the iteration waited for weights. `failures`: of grammars, by request slot."""
     chosen = found.chosen[: len(outputs.token)].tolist()
     embeddings = iter(found.embeddings)
     results = []
@@ -98,8 +100,18 @@ def collect(
         embedding = _embedding(next(embeddings)) if row.embeds else None
         is_finite = is_finite and (embedding is not None or not row.embeds)
         cpu_layers, waited_ms = (loads or {}).get(row.adapter_slot, (0, 0.0))
+        failure = (failures or {}).get(row.slot)
         results.append(
-            RowResult(token, scored, prompt, cpu_layers, waited_ms, is_finite=is_finite, embedding=embedding)
+            RowResult(
+                token,
+                scored,
+                prompt,
+                cpu_layers,
+                waited_ms,
+                is_finite=is_finite,
+                grammar_failure=failure,
+                embedding=embedding,
+            )
         )
     return tuple(results)
 
@@ -113,3 +125,10 @@ def _scored(outputs: Output, found: OutputValues, index: int) -> TokenLogprob:
     count = int(outputs.logprobs[index])
     top_ids, top_logprobs = found.top_ids[index, :count].tolist(), found.top_logprobs[index, :count].tolist()
     return TokenLogprob(int(found.chosen[index]), float(found.logprob[index]), tuple(top_ids), tuple(top_logprobs))
+
+
+def append_tokens(rows: Sequence[ScheduledRow], results: Sequence[RowResult]) -> None:
+    """Appends the tokens of a batch to the matchers of its rows."""
+    for row, result in zip(rows, results, strict=True):
+        if row.matcher is not None and result.token_id is not None:
+            row.matcher.append(result.token_id)

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from caraserve.core.backend import Limits
 from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, ScheduledRow, SlotSampling, SlotStart, StepResult
-from caraserve.core.grammar import GrammarFailed, TokenMatcher, mask_words
+from caraserve.core.grammar import mask_words
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.core.machine_profile import Profile
+from caraserve.core.outputs import append_tokens
 from caraserve.cpu.adapters import CpuImage, DeviceAdapters
 from caraserve.cpu.attention import BLOCK_TOKENS
 from caraserve.cpu.batch import BatchShape, CpuBatch, build_batch, collect
@@ -22,6 +23,7 @@ from caraserve.cpu.forward import Sampler, step
 from caraserve.cpu.loader import AdapterLoader, EmulatedLink
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.lora_workers.timing import RoundTrip, one_segment, round_trip
+from caraserve.cpu.masks import masked_rows, write_masks
 from caraserve.cpu.merged_weights import CpuMergedWeights
 from caraserve.cpu.sampling import SLOT_SAMPLING, write_sampling
 from caraserve.cpu.streamed_prefill import StreamedPrefills
@@ -69,7 +71,6 @@ class CpuBackend:
             max_step_tokens=sizes.max_step_tokens,
             max_context=sizes.max_context,
             streamed_batches=_STREAMED_PREFILLS,
-            supports_grammars=True,
             embedding_size=spec.hidden,
             prompt_embed_size=spec.hidden,
         )
@@ -94,7 +95,6 @@ class CpuBackend:
         self._shape = BatchShape(spec.layers, len(self.workers), traced=trace is not None)
         vocab = int(loaded.model["vocab"][0])
         self._logits = np.zeros((outputs, int(loaded.model["vocab_pad"][0])), np.float32)
-        self._matchers: dict[int, TokenMatcher] = {}  # by request slot
         self._masks = np.zeros((sizes.num_slots, mask_words(vocab)), np.uint32)
         self._copies = np.zeros((sizes.threads, vocab), np.float32)
         self._seen = np.zeros((sizes.threads, vocab), np.uint8)
@@ -222,6 +222,7 @@ class CpuBackend:
         yield_to_event_loop()
         while (call := self._lane_calls.get()) is not None:
             call()
+            del call  # otherwise the last batch, with its matchers, would be kept until the next call
         self._streamed.close()
 
     def _run(self, batch: Batch) -> StepResult | Exception:
@@ -259,21 +260,12 @@ class CpuBackend:
 
     def _write_masks(self, batch: Batch, cpu_batch: CpuBatch) -> None:
         """Writes the tokens that grammars allow next. The iterations before have run, so all tokens are known."""
-        if not self._matchers or cpu_batch.computed_layers.stop < self._spec.layers:
-            return
-        for row in batch.rows:
-            matcher = self._matchers.get(row.slot)
-            if matcher is None or not row.samples:
-                continue
-            first = int(self._sampling["prompt_tokens"][row.slot])
-            try:
-                matcher.write_mask(self._history[row.slot, first : row.start + row.count], self._masks[row.slot])
-            except GrammarFailed as error:
-                self._masks[row.slot] = ~np.uint32(0)
-                cpu_batch.grammar_errors[row.slot] = str(error)
+        if cpu_batch.computed_layers.stop == self._spec.layers and (rows := masked_rows(batch.rows)):
+            cpu_batch.grammar_failures.update(write_masks(rows, [self._masks[row.slot] for row in rows]))
 
     def _result(self, batch: Batch, cpu_batch: CpuBatch, started_s: float) -> StepResult:
         rows = collect(batch, cpu_batch, self._sampling["prompt_tokens"], self._buffers.normed)
+        append_tokens(batch.rows, rows)
         return StepResult(rows, started_s, time.monotonic())
 
     def _weights_with(self, slot: int) -> NDArray[np.void]:
@@ -315,9 +307,6 @@ class CpuBackend:
             self._prompt_embeds[start.slot] = start.prompt_embeds
             self._embed_addresses[start.slot] = start.prompt_embeds.ctypes.data
         write_sampling(self._sampling, start.slot, start.sampling)
-        self._matchers.pop(start.slot, None)
-        if start.sampling.matcher is not None:
-            self._matchers[start.slot] = start.sampling.matcher
 
     def _make_cache(self) -> NDArray[np.void]:
         return filled(

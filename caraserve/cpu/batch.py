@@ -12,6 +12,7 @@ from caraserve.core.request import MAX_LOGPROBS
 from caraserve.cpu.adapters import DeviceAdapters
 from caraserve.cpu.lora_workers.compute_side import WORKERS
 from caraserve.cpu.structs import BATCH, filled
+from caraserve.errors import GrammarFailed
 
 Words = NDArray[np.int64]
 
@@ -32,7 +33,7 @@ class CpuBatch:
     waited_ns: Words  # [segments]
     layer_ns: Words  # [layers + 1], or empty when not wanted
     worker_ns: Words  # [layers, 4, workers, 2], likewise
-    grammar_errors: dict[int, str]  # by request slot: why the grammar allows no token
+    grammar_failures: dict[int, GrammarFailed]  # by request slot
 
     def set_layers(self, first_layer: int, end_layer: int) -> None:
         """Limits the next `step` to the layers [first_layer, end_layer)."""
@@ -121,7 +122,7 @@ def build_batch(batch: Batch, adapters: DeviceAdapters, prompt_tokens: Words, sh
         top_ids=np.zeros((count, MAX_LOGPROBS), np.int64),
         top_logprobs=np.zeros((count, MAX_LOGPROBS), np.float32),
         segments=tuple(segments),
-        grammar_errors={},
+        grammar_failures={},
         **tables,
     )
 
@@ -153,11 +154,8 @@ def collect(
         cpu_batch.top_logprobs,
         embeddings=normed[first : first + count],
     )
-    results = outputs.collect(batch, cpu_batch.outputs, found, prompt_tokens, _loads(cpu_batch))
-    if not cpu_batch.grammar_errors:
-        return results
-    errors = [cpu_batch.grammar_errors.get(row.slot, "") for row in batch.rows]
-    return tuple(replace(result, grammar_error=error) for result, error in zip(results, errors, strict=True))
+    failures = cpu_batch.grammar_failures
+    return outputs.collect(batch, cpu_batch.outputs, found, prompt_tokens, _loads(cpu_batch), failures)
 
 
 def _loads(cpu_batch: CpuBatch) -> dict[int, tuple[int, float]]:

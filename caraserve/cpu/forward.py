@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import PANEL
-from caraserve.core.outputs import NOT_FINITE, SAMPLE
+from caraserve.core.outputs import NOT_FINITE, SAMPLE_MASKED, SCORE
 from caraserve.cpu.attention import rotate_and_append
 from caraserve.cpu.jit import compiled_separately, entry, kernel
 from caraserve.cpu.kernels import ADD, RANK_GROUP, STORE, add_bias, copy_vector, embed, itemsize, rms_norm, silu_mul
@@ -269,7 +269,7 @@ class Sampler(NamedTuple):
     """The inputs and results of choosing tokens. Arrays and not addresses, because few functions take it."""
 
     table: NDArray[np.void]  # SLOT_SAMPLING [slots]
-    masks: NDArray[np.uint32]  # [slots, mask words], of slots with a grammar
+    masks: NDArray[np.uint32]  # [slots, mask words], of rows with a matcher
     logits: NDArray[np.float32]  # [outputs, vocab_pad]
     copies: NDArray[np.float32]  # [threads, vocab]
     seen: NDArray[np.uint8]  # [threads, vocab]
@@ -287,7 +287,9 @@ def _output(thread, model, sampler, batch, index):  # type: ignore[no-untyped-de
     token = word(batch.out_token, index)
     slot, position = word(batch.slot, token), word(batch.position, token)
     history = sampler.history[slot]
-    if word(batch.out_kind, index) == SAMPLE:
+    kind = word(batch.out_kind, index)
+    if kind != SCORE:
+        mask_size = sampler.masks.shape[1] if kind == SAMPLE_MASKED else 0
         history[position + 1] = choose(
             logits,
             position,
@@ -295,7 +297,7 @@ def _output(thread, model, sampler, batch, index):  # type: ignore[no-untyped-de
             sampler.table[slot],
             sampler.copies[thread],
             sampler.seen[thread],
-            sampler.masks[slot],
+            sampler.masks[slot, :mask_size],
         )
     chosen = history[position + 1]  # always a valid token: the next iteration is launched already and reads it
     if not all_finite(logits):

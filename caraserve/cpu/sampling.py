@@ -24,8 +24,7 @@ SLOT_SAMPLING = np.dtype(
         ("prompt_tokens", np.int64),
         ("min_tokens", np.int64),
         ("top_k", np.int64),
-        ("adjusts", np.int64),  # 1: penalties, biases, banned end tokens or a mask change the logits
-        ("masked", np.int64),  # 1: only tokens in the slot's mask may be chosen
+        ("adjusts", np.int64),  # 1: penalties, biases or banned end tokens change the logits
         ("end_count", np.int64),
         ("bias_count", np.int64),
         ("end_ids", np.int64, MAX_END_IDS),
@@ -56,8 +55,7 @@ def write_sampling(table: NDArray[np.void], slot: int, sampling: SlotSampling) -
     params["bias_ids"][: len(bias)] = [token for token, _ in bias]
     params["bias"][: len(bias)] = [value for _, value in bias]
     penalised = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (0.0, 0.0, 1.0)
-    params["masked"] = masked = sampling.matcher is not None
-    params["adjusts"] = penalised or bool(bias) or (sampling.min_tokens > 0 and bool(ends)) or masked
+    params["adjusts"] = penalised or bool(bias) or (sampling.min_tokens > 0 and bool(ends))
 
 
 @kernel
@@ -143,7 +141,7 @@ def _adjust(logits, history, position, params, mask, seen):  # type: ignore[no-u
     if end - prompt < params.min_tokens:
         for index in range(params.end_count):
             logits[params.end_ids[index]] = np.float32(-np.inf)
-    if params.masked:
+    if mask.size > 0:
         for token in range(logits.size):
             if (mask[token >> 5] >> np.uint32(token & 31)) & np.uint32(1) == 0:
                 logits[token] = np.float32(-np.inf)
@@ -215,12 +213,13 @@ def _draw(weights, position, params):  # type: ignore[no-untyped-def]
 @kernel
 def choose(logits, position, history, params, scratch, seen, mask):  # type: ignore[no-untyped-def]
     """Returns the token that follows `position`. `logits` [vocab] is not changed; `scratch` has the same length.
-    `mask`: uint32, a bit for each token."""
+    `mask`: uint32, a bit for each token that may be chosen; empty: all may."""
     greedy = params.temperature < _GREEDY_BELOW
-    if greedy and not params.adjusts:
+    adjusts = params.adjusts or mask.size > 0
+    if greedy and not adjusts:
         return argmax(logits)
     for token in range(logits.size):  # a slice assignment would add 3 s of compilation
         scratch[token] = logits[token]
-    if params.adjusts:
+    if adjusts:
         _adjust(scratch, history, position, params, mask, seen)
     return argmax(scratch) if greedy else _draw(scratch, position, params)

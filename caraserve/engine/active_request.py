@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from caraserve.core.backend import Limits
 from caraserve.core.batch import BASE_ADAPTER_SLOT, RowResult, ScheduledRow
+from caraserve.core.grammar import TokenMatcher
 from caraserve.core.request import Finish, FinishReason, Phase, Request, TokenDelta, TokenLogprob
 from caraserve.errors import CaraServeError
 from caraserve.lora.adapter import Adapter, AdapterTier
@@ -100,6 +101,7 @@ class ActiveRequest:
     in_side_batch: bool = False  # whether a side batch with it is under way
     waits_for_whole_adapter: bool = False  # whether it starts only when all of its adapter is in host memory
     choice: ModeChoice | None = None  # the start that mode `auto` has chosen for it
+    matcher: TokenMatcher | None = None  # of its grammar, while it has a slot
     prompt_scored: int = 0  # prompt tokens whose scores were sent
     last_token_s: float | None = None
 
@@ -147,10 +149,18 @@ class ActiveRequest:
         if self.choice is not None and not self.choice.is_observed:
             self.choice = None  # its prediction was for a start before that
 
-    def start(self, slot: int, prefix: Sequence[int], prefix_key: bytes, block_tokens: int, now_s: float) -> None:
-        """Records the slot, and KV blocks `prefix` that hold the first tokens already. `prefix_key`: of the last
-        block."""
-        request = self.request
+    def start(
+        self,
+        slot: int,
+        prefix: Sequence[int],
+        prefix_key: bytes,
+        block_tokens: int,
+        now_s: float,
+        matcher: TokenMatcher | None = None,
+    ) -> None:
+        """Records the slot, KV blocks `prefix` that hold the first tokens already, and the matcher. `prefix_key`: of
+        the last block."""
+        request, self.matcher = self.request, matcher
         request.slot = slot
         request.blocks += prefix
         request.computed = len(prefix) * block_tokens
@@ -159,8 +169,8 @@ class ActiveRequest:
         request.move_to(Phase.PREFILL, now_s)
 
     def release_slot(self) -> None:
-        """Clears the slot and the KV blocks, which the caller has released."""
-        self.request.slot, self.request.blocks = None, []
+        """Clears the slot and the KV blocks, which the caller has released, and the matcher."""
+        self.request.slot, self.request.blocks, self.matcher = None, [], None
 
     def preempt(self, now_s: float) -> None:
         """Returns a running request to the state before its start: all its tokens are computed again."""

@@ -44,10 +44,7 @@ class BatchLauncher:
         starts, reused = self._slots.take_new()
         scheduled = [entry for _, entry in entries]
         may_assist = is_side_batch or not self._backend.limits.assisted_batches
-        # Most rows stay as they are: copies of 16 rows take 57 µs, for which each iteration would wait.
-        rows = tuple(
-            replace(entry.row, assist=True) if may_assist and active.assist else entry.row for active, entry in entries
-        )
+        rows = tuple(_row(active, entry.row, may_assist=may_assist) for active, entry in entries)
         batch = Batch(starts, (*reused, *grants(scheduled)), rows, merged, is_side_batch)
         for active, entry in entries:
             active.schedule(entry.row, entry.blocks)
@@ -64,3 +61,10 @@ class BatchLauncher:
         self._backend.launch(batch, done)
         requests = [active for active, _ in entries]
         return LaunchedBatch(tuple(zip(requests, rows, strict=True)), result, batch.num_tokens, begins_s)
+
+
+def _row(active: ActiveRequest, row: ScheduledRow, *, may_assist: bool) -> ScheduledRow:
+    """Returns a row with what only its request knows. Most rows stay as they are: copies of 16 rows take 57 µs, for
+    which each iteration would wait."""
+    assist, matcher = may_assist and active.assist, active.matcher if row.samples else None
+    return replace(row, assist=assist, matcher=matcher) if assist or matcher is not None else row

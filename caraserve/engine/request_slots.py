@@ -44,7 +44,9 @@ class RequestSlots:
         request, slot = active.request, self._free.pop()
         tokens = (*request.inputs.prompt_ids, *request.output_ids)
         blocks, key = self._find_prefix(active, tokens)
-        active.start(slot, blocks, key, self._limits.block_tokens, now_s)
+        grammar = request.inputs.params.grammar
+        matcher = None if grammar is None else grammar.matcher(request.output_ids)
+        active.start(slot, blocks, key, self._limits.block_tokens, now_s, matcher)
         embeds = request.inputs.prompt_embeds
         self._starts.append(SlotStart(slot, tokens, self._sampling(request), embeds.values if embeds else None))
         if blocks:
@@ -84,7 +86,6 @@ class RequestSlots:
             min_tokens=params.min_tokens,
             end_ids=ends,
             logit_bias=params.logit_bias,
-            matcher=None if params.grammar is None else params.grammar.matcher(),
         )
 
     def take_new(self) -> tuple[tuple[SlotStart, ...], tuple[BlockGrant, ...]]:

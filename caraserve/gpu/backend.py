@@ -207,6 +207,7 @@ class CudaBackend:
                     self._parts.poll()
             except Exception:
                 log.exception("the device refuses an operation")
+            del job  # otherwise the last batch, with its matchers, would be kept until the next job
         while self._parts.assisted.is_open:
             self._parts.assisted.await_return(_POLL_S)
             self._parts.poll()

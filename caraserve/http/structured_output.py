@@ -60,11 +60,6 @@ async def parse_grammar(
     if params.ignore_eos or params.min_tokens > 0:
         name = "ignore_eos" if params.ignore_eos else "min_tokens"
         raise InvalidRequest(f"{name} contradicts {source.field}, whose grammar ends the answer.", param=name)
-    if not engine.supports_grammars:
-        raise InvalidRequest(
-            f"{source.field} is not supported on this server's device; leave it out, or serve with --device cpu.",
-            param=source.field,
-        )
     return await engine.tokenizer.grammars.compile(source)
 
 

@@ -95,7 +95,7 @@ def _grammar(
     functions: list[_Function], choice: str | _Function, engine: Engine, tool_format: ToolFormat, *, several: bool
 ) -> GrammarSource | None:
     is_auto = choice == "auto"
-    if is_auto and not (engine.supports_grammars and any(function.strict for function in functions)):
+    if is_auto and not any(function.strict for function in functions):
         return None
     callable_ones = functions if isinstance(choice, str) else [choice]
     tools = [(function.name, function.schema(function.strict or not is_auto)) for function in callable_ones]

@@ -20,8 +20,8 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.core.grammar import Grammar, GrammarFailed
-from caraserve.errors import InvalidRequest, Overloaded
+from caraserve.core.grammar import Grammar
+from caraserve.errors import GrammarDeadEnd, GrammarTooComplex, InvalidRequest, Overloaded
 from caraserve.tokenizer.grammar_limits import (
     COMPILE_S,
     LIMITS,
@@ -36,6 +36,7 @@ GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark", "stru
 _START_S = 60.0  # of the checking process: it reads the tokenizer, 1.2 s for 128,000 tokens
 _MAX_ERROR_CHARACTERS = 300
 _MAX_LINE_BYTES = 16 << 20
+_DEAD_ENDS = ("NoExtension", "NoExtensionBias")  # what llguidance reports where no token may follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +59,26 @@ class GrammarSource:
 class _Matcher:
     """The `TokenMatcher` of one answer."""
 
-    def __init__(self, grammar: "_Grammar", matcher: llguidance.LLMatcher) -> None:
+    def __init__(self, grammar: "_Grammar", matcher: llguidance.LLMatcher, output_ids: Sequence[int]) -> None:
         self._grammar, self._matcher = grammar, matcher
-        self._consumed = 0  # tokens of the answer
+        self._new_ids = list(output_ids)  # tokens of the answer that the matcher has not consumed
 
-    def write_mask(self, output_ids: NDArray[np.int64], mask: NDArray[np.uint32]) -> None:
-        new = output_ids[self._consumed :].tolist()
-        if new:
-            self._matcher.consume_tokens(new)
-            self._consumed = len(output_ids)
+    def append(self, token_id: int) -> None:
+        self._new_ids.append(token_id)
+
+    def write_mask(self, mask: NDArray[np.uint32]) -> None:
+        # After the end of an answer comes the row that was launched before the end was known.
+        if self._new_ids and not self._matcher.is_stopped():
+            self._matcher.consume_tokens(self._new_ids)
+        self._new_ids.clear()
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if self._matcher.is_error():
-            self._grammar.is_worn = True
-            raise GrammarFailed(_first_line(f"{self._matcher.get_error()} ({self._matcher.stop_reason()})"))
+        if not self._matcher.is_error():
+            return
+        reason = _first_line(self._matcher.get_error())
+        if reason in _DEAD_ENDS:
+            raise GrammarDeadEnd("at this point of the answer the grammar allows no token of the model's vocabulary")
+        self._grammar.is_worn = True
+        raise GrammarTooComplex(f"at this point of the answer the grammar is too complex: {reason}")
 
 
 class _Grammar:
@@ -81,10 +89,10 @@ class _Grammar:
         self.is_worn = False  # whether it must be compiled again
         self._answers = 0
 
-    def matcher(self) -> _Matcher:
+    def matcher(self, output_ids: Sequence[int] = ()) -> _Matcher:
         self._answers += 1
         self.is_worn |= self._answers >= MAX_ANSWERS
-        return _Matcher(self, self._template.deep_copy())
+        return _Matcher(self, self._template.deep_copy(), output_ids)
 
 
 class GrammarCompiler:

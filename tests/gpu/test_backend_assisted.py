@@ -8,6 +8,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from caraserve.gpu.assist.assisted_prefill import AssistedPrefills
 from caraserve.gpu.driver.streams import Lane
 from caraserve.loop import Engine
 from caraserve.model.spec import load_spec
+from tests.fake_grammar import FakeGrammar
 from tests.gpu.host_backend import NO_NUMBER, Host, serving
 from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle import models
@@ -180,6 +182,34 @@ def test_a_prompt_that_workers_help_with_is_embedded(subject: Subject) -> None:
             assert done.finish.phases.cpu_layers == LAYERS
             at.oracle.check_embedding(prompt, "r8", done.embedding)
             at.driver.held = set()
+
+    asyncio.run(serve())
+
+
+def one_of(token_ids: list[int], index: int) -> list[int]:
+    return token_ids[index : index + 1]
+
+
+def test_grammars_limit_the_first_token_of_prompts_that_workers_help_with(subject: Subject) -> None:
+    """Two in flight, whose masks differ; the later one has two chunks, and only the last samples."""
+
+    async def serve() -> None:
+        async with office(subject) as at:
+            at.driver.held = {Lane.COPY, Lane.ASSIST}
+            wanted = [("r8", 20, [7, 8, 9]), ("half", LONG, [13, 12, 11])]
+            answers = [
+                at.ask(name, tokens, grammar=FakeGrammar(partial(one_of, ids)), logprobs=1)
+                for name, tokens, ids in wanted
+            ]
+            await at.until_launched(2)
+            at.driver.held = {Lane.COPY}
+            await at.until(lambda: not at.assisted.is_open)
+            at.driver.held = set()
+            for answer, (_, _, ids) in zip(answers, wanted, strict=True):
+                done = await asyncio.wait_for(answer, PATIENCE_S)
+                assert done.token_ids == ids
+                assert [entry.token_id for entry in done.logprobs] == ids
+                assert done.finish.phases.cpu_layers == LAYERS
 
     asyncio.run(serve())
 

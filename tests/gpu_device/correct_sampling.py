@@ -10,11 +10,12 @@ from caraserve.bench.gpu.accelerator import Accelerator
 from caraserve.bench.gpu.results import WrongResult, check_close
 from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.core.batch import SlotSampling
-from caraserve.core.outputs import SAMPLE
+from caraserve.core.grammar import mask_words
+from caraserve.core.outputs import SAMPLE, SAMPLE_MASKED
 from caraserve.core.request import MAX_LOGPROBS
 from caraserve.cpu.sampling import SLOT_SAMPLING, choose, write_sampling
 from caraserve.gpu.kernels.attention import TokenTables
-from caraserve.gpu.kernels.sampling import Outputs, SamplerState, sample, score
+from caraserve.gpu.kernels.sampling import MaskedRows, Outputs, SamplerState, sample, score
 
 _WAYS: tuple[dict[str, Any], ...] = (
     {},
@@ -28,7 +29,7 @@ _KNOWN = 40  # tokens of each request's history
 
 
 def check_sampling(setup: CheckSetup, acc: Accelerator, case: int) -> float:
-    """Checks that tokens and log-probabilities are those of the CPU backend."""
+    """Checks that tokens, of which masks limit every second one, and log-probabilities are those of the CPU backend."""
     rows, vocab, rng = len(_WAYS), setup.effort.vocab, np.random.default_rng(case)
     table = np.zeros(rows, SLOT_SAMPLING)
     for slot, way in enumerate(_WAYS):
@@ -44,17 +45,25 @@ def check_sampling(setup: CheckSetup, acc: Accelerator, case: int) -> float:
         torch.zeros((2, vocab), dtype=torch.int32, device=acc.place),
     )
 
+    masks = rng.integers(1, 1 << 32, (rows, mask_words(vocab)), np.uint32)  # of the rows with odd numbers
+    masked = list(range(1, rows, 2))
+    on_device = torch.from_numpy(masks[masked].view(np.int32)).to(acc.place)
+    masked_rows = MaskedRows(torch.tensor(masked, dtype=torch.int32, device=acc.place), on_device)
+
     def issue() -> None:
-        sample(logits, outputs, TokenTables(outputs.token, position), state)
-        score(logits, outputs)
+        for each in (None, masked_rows):
+            sample(logits, outputs, TokenTables(outputs.token, position), state, each)
+            score(logits, outputs, each)
 
     acc.run(issue)
     acc.settle()
     values = logits.float().cpu().numpy()
     copies, seen = np.zeros(vocab, np.float32), np.zeros(vocab, np.uint8)
     known = history.astype(np.int64)
-    mask = np.zeros(0, np.uint32)  # not read
-    wanted = [int(choose(values[row], _KNOWN, known[row], table[row], copies, seen, mask)) for row in range(rows)]
+    wanted = [
+        int(choose(values[row], _KNOWN, known[row], table[row], copies, seen, masks[row, : masks.shape[1] * (row % 2)]))
+        for row in range(rows)
+    ]
     if outputs.chosen.tolist() != wanted or state.history[:, _KNOWN + 1].tolist() != wanted:
         raise WrongResult(f"sampling, case {case}: {outputs.chosen.tolist()} were taken, the CPU takes {wanted}")
     scores = torch.log_softmax(logits.double(), dim=1)[range(rows), wanted]
@@ -68,7 +77,7 @@ def _outputs(acc: Accelerator, rows: int) -> Outputs:
     tops = rows, MAX_LOGPROBS
     return Outputs(
         ints(list(range(rows))),
-        ints([SAMPLE] * rows),
+        ints([SAMPLE_MASKED if row % 2 else SAMPLE for row in range(rows)]),
         ints([2] * rows),
         ints([-7] * rows),
         torch.full((rows,), torch.nan, device=acc.place),

@@ -82,10 +82,3 @@ async def test_numbers_beyond_64_bits_are_kept() -> None:
     async with serving(fake) as client:
         assert (await client.complete(guided_json={"maximum": 2**70})).status == 200
     assert json.loads(fake.requests[0].params.grammar.text) == {"maximum": 2**70}
-
-
-async def test_a_device_without_masks_refuses_constraints_and_serves_plain_text() -> None:
-    async with serving(FakeEngine(supports_grammars=False)) as client:
-        refused = await client.chat(response_format={"type": "json_object"})
-        assert (await client.chat(response_format={"type": "text"})).status == 200
-    assert (refused.status, refused.error["param"]) == (400, "response_format")

@@ -176,9 +176,6 @@ async def test_strict_functions_constrain_calls_in_free_text() -> None:
     assert grammar is not None
     assert "begin[lazy]" in grammar
     assert '"required":["city"]' in grammar
-    fake = engine(CALL)
-    fake.supports_grammars = False
-    assert (await prompt_and_grammar(fake, tools=[strict]))[1] is None
 
 
 async def test_special_tokens_of_calls_are_kept() -> None:
@@ -228,14 +225,10 @@ async def test_mistakes_are_named(fields: dict[str, Any], param: str) -> None:
     assert not fake.streams
 
 
-async def test_a_model_without_tools_and_a_device_without_masks_refuse() -> None:
+async def test_a_model_without_tools_refuses_them() -> None:
     answer = await answered(engine("x", None))
     assert (answer.status, answer.error["param"]) == (400, "tools")
     assert "cannot render tools" in answer.error["message"]
-    fake = engine("x")
-    fake.supports_grammars = False
-    answer = await answered(fake, tool_choice="required")
-    assert (answer.status, answer.error["param"]) == (400, "tool_choice")
 
 
 async def test_openais_client_calls_a_tool_and_sends_its_answer() -> None:

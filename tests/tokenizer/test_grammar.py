@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 
 from caraserve import demo
-from caraserve.core.grammar import Grammar, GrammarFailed, TokenMatcher, mask_words
-from caraserve.errors import InvalidRequest, Overloaded
+from caraserve.core.grammar import Grammar, TokenMatcher, mask_words
+from caraserve.errors import GrammarDeadEnd, GrammarTooComplex, InvalidRequest, Overloaded
 from caraserve.model.spec import load_spec
-from caraserve.tokenizer.grammar import GrammarKind, GrammarSource
+from caraserve.tokenizer.grammar import GrammarCompiler, GrammarKind, GrammarSource
 from caraserve.tokenizer.grammar_limits import MAX_ANSWERS, MAX_SOURCE_BYTES, MAX_WAITING
 from caraserve.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
@@ -40,10 +41,14 @@ def compiled(tokenizer: Tokenizer, kind: GrammarKind, text: Any) -> Grammar:
     return asyncio.run(compile_and_close())
 
 
-def allowed(tokenizer: Tokenizer, matcher: TokenMatcher, text: str) -> set[int]:
+def allowed(tokenizer: Tokenizer, grammar: Grammar, text: str) -> set[int]:
     """Returns the tokens that may follow a text."""
+    return allowed_next(tokenizer, grammar.matcher(tokenizer.encode(text, add_special_tokens=False)))
+
+
+def allowed_next(tokenizer: Tokenizer, matcher: TokenMatcher) -> set[int]:
     mask = np.zeros(mask_words(tokenizer.vocab_size), np.uint32)
-    matcher.write_mask(np.array(tokenizer.encode(text, add_special_tokens=False), np.int64), mask)
+    matcher.write_mask(mask)
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
     return set(np.flatnonzero(bits[: tokenizer.vocab_size]).tolist())
 
@@ -51,11 +56,10 @@ def allowed(tokenizer: Tokenizer, matcher: TokenMatcher, text: str) -> set[int]:
 def follows(tokenizer: Tokenizer, grammar: Grammar, text: str) -> bool:
     """Returns whether the grammar allows every token of a text, and the end after it."""
     matcher, ids = grammar.matcher(), tokenizer.encode(text, add_special_tokens=False)
-    mask = np.zeros(mask_words(tokenizer.vocab_size), np.uint32)
-    for count, token in enumerate([*ids, min(tokenizer.eos_ids)]):
-        matcher.write_mask(np.array(ids[:count], np.int64), mask)
-        if not mask[token >> 5] >> np.uint32(token & 31) & np.uint32(1):
+    for token in (*ids, min(tokenizer.eos_ids)):
+        if token not in allowed_next(tokenizer, matcher):
             return False
+        matcher.append(token)
     return True
 
 
@@ -80,8 +84,8 @@ def test_a_grammar_allows_what_it_describes(
 
 def test_only_an_end_token_may_follow_a_complete_answer(tokenizer: Tokenizer) -> None:
     grammar = compiled(tokenizer, "choice", ["yes"])
-    assert not allowed(tokenizer, grammar.matcher(), "ye") & tokenizer.eos_ids
-    assert allowed(tokenizer, grammar.matcher(), "yes") == set(tokenizer.eos_ids)
+    assert not allowed(tokenizer, grammar, "ye") & tokenizer.eos_ids
+    assert allowed(tokenizer, grammar, "yes") == set(tokenizer.eos_ids)
 
 
 def test_text_is_free_until_a_trigger_of_a_structural_tag(tokenizer: Tokenizer) -> None:
@@ -94,9 +98,22 @@ def test_text_is_free_until_a_trigger_of_a_structural_tag(tokenizer: Tokenizer) 
 
 def test_answers_to_one_grammar_do_not_share_their_position(tokenizer: Tokenizer) -> None:
     grammar = compiled(tokenizer, "regex", "ab*")
-    one, other = grammar.matcher(), grammar.matcher()
-    allowed(tokenizer, one, "abbb")
-    assert allowed(tokenizer, other, "") == allowed(tokenizer, grammar.matcher(), "")
+    at_the_start, other = allowed(tokenizer, grammar, ""), grammar.matcher()
+    assert allowed(tokenizer, grammar, "abbb") != at_the_start
+    assert allowed_next(tokenizer, other) == at_the_start
+
+
+@pytest.mark.parametrize("regex", ["ab", "ab*"])
+def test_what_was_launched_before_the_end_was_known_does_not_fail(tokenizer: Tokenizer, regex: str) -> None:
+    """The second answer needs no new compilation."""
+    grammar = compiled(tokenizer, "regex", regex)
+    for _ in range(2):
+        matcher = grammar.matcher(tokenizer.encode("ab", add_special_tokens=False))
+        assert tokenizer.eos_ids <= allowed_next(tokenizer, matcher)
+        for _ in range(2):
+            matcher.append(min(tokenizer.eos_ids))
+            assert tokenizer.eos_ids & allowed_next(tokenizer, matcher)
+    assert compiled(tokenizer, "regex", regex) is grammar
 
 
 async def closing(tokenizer: Tokenizer, test: Coroutine[Any, Any, None]) -> None:
@@ -180,16 +197,39 @@ def test_too_many_requests_for_new_grammars_are_refused_as_overload(tokenizer: T
 
 
 def exhaust(tokenizer: Tokenizer, matcher: TokenMatcher) -> None:
-    for length in range(40):
-        allowed(tokenizer, matcher, "a" * length)
+    (token,) = tokenizer.encode("a", add_special_tokens=False)
+    for _ in range(40):
+        allowed_next(tokenizer, matcher)
+        matcher.append(token)
 
 
 def test_a_grammar_that_failed_is_compiled_again(tokenizer: Tokenizer) -> None:
     regex = "(((a{1,100}){1,100}){1,100}){1,100}b"
     grammar = compiled(tokenizer, "regex", regex)
-    with pytest.raises(GrammarFailed, match="lexer"):
+    with pytest.raises(GrammarTooComplex, match="lexer"):
         exhaust(tokenizer, grammar.matcher())
-    assert allowed(tokenizer, compiled(tokenizer, "regex", regex).matcher(), "aa")
+    assert allowed(tokenizer, compiled(tokenizer, "regex", regex), "aa")
+
+
+def test_a_grammar_whose_text_no_token_begins_says_so() -> None:
+    vocabulary = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0, "b": 1, "<end>": 2}, merges=[]))
+    vocabulary.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    vocabulary.decoder = tokenizers.decoders.ByteLevel()
+    vocabulary.add_special_tokens(["<end>"])
+
+    async def dead_end() -> None:
+        grammars = GrammarCompiler(vocabulary.to_str, 3, [2])
+        try:
+            grammar = await grammars.compile(GrammarSource("regex", "(a|b)c", "regex"))
+        finally:
+            await grammars.close()
+        mask = np.zeros(1, np.uint32)
+        grammar.matcher().write_mask(mask)
+        assert mask[0] == 0b011
+        with pytest.raises(GrammarDeadEnd, match="no token"):
+            grammar.matcher([0]).write_mask(mask)
+
+    asyncio.run(dead_end())
 
 
 def test_a_grammar_is_compiled_again_after_many_answers(tokenizer: Tokenizer) -> None:

@@ -10,7 +10,7 @@ slots.
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 
@@ -19,8 +19,9 @@ import torch
 
 from caraserve.core.batch import Batch, RowResult, ScheduledRow, StepResult
 from caraserve.core.lora_layout import GROUPS
-from caraserve.core.outputs import Output, collect, outputs_of
+from caraserve.core.outputs import Output, append_tokens, collect, outputs_of
 from caraserve.cpu.lora_workers.pool import WorkerPool
+from caraserve.errors import GrammarFailed
 from caraserve.gpu.assist.handshake import SyncSlot, SyncSlotPool, WatchdogThread, WorkerStatus, worker_statuses
 from caraserve.gpu.assist.order_writer import WorkOrderWriter
 from caraserve.gpu.assist.work_orders import work_order_bytes
@@ -97,6 +98,7 @@ class _Chunk:
     outputs: Output
     sync_slot: SyncSlot
     number: int
+    failures: Mapping[int, GrammarFailed]
 
 
 class AssistedPrefills:
@@ -117,7 +119,7 @@ class AssistedPrefills:
         self._copier, self._queue = context.copier, context.queue
         self._images, self._slots, self._spec, self._wake = images, slots, spec, wake
         self._batch, self._host, self._results, self._waiter = parts.batch, parts.host, parts.results, parts.waiter
-        self._decoder = parts.decoder
+        self._decoder, self._masks = parts.decoder, parts.masks
         self._region, self._memory = assist_resources.region, assist_resources.memory
         self._workers, self._watchdog = assist_resources.workers, assist_resources.watchdog
         self._lane = AssistLane(self._driver, self._timelines, self._copier, self._memory.device_base)
@@ -238,7 +240,7 @@ class AssistedPrefills:
         is_last = not prompt.ends
         row = replace(whole, start=prompt.at, count=end - prompt.at)
         row = row if is_last else replace(row, samples=False, embeds=False)
-        row = row if row.samples else replace(row, logprobs=None)
+        row = row if row.samples else replace(row, logprobs=None, matcher=None)
         outputs = outputs_of((row,), self._slots.prompt_tokens)
         shape = self._host.fill(self._batch_words, (row,), outputs, all_prompt=True)
         slot, bound = row.adapter_slot, self._images.bound[row.adapter_slot]
@@ -264,12 +266,12 @@ class AssistedPrefills:
             self._driver.fill(self._flags.data_ptr(), self._flags.nbytes, stream)
 
         after = latest(at(Lane.COMPUTE, prompt.issued), self._images.pool.moved(slot))
-        number = yield from self._lane.issue(
-            metadata, self._decoder.make_pass(shape, hand_offs=hand_offs), chunk, after
-        )
+        masked = self._masks.prepare((row,), outputs)
+        steps = self._decoder.make_pass(shape, hand_offs=hand_offs, masked=masked)
+        number = yield from self._lane.issue(metadata, steps, chunk, after)
         self._images.used([slot], Lane.ASSIST, number)
         prompt.at = end
-        launched = _Chunk(prompt, row, outputs, sync_slot, number)
+        launched = _Chunk(prompt, row, outputs, sync_slot, number, {} if masked is None else masked.failures)
         self._in_flight.append(launched)
         self._return_results(launched)
 
@@ -286,7 +288,8 @@ class AssistedPrefills:
             made = None
             if failure is None:
                 found = values_of(self._decoder, chunk.outputs, results)
-                made = collect(Batch((), (), (chunk.row,)), chunk.outputs, found, prompt_tokens)[0]
+                batch = Batch((), (), (chunk.row,))
+                (made,) = collect(batch, chunk.outputs, found, prompt_tokens, failures=chunk.failures)
             is_void = bool(errors[0])
             self._results.release(results, address)
             self._returned.put(lambda: self._on_chunk_finished(chunk, failure, made, is_void=is_void))
@@ -314,6 +317,7 @@ class AssistedPrefills:
             self._waiting.append(prompt)
         else:
             assert made is not None
+            append_tokens((chunk.row,), (made,))
             self._finish(prompt, replace(made, cpu_layers=len(prompt.cpu_layers)))
 
     @staticmethod

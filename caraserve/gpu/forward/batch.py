@@ -15,20 +15,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from caraserve.core.batch import BASE_ADAPTER_SLOT, ScheduledRow
+from caraserve.core.grammar import mask_words
 from caraserve.core.lora_layout import GROUPS
-from caraserve.core.outputs import Output
+from caraserve.core.outputs import SAMPLE_MASKED, Output
 from caraserve.core.request import MAX_LOGPROBS
 from caraserve.gpu.kernels import cuda_launch
 from caraserve.gpu.kernels.attention import TokenTables
 from caraserve.gpu.kernels.bgmv_work import GROUP_WORDS, ITEM_WORDS, most_items
 from caraserve.gpu.kernels.lora import Segments, cut_segments, most_segments
-from caraserve.gpu.kernels.sampling import Outputs
+from caraserve.gpu.kernels.sampling import MaskedRows, Outputs
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import ModelSpec
 from caraserve.util.units import ceil_div
 
 Ints = NDArray[np.int32]
 NO_TOKEN = -1
+_LOGITS_ROWS = 256
 ALL_GROUPS = frozenset(range(len(GROUPS)))  # indices into layout.GROUPS
 
 
@@ -75,6 +77,11 @@ class Capacity:
     adapters: int  # most different adapters per batch
 
     @property
+    def logits_rows(self) -> int:
+        """Outputs whose logits are in memory at a time."""
+        return min(self.outputs, _LOGITS_ROWS)
+
+    @property
     def tiles(self) -> int:
         return self.tokens // self.tile_tokens + min(self.rows, self.tokens)
 
@@ -93,7 +100,8 @@ class GroupItems:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """The arrays of one lane. One copy fills `words`; all other tensors but `items` and results are views of it."""
+    """The arrays of one lane. One copy fills `words`; all other tensors but `items`, masks and results are views
+    of it."""
 
     words: Tensor  # int32 [words]
     tokens: TokenTables  # position NO_TOKEN: padding
@@ -103,6 +111,7 @@ class DeviceBatch:
     segments: Segments
     outputs: Outputs
     embedded: Tensor  # int32 [rows], tokens whose hidden states are embeddings
+    masked: MaskedRows
     results: Tensor  # uint8: the results in `outputs`, contiguous for one copy to the host
     items: tuple[GroupItems, ...]  # by module group
     lists: "ItemLists"
@@ -119,6 +128,7 @@ def _places(capacity: Capacity) -> dict[str, slice]:
         "out_kind": capacity.outputs,
         "out_wanted": capacity.outputs,
         "embedded": capacity.rows,
+        "masked": capacity.rows,
         "order": capacity.tokens,
         "segment_first": capacity.segments,
         "segment_rows": capacity.segments,
@@ -174,6 +184,7 @@ class BatchWriter:
         for name, values in zip(("out_token", "out_kind", "out_wanted"), outputs.arrays(), strict=True):
             self._put(words, name, values)
         self._put(words, "embedded", outputs.embedded)
+        self._put(words, "masked", np.flatnonzero(outputs.kind == SAMPLE_MASKED) % self.capacity.logits_rows)
         adapters = np.array([row.adapter_slot * with_lora for row in rows], np.int32)
         prompts = np.repeat(np.where(decodes, BASE_ADAPTER_SLOT, adapters), counts)
         segments = self._put_segments(words, prompts) if prompts.any() else 0
@@ -270,6 +281,10 @@ def make_batch(spec: ModelSpec, capacity: Capacity, max_rank: int, device: torch
             top_logprobs=floats[(2 + MAX_LOGPROBS) * count : (2 + 2 * MAX_LOGPROBS) * count].view(tops),
         ),
         embedded=at["embedded"],
+        masked=MaskedRows(
+            at["masked"],
+            torch.zeros((capacity.rows, mask_words(spec.vocab_size)), dtype=torch.int32, device=device),
+        ),
         results=results,
         items=lists.items(),
         lists=lists,

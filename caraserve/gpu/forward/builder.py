@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from caraserve.core.backend import Limits, SharedMemory
+from caraserve.core.grammar import mask_words
 from caraserve.core.lora_layout import MAX_RANK
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.errors import ConfigError
@@ -33,6 +34,7 @@ from caraserve.gpu.memory.adapters import DeviceImages, RegisteredMemory
 from caraserve.gpu.memory.copier import AdapterCopier, DeviceContext
 from caraserve.gpu.memory.host_memory import SYNC_SLOTS, HostRegion, RegionWords
 from caraserve.gpu.memory.link_queue import LinkQueue
+from caraserve.gpu.memory.masks import LaneMasks, mask_bytes
 from caraserve.gpu.memory.pool import GRANULE_BYTES, DevicePool
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS, RequestSlots, block_bytes, make_state
 from caraserve.gpu.memory.results import ResultBlocks, Waiter
@@ -214,6 +216,7 @@ def _build(
         now=time.monotonic,
     )
     blocks = [(block, host.on_device(int(block.ctypes.data))) for block in region.results]
+    waiters = [Waiter(driver, f"caraserve-{name}") for name in ("results", "assisted")]
     lanes = [
         LaneResources(
             capacity,
@@ -221,13 +224,15 @@ def _build(
             BatchWriter(capacity),
             Decoder(spec, weights, state, batch, tables, workspace, device.kernels, driver),
             ResultBlocks(own, capacity.outputs),
-            Waiter(driver, f"caraserve-{name}"),
+            waiter,
+            LaneMasks(driver, waiter, masks, host.on_device(int(masks.ctypes.data)), batch.masked.masks),
         )
-        for capacity, (batch, workspace), own, name in zip(
+        for capacity, (batch, workspace), own, waiter, masks in zip(
             capacities,
             memories,
             (blocks[:_ITERATIONS_AHEAD], blocks[_ITERATIONS_AHEAD:]),
-            ("results", "assisted"),
+            waiters,
+            region.masks,
             strict=True,
         )
     ]
@@ -284,7 +289,8 @@ def _host_memory(
     # The last 4 bytes are an assisted chunk's error word.
     block_bytes = result_bytes(most_outputs) + align_up(embeddings_bytes, 4) + 64
     blocks = _ITERATIONS_AHEAD + SYNC_SLOTS
-    region = HostRegion(spec, len(sizes.lora_cpus), _RING_BYTES, block_bytes, blocks, sizes.host_bytes)
+    masks = [mask_bytes(capacity.rows, mask_words(spec.vocab_size)) for capacity in capacities]
+    region = HostRegion(spec, len(sizes.lora_cpus), _RING_BYTES, block_bytes, blocks, masks, sizes.host_bytes)
     base, num_bytes = region.region.base, region.region.num_bytes
     try:
         return region, RegisteredMemory(base, driver.register_host(base, num_bytes))

@@ -6,7 +6,9 @@ summed where it is normed: the o and down projections leave their result in `del
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 
+import numpy as np
 from torch import Tensor
 
 from caraserve.core.lora_layout import DOWN, GATE_UP, OUT, QKV
@@ -18,6 +20,7 @@ from caraserve.gpu.kernels.cuda_launch import Kernels
 from caraserve.gpu.kernels.layers import embed, rms_norm, rotate_and_append, silu_mul
 from caraserve.gpu.kernels.sampling import Outputs, SamplerState, sample, score
 from caraserve.gpu.memory.adapter_tables import AdapterTables
+from caraserve.gpu.memory.masks import MaskedOutputs
 from caraserve.gpu.memory.request_state import DeviceState
 from caraserve.gpu.memory.workspace import Workspace
 from caraserve.gpu.weights import Weights
@@ -107,14 +110,37 @@ class Decoder:
         self.windows = tuple(window or NO_WINDOW for window in spec.windows)
 
     def make_pass(
-        self, shape: PassShape, *, weights: Weights | None = None, hand_offs: ChunkHandOffs | None = None
+        self,
+        shape: PassShape,
+        *,
+        weights: Weights | None = None,
+        hand_offs: ChunkHandOffs | None = None,
+        masked: MaskedOutputs | None = None,
     ) -> "DecoderPass":
         """Returns the pass over the batch's first places; it leaves results in the batch.
 
         `weights`: the base's with an adapter merged, over which there is no LoRA. `hand_offs`: the buffers of an
-        assisted chunk's hand-offs.
+        assisted chunk's hand-offs. `masked`: outputs whose tokens grammars limit; a graph leaves them to
+        `sample_masked`.
         """
-        return DecoderPass(self, shape, weights, hand_offs)
+        return DecoderPass(self, shape, weights, hand_offs, masked)
+
+    def sample_masked(self, masked: MaskedOutputs, start: int, end: int, stream: Stream) -> None:
+        """Samples and scores the masked ones of the outputs [start, end), whose logits are in the workspace, as soon
+        as their masks are written."""
+        first, last = np.searchsorted(masked.indices, (start, end)).tolist()
+        if first == last:
+            return
+        outputs, rows = outputs_between(self.batch.outputs, start, end), self.batch.masked.between(first, last)
+        logits = self.workspace.logits[: end - start]
+
+        def issue() -> None:
+            sample(logits, outputs, self.batch.tokens, self.sampler, rows)
+            if masked.has_scores:
+                score(logits, outputs, rows)
+
+        masked.await_masks(stream)
+        self.driver.run(stream, issue)
 
     def embed_prompts(self, count: int, stream: Stream) -> Tensor:
         """Norms the last tokens of the batch's `count` prompts that are embedded, [count, hidden]; to be issued between
@@ -130,9 +156,14 @@ class DecoderPass:
     of GROUPS: modules that read the same input."""
 
     def __init__(
-        self, decoder: Decoder, shape: PassShape, merged: Weights | None, hand_offs: ChunkHandOffs | None
+        self,
+        decoder: Decoder,
+        shape: PassShape,
+        merged: Weights | None,
+        hand_offs: ChunkHandOffs | None,
+        masked: MaskedOutputs | None,
     ) -> None:
-        self._decoder, self._shape = decoder, shape
+        self._decoder, self._shape, self._masked = decoder, shape, masked
         self._weights = decoder.weights if merged is None else merged
         self._lora: LoraPass | None = None
         if merged is None and shape.has_lora:
@@ -196,8 +227,14 @@ class DecoderPass:
         self._run(stream, lambda: silu_mul(self._rows.gate_up, self._rows.activated))
 
     def sample(self, stream: Stream) -> None:
-        """Computes logits of the wanted tokens, samples and scores; results are left in the batch."""
-        self._run(stream, self._sample)
+        """Computes logits of the wanted tokens, samples and scores, in pieces of as many rows of logits as the
+        workspace holds; results are left in the batch."""
+        most = self._decoder.workspace.logits.shape[0]
+        for start in range(0, self._shape.outputs, most):
+            end = min(start + most, self._shape.outputs)
+            self._run(stream, partial(self._sample, start, end))
+            if self._masked is not None:
+                self._decoder.sample_masked(self._masked, start, end, stream)
 
     def _run(self, stream: Stream, issue: Callable[[], None]) -> None:
         self._decoder.driver.run(stream, issue)
@@ -218,14 +255,8 @@ class DecoderPass:
         if self._shape.tiles:
             attend_prefill(self._queries, cache, tokens, *self._tiles, rows.attended, window)
 
-    def _sample(self) -> None:
-        """Processes the wanted tokens in pieces of as many rows of logits as the workspace holds."""
-        most = self._decoder.workspace.logits.shape[0]
-        for start in range(0, self._shape.outputs, most):
-            end = min(start + most, self._shape.outputs)
-            self._sample_piece(outputs_between(self._decoder.batch.outputs, start, end), end - start)
-
-    def _sample_piece(self, outputs: Outputs, count: int) -> None:
+    def _sample(self, start: int, end: int) -> None:
+        outputs, count = outputs_between(self._decoder.batch.outputs, start, end), end - start
         workspace, weights, tokens = self._decoder.workspace, self._weights, self._decoder.batch.tokens
         wanted, logits, rows = workspace.wanted[:count], workspace.logits[:count], self._rows
         # Each token is wanted at most once: the norm adds `delta`, the last layer's result, to the residual stream.

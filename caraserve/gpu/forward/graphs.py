@@ -14,6 +14,7 @@ import torch
 
 from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch
 from caraserve.core.lora_layout import QKV
+from caraserve.cpu.masks import masked_rows
 from caraserve.gpu.driver.api import Driver, DriverError, Stream
 from caraserve.gpu.forward.batch import ALL_GROUPS, Capacity, PassShape
 from caraserve.gpu.forward.decoder import DecoderPass, issue_pass
@@ -245,4 +246,6 @@ class CapturedGraphs:
         if chosen is None:
             return None
         captured, largest = self._captured[chosen]
+        if largest.outputs > self._capacity.logits_rows and masked_rows(batch.rows):
+            return None  # the graph overwrites the logits of its first outputs before their masks are there
         return captured if shape.fits(largest) else None

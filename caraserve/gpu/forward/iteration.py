@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, StepResult
-from caraserve.core.outputs import Output, OutputValues, collect, outputs_of
+from caraserve.core.outputs import Output, OutputValues, append_tokens, collect, outputs_of
+from caraserve.errors import GrammarFailed
 from caraserve.gpu.driver.api import DriverError, Stream
 from caraserve.gpu.driver.streams import NOTHING, Lane
 from caraserve.gpu.forward.batch import (
@@ -31,6 +32,7 @@ from caraserve.gpu.forward.lanes import IterationLane
 from caraserve.gpu.kernels.bgmv_work import plan_items
 from caraserve.gpu.memory.adapters import BoundAdapter, DeviceImages
 from caraserve.gpu.memory.copier import DeviceContext
+from caraserve.gpu.memory.masks import LaneMasks, MaskedOutputs
 from caraserve.gpu.memory.request_state import RequestSlots
 from caraserve.gpu.memory.results import ResultBlocks, Waiter
 from caraserve.gpu.memory.staging_ring import StagingRing
@@ -65,9 +67,10 @@ class PassSelector:
             image = self._images.bytes_of(batch.merged)
             self._merging.merge(bound.stored, image, self._context.driver, stream)
 
-    def for_batch(self, batch: Batch, shape: PassShape) -> DecoderPass:
+    def for_batch(self, batch: Batch, shape: PassShape, masked: MaskedOutputs | None) -> DecoderPass:
         """Returns the pass of a batch that no graph serves."""
-        return self._decoder.make_pass(shape, weights=None if batch.merged is None else self._merging.weights)
+        weights = None if batch.merged is None else self._merging.weights
+        return self._decoder.make_pass(shape, weights=weights, masked=masked)
 
     def for_graph(self, bucket: Bucket, shape: PassShape) -> DecoderPass:
         """Returns the pass that a graph captures."""
@@ -82,7 +85,7 @@ class PassSelector:
 
 @dataclass(frozen=True, slots=True)
 class LaneResources:
-    """The capacity, batch, decoder, result blocks and waiter of one lane."""
+    """The capacity, batch, decoder, result blocks, waiter and masks of one lane."""
 
     capacity: Capacity
     batch: DeviceBatch
@@ -90,6 +93,7 @@ class LaneResources:
     decoder: Decoder
     results: ResultBlocks
     waiter: Waiter
+    masks: LaneMasks
 
 
 Done = Callable[[StepResult | Exception], None]
@@ -160,6 +164,7 @@ class IterationRunner:
         self._timelines, self._ring, self._decoder = context.timelines, context.ring, parts.decoder
         self._lane = IterationLane(context.driver, self._timelines, context.copier, spec.layers)
         self._waiter, self._batch, self._host, self._results = parts.waiter, parts.batch, parts.host, parts.results
+        self._masks = parts.masks
         self._images, self._slots, self._captured_graphs, self._pass_selector = (
             images,
             slots,
@@ -183,7 +188,8 @@ class IterationRunner:
         arriving = self._images.arriving(adapters)
         self._pass_selector.merge_adapter(batch)
         captured = self._captured_graphs.find(batch, shape, arriving)
-        steps = self._pass_selector.for_batch(batch, shape) if captured is None else captured
+        masked = self._masks.prepare(batch.rows, outputs)
+        steps = self._pass_selector.for_batch(batch, shape, masked) if captured is None else captured
         self._lists.send(decode_slots(batch.rows) if with_lora else np.zeros(0, np.int32))
 
         def metadata(stream: Stream) -> None:
@@ -192,10 +198,19 @@ class IterationRunner:
         self._timelines.passed()  # frees events, which would accumulate while nothing is loading
         number = self._lane.launch(metadata, steps, arriving, NOTHING)
         self._images.used(adapters, Lane.COMPUTE, number)
-        self._return_results(batch, outputs, {slot: self._images.bound[slot] for slot in arriving}, launched_s, done)
+        if captured is not None and masked is not None:
+            self._decoder.sample_masked(masked, 0, shape.outputs, self._timelines.streams[Lane.COMPUTE])
+        bound = {slot: self._images.bound[slot] for slot in arriving}
+        self._return_results(batch, outputs, bound, {} if masked is None else masked.failures, launched_s, done)
 
     def _return_results(
-        self, batch: Batch, outputs: Output, arriving: Mapping[int, BoundAdapter], launched_s: float, done: Done
+        self,
+        batch: Batch,
+        outputs: Output,
+        arriving: Mapping[int, BoundAdapter],
+        failures: Mapping[int, GrammarFailed],
+        launched_s: float,
+        done: Done,
     ) -> None:
         stream = self._timelines.streams[Lane.COMPUTE]
         results, address = self._results.acquire()
@@ -214,7 +229,9 @@ class IterationRunner:
                     slot: (0, 1000 * stall_s(started_s, done_s, self._layers, bound.arrivals))
                     for slot, bound in arriving.items()
                 }
-                outcome = StepResult(collect(batch, outputs, found, prompt_tokens, loads), started_s, done_s)
+                rows = collect(batch, outputs, found, prompt_tokens, loads, failures)
+                append_tokens(batch.rows, rows)
+                outcome = StepResult(rows, started_s, done_s)
             self._results.release(results, address)
             if self._trace is not None:
                 name = f"{batch.num_tokens} tokens of {len(batch.rows)} requests"

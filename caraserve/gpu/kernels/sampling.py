@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from caraserve.core.outputs import NOT_FINITE, SAMPLE
+from caraserve.core.outputs import NOT_FINITE, SAMPLE, SCORE
 from caraserve.core.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from caraserve.cpu.sampling import MAX_END_IDS, SLOT_SAMPLING
 from caraserve.gpu.kernels.attention import TokenTables
@@ -37,7 +37,7 @@ _TEMPERATURE, _TOP_P, _MIN_P = _at("temperature"), _at("top_p"), _at("min_p")
 _PRESENCE, _FREQUENCY, _REPETITION = _at("presence"), _at("frequency"), _at("repetition")
 _MOST_ENDS = tl.constexpr(triton.next_power_of_2(MAX_END_IDS))
 _MOST_BIASES = tl.constexpr(triton.next_power_of_2(MAX_LOGIT_BIAS))
-_SAMPLE = tl.constexpr(SAMPLE)
+_SAMPLE, _SCORE = tl.constexpr(SAMPLE), tl.constexpr(SCORE)
 _NOT_FINITE = tl.constexpr(NOT_FINITE)
 _GREEDY_BELOW = tl.constexpr(1e-5)
 _UNIT = tl.constexpr(float(1 << 44))
@@ -65,6 +65,18 @@ class Outputs:
     logprob: Tensor  # float32 [outputs]
     top_ids: Tensor  # int32 [outputs, MAX_LOGPROBS]
     top_logprobs: Tensor  # float32 [outputs, MAX_LOGPROBS]
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedRows:
+    """The outputs of kind SAMPLE_MASKED."""
+
+    outputs: Tensor  # int32 [rows] rows of logits
+    masks: Tensor  # int32 [rows, mask_words(vocab)], a bit for each token that may be chosen
+
+    def between(self, start: int, end: int) -> "MaskedRows":
+        """Returns places [start, end)."""
+        return MaskedRows(self.outputs[start:end], self.masks[start:end])
 
 
 @triton.jit
@@ -96,8 +108,12 @@ def _tally(counts, history, end, prompt, clear, TILE: tl.constexpr):  # type: ig
 
 
 @triton.jit
-def _adjust(logits, adjusted, counts, history, position, words, floats, vocab, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Applies penalties, biases and the ban of end tokens. Barriers separate writes from reads by other threads."""
+def _adjust(  # type: ignore[no-untyped-def]
+    logits, adjusted, counts, history, position, words, floats, mask, has_mask, vocab,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Applies penalties, biases, the ban of end tokens and the mask. Barriers separate writes from reads by other
+    threads."""
     prompt = tl.load(words + _PROMPT_TOKENS).to(tl.int32)
     repetition, frequency = tl.load(floats + _REPETITION), tl.load(floats + _FREQUENCY)
     presence = tl.load(floats + _PRESENCE)
@@ -115,6 +131,9 @@ def _adjust(logits, adjusted, counts, history, position, words, floats, vocab, T
         # Subtracts one at a time, as on a CPU: a product would round differently, and greedy choices could differ.
         for times in range(1, tl.where(frequency == 0, 1, tl.max(generated, 0))):
             value = tl.where(generated > times, value - frequency, value)
+        if has_mask:  # before biases, which are finite
+            bits = tl.load(mask + (at >> 5), mask=at < vocab, other=0)
+            value = tl.where((bits >> (at & 31)) & 1 == 0, float("-inf"), value)
         tl.store(adjusted + at, value, mask=at < vocab)
     tl.debug_barrier()
     _tally(counts, history, end, prompt, True, TILE)
@@ -217,28 +236,37 @@ def _draw(values, weights, top, position, words, floats, vocab, TILE: tl.constex
     return tl.where(drawn < vocab, drawn, 0)
 
 
-@triton.jit(do_not_specialize=["outputs"])  # otherwise the first batch of 16 would compile again while requests wait
+# Otherwise the first batch of 16, or the first masks, would compile again while requests wait.
+@triton.jit(
+    do_not_specialize=["outputs", "has_masks", "mask_stride"], do_not_specialize_on_alignment=["masked", "masks"]
+)
 def sample_kernel(  # type: ignore[no-untyped-def]
     logits, out_token, out_kind, token_slot, token_position, words, floats, history, weights, counts, chosen,
-    outputs, vocab, logits_stride, record_words, history_stride,
+    masked, masks, outputs, has_masks, vocab, logits_stride, record_words, history_stride, mask_stride,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program handles output rows in turn: draws each token, or looks it up if it is known."""
+    """One program handles output rows in turn: draws each token, or looks it up if it is known. With `has_masks` only
+    the rows in `masked`, without it all others."""
     program = tl.program_id(0)
     weights += program.to(tl.int64) * vocab
     counts += program.to(tl.int64) * vocab
-    for output in range(program, outputs, tl.num_programs(0)):
+    for row_number in range(program, outputs, tl.num_programs(0)):
+        output = row_number
+        if has_masks != 0:
+            output = tl.load(masked + row_number)
         token = tl.load(out_token + output)
         if token >= 0:
             slot, position = tl.load(token_slot + token).to(tl.int64), tl.load(token_position + token)
             past = history + slot * history_stride
-            if tl.load(out_kind + output) == _SAMPLE:
+            kind = tl.load(out_kind + output)
+            if (kind == _SAMPLE) | (has_masks != 0):
                 record, numbers = words + slot * record_words, floats + slot * record_words * 2
                 row = logits + tl.cast(output, tl.int64) * logits_stride
-                adjusts = tl.load(record + _ADJUSTS) != 0
+                adjusts = (tl.load(record + _ADJUSTS) != 0) | (has_masks != 0)
                 top, index, is_finite = _best(row, vocab, TILE)
                 if adjusts:
-                    _adjust(row, weights, counts, past, position, record, numbers, vocab, TILE)
+                    mask = masks + tl.cast(row_number, tl.int64) * mask_stride
+                    _adjust(row, weights, counts, past, position, record, numbers, mask, has_masks != 0, vocab, TILE)
                     top, index, _ = _best(weights, vocab, TILE)
                 if tl.load(numbers + _TEMPERATURE) >= _GREEDY_BELOW:
                     if adjusts:
@@ -248,17 +276,21 @@ def sample_kernel(  # type: ignore[no-untyped-def]
                 tl.store(past + position + 1, index)  # written in any case: the next iteration reads it
                 tl.store(chosen + output, tl.where(is_finite, index, _NOT_FINITE))
                 tl.debug_barrier()  # the next row uses the same buffers
-            else:
+            elif kind == _SCORE:
                 tl.store(chosen + output, tl.load(past + position + 1))
+            else:
+                tl.store(chosen + output, _NOT_FINITE)  # until its mask is there: `score` skips it
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["has_masks"], do_not_specialize_on_alignment=["masked"])
 def score_kernel(  # type: ignore[no-untyped-def]
-    logits, out_token, wanted, chosen, logprob, top_ids, top_logprobs, vocab, logits_stride,
+    logits, out_token, wanted, chosen, logprob, top_ids, top_logprobs, masked, has_masks, vocab, logits_stride,
     MOST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One program scores one row: log-probabilities under the unmodified distribution."""
     output = tl.program_id(0)
+    if has_masks != 0:
+        output = tl.load(masked + output)
     count, token = tl.load(wanted + output), tl.load(chosen + output)
     if (tl.load(out_token + output) >= 0) & (count >= 0) & (token >= 0):
         row = logits + output.to(tl.int64) * logits_stride
@@ -293,25 +325,31 @@ def sample_shape(vocab: int) -> dict[str, int]:
     return {"TILE": tile, "num_warps": max(1, tile // 256)}
 
 
-def sample(logits: Tensor, outputs: Outputs, tokens: TokenTables, state: SamplerState) -> None:
+def sample(
+    logits: Tensor, outputs: Outputs, tokens: TokenTables, state: SamplerState, masked: MaskedRows | None = None
+) -> None:
     """Chooses the token after each SAMPLE row and writes it to `chosen` and the history, which already has those of
-    SCORE rows.
+    SCORE rows. With `masked`, does so for these rows instead.
 
     logits: [outputs, vocab], any float type, not modified.
     """
-    count, vocab = logits.shape
+    vocab, count, rows, masks = logits.shape[1], len(logits), outputs.token, outputs.token  # the latter two are unused
+    if masked is not None:
+        count, rows, masks = len(masked.outputs), masked.outputs, masked.masks
     sample_kernel[(min(count, state.weights.shape[0]),)](
         logits, outputs.token, outputs.kind, tokens.slot, tokens.position,
         state.table.view(torch.int64), state.table.view(torch.float32), state.history, state.weights, state.counts,
-        outputs.chosen, count, vocab, logits.stride(0), state.table.shape[1] // 8, state.history.stride(0),
+        outputs.chosen, rows, masks, count, int(masked is not None),
+        vocab, logits.stride(0), state.table.shape[1] // 8, state.history.stride(0), masks.stride(0),
         **sample_shape(vocab),
     )  # fmt: skip
 
 
-def score(logits: Tensor, outputs: Outputs) -> None:
-    """Writes log-probabilities of `outputs.chosen` and of the best alternatives, where wanted."""
-    count, vocab = logits.shape
-    score_kernel[(count,)](
+def score(logits: Tensor, outputs: Outputs, masked: MaskedRows | None = None) -> None:
+    """Writes log-probabilities of `outputs.chosen` and of the best alternatives, where wanted; with `masked`, for these
+    rows only."""
+    vocab, rows = logits.shape[1], outputs.token if masked is None else masked.outputs
+    score_kernel[(len(logits) if masked is None else len(rows),)](
         logits, outputs.token, outputs.wanted, outputs.chosen, outputs.logprob, outputs.top_ids, outputs.top_logprobs,
-        vocab, logits.stride(0), MOST=MAX_LOGPROBS, **sample_shape(vocab),
+        rows, int(masked is not None), vocab, logits.stride(0), MOST=MAX_LOGPROBS, **sample_shape(vocab),
     )  # fmt: skip

@@ -1,9 +1,10 @@
-"""The host memory that the device can access, in one shared region: small copies, results, hand-offs to CPU workers,
-and the arena of adapter images.
+"""The host memory that the device can access, in one shared region: small copies, results, masks, hand-offs to CPU
+workers, and the arena of adapter images.
 
 The region is created before CUDA starts, because the workers' fork server inherits it; the device registers it later.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,16 +36,25 @@ class HostRegion:
     """The whole region. Its pages use no memory until they are written or registered."""
 
     def __init__(
-        self, spec: ModelSpec, workers: int, ring_bytes: int, result_bytes: int, results: int, arena_bytes: int
+        self,
+        spec: ModelSpec,
+        workers: int,
+        ring_bytes: int,
+        result_bytes: int,
+        results: int,
+        mask_bytes: Sequence[int],
+        arena_bytes: int,
     ):
-        """`result_bytes`: size of each of `results` blocks."""
+        """`result_bytes`: size of each of `results` blocks. `mask_bytes`: by lane."""
         self.block_bytes = align_up(handoff.block_bytes(1), PAGE_BYTES)
         entries = spec.layers * len(GROUPS)
         sizes = (sync_slot_bytes(entries), x_bytes(spec), delta_bytes(spec)) if workers else (0, 0, 0)
-        parts = [ring_bytes, *[result_bytes] * results, workers * self.block_bytes, *sizes * SYNC_SLOTS, arena_bytes]
+        parts = [ring_bytes, *[result_bytes] * results, *mask_bytes, workers * self.block_bytes]
+        parts += [*sizes * SYNC_SLOTS, arena_bytes]
         self.region = SharedRegion(sum(align_up(size, PAGE_BYTES) for size in parts))
         self.ring = self.region.carve(ring_bytes)
         self.results = [self.region.carve(result_bytes) for _ in range(results)]
+        self.masks = [self.region.carve(size) for size in mask_bytes]
         self.blocks = self.region.carve(workers * self.block_bytes)
         self.hand_off_buffers = [self._carve(sizes) for _ in range(SYNC_SLOTS)] if workers else []
         self.arena = self.region.carve(arena_bytes)

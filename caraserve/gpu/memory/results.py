@@ -63,6 +63,7 @@ class Waiter:
                 awaited.ended(failure)
             except Exception:
                 log.exception("a result's callback failed")
+            del awaited  # otherwise the last batch, with its matchers, would be kept until the next one
 
 
 class ResultBlocks:

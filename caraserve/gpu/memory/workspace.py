@@ -13,7 +13,6 @@ from caraserve.gpu.kernels.bgmv_work import PLANES
 from caraserve.model.spec import ModelSpec
 from caraserve.util.units import align_up
 
-OUTPUTS_AT_ONCE = 256  # rows of logits
 _SAMPLING_PROGRAMS = 128  # each has buffers as large as two rows of logits
 _SCRATCH_BYTES = 256 << 20  # most bytes of attention scratch
 _ROWS_STEP = 16  # decoding rows are cut at multiples, so that all addresses are multiples of 64 bytes
@@ -81,7 +80,7 @@ def make_workspace(
         return torch.zeros((count, width), dtype=dtype, device=device)
 
     widths = (spec.hidden, spec.hidden, q + 2 * kv, q, spec.hidden, 2 * spec.intermediate, spec.intermediate)
-    outputs = min(capacity.outputs, OUTPUTS_AT_ONCE)
+    outputs = capacity.logits_rows
     programs = min(outputs, _SAMPLING_PROGRAMS)
     shapes = [(PLANES, capacity.tokens, len(group), max_rank) for group in GROUPS]
     part = torch.zeros(max(map(math.prod, shapes)), dtype=torch.float32, device=device)  # used by one group at a time

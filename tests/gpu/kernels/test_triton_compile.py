@@ -15,10 +15,12 @@ import pytest
 import torch
 import triton
 from torch import Tensor
+from triton._C.libtriton import native_specialize_impl
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction
 
+from caraserve.core.grammar import mask_words
 from caraserve.cpu.sampling import SLOT_SAMPLING
 from caraserve.gpu.driver.api import Driver, Stream
 from caraserve.gpu.forward.batch import Capacity, PassShape, make_batch
@@ -34,7 +36,7 @@ from caraserve.gpu.kernels.attention import (
 from caraserve.gpu.kernels.cuda_launch import Kernels
 from caraserve.gpu.kernels.layers import embed, rms_norm, rotate_and_append, silu_mul
 from caraserve.gpu.kernels.lora import PLANES, Segments, SiteTables, lora_expand, lora_shrink
-from caraserve.gpu.kernels.sampling import Outputs, SamplerState, sample, score
+from caraserve.gpu.kernels.sampling import MaskedRows, Outputs, SamplerState, sample, score
 from caraserve.gpu.memory.adapter_tables import AdapterTables
 from caraserve.gpu.memory.request_state import make_state
 from caraserve.gpu.memory.workspace import make_workspace
@@ -151,6 +153,38 @@ def launch_sampling(dtype: torch.dtype) -> None:
     tokens = TokenTables(empty(TOKENS), empty(TOKENS))
     sample(logits, outputs, tokens, SamplerState(table, empty(SLOTS, 2049), weights, empty(16, VOCAB)))
     score(logits, outputs)
+
+
+def variant(launch: Launch) -> list[object]:
+    """Returns Triton's own key of what it compiles for a launch."""
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    parameters = [parameter for parameter in launch.kernel.params if not parameter.is_constexpr]
+    return [
+        native_specialize_impl(
+            backend,
+            launch.arguments[parameter.name],
+            False,
+            not parameter.do_not_specialize,
+            not parameter.do_not_specialize_on_alignment,
+        )
+        for parameter in parameters
+    ]
+
+
+@pytest.mark.parametrize("masked", [range(1), range(3, 19), range(40)], ids=len)
+def test_masks_need_no_other_variants_of_the_sampling_kernels(launches: list[Launch], masked: range) -> None:
+    """Otherwise they would be compiled while requests wait."""
+    tops = empty(TOKENS, 20), empty(TOKENS, 20, dtype=torch.float32)
+    outputs = Outputs(*(empty(TOKENS) for _ in range(4)), empty(TOKENS, dtype=torch.float32), *tops)
+    table = empty(SLOTS, SLOT_SAMPLING.itemsize, dtype=torch.uint8)
+    state = SamplerState(table, empty(SLOTS, 2049), empty(16, VOCAB, dtype=torch.float32), empty(16, VOCAB))
+    logits, tokens = empty(TOKENS, VOCAB, dtype=torch.bfloat16), TokenTables(empty(TOKENS), empty(TOKENS))
+    rows = MaskedRows(empty(SLOTS), empty(SLOTS, mask_words(VOCAB + 1))).between(masked.start, masked.stop)
+    for each in (None, rows):
+        sample(logits, outputs, tokens, state, each)
+        score(logits, outputs, each)
+    plain_sample, plain_score, masked_sample, masked_score = map(variant, launches)
+    assert (masked_sample, masked_score) == (plain_sample, plain_score)
 
 
 def launch_pass(dtype: torch.dtype) -> None:

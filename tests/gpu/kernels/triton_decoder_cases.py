@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from caraserve.gpu.forward import batch
 from caraserve.gpu.forward.batch import PassShape
-from caraserve.gpu.memory import workspace
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS
 from caraserve.gpu.merged_weights import MergedDeviceWeights
 from caraserve.model.dtype import Dtype
@@ -128,7 +128,7 @@ def test_a_base_model_batch_launches_no_lora(llama: Subject, rng: random.Random)
 def test_every_prompt_token_is_scored_in_pieces_of_few_rows(
     llama: Subject, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workspace, "OUTPUTS_AT_ONCE", 4)
+    monkeypatch.setattr(batch, "_LOGITS_ROWS", 4)
     device = TinyDevice(llama.device.folder)
     request = Request(3, prompt_of(rng, 11), chunk=9, prompt_logprobs=2)
     serve(device, [request], 2)

@@ -6,14 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from caraserve.core.batch import SlotSampling
-from caraserve.core.outputs import NOT_FINITE, SAMPLE, SCORE
+from caraserve.core.grammar import mask_words
+from caraserve.core.outputs import NOT_FINITE, SAMPLE, SAMPLE_MASKED, SCORE
 from caraserve.core.request import MAX_LOGPROBS
 from caraserve.cpu.sampling import SLOT_SAMPLING, choose, uniform, write_sampling
 from caraserve.gpu.kernels.attention import TokenTables
-from caraserve.gpu.kernels.sampling import Outputs, SamplerState, sample, score
+from caraserve.gpu.kernels.sampling import MaskedRows, Outputs, SamplerState, sample, score
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB = 700  # several tiles of the smallest size, and not a multiple of it
@@ -22,6 +24,7 @@ GREEDY: dict[str, Any] = {
     "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
     "min_tokens": 0, "end_ids": (), "logit_bias": (),
 }  # fmt: skip
+NO_MASK = np.zeros(0, np.uint32)
 WAYS: list[dict[str, Any]] = [
     {},
     {"temperature": 1.0},
@@ -71,8 +74,8 @@ class Bench:
         assert not self.state.counts.any()
         return outputs.chosen.tolist()
 
-    def on_the_cpu(self, logits: Tensor, slot: int, position: int) -> int:
-        rooms = np.zeros(VOCAB, np.float32), np.zeros(VOCAB, np.uint8), np.zeros(0, np.uint32)
+    def on_the_cpu(self, logits: Tensor, slot: int, position: int, mask: NDArray[np.uint32] = NO_MASK) -> int:
+        rooms = np.zeros(VOCAB, np.float32), np.zeros(VOCAB, np.uint8), mask
         return int(choose(logits.float().numpy(), position, self.history[slot], self.table[slot], *rooms))
 
 
@@ -92,6 +95,62 @@ def test_every_way_of_sampling_chooses_as_the_cpu_backend_does(dtype: torch.dtyp
     wanted = [bench.on_the_cpu(logits[slot], slot, positions[slot]) for slot in range(len(ways))]
     assert chosen == wanted
     assert bench.state.history[range(len(ways)), [position + 1 for position in positions]].tolist() == wanted
+
+
+def make_masked(outputs: list[int], masks: NDArray[np.uint32]) -> MaskedRows:
+    rows = torch.tensor(outputs, dtype=torch.int32, device=DEVICE)
+    return MaskedRows(rows, torch.from_numpy(masks.view(np.int32)).to(DEVICE))
+
+
+def test_masks_allow_the_same_tokens_as_on_the_cpu_and_change_no_other_row() -> None:
+    """Every second row has a mask, from one that allows all tokens to one that allows a single one."""
+    ways = [way | {"seed": 3} for way in WAYS for _ in range(2)]
+    bench, logits = Bench(ways, programs=2), random_logits(len(ways))
+    rows, masked = list(range(len(ways))), list(range(1, len(ways), 2))
+    positions = [6 + slot for slot in rows]
+    masks = np.zeros((len(masked), mask_words(VOCAB)), np.uint32)
+    for index, mask in enumerate(masks):
+        mask[:] = np.packbits(np.random.default_rng(index).random(mask.size * 32) < 0.7**index).view(np.uint32)
+        mask[21] |= np.uint32(1 << 27)  # token 699, the last one
+    masks[0], masks[-1, :21] = ~np.uint32(0), 0
+    kinds = [SAMPLE_MASKED if row in masked else SAMPLE for row in rows]
+    outputs = make_outputs(rows, kinds, [2] * len(rows))
+    tokens = TokenTables(*(torch.tensor(part, dtype=torch.int32, device=DEVICE) for part in (rows, positions)))
+    wanted = [
+        bench.on_the_cpu(logits[row], row, positions[row], masks[row // 2] if row in masked else NO_MASK)
+        for row in rows
+    ]
+    given, history = logits.to(DEVICE), bench.state.history.clone()
+    sample(given, outputs, tokens, bench.state)
+    score(given, outputs)
+    first = outputs.chosen.tolist()
+    assert first == [NOT_FINITE if row in masked else wanted[row] for row in rows]
+    assert torch.equal(bench.state.history[masked], history[masked])
+    assert torch.isnan(outputs.logprob[masked]).all()
+    scores = outputs.logprob.clone()
+    outputs.logprob[::2] = float("nan")
+    sample(given, outputs, tokens, bench.state, make_masked(masked, masks))
+    score(given, outputs, make_masked(masked, masks))
+    assert outputs.chosen.tolist() == wanted
+    assert bench.state.history[rows, [position + 1 for position in positions]].tolist() == wanted
+    assert torch.isnan(outputs.logprob[::2]).all()
+    assert torch.isfinite(scores[::2]).all()
+    exact = torch.log_softmax(logits.double(), 1)  # scores are those of the unmasked distribution
+    got = outputs.logprob[masked].double().cpu()
+    torch.testing.assert_close(got, exact[masked, [wanted[row] for row in masked]], atol=1e-4, rtol=1e-4)
+    assert not bench.state.counts.any()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, in the interpreter
+def test_a_masked_row_that_is_not_finite_has_no_token() -> None:
+    bench, logits = Bench([{}]), random_logits(1)
+    logits[0, 5] = float("inf")
+    outputs = make_outputs([0], [SAMPLE_MASKED], [-1])
+    tokens = TokenTables(*(torch.tensor([part], dtype=torch.int32, device=DEVICE) for part in (0, 8)))
+    masks = np.full((1, mask_words(VOCAB)), 2, np.uint32)
+    sample(logits.to(DEVICE), outputs, tokens, bench.state, make_masked([0], masks))
+    assert outputs.chosen.tolist() == [NOT_FINITE]
+    assert 0 <= int(bench.state.history[0, 9]) < VOCAB
 
 
 def test_draws_equal_the_cpus_over_many_positions() -> None:
