@@ -18,11 +18,13 @@ from caraserve.cli.main import main
 from caraserve.model.dtype import Dtype
 
 
-def test_a_quick_run_measures_every_part_and_saves_what_it_prints(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "caraserve", "bench", "lora", "--quick", "--save", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout.splitlines()[-1])
+def test_a_quick_run_measures_every_part_and_saves_what_it_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "QUICK", replace(run.QUICK, hidden=512))
+    assert main(["bench", "lora", "--quick", "--save", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    document = json.loads(printed.splitlines()[-1])
     assert json.loads((tmp_path / "lora.json").read_text()) == document
     assert document["complete"] is True
     assert document["machine"]["cores"] == len(os.sched_getaffinity(0))
@@ -32,17 +34,19 @@ def test_a_quick_run_measures_every_part_and_saves_what_it_prints(tmp_path: Path
     assert {trip["workers"] for trip in document["round_trips"]} == {1, len(os.sched_getaffinity(0))}
     assert {point["rank"] for point in document["threads"]} == {8, 64}
     assert all(trip["total_us"] > trip["beyond_us"] > 0 for trip in document["round_trips"])
-    assert "of the core's peak" in done.stdout
+    assert "of the core's peak" in printed
 
 
 def test_only_the_requested_parts_are_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "QUICK", replace(run.QUICK, hidden=256, ranks=(8,), tokens=(4, 16)))
-    assert main(["bench", "lora", "--quick", "--parts", "kernels"]) == 0
+    monkeypatch.setattr(run, "QUICK", replace(run.QUICK, hidden=256, round_trip_tokens=(16,)))
+    core = str(min(os.sched_getaffinity(0)))
+    assert main(["bench", "lora", "--quick", "--parts", "round-trip", "--lora-cpus", core]) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [(point["rank"], point["tokens"]) for point in document["kernels"]] == [(8, 4), (8, 16)]
-    assert document["round_trips"] == document["threads"] == []
+    trips = [(trip["transport"], trip["workers"], trip["tokens"]) for trip in document["round_trips"]]
+    assert trips == [("shared memory", 1, 16), ("UNIX socket", 1, 16)]
+    assert document["kernels"] == document["threads"] == []
 
 
 def test_an_unavailable_core_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
