@@ -1,6 +1,8 @@
 """Tests may be coroutines, each with an event loop and a bound on its time; every test leaves the log as it was."""
 
 import asyncio
+import fcntl
+import importlib
 import inspect
 import logging
 import os
@@ -18,6 +20,16 @@ hypothesis.settings.load_profile("fixed")
 # Read by torch as it is imported. Its threads spin while they wait for one another, and the oracle's matrices are tiny:
 # on two cores with two test processes, the same tests took three times as long with two threads each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Lets one of xdist's processes compile the CPU kernels, 10 s of work, and the others have them from the cache."""
+    if hasattr(config, "workerinput"):
+        with open(__file__) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            importlib.import_module("caraserve.cpu.backend")
+
 
 TIMEOUT_S = 120.0  # what takes this long hangs, on a machine with much else to do, too
 
