@@ -22,7 +22,6 @@ hypothesis.settings.load_profile("fixed")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-
 def pytest_configure(config: pytest.Config) -> None:
     """Lets one of xdist's processes compile the CPU kernels, 10 s of work, and the others have them from the cache."""
     if hasattr(config, "workerinput"):
