@@ -8,6 +8,7 @@ from caraserve.http.field_types import (
     LARGEST,
     ArrayField,
     BooleanField,
+    ChoiceField,
     IntegerField,
     NumberField,
     OtherField,
@@ -20,6 +21,7 @@ from caraserve.http.field_types import (
 
 MAX_N = 128
 MAX_STOP_CHARACTERS = 1024
+MAX_BAD_WORD_CHARACTERS = 256
 SEEDS = 1 << 63
 MAX_TOKENIZED = 1 << 16  # tokens, unless the model's context is longer; 5 ms to list or to check
 MAX_TEXT_CHARACTERS = 1 << 22
@@ -56,6 +58,8 @@ CACHE_SALT = TextField("cache_salt", _LABEL_CHARACTERS)
 PRIORITY = IntegerField("priority", -SEEDS, SEEDS - 1, 0)  # as vLLM's: any integer of 64 bits
 STREAM = BooleanField("stream", False)
 RETURN_TOKEN_IDS = BooleanField("return_token_ids", False)
+RETURN_TOKENS_AS_TOKEN_IDS = BooleanField("return_tokens_as_token_ids", False)
+PROMPT_LOGPROBS = IntegerField("prompt_logprobs", 0, MAX_LOGPROBS, None)
 INCLUDE_USAGE = BooleanField("include_usage", False)
 CONTINUOUS_USAGE_STATS = BooleanField("continuous_usage_stats", False)
 STREAM_OPTIONS = OtherField(
@@ -100,7 +104,12 @@ LOGIT_BIAS = OtherField(
     },
 )
 
-# --- structured output ---
+# --- what answers may not have, and structured output ---
+
+ALLOWED_TOKEN_IDS = ArrayField("allowed_token_ids", MAX_TOKENIZED, _TOKEN_ID)
+BAD_WORDS = ArrayField(
+    "bad_words", 1024, {"type": "string", "minLength": 1, "maxLength": MAX_BAD_WORD_CHARACTERS, "pattern": "\\S"}
+)
 
 RESPONSE_FORMAT = OtherField(
     "response_format",
@@ -134,6 +143,11 @@ GRAMMAR = OtherField("grammar", _TEXT)
 JSON_SCHEMA = OtherField("json_schema", _JSON_SCHEMA)
 STRUCTURAL_TAG = OtherField("structural_tag", _JSON_SCHEMA)
 
+# --- the prompt ---
+
+TRUNCATE_PROMPT_TOKENS = IntegerField("truncate_prompt_tokens", -1, LARGEST, None)
+TRUNCATION_SIDE = ChoiceField("truncation_side", ("left", "right"), "left")
+
 # --- completions ---
 
 _EMBEDS: Schema = {"type": "string", "contentEncoding": "base64"}  # a safetensors file
@@ -142,6 +156,7 @@ PROMPT = OtherField(
     "prompt", any_of(_TEXT, {"type": "array", "items": any_of(_TEXT, _PIECE, {"type": "array", "items": _PIECE})})
 )
 PROMPT_EMBEDS = OtherField("prompt_embeds", any_of(_EMBEDS, {"type": "array", "items": _EMBEDS}))
+SUFFIX = TextField("suffix", MAX_TEXT_CHARACTERS)
 ECHO = BooleanField("echo", False)
 BEST_OF = IntegerField("best_of", 1, MAX_N, None)
 LOGPROBS = IntegerField("logprobs", 0, MAX_LOGPROBS, None)

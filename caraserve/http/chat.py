@@ -14,21 +14,24 @@ from caraserve.errors import InvalidRequest
 from caraserve.http import body_fields, validation
 from caraserve.http.adapter_choice import Find
 from caraserve.http.api_request import ApiRequest
-from caraserve.http.choices import ChoicesWriter, ResponseHeads
+from caraserve.http.choices import ChoicesWriter, PromptLogprobs, ResponseHeads, TokenNames, finite
 from caraserve.http.client import Client
 from caraserve.http.completions import (
+    DEFAULT_MAX_TOKENS,
     ENCODED_IN_PLACE_CHARACTERS,
     CommonFields,
     fan_out,
     finish_fields,
-    finite,
     parse_common,
+    parse_prompt_logprobs,
     response_head,
 )
 from caraserve.http.request_schema import CHAT, check_fields
 from caraserve.http.structured_output import parse_grammar
 from caraserve.http.tool_calls import ToolCallWriter, Tools, parse_tools
+from caraserve.http.truncation import parse_truncation
 from caraserve.http.validation import Fields, shown
+from caraserve.http.whole_answer import PROMPT_LOGPROBS
 from caraserve.loop import Engine
 from caraserve.tokenizer.tokenizer import Tokenizer
 from caraserve.util.tasks import in_turns
@@ -47,8 +50,11 @@ async def parse_chat(fields: Fields, engine: Engine, find: Find, client: Client)
     response_id = f"chatcmpl-{uuid.uuid4().hex}"
     chat = await parse_chat_fields(fields, engine, find, client, response_id)
     delivery, model, tools = chat.common.delivery, chat.common.model, chat.tools
+    names = TokenNames(engine.tokenizer, by_id=delivery.tokens_as_ids)
     choices = [
-        ChatChoice(index, request, engine.tokenizer, delivery.token_ids, None if tools is None else tools.writer())
+        ChatChoice(
+            index, request, engine.tokenizer, names, delivery.token_ids, None if tools is None else tools.writer()
+        )
         for index, request in enumerate(chat.requests)
     ]
     shown_prompt = {"prompt_token_ids": chat.requests[0].prompt_ids} if delivery.token_ids else {}
@@ -56,6 +62,7 @@ async def parse_chat(fields: Fields, engine: Engine, find: Find, client: Client)
         response_head(response_id, "chat.completion", model) | shown_prompt,
         response_head(response_id, "chat.completion.chunk", model),
         shown_prompt,
+        has_prompt_logprobs=chat.requests[0].params.prompt_logprobs is not None,
     )
     return ApiRequest(chat.requests, chat.common.n, delivery.stream, ChoicesWriter(choices, heads, delivery))
 
@@ -90,14 +97,20 @@ async def parse_chat_fields(
         grammar=await parse_grammar(fields, engine, params, None if tools is None else tools.grammar),
         kept_special_ids=params.kept_special_ids if tools is None else tools.kept_special_ids,
     )
-    ids = tuple(await chat_ids(fields, engine.tokenizer, engine.max_model_len, tools))
     asked_tokens = older_limit if limit is None else limit
+    truncation = parse_truncation(fields, engine, DEFAULT_MAX_TOKENS if asked_tokens is None else asked_tokens)
+    with truncation.refusing("messages"):
+        ids = tuple(truncation.cut(await chat_ids(fields, engine.tokenizer, truncation.most_encoded, tools)))
     default = validation.most_scored_tokens(common.n, params.logprobs)
     default = default_max_tokens if default is None else default
     max_tokens = validation.fit_max_tokens(asked_tokens, default, len(ids), engine, source="messages")
     validation.check_scores(common.n, common.n * max_tokens, params.logprobs, "top_logprobs")
     validation.check_min_tokens(params.min_tokens, max_tokens)
     requests = fan_out(f"{response_id}-", 0, ids, common, dataclasses.replace(params, max_tokens=max_tokens))
+    if (scored := parse_prompt_logprobs(fields, common.delivery)) is not None:  # of the prompt that all of them have
+        validation.check_scores(1, len(ids), scored, "prompt_logprobs")
+        first = dataclasses.replace(requests[0].params, prompt_logprobs=scored)
+        requests[0] = dataclasses.replace(requests[0], params=first)
     return ParsedChat(common, tools, tuple(requests))
 
 
@@ -217,12 +230,16 @@ class ChatChoice:
         index: int,
         request: GenerateRequest,
         tokenizer: Tokenizer,
+        names: TokenNames,
         return_token_ids: bool,
         tool_calls: ToolCallWriter | None,
     ) -> None:
         self._index = index
         self._request = request
         self._tokenizer = tokenizer
+        self._names = names
+        scored = request.params.prompt_logprobs
+        self._prompt_logprobs = None if scored is None else PromptLogprobs(names, scored)
         self._return_token_ids = return_token_ids
         self._tool_calls = tool_calls
         self._first = True
@@ -263,9 +280,10 @@ class ChatChoice:
         return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def logprobs(self, delta: TokenDelta) -> dict[str, list[Any]] | None:
+        of_prompt = {} if self._prompt_logprobs is None else {PROMPT_LOGPROBS: self._prompt_logprobs.entries(delta)}
         if self._request.params.logprobs is None:
-            return None
-        return {"content": [self._scored(scored) for scored in delta.logprobs]}
+            return of_prompt or None
+        return of_prompt | {"content": [self._scored(scored) for scored in delta.logprobs]}
 
     def _scored(self, scored: TokenLogprob) -> dict[str, Any]:
         top = list(map(self._token, scored.top_ids, scored.top_logprobs))
@@ -273,7 +291,7 @@ class ChatChoice:
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {
-            "token": self._tokenizer.token_text(token_id),
+            "token": self._names.of(token_id),
             "logprob": finite(logprob),
             "bytes": list(self._tokenizer.token_bytes(token_id)),
         }

@@ -7,11 +7,14 @@ from typing import Any, Protocol
 import orjson
 from aiohttp import web
 
-from caraserve.core.request import TokenDelta
+from caraserve.core.request import TokenDelta, TokenLogprob
 from caraserve.errors import CaraServeError
 from caraserve.http.responses import openai_error
 from caraserve.http.usage import ResponseTotals, TokenCounts
 from caraserve.http.whole_answer import WholeAnswer, response_of
+from caraserve.tokenizer.tokenizer import Tokenizer
+
+_LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
 class ChoiceWriter(Protocol):
@@ -36,16 +39,53 @@ class Delivery:
     include_usage: bool
     continuous_usage: bool
     token_ids: bool
+    tokens_as_ids: bool  # in logprobs, tokens are named by their ids instead of their texts
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseHeads:
     """The fields that a whole response, and every event of a stream, begin with; `first_chunk` is in the first event
-    only."""
+    only. `has_prompt_logprobs`: those of the first answer are in the whole response, not in its choice."""
 
     whole: dict[str, Any]
     chunk: dict[str, Any]
     first_chunk: dict[str, Any]
+    has_prompt_logprobs: bool = False
+
+
+class TokenNames:
+    """Names the tokens of logprobs, by their texts or as vLLM's `token_id:7`."""
+
+    def __init__(self, tokenizer: Tokenizer, *, by_id: bool) -> None:
+        self._tokenizer, self._by_id = tokenizer, by_id
+
+    def of(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._by_id else self._tokenizer.token_text(token_id)
+
+
+class PromptLogprobs:
+    """Writes `prompt_logprobs` of one answer as vLLM does: for each token of the prompt an object by token id, null for
+    the first token. `alternatives`: to each token."""
+
+    def __init__(self, names: TokenNames, alternatives: int) -> None:
+        self._names, self._alternatives = names, alternatives
+        self._is_first = True
+
+    def entries(self, delta: TokenDelta) -> list[dict[str, Any] | None]:
+        """The entries that a delta adds. A long prompt is computed in chunks, so several deltas hold parts of it."""
+        first, self._is_first = [None] if self._is_first else [], False
+        return [*first, *(self._entry(scored) for scored in delta.prompt_logprobs if scored is not None)]
+
+    def _entry(self, scored: TokenLogprob) -> dict[str, Any]:
+        ranks = {token_id: rank for rank, token_id in enumerate(scored.top_ids, start=1)}
+        entry = {str(scored.token_id): self._shape(scored.token_id, scored.logprob, ranks.get(scored.token_id))}
+        best = zip(scored.top_ids[: self._alternatives], scored.top_logprobs, strict=False)
+        for token_id, logprob in best:
+            entry.setdefault(str(token_id), self._shape(token_id, logprob, ranks[token_id]))
+        return entry
+
+    def _shape(self, token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": self._names.of(token_id)}
 
 
 class OpenAiStream:
@@ -89,13 +129,22 @@ class ChoicesWriter(OpenAiStream):
         return await response_of(self._pieces(answers, totals))
 
     def _pieces(self, answers: Sequence[WholeAnswer], totals: ResponseTotals) -> Iterator[bytes]:
-        yield orjson.dumps(self._heads.whole)[:-1] + b',"choices":['
+        yield orjson.dumps(self._heads.whole)[:-1] + b","
+        if self._heads.has_prompt_logprobs:
+            yield from answers[0].encoded_prompt_logprobs()
+        yield b'"choices":['
         for position, (choice, answer) in enumerate(zip(self._choices, answers, strict=True)):
             before, after = choice.fields_around_logprobs(answer.joined())
-            yield (b"," if position else b"") + orjson.dumps(before)[:-1] + b',"logprobs":'
+            yield (b"," if position else b"") + orjson.dumps(before)[:-1] + b","
+            yield from answer.encoded_prompt_logprobs()
+            yield b'"logprobs":'
             yield from answer.encoded_logprobs()
             yield b"," + orjson.dumps(after)[1:]
         yield b'],"usage":%b}' % orjson.dumps(_usage(totals.tokens))
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, _LEAST_LOGPROB)
 
 
 def _usage(tokens: TokenCounts) -> dict[str, Any]:

@@ -23,12 +23,14 @@ from caraserve.errors import InvalidRequest
 from caraserve.http import body_fields, validation
 from caraserve.http.adapter_choice import Find, choose_adapter
 from caraserve.http.api_request import ApiRequest
-from caraserve.http.choices import ChoicesWriter, Delivery, ResponseHeads
+from caraserve.http.choices import ChoicesWriter, Delivery, PromptLogprobs, ResponseHeads, TokenNames, finite
 from caraserve.http.client import Client
 from caraserve.http.prompt_embeds import embeds_prompts, has_embeds, mixed_prompt
 from caraserve.http.request_schema import COMPLETIONS, STREAM_OPTIONS, check_fields
 from caraserve.http.structured_output import parse_grammar
+from caraserve.http.truncation import Truncation, parse_truncation
 from caraserve.http.validation import Fields, shown, token_ids
+from caraserve.http.whole_answer import PROMPT_LOGPROBS
 from caraserve.loop import Engine
 from caraserve.tokenizer.tokenizer import Tokenizer
 from caraserve.util.tasks import in_turns
@@ -38,7 +40,6 @@ DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 2048
 # Encoding runs at a few MB/s: longer texts would block the event loop for over a millisecond.
 ENCODED_IN_PLACE_CHARACTERS = 2048
-_LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 Prompt = str | list[Any]
 
@@ -81,7 +82,21 @@ def parse_delivery(fields: Fields) -> Delivery:
         raise InvalidRequest("stream_options need stream to be true.", param="stream_options")
     include_usage = body_fields.INCLUDE_USAGE.read(options)
     continuous = body_fields.CONTINUOUS_USAGE_STATS.read(options)
-    return Delivery(stream, include_usage, include_usage and continuous, body_fields.RETURN_TOKEN_IDS.read(fields))
+    return Delivery(
+        stream,
+        include_usage,
+        include_usage and continuous,
+        token_ids=body_fields.RETURN_TOKEN_IDS.read(fields),
+        tokens_as_ids=body_fields.RETURN_TOKENS_AS_TOKEN_IDS.read(fields),
+    )
+
+
+def parse_prompt_logprobs(fields: Fields, delivery: Delivery) -> int | None:
+    """Reads `prompt_logprobs`, which only a whole response has. Raises InvalidRequest."""
+    wanted = body_fields.PROMPT_LOGPROBS.read(fields)
+    if wanted is not None and delivery.stream:
+        raise InvalidRequest("prompt_logprobs needs stream to be false.", param="prompt_logprobs")
+    return wanted
 
 
 async def parse_completion(fields: Fields, engine: Engine, find: Find, client: Client) -> ApiRequest:
@@ -90,10 +105,15 @@ async def parse_completion(fields: Fields, engine: Engine, find: Find, client: C
     common = parse_common(fields, engine, find, client)
     echo = body_fields.ECHO.read(fields)
     logprobs = body_fields.LOGPROBS.read(fields)
+    prompt_logprobs = parse_prompt_logprobs(fields, common.delivery)
+    scores = [count for count in (prompt_logprobs, logprobs if echo else None) if count is not None]
+    params = validation.sampling_params(fields, engine)
     params = dataclasses.replace(
-        validation.sampling_params(fields, engine), logprobs=logprobs, prompt_logprobs=logprobs if echo else None
+        params,
+        logprobs=logprobs,
+        prompt_logprobs=max(scores, default=None),
+        grammar=await parse_grammar(fields, engine, params),
     )
-    params = dataclasses.replace(params, grammar=await parse_grammar(fields, engine, params))
     if body_fields.BEST_OF.read(fields) not in (None, common.n):
         raise InvalidRequest("best_of other than n is not supported; leave it out.", param="best_of")
     max_tokens = body_fields.MAX_TOKENS.read(fields)
@@ -102,7 +122,8 @@ async def parse_completion(fields: Fields, engine: Engine, find: Find, client: C
     if max_tokens == 0 and not echo:
         raise InvalidRequest("max_tokens may be 0 only with echo; ask for at least 1.", param="max_tokens")
     add_special_tokens = body_fields.ADD_SPECIAL_TOKENS.read(fields)
-    prompts = parse_prompts(fields)
+    truncation = parse_truncation(fields, engine, DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens)
+    prompts = with_suffix(fields, parse_prompts(fields), engine.tokenizer)
     if len(prompts) * common.n > MAX_CHOICES:
         raise InvalidRequest(
             f"{len(prompts)} prompts with n={common.n} are over {MAX_CHOICES} answers; send several requests.",
@@ -111,19 +132,35 @@ async def parse_completion(fields: Fields, engine: Engine, find: Find, client: C
     response_id = f"cmpl-{uuid.uuid4().hex}"
     requests: list[GenerateRequest] = []
     choices: list[CompletionChoice] = []
-    scored = 0  # tokens
+    names = TokenNames(engine.tokenizer, by_id=common.delivery.tokens_as_ids)
+    answer_tokens = prompt_tokens = 0  # that are scored
     async for position, prompt in in_turns(enumerate(prompts)):
-        ids, embeds = await read_prompt(prompt, position, engine, add_special_tokens=add_special_tokens)
-        if embeds is not None and (echo or common.delivery.token_ids):
-            raise InvalidRequest("echo and return_token_ids need a prompt of tokens.", param="prompt")
+        ids, embeds = await read_prompt(prompt, position, engine, truncation, add_special_tokens=add_special_tokens)
+        if embeds is not None and (params.prompt_logprobs is not None or echo or common.delivery.token_ids):
+            raise InvalidRequest("echo, prompt_logprobs and return_token_ids need a prompt of tokens.", param="prompt")
         limit = validation.fit_max_tokens(max_tokens, DEFAULT_MAX_TOKENS, len(ids), engine)
         validation.check_min_tokens(params.min_tokens, limit)
-        scored += common.n * (limit + echo * len(ids))
-        validation.check_scores(common.n * (position + 1), scored, logprobs, "logprobs")
-        echoed = (prompt if isinstance(prompt, str) else await decode(engine.tokenizer, ids)) if echo else ""
+        answer_tokens += common.n * limit
+        prompt_tokens += common.n * len(ids)
+        num_choices = common.n * (position + 1)
+        validation.check_scores(num_choices, answer_tokens + echo * prompt_tokens, logprobs, "logprobs")
+        validation.check_scores(num_choices, prompt_tokens, prompt_logprobs, "prompt_logprobs")
+        is_whole = isinstance(prompt, str) and len(ids) < truncation.most_tokens
+        echoed = (prompt if is_whole else await decode(engine.tokenizer, ids)) if echo else ""
         sized = dataclasses.replace(params, max_tokens=limit)
         for request in fan_out(f"{response_id}-", len(requests), ids, common, sized, embeds):
-            choices.append(CompletionChoice(len(choices), request, engine.tokenizer, echoed, common.delivery.token_ids))
+            scored = None if prompt_logprobs is None else PromptLogprobs(names, prompt_logprobs)
+            choices.append(
+                CompletionChoice(
+                    len(choices),
+                    request,
+                    engine.tokenizer,
+                    names,
+                    echoed=str(echoed) if echo else None,
+                    prompt_logprobs=scored,
+                    return_token_ids=common.delivery.token_ids,
+                )
+            )
             requests.append(request)
     head = response_head(response_id, "text_completion", common.model)
     writer = ChoicesWriter(choices, ResponseHeads(head, head, {}), common.delivery)
@@ -185,7 +222,28 @@ def listed_prompts(fields: Fields, name: str) -> list[Prompt]:
     return value
 
 
-async def prompt_ids(prompt: Prompt, position: int, engine: Engine, *, add_special_tokens: bool) -> tuple[int, ...]:
+def with_suffix(fields: Fields, prompts: list[Prompt], tokenizer: Tokenizer) -> list[Prompt]:
+    """The prompts for the text between each of `prompts` and `suffix`, if the body has one. Raises InvalidRequest."""
+    suffix = body_fields.SUFFIX.read(fields)
+    if not suffix:
+        return prompts
+    if (infill := tokenizer.infill_format) is None:
+        raise InvalidRequest(
+            "suffix is not supported by this model, whose vocabulary has no tokens for it; leave it out.",
+            param="suffix",
+        )
+    for other in ("echo", "truncate_prompt_tokens"):
+        if fields.raw(other):
+            raise InvalidRequest(f"{other} and suffix exclude each other; send one of them.", param=other)
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if len(texts) < len(prompts):
+        raise InvalidRequest("prompt must be text if there is a suffix.", param="prompt")
+    return [infill.prompt(text, suffix) for text in texts]
+
+
+async def prompt_ids(
+    prompt: Prompt, position: int, engine: Engine, truncation: Truncation, *, add_special_tokens: bool
+) -> tuple[int, ...]:
     """The token ids of one prompt, at least one and at most as many as the context holds.
 
     Raises InvalidRequest naming the position, or ContextLengthExceeded.
@@ -193,23 +251,27 @@ async def prompt_ids(prompt: Prompt, position: int, engine: Engine, *, add_speci
     name = "prompt" if position == 0 else f"prompt[{position}]"
     tokenizer = engine.tokenizer
     if isinstance(prompt, str):
-        ids = tuple(
-            await encode(tokenizer, prompt, add_special_tokens=add_special_tokens, max_tokens=engine.max_model_len)
-        )
+        with truncation.refusing("prompt"):
+            most = truncation.most_encoded
+            encoded = await encode(tokenizer, prompt, add_special_tokens=add_special_tokens, max_tokens=most)
+        ids = tuple(truncation.cut(encoded))
     else:
-        validation.fit_max_tokens(0, None, len(prompt), engine)  # before each id is looked at
-        ids = token_ids(name, prompt, tokenizer.vocab_size)
+        given = truncation.cut(prompt)
+        validation.fit_max_tokens(0, None, len(given), engine)  # before each id is looked at
+        ids = token_ids(name, list(given), tokenizer.vocab_size)
     if not ids:
         raise InvalidRequest(f"{name} is empty; at least one token is needed.", param="prompt")
     return ids
 
 
 async def read_prompt(
-    prompt: Prompt, position: int, engine: Engine, *, add_special_tokens: bool
+    prompt: Prompt, position: int, engine: Engine, truncation: Truncation, *, add_special_tokens: bool
 ) -> tuple[tuple[int, ...], PromptEmbeds | None]:
     """The tokens of one prompt, and the vectors among them. Raises as `prompt_ids` does."""
     if not has_embeds(prompt):
-        return await prompt_ids(prompt, position, engine, add_special_tokens=add_special_tokens), None
+        return await prompt_ids(prompt, position, engine, truncation, add_special_tokens=add_special_tokens), None
+    if truncation.is_on:
+        raise InvalidRequest("truncate_prompt_tokens needs a prompt of tokens.", param="truncate_prompt_tokens")
     validation.fit_max_tokens(0, None, len(prompt), engine)  # before each piece is looked at
     return await mixed_prompt("prompt" if position == 0 else f"prompt[{position}]", prompt, engine)
 
@@ -232,12 +294,24 @@ class CompletionChoice:
     """Writes one entry of `choices`, which has the same shape in a stream and in a whole response."""
 
     def __init__(
-        self, index: int, request: GenerateRequest, tokenizer: Tokenizer, echoed: str, return_token_ids: bool
+        self,
+        index: int,
+        request: GenerateRequest,
+        tokenizer: Tokenizer,
+        names: TokenNames,
+        *,
+        echoed: str | None,
+        prompt_logprobs: PromptLogprobs | None,
+        return_token_ids: bool,
     ) -> None:
+        """`echoed`: the prompt's text, None if the answer does not begin with it."""
         self._index = index
         self._request = request
         self._tokenizer = tokenizer
-        self._pending_echo = echoed
+        self._names = names
+        self._echoes = echoed is not None
+        self._pending_echo = echoed or ""
+        self._prompt_logprobs = prompt_logprobs
         self._return_token_ids = return_token_ids
         self._first = True
         self._prompt_written = False
@@ -260,31 +334,33 @@ class CompletionChoice:
         return before, after
 
     def logprobs(self, delta: TokenDelta) -> dict[str, list[Any]] | None:
+        of_prompt = {} if self._prompt_logprobs is None else {PROMPT_LOGPROBS: self._prompt_logprobs.entries(delta)}
         if self._request.params.logprobs is None:
-            return None
+            return of_prompt or None
         shape: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-        if not self._prompt_written and self._request.params.prompt_logprobs is not None:
+        if not self._prompt_written and self._echoes:
             self._add_token(shape, self._request.prompt_ids[0], None)  # the first token has no logprob
         self._prompt_written = True
         # A long prompt is computed in chunks, so several deltas hold parts of its logprobs.
-        for scored in (*delta.prompt_logprobs, *delta.logprobs):
+        for scored in (*(delta.prompt_logprobs if self._echoes else ()), *delta.logprobs):
             if scored is not None:
                 self._add_token(shape, scored.token_id, scored)
-        return shape
+        return of_prompt | shape
 
     def _add_token(self, shape: dict[str, list[Any]], token_id: int, scored: TokenLogprob | None) -> None:
-        text = self._tokenizer.token_text(token_id)
-        shape["tokens"].append(text)
+        name = self._names.of(token_id)
+        shape["tokens"].append(name)
         shape["text_offset"].append(self._text_offset)
         shape["token_logprobs"].append(None if scored is None else finite(scored.logprob))
-        shape["top_logprobs"].append(None if scored is None else self._best(text, scored))
-        self._text_offset += len(text)
+        shape["top_logprobs"].append(None if scored is None else self._best(name, scored))
+        self._text_offset += len(self._tokenizer.token_text(token_id))
 
-    def _best(self, text: str, scored: TokenLogprob) -> dict[str, float]:
-        """The alternatives by text, with the token itself if it is not among them."""
-        best = {text: finite(scored.logprob)}
-        for token_id, logprob in zip(scored.top_ids, scored.top_logprobs, strict=True):
-            best.setdefault(self._tokenizer.token_text(token_id), finite(logprob))
+    def _best(self, name: str, scored: TokenLogprob) -> dict[str, float]:
+        """The alternatives by name, with the token itself if it is not among them."""
+        best = {name: finite(scored.logprob)}
+        most = self._request.params.logprobs  # tokens of the prompt may have more, for `prompt_logprobs`
+        for token_id, logprob in zip(scored.top_ids[:most], scored.top_logprobs, strict=False):
+            best.setdefault(self._names.of(token_id), finite(logprob))
         return best
 
 
@@ -293,7 +369,3 @@ def finish_fields(finish: Finish | None) -> dict[str, Any]:
         "finish_reason": None if finish is None else finish.reason,
         "stop_reason": None if finish is None else finish.stop_reason,
     }
-
-
-def finite(logprob: float) -> float:
-    return max(logprob, _LEAST_LOGPROB)

@@ -99,6 +99,21 @@ class TextField:
 
 
 @dataclass(frozen=True, slots=True)
+class ChoiceField:
+    """One of a few strings; `default` if it is absent."""
+
+    name: str
+    values: tuple[str, ...]
+    default: str
+
+    def read(self, fields: "Fields") -> str:
+        return fields.one_of(self.name, self.values, self.default)
+
+    def schema(self) -> Schema:
+        return {"type": "string", "enum": list(self.values)} | _default(self.default)
+
+
+@dataclass(frozen=True, slots=True)
 class ArrayField:
     """A list of at most `most` entries; `items` is the schema of one."""
 
@@ -145,5 +160,6 @@ def object_of(required: tuple[str, ...] = (), /, **properties: Schema) -> Schema
 def or_null(schema: Schema) -> Schema:
     """Returns the schema with null as one more value."""
     if isinstance(schema.get("type"), str):
-        return schema | {"type": [schema["type"], "null"]}
+        more = {"enum": [*schema["enum"], None]} if "enum" in schema else {}
+        return schema | {"type": [schema["type"], "null"]} | more
     return any_of(*schema.get("anyOf", [schema]), {"type": "null"}) if schema else {}

@@ -65,6 +65,7 @@ _CARD = _whole(
     max_model_len=_INTEGER,
     permission=_list_of({}),
 )
+_ALIAS = _whole(object={"const": "alias"}, name=_STRING, adapter=_STRING, previous=or_null(_STRING))
 _ADAPTER = _whole(
     name=_STRING,
     object={"const": "adapter"},
@@ -110,6 +111,7 @@ _MODEL_PARAMETER = {
     "schema": {"type": "string", "minLength": 1},
 }
 _ADAPTER_PARAMETER = _MODEL_PARAMETER | {"name": "name", "description": "The adapter's name."}
+_ALIAS_PARAMETER = _ADAPTER_PARAMETER | {"description": "The alias's name."}
 _CONFIG_PARAMETER = {
     "name": "config",
     "in": "query",
@@ -166,7 +168,7 @@ class Operation:
 
 def _text(summary: str, body: KnownFields, required: str, answer: Schema) -> Operation:
     """A route that generates text, whole or as a stream of events."""
-    answers = {_JSON: answer, _EVENTS: _STRING}
+    answers = {_JSON: answer, _EVENTS: {}}
     return Operation(summary, answers, body, (required,), _OF_TEXT, (_DEADLINE_PARAMETER,))
 
 
@@ -225,6 +227,31 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         {_JSON: _whole(name=_STRING, object={"const": "adapter"}, deleted={"const": True})},
         raises=_OF_ADAPTERS,
         parameters=(_ADAPTER_PARAMETER,),
+    ),
+    ("GET", "/v1/aliases"): Operation("Lists the aliases.", {_JSON: _listed(_ALIAS)}, raises=(errors.NotFound,)),
+    ("GET", "/v1/aliases/{name}"): Operation(
+        "Shows an alias.", {_JSON: _ALIAS}, raises=(errors.NotFound,), parameters=(_ALIAS_PARAMETER,)
+    ),
+    ("PUT", "/v1/aliases/{name}"): Operation(
+        "Points an alias at an adapter; 201 if the alias is new.",
+        {_JSON: _ALIAS},
+        request_schema.ALIAS,
+        ("adapter",),
+        raises=_OF_ADAPTERS,
+        parameters=(_ALIAS_PARAMETER,),
+        creates=True,
+    ),
+    ("POST", "/v1/aliases/{name}/rollback"): Operation(
+        "Points an alias at the adapter that it stood for before.",
+        {_JSON: _ALIAS},
+        raises=_OF_ADAPTERS,
+        parameters=(_ALIAS_PARAMETER,),
+    ),
+    ("DELETE", "/v1/aliases/{name}"): Operation(
+        "Deletes an alias, not its adapter.",
+        {_JSON: _whole(name=_STRING, object={"const": "alias"}, deleted={"const": True})},
+        raises=_OF_ADAPTERS,
+        parameters=(_ALIAS_PARAMETER,),
     ),
     ("GET", "/v1/cluster"): Operation("Lists the instances.", {_JSON: _listed(_OBJECT, name=or_null(_STRING))}),
     ("GET", "/v1/cluster/adapters"): Operation("Lists all instances' adapters.", {_JSON: _listed(_OBJECT)}),

@@ -51,6 +51,13 @@ def _served(*fields: BodyField) -> dict[str, BodyField]:
     return {field.name: field for field in fields}
 
 
+def _table(
+    types: Mapping[str, BodyField], refused: Mapping[str, Refused], ignored: frozenset[str] = frozenset()
+) -> KnownFields:
+    """A table whose served fields are left out of those that most routes refuse or ignore."""
+    return KnownFields(types, {name: one for name, one in refused.items() if name not in types}, ignored - types.keys())
+
+
 def _parts(outer: OtherField) -> dict[str, BodyField]:
     """Returns the fields of an object that is a field itself."""
     return _served(*(OtherField(name, schema) for name, schema in outer.described["properties"].items()))
@@ -83,6 +90,7 @@ _SAMPLING = _served(
     *(body.N, body.SEED, body.TEMPERATURE, body.TOP_P, body.TOP_K, body.MIN_P, body.MIN_TOKENS),
     *(body.STOP, body.STOP_TOKEN_IDS, body.INCLUDE_STOP_STR_IN_OUTPUT, body.IGNORE_EOS, body.SKIP_SPECIAL_TOKENS),
     *(body.PRESENCE_PENALTY, body.FREQUENCY_PENALTY, body.REPETITION_PENALTY, body.LOGIT_BIAS),
+    *(body.ALLOWED_TOKEN_IDS, body.BAD_WORDS),
 )
 _STRUCTURE = _served(
     *(body.RESPONSE_FORMAT, body.STRUCTURED_OUTPUTS, body.GUIDED_JSON, body.GUIDED_REGEX, body.GUIDED_CHOICE),
@@ -91,7 +99,9 @@ _STRUCTURE = _served(
 _DELIVERY = _served(
     *(body.STREAM, body.STREAM_OPTIONS, body.RETURN_TOKEN_IDS, body.USER, body.CACHE_SALT, body.PRIORITY)
 )
-_GENERATION = _SELECTING | _SAMPLING | _STRUCTURE | _DELIVERY
+_SCORES = _served(body.PROMPT_LOGPROBS, body.RETURN_TOKENS_AS_TOKEN_IDS)
+_TRUNCATION = _served(body.TRUNCATE_PROMPT_TOKENS, body.TRUNCATION_SIDE)
+_GENERATION = _SELECTING | _SAMPLING | _STRUCTURE | _DELIVERY | _SCORES | _TRUNCATION
 _TOOLS = _served(body.TOOLS, body.TOOL_CHOICE, body.PARALLEL_TOOL_CALLS, body.FUNCTIONS, body.FUNCTION_CALL)
 _TEMPLATE = _served(body.MESSAGES, body.ADD_GENERATION_PROMPT, body.CONTINUE_FINAL_MESSAGE, body.CHAT_TEMPLATE_KWARGS)
 
@@ -107,13 +117,11 @@ _WEIGHTS = _refused(
 
 _CONSTRAINTS = _refused(
     _NO_CONSTRAINTS,
-    *("guided_decoding", "guided_options_request", "allowed_token_ids"),
+    *("guided_decoding", "guided_options_request"),
     *("custom_logit_processor", "grammar_triggers", "output_format", "output_config"),
     format="",
-    bad_words=([],),
     bad_words_ids=([],),
     banned_tokens=([], ""),
-    banned_strings=([],),
     force_words_ids=([],),
     logits_processors=([],),
     custom_params={},
@@ -194,6 +202,7 @@ _OTHER_NAMES = _instead(
     ignore_eos_token=("ignore_eos", False),
     ban_eos_token=("ignore_eos", False),
     no_stop_trim=("include_stop_str_in_output", False),
+    banned_strings=("bad_words", ([],)),
     extra_key=("cache_salt", ()),
     return_tokens=("return_token_ids", False),
     return_prompt_token_ids=("return_token_ids", False),
@@ -249,6 +258,8 @@ _ANSWERS = _refused(
     _LEAVE_OUT,
     *("prompt_logprobs", "logprob_token_ids", "token_ids_logprob"),
     return_tokens_as_token_ids=False,
+    allowed_token_ids=([],),
+    bad_words=([],),
     return_hidden_states=False,
     return_routed_experts=False,
     return_prompt_text=False,
@@ -287,9 +298,9 @@ _IGNORED = frozenset(
     )
 )
 
-COMPLETIONS = KnownFields(
+COMPLETIONS = _table(
     _GENERATION
-    | _served(body.PROMPT, body.PROMPT_EMBEDS, body.ECHO, body.BEST_OF, body.ADD_SPECIAL_TOKENS)
+    | _served(body.PROMPT, body.PROMPT_EMBEDS, body.SUFFIX, body.ECHO, body.BEST_OF, body.ADD_SPECIAL_TOKENS)
     | _served(body.LOGPROBS, body.MAX_TOKENS, body.MAX_COMPLETION_TOKENS),
     _REFUSED
     | _refused("send it to /v1/chat/completions", messages=([],), tools=([],), functions=([],))
@@ -298,7 +309,7 @@ COMPLETIONS = KnownFields(
     _IGNORED | _TEMPLATE.keys() - {"messages"} | {"parallel_tool_calls"},
 )
 
-CHAT = KnownFields(
+CHAT = _table(
     _GENERATION
     | _TEMPLATE
     | _TOOLS

@@ -9,6 +9,7 @@ import orjson
 from caraserve.core.grammar import Grammar
 from caraserve.core.request import SamplingParams
 from caraserve.errors import InvalidRequest
+from caraserve.http.banned_tokens import with_banned_tokens
 from caraserve.http.request_schema import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, check_fields
 from caraserve.http.validation import Fields, shown
 from caraserve.loop import Engine
@@ -44,6 +45,12 @@ async def parse_grammar(
 ) -> Grammar | None:
     """Returns the grammar that the answer must follow, None without one. `of_tools`: the grammar of calls, if the
     request's tools need one. Raises InvalidRequest that names the field."""
+    return await with_banned_tokens(fields, engine, params, await _compiled(fields, engine, params, of_tools))
+
+
+async def _compiled(
+    fields: Fields, engine: Engine, params: SamplingParams, of_tools: GrammarSource | None
+) -> Grammar | None:
     sources = [
         *_response_format(fields),
         *_structured_outputs(fields),

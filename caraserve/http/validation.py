@@ -4,7 +4,7 @@ Every mistake raises InvalidRequest, which names the field and what would be rig
 model's generation_config decides, then OpenAI's default.
 """
 
-from collections.abc import ItemsView, Mapping
+from collections.abc import ItemsView, Mapping, Sequence
 from typing import Any, TypeVar
 
 from caraserve.core.request import MAX_LOGIT_BIAS, MAX_STOPS, SamplingParams
@@ -83,6 +83,14 @@ class Fields:
         if value is not None and len(value) > longest:
             raise InvalidRequest(f"{name} has {len(value)} characters; {longest} are allowed.", param=name)
         return value
+
+    def one_of(self, name: str, values: Sequence[str], default: str) -> str:
+        value = self.raw(name)
+        if value is None:
+            return default
+        if value not in values:
+            raise InvalidRequest(f"{name} must be one of {', '.join(values)}, not {shown(value)}.", param=name)
+        return str(value)
 
     def mapping(self, name: str) -> dict[str, Any]:
         """An object, empty if absent."""

@@ -18,6 +18,9 @@ _PART_LOGPROBS = 256  # encoded at once, at 2 to 4 µs each
 TURN_LOGPROBS = 512  # encoded by all requests in one turn of the event loop
 _DELTA_COST = 32  # an event without logprobs takes as long as this many logprobs
 _BLOCK_BYTES = 256 << 10  # written to the socket at once
+PROMPT_LOGPROBS = (
+    "prompt_logprobs"  # of the fields that a writer's `logprobs` returns, the one that is not of `logprobs`
+)
 
 
 async def paced(delta: TokenDelta, turns: TurnBudget) -> AsyncIterator[TokenDelta]:
@@ -87,6 +90,15 @@ class WholeAnswer:
     def joined(self) -> TokenDelta:
         """The text and the tokens of all deltas, and the finish."""
         return TokenDelta("".join(self._text), tuple(self._token_ids), finish=self.finish)
+
+    def encoded_prompt_logprobs(self) -> Iterator[bytes]:
+        """The encoded field `prompt_logprobs` with a comma, nothing if the answer has none. Call it once, and before
+        `encoded_logprobs`."""
+        written = self._logprobs.pop(PROMPT_LOGPROBS, None)
+        if written is not None:
+            yield b'"%b":[' % PROMPT_LOGPROBS.encode()
+            yield from written
+            yield b"],"
 
     def encoded_logprobs(self) -> Iterator[bytes]:
         """The encoded value of `logprobs`. Call it once."""

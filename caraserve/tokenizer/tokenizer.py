@@ -19,6 +19,7 @@ from caraserve.model.spec import ModelSpec
 from caraserve.tokenizer.chat_template import ChatTemplate
 from caraserve.tokenizer.detokenizer import Decode, Detokenizer
 from caraserve.tokenizer.grammar import GrammarCompiler
+from caraserve.tokenizer.infill import InfillFormat, find_format
 from caraserve.tokenizer.tool_format import ToolFormat
 
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -72,6 +73,11 @@ class Tokenizer:
     def tool_format(self) -> ToolFormat | None:
         """How the model writes calls of tools; None if its chat template does not show it."""
         return self._chat_template.tool_format if self._chat_template is not None else None
+
+    @property
+    def infill_format(self) -> InfillFormat | None:
+        """How the model is given the texts before and after a gap; None if its vocabulary has no tokens for that."""
+        return find_format(lambda token: self._tokenizer.token_to_id(token) is not None)
 
     def special_id(self, text: str) -> int | None:
         """Returns the id of the special token that is written as `text`; None if there is none."""

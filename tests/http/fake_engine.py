@@ -10,6 +10,7 @@ import numpy as np
 from caraserve.core.request import Finish, FinishReason, GenerateRequest, Phases, TokenDelta, TokenLogprob
 from caraserve.errors import CaraServeError, ContextLengthExceeded, InvalidRequest, NotFound
 from caraserve.tokenizer.grammar import GrammarSource
+from caraserve.tokenizer.infill import InfillFormat
 from caraserve.tokenizer.tool_format import HERMES, ToolFormat
 
 PHASES = Phases(queued_ms=1.0, load_ms=2.0, prefill_ms=3.0, decode_ms=4.0)
@@ -31,6 +32,7 @@ class FakeTokenizer:
     eos_ids = frozenset({EOS})
     grammars = FakeGrammars()
     tool_format: ToolFormat | None = HERMES
+    infill_format: InfillFormat | None = InfillFormat("<P>", "<S>", "<M>")
 
     def special_id(self, text: str) -> int | None:
         return None

@@ -57,10 +57,17 @@ EVERY_SERVED_VALUE: dict[str, Any] = {
     "frequency_penalty": 0.5,
     "repetition_penalty": 1.5,
     "logit_bias": {"3": 1.0},
+    "allowed_token_ids": [65, 66],
+    "bad_words": ["x"],
+    "return_tokens_as_token_ids": True,
+    "truncate_prompt_tokens": 1,
+    "truncation_side": "right",
 }
+NOT_STREAMED: dict[str, Any] = {"prompt_logprobs": 1, "stream": False, "stream_options": None}
 OF_COMPLETIONS: dict[str, Any] = {
     "prompt_embeds": [],
     "prompt": "x",
+    "suffix": "",
     "echo": True,
     "best_of": 2,
     "add_special_tokens": True,
@@ -101,14 +108,15 @@ CONSTRAINTS = {
 )
 async def test_every_field_of_a_table_is_read(path: str, table: KnownFields, own: dict[str, Any]) -> None:
     body = EVERY_SERVED_VALUE | own
-    assert body.keys() | CONSTRAINTS.keys() == table.served
+    assert body.keys() | CONSTRAINTS.keys() | NOT_STREAMED.keys() == table.served
     async with serving(FakeEngine()) as client:
         answer = await client.post(path, body)
+        whole = await client.post(path, body | NOT_STREAMED)
         constrained = [  # one at a time, and without what contradicts them
             await client.post(path, body | {"ignore_eos": False, "min_tokens": 0, name: value})
             for name, value in CONSTRAINTS.items()
         ]
-    for each in (answer, *constrained):
+    for each in (answer, whole, *constrained):
         assert each.status == 200, each.body
         assert IGNORED not in each.headers
 
@@ -139,14 +147,13 @@ def test_no_known_name_counts_as_misspelt(table: KnownFields) -> None:
         ("stop_sequences", ["x"], "stop"),
         ("n_probs", 3, "logprobs"),
         ("format", "json", "response_format"),
-        ("bad_words", ["x"], "response_format"),
+        ("banned_strings", ["x"], "bad_words"),
         ("mirostat", 2, "not implemented"),
         ("typical_p", 0.9, "not implemented"),
         ("dry_multiplier", 0.8, "not implemented"),
         ("enable_thinking", False, "chat_template_kwargs"),
-        ("prompt_logprobs", 1, "leave it out"),
         ("logprob_token_ids", [1], "leave it out"),
-        ("truncate_prompt_tokens", 10, "shorten the prompt"),
+        ("truncate", 10, "shorten the prompt"),
         ("vllm_xargs", {"a": 1}, "not implemented"),
         ("kv_transfer_params", {"a": 1}, "leave it out"),
         ("options", {"temperature": 0}, "top level"),

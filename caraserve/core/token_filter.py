@@ -1,0 +1,96 @@
+"""Tokens that an answer may not have: outside of a set, at the end of a banned sequence, or ends that come too early.
+
+A filter is a `Grammar`: it is applied by the same masks, and to the mask of another grammar if there is one.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.core.grammar import Grammar, TokenMatcher, mask_words
+from caraserve.errors import GrammarDeadEnd
+
+_Mask = NDArray[np.uint32]
+
+
+def mask_of(token_ids: Sequence[int], vocab_size: int) -> _Mask:
+    """Returns the mask with the bits of these tokens set: uint32 [mask_words(vocab_size)]."""
+    bits = np.zeros(32 * mask_words(vocab_size), np.uint8)
+    bits[np.asarray(token_ids, np.int64)] = 1
+    return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenFilter:
+    """What the answers to one request may not have. `allowed`: the mask of tokens that may be chosen. `banned`: the
+    last token of each banned sequence of two or more, by the tokens before it. `ends`: the mask of the tokens that end
+    an answer, which may not come before `min_tokens`."""
+
+    allowed: _Mask
+    banned: dict[tuple[int, ...], list[int]]
+    ends: _Mask
+    min_tokens: int
+    grammar: Grammar | None
+
+    @classmethod
+    def of(
+        cls,
+        vocab_size: int,
+        allowed: Sequence[int] | None,
+        banned: Iterable[Sequence[int]],
+        *,
+        end_ids: Sequence[int],
+        min_tokens: int,
+        grammar: Grammar | None,
+    ) -> "TokenFilter":
+        """`allowed`: None for all tokens. `banned`: sequences of token ids, none of them empty."""
+        mask = mask_of(range(vocab_size) if allowed is None else allowed, vocab_size)
+        longer: dict[tuple[int, ...], list[int]] = {}
+        for *before, last in banned:
+            if before:
+                longer.setdefault(tuple(before), []).append(last)
+            else:
+                _clear(mask, last)
+        return cls(mask, longer, mask_of(end_ids, vocab_size), min_tokens, grammar)
+
+    def matcher(self, output_ids: Sequence[int] = ()) -> TokenMatcher:
+        return _FilterMatcher(self, None if self.grammar is None else self.grammar.matcher(output_ids), output_ids)
+
+
+class _FilterMatcher:
+    """The `TokenMatcher` of one answer."""
+
+    def __init__(self, token_filter: TokenFilter, inner: TokenMatcher | None, output_ids: Sequence[int]) -> None:
+        self._filter, self._inner = token_filter, inner
+        self._lengths = sorted({len(before) for before in token_filter.banned})
+        self._count = len(output_ids)  # tokens of the answer
+        self._last_ids = deque(output_ids, maxlen=max(self._lengths, default=0))
+
+    def append(self, token_id: int) -> None:
+        self._count += 1
+        self._last_ids.append(token_id)
+        if self._inner is not None:
+            self._inner.append(token_id)
+
+    def write_mask(self, mask: _Mask) -> None:
+        if self._inner is None:
+            mask[:] = self._filter.allowed
+        else:
+            self._inner.write_mask(mask)
+            mask &= self._filter.allowed
+        last_ids = tuple(self._last_ids)
+        for length in self._lengths:
+            if length <= len(last_ids):
+                for last in self._filter.banned.get(last_ids[-length:], ()):
+                    _clear(mask, last)
+        if self._count < self._filter.min_tokens:
+            mask &= ~self._filter.ends
+        if not mask.any():
+            raise GrammarDeadEnd("at this point of the answer the request's fields together ban all tokens")
+
+
+def _clear(mask: _Mask, token_id: int) -> None:
+    mask[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))

@@ -1,0 +1,176 @@
+"""Fields of the prompt and of its scores: truncation, suffix, prompt_logprobs, tokens named by their ids."""
+
+from typing import Any
+
+import pytest
+
+from caraserve.http.body_fields import MAX_TOKENIZED
+from tests.http.fake_engine import BOS, FakeEngine, FakeTokenizer
+from tests.http.serving import Answer, Client, serving
+
+KINDS = ["complete", "chat"]
+CHAT_PROMPT = b"user:hello;assistant:"
+
+
+async def ask(client: Client, kind: str, **fields: Any) -> Answer:
+    answer: Answer = await getattr(client, kind)(**fields)
+    return answer
+
+
+async def prompt_of(kind: str, *, context: int = 1000, **fields: Any) -> list[int]:
+    """Returns the token ids that the engine gets."""
+    fake = FakeEngine(max_model_len=context)
+    async with serving(fake) as client:
+        answer = await ask(client, kind, **fields)
+    assert answer.status == 200, answer.body
+    return list(fake.requests[0].prompt_ids)
+
+
+@pytest.mark.parametrize(
+    ("fields", "ids"),
+    [
+        ({"truncate_prompt_tokens": 2}, b"ef"),
+        ({"truncate_prompt_tokens": 2, "truncation_side": "left"}, b"ef"),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, [BOS, *b"ab"]),
+        ({"truncate_prompt_tokens": 7}, [BOS, *b"abcdef"]),
+        ({"truncate_prompt_tokens": 2, "prompt": [9, 8, 7]}, [8, 7]),
+        ({"truncation_side": "left"}, [BOS, *b"abcdef"]),
+    ],
+)
+async def test_a_long_prompt_keeps_its_last_tokens_or_its_first(fields: dict[str, Any], ids: Any) -> None:
+    assert await prompt_of("complete", **{"prompt": "abcdef"} | fields) == list(ids)
+
+
+async def test_a_conversation_keeps_its_last_tokens() -> None:
+    assert await prompt_of("chat", truncate_prompt_tokens=5) == list(CHAT_PROMPT[-5:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_minus_one_keeps_what_the_context_has_room_for_beside_the_answer(kind: str) -> None:
+    long = {"prompt": "x" * 90} if kind == "complete" else {"messages": [{"role": "user", "content": "x" * 90}]}
+    assert len(await prompt_of(kind, context=50, truncate_prompt_tokens=-1, max_tokens=20, **long)) == 30
+    assert len(await prompt_of(kind, context=50, truncate_prompt_tokens=-1, **long)) == 34
+
+
+async def test_token_ids_beyond_the_context_are_cut_and_those_left_are_checked() -> None:
+    assert await prompt_of("complete", context=50, prompt=[7] * 500, truncate_prompt_tokens=3) == [7] * 3
+    async with serving(FakeEngine()) as client:
+        answer = await client.complete(prompt=[7, 7, 999], truncate_prompt_tokens=2)
+    assert (answer.status, answer.error["param"]) == (400, "prompt")
+
+
+async def test_the_echo_of_a_cut_prompt_is_what_is_left_of_it() -> None:
+    async with serving(FakeEngine()) as client:
+        answer = await client.complete(prompt="abcdef", truncate_prompt_tokens=2, echo=True)
+    assert answer.json["choices"][0]["text"] == "efHi!"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 1001}, "truncate_prompt_tokens"),
+        ({"truncation_side": "middle"}, "truncation_side"),
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_truncation_that_cannot_be_is_refused(kind: str, fields: dict[str, Any], param: str) -> None:
+    async with serving(FakeEngine()) as client:
+        answer = await ask(client, kind, **fields)
+    assert (answer.status, answer.error["param"]) == (400, param)
+
+
+async def test_a_prompt_too_long_to_be_cut_is_refused_by_the_true_limit() -> None:
+    async with serving(FakeEngine()) as client:
+        answer = await client.complete(prompt="x" * (MAX_TOKENIZED + 1), truncate_prompt_tokens=2)
+    assert (answer.status, answer.error["param"]) == (400, "prompt")
+    assert f"more than {MAX_TOKENIZED} tokens" in answer.error["message"]
+
+
+async def test_a_suffix_is_written_with_the_tokens_of_the_model() -> None:
+    assert await prompt_of("complete", prompt="ab", suffix="cd") == [BOS, *b"<P>ab<S>cd<M>"]
+    assert await prompt_of("complete", prompt="ab", suffix="") == [BOS, *b"ab"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"echo": True}, "echo"), ({"truncate_prompt_tokens": 2}, "truncate_prompt_tokens"), ({"prompt": [1]}, "prompt")],
+)
+async def test_what_contradicts_a_suffix_is_refused(fields: dict[str, Any], param: str) -> None:
+    async with serving(FakeEngine()) as client:
+        answer = await client.complete(suffix="x", **fields)
+    assert (answer.status, answer.error["param"]) == (400, param)
+
+
+async def test_a_model_without_such_tokens_refuses_a_suffix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeTokenizer, "infill_format", None)
+    async with serving(FakeEngine()) as client:
+        answer = await client.complete(suffix="x")
+    assert (answer.status, answer.error["param"]) == (400, "suffix")
+
+
+def entry(token_id: int, rank: int | None, text: str, logprob: float = -0.5) -> dict[str, Any]:
+    return {str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": text}}
+
+
+async def test_prompt_logprobs_of_a_completion_are_in_each_choice() -> None:
+    async with serving(FakeEngine()) as client:
+        choices = (await client.complete(prompt="ab", n=2, prompt_logprobs=2)).json["choices"]
+    expected = [None, entry(97, 1, "a") | entry(98, 2, "b", -1.5), entry(98, 1, "b") | entry(99, 2, "c", -1.5)]
+    assert [choice["prompt_logprobs"] for choice in choices] == [expected] * 2
+    assert [choice["logprobs"] for choice in choices] == [None] * 2
+
+
+async def test_prompt_logprobs_of_a_chat_are_in_the_response_once() -> None:
+    fake = FakeEngine()
+    async with serving(fake) as client:
+        response = (await client.chat(n=2, prompt_logprobs=0, logprobs=True)).json
+    scores = response["prompt_logprobs"]
+    assert scores[0] is None
+    assert scores[1:] == [entry(token_id, None, chr(token_id)) for token_id in CHAT_PROMPT]
+    assert ["prompt_logprobs" in choice for choice in response["choices"]] == [False] * 2
+    assert response["choices"][0]["logprobs"]["content"][0]["token"] == "H"
+    assert [request.params.prompt_logprobs for request in fake.requests] == [0, None]
+
+
+async def test_a_prompt_of_one_token_has_one_null() -> None:
+    async with serving(FakeEngine()) as client:
+        choice = (await client.complete(prompt=[65], prompt_logprobs=1)).json["choices"][0]
+    assert choice["prompt_logprobs"] == [None]
+
+
+async def test_echoed_logprobs_and_prompt_logprobs_have_each_their_alternatives() -> None:
+    async with serving(FakeEngine()) as client:
+        choice = (await client.complete(prompt="ab", echo=True, logprobs=1, prompt_logprobs=2, max_tokens=1)).json
+    choice = choice["choices"][0]
+    assert choice["logprobs"]["tokens"] == ["<s>", "a", "b", "H"]
+    assert [best and len(best) for best in choice["logprobs"]["top_logprobs"]] == [None, 1, 1, 1]
+    assert [best and len(best) for best in choice["prompt_logprobs"]] == [None, 2, 2]
+
+
+async def test_logprobs_of_the_answer_do_not_begin_with_those_of_the_prompt() -> None:
+    async with serving(FakeEngine()) as client:
+        choice = (await client.complete(prompt="ab", logprobs=0, prompt_logprobs=0, max_tokens=1)).json["choices"][0]
+    assert choice["logprobs"]["tokens"] == ["H"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fields", [{"prompt_logprobs": 1, "stream": True}, {"prompt_logprobs": 21}])
+async def test_prompt_logprobs_that_cannot_be_are_refused(kind: str, fields: dict[str, Any]) -> None:
+    async with serving(FakeEngine()) as client:
+        answer = await ask(client, kind, **fields)
+    assert (answer.status, answer.error["param"]) == (400, "prompt_logprobs")
+
+
+async def test_tokens_are_named_by_their_ids() -> None:
+    named = {"return_tokens_as_token_ids": True, "max_tokens": 1}
+    async with serving(FakeEngine()) as client:
+        completion = (await client.complete(prompt="ab", echo=True, logprobs=2, **named)).json["choices"][0]
+        chat = (await client.chat(logprobs=True, top_logprobs=2, **named)).json["choices"][0]
+    assert completion["logprobs"]["tokens"] == ["token_id:256", "token_id:97", "token_id:98", "token_id:72"]
+    assert completion["logprobs"]["top_logprobs"][-1] == {"token_id:72": -0.5, "token_id:73": -1.5}
+    assert completion["logprobs"]["text_offset"] == [0, 3, 4, 5]
+    assert chat["logprobs"]["content"][0]["token"] == "token_id:72"
+    assert chat["logprobs"]["content"][0]["bytes"] == [72]
+    assert [top["token"] for top in chat["logprobs"]["content"][0]["top_logprobs"]] == ["token_id:72", "token_id:73"]
