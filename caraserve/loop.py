@@ -22,6 +22,7 @@ from caraserve.core.batch import DeviceLost, RowResult, ScheduledRow, StepResult
 from caraserve.core.request import FinishReason, GenerateRequest, Phase, Request, TokenDelta, TokenLogprob
 from caraserve.engine.active_request import ActiveRequest, TokenStream
 from caraserve.engine.batch_launcher import BatchLauncher, LaunchedBatch
+from caraserve.engine.batch_timeline import BatchTimeline
 from caraserve.engine.executor import Executor, Iteration
 from caraserve.engine.merge_policy import MergePolicy
 from caraserve.engine.queues import RequestQueues
@@ -79,6 +80,7 @@ class Engine:
         self.prompt_embed_size = backend.limits.prompt_embed_size
         self.draining = False
         self.failure: str | None = None  # the error after which no request can be answered
+        self.timeline = BatchTimeline()
         self._observers = observers
         self._backend, self._limits = backend, backend.limits
         self._config, self._metrics, self._now = config, metrics, now
@@ -309,6 +311,7 @@ class Engine:
         """Passes the results of a batch to its requests, and drops those of requests that have finished meanwhile.
         Yields after each request; any request may change or end before the next step."""
         self._metrics.observe_iteration(launched.num_tokens, took_ms)
+        self.timeline.record(launched.rows, outcome.done_s)
         interruptions_ms = outcome.interruptions_ms([row for _, row in launched.rows])
         for (active, row), result, others_ms in zip(launched.rows, outcome.rows, interruptions_ms, strict=True):
             if active.is_finished:

@@ -17,7 +17,7 @@ from caraserve.http.admin import updatable
 from caraserve.http.context import CLIENT, CONTEXT, Context
 from caraserve.http.responses import json_response
 from caraserve.http.status import sorted_by_name
-from caraserve.lora.adapter import AdapterTier, RemoteSource, UploadSource
+from caraserve.lora.adapter import Adapter, AdapterTier, RemoteSource, UploadSource
 from caraserve.lora.uploads import AdapterUploads, UploadClaims
 from caraserve.util.tasks import in_turns
 
@@ -65,11 +65,17 @@ def _named(request: web.Request) -> ListedAdapter:
     raise NotFound(f"There is no adapter {name[:200]!r}; GET /v1/adapters lists them.", param="name")
 
 
+def tier_of(adapter: Adapter | None) -> str:
+    """The place nearest to the device that has all of an adapter; None: it has no record on this instance."""
+    if adapter is None:
+        return "peer"
+    if isinstance(adapter.source, UploadSource):
+        return "upload"
+    return _TIERS.get(adapter.tier) or ("peer" if isinstance(adapter.source, RemoteSource) else "disk")
+
+
 def _card(context: Context, info: ListedAdapter) -> dict[str, Any]:
     adapter = context.engine.catalog.manager.find(info.digest)
-    tier = "peer" if adapter is None or isinstance(adapter.source, RemoteSource) else "disk"
-    if adapter is not None and isinstance(adapter.source, UploadSource):
-        tier = "upload"
     return {
         "name": info.name,
         "object": "adapter",
@@ -77,7 +83,7 @@ def _card(context: Context, info: ListedAdapter) -> dict[str, Any]:
         "rank": info.rank,
         "bytes": info.num_bytes,
         "created": int(info.created_s),
-        "tier": tier if adapter is None else _TIERS.get(adapter.tier, tier),
+        "tier": tier_of(adapter),
         "requests": 0 if adapter is None else adapter.pins,
     }
 

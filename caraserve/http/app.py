@@ -20,7 +20,7 @@ from caraserve.cluster.membership.websocket import WEBSOCKET_PATH
 from caraserve.cluster.routing.forward_auth import INSTANCE_HEADER, PREFIX
 from caraserve.config import HttpConfig
 from caraserve.errors import CaraServeError, ServerBusy, Unauthorized
-from caraserve.http import adapters, admin, aliases, openapi, status, tokenize
+from caraserve.http import adapters, admin, aliases, openapi, page, page_stats, status, tokenize
 from caraserve.http.api_request import RequestRouter
 from caraserve.http.auth import add_cors_headers, answer_preflight, authenticate, challenge
 from caraserve.http.context import ANSWERED_BY, CLIENT, CONTEXT, REQUEST_ID, BodyBudget, Context, HttpTimings
@@ -102,8 +102,10 @@ def make_app(
             web.get("/version", status.version),
             web.get("/load", status.load),
             web.get("/metrics", status.metrics),
-            web.get("/stats", status.stats),
-            web.get("/", status.dashboard),
+            web.get("/stats", page_stats.stats),
+            web.get("/stats/adapters", page_stats.adapter_stats),
+            web.get("/", page.page),
+            web.get("/page/{file}", page.page_file),
             web.get("/openapi.json", openapi.openapi),
             web.get("/docs", openapi.docs),
         ]

@@ -19,23 +19,25 @@ from caraserve.cluster.routing.forward_auth import PREFIX as PEER_PREFIX
 from caraserve.config import HttpConfig
 from caraserve.errors import Forbidden, Unauthorized
 from caraserve.http.client import Client
+from caraserve.http.page import PAGE_PATHS
 
 PROBES = frozenset({"/health", "/ready", "/ping"})  # never need a key
 # A browser cannot send a bearer token for an address that is typed in, but can ask for a password. It then sends that
 # with requests of all sites, so no route that changes anything accepts a password.
-_PAGE_PATHS = frozenset({"/", "/stats", "/docs", "/openapi.json"})
+_PASSWORD_PATHS = frozenset({"/docs", "/openapi.json"})
 _MAX_AGE_S = 600  # for which a browser may keep the response to a preflight
 _EXPOSED = "x-request-id, x-caraserve-phases, x-caraserve-ignored, x-caraserve-instance, retry-after, retry-after-ms"
 
 
 def authenticate(request: web.Request, config: HttpConfig) -> Client | None:
-    """The client that sends a request; None for probes and other instances. Raises Unauthorized or Forbidden."""
+    """The client that sends a request; None for probes, the page's files and other instances. Raises Unauthorized or
+    Forbidden."""
     if not config.keys:
         if _is_local(config.host):
             _check_local_origin(request, config.allowed_origins)
         return Client(request.remote or "unknown", is_admin=True)
     # The handlers for other instances check a signature with the cluster's secret.
-    if request.path in PROBES or request.path.startswith(f"{PEER_PREFIX}/"):
+    if request.path in PROBES or request.path in PAGE_PATHS or request.path.startswith(f"{PEER_PREFIX}/"):
         return None
     digest = _digest(_given_key(request))
     matching = [key for key in config.keys if hmac.compare_digest(digest, _own_key_digest(key))]
@@ -46,11 +48,11 @@ def authenticate(request: web.Request, config: HttpConfig) -> Client | None:
 
 def challenge(request: web.Request) -> str:
     """The header WWW-Authenticate for a client without a valid key. Browsers only understand Basic."""
-    return f'{"Basic" if _is_page(request) else "Bearer"} realm="caraserve"'
+    return f'{"Basic" if _takes_password(request) else "Bearer"} realm="caraserve"'
 
 
-def _is_page(request: web.Request) -> bool:
-    return request.path in _PAGE_PATHS and request.method in ("GET", "HEAD")
+def _takes_password(request: web.Request) -> bool:
+    return request.path in _PASSWORD_PATHS and request.method in ("GET", "HEAD")
 
 
 def _given_key(request: web.Request) -> str:
@@ -59,7 +61,7 @@ def _given_key(request: web.Request) -> str:
     scheme, _, given = header.partition(" ")
     if scheme.lower() == "bearer":
         return given.strip()
-    if scheme.lower() == "basic" and _is_page(request):
+    if scheme.lower() == "basic" and _takes_password(request):
         try:
             password: str = aiohttp.BasicAuth.decode(header, encoding="utf-8").password
             return password

@@ -17,9 +17,15 @@ from caraserve.http.context import CONTEXT
 from caraserve.http.field_types import Schema, or_null
 from caraserve.http.operations import ERROR, OPERATIONS, Operation
 from caraserve.http.request_schema import KnownFields
-from caraserve.http.status import PAGE_HEADERS
 
 _PAGE = files("caraserve.http").joinpath("api.html").read_bytes()
+# A page runs only its own script and shows only its own text.
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
 _ERROR_CONTENT = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
 _OF_ANY = {
     400: "The request is no valid HTTP, or a header has a wrong value.",
@@ -29,6 +35,7 @@ _OF_ANY = {
 _OF_BODIES = {408: "The body did not arrive in time.", 415: "The body has another content type, or is compressed."}
 _RETRIED = (429, 503)  # statuses after which the header says when to ask again
 _KEYS: list[dict[str, list[str]]] = [{"bearer": []}, {"apiKey": []}]
+_WITHOUT_KEY = {*PROBES, "/", "/page/{file}"}
 _OTHER = Operation("Not described.")
 
 
@@ -52,7 +59,7 @@ async def openapi(request: web.Request) -> web.Response:
 
 
 async def docs(request: web.Request) -> web.Response:
-    return web.Response(body=_PAGE, content_type="text/html", charset="utf-8", headers=PAGE_HEADERS)
+    return web.Response(body=_PAGE, content_type="text/html", charset="utf-8", headers=_PAGE_HEADERS)
 
 
 def document(app: web.Application) -> dict[str, Any]:
@@ -61,7 +68,7 @@ def document(app: web.Application) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for method, path in client_routes(app):
         described = _described(OPERATIONS.get((method, path), _OTHER))
-        if path in PROBES:
+        if path in _WITHOUT_KEY:
             described["security"] = []
         paths.setdefault(path, {})[method.lower()] = described
     return {

@@ -8,6 +8,7 @@ from caraserve import errors
 from caraserve.errors import CaraServeError
 from caraserve.http import deadline, request_schema
 from caraserve.http.field_types import Schema, any_of, object_of, one_of, or_null
+from caraserve.http.page_stats import LONGEST_FILTER, TIER_FILTERS
 from caraserve.http.request_schema import KnownFields
 
 _JSON, _TEXT, _EVENTS = "application/json", "text/plain", "text/event-stream"
@@ -73,7 +74,7 @@ _ADAPTER = _whole(
     rank=_INTEGER,
     bytes=_INTEGER,
     created=_INTEGER,
-    tier=one_of("device", "host", "disk", "peer"),
+    tier=one_of("device", "host", "disk", "peer", "upload"),
     requests=_INTEGER,
 )
 
@@ -110,6 +111,16 @@ _MODEL_PARAMETER = {
     "description": "A name of GET /v1/models.",
     "schema": {"type": "string", "minLength": 1},
 }
+_FILE_PARAMETER = _MODEL_PARAMETER | {"name": "file", "description": "The file's name."}
+_FILTER_PARAMETERS = (
+    {
+        "name": "contains",
+        "in": "query",
+        "description": "A part of the adapters' names.",
+        "schema": {"type": "string", "maxLength": LONGEST_FILTER},
+    },
+    {"name": "tier", "in": "query", "description": "The adapters' tier.", "schema": one_of("", *TIER_FILTERS)},
+)
 _ADAPTER_PARAMETER = _MODEL_PARAMETER | {"name": "name", "description": "The adapter's name."}
 _ALIAS_PARAMETER = _ADAPTER_PARAMETER | {"description": "The alias's name."}
 _CONFIG_PARAMETER = {
@@ -284,7 +295,19 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/load"): Operation("The number of requests under way.", {_JSON: _whole(server_load=_INTEGER)}),
     ("GET", "/metrics"): Operation("Metrics for Prometheus.", {_TEXT: _STRING}),
     ("GET", "/stats"): Operation("The numbers of the page at /.", {_JSON: _OBJECT}),
-    ("GET", "/"): Operation("A page with the state of the server.", {"text/html": _STRING}),
+    ("GET", "/stats/adapters"): Operation(
+        "The adapters that the page at / lists: at most 100, and how many there are.",
+        {_JSON: _whole(counts=_OBJECT, matching=_INTEGER, adapters=_list_of(_OBJECT))},
+        raises=(errors.InvalidRequest,),
+        parameters=_FILTER_PARAMETERS,
+    ),
+    ("GET", "/"): Operation("A page to compare adapters, with the state of the server.", {"text/html": _STRING}),
+    ("GET", "/page/{file}"): Operation(
+        "A file of the page at /.",
+        {"text/javascript": _STRING, "text/css": _STRING, "image/svg+xml": _STRING},
+        raises=(errors.NotFound,),
+        parameters=(_FILE_PARAMETER,),
+    ),
     ("GET", "/docs"): Operation("This document as a page.", {"text/html": _STRING}),
     ("GET", "/openapi.json"): Operation("This document.", {_JSON: _OBJECT}),
 }

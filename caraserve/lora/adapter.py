@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from math import log
 from pathlib import Path
 from typing import TypeAlias
 
@@ -153,9 +154,23 @@ class Adapter:
         """Returns the number of its admissions, each weighted by half for every 60 s since then."""
         return float(self.rate * 0.5 ** ((now_s - self.rated_s) / _HALF_LIFE_S))
 
+    def requests_per_minute(self, now_s: float) -> float:
+        """Returns the mean of recent minutes, from the rate: at n admissions a minute it settles at n / ln 2."""
+        return 60.0 / _HALF_LIFE_S * log(2) * self.rate_at(now_s)
+
     def count_admission(self, now_s: float) -> None:
         """Adds one admission to the rate."""
         self.rate, self.rated_s = self.rate_at(now_s) + 1.0, now_s
+
+
+@dataclass(frozen=True, slots=True)
+class EndedLoad:
+    """A load to the device that has ended, from the request that needed it; times of the monotonic clock."""
+
+    name: str  # one of the adapter's; empty if it has none any more
+    began_s: float
+    ended_s: float
+    succeeded: bool
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ old one stays until its last request ends.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,13 +15,15 @@ from caraserve.core.lora_layout import HostAdapter
 from caraserve.cpu.shared_memory import Arena
 from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.kv.memory_budget import MemoryBudget
-from caraserve.lora.adapter import Adapter, AdapterTier, CacheCounters, RemoteSource, Source
+from caraserve.lora.adapter import Adapter, AdapterTier, CacheCounters, EndedLoad, RemoteSource, Source
 from caraserve.lora.arrival_estimates import ArrivalEstimates
 from caraserve.lora.device_cache import DeviceCache
 from caraserve.lora.device_loader import DeviceLoader
 from caraserve.lora.host_cache import HostCache
 from caraserve.lora.host_loader import HostLoader, ReadAdapter
 from caraserve.lora.start_policy import StartPolicy
+
+_KEPT_LOADS = 100  # that have ended, for the web page
 
 
 class AdapterManager:
@@ -47,6 +50,7 @@ class AdapterManager:
         self._names: dict[str, Adapter] = {}
         self._host_cache = HostCache(arena)
         self.counters = CacheCounters()
+        self.ended_loads: deque[EndedLoad] = deque(maxlen=_KEPT_LOADS)  # the newest last
         self._host_loader = HostLoader(self._host_cache, read, self, self.counters, now)
         self.device_cache = DeviceCache(backend, memory, lambda adapter: adapter.device_bytes * adapter.rate_at(now()))
         self.device_loader = DeviceLoader(
@@ -260,7 +264,7 @@ class AdapterManager:
 
     def copied(self, adapter: Adapter) -> None:
         """Reports the load of an adapter that is now on the device, whole."""
-        self._observe_load(self._now() - adapter.asked_s, True)
+        self._load_ended(adapter, succeeded=True)
         self._forget_if_unused(adapter)
         self._host_loader.schedule_pending()  # its image may be evicted now
         self.device_loader.schedule_pending()  # if its requests have ended meanwhile, it can be evicted at once
@@ -281,8 +285,13 @@ class AdapterManager:
         for event in waiting:
             event.set()
 
+    def _load_ended(self, adapter: Adapter, *, succeeded: bool) -> None:
+        now_s = self._now()
+        self._observe_load(now_s - adapter.asked_s, succeeded)
+        self.ended_loads.append(EndedLoad(min(adapter.names, default=""), adapter.asked_s, now_s, succeeded))
+
     def _fail(self, adapter: Adapter, error: CaraServeError) -> None:
-        self._observe_load(self._now() - adapter.asked_s, False)
+        self._load_ended(adapter, succeeded=False)
         adapter.fail(error, self._now())
         self._forget_if_unused(adapter)
         self.changed()

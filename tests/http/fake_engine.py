@@ -8,7 +8,9 @@ from typing import Any, Self
 import numpy as np
 
 from caraserve.core.request import Finish, FinishReason, GenerateRequest, Phases, TokenDelta, TokenLogprob
+from caraserve.engine.batch_timeline import BatchTimeline
 from caraserve.errors import CaraServeError, ContextLengthExceeded, InvalidRequest, NotFound
+from caraserve.lora.adapter import Adapter, EndedLoad
 from caraserve.tokenizer.grammar import GrammarSource
 from caraserve.tokenizer.infill import InfillFormat
 from caraserve.tokenizer.tool_format import HERMES, ToolFormat
@@ -179,6 +181,18 @@ class FakeStream:
             self.cancelled.set()
 
 
+class FakeCatalog:
+    """A fake catalog and its manager: `adapters` are the records by digest."""
+
+    def __init__(self) -> None:
+        self.adapters: dict[str, Adapter] = {}
+        self.ended_loads: list[EndedLoad] = []
+        self.manager = self
+
+    def find(self, digest: str) -> Adapter | None:
+        return self.adapters.get(digest)
+
+
 @dataclass
 class FakeEngine:
     """A fake engine. `script` gives a request's deltas; None leaves them to the test. Submit i raises `refusals[i]`."""
@@ -195,6 +209,8 @@ class FakeEngine:
     failure: str | None = None
     refusals: dict[int, Exception] = field(default_factory=dict)
     shown: FakeSnapshot = field(default_factory=FakeSnapshot)
+    timeline: BatchTimeline = field(default_factory=BatchTimeline)
+    catalog: Any = field(default_factory=FakeCatalog)
     loaded: dict[str, FakeAdapter] = field(default_factory=lambda: {n: FakeAdapter(n, f"/adapters/{n}") for n in "ab"})
     streams: list[FakeStream] = field(default_factory=list)
     admin_gate: asyncio.Event | None = None

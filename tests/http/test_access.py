@@ -13,6 +13,7 @@ from caraserve.config import HttpConfig
 from caraserve.http.app import add_peer_routes, make_app, start_http
 from caraserve.http.client import Client
 from caraserve.http.context import CLIENT
+from caraserve.http.page import PAGE_PATHS
 from tests.http.fake_engine import FakeEngine
 from tests.http.fleet import fleet
 from tests.http.serving import Answer, http_config, new_metrics, serving
@@ -65,12 +66,14 @@ async def test_with_any_key_every_route_but_the_probes_needs_one(keys: dict[str,
         statuses: dict[tuple[str, str], int] = {}
         for route in app.router.routes():
             assert route.resource is not None
-            path = route.resource.canonical.replace("{model}", "a")
+            path = route.resource.canonical.replace("{model}", "a").replace("{file}", "main.js")
             async with server.client.session.request(route.method, f"http://127.0.0.1:{port}{path}") as answer:
                 statuses[route.method, path] = answer.status
         await runner.cleanup()
     probes = {method_path: statuses.pop(method_path) for method_path in list(statuses) if method_path[1] in PROBES}
     peers = {path: statuses.pop((method, path)) for method, path in list(statuses) if path.startswith("/cluster/")}
+    page = {path: statuses.pop((method, path)) for method, path in list(statuses) if path in PAGE_PATHS}
+    assert page == {"/": 200, "/page/main.js": 200}  # they hold no data; the page asks for the key
     assert len(probes) == 7
     assert 401 not in probes.values()
     assert peers == {"/cluster/ws": 503, "/cluster/v1/completions": 403, "/cluster/v1/chat/completions": 403}
@@ -83,7 +86,7 @@ async def test_an_unknown_route_needs_the_key_too() -> None:
         assert (await client.get("/nothing")).status == 401
 
 
-@pytest.mark.parametrize("path", ["/", "/stats"])
+@pytest.mark.parametrize("path", ["/docs", "/openapi.json"])
 async def test_a_browser_shows_the_key_as_a_password(path: str) -> None:
     async with serving(FakeEngine(), api_key=(KEY,)) as client:
         assert (await client.get(path)).headers["WWW-Authenticate"].startswith("Basic ")

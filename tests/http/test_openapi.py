@@ -109,7 +109,7 @@ async def test_answers_are_as_described() -> None:
             **dict.fromkeys(SHOWN),
         }
         for (method, path), body in asked.items():
-            answer = await client.request(method, path.replace("{model}", "a"), json=body)
+            answer = await client.request(method, path.replace("{model}", "a").replace("{file}", "main.js"), json=body)
             expected = described["paths"][path][method.lower()]["responses"]["200"]["content"]
             assert answer.status == 200
             if expected:

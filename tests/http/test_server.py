@@ -10,7 +10,7 @@ from caraserve.errors import ConfigError, Draining
 from caraserve.http.app import make_app, start_http
 from caraserve.http.context import HttpTimings
 from caraserve.telemetry.background import BackgroundTasks
-from tests.http.fake_engine import FakeEngine, FakeSnapshot
+from tests.http.fake_engine import FakeEngine
 from tests.http.serving import http_config, new_metrics, serving
 
 
@@ -153,38 +153,6 @@ async def test_a_host_of_another_machine_is_a_config_error() -> None:
     config = http_config(host="203.0.113.1")
     with pytest.raises(ConfigError, match=r"203\.0\.113\.1.*--host"):
         await start_http(make_app(FakeEngine(), config, new_metrics(), allow_lora_updates=False), config)
-
-
-async def test_page_is_self_contained() -> None:
-    async with serving(FakeEngine()) as client:
-        answer = await client.get("/")
-    assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
-    assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
-    for outside in (b"http://", b"https://", b"src=", b"innerHTML", b"insertAdjacentHTML"):
-        assert outside not in answer.body
-
-
-async def test_stats_put_every_adapter_in_one_tier() -> None:
-    fake = FakeEngine(shown=FakeSnapshot(device_adapters=("a",), host_adapters=("a", "b")))
-    await fake.load_adapter("c", "/c")
-    async with serving(fake) as client:
-        stats = (await client.get("/stats")).json
-    assert {tier: [one["name"] for one in adapters["shown"]] for tier, adapters in stats["tiers"].items()} == {
-        "device": ["a"],
-        "host": ["b"],
-        "disk": ["c"],
-    }
-    assert (stats["running"], stats["waiting"], stats["kv_used_blocks"], stats["kv_total_blocks"]) == (2, 1, 25, 100)
-    assert stats["running_adapters"] == ["a", "b"]
-
-
-async def test_stats_of_ten_thousand_adapters_stay_small() -> None:
-    names = tuple(f"adapter-{index}" for index in range(10_000))
-    fake = FakeEngine(shown=FakeSnapshot(device_adapters=names, host_adapters=names))
-    async with serving(fake) as client:
-        answer = await client.get("/stats")
-    assert answer.json["tiers"]["device"]["count"] == 10_000
-    assert len(answer.body) < 50_000
 
 
 async def test_metrics_count_responses_by_route_not_by_url() -> None:

@@ -1,0 +1,107 @@
+// The table of adapters. The server filters and sorts, and sends at most 100 of however many there are.
+
+import { getJson } from "./api.js";
+import { byId, count, element, setText, size } from "./text.js";
+
+const TIERS = ["", "device", "host", "disk", "peer", "upload", "loading"];
+const PAUSE_MS = 2000, TYPING_MS = 200;
+
+export class AdapterTable {
+  #comparison;
+  #rows = new Map();
+  #labels = new Map();
+  #tier = "";
+  #timer = null;
+  #asked = 0;
+
+  constructor(comparison) {
+    this.#comparison = comparison;
+    byId("contains").addEventListener("input", () => this.#later(TYPING_MS));
+    for (const tier of TIERS) {
+      const label = element("label"), input = element("input"), text = element("span", "", tier || "all");
+      Object.assign(input, { type: "radio", name: "tier", value: tier, checked: tier === "" });
+      input.addEventListener("change", () => {
+        this.#tier = tier;
+        this.#later(0);
+      });
+      label.append(input, " ", text);
+      this.#labels.set(tier, text);
+      byId("tiers").append(label);
+    }
+    this.#later(0);
+  }
+
+  // Shows which adapters are chosen, after a change elsewhere.
+  mark() {
+    for (const [name, row] of this.#rows) {
+      row.box.checked = this.#comparison.names.has(name);
+      row.box.disabled = this.#comparison.isFull && !row.box.checked;
+    }
+  }
+
+  async refresh() {
+    if (document.hidden) return this.#later(PAUSE_MS);
+    const asked = ++this.#asked;
+    try {
+      const found = await getJson("stats/adapters", { contains: byId("contains").value, tier: this.#tier });
+      if (asked === this.#asked) this.#show(found);
+    } catch (error) {
+      setText("shown", error.message);
+    }
+    if (asked === this.#asked) this.#later(PAUSE_MS);
+    return undefined;
+  }
+
+  #later(ms) {
+    clearTimeout(this.#timer);
+    this.#timer = setTimeout(() => this.refresh(), ms);
+  }
+
+  #show({ counts, matching, adapters }) {
+    let all = 0;
+    for (const tier of TIERS.slice(1)) {
+      this.#labels.get(tier).textContent = `${tier} ${count(counts[tier])}`;
+      if (tier !== "loading") all += counts[tier];
+    }
+    this.#labels.get("").textContent = `all ${count(all)}`;
+    const rows = new Map();
+    if (!this.#tier && !byId("contains").value) rows.set(this.#comparison.base, this.#baseRow());
+    for (const adapter of adapters) rows.set(adapter.name, this.#row(adapter));
+    const body = byId("adapters"), old = this.#rows;
+    this.#rows = rows;
+    const isSame = [...rows.keys()].join() === [...old.keys()].join();
+    const keeps = body.contains(document.activeElement) && [...old.keys()].every(name => rows.has(name));
+    // Moving a row would take the focus from its box, so a table in use keeps its order.
+    if (keeps) body.append(...[...rows].filter(([name]) => !old.has(name)).map(([, row]) => row.line));
+    else if (!isSame) body.replaceChildren(...[...rows.values()].map(row => row.line));
+    setText("shown", matching > adapters.length ? `${adapters.length} of ${count(matching)}: filter by name` : "");
+    this.mark();
+  }
+
+  #row({ name, rank, num_bytes, tier, loading, layers, requests, per_minute }) {
+    const row = this.#rows.get(name) ?? this.#newRow(name);
+    const progress = loading && layers ? `${loading}, ${layers[0]} of ${layers[1]} layers` : loading ?? "";
+    const texts = [tier, String(rank), size(num_bytes), per_minute ? per_minute.toFixed(1) : "", requests || "", progress];
+    texts.forEach((text, at) => {
+      if (row.cells[at].textContent !== String(text)) row.cells[at].textContent = text;
+    });
+    return row;
+  }
+
+  #baseRow() {
+    const row = this.#rows.get(this.#comparison.base) ?? this.#newRow(this.#comparison.base);
+    row.cells[0].textContent = "base model";
+    return row;
+  }
+
+  #newRow(name) {
+    const line = element("tr"), box = element("input"), first = element("td");
+    box.type = "checkbox";
+    box.setAttribute("aria-label", `Compare ${name}`);
+    box.addEventListener("change", () => this.#comparison.choose(name, box.checked));
+    first.append(box);
+    const cells = ["", "number", "number", "number", "number", ""].map(kind => element("td", kind));
+    line.append(first, element("td", "name", name), ...cells);
+    return { line, box, cells };
+  }
+}
