@@ -4,7 +4,8 @@
     ├── ConfigError                a command-line or start-up mistake; one line, exit code 2
     ├── ModelLoadError             the base model's folder cannot be served; one line, exit code 1
     ├── InvalidRequest             400  the request is malformed; `param` names the field
-    │   └── ContextLengthExceeded  400  prompt + max_tokens do not fit
+    │   ├── ContextLengthExceeded  400  prompt + max_tokens do not fit
+    │   └── ThreadsUnsupported     400  the request refers to a conversation that the server is to keep
     ├── NotFound                   404  no such model, adapter or path
     ├── AdapterRejected            400  an adapter folder that cannot be applied exactly
     ├── GrammarFailed              422  a structured output's grammar fails in the middle of the answer
@@ -64,6 +65,13 @@ class ContextLengthExceeded(InvalidRequest):
     """The prompt, or the prompt with the tokens asked for, is longer than the model's context."""
 
     code = "context_length_exceeded"
+
+
+class ThreadsUnsupported(InvalidRequest):
+    """The request refers to a conversation that the server is to keep; the code is Anthropic's, by which its clients
+    send the whole conversation instead."""
+
+    code = "thread_unsupported_request"
 
 
 class NotFound(CaraServeError):

@@ -20,7 +20,18 @@ from caraserve.cluster.membership.websocket import WEBSOCKET_PATH
 from caraserve.cluster.routing.forward_auth import INSTANCE_HEADER, PREFIX
 from caraserve.config import HttpConfig
 from caraserve.errors import CaraServeError, ServerBusy, Unauthorized
-from caraserve.http import adapters, admin, aliases, openapi, page, page_stats, status, tokenize
+from caraserve.http import (
+    adapters,
+    admin,
+    aliases,
+    anthropic_messages,
+    openapi,
+    page,
+    page_stats,
+    status,
+    tokenize,
+)
+from caraserve.http.api_format import shape_error
 from caraserve.http.api_request import RequestRouter
 from caraserve.http.auth import add_cors_headers, answer_preflight, authenticate, challenge
 from caraserve.http.context import ANSWERED_BY, CLIENT, CONTEXT, REQUEST_ID, BodyBudget, Context, HttpTimings
@@ -80,6 +91,7 @@ def make_app(
     app.add_routes(
         [
             *(route.for_clients() for route in GENERATION_ROUTES),
+            web.post("/v1/messages/count_tokens", anthropic_messages.count_tokens),
             web.get("/v1/models", admin.list_models),
             web.get("/v1/models/{model:.+}", admin.show_model),
             web.get("/v1/adapters", adapters.list_adapters),
@@ -157,6 +169,7 @@ async def _handle(request: web.Request, handler: _Handler) -> web.StreamResponse
     status_code = CLIENT_LEFT
     try:
         response = await _answer(request, handler, context.config)
+        shape_error(request.path, response)
         status_code = response.status
     finally:
         context.bodies.release(request)

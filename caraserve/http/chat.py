@@ -197,15 +197,19 @@ def _tool_call(call: object, name: str) -> dict[str, Any]:
             f'{name} must be {{"id": …, "type": "function", "function": {{"name": …, "arguments": …}}}}.',
             param="messages",
         )
-    arguments = function.get("arguments") or {}
+    arguments = parsed_arguments(function.get("arguments"), f"{name}.function.arguments", "messages")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def parsed_arguments(arguments: object, name: str, param: str) -> dict[str, Any]:
+    """The arguments of a call, given as a JSON object or as its text. Raises InvalidRequest."""
+    arguments = arguments or {}
     if isinstance(arguments, str) and len(arguments) <= _MAX_ARGUMENTS_CHARACTERS:
         with contextlib.suppress(ValueError):
             arguments = orjson.loads(arguments)  # refuses NaN and half characters, which could not be written again
     if not isinstance(arguments, dict):
-        raise InvalidRequest(
-            f"{name}.function.arguments must be a JSON object, as a string, not {shown(arguments)}.", param="messages"
-        )
-    return {**call, "function": {**function, "arguments": arguments}}
+        raise InvalidRequest(f"{name} must be a JSON object, as a string, not {shown(arguments)}.", param=param)
+    return arguments
 
 
 def _text_part(part: object, name: str) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from caraserve.http.adapter_choice import Find, adapter_finder
+from caraserve.http.anthropic_messages import parse_message
 from caraserve.http.api_request import ApiRequest
 from caraserve.http.chat import MAX_NUMBERS, parse_chat
 from caraserve.http.client import Client
@@ -14,6 +15,7 @@ from caraserve.http.context import CLIENT, CONTEXT
 from caraserve.http.deadline import within_deadline
 from caraserve.http.embeddings import parse_embeddings
 from caraserve.http.json_reader import MOST_NUMBERS
+from caraserve.http.openai_responses import parse_response
 from caraserve.http.responses import note_parsed, receive_body
 from caraserve.http.scores import parse_rerank, parse_score
 from caraserve.http.validation import Fields
@@ -48,6 +50,8 @@ class GenerationRoute:
 GENERATION_ROUTES = (
     GenerationRoute("/v1/completions", parse_completion),
     GenerationRoute("/v1/chat/completions", parse_chat, MAX_NUMBERS),
+    GenerationRoute("/v1/responses", parse_response, MAX_NUMBERS),
+    GenerationRoute("/v1/messages", parse_message, MAX_NUMBERS),
     GenerationRoute("/v1/embeddings", parse_embeddings, samples=False),
     *(GenerationRoute(f"{prefix}/score", parse_score, samples=False) for prefix in ("/v1", "")),
     *(GenerationRoute(f"{prefix}/rerank", parse_rerank, samples=False) for prefix in ("/v1", "", "/v2")),

@@ -12,10 +12,11 @@ from aiohttp import web
 
 from caraserve import __version__
 from caraserve.cluster.routing.forward_auth import PREFIX as PEER_PREFIX
+from caraserve.http.anthropic_messages_writer import error_status
 from caraserve.http.auth import PROBES
 from caraserve.http.context import CONTEXT
 from caraserve.http.field_types import Schema, or_null
-from caraserve.http.operations import ERROR, OPERATIONS, Operation
+from caraserve.http.operations import ERROR, MESSAGES_ERROR, OPERATIONS, Operation
 from caraserve.http.request_schema import KnownFields
 
 _PAGE = files("caraserve.http").joinpath("api.html").read_bytes()
@@ -26,14 +27,13 @@ _PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-_ERROR_CONTENT = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
 _OF_ANY = {
     400: "The request is no valid HTTP, or a header has a wrong value.",
     431: "The headers are too large.",
     500: "The server made a mistake.",
 }
 _OF_BODIES = {408: "The body did not arrive in time.", 415: "The body has another content type, or is compressed."}
-_RETRIED = (429, 503)  # statuses after which the header says when to ask again
+_RETRIED = (429, 503, 529)  # statuses after which the header says when to ask again
 _KEYS: list[dict[str, list[str]]] = [{"bearer": []}, {"apiKey": []}]
 _WITHOUT_KEY = {*PROBES, "/", "/page/{file}"}
 _OTHER = Operation("Not described.")
@@ -83,7 +83,7 @@ def document(app: web.Application) -> dict[str, Any]:
         "security": keys,
         "paths": paths,
         "components": {
-            "schemas": {"Error": ERROR},
+            "schemas": {"Error": ERROR, "MessagesError": MESSAGES_ERROR},
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -120,9 +120,11 @@ def _errors(operation: Operation) -> dict[int, dict[str, Any]]:
     """The responses with an error, by status, described by the docstrings of the errors."""
     reasons = {status: [text] for status, text in (_OF_ANY | (_OF_BODIES if operation.has_body else {})).items()}
     for error in operation.errors:
-        reasons.setdefault(error.status, []).append((error.__doc__ or "").partition("\n")[0])
+        status = error_status(error.status) if operation.is_messages else error.status
+        reasons.setdefault(status, []).append((error.__doc__ or "").partition("\n")[0])
+    schema = {"$ref": f"#/components/schemas/{'MessagesError' if operation.is_messages else 'Error'}"}
     return {
-        status: {"description": " ".join(texts), "content": _ERROR_CONTENT}
+        status: {"description": " ".join(texts), "content": {"application/json": {"schema": schema}}}
         | ({"headers": {"Retry-After": {"schema": {"type": "string"}}}} if status in _RETRIED else {})
         for status, texts in reasons.items()
     }

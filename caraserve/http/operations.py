@@ -6,7 +6,7 @@ from typing import Any
 
 from caraserve import errors
 from caraserve.errors import CaraServeError
-from caraserve.http import deadline, request_schema
+from caraserve.http import deadline, request_schema, translated_fields
 from caraserve.http.field_types import Schema, any_of, object_of, one_of, or_null
 from caraserve.http.page_stats import LONGEST_FILTER, TIER_FILTERS
 from caraserve.http.request_schema import KnownFields
@@ -29,6 +29,8 @@ def _list_of(item: Schema) -> Schema:
 
 
 ERROR = _whole(error=_whole(message=_STRING, type=_STRING, param=or_null(_STRING), code=or_null(_STRING)))
+
+MESSAGES_ERROR = _whole(type={"const": "error"}, error=object_of(("type", "message"), type=_STRING, message=_STRING))
 
 _USAGE = _whole(
     prompt_tokens=_INTEGER,
@@ -54,6 +56,37 @@ _CHAT_COMPLETION = _whole(
     object={"const": "chat.completion"},
     choices=_list_of(_whole(index=_INTEGER, message=_MESSAGE, logprobs=or_null(_OBJECT), **_FINISH)),
     **_HEAD,
+)
+_RESPONSE = _whole(
+    id=_STRING,
+    object={"const": "response"},
+    created_at=_INTEGER,
+    status=one_of("completed", "incomplete"),
+    model=_STRING,
+    output=_list_of(_OBJECT),
+    store={"const": False},
+    usage=_whole(
+        input_tokens=_INTEGER,
+        input_tokens_details=_OBJECT,
+        output_tokens=_INTEGER,
+        output_tokens_details=_OBJECT,
+        total_tokens=_INTEGER,
+    ),
+)
+_MESSAGES_MESSAGE = _whole(
+    id=_STRING,
+    type={"const": "message"},
+    role={"const": "assistant"},
+    model=_STRING,
+    content=_list_of(_OBJECT),
+    stop_reason=one_of("end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"),
+    stop_sequence=or_null(_STRING),
+    usage=_whole(
+        input_tokens=_INTEGER,
+        cache_creation_input_tokens=_INTEGER,
+        cache_read_input_tokens=_INTEGER,
+        output_tokens=_INTEGER,
+    ),
 )
 _CARD = _whole(
     id=_STRING,
@@ -156,7 +189,8 @@ _OF_ADAPTERS: _Errors = (errors.AdapterRejected, errors.NotFound, errors.Backend
 class Operation:
     """One method of one route. `body`: the table of its JSON body, of which `required` must be there. `takes_bytes`:
     its body is a file. `answers`: the schema of a successful answer, by content type; none if it has no body.
-    `creates`: the status may be 201. `raises`: what it may answer besides the errors of every route."""
+    `creates`: the status may be 201. `raises`: what it may answer besides the errors of every route. `is_messages`: its
+    errors have the shape of Anthropic's Messages API."""
 
     summary: str
     answers: Mapping[str, Schema] = field(default_factory=dict)
@@ -166,6 +200,7 @@ class Operation:
     parameters: tuple[Mapping[str, Any], ...] = ()
     takes_bytes: bool = False
     creates: bool = False
+    is_messages: bool = False
 
     @property
     def has_body(self) -> bool:
@@ -177,10 +212,13 @@ class Operation:
         return (*_OF_ANY, *(_OF_BODIES if self.has_body else ()), *self.raises)
 
 
-def _text(summary: str, body: KnownFields, required: str, answer: Schema) -> Operation:
+def _text(
+    summary: str, body: KnownFields, required: tuple[str, ...], answer: Schema, *, is_messages: bool = False
+) -> Operation:
     """A route that generates text, whole or as a stream of events."""
     answers = {_JSON: answer, _EVENTS: {}}
-    return Operation(summary, answers, body, (required,), _OF_TEXT, (_DEADLINE_PARAMETER,))
+    parameters = (_DEADLINE_PARAMETER,)
+    return Operation(summary, answers, body, required, _OF_TEXT, parameters, is_messages=is_messages)
 
 
 def _embedding(summary: str, body: KnownFields, required: tuple[str, ...], answer: Schema) -> Operation:
@@ -207,9 +245,27 @@ _UNLOAD = Operation(
 _HEALTH = Operation("200 while the server and its device work.", raises=(errors.BackendFailed,))
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
-    ("POST", "/v1/completions"): _text("Continues prompts.", request_schema.COMPLETIONS, "prompt", _COMPLETION),
+    ("POST", "/v1/completions"): _text("Continues prompts.", request_schema.COMPLETIONS, ("prompt",), _COMPLETION),
     ("POST", "/v1/chat/completions"): _text(
-        "Answers a conversation.", request_schema.CHAT, "messages", _CHAT_COMPLETION
+        "Answers a conversation.", request_schema.CHAT, ("messages",), _CHAT_COMPLETION
+    ),
+    ("POST", "/v1/responses"): _text(
+        "Answers a conversation, in OpenAI's Responses API.", translated_fields.RESPONSES, ("input",), _RESPONSE
+    ),
+    ("POST", "/v1/messages"): _text(
+        "Answers a conversation, in Anthropic's Messages API.",
+        translated_fields.MESSAGES,
+        ("messages", "max_tokens"),
+        _MESSAGES_MESSAGE,
+        is_messages=True,
+    ),
+    ("POST", "/v1/messages/count_tokens"): Operation(
+        "Counts the tokens of a conversation.",
+        {_JSON: _whole(input_tokens=_INTEGER)},
+        translated_fields.MESSAGES,
+        ("messages",),
+        _OF_TOKENS,
+        is_messages=True,
     ),
     ("POST", "/v1/embeddings"): _embedding("Embeds texts.", request_schema.EMBEDDINGS, ("input",), _EMBEDDINGS),
     ("POST", "/v1/score"): _SCORE,

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
@@ -36,7 +37,7 @@ from caraserve.cluster.routing.forward_auth import (
 from caraserve.cluster.routing.router import Reason, Refusal
 from caraserve.cluster.routing.selector import PeerTarget
 from caraserve.errors import BackendFailed, Draining, InstanceLost, ServerBusy, Unreachable
-from caraserve.http.choices import OpenAiStream
+from caraserve.http.api_format import stream_format
 from caraserve.http.context import CLIENT, CONTEXT, REQUEST_ID
 from caraserve.http.deadline import remaining_time_header
 from caraserve.http.json_reader import Body
@@ -49,6 +50,7 @@ _IDLE_S = 15.0  # shorter than the server's keep-alive, so that the server never
 _READ_BYTES = 64 << 10  # of an answer, buffered for a slow client; up to twice as much
 _LONGEST_EVENT = 32 << 20
 _HASHED_IN_PLACE = 64 << 10  # bytes; hashing more would block the event loop for over 50 µs
+_DIGITS = re.compile(rb"[0-9]{1,15}")
 _REQUEST_HEADERS = ("traceparent", "tracestate", "baggage", "Content-Type")
 _RESPONSE_HEADERS = ("Content-Type", "Retry-After", "retry-after-ms", "x-caraserve-phases")
 
@@ -229,7 +231,7 @@ class _UpstreamResponse:
     def __init__(self, request: web.Request, peer: str) -> None:
         self._request, self._peer = request, peer
         self._events: EventStream | None = None
-        self._format = OpenAiStream()
+        self._format = stream_format(request.path)
 
     @property
     def started(self) -> bool:
@@ -318,6 +320,7 @@ def _error_code(body: bytes) -> object:
 
 def _completion_tokens(body: bytes) -> int:
     """The completion tokens of a whole answer, found without parsing it: it may be tens of megabytes."""
-    _, found, rest = body.rpartition(b'"completion_tokens":')
-    digits = rest[: rest.find(b",")] if found else b""
-    return int(digits) if digits.isdigit() else 0
+    for key in (b'"completion_tokens":', b'"output_tokens":'):
+        if (at := body.rfind(key)) >= 0 and (found := _DIGITS.match(body, at + len(key))) is not None:
+            return int(found[0])
+    return 0

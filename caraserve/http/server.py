@@ -19,6 +19,7 @@ from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.streams import StreamReader
 
 from caraserve.errors import CaraServeError, ConfigError, ServerBusy
+from caraserve.http.api_format import shape_error
 from caraserve.http.auth import PROBES
 from caraserve.http.responses import SERVER, error_body, error_response, json_response
 
@@ -126,7 +127,9 @@ class _Server(web.Server):
             return _refusal(417, f"Expect: {expected[:100]!r} is not served; 100-continue is.")
         if getattr(request.protocol, "is_surplus", False) and request.path not in PROBES:
             busy = ServerBusy(f"All of the {self._max_connections} connections are in use.", retry_after_s=1.0)
-            return _last(error_response(busy))
+            refused = _last(error_response(busy))
+            shape_error(request.path, refused)
+            return refused
         return await self._made.request_handler(request)
 
 

@@ -213,5 +213,10 @@ class ToolCallWriter:
         return {"tool_calls": [{"index": index, "function": {"arguments": event.text}}]}
 
     def _call(self, event: CallStart) -> dict[str, Any]:
-        call_id = self._format.id_prefix + uuid.uuid4().hex[: self._format.id_characters]
-        return {"id": call_id, "type": "function", "function": {"name": event.name, "arguments": ""}}
+        function = {"name": event.name, "arguments": ""}
+        return {"id": new_call_id(self._format), "type": "function", "function": function}
+
+
+def new_call_id(tool_format: ToolFormat) -> str:
+    """Returns an id for a call, as the model's template takes it."""
+    return tool_format.id_prefix + uuid.uuid4().hex[: tool_format.id_characters]

@@ -13,6 +13,7 @@ from caraserve.http import body_fields
 from caraserve.loop import Engine
 
 _MAX_SCORES = 1 << 21  # logprobs in one response, alternatives counted: 60 MB as completions have them, 130 MB in chats
+_MOST_SKIPPED = 16  # different parts of a body that are noted
 
 _T = TypeVar("_T")
 
@@ -31,15 +32,23 @@ class Fields:
         self._values = values
         self._read: set[str] = set()
         self._nested: dict[str, Fields] = {}
+        self._skipped: list[str] = []
 
     def items(self) -> ItemsView[str, Any]:
         """All names and values, as the client sent them."""
         return self._values.items()
 
     def unread(self) -> list[str]:
-        """Names that have a value and have not been read, those of `nested` objects as `outer.inner`."""
+        """Names that have a value and have not been read, those of `nested` objects as `outer.inner`, and skipped
+        parts."""
         own = [name for name, value in self._values.items() if value is not None and name not in self._read]
-        return own + [f"{name}.{inner}" for name, value in self._nested.items() for inner in value.unread()]
+        nested = [f"{name}.{inner}" for name, value in self._nested.items() for inner in value.unread()]
+        return own + nested + self._skipped
+
+    def skip(self, part: str) -> None:
+        """Notes a part of a value, as `name.part`, that is not used."""
+        if part not in self._skipped and len(self._skipped) < _MOST_SKIPPED:
+            self._skipped.append(part)
 
     def raw(self, name: str) -> Any:
         """The value as JSON gave it, None if absent."""

@@ -39,10 +39,12 @@ class FakeTokenizer:
     def special_id(self, text: str) -> int | None:
         return None
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None, source: str = "prompt"
+    ) -> list[int]:
         ids = [BOS] * add_special_tokens + list(text.encode())
         if max_tokens is not None and len(ids) > max_tokens:
-            raise ContextLengthExceeded(f"This model's maximum context length is {max_tokens} tokens.", param="prompt")
+            raise ContextLengthExceeded(f"This model's maximum context length is {max_tokens} tokens.", param=source)
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -69,7 +71,7 @@ class FakeTokenizer:
             raise InvalidRequest("The model has no chat template.", param="messages")
         text = "".join(f"tool:{tool['function']['name']};" for tool in tools or ())
         text += "".join(f"{message['role']}:{message['content']};" for message in messages)
-        return self.encode(text + "assistant:" * add_generation_prompt, max_tokens=max_tokens)
+        return self.encode(text + "assistant:" * add_generation_prompt, max_tokens=max_tokens, source="messages")
 
 
 @dataclass(frozen=True)

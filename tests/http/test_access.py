@@ -13,6 +13,7 @@ from caraserve.config import HttpConfig
 from caraserve.http.app import add_peer_routes, make_app, start_http
 from caraserve.http.client import Client
 from caraserve.http.context import CLIENT
+from caraserve.http.generation_routes import GENERATION_ROUTES
 from caraserve.http.page import PAGE_PATHS
 from tests.http.fake_engine import FakeEngine
 from tests.http.fleet import fleet
@@ -76,7 +77,8 @@ async def test_with_any_key_every_route_but_the_probes_needs_one(keys: dict[str,
     assert page == {"/": 200, "/page/main.js": 200}  # they hold no data; the page asks for the key
     assert len(probes) == 7
     assert 401 not in probes.values()
-    assert peers == {"/cluster/ws": 503, "/cluster/v1/completions": 403, "/cluster/v1/chat/completions": 403}
+    forwarded = {f"/cluster{route.path}": 403 for route in GENERATION_ROUTES}
+    assert peers == {"/cluster/ws": 503} | forwarded
     assert len(statuses) >= 20
     assert set(statuses.values()) == {401}
 

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from caraserve.http.app import make_app
 from caraserve.http.openapi import body_schema, client_routes, document
-from caraserve.http.operations import ERROR, OPERATIONS
+from caraserve.http.operations import ERROR, MESSAGES_ERROR, OPERATIONS
 from tests.http.fake_engine import FakeEngine
 from tests.http.serving import http_config, new_metrics, serving
 
@@ -56,6 +56,7 @@ def test_a_body_has_every_served_field() -> None:
     [
         ("/v1/completions", {"prompt": "x"}, 30),
         ("/v1/chat/completions", CHAT, 30),
+        ("/v1/responses", {"input": "x"}, 25),
         ("/v1/embeddings", {"input": "x"}, 10),
         ("/v2/rerank", {"query": "x", "documents": ["y"]}, 9),
         ("/tokenize", CHAT, 5),
@@ -99,6 +100,9 @@ async def test_answers_are_as_described() -> None:
         asked = {
             ("POST", "/v1/completions"): {"prompt": "x", "logprobs": 1},
             ("POST", "/v1/chat/completions"): CHAT,
+            ("POST", "/v1/responses"): {"input": "x"},
+            ("POST", "/v1/messages"): CHAT | {"max_tokens": 4},
+            ("POST", "/v1/messages/count_tokens"): CHAT,
             ("POST", "/v1/embeddings"): {"input": "x"},
             ("POST", "/score"): {"text_1": "x", "text_2": "y"},
             ("POST", "/v2/rerank"): {"query": "x", "documents": ["y"]},
@@ -123,6 +127,7 @@ async def test_errors_are_as_described() -> None:
         for answer in (await client.get("/openapi.json"), await client.post("/v1/completions", {})):
             assert answer.status == 401
             jsonschema.validate(answer.json, ERROR)
+        jsonschema.validate((await client.post("/v1/messages", {})).json, MESSAGES_ERROR)
 
 
 async def test_the_page_and_the_document_take_a_password_where_there_are_keys() -> None:

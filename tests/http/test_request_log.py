@@ -134,7 +134,7 @@ async def test_a_deadline_that_cuts_a_stream_is_named(lines: Lines) -> None:
         ("/v1/completions", {"prompt": "x", "suffix": "a"}, (400, "invalid_request_error", "suffix")),
         ("/v1/completions", {"prompt": "x", "model": "nobody"}, (404, "model_not_found", "model")),
         ("/v1/completions", {"prompt": [1] * 1000}, (400, "context_length_exceeded", "prompt")),
-        ("/v1/responses", {}, (404, None, None)),
+        ("/v1/nothing", {}, (404, None, None)),
         ("/tokenize", {"prompt": "x"}, (200, None, None)),
         ("/v1/load_lora_adapter", {"lora_name": "c", "lora_path": "/c"}, (200, None, None)),
     ],

@@ -21,12 +21,13 @@ from caraserve.http.request_schema import (
     KnownFields,
     check_fields,
 )
+from caraserve.http.translated_fields import MESSAGES, RESPONSES
 from caraserve.http.validation import Fields
 from tests.http.fake_engine import FakeEngine
 from tests.http.serving import serving
 
 TABLES = [COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE, LOAD_ADAPTER, UNLOAD_ADAPTER, STREAM_OPTIONS]
-TABLES += [EMBEDDINGS, SCORE, RERANK]
+TABLES += [EMBEDDINGS, SCORE, RERANK, RESPONSES, MESSAGES]
 IGNORED = "x-caraserve-ignored"
 EVERY_SERVED_VALUE: dict[str, Any] = {
     "model": "a",
