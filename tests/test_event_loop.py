@@ -56,6 +56,16 @@ CASES = {
     "tokens by name": Case("/tokenize", b'{"prompt":"%b","return_token_strs":true}', b"The sea is blue. ", 6_000, 200),
     "chat": Case(CHAT, b'{"messages":[{"role":"user","content":"%b"}]}', b"The sea is blue. ", 240_000),
     "text parts": Case(CHAT, b'{"messages":[{"role":"user","content":[%b]}]}', _TEXT_PART, 20_000),
+    "items": Case("/v1/responses", b'{"input":[%b]}', b'{"role":"user","content":"a"}', 16_000),
+    "unused tools": Case(
+        "/v1/responses",
+        b'{"input":"a","max_output_tokens":1,"tool_choice":"none",'
+        b'"tools":[{"type":"function","name":"f","parameters":{%b}}]}',
+        b'"x%d":"The sea is blue."',
+        60_000,
+        200,
+    ),
+    "blocks": Case("/v1/messages", b'{"max_tokens":1,"messages":[{"role":"user","content":[%b]}]}', _TEXT_PART, 20_000),
     "ids": Case(COMPLETIONS, b'{"prompt":[%b]}', b"10", 5_000_000),
     "ids to decode": Case("/detokenize", b'{"tokens":[%b]}', b"10", 60_000, 200),
     "lists": Case(COMPLETIONS, b'{"prompt":[%b]}', b"[]", 100_000),

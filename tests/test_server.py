@@ -120,6 +120,19 @@ def test_a_stream_has_the_text_of_the_whole_answer(server: Server) -> None:
     assert chunks[-1].usage == whole.usage or chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
+def test_every_dialect_gives_the_answer_of_chat_completions(server: Server) -> None:
+    client, asked = server.client(), {"model": "pirate", "temperature": 0}
+    expected = client.chat.completions.create(messages=QUESTION, max_tokens=30, **asked).choices[0].message.content  # type: ignore[call-overload]
+    fields = {"input": QUESTION, "max_output_tokens": 30} | asked
+    assert client.responses.create(**fields).output_text == expected  # type: ignore[call-overload]
+    events = client.responses.create(stream=True, **fields)  # type: ignore[call-overload]
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == expected
+    message = json.dumps({"messages": QUESTION, "max_tokens": 30} | asked).encode()
+    headers = {"Content-Type": "application/json", "anthropic-version": "2023-06-01"}
+    with urllib.request.urlopen(urllib.request.Request(f"{server.url}/v1/messages", message, headers)) as answer:
+        assert json.load(answer)["content"] == [{"type": "text", "text": expected}]
+
+
 def test_a_seed_repeats_a_sampled_answer(server: Server) -> None:
     client = server.client()
     texts = [
