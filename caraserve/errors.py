@@ -12,6 +12,7 @@
     │   ├── GrammarTooComplex      422  it has grown too complex
     │   └── GrammarDeadEnd         422  it allows no token of the vocabulary
     ├── NonFiniteLogits            422  an adapter, or the base model, gives logits from which no token can be chosen
+    ├── VersionDiffers             412  the adapter is not of the version that If-Match requires
     ├── PayloadTooLarge            413  the body is over the limit
     ├── Unauthorized               401  a missing or wrong API key
     ├── Forbidden                  403  switched off by the operator
@@ -121,6 +122,14 @@ class NonFiniteLogits(CaraServeError):
             f"the logits of {name!r} are not finite, so no token can be chosen: its weights are too large or damaged"
         )
         super().__init__(message, param="model")
+
+
+class VersionDiffers(CaraServeError):
+    """The adapter is not of the version that the request requires."""
+
+    status = 412
+    type = "invalid_request_error"
+    code = "adapter_version_differs"
 
 
 class PayloadTooLarge(CaraServeError):

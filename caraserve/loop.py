@@ -394,7 +394,14 @@ class Engine:
             skip_special_tokens=params.skip_special_tokens,
             kept_special_ids=params.kept_special_ids,
         )
-        stream = TokenStream(lambda: self._cancel(active))
+        name = inputs.adapter or self.base_name
+
+        def served_by() -> str:
+            if adapter is None:
+                return name
+            return f"{name}@{digest}" if (digest := adapter.content_digest) is not None else ""
+
+        stream = TokenStream(lambda: self._cancel(active), served_by)
         active = ActiveRequest(request, stream, detokenizer, adapter)
         self._unfinished += 1
         self._idle.clear()

@@ -145,6 +145,7 @@ class Finish:
     phases: Phases
     stop_reason: str | int | None = None
     error: "CaraServeError | None" = None
+    served_by: str = ""  # `adapter@digest`, or the base model's name
 
 
 @dataclass(frozen=True, slots=True)

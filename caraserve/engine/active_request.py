@@ -27,7 +27,10 @@ class TokenStream:
     Deltas since the reader's last read are merged into one, so a slow client costs the memory of its own output only.
     """
 
-    def __init__(self, on_cancel: Callable[[], None]) -> None:
+    def __init__(self, on_cancel: Callable[[], None], served_by: Callable[[], str] = str) -> None:
+        """`served_by`: returns what answers, as `adapter@digest`, or the base model's name; empty while the digest is
+        unknown, because the adapter is still being uploaded."""
+        self.served_by = served_by
         self._on_cancel = on_cancel
         self._pending: list[TokenDelta] = []
         self._ready = asyncio.Event()
@@ -252,6 +255,7 @@ class ActiveRequest:
             phases=request.phases(),
             stop_reason=stop_reason,
             error=error,
+            served_by=self.stream.served_by(),
         )
         text += self.detokenizer.flush()
         self.stream.put(TokenDelta(text, token_ids, logprobs, finish=finish, embedding=embedding))

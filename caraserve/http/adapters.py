@@ -13,6 +13,7 @@ from aiohttp import web
 
 from caraserve.errors import Forbidden, InvalidRequest, NotFound
 from caraserve.http.adapter_choice import ListedAdapter, find_named, refuse_alias, remote_adapter
+from caraserve.http.adapter_version import entity_tag
 from caraserve.http.admin import updatable
 from caraserve.http.context import CLIENT, CONTEXT, Context
 from caraserve.http.responses import json_response
@@ -54,7 +55,8 @@ async def list_adapters(request: web.Request) -> web.Response:
 
 async def show_adapter(request: web.Request) -> web.Response:
     """GET /v1/adapters/NAME"""
-    return json_response(_card(request.app[CONTEXT], _named(request)))
+    adapter = _named(request)
+    return json_response(_card(request.app[CONTEXT], adapter), headers={"ETag": entity_tag(adapter.digest)})
 
 
 def _named(request: web.Request) -> ListedAdapter:
@@ -98,7 +100,8 @@ async def put_adapter(request: web.Request) -> web.Response:
     claims = UploadClaims(request.content_length, request.query.get("config"), tuple(_checksums(request)))
     stored = await uploads.put(name, _pieces(request, context.timings.body_s), claims)
     log.info("adapter %s uploaded: %s", name, stored.info.digest)
-    return json_response(_card(context, stored.info), status=201 if stored.is_new else 200)
+    headers = {"ETag": entity_tag(stored.info.digest)}
+    return json_response(_card(context, stored.info), status=201 if stored.is_new else 200, headers=headers)
 
 
 async def delete_adapter(request: web.Request) -> web.Response:

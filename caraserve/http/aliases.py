@@ -21,8 +21,9 @@ log = logging.getLogger("caraserve.http")
 
 async def list_aliases(request: web.Request) -> web.Response:
     """GET /v1/aliases: those that the client may use, by name."""
-    aliases = _aliases(request.app[CONTEXT])
-    shown = [_card(alias) for alias in aliases.all() if may_use_alias(request, alias)]
+    management = request.app[CONTEXT].management
+    aliases = [] if management is None else management.aliases.all()
+    shown = [_card(alias) for alias in aliases if may_use_alias(request, alias)]
     return json_response({"object": "list", "data": shown})
 
 

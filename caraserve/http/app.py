@@ -31,10 +31,11 @@ from caraserve.http import (
     status,
     tokenize,
 )
+from caraserve.http.adapter_version import SERVED_BY_HEADER
 from caraserve.http.api_format import shape_error
 from caraserve.http.api_request import RequestRouter
 from caraserve.http.auth import add_cors_headers, answer_preflight, authenticate, challenge
-from caraserve.http.context import ANSWERED_BY, CLIENT, CONTEXT, REQUEST_ID, BodyBudget, Context, HttpTimings
+from caraserve.http.context import ANSWERED_BY, CLIENT, CONTEXT, REQUEST_ID, SERVED_BY, BodyBudget, Context, HttpTimings
 from caraserve.http.dispatch import ClusterRouter
 from caraserve.http.generation import LocalRouter
 from caraserve.http.generation_routes import GENERATION_ROUTES
@@ -221,6 +222,8 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
     if SUMMARY in request and request[SUMMARY].ignored:
         response.headers[IGNORED_HEADER] = request[SUMMARY].ignored
     add_cors_headers(request, response, request.app[CONTEXT].config.allowed_origins)
+    if SERVED_BY in request:
+        response.headers[SERVED_BY_HEADER] = request[SERVED_BY]
     if ANSWERED_BY in request:
         response.headers[INSTANCE_HEADER] = request[ANSWERED_BY]
 

@@ -26,7 +26,10 @@ PROBES = frozenset({"/health", "/ready", "/ping"})  # never need a key
 # with requests of all sites, so no route that changes anything accepts a password.
 _PASSWORD_PATHS = frozenset({"/docs", "/openapi.json"})
 _MAX_AGE_S = 600  # for which a browser may keep the response to a preflight
-_EXPOSED = "x-request-id, x-caraserve-phases, x-caraserve-ignored, x-caraserve-instance, retry-after, retry-after-ms"
+_EXPOSED = (
+    "x-request-id, x-caraserve-phases, x-caraserve-ignored, x-caraserve-adapter, x-caraserve-instance, retry-after, "
+    "retry-after-ms"
+)
 
 
 def authenticate(request: web.Request, config: HttpConfig) -> Client | None:

@@ -111,7 +111,11 @@ class ChoicesWriter(OpenAiStream):
         tail = self._tail
         if self._delivery.continuous_usage:
             tail = b',"usage":%b}\n\n' % orjson.dumps(_usage(counts))
-        return b"".join([self._event(chunk, tail) for chunk in self._choices[index].stream_chunks(delta)])
+        chunks = self._choices[index].stream_chunks(delta)
+        events = [self._event(chunk, tail) for chunk in chunks[:-1]]
+        if chunks and delta.finish is not None:
+            tail = b",%b%b" % (_fingerprint(delta.finish.served_by), tail)
+        return b"".join([*events, *(self._event(chunk, tail) for chunk in chunks[-1:])])
 
     def _event(self, chunk: dict[str, Any], tail: bytes) -> bytes:
         head, self._next_head = self._next_head, self._head
@@ -120,7 +124,8 @@ class ChoicesWriter(OpenAiStream):
     def last_events(self, totals: ResponseTotals) -> bytes:
         if not self._delivery.include_usage:
             return b""
-        return b'%b,"choices":[],"usage":%b}\n\n' % (self._head, orjson.dumps(_usage(totals.tokens)))
+        usage = orjson.dumps(_usage(totals.tokens))
+        return b'%b,"choices":[],%b,"usage":%b}\n\n' % (self._head, _fingerprint(totals.served_by), usage)
 
     def logprobs(self, index: int, delta: TokenDelta) -> dict[str, list[Any]] | None:
         return self._choices[index].logprobs(delta)
@@ -140,7 +145,11 @@ class ChoicesWriter(OpenAiStream):
             yield b'"logprobs":'
             yield from answer.encoded_logprobs()
             yield b"," + orjson.dumps(after)[1:]
-        yield b'],"usage":%b}' % orjson.dumps(_usage(totals.tokens))
+        yield b'],%b,"usage":%b}' % (_fingerprint(totals.served_by), orjson.dumps(_usage(totals.tokens)))
+
+
+def _fingerprint(served_by: str) -> bytes:
+    return b'"system_fingerprint":%b' % orjson.dumps(served_by)
 
 
 def finite(logprob: float) -> float:

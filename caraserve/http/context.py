@@ -111,4 +111,5 @@ CONTEXT = web.AppKey("CONTEXT", Context)
 REQUEST_ID = web.RequestKey("REQUEST_ID", str)
 CLIENT = web.RequestKey("CLIENT", Client)
 ANSWERED_BY = web.RequestKey("ANSWERED_BY", str)  # this instance's name, where another instance has forwarded to it
+SERVED_BY = web.RequestKey("SERVED_BY", str)  # `adapter@digest`, or the base model's name; once it is known
 _HELD_BYTES = web.RequestKey("_HELD_BYTES", int)

@@ -13,8 +13,9 @@ from aiohttp import web
 from caraserve.core.request import Finish, GenerateRequest
 from caraserve.engine.active_request import TokenStream
 from caraserve.errors import BackendFailed, CaraServeError, Draining
+from caraserve.http.adapter_version import check_version
 from caraserve.http.api_request import ApiRequest, ReceivedBody
-from caraserve.http.context import CONTEXT, REQUEST_ID
+from caraserve.http.context import CONTEXT, REQUEST_ID, SERVED_BY
 from caraserve.http.request_log import SUMMARY, model_label
 from caraserve.http.streaming import EventStream, comment
 from caraserve.http.usage import ResponseTotals, TokenCounts
@@ -83,12 +84,19 @@ class Generation:
 
     async def _submit(self) -> None:
         """Submits all engine requests or, where one is refused, none: clients send the whole body again."""
-        engine, adapter = self._context.engine, self.api_request.adapter
+        engine = self._context.engine
         with closing(engine.submit_each(self.api_request.requests)) as submitted:
             async for stream in in_turns(submitted):
                 self._streams.append(stream)
-                if len(self._streams) == 1 and adapter is not None:  # all of them get this version of the adapter
-                    self._request[SUMMARY].model = model_label(adapter, engine.adapter(adapter).digest)
+                if len(self._streams) == 1:  # all of them get this version of the adapter
+                    self._note_version(stream.served_by())
+
+    def _note_version(self, served_by: str) -> None:
+        """Notes what answers, once it is known, for the header and the log line. Raises VersionDiffers if it is not
+        what the client requires."""
+        if served_by and SERVED_BY not in self._request:
+            check_version(self._request, served_by)
+            self._request[SERVED_BY], self._request[SUMMARY].model = served_by, model_label(served_by)
 
     async def _gather(self) -> GenerationResult:
         writer, turns = self.api_request.writer, self._context.logprob_turns
@@ -100,6 +108,7 @@ class Generation:
 
         finishes = await _run_together(map(finish, answers, self._streams), len(answers))
         totals = await self._note_totals(finishes)
+        self._note_version(totals.served_by)
         response = await writer.whole(answers, totals)
         response.headers["x-caraserve-phases"] = totals.phases()
         return GenerationResult(response, finishes)
@@ -138,6 +147,7 @@ class Generation:
         async for delta in stream:
             if delta.finish is not None:
                 _checked(delta.finish)
+            self._note_version(stream.served_by())
             generated += len(delta.token_ids)
             counts = TokenCounts(len(inputs.prompt_ids), generated, delta.finish.cached_tokens if delta.finish else 0)
             async for part in paced(delta, self._context.logprob_turns):

@@ -42,7 +42,7 @@ _FINISH = {
     "finish_reason": any_of(one_of("stop", "length", "tool_calls"), _NULL),
     "stop_reason": any_of(_STRING, _INTEGER, _NULL),
 }
-_HEAD = {"id": _STRING, "created": _INTEGER, "model": _STRING, "usage": _USAGE}
+_HEAD = {"id": _STRING, "created": _INTEGER, "model": _STRING, "system_fingerprint": _STRING, "usage": _USAGE}
 _TOOL_CALL = _whole(id=_STRING, type={"const": "function"}, function=_whole(name=_STRING, arguments=_STRING))
 _COMPLETION = _whole(
     object={"const": "text_completion"},
@@ -166,6 +166,12 @@ _SHA256_PARAMETERS = tuple(
     {"name": name, "in": "header", "description": f"The SHA-256 of the body, as {form}.", "schema": {"type": "string"}}
     for name, form in (("x-content-sha256", "64 hexadecimal digits"), ("Content-Digest", "RFC 9530 has it"))
 )
+_VERSION_PARAMETER = {
+    "name": "If-Match",
+    "in": "header",
+    "description": "The digests of the adapter's versions that may answer, each in double quotes; * for any.",
+    "schema": {"type": "string"},
+}
 _DEADLINE_PARAMETER = {
     "name": deadline.HEADER,
     "in": "header",
@@ -179,7 +185,7 @@ _OF_BODIES: _Errors = (errors.InvalidRequest, errors.PayloadTooLarge)
 _OF_TOKENS: _Errors = (errors.NotFound,)
 _OF_ENGINE: _Errors = (
     *(errors.NotFound, errors.NonFiniteLogits, errors.Overloaded, errors.Draining),
-    *(errors.Unreachable, errors.InstanceLost, errors.DeadlineExceeded, errors.BackendFailed),
+    *(errors.Unreachable, errors.InstanceLost, errors.DeadlineExceeded, errors.BackendFailed, errors.VersionDiffers),
 )
 _OF_TEXT: _Errors = (*_OF_ENGINE, errors.GrammarTooComplex)
 _OF_ADAPTERS: _Errors = (errors.AdapterRejected, errors.NotFound, errors.BackendFailed)
@@ -217,13 +223,13 @@ def _text(
 ) -> Operation:
     """A route that generates text, whole or as a stream of events."""
     answers = {_JSON: answer, _EVENTS: {}}
-    parameters = (_DEADLINE_PARAMETER,)
+    parameters = _DEADLINE_PARAMETER, _VERSION_PARAMETER
     return Operation(summary, answers, body, required, _OF_TEXT, parameters, is_messages=is_messages)
 
 
 def _embedding(summary: str, body: KnownFields, required: tuple[str, ...], answer: Schema) -> Operation:
     """A route whose answer is made of embeddings."""
-    return Operation(summary, {_JSON: answer}, body, required, _OF_ENGINE, (_DEADLINE_PARAMETER,))
+    return Operation(summary, {_JSON: answer}, body, required, _OF_ENGINE, (_DEADLINE_PARAMETER, _VERSION_PARAMETER))
 
 
 _SCORE = _embedding("Compares texts.", request_schema.SCORE, (), _SCORES)
@@ -295,7 +301,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         raises=_OF_ADAPTERS,
         parameters=(_ADAPTER_PARAMETER,),
     ),
-    ("GET", "/v1/aliases"): Operation("Lists the aliases.", {_JSON: _listed(_ALIAS)}, raises=(errors.NotFound,)),
+    ("GET", "/v1/aliases"): Operation("Lists the aliases.", {_JSON: _listed(_ALIAS)}),
     ("GET", "/v1/aliases/{name}"): Operation(
         "Shows an alias.", {_JSON: _ALIAS}, raises=(errors.NotFound,), parameters=(_ALIAS_PARAMETER,)
     ),

@@ -37,8 +37,9 @@ from caraserve.cluster.routing.forward_auth import (
 from caraserve.cluster.routing.router import Reason, Refusal
 from caraserve.cluster.routing.selector import PeerTarget
 from caraserve.errors import BackendFailed, Draining, InstanceLost, ServerBusy, Unreachable
+from caraserve.http.adapter_version import SERVED_BY_HEADER
 from caraserve.http.api_format import stream_format
-from caraserve.http.context import CLIENT, CONTEXT, REQUEST_ID
+from caraserve.http.context import CLIENT, CONTEXT, REQUEST_ID, SERVED_BY
 from caraserve.http.deadline import remaining_time_header
 from caraserve.http.json_reader import Body
 from caraserve.http.request_log import SUMMARY, model_label
@@ -51,7 +52,7 @@ _READ_BYTES = 64 << 10  # of an answer, buffered for a slow client; up to twice 
 _LONGEST_EVENT = 32 << 20
 _HASHED_IN_PLACE = 64 << 10  # bytes; hashing more would block the event loop for over 50 µs
 _DIGITS = re.compile(rb"[0-9]{1,15}")
-_REQUEST_HEADERS = ("traceparent", "tracestate", "baggage", "Content-Type")
+_REQUEST_HEADERS = ("traceparent", "tracestate", "baggage", "Content-Type", "If-Match")
 _RESPONSE_HEADERS = ("Content-Type", "Retry-After", "retry-after-ms", "x-caraserve-phases")
 
 T = TypeVar("T")
@@ -178,7 +179,7 @@ class PeerProxy:
         summary = request[SUMMARY]
         summary.forwarded_to, summary.completion_tokens = peer.name, result.tokens
         if forwarded.adapter is not None:
-            summary.model = model_label(forwarded.adapter, forwarded.adapter_digest)
+            summary.model = model_label(f"{forwarded.adapter}@{forwarded.adapter_digest}")
         return result
 
     async def _exchange(
@@ -243,6 +244,8 @@ class _UpstreamResponse:
         if INSTANCE_HEADER not in response.headers:
             text = (await _read_from_peer(response.text()))[:500]
             raise _PeerFailedError(f"{self._peer} does not accept forwarded requests: {response.status} {text}")
+        if (served_by := response.headers.get(SERVED_BY_HEADER)) is not None:
+            self._request[SERVED_BY] = served_by
         if response.content_type == "text/event-stream":
             return await self._stream(response)
         body = await _read_from_peer(response.read())

@@ -60,9 +60,10 @@ class RequestSummary:
 SUMMARY = web.RequestKey("SUMMARY", RequestSummary)
 
 
-def model_label(name: str, digest: str) -> str:
-    """`name@digest`: the same name may stand for other weights later."""
-    return f"{name}@{digest[:_DIGEST_CHARACTERS]}"
+def model_label(served_by: str) -> str:
+    """`adapter@digest` with a short digest: the same name may stand for other weights later."""
+    name, at, digest = served_by.partition("@")
+    return f"{name}{at}{digest[:_DIGEST_CHARACTERS]}"
 
 
 def listed(names: Iterable[str]) -> str:

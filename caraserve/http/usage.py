@@ -23,6 +23,7 @@ class ResponseTotals:
     tokens: TokenCounts
     reasons: tuple[FinishReason, ...]  # each once, in the order of the answers
     slowest: Phases
+    served_by: str  # `adapter@digest`, or the base model's name
 
     @classmethod
     async def of(cls, finishes: Sequence[Finish], n: int) -> Self:
@@ -39,7 +40,9 @@ class ResponseTotals:
             reasons[finish.reason] = None
             if (e2e_ms := finish.phases.e2e_ms) > longest_ms:
                 slowest, longest_ms = finish.phases, e2e_ms
-        return cls(TokenCounts(prompt_tokens, completion_tokens, cached_tokens), tuple(reasons), slowest)
+        return cls(
+            TokenCounts(prompt_tokens, completion_tokens, cached_tokens), tuple(reasons), slowest, finishes[0].served_by
+        )
 
     def phases(self) -> str:
         """Returns the phases of the slowest answer as the value of a header, in milliseconds."""

@@ -118,6 +118,13 @@ class Adapter:
     rated_s: float = 0.0
 
     @property
+    def content_digest(self) -> str | None:
+        """The digest of its bytes; None until its upload is complete."""
+        if self.spec is not None and self.spec.digest:
+            return self.spec.digest
+        return None if isinstance(self.source, UploadSource) else self.digest
+
+    @property
     def is_leaving(self) -> bool:
         """Whether the incomplete adapter is unloaded from the device as soon as its side batches have ended."""
         return self.tier is AdapterTier.STREAMING and (self.makes_room or self.error is not None)

@@ -18,6 +18,7 @@ from caraserve.tokenizer.tool_format import HERMES, ToolFormat
 PHASES = Phases(queued_ms=1.0, load_ms=2.0, prefill_ms=3.0, decode_ms=4.0)
 BOS, EOS = 256, 257
 EMBEDDING_SIZE = 4
+DIGEST = "d" * 64  # of every adapter
 
 
 class FakeGrammars:
@@ -81,7 +82,7 @@ class FakeAdapter:
     rank: int = 8
     num_bytes: int = 1024
     created_s: float = 1_700_000_000.5
-    digest: str = "d"
+    digest: str = DIGEST
     targets: tuple[str, ...] = ("q_proj",)
 
 
@@ -105,7 +106,8 @@ def finish(
     stop_reason: str | int | None = None,
     error: CaraServeError | None = None,
 ) -> Finish:
-    return Finish(reason, len(request.prompt_ids), completion_tokens, 0, PHASES, stop_reason, error)
+    served_by = "org/base" if request.adapter is None else f"{request.adapter}@{DIGEST}"
+    return Finish(reason, len(request.prompt_ids), completion_tokens, 0, PHASES, stop_reason, error, served_by)
 
 
 def embedding_of(ids: Sequence[int]) -> bytes:
@@ -156,6 +158,9 @@ class FakeStream:
         self.taken = 0
         self._deltas: asyncio.Queue[TokenDelta] = asyncio.Queue()
         self._ended = False
+
+    def served_by(self) -> str:
+        return "org/base" if self.request.adapter is None else f"{self.request.adapter}@{DIGEST}"
 
     def feed(self, *deltas: TokenDelta) -> None:
         for delta in deltas:

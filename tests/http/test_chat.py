@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.http.fake_engine import BOS, FakeEngine, FakeTokenizer
+from tests.http.fake_engine import BOS, DIGEST, FakeEngine, FakeTokenizer
 from tests.http.serving import serving
 
 
@@ -38,6 +38,7 @@ async def test_answer_has_openai_shape() -> None:
                 "stop_reason": None,
             }
         ],
+        "system_fingerprint": f"a@{DIGEST}",
     }
 
 

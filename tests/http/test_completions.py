@@ -8,7 +8,7 @@ import pytest
 
 from caraserve.core.request import GenerateRequest, Phases, Tenant, TokenDelta
 from caraserve.errors import BackendFailed, Draining, NonFiniteLogits, Overloaded
-from tests.http.fake_engine import BOS, FakeEngine, finish, scored
+from tests.http.fake_engine import BOS, DIGEST, FakeEngine, finish, scored
 from tests.http.serving import serving
 
 
@@ -30,6 +30,7 @@ async def test_answer_has_openai_shape() -> None:
         "object": "text_completion",
         "model": "a",
         "choices": [{"index": 0, "text": "Hi!", "logprobs": None, "finish_reason": "stop", "stop_reason": None}],
+        "system_fingerprint": f"a@{DIGEST}",
         "usage": {
             "prompt_tokens": 3,
             "completion_tokens": 3,

@@ -16,7 +16,7 @@ from caraserve.http.context import CLIENT, HttpTimings
 from caraserve.http.request_log import SUMMARY, RequestSummary, log_request
 from caraserve.http.streaming import EVENT_STREAM, EventStream
 from caraserve.telemetry.log import configure
-from tests.http.fake_engine import FakeAdapter, FakeEngine, spell
+from tests.http.fake_engine import DIGEST, FakeEngine, spell
 from tests.http.fleet import fleet
 from tests.http.serving import Client, serving
 from tests.http.test_streaming import begun, read_chunk
@@ -55,7 +55,7 @@ def lines() -> Iterator[Lines]:
 
 
 async def test_a_line_has_client_model_and_phases(lines: Lines) -> None:
-    fake = FakeEngine(loaded={"a": FakeAdapter("a", "/adapters/a", digest="0123456789abcdef")})
+    fake = FakeEngine()
     async with serving(fake) as client:
         answer = await client.complete(model="a", n=2, metadata={}, headers={"X-Request-Id": "my-id"})
     (line,) = await lines.until(1)
@@ -66,7 +66,7 @@ async def test_a_line_has_client_model_and_phases(lines: Lines) -> None:
         "client": "127.0.0.1",
         "path": "/v1/completions",
         "status": 200,
-        "model": "a@0123456789ab",
+        "model": f"a@{DIGEST[:12]}",
         "prompt_tokens": usage["prompt_tokens"],
         "cached_tokens": 0,
         "completion_tokens": usage["completion_tokens"],
@@ -177,7 +177,7 @@ async def test_a_forwarded_request_names_the_instance_that_answers(lines: Lines)
         await running["b"].client.complete(model="b", store=True)
         there, here = await lines.until(2)
     assert (here["forwarded_to"], here["completion_tokens"], here["ignored"]) == ("a", 3, "store")
-    assert (there["model"], there["id"]) == ("b@d", here["id"]) == (here["model"], here["id"])
+    assert (there["model"], there["id"]) == (f"b@{DIGEST[:12]}", here["id"]) == (here["model"], here["id"])
 
 
 # --- what is written ---

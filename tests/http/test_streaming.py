@@ -16,7 +16,7 @@ from caraserve.http.context import HttpTimings
 from caraserve.http.streaming import EventStream
 from caraserve.http.whole_answer import TURN_LOGPROBS, paced
 from caraserve.util.tasks import TurnBudget
-from tests.http.fake_engine import BOS, FakeEngine, finish
+from tests.http.fake_engine import BOS, DIGEST, FakeEngine, finish
 from tests.http.serving import Client, serving
 
 FIELDS: dict[str, Any] = {"prompt": "ab", "stream": True}
@@ -76,7 +76,8 @@ async def test_bytes_of_a_completion_stream() -> None:
     assert answer.body == (
         head + b'"H","logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n'
         + head + b'"i","logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n'
-        + head + b'"","logprobs":null,"finish_reason":"length","stop_reason":null}]}\n\n'
+        + head + b'"","logprobs":null,"finish_reason":"length","stop_reason":null}],'
+        + b'"system_fingerprint":"a@%b"}\n\n' % DIGEST.encode()
         + b": phases queued=1.000;load=2.000;prefill=3.000;decode=4.000;"
         + b"stalled=0.000;interrupted=0.000;cpu_layers=0\n\n"
         + b"data: [DONE]\n\n"

@@ -122,6 +122,7 @@ async def test_a_request_is_computed_as_far_as_its_adapter_has_arrived(
         body.finish()
         subject.oracle.check_greedy(PROMPT, "clerk", (await task).token_ids)
         info = (await upload).info
+        assert task.result().finish.served_by == f"new@{info.digest}"
         adapter = server.engine.catalog.manager.find(info.digest)
         assert adapter is not None
         assert (adapter.tier, adapter.names, adapter.source) == (AdapterTier.DEVICE, {"new"}, tmp_path / "new")
