@@ -100,4 +100,5 @@ def test_a_cpu_without_avx_gives_the_same_tokens() -> None:
         )
         return done.stdout
 
-    assert answer(NUMBA_CPU_NAME="nehalem", NUMBA_CPU_FEATURES="") == answer() != ""
+    # Optimising would take half as long again, and decides nothing about which instructions there are.
+    assert answer(NUMBA_CPU_NAME="nehalem", NUMBA_CPU_FEATURES="", NUMBA_OPT="0") == answer() != ""
