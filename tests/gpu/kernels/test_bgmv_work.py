@@ -96,15 +96,15 @@ def test_an_expand_item_has_a_thread_for_each_of_its_vectors(batch: Batch) -> No
 
 
 @pytest.mark.parametrize("dtype", Dtype)
-@pytest.mark.parametrize("rank", range(8, 520, 8))
-def test_items_read_about_the_same_bytes_at_any_rank(rank: int, dtype: Dtype) -> None:
+def test_items_read_about_the_same_bytes_at_any_rank(dtype: Dtype) -> None:
     """Except for the last item of a projection. A shrink item is a plane of K of eight rank rows, of four in fp32."""
     outputs = 1 << 16
-    plan = plan_items(np.array([1], np.int32), np.array([[0, rank]]), np.full(2, dtype.value), (outputs,))
-    read = plan.expand[:-1, COUNT] * 16 * rank
-    assert (read <= ITEM_BYTES).all()
-    assert (read >= ITEM_BYTES * (0.85 if rank <= 128 else 0.65)).all()
-    assert len(plan.shrink) * (32 // dtype.itemsize // 2) == rank * PLANES
+    for rank in range(8, 520, 8):
+        plan = plan_items(np.array([1], np.int32), np.array([[0, rank]]), np.full(2, dtype.value), (outputs,))
+        read = plan.expand[:-1, COUNT] * 16 * rank
+        assert (read <= ITEM_BYTES).all()
+        assert (read >= ITEM_BYTES * (0.85 if rank <= 128 else 0.65)).all()
+        assert len(plan.shrink) * (32 // dtype.itemsize // 2) == rank * PLANES
 
 
 @given(batches())
