@@ -291,11 +291,12 @@ class HttpConfig(_FromArgs):
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     ssl_ca_certs: Path | None = None
+    api_key_file: Path | None = None
 
     @property
-    def keys(self) -> tuple[str, ...]:
-        """Returns all keys of clients and of admins; without any, the server needs no key."""
-        return (*self.api_key, *self.admin_key)
+    def needs_keys(self) -> bool:
+        """Whether clients need a key."""
+        return bool(self.api_key or self.admin_key or self.api_key_file)
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -315,6 +316,12 @@ class HttpConfig(_FromArgs):
             type=key,
             metavar="KEY",
             help="keys that may also load and unload adapters; if any is set, no other key may",
+        )
+        add(
+            "--api-key-file",
+            **_FILE,
+            help="more keys, by their SHA-256, each with its adapters, weight and rates (TOML or JSON); read again "
+            "when the file changes and on SIGHUP",
         )
         add(
             "--allowed-origins",

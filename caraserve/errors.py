@@ -17,6 +17,7 @@
     ├── Unauthorized               401  a missing or wrong API key
     ├── Forbidden                  403  switched off by the operator
     ├── Overloaded                 429  the waiting queue is full; `retry_after_s`
+    │   ├── RateLimited            429  the key's rate or number of requests under way is used up
     │   ├── Displaced              429  a waiting request left a full queue for one of another client
     │   ├── ForwardRefused         429  this instance does not take a forwarded request; `code` names the reason
     │   └── TooManyForwards        429  more forwarded requests in a minute than this instance keeps in memory
@@ -164,6 +165,19 @@ class Overloaded(CaraServeError):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class RateLimited(Overloaded):
+    """The client's key has a limit, and the request would exceed it."""
+
+    def __init__(self, limit: str, unit: str, retry_after_s: float) -> None:
+        """`limit`: in words. `unit`: what it counts; the code of the error for concurrency differs from that of
+        rates."""
+        super().__init__(
+            f"this key is limited to {limit}; try again in {retry_after_s:.3g} s", retry_after_s=retry_after_s
+        )
+        if unit == "concurrency":
+            self.code = "concurrency_limit_exceeded"
 
 
 class Displaced(Overloaded):

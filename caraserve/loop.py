@@ -28,7 +28,7 @@ from caraserve.engine.merge_policy import MergePolicy
 from caraserve.engine.queues import RequestQueues
 from caraserve.engine.request_slots import RequestSlots
 from caraserve.engine.side_batches import SideBatches
-from caraserve.engine.stats import EngineLoad, IterationObserver, snapshot_of
+from caraserve.engine.stats import EngineLoad, IterationObserver, IterationTime, rank_of, snapshot_of
 from caraserve.errors import (
     BackendFailed,
     CaraServeError,
@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 
 _DRAIN_RETRY_S = 5.0
 _CANCELLED_AT_ONCE = 64  # requests ended in one turn of the event loop, at 20 µs each
+_PREDICTION_S = 0.25  # for which a predicted wait in the queue is used
 _RESULTS_S = 0.002  # of work on results in one turn of the event loop; 64 rows with logprobs take up to 17 ms
 
 
@@ -66,11 +67,13 @@ class Engine:
         exclusive_loads: bool = False,
         merging: MergePolicy | None = None,
         observers: Sequence[IterationObserver] = (),
+        iteration_ms: IterationTime | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`base_names`: names of the base model, which is listed by the first. `exclusive_loads`: no iteration runs
         while an adapter is loading (the `ondemand` baseline). `merging`: chooses the adapter that is merged into the
-        weights (the `merged` baseline). `observers`: called after every iteration."""
+        weights (the `merged` baseline). `observers`: called after every iteration. `iteration_ms`: the performance
+        model; None: nothing is known of this machine's speed but the recent rate of tokens."""
         self.base_name, self.base_names = base_names[0], base_names
         self.tokenizer = tokenizer
         self.catalog = catalog
@@ -81,7 +84,7 @@ class Engine:
         self.draining = False
         self.failure: str | None = None  # the error after which no request can be answered
         self.timeline = BatchTimeline()
-        self._observers = observers
+        self._observers, self._iteration_ms = observers, iteration_ms
         self._backend, self._limits = backend, backend.limits
         self._config, self._metrics, self._now = config, metrics, now
         self._exclusive_loads = exclusive_loads
@@ -89,6 +92,7 @@ class Engine:
         self._cancelled: list[ActiveRequest] = []
         self._unfinished = 0
         self._tokens_per_s = 0.0
+        self._predicted_s = (0.0, 0.0)  # when to predict the wait in the queue again, and the last prediction
         self._decode_s = 0.0  # duration of an iteration without prefill, moving average
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
@@ -191,6 +195,15 @@ class Engine:
         """Returns sums from which the engine's next iterations can be predicted. `response_tokens`: expected length of
         an answer."""
         return EngineLoad.of(self._queues, self.catalog, self._limits, self._config.max_queue, response_tokens)
+
+    def predicted_answer_s(self) -> float:
+        """Predicts the time of one more answer, from its first token to its last."""
+        batch = len(self._queues.running) + 1
+        decode_s = self._decode_s
+        if self._iteration_ms is not None:
+            ranks = [rank_of(active.adapter, self.catalog) for active in self._queues.running]
+            decode_s = self._iteration_ms(batch, sum(ranks), max(ranks, default=0), 0, 0) / 1000
+        return self._metrics.mean_answer_tokens() * decode_s
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests from now on, waits for the unfinished ones, and cancels those left after `timeout_s`."""
@@ -445,5 +458,14 @@ class Engine:
             self._idle.set()
 
     def _retry_after_s(self) -> float:
-        """Estimates the seconds that the waiting requests take at the recent rate of tokens: 1 to 60."""
-        return min(60.0, max(1.0, self._queues.waiting_tokens() / self._tokens_per_s if self._tokens_per_s else 1.0))
+        """Predicts the seconds that the waiting requests take, 1 to 60: by the performance model or, without one, by
+        the recent rate of tokens. Anew four times a second at most: a thousand waiting requests take 0.3 ms."""
+        if self._now() >= self._predicted_s[0]:
+            if self._iteration_ms is not None:
+                response_tokens = self._metrics.mean_answer_tokens()
+                load = self.workload(response_tokens)
+                queue_s = load.queue_s(self._iteration_ms, self._limits.num_slots, response_tokens)
+            else:
+                queue_s = self._queues.waiting_tokens() / self._tokens_per_s if self._tokens_per_s else 0.0
+            self._predicted_s = self._now() + _PREDICTION_S, min(60.0, max(1.0, queue_s))
+        return self._predicted_s[1]

@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from rich.console import Console
 
 from caraserve import demo
 from caraserve.backend_factory import ADAPTER_SLOTS, ServingBackend, build_backend
+from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.core.machine_profile import Profile
 from caraserve.cpu.shared_memory import Arena
@@ -41,6 +42,7 @@ from caraserve.model.digest import model_digest
 from caraserve.model.spec import ModelSpec, load_spec
 from caraserve.profiling.apply import loading_rules, tuned
 from caraserve.start_checks import check_names, check_paths, client_tls
+from caraserve.telemetry.background import BackgroundTasks
 from caraserve.telemetry.metrics import Metrics, WorkerCounts
 from caraserve.telemetry.progress import progress
 from caraserve.telemetry.trace import Trace
@@ -170,6 +172,7 @@ async def build_engine(
         exclusive_loads=mode.stops_others,
         merging=MergePolicy(backend.limits.num_slots) if mode.merges else None,
         observers=observers.iterations,
+        iteration_ms=PerfModel.of(profile, padded_rank=lora_config.padded_rank).iteration_ms if profile else None,
     )
     task = asyncio.create_task(engine.run(), name="caraserve-engine")
     task.add_done_callback(_stop_on_defect)
@@ -240,12 +243,13 @@ async def serve(
     *,
     watching_signals: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serves until SIGTERM, SIGINT or SIGHUP, then drains.
+    """Serves until SIGTERM or SIGINT, then drains. SIGHUP has files read again, or ends a server that has none.
 
     `watching_signals` is called after the signal handlers have been set. Raises ConfigError or ModelLoadError if the
     server cannot start, and ConfigError if the cluster rejects it.
     """
     from caraserve import serve_cluster
+    from caraserve.http.api_keys import ApiKeys
     from caraserve.http.app import make_app, start_http
     from caraserve.http.generation import LocalRouter
     from caraserve.http.server import bind
@@ -255,6 +259,7 @@ async def serve(
         raise ConfigError("--routing chooses among the instances of --peers; give both")
     credentials = serve_cluster.check_cluster(cluster_config, http_config) if cluster_config.peers else None
     tls = client_tls(http_config, cluster_config)
+    keys = ApiKeys(http_config)
     async with AsyncExitStack() as stack:
         sockets = bind(http_config.host, http_config.port)
         for one in sockets:
@@ -270,6 +275,7 @@ async def serve(
             cluster = serve_cluster.make_cluster(
                 stack, cluster_config, credentials, lora_config, engine, observers, served.reader, served.spec, digest
             )
+        background = cluster.node.background if cluster else BackgroundTasks()
         router = cluster.router if cluster else LocalRouter()
         app = make_app(
             engine,
@@ -278,17 +284,23 @@ async def serve(
             allow_lora_updates=lora_config.allow_runtime_lora_updating,
             router=router,
             cluster=cluster.node if cluster else None,
-            background=cluster.node.background if cluster else None,
+            background=background,
             management=served.management,
+            keys=keys,
         )
         if cluster is not None:
             cluster.add_routes(app)
         runner, port = await start_http(app, http_config, sockets, tls)
         stack.push_async_callback(runner.cleanup)
-        stop = _watch_signals()
+        rereads: list[Callable[[], None]] = []
+        stop = _watch_signals(rereads)
         watching_signals()
+        if http_config.api_key_file is not None:
+            background.run(stack, keys.watch, "API keys")
+            rereads.append(keys.reread)
         if cluster is not None:
             await cluster.start(stack, app, http_config, port, metrics, served.profile)
+            rereads.append(cluster.node.reread_secrets)
         settle_garbage_collector()
         _announce(served, http_config, port)
         await _stopped(stop, cluster.node if cluster else None)
@@ -335,16 +347,20 @@ def model_identity(model: ModelConfig, engine: EngineConfig, spec: ModelSpec) ->
     return model_digest(model.model, spec.dtype if model.dtype == "auto" else model.dtype, weights)
 
 
-def _watch_signals() -> asyncio.Event:
+def _watch_signals(rereads: Sequence[Callable[[], None]] = ()) -> asyncio.Event:
     """Returns an event that the first SIGTERM, SIGINT or SIGHUP sets; a second signal ends the process at once.
 
-    With --peers, SIGHUP re-reads the secrets once the instance has joined. An ignored SIGHUP, as under nohup, stays
-    ignored.
+    While there are `rereads`, which have files read again, SIGHUP only calls them. An ignored SIGHUP, as under nohup,
+    stays ignored.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def on_signal(number: int) -> None:
+        if number == signal.SIGHUP and rereads:
+            for reread in rereads:
+                reread()
+            return
         if stop.is_set():
             os._exit(128 + number)
         stop.set()
@@ -374,6 +390,6 @@ def _announce(served: Served, http: HttpConfig, port: int) -> None:
     console.print(ready)
     console.print(f"adapters: {shown or 'none'}{more}")
     name = infos[0].name if infos else engine.base_name
-    key = " -H 'Authorization: Bearer YOUR-API-KEY'" if http.keys else ""
+    key = " -H 'Authorization: Bearer YOUR-API-KEY'" if http.needs_keys else ""
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Tell me about the sea."}}]}}'
     console.print(f"try:  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'")

@@ -6,9 +6,7 @@ add_routes      adds the peers' routes before the server listens
 start           listens for peers and joins the cluster, after the server has begun to listen
 """
 
-import asyncio
 import logging
-import signal
 import ssl
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -98,10 +96,10 @@ def check_cluster(cluster: ClusterConfig, http: HttpConfig) -> ClusterCredential
             raise ConfigError(
                 f"--cluster-secret-file is needed: without a secret, every machine that reaches {host} could join"
             )
-    if http.keys:
+    if http.needs_keys:
         raise ConfigError(
-            "--cluster-secret-file is needed with --api-key or --admin-key: without a secret, every process of this "
-            "machine could send requests as another instance does, and needs no key"
+            "--cluster-secret-file is needed with --api-key, --admin-key or --api-key-file: without a secret, every "
+            "process of this machine could send requests as another instance does, and needs no key"
         )
     return ClusterCredentials(Keyring((LOOPBACK_SECRET,)), listening, dialling)
 
@@ -269,7 +267,6 @@ class ClusterInstance:
         await publisher.announce()
         selector.join()
         metrics.show(selector.routing_metrics.families)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, node.reread_secrets)
         node.background.run(stack, publisher.run, "cluster publisher")
         if self.config.routing == "dlora":
             node.background.run(stack, self.router.rebalancer.run, "cluster queue rebalancer")

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from caraserve import demo
+from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.config import PRELOADED_MODES
 from caraserve.core.batch import Batch, StepResult
+from caraserve.core.machine_profile import load
 from caraserve.core.request import Tenant
 from caraserve.errors import (
     AdapterRejected,
@@ -22,7 +24,7 @@ from caraserve.errors import (
     Overloaded,
 )
 from caraserve.loop import Engine
-from tests.serving import MIB, Answer, engine_config, lora_config, model_config, running, submit
+from tests.serving import MIB, PROFILE, Answer, engine_config, lora_config, model_config, running, submit
 
 ADAPTERS = {name: demo.adapters_folder() / name for name in demo.ADAPTER_NAMES}
 PROMPT = tuple(range(5, 45))
@@ -83,6 +85,22 @@ def test_a_full_queue_refuses_with_a_time_to_retry() -> None:
         await asyncio.gather(*tasks)
 
     with_engine(test, max_queue=2, seqs=1)
+
+
+def test_the_time_to_retry_is_what_the_performance_model_predicts_for_the_queue() -> None:
+    """While there is no answer yet, answers are taken to have 200 tokens."""
+    model = PerfModel.of(load(PROFILE))
+
+    async def test(engine: Engine) -> None:
+        tasks = [submit(engine, PROMPT, max_tokens=2) for _ in range(41)]  # one runs, 40 wait
+        with pytest.raises(Overloaded) as caught:
+            submit(engine, PROMPT)
+        predicted_ms = model.prefill_ms(40 * len(PROMPT), 0) + 40 * 200 * model.decode_ms(1, 0, 0)
+        assert caught.value.retry_after_s == pytest.approx(min(60.0, predicted_ms / 1000), rel=0.05)
+        assert engine.predicted_answer_s() == pytest.approx(0.2 * model.decode_ms(2, 0, 0), rel=0.1)
+        await asyncio.gather(*tasks)
+
+    with_engine(test, mode="auto", max_queue=40, seqs=1)
 
 
 def test_a_client_that_fills_the_queue_loses_its_newest_request_to_another_client() -> None:

@@ -13,6 +13,9 @@ from caraserve.lora.catalog import AdapterObserver, Catalog
 from caraserve.lora.manager import AdapterManager
 from caraserve.telemetry.metrics import EngineSnapshot
 
+# Predicts an iteration's ms from its requests that decode, their ranks' sum and largest, and from the tokens of prompts
+# and Σ tokens · rank of them.
+IterationTime: TypeAlias = Callable[[int, int, int, int, int], float]
 IterationObserver: TypeAlias = Callable[[Sequence[tuple[ActiveRequest, ScheduledRow]], float], None]  # rows, ms
 
 
@@ -90,6 +93,17 @@ class EngineLoad:
             kv_free_tokens=free_blocks * limits.block_tokens - all_tokens - round(queued * response_tokens),
             queue_room=max(0, max_queue - len(queues.waiting)),
         )
+
+    def queue_s(self, iteration_ms: IterationTime, slots: int, response_tokens: float) -> float:
+        """Predicts the seconds until all queued requests have been computed, `slots` at a time."""
+        requests = self.running + self.queued
+        if not self.queued:
+            return 0.0
+        batch = min(slots, requests)
+        rank_sum = sum(rank * count for rank, count in self.ranks.items())
+        decode_ms = iteration_ms(batch, rank_sum * batch // requests, max(self.ranks), 0, 0)
+        prefill_ms = iteration_ms(0, 0, 0, self.queued_tokens, self.queued_token_ranks)
+        return (prefill_ms + self.queued / batch * response_tokens * decode_ms) / 1000
 
 
 def rank_of(adapter: Adapter | None, catalog: Catalog) -> int:

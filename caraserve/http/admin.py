@@ -22,6 +22,7 @@ from caraserve.http.adapter_choice import (
     target_of,
     unknown_model,
 )
+from caraserve.http.client import Client
 from caraserve.http.context import CLIENT, CONTEXT, Context
 from caraserve.http.field_types import TextField
 from caraserve.http.request_schema import LOAD_ADAPTER, UNLOAD_ADAPTER, check_fields
@@ -34,42 +35,52 @@ from caraserve.util.tasks import in_turns
 
 log = logging.getLogger("caraserve.http")
 
+_MOST_LISTS = 16  # kept at once, one for each set of models that a client may use
+
 
 class ModelList:
     """The encoded list of models, encoded again after each change, some adapters in each turn of the event loop:
-    routers poll it, and 40,000 adapters take half a second."""
+    routers poll it, and 40,000 adapters take half a second. Each client gets the models that it may use."""
 
     def __init__(self) -> None:
         self._adapters: list[AdapterInfo] | None = None
         self._versions = 0, 0  # of the cluster's registry, and of the aliases
-        self._body = b""
+        self._bodies: dict[tuple[tuple[str, ...], bool], bytes] = {}  # by what a client may use
         self._encoding = asyncio.Lock()
 
-    async def body(self, context: Context) -> bytes:
+    async def body(self, context: Context, client: Client) -> bytes:
         async with self._encoding:
             adapters = context.engine.adapters()
             registry_version = context.cluster.registry_version if context.cluster else 0
             versions = registry_version, context.management.aliases.version if context.management else 0
             if adapters != self._adapters or versions != self._versions:
-                self._body = await _encoded_list(context, adapters)
+                self._bodies.clear()
                 self._adapters, self._versions = adapters, versions
-            return self._body
+            allowed = client.adapters, client.base_model
+            if (body := self._bodies.get(allowed)) is None:
+                if len(self._bodies) >= _MOST_LISTS:
+                    self._bodies.clear()
+                body = self._bodies[allowed] = await _encoded_list(context, client, adapters)
+            return body
 
 
-async def _encoded_list(context: Context, adapters: Sequence[AdapterInfo]) -> bytes:
-    """The base model by all its names, this instance's adapters, those that only other instances have, by name, then
-    the aliases."""
-    cards = [orjson.dumps(_base_card(context, name)) for name in context.engine.base_names]
+async def _encoded_list(context: Context, client: Client, adapters: Sequence[AdapterInfo]) -> bytes:
+    """The models that a client may use: the base model by all its names, this instance's adapters, those that only
+    other instances have, by name, then the aliases."""
+    base_names = context.engine.base_names if client.may_use(None) else ()
+    cards = [orjson.dumps(_base_card(context, name)) for name in base_names]
     local_names = set()
     async for adapter in in_turns(adapters):
         local_names.add(adapter.name)
-        cards.append(orjson.dumps(_card(context, adapter)))
+        if client.may_use(adapter.name):
+            cards.append(orjson.dumps(_card(context, adapter)))
     if context.cluster is not None:
         async for some in sorted_by_name(context.cluster.adapters()):
-            remote = [remote_adapter(context, one) for one in some if one.name not in local_names]
-            cards += [orjson.dumps(_card(context, one)) for one in remote]
+            remote = [one for one in some if one.name not in local_names and client.may_use(one.name)]
+            cards += [orjson.dumps(_card(context, remote_adapter(context, one))) for one in remote]
     async for alias in in_turns(context.management.aliases.all() if context.management else ()):
-        if (target := find_named(context, alias.adapter)) is not None:
+        is_allowed = client.may_use(alias.name) or client.may_use(alias.adapter)
+        if is_allowed and (target := find_named(context, alias.adapter)) is not None:
             cards.append(orjson.dumps(_card(context, target) | {"id": alias.name}))
     return b'{"object":"list","data":[%b]}' % b",".join(cards)
 
@@ -78,7 +89,7 @@ MODELS = web.AppKey("MODELS", ModelList)
 
 
 async def list_models(request: web.Request) -> web.Response:
-    body = await request.app[MODELS].body(request.app[CONTEXT])
+    body = await request.app[MODELS].body(request.app[CONTEXT], request[CLIENT])
     return web.Response(body=body, content_type="application/json")
 
 
@@ -161,7 +172,7 @@ def updatable(request: web.Request) -> Context:
     if not context.allow_lora_updates:
         raise Forbidden("Adapters cannot be changed while this server runs; start with --allow-runtime-lora-updating.")
     if not request[CLIENT].is_admin:
-        may = "use one of --admin-key's" if context.config.admin_key else "start the server with --admin-key"
+        may = "use one of an admin" if context.keys.has_admin else "start the server with --admin-key"
         raise Forbidden(f"This key may not load or unload adapters; {may}.")
     return context
 

@@ -33,12 +33,24 @@ from caraserve.http import (
 )
 from caraserve.http.adapter_version import SERVED_BY_HEADER
 from caraserve.http.api_format import shape_error
+from caraserve.http.api_keys import ApiKeys
 from caraserve.http.api_request import RequestRouter
 from caraserve.http.auth import add_cors_headers, answer_preflight, authenticate, challenge
-from caraserve.http.context import ANSWERED_BY, CLIENT, CONTEXT, REQUEST_ID, SERVED_BY, BodyBudget, Context, HttpTimings
+from caraserve.http.context import (
+    ANSWERED_BY,
+    CLIENT,
+    CONTEXT,
+    RATE_HEADERS,
+    REQUEST_ID,
+    SERVED_BY,
+    BodyBudget,
+    Context,
+    HttpTimings,
+)
 from caraserve.http.dispatch import ClusterRouter
 from caraserve.http.generation import LocalRouter
 from caraserve.http.generation_routes import GENERATION_ROUTES
+from caraserve.http.rate_limits import LimitedRouter
 from caraserve.http.request_log import CLIENT_LEFT, IGNORED_HEADER, SUMMARY, RequestSummary, log_request
 from caraserve.http.responses import SERVER, error_body, error_response, json_response, refusal_response
 from caraserve.http.server import Runner, bind, listen_error
@@ -69,18 +81,20 @@ def make_app(
     router: RequestRouter | None = None,
     background: BackgroundTasks | None = None,
     management: AdapterManagement | None = None,
+    keys: ApiKeys | None = None,
 ) -> web.Application:
     """The application over `engine`; it owns nothing but its own tasks. Without `router` every request is answered by
-    `engine`. `background`: the tasks that /ready reports."""
+    `engine`. `background`: the tasks that /ready reports. `keys`: those of `config`, if they have been read."""
     context = Context(
         engine,
         metrics,
         config,
+        keys or ApiKeys(config),
         allow_lora_updates,
         timings or HttpTimings(),
         started_s=time.time(),
         bodies=BodyBudget(config.max_body_bytes),
-        router=router or LocalRouter(),
+        router=LimitedRouter(router or LocalRouter(), engine.predicted_answer_s),
         cluster=cluster,
         background=background or BackgroundTasks(),
         management=management,
@@ -169,7 +183,7 @@ async def _handle(request: web.Request, handler: _Handler) -> web.StreamResponse
     request[SUMMARY] = RequestSummary()
     status_code = CLIENT_LEFT
     try:
-        response = await _answer(request, handler, context.config)
+        response = await _answer(request, handler, context)
         shape_error(request.path, response)
         status_code = response.status
     finally:
@@ -181,13 +195,13 @@ async def _handle(request: web.Request, handler: _Handler) -> web.StreamResponse
     return response
 
 
-async def _answer(request: web.Request, handler: _Handler, config: HttpConfig) -> web.StreamResponse:
+async def _answer(request: web.Request, handler: _Handler, context: Context) -> web.StreamResponse:
     """Authenticates a request and has it handled; turns every exception into a response."""
     try:
         _check_header_size(request)
-        if (preflight := answer_preflight(request, config.allowed_origins)) is not None:
+        if (preflight := answer_preflight(request, context.config.allowed_origins)) is not None:
             return preflight
-        if (client := authenticate(request, config)) is not None:
+        if (client := authenticate(request, context.config, context.keys)) is not None:
             request[CLIENT] = client
         return await handler(request)
     except Unauthorized as error:
@@ -224,6 +238,7 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
     add_cors_headers(request, response, request.app[CONTEXT].config.allowed_origins)
     if SERVED_BY in request:
         response.headers[SERVED_BY_HEADER] = request[SERVED_BY]
+    response.headers.update(request.get(RATE_HEADERS, {}))
     if ANSWERED_BY in request:
         response.headers[INSTANCE_HEADER] = request[ANSWERED_BY]
 

@@ -5,9 +5,6 @@ browsers. Such a page can reach the server by DNS rebinding (its own name resolv
 plain cross-site request (wrong Origin).
 """
 
-import functools
-import hashlib
-import hmac
 import ipaddress
 from collections.abc import Collection
 from urllib.parse import urlsplit
@@ -18,6 +15,7 @@ from aiohttp import web
 from caraserve.cluster.routing.forward_auth import PREFIX as PEER_PREFIX
 from caraserve.config import HttpConfig
 from caraserve.errors import Forbidden, Unauthorized
+from caraserve.http.api_keys import ApiKeys
 from caraserve.http.client import Client
 from caraserve.http.page import PAGE_PATHS
 
@@ -25,28 +23,33 @@ PROBES = frozenset({"/health", "/ready", "/ping"})  # never need a key
 # A browser cannot send a bearer token for an address that is typed in, but can ask for a password. It then sends that
 # with requests of all sites, so no route that changes anything accepts a password.
 _PASSWORD_PATHS = frozenset({"/docs", "/openapi.json"})
+_ALL_ADAPTERS_PATHS = frozenset({"/metrics", "/v1/cluster/adapters"})  # of pages with all adapters' names
 _MAX_AGE_S = 600  # for which a browser may keep the response to a preflight
-_EXPOSED = (
-    "x-request-id, x-caraserve-phases, x-caraserve-ignored, x-caraserve-adapter, x-caraserve-instance, retry-after, "
-    "retry-after-ms"
+_EXPOSED = ", ".join(
+    [
+        *("x-request-id", "x-caraserve-phases", "x-caraserve-ignored", "x-caraserve-adapter"),
+        *("x-caraserve-instance", "retry-after", "retry-after-ms"),
+        *(f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset") for unit in ("requests", "tokens")),
+    ]
 )
 
 
-def authenticate(request: web.Request, config: HttpConfig) -> Client | None:
+def authenticate(request: web.Request, config: HttpConfig, keys: ApiKeys) -> Client | None:
     """The client that sends a request; None for probes, the page's files and other instances. Raises Unauthorized or
     Forbidden."""
-    if not config.keys:
+    if not keys.are_needed:
         if _is_local(config.host):
             _check_local_origin(request, config.allowed_origins)
         return Client(request.remote or "unknown", is_admin=True)
     # The handlers for other instances check a signature with the cluster's secret.
     if request.path in PROBES or request.path in PAGE_PATHS or request.path.startswith(f"{PEER_PREFIX}/"):
         return None
-    digest = _digest(_given_key(request))
-    matching = [key for key in config.keys if hmac.compare_digest(digest, _own_key_digest(key))]
-    if not matching:
+    client = keys.client(_given_key(request))
+    if client is None:
         raise Unauthorized("The API key is missing or wrong; send the header Authorization: Bearer KEY.")
-    return Client(key_name(matching[0]), is_admin=matching[0] in config.admin_key)
+    if request.path in _ALL_ADAPTERS_PATHS and not client.may_use_all:
+        raise Forbidden(f"{request.path} shows all adapters, and this key may use some; use another key.")
+    return client
 
 
 def challenge(request: web.Request) -> str:
@@ -71,19 +74,6 @@ def _given_key(request: web.Request) -> str:
         except ValueError:
             return ""
     return request.headers.get("X-Api-Key", "")
-
-
-def key_name(key: str) -> str:
-    """The name of the client with this key: a prefix of the key's digest, so that logs do not show the key."""
-    return f"key-{_own_key_digest(key).hex()[:8]}"
-
-
-def _digest(key: str) -> bytes:
-    """SHA-256 of a key: keys are compared by digests, which all have the same length."""
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
-
-
-_own_key_digest = functools.cache(_digest)
 
 
 def _check_local_origin(request: web.Request, allowed_origins: Collection[str]) -> None:

@@ -11,6 +11,15 @@ ALL_ADAPTERS = ("*",)
 
 
 @dataclass(frozen=True, slots=True)
+class RateLimits:
+    """What a client may ask of one instance; None: no limit."""
+
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None  # of prompts and answers
+    concurrency: int | None = None  # requests under way
+
+
+@dataclass(frozen=True, slots=True)
 class Client:
     """The sender of a request. Without a key file, every client may use every adapter."""
 
@@ -19,6 +28,7 @@ class Client:
     adapters: tuple[str, ...] = ALL_ADAPTERS  # names, and patterns with * ? [], of those that it may use
     base_model: bool = True  # whether it may use the base model
     weight: float = 1.0  # its share of the server while others wait, relative to theirs
+    limits: RateLimits = RateLimits()
 
     def may_use(self, adapter: str | None) -> bool:
         """Whether it may use an adapter; None: the base model."""

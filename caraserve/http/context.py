@@ -11,6 +11,7 @@ from aiohttp import web
 from caraserve.cluster.membership.node import Node
 from caraserve.config import HttpConfig
 from caraserve.errors import ServerBusy
+from caraserve.http.api_keys import ApiKeys
 from caraserve.http.api_request import RequestRouter
 from caraserve.http.client import Client
 from caraserve.http.whole_answer import TURN_LOGPROBS
@@ -76,6 +77,7 @@ class Context:
     engine: Engine
     metrics: Metrics
     config: HttpConfig
+    keys: ApiKeys
     allow_lora_updates: bool
     timings: HttpTimings
     started_s: float  # unix time
@@ -110,6 +112,7 @@ class Context:
 CONTEXT = web.AppKey("CONTEXT", Context)
 REQUEST_ID = web.RequestKey("REQUEST_ID", str)
 CLIENT = web.RequestKey("CLIENT", Client)
+RATE_HEADERS = web.RequestKey("RATE_HEADERS", dict[str, str])  # of the response, where the client has limits
 ANSWERED_BY = web.RequestKey("ANSWERED_BY", str)  # this instance's name, where another instance has forwarded to it
 SERVED_BY = web.RequestKey("SERVED_BY", str)  # `adapter@digest`, or the base model's name; once it is known
 _HELD_BYTES = web.RequestKey("_HELD_BYTES", int)

@@ -103,7 +103,10 @@ class Generation:
         answers = [WholeAnswer(partial(writer.logprobs, at)) async for at in in_turns(range(len(self._streams)))]
 
         async def finish(answer: WholeAnswer, stream: TokenStream) -> Finish:
-            await answer.gather(stream, turns)
+            try:
+                await answer.gather(stream, turns)
+            finally:
+                self._request[SUMMARY].note_tokens(answer.num_tokens)
             return _checked(answer.finish)
 
         finishes = await _run_together(map(finish, answers, self._streams), len(answers))
@@ -149,6 +152,7 @@ class Generation:
                 _checked(delta.finish)
             self._note_version(stream.served_by())
             generated += len(delta.token_ids)
+            self._request[SUMMARY].note_tokens(len(delta.token_ids))
             counts = TokenCounts(len(inputs.prompt_ids), generated, delta.finish.cached_tokens if delta.finish else 0)
             async for part in paced(delta, self._context.logprob_turns):
                 if new := writer.events(index, part, counts):

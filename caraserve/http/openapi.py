@@ -64,7 +64,7 @@ async def docs(request: web.Request) -> web.Response:
 
 def document(app: web.Application) -> dict[str, Any]:
     """Returns the OpenAPI document of the routes for clients."""
-    keys = _KEYS if app[CONTEXT].config.keys else [*_KEYS, {}]
+    keys = _KEYS if app[CONTEXT].config.needs_keys else [*_KEYS, {}]
     paths: dict[str, dict[str, Any]] = {}
     for method, path in client_routes(app):
         described = _described(OPERATIONS.get((method, path), _OTHER))

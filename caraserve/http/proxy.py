@@ -281,6 +281,8 @@ class _UpstreamResponse:
                     await events.send(whole)
                 except ConnectionError:
                     return ProxyResult(events.response, events.num_events, "cut")
+                finally:
+                    self._request[SUMMARY].completion_tokens = events.num_events
             if not done or partial:
                 raise _PeerFailedError(f"{self._peer} ended a stream too early")
         return ProxyResult(events.response, events.num_events)

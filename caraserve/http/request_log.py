@@ -46,6 +46,10 @@ class RequestSummary:
     error: str = ""  # code or type of the error that the client received
     param: str = ""  # the field that the error names
 
+    def note_tokens(self, count: int) -> None:
+        """Counts tokens of the answers as they come, for a request that may not end well."""
+        self.completion_tokens = (self.completion_tokens or 0) + count
+
     def note_totals(self, totals: ResponseTotals) -> None:
         """Notes how the engine requests ended."""
         self.finish, self.phases = ",".join(totals.reasons), totals.slowest

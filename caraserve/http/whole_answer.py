@@ -68,6 +68,11 @@ class WholeAnswer:
         self._token_ids: list[int] = []
         self._logprobs: dict[str, list[bytes]] = {}  # of each field, encoded entries with their commas
 
+    @property
+    def num_tokens(self) -> int:
+        """The tokens gathered so far."""
+        return len(self._token_ids)
+
     async def gather(self, stream: TokenStream, turns: TurnBudget) -> None:
         """Collects all deltas of a stream."""
         async for delta in stream:

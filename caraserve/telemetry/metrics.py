@@ -24,6 +24,7 @@ from caraserve.core.request import Finish
 from caraserve.telemetry.prometheus import Histogram, Sample, family, label_set
 
 MAX_HOST_SERIES = 512  # adapters of the host cache shown one by one, the most recently used
+_GUESSED_TOKENS = 200.0  # of an answer, before there are any
 _RECENT = 512  # values behind the live page's percentiles
 
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
@@ -227,6 +228,11 @@ class Metrics:
     def answers(self) -> tuple[int, int]:
         """Returns how many requests have ended, and the tokens of their answers."""
         return sum(self._finished.values()), self._output_tokens
+
+    def mean_answer_tokens(self) -> float:
+        """Returns the mean length of answers, or a guess before there are any."""
+        count, tokens = self.answers()
+        return tokens / count if tokens else _GUESSED_TOKENS
 
     def observe_load(self, mode: str, seconds: float, *, outcome: str = "ok") -> None:
         """Counts a load. `mode`: a loading mode's name; `outcome`: `ok`, or a word for the failure."""

@@ -29,3 +29,14 @@ def test_an_ignored_hangup_stays_ignored() -> None:
         asyncio.run(test())
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_hangup_has_files_read_again_where_there_are_any_and_ends_nothing() -> None:
+    async def test() -> None:
+        read = asyncio.Event()
+        stop = _watch_signals([read.set])
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.wait_for(read.wait(), 20.0)
+        assert not stop.is_set()
+
+    asyncio.run(test())

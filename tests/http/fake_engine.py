@@ -275,5 +275,8 @@ class FakeEngine:
     def waiting(self) -> set[str]:
         return {stream.request.request_id for stream in self.streams if not stream.taken}
 
+    def predicted_answer_s(self) -> float:
+        return 8.0
+
     def snapshot(self) -> FakeSnapshot:
         return self.shown

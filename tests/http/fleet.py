@@ -110,6 +110,7 @@ class Server:
     router: ClusterRouter
     client: Client
     forwards: list[tuple[str, str]]  # (peer, id) of each attempt to forward
+    paths: list[str]  # of its routes
 
     @property
     def routing_metrics(self) -> Any:
@@ -198,7 +199,8 @@ class Fleet:
                 adapter.name, adapter.digest, adapter.rank, adapter.num_bytes
             )
             self.world.held.setdefault(adapter.digest, {})[name] = Tier.HOST
-        server = Server(engine, view, router, Client(self._session, port), proxy.forwards)
+        paths = [resource.canonical for resource in app.router.resources()]
+        server = Server(engine, view, router, Client(self._session, port), proxy.forwards, paths)
         self.servers[name] = server
         return server
 

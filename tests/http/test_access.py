@@ -162,7 +162,7 @@ def parsed(*arguments: str) -> HttpConfig:
 
 def test_flags_take_several_values_and_may_be_repeated() -> None:
     config = parsed("--api-key", "a", "b", "--api-key", "c", "--admin-key", "d")
-    assert config.keys == ("a", "b", "c", "d")
+    assert (list(config.api_key), config.needs_keys) == (["a", "b", "c"], True)
     assert list(config.admin_key) == ["d"]
 
 

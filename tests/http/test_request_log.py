@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
-from caraserve.http.auth import key_name
+from caraserve.http.api_keys import key_name
 from caraserve.http.choices import OpenAiStream
 from caraserve.http.client import Client as Sender
 from caraserve.http.context import CLIENT, HttpTimings
