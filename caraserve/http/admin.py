@@ -172,7 +172,9 @@ def updatable(request: web.Request) -> Context:
     if not context.allow_lora_updates:
         raise Forbidden("Adapters cannot be changed while this server runs; start with --allow-runtime-lora-updating.")
     if not request[CLIENT].is_admin:
-        may = "use one of an admin" if context.keys.has_admin else "start the server with --admin-key"
+        may = (
+            "use one of --admin-key's, or an admin's" if context.keys.has_admin else "start the server with --admin-key"
+        )
         raise Forbidden(f"This key may not load or unload adapters; {may}.")
     return context
 

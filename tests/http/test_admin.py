@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from caraserve.http.admin import MODELS, ModelList
+from caraserve.http.api_keys import ApiKeys
 from caraserve.http.app import make_app
+from caraserve.http.client import Client as Sender
 from caraserve.http.context import CONTEXT, BodyBudget, Context, HttpTimings
 from caraserve.http.generation import LocalRouter
 from tests.http.fake_engine import BOS, FakeAdapter, FakeEngine
@@ -57,8 +59,8 @@ async def test_the_list_follows_every_change() -> None:
 async def test_routers_that_poll_the_list_get_the_same_bytes_until_it_changes() -> None:
     fake = FakeEngine()
     app = make_app(fake, http_config(), new_metrics(), allow_lora_updates=False)
-    first = await app[MODELS].body(app[CONTEXT])
-    assert await app[MODELS].body(app[CONTEXT]) is first
+    first = await app[MODELS].body(app[CONTEXT], Sender("c"))
+    assert await app[MODELS].body(app[CONTEXT], Sender("c")) is first
 
 
 @pytest.mark.parametrize(("path", "model"), [("org/base", "org/base"), ("org%2Fbase", "org/base"), ("v:1.x", "v:1.x")])
@@ -182,7 +184,15 @@ async def test_encoding_a_long_list_of_models_does_not_block_the_event_loop() ->
     adapters = [FakeAdapter(f"a{number}", "/adapters/a") for number in range(20_000)]
     engine = FakeEngine(loaded={adapter.name: adapter for adapter in adapters})
     context = Context(
-        engine, new_metrics(), http_config(), True, HttpTimings(), 0.0, BodyBudget(1 << 20), LocalRouter()
+        engine,
+        new_metrics(),
+        http_config(),
+        ApiKeys(http_config()),
+        True,
+        HttpTimings(),
+        0.0,
+        BodyBudget(1 << 20),
+        LocalRouter(),
     )
     turns = 0
 
@@ -194,8 +204,8 @@ async def test_encoding_a_long_list_of_models_does_not_block_the_event_loop() ->
 
     counting = asyncio.create_task(count())
     models = ModelList()
-    body = await models.body(context)
+    body = await models.body(context, Sender("c"))
     counting.cancel()
     assert turns > 10
     assert [card["id"] for card in json.loads(body)["data"]] == ["org/base", *engine.loaded]
-    assert await models.body(context) is body
+    assert await models.body(context, Sender("c")) is body

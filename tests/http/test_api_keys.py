@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,14 @@ def test_names_and_keys_are_unique(path: Path) -> None:
 def test_an_absent_file_is_refused(path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be read: No such file"):
         ApiKeys(http_config(api_key_file=path))
+
+
+def test_the_documented_command_makes_an_entry_for_the_key_that_it_shows(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "tenants.md").read_text(encoding="utf-8")
+    command = text.split("```bash\n")[1].split("```")[0]
+    shown = subprocess.run(["bash", "-euc", command], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    client = ApiKeys(http_config(api_key_file=tmp_path / "keys.toml")).client(shown.strip())
+    assert client == Client("team-a")
 
 
 # --- reading it again ---
@@ -289,7 +298,7 @@ async def test_no_page_shows_an_adapter_that_a_key_may_not_use(keys_file: Path) 
             if not path.startswith("/cluster/"):
                 answer = await server.client.get(path.replace("{model}", "sql-v1"), headers=bearer(SQL))
                 assert b"secret" not in answer.body, path
-        for path in ("/metrics", "/stats", "/v1/cluster/adapters"):
+        for path in ("/metrics", "/v1/cluster/adapters"):
             assert (await server.client.get(path, headers=bearer(SQL))).status == 403
             assert (await server.client.get(path, headers=bearer(ADMIN))).status == 200
 

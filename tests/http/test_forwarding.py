@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from caraserve.cluster.membership.swim import MemberState
 from caraserve.core.request import Tenant
 from caraserve.errors import BackendFailed, Draining, Overloaded
-from caraserve.http.auth import key_name
+from caraserve.http.api_keys import key_name
 from caraserve.http.context import HttpTimings
 from tests.http.fake_engine import FakeAdapter, FakeEngine
 from tests.http.fleet import FULL, RawAnswer, fleet, streamed
