@@ -31,20 +31,20 @@ def gemm(x: NDArray[np.float32], raw: NDArray[np.generic], dtype: Dtype, y: NDAr
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 7, 8, 13, 16])
 @pytest.mark.parametrize("k", [1, 17, 144, 2048, 2500])
-def test_a_panel_is_the_matrix_product(dtype: Dtype, rows: int, k: int) -> None:
+def test_a_panel_is_the_matrix_product(dtype: Dtype, k: int) -> None:
     """Also past `K_BLOCK`, where partial sums are stored in between."""
-    rng = np.random.default_rng(rows * k)
-    x = rng.standard_normal((rows, k), np.float32)
-    raw, weights = stored(rng.standard_normal((k, PANEL), np.float32), dtype)
-    y = rng.standard_normal((rows, PANEL), np.float32)
-    before = y.astype(np.float64)
-    expected = x.astype(np.float64) @ weights
-    gemm(x, raw, dtype, y, 1)
-    np.testing.assert_allclose(y, before + expected, atol=2e-6 * k**0.5 * 8)
-    gemm(x, raw, dtype, y, 0)
-    np.testing.assert_allclose(y, expected, atol=2e-6 * k**0.5 * 8)
+    for rows in (1, 2, 3, 5, 6, 7, 8, 13, 16):
+        rng = np.random.default_rng(rows * k)
+        x = rng.standard_normal((rows, k), np.float32)
+        raw, weights = stored(rng.standard_normal((k, PANEL), np.float32), dtype)
+        y = rng.standard_normal((rows, PANEL), np.float32)
+        before = y.astype(np.float64)
+        expected = x.astype(np.float64) @ weights
+        gemm(x, raw, dtype, y, 1)
+        np.testing.assert_allclose(y, before + expected, atol=2e-6 * k**0.5 * 8)
+        gemm(x, raw, dtype, y, 0)
+        np.testing.assert_allclose(y, expected, atol=2e-6 * k**0.5 * 8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -61,18 +61,18 @@ def test_a_row_has_the_same_bits_in_any_batch(dtype: Dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("inputs", [16, 80, 144])
-def test_shrink_is_scale_times_x_times_a(dtype: Dtype, rows: int, inputs: int) -> None:
-    rng = np.random.default_rng(inputs)
-    x = rng.standard_normal((rows, inputs), np.float32)
-    raw, a = stored(rng.standard_normal((16, inputs), np.float32), dtype)
-    entry = np.zeros(1, LORA_ENTRY)
-    entry[0] = (raw.ctypes.data, 0, 16, dtype.value, 0.75)
-    y = np.zeros((rows, 16), np.float32)
-    for group in (0, 8):
-        _SHRINK(entry.ctypes.data, group, x.ctypes.data, 4 * inputs, rows, inputs, y.ctypes.data + 4 * group, 64)
-    np.testing.assert_allclose(y, 0.75 * (x.astype(np.float64) @ a.T), atol=2e-5)
+def test_shrink_is_scale_times_x_times_a(dtype: Dtype, inputs: int) -> None:
+    for rows in (1, 2, 3, 4, 7):
+        rng = np.random.default_rng(inputs)
+        x = rng.standard_normal((rows, inputs), np.float32)
+        raw, a = stored(rng.standard_normal((16, inputs), np.float32), dtype)
+        entry = np.zeros(1, LORA_ENTRY)
+        entry[0] = (raw.ctypes.data, 0, 16, dtype.value, 0.75)
+        y = np.zeros((rows, 16), np.float32)
+        for group in (0, 8):
+            _SHRINK(entry.ctypes.data, group, x.ctypes.data, 4 * inputs, rows, inputs, y.ctypes.data + 4 * group, 64)
+        np.testing.assert_allclose(y, 0.75 * (x.astype(np.float64) @ a.T), atol=2e-5)
 
 
 _ANSWER = """
