@@ -25,7 +25,7 @@ from caraserve.model.spec import ModelSpec, load_spec
 from tests.cluster.nodes import until
 from tests.oracle.models import ALL_TARGETS, Kinds, prompt_of
 from tests.oracle.subject import make_subject
-from tests.serving import Answer, engine_config, lora_config, model_config, running, submit
+from tests.serving import Answer, embed, engine_config, lora_config, model_config, running, submit
 
 LAYERS = 3  # of the model
 WORKER_CORES = tuple(sorted(os.sched_getaffinity(0)))
@@ -92,6 +92,9 @@ class Serving:
         assert answer.finish.reason == "length"
         self._oracle.check_greedy(prompt, adapter, answer.token_ids)
 
+    def check_embedding(self, prompt: list[int], adapter: str | None, answer: Answer) -> None:
+        self._oracle.check_embedding(prompt, adapter, answer.embedding)
+
     @contextlib.asynccontextmanager
     async def served(
         self, mode: str = "pipelined", *, kv_blocks: int = 200, device_bytes: int = 64 << 20, workers: bool = False
@@ -152,6 +155,23 @@ def test_layers_are_computed_before_the_next_ones_arrive(subject: Serving, mode:
             assert not task.done()
             sending.finish()
             subject.check(prompt, "clerk", await task)
+
+    asyncio.run(body())
+
+
+def test_a_prompt_is_embedded_as_far_as_its_adapter_has_come(subject: Serving) -> None:
+    """Its numbers are read after the last layers, beside another prompt that is embedded meanwhile."""
+
+    async def body() -> None:
+        prompt, other = subject.prompt(40), subject.prompt(9)
+        async with subject.served() as (engine, network):
+            task = embed(engine, prompt, "clerk")
+            sending = await network.sending("clerk")
+            sending.send(1)
+            await until_computed(engine, 1)
+            subject.check_embedding(other, None, await embed(engine, other))
+            sending.finish()
+            subject.check_embedding(prompt, "clerk", await task)
 
     asyncio.run(body())
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from caraserve.core.batch import ScheduledRow
 from caraserve.gpu.forward import batch
 from caraserve.gpu.forward.batch import PassShape
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS
@@ -141,6 +142,20 @@ def test_every_prompt_token_is_scored_in_pieces_of_few_rows(
         best = expected[position].topk(2)
         assert list(each.top_ids) == best.indices.tolist()
         assert list(each.top_logprobs) == pytest.approx(best.values.tolist(), abs=1e-3)
+
+
+def test_prompts_are_embedded_beside_others_that_sample(llama: Subject, rng: random.Random) -> None:
+    device, prompts = llama.device, [prompt_of(rng, tokens) for tokens in (1, 5, 9)]
+    for slot, prompt in enumerate(prompts):
+        device.start(slot, prompt)
+    counts = enumerate(map(len, prompts))
+    rows = [ScheduledRow(slot, 0, count, slot, samples=slot == 1, embeds=slot != 1) for slot, count in counts]
+    first, sampled, last = device.run(rows)
+    assert (first.token_id, last.token_id, sampled.embedding) == (None, None, None)
+    llama.oracle.check_embedding(prompts[0], NAMES[0], first.embedding)
+    llama.oracle.check_embedding(prompts[2], NAMES[2], last.embedding)
+    assert sampled.token_id is not None
+    llama.oracle.check_greedy(prompts[1], NAMES[1], [sampled.token_id])
 
 
 def test_merged_adapters_answer_like_peft_one_after_another(llama: Subject, rng: random.Random) -> None:
