@@ -11,7 +11,7 @@
     ├── GrammarFailed              422  a structured output's grammar fails in the middle of the answer
     │   ├── GrammarTooComplex      422  it has grown too complex
     │   └── GrammarDeadEnd         422  it allows no token of the vocabulary
-    ├── NonFiniteLogits            422  an adapter, or the base model, gives logits from which no token can be chosen
+    ├── NonFiniteLogits            422  an adapter, or the base model, computes no finite logits, or no finite embedding
     ├── VersionDiffers             412  the adapter is not of the version that If-Match requires
     ├── PayloadTooLarge            413  the body is over the limit
     ├── Unauthorized               401  a missing or wrong API key
@@ -111,7 +111,7 @@ class GrammarDeadEnd(GrammarFailed):
 
 
 class NonFiniteLogits(CaraServeError):
-    """The model's logits are infinite or not numbers; the same request would fail again."""
+    """The model's logits, or a prompt's embedding, are infinite or not numbers; the same request would fail again."""
 
     status = 422
     type = "invalid_request_error"
@@ -119,9 +119,7 @@ class NonFiniteLogits(CaraServeError):
 
     def __init__(self, name: str) -> None:
         """`name`: of the adapter, or of the base model."""
-        message = (
-            f"the logits of {name!r} are not finite, so no token can be chosen: its weights are too large or damaged"
-        )
+        message = f"{name!r} computes numbers that are not finite: its weights are too large or damaged"
         super().__init__(message, param="model")
 
 

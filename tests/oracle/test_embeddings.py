@@ -2,13 +2,17 @@
 
 import asyncio
 import random
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from caraserve.config import LOADING_MODES, PRELOADED_MODES
 from caraserve.engine.active_request import ActiveRequest
 from caraserve.engine.request_slots import RequestSlots
+from caraserve.errors import NonFiniteLogits
 from caraserve.model.spec import load_spec
 from tests.oracle.models import FAMILIES, SOME_KINDS, prompt_of
 from tests.oracle.subject import Subject, make_subject
@@ -85,6 +89,26 @@ def test_a_preempted_prompt_is_embedded_all_the_same(subject: Subject, monkeypat
 
     oracle.check_embedding(prompt, "r8", asyncio.run(serve()).embedding)
     assert preempted[0].request.inputs.embeds
+
+
+def test_an_embedding_that_is_not_finite_is_an_error(subject: Subject, tmp_path: Path) -> None:
+    """A prompt of the base model in the same iteration is embedded."""
+    model, adapters, oracle = subject
+    huge = shutil.copytree(adapters["r8"], tmp_path / "huge")
+    tensors = load_file(huge / "adapter_model.safetensors")
+    save_file(
+        {name: torch.full_like(values, 3e38) for name, values in tensors.items()}, huge / "adapter_model.safetensors"
+    )
+    prompt = prompt_of(random.Random(6), 20)
+
+    async def serve() -> list[Answer]:
+        async with running(model_config(model), lora_config({"huge": huge}, mode="cached"), engine_config()) as engine:
+            return await asyncio.gather(embed(engine, prompt, "huge"), embed(engine, prompt))
+
+    failed, embedded = asyncio.run(serve())
+    assert isinstance(failed.finish.error, NonFiniteLogits)
+    assert failed.embedding is None
+    oracle.check_embedding(prompt, None, embedded.embedding)
 
 
 def kv_bytes(model: Path, blocks: int) -> int:
