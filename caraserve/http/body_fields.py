@@ -220,10 +220,9 @@ FUNCTION_CALL = OtherField("function_call", one_of("none", "auto"))
 
 _TOKEN_IDS: Schema = {"type": "array", "items": _TOKEN_ID}
 INPUT = OtherField("input", any_of(_TEXT, {"type": "array", "items": any_of(_TEXT, _TOKEN_ID, _TOKEN_IDS)}))
-ENCODING_FORMAT = OtherField("encoding_format", one_of("float", "base64"))
+ENCODING_FORMAT = ChoiceField("encoding_format", ("float", "base64"), "float")
 DIMENSIONS = IntegerField("dimensions", 1, LARGEST, None)
 NORMALIZE = BooleanField("normalize", True)
-TRUNCATE_PROMPT_TOKENS = IntegerField("truncate_prompt_tokens", -1, LARGEST, None)
 _TEXT_OR_OBJECT = any_of(_TEXT, object_of(("text",), text=_TEXT) | {"additionalProperties": False})
 _TEXTS = any_of(_TEXT_OR_OBJECT, {"type": "array", "items": _TEXT_OR_OBJECT, "minItems": 1})
 TEXT_1 = OtherField("text_1", _TEXTS)

@@ -24,8 +24,9 @@ from caraserve.http.choices import OpenAiStream
 from caraserve.http.client import Client
 from caraserve.http.completions import MAX_CHOICES, encode, listed_prompts, response_head
 from caraserve.http.request_schema import EMBEDDINGS, check_fields
+from caraserve.http.truncation import Truncation, parse_truncation
 from caraserve.http.usage import ResponseTotals, TokenCounts
-from caraserve.http.validation import Fields, shown, token_ids
+from caraserve.http.validation import Fields, token_ids
 from caraserve.http.whole_answer import WholeAnswer, response_of
 from caraserve.loop import Engine
 from caraserve.util.tasks import in_turns
@@ -34,7 +35,6 @@ _MAX_PROMPTS = MAX_CHOICES  # OpenAI's limit, too
 _MAX_TOKENS = 1 << 19  # of all prompts of a body
 _MAX_NUMBERS = 1 << 23  # in all embeddings of a response: 45 MB in base64, 100 MB as JSON numbers
 _LEAST_LENGTH = 1e-12  # a shorter vector stays short
-_FLOAT, _BASE64 = "float", "base64"
 _NO_TOKENS = SamplingParams(max_tokens=0)
 
 
@@ -54,11 +54,7 @@ async def parse_embeddings(fields: Fields, engine: Engine, find: Find, client: C
     """Reads a body. Raises InvalidRequest, ContextLengthExceeded or NotFound, which name the field."""
     check_fields(fields, EMBEDDINGS)
     dimensions = body_fields.DIMENSIONS.read(fields, high=engine.embedding_size)
-    encoding = fields.raw("encoding_format") or _FLOAT
-    if encoding not in (_FLOAT, _BASE64):
-        raise InvalidRequest(
-            f"encoding_format must be 'float' or 'base64', not {shown(encoding)}.", param="encoding_format"
-        )
+    in_base64 = body_fields.ENCODING_FORMAT.read(fields) == "base64"
     normalize = body_fields.NORMALIZE.read(fields)
     contents = listed_prompts(fields, "input")
     check_count("input", len(contents), engine)
@@ -66,7 +62,7 @@ async def parse_embeddings(fields: Fields, engine: Engine, find: Find, client: C
     response_id = f"embd-{uuid.uuid4().hex}"
     model, requests = await embedding_requests(fields, engine, find, client, response_id, prompts)
     head = response_head(response_id, "list", model)
-    writer = EmbeddingsWriter(head, dimensions, normalize=normalize, in_base64=encoding == _BASE64)
+    writer = EmbeddingsWriter(head, dimensions, normalize=normalize, in_base64=in_base64)
     return ApiRequest(requests, 1, stream=False, writer=writer)
 
 
@@ -81,12 +77,12 @@ async def embedding_requests(
     cache_salt = body_fields.CACHE_SALT.read(fields) or ""
     priority = body_fields.PRIORITY.read(fields)
     add_special_tokens = body_fields.ADD_SPECIAL_TOKENS.read(fields)
-    kept = _kept_tokens(fields, engine.max_model_len)
+    truncation = parse_truncation(fields, engine, answer_tokens=0)
     check_count(prompts[-1].field, len(prompts), engine)
     requests: list[GenerateRequest] = []
     tokens = 0
     async for prompt in in_turns(prompts):
-        ids = await _prompt_ids(prompt, engine, kept, add_special_tokens=add_special_tokens)
+        ids = await _prompt_ids(prompt, engine, truncation, add_special_tokens=add_special_tokens)
         tokens += len(ids)
         if tokens > _MAX_TOKENS:
             raise InvalidRequest(
@@ -108,36 +104,27 @@ def check_count(field: str, texts: int, engine: Engine) -> None:
         )
 
 
-def _kept_tokens(fields: Fields, max_model_len: int) -> int | None:
-    """Returns how many tokens at the end of each prompt are used; None: all."""
-    kept = body_fields.TRUNCATE_PROMPT_TOKENS.read(fields, high=max_model_len)
-    if kept == 0:
-        raise InvalidRequest(
-            "truncate_prompt_tokens must be at least 1, or -1 for as many as the context holds, not 0.",
-            param="truncate_prompt_tokens",
-        )
-    return max_model_len if kept == -1 else kept
-
-
-async def _prompt_ids(prompt: Prompt, engine: Engine, kept: int | None, *, add_special_tokens: bool) -> tuple[int, ...]:
-    """Returns the token ids of one prompt, at least one; of a longer one the last `kept`."""
-    limit, tokenizer = engine.max_model_len, engine.tokenizer
-    most = limit if kept is None else max(limit, body_fields.MAX_TOKENIZED)
-    content = prompt.content
+async def _prompt_ids(
+    prompt: Prompt, engine: Engine, truncation: Truncation, *, add_special_tokens: bool
+) -> tuple[int, ...]:
+    """Returns the token ids of one prompt, at least one and at most as many as the context holds."""
+    limit, tokenizer, content = engine.max_model_len, engine.tokenizer, prompt.content
     if isinstance(content, str):
+        most = truncation.most_encoded
         try:
-            found = await encode(tokenizer, content, add_special_tokens=add_special_tokens, max_tokens=most)
+            encoded = await encode(tokenizer, content, add_special_tokens=add_special_tokens, max_tokens=most)
         except ContextLengthExceeded:
             raise _too_long(prompt, f"more than {most}", limit) from None
+        ids = tuple(truncation.cut(encoded))
     else:
-        found = content
-    if len(found) > most:
-        raise _too_long(prompt, str(len(found)), limit)
-    if kept is not None:
-        found = found[-kept:]
-    ids = tuple(found) if isinstance(content, str) else token_ids(prompt.name, found, tokenizer.vocab_size)
+        given = truncation.cut(content)
+        if len(given) > limit:  # before each id is looked at
+            raise _too_long(prompt, str(len(given)), limit)
+        ids = token_ids(prompt.name, list(given), tokenizer.vocab_size)
     if not ids:
         raise InvalidRequest(f"{prompt.name} is empty; at least one token is needed.", param=prompt.field)
+    if len(ids) > limit:
+        raise _too_long(prompt, str(len(ids)), limit)
     return ids
 
 

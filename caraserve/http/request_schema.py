@@ -321,22 +321,17 @@ CHAT = _table(
     _IGNORED,
 )
 
-_EMBEDDED = (
-    _SELECTING
-    | _served(body.USER, body.CACHE_SALT, body.PRIORITY)
-    | _served(body.TRUNCATE_PROMPT_TOKENS, body.ADD_SPECIAL_TOKENS)
-)
+_EMBEDDED = _SELECTING | _served(body.USER, body.CACHE_SALT, body.PRIORITY, body.ADD_SPECIAL_TOKENS) | _TRUNCATION
 _NOT_EMBEDDED = (
     _WEIGHTS
     | _refused("write it into the text", "input_type", "task", "task_type", "prompt_name", "instruction", "instruct")
     | _refused("send truncate_prompt_tokens instead", "truncate", "truncation", "max_tokens_per_doc")
     | _refused("send truncate_prompt_tokens instead", "max_chunks_per_doc", "max_length")
-    | _refused("the last tokens are kept; leave it out", truncation_side="left")
     | _refused(_TEXT_ONLY, images=([],), image_data=([],), mm_processor_kwargs={})
     | _refused(_LEAVE_OUT, "activation", "softmax", "pooling_type", late_chunking=False, rank_fields=(["text"],))
 )
 
-EMBEDDINGS = KnownFields(
+EMBEDDINGS = _table(
     _EMBEDDED | _served(body.INPUT, body.ENCODING_FORMAT, body.DIMENSIONS, body.NORMALIZE),
     _NOT_EMBEDDED
     | _refused("send the text or token ids as input", "prompt", "prompts", "inputs", "input_ids", "text", "texts")
@@ -345,23 +340,23 @@ EMBEDDINGS = KnownFields(
     | _refused("numbers are float32, in base64 little-endian; leave it out", embed_dtype="float32")
     | _refused("numbers are float32, in base64 little-endian; leave it out", endianness=("native", "little"))
     | _refused("send encoding_format instead", output_dtype="float", embedding_types=(["float"],)),
-    _IGNORED - {"truncation_side"},
+    _IGNORED,
 )
 
-SCORE = KnownFields(
+SCORE = _table(
     _EMBEDDED | _served(body.TEXT_1, body.TEXT_2, body.QUERIES, body.DOCUMENTS),
     _NOT_EMBEDDED
     | _instead(data_1=("text_1", ()), data_2=("text_2", ()), query=("queries", ()), items=("documents", ()))
     | _refused("a score is the cosine similarity; leave it out", "use_activation"),
-    _IGNORED - {"truncation_side"},
+    _IGNORED,
 )
 
-RERANK = KnownFields(
+RERANK = _table(
     _EMBEDDED | _served(body.QUERY, body.DOCUMENTS, body.TOP_N, body.RETURN_DOCUMENTS),
     _NOT_EMBEDDED
     | _instead(texts=("documents", ()), passages=("documents", ()), top_k=("top_n", ()))
     | _refused("a score is the cosine similarity; leave it out", "use_activation"),
-    _IGNORED - {"truncation_side"},
+    _IGNORED,
 )
 
 TOKENIZE = KnownFields(

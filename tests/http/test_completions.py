@@ -347,7 +347,7 @@ async def test_logits_that_are_not_finite_are_an_error_that_names_the_adapter(st
     async with serving(FakeEngine(script=fails)) as client:
         answer = await client.complete(model="a", stream=stream)
     assert answer.status == 422
-    assert "the logits of 'a' are not finite" in answer.error["message"]
+    assert "'a' computes numbers that are not finite" in answer.error["message"]
     assert (answer.error["param"], answer.error["code"]) == ("model", "non_finite_logits")
 
 

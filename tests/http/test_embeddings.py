@@ -24,6 +24,7 @@ EVERY_SERVED_VALUE: dict[str, Any] = {
     "dimensions": 2,
     "normalize": False,
     "truncate_prompt_tokens": 3,
+    "truncation_side": "left",
     "add_special_tokens": False,
     "user": "u",
     "cache_salt": "s",
@@ -123,6 +124,11 @@ async def test_the_last_tokens_are_kept(kept: int, expected: tuple[int, ...]) ->
     assert request.prompt_ids == expected
 
 
+async def test_the_first_tokens_may_be_kept_instead() -> None:
+    (request,) = await submitted(input="abc", truncate_prompt_tokens=2, truncation_side="right")
+    assert request.prompt_ids == (BOS, 97)
+
+
 async def test_a_text_longer_than_the_context_is_cut_only_if_asked_for() -> None:
     long = "x" * 5000
     for given in (long, [5] * 5000, ["a", long]):
@@ -148,7 +154,7 @@ async def test_a_text_longer_than_the_context_is_cut_only_if_asked_for() -> None
         ({"encoding_format": "int8"}, "encoding_format"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": 1001}, "truncate_prompt_tokens"),
-        ({"truncation_side": "right"}, "truncation_side"),
+        ({"truncation_side": "middle"}, "truncation_side"),
         ({"messages": [{"role": "user", "content": "x"}]}, "messages"),
         ({"embed_dtype": "float16"}, "embed_dtype"),
         ({"use_activation": False}, "use_activation"),

@@ -15,6 +15,7 @@ COMMON: dict[str, Any] = {
     "lora": [{"id": "a", "scale": 1}],
     "adapter_id": "a",
     "truncate_prompt_tokens": 3,
+    "truncation_side": "left",
     "add_special_tokens": False,
     "user": "u",
     "cache_salt": "s",
