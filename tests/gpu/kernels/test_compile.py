@@ -17,9 +17,14 @@ from tests.gpu import cubin
 ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90")
 REGISTERS_OF_AN_SM = 1 << 16
 SHARED_OF_AN_SM = {"sm_80": 164 << 10, "sm_86": 100 << 10, "sm_89": 100 << 10, "sm_90": 228 << 10}
-UNITS = [Unit(*unit) for unit in product(nvrtc.SOURCES, Dtype, ARCHES) if unit[0] != "words" or unit[1] == Dtype.F32]
-BGMV, HANDOFF = ([unit for unit in UNITS if unit.source == source] for source in ("bgmv", "handoff"))
 READ = ("sm_80", "sm_90")  # their instructions are checked; architectures between have those of one of them
+# Between them one dtype shows whether registers are enough: a dtype changes no more than how x is read and y written.
+UNITS = [
+    *(Unit(*unit) for unit in product(("bgmv", "handoff"), Dtype, READ)),
+    *(Unit(source, Dtype.BF16, arch) for source in ("bgmv", "handoff") for arch in ARCHES if arch not in READ),
+    *(Unit("words", Dtype.F32, arch) for arch in ARCHES),
+]
+BGMV, HANDOFF = ([unit for unit in UNITS if unit.source == source] for source in ("bgmv", "handoff"))
 
 
 def named(unit: Unit) -> str:
@@ -95,6 +100,12 @@ def test_waiting_for_a_word_reads_memory_and_sleeps_between_reads(unit: Unit) ->
     code = instructions(compiled(unit).cubin)["wait_word"]
     assert [op for op in code if op.startswith("LD") and "STRONG.SYS" in op]
     assert "NANOSLEEP" in {op.split(".")[0] for op in code}
+
+
+def test_every_source_is_compiled_for_every_architecture_and_with_every_dtype() -> None:
+    assert {(unit.source, unit.arch) for unit in UNITS} == set(product(nvrtc.SOURCES, ARCHES))
+    with_dtypes = {(unit.source, unit.activation) for unit in UNITS if unit.source != "words"}
+    assert with_dtypes == set(product(set(nvrtc.SOURCES) - {"words"}, Dtype))
 
 
 def test_an_invalid_source_raises_with_the_compilers_log(monkeypatch: pytest.MonkeyPatch) -> None:
