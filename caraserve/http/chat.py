@@ -94,7 +94,7 @@ async def parse_chat_fields(
     params = dataclasses.replace(
         params,
         logprobs=_logprobs(fields),
-        grammar=await parse_grammar(fields, engine, params, None if tools is None else tools.grammar),
+        grammar=await parse_grammar(fields, engine, params, None if tools is None else tools.constraint),
         kept_special_ids=params.kept_special_ids if tools is None else tools.kept_special_ids,
     )
     asked_tokens = older_limit if limit is None else limit

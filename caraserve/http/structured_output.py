@@ -1,7 +1,7 @@
 """Reads the fields that constrain an answer, as OpenAI, vLLM, SGLang and llama.cpp name them, as one grammar."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import orjson
@@ -40,30 +40,34 @@ _STRUCTURED_OUTPUTS: dict[str, GrammarKind] = {
 }
 
 
+Combine = Callable[[GrammarSource | None], GrammarSource | None]
+"""Adds calls of tools to what the fields ask for."""
+
+
 async def parse_grammar(
-    fields: Fields, engine: Engine, params: SamplingParams, of_tools: GrammarSource | None = None
+    fields: Fields, engine: Engine, params: SamplingParams, with_calls: Combine | None = None
 ) -> Grammar | None:
-    """Returns the grammar that the answer must follow, None without one. `of_tools`: the grammar of calls, if the
-    request's tools need one. Raises InvalidRequest that names the field."""
-    return await with_banned_tokens(fields, engine, params, await _compiled(fields, engine, params, of_tools))
+    """Returns the grammar that the answer must follow, None without one. `with_calls`: if the answer may call tools.
+    Raises InvalidRequest that names the field."""
+    return await with_banned_tokens(fields, engine, params, await _compiled(fields, engine, params, with_calls))
 
 
 async def _compiled(
-    fields: Fields, engine: Engine, params: SamplingParams, of_tools: GrammarSource | None
+    fields: Fields, engine: Engine, params: SamplingParams, with_calls: Combine | None
 ) -> Grammar | None:
     sources = [
         *_response_format(fields),
         *_structured_outputs(fields),
         *(source for name, kind in _PLAIN_FIELDS.items() for source in _source(kind, fields.raw(name), name)),
-        *([] if of_tools is None else [of_tools]),
     ]
-    if not sources:
-        return None
-    source = sources[0]
     if len(sources) > 1:
-        raise InvalidRequest(
-            f"{source.field} and {sources[1].field} both constrain the answer; send one of them.", param=source.field
-        )
+        one, other = sources[0].field, sources[1].field
+        raise InvalidRequest(f"{one} and {other} both constrain the answer; send one of them.", param=one)
+    source = sources[0] if sources else None
+    if with_calls is not None:
+        source = with_calls(source)
+    if source is None:
+        return None
     if params.ignore_eos or params.min_tokens > 0:
         name = "ignore_eos" if params.ignore_eos else "min_tokens"
         raise InvalidRequest(f"{name} contradicts {source.field}, whose grammar ends the answer.", param=name)

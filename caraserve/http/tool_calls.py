@@ -1,7 +1,9 @@
 """Reads a chat's tools, and writes the calls that a model makes of them in OpenAI's shape."""
 
+import json
 import re
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,25 +32,6 @@ _SPACES = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
 @dataclass(frozen=True, slots=True)
-class Tools:
-    """The functions that a chat's answer may call.
-
-    `for_template`: the functions as a chat template gets them. `grammar`: what the answer must follow, None if it is
-    free. `kept_special_ids`: special tokens that belong to the text of calls. `most_calls`: None without a limit.
-    """
-
-    tool_format: ToolFormat
-    for_template: tuple[dict[str, Any], ...]
-    grammar: GrammarSource | None
-    kept_special_ids: frozenset[int]
-    most_calls: int | None
-
-    def writer(self) -> "ToolCallWriter":
-        """Returns the writer of one choice."""
-        return ToolCallWriter(self.tool_format, self.most_calls)
-
-
-@dataclass(frozen=True, slots=True)
 class _Function:
     name: str
     description: str | None
@@ -63,6 +46,62 @@ class _Function:
         """Returns the schema of the arguments as JSON; any object if it is not to be followed."""
         parameters = _NO_ARGUMENTS if self.parameters is None else self.parameters
         return json_text({**_ANY_OBJECT, **_SPACES, **(parameters if is_strict else {})}, "tools")
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The functions that a chat's answer may call.
+
+    `for_template`: all functions as a chat template gets them. `functions`: those that may be called. `must_call`:
+    whether the answer is a call. `kept_special_ids`: special tokens that belong to the text of calls. `most_calls`:
+    None without a limit.
+    """
+
+    tool_format: ToolFormat
+    special_id: Callable[[str], int | None]
+    for_template: tuple[dict[str, Any], ...]
+    functions: tuple[_Function, ...]
+    must_call: bool
+    kept_special_ids: frozenset[int]
+    most_calls: int | None
+
+    def writer(self) -> "ToolCallWriter":
+        """Returns the writer of one choice."""
+        return ToolCallWriter(self.tool_format, self.most_calls)
+
+    def constraint(self, source: GrammarSource | None) -> GrammarSource | None:
+        """Returns what the answer must follow, None if it is free. `source`: what other fields ask for. If that is a
+        JSON schema, an answer without calls follows it. Raises InvalidRequest if it contradicts well-formed calls."""
+        own_field = "tool_choice" if self.must_call else "tools"
+        is_bound = self.must_call or any(function.strict for function in self.functions)
+        if source is None and not is_bound:
+            return None
+        if source is not None and (self.must_call or source.kind != "json_schema"):
+            if not is_bound:
+                return source
+            raise InvalidRequest(
+                f"{source.field} and {own_field} both constrain the answer; send one of them.", param=source.field
+            )
+        text = calls_grammar(
+            [(function.name, function.schema(function.strict or self.must_call)) for function in self.functions],
+            self.tool_format,
+            self.special_id,
+            several=self.most_calls is None,
+            with_text=not self.must_call and source is None,
+            answer_schema=None if source is None else _answer_schema(source),
+        )
+        return GrammarSource("lark", text, own_field if source is None else source.field)
+
+
+def _answer_schema(source: GrammarSource) -> str:
+    """The JSON schema of a constraint as a part of a Lark grammar, where white space is bounded as in calls."""
+    try:
+        schema = json.loads(source.text)
+    except (ValueError, RecursionError):
+        schema = None
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"{source.field} must be a JSON schema that is an object.", param=source.field)
+    return json_text({**_SPACES, **schema}, source.field)
 
 
 def parse_tools(fields: Fields, engine: Engine) -> Tools | None:
@@ -84,25 +123,13 @@ def parse_tools(fields: Fields, engine: Engine) -> Tools | None:
     kept = (tokenizer.special_id(text) for text in tool_format.special_tokens)
     return Tools(
         tool_format,
+        tokenizer.special_id,
         tuple(function.for_template() for function in functions),
-        _grammar(functions, choice, engine, tool_format, several=several),
+        tuple(functions) if isinstance(choice, str) else (choice,),
+        choice != "auto",
         frozenset(token_id for token_id in kept if token_id is not None),
-        None if several else 1,
+        None if several and isinstance(choice, str) else 1,  # a named function is called once
     )
-
-
-def _grammar(
-    functions: list[_Function], choice: str | _Function, engine: Engine, tool_format: ToolFormat, *, several: bool
-) -> GrammarSource | None:
-    is_auto = choice == "auto"
-    if is_auto and not any(function.strict for function in functions):
-        return None
-    callable_ones = functions if isinstance(choice, str) else [choice]
-    tools = [(function.name, function.schema(function.strict or not is_auto)) for function in callable_ones]
-    special_id = engine.tokenizer.special_id
-    several = several and isinstance(choice, str)  # a named function is called once
-    text = calls_grammar(tools, tool_format, special_id, several=several, with_text=is_auto)
-    return GrammarSource("lark", text, "tools" if is_auto else "tool_choice")
 
 
 def _refuse_functions(fields: Fields) -> None:

@@ -87,11 +87,13 @@ def calls_grammar(
     *,
     several: bool,
     with_text: bool,
+    answer_schema: str | None = None,
 ) -> str:
     """Returns a Lark grammar of calls of `tools`, which are names and JSON schemas of arguments.
 
     `special_id` gives the id of a special token. With `several`, calls may follow one another. With `with_text`, the
-    answer is free text in which calls are well-formed; else it is one call at least and nothing else.
+    answer is free text in which calls are well-formed; with `answer_schema`, it is calls, or JSON by this schema; else
+    it is one call at least and nothing else.
     """
 
     def literal(text: str) -> str:
@@ -109,7 +111,9 @@ def calls_grammar(
     if tool_format.name == HERMES.name:
         rest, repeat = f'"\\n" call "\\n" {literal(tool_format.close)}', f'("\\n" {trigger} rest){more}'
     elif tool_format.name == LLAMA3.name:  # its templates render one call in a message
-        return "\n".join([_llama_start(with_text), *lines])
+        # The two kinds of objects are told apart by the trigger: the lexer decides at the first character.
+        calls = "call" if answer_schema is None else f"{trigger} call"
+        return "\n".join([*([_LLAMA_TEXT] if with_text else _start(calls, answer_schema)), *lines])
     elif tool_format.writes_bare_names:
         rest, repeat = "call", f"({trigger} rest){more}"
     else:
@@ -117,14 +121,19 @@ def calls_grammar(
         rest, repeat = f'"[" call {next_calls} "]"', ""
     lines.append(f"rest: {rest}")
     if not with_text:
-        return "\n".join([f"start: {trigger} rest {repeat if several else ''}", *lines])
+        return "\n".join([*_start(f"{trigger} rest {repeat if several else ''}", answer_schema), *lines])
     is_special = special_id(tool_format.trigger) is not None
     begin = f"begin: TEXT {trigger}" if is_special else f"begin[lazy]: TEXT {trigger}"
     return "\n".join([f"start: (begin rest){more or '?'} text", "text: TEXT", "TEXT: /(.|\\n)*/", begin, *lines])
 
 
-def _llama_start(with_text: bool) -> str:
-    return "start: call | text\ntext: TEXT\nTEXT: /([^{\\s](.|\\n)*)?/" if with_text else "start: call"
+_LLAMA_TEXT = "start: call | text\ntext: TEXT\nTEXT: /([^{\\s](.|\\n)*)?/"
+
+
+def _start(calls: str, answer_schema: str | None) -> list[str]:
+    if answer_schema is None:
+        return [f"start: {calls}"]
+    return [f"start: {calls} | answer", f"answer: %json {answer_schema}"]
 
 
 # --- parsing ---

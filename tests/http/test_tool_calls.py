@@ -178,6 +178,21 @@ async def test_strict_functions_constrain_calls_in_free_text() -> None:
     assert '"required":["city"]' in grammar
 
 
+@pytest.mark.parametrize("strict", [False, True])
+async def test_an_answer_without_calls_follows_the_schema_of_the_request(strict: bool) -> None:
+    tools = [{"type": "function", "function": WEATHER["function"] | {"strict": strict}}]
+    schema = {"type": "object", "properties": {"verdict": {}}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    _, grammar = await prompt_and_grammar(engine(CALL), tools=tools, response_format=wanted)
+    assert grammar is not None
+    assert "verdict" in grammar
+    assert "weather" in grammar
+    assert ('"required":["city"]' in grammar) == strict
+    _, none_called = await prompt_and_grammar(engine(CALL), tools=tools, response_format=wanted, tool_choice="none")
+    assert none_called is not None
+    assert "weather" not in none_called
+
+
 async def test_special_tokens_of_calls_are_kept() -> None:
     fake = engine("x", MISTRAL)
     fake.tokenizer.special_id = lambda text: 7 if text == "[TOOL_CALLS]" else None  # type: ignore[method-assign]
@@ -215,6 +230,8 @@ def tool(**function: Any) -> list[dict[str, Any]]:
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": tool(strict=True), "regex": "a"}, "regex"),
+        ({"json_schema": "[", "tools": tool()}, "json_schema"),
         ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
     ],
 )

@@ -169,6 +169,7 @@ TOOLS = [
     ("weather", json.dumps(SCHEMA | {"additionalProperties": False, "$defs": {"City": {"enum": ["Oslo", "Rome"]}}})),
     ("time", '{"type": "object"}'),
 ]
+ANSWER = '{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}'
 RIGHT, WRONG = '{"city": "Oslo"}', '{"city": "Bern"}'
 
 
@@ -204,6 +205,11 @@ def test_a_grammar_allows_calls_with_right_arguments(
     for text in ("", "Hello, world.", right):
         assert accepts(text, with_text=True), text
     assert not accepts(wrong, with_text=True)
+    triggered = f"{LLAMA3.trigger}{right}" if tool_format is LLAMA3 else right
+    for text in (triggered, '{"n": 7}'):
+        assert accepts(text, answer_schema=ANSWER), text
+    for text in (wrong, '{"n": "7"}', "Hello.", f'{{"n": 7}}{triggered}'):
+        assert not accepts(text, answer_schema=ANSWER), text
     if two is not None:
         assert accepts(two % (right, right))
         assert not accepts(two % (right, right), several=False)
@@ -224,6 +230,6 @@ def test_a_special_token_of_calls_is_kept_in_the_text_and_in_the_grammar(tokeniz
     for with_text in (False, True):
         source = calls_grammar(TOOLS, tool_format, tokenizer.special_id, several=True, with_text=with_text)
         grammar = compiled(tokenizer, "lark", source)
-        assert other in allowed(tokenizer, grammar.matcher(), "")
+        assert other in allowed(tokenizer, grammar, "")
         assert follows(tokenizer, grammar, f'<|user|>[{{"name": "weather", "arguments": {RIGHT}}}]')
         assert not follows(tokenizer, grammar, f'<|user|>[{{"name": "weather", "arguments": {WRONG}}}]')
