@@ -23,7 +23,7 @@ from caraserve.cpu.forward import Sampler, step
 from caraserve.cpu.loader import AdapterLoader, EmulatedLink
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.lora_workers.timing import RoundTrip, one_segment, round_trip
-from caraserve.cpu.masks import masked_rows, write_masks
+from caraserve.cpu.masks import MaskThread, masked_rows
 from caraserve.cpu.merged_weights import CpuMergedWeights
 from caraserve.cpu.sampling import SLOT_SAMPLING, write_sampling
 from caraserve.cpu.streamed_prefill import StreamedPrefills
@@ -98,6 +98,7 @@ class CpuBackend:
         self._masks = np.zeros((sizes.num_slots, mask_words(vocab)), np.uint32)
         self._copies = np.zeros((sizes.threads, vocab), np.float32)
         self._seen = np.zeros((sizes.threads, vocab), np.uint8)
+        self._mask_thread = MaskThread()
         self._team = ThreadTeam(sizes.threads)
         self._lane_calls: SimpleQueue[_LaneCall | None] = SimpleQueue()
         self._link = EmulatedLink()
@@ -215,6 +216,7 @@ class CpuBackend:
         self._lane_calls.put(None)
         self._lane.join()
         self._team.close()
+        self._mask_thread.close()
         self.workers.close()
         self._buffers.region.close()
 
@@ -259,9 +261,11 @@ class CpuBackend:
             trace_batch(self._trace, batch, cpu_batch, started_ns, time.monotonic_ns())
 
     def _write_masks(self, batch: Batch, cpu_batch: CpuBatch) -> None:
-        """Writes the tokens that grammars allow next. The iterations before have run, so all tokens are known."""
+        """Begins to write the tokens that grammars allow next; `step` waits for them before it samples. The iterations
+        before have run, so all tokens are known."""
         if cpu_batch.computed_layers.stop == self._spec.layers and (rows := masked_rows(batch.rows)):
-            cpu_batch.grammar_failures.update(write_masks(rows, [self._masks[row.slot] for row in rows]))
+            masks = [self._masks[row.slot] for row in rows]
+            self._mask_thread.write(rows, masks, cpu_batch.grammar_failures, int(cpu_batch.masks_written.ctypes.data))
 
     def _result(self, batch: Batch, cpu_batch: CpuBatch, started_s: float) -> StepResult:
         rows = collect(batch, cpu_batch, self._sampling["prompt_tokens"], self._buffers.normed)
@@ -284,6 +288,7 @@ class CpuBackend:
         return Sampler(
             table=self._sampling,
             masks=self._masks,
+            masks_written=cpu_batch.masks_written,
             logits=self._logits,
             copies=self._copies,
             seen=self._seen,

@@ -34,6 +34,7 @@ class CpuBatch:
     layer_ns: Words  # [layers + 1], or empty when not wanted
     worker_ns: Words  # [layers, 4, workers, 2], likewise
     grammar_failures: dict[int, GrammarFailed]  # by request slot
+    masks_written: Words  # [1] 1 once the masks of rows with matchers are written
 
     def set_layers(self, first_layer: int, end_layer: int) -> None:
         """Limits the next `step` to the layers [first_layer, end_layer)."""
@@ -123,6 +124,7 @@ def build_batch(batch: Batch, adapters: DeviceAdapters, prompt_tokens: Words, sh
         top_logprobs=np.zeros((count, MAX_LOGPROBS), np.float32),
         segments=tuple(segments),
         grammar_failures={},
+        masks_written=np.zeros(1, np.int64),
         **tables,
     )
 

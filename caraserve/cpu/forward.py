@@ -269,7 +269,8 @@ class Sampler(NamedTuple):
     """The inputs and results of choosing tokens. Arrays and not addresses, because few functions take it."""
 
     table: NDArray[np.void]  # SLOT_SAMPLING [slots]
-    masks: NDArray[np.uint32]  # [slots, mask words], of rows with a matcher
+    masks: NDArray[np.uint32]  # [slots, mask words], of rows with a matcher; another thread writes them meanwhile
+    masks_written: NDArray[np.int64]  # [1] 1 once they are written
     logits: NDArray[np.float32]  # [outputs, vocab_pad]
     copies: NDArray[np.float32]  # [threads, vocab]
     seen: NDArray[np.uint8]  # [threads, vocab]
@@ -289,7 +290,11 @@ def _output(thread, model, sampler, batch, index):  # type: ignore[no-untyped-de
     history = sampler.history[slot]
     kind = word(batch.out_kind, index)
     if kind != SCORE:
-        mask_size = sampler.masks.shape[1] if kind == SAMPLE_MASKED else 0
+        mask_size = 0
+        if kind == SAMPLE_MASKED:
+            mask_size = sampler.masks.shape[1]
+            while load_acquire(sampler.masks_written.ctypes.data) == 0:
+                sched_yield()
         history[position + 1] = choose(
             logits,
             position,

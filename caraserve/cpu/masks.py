@@ -1,12 +1,15 @@
-"""Writes the masks of structured output, for both backends."""
+"""Writes the masks of structured output: `write_masks` for both backends, `MaskThread` for the CPU's."""
 
 import logging
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from queue import SimpleQueue
 
 import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.core.batch import ScheduledRow
+from caraserve.cpu.thread_team import publish
 from caraserve.errors import GrammarFailed
 
 log = logging.getLogger(__name__)
@@ -35,3 +38,40 @@ def write_masks(rows: Sequence[ScheduledRow], masks: Iterable[NDArray[np.uint32]
         if row.slot in failures:
             mask[:] = _ALL_TOKENS
     return failures
+
+
+class MaskThread:
+    """Writes masks while the forward pass that will need them is under way."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="caraserve-masks", daemon=True)
+        self._thread.start()
+
+    def write(
+        self,
+        rows: Sequence[ScheduledRow],
+        masks: Sequence[NDArray[np.uint32]],
+        failures: dict[int, GrammarFailed],
+        written: int,
+    ) -> None:
+        """Begins to write; arguments and results as of `write_masks`. Sets the int64 at address `written` to 1 at the
+        end, also if it fails."""
+
+        def call() -> None:
+            try:
+                failures.update(write_masks(rows, masks))
+            finally:
+                publish(written, 1)
+
+        self._calls.put(call)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._calls.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            del call  # its matchers may belong to a finished request

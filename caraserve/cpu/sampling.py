@@ -15,6 +15,7 @@ from caraserve.cpu.simd import bits_to_float
 
 MAX_END_IDS = 32
 _GREEDY_BELOW = np.float32(1e-5)
+_ALL_TOKENS = np.uint32(0xFFFFFFFF)  # a word of a mask
 
 
 # Sampling parameters of one request slot.
@@ -141,10 +142,11 @@ def _adjust(logits, history, position, params, mask, seen):  # type: ignore[no-u
     if end - prompt < params.min_tokens:
         for index in range(params.end_count):
             logits[params.end_ids[index]] = np.float32(-np.inf)
-    if mask.size > 0:
-        for token in range(logits.size):
-            if (mask[token >> 5] >> np.uint32(token & 31)) & np.uint32(1) == 0:
-                logits[token] = np.float32(-np.inf)
+    for place in range(mask.size):
+        if mask[place] != _ALL_TOKENS:
+            for token in range(32 * place, min(32 * place + 32, logits.size)):
+                if (mask[place] >> np.uint32(token & 31)) & np.uint32(1) == 0:
+                    logits[token] = np.float32(-np.inf)
 
 
 @reduction

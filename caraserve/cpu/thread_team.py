@@ -33,7 +33,8 @@ def _await_change(word, seen, spins):  # type: ignore[no-untyped-def]
 
 
 @entry
-def _publish(word, value):  # type: ignore[no-untyped-def]
+def publish(word, value):  # type: ignore[no-untyped-def]
+    """Sets the int64 at `word`, after all that was written before."""
     store_release(word, value)
 
 
@@ -77,7 +78,7 @@ class ThreadTeam:
 
     def _post(self) -> None:
         self._call += 1
-        _publish(self._word, self._call)
+        publish(self._word, self._call)
         if self._sleeping:
             with self._wake:
                 self._wake.notify_all()

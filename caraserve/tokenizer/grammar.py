@@ -71,7 +71,7 @@ class _Matcher:
         if self._new_ids and not self._matcher.is_stopped():
             self._matcher.consume_tokens(self._new_ids)
         self._new_ids.clear()
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._matcher.unsafe_compute_mask_ptr(mask.__array_interface__["data"][0], mask.nbytes)
         if not self._matcher.is_error():
             return
         reason = _first_line(self._matcher.get_error())

@@ -4,6 +4,8 @@ changes."""
 import asyncio
 import json
 import random
+import threading
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import jsonschema
@@ -11,8 +13,10 @@ import pytest
 
 from caraserve import demo
 from caraserve.core.grammar import Grammar
+from caraserve.cpu.thread_team import ThreadTeam
 from caraserve.engine.active_request import ActiveRequest
 from caraserve.engine.request_slots import RequestSlots
+from caraserve.errors import GrammarTooComplex
 from caraserve.loop import Engine
 from caraserve.tokenizer.grammar import GrammarSource
 from caraserve.tokenizer.tool_format import (
@@ -25,8 +29,10 @@ from caraserve.tokenizer.tool_format import (
     ToolFormat,
     calls_grammar,
 )
+from tests.fake_grammar import FakeGrammar
 from tests.serving import MIB, engine_config, lora_config, model_config, running, submit
 
+PATIENCE_S = 60.0
 ADAPTERS = {name: demo.adapters_folder() / name for name in demo.ADAPTER_NAMES}
 SCHEMAS: list[dict[str, Any]] = [
     {
@@ -129,3 +135,62 @@ def test_required_calls_of_several_adapters_always_parse(tool_format: ToolFormat
                 jsonschema.validate(arguments, schemas[start.name])
 
     asyncio.run(serve())
+
+
+def ask_the_cpu(ask: Callable[[Engine], Awaitable[None]]) -> None:
+    async def serve() -> None:
+        settings = engine_config(seqs=4, kv_bytes=4 * MIB)
+        async with (
+            asyncio.timeout(PATIENCE_S),
+            running(model_config(demo.model_folder(), max_model_len=64), lora_config({}), settings) as engine,
+        ):
+            await ask(engine)
+
+    asyncio.run(serve())
+
+
+def test_masks_are_written_while_the_pass_that_needs_them_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes, run = threading.Semaphore(0), ThreadTeam.run
+
+    def counting(team: ThreadTeam, function: Callable[..., None], *arguments: Any) -> None:
+        passes.release()
+        run(team, function, *arguments)
+
+    def when_it_has_begun(count: int) -> list[int]:
+        assert passes.acquire(timeout=PATIENCE_S)
+        return [5 + count]
+
+    async def ask(engine: Engine) -> None:
+        monkeypatch.setattr(ThreadTeam, "run", counting)
+        answer = await submit(engine, [5, 6], max_tokens=8, grammar=FakeGrammar(when_it_has_begun))
+        assert answer.token_ids == list(range(5, 13))
+
+    ask_the_cpu(ask)
+
+
+def test_a_matcher_that_fails_ends_its_request_alone() -> None:
+    def failing(count: int) -> list[int]:
+        if count == 3:
+            raise GrammarTooComplex("too many states")
+        return [5 + count]
+
+    async def ask(engine: Engine) -> None:
+        refused = submit(engine, [5, 6], max_tokens=8, grammar=FakeGrammar(failing))
+        right = submit(engine, [5, 6], max_tokens=8, grammar=FakeGrammar(lambda count: [5 + count]))
+        assert (await right).token_ids == list(range(5, 13))
+        assert (await refused).token_ids == [5, 6, 7]
+        error = (await refused).finish.error
+        assert error is not None
+        assert error.code == "grammar_too_complex"
+
+    ask_the_cpu(ask)
+
+
+def test_a_finished_requests_matcher_is_freed_at_once() -> None:
+    async def ask(engine: Engine) -> None:
+        loop, freed = asyncio.get_running_loop(), asyncio.Event()
+        grammar = FakeGrammar(lambda count: [5 + count], lambda: loop.call_soon_threadsafe(freed.set))
+        await submit(engine, [5, 6], max_tokens=20, grammar=grammar)
+        await freed.wait()
+
+    ask_the_cpu(ask)
