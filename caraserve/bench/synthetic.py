@@ -174,11 +174,11 @@ def _values(name: str, shape: tuple[int, ...], rng: np.random.Generator, dtype: 
 
 def _write_tokenizer(folder: Path, vocab: int) -> None:
     """Writes a byte-level vocabulary of short words, in which every token id has text."""
-    letters = "abcdefghijklmnop"
+    letters, digits = "abcdefghijklmnop", 4 if vocab <= 1 << 16 else 5
     words = ["<s>", "</s>", *_byte_alphabet()]
     while len(words) < vocab:
         number = len(words)
-        words.append("Ġ" + "".join(letters[number >> shift & 15] for shift in (12, 8, 4, 0)))
+        words.append("Ġ" + "".join(letters[number >> shift & 15] for shift in range(4 * digits - 4, -1, -4)))
     tokenizer = {
         "version": "1.0",
         "added_tokens": [
