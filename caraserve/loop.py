@@ -374,6 +374,7 @@ class Engine:
 
     def _observe_token(self, active: ActiveRequest, done_s: float) -> None:
         if active.last_token_s is None:
+            active.first_token_s = done_s
             self._metrics.observe_first_token(done_s - active.request.inputs.arrival_s)
         else:
             self._metrics.observe_token_gap(done_s - active.last_token_s)
@@ -452,6 +453,8 @@ class Engine:
             embedding=embedding,
         )
         self._metrics.observe_finish(finish)
+        inputs, first_s = active.request.inputs, active.first_token_s
+        self._metrics.observe_request(inputs, finish, None if first_s is None else first_s - inputs.arrival_s)
 
     def _update_idle(self) -> None:
         if self._unfinished == 0 and not self._side_batches.finished:

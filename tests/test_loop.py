@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from caraserve.errors import (
     Overloaded,
 )
 from caraserve.loop import Engine
+from caraserve.telemetry.usage import Usage
 from tests.serving import MIB, PROFILE, Answer, engine_config, lora_config, model_config, running, submit
 
 ADAPTERS = {name: demo.adapters_folder() / name for name in demo.ADAPTER_NAMES}
@@ -118,6 +120,28 @@ def test_a_client_that_fills_the_queue_loses_its_newest_request_to_another_clien
         engine.check()
 
     with_engine(test, max_queue=4, seqs=1)
+
+
+def test_ended_requests_are_counted_by_client_and_adapter() -> None:
+    async def test(engine: Engine) -> None:
+        first = await submit(engine, PROMPT, "poet", tenant=Tenant("c"))
+        again = await submit(engine, PROMPT, "poet", tenant=Tenant("c", "user"))
+        base = await submit(engine, PROMPT, max_tokens=3, tenant=Tenant("d"))
+        metrics = engine._metrics
+        cached = first.finish.cached_tokens + again.finish.cached_tokens
+        assert cached > 0
+        assert list(metrics.usage.rows()) == [
+            ("c", "poet", Usage(2, 2 * len(PROMPT), cached, 16, 0)),
+            ("d", None, Usage(1, len(PROMPT), base.finish.cached_tokens, 3, 0)),
+        ]
+        page = metrics.render(engine.snapshot(), lambda name: engine.adapter(name).rank).decode()
+        for name, count in (("poet", 2), ("base", 1)):
+            assert f'caraserve:adapter_time_to_first_token_seconds_count{{adapter_name="{name}",' in page
+            assert re.search(
+                rf'caraserve:adapter_requests_total{{reason="length",adapter_name="{name}",.*}} {count}', page
+            )
+
+    with_engine(test)
 
 
 def test_output_ends_at_max_tokens_and_at_the_context() -> None:

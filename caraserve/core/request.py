@@ -94,6 +94,7 @@ class GenerateRequest:
     cache_salt: str = ""
     priority: int = 0
     embeds: bool = False
+    counts_prompt: bool = True  # False: another answer to the same prompt counts the prompt's tokens
     prompt_embeds: PromptEmbeds | None = None
 
 

@@ -106,6 +106,7 @@ class ActiveRequest:
     choice: ModeChoice | None = None  # the start that mode `auto` has chosen for it
     matcher: TokenMatcher | None = None  # of its grammar, while it has a slot
     prompt_scored: int = 0  # prompt tokens whose scores were sent
+    first_token_s: float | None = None
     last_token_s: float | None = None
 
     # --- state ---

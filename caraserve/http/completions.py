@@ -187,6 +187,7 @@ def fan_out(
             cache_salt=common.cache_salt,
             priority=common.priority,
             prompt_embeds=prompt_embeds,
+            counts_prompt=index == 0,
         )
         for index in range(common.n)
     ]

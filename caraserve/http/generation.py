@@ -140,6 +140,10 @@ class Generation:
         """Adds up the engine requests, also for the log line."""
         totals = await ResponseTotals.of(finishes, self.api_request.n)
         self._request[SUMMARY].note_totals(totals)
+        n = self.api_request.n
+        async for first in in_turns(range(0, len(finishes), n)):
+            longest = max([finish.completion_tokens for finish in finishes[first : first + n]])
+            self._context.metrics.observe_prompt(n, longest)
         return totals
 
     async def _send_answer(

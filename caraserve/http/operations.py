@@ -38,6 +38,8 @@ _USAGE = _whole(
     total_tokens=_INTEGER,
     prompt_tokens_details=_whole(cached_tokens=_INTEGER),
 )
+_COUNTS = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "failures")
+_USED = _whole(client=_STRING, adapter=or_null(_STRING), **dict.fromkeys(_COUNTS, _INTEGER))
 _FINISH = {
     "finish_reason": any_of(one_of("stop", "length", "tool_calls"), _NULL),
     "stop_reason": any_of(_STRING, _INTEGER, _NULL),
@@ -328,6 +330,10 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ),
     ("GET", "/v1/cluster"): Operation("Lists the instances.", {_JSON: _listed(_OBJECT, name=or_null(_STRING))}),
     ("GET", "/v1/cluster/adapters"): Operation("Lists all instances' adapters.", {_JSON: _listed(_OBJECT)}),
+    ("GET", "/v1/usage"): Operation(
+        "Counts what each client has used of each adapter; a key without admin's rights sees its own.",
+        {_JSON: _whole(object={"const": "list"}, since=_INTEGER, data=_list_of(_USED))},
+    ),
     ("POST", "/tokenize"): Operation(
         "Turns a text or a conversation into token ids.",
         {

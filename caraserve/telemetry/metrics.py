@@ -6,6 +6,8 @@ Call points, all on the event loop's thread and all within 2 µs, so the engine 
     observe_first_token   when a request's first token is there, with the time since its arrival
     observe_token_gap     for each later token, with the time since the one before
     observe_finish        once for each request that ends, however it ends
+    observe_request       after it, with the request
+    observe_prompt        by the HTTP layer, when all answers to a prompt have ended
     observe_load          when an adapter has reached the device
     observe_preemption    when a running request loses its KV blocks
     observe_response      by the HTTP layer, for each response
@@ -20,14 +22,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from caraserve.core.request import Finish
+from caraserve.core.request import Finish, GenerateRequest
+from caraserve.telemetry.adapter_metrics import AdapterMetrics
+from caraserve.telemetry.process_metrics import ProcessMetrics
 from caraserve.telemetry.prometheus import Histogram, Sample, family, label_set
+from caraserve.telemetry.usage import UsageCounters
 
 MAX_HOST_SERIES = 512  # adapters of the host cache shown one by one, the most recently used
 _GUESSED_TOKENS = 200.0  # of an answer, before there are any
 _RECENT = 512  # values behind the live page's percentiles
 
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_ANSWERS = (1, 2, 5, 10, 20)
 _ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _SHORT_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
@@ -76,6 +82,7 @@ _FAMILIES = (
     ("caraserve:http_responses_total", "counter", "HTTP responses."),
     ("vllm:time_to_first_token_seconds", "histogram", "Time from a request's arrival to its first token."),
     ("vllm:inter_token_latency_seconds", "histogram", "Time between two tokens of a request."),
+    ("vllm:time_per_output_token_seconds", "histogram", "Older name of vllm:inter_token_latency_seconds."),
     ("vllm:request_time_per_output_token_seconds", "histogram", "A request's mean time per token after the first."),
     ("vllm:e2e_request_latency_seconds", "histogram", "Time from a request's arrival to its end."),
     ("vllm:request_queue_time_seconds", "histogram", "Time of a request in the queue."),
@@ -85,6 +92,9 @@ _FAMILIES = (
     ("vllm:iteration_tokens_total", "histogram", "Tokens of an iteration."),
     ("vllm:request_prompt_tokens", "histogram", "Prompt tokens of a request."),
     ("vllm:request_generation_tokens", "histogram", "Output tokens of a request."),
+    ("vllm:request_params_n", "histogram", "Answers asked for to a prompt."),
+    ("vllm:request_params_max_tokens", "histogram", "Most output tokens that a request may have."),
+    ("vllm:request_max_num_generation_tokens", "histogram", "Output tokens of the longest answer to a prompt."),
     (
         "vllm:lora_adapter_load_seconds",
         "histogram",
@@ -112,6 +122,9 @@ _HISTOGRAMS: dict[str, Sequence[float]] = {
     "vllm:iteration_tokens_total": _ITERATION_TOKENS,
     "vllm:request_prompt_tokens": _TOKENS,
     "vllm:request_generation_tokens": _TOKENS,
+    "vllm:request_params_n": _ANSWERS,
+    "vllm:request_params_max_tokens": _TOKENS,
+    "vllm:request_max_num_generation_tokens": _TOKENS,
     "caraserve:iteration_seconds": _SHORT_S,
     "caraserve:adapter_stall_seconds": _SHORT_S,
     "caraserve:adapter_interruption_seconds": _SHORT_S,
@@ -167,11 +180,14 @@ class Metrics:
         self._max_loras = max_loras
         self._block_tokens = block_tokens
         self._workers, self._merges = workers, merges
-        self._more: list[Callable[[str], Iterable[str]]] = []
+        self.usage = UsageCounters()
+        self._by_adapter = AdapterMetrics(model_name, self._labels)
+        self._more: list[Callable[[str], Iterable[str]]] = [self._by_adapter.families, ProcessMetrics().families]
         self.computed_tokens = 0  # prompt and output tokens over all iterations
         self._histograms = {name: Histogram(bounds) for name, bounds in _HISTOGRAMS.items()}
         self._first_token_s = self._histograms["vllm:time_to_first_token_seconds"]
         self._token_gap_s = self._histograms["vllm:inter_token_latency_seconds"]
+        self._histograms["vllm:time_per_output_token_seconds"] = self._token_gap_s
         self._iteration_tokens = self._histograms["vllm:iteration_tokens_total"]
         self._iteration_s = self._histograms["caraserve:iteration_seconds"]
         self._waits_s = Histogram(_LONG_S)  # of requests for their adapters
@@ -225,6 +241,17 @@ class Metrics:
         for name, value in observed.items():
             self._histograms[name].observe(value)
 
+    def observe_request(self, request: GenerateRequest, finish: Finish, first_token_s: float | None) -> None:
+        """Counts an ended request by its client and its adapter. `first_token_s`: from its arrival, if it had one."""
+        self.usage.observe(request, finish)
+        self._by_adapter.observe(request.adapter, finish, first_token_s)
+        self._histograms["vllm:request_params_max_tokens"].observe(request.params.max_tokens)
+
+    def observe_prompt(self, n: int, longest_tokens: int) -> None:
+        """Counts a prompt whose `n` answers have ended. `longest_tokens`: of the longest."""
+        self._histograms["vllm:request_params_n"].observe(n)
+        self._histograms["vllm:request_max_num_generation_tokens"].observe(longest_tokens)
+
     def answers(self) -> tuple[int, int]:
         """Returns how many requests have ended, and the tokens of their answers."""
         return sum(self._finished.values()), self._output_tokens
@@ -273,7 +300,7 @@ class Metrics:
     def _state(self, snapshot: EngineSnapshot, rank_of: Callable[[str], int]) -> dict[str, list[Sample]]:
         blocks, device, host = snapshot.kv_total_blocks, snapshot.device_adapters, snapshot.host_adapters
         used = snapshot.kv_used_blocks / blocks if blocks else 0.0
-        sizes = label_set({"block_size": str(self._block_tokens), "num_gpu_blocks": str(blocks), "engine": "0"})
+        sizes = label_set({"block_size": str(self._block_tokens), "num_gpu_blocks": str(blocks)}) + f",{self._labels}"
         shown = [*(("gpu", name) for name in device[: self._max_loras])]
         shown += [("cpu", name) for name in host[:MAX_HOST_SERIES]]
         return {

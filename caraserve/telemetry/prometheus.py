@@ -43,6 +43,11 @@ class Histogram:
 Sample = tuple[str, float | Histogram]  # its labels, as `label_set` writes them, and its value
 
 
+def heading(name: str, kind: str, text: str) -> str:
+    """Returns the lines with which a family begins."""
+    return f"# HELP {name} {text}\n# TYPE {name} {kind}\n"
+
+
 def family(name: str, kind: str, text: str, samples: Sequence[Sample]) -> str:
     """Returns a whole family: one sample or one histogram for each label set. A counter's `name` ends in `_total`."""
     lines = "".join(
@@ -51,4 +56,4 @@ def family(name: str, kind: str, text: str, samples: Sequence[Sample]) -> str:
             for labels, value in samples
         ]
     )
-    return f"# HELP {name} {text}\n# TYPE {name} {kind}\n{lines}"
+    return heading(name, kind, text) + lines

@@ -40,7 +40,7 @@ async def test_gauges_have_the_values_of_the_engines_snapshot() -> None:
     assert found["vllm:num_requests_running"] == [(LABELS, 2.0)]
     assert found["vllm:num_requests_waiting"] == [(LABELS, 1.0)]
     assert found["vllm:kv_cache_usage_perc"] == [(LABELS, 0.25)]
-    assert found["vllm:cache_config_info"] == [({"block_size": "16", "num_gpu_blocks": "100", "engine": "0"}, 1.0)]
+    assert found["vllm:cache_config_info"] == [(LABELS | {"block_size": "16", "num_gpu_blocks": "100"}, 1.0)]
 
 
 async def test_residency_by_tier() -> None:

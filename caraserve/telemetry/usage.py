@@ -1,0 +1,52 @@
+"""Exact counts of what each client has used of each adapter since the start."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from caraserve.core.request import Finish, GenerateRequest
+
+OTHERS = "*"  # no adapter's name: stands for all adapters, or clients, beyond the bound
+_MOST_ROWS = 100_000  # some 30 MB
+
+
+@dataclass(slots=True)
+class Usage:
+    """The use of one adapter by one client: its ended requests, and their tokens."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompts, found in the prefix cache
+    output_tokens: int = 0
+    failures: int = 0
+
+
+class UsageCounters:
+    """Counts by client and adapter. Beyond the bound, an adapter that is new to a client counts in the client's row
+    `OTHERS`, so a client's sums stay exact."""
+
+    def __init__(self, most_rows: int = _MOST_ROWS) -> None:
+        self._most_rows = most_rows
+        self._rows: dict[tuple[str, str | None], Usage] = {}
+
+    def observe(self, request: GenerateRequest, finish: Finish) -> None:
+        """Counts an ended request. The prompt counts once for all answers to it, if its computation has begun."""
+        row = self._row(request.tenant.client, request.adapter)
+        row.requests += 1
+        row.output_tokens += finish.completion_tokens
+        row.failures += finish.reason == "error"
+        if request.counts_prompt and (finish.phases.prefill_ms > 0 or finish.completion_tokens):
+            row.prompt_tokens += finish.prompt_tokens
+            row.cached_tokens += finish.cached_tokens
+
+    def rows(self) -> Iterator[tuple[str, str | None, Usage]]:
+        """Yields client, adapter (None: the base model) and counts, of the rows that there are at the first step."""
+        for (client, adapter), row in list(self._rows.items()):
+            yield client, adapter, row
+
+    def _row(self, client: str, adapter: str | None) -> Usage:
+        for key in ((client, adapter), (client, OTHERS)):
+            if (row := self._rows.get(key)) is not None:
+                return row
+            if len(self._rows) < self._most_rows * (1 if key[1] != OTHERS else 2):
+                return self._rows.setdefault(key, Usage())
+        return self._rows.setdefault((OTHERS, OTHERS), Usage())

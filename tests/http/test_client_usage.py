@@ -1,0 +1,58 @@
+"""Tests of GET /v1/usage: who sees which rows."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from caraserve.core.request import Finish, GenerateRequest, Phases, SamplingParams, Tenant
+from caraserve.http.app import make_app, start_http
+from tests.http.fake_engine import FakeEngine
+from tests.http.serving import Client, http_config, new_metrics
+
+USES = [("team-a", "sql"), ("team-a", None), ("team-b", "sql")]
+
+
+async def rows(headers: dict[str, str], **settings: Any) -> list[dict[str, Any]]:
+    """Returns the rows that a client with these headers gets after one request for each of USES."""
+    metrics, config = new_metrics(), http_config(**settings)
+    for client, adapter in USES:
+        request = GenerateRequest("id", (1, 2, 3), adapter, SamplingParams(), 0.0, Tenant(client))
+        metrics.observe_request(request, Finish("stop", 3, 4, 2, Phases(1.0, 0.0, 1.0, 1.0)), 0.1)
+    app = make_app(FakeEngine(), config, metrics, allow_lora_updates=False)
+    runner, port = await start_http(app, config)
+    try:
+        async with aiohttp.ClientSession() as session:
+            answer = await Client(session, port).get("/v1/usage", headers=headers)
+    finally:
+        await runner.cleanup()
+    assert (answer.json["object"], answer.json["since"] > 0) == ("list", True)
+    found: list[dict[str, Any]] = answer.json["data"]
+    return found
+
+
+def keys(path: Path) -> Path:
+    names = {"team-a": False, "team-b": False, "team-c": False, "boss": True}
+    entries = [
+        {"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), "admin": admin}
+        for name, admin in names.items()
+    ]
+    path.write_text(json.dumps({"keys": entries}))
+    return path
+
+
+@pytest.mark.parametrize(("key", "seen"), [("boss", USES), ("team-a", USES[:2]), ("team-b", USES[2:]), ("team-c", [])])
+async def test_a_key_sees_its_own_use_and_an_admin_everybodys(
+    tmp_path: Path, key: str, seen: list[tuple[str, str | None]]
+) -> None:
+    found = await rows({"X-Api-Key": key}, api_key_file=keys(tmp_path / "keys.json"))
+    assert [(row["client"], row["adapter"]) for row in found] == seen
+    counts = {"requests": 1, "prompt_tokens": 3, "cached_tokens": 2, "output_tokens": 4, "failures": 0}
+    assert all(row == {"client": row["client"], "adapter": row["adapter"], **counts} for row in found)
+
+
+async def test_without_keys_everybody_sees_everything() -> None:
+    assert len(await rows({})) == len(USES)
