@@ -64,6 +64,8 @@ def test_every_request_ends_when_an_instance_is_killed_or_terminated(tmp_path: P
         right = list(pool.map(partial(whole, a), ASKED))
         assert list(pool.map(partial(whole, b), ASKED)) == right
         assert all(len(tokens) == TOKENS for tokens in right)
+        vectors = [a.ask("/v1/embeddings", {"model": "poet", "input": "The sea"})["data"] for _ in servers]
+        assert all(one == vectors[0] for one in vectors)  # a has had the others compute them in turn
 
         before = first_tokens(c)
         streams = [(index, pool.submit(stream, one, ASKED[index])) for index in range(8) for one in (a, b, d)]
