@@ -37,6 +37,7 @@ _NAMES = {
     "response_format": "output_config.format",
     "].function.parameters": "].input_schema",
     "].function.": "].",
+    "stop must": "stop_sequences must",
 }
 _TEXT = {"text": "text"}
 _ROLES = ("user", "assistant", "system")

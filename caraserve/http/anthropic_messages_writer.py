@@ -7,7 +7,7 @@ import orjson
 from aiohttp import web
 
 from caraserve.core.request import Finish, TokenDelta
-from caraserve.errors import CaraServeError, ThreadsUnsupported
+from caraserve.errors import CaraServeError, RateLimited, ThreadsUnsupported
 from caraserve.http.answer_blocks import AnswerBlocks, Block, BlockChange
 from caraserve.http.tool_calls import Tools
 from caraserve.http.usage import ResponseTotals, TokenCounts
@@ -20,14 +20,16 @@ _ERROR_TYPES = {
     404: "not_found_error",
     408: "timeout_error",
     413: "request_too_large",
+    429: "rate_limit_error",
     504: "timeout_error",
     _OVERLOADED: "overloaded_error",
 }
 
 
-def error_status(status: int) -> int:
-    """The API's status for one of ours: whatever may work when it is sent again later is an overload."""
-    return _OVERLOADED if status in (429, 503) else status
+def error_status(status: int, error: CaraServeError | None = None) -> int:
+    """The API's status for one of ours, which may be that of `error`. What may work when it is sent again later is an
+    overload, unless the client's key is limited."""
+    return _OVERLOADED if status in (429, 503) and not isinstance(error, RateLimited) else status
 
 
 def error_object(status: int, message: str, code: str | None) -> dict[str, Any]:
@@ -44,7 +46,7 @@ class MessagesStream:
     ping = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def error_event(self, error: CaraServeError, num_events: int) -> bytes:
-        return _event(error_object(error_status(error.status), error.message, error.code))
+        return _event(error_object(error_status(error.status, error), error.message, error.code))
 
 
 class MessagesWriter(MessagesStream):
@@ -70,7 +72,7 @@ class MessagesWriter(MessagesStream):
         return b"".join(written)
 
     def last_events(self, totals: ResponseTotals) -> bytes:
-        message_delta = {"type": "message_delta", "delta": self._stop(), "usage": _usage(totals.tokens)}
+        message_delta = {"type": "message_delta", "delta": self._stop(), **_ending(totals)}
         return _event(message_delta) + _event({"type": "message_stop"})
 
     def logprobs(self, index: int, delta: TokenDelta) -> None:
@@ -81,8 +83,7 @@ class MessagesWriter(MessagesStream):
         self._finish = answer.finish
         changes = self._blocks.push(answer.text, is_last=True)
         content = [self._whole_block(change.block) for change in changes if change.kind == "end"]
-        usage = _usage(totals.tokens)  # last: an instance that forwards reads it at the end
-        body = orjson.dumps({**self._head, "content": content, **self._stop(), "usage": usage})
+        body = orjson.dumps({**self._head, "content": content, **self._stop(), **_ending(totals)})
         return web.Response(body=body, content_type="application/json")
 
     def _block_event(self, change: BlockChange) -> bytes:
@@ -128,6 +129,11 @@ def _is_object(text: str) -> bool:
         return isinstance(orjson.loads(text), dict)
     except orjson.JSONDecodeError:
         return False
+
+
+def _ending(totals: ResponseTotals) -> dict[str, Any]:
+    """The last fields of an answer, the usage at the end: there an instance that forwards reads it."""
+    return {"system_fingerprint": totals.served_by, "usage": _usage(totals.tokens)}
 
 
 def _usage(tokens: TokenCounts) -> dict[str, Any]:

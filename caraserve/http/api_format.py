@@ -7,6 +7,7 @@ from caraserve.http.anthropic_messages_writer import MessagesStream, error_objec
 from caraserve.http.api_request import StreamFormat
 from caraserve.http.choices import OpenAiStream
 from caraserve.http.openai_responses_writer import ResponsesStream
+from caraserve.http.responses import ERROR
 
 _MESSAGES = "/v1/messages"
 
@@ -24,5 +25,5 @@ def shape_error(path: str, response: web.StreamResponse) -> None:
         return
     assert isinstance(response.body, bytes)
     error = orjson.loads(response.body)["error"]
-    response.set_status(error_status(response.status))
+    response.set_status(error_status(response.status, response.get(ERROR)))
     response.body = orjson.dumps(error_object(response.status, error["message"], error["code"]))

@@ -49,7 +49,7 @@ class ResponsesWriter(ResponsesStream):
 
     def last_events(self, totals: ResponseTotals) -> bytes:
         status = _status(self._finish)
-        return self._event(f"response.{status}", response=self._response(status, totals.tokens))
+        return self._event(f"response.{status}", response=self._response(status, totals))
 
     def error_event(self, error: CaraServeError, num_events: int) -> bytes:
         failed = self._response("failed") | {"error": {"code": error.code or error.type, "message": error.message}}
@@ -64,7 +64,7 @@ class ResponsesWriter(ResponsesStream):
         for change in self._blocks.push(answer.text, is_last=True):
             if change.kind == "end":
                 self._end(change.block)
-        return json_response(self._response(_status(answer.finish), totals.tokens))
+        return json_response(self._response(_status(answer.finish), totals))
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         written = _event(kind, {"sequence_number": self._num_events, **fields})
@@ -102,7 +102,8 @@ class ResponsesWriter(ResponsesStream):
         self._items.append(_item(block, _status(self._finish) if block is self._blocks.last else "completed"))
         return self._items[-1]
 
-    def _response(self, status: str, tokens: TokenCounts | None = None) -> dict[str, Any]:
+    def _response(self, status: str, totals: ResponseTotals | None = None) -> dict[str, Any]:
+        fingerprint = {} if totals is None else {"system_fingerprint": totals.served_by}
         return {
             **self._head,
             "status": status,
@@ -110,7 +111,10 @@ class ResponsesWriter(ResponsesStream):
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": self._items,
-            "usage": None if tokens is None else _usage(tokens),  # last: an instance that forwards reads it at the end
+            **fingerprint,
+            "usage": None
+            if totals is None
+            else _usage(totals.tokens),  # last: where an instance that forwards reads it
         }
 
 

@@ -79,7 +79,7 @@ def _instead(**fields: tuple[str, object]) -> dict[str, Refused]:
 
 
 _NAME_THE_ADAPTER = "name one adapter as model"
-_NO_CONSTRAINTS = "send response_format or structured_outputs to constrain the answer"
+NO_CONSTRAINTS = "send response_format or structured_outputs to constrain the answer"
 _NO_SUCH_SAMPLER = "this way of sampling is not implemented; leave it out"
 _NO_REASONING = 'thinking is up to the chat template; send chat_template_kwargs, such as {"enable_thinking": false}'
 _TEXT_ONLY = "only text is served; leave it out"
@@ -116,7 +116,7 @@ _WEIGHTS = _refused(
 )
 
 _CONSTRAINTS = _refused(
-    _NO_CONSTRAINTS,
+    NO_CONSTRAINTS,
     *("guided_decoding", "guided_options_request"),
     *("custom_logit_processor", "grammar_triggers", "output_format", "output_config"),
     format="",

@@ -30,6 +30,7 @@ from caraserve.util.units import human_bytes
 # Larger bodies are joined in an mmap, some pages in each turn of the event loop: allocating 15 MB at once takes 15 ms.
 _JOINED_BYTES = 1 << 20
 _LISTED_FIELDS = 100  # more than a header has room for
+ERROR = web.ResponseKey("ERROR", CaraServeError)  # of a response that `error_response` has made
 SERVER = "CaraServe"  # without versions, which would say what to try
 
 
@@ -123,6 +124,7 @@ def error_response(error: CaraServeError) -> web.Response:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
         headers["retry-after-ms"] = str(max(1, math.ceil(1000 * error.retry_after_s)))
     response = json_response(openai_error(error), status=error.status, headers=headers)
+    response[ERROR] = error
     if isinstance(error, PayloadTooLarge | ServerBusy):
         response.force_close()  # instead of reading the rest of the body
     return response

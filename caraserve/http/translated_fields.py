@@ -21,7 +21,7 @@ from caraserve.http.field_types import (
     object_of,
     one_of,
 )
-from caraserve.http.request_schema import CHAT, KnownFields, Refused
+from caraserve.http.request_schema import CHAT, NO_CONSTRAINTS, KnownFields, Refused
 
 MAX_ITEMS = 1 << 14  # of an input
 MAX_TOOLS = 128
@@ -69,6 +69,10 @@ OUTPUT_CONFIG = OtherField("output_config", object_of(format=_FORMAT))
 OUTPUT_FORMAT = OtherField("output_format", _FORMAT)
 CONTEXT_MANAGEMENT = OtherField("context_management", object_of(edits=_OBJECTS))
 
+_CONSTRAINTS = (
+    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("regex", "ebnf", "grammar", "json_schema", "structural_tag"),
+)
 _COMMON = {
     name: CHAT.types[name]
     for name in (
@@ -88,7 +92,11 @@ def _translated(
 ) -> KnownFields:
     """The table of an API. What chat completions refuse is refused here too, and so is what they serve and this API
     does not have. `advice`: what replaces the advice of chat completions."""
-    of_chat = {**{name: Refused("this API does not have it; leave it out") for name in CHAT.types}, **CHAT.refused}
+    of_chat = {
+        **{name: Refused("this API does not have it; leave it out") for name in CHAT.types},
+        **{name: Refused(NO_CONSTRAINTS) for name in _CONSTRAINTS},
+        **CHAT.refused,
+    }
     known = served.keys() | refused.keys() | ignored
     more = {name: one for name, one in of_chat.items() if name not in known}
     for name, one in more.items():
@@ -96,7 +104,6 @@ def _translated(
     return KnownFields(served, {**more, **refused}, (CHAT.ignored | ignored) - served.keys() - refused.keys())
 
 
-_NO_CONSTRAINTS = "send response_format or structured_outputs to constrain the answer"
 _STATELESS = Refused("nothing is stored here; send the whole conversation as input")
 
 RESPONSES = _translated(
@@ -129,7 +136,7 @@ RESPONSES = _translated(
     ),
     {
         "send max_tokens instead": "send max_output_tokens instead",
-        _NO_CONSTRAINTS: "send text.format to constrain the answer",
+        NO_CONSTRAINTS: "send text.format to constrain the answer",
     },
 )
 
@@ -163,6 +170,6 @@ MESSAGES = _translated(
     ),
     {
         "send stop instead": "send stop_sequences instead",
-        _NO_CONSTRAINTS: "send output_config.format to constrain the answer",
+        NO_CONSTRAINTS: "send output_config.format to constrain the answer",
     },
 )

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from caraserve.core.request import GenerateRequest, TokenDelta
-from caraserve.errors import BackendFailed, Draining, Overloaded, Unreachable
+from caraserve.errors import BackendFailed, Draining, Overloaded, RateLimited, Unreachable
 from caraserve.http.context import HttpTimings
 from caraserve.tokenizer.grammar import GrammarSource
-from tests.http.fake_engine import FakeEngine, finish, spell
+from tests.http.fake_engine import DIGEST, FakeEngine, finish, spell
 from tests.http.serving import Answer, serving
 from tests.http.test_streaming import read_event
 from tests.http.test_tool_calls import ARGUMENTS, CALL, SCHEMA, engine
@@ -74,6 +74,7 @@ async def test_a_message() -> None:
             "cache_read_input_tokens": 0,
             "output_tokens": 3,
         },
+        "system_fingerprint": f"a@{DIGEST}",
     }
     assert answer.headers["x-caraserve-phases"].startswith("queued=")
 
@@ -312,7 +313,7 @@ def message(*blocks: Any, role: str = "user") -> dict[str, Any]:
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
         ({"stop_sequences": "x"}, "stop_sequences"),
-        ({"stop_sequences": [""]}, "stop"),
+        ({"stop_sequences": [""]}, "stop_sequences must"),
         ({"metadata": {"user_id": "x" * 300}}, "user_id"),
         ({"output_config": {"format": {"type": "json"}}}, "output_config.format"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
@@ -323,6 +324,7 @@ def message(*blocks: Any, role: str = "user") -> dict[str, Any]:
         ({"stop": ["x"]}, "stop_sequences"),
         ({"user": "x"}, "metadata.user_id"),
         ({"response_format": {}}, "output_config.format"),
+        ({"guided_json": {"type": "object"}}, "output_config.format"),
         ({"temperature": -1}, "temperature"),
         ({"max_token": 5}, "max_tokens"),
     ],
@@ -347,14 +349,15 @@ async def test_clients_learn_that_conversations_are_not_kept() -> None:
         (Overloaded("full", retry_after_s=1), (529, "overloaded_error")),
         (Draining("stopping", retry_after_s=1), (529, "overloaded_error")),
         (Unreachable("nobody has it", retry_after_s=1), (529, "overloaded_error")),
+        (RateLimited("1 request", "requests", 1), (429, "rate_limit_error")),
         (BackendFailed("lost"), (500, "api_error")),
     ],
-    ids=["full", "draining", "unreachable", "failed"],
+    ids=["full", "draining", "unreachable", "limited", "failed"],
 )
 async def test_errors_of_the_server(error: Exception, expected: tuple[int, str], stream: bool) -> None:
     answer = await answered(FakeEngine(refusals={0: error}), stream=stream)
     assert error_of(answer) == (*expected, str(error))
-    assert ("Retry-After" in answer.headers) == (expected[0] == 529)
+    assert ("Retry-After" in answer.headers) == (expected[0] != 500)
 
 
 async def test_errors_of_every_layer_have_the_shape() -> None:

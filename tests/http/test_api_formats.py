@@ -9,7 +9,7 @@ from aiohttp import web
 
 from caraserve.core.request import GenerateRequest, TokenDelta
 from caraserve.errors import Overloaded
-from tests.http.fake_engine import FakeEngine, finish
+from tests.http.fake_engine import DIGEST, FakeEngine, finish
 from tests.http.fleet import RawAnswer, fleet, streamed
 from tests.http.serving import Answer, serving
 from tests.http.test_deadlines import HEADERS, HOLDS_S, PassTime, pass_time  # noqa: F401
@@ -124,7 +124,7 @@ async def test_the_log_line_and_the_count(path: str, lines: Lines) -> None:  # n
         await client.post(path, ROUTES[path])
         metrics = (await client.get("/metrics")).body.decode()
     (line,) = lines.all
-    assert (line["path"], line["status"], line["model"]) == (path, 200, "a@d")
+    assert (line["path"], line["status"], line["model"]) == (path, 200, f"a@{DIGEST[:12]}")
     assert (line["completion_tokens"], line["finish"]) == (3, "stop")
     assert f'caraserve:http_responses_total{{route="{path}",status="200",' in metrics
 

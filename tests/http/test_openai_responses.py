@@ -10,7 +10,7 @@ import pytest
 from caraserve.core.request import GenerateRequest, TokenDelta
 from caraserve.errors import BackendFailed
 from caraserve.tokenizer.grammar import GrammarSource
-from tests.http.fake_engine import FakeEngine, finish
+from tests.http.fake_engine import DIGEST, FakeEngine, finish
 from tests.http.serving import Answer, serving
 from tests.http.test_openai_client import connected
 from tests.http.test_tool_calls import ARGUMENTS, CALL, SCHEMA, engine
@@ -69,6 +69,7 @@ async def test_the_response_object() -> None:
     assert (response["metadata"], response["instructions"]) == ({"a": "b"}, "Be brief.")
     assert (response["temperature"], response["max_output_tokens"], response["store"]) == (0.5, 9, False)
     assert response["error"] is response["incomplete_details"] is response["previous_response_id"] is None
+    assert response["system_fingerprint"] == answer.headers["x-caraserve-adapter"] == f"a@{DIGEST}"
     assert response["usage"]["total_tokens"] == response["usage"]["input_tokens"] + 3
     assert answer.headers["x-caraserve-phases"].startswith("queued=")
 
@@ -251,6 +252,15 @@ async def test_mistakes_are_named_as_the_client_knows_them(fields: dict[str, Any
     assert (answer.status, answer.error["param"]) == (400, param)
     assert "messages" in fields or "messages" not in answer.error["message"]
     assert not fake.streams
+
+
+async def test_advice_names_fields_of_this_api() -> None:
+    for fields, named in (
+        ({"regex": "a"}, "text.format"),
+        ({"output_format": {}}, "text.format"),
+        ({"max_new_tokens": 5}, "max_output_tokens"),
+    ):
+        assert named in (await answered(**fields)).error["message"]
 
 
 # --- OpenAI's client ---
