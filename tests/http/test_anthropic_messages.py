@@ -1,5 +1,6 @@
 """Tests of POST /v1/messages and its count of tokens: what bodies become, messages, events and errors."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -9,7 +10,7 @@ from caraserve.core.request import GenerateRequest, TokenDelta
 from caraserve.errors import BackendFailed, Draining, Overloaded, RateLimited, Unreachable
 from caraserve.http.context import HttpTimings
 from caraserve.tokenizer.grammar import GrammarSource
-from tests.http.fake_engine import DIGEST, FakeEngine, finish, spell
+from tests.http.fake_engine import DIGEST, FakeEngine, FakeTokenizer, finish, spell
 from tests.http.serving import Answer, serving
 from tests.http.test_streaming import read_event
 from tests.http.test_tool_calls import ARGUMENTS, CALL, SCHEMA, engine
@@ -153,6 +154,18 @@ async def test_the_events_of_a_text() -> None:
     assert events[-2]["usage"]["output_tokens"] == 3
 
 
+async def test_cached_tokens_are_counted_apart() -> None:
+    def cached(request: GenerateRequest) -> list[TokenDelta]:
+        last = dataclasses.replace(finish(request, 2), cached_tokens=16)
+        return [TokenDelta("ab", (1, 2)), TokenDelta("", (), finish=last)]
+
+    usage = (await answered(FakeEngine(script=cached))).json["usage"]
+    assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (6, 16)
+    events = events_of(await answered(FakeEngine(script=cached), stream=True))
+    assert events[0]["message"]["usage"]["output_tokens"] == 0  # nobody knows yet how many there will be
+    assert events[-2]["usage"] == usage
+
+
 @pytest.mark.parametrize("size", [1, 3, 1000])
 async def test_the_events_of_calls(size: int) -> None:
     events = events_of(await answered(engine(f"Let me see.\n{CALL}", size=size), tools=[WEATHER], stream=True))
@@ -195,6 +208,33 @@ async def test_blocks_become_messages() -> None:
     prompt = await prompt_of(messages=messages, system=system, tools=[WEATHER])
     assert prompt == "tool:weather;system:e\nf;user:a\nb;assistant:c;tool:4 °C;tool:4 °C;user:d;assistant:"
     assert await prompt_of(system="S") == "system:S;user:hello;assistant:"
+
+
+async def test_a_text_before_a_result_comes_before_it() -> None:
+    blocks = [{"type": "text", "text": "a"}, RESULT, {"type": "text", "text": "b"}]
+    messages = [*ASKED["messages"], {"role": "assistant", "content": [TOOL_USE]}, {"role": "user", "content": blocks}]
+    assert (await prompt_of(messages=messages)).endswith("assistant:;user:a;tool:4 °C;user:b;assistant:")
+
+
+async def test_the_template_learns_of_errors_and_of_thinking() -> None:
+    seen: dict[str, Any] = {}
+
+    class Tokenizer(FakeTokenizer):
+        def chat(self, messages: Any, **options: Any) -> list[int]:
+            seen.update(kwargs=options["kwargs"], result=messages[-1])
+            return super().chat(messages, **options)
+
+    told = {"role": "user", "content": [RESULT | {"is_error": True}]}
+    messages = [*ASKED["messages"], {"role": "assistant", "content": [TOOL_USE]}, told]
+    for kind, expected in (("enabled", True), ("disabled", False)):
+        await answered(
+            FakeEngine(tokenizer=Tokenizer()),
+            messages=messages,
+            thinking={"type": kind},
+            chat_template_kwargs={"more": 1},
+        )
+        assert seen["kwargs"] == {"enable_thinking": expected, "more": 1}
+        assert seen["result"]["is_error"] is True
 
 
 async def test_an_answer_that_the_client_began_is_continued() -> None:

@@ -159,6 +159,14 @@ async def test_items_become_messages() -> None:
     assert await prompt_of(input="hello") == "user:hello;assistant:"
 
 
+async def test_reasoning_of_other_servers_is_left_out_and_listed() -> None:
+    fake = FakeEngine()
+    reasoning = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}
+    answer = await answered(fake, input=[{"role": "user", "content": "a"}, reasoning])
+    assert bytes(fake.requests[0].prompt_ids[1:]) == b"user:a;assistant:"
+    assert answer.headers["x-caraserve-ignored"] == "input.reasoning"
+
+
 async def test_an_output_is_input_again() -> None:
     async with connected(engine(f"Let me see.\n{CALL}\n{CALL}")) as client:
         asked: Any = [{"role": "user", "content": "Tromsø?"}]
@@ -254,8 +262,9 @@ async def test_mistakes_are_named_as_the_client_knows_them(fields: dict[str, Any
     assert not fake.streams
 
 
-async def test_advice_names_fields_of_this_api() -> None:
+async def test_messages_name_fields_of_this_api() -> None:
     for fields, named in (
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"regex": "a"}, "text.format"),
         ({"output_format": {}}, "text.format"),
         ({"max_new_tokens": 5}, "max_output_tokens"),

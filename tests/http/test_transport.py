@@ -186,6 +186,8 @@ async def test_beyond_the_most_connections_only_probes_are_answered() -> None:
         await fake.submitted(3)
         busy = parsed(await exchange(client.port, b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"))
         assert (busy.status, busy.error["code"], busy.headers["Retry-After"]) == (503, "server_busy", "1")
+        overloaded = parsed(await exchange(client.port, b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n\r\n"))
+        assert (overloaded.status, overloaded.json["error"]["type"]) == (529, "overloaded_error")
         assert await get(client, "/health") == 200
         for stream in fake.streams:
             stream.end()
