@@ -3,6 +3,7 @@
 A filter is a `Grammar`: it is applied by the same masks, and to the mask of another grammar if there is one.
 """
 
+import functools
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,14 @@ def mask_of(token_ids: Sequence[int], vocab_size: int) -> _Mask:
     """Returns the mask with the bits of these tokens set: uint32 [mask_words(vocab_size)]."""
     bits = np.zeros(32 * mask_words(vocab_size), np.uint8)
     bits[np.asarray(token_ids, np.int64)] = 1
+    return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
+
+
+@functools.lru_cache(maxsize=4)
+def every_token(vocab_size: int) -> _Mask:
+    """Returns the mask of all tokens, which must not be written to."""
+    bits = np.zeros(32 * mask_words(vocab_size), np.uint8)
+    bits[:vocab_size] = 1
     return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
 
 
@@ -47,7 +56,7 @@ class TokenFilter:
         grammar: Grammar | None,
     ) -> "TokenFilter":
         """`allowed`: None for all tokens. `banned`: sequences of token ids, none of them empty."""
-        mask = mask_of(range(vocab_size) if allowed is None else allowed, vocab_size)
+        mask = every_token(vocab_size).copy() if allowed is None else mask_of(allowed, vocab_size)
         longer: dict[tuple[int, ...], list[int]] = {}
         for *before, last in banned:
             if before:

@@ -4,6 +4,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from caraserve.http.reasoning import Reasoning
 from caraserve.http.tool_calls import Tools, new_call_id
 from caraserve.tokenizer.tool_format import CallStart, TextPart, ToolCallParser, ToolEvent
 
@@ -34,8 +35,9 @@ class BlockChange(NamedTuple):
 class AnswerBlocks:
     """The blocks of one answer, whose text may come in pieces. There is one at least, an empty text if need be."""
 
-    def __init__(self, tools: Tools | None) -> None:
+    def __init__(self, tools: Tools | None, reasoning: Reasoning | None) -> None:
         self._tools = tools
+        self._reasoning = None if reasoning is None else reasoning.parser()
         self._parser = None if tools is None else ToolCallParser(tools.tool_format, tools.most_calls)
         self._blocks: list[Block] = []
 
@@ -45,8 +47,10 @@ class AnswerBlocks:
         return self._blocks[-1]
 
     def push(self, text: str, *, is_last: bool) -> list[BlockChange]:
-        """Adds text; returns what it changes, in order."""
+        """Adds text; returns what it changes, in order. Reasoning before the answer is left out."""
         changes: list[BlockChange] = []
+        if self._reasoning is not None:
+            text = self._reasoning.push(text, is_last=is_last).answer
         for event in self._tool_events(text, is_last):
             if isinstance(event, CallStart):
                 self._start(changes, event.name)

@@ -10,6 +10,7 @@ from caraserve.errors import ContextLengthExceeded, InvalidRequest, ThreadsUnsup
 from caraserve.http import body_fields
 from caraserve.http import translated_fields as body
 from caraserve.http.adapter_choice import Find, adapter_finder, choose_adapter
+from caraserve.http.answer_blocks import AnswerBlocks
 from caraserve.http.anthropic_messages_writer import MessagesWriter
 from caraserve.http.api_request import ApiRequest
 from caraserve.http.chat import MAX_NUMBERS, chat_ids, parse_chat_fields
@@ -62,9 +63,9 @@ async def parse_message(fields: Fields, engine: Engine, find: Find, client: Clie
             chat = await parse_chat_fields(Fields(values), engine, find, client, message_id, default_max_tokens=limit)
     except ContextLengthExceeded as error:  # the first words are Anthropic's, by which clients know what to do
         raise ContextLengthExceeded(f"prompt is too long: {error.message}", param=error.param) from None
-    writer = MessagesWriter(
-        message_id, chat.common.model, chat.tools, fills_context=chat.requests[0].params.max_tokens < limit
-    )
+    blocks = AnswerBlocks(chat.tools, chat.reasoning)
+    fills_context = chat.requests[0].params.max_tokens < limit
+    writer = MessagesWriter(message_id, chat.common.model, blocks, fills_context=fills_context)
     return ApiRequest(chat.requests, 1, chat.common.delivery.stream, writer)
 
 

@@ -9,7 +9,6 @@ from aiohttp import web
 from caraserve.core.request import Finish, TokenDelta
 from caraserve.errors import CaraServeError, RateLimited, ThreadsUnsupported
 from caraserve.http.answer_blocks import AnswerBlocks, Block, BlockChange
-from caraserve.http.tool_calls import Tools
 from caraserve.http.usage import ResponseTotals, TokenCounts
 from caraserve.http.whole_answer import WholeAnswer
 
@@ -53,10 +52,10 @@ class MessagesWriter(MessagesStream):
     """The `AnswerWriter` of the Messages API. `fills_context`: the limit of tokens is the context's, below the one that
     the client gave."""
 
-    def __init__(self, message_id: str, model: str, tools: Tools | None, *, fills_context: bool) -> None:
+    def __init__(self, message_id: str, model: str, blocks: AnswerBlocks, *, fills_context: bool) -> None:
         self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
         self._fills_context = fills_context
-        self._blocks = AnswerBlocks(tools)
+        self._blocks = blocks
         self._has_calls = self._has_started = False
         self._finish: Finish | None = None
 

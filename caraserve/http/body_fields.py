@@ -17,6 +17,7 @@ from caraserve.http.field_types import (
     any_of,
     object_of,
     one_of,
+    or_null,
 )
 
 MAX_N = 128
@@ -179,6 +180,7 @@ MESSAGES = OtherField(
                 {"type": "array", "items": object_of(("type", "text"), type={"const": "text"}, text=_TEXT)},
                 {"type": "null"},
             ),
+            reasoning_content=or_null(_TEXT),
             tool_calls={"type": "array", "items": object_of(("function",), function=object_of(("name",), name=_TEXT))},
         ),
     },
@@ -186,6 +188,9 @@ MESSAGES = OtherField(
 ADD_GENERATION_PROMPT = BooleanField("add_generation_prompt", True)
 CONTINUE_FINAL_MESSAGE = BooleanField("continue_final_message", False)
 CHAT_TEMPLATE_KWARGS = OtherField("chat_template_kwargs", _OBJECT)
+REASONING_EFFORT = TextField("reasoning_effort", _LABEL_CHARACTERS)
+INCLUDE_REASONING = BooleanField("include_reasoning", True)
+THINKING_TOKEN_BUDGET = IntegerField("thinking_token_budget", -1, LARGEST, None)
 CHAT_LOGPROBS = BooleanField("logprobs", False)
 TOP_LOGPROBS = IntegerField("top_logprobs", 0, MAX_LOGPROBS, 0)
 CHAT_MAX_TOKENS = IntegerField("max_tokens", 1, LARGEST, None)

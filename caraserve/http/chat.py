@@ -26,6 +26,7 @@ from caraserve.http.completions import (
     parse_prompt_logprobs,
     response_head,
 )
+from caraserve.http.reasoning import Reasoning, parse_reasoning, template_arguments
 from caraserve.http.request_schema import CHAT, check_fields
 from caraserve.http.structured_output import parse_grammar
 from caraserve.http.tool_calls import ToolCallWriter, Tools, parse_tools
@@ -33,11 +34,13 @@ from caraserve.http.truncation import parse_truncation
 from caraserve.http.validation import Fields, shown
 from caraserve.http.whole_answer import PROMPT_LOGPROBS
 from caraserve.loop import Engine
+from caraserve.tokenizer.reasoning import ReasoningText
 from caraserve.tokenizer.tokenizer import Tokenizer
 from caraserve.util.tasks import in_turns
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_MESSAGES = 4096
+_REASONING = ("reasoning_content", "reasoning")  # keys of a message; templates know the first, vLLM writes the second
 _PLAIN = {"role", "content", "name"}  # other keys may be large, and slow for a template to write
 _SHORT_CHAT = 64  # messages
 _MAX_ARGUMENTS_CHARACTERS = 64 << 10  # of one tool call: 4 ms to parse
@@ -53,7 +56,9 @@ async def parse_chat(fields: Fields, engine: Engine, find: Find, client: Client)
     names = TokenNames(engine.tokenizer, by_id=delivery.tokens_as_ids)
     choices = [
         ChatChoice(
-            index, request, engine.tokenizer, names, delivery.token_ids, None if tools is None else tools.writer()
+            *(index, request, engine.tokenizer, names, delivery.token_ids),
+            None if tools is None else tools.writer(),
+            chat.reasoning,
         )
         for index, request in enumerate(chat.requests)
     ]
@@ -73,6 +78,7 @@ class ParsedChat:
 
     common: CommonFields
     tools: Tools | None
+    reasoning: Reasoning | None
     requests: tuple[GenerateRequest, ...]
 
 
@@ -91,16 +97,18 @@ async def parse_chat_fields(
     limit = body_fields.CHAT_MAX_COMPLETION_TOKENS.read(fields)
     older_limit = body_fields.CHAT_MAX_TOKENS.read(fields)
     params = validation.sampling_params(fields, engine)
-    params = dataclasses.replace(
-        params,
-        logprobs=_logprobs(fields),
-        grammar=await parse_grammar(fields, engine, params, None if tools is None else tools.constraint),
-        kept_special_ids=params.kept_special_ids if tools is None else tools.kept_special_ids,
-    )
     asked_tokens = older_limit if limit is None else limit
     truncation = parse_truncation(fields, engine, DEFAULT_MAX_TOKENS if asked_tokens is None else asked_tokens)
     with truncation.refusing("messages"):
         ids = tuple(truncation.cut(await chat_ids(fields, engine.tokenizer, truncation.most_encoded, tools)))
+    reasoning = parse_reasoning(fields, engine, ids)
+    kept = [part.kept_special_ids for part in (tools, reasoning) if part is not None]
+    params = dataclasses.replace(
+        params,
+        logprobs=_logprobs(fields),
+        grammar=await parse_grammar(fields, engine, params, None if tools is None else tools.constraint, reasoning),
+        kept_special_ids=frozenset[int]().union(*kept),
+    )
     default = validation.most_scored_tokens(common.n, params.logprobs)
     default = default_max_tokens if default is None else default
     max_tokens = validation.fit_max_tokens(asked_tokens, default, len(ids), engine, source="messages")
@@ -111,7 +119,7 @@ async def parse_chat_fields(
         validation.check_scores(1, len(ids), scored, "prompt_logprobs")
         first = dataclasses.replace(requests[0].params, prompt_logprobs=scored)
         requests[0] = dataclasses.replace(requests[0], params=first)
-    return ParsedChat(common, tools, tuple(requests))
+    return ParsedChat(common, tools, reasoning, tuple(requests))
 
 
 async def chat_ids(fields: Fields, tokenizer: Tokenizer, max_tokens: int, tools: Tools | None = None) -> list[int]:
@@ -124,7 +132,7 @@ async def chat_ids(fields: Fields, tokenizer: Tokenizer, max_tokens: int, tools:
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt exclude each other.", param="continue_final_message"
         )
-    kwargs = fields.mapping("chat_template_kwargs")
+    kwargs = template_arguments(fields, tokenizer.reasoning_format)
 
     def render() -> list[int]:
         return tokenizer.chat(
@@ -165,16 +173,29 @@ async def _message(message: object, name: str) -> dict[str, Any]:
     if isinstance(content, list):
         numbered = in_turns(enumerate(content))
         content = "\n".join([_text_part(part, f"{name}.content[{index}]") async for index, part in numbered])
-    if content is None and calls:
+    reasoning = _reasoning(message, name)
+    if content is None and (calls or reasoning):
         content = ""  # templates concatenate it with strings
     if not isinstance(content, str):
         raise InvalidRequest(
             f"{name}.content must be a string or a list of text parts, not {shown(content)}; only an assistant's "
-            "message with tool_calls may have none.",
+            "message with tool_calls or reasoning_content may have none.",
             param="messages",
         )
-    kept = {key: value for key, value in message.items() if key != "tool_calls"}
-    return kept | {"content": content} | ({"tool_calls": calls} if calls else {})
+    kept = {key: value for key, value in message.items() if key not in ("tool_calls", *_REASONING)}
+    more = {"tool_calls": calls, _REASONING[0]: reasoning}
+    return kept | {"content": content} | {key: value for key, value in more.items() if value}
+
+
+def _reasoning(message: dict[str, Any], name: str) -> str:
+    """The reasoning of an assistant's message, which the template shows or leaves out; empty without it."""
+    for key in _REASONING:
+        value = message.get(key)
+        if value is not None and not isinstance(value, str):
+            raise InvalidRequest(f"{name}.{key} must be a string, not {shown(value)}.", param="messages")
+        if value and message["role"] == "assistant":
+            return value
+    return ""
 
 
 async def _tool_calls(message: dict[str, Any], name: str) -> list[dict[str, Any]]:
@@ -237,6 +258,7 @@ class ChatChoice:
         names: TokenNames,
         return_token_ids: bool,
         tool_calls: ToolCallWriter | None,
+        reasoning: Reasoning | None,
     ) -> None:
         self._index = index
         self._request = request
@@ -246,6 +268,8 @@ class ChatChoice:
         self._prompt_logprobs = None if scored is None else PromptLogprobs(names, scored)
         self._return_token_ids = return_token_ids
         self._tool_calls = tool_calls
+        self._reasoning = None if reasoning is None else reasoning.parser()
+        self._shows_reasoning = reasoning is not None and reasoning.is_shown
         self._first = True
 
     def stream_chunks(self, delta: TokenDelta) -> list[dict[str, Any]]:
@@ -253,9 +277,12 @@ class ChatChoice:
         if self._first:
             self._first = False
             chunks.append(self._chunk({"role": "assistant", "content": ""}))
-        parts = [{"content": delta.text}] if delta.text else []
+        reasoning, text = self._divided(delta, is_last=delta.finish is not None)
+        parts: list[dict[str, Any]] = [{"content": text}] if text else []
         if self._tool_calls is not None:
-            parts = self._tool_calls.deltas(delta.text, delta.finish is not None)
+            parts = self._tool_calls.deltas(text, delta.finish is not None)
+        if reasoning:
+            parts.insert(0, {"reasoning_content": reasoning})
         if not parts and (delta.logprobs or (self._return_token_ids and delta.token_ids)):
             parts = [{"content": ""}]
         new = [self._chunk(part) for part in parts]
@@ -267,13 +294,23 @@ class ChatChoice:
             new.append(self._chunk({}) | self._finish_fields(delta.finish))
         return chunks + new
 
+    def _divided(self, delta: TokenDelta, *, is_last: bool) -> ReasoningText:
+        """The reasoning that the client sees, and the answer, in a delta's text."""
+        if self._reasoning is None:
+            return ReasoningText("", delta.text)
+        parts = self._reasoning.push(delta.text, is_last=is_last)
+        return parts if self._shows_reasoning else parts._replace(reasoning="")
+
     def _finish_fields(self, finish: Finish | None) -> dict[str, Any]:
         return finish_fields(finish) if self._tool_calls is None else self._tool_calls.finish_fields(finish)
 
     def fields_around_logprobs(self, answer: TokenDelta) -> tuple[dict[str, Any], dict[str, Any]]:
-        message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+        reasoning, text = self._divided(answer, is_last=True)
+        message: dict[str, Any] = {"role": "assistant", "content": text}
         if self._tool_calls is not None:
-            message = self._tool_calls.message(answer.text)
+            message = self._tool_calls.message(text)
+        if reasoning:
+            message |= {"reasoning_content": reasoning, "content": message["content"] or None}
         before = {"index": self._index, "message": message}
         after = self._finish_fields(answer.finish)
         if self._return_token_ids:

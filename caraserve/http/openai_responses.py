@@ -10,6 +10,7 @@ from typing import Any
 from caraserve.errors import InvalidRequest
 from caraserve.http import translated_fields as body
 from caraserve.http.adapter_choice import Find
+from caraserve.http.answer_blocks import AnswerBlocks
 from caraserve.http.api_request import ApiRequest
 from caraserve.http.chat import ParsedChat, parse_chat_fields, parsed_arguments
 from caraserve.http.chat_translation import (
@@ -52,7 +53,8 @@ async def parse_response(fields: Fields, engine: Engine, find: Find, client: Cli
     with client_names(_NAMES):
         chat = await parse_chat_fields(Fields(values), engine, find, client, response_id)
     head = _response_head(response_id, fields, values, chat, metadata)
-    return ApiRequest(chat.requests, 1, chat.common.delivery.stream, ResponsesWriter(head, chat.tools))
+    writer = ResponsesWriter(head, AnswerBlocks(chat.tools, chat.reasoning))
+    return ApiRequest(chat.requests, 1, chat.common.delivery.stream, writer)
 
 
 def _response_head(

@@ -11,7 +11,6 @@ from caraserve.core.request import Finish, TokenDelta
 from caraserve.errors import CaraServeError
 from caraserve.http.answer_blocks import AnswerBlocks, Block, BlockChange
 from caraserve.http.responses import json_response
-from caraserve.http.tool_calls import Tools
 from caraserve.http.usage import ResponseTotals, TokenCounts
 from caraserve.http.whole_answer import WholeAnswer
 
@@ -30,9 +29,9 @@ class ResponsesStream:
 class ResponsesWriter(ResponsesStream):
     """The `AnswerWriter` of the Responses API. `head`: the fields of the response object that are known already."""
 
-    def __init__(self, head: dict[str, Any], tools: Tools | None) -> None:
+    def __init__(self, head: dict[str, Any], blocks: AnswerBlocks) -> None:
         self._head = head
-        self._blocks = AnswerBlocks(tools)
+        self._blocks = blocks
         self._items: list[dict[str, Any]] = []  # of the blocks that have ended
         self._num_events = 0
         self._finish: Finish | None = None

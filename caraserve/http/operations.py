@@ -52,7 +52,11 @@ _COMPLETION = _whole(
     **_HEAD,
 )
 _MESSAGE = object_of(
-    ("role", "content"), role={"const": "assistant"}, content=or_null(_STRING), tool_calls=_list_of(_TOOL_CALL)
+    ("role", "content"),
+    role={"const": "assistant"},
+    content=or_null(_STRING),
+    reasoning_content=_STRING,
+    tool_calls=_list_of(_TOOL_CALL),
 )
 _CHAT_COMPLETION = _whole(
     object={"const": "chat.completion"},

@@ -3,7 +3,7 @@
 Sources are the request schemas of OpenAI, vLLM, SGLang, llama.cpp, TGI, LoRAX, Ollama, TensorRT-LLM and others. A field
 that selects weights, constrains the output, or changes the prompt, the sampling or the response, and is not served, is
 refused unless its value asks for nothing. Fields that only advise, label or tune are ignored, and so are a few that
-clients send by default and no server of one plain model can honour (`reasoning_effort`, `web_search_options`).
+clients send by default and no server of one plain model can honour (`reasoning`, `web_search_options`).
 `check_fields` applies a table before any value is read.
 """
 
@@ -81,7 +81,7 @@ def _instead(**fields: tuple[str, object]) -> dict[str, Refused]:
 _NAME_THE_ADAPTER = "name one adapter as model"
 NO_CONSTRAINTS = "send response_format or structured_outputs to constrain the answer"
 _NO_SUCH_SAMPLER = "this way of sampling is not implemented; leave it out"
-_NO_REASONING = 'thinking is up to the chat template; send chat_template_kwargs, such as {"enable_thinking": false}'
+_NO_REASONING = 'send reasoning_effort, or chat_template_kwargs, such as {"enable_thinking": false}'
 _TEXT_ONLY = "only text is served; leave it out"
 _LEAVE_OUT = "leave it out"
 
@@ -203,6 +203,7 @@ _OTHER_NAMES = _instead(
     ban_eos_token=("ignore_eos", False),
     no_stop_trim=("include_stop_str_in_output", False),
     banned_strings=("bad_words", ([],)),
+    thinking_budget=("thinking_token_budget", ()),
     extra_key=("cache_salt", ()),
     return_tokens=("return_token_ids", False),
     return_prompt_token_ids=("return_token_ids", False),
@@ -250,7 +251,7 @@ _PROMPTS = {
         kv_transfer_params={},
         ec_transfer_params={},
     ),
-    **_refused(_NO_REASONING, "enable_thinking", "think", "thinking", "thinking_budget"),
+    **_refused(_NO_REASONING, "enable_thinking", "think", "thinking"),
 }
 
 # Contents of the response, which a client that asks for them reads.
@@ -313,6 +314,7 @@ CHAT = _table(
     _GENERATION
     | _TEMPLATE
     | _TOOLS
+    | _served(body.REASONING_EFFORT, body.INCLUDE_REASONING, body.THINKING_TOKEN_BUDGET)
     | _served(body.CHAT_LOGPROBS, body.TOP_LOGPROBS, body.CHAT_MAX_TOKENS, body.CHAT_MAX_COMPLETION_TOKENS),
     _REFUSED
     | _refused("send it to /v1/completions", "prompt", "prompt_embeds", echo=False)

@@ -10,6 +10,7 @@ from caraserve.core.grammar import Grammar
 from caraserve.core.request import SamplingParams
 from caraserve.errors import InvalidRequest
 from caraserve.http.banned_tokens import with_banned_tokens
+from caraserve.http.reasoning import Reasoning
 from caraserve.http.request_schema import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, check_fields
 from caraserve.http.validation import Fields, shown
 from caraserve.loop import Engine
@@ -45,11 +46,18 @@ Combine = Callable[[GrammarSource | None], GrammarSource | None]
 
 
 async def parse_grammar(
-    fields: Fields, engine: Engine, params: SamplingParams, with_calls: Combine | None = None
+    fields: Fields,
+    engine: Engine,
+    params: SamplingParams,
+    with_calls: Combine | None = None,
+    reasoning: Reasoning | None = None,
 ) -> Grammar | None:
-    """Returns the grammar that the answer must follow, None without one. `with_calls`: if the answer may call tools.
-    Raises InvalidRequest that names the field."""
-    return await with_banned_tokens(fields, engine, params, await _compiled(fields, engine, params, with_calls))
+    """Returns the grammar that the answer must follow, after its reasoning if it has one; None without a grammar.
+    `with_calls`: if the answer may call tools. Raises InvalidRequest that names the field."""
+    grammar = await _compiled(fields, engine, params, with_calls)
+    if reasoning is not None:
+        grammar = reasoning.before(grammar, params, engine.tokenizer)
+    return await with_banned_tokens(fields, engine, params, grammar)
 
 
 async def _compiled(

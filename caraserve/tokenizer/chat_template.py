@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -99,8 +100,10 @@ class ChatTemplate:
         self._renders_tool_calls = "tool_calls" in source
         self._renders_tools = re.search(r"\btools\b", source) is not None
         self.tool_format = detect_format(source, tool_call_parser)  # None if it is not known
+        self.source = source
         try:
             self._template = environment.from_string(source)
+            self.arguments = frozenset(find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateError as error:
             raise ModelLoadError(f"{where}: the chat template does not compile: {error}") from None
 

@@ -4,6 +4,7 @@ Of the library's calls only those for a batch release the interpreter lock. So l
 batches of one, which block no other thread.
 """
 
+import functools
 import json
 import os
 from collections.abc import Mapping, Sequence, Set
@@ -20,6 +21,7 @@ from caraserve.tokenizer.chat_template import ChatTemplate
 from caraserve.tokenizer.detokenizer import Decode, Detokenizer
 from caraserve.tokenizer.grammar import GrammarCompiler
 from caraserve.tokenizer.infill import InfillFormat, find_format
+from caraserve.tokenizer.reasoning import ReasoningFormat, detect_reasoning
 from caraserve.tokenizer.tool_format import ToolFormat
 
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -73,6 +75,13 @@ class Tokenizer:
     def tool_format(self) -> ToolFormat | None:
         """How the model writes calls of tools; None if its chat template does not show it."""
         return self._chat_template.tool_format if self._chat_template is not None else None
+
+    @functools.cached_property
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """How the model writes its reasoning; None if its chat template and its vocabulary have no marks for that."""
+        if (template := self._chat_template) is None:
+            return None
+        return detect_reasoning(template.source, template.arguments, self._tokenizer.token_to_id)
 
     @property
     def infill_format(self) -> InfillFormat | None:

@@ -13,6 +13,7 @@ from caraserve.errors import CaraServeError, ContextLengthExceeded, InvalidReque
 from caraserve.lora.adapter import Adapter, EndedLoad
 from caraserve.tokenizer.grammar import GrammarSource
 from caraserve.tokenizer.infill import InfillFormat
+from caraserve.tokenizer.reasoning import ReasoningFormat
 from caraserve.tokenizer.tool_format import HERMES, ToolFormat
 
 PHASES = Phases(queued_ms=1.0, load_ms=2.0, prefill_ms=3.0, decode_ms=4.0)
@@ -35,6 +36,7 @@ class FakeTokenizer:
     eos_ids = frozenset({EOS})
     grammars = FakeGrammars()
     tool_format: ToolFormat | None = HERMES
+    reasoning_format: ReasoningFormat | None = None
     infill_format: InfillFormat | None = InfillFormat("<P>", "<S>", "<M>")
 
     def special_id(self, text: str) -> int | None:

@@ -1,0 +1,108 @@
+"""What a model writes before its answer between `<think>` and `</think>`: its detection, and an incremental parser."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from caraserve.core.reasoning_grammar import ReasoningState, ReasoningTokens
+
+BEGIN, END = "<think>", "</think>"
+SWITCHES = ("enable_thinking", "thinking")  # names by which templates let the client choose
+_LAST_TOKENS = 4  # of a prompt, among which a marker is looked for; templates write two line ends after it at most
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """How a model marks its reasoning. `switch`: the template's argument that turns it on and off, if it has one.
+    `takes_effort`: whether the template has the argument `reasoning_effort`."""
+
+    tokens: ReasoningTokens
+    switch: str | None = None
+    takes_effort: bool = False
+
+    def state_after(self, prompt_ids: Sequence[int], text_of: Callable[[int], str]) -> ReasoningState:
+        """Returns how far the reasoning is at the end of a prompt: templates open it, or close it to leave it out."""
+        for token_id in reversed(prompt_ids[-_LAST_TOKENS:]):
+            if token_id == self.tokens.begin_id:
+                return ReasoningState.UNDER_WAY
+            if token_id == self.tokens.end_id:
+                return ReasoningState.ENDED
+            if text_of(token_id).strip():
+                break
+        return ReasoningState.NOT_BEGUN
+
+
+def detect_reasoning(
+    template: str, arguments: frozenset[str], token_id_of: Callable[[str], int | None]
+) -> ReasoningFormat | None:
+    """Returns the format of a model whose template mentions the markers and whose vocabulary has them as tokens, else
+    None. `arguments`: the variables of the template."""
+    begin_id, end_id = token_id_of(BEGIN), token_id_of(END)
+    if END not in template or begin_id is None or end_id is None:
+        return None
+    switch = next((name for name in SWITCHES if name in arguments), None)
+    return ReasoningFormat(ReasoningTokens(begin_id, end_id), switch, "reasoning_effort" in arguments)
+
+
+class ReasoningText(NamedTuple):
+    """The parts of an answer's text."""
+
+    reasoning: str
+    answer: str
+
+
+class ReasoningParser:
+    """Divides the text of one answer, which may come in pieces; joined parts are the same for all pieces. White space
+    around the reasoning is dropped."""
+
+    def __init__(self, state: ReasoningState) -> None:
+        self._read = self._read_answer
+        if state is ReasoningState.NOT_BEGUN:
+            self._read = self._read_beginning
+        elif state is ReasoningState.UNDER_WAY:
+            self._read = self._read_reasoning
+        self._buffer = ""  # not decided yet
+        self._is_stripping = state is ReasoningState.UNDER_WAY  # whether white space is dropped until other text comes
+
+    def push(self, text: str, *, is_last: bool) -> ReasoningText:
+        """Adds text; returns what it decides."""
+        self._buffer += text
+        return self._read(is_last)
+
+    def _read_beginning(self, is_last: bool) -> ReasoningText:
+        start = self._buffer.lstrip()
+        if start.startswith(BEGIN):
+            self._buffer, self._read, self._is_stripping = start.removeprefix(BEGIN), self._read_reasoning, True
+        elif is_last or not BEGIN.startswith(start):
+            self._read = self._read_answer
+        else:
+            return ReasoningText("", "")
+        return self._read(is_last)
+
+    def _read_reasoning(self, is_last: bool) -> ReasoningText:
+        at = self._buffer.find(END)
+        if at < 0:
+            kept = 0 if is_last else _overlap(self._buffer, END)
+            text = self._stripped(self._buffer[: len(self._buffer) - kept])
+            shown = text.rstrip()
+            self._buffer = "" if is_last else text[len(shown) :] + self._buffer[len(self._buffer) - kept :]
+            return ReasoningText(shown, "")
+        reasoning = self._stripped(self._buffer[:at]).rstrip()
+        self._buffer, self._read, self._is_stripping = self._buffer[at + len(END) :], self._read_answer, True
+        return ReasoningText(reasoning, self._read(is_last).answer)
+
+    def _read_answer(self, is_last: bool) -> ReasoningText:
+        text, self._buffer = self._stripped(self._buffer), ""
+        return ReasoningText("", text)
+
+    def _stripped(self, text: str) -> str:
+        if self._is_stripping:
+            text = text.lstrip()
+            self._is_stripping = not text
+        return text
+
+
+def _overlap(text: str, marker: str) -> int:
+    """Returns the length of the longest end of `text` that begins `marker`."""
+    longest = min(len(text), len(marker) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)
