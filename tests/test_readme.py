@@ -1,4 +1,4 @@
-"""The README's commands and code are real: they parse, name files that exist, and use options that the server has."""
+"""Commands and code of the README and of docs/ are real: they parse, and files and options that they name exist."""
 
 import argparse
 import ast
@@ -20,7 +20,9 @@ from caraserve.cli.options import OptionParser
 from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
 
 ROOT = Path(__file__).parent.parent
-TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+TEXT = "\n".join([README, *(page.read_text(encoding="utf-8") for page in PAGES)])
 MODELS = {demo.BASE_NAME, *demo.ADAPTER_NAMES}
 
 
@@ -49,6 +51,7 @@ def bench_kinds() -> dict[str, argparse.ArgumentParser]:
 
 def test_the_two_commands_are_at_the_top() -> None:
     first = blocks("bash")[0]
+    assert first in README
     assert [line.split()[0] for line in first.splitlines()] == ["scripts/serve", "scripts/test"]
 
 
@@ -57,6 +60,7 @@ def test_every_command_is_a_script_caraserve_or_curl() -> None:
     assert {line.split()[0] for line in lines} == {
         *("scripts/serve", "scripts/test", "scripts/gpu_check"),
         *("curl", ".venv/bin/caraserve"),
+        *("key=sk-$(python3", "printf"),  # they make a key; a test of its own runs them
     }
 
 
@@ -109,13 +113,18 @@ def test_requests_are_well_formed(arguments: list[str]) -> None:
         assert json.loads(request.data)["model"] in MODELS
 
 
-@pytest.mark.parametrize("code", blocks("python"))
+@pytest.mark.parametrize("code", blocks("python"), ids=range(len(blocks("python"))))
 def test_code_compiles_and_names_models_that_exist(code: str) -> None:
-    voices = next(node.iter for node in ast.walk(ast.parse(code)) if isinstance(node, ast.For))
-    assert set(ast.literal_eval(voices)) == MODELS
+    tree = ast.parse(code)
+    loops = [node.iter for node in ast.walk(tree) if isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple)]
+    voices = [ast.literal_eval(values) for values in loops]
+    models = [word.value for word in ast.walk(tree) if isinstance(word, ast.keyword) and word.arg == "model"]
+    named = [node.value for node in models if isinstance(node, ast.Constant)]
+    assert {*named, *(voice for each in voices for voice in each)} <= MODELS
+    assert named or voices
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_name_files_that_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     named = re.findall(r"`((?:tests/)?[a-z_/]+/(?:[a-z_]+\.py)?|[a-z_]+\.py)`", text)
