@@ -34,6 +34,7 @@ ROUTINGS = (
     *("s-lora-random", "s-lora-contiguous", "local"),
 )
 LORA_KERNELS = ("bgmv", "bgmv-padded")
+PINS = ("host", "device")  # the caches in which an adapter may be pinned; on the device includes in host memory
 _PADDED_RANK = 64  # rows that every module takes with bgmv-padded
 _DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
 _LOAD_FORMATS = {"safetensors": "auto", "hf": "auto"}

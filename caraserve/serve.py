@@ -37,6 +37,7 @@ from caraserve.lora.manager import AdapterManager
 from caraserve.lora.peft import may_exist
 from caraserve.lora.peft_config import CONFIG_NAME
 from caraserve.lora.registry import Registry
+from caraserve.lora.settings import SettingsStore
 from caraserve.lora.uploads import AdapterUploads
 from caraserve.model.digest import model_digest
 from caraserve.model.spec import ModelSpec, load_spec
@@ -159,7 +160,8 @@ async def build_engine(
     most_bytes = min(rules.device_bytes, rules.host_bytes)
     uploads = AdapterUploads(catalog, reader, spec, next(iter(rules.roots), None), most_bytes)
     stack.push_async_callback(uploads.close)
-    management = AdapterManagement(uploads, Aliases(registry))
+    settings = SettingsStore(registry, catalog)
+    management = AdapterManagement(uploads, Aliases(registry), settings)
     complaints = _add_adapters(catalog, lora_config)
     metrics.show(manager.counters.families)
     engine = Engine(

@@ -1,4 +1,4 @@
-"""Lists, uploads and deletes adapters under /v1/adapters."""
+"""Lists, uploads, labels, pins and deletes adapters under /v1/adapters."""
 
 import asyncio
 import base64
@@ -11,15 +11,21 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from caraserve.config import PINS
 from caraserve.errors import Forbidden, InvalidRequest, NotFound
+from caraserve.http import body_fields
 from caraserve.http.adapter_choice import ListedAdapter, find_named, refuse_alias, remote_adapter
 from caraserve.http.adapter_version import entity_tag
 from caraserve.http.admin import updatable
 from caraserve.http.context import CLIENT, CONTEXT, Context
-from caraserve.http.responses import json_response
+from caraserve.http.request_schema import ADAPTER_SETTINGS, check_fields
+from caraserve.http.responses import json_response, note_ignored, read_object
 from caraserve.http.status import sorted_by_name
+from caraserve.http.validation import Fields, shown
 from caraserve.lora.adapter import Adapter, AdapterTier, RemoteSource, UploadSource
-from caraserve.lora.uploads import AdapterUploads, UploadClaims
+from caraserve.lora.management import AdapterManagement
+from caraserve.lora.settings import AdapterSettings
+from caraserve.lora.uploads import UploadClaims
 from caraserve.util.tasks import in_turns
 
 log = logging.getLogger("caraserve.http")
@@ -27,6 +33,7 @@ log = logging.getLogger("caraserve.http")
 _SHA256_HEADER = "x-content-sha256"
 _DIGEST_HEADER = "Content-Digest"  # RFC 9530
 _HEX = re.compile(r"[0-9a-fA-F]{64}")
+_NO_PIN = "no"
 _TIERS = {
     AdapterTier.DEVICE: "device",
     AdapterTier.HOST: "host",
@@ -78,6 +85,7 @@ def tier_of(adapter: Adapter | None) -> str:
 
 def _card(context: Context, info: ListedAdapter) -> dict[str, Any]:
     adapter = context.engine.catalog.manager.find(info.digest)
+    settings = AdapterSettings() if context.management is None else context.management.settings.get(info.name)
     return {
         "name": info.name,
         "object": "adapter",
@@ -87,29 +95,75 @@ def _card(context: Context, info: ListedAdapter) -> dict[str, Any]:
         "created": int(info.created_s),
         "tier": tier_of(adapter),
         "requests": 0 if adapter is None else adapter.pins,
+        "pinned": settings.pinned,
+        "labels": settings.labels,
     }
 
 
 async def put_adapter(request: web.Request) -> web.Response:
     """PUT /v1/adapters/NAME: stores the body and points NAME at it; 201 if the name is new."""
-    context, uploads = _updatable(request)
+    context, management = _managed(request)
     name = request.match_info["name"]
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise web.HTTPUnsupportedMediaType(text="Content-Encoding is not taken; send the body as it is.")
     refuse_alias(context, name)
     claims = UploadClaims(request.content_length, request.query.get("config"), tuple(_checksums(request)))
-    stored = await uploads.put(name, _pieces(request, context.timings.body_s), claims)
+    stored = await management.uploads.put(name, _pieces(request, context.timings.body_s), claims)
     log.info("adapter %s uploaded: %s", name, stored.info.digest)
     headers = {"ETag": entity_tag(stored.info.digest)}
     return json_response(_card(context, stored.info), status=201 if stored.is_new else 200, headers=headers)
 
 
+async def patch_adapter(request: web.Request) -> web.Response:
+    """PATCH /v1/adapters/NAME {"labels": …, "pinned": …}: sets what is given."""
+    context, management = _managed(request)
+    fields = await read_object(request)
+    check_fields(fields, ADAPTER_SETTINGS)
+    labels, pinned = _labels(fields), fields.raw(body_fields.PINNED.name)
+    if pinned is not None and pinned not in (_NO_PIN, *PINS):
+        choices = ", ".join([_NO_PIN, *PINS])
+        raise InvalidRequest(f"pinned must be one of {choices}, not {shown(pinned)}.", param="pinned")
+    note_ignored(request, fields)
+    adapter, settings = context.engine.adapter(_named(request).name), management.settings
+    if pinned is not None:
+        await context.complete(settings.set_pin(adapter.name, None if pinned == _NO_PIN else pinned))
+    if labels is not None:
+        await context.complete(settings.set_labels(adapter.name, labels))
+    return json_response(_card(context, adapter))
+
+
+def _labels(fields: Fields) -> dict[str, str] | None:
+    if fields.raw(body_fields.LABELS.name) is None:
+        return None
+    labels = fields.mapping(body_fields.LABELS.name)
+    if len(labels) > body_fields.MAX_LABELS:
+        raise InvalidRequest(f"labels has {len(labels)} entries; {body_fields.MAX_LABELS} are allowed.", param="labels")
+    for name, value in labels.items():
+        if not re.fullmatch(body_fields.LABEL_NAME, name) or not isinstance(value, str):
+            raise InvalidRequest(
+                f"labels has {shown(name)}: {shown(value)}; a name has letters, digits and . _ / - (63 at most), "
+                "its value is a string.",
+                param="labels",
+            )
+        if len(value) > body_fields.MAX_LABEL_CHARACTERS:
+            raise InvalidRequest(
+                f"labels.{name} has {len(value)} characters; {body_fields.MAX_LABEL_CHARACTERS} are allowed.",
+                param="labels",
+            )
+    return labels
+
+
+async def _delete(management: AdapterManagement, name: str) -> None:
+    await management.uploads.delete(name)
+    await management.settings.remove(name)
+
+
 async def delete_adapter(request: web.Request) -> web.Response:
     """DELETE /v1/adapters/NAME: responds when no running request uses the adapter any more."""
-    context, uploads = _updatable(request)
+    context, management = _managed(request)
     name = request.match_info["name"]
     try:
-        await context.complete(uploads.delete(name))
+        await context.complete(_delete(management, name))
     except NotFound:
         _named(request)
         assert context.cluster is not None
@@ -118,11 +172,12 @@ async def delete_adapter(request: web.Request) -> web.Response:
     return json_response({"name": name, "object": "adapter", "deleted": True})
 
 
-def _updatable(request: web.Request) -> tuple[Context, AdapterUploads]:
+def _managed(request: web.Request) -> tuple[Context, AdapterManagement]:
+    """The context and its parts that change adapters, for a client that may. Raises Forbidden."""
     context = updatable(request)
     if context.management is None:
-        raise Forbidden("This server takes no uploads.")
-    return context, context.management.uploads
+        raise Forbidden("This server's adapters are not managed over HTTP.")
+    return context, context.management
 
 
 async def _pieces(request: web.Request, patience_s: float) -> AsyncIterator[bytes]:

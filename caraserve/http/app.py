@@ -113,6 +113,7 @@ def make_app(
             web.get("/v1/adapters", adapters.list_adapters),
             web.get("/v1/adapters/{name}", adapters.show_adapter),
             web.put("/v1/adapters/{name}", adapters.put_adapter),
+            web.patch("/v1/adapters/{name}", adapters.patch_adapter),
             web.delete("/v1/adapters/{name}", adapters.delete_adapter),
             web.get("/v1/aliases", aliases.list_aliases),
             web.get("/v1/aliases/{name}", aliases.show_alias),

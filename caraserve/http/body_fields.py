@@ -3,6 +3,7 @@
 Names and ranges are OpenAI's and, for the rest, vLLM's. The tables of `request_schema.py` say which route has which.
 """
 
+from caraserve.config import PINS
 from caraserve.core.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOPS
 from caraserve.http.field_types import (
     LARGEST,
@@ -240,10 +241,23 @@ RETURN_DOCUMENTS = BooleanField("return_documents", True)
 
 # --- tokens and adapters ---
 
+MAX_LABELS, MAX_LABEL_CHARACTERS = 32, 256
+LABEL_NAME = "^[A-Za-z0-9][A-Za-z0-9._/-]{0,62}$"
+
 TEXT_PROMPT = TextField("prompt", MAX_TEXT_CHARACTERS)
 RETURN_TOKEN_STRS = BooleanField("return_token_strs", False)
 TOKENS = ArrayField("tokens", MAX_TOKENIZED, _TOKEN_ID)
 LORA_NAME = TextField("lora_name", _PATH_CHARACTERS)
 LORA_FOLDER = TextField("lora_path", _PATH_CHARACTERS)
 LOAD_INPLACE = BooleanField("load_inplace", False)
+LABELS = OtherField(
+    "labels",
+    {
+        "type": "object",
+        "maxProperties": MAX_LABELS,
+        "propertyNames": {"pattern": LABEL_NAME},
+        "additionalProperties": {"type": "string", "maxLength": MAX_LABEL_CHARACTERS},
+    },
+)
+PINNED = OtherField("pinned", one_of("no", *PINS))
 ALIASED_ADAPTER = TextField("adapter", _ADAPTER_NAME_CHARACTERS)

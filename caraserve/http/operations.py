@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from caraserve import errors
+from caraserve.config import PINS
 from caraserve.errors import CaraServeError
 from caraserve.http import deadline, request_schema, translated_fields
 from caraserve.http.field_types import Schema, any_of, object_of, one_of, or_null
@@ -115,6 +116,8 @@ _ADAPTER = _whole(
     created=_INTEGER,
     tier=one_of("device", "host", "disk", "peer", "upload"),
     requests=_INTEGER,
+    pinned=or_null(one_of(*PINS)),
+    labels={"type": "object", "additionalProperties": _STRING},
 )
 
 
@@ -300,6 +303,13 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         parameters=(_ADAPTER_PARAMETER, _CONFIG_PARAMETER, *_SHA256_PARAMETERS),
         takes_bytes=True,
         creates=True,
+    ),
+    ("PATCH", "/v1/adapters/{name}"): Operation(
+        "Sets an adapter's labels, and the cache in which it is kept.",
+        {_JSON: _ADAPTER},
+        request_schema.ADAPTER_SETTINGS,
+        raises=_OF_ADAPTERS,
+        parameters=(_ADAPTER_PARAMETER,),
     ),
     ("DELETE", "/v1/adapters/{name}"): Operation(
         "Deletes an adapter; answers when its last request has ended.",

@@ -394,6 +394,8 @@ UNLOAD_ADAPTER = KnownFields(
     frozenset(("lora_int_id",)),
 )
 
+ADAPTER_SETTINGS = KnownFields(_served(body.LABELS, body.PINNED), _instead(pin=("pinned", ()), tags=("labels", ())))
+
 ALIAS = KnownFields(_served(body.ALIASED_ADAPTER), _instead(name=("adapter", ()), lora_name=("adapter", ())))
 
 STREAM_OPTIONS = KnownFields(

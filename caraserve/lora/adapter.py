@@ -104,6 +104,7 @@ class Adapter:
     users: int = 0
     image_pins: int = 0
     names: set[str] = field(default_factory=set)
+    pinned: str | None = None  # in which cache it stays, one of `PINS`
     slot: int = BASE_ADAPTER_SLOT
     device_bytes: int = 0
     spec: AdapterSpec | None = None  # known once its image has been in the host cache

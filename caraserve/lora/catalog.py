@@ -128,9 +128,9 @@ class Catalog:
         observers: Sequence[AdapterObserver] = (),
     ) -> None:
         """`observers`: called with the name of each adapter that is loaded or unloaded (None) at run time."""
-        self.manager = manager
+        self.manager, self.rules = manager, rules
         self._spec, self._registry = spec, registry
-        self._reader, self._rules, self._observers = reader, rules, observers
+        self._reader, self._observers = reader, observers
         self._infos: dict[str, AdapterInfo] = {}
         self._uploading: dict[str, AdapterInfo] = {}  # with a random digest; not in `_infos`
         self._changing: set[str] = set()  # names being loaded or unloaded
@@ -165,7 +165,7 @@ class Catalog:
         self._refuse_if_all_stay()
         self._check_name(name)
         with self.changing(name):
-            info = await self._on_thread(self._inspect, name, path, self._rules.roots)
+            info = await self._on_thread(self._inspect, name, path, self.rules.roots)
             old = self._infos.get(name)
             is_same = old is not None and old.digest == info.digest
             if old is not None and is_same and old.targets:
@@ -238,7 +238,7 @@ class Catalog:
         self._uploading[name] = AdapterInfo(
             name,
             digest,
-            str(self._rules.roots[0] / name),
+            str(self.rules.roots[0] / name),
             spec.rank,
             (),
             spec.num_bytes,
@@ -302,7 +302,7 @@ class Catalog:
     def _known(self, name: str, path: Path) -> AdapterInfo | None:
         """Returns the registry's entry of an adapter given at the start, or None if there is none or its files have
         changed. Raises CaraServeError for an adapter that cannot be served."""
-        check_adapter_name(name, self._rules.base_name)
+        check_adapter_name(name, self.rules.base_name)
         known = self._registry.get(name)
         if known is None or (known.path, known.stamp) != (os.path.realpath(path), stamp(path)):
             return None
@@ -334,7 +334,7 @@ class Catalog:
         """Raises ConfigError if the adapters do not all fit on the device. Those not read yet count with the bytes of
         their image; padding for kernels may add to that."""
         stay = "--loading-mode cached and merged keep all adapters on the device"
-        room, most = self.manager.memory, self._rules.device_bytes
+        room, most = self.manager.memory, self.rules.device_bytes
         adapters = {info.digest: self.manager.find(info.digest) for info in self._infos.values()}.values()
         if len(adapters) > (places := self.manager.device_cache.places):
             raise ConfigError(f"{stay}, which has places for {places}: {len(adapters)} were given")
@@ -346,10 +346,10 @@ class Catalog:
         """Registers an adapter of an earlier run. Returns a complaint if that is not possible."""
         if info.name in given:
             return None
-        if info.name == self._rules.base_name:
+        if info.name == self.rules.base_name:
             return f"adapter {info.name!r} has the base model's name now and is left out"
         try:
-            folder = resolve_adapter_path(info.path, self._rules.roots)
+            folder = resolve_adapter_path(info.path, self.rules.roots)
         except NotFound:
             folder = None
         except CaraServeError:
@@ -367,7 +367,7 @@ class Catalog:
     def _add(self, info: AdapterInfo) -> None:
         self._infos[info.name] = info
         self.manager.register(info.name, info.digest, Path(info.path), info.num_bytes)
-        if self._rules.keep_on_device:
+        if self.rules.keep_on_device:
             self.manager.preload(info.name)
 
     def _inspect(self, name: str, path: str, roots: Sequence[Path]) -> AdapterInfo:
@@ -379,23 +379,23 @@ class Catalog:
 
     def _refusal(self, rank: int, num_bytes: int) -> AdapterRejected | None:
         """Returns why an adapter of this rank and size can never be served, or None if it can."""
-        if self._rules.max_rank is not None and rank > self._rules.max_rank:
-            return AdapterRejected(f"rank {rank} is above --max-lora-rank {self._rules.max_rank}", param="lora_path")
-        if num_bytes > self._rules.device_bytes:
-            return too_large(num_bytes, self._rules.device_bytes, "--lora-pool-bytes")
-        if num_bytes > self._rules.host_bytes:
-            return too_large(num_bytes, self._rules.host_bytes, "--max-host-adapters-bytes")
+        if self.rules.max_rank is not None and rank > self.rules.max_rank:
+            return AdapterRejected(f"rank {rank} is above --max-lora-rank {self.rules.max_rank}", param="lora_path")
+        if num_bytes > self.rules.device_bytes:
+            return too_large(num_bytes, self.rules.device_bytes, "--lora-pool-bytes")
+        if num_bytes > self.rules.host_bytes:
+            return too_large(num_bytes, self.rules.host_bytes, "--max-host-adapters-bytes")
         return None
 
     def _refuse_if_all_stay(self) -> None:
-        if self._rules.keep_on_device:
+        if self.rules.keep_on_device:
             raise Forbidden(
                 "--loading-mode cached and merged keep the adapters of the start; nothing is loaded or unloaded later"
             )
 
     def _check_name(self, name: str) -> None:
         try:
-            check_adapter_name(name, self._rules.base_name)
+            check_adapter_name(name, self.rules.base_name)
         except ConfigError as error:
             raise AdapterRejected(error.message, param="lora_name") from None
 

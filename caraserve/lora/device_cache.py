@@ -94,7 +94,8 @@ class DeviceCache:
         self._memory.check()
 
     def _idle(self) -> list[Adapter]:
-        return [v for v in self._adapters.values() if v.tier is AdapterTier.DEVICE and v.users == 0]
+        adapters = self._adapters.values()
+        return [v for v in adapters if v.tier is AdapterTier.DEVICE and v.users == 0 and v.pinned != "device"]
 
     def _evict(self, excess_bytes: int, slots_missing: int, evict: Callable[[Adapter], None]) -> bool:
         """Evicts the least valuable idle adapters. Returns False, and evicts none, if they are not enough."""

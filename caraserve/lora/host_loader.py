@@ -111,7 +111,7 @@ class HostLoader:
     def _begin(self, adapter: Adapter, is_needed: Callable[[Adapter], bool]) -> bool:
         def stays(digest: str) -> bool:
             other = self._owner.find(digest)
-            return other is not None and is_needed(other)
+            return other is not None and (other.pinned is not None or is_needed(other))
 
         extent = self._host_cache.take(adapter.digest, adapter.num_bytes, stays, self._owner.evict_from_host)
         if extent is None:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from caraserve.config import PINS
 from caraserve.core.backend import Backend
 from caraserve.core.lora_layout import HostAdapter
 from caraserve.cpu.shared_memory import Arena
@@ -48,6 +49,7 @@ class AdapterManager:
         self._waiting: list[asyncio.Event] = []
         self._adapters: dict[str, Adapter] = {}
         self._names: dict[str, Adapter] = {}
+        self._pinned_names: dict[str, str] = {}  # one of `PINS` by name, also of names that are not registered
         self._host_cache = HostCache(arena)
         self.counters = CacheCounters()
         self.ended_loads: deque[EndedLoad] = deque(maxlen=_KEPT_LOADS)  # the newest last
@@ -69,8 +71,10 @@ class AdapterManager:
             adapter.source = source  # the same adapter may be in another folder now
         old, self._names[name] = self._names.get(name), adapter
         adapter.names.add(name)
+        self._update_pin(adapter)
         if old is not None and old is not adapter:
             old.names.discard(name)
+            self._update_pin(old)
             self._forget_if_unused(old)
 
     def identify(self, random_digest: str, digest: str) -> None:
@@ -88,8 +92,25 @@ class AdapterManager:
         it."""
         adapter = self._names.pop(name)
         adapter.names.discard(name)
+        self._update_pin(adapter)
         self._forget_if_unused(adapter)
         return adapter
+
+    def set_pin(self, name: str, pinned: str | None) -> None:
+        """Keeps the adapter of a name in a cache, one of `PINS`, or no longer (None). It is read to the host cache now,
+        if there is room."""
+        if pinned is None:
+            self._pinned_names.pop(name, None)
+        else:
+            self._pinned_names[name] = pinned
+        if (adapter := self._names.get(name)) is not None:
+            self._update_pin(adapter)
+
+    def _update_pin(self, adapter: Adapter) -> None:
+        pins = {self._pinned_names.get(name) for name in adapter.names}
+        adapter.pinned = next((pin for pin in reversed(PINS) if pin in pins), None)
+        if adapter.pinned is not None:
+            self.prefetch(adapter)
 
     def moved(self, digest: str, folder: Path) -> Adapter | None:
         """Records that an adapter's files are in another folder now. Returns the adapter, if there is one."""

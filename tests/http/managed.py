@@ -12,6 +12,7 @@ from caraserve.lora.aliases import Aliases
 from caraserve.lora.catalog import Catalog
 from caraserve.lora.management import AdapterManagement
 from caraserve.lora.registry import AdapterInfo, Registry
+from caraserve.lora.settings import SettingsStore
 from tests.http.fake_engine import FakeEngine
 from tests.http.serving import Client, http_config, new_metrics
 from tests.lora.uploads import Receiver, receiving
@@ -37,13 +38,14 @@ async def serving(root: Path, **settings: Any) -> AsyncIterator[tuple[Client, Re
     async with receiving(root, registry) as receiver, aiohttp.ClientSession() as session:
         engine, config = CatalogEngine(), http_config(**settings)
         engine.catalog = receiver.catalog
+        management = AdapterManagement(receiver.uploads, Aliases(registry), SettingsStore(registry, receiver.catalog))
         app = make_app(
             engine,  # type: ignore[arg-type]
             config,
             new_metrics(),
             allow_lora_updates=allow,
             timings=timings,
-            management=AdapterManagement(receiver.uploads, Aliases(receiver.registry)),
+            management=management,
         )
         runner, port = await start_http(app, config)
         try:

@@ -38,6 +38,8 @@ async def test_an_uploaded_adapter_is_shown_listed_and_deleted(tmp_path: Path, b
             "created": int(receiver.catalog.get("sql-v7").created_s),
             "tier": "disk",
             "requests": 0,
+            "pinned": None,
+            "labels": {},
         }
         assert (await client.get("/v1/adapters/sql-v7")).json == made.json
         assert (await client.get("/v1/adapters")).json == {"object": "list", "data": [made.json]}

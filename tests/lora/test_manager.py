@@ -309,3 +309,30 @@ def test_a_downloaded_adapter_takes_no_room_that_another_one_waits_for() -> None
     world.end(held)
     world.settle()
     assert world.on_device() == {"large", "small"}
+
+
+def test_a_pinned_adapter_stays_on_the_device_whoever_else_is_asked_for() -> None:
+    world = World(device_bytes=100)
+    for name in "abc":
+        world.add(name)
+    world.manager.set_pin("a", "device")
+    for name in "abbccbc":
+        world.serve(name)
+    assert "a" in world.on_device()
+    world.manager.set_pin("a", None)
+    world.serve("b")
+    world.serve("c")
+    assert world.on_device() == {"b", "c"}
+
+
+def test_an_adapter_pinned_in_host_memory_is_read_at_once_and_stays_there() -> None:
+    world = World(device_bytes=40, host_bytes=192)
+    for name in "abcd":
+        world.add(name)
+    world.manager.set_pin("a", "host")
+    world.settle()
+    assert world.manager.image("a") is not None
+    for name in "bcdbcd":
+        world.serve(name)
+    assert world.manager.image("a") is not None
+    assert world.manager.counters.host_evictions > 0
