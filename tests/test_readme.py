@@ -64,7 +64,7 @@ def test_every_command_is_a_script_caraserve_or_curl() -> None:
     }
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"\b(?:scripts|caraserve|tests)/[\w./]+\w", TEXT))))
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"\b(?:scripts|caraserve|tests)/[\w./-]+\w", TEXT))))
 def test_named_files_exist(path: str) -> None:
     assert (ROOT / path).exists()
 
