@@ -139,6 +139,12 @@ async def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], name: 
         messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
     elif kind == "reasoning":
         fields.skip("input.reasoning")  # of another server; often encrypted
+    elif kind == "item_reference":
+        raise InvalidRequest(
+            f"{name} refers to a stored item, and nothing is stored here; send the item itself, as clients do when "
+            "store is false.",
+            param="input",
+        )
     else:
         raise InvalidRequest(
             f"{name}.type must be message, function_call, function_call_output or reasoning, not {shown(kind)}.",

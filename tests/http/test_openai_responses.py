@@ -265,6 +265,7 @@ async def test_mistakes_are_named_as_the_client_knows_them(fields: dict[str, Any
 async def test_messages_name_fields_of_this_api() -> None:
     for fields, named in (
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "store"),
         ({"regex": "a"}, "text.format"),
         ({"output_format": {}}, "text.format"),
         ({"max_new_tokens": 5}, "max_output_tokens"),
