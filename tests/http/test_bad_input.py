@@ -101,7 +101,6 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"priority": 1.5}, "priority"),
     ({"priority": True}, "priority"),
     ({"priority": 2**63}, "priority"),
-    ({"suffix": "the end"}, "suffix"),
     ({"response_format": {"type": "yaml"}}, "response_format"),
     ({"response_format": {"schema": {}}}, "response_format"),
     ({"response_format": {"type": "json_schema"}}, "response_format"),
