@@ -232,6 +232,7 @@ async def world(
         adapter_slots=device_adapters + 2,
         max_step_tokens=step_tokens,
         max_context=CONTEXT,
+        embedding_size=1,
         shared=None if spare_bytes is None else shared_memory(spare_bytes, blocks, device_adapters),
         assisted_batches=assisted_batches,
         streamed_batches=streamed_batches,

@@ -38,7 +38,7 @@ _LEAST_LENGTH = 1e-12  # a shorter vector stays short
 _NO_TOKENS = SamplingParams(max_tokens=0)
 
 
-class Prompt(NamedTuple):
+class NamedPrompt(NamedTuple):
     """A text or its token ids. `field`: of the body; `place`: in the field, as `[2]`; empty: all of it."""
 
     field: str
@@ -58,7 +58,7 @@ async def parse_embeddings(fields: Fields, engine: Engine, find: Find, client: C
     normalize = body_fields.NORMALIZE.read(fields)
     contents = listed_prompts(fields, "input")
     check_count("input", len(contents), engine)
-    prompts = [Prompt("input", f"[{at}]" if len(contents) > 1 else "", one) for at, one in enumerate(contents)]
+    prompts = [NamedPrompt("input", f"[{at}]" if len(contents) > 1 else "", one) for at, one in enumerate(contents)]
     response_id = f"embd-{uuid.uuid4().hex}"
     model, requests = await embedding_requests(fields, engine, find, client, response_id, prompts)
     head = response_head(response_id, "list", model)
@@ -67,7 +67,7 @@ async def parse_embeddings(fields: Fields, engine: Engine, find: Find, client: C
 
 
 async def embedding_requests(
-    fields: Fields, engine: Engine, find: Find, client: Client, response_id: str, prompts: Sequence[Prompt]
+    fields: Fields, engine: Engine, find: Find, client: Client, response_id: str, prompts: Sequence[NamedPrompt]
 ) -> tuple[str, tuple[GenerateRequest, ...]]:
     """Reads the fields that all routes here share. Returns the model as the client named it, and an engine request for
     each prompt. Raises InvalidRequest, ContextLengthExceeded or NotFound, which name the field."""
@@ -105,7 +105,7 @@ def check_count(field: str, texts: int, engine: Engine) -> None:
 
 
 async def _prompt_ids(
-    prompt: Prompt, engine: Engine, truncation: Truncation, *, add_special_tokens: bool
+    prompt: NamedPrompt, engine: Engine, truncation: Truncation, *, add_special_tokens: bool
 ) -> tuple[int, ...]:
     """Returns the token ids of one prompt, at least one and at most as many as the context holds."""
     limit, tokenizer, content = engine.max_model_len, engine.tokenizer, prompt.content
@@ -128,7 +128,7 @@ async def _prompt_ids(
     return ids
 
 
-def _too_long(prompt: Prompt, tokens: str, limit: int) -> ContextLengthExceeded:
+def _too_long(prompt: NamedPrompt, tokens: str, limit: int) -> ContextLengthExceeded:
     return ContextLengthExceeded(
         f"This model's maximum context length is {limit} tokens. However, {prompt.name} has {tokens} tokens.",
         param=prompt.field,

@@ -18,7 +18,14 @@ from caraserve.http.adapter_choice import Find
 from caraserve.http.api_request import ApiRequest
 from caraserve.http.client import Client
 from caraserve.http.completions import response_head
-from caraserve.http.embeddings import Prompt, UnstreamedAnswer, check_count, embedding_requests, prompt_usage, vector_of
+from caraserve.http.embeddings import (
+    NamedPrompt,
+    UnstreamedAnswer,
+    check_count,
+    embedding_requests,
+    prompt_usage,
+    vector_of,
+)
 from caraserve.http.request_schema import RERANK, SCORE, check_fields
 from caraserve.http.usage import ResponseTotals, TokenCounts
 from caraserve.http.validation import Fields, shown
@@ -49,14 +56,14 @@ async def parse_rerank(fields: Fields, engine: Engine, find: Find, client: Clien
     top_n = body_fields.TOP_N.read(fields) or len(documents)
     return_documents = body_fields.RETURN_DOCUMENTS.read(fields)
     response_id = f"rerank-{uuid.uuid4().hex}"
-    prompts = [Prompt("query", "", query), *documents]
+    prompts = [NamedPrompt("query", "", query), *documents]
     model, requests = await embedding_requests(fields, engine, find, client, response_id, prompts)
     shown_documents = [document.content for document in documents] if return_documents else None
     writer = RankingWriter({"id": response_id, "model": model}, top_n, shown_documents)
     return ApiRequest(requests, 1, stream=False, writer=writer)
 
 
-def _paired_texts(fields: Fields, engine: Engine) -> tuple[list[Prompt], list[Prompt]]:
+def _paired_texts(fields: Fields, engine: Engine) -> tuple[list[NamedPrompt], list[NamedPrompt]]:
     """Returns the two sides: one text or several on the first, as many or several on the second."""
     sent = [names for names in _PAIRED_FIELDS if any(fields.raw(name) is not None for name in names)]
     if len(sent) != 1:
@@ -71,15 +78,15 @@ def _paired_texts(fields: Fields, engine: Engine) -> tuple[list[Prompt], list[Pr
     return first, second
 
 
-def _texts(fields: Fields, name: str, engine: Engine) -> list[Prompt]:
+def _texts(fields: Fields, name: str, engine: Engine) -> list[NamedPrompt]:
     """Reads a text, or a non-empty list of texts. A text may be an object that has it as `text`."""
     value = fields.raw(name)
     if not isinstance(value, list):
-        return [Prompt(name, "", _text(value, name, ""))]
+        return [NamedPrompt(name, "", _text(value, name, ""))]
     if not value:
         raise InvalidRequest(f"{name} is empty; at least one text is needed.", param=name)
     check_count(name, len(value), engine)
-    return [Prompt(name, place := f"[{at}]", _text(one, name, place)) for at, one in enumerate(value)]
+    return [NamedPrompt(name, place := f"[{at}]", _text(one, name, place)) for at, one in enumerate(value)]
 
 
 def _text(value: object, name: str, place: str) -> str:

@@ -23,6 +23,7 @@ def limits(step_tokens: int = 64, blocks: int = 100) -> Limits:
         adapter_slots=4,
         max_step_tokens=step_tokens,
         max_context=400,
+        embedding_size=1,
     )
 
 
@@ -34,6 +35,7 @@ def request(
     *,
     tenant: str = "t",
     priority: int = 0,
+    embeds: bool = False,
     **params: object,
 ) -> Request:
     asked = GenerateRequest(
@@ -44,6 +46,7 @@ def request(
         arrival_s=0.0,
         tenant=tenant,
         priority=priority,
+        embeds=embeds,
     )
     made = Request(asked, seed=0, phase=Phase.PREFILL, slot=slot)
     made.computed, made.launched_outputs = computed, outputs
@@ -78,6 +81,15 @@ def test_decodes_go_before_prefills_and_chunks_fill_the_rest() -> None:
 def test_the_last_chunk_of_a_prompt_samples() -> None:
     pool = BlockPool(100)
     assert rows(plan([request(0, 100, computed=60)], pool, limits(64))) == [(0, 60, 40, True)]
+
+
+@pytest.mark.parametrize(("computed", "embeds"), [(30, False), (60, True)])
+def test_the_last_chunk_of_a_prompt_embeds_it_and_nothing_follows(computed: int, embeds: bool) -> None:
+    made = request(0, 100, computed=computed, embeds=True, max_tokens=0)
+    (entry,) = plan([made], BlockPool(100), limits(64)).scheduled
+    assert (entry.row.embeds, entry.row.samples) == (embeds, False)
+    made.computed = 100
+    assert plan([made], BlockPool(100), limits(64)).scheduled == ()
 
 
 def test_rows_are_ordered_by_adapter_slot_then_admission() -> None:

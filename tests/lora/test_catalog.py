@@ -28,7 +28,9 @@ from tests.fake_backend import FakeBackend
 from tests.lora.folders import SPEC, write_adapter
 
 _MIB = 1 << 20
-_LIMITS = Limits(num_blocks=4, block_tokens=4, num_slots=2, adapter_slots=4, max_step_tokens=8, max_context=16)
+_LIMITS = Limits(
+    num_blocks=4, block_tokens=4, num_slots=2, adapter_slots=4, max_step_tokens=8, max_context=16, embedding_size=1
+)
 
 
 def catalog(registry: Registry, reader: AdapterReader, *roots: Path, device_bytes: int = _MIB) -> Catalog:

@@ -23,7 +23,9 @@ from caraserve.model.dtype import Dtype
 class Device:
     """A backend whose copies end when the test ends them."""
 
-    limits = Limits(num_blocks=1, block_tokens=16, num_slots=1, adapter_slots=9, max_step_tokens=1, max_context=1)
+    limits = Limits(
+        num_blocks=1, block_tokens=16, num_slots=1, adapter_slots=9, max_step_tokens=1, max_context=1, embedding_size=1
+    )
 
     def __init__(self, streamed_batches: int) -> None:
         self.limits = replace(self.limits, streamed_batches=streamed_batches)

@@ -127,9 +127,21 @@ class ExactBackend:
         pass
 
 
-LARGE = Limits(num_blocks=500, block_tokens=16, num_slots=64, adapter_slots=1025, max_step_tokens=256, max_context=1024)
-SMALL = Limits(num_blocks=9, block_tokens=16, num_slots=3, adapter_slots=5, max_step_tokens=40, max_context=48)
-TINY = Limits(num_blocks=4, block_tokens=16, num_slots=8, adapter_slots=5, max_step_tokens=40, max_context=24)
+LARGE = Limits(
+    num_blocks=500,
+    block_tokens=16,
+    num_slots=64,
+    adapter_slots=1025,
+    max_step_tokens=256,
+    max_context=1024,
+    embedding_size=1,
+)
+SMALL = Limits(
+    num_blocks=9, block_tokens=16, num_slots=3, adapter_slots=5, max_step_tokens=40, max_context=48, embedding_size=1
+)
+TINY = Limits(
+    num_blocks=4, block_tokens=16, num_slots=8, adapter_slots=5, max_step_tokens=40, max_context=24, embedding_size=1
+)
 
 
 def quick(backend: ExactBackend, progress: Callable[[float], None] = lambda share: None) -> Profile:
