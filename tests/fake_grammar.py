@@ -32,6 +32,9 @@ class FakeGrammar:
     allowed: Allowed
     on_freed: Callable[[], object] = lambda: None
 
+    async def prepare(self) -> None:
+        """There is nothing to compile."""
+
     def matcher(self, output_ids: Sequence[int] = ()) -> FakeMatcher:
         matcher = FakeMatcher(self.allowed, len(output_ids))
         weakref.finalize(matcher, self.on_freed)

@@ -32,7 +32,11 @@ class TokenMatcher(Protocol):
 
 
 class Grammar(Protocol):
-    """A compiled grammar, shared by any number of requests."""
+    """The grammar of an answer, shared by any number of requests."""
+
+    async def prepare(self) -> None:
+        """Compiles it. To be called by the instance that answers, before a request with it is submitted. Raises
+        InvalidRequest or Overloaded."""
 
     def matcher(self, output_ids: Sequence[int] = ()) -> TokenMatcher:
         """Returns a matcher after the first tokens of an answer; takes about 10 µs."""

@@ -42,6 +42,10 @@ class ReasoningGrammar:
     end_ids: Sequence[int]
     vocab_size: int
 
+    async def prepare(self) -> None:
+        if self.grammar is not None:
+            await self.grammar.prepare()
+
     def matcher(self, output_ids: Sequence[int] = ()) -> TokenMatcher:
         matcher = _ReasoningMatcher(self)
         for token_id in output_ids:

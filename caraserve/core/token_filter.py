@@ -65,6 +65,10 @@ class TokenFilter:
                 _clear(mask, last)
         return cls(mask, longer, mask_of(end_ids, vocab_size), min_tokens, grammar)
 
+    async def prepare(self) -> None:
+        if self.grammar is not None:
+            await self.grammar.prepare()
+
     def matcher(self, output_ids: Sequence[int] = ()) -> TokenMatcher:
         return _FilterMatcher(self, None if self.grammar is None else self.grammar.matcher(output_ids), output_ids)
 

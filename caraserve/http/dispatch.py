@@ -1,7 +1,8 @@
 """Routes requests in a cluster: each is answered by this instance or forwarded to another one.
 
 A client's request is parsed here in any case: mistakes in it are never forwarded, and routing needs its adapter and its
-lengths. A request that another instance has forwarded is answered here or refused, never forwarded again.
+lengths. Only its grammar is compiled where it is answered. A request that another instance has forwarded is answered
+here or refused, never forwarded again.
 """
 
 import logging

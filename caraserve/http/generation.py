@@ -84,7 +84,9 @@ class Generation:
 
     async def _submit(self) -> None:
         """Submits all engine requests or, where one is refused, none: clients send the whole body again."""
-        engine = self._context.engine
+        engine, grammar = self._context.engine, self.api_request.requests[0].params.grammar  # all have the same
+        if grammar is not None:
+            await grammar.prepare()
         with closing(engine.submit_each(self.api_request.requests)) as submitted:
             async for stream in in_turns(submitted):
                 self._streams.append(stream)

@@ -52,17 +52,16 @@ async def parse_grammar(
     with_calls: Combine | None = None,
     reasoning: Reasoning | None = None,
 ) -> Grammar | None:
-    """Returns the grammar that the answer must follow, after its reasoning if it has one; None without a grammar.
-    `with_calls`: if the answer may call tools. Raises InvalidRequest that names the field."""
-    grammar = await _compiled(fields, engine, params, with_calls)
+    """Returns the grammar that the answer must follow, after its reasoning if it has one; None without a grammar. It is
+    not compiled yet. `with_calls`: if the answer may call tools. Raises InvalidRequest that names the field."""
+    source = _grammar_source(fields, params, with_calls)
+    grammar = None if source is None else engine.tokenizer.grammars.uncompiled(source)
     if reasoning is not None:
         grammar = reasoning.before(grammar, params, engine.tokenizer)
     return await with_banned_tokens(fields, engine, params, grammar)
 
 
-async def _compiled(
-    fields: Fields, engine: Engine, params: SamplingParams, with_calls: Combine | None
-) -> Grammar | None:
+def _grammar_source(fields: Fields, params: SamplingParams, with_calls: Combine | None) -> GrammarSource | None:
     sources = [
         *_response_format(fields),
         *_structured_outputs(fields),
@@ -79,7 +78,7 @@ async def _compiled(
     if params.ignore_eos or params.min_tokens > 0:
         name = "ignore_eos" if params.ignore_eos else "min_tokens"
         raise InvalidRequest(f"{name} contradicts {source.field}, whose grammar ends the answer.", param=name)
-    return await engine.tokenizer.grammars.compile(source)
+    return source
 
 
 def _response_format(fields: Fields) -> Iterator[GrammarSource]:

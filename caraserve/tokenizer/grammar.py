@@ -20,7 +20,7 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.core.grammar import Grammar
+from caraserve.core.grammar import Grammar, TokenMatcher
 from caraserve.errors import GrammarDeadEnd, GrammarTooComplex, InvalidRequest, Overloaded
 from caraserve.tokenizer.grammar_limits import (
     COMPILE_S,
@@ -89,10 +89,28 @@ class _Grammar:
         self.is_worn = False  # whether it must be compiled again
         self._answers = 0
 
+    async def prepare(self) -> None:
+        """It is compiled."""
+
     def matcher(self, output_ids: Sequence[int] = ()) -> _Matcher:
         self._answers += 1
         self.is_worn |= self._answers >= MAX_ANSWERS
         return _Matcher(self, self._template.deep_copy(), output_ids)
+
+
+class _Uncompiled:
+    """The `Grammar` of a source that is compiled when it is needed."""
+
+    def __init__(self, source: GrammarSource, compiler: "GrammarCompiler") -> None:
+        self._source, self._compiler = source, compiler
+        self._grammar: Grammar | None = None
+
+    async def prepare(self) -> None:
+        self._grammar = await self._compiler.compile(self._source)
+
+    def matcher(self, output_ids: Sequence[int] = ()) -> TokenMatcher:
+        assert self._grammar is not None, "prepare comes first"
+        return self._grammar.matcher(output_ids)
 
 
 class GrammarCompiler:
@@ -114,6 +132,10 @@ class GrammarCompiler:
         text = self._tokenizer_json()
         self._tokenizer = llguidance.LLTokenizer(text, self._vocab_size, self._end_ids or None)
         self._first_line = _line({"tokenizer": text, "vocab_size": self._vocab_size, "end_ids": self._end_ids})
+
+    def uncompiled(self, source: GrammarSource) -> Grammar:
+        """Returns the grammar of a source; `prepare` compiles it, and raises as `compile`."""
+        return _Uncompiled(source, self)
 
     async def compile(self, source: GrammarSource) -> Grammar:
         """Returns the grammar; requests for the same source share it. Raises InvalidRequest for a source that is wrong

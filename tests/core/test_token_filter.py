@@ -20,6 +20,9 @@ class Only:
     def __init__(self, *token_ids: int) -> None:
         self._token_ids = token_ids
 
+    async def prepare(self) -> None:
+        """There is nothing to compile."""
+
     def matcher(self, output_ids: Sequence[int] = ()) -> TokenMatcher:
         return self
 

@@ -19,14 +19,23 @@ from caraserve.tokenizer.tool_format import HERMES, ToolFormat
 PHASES = Phases(queued_ms=1.0, load_ms=2.0, prefill_ms=3.0, decode_ms=4.0)
 BOS, EOS = 256, 257
 EMBEDDING_SIZE = 4
+WRONG_GRAMMAR = "(wrong"
 DIGEST = "d" * 64  # of every adapter
+
+
+class FakeGrammar(GrammarSource):
+    """A source in place of its grammar. It counts as wrong if its text is `WRONG_GRAMMAR`."""
+
+    async def prepare(self) -> None:
+        if self.text == WRONG_GRAMMAR:
+            raise InvalidRequest("It cannot be compiled.", param=self.field)
 
 
 class FakeGrammars:
     """A compiler that returns sources as they are."""
 
-    async def compile(self, source: GrammarSource) -> GrammarSource:
-        return source
+    def uncompiled(self, source: GrammarSource) -> FakeGrammar:
+        return FakeGrammar(source.kind, source.text, source.field)
 
 
 class FakeTokenizer:

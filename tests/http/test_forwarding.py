@@ -14,7 +14,7 @@ from caraserve.core.request import Tenant
 from caraserve.errors import BackendFailed, Draining, Overloaded
 from caraserve.http.api_keys import key_name
 from caraserve.http.context import HttpTimings
-from tests.http.fake_engine import FakeAdapter, FakeEngine
+from tests.http.fake_engine import WRONG_GRAMMAR, FakeAdapter, FakeEngine
 from tests.http.fleet import FULL, RawAnswer, fleet, streamed
 from tests.http.test_streaming import begun, raw_post, read_chunk, read_event
 
@@ -93,6 +93,16 @@ async def test_events_come_as_they_are_sent(cut: int) -> None:
             assert await read_event(answer) + b"\n\n" == EVENTS[1]
             end.set()
             assert await answer.content.read() == DONE
+
+
+async def test_a_grammar_is_compiled_where_the_request_is_answered() -> None:
+    """The other instance does not notice that it is wrong."""
+    async with fleet("a", "b") as running:
+        answer = await running["b"].client.complete(guided_regex=WRONG_GRAMMAR, model="b")
+        assert (answer.status, answer.error["param"]) == (400, "guided_regex")
+        assert (running["b"].routing_metrics.forwarded, running["a"].routing_metrics.received) == ({"a": 1}, 0)
+        assert (await running["b"].client.complete(guided_regex="a*", model="b")).status == 200
+        assert [len(running[name].engine.requests) for name in "ab"] == [1, 0]
 
 
 async def test_a_clients_mistake_is_not_forwarded() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from caraserve.tokenizer.grammar import GrammarKind, GrammarSource
-from tests.http.fake_engine import FakeEngine
+from tests.http.fake_engine import WRONG_GRAMMAR, FakeEngine
 from tests.http.serving import serving
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -82,3 +82,12 @@ async def test_numbers_beyond_64_bits_are_kept() -> None:
     async with serving(fake) as client:
         assert (await client.complete(guided_json={"maximum": 2**70})).status == 200
     assert json.loads(fake.requests[0].params.grammar.text) == {"maximum": 2**70}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_grammar_that_cannot_be_compiled_is_refused_by_its_field(stream: bool) -> None:
+    fake = FakeEngine()
+    async with serving(fake) as client:
+        refused = await client.complete(guided_regex=WRONG_GRAMMAR, stream=stream)
+    assert (refused.status, refused.error["param"]) == (400, "guided_regex")
+    assert not fake.requests
