@@ -9,7 +9,7 @@ from caraserve.engine.active_request import ActiveRequest
 
 INTERVAL_S = 0.5
 INTERVALS = 120  # that are kept: one minute
-_MOST_NAMES = 256  # adapters counted by name in one interval; the others count together
+_MOST_NAMES = 64  # adapters counted by name in one interval; the others count together
 _OTHERS = ""  # no adapter's name
 
 
@@ -65,19 +65,21 @@ class BatchTimeline:
         """Returns the `most` adapters with the most tokens, in that order, and all others together. Adapters that
         `may_show` excludes are among the others."""
         oldest = _oldest(now_s)
-        cells: dict[str | None, list[tuple[int, int, int]]] = {}
-        for interval in self._intervals:
-            if interval.number >= oldest:
-                for name, (prefill, decode) in interval.tokens.items():
-                    at = min(interval.number - oldest, INTERVALS - 1)  # a batch may have ended after `now_s`
-                    cells.setdefault(name, []).append((at, prefill, decode))
-        totals = {name: sum(prefill + decode for _, prefill, decode in row) for name, row in cells.items()}
-        named = [name for name in cells if name != _OTHERS and may_show(name)]
+        kept = [interval for interval in self._intervals if interval.number >= oldest]
+        totals: dict[str | None, int] = {}
+        for interval in kept:
+            for name, (prefill, decode) in interval.tokens.items():
+                totals[name] = totals.get(name, 0) + prefill + decode
+        named = [name for name in totals if name != _OTHERS and may_show(name)]
         shown = sorted(named, key=lambda name: (-totals[name], name or ""))[:most]
-        others: dict[int, tuple[int, int]] = {}
-        for name in cells.keys() - set(shown):
-            for at, prefill, decode in cells[name]:
-                before = others.get(at, (0, 0))
-                others[at] = before[0] + prefill, before[1] + decode
-        rest = tuple((at, prefill, decode) for at, (prefill, decode) in sorted(others.items()))
-        return [TimelineRow(name, tuple(cells[name])) for name in shown], TimelineRow(_OTHERS, rest)
+        cells: dict[str | None, list[tuple[int, int, int]]] = {name: [] for name in (*shown, _OTHERS)}
+        for interval in kept:
+            at = min(interval.number - oldest, INTERVALS - 1)  # a batch may have ended after `now_s`
+            all_prefill, all_decode = map(sum, zip(*interval.tokens.values(), strict=True))
+            for name in shown:
+                if (counts := interval.tokens.get(name)) is not None:
+                    cells[name].append((at, counts[0], counts[1]))
+                    all_prefill, all_decode = all_prefill - counts[0], all_decode - counts[1]
+            if all_prefill or all_decode:
+                cells[_OTHERS].append((at, all_prefill, all_decode))
+        return [TimelineRow(name, tuple(cells[name])) for name in shown], TimelineRow(_OTHERS, tuple(cells[_OTHERS]))

@@ -67,7 +67,7 @@ def test_names_in_an_interval_are_bounded_and_no_token_is_lost() -> None:
     rows, others = timeline.rows(NOW_S, 20, everyone)
     assert len(rows) == 20
     assert others.cells == ((LAST, 2 * 4980, 0),)
-    assert len(timeline.rows(NOW_S, 5000, everyone)[0]) <= 256
+    assert len(timeline.rows(NOW_S, 5000, everyone)[0]) <= 64
 
 
 def test_a_batch_that_ended_after_the_question_counts_as_the_present() -> None:

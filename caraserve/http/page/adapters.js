@@ -5,6 +5,7 @@ import { byId, count, element, setText, size } from "./text.js";
 
 const TIERS = ["", "device", "host", "disk", "peer", "upload", "loading"];
 const PAUSE_MS = 2000, TYPING_MS = 200;
+const MANY = 2000, MANY_PAUSE_MS = 10000;  // the server looks at every adapter, which takes 0.1 s for 20,000
 
 export class AdapterTable {
   #comparison;
@@ -13,6 +14,7 @@ export class AdapterTable {
   #tier = "";
   #timer = null;
   #asked = 0;
+  #pauseMs = PAUSE_MS;
 
   constructor(comparison) {
     this.#comparison = comparison;
@@ -40,7 +42,7 @@ export class AdapterTable {
   }
 
   async refresh() {
-    if (document.hidden) return this.#later(PAUSE_MS);
+    if (document.hidden) return this.#later(this.#pauseMs);
     const asked = ++this.#asked;
     try {
       const found = await getJson("stats/adapters", { contains: byId("contains").value, tier: this.#tier });
@@ -48,7 +50,7 @@ export class AdapterTable {
     } catch (error) {
       setText("shown", error.message);
     }
-    if (asked === this.#asked) this.#later(PAUSE_MS);
+    if (asked === this.#asked) this.#later(this.#pauseMs);
     return undefined;
   }
 
@@ -64,6 +66,7 @@ export class AdapterTable {
       if (tier !== "loading") all += counts[tier];
     }
     this.#labels.get("").textContent = `all ${count(all)}`;
+    this.#pauseMs = all > MANY ? MANY_PAUSE_MS : PAUSE_MS;
     const rows = new Map();
     if (!this.#tier && !byId("contains").value) rows.set(this.#comparison.base, this.#baseRow());
     for (const adapter of adapters) rows.set(adapter.name, this.#row(adapter));
