@@ -47,19 +47,25 @@ class ReasoningGrammar:
             await self.grammar.prepare()
 
     def matcher(self, output_ids: Sequence[int] = ()) -> TokenMatcher:
-        matcher = _ReasoningMatcher(self)
-        for token_id in output_ids:
-            matcher.append(token_id)
-        return matcher
+        ids, state, count = list(output_ids), self.state, 0
+        if state is ReasoningState.NOT_BEGUN and ids:
+            state = ReasoningState.UNDER_WAY if ids[0] == self.tokens.begin_id else ReasoningState.ENDED
+            ids = ids[1:] if state is ReasoningState.UNDER_WAY else ids
+        if state is ReasoningState.UNDER_WAY:
+            is_ended = self.tokens.end_id in ids
+            count = ids.index(self.tokens.end_id) + 1 if is_ended else len(ids)
+            state, ids = ReasoningState.ENDED if is_ended else state, ids[count:]
+        return _ReasoningMatcher(self, state, count, None if self.grammar is None else self.grammar.matcher(ids))
 
 
 class _ReasoningMatcher:
     """The `TokenMatcher` of one answer."""
 
-    def __init__(self, grammar: ReasoningGrammar) -> None:
-        self._grammar, self._state = grammar, grammar.state
-        self._answer = None if grammar.grammar is None else grammar.grammar.matcher()
-        self._count = 0  # tokens of the reasoning
+    def __init__(
+        self, grammar: ReasoningGrammar, state: ReasoningState, count: int, answer: TokenMatcher | None
+    ) -> None:
+        """`count`: of the tokens of the reasoning. `answer`: the matcher of what follows it."""
+        self._grammar, self._state, self._count, self._answer = grammar, state, count, answer
 
     def append(self, token_id: int) -> None:
         tokens = self._grammar.tokens

@@ -126,6 +126,8 @@ async def _add_message(messages: list[dict[str, Any]], message: dict[str, Any], 
     if not isinstance(content, list):
         messages.append({"role": role, "content": await joined_text(content, f"{name}.content", _TEXT, "messages")})
         return
+    if not content:
+        raise InvalidRequest(f"{name}.content must have at least one block.", param="messages")
     texts: list[str] = []
     calls: list[dict[str, Any]] = []
     async for at, given in in_turns(enumerate(content)):

@@ -337,6 +337,7 @@ def message(*blocks: Any, role: str = "user") -> dict[str, Any]:
         ({"messages": ["x"]}, "messages[0]"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "x" * 2000}]}, "prompt is too long"),
         (message({"type": "image", "source": {}}), "'image'"),
         (message(TOOL_USE), "'tool_use'"),
