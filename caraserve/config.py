@@ -173,7 +173,12 @@ class LoraConfig(_FromArgs):
             metavar="NAME=PATH",
             help="adapters to serve: PEFT folders by name, or vLLM's JSON form",
         )
-        add("--adapters-dir", type=Path, metavar="DIR", help="serve each folder in DIR as an adapter of the same name")
+        add(
+            "--adapters-dir",
+            type=Path,
+            metavar="DIR",
+            help="serve each folder in DIR as an adapter of the same name, also those that come or change later",
+        )
         add("--registry", **_FILE, help="SQLite file that stores the adapter registry")
         add(
             "--loading-mode",

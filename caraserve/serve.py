@@ -32,6 +32,7 @@ from caraserve.kv.memory_budget import MemoryBudget
 from caraserve.loop import Engine
 from caraserve.lora.aliases import Aliases
 from caraserve.lora.catalog import AdapterReader, Catalog, CatalogRules
+from caraserve.lora.folder_watch import FolderWatch
 from caraserve.lora.management import AdapterManagement
 from caraserve.lora.manager import AdapterManager
 from caraserve.lora.peft import may_exist
@@ -300,6 +301,9 @@ async def serve(
         if http_config.api_key_file is not None:
             background.run(stack, keys.watch, "API keys")
             rereads.append(keys.reread)
+        if lora_config.adapters_dir is not None and not lora_config.mode.preloads:
+            watch = FolderWatch(lora_config.adapters_dir, engine.catalog)
+            background.run(stack, watch.run, "watch of --adapters-dir")
         if cluster is not None:
             await cluster.start(stack, app, http_config, port, metrics, served.profile)
             rereads.append(cluster.node.reread_secrets)

@@ -399,6 +399,10 @@ class Catalog:
         except ConfigError as error:
             raise AdapterRejected(error.message, param="lora_name") from None
 
+    def is_changing(self, name: str) -> bool:
+        """Whether the name's adapter is being loaded, uploaded or unloaded."""
+        return name in self._changing
+
     def _notify(self, name: str, info: AdapterInfo | None) -> None:
         for observe in self._observers:
             observe(name, info)

@@ -1,0 +1,84 @@
+"""Watches --adapters-dir: loads folders that are new or have changed, and unloads those that are gone.
+
+A folder counts once its files have had the same sizes and times in two polls, so one that is still being copied waits.
+An adapter that was unloaded over HTTP stays unloaded until its files change.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from caraserve.errors import CaraServeError
+from caraserve.lora.catalog import Catalog, stamp
+from caraserve.util.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 1.0
+_LEAST_PAUSE_SHARE = 20  # pauses are at least so many times the processor time of a poll: 0.3 s for 20,000 folders
+
+
+class FolderWatch:
+    """The folders of one root. Runs on the event loop; the disk is read on a thread."""
+
+    def __init__(self, root: Path, catalog: Catalog, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+        self._root, self._catalog, self._sleep = root.resolve(), catalog, sleep
+        self._seen: dict[str, str] = {}  # stamps of the last poll, by name
+        self._unloads = Tasks()
+        self._cpu_s = 0.0  # of the last poll
+        self._settled: dict[str, str] = {}  # stamps for which nothing is left to do
+
+    async def run(self) -> None:
+        """Polls until cancelled."""
+        try:
+            while True:
+                await self.poll()
+                await self._sleep(max(_POLL_S, _LEAST_PAUSE_SHARE * self._cpu_s))
+        finally:
+            await self._unloads.end()
+
+    async def poll(self) -> None:
+        """Looks at all folders once."""
+        found, self._cpu_s = await asyncio.to_thread(_stamps, self._root)
+        seen, self._seen = self._seen, found
+        for name, now in found.items():
+            if seen.get(name) == now != self._settled.get(name) and not self._catalog.is_changing(name):
+                self._settled[name] = now
+                await self._load(name, now)
+        for name in [name for name in self._settled if name not in found and name not in seen]:
+            if not self._catalog.is_changing(name):
+                del self._settled[name]
+                self._unloads.start(self._unload(name), f"unload of {name}")
+
+    async def _load(self, name: str, now: str) -> None:
+        folder, old = self._root / name, self._catalog.find(name)
+        if old is not None and old.targets and (old.stamp == now or Path(old.path) != folder):
+            return  # known already, or a name that stands for another folder
+        try:
+            info = await self._catalog.load(name, str(folder), inplace=True)
+        except CaraServeError as error:
+            log.warning("%r in --adapters-dir is left out: %s", str(folder), error.message)
+        else:
+            log.info("adapter %s %s in --adapters-dir: %s", name, "has changed" if old else "is new", info.digest)
+
+    async def _unload(self, name: str) -> None:
+        info = self._catalog.find_whole(name)
+        if info is None or Path(info.path) != self._root / name:
+            return
+        log.info("adapter %s is gone from --adapters-dir and is unloaded", name)
+        try:
+            await self._catalog.unload(name)
+        except CaraServeError as error:
+            log.warning("adapter %s cannot be unloaded: %s", name, error.message)
+
+
+def _stamps(root: Path) -> tuple[dict[str, str], float]:
+    """Returns the stamps of all folders with an adapter's files, by name, and the processor time that this took. Raises
+    OSError if the root cannot be read."""
+    began_s = time.thread_time()
+    with os.scandir(root) as entries:
+        names = [entry.name for entry in entries if not entry.name.startswith(".")]
+    return {name: found for name in names if (found := stamp(root / name))}, time.thread_time() - began_s
