@@ -18,6 +18,7 @@ from caraserve.bench.gpu import run as stages
 from caraserve.bench.workload.presets import find_preset
 from caraserve.cli.options import OptionParser
 from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
+from caraserve.http.operations import OPERATIONS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -59,7 +60,7 @@ def test_every_command_is_a_script_caraserve_or_curl() -> None:
     lines = [line for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines() if line]
     assert {line.split()[0] for line in lines} == {
         *("scripts/serve", "scripts/test", "scripts/gpu_check"),
-        *("curl", ".venv/bin/caraserve"),
+        *("curl", "tar", ".venv/bin/caraserve"),
         *("key=sk-$(python3", "printf"),  # they make a key; a test of its own runs them
     }
 
@@ -106,11 +107,24 @@ def test_requests_are_well_formed(arguments: list[str]) -> None:
     parser.add_argument("url")
     parser.add_argument("-H", dest="header")
     parser.add_argument("-d", dest="data")
+    parser.add_argument("-T", dest="file")
+    parser.add_argument("-X", dest="method")
     request = parser.parse_args(arguments)
-    assert urlsplit(request.url).netloc == "127.0.0.1:8000"
+    url = urlsplit(request.url)
+    assert url.netloc == "127.0.0.1:8000"
+    method = request.method or ("PUT" if request.file else "GET" if request.data is None else "POST")
+    operation = next(found for (of, path), found in OPERATIONS.items() if of == method and is_path(url.path, path))
     if request.data is not None:
         assert request.header == "Content-Type: application/json"
-        assert json.loads(request.data)["model"] in MODELS
+        fields = json.loads(request.data)
+        assert operation.body is not None
+        assert fields.keys() <= operation.body.served
+        assert fields.get("model", demo.BASE_NAME) in MODELS
+
+
+def is_path(path: str, canonical: str) -> bool:
+    """Returns whether a route with `{names}` serves a path."""
+    return re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", canonical), path) is not None
 
 
 @pytest.mark.parametrize("code", blocks("python"), ids=range(len(blocks("python"))))
