@@ -27,6 +27,7 @@ from caraserve.util.option_values import (
     share,
     size,
     tokens,
+    url,
 )
 
 ROUTINGS = (
@@ -298,6 +299,7 @@ class HttpConfig(_FromArgs):
     ssl_keyfile: Path | None = None
     ssl_ca_certs: Path | None = None
     api_key_file: Path | None = None
+    otlp_traces_endpoint: str | None = None
 
     @property
     def needs_keys(self) -> bool:
@@ -362,6 +364,12 @@ class HttpConfig(_FromArgs):
             choices=("debug", "info", "warning", "error"),
             default="info",
             help="lowest level to log",
+        )
+        add(
+            "--otlp-traces-endpoint",
+            type=url,
+            metavar="URL",
+            help="send traces of requests to this OpenTelemetry collector, by OTLP over HTTP (default: no traces)",
         )
         add(
             "--log-requests",

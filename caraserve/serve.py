@@ -255,7 +255,9 @@ async def serve(
     from caraserve.http.api_keys import ApiKeys
     from caraserve.http.app import make_app, start_http
     from caraserve.http.generation import LocalRouter
+    from caraserve.http.otlp import OtlpExporter
     from caraserve.http.server import bind
+    from caraserve.http.tracing import Tracer
 
     model_config, lora_config = with_demo(model_config, lora_config)
     if cluster_config.routing is not None and not cluster_config.peers:
@@ -279,6 +281,14 @@ async def serve(
                 stack, cluster_config, credentials, lora_config, engine, observers, served.reader, served.spec, digest
             )
         background = cluster.node.background if cluster else BackgroundTasks()
+        tracer = None
+        if http_config.otlp_traces_endpoint is not None:
+            name = cluster_config.name or f"{http_config.host}:{http_config.port}"
+            exporter = OtlpExporter(http_config.otlp_traces_endpoint, name)
+            stack.push_async_callback(exporter.close)
+            background.run(stack, exporter.run, "OTLP export")
+            metrics.show(exporter.families)
+            tracer = Tracer(exporter, lora_config.loading_mode)
         router = cluster.router if cluster else LocalRouter()
         app = make_app(
             engine,
@@ -290,6 +300,7 @@ async def serve(
             background=background,
             management=served.management,
             keys=keys,
+            tracer=tracer,
         )
         if cluster is not None:
             cluster.add_routes(app)

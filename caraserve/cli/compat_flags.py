@@ -144,7 +144,7 @@ FLAGS = (
     _any("--uvicorn-log-level --log-config-file --max-log-len --disable-access-log-for-endpoints --log-level-http",
          _OWN_LOG),
     _switch("--enable-metrics", "/metrics is always served"),
-    _refused("--otlp-traces-endpoint --otlp-traces-url", "use --trace FILE, or /metrics"),
+    _refused("--otlp-traces-url", "use --otlp-traces-endpoint"),
 )  # fmt: skip
 
 VARIABLES = {

@@ -113,6 +113,14 @@ class TokenLogprob:
     top_logprobs: tuple[float, ...] = ()
 
 
+class PhaseTime(NamedTuple):
+    """A stretch of a request's time in one phase, by the engine's clock. A preempted request is queued again."""
+
+    name: str  # queued, load, prefill or decode
+    began_s: float
+    ended_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class Phases:
     """The time of a request by phase, in milliseconds; the parts add up to `e2e_ms` by construction.
@@ -129,6 +137,8 @@ class Phases:
     stalled_ms: float = 0.0
     interrupted_ms: float = 0.0
     cpu_layers: int = 0
+    loading_choice: str = ""  # how mode `auto` started the request
+    history: tuple[PhaseTime, ...] = ()
 
     @property
     def e2e_ms(self) -> float:
@@ -176,6 +186,13 @@ class Phase(Enum):
     FINISHED = "finished"
 
 
+_PHASE_NAMES = {
+    Phase.WAITING: "queued",
+    Phase.PREEMPTED: "queued",
+    Phase.LOADING: "load",
+    Phase.PREFILL: "prefill",
+    Phase.DECODE: "decode",
+}
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     Phase.WAITING: frozenset({Phase.LOADING, Phase.PREFILL, Phase.FINISHED}),
     Phase.LOADING: frozenset({Phase.PREFILL, Phase.FINISHED}),
@@ -198,7 +215,7 @@ class Request:
     prompt_tokens: int = field(init=False)  # a field, as the scheduler reads it 9 times per row and iteration
     phase: Phase = Phase.WAITING
     since_s: float = 0.0  # start of the current phase
-    spent_s: dict[Phase, float] = field(default_factory=dict)
+    history: list[PhaseTime] = field(default_factory=list)  # of the phases before
     output_ids: list[int] = field(default_factory=list)
     slot: int | None = None
     blocks: list[int] = field(default_factory=list)
@@ -217,7 +234,7 @@ class Request:
         that is not in `TRANSITIONS`."""
         if phase not in TRANSITIONS[self.phase]:
             raise AssertionError(f"{self.inputs.request_id}: {self.phase.name} cannot become {phase.name}")
-        self.spent_s[self.phase] = self.spent_s.get(self.phase, 0.0) + now_s - self.since_s
+        self.history.append(PhaseTime(_PHASE_NAMES[self.phase], self.since_s, now_s))
         self.phase, self.since_s = phase, now_s
 
     def ended_by(self, token: int, eos_ids: frozenset[int]) -> tuple[FinishReason | None, str | int | None]:
@@ -233,18 +250,20 @@ class Request:
         tokens = len(self.output_ids)
         return tokens < self.inputs.params.max_tokens and self.prompt_tokens + tokens < max_tokens
 
-    def phases(self) -> Phases:
+    def phases(self, loading_choice: str = "") -> Phases:
         """Returns the times so far; waiting after a preemption counts as queued."""
 
-        def ms(*phases: Phase) -> float:
-            return 1000 * sum(self.spent_s.get(phase, 0.0) for phase in phases)
-
+        spent_s = dict.fromkeys(_PHASE_NAMES.values(), 0.0)
+        for name, began_s, ended_s in self.history:
+            spent_s[name] += ended_s - began_s
         return Phases(
-            queued_ms=ms(Phase.WAITING, Phase.PREEMPTED),
-            load_ms=ms(Phase.LOADING),
-            prefill_ms=ms(Phase.PREFILL),
-            decode_ms=ms(Phase.DECODE),
+            queued_ms=1000 * spent_s["queued"],
+            load_ms=1000 * spent_s["load"],
+            prefill_ms=1000 * spent_s["prefill"],
+            decode_ms=1000 * spent_s["decode"],
             stalled_ms=self.stalled_ms,
             interrupted_ms=self.interrupted_ms,
             cpu_layers=self.cpu_layers,
+            loading_choice=loading_choice,
+            history=tuple(self.history),
         )

@@ -253,7 +253,7 @@ class ActiveRequest:
             prompt_tokens=request.prompt_tokens,
             completion_tokens=len(request.output_ids),
             cached_tokens=request.cached_tokens,
-            phases=request.phases(),
+            phases=request.phases("" if self.choice is None else self.choice.name),
             stop_reason=stop_reason,
             error=error,
             served_by=self.stream.served_by(),

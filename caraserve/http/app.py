@@ -55,6 +55,7 @@ from caraserve.http.rate_limits import LimitedRouter
 from caraserve.http.request_log import CLIENT_LEFT, IGNORED_HEADER, SUMMARY, RequestSummary, log_request
 from caraserve.http.responses import SERVER, error_body, error_response, json_response, refusal_response
 from caraserve.http.server import Runner, bind, listen_error
+from caraserve.http.tracing import TRACER, Tracer
 from caraserve.loop import Engine
 from caraserve.lora.management import AdapterManagement
 from caraserve.telemetry.background import BackgroundTasks
@@ -83,6 +84,7 @@ def make_app(
     background: BackgroundTasks | None = None,
     management: AdapterManagement | None = None,
     keys: ApiKeys | None = None,
+    tracer: Tracer | None = None,
 ) -> web.Application:
     """The application over `engine`; it owns nothing but its own tasks. Without `router` every request is answered by
     `engine`. `background`: the tasks that /ready reports. `keys`: those of `config`, if they have been read."""
@@ -100,7 +102,7 @@ def make_app(
         background=background or BackgroundTasks(),
         management=management,
     )
-    app = bare_app(context)
+    app = bare_app(context, tracer)
     app[admin.MODELS] = admin.ModelList()
     app[openapi.API_DOCUMENT] = openapi.ApiDocument()
     app.on_cleanup.append(_close)
@@ -164,15 +166,17 @@ async def start_peer_http(
     more: Sequence[web.RouteDef] = (),
 ) -> tuple[web.AppRunner, int]:
     """Listens for other instances on a port of their own, with the engine of `client_app`; see `listen`."""
-    app = bare_app(client_app[CONTEXT])
+    app = bare_app(client_app[CONTEXT], client_app.get(TRACER))
     add_peer_routes(app, node, router, more)
     return await listen(app, client_app[CONTEXT].config, host, port, tls)
 
 
-def bare_app(context: Context) -> web.Application:
+def bare_app(context: Context, tracer: Tracer | None = None) -> web.Application:
     """An application without routes, in which every request passes the middleware."""
     app = web.Application(middlewares=[_handle], client_max_size=context.config.max_body_bytes)
     app[CONTEXT] = context
+    if tracer is not None:
+        app[TRACER] = tracer
     app.on_response_prepare.append(_add_headers)
     return app
 
@@ -185,6 +189,9 @@ async def _handle(request: web.Request, handler: _Handler) -> web.StreamResponse
     request[REQUEST_ID] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
     request[SUMMARY] = RequestSummary()
     status_code = CLIENT_LEFT
+    tracer = request.app.get(TRACER)
+    if tracer is not None:
+        tracer.begin(request)
     try:
         response = await _answer(request, handler, context)
         shape_error(request.path, response)
@@ -193,6 +200,8 @@ async def _handle(request: web.Request, handler: _Handler) -> web.StreamResponse
         context.bodies.release(request)
         if context.config.log_requests:
             log_request(request, request[REQUEST_ID], status_code)
+        if tracer is not None:
+            tracer.end(request, status_code)
     resource = request.match_info.route.resource
     context.metrics.observe_response(resource.canonical if resource else "unknown", response.status)
     return response

@@ -14,10 +14,12 @@ from caraserve.core.request import Finish, GenerateRequest
 from caraserve.engine.active_request import TokenStream
 from caraserve.errors import BackendFailed, CaraServeError, Draining
 from caraserve.http.adapter_version import check_version
+from caraserve.http.adapters import tier_of
 from caraserve.http.api_request import ApiRequest, ReceivedBody
 from caraserve.http.context import CONTEXT, REQUEST_ID, SERVED_BY
 from caraserve.http.request_log import SUMMARY, model_label
 from caraserve.http.streaming import EventStream, comment
+from caraserve.http.tracing import TRACE
 from caraserve.http.usage import ResponseTotals, TokenCounts
 from caraserve.http.whole_answer import WholeAnswer, paced
 from caraserve.util.tasks import TurnBudget, in_turns
@@ -87,6 +89,8 @@ class Generation:
         engine, grammar = self._context.engine, self.api_request.requests[0].params.grammar  # all have the same
         if grammar is not None:
             await grammar.prepare()
+        if (trace := self._request.get(TRACE)) is not None and (adapter := self.api_request.adapter) is not None:
+            trace.tier = tier_of(engine.catalog.manager.find(engine.adapter(adapter).digest))
         with closing(engine.submit_each(self.api_request.requests)) as submitted:
             async for stream in in_turns(submitted):
                 self._streams.append(stream)

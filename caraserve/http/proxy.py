@@ -44,6 +44,7 @@ from caraserve.http.deadline import remaining_time_header
 from caraserve.http.json_reader import Body
 from caraserve.http.request_log import SUMMARY, model_label
 from caraserve.http.streaming import EventStream
+from caraserve.http.tracing import forward_headers_of
 
 _CONNECT_S = 0.5
 _REACH_S = 1.0  # to connect, with the look-up of the name
@@ -204,12 +205,13 @@ class PeerProxy:
         headers |= forward_headers(self._keys(), path, claims) | {"X-Request-Id": request[REQUEST_ID]}
         headers |= remaining_time_header(request)
         url, body = f"{self._scheme}://{peer.address}{path}", memoryview(forwarded.body)
-        sent = self._session.post(url, data=body, headers=headers, allow_redirects=False)
-        response = await _read_from_peer(sent)
-        try:
-            return await upstream.pass_back(response)
-        finally:
-            response.close()  # cancels the generation there, unless it has ended
+        with forward_headers_of(request, peer.name) as trace_headers:
+            sent = self._session.post(url, data=body, headers=headers | trace_headers, allow_redirects=False)
+            response = await _read_from_peer(sent)
+            try:
+                return await upstream.pass_back(response)
+            finally:
+                response.close()  # cancels the generation there, unless it has ended
 
     @contextlib.contextmanager
     def _under_way(self, name: str, scope: asyncio.Timeout) -> Iterator[None]:

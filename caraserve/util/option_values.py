@@ -13,6 +13,7 @@ from caraserve.util.units import parse_bytes
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _TOKEN_UNITS = {"": 1, "k": 1000, "K": 1024, "m": 1_000_000, "M": 1 << 20}  # as vLLM reads them
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:]+\])(:[0-9]+)?", re.IGNORECASE)
+_URL = re.compile(r"https?://[^\s/?#@]+(/[^\s?#]*)?")
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9_.])?")  # a DNS name has at most 253 characters
 _PORT = re.compile(r"[0-9]{1,5}")
 _MOST_CORE = 8191  # Linux's own limit
@@ -90,6 +91,13 @@ def origin(text: str) -> str:
     if text != "*" and not _ORIGIN.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text!r}: write SCHEME://HOST[:PORT] without a path, or *")
     return text.lower()
+
+
+def url(text: str) -> str:
+    """Parses an address of an HTTP server, with or without a path."""
+    if not _URL.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: write http://HOST:PORT or https://HOST:PORT, with a path or not")
+    return text
 
 
 def split_address(address: str) -> tuple[str, int]:

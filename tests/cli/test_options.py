@@ -127,7 +127,7 @@ def test_only_options_without_effect_are_noted_with_the_reason() -> None:
         (["--uds", "/run/x.sock"], "--host"),
         (["--revision", "v2"], "hf download"),
         (["--tokenizer", "other"], "model's folder"),
-        (["--otlp-traces-endpoint", "http://x"], "--trace"),
+        (["--otlp-traces-url", "http://x"], "--otlp-traces-endpoint"),
         (["--max-logprobs", "50"], "at most 20"),
     ],
     ids=lambda part: " ".join(part) if isinstance(part, list) else None,

@@ -34,6 +34,7 @@ from caraserve.http.context import HttpTimings
 from caraserve.http.dispatch import ClusterRouter
 from caraserve.http.proxy import PeerProxy
 from caraserve.http.queue_rebalance import QueueRebalancer
+from caraserve.http.tracing import Tracer
 from tests.http.fake_engine import FakeEngine
 from tests.http.serving import Client, http_config, new_metrics
 
@@ -159,6 +160,7 @@ class Fleet:
         timings: HttpTimings | None = None,
         tls: tuple[SSLContext, SSLContext] | None = None,
         fetcher: AdapterFetcher | None = None,
+        tracer: Tracer | None = None,
         **settings: Any,
     ) -> Server:
         """An instance with a fake engine. `tls`: for listening, on a port of its own for others, and for dialling."""
@@ -183,6 +185,7 @@ class Fleet:
             timings=timings,
             cluster=view,
             router=router,
+            tracer=tracer,
         )
         node: Any = view
         add_peer_routes(app, node, router)
