@@ -52,13 +52,22 @@ struct Block {
     char* stacks;
     void (*body)(void*);
     void* argument;
+    unsigned order[MOST_THREADS], place; // in which the threads run, and the place of the running one
     unsigned threads, running, moves, index, grid;
     unsigned long long random;
 };
 static thread_local Block block;
 
-static void rest() { // until the scheduler comes round again
-    if (!_setjmp(block.fibers[block.running].at)) _longjmp(block.scheduler, 1);
+static void rest() { // until all other threads have run
+    if (_setjmp(block.fibers[block.running].at)) return;
+    if (block.place + 1 < block.threads) { // straight to the next one, which costs half as much as by the scheduler
+        Fiber& next = block.fibers[block.order[block.place + 1]];
+        if (next.begun && !next.ended) {
+            block.running = block.order[++block.place];
+            _longjmp(next.at, 1);
+        }
+    }
+    _longjmp(block.scheduler, 1);
 }
 
 static void pass_if_complete(Meeting& meeting) {
@@ -111,10 +120,9 @@ static void shuffle(unsigned* order, unsigned count, unsigned seed) {
 }
 
 static int run_block(unsigned seed) {
-    static thread_local unsigned order[MOST_THREADS];
-    static thread_local unsigned left, moves, i;
+    static thread_local unsigned left, moves;
     block.meeting = {0, block.threads, 0};
-    for (i = 0; i < block.threads; i++) {
+    for (unsigned i = 0; i < block.threads; i++) {
         Fiber& fiber = block.fibers[i];
         fiber.begun = fiber.ended = false;
         getcontext(&fiber.beginning);
@@ -124,13 +132,13 @@ static int run_block(unsigned seed) {
         const unsigned beyond = block.threads - i / WARP * WARP;
         block.warps[i / WARP].meeting = {0, beyond < WARP ? beyond : WARP, 0};
     }
-    shuffle(order, block.threads, seed);
+    shuffle(block.order, block.threads, seed);
     for (left = block.threads; left > 0;) {
         moves = block.moves;
-        for (i = 0; i < block.threads; i++) {
-            if (block.fibers[order[i]].ended) continue;
-            resume(order[i]);
-            left -= block.fibers[order[i]].ended;
+        for (block.place = 0; block.place < block.threads; block.place++) {
+            if (block.fibers[block.order[block.place]].ended) continue;
+            resume(block.order[block.place]);
+            left -= block.fibers[block.order[block.place]].ended; // the one that ran last
         }
         if (block.moves == moves) return 1; // deadlock
     }
