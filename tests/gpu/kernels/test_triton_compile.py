@@ -249,7 +249,7 @@ def check(recorded: list[Launch], capability: int, folder: Path) -> dict[str, An
 def test_bf16_kernels_fit_and_do_not_spill(capability: int, launches: list[Launch], tmp_path: Path) -> None:
     launch_lora(torch.bfloat16, 64, gated=True)
     launch_attention(torch.bfloat16, 128)
-    if capability != 89:  # has the shared memory, registers and instructions of 86; these kernels need few of any
+    if capability in (86, 90):  # the others have the registers and instructions of 86, and no less shared memory
         launch_layers(torch.bfloat16)
         launch_sampling(torch.bfloat16)
     compiled = check(launches, capability, tmp_path)
