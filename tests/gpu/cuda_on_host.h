@@ -49,6 +49,7 @@ struct Block {
     Warp warps[MOST_THREADS / WARP];
     Meeting meeting;
     jmp_buf scheduler;
+    ucontext_t any;
     char* stacks;
     void (*body)(void*);
     void* argument;
@@ -57,6 +58,7 @@ struct Block {
     unsigned long long random;
 };
 static thread_local Block block;
+static char* spare_stacks; // of an earlier launch: the first write to each page of new ones costs as much as a launch
 
 static void rest() { // until all other threads have run
     if (_setjmp(block.fibers[block.running].at)) return;
@@ -122,10 +124,11 @@ static void shuffle(unsigned* order, unsigned count, unsigned seed) {
 static int run_block(unsigned seed) {
     static thread_local unsigned left, moves;
     block.meeting = {0, block.threads, 0};
+    getcontext(&block.any); // a system call, which every fiber need not make
     for (unsigned i = 0; i < block.threads; i++) {
         Fiber& fiber = block.fibers[i];
         fiber.begun = fiber.ended = false;
-        getcontext(&fiber.beginning);
+        fiber.beginning = block.any;
         fiber.beginning.uc_stack.ss_sp = block.stacks + i * STACK;
         fiber.beginning.uc_stack.ss_size = STACK;
         makecontext(&fiber.beginning, begin, 0);
@@ -158,8 +161,11 @@ template <class... A>
 static int launch(void (*kernel)(A...), unsigned grid, unsigned threads, unsigned seed, void** arguments) {
     Call<A...> call = {kernel, arguments};
     unsigned* blocks = (unsigned*)malloc(grid * sizeof(unsigned));
-    block.stacks = (char*)mmap(nullptr, MOST_THREADS * STACK, PROT_READ | PROT_WRITE,
-                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    block.stacks = __atomic_exchange_n(&spare_stacks, nullptr, __ATOMIC_ACQ_REL);
+    if (block.stacks == nullptr) {
+        block.stacks = (char*)mmap(nullptr, MOST_THREADS * STACK, PROT_READ | PROT_WRITE,
+                                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    }
     block.body = Call<A...>::make;
     block.argument = &call;
     block.threads = threads;
@@ -171,7 +177,8 @@ static int launch(void (*kernel)(A...), unsigned grid, unsigned threads, unsigne
         block.index = blocks[i];
         status = run_block(seed);
     }
-    munmap(block.stacks, MOST_THREADS * STACK);
+    char* const other = __atomic_exchange_n(&spare_stacks, block.stacks, __ATOMIC_ACQ_REL);
+    if (other != nullptr) munmap(other, MOST_THREADS * STACK);
     free(blocks);
     return status;
 }
