@@ -227,9 +227,9 @@ def test_presets_show_the_assumptions_where_a_paper_is_incomplete() -> None:
     [
         (("serve", "--url", "http://127.0.0.1:1"), "127.0.0.1:1"),
         (("serve", "--preset", "toppings-s9"), "toppings-s9"),
-        (("serve", "--lora-assignment", "zipf"), "zipf"),
+        (("serve", "--url", "URL", "--lora-assignment", "zipf"), "zipf"),
         (("serve", "--slo", "speed:9"), "speed:9"),
-        (("serve", "--trace", "azure-llm:nowhere.csv"), "nowhere.csv"),
+        (("serve", "--url", "URL", "--trace", "azure-llm:nowhere.csv"), "nowhere.csv"),
         (("serve", "--", "--loading-mode", "magic"), "magic"),
         (("modes", "--modes", "ondemand"), "cached"),
         (("compare", "nowhere.json", "nowhere.json"), "nowhere.json"),
@@ -242,8 +242,8 @@ def test_presets_show_the_assumptions_where_a_paper_is_incomplete() -> None:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else value,
 )
-def test_invalid_arguments_are_refused_with_the_reason(arguments: tuple[str, ...], complaint: str) -> None:
-    done = bench(*arguments)
+def test_invalid_arguments_are_refused_with_the_reason(arguments: tuple[str, ...], complaint: str, url: str) -> None:
+    done = bench(*(url if word == "URL" else word for word in arguments))
     assert done.returncode in (1, 2)
     assert complaint in done.stderr
     assert "Traceback" not in done.stderr
