@@ -109,7 +109,8 @@ async def _answer_verified(
             selector.routing_metrics.received += 1
             return response
     increment(selector.routing_metrics.refused, refusal.reason)
-    refused = error_response(ForwardRefused(refusal.reason, retry_after_s=_RETRY_S))
+    retry_after_s = engine.predicted_wait_s() if refusal.reason == "full" else _RETRY_S
+    refused = error_response(ForwardRefused(refusal.reason, retry_after_s=retry_after_s))
     refused.headers[REFUSED_HEADER] = format_refusal(refusal)
     return refused
 

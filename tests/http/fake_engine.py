@@ -289,5 +289,8 @@ class FakeEngine:
     def predicted_answer_s(self) -> float:
         return 8.0
 
+    def predicted_wait_s(self) -> float:
+        return 12.0
+
     def snapshot(self) -> FakeSnapshot:
         return self.shown

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 
 from caraserve.core.request import Finish, GenerateRequest, Phases, SamplingParams, Tenant
 from caraserve.http.app import make_app, start_http
-from tests.http.fake_engine import FakeEngine
-from tests.http.serving import Client, http_config, new_metrics
+from tests.http.fake_engine import FakeEngine, spell
+from tests.http.serving import Client, http_config, new_metrics, serving
 
 USES = [("team-a", "sql"), ("team-a", None), ("team-b", "sql")]
 
@@ -56,3 +57,13 @@ async def test_a_key_sees_its_own_use_and_an_admin_everybodys(
 
 async def test_without_keys_everybody_sees_everything() -> None:
     assert len(await rows({})) == len(USES)
+
+
+async def test_several_answers_to_a_prompt_count_it_once_and_are_one_in_vllms_histograms() -> None:
+    fake = FakeEngine(script=lambda request: spell(request, "Hi!" if request.request_id.endswith("1") else "H"))
+    async with serving(fake) as client:
+        assert (await client.complete(prompt=["ab", "cd"], n=3)).status == 200
+        page = (await client.get("/metrics")).body.decode()
+    assert [request.counts_prompt for request in fake.requests] == [True, False, False] * 2
+    sums = dict(re.findall(r"^(vllm:request_\w+)_sum{.*} (\S+)$", page, flags=re.MULTILINE))
+    assert (sums["vllm:request_params_n"], sums["vllm:request_max_num_generation_tokens"]) == ("6.0", "4.0")

@@ -10,6 +10,7 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from caraserve.cluster.membership.swim import MemberState
+from caraserve.cluster.routing.cost import Backlog
 from caraserve.core.request import Tenant
 from caraserve.errors import BackendFailed, Draining, Overloaded
 from caraserve.http.api_keys import key_name
@@ -412,3 +413,13 @@ async def test_only_one_instance_sends_pings() -> None:
             assert [await read_event(got) for _ in range(3)] == [b": ping"] * 3
             (there,) = await a.engine.submitted()
             there.end()
+
+
+async def test_a_full_instance_says_when_its_queue_is_expected_to_be_answered() -> None:
+    async with fleet() as running:
+        a = await running.start("a", FakeEngine(refusals={0: Overloaded("full", retry_after_s=3)}))
+        b = await running.start("b")
+        running.world.loads["b"] = Backlog(queue_room=0)
+        answer = await a.client.complete()
+        assert (answer.status, answer.headers["Retry-After"]) == (429, f"{b.engine.predicted_wait_s():.0f}")
+        assert len(a.forwards) == 1
