@@ -1,4 +1,4 @@
-"""An answer as a row of blocks, each a text or the call of a function, as Responses and Messages write it."""
+"""An answer as a row of blocks, as Responses and Messages write it: reasoning, texts, and calls of functions."""
 
 import uuid
 from dataclasses import dataclass, field
@@ -8,13 +8,16 @@ from caraserve.http.reasoning import Reasoning
 from caraserve.http.tool_calls import Tools, new_call_id
 from caraserve.tokenizer.tool_format import CallStart, TextPart, ToolCallParser, ToolEvent
 
+BlockKind = Literal["reasoning", "text", "call"]
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A text, or the call of the function `name`, whose arguments are the text, as JSON."""
+    """A part of an answer. The text of a call of the function `name` is its arguments, as JSON."""
 
     index: int
-    name: str | None = None
+    kind: BlockKind
+    name: str = ""
     call_id: str = ""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     parts: list[str] = field(default_factory=list)  # of the text so far
@@ -38,6 +41,7 @@ class AnswerBlocks:
     def __init__(self, tools: Tools | None, reasoning: Reasoning | None) -> None:
         self._tools = tools
         self._reasoning = None if reasoning is None else reasoning.parser()
+        self._shows_reasoning = reasoning is not None and reasoning.is_shown
         self._parser = None if tools is None else ToolCallParser(tools.tool_format, tools.most_calls)
         self._blocks: list[Block] = []
 
@@ -47,21 +51,20 @@ class AnswerBlocks:
         return self._blocks[-1]
 
     def push(self, text: str, *, is_last: bool) -> list[BlockChange]:
-        """Adds text; returns what it changes, in order. Reasoning before the answer is left out."""
+        """Adds text; returns what it changes, in order."""
         changes: list[BlockChange] = []
         if self._reasoning is not None:
-            text = self._reasoning.push(text, is_last=is_last).answer
+            reasoning, text = self._reasoning.push(text, is_last=is_last)
+            if reasoning and self._shows_reasoning:
+                self._add(changes, "reasoning", reasoning)
         for event in self._tool_events(text, is_last):
             if isinstance(event, CallStart):
-                self._start(changes, event.name)
-                continue
-            if isinstance(event, TextPart) and (not self._blocks or self._blocks[-1].name is not None):
-                self._start(changes, None)
-            self._blocks[-1].parts.append(event.text)
-            changes.append(BlockChange("add", self._blocks[-1], event.text))
+                self._start(changes, "call", event.name)
+            else:
+                self._add(changes, "text" if isinstance(event, TextPart) else "call", event.text)
         if is_last:
             if not self._blocks:
-                self._start(changes, None)
+                self._start(changes, "text")
             changes.append(BlockChange("end", self._blocks[-1]))
         return changes
 
@@ -70,9 +73,15 @@ class AnswerBlocks:
             return [TextPart(text)] if text else []
         return self._parser.push(text) + (self._parser.finish() if is_last else [])
 
-    def _start(self, changes: list[BlockChange], name: str | None) -> None:
+    def _add(self, changes: list[BlockChange], kind: BlockKind, text: str) -> None:
+        if not self._blocks or self._blocks[-1].kind != kind:
+            self._start(changes, kind)
+        self._blocks[-1].parts.append(text)
+        changes.append(BlockChange("add", self._blocks[-1], text))
+
+    def _start(self, changes: list[BlockChange], kind: BlockKind, name: str = "") -> None:
         if self._blocks:
             changes.append(BlockChange("end", self._blocks[-1]))
-        call_id = "" if name is None or self._tools is None else new_call_id(self._tools.tool_format)
-        self._blocks.append(Block(len(self._blocks), name, call_id))
+        call_id = new_call_id(self._tools.tool_format) if kind == "call" and self._tools is not None else ""
+        self._blocks.append(Block(len(self._blocks), kind, name, call_id))
         changes.append(BlockChange("start", self._blocks[-1]))

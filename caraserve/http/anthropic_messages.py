@@ -21,9 +21,11 @@ from caraserve.http.chat_translation import (
     client_names,
     joined_text,
     shared_values,
+    skip_unread,
 )
 from caraserve.http.client import Client
 from caraserve.http.context import CLIENT, CONTEXT
+from caraserve.http.field_types import LARGEST
 from caraserve.http.json_reader import parse_object
 from caraserve.http.request_schema import check_fields
 from caraserve.http.responses import json_response, note_ignored, read_body
@@ -31,6 +33,7 @@ from caraserve.http.tool_calls import parse_tools
 from caraserve.http.translated_fields import MESSAGES
 from caraserve.http.validation import Fields, shown
 from caraserve.loop import Engine
+from caraserve.tokenizer.reasoning import SWITCHES
 from caraserve.util.tasks import in_turns
 
 _NAMES = {
@@ -38,6 +41,7 @@ _NAMES = {
     "response_format": "output_config.format",
     "].function.parameters": "].input_schema",
     "].function.": "].",
+    "thinking_token_budget": "thinking.budget_tokens",
     "stop must": "stop_sequences must",
 }
 _TEXT = {"text": "text"}
@@ -55,14 +59,15 @@ async def parse_message(fields: Fields, engine: Engine, find: Find, client: Clie
     limit = body.MAX_TOKENS.read(fields)
     if limit is None:
         raise InvalidRequest("max_tokens is required.", param="max_tokens")
-    values = await _chat_values(fields)
-    message_id = f"msg_{uuid.uuid4().hex}"
+    values = await _chat_values(fields, engine)
+    message_id, chat_fields = f"msg_{uuid.uuid4().hex}", Fields(values)
     try:
         with client_names(_NAMES):
             # A limit beyond the context is lowered: clients, who must send one, choose it for models with a larger one.
-            chat = await parse_chat_fields(Fields(values), engine, find, client, message_id, default_max_tokens=limit)
+            chat = await parse_chat_fields(chat_fields, engine, find, client, message_id, default_max_tokens=limit)
     except ContextLengthExceeded as error:  # the first words are Anthropic's, by which clients know what to do
         raise ContextLengthExceeded(f"prompt is too long: {error.message}", param=error.param) from None
+    skip_unread(fields, chat_fields, _NAMES)
     blocks = AnswerBlocks(chat.tools, chat.reasoning)
     fills_context = chat.requests[0].params.max_tokens < limit
     writer = MessagesWriter(message_id, chat.common.model, blocks, fills_context=fills_context)
@@ -75,7 +80,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     fields = Fields(await parse_object(await read_body(request), MAX_NUMBERS))
     check_fields(fields, MESSAGES)
     body.MAX_TOKENS.read(fields)
-    values = await _chat_values(fields)
+    values = await _chat_values(fields, engine)
     choose_adapter(Fields(values), engine.base_name, adapter_finder(request), request[CLIENT])
     most = max(body_fields.MAX_TOKENIZED, engine.max_model_len)
     with client_names(_NAMES):
@@ -88,7 +93,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     return json_response({"input_tokens": len(ids)})
 
 
-async def _chat_values(fields: Fields) -> dict[str, Any]:
+async def _chat_values(fields: Fields, engine: Engine) -> dict[str, Any]:
     """The fields of the chat that a body stands for."""
     given = fields.raw("messages")
     if not isinstance(given, list) or not given:
@@ -114,9 +119,7 @@ async def _chat_values(fields: Fields) -> dict[str, Any]:
         if "tool_calls" in messages[-1]:
             raise InvalidRequest("the last message has tool_use blocks; send their tool_result.", param="messages")
         values["continue_final_message"] = True
-    if (thinking := _thinking(fields)) is not None:
-        values["chat_template_kwargs"] = {"enable_thinking": thinking, **fields.mapping("chat_template_kwargs")}
-    return values
+    return values | _thinking(fields, engine.tokenizer.reasoning_format is not None)
 
 
 async def _add_message(messages: list[dict[str, Any]], message: dict[str, Any], name: str, fields: Fields) -> None:
@@ -130,6 +133,7 @@ async def _add_message(messages: list[dict[str, Any]], message: dict[str, Any], 
         raise InvalidRequest(f"{name}.content must have at least one block.", param="messages")
     texts: list[str] = []
     calls: list[dict[str, Any]] = []
+    thoughts: list[str] = []
     async for at, given in in_turns(enumerate(content)):
         where = f"{name}.content[{at}]"
         block = checked_object(given, where, "messages")
@@ -142,8 +146,10 @@ async def _add_message(messages: list[dict[str, Any]], message: dict[str, Any], 
             messages += _user_message(texts)
             texts = []
             messages.append(await _tool_message(block, where))
-        elif kind in ("thinking", "redacted_thinking") and role == "assistant":
-            fields.skip("messages.thinking")  # templates leave out what was thought before
+        elif kind == "thinking" and role == "assistant":
+            thoughts.append(checked_text(block, "thinking", where, "messages"))
+        elif kind == "redacted_thinking" and role == "assistant":
+            fields.skip("messages.redacted_thinking")  # of another server, encrypted
         else:
             raise InvalidRequest(
                 f"{where}.type {shown(kind)} is not served in messages of the {role}; text is, tool_use by the "
@@ -153,7 +159,9 @@ async def _add_message(messages: list[dict[str, Any]], message: dict[str, Any], 
     if role == "user":
         messages += _user_message(texts)
     else:
-        messages.append({"role": role, "content": "\n".join(texts)} | ({"tool_calls": calls} if calls else {}))
+        more = {"tool_calls": calls, "reasoning_content": "\n".join(thoughts)}
+        kept = {key: value for key, value in more.items() if value}
+        messages.append({"role": role, "content": "\n".join(texts), **kept})
 
 
 def _user_message(texts: list[str]) -> Iterator[dict[str, Any]]:
@@ -212,12 +220,20 @@ def _response_format(fields: Fields) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
 
 
-def _thinking(fields: Fields) -> bool | None:
-    """Whether the model is to think first, where its template lets the client choose; None: as the template says."""
-    kind = fields.nested("thinking").raw("type")
-    if kind is None:
-        return None
-    return checked_choice(kind, _THINKING, "thinking.type", "thinking") != "disabled"
+def _thinking(fields: Fields, can_think: bool) -> dict[str, Any]:
+    """The fields of a chat that `thinking` stands for. Without it the template decides whether the model thinks, and
+    the client does not expect to see it."""
+    thinking = fields.nested("thinking")
+    kind = thinking.raw("type")
+    is_on = kind is not None and checked_choice(kind, _THINKING, "thinking.type", "thinking") != "disabled"
+    values: dict[str, Any] = {}
+    if kind is not None:
+        given = fields.mapping("chat_template_kwargs")
+        values["chat_template_kwargs"] = dict.fromkeys(SWITCHES, is_on) | given
+    if can_think:
+        values["include_reasoning"] = is_on and thinking.raw("display") != "omitted"
+        values["thinking_token_budget"] = thinking.maybe_integer("budget_tokens", 0, LARGEST)
+    return values
 
 
 def _check_context_management(fields: Fields) -> None:

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from caraserve.core.request import Finish, TokenDelta
 from caraserve.errors import CaraServeError, RateLimited, ThreadsUnsupported
-from caraserve.http.answer_blocks import AnswerBlocks, Block, BlockChange
+from caraserve.http.answer_blocks import AnswerBlocks, Block, BlockChange, BlockKind
 from caraserve.http.usage import ResponseTotals, TokenCounts
 from caraserve.http.whole_answer import WholeAnswer
 
@@ -22,6 +22,12 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
     504: "timeout_error",
     _OVERLOADED: "overloaded_error",
+}
+# Of each kind of block: the type of its deltas, and their key with the text.
+_DELTAS: dict[BlockKind, tuple[str, str]] = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
 }
 
 
@@ -87,26 +93,23 @@ class MessagesWriter(MessagesStream):
 
     def _block_event(self, change: BlockChange) -> bytes:
         block = change.block
-        if change.kind == "start":
-            start: dict[str, Any] = {"type": "text", "text": ""}
-            if block.name is not None:
-                self._has_calls = True
-                start = {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
-            return _event({"type": "content_block_start", "index": block.index, "content_block": start})
         if change.kind == "end":
             return _event({"type": "content_block_stop", "index": block.index})
-        kind, key = ("text_delta", "text") if block.name is None else ("input_json_delta", "partial_json")
-        delta = {"type": kind, key: change.text}
-        return _event({"type": "content_block_delta", "index": block.index, "delta": delta})
+        if change.kind == "start":
+            self._has_calls |= block.kind == "call"
+            return _event({"type": "content_block_start", "index": block.index, "content_block": _empty(block)})
+        kind, key = _DELTAS[block.kind]
+        return _event({"type": "content_block_delta", "index": block.index, "delta": {"type": kind, key: change.text}})
 
     def _whole_block(self, block: Block) -> dict[str, Any]:
         """A block of a whole message. A call whose arguments are cut off or malformed is a text, so that no client
         runs it without them."""
-        if block.name is None or not _is_object(block.text):
+        if block.kind == "reasoning":
+            return _empty(block) | {"thinking": block.text}
+        if block.kind == "text" or not _is_object(block.text):
             return {"type": "text", "text": block.text}
         self._has_calls = True
-        arguments = orjson.Fragment(block.text)  # as they are: orjson has no integers above 64 bits
-        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
+        return _empty(block) | {"input": orjson.Fragment(block.text)}  # orjson has no integers above 64 bits
 
     def _stop(self) -> dict[str, Any]:
         """The reason for which the answer ended."""
@@ -117,6 +120,15 @@ class MessagesWriter(MessagesStream):
         elif finish is not None and isinstance(finish.stop_reason, str):
             reason, sequence = "stop_sequence", finish.stop_reason
         return {"stop_reason": reason, "stop_sequence": sequence}
+
+
+def _empty(block: Block) -> dict[str, Any]:
+    """A block without its text."""
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    if block.kind == "text":
+        return {"type": "text", "text": ""}
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
 
 
 def _event(value: dict[str, Any]) -> bytes:

@@ -31,6 +31,12 @@ def client_names(names: Mapping[str, str]) -> Iterator[None]:
         raise type(error)(message, param=param or None) from None
 
 
+def skip_unread(fields: Fields, chat: Fields, names: Mapping[str, str]) -> None:
+    """Lists what was not used of the chat among the client's fields, by the client's names."""
+    for name in chat.unread():
+        fields.skip(names.get(name, name))
+
+
 async def joined_text(content: object, name: str, kinds: Mapping[str, str], param: str) -> str:
     """Content as one string: a string, or a list of parts with text. `kinds`: the key of the text by the type of the
     part. Raises InvalidRequest."""

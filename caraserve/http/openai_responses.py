@@ -20,6 +20,7 @@ from caraserve.http.chat_translation import (
     client_names,
     joined_text,
     shared_values,
+    skip_unread,
 )
 from caraserve.http.client import Client
 from caraserve.http.openai_responses_writer import ResponsesWriter
@@ -32,11 +33,13 @@ from caraserve.util.tasks import in_turns
 _NAMES = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
     "max_tokens": "max_output_tokens",
     "messages": "input",
     "].function.": "].",
 }
 _PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+_REASONING_PARTS = {"reasoning_text": "text"}
 _ROLES = ("user", "assistant", "system", "developer")
 _LOGPROBS = "message.output_text.logprobs"
 _MAX_INCLUDED = 64
@@ -50,8 +53,10 @@ async def parse_response(fields: Fields, engine: Engine, find: Find, client: Cli
     values = await _chat_values(fields)
     metadata = _metadata(fields)
     response_id = f"resp_{uuid.uuid4().hex}"
+    chat_fields = Fields(values)
     with client_names(_NAMES):
-        chat = await parse_chat_fields(Fields(values), engine, find, client, response_id)
+        chat = await parse_chat_fields(chat_fields, engine, find, client, response_id)
+    skip_unread(fields, chat_fields, _NAMES)
     head = _response_head(response_id, fields, values, chat, metadata)
     writer = ResponsesWriter(head, AnswerBlocks(chat.tools, chat.reasoning))
     return ApiRequest(chat.requests, 1, chat.common.delivery.stream, writer)
@@ -74,7 +79,7 @@ def _response_head(
         "model": chat.common.model,
         "parallel_tool_calls": values["parallel_tool_calls"] is not False,
         "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": values["reasoning_effort"], "summary": None},
         "store": False,
         "temperature": params.temperature,
         "text": {"format": fields.mapping("text").get("format") or {"type": "text"}},
@@ -99,6 +104,7 @@ async def _chat_values(fields: Fields) -> dict[str, Any]:
     return shared_values(fields, RESPONSES) | {
         "messages": system + await _messages(fields),
         "max_tokens": body.MAX_OUTPUT_TOKENS.read(fields),
+        "reasoning_effort": fields.nested("reasoning").raw("effort"),
         "response_format": _response_format(fields),
         "tools": tools,
         "tool_choice": _tool_choice(fields),
@@ -123,22 +129,28 @@ async def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], name: 
     if kind == "message":
         role = checked_choice(item.get("role"), _ROLES, f"{name}.role", "input")
         content = await joined_text(item.get("content"), f"{name}.content", _PARTS, "input")
-        messages.append({"role": role, "content": content})
+        begun = _assistant(messages) if role == "assistant" else None
+        if begun is not None and begun["content"] is None and "tool_calls" not in begun:
+            begun["content"] = content  # after its reasoning
+        else:
+            messages.append({"role": role, "content": content})
     elif kind == "function_call":
         function = {
             "name": checked_text(item, "name", name, "input"),
             "arguments": parsed_arguments(item.get("arguments"), f"{name}.arguments", "input"),
         }
         call = {"id": checked_text(item, "call_id", name, "input"), "type": "function", "function": function}
-        if not messages or messages[-1]["role"] != "assistant":
-            messages.append({"role": "assistant", "content": None})
-        messages[-1].setdefault("tool_calls", []).append(call)
+        _assistant(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         call_id = checked_text(item, "call_id", name, "input")
         content = await joined_text(item.get("output"), f"{name}.output", _PARTS, "input")
         messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
     elif kind == "reasoning":
-        fields.skip("input.reasoning")  # of another server; often encrypted
+        if item.get("content"):
+            text = await joined_text(item["content"], f"{name}.content", _REASONING_PARTS, "input")
+            messages.append({"role": "assistant", "content": None, "reasoning_content": text})
+        else:
+            fields.skip("input.reasoning")  # of another server, encrypted
     elif kind == "item_reference":
         raise InvalidRequest(
             f"{name} refers to a stored item, and nothing is stored here; send the item itself, as clients do when "
@@ -150,6 +162,13 @@ async def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], name: 
             f"{name}.type must be message, function_call, function_call_output or reasoning, not {shown(kind)}.",
             param="input",
         )
+
+
+def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The assistant's message that the next item belongs to: the last one, or a new one."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    return messages[-1]
 
 
 def _functions(fields: Fields) -> list[dict[str, Any]]:

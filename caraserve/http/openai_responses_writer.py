@@ -9,10 +9,19 @@ from aiohttp import web
 
 from caraserve.core.request import Finish, TokenDelta
 from caraserve.errors import CaraServeError
-from caraserve.http.answer_blocks import AnswerBlocks, Block, BlockChange
+from caraserve.http.answer_blocks import AnswerBlocks, Block, BlockChange, BlockKind
 from caraserve.http.responses import json_response
 from caraserve.http.usage import ResponseTotals, TokenCounts
 from caraserve.http.whole_answer import WholeAnswer
+
+_ID_PREFIXES: dict[BlockKind, str] = {"reasoning": "rs", "text": "msg", "call": "fc"}
+_ITEM_TYPES: dict[BlockKind, str] = {"reasoning": "reasoning", "text": "message", "call": "function_call"}
+# In the types of the events of texts.
+_TEXT_NAMES: dict[BlockKind, str] = {
+    "reasoning": "reasoning_text",
+    "text": "output_text",
+    "call": "function_call_arguments",
+}
 
 
 class ResponsesStream:
@@ -71,30 +80,27 @@ class ResponsesWriter(ResponsesStream):
         return written
 
     def _events_of(self, change: BlockChange) -> list[bytes]:
-        block, is_text = change.block, change.block.name is None
+        block, text_name = change.block, _TEXT_NAMES[change.block.kind]
         at: dict[str, Any] = {"output_index": block.index}
-        of_item = at | {"item_id": _item_id(block)}
-        if is_text:
-            of_item["content_index"] = 0
+        of_item = at | {"item_id": _item_id(block)} | ({} if block.kind == "call" else {"content_index": 0})
+        logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
         if change.kind == "add":
-            if is_text:
-                return [self._event("response.output_text.delta", delta=change.text, logprobs=[], **of_item)]
-            return [self._event("response.function_call_arguments.delta", delta=change.text, **of_item)]
+            return [self._event(f"response.{text_name}.delta", delta=change.text, **logprobs, **of_item)]
         if change.kind == "start":
             events = [self._event("response.output_item.added", item=_item(block, "in_progress"), **at)]
-            if is_text:
-                events.append(self._event("response.content_part.added", part=_part(""), **of_item))
+            if block.kind != "call":
+                events.append(self._event("response.content_part.added", part=_part(block.kind, ""), **of_item))
             return events
         item = self._end(block)
-        if is_text:
+        if block.kind == "call":
+            done = {"name": block.name, "arguments": item["arguments"]}
+            events = [self._event(f"response.{text_name}.done", **done, **of_item)]
+        else:
             part = item["content"][0]
             events = [
-                self._event("response.output_text.done", text=part["text"], logprobs=[], **of_item),
+                self._event(f"response.{text_name}.done", text=part["text"], **logprobs, **of_item),
                 self._event("response.content_part.done", part=part, **of_item),
             ]
-        else:
-            done = {"name": block.name, "arguments": item["arguments"]}
-            events = [self._event("response.function_call_arguments.done", **done, **of_item)]
         return [*events, self._event("response.output_item.done", item=item, **at)]
 
     def _end(self, block: Block) -> dict[str, Any]:
@@ -126,19 +132,22 @@ def _status(finish: Finish | None) -> str:
 
 
 def _item_id(block: Block) -> str:
-    return f"{'msg' if block.name is None else 'fc'}_{block.id}"
+    return f"{_ID_PREFIXES[block.kind]}_{block.id}"
 
 
 def _item(block: Block, status: str) -> dict[str, Any]:
     """A block as an item; one in progress is empty, also if its text is known already."""
     is_empty = status == "in_progress"
-    head = {"id": _item_id(block), "type": "message" if block.name is None else "function_call", "status": status}
-    if block.name is None:
-        return head | {"role": "assistant", "content": [] if is_empty else [_part(block.text)]}
-    return head | {"call_id": block.call_id, "name": block.name, "arguments": "" if is_empty else block.text}
+    head = {"id": _item_id(block), "type": _ITEM_TYPES[block.kind], "status": status}
+    if block.kind == "call":
+        return head | {"call_id": block.call_id, "name": block.name, "arguments": "" if is_empty else block.text}
+    own: dict[str, Any] = {"role": "assistant"} if block.kind == "text" else {"summary": []}
+    return head | own | {"content": [] if is_empty else [_part(block.kind, block.text)]}
 
 
-def _part(text: str) -> dict[str, Any]:
+def _part(kind: BlockKind, text: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 

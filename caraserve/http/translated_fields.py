@@ -42,6 +42,7 @@ RESPONSE_TOOL_CHOICE = OtherField(
     "tool_choice",
     any_of(one_of("none", "auto", "required"), object_of(("type", "name"), type={"const": "function"}, name=_TEXT)),
 )
+REASONING = OtherField("reasoning", object_of(effort=_TEXT))
 RESPONSE_STREAM_OPTIONS = OtherField("stream_options", _OBJECT)
 
 MAX_TOKENS = IntegerField("max_tokens", 1, LARGEST, None)
@@ -64,7 +65,14 @@ MESSAGE_TOOL_CHOICE = OtherField(
     "tool_choice", object_of(("type",), type=one_of("auto", "any", "tool", "none"), name=_TEXT)
 )
 MESSAGE_METADATA = OtherField("metadata", object_of(user_id=_TEXT | {"maxLength": 256}))
-THINKING = OtherField("thinking", object_of(type=one_of("enabled", "adaptive", "between_tools", "disabled")))
+THINKING = OtherField(
+    "thinking",
+    object_of(
+        type=one_of("enabled", "adaptive", "between_tools", "disabled"),
+        budget_tokens={"type": "integer"},
+        display=one_of("summarized", "omitted"),
+    ),
+)
 OUTPUT_CONFIG = OtherField("output_config", object_of(format=_FORMAT))
 OUTPUT_FORMAT = OtherField("output_format", _FORMAT)
 CONTEXT_MANAGEMENT = OtherField("context_management", object_of(edits=_OBJECTS))
@@ -113,7 +121,7 @@ RESPONSES = _translated(
         field.name: field
         for field in (
             *(INPUT, INSTRUCTIONS, MAX_OUTPUT_TOKENS, METADATA, STORE, TEXT),
-            *(RESPONSE_TOOLS, RESPONSE_TOOL_CHOICE, RESPONSE_STREAM_OPTIONS),
+            *(RESPONSE_TOOLS, RESPONSE_TOOL_CHOICE, RESPONSE_STREAM_OPTIONS, REASONING),
         )
     },
     {
@@ -125,15 +133,14 @@ RESPONSES = _translated(
         "max_tokens": Refused("send max_output_tokens instead"),
         "max_completion_tokens": Refused("send max_output_tokens instead"),
         "response_format": Refused("send text.format instead"),
+        "reasoning_effort": Refused("send reasoning.effort instead"),
         "top_logprobs": Refused("logprobs are in /v1/chat/completions only; leave it out", (0,)),
         "n": Refused("send several requests", (1,)),
         "context_management": Refused("the input is used as it is; leave it out", ([],)),
         "truncation": Refused("the input is used as it is; leave it out and shorten the input", ("disabled",)),
     },
     # Built-in tools have no calls here, the others are labels and hints.
-    frozenset(
-        ("max_tool_calls", "image", "access_programs", "background_options", "reasoning", "service_tier", "include")
-    ),
+    frozenset(("max_tool_calls", "image", "access_programs", "background_options", "service_tier", "include")),
     {
         "send max_tokens instead": "send max_output_tokens instead",
         NO_CONSTRAINTS: "send text.format to constrain the answer",
@@ -154,6 +161,7 @@ MESSAGES = _translated(
         "user": Refused("send metadata.user_id instead"),
         "max_completion_tokens": Refused("send max_tokens instead"),
         "response_format": Refused("send output_config.format instead"),
+        "reasoning_effort": Refused("send thinking instead"),
         "parallel_tool_calls": Refused("send tool_choice.disable_parallel_tool_use instead", (True,)),
         "n": Refused("send several requests", (1,)),
         "mcp_servers": Refused("tools are called by the client; send them as tools", ([],)),

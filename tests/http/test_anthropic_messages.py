@@ -233,7 +233,7 @@ async def test_the_template_learns_of_errors_and_of_thinking() -> None:
             thinking={"type": kind},
             chat_template_kwargs={"more": 1},
         )
-        assert seen["kwargs"] == {"enable_thinking": expected, "more": 1}
+        assert seen["kwargs"] == {"enable_thinking": expected, "thinking": expected, "more": 1}
         assert seen["result"]["is_error"] is True
 
 

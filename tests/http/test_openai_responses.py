@@ -269,6 +269,7 @@ async def test_messages_name_fields_of_this_api() -> None:
         ({"regex": "a"}, "text.format"),
         ({"output_format": {}}, "text.format"),
         ({"max_new_tokens": 5}, "max_output_tokens"),
+        ({"reasoning_effort": "low"}, "reasoning.effort"),
     ):
         assert named in (await answered(**fields)).error["message"]
 

@@ -219,14 +219,3 @@ async def test_a_model_that_does_not_reason_refuses_a_budget() -> None:
         neutral = await client.chat(thinking_token_budget=-1)
     assert (answer.status, answer.error["param"]) == (400, "thinking_token_budget")
     assert neutral.status == 200
-
-
-@pytest.mark.usefixtures("rendered")
-async def test_responses_and_messages_leave_the_reasoning_out() -> None:
-    async with serving(saying(THOUGHT)) as client:
-        response = await client.post("/v1/responses", {"input": "hello"})
-        answer = await client.post("/v1/messages", {"messages": [USER], "max_tokens": 100})
-        stream = await client.post("/v1/messages", {"messages": [USER], "max_tokens": 100, "stream": True})
-    assert response.json["output"][0]["content"][0]["text"] == "Hi!"
-    assert answer.json["content"] == [{"type": "text", "text": "Hi!"}]
-    assert b"greets" not in stream.body
