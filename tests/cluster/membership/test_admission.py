@@ -41,6 +41,10 @@ def admitted(*arguments: str) -> ClusterCredentials:
         (["--peers", "127.0.0.1:8000", "--advertise", "10.0.0.7:80"], "--cluster-secret-file is needed"),
         (["--peers", "127.0.0.1:1", "--peer-port", "1", "--peer-host", "::"], "--cluster-secret-file is needed"),
         (["--peers", "127.0.0.1:8000", "--api-key", "k"], "--cluster-secret-file is needed with --api-key"),
+        (
+            ["--peers", "127.0.0.1:8000", "--api-key-file", "keys.toml"],
+            "--cluster-secret-file is needed with --api-key",
+        ),
         (["--peers", "127.0.0.1:8000", "--cluster-secret-file", "/nowhere"], "'/nowhere': No such file"),
         (["--peers", "127.0.0.1:8000", "--cluster-secret-file", os.devnull], "at least 16 bytes"),
         (["--peers", ",".join(f"127.0.0.1:{port}" for port in range(1, 66))], "Kubernetes"),
