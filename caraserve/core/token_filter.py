@@ -6,7 +6,7 @@ A filter is a `Grammar`: it is applied by the same masks, and to the mask of ano
 import functools
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,14 +32,24 @@ def every_token(vocab_size: int) -> _Mask:
     return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
 
 
+@dataclass(slots=True)
+class _BannedAfter:
+    """A node of a trie of the banned sequences, read backwards from the token before the last: which tokens may not
+    follow the tokens on the path to it, and the nodes with one more token before those."""
+
+    tokens: set[int] = field(default_factory=set)
+    longer: dict[int, "_BannedAfter"] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenFilter:
     """What the answers to one request may not have. `allowed`: the mask of tokens that may be chosen. `banned`: the
-    last token of each banned sequence of two or more, by the tokens before it. `ends`: the mask of the tokens that end
-    an answer, which may not come before `min_tokens`."""
+    sequences of two tokens and more, of which the longest has `most_before` before its last. `ends`: the mask of the
+    tokens that end an answer, which may not come before `min_tokens`."""
 
     allowed: _Mask
-    banned: dict[tuple[int, ...], list[int]]
+    banned: _BannedAfter
+    most_before: int
     ends: _Mask
     min_tokens: int
     grammar: Grammar | None
@@ -57,13 +67,15 @@ class TokenFilter:
     ) -> "TokenFilter":
         """`allowed`: None for all tokens. `banned`: sequences of token ids, none of them empty."""
         mask = every_token(vocab_size).copy() if allowed is None else mask_of(allowed, vocab_size)
-        longer: dict[tuple[int, ...], list[int]] = {}
+        root, most_before = _BannedAfter(), 0
         for *before, last in banned:
-            if before:
-                longer.setdefault(tuple(before), []).append(last)
-            else:
-                _clear(mask, last)
-        return cls(mask, longer, mask_of(end_ids, vocab_size), min_tokens, grammar)
+            node = root
+            for token_id in reversed(before):
+                node = node.longer.setdefault(token_id, _BannedAfter())
+            node.tokens.add(last)
+            most_before = max(most_before, len(before))
+        _clear(mask, root.tokens)
+        return cls(mask, root, most_before, mask_of(end_ids, vocab_size), min_tokens, grammar)
 
     async def prepare(self) -> None:
         if self.grammar is not None:
@@ -78,9 +90,8 @@ class _FilterMatcher:
 
     def __init__(self, token_filter: TokenFilter, inner: TokenMatcher | None, output_ids: Sequence[int]) -> None:
         self._filter, self._inner = token_filter, inner
-        self._lengths = sorted({len(before) for before in token_filter.banned})
         self._count = len(output_ids)  # tokens of the answer
-        self._last_ids = deque(output_ids, maxlen=max(self._lengths, default=0))
+        self._last_ids = deque(output_ids, maxlen=token_filter.most_before)
 
     def append(self, token_id: int) -> None:
         self._count += 1
@@ -94,16 +105,23 @@ class _FilterMatcher:
         else:
             self._inner.write_mask(mask)
             mask &= self._filter.allowed
-        last_ids = tuple(self._last_ids)
-        for length in self._lengths:
-            if length <= len(last_ids):
-                for last in self._filter.banned.get(last_ids[-length:], ()):
-                    _clear(mask, last)
+        _clear(mask, self._banned())
         if self._count < self._filter.min_tokens:
             mask &= ~self._filter.ends
         if not mask.any():
             raise GrammarDeadEnd("at this point of the answer the request's fields together ban all tokens")
 
+    def _banned(self) -> set[int]:
+        """The tokens with which the answer would end with a banned sequence."""
+        node, found = self._filter.banned, set[int]()
+        for token_id in reversed(self._last_ids):
+            if (longer := node.longer.get(token_id)) is None:
+                break
+            node = longer
+            found |= node.tokens
+        return found
 
-def _clear(mask: _Mask, token_id: int) -> None:
-    mask[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
+
+def _clear(mask: _Mask, token_ids: set[int]) -> None:
+    ids = np.fromiter(token_ids, np.uint32, len(token_ids))
+    np.bitwise_and.at(mask, ids >> 5, ~(np.uint32(1) << (ids & 31)))

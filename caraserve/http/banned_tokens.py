@@ -1,5 +1,7 @@
 """Reads the fields that forbid tokens of an answer, `allowed_token_ids` and `bad_words`, as vLLM names them."""
 
+import asyncio
+
 from caraserve.core.grammar import Grammar
 from caraserve.core.request import SamplingParams
 from caraserve.core.token_filter import TokenFilter
@@ -9,6 +11,8 @@ from caraserve.http.validation import Fields, shown, token_ids
 from caraserve.loop import Engine
 from caraserve.tokenizer.tokenizer import Tokenizer
 from caraserve.util.tasks import in_turns
+
+_MAX_WORDS_CHARACTERS = 8192  # of all bad words: about a thousand words
 
 
 async def with_banned_tokens(
@@ -23,8 +27,13 @@ async def with_banned_tokens(
     words = body_fields.BAD_WORDS.read(fields)
     if not allowed and not words:
         return grammar
+    if (size := sum(len(word) for word in words if isinstance(word, str))) > _MAX_WORDS_CHARACTERS:
+        raise InvalidRequest(
+            f"bad_words have {size} characters together; {_MAX_WORDS_CHARACTERS} are allowed.", param="bad_words"
+        )
     banned = [ids async for word in in_turns(words) for ids in _sequences(word, engine.tokenizer)]
-    return TokenFilter.of(
+    return await asyncio.to_thread(  # 10 ms for the longest lists
+        TokenFilter.of,
         vocab_size,
         allowed or None,
         banned,

@@ -77,6 +77,7 @@ async def test_the_end_may_not_come_before_min_tokens() -> None:
         ({"bad_words": [3]}, "bad_words"),
         ({"bad_words": ["x" * 257]}, "bad_words"),
         ({"bad_words": ["x"] * 1025}, "bad_words"),
+        ({"bad_words": ["x" * 200] * 41}, "bad_words"),
     ],
     ids=str,
 )
