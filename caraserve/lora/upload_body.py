@@ -97,6 +97,10 @@ class UploadBody:
         """Raises AdapterRejected unless both of an adapter's files have come."""
         if TENSORS_NAME not in self._written:
             raise AdapterRejected(f"the body has no {TENSORS_NAME}")
+        self.refuse_missing_config()
+
+    def refuse_missing_config(self) -> None:
+        """Raises AdapterRejected if no configuration has come."""
         if CONFIG_NAME not in self._written:
             raise AdapterRejected(
                 f"the adapter has no {CONFIG_NAME}: send a tar of both files, or the configuration as ?config=JSON or "
@@ -105,7 +109,7 @@ class UploadBody:
 
     def add_config(self, text: str) -> None:
         """Writes the configuration of a safetensors body."""
-        data = text.encode()
+        data = text.encode(errors="surrogatepass")  # what is not text is then not valid JSON either
         if len(data) > MOST_CONFIG_BYTES:
             raise AdapterRejected(f"{CONFIG_NAME} is larger than {MOST_CONFIG_BYTES} bytes")
         (self._folder / CONFIG_NAME).write_bytes(data)

@@ -4,7 +4,7 @@
 
 Under a name that stands for no adapter yet, requests are admitted while the body arrives (`upload_stream.py`).
 
-Whatever fails or ends early, the hidden folder is removed; one that a crash leaves is removed at the next start.
+Whatever fails or ends early, the hidden folder is removed; one that a crash leaves is removed at a start an hour later.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -43,6 +44,7 @@ _MARK = ".caraserve-uploaded"  # file in the folders that DELETE may remove and 
 _MOST_UPLOADS = 4
 _MOST_OVERHEAD_BYTES = 4 * MOST_CONFIG_BYTES  # of a body, beside its tensors
 _RETRY_S = 1.0
+_ABANDONED_S = 3600.0  # age of a hidden folder that no upload uses any more
 _RENAME_EXCHANGE = 2  # of renameat2
 _AT_FDCWD = -100
 
@@ -223,10 +225,16 @@ class _Upload:
 
     def _add_config(self, body: UploadBody, hidden: Path) -> None:
         """Adds the configuration that a safetensors file has in its metadata, where there is no other."""
-        if body.is_bare and not body.has(CONFIG_NAME):
-            with suppress(TensorFileError), TensorFile(hidden / TENSORS_NAME) as file:
-                if (config := config_of(file.metadata)) is not None:
-                    body.add_config(config)
+        if not body.is_bare or body.has(CONFIG_NAME):
+            return
+        try:
+            with TensorFile(hidden / TENSORS_NAME) as file:
+                config = config_of(file.metadata)
+        except TensorFileError as error:
+            raise AdapterRejected(str(error)) from None
+        if config is not None:
+            body.add_config(config)
+        body.refuse_missing_config()
 
     async def _store(self, spec: AdapterSpec, image: HostAdapter | None, hidden: Path) -> UploadedAdapter:
         """Lets the requests that wait for the image go on, then stores the adapter."""
@@ -329,10 +337,11 @@ def _remove(folder: Path, root: Path) -> None:
 
 
 def _remove_abandoned(root: Path) -> None:
-    """Removes what uploads of an earlier run have left."""
+    """Removes what uploads of an earlier run have left. Newer folders may be of another server with the same root."""
     for folder in root.glob(f"{_HIDDEN}*"):
-        log.warning("removing %r, which an upload has left", str(folder))
-        shutil.rmtree(folder, ignore_errors=True)
+        if time.time() - folder.stat().st_mtime > _ABANDONED_S:
+            log.warning("removing %r, which an upload has left", str(folder))
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _broken(name: str, why: str) -> Unreachable:

@@ -3,7 +3,9 @@
 import asyncio
 import hashlib
 import json
+import os
 import tarfile
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -156,6 +158,20 @@ async def test_a_checksum_decides(tmp_path: Path, folder: Path, right: bool) -> 
         assert receiver.left() == []
 
 
+async def test_a_safetensors_file_without_a_configuration_is_refused_when_its_header_has_come(tmp_path: Path) -> None:
+    body = save(tensors_for())
+
+    async def header() -> AsyncIterator[bytes]:
+        yield body[:4000]
+        await asyncio.Event().wait()
+
+    async with receiving(tmp_path / "root") as receiver:
+        with pytest.raises(AdapterRejected, match=r"\?config=JSON"):
+            await receiver.uploads.put("new", header(), UploadClaims(len(body)))
+        with pytest.raises(AdapterRejected, match="not valid JSON"):
+            await receiver.put("new", body, UploadClaims(len(body), "{\udc80"))
+
+
 async def test_an_upload_whose_client_leaves_leaves_nothing(tmp_path: Path, folder: Path) -> None:
     waiting = asyncio.Event()
 
@@ -228,12 +244,12 @@ async def test_deleting_an_uploaded_adapter_waits_for_its_requests_and_removes_i
             await receiver.uploads.delete("new")
 
 
-async def test_what_a_crash_left_is_removed_at_the_start(tmp_path: Path) -> None:
-    (tmp_path / ".caraserve-upload-x").mkdir()
-    (tmp_path / ".caraserve-upload-x" / TENSORS_NAME).touch()
-    write_adapter(tmp_path / "own")
+async def test_what_a_crash_left_an_hour_ago_is_removed_at_the_start(tmp_path: Path) -> None:
+    for name, age_s in ((".caraserve-upload-old", 4000), (".caraserve-upload-new", 0), ("own", 4000)):
+        write_adapter(tmp_path / name)
+        os.utime(tmp_path / name, (time.time() - age_s,) * 2)
     async with receiving(tmp_path) as receiver:
-        assert receiver.left() == ["own"]
+        assert receiver.left() == [".caraserve-upload-new", "own"]
 
 
 async def test_without_a_root_uploads_are_refused_with_advice(tmp_path: Path, folder: Path) -> None:
