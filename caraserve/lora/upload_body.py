@@ -211,6 +211,8 @@ class UploadBody:
             entry = tarfile.TarInfo.frombuf(block, "utf-8", "strict")
         except (tarfile.TarError, UnicodeDecodeError, ValueError) as error:
             raise AdapterRejected(f"the body is neither a tar nor a safetensors file: {error}") from None
+        if entry.size < 0:  # GNU's binary numbers have a sign
+            raise AdapterRejected(f"the tar has {entry.name[:100]!a} with {entry.size} bytes")
         self._skipped = -entry.size % _BLOCK
         if entry.type in _PAX and 0 < entry.size <= _MOST_PAX_BYTES:
             self._pax_left, self._take = entry.size, self._pax

@@ -253,6 +253,8 @@ class _Upload:
             info = await self._catalog.add_stored(self._name, spec, self._folder)
         except CaraServeError:
             await self._uploads.on_thread(_take_name, self._folder, replaced)
+            if old is not None and adapter is not None:
+                self._catalog.manager.moved(old.digest, self._folder)
             raise
         if self._stream is not None:
             self._stream.stored(self._folder)
@@ -302,8 +304,8 @@ def _give_name(hidden: Path, folder: Path) -> Path | None:
     if not os.path.lexists(folder):
         os.rename(hidden, folder)
         return None
+    replaced = Path(tempfile.mkdtemp(prefix=_HIDDEN, dir=folder.parent))  # first: a full disk has no room for it
     _exchange(hidden, folder)
-    replaced = Path(tempfile.mkdtemp(prefix=_HIDDEN, dir=folder.parent))
     os.rename(hidden, replaced)
     return replaced
 

@@ -1,13 +1,16 @@
 """Uploads: what is taken, what is refused and why, and that a refused one leaves nothing behind."""
 
 import asyncio
+import errno
 import hashlib
 import json
 import os
 import tarfile
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,6 +92,7 @@ BAD: dict[str, tuple[Callable[[Path], bytes], str]] = {
     "hard link": (lambda folder: entry(CONFIG_NAME, type=tarfile.LNKTYPE, linkname="x"), "a link"),
     "device": (lambda folder: entry(CONFIG_NAME, type=tarfile.CHRTYPE), "plain files"),
     "sparse": (lambda folder: entry(CONFIG_NAME, type=tarfile.GNUTYPE_SPARSE), "plain files"),
+    "negative size": (lambda folder: entry(CONFIG_NAME, bytes(1024), size=-5), "with -5 bytes"),
     "renamed": (lambda folder: entry("p", b"21 path=../etc/passwd", type=tarfile.XHDTYPE) + tar_of(folder), "path"),
     "bad pax": (lambda folder: entry("p", b"99 x", type=tarfile.XHDTYPE) + tar_of(folder), "not valid"),
     "many folders": (lambda folder: entry("a/", type=tarfile.DIRTYPE) * 9, "type"),
@@ -207,6 +211,38 @@ async def test_a_name_is_replaced_and_its_requests_keep_the_old_files_until_they
         assert inspect_adapter(pinned.source, SPEC).digest == first.info.digest
         receiver.catalog.manager.unpin(pinned)
         await until(lambda: receiver.left() == ["new"])
+
+
+@pytest.mark.parametrize("failing", ["registry", "disk"])
+async def test_an_upload_that_cannot_be_stored_leaves_the_adapter_whose_place_it_would_take(
+    tmp_path: Path, folder: Path, failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = write_adapter(tmp_path / "other", {"lora_alpha": 9})
+    async with receiving(tmp_path / "root") as receiver:
+        first = await receiver.put("new", tar_of(folder))
+        if failing == "registry":
+            receiver.registry.close()
+        else:
+            _refuse_folders_but_the_first(monkeypatch)
+        with pytest.raises(CaraServeError, match="registry" if failing == "registry" else "cannot be stored"):
+            await receiver.put("new", tar_of(other))
+        adapter = receiver.catalog.pin("new")
+        assert isinstance(adapter.source, Path)
+        assert inspect_adapter(adapter.source, SPEC).digest == adapter.digest == first.info.digest
+        assert receiver.left() == ["new"]
+
+
+def _refuse_folders_but_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets an upload make its hidden folder, and no other: the disk is full by then."""
+    make, made = tempfile.mkdtemp, []
+
+    def mkdtemp(**place: Any) -> str:
+        if made:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        made.append(make(**place))
+        return made[0]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
 
 
 async def test_the_same_bytes_again_change_nothing(tmp_path: Path, folder: Path) -> None:
