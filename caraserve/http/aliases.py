@@ -15,6 +15,7 @@ from caraserve.http.request_schema import ALIAS, check_fields
 from caraserve.http.responses import json_response, note_ignored, read_object
 from caraserve.lora.aliases import Alias, Aliases
 from caraserve.util.option_values import ADAPTER_NAME
+from caraserve.util.tasks import in_turns
 
 log = logging.getLogger("caraserve.http")
 
@@ -23,7 +24,7 @@ async def list_aliases(request: web.Request) -> web.Response:
     """GET /v1/aliases: those that the client may use, by name."""
     management = request.app[CONTEXT].management
     aliases = [] if management is None else management.aliases.all()
-    shown = [_card(alias) for alias in aliases if may_use_alias(request, alias)]
+    shown = [_card(alias) async for alias in in_turns(aliases) if may_use_alias(request, alias)]
     return json_response({"object": "list", "data": shown})
 
 
@@ -51,7 +52,7 @@ async def put_alias(request: web.Request) -> web.Response:
             "model's name.",
             param="name",
         )
-    if find_named(context, name) is not None:
+    if find_named(context, name) is not None or context.engine.catalog.is_changing(name):  # it may be arriving
         raise AdapterRejected(f"{name!r} is an adapter; an alias needs a name of its own.", param="name")
     _target(context, adapter)
     aliases = _aliases(context)

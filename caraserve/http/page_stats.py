@@ -4,7 +4,6 @@ Both show a client the names of adapters that it may use, and count the others.
 """
 
 import dataclasses
-import itertools
 import operator
 import time
 from collections import Counter
@@ -22,7 +21,7 @@ from caraserve.http.adapters import tier_of
 from caraserve.http.context import CLIENT, CONTEXT, Context
 from caraserve.http.responses import json_response
 from caraserve.lora.adapter import Adapter, AdapterTier
-from caraserve.util.tasks import in_turns
+from caraserve.util.tasks import in_turns, slices
 
 _SHOWN_ROWS = 20  # of the timeline
 _SHOWN_ADAPTERS = 100
@@ -86,7 +85,7 @@ async def adapter_stats(request: web.Request) -> web.Response:
     contains, wanted = _filters(request)
     counts: Counter[str] = Counter(dict.fromkeys(TIER_FILTERS, 0))
     find, sees_all, table = context.engine.catalog.manager.find, client.may_use_all, _Table()
-    async for some in in_turns(_slices(_listed(context))):  # 100 take 0.3 ms
+    async for some in in_turns(slices(_listed(context), _SLICE)):  # 100 take 0.3 ms
         for info in some:
             if not (sees_all or client.may_use(info.name)):
                 continue
@@ -98,11 +97,6 @@ async def adapter_stats(request: web.Request) -> web.Response:
             if (wanted in ("", tier) or (wanted == "loading" and is_loading)) and contains in info.name.lower():
                 table.add(info, adapter, tier, now_s)
     return json_response({"counts": counts, "matching": table.matching, "adapters": table.entries(now_s)})
-
-
-def _slices(adapters: Iterator[ListedAdapter]) -> Iterator[list[ListedAdapter]]:
-    while some := list(itertools.islice(adapters, _SLICE)):
-        yield some
 
 
 _Place = tuple[bool, float, int, int, str]

@@ -2,7 +2,6 @@
 
 import contextlib
 import heapq
-import itertools
 import operator
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -18,7 +17,7 @@ from caraserve.errors import BackendFailed, Draining, NotReady
 from caraserve.http.context import CONTEXT
 from caraserve.http.responses import json_response
 from caraserve.telemetry.prometheus import CONTENT_TYPE
-from caraserve.util.tasks import in_turns
+from caraserve.util.tasks import in_turns, slices
 
 _SLICE = 50  # adapters that are sorted or encoded at once
 _NAME = operator.attrgetter("name")
@@ -114,13 +113,8 @@ async def cluster_adapters(request: web.Request) -> web.StreamResponse:
 
 async def sorted_by_name(adapters: Iterator[RegisteredAdapter]) -> AsyncIterator[list[RegisteredAdapter]]:
     """The adapters sorted by name, some at a time, with turns of the event loop in between."""
-    sorted_slices = [sorted(some, key=_NAME) async for some in in_turns(_slices(adapters))]
-    async for some in in_turns(_slices(heapq.merge(*sorted_slices, key=_NAME))):
-        yield some
-
-
-def _slices(adapters: Iterator[RegisteredAdapter]) -> Iterator[list[RegisteredAdapter]]:
-    while some := list(itertools.islice(adapters, _SLICE)):
+    sorted_slices = [sorted(some, key=_NAME) async for some in in_turns(slices(adapters, _SLICE))]
+    async for some in in_turns(slices(heapq.merge(*sorted_slices, key=_NAME), _SLICE)):
         yield some
 
 

@@ -40,8 +40,8 @@ class UsageCounters:
 
     def rows(self) -> Iterator[tuple[str, str | None, Usage]]:
         """Yields client, adapter (None: the base model) and counts, of the rows that there are at the first step."""
-        for (client, adapter), row in list(self._rows.items()):
-            yield client, adapter, row
+        for client, adapter in list(self._rows):
+            yield client, adapter, self._rows[client, adapter]
 
     def _row(self, client: str, adapter: str | None) -> Usage:
         for key in ((client, adapter), (client, OTHERS)):

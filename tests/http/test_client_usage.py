@@ -1,8 +1,10 @@
 """Tests of GET /v1/usage: who sees which rows."""
 
+import asyncio
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +13,19 @@ import pytest
 
 from caraserve.core.request import Finish, GenerateRequest, Phases, SamplingParams, Tenant
 from caraserve.http.app import make_app, start_http
+from caraserve.util import tasks
 from tests.http.fake_engine import FakeEngine, spell
 from tests.http.serving import Client, http_config, new_metrics, serving
 
 USES = [("team-a", "sql"), ("team-a", None), ("team-b", "sql")]
 
 
-async def rows(headers: dict[str, str], **settings: Any) -> list[dict[str, Any]]:
-    """Returns the rows that a client with these headers gets after one request for each of USES."""
+async def rows(
+    headers: dict[str, str], uses: Sequence[tuple[str, str | None]] = USES, **settings: Any
+) -> list[dict[str, Any]]:
+    """Returns the rows that a client with these headers gets after one request for each of `uses`."""
     metrics, config = new_metrics(), http_config(**settings)
-    for client, adapter in USES:
+    for client, adapter in uses:
         request = GenerateRequest("id", (1, 2, 3), adapter, SamplingParams(), 0.0, Tenant(client))
         metrics.observe_request(request, Finish("stop", 3, 4, 2, Phases(1.0, 0.0, 1.0, 1.0)), 0.1)
     app = make_app(FakeEngine(), config, metrics, allow_lora_updates=False)
@@ -53,6 +58,22 @@ async def test_a_key_sees_its_own_use_and_an_admin_everybodys(
     assert [(row["client"], row["adapter"]) for row in found] == seen
     counts = {"requests": 1, "prompt_tokens": 3, "cached_tokens": 2, "output_tokens": 4, "failures": 0}
     assert all(row == {"client": row["client"], "adapter": row["adapter"], **counts} for row in found)
+
+
+async def test_the_rows_of_others_are_passed_over_in_turns_of_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses_s: list[float] = []
+    sleep = asyncio.sleep
+
+    async def note(delay_s: float) -> None:
+        pauses_s.append(delay_s)
+        await sleep(delay_s)
+
+    monkeypatch.setattr(asyncio, "sleep", note)
+    others = [("team-b", f"a{number}") for number in range(20_000)]
+    assert await rows({"X-Api-Key": "team-a"}, others, api_key_file=keys(tmp_path / "keys.json")) == []
+    assert tasks._REST_S in pauses_s
 
 
 async def test_without_keys_everybody_sees_everything() -> None:
