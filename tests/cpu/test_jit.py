@@ -43,7 +43,7 @@ def test_the_cache_folder_is_used_even_if_numba_was_imported_before(tmp_path: Pa
         "from caraserve.cpu import jit\n"
         "numba.njit(lambda: 1)()\n"  # compiling reads the settings again
         "from caraserve.cpu import thread_team\n"
-        "print(thread_team._publish._cache.cache_path)\n"
+        "print(thread_team.publish._cache.cache_path)\n"
     )
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
     done = subprocess.run(

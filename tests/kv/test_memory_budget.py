@@ -24,6 +24,7 @@ def limits(blocks: int, memory: SharedMemory | None) -> Limits:
         max_step_tokens=64,
         max_context=LEAST * 16,
         shared=memory,
+        embedding_size=1,
     )
 
 

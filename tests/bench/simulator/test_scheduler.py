@@ -13,7 +13,15 @@ from caraserve.engine.scheduler import plan_iteration
 from caraserve.kv.block_pool import BlockPool
 
 MACHINE = replace(paper_machine("unpadded"), max_running=6, max_step_tokens=32, launches_ahead=0)
-LIMITS = Limits(num_blocks=1000, block_tokens=16, num_slots=6, adapter_slots=2, max_step_tokens=32, max_context=400)
+LIMITS = Limits(
+    num_blocks=1000,
+    block_tokens=16,
+    num_slots=6,
+    adapter_slots=2,
+    max_step_tokens=32,
+    max_context=400,
+    embedding_size=1,
+)
 
 
 def engine_request(index: int, prompt: int, output: int) -> Request:
