@@ -14,6 +14,7 @@ from caraserve.http.completions import finish_fields
 from caraserve.http.structured_output import json_text
 from caraserve.http.validation import Fields, shown
 from caraserve.loop import Engine
+from caraserve.tokenizer.closed_schema import close_objects
 from caraserve.tokenizer.grammar import GrammarSource
 from caraserve.tokenizer.grammar_limits import WHITESPACE
 from caraserve.tokenizer.tool_format import (
@@ -45,7 +46,7 @@ class _Function:
     def schema(self, is_strict: bool) -> str:
         """Returns the schema of the arguments as JSON; any object if it is not to be followed."""
         parameters = _NO_ARGUMENTS if self.parameters is None else self.parameters
-        return json_text({**_ANY_OBJECT, **_SPACES, **(parameters if is_strict else {})}, "tools")
+        return json_text({**_ANY_OBJECT, **_SPACES, **(close_objects(parameters) if is_strict else {})}, "tools")
 
 
 @dataclass(frozen=True, slots=True)

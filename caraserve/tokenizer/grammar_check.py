@@ -15,6 +15,7 @@ from typing import Any
 
 import llguidance
 
+from caraserve.tokenizer.closed_schema import close_objects
 from caraserve.tokenizer.grammar_limits import (
     COMPILE_S,
     FIRST_MASK_S,
@@ -72,7 +73,8 @@ def _checked(kind: str, text: str, tokenizer: llguidance.LLTokenizer) -> str:
 def _to_grammar(kind: str, text: str, tokenizer: llguidance.LLTokenizer) -> str:
     """Returns a source as llguidance's own notation. Raises ValueError."""
     if kind == "json_schema":
-        return llguidance.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
+        closed = json.dumps(close_objects(json.loads(text)))
+        return llguidance.LLMatcher.grammar_from_json_schema(closed, defaults={"whitespace_pattern": WHITESPACE})
     if kind != "structural_tag":
         return llguidance.grammar_from(kind, text)  # type: ignore[arg-type]
     tags = json.loads(text)
