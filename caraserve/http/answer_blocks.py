@@ -6,7 +6,8 @@ from typing import Literal, NamedTuple
 
 from caraserve.http.reasoning import Reasoning
 from caraserve.http.tool_calls import Tools, new_call_id
-from caraserve.tokenizer.tool_format import CallStart, TextPart, ToolCallParser, ToolEvent
+from caraserve.tokenizer.tool_format import CallStart, TextPart, ToolCallParser, ToolEvent, pieces
+from caraserve.util.tasks import in_turns
 
 BlockKind = Literal["reasoning", "text", "call"]
 
@@ -67,6 +68,13 @@ class AnswerBlocks:
                 self._start(changes, "text")
             changes.append(BlockChange("end", self._blocks[-1]))
         return changes
+
+    async def read(self, text: str) -> list[Block]:
+        """Reads a whole answer, in turns of the event loop; returns its blocks."""
+        async for piece in in_turns(pieces(text)):
+            self.push(piece, is_last=False)
+        self.push("", is_last=True)
+        return self._blocks
 
     def _tool_events(self, text: str, is_last: bool) -> list[ToolEvent]:
         if self._parser is None:

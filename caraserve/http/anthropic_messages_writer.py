@@ -11,6 +11,7 @@ from caraserve.errors import CaraServeError, RateLimited, ThreadsUnsupported
 from caraserve.http.answer_blocks import AnswerBlocks, Block, BlockChange, BlockKind
 from caraserve.http.usage import ResponseTotals, TokenCounts
 from caraserve.http.whole_answer import WholeAnswer
+from caraserve.util.tasks import in_turns
 
 _OVERLOADED = 529
 _ERROR_TYPES = {
@@ -86,8 +87,7 @@ class MessagesWriter(MessagesStream):
     async def whole(self, answers: Sequence[WholeAnswer], totals: ResponseTotals) -> web.Response:
         answer = answers[0].joined()
         self._finish = answer.finish
-        changes = self._blocks.push(answer.text, is_last=True)
-        content = [self._whole_block(change.block) for change in changes if change.kind == "end"]
+        content = [self._whole_block(block) async for block in in_turns(await self._blocks.read(answer.text))]
         body = orjson.dumps({**self._head, "content": content, **self._stop(), **_ending(totals)})
         return web.Response(body=body, content_type="application/json")
 

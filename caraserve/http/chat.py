@@ -304,11 +304,11 @@ class ChatChoice:
     def _finish_fields(self, finish: Finish | None) -> dict[str, Any]:
         return finish_fields(finish) if self._tool_calls is None else self._tool_calls.finish_fields(finish)
 
-    def fields_around_logprobs(self, answer: TokenDelta) -> tuple[dict[str, Any], dict[str, Any]]:
+    async def fields_around_logprobs(self, answer: TokenDelta) -> tuple[dict[str, Any], dict[str, Any]]:
         reasoning, text = self._divided(answer, is_last=True)
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if self._tool_calls is not None:
-            message = self._tool_calls.message(text)
+            message = await self._tool_calls.message(text)
         if reasoning:
             message |= {"reasoning_content": reasoning, "content": message["content"] or None}
         before = {"index": self._index, "message": message}

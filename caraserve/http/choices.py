@@ -13,6 +13,7 @@ from caraserve.http.responses import openai_error
 from caraserve.http.usage import ResponseTotals, TokenCounts
 from caraserve.http.whole_answer import WholeAnswer, response_of
 from caraserve.tokenizer.tokenizer import Tokenizer
+from caraserve.util.tasks import in_turns
 
 _LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 
@@ -26,7 +27,7 @@ class ChoiceWriter(Protocol):
     def logprobs(self, delta: TokenDelta) -> dict[str, list[Any]] | None:
         """The logprobs of a delta, by the field of `logprobs` to which they are added; None without logprobs."""
 
-    def fields_around_logprobs(self, answer: TokenDelta) -> tuple[dict[str, Any], dict[str, Any]]:
+    async def fields_around_logprobs(self, answer: TokenDelta) -> tuple[dict[str, Any], dict[str, Any]]:
         """The fields before and after `logprobs` in a response that is not streamed; `answer` has the text and the
         tokens of all deltas. Called once."""
 
@@ -131,15 +132,21 @@ class ChoicesWriter(OpenAiStream):
         return self._choices[index].logprobs(delta)
 
     async def whole(self, answers: Sequence[WholeAnswer], totals: ResponseTotals) -> web.Response:
-        return await response_of(self._pieces(answers, totals))
+        parts = in_turns(zip(self._choices, answers, strict=True))
+        fields = [await choice.fields_around_logprobs(answer.joined()) async for choice, answer in parts]
+        return await response_of(self._pieces(answers, fields, totals))
 
-    def _pieces(self, answers: Sequence[WholeAnswer], totals: ResponseTotals) -> Iterator[bytes]:
+    def _pieces(
+        self,
+        answers: Sequence[WholeAnswer],
+        fields: Sequence[tuple[dict[str, Any], dict[str, Any]]],
+        totals: ResponseTotals,
+    ) -> Iterator[bytes]:
         yield orjson.dumps(self._heads.whole)[:-1] + b","
         if self._heads.has_prompt_logprobs:
             yield from answers[0].encoded_prompt_logprobs()
         yield b'"choices":['
-        for position, (choice, answer) in enumerate(zip(self._choices, answers, strict=True)):
-            before, after = choice.fields_around_logprobs(answer.joined())
+        for position, (answer, (before, after)) in enumerate(zip(answers, fields, strict=True)):
             yield (b"," if position else b"") + orjson.dumps(before)[:-1] + b","
             yield from answer.encoded_prompt_logprobs()
             yield b'"logprobs":'

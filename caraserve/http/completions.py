@@ -322,10 +322,13 @@ class CompletionChoice:
         is_visible = delta.text or self._pending_echo or delta.finish or self._return_token_ids
         if not is_visible and self._request.params.logprobs is None:
             return []  # the engine holds text back: an incomplete character, or the start of a stop string
-        before, after = self.fields_around_logprobs(delta)
+        before, after = self._fields(delta)
         return [before | {"logprobs": self.logprobs(delta)} | after]
 
-    def fields_around_logprobs(self, answer: TokenDelta) -> tuple[dict[str, Any], dict[str, Any]]:
+    async def fields_around_logprobs(self, answer: TokenDelta) -> tuple[dict[str, Any], dict[str, Any]]:
+        return self._fields(answer)
+
+    def _fields(self, answer: TokenDelta) -> tuple[dict[str, Any], dict[str, Any]]:
         before = {"index": self._index, "text": self._pending_echo + answer.text}
         after = finish_fields(answer.finish)
         if self._return_token_ids:

@@ -13,6 +13,7 @@ from caraserve.http.answer_blocks import AnswerBlocks, Block, BlockChange, Block
 from caraserve.http.responses import json_response
 from caraserve.http.usage import ResponseTotals, TokenCounts
 from caraserve.http.whole_answer import WholeAnswer
+from caraserve.util.tasks import in_turns
 
 _ID_PREFIXES: dict[BlockKind, str] = {"reasoning": "rs", "text": "msg", "call": "fc"}
 _ITEM_TYPES: dict[BlockKind, str] = {"reasoning": "reasoning", "text": "message", "call": "function_call"}
@@ -69,9 +70,8 @@ class ResponsesWriter(ResponsesStream):
     async def whole(self, answers: Sequence[WholeAnswer], totals: ResponseTotals) -> web.Response:
         answer = answers[0].joined()
         self._finish = answer.finish
-        for change in self._blocks.push(answer.text, is_last=True):
-            if change.kind == "end":
-                self._end(change.block)
+        async for block in in_turns(await self._blocks.read(answer.text)):
+            self._end(block)
         return json_response(self._response(_status(answer.finish), totals))
 
     def _event(self, kind: str, **fields: Any) -> bytes:

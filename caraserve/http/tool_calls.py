@@ -24,7 +24,9 @@ from caraserve.tokenizer.tool_format import (
     ToolEvent,
     ToolFormat,
     calls_grammar,
+    pieces,
 )
+from caraserve.util.tasks import in_turns
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -211,10 +213,11 @@ class ToolCallWriter:
             deltas.append(self._delta(event, index))
         return deltas
 
-    def message(self, text: str) -> dict[str, Any]:
-        """Returns the `message` of a whole answer."""
+    async def message(self, text: str) -> dict[str, Any]:
+        """Returns the `message` of a whole answer, which is read in turns of the event loop."""
         content, calls = "", []
-        for event in self._parser.push(text) + self._parser.finish():
+        events = [event async for piece in in_turns(pieces(text)) for event in self._parser.push(piece)]
+        async for event in in_turns(events + self._parser.finish()):
             if isinstance(event, TextPart):
                 content += event.text
             elif isinstance(event, CallStart):

@@ -7,7 +7,7 @@ newer models `[TOOL_CALLS]f[ARGS]{…}`.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ _HEAD = re.compile(
 )
 _BARE_HEAD = re.compile(r"([A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\][A-Za-z0-9]{1,64})?(?:\[ARGS\])?\s*")
 _MAX_OBJECT_CHARACTERS = 64 << 10  # of a call that is parsed whole, because its head is unusual
+_PIECE_CHARACTERS = 1 << 10  # read within 0.6 ms
 _IN_STRING = re.compile(r'["\\]')
 _OUTSIDE_STRINGS = re.compile(r"[^\s0-9A-Za-z,:.+-]")  # brackets, quotes, and all that is not JSON
 
@@ -161,6 +162,12 @@ class ArgumentsPart:
 
 
 ToolEvent = TextPart | CallStart | ArgumentsPart
+
+
+def pieces(text: str) -> Iterator[str]:
+    """Yields a whole answer in pieces, each of which a parser reads within a millisecond."""
+    for start in range(0, len(text), _PIECE_CHARACTERS):
+        yield text[start : start + _PIECE_CHARACTERS]
 
 
 class ToolCallParser:

@@ -280,3 +280,26 @@ async def test_openais_client_parses_arguments() -> None:
         answer = await client.chat.completions.parse(model="a", messages=MESSAGES, tools=tools)
     (call,) = answer.choices[0].message.tool_calls or ()
     assert call.function.parsed_arguments == Weather(city="Tromsø 🌧")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": MESSAGES, "tools": [WEATHER]}),
+        ("/v1/responses", {"input": "a", "tools": [{"type": "function", **WEATHER["function"]}]}),
+        (
+            "/v1/messages",
+            {"messages": MESSAGES, "max_tokens": 9, "tools": [{"name": "weather", "input_schema": SCHEMA}]},
+        ),
+    ],
+    ids=["chat", "responses", "messages"],
+)
+async def test_a_long_answer_is_searched_for_calls_in_turns_of_the_event_loop(
+    path: str, fields: dict[str, Any], rests: list[float]
+) -> None:
+    text = 10_000 * "<tool_call>"
+    async with serving(engine(text, size=len(text))) as client:
+        answer = await client.post(path, fields)
+    assert answer.status == 200
+    assert text in answer.body.decode()
+    assert len(rests) > 2
