@@ -53,6 +53,7 @@ _READ_BYTES = 64 << 10  # of an answer, buffered for a slow client; up to twice 
 _LONGEST_EVENT = 32 << 20
 _HASHED_IN_PLACE = 64 << 10  # bytes; hashing more would block the event loop for over 50 µs
 _DIGITS = re.compile(rb"[0-9]{1,15}")
+_TOKEN_KEYS = (b'"completion_tokens":', b'"output_tokens":')  # of the usage
 _REQUEST_HEADERS = ("traceparent", "tracestate", "baggage", "Content-Type", "If-Match")
 _RESPONSE_HEADERS = ("Content-Type", "Retry-After", "retry-after-ms", "x-caraserve-phases")
 
@@ -95,7 +96,7 @@ class ProxyResult:
     """An answer that came back, whole or not."""
 
     response: web.StreamResponse
-    tokens: int  # of the answer: events of a stream, or the usage of a whole response
+    tokens: int  # of the answer: its usage, or the events of a stream without it
     end: End = "whole"
 
 
@@ -267,7 +268,7 @@ class _UpstreamResponse:
             self._events = events
             # The start of an event: clients get whole events, so that an error can follow any of them.
             partial = bytearray()
-            done = False
+            tokens, done = 0, False
             while chunk := await _read_from_peer(response.content.readany()):
                 searched = max(0, len(partial) - 1)  # the two newlines of an event's end may come in two chunks
                 partial += chunk
@@ -278,7 +279,7 @@ class _UpstreamResponse:
                     continue
                 whole = bytes(partial[:end])
                 del partial[:end]
-                done = whole.endswith(self._format.stream_end)
+                tokens, done = _completion_tokens(whole) or tokens, whole.endswith(self._format.stream_end)
                 try:
                     await events.send(whole)
                 except ConnectionError:
@@ -287,7 +288,7 @@ class _UpstreamResponse:
                     self._request[SUMMARY].completion_tokens = events.num_events
             if not done or partial:
                 raise _PeerFailedError(f"{self._peer} ended a stream too early")
-        return ProxyResult(events.response, events.num_events)
+        return ProxyResult(events.response, tokens or events.num_events)
 
     async def end_with_error(self, stopped: Draining | None) -> ProxyResult:
         """Ends a stream whose instance has failed, or (`stopped`) that takes longer than this instance's drain."""
@@ -326,8 +327,8 @@ def _error_code(body: bytes) -> object:
 
 
 def _completion_tokens(body: bytes) -> int:
-    """The completion tokens of a whole answer, found without parsing it: it may be tens of megabytes."""
-    for key in (b'"completion_tokens":', b'"output_tokens":'):
-        if (at := body.rfind(key)) >= 0 and (found := _DIGITS.match(body, at + len(key))) is not None:
-            return int(found[0])
-    return 0
+    """The completion tokens of an answer, found without parsing it: it may be tens of megabytes. The usage is its last
+    part, after the arguments of calls, which may have the same keys."""
+    end = max([at + len(key) for key in _TOKEN_KEYS if (at := body.rfind(key)) >= 0], default=len(body))
+    found = _DIGITS.match(body, end)
+    return 0 if found is None else int(found[0])

@@ -15,6 +15,7 @@ from tests.http.serving import Answer, serving
 from tests.http.test_deadlines import HEADERS, HOLDS_S, PassTime, pass_time  # noqa: F401
 from tests.http.test_request_log import Lines, lines  # noqa: F401
 from tests.http.test_streaming import begun, read_event
+from tests.http.test_tool_calls import engine
 
 ROUTES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"model": "a", "input": "hello"},
@@ -48,7 +49,19 @@ async def test_another_instance_answers_whole_and_streamed(path: str, lines: Lin
         assert (len(running["a"].engine.requests), len(running["b"].engine.requests)) == (2, 0)
     forwarded = [line for line in lines.all if line["path"] == path]
     assert [line["forwarded_to"] for line in forwarded] == ["a", "a"]
-    assert forwarded[0]["completion_tokens"] == 3
+    assert [line["completion_tokens"] for line in forwarded] == [3, 3]
+
+
+async def test_arguments_of_a_call_are_not_taken_for_the_usage(lines: Lines) -> None:  # noqa: F811
+    tools = [{"name": "f", "input_schema": {"type": "object"}}]
+    async with fleet() as running:
+        for name in "ab":
+            call = '<tool_call>{"name": "f", "arguments": {"completion_tokens":0}}</tool_call>'
+            await running.start(name, engine(call, size=len(call)))
+        answer = await running["b"].client.post("/v1/messages", ROUTES["/v1/messages"] | {"tools": tools})
+        assert answer.json["content"][0]["input"] == {"completion_tokens": 0}
+    (line,) = [line for line in lines.all if line["path"] == "/v1/messages"]
+    assert (line["forwarded_to"], line["completion_tokens"]) == ("a", answer.json["usage"]["output_tokens"])
 
 
 @PATHS
