@@ -1,1 +1,1 @@
-"""The CUDA backend: kernels, streams, the device pool and the transfers into it."""
+"""The CUDA backend: `backend` is its interface, `forward/decoder` the layers, `assist/` the hand-off to LoRA workers."""

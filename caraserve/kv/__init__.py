@@ -1,1 +1,1 @@
-"""Paged KV: blocks and prefix reuse."""
+"""Paged KV: `block_pool` (blocks: free, held, reusable), `prefix_keys` (reuse), `memory_budget` (KV beside adapters)."""
