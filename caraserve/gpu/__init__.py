@@ -1,1 +1,1 @@
-"""The CUDA backend: `backend` is its interface, `forward/decoder` the layers, `assist/` the hand-off to LoRA workers."""
+"""The CUDA backend: `backend` is its interface, `forward/decoder` the layers, `assist/` hand-offs to LoRA workers."""
