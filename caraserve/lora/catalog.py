@@ -215,7 +215,9 @@ class Catalog:
         if self._infos.pop(name, None) is None:
             return  # it was unregistered through the cluster meanwhile
         self._notify(name, None)
-        await self.manager.forgotten(self.manager.unregister(name))
+        adapter = self.manager.unregister(name)
+        self._leave_folder(adapter.digest)
+        await self.manager.forgotten(adapter)
 
     # --- uploads ---
 
@@ -365,10 +367,21 @@ class Catalog:
         return None
 
     def _add(self, info: AdapterInfo) -> None:
-        self._infos[info.name] = info
+        old, self._infos[info.name] = self._infos.get(info.name), info
         self.manager.register(info.name, info.digest, Path(info.path), info.num_bytes)
+        if old is not None:
+            self._leave_folder(old.digest)
         if self.rules.keep_on_device:
             self.manager.preload(info.name)
+
+    def _leave_folder(self, digest: str) -> None:
+        """Has an adapter that a name stood for read from the folder of another name that stands for it, if there is
+        one: the folder of the first may be removed next, or has other files already."""
+        adapter = self.manager.find(digest)
+        names = () if adapter is None else adapter.names
+        folders = [info.path for name in names if (info := self._infos.get(name)) is not None and info.targets]
+        if adapter is not None and folders and str(adapter.source) not in folders:
+            self.manager.moved(digest, Path(min(folders)))
 
     def _inspect(self, name: str, path: str, roots: Sequence[Path]) -> AdapterInfo:
         """Reads and checks an adapter, and computes its digest. Raises CaraServeError."""

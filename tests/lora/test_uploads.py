@@ -213,6 +213,23 @@ async def test_a_name_is_replaced_and_its_requests_keep_the_old_files_until_they
         await until(lambda: receiver.left() == ["new"])
 
 
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "second"])
+@pytest.mark.parametrize("how", ["deleted", "replaced"])
+async def test_the_same_bytes_under_another_name_stay_when_a_name_changes(
+    tmp_path: Path, folder: Path, how: str, is_first: bool
+) -> None:
+    names = ["changing", "staying"] if is_first else ["staying", "changing"]
+    async with receiving(tmp_path / "root") as receiver:
+        for name in names:
+            await receiver.put(name, tar_of(folder))
+        if how == "deleted":
+            await receiver.uploads.delete("changing")
+        else:
+            await receiver.put("changing", tar_of(write_adapter(tmp_path / "other", {"lora_alpha": 9})))
+        await until(lambda: receiver.left() == sorted(["staying", *(["changing"] if how == "replaced" else [])]))
+        assert receiver.catalog.pin("staying").source == receiver.root / "staying"
+
+
 @pytest.mark.parametrize("failing", ["registry", "disk"])
 async def test_an_upload_that_cannot_be_stored_leaves_the_adapter_whose_place_it_would_take(
     tmp_path: Path, folder: Path, failing: str, monkeypatch: pytest.MonkeyPatch
