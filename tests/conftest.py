@@ -6,6 +6,7 @@ import importlib
 import inspect
 import logging
 import os
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -20,6 +21,10 @@ hypothesis.settings.load_profile("fixed")
 # Read by torch as it is imported. Its threads spin while they wait for one another, and the oracle's matrices are tiny:
 # on two cores with two test processes, the same tests took three times as long with two threads each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell ignores SIGINT for what it starts in the background, and processes that tests start and interrupt inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
