@@ -22,7 +22,7 @@ hypothesis.settings.load_profile("fixed")
 # on two cores with two test processes, the same tests took three times as long with two threads each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell ignores SIGINT for what it starts in the background, and processes that tests start and interrupt inherit that.
+# A shell ignores SIGINT for what it starts in the background, and processes that tests interrupt inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
