@@ -224,7 +224,7 @@ class Catalog:
     def refuse_unchangeable(self, name: str) -> None:
         """Raises Forbidden or AdapterRejected if no adapter of that name can be loaded at run time."""
         self._refuse_if_all_stay()
-        self._check_name(name)
+        self._check_name(name, "name")
 
     def refuse_too_large(self, spec: AdapterSpec) -> None:
         """Raises AdapterRejected for an adapter that can never be served."""
@@ -406,11 +406,11 @@ class Catalog:
                 "--loading-mode cached and merged keep the adapters of the start; nothing is loaded or unloaded later"
             )
 
-    def _check_name(self, name: str) -> None:
+    def _check_name(self, name: str, param: str = "lora_name") -> None:
         try:
             check_adapter_name(name, self.rules.base_name)
         except ConfigError as error:
-            raise AdapterRejected(error.message, param="lora_name") from None
+            raise AdapterRejected(error.message, param=param) from None
 
     def is_changing(self, name: str) -> bool:
         """Whether the name's adapter is being loaded, uploaded or unloaded."""

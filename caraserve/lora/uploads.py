@@ -341,9 +341,10 @@ def _remove(folder: Path, root: Path) -> None:
 def _remove_abandoned(root: Path) -> None:
     """Removes what uploads of an earlier run have left. Newer folders may be of another server with the same root."""
     for folder in root.glob(f"{_HIDDEN}*"):
-        if time.time() - folder.stat().st_mtime > _ABANDONED_S:
-            log.warning("removing %r, which an upload has left", str(folder))
-            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another server removes it at the same time
+            if time.time() - folder.stat().st_mtime > _ABANDONED_S:
+                log.warning("removing %r, which an upload has left", str(folder))
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _broken(name: str, why: str) -> Unreachable:

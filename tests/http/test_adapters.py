@@ -72,22 +72,25 @@ async def test_a_wrong_or_malformed_checksum_is_refused_by_its_header(
 
 
 @pytest.mark.parametrize(
-    ("path", "options", "status"),
+    ("path", "options", "status", "param"),
     [
-        ("/v1/adapters/base", {}, 400),
-        ("/v1/adapters/.hidden", {}, 400),
-        ("/v1/adapters/..%2Fx", {}, 400),
-        ("/v1/adapters/new?config=1", {}, 400),
-        ("/v1/adapters/new", {"headers": {"Content-Encoding": "gzip"}}, 415),
+        ("/v1/adapters/base", {}, 400, "name"),
+        ("/v1/adapters/.hidden", {}, 400, "name"),
+        ("/v1/adapters/..%2Fx", {}, 400, "name"),
+        ("/v1/adapters/new?config=1", {}, 400, "config"),
+        ("/v1/adapters/new", {"headers": {"Content-Encoding": "gzip"}}, 415, None),
     ],
 )
-async def test_refused_uploads(tmp_path: Path, body: bytes, path: str, options: dict[str, Any], status: int) -> None:
+async def test_refused_uploads(
+    tmp_path: Path, body: bytes, path: str, options: dict[str, Any], status: int, param: str | None
+) -> None:
     async with serving(tmp_path / "root") as (client, receiver):
         async with client.session.put(
             aiohttp.client.URL(client.url + path, encoded=True), data=body, **options
         ) as answer:
             assert answer.status == status
-            assert set((await answer.json())["error"]) == {"message", "type", "param", "code"}
+            error = (await answer.json())["error"]
+            assert (set(error), error["param"]) == ({"message", "type", "param", "code"}, param)
         assert receiver.left() == []
 
 

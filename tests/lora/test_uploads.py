@@ -301,8 +301,10 @@ async def test_what_a_crash_left_an_hour_ago_is_removed_at_the_start(tmp_path: P
     for name, age_s in ((".caraserve-upload-old", 4000), (".caraserve-upload-new", 0), ("own", 4000)):
         write_adapter(tmp_path / name)
         os.utime(tmp_path / name, (time.time() - age_s,) * 2)
+    gone = tmp_path / ".caraserve-upload-gone"
+    gone.symlink_to("nothing")  # as if another server had removed it after it was listed
     async with receiving(tmp_path) as receiver:
-        assert receiver.left() == [".caraserve-upload-new", "own"]
+        assert receiver.left() == [gone.name, ".caraserve-upload-new", "own"]
 
 
 async def test_without_a_root_uploads_are_refused_with_advice(tmp_path: Path, folder: Path) -> None:
