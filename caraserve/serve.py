@@ -252,7 +252,7 @@ async def serve(
     server cannot start, and ConfigError if the cluster rejects it.
     """
     from caraserve import serve_cluster
-    from caraserve.http.api_keys import ApiKeys
+    from caraserve.http.access.api_keys import ApiKeys
     from caraserve.http.app import make_app, start_http
     from caraserve.http.generation import LocalRouter
     from caraserve.http.otlp import OtlpExporter

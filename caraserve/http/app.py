@@ -20,23 +20,15 @@ from caraserve.cluster.membership.websocket import WEBSOCKET_PATH
 from caraserve.cluster.routing.forward_auth import INSTANCE_HEADER, PREFIX
 from caraserve.config import HttpConfig
 from caraserve.errors import CaraServeError, ServerBusy, Unauthorized
-from caraserve.http import (
-    adapters,
-    admin,
-    aliases,
-    anthropic_messages,
-    client_usage,
-    openapi,
-    page,
-    page_stats,
-    status,
-    tokenize,
-)
-from caraserve.http.adapter_version import SERVED_BY_HEADER
-from caraserve.http.api_format import shape_error
-from caraserve.http.api_keys import ApiKeys
+from caraserve.http import openapi
+from caraserve.http.access import client_usage
+from caraserve.http.access.adapter_version import SERVED_BY_HEADER
+from caraserve.http.access.api_keys import ApiKeys
+from caraserve.http.access.auth import add_cors_headers, answer_preflight, authenticate, challenge
+from caraserve.http.access.rate_limits import LimitedRouter
 from caraserve.http.api_request import RequestRouter
-from caraserve.http.auth import add_cors_headers, answer_preflight, authenticate, challenge
+from caraserve.http.apis import anthropic_messages, tokenize
+from caraserve.http.apis.api_format import shape_error
 from caraserve.http.context import (
     ANSWERED_BY,
     CLIENT,
@@ -51,7 +43,7 @@ from caraserve.http.context import (
 from caraserve.http.dispatch import ClusterRouter
 from caraserve.http.generation import LocalRouter
 from caraserve.http.generation_routes import GENERATION_ROUTES
-from caraserve.http.rate_limits import LimitedRouter
+from caraserve.http.management import adapters, admin, aliases, page, page_stats, status
 from caraserve.http.request_log import CLIENT_LEFT, IGNORED_HEADER, SUMMARY, RequestSummary, log_request
 from caraserve.http.responses import SERVER, error_body, error_response, json_response, refusal_response
 from caraserve.http.server import Runner, bind, listen_error

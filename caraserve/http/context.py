@@ -11,9 +11,9 @@ from aiohttp import web
 from caraserve.cluster.membership.node import Node
 from caraserve.config import HttpConfig
 from caraserve.errors import ServerBusy
-from caraserve.http.api_keys import ApiKeys
+from caraserve.http.access.api_keys import ApiKeys
+from caraserve.http.access.client import Client
 from caraserve.http.api_request import RequestRouter
-from caraserve.http.client import Client
 from caraserve.http.whole_answer import TURN_LOGPROBS
 from caraserve.loop import Engine
 from caraserve.lora.management import AdapterManagement

@@ -25,9 +25,9 @@ from caraserve.errors import (
     Overloaded,
     Unreachable,
 )
-from caraserve.http.adapter_choice import Find
+from caraserve.http.access.adapter_choice import Find
+from caraserve.http.access.client import Client
 from caraserve.http.api_request import ApiRequest, ReceivedBody
-from caraserve.http.client import Client
 from caraserve.http.context import ANSWERED_BY, CLIENT, CONTEXT, REQUEST_ID
 from caraserve.http.deadline import within_deadline
 from caraserve.http.generation import Generation

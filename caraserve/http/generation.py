@@ -13,10 +13,10 @@ from aiohttp import web
 from caraserve.core.request import Finish, GenerateRequest
 from caraserve.engine.active_request import TokenStream
 from caraserve.errors import BackendFailed, CaraServeError, Draining
-from caraserve.http.adapter_version import check_version
-from caraserve.http.adapters import tier_of
+from caraserve.http.access.adapter_version import check_version
 from caraserve.http.api_request import ApiRequest, ReceivedBody
 from caraserve.http.context import CONTEXT, REQUEST_ID, SERVED_BY
+from caraserve.http.management.adapters import tier_of
 from caraserve.http.request_log import SUMMARY, model_label
 from caraserve.http.streaming import EventStream, comment
 from caraserve.http.tracing import TRACE

@@ -5,19 +5,19 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from caraserve.http.adapter_choice import Find, adapter_finder
-from caraserve.http.anthropic_messages import parse_message
+from caraserve.http.access.adapter_choice import Find, adapter_finder
+from caraserve.http.access.client import Client
 from caraserve.http.api_request import ApiRequest
-from caraserve.http.chat import MAX_NUMBERS, parse_chat
-from caraserve.http.client import Client
-from caraserve.http.completions import parse_completion
+from caraserve.http.apis.anthropic_messages import parse_message
+from caraserve.http.apis.chat import MAX_NUMBERS, parse_chat
+from caraserve.http.apis.completions import parse_completion
+from caraserve.http.apis.embeddings import parse_embeddings
+from caraserve.http.apis.openai_responses import parse_response
+from caraserve.http.apis.scores import parse_rerank, parse_score
 from caraserve.http.context import CLIENT, CONTEXT
 from caraserve.http.deadline import within_deadline
-from caraserve.http.embeddings import parse_embeddings
 from caraserve.http.json_reader import MOST_NUMBERS
-from caraserve.http.openai_responses import parse_response
 from caraserve.http.responses import note_parsed, receive_body
-from caraserve.http.scores import parse_rerank, parse_score
 from caraserve.http.validation import Fields
 from caraserve.loop import Engine
 

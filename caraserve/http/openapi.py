@@ -12,8 +12,8 @@ from aiohttp import web
 
 from caraserve import __version__
 from caraserve.cluster.routing.forward_auth import PREFIX as PEER_PREFIX
-from caraserve.http.anthropic_messages_writer import error_status
-from caraserve.http.auth import PROBES
+from caraserve.http.access.auth import PROBES
+from caraserve.http.apis.anthropic_messages_writer import error_status
 from caraserve.http.context import CONTEXT
 from caraserve.http.field_types import Schema, or_null
 from caraserve.http.operations import ERROR, MESSAGES_ERROR, OPERATIONS, Operation

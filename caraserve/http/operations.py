@@ -7,9 +7,10 @@ from typing import Any
 from caraserve import errors
 from caraserve.config import PINS
 from caraserve.errors import CaraServeError
-from caraserve.http import deadline, request_schema, translated_fields
+from caraserve.http import deadline, request_schema
+from caraserve.http.apis import translated_fields
 from caraserve.http.field_types import Schema, any_of, object_of, one_of, or_null
-from caraserve.http.page_stats import LONGEST_FILTER, TIER_FILTERS
+from caraserve.http.management.page_stats import LONGEST_FILTER, TIER_FILTERS
 from caraserve.http.request_schema import KnownFields
 
 _JSON, _TEXT, _EVENTS = "application/json", "text/plain", "text/event-stream"

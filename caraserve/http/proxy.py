@@ -37,8 +37,8 @@ from caraserve.cluster.routing.forward_auth import (
 from caraserve.cluster.routing.router import Reason, Refusal
 from caraserve.cluster.routing.selector import PeerTarget
 from caraserve.errors import BackendFailed, Draining, InstanceLost, ServerBusy, Unreachable
-from caraserve.http.adapter_version import SERVED_BY_HEADER
-from caraserve.http.api_format import stream_format
+from caraserve.http.access.adapter_version import SERVED_BY_HEADER
+from caraserve.http.apis.api_format import stream_format
 from caraserve.http.context import CLIENT, CONTEXT, REQUEST_ID, SERVED_BY
 from caraserve.http.deadline import remaining_time_header
 from caraserve.http.json_reader import Body

@@ -19,8 +19,8 @@ from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.streams import StreamReader
 
 from caraserve.errors import CaraServeError, ConfigError, ServerBusy
-from caraserve.http.api_format import shape_error
-from caraserve.http.auth import PROBES
+from caraserve.http.access.auth import PROBES
+from caraserve.http.apis.api_format import shape_error
 from caraserve.http.responses import SERVER, error_body, error_response, json_response
 
 log = logging.getLogger("caraserve.http")

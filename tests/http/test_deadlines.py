@@ -13,7 +13,7 @@ from aiohttp.test_utils import make_mocked_request
 from caraserve.cluster.routing.forward_auth import INSTANCE_HEADER, PREFIX, ForwardClaims, forward_headers
 from caraserve.core.request import Finish
 from caraserve.errors import DeadlineExceeded
-from caraserve.http.choices import OpenAiStream
+from caraserve.http.apis.choices import OpenAiStream
 from caraserve.http.context import HttpTimings
 from caraserve.http.deadline import HEADER, remaining_time_header, within_deadline
 from caraserve.http.proxy import body_digest

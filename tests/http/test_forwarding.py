@@ -13,7 +13,7 @@ from caraserve.cluster.membership.swim import MemberState
 from caraserve.cluster.routing.cost import Backlog
 from caraserve.core.request import Tenant
 from caraserve.errors import BackendFailed, Draining, Overloaded
-from caraserve.http.api_keys import key_name
+from caraserve.http.access.api_keys import key_name
 from caraserve.http.context import HttpTimings
 from tests.http.fake_engine import WRONG_GRAMMAR, FakeAdapter, FakeEngine
 from tests.http.fleet import FULL, RawAnswer, fleet, streamed

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from caraserve.http import request_schema, validation
+from caraserve.http.apis.translated_fields import MESSAGES, RESPONSES
 from caraserve.http.request_schema import KnownFields
-from caraserve.http.translated_fields import MESSAGES, RESPONSES
 from tests.http.fake_engine import FakeEngine
 from tests.http.serving import Answer, Client, serving
 

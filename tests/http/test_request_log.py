@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
-from caraserve.http.api_keys import key_name
-from caraserve.http.choices import OpenAiStream
-from caraserve.http.client import Client as Sender
+from caraserve.http.access.api_keys import key_name
+from caraserve.http.access.client import Client as Sender
+from caraserve.http.apis.choices import OpenAiStream
 from caraserve.http.context import CLIENT, HttpTimings
 from caraserve.http.request_log import SUMMARY, RequestSummary, log_request
 from caraserve.http.streaming import EVENT_STREAM, EventStream

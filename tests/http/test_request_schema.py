@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from caraserve.errors import InvalidRequest
+from caraserve.http.apis.translated_fields import MESSAGES, RESPONSES
 from caraserve.http.request_schema import (
     CHAT,
     COMPLETIONS,
@@ -21,7 +22,6 @@ from caraserve.http.request_schema import (
     KnownFields,
     check_fields,
 )
-from caraserve.http.translated_fields import MESSAGES, RESPONSES
 from caraserve.http.validation import Fields
 from tests.http.fake_engine import FakeEngine
 from tests.http.serving import serving

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from caraserve.core.request import GenerateRequest, TokenDelta, TokenLogprob
 from caraserve.errors import BackendFailed
-from caraserve.http.choices import OpenAiStream
+from caraserve.http.apis.choices import OpenAiStream
 from caraserve.http.context import HttpTimings
 from caraserve.http.streaming import EventStream
 from caraserve.http.whole_answer import TURN_LOGPROBS, paced

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from caraserve.core.request import PromptEmbeds
-from caraserve.http.prompt_embeds import digests_of
+from caraserve.http.apis.prompt_embeds import digests_of
 from caraserve.model.spec import load_spec
 from tests.oracle.models import SOME_KINDS, prompt_of
 from tests.oracle.subject import Subject, make_subject

@@ -1,0 +1,172 @@
+"""Which adapter a request names: in `model`, or in a field by which clients of other servers name an adapter.
+
+Every field that is present counts. A request in which two fields name different adapters is refused.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from caraserve.cluster.state.replicated_map import RegisteredAdapter
+from caraserve.errors import AdapterRejected, InvalidRequest, NotFound
+from caraserve.http import body_fields
+from caraserve.http.access.client import Client
+from caraserve.http.context import CLIENT, CONTEXT, Context
+from caraserve.http.validation import Fields, shown
+from caraserve.lora.registry import AdapterInfo
+
+Find = Callable[[str], str | None]
+"""The adapter that a model name stands for, None for the base model. Raises NotFound with param `model`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteAdapter:
+    """An adapter that only other instances have, as the API lists it."""
+
+    name: str
+    digest: str
+    rank: int
+    num_bytes: int
+    created_s: float
+
+    @property
+    def path(self) -> str:
+        """The digest: it has no folder on this instance."""
+        return self.digest
+
+
+ListedAdapter = AdapterInfo | RemoteAdapter
+
+
+def find_adapter(request: web.Request, model: str) -> ListedAdapter | None:
+    """The adapter, here or in the cluster, that `model` names as `adapter`, by an alias or, as for SGLang, as
+    `base:adapter`; None for the base model. Raises NotFound with param `model`, also for an adapter that the client may
+    not use: it does not learn that there is one."""
+    context, client = request.app[CONTEXT], request[CLIENT]
+    if model in context.engine.base_names:
+        return None
+    bases = [base for base in context.engine.base_names if model.startswith(f"{base}:")]
+    for name in (model, *(model.removeprefix(f"{base}:") for base in bases)):
+        adapter = target_of(context, name)
+        is_allowed = client.may_use(name) or client.may_use(adapter)
+        if is_allowed and (found := find_named(context, adapter)) is not None:
+            return found
+        if is_allowed and adapter != name:
+            raise NotFound(f"{name!r} stands for the adapter {adapter!r}, which is not loaded.", param="model")
+    raise unknown_model(model)
+
+
+def target_of(context: Context, name: str) -> str:
+    """The name of the adapter that an alias stands for; any other name as it is."""
+    alias = None if context.management is None else context.management.aliases.find(name)
+    return name if alias is None else alias.adapter
+
+
+def refuse_alias(context: Context, name: str) -> None:
+    """Raises AdapterRejected for the name of an alias, which can name no adapter."""
+    if target_of(context, name) != name:
+        raise AdapterRejected(f"{name!r} is an alias; use another name, or delete the alias.", param="name")
+
+
+def find_named(context: Context, name: str) -> ListedAdapter | None:
+    """The adapter of that name, here or in the cluster; None if there is none. Aliases are not looked up."""
+    try:
+        return context.engine.adapter(name)
+    except NotFound:
+        remote = None if context.cluster is None else context.cluster.adapter(name)
+        return None if remote is None else remote_adapter(context, remote)
+
+
+def unknown_model(name: str) -> NotFound:
+    """The error for a model that does not exist, or that the client may not use."""
+    return NotFound(f"The model {name[:200]!r} does not exist; GET /v1/models lists those that do.", param="model")
+
+
+def adapter_finder(request: web.Request) -> Find:
+    """A function that gives the name of the adapter that a model name stands for, among those that the client of
+    `request` may use; see `find_adapter`."""
+
+    def find(model: str) -> str | None:
+        adapter = find_adapter(request, model)
+        return None if adapter is None else adapter.name
+
+    return find
+
+
+def remote_adapter(context: Context, adapter: RegisteredAdapter) -> RemoteAdapter:
+    """An entry of the cluster's registry as the API lists it."""
+    return RemoteAdapter(adapter.name, adapter.digest, adapter.rank, adapter.num_bytes, context.started_s)
+
+
+def choose_adapter(fields: Fields, base_name: str, find: Find, client: Client) -> tuple[str, str | None]:
+    """Returns the name that the response repeats, and the adapter, None for the base model. If `model` is absent or
+    names the base model, the other fields choose.
+
+    Raises NotFound or InvalidRequest naming the field, and NotFound if only the base model is left and `client` may not
+    use it.
+    """
+    shown_name = body_fields.MODEL.read(fields) or base_name
+    adapter = find(shown_name)
+    chosen_by = "model" if adapter is not None else None
+    for field, name in _named(fields):
+        other = _found(field, name, find)
+        if chosen_by is None:
+            shown_name, adapter, chosen_by = name, other, field
+        elif other != adapter:
+            raise InvalidRequest(
+                f"{chosen_by} and {field} name different adapters, {shown(shown_name)} and {shown(name)}; send one.",
+                param=field,
+            )
+    if adapter is None and not client.may_use(None):
+        raise unknown_model(shown_name)
+    return shown_name, adapter
+
+
+def _found(field: str, name: str, find: Find) -> str | None:
+    try:
+        return find(name)
+    except NotFound:
+        raise NotFound(
+            f"{field} must name an adapter that is loaded, and {shown(name)} is none; GET /v1/models lists them.",
+            param=field,
+        ) from None
+
+
+def _named(fields: Fields) -> Iterator[tuple[str, str]]:
+    """The other fields that name an adapter, each with the name: SGLang's, LoRAX' and TGI's, llama.cpp's."""
+    for field in (body_fields.LORA_PATH, body_fields.ADAPTER_ID):
+        if isinstance(fields.raw(field.name), list):
+            raise InvalidRequest(
+                f"{field.name} must be one adapter's name, not a list; send one request for each adapter.",
+                param=field.name,
+            )
+        if name := field.read(fields):
+            yield field.name, name
+    entries = fields.array("lora", most=1 << 10)
+    if len(entries) > 1:
+        raise InvalidRequest(
+            f"lora has {len(entries)} adapters; a request is answered by one adapter at scale 1.", param="lora"
+        )
+    for entry in entries:
+        yield "lora", _entry_name(entry)
+
+
+def _entry_name(entry: Any) -> str:
+    """The adapter of one entry of llama.cpp's `lora`, `{"id": NAME, "scale": 1}`."""
+    if not isinstance(entry, dict):
+        raise InvalidRequest(
+            f'lora must be [{{"id": NAME, "scale": 1}}], and its entry is {shown(entry)}.', param="lora"
+        )
+    if unknown := entry.keys() - {"id", "scale"}:
+        raise InvalidRequest(f"lora[0] has an unknown field {shown(min(unknown))}; send id and scale.", param="lora")
+    name, scale = entry.get("id"), entry.get("scale", 1)
+    if not isinstance(name, str) or not 1 <= len(name) <= body_fields.MODEL.longest:
+        # A number would be an index into a list that changes as adapters are loaded and unloaded.
+        raise InvalidRequest(
+            f"lora[0].id must be an adapter's name, not {shown(name)}; GET /v1/models lists them.", param="lora"
+        )
+    if type(scale) not in (int, float) or scale != 1:
+        raise InvalidRequest(f"lora[0].scale must be 1, not {shown(scale)}; no other is served.", param="lora")
+    return name

@@ -1,0 +1,141 @@
+"""Limits of clients by key: requests and tokens per minute, and requests under way. They hold for this instance alone.
+
+A rate is a bucket that holds a minute's worth and is refilled continuously. A request takes itself and its prompt's
+tokens when it is admitted, and the tokens of its answer when it has ended; these may leave a debt, which the next
+request waits for.
+"""
+
+import math
+import time
+from collections.abc import Callable
+
+from aiohttp import web
+
+from caraserve.errors import CaraServeError, RateLimited
+from caraserve.http.access.client import Client, RateLimits
+from caraserve.http.api_request import ApiRequest, ReceivedBody, RequestRouter
+from caraserve.http.context import CLIENT, RATE_HEADERS
+from caraserve.http.request_log import SUMMARY
+
+_NO_LIMITS = RateLimits()
+
+
+class _Bucket:
+    """What a client may still use of a rate."""
+
+    def __init__(self, per_minute: float, now_s: float) -> None:
+        self.per_minute = self._level = per_minute
+        self._at_s = now_s
+
+    def refill(self, per_minute: float, now_s: float) -> None:
+        """Adds what has come since the last call. The rate may have changed."""
+        self.per_minute = per_minute
+        self._level = min(per_minute, self._level + (now_s - self._at_s) * per_minute / 60)
+        self._at_s = now_s
+
+    def wait_s(self, amount: float) -> float:
+        """The time until `amount`, or a minute's worth if that is less, is there."""
+        return max(0.0, (min(amount, self.per_minute) - self._level) * 60 / self.per_minute)
+
+    def take(self, amount: float) -> None:
+        self._level = min(self.per_minute, self._level - amount)
+
+    def headers(self, unit: str) -> dict[str, str]:
+        """OpenAI's headers: the rate, what is left of it, and when all of it will be there."""
+        return {
+            f"x-ratelimit-limit-{unit}": f"{self.per_minute:.0f}",
+            f"x-ratelimit-remaining-{unit}": f"{max(0.0, self._level):.0f}",
+            f"x-ratelimit-reset-{unit}": _duration(self.wait_s(self.per_minute)),
+        }
+
+
+class _ClientState:
+    """The buckets of one client, and its requests under way."""
+
+    def __init__(self) -> None:
+        self.under_way = 0
+        self._buckets: dict[str, _Bucket] = {}
+
+    def refill(self, limits: RateLimits, now_s: float) -> dict[str, _Bucket]:
+        """The buckets of the limits that a client has now, by unit."""
+        rates = {"requests": limits.requests_per_minute, "tokens": limits.tokens_per_minute}
+        limited = {unit: rate for unit, rate in rates.items() if rate is not None}
+        self._buckets = {
+            unit: self._buckets.get(unit) or _Bucket(per_minute, now_s) for unit, per_minute in limited.items()
+        }
+        for unit, per_minute in limited.items():
+            self._buckets[unit].refill(per_minute, now_s)
+        return self._buckets
+
+
+class LimitedRouter:
+    """Admits API requests within the limits of their clients, and lets another router answer them. A request that
+    another instance has forwarded does not come here: that instance has admitted it."""
+
+    def __init__(
+        self, router: RequestRouter, answer_s: Callable[[], float], now: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`answer_s`: predicts how long an answer takes now."""
+        self._router, self._answer_s, self._now = router, answer_s, now
+        self._clients: dict[str, _ClientState] = {}  # of those with limits
+
+    def draw_seed(self) -> int | None:
+        return self._router.draw_seed()
+
+    def not_ready_reason(self) -> str | None:
+        return self._router.not_ready_reason()
+
+    async def drain(self, timeout_s: float) -> None:
+        await self._router.drain(timeout_s)
+
+    async def route(self, request: web.Request, api_request: ApiRequest, received: ReceivedBody) -> web.StreamResponse:
+        """Answers the request. Raises RateLimited, and what the other router raises."""
+        client = request[CLIENT]
+        if client.limits == _NO_LIMITS:
+            return await self._router.route(request, api_request, received)
+        state = self._clients.setdefault(client.name, _ClientState())
+        prompt_tokens = sum(len(one.prompt_ids) for one in api_request.requests[:: api_request.n])
+        self._admit(request, client, state, prompt_tokens)
+        state.under_way += 1
+        unused = 0
+        try:
+            response = await self._router.route(request, api_request, received)
+            unused = prompt_tokens if response.status >= 400 else 0
+            return response
+        except CaraServeError:
+            unused = prompt_tokens
+            raise
+        finally:
+            state.under_way -= 1
+            if (tokens := state.refill(client.limits, self._now()).get("tokens")) is not None:
+                tokens.take((request[SUMMARY].completion_tokens or 0) - unused)
+
+    def _admit(self, request: web.Request, client: Client, state: _ClientState, prompt_tokens: int) -> None:
+        """Takes a request and its tokens from the client's buckets, or raises RateLimited and takes nothing."""
+        limits = client.limits
+        buckets = state.refill(limits, self._now())
+        amounts = {"requests": 1, "tokens": prompt_tokens}
+        request[RATE_HEADERS] = {}
+        try:
+            if limits.concurrency is not None and state.under_way >= limits.concurrency:
+                # Of so many that take a predicted time each, the next one ends after this, on average.
+                retry_after_s = self._answer_s() / limits.concurrency
+                raise RateLimited(f"{limits.concurrency} requests under way", "concurrency", retry_after_s)
+            waits_s = {unit: bucket.wait_s(amounts[unit]) for unit, bucket in buckets.items()}
+            longest = max(waits_s, key=waits_s.__getitem__, default="")
+            if longest and waits_s[longest] > 0:
+                raise RateLimited(f"{buckets[longest].per_minute:.15g} {longest} per minute", longest, waits_s[longest])
+            for unit, bucket in buckets.items():
+                bucket.take(amounts[unit])
+        finally:
+            for unit, bucket in buckets.items():
+                request[RATE_HEADERS].update(bucket.headers(unit))
+
+
+def _duration(seconds: float) -> str:
+    """A time as OpenAI's headers have it: 20ms, 1.5s, 6m0s."""
+    ms = math.ceil(1000 * seconds)
+    if ms < 1000:
+        return f"{ms}ms"
+    minutes, rest_ms = divmod(ms, 60_000)
+    return f"{minutes}m{rest_ms / 1000:.15g}s" if minutes else f"{rest_ms / 1000:.15g}s"

@@ -1,0 +1,247 @@
+"""POST /v1/messages, Anthropic's Messages API, and its count of tokens: reads a body as the fields of a chat."""
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from aiohttp import web
+
+from caraserve.errors import ContextLengthExceeded, InvalidRequest, ThreadsUnsupported
+from caraserve.http import body_fields
+from caraserve.http.access.adapter_choice import Find, adapter_finder, choose_adapter
+from caraserve.http.access.client import Client
+from caraserve.http.api_request import ApiRequest
+from caraserve.http.apis import translated_fields as body
+from caraserve.http.apis.answer_blocks import AnswerBlocks
+from caraserve.http.apis.anthropic_messages_writer import MessagesWriter
+from caraserve.http.apis.chat import MAX_NUMBERS, chat_ids, parse_chat_fields
+from caraserve.http.apis.chat_translation import (
+    checked_choice,
+    checked_object,
+    checked_text,
+    client_names,
+    joined_text,
+    shared_values,
+    skip_unread,
+)
+from caraserve.http.apis.tool_calls import parse_tools
+from caraserve.http.apis.translated_fields import MESSAGES
+from caraserve.http.context import CLIENT, CONTEXT
+from caraserve.http.field_types import LARGEST
+from caraserve.http.json_reader import parse_object
+from caraserve.http.request_schema import check_fields
+from caraserve.http.responses import json_response, note_ignored, read_body
+from caraserve.http.validation import Fields, shown
+from caraserve.loop import Engine
+from caraserve.tokenizer.reasoning import SWITCHES
+from caraserve.util.tasks import in_turns
+
+_NAMES = {
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+    "].function.parameters": "].input_schema",
+    "].function.": "].",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "stop must": "stop_sequences must",
+}
+_TEXT = {"text": "text"}
+_ROLES = ("user", "assistant", "system")
+_CHOICES = {"auto": None, "any": "required", "none": "none"}
+_THINKING = ("enabled", "adaptive", "between_tools", "disabled")
+_MAX_EDITS = 64
+
+
+async def parse_message(fields: Fields, engine: Engine, find: Find, client: Client) -> ApiRequest:
+    """Reads a body. Raises InvalidRequest, ContextLengthExceeded or NotFound, which name the field."""
+    if fields.raw("thread") is not None:
+        raise ThreadsUnsupported("thread is not supported: nothing is stored here; send all messages.", param="thread")
+    check_fields(fields, MESSAGES)
+    limit = body.MAX_TOKENS.read(fields)
+    if limit is None:
+        raise InvalidRequest("max_tokens is required.", param="max_tokens")
+    values = await _chat_values(fields, engine)
+    message_id, chat_fields = f"msg_{uuid.uuid4().hex}", Fields(values)
+    try:
+        with client_names(_NAMES):
+            # A limit beyond the context is lowered: clients, who must send one, choose it for models with a larger one.
+            chat = await parse_chat_fields(chat_fields, engine, find, client, message_id, default_max_tokens=limit)
+    except ContextLengthExceeded as error:  # the first words are Anthropic's, by which clients know what to do
+        raise ContextLengthExceeded(f"prompt is too long: {error.message}", param=error.param) from None
+    skip_unread(fields, chat_fields, _NAMES)
+    blocks = AnswerBlocks(chat.tools, chat.reasoning)
+    fills_context = chat.requests[0].params.max_tokens < limit
+    writer = MessagesWriter(message_id, chat.common.model, blocks, fills_context=fills_context)
+    return ApiRequest(chat.requests, 1, chat.common.delivery.stream, writer)
+
+
+async def count_tokens(request: web.Request) -> web.Response:
+    """POST /v1/messages/count_tokens."""
+    engine = request.app[CONTEXT].engine
+    fields = Fields(await parse_object(await read_body(request), MAX_NUMBERS))
+    check_fields(fields, MESSAGES)
+    body.MAX_TOKENS.read(fields)
+    values = await _chat_values(fields, engine)
+    choose_adapter(Fields(values), engine.base_name, adapter_finder(request), request[CLIENT])
+    most = max(body_fields.MAX_TOKENIZED, engine.max_model_len)
+    with client_names(_NAMES):
+        chat = Fields(values)
+        try:
+            ids = await chat_ids(chat, engine.tokenizer, most, parse_tools(chat, engine))
+        except ContextLengthExceeded:
+            raise InvalidRequest(f"messages have more than {most} tokens; send fewer.", param="messages") from None
+    note_ignored(request, fields)
+    return json_response({"input_tokens": len(ids)})
+
+
+async def _chat_values(fields: Fields, engine: Engine) -> dict[str, Any]:
+    """The fields of the chat that a body stands for."""
+    given = fields.raw("messages")
+    if not isinstance(given, list) or not given:
+        what = "nothing" if given is None else shown(given)
+        raise InvalidRequest(f"messages must be a list of at least one message, not {what}.", param="messages")
+    messages: list[dict[str, Any]] = []
+    if system := await joined_text(fields.raw("system") or "", "system", _TEXT, "system"):
+        messages.append({"role": "system", "content": system})
+    async for at, message in in_turns(enumerate(given)):
+        await _add_message(messages, checked_object(message, f"messages[{at}]", "messages"), f"messages[{at}]", fields)
+    choice = fields.nested("tool_choice")
+    values = shared_values(fields, MESSAGES) | {
+        "messages": messages,
+        "stop": body.STOP_SEQUENCES.read(fields),
+        "user": fields.nested("metadata").maybe_text("user_id", 256),
+        "response_format": _response_format(fields),
+        "tools": _functions(fields),
+        "tool_choice": _tool_choice(choice),
+        "parallel_tool_calls": not choice.boolean("disable_parallel_tool_use", False),
+    }
+    _check_context_management(fields)
+    if messages[-1]["role"] == "assistant":
+        if "tool_calls" in messages[-1]:
+            raise InvalidRequest("the last message has tool_use blocks; send their tool_result.", param="messages")
+        values["continue_final_message"] = True
+    return values | _thinking(fields, engine.tokenizer.reasoning_format is not None)
+
+
+async def _add_message(messages: list[dict[str, Any]], message: dict[str, Any], name: str, fields: Fields) -> None:
+    """Adds the messages of a chat that a message with blocks stands for."""
+    role = checked_choice(message.get("role"), _ROLES, f"{name}.role", "messages")
+    content = message.get("content")
+    if not isinstance(content, list):
+        messages.append({"role": role, "content": await joined_text(content, f"{name}.content", _TEXT, "messages")})
+        return
+    if not content:
+        raise InvalidRequest(f"{name}.content must have at least one block.", param="messages")
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    thoughts: list[str] = []
+    async for at, given in in_turns(enumerate(content)):
+        where = f"{name}.content[{at}]"
+        block = checked_object(given, where, "messages")
+        kind = block.get("type")
+        if kind == "text":
+            texts.append(checked_text(block, "text", where, "messages"))
+        elif kind == "tool_use" and role == "assistant":
+            calls.append(_call(block, where))
+        elif kind == "tool_result" and role == "user":
+            messages += _user_message(texts)
+            texts = []
+            messages.append(await _tool_message(block, where))
+        elif kind == "thinking" and role == "assistant":
+            thoughts.append(checked_text(block, "thinking", where, "messages"))
+        elif kind == "redacted_thinking" and role == "assistant":
+            fields.skip("messages.redacted_thinking")  # of another server, encrypted
+        else:
+            raise InvalidRequest(
+                f"{where}.type {shown(kind)} is not served in messages of the {role}; text is, tool_use by the "
+                "assistant and tool_result by the user.",
+                param="messages",
+            )
+    if role == "user":
+        messages += _user_message(texts)
+    else:
+        more = {"tool_calls": calls, "reasoning_content": "\n".join(thoughts)}
+        kept = {key: value for key, value in more.items() if value}
+        messages.append({"role": role, "content": "\n".join(texts), **kept})
+
+
+def _user_message(texts: list[str]) -> Iterator[dict[str, Any]]:
+    if texts:
+        yield {"role": "user", "content": "\n".join(texts)}
+
+
+def _call(block: dict[str, Any], name: str) -> dict[str, Any]:
+    arguments = checked_object(block.get("input"), f"{name}.input", "messages")
+    function = {"name": checked_text(block, "name", name, "messages"), "arguments": arguments}
+    return {"id": checked_text(block, "id", name, "messages"), "type": "function", "function": function}
+
+
+async def _tool_message(block: dict[str, Any], name: str) -> dict[str, Any]:
+    """The message with a tool's result. `is_error` is left for the template."""
+    content = block.get("content")
+    text = "" if content is None else await joined_text(content, f"{name}.content", _TEXT, "messages")
+    message = {"role": "tool", "tool_call_id": checked_text(block, "tool_use_id", name, "messages"), "content": text}
+    return message | ({"is_error": True} if block.get("is_error") is True else {})
+
+
+def _functions(fields: Fields) -> list[dict[str, Any]]:
+    functions = []
+    for at, given in enumerate(body.MESSAGE_TOOLS.read(fields)):
+        tool = checked_object(given, f"tools[{at}]", "tools")
+        if tool.get("type") not in (None, "custom"):
+            raise InvalidRequest(
+                f"tools[{at}].type {shown(tool['type'])} is not served; tools with an input_schema are, which the "
+                "client calls itself.",
+                param="tools",
+            )
+        schema = checked_object(tool.get("input_schema"), f"tools[{at}].input_schema", "tools")
+        function = {key: tool.get(key) for key in ("name", "description", "strict")} | {"parameters": schema}
+        functions.append({"type": "function", "function": function})
+    return functions
+
+
+def _tool_choice(choice: Fields) -> Any:
+    kind = choice.raw("type")
+    if kind is None:
+        return None
+    if kind == "tool":
+        return {"type": "function", "function": {"name": choice.raw("name")}}
+    return _CHOICES[checked_choice(kind, (*_CHOICES, "tool"), "tool_choice.type", "tool_choice")]
+
+
+def _response_format(fields: Fields) -> dict[str, Any] | None:
+    given = fields.nested("output_config").mapping("format") or fields.mapping("output_format")
+    if not given:
+        return None
+    if given.get("type") != "json_schema":
+        raise InvalidRequest(
+            f"output_config.format.type must be json_schema, not {shown(given.get('type'))}.",
+            param="output_config.format",
+        )
+    return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
+
+
+def _thinking(fields: Fields, can_think: bool) -> dict[str, Any]:
+    """The fields of a chat that `thinking` stands for. Without it the template decides whether the model thinks, and
+    the client does not expect to see it."""
+    thinking = fields.nested("thinking")
+    kind = thinking.raw("type")
+    is_on = kind is not None and checked_choice(kind, _THINKING, "thinking.type", "thinking") != "disabled"
+    values: dict[str, Any] = {}
+    if kind is not None:
+        given = fields.mapping("chat_template_kwargs")
+        values["chat_template_kwargs"] = dict.fromkeys(SWITCHES, is_on) | given
+    if can_think:
+        values["include_reasoning"] = is_on and thinking.raw("display") != "omitted"
+        values["thinking_token_budget"] = thinking.maybe_integer("budget_tokens", 0, LARGEST)
+    return values
+
+
+def _check_context_management(fields: Fields) -> None:
+    """Raises InvalidRequest for what would change the messages. Clearing thoughts does not: templates do so anyway."""
+    for edit in fields.nested("context_management").array("edits", _MAX_EDITS):
+        kind = edit.get("type") if isinstance(edit, dict) else None
+        if not str(kind).startswith("clear_thinking"):
+            raise InvalidRequest(
+                f"context_management: {shown(kind)} is not served; the messages are used as they are.",
+                param="context_management",
+            )

@@ -1,0 +1,338 @@
+"""POST /v1/chat/completions: makes a prompt of messages by the model's template, writes deltas in OpenAI's shape."""
+
+import asyncio
+import contextlib
+import dataclasses
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from caraserve.core.request import Finish, GenerateRequest, TokenDelta, TokenLogprob
+from caraserve.errors import InvalidRequest
+from caraserve.http import body_fields, validation
+from caraserve.http.access.adapter_choice import Find
+from caraserve.http.access.client import Client
+from caraserve.http.api_request import ApiRequest
+from caraserve.http.apis.choices import ChoicesWriter, PromptLogprobs, ResponseHeads, TokenNames, finite
+from caraserve.http.apis.completions import (
+    DEFAULT_MAX_TOKENS,
+    ENCODED_IN_PLACE_CHARACTERS,
+    CommonFields,
+    fan_out,
+    finish_fields,
+    parse_common,
+    parse_prompt_logprobs,
+    response_head,
+)
+from caraserve.http.apis.reasoning import Reasoning, parse_reasoning, template_arguments
+from caraserve.http.apis.structured_output import parse_grammar
+from caraserve.http.apis.tool_calls import ToolCallWriter, Tools, parse_tools
+from caraserve.http.apis.truncation import parse_truncation
+from caraserve.http.request_schema import CHAT, check_fields
+from caraserve.http.validation import Fields, shown
+from caraserve.http.whole_answer import PROMPT_LOGPROBS
+from caraserve.loop import Engine
+from caraserve.tokenizer.reasoning import ReasoningText
+from caraserve.tokenizer.tokenizer import Tokenizer
+from caraserve.util.tasks import in_turns
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_MAX_MESSAGES = 4096
+_REASONING = ("reasoning_content", "reasoning")  # keys of a message; templates know the first, vLLM writes the second
+_PLAIN = {"role", "content", "name"}  # other keys may be large, and slow for a template to write
+_SHORT_CHAT = 64  # messages
+_MAX_ARGUMENTS_CHARACTERS = 64 << 10  # of one tool call: 4 ms to parse
+MAX_NUMBERS = 1 << 16  # in lists of a body, of which a chat has few; a template takes 5 ms to write them as JSON
+
+
+async def parse_chat(fields: Fields, engine: Engine, find: Find, client: Client) -> ApiRequest:
+    """Reads a body. Raises InvalidRequest, ContextLengthExceeded or NotFound, which name the field."""
+    check_fields(fields, CHAT)
+    response_id = f"chatcmpl-{uuid.uuid4().hex}"
+    chat = await parse_chat_fields(fields, engine, find, client, response_id)
+    delivery, model, tools = chat.common.delivery, chat.common.model, chat.tools
+    names = TokenNames(engine.tokenizer, by_id=delivery.tokens_as_ids)
+    choices = [
+        ChatChoice(
+            *(index, request, engine.tokenizer, names, delivery.token_ids),
+            None if tools is None else tools.writer(),
+            chat.reasoning,
+        )
+        for index, request in enumerate(chat.requests)
+    ]
+    shown_prompt = {"prompt_token_ids": chat.requests[0].prompt_ids} if delivery.token_ids else {}
+    heads = ResponseHeads(
+        response_head(response_id, "chat.completion", model) | shown_prompt,
+        response_head(response_id, "chat.completion.chunk", model),
+        shown_prompt,
+        has_prompt_logprobs=chat.requests[0].params.prompt_logprobs is not None,
+    )
+    return ApiRequest(chat.requests, chat.common.n, delivery.stream, ChoicesWriter(choices, heads, delivery))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ParsedChat:
+    """The engine requests of a chat, and what the writer of its answer needs."""
+
+    common: CommonFields
+    tools: Tools | None
+    reasoning: Reasoning | None
+    requests: tuple[GenerateRequest, ...]
+
+
+async def parse_chat_fields(
+    fields: Fields,
+    engine: Engine,
+    find: Find,
+    client: Client,
+    response_id: str,
+    default_max_tokens: int | None = None,
+) -> ParsedChat:
+    """Reads the checked fields of a chat. `default_max_tokens`: a limit, lowered to what the context has room for, if
+    the fields have none. Raises as `parse_chat`."""
+    common = parse_common(fields, engine, find, client)
+    tools = parse_tools(fields, engine)
+    limit = body_fields.CHAT_MAX_COMPLETION_TOKENS.read(fields)
+    older_limit = body_fields.CHAT_MAX_TOKENS.read(fields)
+    params = validation.sampling_params(fields, engine)
+    asked_tokens = older_limit if limit is None else limit
+    truncation = parse_truncation(fields, engine, DEFAULT_MAX_TOKENS if asked_tokens is None else asked_tokens)
+    with truncation.refusing("messages"):
+        ids = tuple(truncation.cut(await chat_ids(fields, engine.tokenizer, truncation.most_encoded, tools)))
+    reasoning = parse_reasoning(fields, engine, ids)
+    kept = [part.kept_special_ids for part in (tools, reasoning) if part is not None]
+    params = dataclasses.replace(
+        params,
+        logprobs=_logprobs(fields),
+        grammar=await parse_grammar(fields, engine, params, None if tools is None else tools.constraint, reasoning),
+        kept_special_ids=frozenset[int]().union(*kept),
+    )
+    default = validation.most_scored_tokens(common.n, params.logprobs)
+    default = default_max_tokens if default is None else default
+    max_tokens = validation.fit_max_tokens(asked_tokens, default, len(ids), engine, source="messages")
+    validation.check_scores(common.n, common.n * max_tokens, params.logprobs, "top_logprobs")
+    validation.check_min_tokens(params.min_tokens, max_tokens)
+    requests = fan_out(f"{response_id}-", 0, ids, common, dataclasses.replace(params, max_tokens=max_tokens))
+    if (scored := parse_prompt_logprobs(fields, common.delivery)) is not None:  # of the prompt that all of them have
+        validation.check_scores(1, len(ids), scored, "prompt_logprobs")
+        first = dataclasses.replace(requests[0].params, prompt_logprobs=scored)
+        requests[0] = dataclasses.replace(requests[0], params=first)
+    return ParsedChat(common, tools, reasoning, tuple(requests))
+
+
+async def chat_ids(fields: Fields, tokenizer: Tokenizer, max_tokens: int, tools: Tools | None = None) -> list[int]:
+    """The prompt of `messages` and the template's arguments, as token ids. Raises InvalidRequest, and
+    ContextLengthExceeded when it has more than `max_tokens`."""
+    messages = await parse_messages(fields)
+    continued = body_fields.CONTINUE_FINAL_MESSAGE.read(fields)
+    generation_prompt = body_fields.ADD_GENERATION_PROMPT.read(fields, default=not continued)
+    if continued and generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt exclude each other.", param="continue_final_message"
+        )
+    kwargs = template_arguments(fields, tokenizer.reasoning_format)
+
+    def render() -> list[int]:
+        return tokenizer.chat(
+            messages,
+            add_generation_prompt=generation_prompt,
+            continue_final_message=continued,
+            kwargs=kwargs,
+            tools=None if tools is None else tools.for_template,
+            max_tokens=max_tokens,
+        )
+
+    is_plain = tools is None and not kwargs and all(message.keys() <= _PLAIN for message in messages)
+    short = len(messages) <= _SHORT_CHAT and is_plain
+    characters = sum(len(message["content"]) for message in messages)
+    in_place = short and characters <= ENCODED_IN_PLACE_CHARACTERS
+    ids = render() if in_place else await asyncio.to_thread(render)
+    if not ids:
+        raise InvalidRequest("The chat template makes an empty prompt of these messages.", param="messages")
+    return ids
+
+
+async def parse_messages(fields: Fields) -> list[dict[str, Any]]:
+    """The messages, checked, each with `content` as one string; other keys are left for the template."""
+    messages = fields.array("messages", _MAX_MESSAGES)
+    if not messages:
+        raise InvalidRequest("messages must hold at least one message.", param="messages")
+    numbered = in_turns(enumerate(messages))
+    return [await _message(message, f"messages[{position}]") async for position, message in numbered]
+
+
+async def _message(message: object, name: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise InvalidRequest(f"{name} must be an object, not {shown(message)}.", param="messages")
+    role, content = message.get("role"), message.get("content")
+    if role not in _ROLES:
+        raise InvalidRequest(f"{name}.role must be one of {', '.join(_ROLES)}, not {shown(role)}.", param="messages")
+    calls = await _tool_calls(message, name)
+    if isinstance(content, list):
+        numbered = in_turns(enumerate(content))
+        content = "\n".join([_text_part(part, f"{name}.content[{index}]") async for index, part in numbered])
+    reasoning = _reasoning(message, name)
+    if content is None and (calls or reasoning):
+        content = ""  # templates concatenate it with strings
+    if not isinstance(content, str):
+        raise InvalidRequest(
+            f"{name}.content must be a string or a list of text parts, not {shown(content)}; only an assistant's "
+            "message with tool_calls or reasoning_content may have none.",
+            param="messages",
+        )
+    kept = {key: value for key, value in message.items() if key not in ("tool_calls", *_REASONING)}
+    more = {"tool_calls": calls, _REASONING[0]: reasoning}
+    return kept | {"content": content} | {key: value for key, value in more.items() if value}
+
+
+def _reasoning(message: dict[str, Any], name: str) -> str:
+    """The reasoning of an assistant's message, which the template shows or leaves out; empty without it."""
+    for key in _REASONING:
+        value = message.get(key)
+        if value is not None and not isinstance(value, str):
+            raise InvalidRequest(f"{name}.{key} must be a string, not {shown(value)}.", param="messages")
+        if value and message["role"] == "assistant":
+            return value
+    return ""
+
+
+async def _tool_calls(message: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The tool calls of an assistant's message, with arguments as objects: templates write these as JSON."""
+    if message.get("function_call") is not None:
+        raise InvalidRequest(f"{name}.function_call is not supported; send tool_calls.", param="messages")
+    calls = message.get("tool_calls") or []
+    if calls and message["role"] != "assistant":
+        raise InvalidRequest(f"{name}.tool_calls belong to messages of the assistant.", param="messages")
+    if not isinstance(calls, list):
+        raise InvalidRequest(f"{name}.tool_calls must be a list, not {shown(calls)}.", param="messages")
+    numbered = in_turns(enumerate(calls))
+    return [_tool_call(call, f"{name}.tool_calls[{index}]") async for index, call in numbered]
+
+
+def _tool_call(call: object, name: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidRequest(
+            f'{name} must be {{"id": …, "type": "function", "function": {{"name": …, "arguments": …}}}}.',
+            param="messages",
+        )
+    arguments = parsed_arguments(function.get("arguments"), f"{name}.function.arguments", "messages")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def parsed_arguments(arguments: object, name: str, param: str) -> dict[str, Any]:
+    """The arguments of a call, given as a JSON object or as its text. Raises InvalidRequest."""
+    arguments = arguments or {}
+    if isinstance(arguments, str) and len(arguments) <= _MAX_ARGUMENTS_CHARACTERS:
+        with contextlib.suppress(ValueError):
+            arguments = orjson.loads(arguments)  # refuses NaN and half characters, which could not be written again
+    if not isinstance(arguments, dict):
+        raise InvalidRequest(f"{name} must be a JSON object, as a string, not {shown(arguments)}.", param=param)
+    return arguments
+
+
+def _text_part(part: object, name: str) -> str:
+    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise InvalidRequest(f'{name} must be {{"type": "text", "text": …}}; only text is served.', param="messages")
+    return str(part["text"])
+
+
+def _logprobs(fields: Fields) -> int | None:
+    wanted = body_fields.CHAT_LOGPROBS.read(fields)
+    top = body_fields.TOP_LOGPROBS.read(fields)
+    if top and not wanted:
+        raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
+    return top if wanted else None
+
+
+class ChatChoice:
+    """Writes one entry of `choices`: a message, or its deltas: first the role, then text, last the finish reason."""
+
+    def __init__(
+        self,
+        index: int,
+        request: GenerateRequest,
+        tokenizer: Tokenizer,
+        names: TokenNames,
+        return_token_ids: bool,
+        tool_calls: ToolCallWriter | None,
+        reasoning: Reasoning | None,
+    ) -> None:
+        self._index = index
+        self._request = request
+        self._tokenizer = tokenizer
+        self._names = names
+        scored = request.params.prompt_logprobs
+        self._prompt_logprobs = None if scored is None else PromptLogprobs(names, scored)
+        self._return_token_ids = return_token_ids
+        self._tool_calls = tool_calls
+        self._reasoning = None if reasoning is None else reasoning.parser()
+        self._shows_reasoning = reasoning is not None and reasoning.is_shown
+        self._first = True
+
+    def stream_chunks(self, delta: TokenDelta) -> list[dict[str, Any]]:
+        chunks = []
+        if self._first:
+            self._first = False
+            chunks.append(self._chunk({"role": "assistant", "content": ""}))
+        reasoning, text = self._divided(delta, is_last=delta.finish is not None)
+        parts: list[dict[str, Any]] = [{"content": text}] if text else []
+        if self._tool_calls is not None:
+            parts = self._tool_calls.deltas(text, delta.finish is not None)
+        if reasoning:
+            parts.insert(0, {"reasoning_content": reasoning})
+        if not parts and (delta.logprobs or (self._return_token_ids and delta.token_ids)):
+            parts = [{"content": ""}]
+        new = [self._chunk(part) for part in parts]
+        if new:
+            new[0]["logprobs"] = self.logprobs(delta)
+            if self._return_token_ids:
+                new[0]["token_ids"] = delta.token_ids
+        if delta.finish is not None:
+            new.append(self._chunk({}) | self._finish_fields(delta.finish))
+        return chunks + new
+
+    def _divided(self, delta: TokenDelta, *, is_last: bool) -> ReasoningText:
+        """The reasoning that the client sees, and the answer, in a delta's text."""
+        if self._reasoning is None:
+            return ReasoningText("", delta.text)
+        parts = self._reasoning.push(delta.text, is_last=is_last)
+        return parts if self._shows_reasoning else parts._replace(reasoning="")
+
+    def _finish_fields(self, finish: Finish | None) -> dict[str, Any]:
+        return finish_fields(finish) if self._tool_calls is None else self._tool_calls.finish_fields(finish)
+
+    async def fields_around_logprobs(self, answer: TokenDelta) -> tuple[dict[str, Any], dict[str, Any]]:
+        reasoning, text = self._divided(answer, is_last=True)
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if self._tool_calls is not None:
+            message = await self._tool_calls.message(text)
+        if reasoning:
+            message |= {"reasoning_content": reasoning, "content": message["content"] or None}
+        before = {"index": self._index, "message": message}
+        after = self._finish_fields(answer.finish)
+        if self._return_token_ids:
+            after["token_ids"] = answer.token_ids
+        return before, after
+
+    def _chunk(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def logprobs(self, delta: TokenDelta) -> dict[str, list[Any]] | None:
+        of_prompt = {} if self._prompt_logprobs is None else {PROMPT_LOGPROBS: self._prompt_logprobs.entries(delta)}
+        if self._request.params.logprobs is None:
+            return of_prompt or None
+        return of_prompt | {"content": [self._scored(scored) for scored in delta.logprobs]}
+
+    def _scored(self, scored: TokenLogprob) -> dict[str, Any]:
+        top = list(map(self._token, scored.top_ids, scored.top_logprobs))
+        return self._token(scored.token_id, scored.logprob) | {"top_logprobs": top}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self._names.of(token_id),
+            "logprob": finite(logprob),
+            "bytes": list(self._tokenizer.token_bytes(token_id)),
+        }

@@ -1,0 +1,226 @@
+"""POST /v1/responses, OpenAI's Responses API: reads a body as the fields of a chat.
+
+Nothing is stored: clients send the whole conversation with every request.
+"""
+
+import time
+import uuid
+from typing import Any
+
+from caraserve.errors import InvalidRequest
+from caraserve.http.access.adapter_choice import Find
+from caraserve.http.access.client import Client
+from caraserve.http.api_request import ApiRequest
+from caraserve.http.apis import translated_fields as body
+from caraserve.http.apis.answer_blocks import AnswerBlocks
+from caraserve.http.apis.chat import ParsedChat, parse_chat_fields, parsed_arguments
+from caraserve.http.apis.chat_translation import (
+    checked_choice,
+    checked_object,
+    checked_text,
+    client_names,
+    joined_text,
+    shared_values,
+    skip_unread,
+)
+from caraserve.http.apis.openai_responses_writer import ResponsesWriter
+from caraserve.http.apis.translated_fields import RESPONSES
+from caraserve.http.request_schema import check_fields
+from caraserve.http.validation import Fields, shown
+from caraserve.loop import Engine
+from caraserve.util.tasks import in_turns
+
+_NAMES = {
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "].function.": "].",
+}
+_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+_REASONING_PARTS = {"reasoning_text": "text"}
+_ROLES = ("user", "assistant", "system", "developer")
+_LOGPROBS = "message.output_text.logprobs"
+_MAX_INCLUDED = 64
+_MAX_METADATA = 16  # of OpenAI, as the two lengths
+_METADATA_CHARACTERS = (64, 512)
+
+
+async def parse_response(fields: Fields, engine: Engine, find: Find, client: Client) -> ApiRequest:
+    """Reads a body. Raises InvalidRequest, ContextLengthExceeded or NotFound, which name the field."""
+    check_fields(fields, RESPONSES)
+    values = await _chat_values(fields)
+    metadata = _metadata(fields)
+    response_id = f"resp_{uuid.uuid4().hex}"
+    chat_fields = Fields(values)
+    with client_names(_NAMES):
+        chat = await parse_chat_fields(chat_fields, engine, find, client, response_id)
+    skip_unread(fields, chat_fields, _NAMES)
+    head = _response_head(response_id, fields, values, chat, metadata)
+    writer = ResponsesWriter(head, AnswerBlocks(chat.tools, chat.reasoning))
+    return ApiRequest(chat.requests, 1, chat.common.delivery.stream, writer)
+
+
+def _response_head(
+    response_id: str, fields: Fields, values: dict[str, Any], chat: ParsedChat, metadata: dict[str, str]
+) -> dict[str, Any]:
+    """The fields of the response object that are known before the answer."""
+    params = chat.requests[0].params
+    tools = () if chat.tools is None else chat.tools.for_template
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "background": False,
+        "instructions": fields.raw("instructions"),
+        "max_output_tokens": values["max_tokens"],
+        "metadata": metadata,
+        "model": chat.common.model,
+        "parallel_tool_calls": values["parallel_tool_calls"] is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": values["reasoning_effort"], "summary": None},
+        "store": False,
+        "temperature": params.temperature,
+        "text": {"format": fields.mapping("text").get("format") or {"type": "text"}},
+        "tool_choice": fields.raw("tool_choice") or "auto",
+        "tools": [{"type": "function", "strict": None, "parameters": None, **tool["function"]} for tool in tools],
+        "top_p": params.top_p,
+        "truncation": "disabled",
+    }
+
+
+async def _chat_values(fields: Fields) -> dict[str, Any]:
+    """The fields of the chat that a body stands for."""
+    body.STORE.read(fields)  # the answer says that nothing is stored
+    fields.nested("stream_options").raw("include_obfuscation")
+    for wanted in fields.array("include", _MAX_INCLUDED):
+        if wanted == _LOGPROBS:
+            raise InvalidRequest(f"{_LOGPROBS} are in /v1/chat/completions only; leave it out.", param="include")
+        fields.skip(f"include.{wanted}")
+    instructions = body.INSTRUCTIONS.read(fields)
+    system = [{"role": "system", "content": instructions}] if instructions else []
+    tools = _functions(fields)
+    return shared_values(fields, RESPONSES) | {
+        "messages": system + await _messages(fields),
+        "max_tokens": body.MAX_OUTPUT_TOKENS.read(fields),
+        "reasoning_effort": fields.nested("reasoning").raw("effort"),
+        "response_format": _response_format(fields),
+        "tools": tools,
+        "tool_choice": _tool_choice(fields),
+    }
+
+
+async def _messages(fields: Fields) -> list[dict[str, Any]]:
+    given = fields.raw("input")
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, list):
+        what = "nothing" if given is None else shown(given)
+        raise InvalidRequest(f"input must be a string or a list of items, not {what}.", param="input")
+    messages: list[dict[str, Any]] = []
+    async for at, item in in_turns(enumerate(fields.array("input", body.MAX_ITEMS))):
+        await _add_item(messages, checked_object(item, f"input[{at}]", "input"), f"input[{at}]", fields)
+    return messages
+
+
+async def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], name: str, fields: Fields) -> None:
+    kind = item.get("type") or "message"
+    if kind == "message":
+        role = checked_choice(item.get("role"), _ROLES, f"{name}.role", "input")
+        content = await joined_text(item.get("content"), f"{name}.content", _PARTS, "input")
+        begun = _assistant(messages) if role == "assistant" else None
+        if begun is not None and begun["content"] is None and "tool_calls" not in begun:
+            begun["content"] = content  # after its reasoning
+        else:
+            messages.append({"role": role, "content": content})
+    elif kind == "function_call":
+        function = {
+            "name": checked_text(item, "name", name, "input"),
+            "arguments": parsed_arguments(item.get("arguments"), f"{name}.arguments", "input"),
+        }
+        call = {"id": checked_text(item, "call_id", name, "input"), "type": "function", "function": function}
+        _assistant(messages).setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        call_id = checked_text(item, "call_id", name, "input")
+        content = await joined_text(item.get("output"), f"{name}.output", _PARTS, "input")
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+    elif kind == "reasoning":
+        if item.get("content"):
+            text = await joined_text(item["content"], f"{name}.content", _REASONING_PARTS, "input")
+            messages.append({"role": "assistant", "content": None, "reasoning_content": text})
+        else:
+            fields.skip("input.reasoning")  # of another server, encrypted
+    elif kind == "item_reference":
+        raise InvalidRequest(
+            f"{name} refers to a stored item, and nothing is stored here; send the item itself, as clients do when "
+            "store is false.",
+            param="input",
+        )
+    else:
+        raise InvalidRequest(
+            f"{name}.type must be message, function_call, function_call_output or reasoning, not {shown(kind)}.",
+            param="input",
+        )
+
+
+def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The assistant's message that the next item belongs to: the last one, or a new one."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    return messages[-1]
+
+
+def _functions(fields: Fields) -> list[dict[str, Any]]:
+    """The tools that the client calls itself. No others exist here, so the model never calls those."""
+    functions = []
+    for at, given in enumerate(body.RESPONSE_TOOLS.read(fields)):
+        tool = checked_object(given, f"tools[{at}]", "tools")
+        kind = checked_text(tool, "type", f"tools[{at}]", "tools")
+        if kind == "function":
+            function = {key: tool.get(key) for key in ("name", "description", "parameters", "strict")}
+            functions.append({"type": "function", "function": function})
+        else:
+            fields.skip(f"tools.{kind}")
+    return functions
+
+
+def _tool_choice(fields: Fields) -> Any:
+    choice = fields.raw("tool_choice")
+    if choice in (None, "auto"):
+        return None
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if choice in ("none", "required"):
+        return choice
+    raise InvalidRequest(
+        f'tool_choice must be none, auto, required or {{"type": "function", "name": …}}, not {shown(choice)}.',
+        param="tool_choice",
+    )
+
+
+def _response_format(fields: Fields) -> dict[str, Any] | None:
+    given = fields.nested("text").mapping("format")
+    kind = given.get("type", "text" if not given else None)
+    if kind == "json_schema":
+        return {"type": kind, "json_schema": {"schema": given.get("schema")}}
+    if kind not in ("text", "json_object"):
+        raise InvalidRequest(
+            f"text.format.type must be text, json_object or json_schema, not {shown(kind)}.", param="text.format"
+        )
+    return {"type": kind}
+
+
+def _metadata(fields: Fields) -> dict[str, str]:
+    metadata = fields.mapping("metadata")
+    longest_key, longest_value = _METADATA_CHARACTERS
+    if len(metadata) > _MAX_METADATA or not all(
+        len(key) <= longest_key and isinstance(value, str) and len(value) <= longest_value
+        for key, value in metadata.items()
+    ):
+        raise InvalidRequest(
+            f"metadata must hold at most {_MAX_METADATA} strings of up to {longest_value} characters, with keys of up "
+            f"to {longest_key}.",
+            param="metadata",
+        )
+    return metadata

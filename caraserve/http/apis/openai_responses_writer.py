@@ -1,0 +1,161 @@
+"""Writes the answers of POST /v1/responses: a response object, or its typed events."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from caraserve.core.request import Finish, TokenDelta
+from caraserve.errors import CaraServeError
+from caraserve.http.apis.answer_blocks import AnswerBlocks, Block, BlockChange, BlockKind
+from caraserve.http.responses import json_response
+from caraserve.http.usage import ResponseTotals, TokenCounts
+from caraserve.http.whole_answer import WholeAnswer
+from caraserve.util.tasks import in_turns
+
+_ID_PREFIXES: dict[BlockKind, str] = {"reasoning": "rs", "text": "msg", "call": "fc"}
+_ITEM_TYPES: dict[BlockKind, str] = {"reasoning": "reasoning", "text": "message", "call": "function_call"}
+# In the types of the events of texts.
+_TEXT_NAMES: dict[BlockKind, str] = {
+    "reasoning": "reasoning_text",
+    "text": "output_text",
+    "call": "function_call_arguments",
+}
+
+
+class ResponsesStream:
+    """The `StreamFormat` of the Responses API. Its events do not end a stream by themselves, so a comment does."""
+
+    stream_end = b": end\n\n"
+    ping = b": ping\n\n"
+
+    def error_event(self, error: CaraServeError, num_events: int) -> bytes:
+        fields = {"code": error.code or error.type, "message": error.message, "param": error.param}
+        return _event("error", {"sequence_number": num_events, **fields})
+
+
+class ResponsesWriter(ResponsesStream):
+    """The `AnswerWriter` of the Responses API. `head`: the fields of the response object that are known already."""
+
+    def __init__(self, head: dict[str, Any], blocks: AnswerBlocks) -> None:
+        self._head = head
+        self._blocks = blocks
+        self._items: list[dict[str, Any]] = []  # of the blocks that have ended
+        self._num_events = 0
+        self._finish: Finish | None = None
+
+    def events(self, index: int, delta: TokenDelta, counts: TokenCounts) -> bytes:
+        written = []
+        if not self._num_events:
+            started = self._response("in_progress")
+            written = [self._event(f"response.{kind}", response=started) for kind in ("created", "in_progress")]
+        self._finish = delta.finish
+        for change in self._blocks.push(delta.text, is_last=delta.finish is not None):
+            written += self._events_of(change)
+        return b"".join(written)
+
+    def last_events(self, totals: ResponseTotals) -> bytes:
+        status = _status(self._finish)
+        return self._event(f"response.{status}", response=self._response(status, totals))
+
+    def error_event(self, error: CaraServeError, num_events: int) -> bytes:
+        failed = self._response("failed") | {"error": {"code": error.code or error.type, "message": error.message}}
+        return self._event("response.failed", response=failed)
+
+    def logprobs(self, index: int, delta: TokenDelta) -> None:
+        return None
+
+    async def whole(self, answers: Sequence[WholeAnswer], totals: ResponseTotals) -> web.Response:
+        answer = answers[0].joined()
+        self._finish = answer.finish
+        async for block in in_turns(await self._blocks.read(answer.text)):
+            self._end(block)
+        return json_response(self._response(_status(answer.finish), totals))
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        written = _event(kind, {"sequence_number": self._num_events, **fields})
+        self._num_events += 1
+        return written
+
+    def _events_of(self, change: BlockChange) -> list[bytes]:
+        block, text_name = change.block, _TEXT_NAMES[change.block.kind]
+        at: dict[str, Any] = {"output_index": block.index}
+        of_item = at | {"item_id": _item_id(block)} | ({} if block.kind == "call" else {"content_index": 0})
+        logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+        if change.kind == "add":
+            return [self._event(f"response.{text_name}.delta", delta=change.text, **logprobs, **of_item)]
+        if change.kind == "start":
+            events = [self._event("response.output_item.added", item=_item(block, "in_progress"), **at)]
+            if block.kind != "call":
+                events.append(self._event("response.content_part.added", part=_part(block.kind, ""), **of_item))
+            return events
+        item = self._end(block)
+        if block.kind == "call":
+            done = {"name": block.name, "arguments": item["arguments"]}
+            events = [self._event(f"response.{text_name}.done", **done, **of_item)]
+        else:
+            part = item["content"][0]
+            events = [
+                self._event(f"response.{text_name}.done", text=part["text"], **logprobs, **of_item),
+                self._event("response.content_part.done", part=part, **of_item),
+            ]
+        return [*events, self._event("response.output_item.done", item=item, **at)]
+
+    def _end(self, block: Block) -> dict[str, Any]:
+        self._items.append(_item(block, _status(self._finish) if block is self._blocks.last else "completed"))
+        return self._items[-1]
+
+    def _response(self, status: str, totals: ResponseTotals | None = None) -> dict[str, Any]:
+        fingerprint = {} if totals is None else {"system_fingerprint": totals.served_by}
+        return {
+            **self._head,
+            "status": status,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": self._items,
+            **fingerprint,
+            "usage": None
+            if totals is None
+            else _usage(totals.tokens),  # last: where an instance that forwards reads it
+        }
+
+
+def _event(kind: str, fields: dict[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, **fields}))
+
+
+def _status(finish: Finish | None) -> str:
+    return "incomplete" if finish is not None and finish.reason == "length" else "completed"
+
+
+def _item_id(block: Block) -> str:
+    return f"{_ID_PREFIXES[block.kind]}_{block.id}"
+
+
+def _item(block: Block, status: str) -> dict[str, Any]:
+    """A block as an item; one in progress is empty, also if its text is known already."""
+    is_empty = status == "in_progress"
+    head = {"id": _item_id(block), "type": _ITEM_TYPES[block.kind], "status": status}
+    if block.kind == "call":
+        return head | {"call_id": block.call_id, "name": block.name, "arguments": "" if is_empty else block.text}
+    own: dict[str, Any] = {"role": "assistant"} if block.kind == "text" else {"summary": []}
+    return head | own | {"content": [] if is_empty else [_part(block.kind, block.text)]}
+
+
+def _part(kind: BlockKind, text: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _usage(tokens: TokenCounts) -> dict[str, Any]:
+    return {
+        "input_tokens": tokens.prompt,
+        "input_tokens_details": {"cached_tokens": tokens.cached, "cache_write_tokens": 0},
+        "output_tokens": tokens.completion,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": tokens.prompt + tokens.completion,
+    }

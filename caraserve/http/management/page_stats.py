@@ -1,0 +1,179 @@
+"""The numbers that the web page polls: GET /stats every second, GET /stats/adapters for its table.
+
+Both show a client the names of adapters that it may use, and count the others.
+"""
+
+import dataclasses
+import operator
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+from aiohttp import web
+
+from caraserve import __version__
+from caraserve.engine.batch_timeline import INTERVAL_S, INTERVALS, TimelineRow, position
+from caraserve.errors import InvalidRequest
+from caraserve.http.access.adapter_choice import ListedAdapter, remote_adapter
+from caraserve.http.context import CLIENT, CONTEXT, Context
+from caraserve.http.management.adapters import tier_of
+from caraserve.http.responses import json_response
+from caraserve.lora.adapter import Adapter, AdapterTier
+from caraserve.util.tasks import in_turns, slices
+
+_SHOWN_ROWS = 20  # of the timeline
+_SHOWN_ADAPTERS = 100
+_SLICE = 100  # adapters between two looks at the clock
+LONGEST_FILTER = 200
+_LOADING = {
+    AdapterTier.READING: "reading",
+    AdapterTier.STREAMING: "downloading and copying",
+    AdapterTier.COPYING: "copying",
+}
+TIER_FILTERS = ("device", "host", "disk", "peer", "upload", "loading")
+
+
+async def stats(request: web.Request) -> web.Response:
+    """GET /stats: the engine's state, and the last minute of batches and loads."""
+    context, client = request.app[CONTEXT], request[CLIENT]
+    engine, metrics, snapshot = context.engine, context.metrics, context.engine.snapshot()
+    now_s = time.monotonic()
+    rows, others = engine.timeline.rows(now_s, _SHOWN_ROWS, client.may_use)
+    return json_response(
+        {
+            "model": engine.base_name,
+            "version": __version__,
+            "instance": context.cluster.name if context.cluster else None,
+            "draining": snapshot.draining,
+            "running": snapshot.running,
+            "waiting": snapshot.waiting,
+            "kv_used_blocks": snapshot.kv_used_blocks,
+            "kv_total_blocks": snapshot.kv_total_blocks,
+            "computed_tokens": metrics.computed_tokens,
+            "first_token": dataclasses.asdict(metrics.first_token()),
+            "token_gap": dataclasses.asdict(metrics.token_gap()),
+            "timeline": {
+                "interval_ms": 1000 * INTERVAL_S,
+                "intervals": INTERVALS,
+                "rows": [_row(row, engine.base_name) for row in rows],
+                "others": _row(others, engine.base_name),
+            },
+            "loads": [
+                {
+                    "adapter": load.name,
+                    "began": round(position(load.began_s, now_s), 2),
+                    "ended": round(position(load.ended_s, now_s), 2),
+                    "succeeded": load.succeeded,
+                }
+                for load in engine.catalog.manager.ended_loads
+                if position(load.ended_s, now_s) > 0 and client.may_use(load.name)
+            ],
+        }
+    )
+
+
+def _row(row: TimelineRow, base_name: str) -> dict[str, Any]:
+    return {"adapter": base_name if row.adapter is None else row.adapter, "cells": row.cells}
+
+
+async def adapter_stats(request: web.Request) -> web.Response:
+    """GET /stats/adapters?contains=TEXT&tier=TIER: how many adapters are in each tier, and the first of those whose
+    name contains TEXT: the loading ones, then by requests. Filtered and sorted in turns of the event loop."""
+    context, client, now_s = request.app[CONTEXT], request[CLIENT], time.monotonic()
+    contains, wanted = _filters(request)
+    counts: Counter[str] = Counter(dict.fromkeys(TIER_FILTERS, 0))
+    find, sees_all, table = context.engine.catalog.manager.find, client.may_use_all, _Table()
+    async for some in in_turns(slices(_listed(context), _SLICE)):  # 100 take 0.3 ms
+        for info in some:
+            if not (sees_all or client.may_use(info.name)):
+                continue
+            adapter = find(info.digest)
+            tier = tier_of(adapter)
+            is_loading = adapter is not None and adapter.tier in _LOADING
+            counts[tier] += 1
+            counts["loading"] += is_loading
+            if (wanted in ("", tier) or (wanted == "loading" and is_loading)) and contains in info.name.lower():
+                table.add(info, adapter, tier, now_s)
+    return json_response({"counts": counts, "matching": table.matching, "adapters": table.entries(now_s)})
+
+
+_Place = tuple[bool, float, int, int, str]
+_Row = tuple[_Place, ListedAdapter, Adapter | None]
+
+
+class _Table:
+    """The first adapters of those that are added, without a list of all."""
+
+    def __init__(self) -> None:
+        self.matching = 0
+        self._first: list[_Row] = []
+        self._beyond: _Place | None = None  # the place of the last row that was kept
+
+    def add(self, info: ListedAdapter, adapter: Adapter | None, tier: str, now_s: float) -> None:
+        """Adds an adapter, unless there are enough before it."""
+        self.matching += 1
+        if adapter is None:
+            place = True, 0.0, 0, TIER_FILTERS.index(tier), info.name
+        else:
+            rate = adapter.rate_at(now_s) if adapter.rate else 0.0
+            place = adapter.tier not in _LOADING, -rate, -adapter.pins, TIER_FILTERS.index(tier), info.name
+        if self._beyond is not None and place > self._beyond:
+            return
+        self._first.append((place, info, adapter))
+        if len(self._first) >= 2 * _SHOWN_ADAPTERS:
+            self._first = self._sorted()
+            self._beyond = self._first[-1][0]
+
+    def _sorted(self) -> list[_Row]:
+        return sorted(self._first, key=operator.itemgetter(0))[:_SHOWN_ADAPTERS]
+
+    def entries(self, now_s: float) -> list["_Entry"]:
+        """Returns the lines of the table."""
+        return [_Entry.of(info, adapter, now_s) for _, info, adapter in self._sorted()]
+
+
+def _listed(context: Context) -> Iterator[ListedAdapter]:
+    """This instance's adapters, then those that only others have."""
+    yield from context.engine.adapters()
+    if context.cluster is not None:
+        for one in context.cluster.adapters():
+            if context.engine.catalog.find(one.name) is None:
+                yield remote_adapter(context, one)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A line of the page's table. `layers`: of a download, how many layers have arrived, and of how many."""
+
+    name: str
+    rank: int
+    num_bytes: int
+    tier: str
+    loading: str | None
+    layers: tuple[int, int] | None
+    requests: int  # unfinished
+    per_minute: float
+
+    @classmethod
+    def of(cls, info: ListedAdapter, adapter: Adapter | None, now_s: float) -> Self:
+        """Describes an adapter; `adapter` is None for one that only other instances have."""
+        known = info.name, info.rank, info.num_bytes, tier_of(adapter)
+        if adapter is None:
+            return cls(*known, None, None, 0, 0.0)
+        layers = None
+        if (partial := adapter.partial) is not None:
+            layers = partial.layers, len(partial.image.spec.layer_ends)
+        per_minute = round(adapter.requests_per_minute(now_s), 1)
+        return cls(*known, _LOADING.get(adapter.tier), layers, adapter.pins, per_minute)
+
+
+def _filters(request: web.Request) -> tuple[str, str]:
+    """The text and the tier that adapters are filtered by, "" for none. Raises InvalidRequest."""
+    contains, tier = request.query.get("contains", "").lower(), request.query.get("tier", "")
+    if len(contains) > LONGEST_FILTER:
+        raise InvalidRequest(f"contains may have {LONGEST_FILTER} characters.", param="contains")
+    if tier and tier not in TIER_FILTERS:
+        raise InvalidRequest(f"tier must be one of {', '.join(TIER_FILTERS)}.", param="tier")
+    return contains, tier
