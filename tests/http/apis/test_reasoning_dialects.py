@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from caraserve.core.reasoning_grammar import ReasoningGrammar
-from tests.http import test_anthropic_messages as messages_tests
-from tests.http import test_openai_responses as responses_tests
+from tests.http.apis import test_anthropic_messages as messages_tests
+from tests.http.apis import test_openai_responses as responses_tests
 from tests.http.apis.test_openai_client import connected
 from tests.http.apis.test_reasoning import Rendered, rendered, saying  # noqa: F401
 from tests.http.serving import serving
