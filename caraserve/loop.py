@@ -80,7 +80,6 @@ class Engine:
         self.default_sampling = tokenizer.default_sampling
         self.max_model_len = backend.limits.max_context
         self.embedding_size = backend.limits.embedding_size
-        self.prompt_embed_size = backend.limits.prompt_embed_size
         self.draining = False
         self.failure: str | None = None  # the error after which no request can be answered
         self.timeline = BatchTimeline()

@@ -36,11 +36,10 @@ class Limits:
     adapter_slots: int  # entries of the device adapter table, the base model's slot 0 included
     max_step_tokens: int  # tokens in one iteration
     max_context: int  # positions of one request
-    embedding_size: int  # numbers in an embedding
+    embedding_size: int  # numbers in an embedding, and in a vector of `SlotStart.prompt_embeds`
     shared: SharedMemory | None = None  # None: KV blocks and adapters have memory of their own
     assisted_batches: int = 0  # maximum of concurrent assisted prefills; 0: CPU workers help only within iterations
     streamed_batches: int = 0  # maximum of concurrent streamed prefills; 0: a prefill waits for the whole download
-    prompt_embed_size: int = 0  # numbers in a vector of `SlotStart.prompt_embeds`; 0: prompts have none
 
 
 class Backend(Protocol):

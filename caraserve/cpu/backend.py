@@ -72,7 +72,6 @@ class CpuBackend:
             max_context=sizes.max_context,
             streamed_batches=_STREAMED_PREFILLS,
             embedding_size=spec.hidden,
-            prompt_embed_size=spec.hidden,
         )
         self._spec, self._loaded, self._trace = spec, loaded, trace
         self._merged: CpuMergedWeights | None = None  # made at its first use: it takes as much memory as the base model

@@ -24,6 +24,7 @@ from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle import models
 from tests.oracle.oracle import Oracle
 from tests.oracle.subject import KINDS, Subject, make_subject
+from tests.oracle.vectors import vectors_of_tokens, with_vectors
 from tests.serving import MIB, Answer, embed, engine_config, lora_config, model_config, submit
 
 LAYERS, CONTEXT = 2, 256
@@ -182,6 +183,21 @@ def test_a_prompt_that_workers_help_with_is_embedded(subject: Subject) -> None:
             assert done.finish.phases.cpu_layers == LAYERS
             at.oracle.check_embedding(prompt, "r8", done.embedding)
             at.driver.held = set()
+
+    asyncio.run(serve())
+
+
+def test_vectors_stand_in_prompts_that_workers_help_with(subject: Subject) -> None:
+    """In both chunks."""
+
+    async def serve() -> None:
+        async with office(subject) as at:
+            at.driver.held = {Lane.COPY}
+            mixed, embeds = with_vectors(prompt_of(LONG), range(3, LONG), vectors_of_tokens(subject.model))
+            answer = submit(at.engine, mixed, "r8", prompt_embeds=embeds, max_tokens=TOKENS)
+            await at.until(lambda: not at.assisted.is_open and at.assisted.counts.slices > 0)
+            at.driver.held = set()
+            assert await at.check("r8", LONG, answer) == LAYERS
 
     asyncio.run(serve())
 

@@ -46,7 +46,10 @@ def torch_kernels() -> Iterator[None]:
 def embed(history: Tensor, weight: Tensor, tokens: TokenTables, hidden: Tensor) -> None:
     for row in range(len(hidden)):
         slot, position = int(tokens.slot[row]), int(tokens.position[row])
-        hidden[row] = 0.0 if position == NO_TOKEN else weight[int(history[slot, position])]
+        if position == NO_TOKEN:
+            hidden[row] = 0.0
+        elif history[slot, position] >= 0:  # otherwise it stands for a vector, which is there already
+            hidden[row] = weight[int(history[slot, position])]
 
 
 def rms_norm(

@@ -219,7 +219,6 @@ class FakeEngine:
     base_name: str = "org/base"
     other_base_names: tuple[str, ...] = ()
     max_model_len: int = 1000
-    prompt_embed_size: int = 4
     embedding_size: int = EMBEDDING_SIZE
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)

@@ -2,19 +2,15 @@
 
 import asyncio
 import random
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
-from safetensors.numpy import load_file
 
-from caraserve.core.request import PromptEmbeds
-from caraserve.http.apis.prompt_embeds import digests_of
 from caraserve.model.spec import load_spec
 from tests.oracle.models import SOME_KINDS, prompt_of
 from tests.oracle.subject import Subject, make_subject
+from tests.oracle.vectors import embeds_of, vectors_of_tokens, with_vectors
 from tests.serving import Answer, engine_config, lora_config, model_config, running, submit
 
 KINDS = {"r8": SOME_KINDS["r8"], "r64": SOME_KINDS["r64"]}
@@ -27,31 +23,11 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return make_subject(tmp_path_factory.mktemp("embeds"), KINDS, request.param)
 
 
-def table(subject: Subject) -> NDArray[np.float32]:
-    """Returns the model's own vectors of all tokens, [vocab, hidden]."""
-    weights: NDArray[np.float32] = load_file(subject.model / "model.safetensors")["model.embed_tokens.weight"]
-    return weights.astype(np.float32)
-
-
-def embeds_of(values: NDArray[np.float32]) -> PromptEmbeds:
-    return PromptEmbeds(values, digests_of(values))
-
-
-def with_vectors(
-    prompt: Sequence[int], places: Sequence[int], vectors: NDArray[np.float32]
-) -> tuple[list[int], PromptEmbeds]:
-    """Returns a prompt whose tokens at `places` are replaced by their own vectors."""
-    mixed = list(prompt)
-    for number, place in enumerate(places):
-        mixed[place] = -1 - number
-    return mixed, embeds_of(vectors[[prompt[place] for place in places]])
-
-
 @pytest.mark.parametrize("mode", ["overlapped", "assisted", "merged"])
 def test_the_vectors_of_tokens_answer_like_the_tokens(subject: Subject, mode: str) -> None:
     """Vectors at the beginning, between tokens, and everywhere; in chunks of 24 tokens beside prompts without vectors,
     with KV blocks for a part of the requests, so that some are preempted."""
-    rng, vectors = random.Random(1), table(subject)
+    rng, vectors = random.Random(1), vectors_of_tokens(subject.model)
     prompts = [prompt_of(rng, tokens) for tokens in (1, 17, 40, 70)]
     places = [range(1), range(5, 12), range(40), [*range(20), *range(50, 70)]]
     asked = [
@@ -79,7 +55,7 @@ def test_the_vectors_of_tokens_answer_like_the_tokens(subject: Subject, mode: st
 
 def test_other_vectors_answer_like_transformers(subject: Subject) -> None:
     """Vectors of no token, sampled with penalties, which count tokens alone."""
-    rng, own = np.random.default_rng(2), table(subject)
+    rng, own = np.random.default_rng(2), vectors_of_tokens(subject.model)
     values = (own[rng.integers(2, len(own), 150)] + own[rng.integers(2, len(own), 150)]) / 2
     prompt = [5, *range(-1, -151, -1), 7, 9]
     embedded = np.concatenate([own[5:6], values, own[[7, 9]]])
@@ -105,7 +81,7 @@ def test_other_vectors_answer_like_transformers(subject: Subject) -> None:
 
 def test_prefixes_are_shared_by_equal_vectors_alone(subject: Subject) -> None:
     rng = np.random.default_rng(3)
-    values = rng.standard_normal((64, table(subject).shape[1])).astype(np.float32)
+    values = rng.standard_normal((64, vectors_of_tokens(subject.model).shape[1])).astype(np.float32)
     others = values.copy()
     others[20] += 1  # in the second KV block
     prompt = [*range(-1, -65, -1), 5]

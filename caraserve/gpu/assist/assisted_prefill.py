@@ -261,6 +261,7 @@ class AssistedPrefills:
 
         def metadata(stream: Stream) -> None:
             self._ring.send(self._batch.words.data_ptr(), self._batch_words, Lane.ASSIST)
+            self._slots.send_vectors((row,), self._decoder.hidden, Lane.ASSIST)
             for order in written:
                 self._ring.send(self._orders[order.index].data_ptr(), order.words, Lane.ASSIST)
             self._driver.fill(self._flags.data_ptr(), self._flags.nbytes, stream)

@@ -109,6 +109,11 @@ class Decoder:
         self.sampler = SamplerState(state.sampling, state.history, workspace.weights, workspace.counts)
         self.windows = tuple(window or NO_WINDOW for window in spec.windows)
 
+    @property
+    def hidden(self) -> Tensor:
+        """The residual stream of the lane's passes, [tokens, hidden]."""
+        return self.workspace.activations.hidden
+
     def make_pass(
         self,
         shape: PassShape,
@@ -175,7 +180,7 @@ class DecoderPass:
         self._tiles = batch.tile_first[: shape.tiles], batch.tile_tokens[: shape.tiles]
 
     def embed(self, stream: Stream) -> None:
-        """Writes the tokens' embeddings to the residual stream."""
+        """Writes the tokens' embeddings to the residual stream, where vectors of prompts already stand."""
         decoder, hidden = self._decoder, self._rows.hidden
         self._run(stream, lambda: embed(decoder.state.history, self._weights.embedding, decoder.batch.tokens, hidden))
 

@@ -194,6 +194,7 @@ class IterationRunner:
 
         def metadata(stream: Stream) -> None:
             self._ring.send(self._batch.words.data_ptr(), self._words, Lane.COMPUTE)
+            self._slots.send_vectors(batch.rows, self._decoder.hidden, Lane.COMPUTE)
 
         self._timelines.passed()  # frees events, which would accumulate while nothing is loading
         number = self._lane.launch(metadata, steps, arriving, NOTHING)

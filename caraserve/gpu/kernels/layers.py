@@ -20,12 +20,12 @@ def embed_kernel(  # type: ignore[no-untyped-def]
     history, weight, token_slot, token_position, hidden, history_stride, weight_stride, hidden_stride, width,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program embeds BLOCK columns of one token."""
+    """One program embeds BLOCK columns of one token, unless it stands for a vector, which `hidden` already has."""
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     position = tl.load(token_position + token)
     slot = tl.load(token_slot + token, mask=position >= 0, other=0).to(tl.int64)
     known = tl.load(history + slot * history_stride + position, mask=position >= 0, other=0).to(tl.int64)
-    inside = column < width
+    inside = (column < width) & (known >= 0)
     row = tl.load(weight + known * weight_stride + column, mask=inside & (position >= 0), other=0.0)
     tl.store(hidden + token * hidden_stride + column, row.to(hidden.dtype.element_ty), mask=inside)
 
@@ -135,6 +135,7 @@ def norm_warps(width: int) -> int:
 
 def embed(history: Tensor, weight: Tensor, tokens: TokenTables, hidden: Tensor) -> None:
     """Writes the embedding of each token, read from the history at its slot and position; position -1 gives zeros.
+    Where the history has a negative token, `hidden` has its vector already and is left as it is.
 
     history: int32 [slots, positions + 1], also written by sampling; weight: [vocab, width]; hidden: [tokens, width].
     """

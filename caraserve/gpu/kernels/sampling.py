@@ -96,15 +96,16 @@ def _best(values, vocab, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _tally(counts, history, end, prompt, clear, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sets counts to 2 · (times generated) + (in the prompt) for all tokens of the history, or back to 0."""
+    """Sets counts to 2 · (times generated) + (in the prompt) for all tokens of the history, or back to 0. Vectors of
+    the prompt, which are negative there, count nothing."""
     for start in range(0, end, TILE):
         at = start + tl.arange(0, TILE)
-        token = tl.load(history + at, mask=at < end, other=0)
+        token = tl.load(history + at, mask=at < end, other=-1)
         if clear:
-            tl.store(counts + token, tl.zeros((TILE,), tl.int32), mask=at < end)
+            tl.store(counts + token, tl.zeros((TILE,), tl.int32), mask=token >= 0)
         else:
-            tl.atomic_or(counts + token, 1, mask=at < tl.minimum(prompt, end), sem="relaxed")
-            tl.atomic_add(counts + token, 2, mask=(at >= prompt) & (at < end), sem="relaxed")
+            tl.atomic_or(counts + token, 1, mask=(at < prompt) & (token >= 0), sem="relaxed")
+            tl.atomic_add(counts + token, 2, mask=(at >= prompt) & (token >= 0), sem="relaxed")
 
 
 @triton.jit

@@ -5,6 +5,7 @@ Keys and values are a view of the pool's first bytes, block after block: `[block
 dim]`. The pool decides how many of the blocks may be used.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from caraserve.core.batch import Batch, BlockGrant, SlotStart
+from caraserve.core.batch import Batch, BlockGrant, ScheduledRow, SlotStart
 from caraserve.cpu.sampling import SLOT_SAMPLING, write_sampling
 from caraserve.gpu.driver.streams import Lane
 from caraserve.gpu.kernels.attention import PagedCache
@@ -21,6 +22,7 @@ from caraserve.model.spec import ModelSpec
 from caraserve.util.units import ceil_div
 
 BLOCK_TOKENS = 16
+_PIECE_BYTES = 4 << 20  # of vectors in fp32, which are converted and sent at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class DeviceState:
 
     caches: tuple[PagedCache, ...]
     block_table: Tensor  # int32 [slots, most blocks of a request]
-    history: Tensor  # int32 [slots, positions + 1]
+    history: Tensor  # int32 [slots, positions + 1]; a negative token stands for a vector
     sampling: Tensor  # uint8 [slots, bytes of SLOT_SAMPLING]
 
 
@@ -58,6 +60,14 @@ def make_state(spec: ModelSpec, dtype: torch.dtype, pool: Tensor, slots: int, ma
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _PromptVectors:
+    """The tokens that a request starts with, and the vectors that some of them stand for: token -1 - i is vector i."""
+
+    token_ids: NDArray[np.int32]
+    values: NDArray[np.float32]  # [vectors, hidden]
+
+
 class RequestSlots:
     """Writes request slots in the compute lane's order; other lanes wait for that lane. Used by the launching thread
     only."""
@@ -65,6 +75,7 @@ class RequestSlots:
     def __init__(self, state: DeviceState, ring: StagingRing) -> None:
         self._state, self._ring = state, ring
         self._sampling = np.zeros(state.sampling.shape[0], SLOT_SAMPLING)
+        self._vectors: dict[int, _PromptVectors] = {}  # by request slot
 
     @property
     def prompt_tokens(self) -> NDArray[np.int64]:
@@ -79,10 +90,36 @@ class RequestSlots:
         for grant in batch.grants:
             self._grant(grant)
 
+    def send_vectors(self, rows: Sequence[ScheduledRow], hidden: Tensor, lane: Lane) -> None:
+        """Writes the vectors among the tokens of `rows` to their places in `hidden`, [tokens, hidden] of a lane, in the
+        lane's order. To be called before the pass is issued, whose embedding leaves these places as they are: vectors
+        need no device memory of their own, and a captured pass finds them as well."""
+        first = 0
+        for row in rows:
+            if row.slot in self._vectors:
+                self._send_row(self._vectors[row.slot], row, hidden[first : first + row.count], lane)
+            first += row.count
+
+    def _send_row(self, vectors: _PromptVectors, row: ScheduledRow, hidden: Tensor, lane: Lane) -> None:
+        tokens, width = vectors.token_ids[row.start : row.start + row.count], hidden.shape[1]
+        places = np.flatnonzero(tokens < 0)
+        step = max(1, _PIECE_BYTES // (4 * width))
+        for start in range(0, row.count if len(places) else 0, step):
+            held = places[(places >= start) & (places < start + step)]
+            if len(held):
+                # One copy, with zeros between vectors: the embedding overwrites the places of tokens.
+                piece = np.zeros((int(held[-1]) + 1 - start, width), np.float32)
+                piece[held - start] = vectors.values[-1 - tokens[held]]
+                converted = torch.from_numpy(piece).to(hidden.dtype).view(torch.uint8)
+                self._ring.send(hidden[start].data_ptr(), converted.numpy(), lane)
+
     def _start(self, start: SlotStart) -> None:
         history, table = self._state.history, self._state.sampling
         tokens = np.array(start.token_ids, np.int32)
         self._ring.send(history[start.slot].data_ptr(), tokens, Lane.COMPUTE)
+        self._vectors.pop(start.slot, None)
+        if start.prompt_embeds is not None:
+            self._vectors[start.slot] = _PromptVectors(tokens, start.prompt_embeds)
         write_sampling(self._sampling, start.slot, start.sampling)
         record = self._sampling[start.slot : start.slot + 1]
         self._ring.send(table[start.slot].data_ptr(), record, Lane.COMPUTE)

@@ -52,11 +52,6 @@ def has_embeds(prompt: object) -> bool:
 async def mixed_prompt(name: str, pieces: Sequence[Any], engine: Engine) -> tuple[tuple[int, ...], PromptEmbeds]:
     """Returns the tokens and vectors of a prompt whose pieces are token ids and `{"prompt_embeds": …}`. `name`: of the
     prompt in messages. Raises InvalidRequest, and ContextLengthExceeded."""
-    hidden = engine.prompt_embed_size
-    if not hidden:
-        raise InvalidRequest(
-            f"{_NAME} are not supported on this server's device; send tokens, or serve with --device cpu.", param=_NAME
-        )
     ids: list[int] = []
     parts: list[NDArray[np.float32]] = []
     vectors = 0
@@ -70,7 +65,7 @@ async def mixed_prompt(name: str, pieces: Sequence[Any], engine: Engine) -> tupl
                 raise InvalidRequest(
                     f'{name} may hold token ids and {{"{_NAME}": a safetensors file in base64}}.', param="prompt"
                 )
-            part = await asyncio.to_thread(_vectors, text, hidden)
+            part = await asyncio.to_thread(_vectors, text, engine.embedding_size)
             parts.append(part)
             ids += range(-1 - vectors, -1 - vectors - len(part), -1)
             vectors += len(part)

@@ -30,6 +30,16 @@ def test_embed_reads_tokens_from_the_history(width: int) -> None:
     assert not hidden[2].any()
 
 
+@pytest.mark.parametrize("width", [48, 1500])
+def test_embed_leaves_vectors_in_place_of_tokens_as_they_are(width: int) -> None:
+    weight, hidden = random(20, width), random(3, width)
+    history, vectors = torch.tensor([[3, -1, -20]], dtype=torch.int32, device=DEVICE), hidden.clone()
+    at = torch.arange(3, dtype=torch.int32, device=DEVICE)
+    embed(history, weight, TokenTables(torch.zeros_like(at), at), hidden)
+    assert torch.equal(hidden[0], weight[3])
+    assert torch.equal(hidden[1:], vectors[1:])
+
+
 def normed(x: Tensor, weight: Tensor) -> Tensor:
     x = x.double()
     return weight.double() * x / torch.sqrt(x.square().mean(-1, keepdim=True) + EPS)

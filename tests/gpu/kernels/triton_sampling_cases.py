@@ -1,6 +1,7 @@
 """Compares sampling with the CPU backend; run by test_triton_cases.py in Triton's interpreter, or on a GPU."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -187,6 +188,20 @@ def test_penalties_are_exact_to_the_bit() -> None:
         wanted = bench.on_the_cpu(logits[0], 0, 11)
         assert bench.run(logits, [0], [11], [SAMPLE]) == [wanted]
         assert wanted == (78 if other > penalised else 77)
+
+
+def test_penalties_count_no_vectors_in_place_of_tokens() -> None:
+    ways = [way | {"prompt_tokens": 5} for way in WAYS]
+    bench, logits = Bench(ways, programs=2), random_logits(len(ways))
+    bench.history[:, :4] = [-1, -VOCAB, 9, -2]
+    bench.state.history[:, :4] = torch.from_numpy(bench.history[:, :4].astype(np.int32))
+    room = torch.full((3, VOCAB), 7, dtype=torch.int32, device=DEVICE)  # what a negative token would be counted in
+    room[1:] = 0
+    bench.state = replace(bench.state, counts=room[1:])
+    rows = list(range(len(ways)))
+    chosen = bench.run(logits, rows, [9] * len(ways), [SAMPLE] * len(ways))
+    assert chosen == [bench.on_the_cpu(logits[row], row, 9) for row in rows]
+    assert bool((room[0] == 7).all())
 
 
 def test_greedy_chooses_the_first_of_equal_logits() -> None:

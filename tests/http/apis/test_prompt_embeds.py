@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from tests.http.fake_engine import FakeEngine
+from tests.http.fake_engine import EMBEDDING_SIZE, FakeEngine
 from tests.http.serving import serving
 
-HIDDEN = 4  # of the fake engine
-VECTORS = np.arange(12, dtype=np.float32).reshape(3, HIDDEN)
+VECTORS = np.arange(12, dtype=np.float32).reshape(3, EMBEDDING_SIZE)
 
 
 def encoded(data: bytes) -> str:
@@ -73,7 +72,7 @@ def _bfloat16(bits: np.ndarray[Any, Any]) -> bytes:
     return len(header).to_bytes(8, "little") + header + bits.tobytes()
 
 
-INFINITE = np.full((1, HIDDEN), np.inf, np.float32)
+INFINITE = np.full((1, EMBEDDING_SIZE), np.inf, np.float32)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "base64": ({"prompt_embeds": "?"}, "not valid base64"),
     "pickle": ({"prompt_embeds": encoded(pickle.dumps([1.0]))}, "not a valid safetensors file"),
@@ -99,9 +98,3 @@ async def test_anything_else_is_refused_with_the_reason(case: str) -> None:
         answer = await client.complete(**({"prompt": None} | body))
     assert (answer.status, fake.requests) == (400, [])
     assert reason in answer.error["message"]
-
-
-async def test_a_device_without_support_refuses_them() -> None:
-    async with serving(FakeEngine(prompt_embed_size=0)) as client:
-        answer = await client.complete(prompt=None, prompt_embeds=file_of())
-    assert (answer.status, answer.error["param"]) == (400, "prompt_embeds")
