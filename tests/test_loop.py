@@ -13,7 +13,7 @@ from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.config import PRELOADED_MODES
 from caraserve.core.batch import Batch, StepResult
 from caraserve.core.machine_profile import load
-from caraserve.core.request import Tenant
+from caraserve.core.request import NO_TENANT, Tenant
 from caraserve.errors import (
     AdapterRejected,
     BackendFailed,
@@ -213,6 +213,15 @@ def test_requests_with_different_salts_share_no_blocks() -> None:
     async def test(engine: Engine) -> None:
         await submit(engine, PROMPT, cache_salt="a")
         assert (await submit(engine, PROMPT, cache_salt="b")).finish.cached_tokens == 0
+
+    with_engine(test)
+
+
+def test_tenants_with_caches_of_their_own_share_no_blocks() -> None:
+    async def test(engine: Engine) -> None:
+        a, b = Tenant("a", owns_cache=True), Tenant("b", owns_cache=True)
+        cached = [(await submit(engine, PROMPT, tenant=one)).finish.cached_tokens for one in (NO_TENANT, a, b, b)]
+        assert cached == [0, 0, 0, 32]
 
     with_engine(test)
 

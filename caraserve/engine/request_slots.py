@@ -56,7 +56,8 @@ class RequestSlots:
         """Returns published blocks that hold the first tokens, now held by the request, and the last block's key. They
         leave at least one token to compute."""
         request, size = active.request, self._limits.block_tokens
-        key = root_key(active.adapter.digest if active.adapter else None, request.inputs.cache_salt)
+        digest = active.adapter.digest if active.adapter else None
+        key = root_key(digest, request.inputs.cache_salt, request.inputs.tenant)
         blocks: list[int] = []
         if not self._prefix_caching or request.inputs.params.prompt_logprobs is not None:
             return blocks, key

@@ -81,7 +81,7 @@ class ClusterRouter:
         if await body_digest(body) != claims.body_digest:
             raise Forbidden("The body is not the one that was signed.")
         request[ANSWERED_BY] = self.selector.name
-        request[CLIENT] = Client(claims.client, weight=claims.weight)
+        request[CLIENT] = Client(claims.client, weight=claims.weight, owns_cache=claims.owns_cache)
         return await _answer_verified(request, self, route, claims, body)
 
 

@@ -200,6 +200,7 @@ class PeerProxy:
             body_digest=forwarded.digest,
             client=request[CLIENT].name,
             weight=request[CLIENT].weight,
+            owns_cache=request[CLIENT].owns_cache,
         )
         path = PREFIX + request.path
         headers = {name: value for name in _REQUEST_HEADERS if (value := request.headers.get(name)) is not None}

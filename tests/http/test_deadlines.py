@@ -334,6 +334,7 @@ async def test_the_receiver_of_a_request_enforces_its_deadline(pass_time: PassTi
             body_digest=await body_digest(body),
             client="c",
             weight=1.0,
+            owns_cache=False,
         )
         headers = forward_headers(KEYS, path, claims) | HEADERS | {"Content-Type": "application/json"}
         asking = asyncio.create_task(a.client.post(path, body, headers=headers))

@@ -48,6 +48,7 @@ class ForwardClaims:
     body_digest: str  # SHA-256 in hex
     client: str  # the name of its API key, or its address: the tenant, for fairness at the receiver
     weight: float  # of that tenant
+    owns_cache: bool  # whether that tenant shares no cached prompts with others
 
 
 def forward_headers(keys: Keyring, path: str, claims: ForwardClaims) -> dict[str, str]:
@@ -105,7 +106,8 @@ def _read(text: str) -> ForwardClaims:
     typed = all(type(value) is str for value in texts) and all(type(value) is int for value in numbers)
     named = claims.adapter is None or (type(claims.adapter) is str and ADAPTER_NAME.fullmatch(claims.adapter))
     weighted = type(claims.weight) in (int, float) and 0 < claims.weight < inf
-    if not (typed and named and weighted and type(claims.force) is bool):
+    switched = all(type(value) is bool for value in (claims.force, claims.owns_cache))
+    if not (typed and named and weighted and switched):
         raise Forbidden(f"{CLAIMS_HEADER} has a value of a wrong type; compare both instances' versions of the server.")
     return claims
 

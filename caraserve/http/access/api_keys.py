@@ -165,6 +165,7 @@ class _Entry:
                 self._number("tokens_per_minute", None),
                 None if concurrency is None else int(concurrency),
             ),
+            owns_cache=True,
         )
         digests = self._texts("sha256", ())
         if not digests or not all(map(_SHA256.fullmatch, digests)):

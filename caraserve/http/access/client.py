@@ -29,6 +29,7 @@ class Client:
     base_model: bool = True  # whether it may use the base model
     weight: float = 1.0  # its share of the server while others wait, relative to theirs
     limits: RateLimits = RateLimits()
+    owns_cache: bool = False  # whether it shares no cached prompts with other clients
 
     def may_use(self, adapter: str | None) -> bool:
         """Whether it may use an adapter; None: the base model."""
@@ -41,7 +42,7 @@ class Client:
 
     def tenant(self, user: str) -> Tenant:
         """The owner of a request that this client sends for `user`."""
-        return Tenant(self.name, user, self.weight)
+        return Tenant(self.name, user, self.weight, self.owns_cache)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -42,7 +42,13 @@ MODEL = PerfModel(0.01, 0.1, 5.0, False, 1.0, 0.05, 0.001)
 OLD, NEW = b"the old secret of this cluster", b"the new secret of this cluster"
 PATH = "/cluster/v1/completions"
 CLAIMS_OF_B = ForwardClaims(
-    "id", 1, "b", "a", None, "", 5, force=False, time_ms=1_000_000, body_digest="d", client="c", weight=1.0
+    *("id", 1, "b", "a", None, "", 5),
+    force=False,
+    time_ms=1_000_000,
+    body_digest="d",
+    client="c",
+    weight=1.0,
+    owns_cache=True,
 )
 
 

@@ -14,6 +14,7 @@ import pytest
 from caraserve.errors import ConfigError
 from caraserve.http.access.api_keys import ApiKeys, read_keys
 from caraserve.http.access.client import Client, RateLimits
+from caraserve.kv.prefix_keys import root_key
 from tests.http.fake_engine import FakeAdapter, FakeEngine, FakeSnapshot
 from tests.http.fleet import fleet
 from tests.http.serving import Client as HttpClient
@@ -91,14 +92,14 @@ def test_an_entry_in_toml(tmp_path: Path) -> None:
         concurrency = 8
         """
     )
-    client = Client("team-a", True, ("sql-*",), False, 2.0, RateLimits(600.0, 100_000.0, 8))
+    client = Client("team-a", True, ("sql-*",), False, 2.0, RateLimits(600.0, 100_000.0, 8), owns_cache=True)
     keys = ApiKeys(http_config(api_key_file=path))
     assert [keys.client(key) for key in ("old", "new", "other", "")] == [client, client, None, None]
 
 
 def test_an_entry_with_nothing_but_name_and_hash_allows_everything_but_administration(path: Path) -> None:
     (client,) = read_keys(written(path, entry()), "the file").values()
-    assert client == Client("team")
+    assert client == Client("team", owns_cache=True)
     assert (client.may_use("any"), client.may_use(None), client.is_admin) == (True, True, False)
 
 
@@ -148,7 +149,7 @@ def test_the_documented_command_makes_an_entry_for_the_key_that_it_shows(tmp_pat
     command = text.split("```bash\n")[1].split("```")[0]
     shown = subprocess.run(["bash", "-euc", command], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     client = ApiKeys(http_config(api_key_file=tmp_path / "keys.toml")).client(shown.strip())
-    assert client == Client("team-a")
+    assert client == Client("team-a", owns_cache=True)
 
 
 # --- reading it again ---
@@ -310,6 +311,17 @@ async def test_a_key_of_the_file_may_be_an_admins(keys_file: Path) -> None:
         assert (await client.post("/v1/load_lora_adapter", body, headers=bearer(ADMIN))).status == 200
 
 
+async def test_a_key_of_the_file_has_a_cache_of_its_own_and_keys_of_options_share_one(keys_file: Path) -> None:
+    fake = engine()
+    async with serving(fake, api_key_file=keys_file, api_key=("one", "two")) as client:
+        for key in (BASE_ONLY, ADMIN, "one", "two"):
+            assert (await client.complete(headers=bearer(key))).status == 200
+            assert (await client.post("/v1/embeddings", {"input": "ab"}, headers=bearer(key))).status == 200
+    roots = [root_key(None, request.cache_salt, request.tenant) for request in fake.requests]
+    assert roots[::2] == roots[1::2]
+    assert (len(set(roots)), roots[4], roots[6]) == (3, root_key(None, ""), root_key(None, ""))
+
+
 async def test_with_a_file_every_client_needs_a_key(keys_file: Path) -> None:
     async with serving(engine(), api_key_file=keys_file, api_key=("of-the-option",)) as client:
         statuses = [
@@ -318,7 +330,7 @@ async def test_with_a_file_every_client_needs_a_key(keys_file: Path) -> None:
     assert statuses == [401, 200, 200]
 
 
-async def test_the_instance_that_a_request_is_forwarded_to_gets_name_and_weight_and_checks_nothing(path: Path) -> None:
+async def test_the_instance_that_a_request_is_forwarded_to_gets_the_tenant_and_checks_nothing(path: Path) -> None:
     """The other instance has no key file, so it knows nothing of the key."""
     only_b = FakeEngine(loaded={"sql-v1": FakeAdapter("sql-v1", "/sql-v1")})
     written(path, entry(adapters=["sql-*"], base_model=False, weight=2.5, concurrency=1))
@@ -327,5 +339,5 @@ async def test_the_instance_that_a_request_is_forwarded_to_gets_name_and_weight_
         b = await running.start("b", only_b)
         answer = await a.client.complete(model="sql-v1", headers=bearer(SQL))
         assert (answer.status, len(a.forwards)) == (200, 1)
-        assert b.engine.requests[0].tenant == ("team", "", 2.5)
+        assert b.engine.requests[0].tenant == ("team", "", 2.5, True)
         assert (await a.client.complete(headers=bearer(SQL))).status == 404
