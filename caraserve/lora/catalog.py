@@ -204,20 +204,23 @@ class Catalog:
     async def unload(self, name: str) -> None:
         """Unregisters the name at once, and returns when the last request of its adapter has ended. Raises NotFound."""
         with self.changing(name):
-            await self.unload_exclusively(name)
+            adapter = await self.unregister(name)
+            if adapter is not None:
+                await self.manager.forgotten(adapter)
 
-    async def unload_exclusively(self, name: str) -> None:
-        """Unloads as `unload` does, for a caller that is `changing` the name."""
+    async def unregister(self, name: str) -> Adapter | None:
+        """Unregisters a name at once, for a caller that is `changing` it. Returns its adapter, which may have requests;
+        None if the cluster has unregistered the name meanwhile. Raises NotFound."""
         if name not in self._infos:
             raise NotFound(f"The lora adapter {name!r} cannot be found.", param="lora_name")
         self._refuse_if_all_stay()
         await self._on_thread(self._registry.remove, name)
         if self._infos.pop(name, None) is None:
-            return  # it was unregistered through the cluster meanwhile
+            return None
         self._notify(name, None)
         adapter = self.manager.unregister(name)
         self._leave_folder(adapter.digest)
-        await self.manager.forgotten(adapter)
+        return adapter
 
     # --- uploads ---
 

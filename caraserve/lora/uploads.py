@@ -120,26 +120,47 @@ class AdapterUploads:
 
     async def delete(self, name: str) -> None:
         """Unregisters a name at once, waits until the last request of its adapter has ended, and removes the files if
-        they were uploaded. Raises NotFound."""
+        they were uploaded, also if the caller is cancelled. Raises NotFound."""
         with self.catalog.changing(name):
-            path = Path(self.catalog.get(name).path)
-            await self.catalog.unload_exclusively(name)
-            if self._root is not None and path == self._root / name and is_uploaded(path):
-                await self.on_thread(_remove, path, self._root)
+            adapter, hidden = await to_its_end(asyncio.ensure_future(self._unregister(name)))
+            if hidden is not None:
+                await asyncio.shield(self.remove_later(adapter, hidden))
+            elif adapter is not None:
+                await self.catalog.manager.forgotten(adapter)
+
+    async def _unregister(self, name: str) -> tuple[Adapter | None, Path | None]:
+        """Unregisters a name. Returns its adapter, and where its files are now if they were uploaded: under a hidden
+        name first, as the next start would find the folder again."""
+        info = self.catalog.get(name)
+        folder = Path(info.path)
+        if self._root is None or folder != self._root / name or not is_uploaded(folder):
+            return await self.catalog.unregister(name), None
+        try:
+            hidden = await self.on_thread(_hide, folder)
+        except OSError as error:
+            raise CaraServeError(f"the adapter's files cannot be removed: {error.strerror}") from None
+        adapter = self.catalog.manager.moved(info.digest, hidden)
+        try:
+            await self.catalog.unregister(name)
+        except CaraServeError:
+            await self.on_thread(os.rename, hidden, folder)
+            self.catalog.manager.moved(info.digest, folder)
+            raise
+        return adapter, hidden
 
     async def on_thread(self, function: Callable[..., T], *arguments: object) -> T:
         """Runs a function on one of the threads, to its end."""
         return await to_its_end(asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments))
 
-    def remove_later(self, old: Adapter | None, folder: Path) -> None:
-        """Removes the files of an adapter that was replaced, when its last request has ended."""
+    def remove_later(self, old: Adapter | None, folder: Path) -> "asyncio.Task[None]":
+        """Removes the files of an adapter that was replaced or deleted, when its last request has ended."""
 
         async def remove() -> None:
             if old is not None:
                 await self.catalog.manager.forgotten(old)
             await self.on_thread(shutil.rmtree, folder, True)
 
-        self._removals.start(remove(), f"removal of {folder.name}")
+        return self._removals.start(remove(), f"removal of {folder.name}")
 
 
 class _Upload:
@@ -331,11 +352,12 @@ def _exchange(one: Path, other: Path) -> None:
     os.rename(between, one)
 
 
-def _remove(folder: Path, root: Path) -> None:
-    """Removes an adapter's folder; a crash leaves it whole or with a hidden name."""
-    hidden = Path(tempfile.mkdtemp(prefix=_HIDDEN, dir=root))
+def _hide(folder: Path) -> Path:
+    """Gives an adapter's folder a hidden name, and returns it."""
+    hidden = Path(tempfile.mkdtemp(prefix=_HIDDEN, dir=folder.parent))
     os.rename(folder, hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+    os.utime(hidden)  # its requests may still read it when another server with this root removes what is abandoned
+    return hidden
 
 
 def _remove_abandoned(root: Path) -> None:

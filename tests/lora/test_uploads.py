@@ -289,12 +289,39 @@ async def test_deleting_an_uploaded_adapter_waits_for_its_requests_and_removes_i
         pinned = receiver.catalog.pin("new")
         deletion = asyncio.create_task(receiver.uploads.delete("new"))
         await until(lambda: receiver.catalog.find("new") is None)
-        assert receiver.left() == ["new"]
+        assert isinstance(pinned.source, Path)
+        assert inspect_adapter(pinned.source, SPEC).digest == pinned.digest
         receiver.catalog.manager.unpin(pinned)
         await deletion
         assert receiver.left() == []
         with pytest.raises(NotFound):
             await receiver.uploads.delete("new")
+
+
+async def test_a_start_finds_nothing_of_a_deletion_that_was_cancelled_while_requests_ran(
+    tmp_path: Path, folder: Path
+) -> None:
+    async with receiving(tmp_path / "root") as receiver:
+        await receiver.put("new", tar_of(folder))
+        pinned = receiver.catalog.pin("new")
+        deletion = asyncio.create_task(receiver.uploads.delete("new"))
+        await until(lambda: receiver.catalog.find("new") is None)
+        deletion.cancel()
+        await asyncio.wait([deletion])
+        assert deletion.cancelled()
+        assert not [name for name in receiver.left() if not name.startswith(".")]
+        receiver.catalog.manager.unpin(pinned)
+        await until(lambda: receiver.left() == [])
+
+
+async def test_a_deletion_that_the_registry_refuses_changes_nothing(tmp_path: Path, folder: Path) -> None:
+    async with receiving(tmp_path / "root") as receiver:
+        await receiver.put("new", tar_of(folder))
+        receiver.registry.close()
+        with pytest.raises(CaraServeError, match="registry"):
+            await receiver.uploads.delete("new")
+        assert receiver.catalog.pin("new").source == receiver.root / "new"
+        assert receiver.left() == ["new"]
 
 
 async def test_what_a_crash_left_an_hour_ago_is_removed_at_the_start(tmp_path: Path) -> None:
