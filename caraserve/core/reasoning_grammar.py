@@ -1,6 +1,6 @@
 """The reasoning before an answer, as a grammar: that of the answer applies after it, and its length may be limited."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -33,7 +33,8 @@ class ReasoningTokens:
 class ReasoningGrammar:
     """A `Grammar` of answers that may begin with reasoning. `state`: where the prompt ends. `budget_tokens`: after so
     many the end of the reasoning is chosen; None without a limit. `grammar`: what follows it, None if that is free;
-    with one, the reasoning cannot be ended by `end_ids`, the tokens that end an answer."""
+    with one, the reasoning cannot be ended by `end_ids`, the tokens that end an answer. `is_blank`: whether a token's
+    text is white space or nothing, which may come before the reasoning."""
 
     tokens: ReasoningTokens
     state: ReasoningState
@@ -41,6 +42,7 @@ class ReasoningGrammar:
     grammar: Grammar | None
     end_ids: Sequence[int]
     vocab_size: int
+    is_blank: Callable[[int], bool]
 
     async def prepare(self) -> None:
         if self.grammar is not None:
@@ -48,9 +50,12 @@ class ReasoningGrammar:
 
     def matcher(self, output_ids: Sequence[int] = ()) -> TokenMatcher:
         ids, state, count = list(output_ids), self.state, 0
-        if state is ReasoningState.NOT_BEGUN and ids:
-            state = ReasoningState.UNDER_WAY if ids[0] == self.tokens.begin_id else ReasoningState.ENDED
-            ids = ids[1:] if state is ReasoningState.UNDER_WAY else ids
+        if state is ReasoningState.NOT_BEGUN:
+            first = next((at for at, one in enumerate(ids) if not self.is_blank(one)), len(ids))
+            if ids[first : first + 1] == [self.tokens.begin_id]:
+                state, ids = ReasoningState.UNDER_WAY, ids[first + 1 :]
+            elif first < len(ids):
+                state = ReasoningState.ENDED
         if state is ReasoningState.UNDER_WAY:
             is_ended = self.tokens.end_id in ids
             count = ids.index(self.tokens.end_id) + 1 if is_ended else len(ids)
@@ -71,12 +76,15 @@ class _ReasoningMatcher:
         tokens = self._grammar.tokens
         if self._state is ReasoningState.NOT_BEGUN and token_id == tokens.begin_id:
             self._state = ReasoningState.UNDER_WAY
+            if self._grammar.grammar is not None:  # anew: white space before the reasoning is not of the answer
+                self._answer = self._grammar.grammar.matcher()
         elif self._state is ReasoningState.UNDER_WAY:
             self._count += 1
             if token_id == tokens.end_id:
                 self._state = ReasoningState.ENDED
         else:
-            self._state = ReasoningState.ENDED
+            if self._state is ReasoningState.NOT_BEGUN and not self._grammar.is_blank(token_id):
+                self._state = ReasoningState.ENDED
             if self._answer is not None:
                 self._answer.append(token_id)
 

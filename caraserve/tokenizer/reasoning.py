@@ -1,5 +1,6 @@
 """What a model writes before its answer between `<think>` and `</think>`: its detection, and an incremental parser."""
 
+import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,6 +8,7 @@ from typing import NamedTuple
 from caraserve.core.reasoning_grammar import ReasoningState, ReasoningTokens
 
 BEGIN, END = "<think>", "</think>"
+BLANKS = string.whitespace  # may come before BEGIN; in ASCII, so that no character is divided between two tokens
 SWITCHES = ("enable_thinking", "thinking")  # names by which templates let the client choose
 _LAST_TOKENS = 4  # of a prompt, among which a marker is looked for; templates write two line ends after it at most
 
@@ -70,7 +72,7 @@ class ReasoningParser:
         return self._read(is_last)
 
     def _read_beginning(self, is_last: bool) -> ReasoningText:
-        start = self._buffer.lstrip()
+        start = self._buffer.lstrip(BLANKS)
         if start.startswith(BEGIN):
             self._buffer, self._read, self._is_stripping = start.removeprefix(BEGIN), self._read_reasoning, True
         elif is_last or not BEGIN.startswith(start):

@@ -11,7 +11,7 @@ from tests.fake_grammar import FakeGrammar
 
 VOCAB = 40
 EVERY = set(range(VOCAB))
-BEGIN, END, EOS = 7, 35, 1
+BEGIN, END, EOS, BLANK = 7, 35, 1, 5
 ANSWER = FakeGrammar(lambda count: [20 + count])  # tokens 20, 21, 22, … in this order
 NOT_BEGUN, UNDER_WAY, ENDED = ReasoningState.NOT_BEGUN, ReasoningState.UNDER_WAY, ReasoningState.ENDED
 
@@ -20,7 +20,7 @@ def allowed_after(
     output: Sequence[int], state: ReasoningState, budget: int | None = None, grammar: FakeGrammar | None = ANSWER
 ) -> set[int]:
     """Returns the tokens that may follow, also after a preemption: then the matcher begins with the output."""
-    made = ReasoningGrammar(ReasoningTokens(BEGIN, END), state, budget, grammar, (EOS,), VOCAB)
+    made = ReasoningGrammar(ReasoningTokens(BEGIN, END), state, budget, grammar, (EOS,), VOCAB, (BLANK,).__contains__)
     mask, again = np.full((2, mask_words(VOCAB)), 0xAAAAAAAA, np.uint32)
     matcher = made.matcher()
     for token_id in output:
@@ -69,6 +69,15 @@ def test_the_reasoning_ends_when_its_budget_is_used_up(
     output: list[int], state: ReasoningState, allowed: set[int]
 ) -> None:
     assert allowed_after(output, state, budget=2, grammar=None) == allowed
+
+
+def test_the_reasoning_may_begin_after_white_space() -> None:
+    assert allowed_after([BLANK, BLANK, BEGIN, 3, 4], NOT_BEGUN, budget=2, grammar=None) == {END}
+    assert allowed_after([BLANK, 3, BEGIN, 3, 4], NOT_BEGUN, budget=2, grammar=None) == EVERY
+    starting_blank = FakeGrammar(lambda count: [BLANK, 20 + count])
+    assert allowed_after([BLANK], NOT_BEGUN, grammar=starting_blank) == {BLANK, 21, BEGIN}
+    assert allowed_after([BLANK, 21], NOT_BEGUN, grammar=starting_blank) == {BLANK, 22}
+    assert allowed_after([BLANK, BEGIN, 3, END], NOT_BEGUN, grammar=starting_blank) == {BLANK, 20}
 
 
 def test_a_budget_of_0_ends_the_reasoning_at_once() -> None:

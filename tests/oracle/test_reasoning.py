@@ -29,7 +29,8 @@ def test_only_the_forced_end_differs_from_transformers(tmp_path: Path, adapter: 
         async with running(model_config(model), lora_config(adapters), settings) as engine:
 
             def asked(begin_id: int, end_id: int, state: ReasoningState) -> ReasoningGrammar:
-                return ReasoningGrammar(ReasoningTokens(begin_id, end_id), state, BUDGET, None, (), VOCAB_SIZE)
+                tokens = ReasoningTokens(begin_id, end_id)
+                return ReasoningGrammar(tokens, state, BUDGET, None, (), VOCAB_SIZE, lambda token_id: False)
 
             answers = [
                 submit(engine, PROMPT, adapter, grammar=grammar, max_tokens=BUDGET + AFTER + 1)

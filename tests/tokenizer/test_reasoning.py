@@ -70,6 +70,7 @@ def test_the_end_of_the_prompt_says_whether_the_reasoning_is_under_way(
     [
         (NOT_BEGUN, "<think>\n a\n\nb </th \n</think>\n\nHi <think> x\n", "a\n\nb </th", "Hi <think> x\n"),
         (NOT_BEGUN, "\n<think></think>Hi", "", "Hi"),
+        (NOT_BEGUN, "\u3000<think>Hi", "", "\u3000<think>Hi"),
         (NOT_BEGUN, " Hi </think>", "", " Hi </think>"),
         (NOT_BEGUN, " <thi", "", " <thi"),
         (NOT_BEGUN, "", "", ""),

@@ -103,12 +103,9 @@ async def parse_chat_fields(
         ids = tuple(truncation.cut(await chat_ids(fields, engine.tokenizer, truncation.most_encoded, tools)))
     reasoning = parse_reasoning(fields, engine, ids)
     kept = [part.kept_special_ids for part in (tools, reasoning) if part is not None]
-    params = dataclasses.replace(
-        params,
-        logprobs=_logprobs(fields),
-        grammar=await parse_grammar(fields, engine, params, None if tools is None else tools.constraint, reasoning),
-        kept_special_ids=frozenset[int]().union(*kept),
-    )
+    params = dataclasses.replace(params, logprobs=_logprobs(fields), kept_special_ids=frozenset[int]().union(*kept))
+    constraint = None if tools is None else tools.constraint
+    params = dataclasses.replace(params, grammar=await parse_grammar(fields, engine, params, constraint, reasoning))
     default = validation.most_scored_tokens(common.n, params.logprobs)
     default = default_max_tokens if default is None else default
     max_tokens = validation.fit_max_tokens(asked_tokens, default, len(ids), engine, source="messages")

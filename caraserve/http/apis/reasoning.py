@@ -10,7 +10,7 @@ from caraserve.errors import InvalidRequest
 from caraserve.http import body_fields
 from caraserve.http.validation import Fields
 from caraserve.loop import Engine
-from caraserve.tokenizer.reasoning import BEGIN, END, ReasoningFormat, ReasoningParser
+from caraserve.tokenizer.reasoning import BEGIN, BLANKS, END, ReasoningFormat, ReasoningParser
 from caraserve.tokenizer.tokenizer import Tokenizer
 
 
@@ -35,6 +35,12 @@ class Reasoning:
         them."""
         if self.state is ReasoningState.ENDED or (grammar is None and self.budget_tokens is None):
             return grammar
+
+        def is_blank(token_id: int) -> bool:
+            if token_id in params.kept_special_ids:
+                return False
+            return not tokenizer.decode([token_id], skip_special_tokens=params.skip_special_tokens).strip(BLANKS)
+
         return ReasoningGrammar(
             self.format.tokens,
             self.state,
@@ -42,6 +48,7 @@ class Reasoning:
             grammar,
             (*params.stop_token_ids, *tokenizer.eos_ids),
             tokenizer.vocab_size,
+            is_blank,
         )
 
 

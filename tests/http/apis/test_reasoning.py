@@ -213,6 +213,15 @@ async def test_a_budget_limits_the_reasoning(rendered: Rendered) -> None:
     assert await grammar_of(thinking_token_budget=-1) is None
 
 
+async def test_white_space_before_the_reasoning_does_not_evade_its_budget(rendered: Rendered) -> None:
+    rendered.last_ids = []
+    grammar = await grammar_of(thinking_token_budget=1)
+    mask = np.zeros(mask_words(FakeTokenizer.vocab_size), np.uint32)
+    for before, is_limited in ((b"", True), (b"\n ", True), (b"\xc2\xa0", False), (b"a", False)):
+        grammar.matcher([*before, BEGIN, 97]).write_mask(mask)
+        assert (np.bitwise_count(mask).sum() == 1) == is_limited
+
+
 async def test_a_model_that_does_not_reason_refuses_a_budget() -> None:
     async with serving(FakeEngine()) as client:
         answer = await client.chat(thinking_token_budget=5)
