@@ -34,11 +34,13 @@ ERROR = _whole(error=_whole(message=_STRING, type=_STRING, param=or_null(_STRING
 
 MESSAGES_ERROR = _whole(type={"const": "error"}, error=object_of(("type", "message"), type=_STRING, message=_STRING))
 
-_USAGE = _whole(
+_USAGE = object_of(
+    ("prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"),
     prompt_tokens=_INTEGER,
     completion_tokens=_INTEGER,
     total_tokens=_INTEGER,
     prompt_tokens_details=_whole(cached_tokens=_INTEGER),
+    completion_tokens_details=_whole(reasoning_tokens=_INTEGER),
 )
 _COUNTS = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "failures")
 _USED = _whole(client=_STRING, adapter=or_null(_STRING), **dict.fromkeys(_COUNTS, _INTEGER))

@@ -266,8 +266,13 @@ class ChatChoice:
         self._return_token_ids = return_token_ids
         self._tool_calls = tool_calls
         self._reasoning = None if reasoning is None else reasoning.parser()
+        self._reasoning_count = None if reasoning is None else reasoning.token_count(request.params, tokenizer)
         self._shows_reasoning = reasoning is not None and reasoning.is_shown
         self._first = True
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        return None if self._reasoning_count is None else self._reasoning_count.num_tokens
 
     def stream_chunks(self, delta: TokenDelta) -> list[dict[str, Any]]:
         chunks = []
@@ -293,8 +298,9 @@ class ChatChoice:
 
     def _divided(self, delta: TokenDelta, *, is_last: bool) -> ReasoningText:
         """The reasoning that the client sees, and the answer, in a delta's text."""
-        if self._reasoning is None:
+        if self._reasoning is None or self._reasoning_count is None:
             return ReasoningText("", delta.text)
+        self._reasoning_count.add(delta.token_ids)
         parts = self._reasoning.push(delta.text, is_last=is_last)
         return parts if self._shows_reasoning else parts._replace(reasoning="")
 

@@ -21,6 +21,10 @@ _LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 class ChoiceWriter(Protocol):
     """Writes one entry of `choices` in the shape of its API. Keeps state between deltas: text offset, role sent."""
 
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """The tokens of the answer's reasoning so far; None for a model that does not reason."""
+
     def stream_chunks(self, delta: TokenDelta) -> list[dict[str, Any]]:
         """The `choices` entries, one for each event, that a delta becomes in a stream."""
 
@@ -109,10 +113,10 @@ class ChoicesWriter(OpenAiStream):
         self._tail = b',"usage":null}\n\n' if delivery.include_usage else b"}\n\n"
 
     def events(self, index: int, delta: TokenDelta, counts: TokenCounts) -> bytes:
+        chunks = self._choices[index].stream_chunks(delta)
         tail = self._tail
         if self._delivery.continuous_usage:
-            tail = b',"usage":%b}\n\n' % orjson.dumps(_usage(counts))
-        chunks = self._choices[index].stream_chunks(delta)
+            tail = b',"usage":%b}\n\n' % orjson.dumps(_usage(counts, self._choices[index : index + 1]))
         events = [self._event(chunk, tail) for chunk in chunks[:-1]]
         if chunks and delta.finish is not None:
             tail = b",%b%b" % (_fingerprint(delta.finish.served_by), tail)
@@ -125,7 +129,7 @@ class ChoicesWriter(OpenAiStream):
     def last_events(self, totals: ResponseTotals) -> bytes:
         if not self._delivery.include_usage:
             return b""
-        usage = orjson.dumps(_usage(totals.tokens))
+        usage = orjson.dumps(_usage(totals.tokens, self._choices))
         return b'%b,"choices":[],%b,"usage":%b}\n\n' % (self._head, _fingerprint(totals.served_by), usage)
 
     def logprobs(self, index: int, delta: TokenDelta) -> dict[str, list[Any]] | None:
@@ -152,7 +156,7 @@ class ChoicesWriter(OpenAiStream):
             yield b'"logprobs":'
             yield from answer.encoded_logprobs()
             yield b"," + orjson.dumps(after)[1:]
-        yield b'],%b,"usage":%b}' % (_fingerprint(totals.served_by), orjson.dumps(_usage(totals.tokens)))
+        yield b'],%b,"usage":%b}' % (_fingerprint(totals.served_by), orjson.dumps(_usage(totals.tokens, self._choices)))
 
 
 def _fingerprint(served_by: str) -> bytes:
@@ -163,10 +167,13 @@ def finite(logprob: float) -> float:
     return max(logprob, _LEAST_LOGPROB)
 
 
-def _usage(tokens: TokenCounts) -> dict[str, Any]:
+def _usage(tokens: TokenCounts, choices: Sequence[ChoiceWriter]) -> dict[str, Any]:
+    reasoning = [count for choice in choices if (count := choice.reasoning_tokens) is not None]
+    details = {"completion_tokens_details": {"reasoning_tokens": sum(reasoning)}} if reasoning else {}
     return {
         "prompt_tokens": tokens.prompt,
         "completion_tokens": tokens.completion,
         "total_tokens": tokens.prompt + tokens.completion,
         "prompt_tokens_details": {"cached_tokens": tokens.cached},
+        **details,
     }

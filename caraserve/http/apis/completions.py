@@ -318,6 +318,10 @@ class CompletionChoice:
         self._prompt_written = False
         self._text_offset = 0
 
+    @property
+    def reasoning_tokens(self) -> None:
+        return None
+
     def stream_chunks(self, delta: TokenDelta) -> list[dict[str, Any]]:
         is_visible = delta.text or self._pending_echo or delta.finish or self._return_token_ids
         if not is_visible and self._request.params.logprobs is None:

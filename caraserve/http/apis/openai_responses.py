@@ -58,7 +58,9 @@ async def parse_response(fields: Fields, engine: Engine, find: Find, client: Cli
         chat = await parse_chat_fields(chat_fields, engine, find, client, response_id)
     skip_unread(fields, chat_fields, _NAMES)
     head = _response_head(response_id, fields, values, chat, metadata)
-    writer = ResponsesWriter(head, AnswerBlocks(chat.tools, chat.reasoning))
+    params = chat.requests[0].params
+    count = None if chat.reasoning is None else chat.reasoning.token_count(params, engine.tokenizer)
+    writer = ResponsesWriter(head, AnswerBlocks(chat.tools, chat.reasoning), count)
     return ApiRequest(chat.requests, 1, chat.common.delivery.stream, writer)
 
 

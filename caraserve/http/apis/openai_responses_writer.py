@@ -10,6 +10,7 @@ from aiohttp import web
 from caraserve.core.request import Finish, TokenDelta
 from caraserve.errors import CaraServeError
 from caraserve.http.apis.answer_blocks import AnswerBlocks, Block, BlockChange, BlockKind
+from caraserve.http.apis.reasoning import ReasoningTokenCount
 from caraserve.http.responses import json_response
 from caraserve.http.usage import ResponseTotals, TokenCounts
 from caraserve.http.whole_answer import WholeAnswer
@@ -37,11 +38,13 @@ class ResponsesStream:
 
 
 class ResponsesWriter(ResponsesStream):
-    """The `AnswerWriter` of the Responses API. `head`: the fields of the response object that are known already."""
+    """The `AnswerWriter` of the Responses API. `head`: the fields of the response object that are known already.
+    `reasoning_count`: None for a model that does not reason."""
 
-    def __init__(self, head: dict[str, Any], blocks: AnswerBlocks) -> None:
+    def __init__(self, head: dict[str, Any], blocks: AnswerBlocks, reasoning_count: ReasoningTokenCount | None) -> None:
         self._head = head
         self._blocks = blocks
+        self._reasoning_count = reasoning_count
         self._items: list[dict[str, Any]] = []  # of the blocks that have ended
         self._num_events = 0
         self._finish: Finish | None = None
@@ -52,6 +55,7 @@ class ResponsesWriter(ResponsesStream):
             started = self._response("in_progress")
             written = [self._event(f"response.{kind}", response=started) for kind in ("created", "in_progress")]
         self._finish = delta.finish
+        self._count_reasoning(delta)
         for change in self._blocks.push(delta.text, is_last=delta.finish is not None):
             written += self._events_of(change)
         return b"".join(written)
@@ -70,9 +74,24 @@ class ResponsesWriter(ResponsesStream):
     async def whole(self, answers: Sequence[WholeAnswer], totals: ResponseTotals) -> web.Response:
         answer = answers[0].joined()
         self._finish = answer.finish
+        self._count_reasoning(answer)
         async for block in in_turns(await self._blocks.read(answer.text)):
             self._end(block)
         return json_response(self._response(_status(answer.finish), totals))
+
+    def _count_reasoning(self, delta: TokenDelta) -> None:
+        if self._reasoning_count is not None:
+            self._reasoning_count.add(delta.token_ids)
+
+    def _usage(self, tokens: TokenCounts) -> dict[str, Any]:
+        reasoning_tokens = 0 if self._reasoning_count is None else self._reasoning_count.num_tokens
+        return {
+            "input_tokens": tokens.prompt,
+            "input_tokens_details": {"cached_tokens": tokens.cached, "cache_write_tokens": 0},
+            "output_tokens": tokens.completion,
+            "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
+            "total_tokens": tokens.prompt + tokens.completion,
+        }
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         written = _event(kind, {"sequence_number": self._num_events, **fields})
@@ -119,7 +138,7 @@ class ResponsesWriter(ResponsesStream):
             **fingerprint,
             "usage": None
             if totals is None
-            else _usage(totals.tokens),  # last: where an instance that forwards reads it
+            else self._usage(totals.tokens),  # last: there a forwarding instance reads it
         }
 
 
@@ -149,13 +168,3 @@ def _part(kind: BlockKind, text: str) -> dict[str, Any]:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _usage(tokens: TokenCounts) -> dict[str, Any]:
-    return {
-        "input_tokens": tokens.prompt,
-        "input_tokens_details": {"cached_tokens": tokens.cached, "cache_write_tokens": 0},
-        "output_tokens": tokens.completion,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": tokens.prompt + tokens.completion,
-    }

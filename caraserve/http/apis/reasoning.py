@@ -1,10 +1,11 @@
 """Reads the fields of a chat's reasoning: whether the model reasons first, how long, and whether the client sees it."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from caraserve.core.grammar import Grammar
-from caraserve.core.reasoning_grammar import ReasoningGrammar, ReasoningState
+from caraserve.core.reasoning_grammar import ReasoningGrammar, ReasoningState, ReasoningTokens
 from caraserve.core.request import SamplingParams
 from caraserve.errors import InvalidRequest
 from caraserve.http import body_fields
@@ -35,12 +36,6 @@ class Reasoning:
         them."""
         if self.state is ReasoningState.ENDED or (grammar is None and self.budget_tokens is None):
             return grammar
-
-        def is_blank(token_id: int) -> bool:
-            if token_id in params.kept_special_ids:
-                return False
-            return not tokenizer.decode([token_id], skip_special_tokens=params.skip_special_tokens).strip(BLANKS)
-
         return ReasoningGrammar(
             self.format.tokens,
             self.state,
@@ -48,8 +43,46 @@ class Reasoning:
             grammar,
             (*params.stop_token_ids, *tokenizer.eos_ids),
             tokenizer.vocab_size,
-            is_blank,
+            _blank_test(params, tokenizer),
         )
+
+    def token_count(self, params: SamplingParams, tokenizer: Tokenizer) -> "ReasoningTokenCount":
+        """Returns the counter of one answer."""
+        return ReasoningTokenCount(self.format.tokens, self.state, _blank_test(params, tokenizer))
+
+
+class ReasoningTokenCount:
+    """Counts the tokens of one answer's reasoning, without its marks."""
+
+    def __init__(self, tokens: ReasoningTokens, state: ReasoningState, is_blank: Callable[[int], bool]) -> None:
+        self.num_tokens = 0
+        self._tokens, self._state, self._is_blank = tokens, state, is_blank
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Adds the next tokens of the answer."""
+        ids = token_ids
+        if self._state is ReasoningState.NOT_BEGUN:
+            first = next((at for at, one in enumerate(ids) if not self._is_blank(one)), None)
+            if first is None:
+                return
+            is_begin = ids[first] == self._tokens.begin_id
+            self._state = ReasoningState.UNDER_WAY if is_begin else ReasoningState.ENDED
+            ids = ids[first + 1 :]
+        if self._state is ReasoningState.UNDER_WAY:
+            is_ended = self._tokens.end_id in ids
+            self.num_tokens += ids.index(self._tokens.end_id) if is_ended else len(ids)
+            self._state = ReasoningState.ENDED if is_ended else self._state
+
+
+def _blank_test(params: SamplingParams, tokenizer: Tokenizer) -> Callable[[int], bool]:
+    """Returns whether a token's text is white space or nothing, as a function."""
+
+    def is_blank(token_id: int) -> bool:
+        if token_id in params.kept_special_ids:
+            return False
+        return not tokenizer.decode([token_id], skip_special_tokens=params.skip_special_tokens).strip(BLANKS)
+
+    return is_blank
 
 
 def parse_reasoning(fields: Fields, engine: Engine, prompt_ids: tuple[int, ...]) -> Reasoning | None:

@@ -222,6 +222,36 @@ async def test_white_space_before_the_reasoning_does_not_evade_its_budget(render
         assert (np.bitwise_count(mask).sum() == 1) == is_limited
 
 
+@pytest.mark.parametrize(
+    ("last_ids", "text", "count"),
+    [
+        ([], "\n\x01abcd\x02Hi!", 4),
+        ([], "Hi\x01abcd\x02", 0),
+        ([BEGIN], "abc\x02Hi!", 3),
+        ([BEGIN], "cut off", 7),
+        ([END], "Hi!", 0),
+    ],
+)
+async def test_the_usage_has_the_tokens_between_the_marks(
+    rendered: Rendered, last_ids: list[int], text: str, count: int
+) -> None:
+    rendered.last_ids = last_ids
+    with_usage = {"stream": True, "stream_options": {"include_usage": True}}
+    body = {"input": "x", "model": "org/base"}
+    async with serving(saying(text)) as client:
+        whole, stream = await client.chat(n=2), await client.chat(**with_usage)
+        response = await client.post("/v1/responses", body)
+        events = (await client.post("/v1/responses", body | {"stream": True})).body.decode()
+    assert whole.json["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2 * count}
+    assert stream.events[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
+    assert response.json["usage"]["output_tokens_details"] == {"reasoning_tokens": count}
+    assert f'"output_tokens_details":{{"reasoning_tokens":{count}}}' in events
+
+
+async def test_the_usage_of_a_model_that_does_not_reason_has_no_reasoning_tokens() -> None:
+    assert "completion_tokens_details" not in (await chat("Hi!")).json["usage"]
+
+
 async def test_a_model_that_does_not_reason_refuses_a_budget() -> None:
     async with serving(FakeEngine()) as client:
         answer = await client.chat(thinking_token_budget=5)
