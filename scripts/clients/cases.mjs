@@ -1,5 +1,7 @@
 // The features of Node's client libraries: node cases.mjs URL prints one line of JSON for each.
 import { generateObject, generateText, embed, jsonSchema, streamText, tool } from "ai";
+import { createAnthropic } from "@ai-sdk/anthropic";
+import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import OpenAI from "openai";
 
@@ -18,6 +20,31 @@ const messages = [{ role: "user", content: question }];
 
 function check(value) {
   if (!["Oslo", "Rome"].includes(value.city) || !Number.isInteger(value.days)) throw new Error(JSON.stringify(value));
+}
+
+function providerCases(distribution, route, model) {
+  const tools = { weather: tool({ description: "The weather.", inputSchema: jsonSchema(schema) }) };
+  const fields = { model, tools, toolChoice: "required", prompt: question, maxOutputTokens: 200, maxRetries: 0 };
+  const call = { toolCallId: "call_1", toolName: "weather" };
+  const history = [
+    { role: "user", content: question },
+    { role: "assistant", content: [{ type: "tool-call", ...call, input: { city: "Oslo", days: 1 } }] },
+    { role: "tool", content: [{ type: "tool-result", ...call, output: { type: "text", value: "It rains." } }] },
+  ];
+  return [
+    [distribution, `${route}: tools, and their results`, async () => {
+      check((await generateText(fields)).toolCalls[0].input);
+      const answer = await generateText({ model, tools, messages: history, maxOutputTokens: 4, maxRetries: 0 });
+      if (answer.usage.outputTokens !== 4) throw new Error(JSON.stringify(answer.usage));
+    }],
+    [distribution, `${route}: tools, streamed`, async () => {
+      check((await streamText(fields).toolCalls)[0].input);
+    }],
+    [distribution, `${route}: generateObject`, async () => {
+      const { tools: _, toolChoice, ...rest } = fields;
+      check((await generateObject({ ...rest, schema: jsonSchema(schema) })).object);
+    }],
+  ];
 }
 
 const cases = [
@@ -53,6 +80,8 @@ const cases = [
     const found = await embed({ model: provider.textEmbeddingModel(model), value: "sea" });
     if (!(found.embedding.length > 0)) throw new Error("no numbers");
   }],
+  ...providerCases("@ai-sdk/openai", "responses", createOpenAI({ baseURL: `${url}/v1`, apiKey: "none" }).responses(model)),
+  ...providerCases("@ai-sdk/anthropic", "messages", createAnthropic({ baseURL: `${url}/v1`, apiKey: "none" })(model)),
 ];
 
 for (const [distribution, feature, run] of cases) {

@@ -28,6 +28,7 @@ TOOL = {
         },
     },
 }
+DOCUMENTS = ["storm", "the sea"]
 
 
 class Weather(BaseModel):
@@ -144,8 +145,9 @@ def _(url: str) -> None:
 def _(url: str) -> None:
     function: Any = TOOL["function"]
     tool = {key: function[key] for key in ("name", "description")} | {"input_schema": function["parameters"]}
+    choice = {"type": "any", "disable_parallel_tool_use": True}
     answer = _anthropic(url).messages.create(
-        model=ADAPTER, messages=[_user()], max_tokens=200, tools=[tool], tool_choice={"type": "any"}
+        model=ADAPTER, messages=[_user()], max_tokens=200, tools=[tool], tool_choice=choice
     )
     Weather.model_validate(next(block for block in answer.content if block.type == "tool_use").input)
     assert answer.stop_reason == "tool_use"
@@ -154,6 +156,31 @@ def _(url: str) -> None:
 @case("anthropic", "messages.count_tokens")
 def _(url: str) -> None:
     assert _anthropic(url).messages.count_tokens(model=ADAPTER, messages=[_user()]).input_tokens > 3
+
+
+@case("langchain-anthropic", "bind_tools")
+def _(url: str) -> None:
+    answer = _langchain_anthropic(url).bind_tools([TOOL], tool_choice="any").invoke(QUESTION)
+    Weather.model_validate(answer.tool_calls[0]["args"])
+
+
+@case("langchain-anthropic", "bind_tools, streamed")
+def _(url: str) -> None:
+    pieces = list(_langchain_anthropic(url).bind_tools([TOOL], tool_choice="weather").stream(QUESTION))
+    answer = sum(pieces[1:], pieces[0])
+    Weather.model_validate(answer.tool_calls[0]["args"])
+
+
+@case("langchain-anthropic", "with_structured_output: json_schema")
+def _(url: str) -> None:
+    model = _langchain_anthropic(url).with_structured_output(Weather, method="json_schema")
+    assert isinstance(model.invoke(QUESTION), Weather)
+
+
+def _langchain_anthropic(url: str) -> Any:
+    from langchain_anthropic import ChatAnthropic
+
+    return ChatAnthropic(model=ADAPTER, base_url=url, api_key="none", max_tokens=200, max_retries=0)
 
 
 # --- litellm ---
@@ -186,6 +213,17 @@ def _(url: str) -> None:
         model=f"openai/{ADAPTER}", input=QUESTION, api_base=f"{url}/v1", api_key="none", max_output_tokens=16
     )
     assert answer.usage.output_tokens == 16
+
+
+@case("litellm", "rerank")
+def _(url: str) -> None:
+    import litellm
+
+    for provider, api_base in (("hosted_vllm", f"{url}/v1"), ("cohere", url), ("jina_ai", url)):
+        found = litellm.rerank(
+            f"{provider}/{ADAPTER}", query="sea", documents=DOCUMENTS, top_n=1, api_base=api_base, api_key="none"
+        )
+        assert [result["index"] for result in found.results] == [1], (provider, found)
 
 
 def _litellm(url: str, **fields: Any) -> Any:
@@ -315,7 +353,8 @@ def _agents(url: str, *, streamed: bool) -> None:
         set_default_openai_client(
             AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0), use_for_tracing=False
         )
-        settings = ModelSettings(tool_choice="required", max_tokens=200)
+        # Without parallel calls, because a small model calls until max_tokens, which is an error here.
+        settings = ModelSettings(tool_choice="required", parallel_tool_calls=False, max_tokens=200)
         agent = Agent(
             name="a", model=ADAPTER, tools=[weather], model_settings=settings, tool_use_behavior="stop_on_first_tool"
         )
@@ -330,27 +369,68 @@ def _agents(url: str, *, streamed: bool) -> None:
     assert called
 
 
-# --- load generators ---
+# --- LlamaIndex, smolagents, haystack, cohere ---
 
 
-@case("httpx", "the requests of vllm bench serve")
+@case("llama-index-llms-openai-like", "structured_predict: should_use_structured_outputs")
 def _(url: str) -> None:
-    import httpx
+    _llama_index(url, should_use_structured_outputs=True)
 
-    common = {"model": ADAPTER, "stream": True, "stream_options": {"include_usage": True}, "temperature": 0.0}
-    bodies: dict[str, dict[str, Any]] = {
-        "completions": {"prompt": "The sea", "max_tokens": 8, "repetition_penalty": 1.0, "logprobs": None},
-        "chat/completions": {
-            "messages": [{"role": "user", "content": [{"type": "text", "text": "The sea"}]}],
-            "max_completion_tokens": 8,
-        },
-    }
-    for path, body in bodies.items():
-        answer = httpx.post(f"{url}/v1/{path}", json=common | body | {"ignore_eos": True}, timeout=60)
-        assert answer.status_code == 200, answer.text
-        last = answer.text.strip().splitlines()
-        assert last[-1] == "data: [DONE]"
-        assert '"completion_tokens":8' in answer.text
+
+@case("llama-index-llms-openai-like", "structured_predict: is_function_calling_model")
+def _(url: str) -> None:
+    _llama_index(url, is_function_calling_model=True)
+
+
+def _llama_index(url: str, **settings: bool) -> None:
+    from llama_index.core.prompts import PromptTemplate
+    from llama_index.llms.openai_like import OpenAILike
+
+    model = OpenAILike(
+        model=ADAPTER, api_base=f"{url}/v1", api_key="none", is_chat_model=True, max_tokens=200, **settings
+    )
+    assert isinstance(model.structured_predict(Weather, PromptTemplate(QUESTION)), Weather)
+
+
+@case("smolagents", "ToolCallingAgent's model call, whole and streamed")
+def _(url: str) -> None:
+    from smolagents import OpenAIServerModel, tool
+
+    @tool
+    def weather(city: Literal["Oslo", "Rome"], days: Literal[1, 2, 3]) -> str:
+        """Tells the weather.
+
+        Args:
+            city: The city.
+            days: How many days.
+        """
+        return f"{city} {days}"
+
+    model = OpenAIServerModel(ADAPTER, api_base=f"{url}/v1", api_key="none", max_tokens=200)
+    messages = [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}]
+    fields: dict[str, Any] = {"tools_to_call_from": [weather], "stop_sequences": ["Observation:", "Calling tools:"]}
+    check_arguments(model.generate(messages, **fields).tool_calls[0].function.arguments)
+    calls = [call for delta in model.generate_stream(messages, **fields) for call in delta.tool_calls or ()]
+    check_arguments("".join(call.function.arguments or "" for call in calls if call.index == 0))
+
+
+@case("haystack-ai", "OpenAIChatGenerator: response_format")
+def _(url: str) -> None:
+    from haystack.components.generators.chat import OpenAIChatGenerator
+    from haystack.dataclasses import ChatMessage
+    from haystack.utils import Secret
+
+    settings = {"response_format": Weather}
+    generator = OpenAIChatGenerator(Secret.from_token("none"), ADAPTER, None, f"{url}/v1", generation_kwargs=settings)
+    check_arguments(generator.run([ChatMessage.from_user(QUESTION)])["replies"][0].text)
+
+
+@case("cohere", "ClientV2.rerank")
+def _(url: str) -> None:
+    from cohere import ClientV2
+
+    found = ClientV2("none", base_url=url).rerank(model=ADAPTER, query="sea", documents=DOCUMENTS, top_n=1)
+    assert [result.index for result in found.results] == [1]
 
 
 def _user() -> dict[str, str]:

@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/clients/check.py --save scripts/clients/results.md
 
-Installs the newest libraries, Python's and Node's, into a temporary folder (about 500 MB, some minutes), starts
+Installs the newest libraries, Python's and Node's, into a temporary folder (about 1.2 GB, some minutes), starts
 `caraserve serve` with a chat template that renders tools, and runs every feature in a process of its own. Exits with 1
 if one fails. Without `npm` on the path, Node's are left out.
 """
@@ -23,16 +23,20 @@ from typing import Any
 from urllib.request import urlopen
 
 HERE = Path(__file__).parent
+# One virtual environment each: LlamaIndex needs openai before 3; lm-eval's tokenizer needs transformers, without torch.
 PYTHON_CLIENTS = (
-    *("openai", "anthropic", "litellm", "langchain-openai", "instructor", "openai-agents", "httpx"),
-    "pydantic-ai-slim[openai]",
+    (
+        *("openai", "anthropic", "litellm", "langchain-openai", "instructor", "openai-agents", "httpx"),
+        *("pydantic-ai-slim[openai]", "langchain-anthropic", "smolagents", "haystack-ai", "cohere"),
+    ),
+    ("llama-index-llms-openai-like", "lm-eval[api]", "transformers"),
 )
-NODE_CLIENTS = ("openai", "ai@6", "@ai-sdk/openai-compatible@2")
+NODE_CLIENTS = ("openai", "ai@6", "@ai-sdk/openai-compatible@2", "@ai-sdk/openai@3", "@ai-sdk/anthropic@3")
 _CASE_S = 120.0
 _MAX_ERROR_CHARACTERS = 160
 # Runs one case, or lists all: argv is the server's URL, distribution and feature.
-_RUN = "import sys, cases; cases.CASES[sys.argv[2], sys.argv[3]](sys.argv[1])"
-_LIST = "import json, cases; print(json.dumps(list(cases.CASES)))"
+_RUN = "import sys, cases, benchmark_cases; cases.CASES[sys.argv[2], sys.argv[3]](sys.argv[1])"
+_LIST = "import json, cases, benchmark_cases; print(json.dumps(list(cases.CASES)))"
 _VERSIONS = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
 
 
@@ -50,10 +54,11 @@ def main() -> int:
     """Runs all cases; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", type=Path, metavar="FILE", help="also write the table here, as Markdown")
-    parser.add_argument("--python", type=Path, metavar="FILE", help="an interpreter that has the libraries already")
+    python_help = f"{len(PYTHON_CLIENTS)} interpreters that have the libraries already, one for each list of them"
+    parser.add_argument("--python", type=Path, nargs=len(PYTHON_CLIENTS), metavar="FILE", help=python_help)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="caraserve-clients-") as folder, _server() as url:
-        results = list(_python_results(args.python or _python(Path(folder)), url))
+        results = list(_python_results(args.python or _pythons(Path(folder)), url))
         if shutil.which("npm"):
             results += _node_results(Path(folder), url)
     table = _table(results)
@@ -84,25 +89,28 @@ def _server() -> Iterator[str]:
             server.terminate()
 
 
-def _python(folder: Path) -> Path:
-    """Makes a virtual environment with the clients; returns its interpreter."""
+def _pythons(folder: Path) -> list[Path]:
+    """Makes a virtual environment for each list of clients; returns their interpreters."""
     _say("installing Python clients")
-    subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
-    python = folder / "venv" / "bin" / "python"
-    # pip takes over ten minutes to choose versions of these; uv takes seconds.
-    subprocess.run([str(python), "-m", "pip", "install", "--quiet", "uv"], check=True)
-    subprocess.run(
-        [str(python), "-m", "uv", "pip", "install", "--quiet", "-p", str(python), *PYTHON_CLIENTS], check=True
-    )
-    return python
+    pythons = [folder / str(number) / "bin" / "python" for number in range(len(PYTHON_CLIENTS))]
+    for python, clients in zip(pythons, PYTHON_CLIENTS, strict=True):
+        subprocess.run([sys.executable, "-m", "venv", str(python.parents[1])], check=True)
+        # pip takes over ten minutes to choose versions of these; uv takes seconds.
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", "uv"], check=True)
+        subprocess.run([str(python), "-m", "uv", "pip", "install", "--quiet", "-p", str(python), *clients], check=True)
+    return pythons
 
 
-def _python_results(python: Path, url: str) -> Iterator[Result]:
-    names = [client.partition("[")[0] for client in PYTHON_CLIENTS]
-    versions = json.loads(_output([str(python), "-c", _VERSIONS, *names]))
-    for client, feature in json.loads(_output([str(python), "-c", _LIST])):
+def _python_results(pythons: Sequence[Path], url: str) -> Iterator[Result]:
+    installed: dict[str, tuple[Path, str]] = {}  # by distribution: the interpreter that has it, and its version
+    for python, clients in zip(pythons, PYTHON_CLIENTS, strict=True):
+        names = [client.partition("[")[0] for client in clients]
+        versions = json.loads(_output([str(python), "-c", _VERSIONS, *names]))
+        installed |= {name: (python, version) for name, version in versions.items()}
+    for client, feature in json.loads(_output([str(pythons[0]), "-c", _LIST])):
         _say(f"{client}: {feature}")
-        yield Result(client, versions[client], feature, _failure([str(python), "-c", _RUN, url, client, feature]))
+        python, version = installed[client]
+        yield Result(client, version, feature, _failure([str(python), "-c", _RUN, url, client, feature]))
 
 
 def _failure(command: Sequence[str]) -> str:
