@@ -18,7 +18,7 @@ from caraserve.http.api_request import ApiRequest, ReceivedBody
 from caraserve.http.context import CONTEXT, REQUEST_ID, SERVED_BY
 from caraserve.http.management.adapters import tier_of
 from caraserve.http.request_log import SUMMARY, model_label
-from caraserve.http.streaming import EventStream, comment
+from caraserve.http.streaming import EventStream, comment, tokens_comment
 from caraserve.http.tracing import TRACE
 from caraserve.http.usage import ResponseTotals, TokenCounts
 from caraserve.http.whole_answer import WholeAnswer, paced
@@ -133,7 +133,8 @@ class Generation:
                 finishes = await _run_together(sending, len(self._streams))
                 totals = await self._note_totals(finishes)
                 phases = comment(f"phases {totals.phases()}")  # too late for a header
-                await events.send(writer.last_events(totals) + phases + writer.stream_end)
+                comments = phases + tokens_comment(totals.tokens.completion)
+                await events.send(writer.last_events(totals) + comments + writer.stream_end)
             except ConnectionError:
                 pass  # the client has left; aiohttp notices when it ends the response
             except Exception as error:

@@ -43,7 +43,7 @@ from caraserve.http.context import CLIENT, CONTEXT, REQUEST_ID, SERVED_BY
 from caraserve.http.deadline import remaining_time_header
 from caraserve.http.json_reader import Body
 from caraserve.http.request_log import SUMMARY, model_label
-from caraserve.http.streaming import EventStream
+from caraserve.http.streaming import EventStream, tokens_in
 from caraserve.http.tracing import forward_headers_of
 
 _CONNECT_S = 0.5
@@ -96,7 +96,7 @@ class ProxyResult:
     """An answer that came back, whole or not."""
 
     response: web.StreamResponse
-    tokens: int  # of the answer: its usage, or the events of a stream without it
+    tokens: int  # of the answer; of a stream that says nothing of them, its events
     end: End = "whole"
 
 
@@ -280,7 +280,9 @@ class _UpstreamResponse:
                     continue
                 whole = bytes(partial[:end])
                 del partial[:end]
-                tokens, done = _completion_tokens(whole) or tokens, whole.endswith(self._format.stream_end)
+                counted = tokens_in(whole)
+                tokens = (_completion_tokens(whole) or tokens) if counted is None else counted
+                done = whole.endswith(self._format.stream_end)
                 try:
                     await events.send(whole)
                 except ConnectionError:

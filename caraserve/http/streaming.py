@@ -4,6 +4,7 @@ The response starts with the first event, so that an error before it still gets 
 """
 
 import asyncio
+import re
 from types import TracebackType
 from typing import Self
 
@@ -18,11 +19,24 @@ _HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
+_TOKENS_COMMENT = re.compile(rb"(?:\A|\n\n): completion_tokens ([0-9]{1,15})\n\n")
 
 
 def comment(text: str) -> bytes:
     """A line that clients must skip, by the standard."""
     return b": %b\n\n" % text.encode()
+
+
+def tokens_comment(count: int) -> bytes:
+    """The comment near the end of every stream with the number of its tokens: an instance that forwards the stream
+    counts them, also where the client asks for no usage or sees no reasoning."""
+    return comment(f"completion_tokens {count}")
+
+
+def tokens_in(events: bytes) -> int | None:
+    """The number that `tokens_comment` has stated in whole events; None if it is not among them."""
+    found = _TOKENS_COMMENT.search(events)
+    return None if found is None else int(found[1])
 
 
 class EventStream:

@@ -13,7 +13,7 @@ from caraserve.core.request import GenerateRequest, TokenDelta, TokenLogprob
 from caraserve.errors import BackendFailed
 from caraserve.http.apis.choices import OpenAiStream
 from caraserve.http.context import HttpTimings
-from caraserve.http.streaming import EventStream
+from caraserve.http.streaming import EventStream, tokens_comment, tokens_in
 from caraserve.http.whole_answer import TURN_LOGPROBS, paced
 from caraserve.util.tasks import TurnBudget
 from tests.http.fake_engine import BOS, DIGEST, FakeEngine, finish
@@ -80,6 +80,7 @@ async def test_bytes_of_a_completion_stream() -> None:
         + b'"system_fingerprint":"a@%b"}\n\n' % DIGEST.encode()
         + b": phases queued=1.000;load=2.000;prefill=3.000;decode=4.000;"
         + b"stalled=0.000;interrupted=0.000;cpu_layers=0\n\n"
+        + b": completion_tokens 2\n\n"
         + b"data: [DONE]\n\n"
     )  # fmt: skip
 
@@ -161,6 +162,18 @@ async def test_token_ids_of_a_stream() -> None:
     assert joined(event["choices"][0].get("token_ids", []) for event in chat) == list(b"Hi!")
 
 
+@pytest.mark.parametrize(
+    ("events", "count"),
+    [
+        (tokens_comment(12), 12),
+        (b'data: {"x":1}\n\n' + tokens_comment(7) + b"data: [DONE]\n\n", 7),
+        (b"data: x: completion_tokens 9\n\n", None),
+    ],
+)
+def test_the_number_of_tokens_is_read_from_its_comment_only(events: bytes, count: int | None) -> None:
+    assert tokens_in(events) == count
+
+
 async def test_held_back_text_sends_no_event() -> None:
     def held(request: GenerateRequest) -> list[TokenDelta]:
         return [TokenDelta("", (1,)), TokenDelta("é", (2,)), TokenDelta("", (), finish=finish(request, 2))]
@@ -181,6 +194,7 @@ async def test_each_event_goes_out_when_its_delta_comes() -> None:
         stream.end()
         await read_chunk(response)
         assert (await read_event(response)).startswith(b": phases")
+        assert (await read_event(response)).startswith(b": completion_tokens")
         assert await read_event(response) == b"data: [DONE]"
 
 

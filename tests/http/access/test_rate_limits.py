@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from caraserve.core.request import TokenDelta
 from caraserve.errors import BackendFailed, Overloaded
 from caraserve.http.access.rate_limits import LimitedRouter, _duration
-from tests.http.fake_engine import FakeEngine, spell
+from tests.http.fake_engine import FakeEngine, finish, spell
 from tests.http.fleet import FULL, fleet
 from tests.http.serving import Answer, Client, serving
 
@@ -207,6 +208,19 @@ async def test_a_forwarded_request_counts_once_where_it_was_received(
         assert len(a.forwards) == 2
         running.world.loads["a"], running.world.loads["b"] = running.world.loads["b"], FULL
         assert (await ask(b.client)).headers["x-ratelimit-remaining-requests"] == "1"
+
+
+async def test_a_forwarded_stream_counts_all_its_tokens_however_many_an_event_has(
+    clock: Clock, limited: Callable[..., Path]
+) -> None:
+    path = limited(tokens_per_minute=100)
+    answers = FakeEngine(script=lambda asked: [TokenDelta("abcde", (1, 2, 3, 4, 5), finish=finish(asked, 5))])
+    async with fleet() as running:
+        a = await running.start("a", api_key_file=path)
+        await running.start("b", answers, api_key_file=path)
+        running.world.loads["a"] = FULL
+        left = [(await ask(a.client, stream=True)).headers["x-ratelimit-remaining-tokens"] for _ in range(2)]
+        assert (left, len(a.forwards)) == (["97", str(97 - 5 - 3)], 2)
 
 
 async def test_keys_without_limits_have_no_headers(limited: Callable[..., Path]) -> None:
