@@ -313,7 +313,7 @@ async def serve(
             background.run(stack, keys.watch, "API keys")
             rereads.append(keys.reread)
         if lora_config.adapters_dir is not None and not lora_config.mode.preloads:
-            watch = FolderWatch(lora_config.adapters_dir, engine.catalog)
+            watch = FolderWatch(lora_config.adapters_dir, engine.catalog, served.management.aliases)
             background.run(stack, watch.run, "watch of --adapters-dir")
         if cluster is not None:
             await cluster.start(stack, app, http_config, port, metrics, served.profile)

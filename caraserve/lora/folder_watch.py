@@ -1,7 +1,8 @@
 """Watches --adapters-dir: loads folders that are new or have changed, and unloads those that are gone.
 
 A folder counts once its files have had the same sizes and times in two polls, so one that is still being copied waits.
-An adapter that was unloaded over HTTP stays unloaded until its files change.
+An adapter that was unloaded over HTTP stays unloaded until its files change. A folder with the name of an alias is left
+out: no request could name its adapter.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from caraserve.errors import CaraServeError
+from caraserve.lora.aliases import Aliases
 from caraserve.lora.catalog import Catalog, stamp
 from caraserve.util.tasks import Tasks
 
@@ -24,8 +26,14 @@ _LEAST_PAUSE_SHARE = 20  # pauses are at least so many times the processor time 
 class FolderWatch:
     """The folders of one root. Runs on the event loop; the disk is read on a thread."""
 
-    def __init__(self, root: Path, catalog: Catalog, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
-        self._root, self._catalog, self._sleep = root.resolve(), catalog, sleep
+    def __init__(
+        self,
+        root: Path,
+        catalog: Catalog,
+        aliases: Aliases,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._root, self._catalog, self._aliases, self._sleep = root.resolve(), catalog, aliases, sleep
         self._seen: dict[str, str] = {}  # stamps of the last poll, by name
         self._unloads = Tasks()
         self._cpu_s = 0.0  # of the last poll
@@ -45,7 +53,9 @@ class FolderWatch:
         found, self._cpu_s = await asyncio.to_thread(_stamps, self._root)
         seen, self._seen = self._seen, found
         for name, now in found.items():
-            if seen.get(name) == now != self._settled.get(name) and not self._catalog.is_changing(name):
+            if now == self._settled.get(name) or self._catalog.is_changing(name):
+                continue
+            if seen.get(name) == now or self._is_loaded(name, now):
                 self._settled[name] = now
                 await self._load(name, now)
         for name in [name for name in self._settled if name not in found and name not in seen]:
@@ -53,10 +63,18 @@ class FolderWatch:
                 del self._settled[name]
                 self._unloads.start(self._unload(name), f"unload of {name}")
 
+    def _is_loaded(self, name: str, now: str) -> bool:
+        """Whether the folder needs no second look: after an upload it could have been unloaded again by then."""
+        info = self._catalog.find_whole(name)
+        return info is not None and bool(info.targets) and info.stamp == now
+
     async def _load(self, name: str, now: str) -> None:
         folder, old = self._root / name, self._catalog.find(name)
         if old is not None and old.targets and (old.stamp == now or Path(old.path) != folder):
             return  # known already, or a name that stands for another folder
+        if self._aliases.find(name) is not None:
+            log.warning("%r in --adapters-dir is left out: %r is an alias; rename the folder", str(folder), name)
+            return
         try:
             info = await self._catalog.load(name, str(folder), inplace=True)
         except CaraServeError as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from caraserve.lora.aliases import Aliases
 from caraserve.lora.folder_watch import FolderWatch
 from caraserve.lora.peft import TENSORS_NAME
 from caraserve.lora.peft_config import CONFIG_NAME
@@ -21,7 +22,7 @@ from tests.lora.uploads import Receiver, receiving, tar_of
 @asynccontextmanager
 async def watched(root: Path) -> AsyncIterator[tuple[Receiver, FolderWatch]]:
     async with receiving(root) as receiver:
-        watch = FolderWatch(root, receiver.catalog)
+        watch = FolderWatch(root, receiver.catalog, Aliases(receiver.registry))
         yield receiver, watch
         await watch._unloads.end()
 
@@ -93,6 +94,31 @@ async def test_what_others_have_loaded_or_unloaded_is_left_alone(tmp_path: Path)
         await receiver.uploads.delete("sent")
         await settle(watch)
         assert names(receiver) == []
+
+
+async def test_what_is_unloaded_after_the_first_look_at_its_upload_stays_unloaded(tmp_path: Path) -> None:
+    async with watched(tmp_path / "root") as (receiver, watch):
+        await receiver.put("sent", tar_of(write_adapter(tmp_path / "made")))
+        await watch.poll()
+        await receiver.catalog.unload("sent")
+        await settle(watch)
+        assert names(receiver) == []
+
+
+async def test_a_folder_with_the_name_of_an_alias_is_left_out_and_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("caraserve").propagate = True
+    async with receiving(tmp_path) as receiver:
+        aliases = Aliases(receiver.registry)
+        await aliases.point("prod", "sql-v7")
+        watch = FolderWatch(tmp_path, receiver.catalog, aliases)
+        write_adapter(tmp_path / "prod")
+        for _ in range(2):
+            await settle(watch)
+        assert names(receiver) == []
+        (record,) = caplog.records
+        assert "'prod' is an alias" in record.getMessage()
 
 
 async def test_a_name_that_stands_for_another_folder_keeps_it(tmp_path: Path) -> None:
