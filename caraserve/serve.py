@@ -162,8 +162,9 @@ async def build_engine(
     uploads = AdapterUploads(catalog, reader, spec, next(iter(rules.roots), None), most_bytes)
     stack.push_async_callback(uploads.close)
     settings = SettingsStore(registry, catalog)
-    management = AdapterManagement(uploads, Aliases(registry), settings)
-    complaints = _add_adapters(catalog, lora_config)
+    aliases = Aliases(registry)
+    management = AdapterManagement(uploads, aliases, settings)
+    complaints = _add_adapters(catalog, aliases, lora_config)
     metrics.show(manager.counters.families)
     engine = Engine(
         base_names=names,
@@ -201,16 +202,23 @@ def _roots(lora: LoraConfig) -> tuple[Path, ...]:
     return tuple(root.resolve() for root in given)
 
 
-def _add_adapters(catalog: Catalog, lora: LoraConfig) -> list[str]:
+def _add_adapters(catalog: Catalog, aliases: Aliases, lora: LoraConfig) -> list[str]:
     modules = [(module.name, module.path) for module in lora.lora_modules]
     found: set[str] = set()
+    complaints: list[str] = []
     if lora.adapters_dir is not None:
         folders = _adapter_folders(lora.adapters_dir)
         named = {name for name, _ in modules}
-        found = {path.name for path in folders} - named
+        unnamed = [path for path in folders if path.name not in named]
+        complaints = [
+            f"{str(path)!r} in --adapters-dir is left out: {path.name!r} is an alias; rename the folder"
+            for path in unnamed
+            if aliases.find(path.name) is not None
+        ]
+        found = {path.name for path in unnamed if aliases.find(path.name) is None}
         modules += [(path.name, path) for path in folders if path.name in found]
     with progress("adapters", len(modules)) as advance:
-        return catalog.add_at_start(modules, advance, found=found)
+        return [*complaints, *catalog.add_at_start(modules, advance, found=found)]
 
 
 def _adapter_folders(adapters_dir: Path) -> list[Path]:

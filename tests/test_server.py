@@ -27,6 +27,8 @@ from pydantic import BaseModel, Field
 from caraserve import demo
 from caraserve.errors import AdapterRejected, ConfigError
 from caraserve.http.app import make_app, start_http
+from caraserve.lora.aliases import Aliases
+from caraserve.lora.registry import Registry
 from caraserve.serve import build_engine
 from caraserve.telemetry.metrics import Metrics
 from tests.http.serving import http_config
@@ -310,11 +312,17 @@ def test_a_registry_remembers_adapters_across_restarts(tmp_path: Path) -> None:
 
 def test_a_server_starts_despite_a_bad_folder_and_loads_only_from_named_folders(tmp_path: Path) -> None:
     poet = demo.adapters_folder() / "poet"
-    for name in ("good", "bad"):
+    registry = Registry(tmp_path / "adapters.sqlite")
+    asyncio.run(Aliases(registry).point("prod", "good"))
+    registry.close()
+    for name in ("good", "bad", "prod"):
         shutil.copytree(poet, tmp_path / "adapters" / name)
     (tmp_path / "adapters" / "nothing").mkdir()
     os.truncate(tmp_path / "adapters" / "bad" / "adapter_model.safetensors", 1000)
-    lora = lora_config({}, adapters_dir=tmp_path / "adapters", adapter_roots=[demo.adapters_folder()])
+    roots = [demo.adapters_folder()]
+    lora = lora_config(
+        {}, adapters_dir=tmp_path / "adapters", adapter_roots=roots, registry=tmp_path / "adapters.sqlite"
+    )
 
     async def start() -> list[str]:
         async with AsyncExitStack() as stack:
@@ -326,7 +334,8 @@ def test_a_server_starts_despite_a_bad_folder_and_loads_only_from_named_folders(
                 await served.engine.load_adapter("other", str(tmp_path))
             return served.complaints
 
-    (complaint,) = asyncio.run(start())
+    of_alias, complaint = asyncio.run(start())
+    assert "adapters/prod' in --adapters-dir is left out: 'prod' is an alias" in of_alias
     assert "adapters/bad' in --adapters-dir is left out: adapter_model.safetensors is not a valid" in complaint
 
 

@@ -34,7 +34,7 @@ def random_text(seed: int, index: int, count: int) -> str:
     return " ".join(word.tobytes().decode("ascii") for word in letters)
 
 
-_PHASES = "x-caraserve-phases"  # a response header; a stream has the phases in its last comment
+_PHASES = "x-caraserve-phases"  # a response header; a stream has the phases in a comment near its end
 _SHOWN_CHARACTERS = 200  # of an invalid response, in error messages
 
 
