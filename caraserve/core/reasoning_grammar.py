@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.core.grammar import Grammar, TokenMatcher
-from caraserve.core.token_filter import every_token, mask_of
+from caraserve.core.token_filter import allow_tokens, ban_tokens, every_token
 
 _Mask = NDArray[np.uint32]
 
@@ -76,7 +76,7 @@ class _ReasoningMatcher:
         tokens = self._grammar.tokens
         if self._state is ReasoningState.NOT_BEGUN and token_id == tokens.begin_id:
             self._state = ReasoningState.UNDER_WAY
-            if self._grammar.grammar is not None:  # anew: white space before the reasoning is not of the answer
+            if self._grammar.grammar is not None:  # white space before the reasoning is not of the answer
                 self._answer = self._grammar.grammar.matcher()
         elif self._state is ReasoningState.UNDER_WAY:
             self._count += 1
@@ -97,13 +97,14 @@ class _ReasoningMatcher:
         else:
             self._answer.write_mask(mask)
         if self._state is ReasoningState.NOT_BEGUN:
-            mask |= mask_of([self._grammar.tokens.begin_id], self._grammar.vocab_size)
+            allow_tokens(mask, [self._grammar.tokens.begin_id])
 
     def _write_reasoning_mask(self, mask: _Mask) -> None:
         grammar = self._grammar
         if grammar.budget_tokens is not None and self._count >= grammar.budget_tokens:
-            mask[:] = mask_of([grammar.tokens.end_id], grammar.vocab_size)
+            mask[:] = 0
+            allow_tokens(mask, [grammar.tokens.end_id])
             return
         mask[:] = every_token(grammar.vocab_size)
         if self._answer is not None:
-            mask &= ~mask_of(grammar.end_ids, grammar.vocab_size)
+            ban_tokens(mask, grammar.end_ids)

@@ -5,7 +5,7 @@ A filter is a `Grammar`: it is applied by the same masks, and to the mask of ano
 
 import functools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,9 +19,21 @@ _Mask = NDArray[np.uint32]
 
 def mask_of(token_ids: Sequence[int], vocab_size: int) -> _Mask:
     """Returns the mask with the bits of these tokens set: uint32 [mask_words(vocab_size)]."""
-    bits = np.zeros(32 * mask_words(vocab_size), np.uint8)
-    bits[np.asarray(token_ids, np.int64)] = 1
-    return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
+    mask = np.zeros(mask_words(vocab_size), np.uint32)
+    allow_tokens(mask, token_ids)
+    return mask
+
+
+def allow_tokens(mask: _Mask, token_ids: Collection[int]) -> None:
+    """Sets the bits of these tokens."""
+    ids = np.fromiter(token_ids, np.uint32, len(token_ids))
+    np.bitwise_or.at(mask, ids >> 5, np.uint32(1) << (ids & 31))
+
+
+def ban_tokens(mask: _Mask, token_ids: Collection[int]) -> None:
+    """Clears the bits of these tokens."""
+    ids = np.fromiter(token_ids, np.uint32, len(token_ids))
+    np.bitwise_and.at(mask, ids >> 5, ~(np.uint32(1) << (ids & 31)))
 
 
 @functools.lru_cache(maxsize=4)
@@ -74,7 +86,7 @@ class TokenFilter:
                 node = node.longer.setdefault(token_id, _BannedAfter())
             node.tokens.add(last)
             most_before = max(most_before, len(before))
-        _clear(mask, root.tokens)
+        ban_tokens(mask, root.tokens)
         return cls(mask, root, most_before, mask_of(end_ids, vocab_size), min_tokens, grammar)
 
     async def prepare(self) -> None:
@@ -105,7 +117,7 @@ class _FilterMatcher:
         else:
             self._inner.write_mask(mask)
             mask &= self._filter.allowed
-        _clear(mask, self._banned())
+        ban_tokens(mask, self._banned())
         if self._count < self._filter.min_tokens:
             mask &= ~self._filter.ends
         if not mask.any():
@@ -120,8 +132,3 @@ class _FilterMatcher:
             node = longer
             found |= node.tokens
         return found
-
-
-def _clear(mask: _Mask, token_ids: set[int]) -> None:
-    ids = np.fromiter(token_ids, np.uint32, len(token_ids))
-    np.bitwise_and.at(mask, ids >> 5, ~(np.uint32(1) << (ids & 31)))
