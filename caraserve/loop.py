@@ -197,7 +197,7 @@ class Engine:
 
     def predicted_wait_s(self) -> float:
         """Predicts the seconds that the waiting requests take, 1 to 60: by the performance model or, without one, by
-        the recent rate of tokens. Anew four times a second at most: a thousand waiting requests take 0.3 ms."""
+        the recent rate of tokens. Computed four times a second at most: a thousand waiting requests take 0.3 ms."""
         if self._now() >= self._predicted_s[0]:
             if self._iteration_ms is not None:
                 response_tokens = self._metrics.mean_answer_tokens()

@@ -81,7 +81,7 @@ class _Shape:
 
 
 def _look_up_shapes() -> None:
-    """Lets all blocks of a shape share its validated form, which the interpreter makes anew for every value."""
+    """Lets all blocks of a shape share its validated form, which the interpreter makes again for every value."""
     known: dict[tuple[int, ...], _Shape] = {}
     by_id: dict[int, _Shape] = {}  # of `sizes`, which `known` keeps alive
     init_block, broadcast = core.block_type.__init__, interpreter.interpreter_semantic.broadcast_impl_value

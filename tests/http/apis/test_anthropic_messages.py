@@ -162,7 +162,7 @@ async def test_cached_tokens_are_counted_apart() -> None:
     usage = (await answered(FakeEngine(script=cached))).json["usage"]
     assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (6, 16)
     events = events_of(await answered(FakeEngine(script=cached), stream=True))
-    assert events[0]["message"]["usage"]["output_tokens"] == 0  # nobody knows yet how many there will be
+    assert events[0]["message"]["usage"]["output_tokens"] == 0  # the number is not known yet
     assert events[-2]["usage"] == usage
 
 

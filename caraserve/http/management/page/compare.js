@@ -26,7 +26,7 @@ export class Comparison {
 
   get isFull() { return this.names.size >= MOST; }
 
-  // Chooses the base model and some adapters, once, when nobody has chosen yet.
+  // Chooses the base model and some adapters, once, unless the user has chosen already.
   begin(base, adapters) {
     if (this.base !== null) return;
     this.base = base;
