@@ -129,3 +129,15 @@ async def serving(
             yield Client(session, port)
     finally:
         await runner.cleanup()
+
+
+def typed_events(answer: Answer) -> list[dict[str, Any]]:
+    """Returns the data of all events of a stream that is not OpenAI's chunks; each must have its type as name."""
+    assert answer.body.endswith(b"\n\n: end\n\n")
+    events = []
+    for lines in answer.body.decode().split("\n\n"):
+        if not lines.startswith(":") and lines:
+            name, data = lines.split("\n")
+            events.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {events[-1]['type']}"
+    return events

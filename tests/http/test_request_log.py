@@ -18,40 +18,20 @@ from caraserve.http.streaming import EVENT_STREAM, EventStream
 from caraserve.telemetry.log import configure
 from tests.http.fake_engine import DIGEST, FakeEngine, spell
 from tests.http.fleet import fleet
+from tests.http.log_lines import LogLines, logged
 from tests.http.serving import Client, serving
 from tests.http.test_streaming import begun, read_chunk
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
 
 
-class Lines(logging.Handler):
-    """The details of all log lines so far, with a method that waits for the next one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.all: list[dict[str, Any]] = []
-        self._changed = asyncio.Event()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.all.append(record.details)  # type: ignore[attr-defined]
-        self._changed.set()
-
-    async def until(self, count: int) -> list[dict[str, Any]]:
-        while len(self.all) < count:
-            self._changed.clear()
-            await self._changed.wait()
-        return self.all
+Lines = LogLines[dict[str, Any]]  # the details of each
 
 
 @pytest.fixture
 def lines() -> Iterator[Lines]:
-    log, handler = logging.getLogger("caraserve.http.requests"), Lines()
-    before = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    yield handler
-    log.removeHandler(handler)
-    log.setLevel(before)
+    with logged("caraserve.http.requests", lambda record: record.details) as found:  # type: ignore[attr-defined]
+        yield found
 
 
 async def test_a_line_has_client_model_and_phases(lines: Lines) -> None:

@@ -17,6 +17,7 @@ from caraserve.http.access.client import Client, RateLimits
 from caraserve.kv.prefix_keys import root_key
 from tests.http.fake_engine import FakeAdapter, FakeEngine, FakeSnapshot
 from tests.http.fleet import fleet
+from tests.http.log_lines import LogLines, logged
 from tests.http.serving import Client as HttpClient
 from tests.http.serving import http_config, serving
 
@@ -165,38 +166,16 @@ def no_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("caraserve.http.access.api_keys._POLL_S", 1e6)
 
 
-class Texts(logging.Handler):
-    """The log messages so far, with a method that waits for the next one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.all: list[str] = []
-        self._changed = asyncio.Event()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.all.append(record.getMessage())
-        self._changed.set()
-
-    async def next(self) -> str:
-        while not self.all:
-            self._changed.clear()
-            await self._changed.wait()
-        return self.all.pop(0)
-
-
 @pytest.fixture
-def texts() -> Iterator[Texts]:
-    log, handler = logging.getLogger("caraserve.http"), Texts()
-    before = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    yield handler
-    log.removeHandler(handler)
-    log.setLevel(before)
+def texts() -> Iterator[LogLines[str]]:
+    with logged("caraserve.http", logging.LogRecord.getMessage) as found:
+        yield found
 
 
 @pytest.mark.usefixtures("quick_look")
-async def test_a_changed_file_is_read_and_a_wrong_one_keeps_the_keys_from_before(path: Path, texts: Texts) -> None:
+async def test_a_changed_file_is_read_and_a_wrong_one_keeps_the_keys_from_before(
+    path: Path, texts: LogLines[str]
+) -> None:
     keys = ApiKeys(http_config(api_key=("fixed",), api_key_file=written(path, entry("old"))))
     watching = asyncio.create_task(keys.watch())
     written(path, entry("new"), entry("newer", name="newer"))
@@ -215,7 +194,7 @@ async def test_a_changed_file_is_read_and_a_wrong_one_keeps_the_keys_from_before
 
 
 @pytest.mark.usefixtures("no_look")
-async def test_a_hangup_reads_the_file_at_once(path: Path, texts: Texts) -> None:
+async def test_a_hangup_reads_the_file_at_once(path: Path, texts: LogLines[str]) -> None:
     keys = ApiKeys(http_config(api_key_file=written(path, entry("old"))))
     watching = asyncio.create_task(keys.watch())
     written(path, entry("new"))

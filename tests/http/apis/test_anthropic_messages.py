@@ -12,7 +12,7 @@ from caraserve.http.context import HttpTimings
 from caraserve.tokenizer.grammar import GrammarSource
 from tests.http.apis.test_tool_calls import ARGUMENTS, CALL, SCHEMA, engine
 from tests.http.fake_engine import DIGEST, FakeEngine, FakeTokenizer, finish, spell
-from tests.http.serving import Answer, serving
+from tests.http.serving import Answer, serving, typed_events
 from tests.http.test_streaming import read_event
 
 PATH = "/v1/messages"
@@ -25,18 +25,6 @@ RESULT = {"type": "tool_result", "tool_use_id": "c1", "content": "4 °C"}
 async def answered(fake: FakeEngine | None = None, path: str = PATH, **fields: Any) -> Answer:
     async with serving(fake or FakeEngine()) as client:
         return await client.post(path, ASKED | fields)
-
-
-def events_of(answer: Answer) -> list[dict[str, Any]]:
-    """Returns the data of all events, each of which must have its type as name."""
-    assert answer.body.endswith(b"\n\n: end\n\n")
-    events = []
-    for lines in answer.body.decode().split("\n\n"):
-        if not lines.startswith(":") and lines:
-            name, data = lines.split("\n")
-            events.append(json.loads(data.removeprefix("data: ")))
-            assert name == f"event: {events[-1]['type']}"
-    return events
 
 
 def error_of(answer: Answer) -> tuple[int, str, str]:
@@ -108,7 +96,7 @@ async def test_why_an_answer_ended(
     fake: FakeEngine, fields: dict[str, Any], expected: tuple[str, str | None], stream: bool
 ) -> None:
     answer = await answered(fake, stream=stream, **fields)
-    ended = events_of(answer)[-2]["delta"] if stream else answer.json
+    ended = typed_events(answer)[-2]["delta"] if stream else answer.json
     assert (ended["stop_reason"], ended["stop_sequence"]) == expected
 
 
@@ -138,7 +126,7 @@ async def test_a_call_that_is_cut_off_is_text_that_nobody_runs() -> None:
 
 
 async def test_the_events_of_a_text() -> None:
-    events = events_of(await answered(stream=True))
+    events = typed_events(await answered(stream=True))
     assert [event["type"] for event in events] == [
         "message_start",
         "content_block_start",
@@ -161,14 +149,14 @@ async def test_cached_tokens_are_counted_apart() -> None:
 
     usage = (await answered(FakeEngine(script=cached))).json["usage"]
     assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (6, 16)
-    events = events_of(await answered(FakeEngine(script=cached), stream=True))
+    events = typed_events(await answered(FakeEngine(script=cached), stream=True))
     assert events[0]["message"]["usage"]["output_tokens"] == 0  # the number is not known yet
     assert events[-2]["usage"] == usage
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
 async def test_the_events_of_calls(size: int) -> None:
-    events = events_of(await answered(engine(f"Let me see.\n{CALL}", size=size), tools=[WEATHER], stream=True))
+    events = typed_events(await answered(engine(f"Let me see.\n{CALL}", size=size), tools=[WEATHER], stream=True))
     start, *deltas, stop = [event for event in events if event.get("index") == 1]
     assert start["content_block"] | {"id": ""} == {"type": "tool_use", "id": "", "name": "weather", "input": {}}
     assert {delta["delta"]["type"] for delta in deltas} == {"input_json_delta"}
@@ -190,7 +178,7 @@ async def test_a_failure_in_a_stream_is_its_last_event() -> None:
         last = TokenDelta("", (), finish=finish(request, 1, "error", error=BackendFailed("device lost")))
         return [TokenDelta("x", (1,)), last]
 
-    last = events_of(await answered(FakeEngine(script=fails), stream=True))[-1]
+    last = typed_events(await answered(FakeEngine(script=fails), stream=True))[-1]
     assert last == {"type": "error", "error": {"type": "api_error", "message": "device lost"}}
 
 

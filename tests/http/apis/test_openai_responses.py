@@ -13,7 +13,7 @@ from caraserve.tokenizer.grammar import GrammarSource
 from tests.http.apis.test_openai_client import connected
 from tests.http.apis.test_tool_calls import ARGUMENTS, CALL, SCHEMA, engine
 from tests.http.fake_engine import DIGEST, FakeEngine, finish
-from tests.http.serving import Answer, serving
+from tests.http.serving import Answer, serving, typed_events
 
 PATH = "/v1/responses"
 WEATHER: Any = {"type": "function", "name": "weather", "description": "It.", "parameters": SCHEMA, "strict": False}
@@ -37,14 +37,8 @@ async def answered(fake: FakeEngine | None = None, **fields: Any) -> Answer:
 
 def events_of(answer: Answer) -> list[dict[str, Any]]:
     """Returns the data of all events, each of which must have its type as name and the next number."""
-    assert answer.body.endswith(b"\n\n: end\n\n")
-    events = []
-    for lines in answer.body.decode().split("\n\n"):
-        if not lines.startswith(":") and lines:
-            name, data = lines.split("\n")
-            events.append(json.loads(data.removeprefix("data: ")))
-            assert name == f"event: {events[-1]['type']}"
-            assert events[-1]["sequence_number"] == len(events) - 1
+    events = typed_events(answer)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
 
 

@@ -9,7 +9,7 @@ from tests.http.apis import test_anthropic_messages as messages_tests
 from tests.http.apis import test_openai_responses as responses_tests
 from tests.http.apis.test_openai_client import connected
 from tests.http.apis.test_reasoning import Rendered, rendered, saying  # noqa: F401
-from tests.http.serving import serving
+from tests.http.serving import serving, typed_events
 
 THOUGHT = "<think>It greets.</think>Hi!"
 ENABLED = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
@@ -95,7 +95,7 @@ async def test_thinking_is_left_out_elsewhere(fields: dict[str, Any]) -> None:
 
 
 async def test_the_events_of_thinking() -> None:
-    events = [one for one in messages_tests.events_of(await message(stream=True, **ENABLED)) if one.get("index") == 0]
+    events = [one for one in typed_events(await message(stream=True, **ENABLED)) if one.get("index") == 0]
     start, *deltas, stop = events
     assert start["content_block"] == {"type": "thinking", "thinking": "", "signature": ""}
     assert {delta["delta"]["type"] for delta in deltas} == {"thinking_delta"}
