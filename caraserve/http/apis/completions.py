@@ -269,7 +269,7 @@ async def read_prompt(
     prompt: Prompt, position: int, engine: Engine, truncation: Truncation, *, add_special_tokens: bool
 ) -> tuple[tuple[int, ...], PromptEmbeds | None]:
     """The tokens of one prompt, and the vectors among them. Raises as `prompt_ids` does."""
-    if not has_embeds(prompt):
+    if not await has_embeds(prompt):
         return await prompt_ids(prompt, position, engine, truncation, add_special_tokens=add_special_tokens), None
     if truncation.is_on:
         raise InvalidRequest("truncate_prompt_tokens needs a prompt of tokens.", param="truncate_prompt_tokens")
