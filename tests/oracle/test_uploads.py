@@ -143,7 +143,8 @@ async def test_requests_that_come_at_any_time_are_served(subject: Subject, tmp_p
         await until(lambda: server.computed() == [2, 2])
         body.finish()
         while not upload.done():
-            tasks.append(submit(server.engine, PROMPT[len(tasks) % 8 :], "new"))
+            if sum(not task.done() for task in tasks) < 16:  # on a busy machine, one per turn would fill the queue
+                tasks.append(submit(server.engine, PROMPT[len(tasks) % 8 :], "new"))
             await asyncio.sleep(0)
         for task in tasks:
             answer = await task
