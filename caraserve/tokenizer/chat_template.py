@@ -147,7 +147,7 @@ class ChatTemplate:
     ) -> str:
         """Returns the prompt's text. Raises InvalidRequest with the template's own message."""
         if tools and not self._renders_tools:
-            raise InvalidRequest("the model's chat template cannot render tools", param="tools")
+            raise InvalidRequest("the chat template cannot render tools", param="tools")
         shown = [
             {**message, "content": _flat(message["content"])} if "content" in message else message
             for message in self._with_known_roles(messages)
@@ -167,7 +167,8 @@ class ChatTemplate:
         try:
             text = self._generate(values)
         except _TEMPLATE_ERRORS as error:
-            raise InvalidRequest(f"the chat template refuses the messages: {error}", param="messages") from None
+            reason = str(error) or type(error).__name__
+            raise InvalidRequest(f"the chat template refuses the messages: {reason}", param="messages") from None
         return _cut_at_mark(text) if continue_final_message else text
 
     def _with_known_roles(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
@@ -179,12 +180,12 @@ class ChatTemplate:
             role = message.get("role")
             if message.get("tool_calls") and not self._renders_tool_calls:
                 raise InvalidRequest(
-                    f"messages[{position}] has tool_calls, which the model's chat template cannot render.",
+                    f"messages[{position}] has tool_calls, which the chat template cannot render.",
                     param="messages",
                 )
             if role == "tool" and role not in self._roles:
                 raise InvalidRequest(
-                    f"messages[{position}] has the role tool, which the model's chat template cannot render.",
+                    f"messages[{position}] has the role tool, which the chat template cannot render.",
                     param="messages",
                 )
             is_system = role == "developer" and role not in self._roles

@@ -8,13 +8,10 @@ first (`grammar_check.py`), and this process only those that have passed, on a t
 import asyncio
 import hashlib
 import json
-import sys
-from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import llguidance
 import numpy as np
@@ -30,12 +27,12 @@ from caraserve.tokenizer.grammar_limits import (
     MAX_SOURCE_BYTES,
     MAX_WAITING,
 )
+from caraserve.tokenizer.message_process import MessageProcess
 
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark", "structural_tag"]
 
-_START_S = 60.0  # of the checking process: it reads the tokenizer, 1.2 s for 128,000 tokens
+_CHECK = "caraserve.tokenizer.grammar_check"
 _MAX_ERROR_CHARACTERS = 300
-_MAX_LINE_BYTES = 16 << 20
 _DEAD_ENDS = ("NoExtension", "NoExtensionBias")  # what llguidance reports where no token may follow
 
 
@@ -121,8 +118,8 @@ class GrammarCompiler:
         complete."""
         self._tokenizer_json, self._vocab_size, self._end_ids = tokenizer_json, vocab_size, list(end_ids)
         self._tokenizer: llguidance.LLTokenizer | None = None
-        self._first_line = b""  # for the checking process
-        self._check: _CheckingProcess | None = None
+        self._first_message = b""  # for the checking process
+        self._check: MessageProcess | None = None
         self._turn = asyncio.Lock()
         self._waiting = 0
         self._compiled: OrderedDict[bytes, _Grammar] = OrderedDict()
@@ -131,7 +128,7 @@ class GrammarCompiler:
         """Reads the tokenizer, which holds the interpreter lock: 1.2 s for 128,000 tokens. Call it before serving."""
         text = self._tokenizer_json()
         self._tokenizer = llguidance.LLTokenizer(text, self._vocab_size, self._end_ids or None)
-        self._first_line = _line({"tokenizer": text, "vocab_size": self._vocab_size, "end_ids": self._end_ids})
+        self._first_message = _message(tokenizer=text, vocab_size=self._vocab_size, end_ids=self._end_ids)
 
     def uncompiled(self, source: GrammarSource) -> Grammar:
         """Returns the grammar of a source; `prepare` compiles it, and raises as `compile`."""
@@ -188,9 +185,9 @@ class GrammarCompiler:
         """Returns a source in llguidance's notation once the other process has compiled it. Raises InvalidRequest."""
         if self._check is None or not self._check.is_usable:
             await self.close()
-            self._check = await _CheckingProcess.start(self._first_line)
+            self._check = await MessageProcess.start(_CHECK, self._first_message)
         try:
-            answer = await self._check.ask(_line({"kind": source.kind, "text": source.text}), COMPILE_S)
+            answer = json.loads(await self._check.ask(_message(kind=source.kind, text=source.text), COMPILE_S))
         except TimeoutError:
             reason = f"it takes longer than {COMPILE_S:g} s"
         except ConnectionError:
@@ -202,56 +199,8 @@ class GrammarCompiler:
         raise InvalidRequest(f"{source.field} cannot be compiled: {reason}", param=source.field)
 
 
-class _CheckingProcess:
-    """A process of `grammar_check.py`. It ends with its input, and so with this process."""
-
-    def __init__(self, process: Process) -> None:
-        self._process = process
-        self._is_busy = False  # a source was not answered: the process is not used again
-
-    @classmethod
-    async def start(cls, first_line: bytes) -> "_CheckingProcess":
-        """Starts a process and waits until it has read the tokenizer."""
-        command = (sys.executable, "-m", "caraserve.tokenizer.grammar_check")
-        check = cls(await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, limit=_MAX_LINE_BYTES))
-        await check.ask(first_line, _START_S)
-        return check
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether it waits for a source."""
-        return self._process.returncode is None and not self._is_busy
-
-    async def ask(self, line: bytes, timeout_s: float) -> dict[str, Any]:
-        """Returns the answer. Kills the process otherwise, and raises TimeoutError, or ConnectionError if it died."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        self._is_busy = True
-        try:
-            stdin.write(line)
-            async with asyncio.timeout(timeout_s):
-                await stdin.drain()
-                answer_line = await stdout.readline()
-            if not answer_line.endswith(b"\n"):
-                raise ConnectionError("the process that compiles grammars has died")
-            self._is_busy = False
-        finally:
-            if self._is_busy:
-                with suppress(ProcessLookupError):
-                    self._process.kill()
-        answer: dict[str, Any] = json.loads(answer_line)
-        return answer
-
-    async def close(self) -> None:
-        """Ends the process."""
-        with suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.wait()
-
-
-def _line(message: dict[str, Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
+def _message(**values: object) -> bytes:
+    return json.dumps(values).encode()
 
 
 def _first_line(message: str) -> str:

@@ -1,21 +1,20 @@
 """A process that compiles grammars of clients before the server does: `python -m caraserve.tokenizer.grammar_check`.
 
 Some sources take minutes or gigabytes, and nothing can stop a compilation from within. This process is killed instead.
-The first line of its input is the tokenizer as JSON; each later line is a source, which one line answers: the grammar
-in llguidance's notation, or why it is refused.
+The first message is the tokenizer as JSON; each later one is a source, and the answer is the grammar in llguidance's
+notation, or why it is refused.
 """
 
 import json
-import os
-import resource
 import signal
-import sys
 import time
 from typing import Any
 
 import llguidance
 
+from caraserve.tokenizer.child_process import answer, data_bytes, limit_data, messages
 from caraserve.tokenizer.closed_schema import close_objects
+from caraserve.tokenizer.disjoint_schemas import JSON_TYPES
 from caraserve.tokenizer.grammar_limits import (
     COMPILE_S,
     FIRST_MASK_S,
@@ -24,36 +23,46 @@ from caraserve.tokenizer.grammar_limits import (
     MAX_PROCESS_BYTES,
     WHITESPACE,
 )
+from caraserve.tokenizer.rewritten_schema import rewrite_schema
+
+_SCHEMA = "%json "
 
 
 def main() -> None:
     """Answers sources until the input ends."""
-    start = json.loads(sys.stdin.buffer.readline())
+    inputs = messages()
+    start = json.loads(next(inputs))
     tokenizer = llguidance.LLTokenizer(start["tokenizer"], start["vocab_size"], start["end_ids"] or None)
-    resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + MAX_PROCESS_BYTES,) * 2)
+    limit_data(MAX_PROCESS_BYTES)
     _answer({"ready": True})
-    for line in sys.stdin.buffer:
-        source = json.loads(line)
+    for message in inputs:
+        source = json.loads(message)
         signal.setitimer(signal.ITIMER_REAL, 2 * COMPILE_S)  # ends this process, also when the server has died
         try:
-            answer = {"grammar": _checked(source["kind"], source["text"], tokenizer)}
+            found = {"grammar": _checked(source["kind"], source["text"], tokenizer)}
         except RecursionError:
-            answer = {"error": "it is nested too deeply"}
+            found = {"error": "it is nested too deeply"}
         except ValueError as error:
-            answer = {"error": str(error)}
+            found = {"error": _explained(str(error))}
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _answer(answer)
+        _answer(found)
+
+
+def _explained(error: str) -> str:
+    """Returns llguidance's error, with what would be right instead of a type such as `dict`."""
+    if not error.startswith("Invalid type"):
+        return error
+    return f"{error.partition(chr(10))[0]}; the types of JSON Schema are {', '.join(JSON_TYPES)}"
 
 
 def _answer(value: dict[str, Any]) -> None:
-    sys.stdout.buffer.write(json.dumps(value).encode() + b"\n")
-    sys.stdout.buffer.flush()
+    answer(json.dumps(value).encode())
 
 
 def _checked(kind: str, text: str, tokenizer: llguidance.LLTokenizer) -> str:
     """Compiles a source and its first masks. Returns the grammar. Raises ValueError."""
     grammar = _to_grammar(kind, text, tokenizer)
-    before_bytes = _data_bytes()
+    before_bytes = data_bytes()
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     for beginning in ("", "{"):  # a schema with too many properties fails where its object begins
         if matcher.is_error():
@@ -65,7 +74,7 @@ def _checked(kind: str, text: str, tokenizer: llguidance.LLTokenizer) -> str:
             raise ValueError("it is too complex: its first token takes too long")
     if matcher.is_error():
         raise ValueError(matcher.get_error())
-    if _data_bytes() - before_bytes > MAX_GRAMMAR_BYTES:
+    if data_bytes() - before_bytes > MAX_GRAMMAR_BYTES:
         raise ValueError("it is too complex: it takes too much memory")
     return grammar
 
@@ -73,8 +82,11 @@ def _checked(kind: str, text: str, tokenizer: llguidance.LLTokenizer) -> str:
 def _to_grammar(kind: str, text: str, tokenizer: llguidance.LLTokenizer) -> str:
     """Returns a source as llguidance's own notation. Raises ValueError."""
     if kind == "json_schema":
-        closed = json.dumps(close_objects(json.loads(text)))
-        return llguidance.LLMatcher.grammar_from_json_schema(closed, defaults={"whitespace_pattern": WHITESPACE})
+        return llguidance.LLMatcher.grammar_from_json_schema(
+            _enforced(json.loads(text)), defaults={"whitespace_pattern": WHITESPACE}
+        )
+    if kind == "lark":
+        text = _with_enforced_schemas(text)
     if kind != "structural_tag":
         return llguidance.grammar_from(kind, text)  # type: ignore[arg-type]
     tags = json.loads(text)
@@ -83,23 +95,33 @@ def _to_grammar(kind: str, text: str, tokenizer: llguidance.LLTokenizer) -> str:
         raise ValueError("triggers are all special tokens of the model, or all text")
     parts = [
         llguidance.StructTag(
-            trigger=tag["trigger"], begin=tag["begin"], grammar=json.dumps(tag["schema"]), end=tag["end"]
+            trigger=tag["trigger"], begin=tag["begin"], grammar=_enforced(tag["schema"]), end=tag["end"]
         )
         for tag in tags
     ]
     return llguidance.grammar_from("lark", llguidance.StructTag.to_grammar(parts, assume_special=special == {True}))
 
 
+def _enforced(schema: Any) -> str:
+    """Returns a schema in the keywords that llguidance enforces, whose answers follow `schema`."""
+    return json.dumps(close_objects(rewrite_schema(schema)))
+
+
+def _with_enforced_schemas(lark: str) -> str:
+    """Returns a grammar of calls, in which `%json` is before each schema."""
+    decoder, parts, at = json.JSONDecoder(), list[str](), 0
+    while (found := lark.find(_SCHEMA, at)) >= 0:
+        start = found + len(_SCHEMA)
+        schema, end = decoder.raw_decode(lark, start)
+        parts += lark[at:start], _enforced(schema)
+        at = end
+    return "".join([*parts, lark[at:]])
+
+
 def _is_special(text: str, tokenizer: llguidance.LLTokenizer) -> bool:
     """Returns whether a trigger is one special token of the model rather than text."""
     ids = tokenizer.tokenize_str(text, parse_special=True)
     return len(ids) == 1 and tokenizer.is_special_token(ids[0])
-
-
-def _data_bytes() -> int:
-    """Returns the size of this process's private memory."""
-    with open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[5]) * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
 """What a model writes before its answer between `<think>` and `</think>`: its detection, and an incremental parser."""
 
-import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from caraserve.core.reasoning_grammar import ReasoningState, ReasoningTokens
+from caraserve.core import reasoning_progress as marks
+from caraserve.core.reasoning_grammar import ReasoningTokens
+from caraserve.core.reasoning_progress import ReasoningState
 
-BEGIN, END = "<think>", "</think>"
-BLANKS = string.whitespace  # may come before BEGIN; in ASCII, so that no character is divided between two tokens
+BEGIN, END, BLANKS = (text.decode() for text in (marks.BEGIN, marks.END, marks.BLANKS))
 SWITCHES = ("enable_thinking", "thinking")  # names by which templates let the client choose
-_LAST_TOKENS = 4  # of a prompt, among which a marker is looked for; templates write two line ends after it at most
+_LAST_TOKENS = 16  # of a prompt, among which a mark is looked for; one has 8 at most, and line ends may follow it
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,28 +22,47 @@ class ReasoningFormat:
     switch: str | None = None
     takes_effort: bool = False
 
-    def state_after(self, prompt_ids: Sequence[int], text_of: Callable[[int], str]) -> ReasoningState:
-        """Returns how far the reasoning is at the end of a prompt: templates open it, or close it to leave it out."""
-        for token_id in reversed(prompt_ids[-_LAST_TOKENS:]):
-            if token_id == self.tokens.begin_id:
-                return ReasoningState.UNDER_WAY
-            if token_id == self.tokens.end_id:
-                return ReasoningState.ENDED
-            if text_of(token_id).strip():
-                break
-        return ReasoningState.NOT_BEGUN
+
+def state_after(prompt_ids: Sequence[int], text_of: Callable[[int], bytes]) -> ReasoningState:
+    """Returns how far the reasoning is at the end of a prompt: templates open it, or close it to leave it out."""
+    text = b"".join(map(text_of, prompt_ids[-_LAST_TOKENS:])).rstrip(marks.BLANKS)
+    if text.endswith(marks.BEGIN):
+        return ReasoningState.UNDER_WAY
+    return ReasoningState.ENDED if text.endswith(marks.END) else ReasoningState.NOT_BEGUN
 
 
 def detect_reasoning(
-    template: str, arguments: frozenset[str], token_id_of: Callable[[str], int | None]
+    template: str, arguments: frozenset[str], tokens: ReasoningTokens | None
 ) -> ReasoningFormat | None:
-    """Returns the format of a model whose template mentions the markers and whose vocabulary has them as tokens, else
-    None. `arguments`: the variables of the template."""
-    begin_id, end_id = token_id_of(BEGIN), token_id_of(END)
-    if END not in template or begin_id is None or end_id is None:
+    """Returns the format of a model whose template mentions the marks and whose `tokens` can write them, else None.
+    `arguments`: the variables of the template."""
+    if END not in template or tokens is None:
         return None
     switch = next((name for name in SWITCHES if name in arguments), None)
-    return ReasoningFormat(ReasoningTokens(begin_id, end_id), switch, "reasoning_effort" in arguments)
+    return ReasoningFormat(tokens, switch, "reasoning_effort" in arguments)
+
+
+def reasoning_tokens(
+    ids: Mapping[str, int], encode: Callable[[str], Sequence[int]], text_of: Callable[[int], bytes]
+) -> ReasoningTokens | None:
+    """Returns the tokens of a vocabulary that write the marks; None if none do. `ids`: by token."""
+    end_ids = (ids[END],) if END in ids else tuple(encode(END))
+    if b"".join(map(text_of, end_ids)).lstrip(marks.BLANKS) != marks.END:
+        return None
+    closing = {token_id: text_of(token_id) for token, token_id in ids.items() if END[-1] in token}
+    return ReasoningTokens(ids.get(BEGIN), end_ids, _past_end_ids(closing))
+
+
+def _past_end_ids(closing: Mapping[int, bytes]) -> dict[bytes, tuple[int, ...]]:
+    """Returns, by the part of the end mark that is written already, which tokens complete it and go on with more than
+    white space. `closing`: the texts of all tokens with the mark's last character."""
+    parts = [marks.END[:size] for size in range(len(marks.END))]
+    return {
+        part: tuple(
+            token_id for token_id, text in closing.items() if (part + text).partition(marks.END)[2].strip(marks.BLANKS)
+        )
+        for part in parts
+    }
 
 
 class ReasoningText(NamedTuple):

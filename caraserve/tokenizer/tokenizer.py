@@ -4,7 +4,6 @@ Of the library's calls only those for a batch release the interpreter lock. So l
 batches of one, which block no other thread.
 """
 
-import functools
 import json
 import os
 from collections.abc import Mapping, Sequence, Set
@@ -17,14 +16,18 @@ from tokenizers import Tokenizer as _Tokenizer
 
 from caraserve.errors import ContextLengthExceeded, InvalidRequest, ModelLoadError
 from caraserve.model.spec import ModelSpec
+from caraserve.tokenizer.adapter_templates import AdapterTemplates
 from caraserve.tokenizer.chat_template import ChatTemplate
 from caraserve.tokenizer.detokenizer import Decode, Detokenizer
 from caraserve.tokenizer.grammar import GrammarCompiler
 from caraserve.tokenizer.infill import InfillFormat, find_format
-from caraserve.tokenizer.reasoning import ReasoningFormat, detect_reasoning
+from caraserve.tokenizer.reasoning import ReasoningFormat, detect_reasoning, reasoning_tokens
 from caraserve.tokenizer.tool_format import ToolFormat
 
+# Encoding runs at a few MB/s: longer texts would block the event loop for over a millisecond.
+ENCODED_IN_PLACE_CHARACTERS = 2048
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SHOWN_FLAGS = ("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces")
 _MAX_JSON_BYTES = 64 << 20
 _SPACE_MARK = "\u2581"  # SentencePiece's visible space
 # The length of a text in tokens is first estimated from pieces of this size, at 10 ms each, so that only the beginning
@@ -46,16 +49,29 @@ class Tokenizer:
         eos_ids: frozenset[int],
         chat_template: ChatTemplate | None,
         default_sampling: Mapping[str, Any],
+        info: Mapping[str, Any],
+        special_tokens: Mapping[str, str],
+        tool_call_parser: str | None = None,
     ) -> None:
+        """`info`: the settings that clients may see."""
         self.vocab_size = vocab_size  # of the model: all ids in [0, vocab_size) are valid, also those without a token
         self.eos_ids = eos_ids
         self.default_sampling = default_sampling
+        self.info = info
         self._tokenizer = tokenizer
         self._chat_template = chat_template
-        self._special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes_of_token: dict[int, bytes] = {}  # a cache: logprobs name up to 20 tokens for each one
         self._bytes_of_char = _byte_level_alphabet() if _is_byte_level(tokenizer) else None
         self.grammars = GrammarCompiler(tokenizer.to_str, vocab_size, sorted(eos_ids))
+        encode = partial(self.encode, add_special_tokens=False)
+        marks = reasoning_tokens(tokenizer.get_vocab(), encode, self.token_bytes)
+        self.adapter_templates = AdapterTemplates(special_tokens, tool_call_parser, marks)
+        # How the model writes its reasoning; None if its chat template shows none, or its tokens have no marks for it.
+        self.reasoning_format: ReasoningFormat | None = None
+        if chat_template is not None:
+            self.reasoning_format = detect_reasoning(chat_template.source, chat_template.arguments, marks)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Returns token ids, by default with the model's special tokens at begin and end.
@@ -76,13 +92,6 @@ class Tokenizer:
         """How the model writes calls of tools; None if its chat template does not show it."""
         return self._chat_template.tool_format if self._chat_template is not None else None
 
-    @functools.cached_property
-    def reasoning_format(self) -> ReasoningFormat | None:
-        """How the model writes its reasoning; None if its chat template and its vocabulary have no marks for that."""
-        if (template := self._chat_template) is None:
-            return None
-        return detect_reasoning(template.source, template.arguments, self._tokenizer.token_to_id)
-
     @property
     def infill_format(self) -> InfillFormat | None:
         """How the model is given the texts before and after a gap; None if its vocabulary has no tokens for that."""
@@ -91,7 +100,7 @@ class Tokenizer:
     def special_id(self, text: str) -> int | None:
         """Returns the id of the special token that is written as `text`; None if there is none."""
         token_id = self._tokenizer.token_to_id(text)
-        return token_id if token_id in self._special else None
+        return token_id if token_id in self.special_ids else None
 
     def _decode_without(self, dropped: Set[int], ids: Sequence[int]) -> str:
         return self.decode([one for one in ids if one not in dropped], skip_special_tokens=False)
@@ -107,7 +116,7 @@ class Tokenizer:
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""
-        if token_id in self._special:
+        if token_id in self.special_ids:
             return str(token).encode()
         if self._bytes_of_char is not None:
             return b"".join(
@@ -145,7 +154,11 @@ class Tokenizer:
             kwargs=kwargs or {},
             tools=tools,
         )
-        # Templates write the special tokens.
+        return self.encode_chat(text, max_tokens=max_tokens)
+
+    def encode_chat(self, text: str, *, max_tokens: int | None = None) -> list[int]:
+        """Returns the token ids of a conversation that a template has rendered, which writes the special tokens. Raises
+        ContextLengthExceeded as `encode` does."""
         return self._ids(text, False, max_tokens, "messages")
 
     def detokenizer(
@@ -160,7 +173,7 @@ class Tokenizer:
         """Returns the incremental detokenizer of one request's output. `kept_special_ids` are not skipped."""
         decode: Decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
         if skip_special_tokens and kept_special_ids:
-            decode = partial(self._decode_without, self._special - kept_special_ids)
+            decode = partial(self._decode_without, self.special_ids - kept_special_ids)
         return Detokenizer(decode, prompt_ids, stop=stop, include_stop=include_stop)
 
     def _ids(self, text: str, add_special_tokens: bool, max_tokens: int | None, source: str) -> list[int]:
@@ -209,8 +222,12 @@ def load_tokenizer(
         for name in _SAMPLING_DEFAULTS
         if generation.get("do_sample") and isinstance(generation.get(name), int | float)
     }
-    template = ChatTemplate.load(folder, settings, chat_template, _special_tokens(settings), tool_call_parser)
-    return Tokenizer(tokenizer, spec.vocab_size, frozenset(ends), template, sampling)
+    special_tokens = _special_tokens(settings)
+    template = ChatTemplate.load(folder, settings, chat_template, special_tokens, tool_call_parser)
+    info = _info(settings, template)
+    return Tokenizer(
+        tokenizer, spec.vocab_size, frozenset(ends), template, sampling, info, special_tokens, tool_call_parser
+    )
 
 
 def _too_long(tokens: int, max_tokens: int, source: str) -> ContextLengthExceeded:
@@ -251,6 +268,21 @@ def _token_text(value: Any) -> str | None:
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
     return {name: text for name in names if (text := _token_text(settings.get(name)))}
+
+
+def _info(settings: Mapping[str, Any], template: ChatTemplate | None) -> dict[str, Any]:
+    """Returns the special tokens, flags and chat template of a model, as vLLM names them. Other settings, some of which
+    are paths of the machine that made the model, are left out."""
+    more = settings.get("additional_special_tokens")
+    flags = {name: value for name in _SHOWN_FLAGS if isinstance(value := settings.get(name), bool)}
+    name = settings.get("tokenizer_class")
+    return {
+        "tokenizer_class": name if isinstance(name, str) else "PreTrainedTokenizerFast",
+        **_special_tokens(settings),
+        "additional_special_tokens": list(filter(None, map(_token_text, more if isinstance(more, list) else ()))),
+        **flags,
+        **({} if template is None else {"chat_template": template.source}),
+    }
 
 
 def _is_byte_level(tokenizer: _Tokenizer) -> bool:

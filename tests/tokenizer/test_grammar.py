@@ -68,6 +68,11 @@ def follows(tokenizer: Tokenizer, grammar: Grammar, text: str) -> bool:
     [
         ("json_schema", SCHEMA, '{"name": "Ann", "age": 3}', '{"name": "Ann", "age": "3"}'),
         ("json_schema", {"type": "object"}, '{"a": [1, {}]}', "[1]"),
+        ("json_schema", {"type": "object", "propertyNames": {"pattern": "^x"}}, '{"x": 1}', '{"y": 1}'),
+        ("json_schema", {"$schema": "https://json-schema.org/draft-07/schema", "type": "integer"}, "3", '"3"'),
+        ("json_schema", {"$schema": "http://json-schema.org/schema#", "type": "integer"}, "3", '"3"'),
+        ("json_schema", {"$ref": "#/$defs/a b", "$defs": {"a b": {"type": "integer"}}}, "3", '"3"'),
+        ("lark", 'start: "call " %json {"type": "string", "format": "a %json "}', 'call "x"', "call 3"),
         ("regex", "[a-c]+[0-9]{2}", "abc42", "abc4"),
         ("choice", ["yes", "no"], "no", "maybe"),
         ("grammar", 'root ::= "a" root | "b"', "aab", "aa"),  # as llama.cpp writes it
@@ -114,6 +119,11 @@ def test_what_was_launched_before_the_end_was_known_does_not_fail(tokenizer: Tok
             matcher.append(min(tokenizer.eos_ids))
             assert tokenizer.eos_ids & allowed_next(tokenizer, matcher)
     assert compiled(tokenizer, "regex", regex) is grammar
+
+
+def test_a_type_of_another_language_is_refused_with_those_that_there_are(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match=r"Invalid type: dict; .* array, boolean, .* object"):
+        compiled(tokenizer, "json_schema", {"type": "dict"})
 
 
 async def closing(tokenizer: Tokenizer, test: Coroutine[Any, Any, None]) -> None:

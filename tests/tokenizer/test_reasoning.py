@@ -4,9 +4,15 @@ import random
 
 import pytest
 
-from caraserve.core.reasoning_grammar import ReasoningState
+from caraserve.core.reasoning_progress import ReasoningState
 from caraserve.tokenizer.chat_template import ChatTemplate
-from caraserve.tokenizer.reasoning import ReasoningFormat, ReasoningParser, detect_reasoning
+from caraserve.tokenizer.reasoning import (
+    ReasoningFormat,
+    ReasoningParser,
+    detect_reasoning,
+    reasoning_tokens,
+    state_after,
+)
 
 NOT_BEGUN, UNDER_WAY, ENDED = ReasoningState.NOT_BEGUN, ReasoningState.UNDER_WAY, ReasoningState.ENDED
 VOCABULARY = {"<think>": 7, "</think>": 8}
@@ -20,9 +26,17 @@ BY_EFFORT = "{% if thinking %}{{ reasoning_effort }}<think></think>{% endif %}{{
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
-def detected(template: str, vocabulary: dict[str, int] = VOCABULARY) -> ReasoningFormat | None:
+def detected(
+    template: str, vocabulary: dict[str, int] = VOCABULARY, characters: str = "</think>"
+) -> ReasoningFormat | None:
+    """Returns the format of a model with this vocabulary and a token for each of `characters`."""
     made = ChatTemplate(template, {}, "test")
-    return detect_reasoning(made.source, made.arguments, vocabulary.get)
+    texts = {token_id: text.encode() for text, token_id in vocabulary.items()}
+    texts |= {ord(one): one.encode() for one in characters}
+    tokens = reasoning_tokens(
+        vocabulary, encode=lambda text: list(text.encode()), text_of=lambda token_id: texts.get(token_id, b"?")
+    )
+    return detect_reasoning(made.source, made.arguments, tokens)
 
 
 @pytest.mark.parametrize(
@@ -34,14 +48,22 @@ def test_a_template_with_the_marks_says_how_the_model_reasons(
 ) -> None:
     found = detected(template)
     assert found is not None
-    assert (found.tokens.begin_id, found.tokens.end_id) == (7, 8)
+    assert (found.tokens.begin_id, found.tokens.end_ids) == (7, (8,))
     assert (found.switch, found.takes_effort) == (switch, takes_effort)
+
+
+def test_the_marks_may_be_spelled_with_several_tokens() -> None:
+    vocabulary = {">{": 9, "think>\n": 5, "k>.": 4}
+    found = detected(SWITCHED, vocabulary)
+    assert found is not None
+    assert (found.tokens.begin_id, found.tokens.end_ids) == (None, tuple(b"</think>"))
+    past_end = {part: ids for part, ids in found.tokens.past_end_ids.items() if ids}
+    assert past_end == {b"</think": (9,), b"</thin": (4,)}
 
 
 def test_other_templates_and_vocabularies_do_not_reason() -> None:
     assert detected(PLAIN) is None
-    assert detected(SWITCHED, {"<think>": 7}) is None
-    assert detected(SWITCHED, {}) is None
+    assert detected(SWITCHED, {}, characters="</thin") is None
 
 
 @pytest.mark.parametrize(
@@ -53,16 +75,15 @@ def test_other_templates_and_vocabularies_do_not_reason() -> None:
         ([5, 6], NOT_BEGUN),
         ([5, 7, 6, 0], NOT_BEGUN),  # the user's own text
         ([0, 0], NOT_BEGUN),
+        ([5, *b"<think>", 0, 0], UNDER_WAY),
+        ([*b"<think>", 0, *b"</think>", 0], ENDED),
     ],
 )
 def test_the_end_of_the_prompt_says_whether_the_reasoning_is_under_way(
     prompt_ids: list[int], state: ReasoningState
 ) -> None:
-    found = detected(SWITCHED)
-    assert found is not None
-    assert (
-        found.state_after(prompt_ids, {0: "\n", 5: "sea", 6: "<end>", 7: "<think>", 8: "</think>"}.__getitem__) is state
-    )
+    texts = {0: b"\n", 5: b"sea", 6: b"<end>", 7: b"<think>", 8: b"</think>"}
+    assert state_after(prompt_ids, lambda token_id: texts.get(token_id, bytes([token_id]))) is state
 
 
 @pytest.mark.parametrize(

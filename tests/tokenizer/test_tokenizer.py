@@ -225,3 +225,31 @@ def test_other_threads_run_while_a_long_text_is_encoded(folder: Path) -> None:
     ids = tokenizer.encode(text)
     assert rounds_during(lambda: tokenizer.encode(text)) > 100
     assert rounds_during(lambda: tokenizer.decode(ids)) > 100
+
+
+def test_the_settings_for_clients_have_tokens_and_template_and_no_paths(tmp_path: Path) -> None:
+    settings = {
+        "name_or_path": "/home/me/model",
+        "special_tokens_map_file": "/home/me/map.json",
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": {"content": "<s>", "lstrip": False},
+        "eos_token": "</s>",
+        "pad_token": None,
+        "additional_special_tokens": ["<a>", {"content": "<b>"}, 7],
+        "add_bos_token": True,
+        "model_max_length": 10**30,
+        "chat_template": "{{ messages }}",
+    }
+    assert loaded(with_file(tmp_path, tokenizer_config=settings)).info == {
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "additional_special_tokens": ["<a>", "<b>"],
+        "add_bos_token": True,
+        "chat_template": "{{ messages }}",
+    }
+
+
+def test_the_settings_for_clients_of_a_model_without_any(tmp_path: Path) -> None:
+    folder = with_file(tmp_path, tokenizer_config=None)
+    assert loaded(folder).info == {"tokenizer_class": "PreTrainedTokenizerFast", "additional_special_tokens": []}

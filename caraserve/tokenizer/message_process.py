@@ -1,0 +1,65 @@
+"""Processes for what clients and admins write and nothing could stop from within: they are killed instead."""
+
+import asyncio
+import sys
+from asyncio.subprocess import PIPE, Process
+from contextlib import suppress
+from typing import Self
+
+from caraserve.tokenizer.child_process import LENGTH_BYTES, MAX_ANSWER_BYTES
+
+_START_S = 60.0  # the one that compiles grammars reads the tokenizer, 1.2 s for 128,000 tokens
+
+
+class MessageProcess:
+    """A Python process that answers each message with a message; see `child_process.py`. It ends with its input, and so
+    with this process."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._is_busy = False  # a message was not answered: the process is not used again
+
+    @classmethod
+    async def start(cls, module: str, first: bytes) -> Self:
+        """Starts a module as a process, and waits until it has answered its first message."""
+        started = cls(await asyncio.create_subprocess_exec(sys.executable, "-m", module, stdin=PIPE, stdout=PIPE))
+        await started.ask(first, _START_S)
+        return started
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it waits for a message."""
+        return self._process.returncode is None and not self._is_busy
+
+    async def ask(self, message: bytes, timeout_s: float) -> bytes:
+        """Returns the answer. Kills the process otherwise, and raises TimeoutError, or ConnectionError if it died."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        self._is_busy = True
+        try:
+            stdin.write(len(message).to_bytes(LENGTH_BYTES))
+            stdin.write(message)
+            async with asyncio.timeout(timeout_s):
+                await stdin.drain()
+                size = int.from_bytes(await stdout.readexactly(LENGTH_BYTES))
+                if size > MAX_ANSWER_BYTES:
+                    raise ConnectionError(f"an answer has {size} bytes")
+                answer = await stdout.readexactly(size)
+            self._is_busy = False
+        except EOFError:
+            raise ConnectionError("the process has died") from None
+        finally:
+            if self._is_busy:
+                self._kill()
+        return answer
+
+    async def close(self) -> None:
+        """Ends the process."""
+        self._kill()
+        await self._process.wait()
+
+    def _kill(self) -> None:
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.kill()

@@ -1,0 +1,90 @@
+"""A process that renders the chat templates of adapters: `python -m caraserve.tokenizer.template_process`.
+
+An admin of adapters need not run this machine, and the sandbox has no bound on time: loops within loops take hours,
+and a string that is doubled again and again takes all memory. So a template that exceeds the limits ends this process.
+
+The first message has the special tokens. Each later one has a template, and the arguments of a rendering, or None to
+ask for the names of the template's own arguments. An answer is one of `KINDS`, and text.
+"""
+
+import json
+import marshal
+import signal
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from caraserve.errors import CaraServeError
+from caraserve.tokenizer.chat_template import ChatTemplate
+from caraserve.tokenizer.child_process import MAX_ANSWER_BYTES, answer, limit_data, messages
+from caraserve.tokenizer.template_limits import COMPILE_CPU_S, MAX_COMPILED_CHARACTERS, MAX_PROCESS_BYTES, RENDER_CPU_S
+
+PROMPT, ARGUMENTS, ERROR = KINDS = b"pae"  # text; a JSON list of names; a JSON list of the message and the field
+_MAX_ERROR_CHARACTERS = 300
+
+
+def main() -> None:
+    """Answers templates until the input ends."""
+    inputs = messages()
+    special_tokens = marshal.loads(next(inputs))
+    limit_data(MAX_PROCESS_BYTES)
+    answer(b"")
+
+    compiled = _CompiledTemplates(special_tokens)
+    for message in inputs:
+        try:
+            source, arguments = marshal.loads(message)
+            _limit_cpu(COMPILE_CPU_S)
+            template = compiled.get(source)
+            _limit_cpu(RENDER_CPU_S)
+            answered = _answered(template, arguments)
+        except CaraServeError as error:
+            answered = _error(error.message, error.param)
+        except Exception as error:  # of a compiler for any text, or of text that is not UTF-8
+            answered = _error(f"the chat template fails: {type(error).__name__}: {error}", "messages")
+        _limit_cpu(0)
+        answer(answered)
+
+
+class _CompiledTemplates:
+    """The templates that were used last, compiled."""
+
+    def __init__(self, special_tokens: Mapping[str, str]) -> None:
+        self._special_tokens = special_tokens
+        self._templates: OrderedDict[str, ChatTemplate] = OrderedDict()
+        self._characters = 0
+
+    def get(self, source: str) -> ChatTemplate:
+        """Returns a template. Raises ModelLoadError if it does not compile."""
+        if source not in self._templates:
+            self._templates[source] = ChatTemplate(source, self._special_tokens, "the adapter")
+            self._characters += len(source)
+        self._templates.move_to_end(source)
+        while self._characters > MAX_COMPILED_CHARACTERS:
+            dropped, _ = self._templates.popitem(last=False)
+            self._characters -= len(dropped)
+        return self._templates[source]
+
+
+def _limit_cpu(seconds: float) -> None:
+    """Has a signal end this process after so much more time on the CPU; 0: never."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def _answered(template: ChatTemplate, arguments: tuple[list[bytes], dict[str, Any]] | None) -> bytes:
+    if arguments is None:
+        return bytes([ARGUMENTS]) + json.dumps(sorted(template.arguments)).encode()
+    conversation, options = arguments
+    text = template.render([marshal.loads(one) for one in conversation], **options)
+    prompt = bytes([PROMPT]) + text.encode()
+    if len(prompt) > MAX_ANSWER_BYTES:
+        return _error(f"the chat template makes a prompt of more than {MAX_ANSWER_BYTES} bytes", "messages")
+    return prompt
+
+
+def _error(message: str, param: str | None) -> bytes:
+    return bytes([ERROR]) + json.dumps([message[:_MAX_ERROR_CHARACTERS], param]).encode()
+
+
+if __name__ == "__main__":
+    main()

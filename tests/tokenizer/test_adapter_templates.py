@@ -1,0 +1,114 @@
+"""Chat templates of adapters: what the model's could do too, in a process that ends where one takes too much."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from caraserve.core.reasoning_grammar import ReasoningTokens
+from caraserve.errors import InvalidRequest
+from caraserve.tokenizer.adapter_templates import AdapterTemplates
+from caraserve.tokenizer.chat_template import ChatTemplate
+from caraserve.tokenizer.template_limits import MAX_COMPILED_CHARACTERS, MAX_TEXT_CHARACTERS
+from caraserve.tokenizer.tool_format import HERMES
+
+MARKS = ReasoningTokens(1, (2,))
+PLAIN = (
+    "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{{ style }}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+HELLO = [{"role": "user", "content": "Grüße, 世界 🌍"}]
+OPTIONS: dict[str, Any] = {"add_generation_prompt": True, "continue_final_message": False, "kwargs": {"style": "!"}}
+TOOLS = [{"type": "function", "function": {"name": "time"}}]
+LOOP = "{% for a in 'x' * 1000 %}"
+BOMBS = (
+    LOOP * 3 + "{% endfor %}" * 3,
+    "{% set n = namespace(x=9) %}{% for i in range(9) %}{% set n.x = n.x ** 1000 %}{% endfor %}",
+    "{% set n = namespace(s='xxxxxxxx') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+    "{{ '%99999999999d' % 1 }}",
+    "{% for i in range(1000000) %}xxxxxxxxxxxx{% endfor %}",
+    "{{ messages.__class__.__mro__ }}",
+)
+UNFIT = ("{% for a in %}", "{{ " + "(" * 9000, LOOP * 30 + "{% endfor %}" * 30, "{{ x | nothing }}")
+
+
+@asynccontextmanager
+async def rendering() -> AsyncIterator[AdapterTemplates]:
+    templates = AdapterTemplates({"bos_token": "<s>"}, None, MARKS)
+    try:
+        yield templates
+    finally:
+        await templates.close()
+
+
+async def test_a_prompt_is_the_same_as_in_the_server_itself() -> None:
+    async with rendering() as templates:
+        template, here = await templates.load(PLAIN), ChatTemplate(PLAIN, {"bos_token": "<s>"}, "here")
+        for messages in (HELLO, HELLO * 50, [{"role": "user", "content": "long" * 100_000}]):
+            for tools in (None, TOOLS):
+                text = await template.render(messages, **OPTIONS, tools=tools)
+                assert text == here.render(messages, **OPTIONS, tools=tools)
+        with pytest.raises(InvalidRequest, match="role tool, which") as refused:
+            await template.render([*HELLO, {"role": "tool", "content": "x"}], **OPTIONS)
+        assert refused.value.param == "messages"
+
+
+async def test_what_takes_too_much_is_refused_and_costs_others_nothing() -> None:
+    async with rendering() as templates:
+        plain = await templates.load(PLAIN)
+        for source in BOMBS:
+            bomb = await templates.load(source)
+            with pytest.raises(InvalidRequest, match="the chat template") as refused:
+                await bomb.render(HELLO, **OPTIONS)
+            assert refused.value.param == "messages"
+            assert len(await plain.render(HELLO, **OPTIONS)) > 10
+
+
+async def test_what_does_not_compile_is_refused() -> None:
+    async with rendering() as templates:
+        for source in UNFIT:
+            with pytest.raises(InvalidRequest, match="the chat template") as refused:
+                await templates.load(source)
+            assert refused.value.param == "chat_template"
+
+
+async def test_calls_and_reasoning_are_those_that_the_template_shows() -> None:
+    async with rendering() as templates:
+        plain = await templates.load(PLAIN)
+        assert (plain.tool_format, plain.reasoning_format) == (None, None)
+        other = await templates.load("<tool_call>{{ tools }}{% if enable_thinking %}<think></think>{% endif %}")
+        assert other.tool_format == HERMES
+        assert other.reasoning_format is not None
+        assert (other.reasoning_format.tokens, other.reasoning_format.switch) == (MARKS, "enable_thinking")
+
+
+async def test_more_templates_than_are_kept_compiled_render_all_the_same() -> None:
+    async with rendering() as templates:
+        comment = "{#" + "x" * (MAX_COMPILED_CHARACTERS // 3) + "#}"
+        loaded = [await templates.load(f"{comment}{number}") for number in range(5)]
+        process = templates._process
+        assert [await one.render(HELLO, **OPTIONS) for one in loaded * 2] == list("01234" * 2)
+        assert templates._process is process
+
+
+async def test_clients_that_leave_do_not_end_the_process() -> None:
+    async with rendering() as templates:
+        plain = await templates.load(PLAIN)
+        process = templates._process
+        leaving = [asyncio.create_task(plain.render(HELLO, **OPTIONS)) for _ in range(8)]
+        while not templates._waiting:  # noqa: ASYNC110  # until one is on its way
+            await asyncio.sleep(0)
+        for one in leaving:
+            one.cancel()
+        await asyncio.wait(leaving)
+        await plain.render(HELLO, **OPTIONS)
+        assert templates._process is process
+
+
+async def test_texts_that_would_take_long_to_copy_are_refused() -> None:
+    async with rendering() as templates:
+        plain = await templates.load(PLAIN)
+        with pytest.raises(InvalidRequest, match=f"{MAX_TEXT_CHARACTERS} are allowed"):
+            await plain.render([{"role": "user", "content": "x" * (MAX_TEXT_CHARACTERS + 1)}], **OPTIONS)
