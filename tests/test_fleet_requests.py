@@ -6,12 +6,14 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 from tests.processes import NAMES, Server, all_alive, fleet, free_ports, refusal, until
 
 TOKENS = 384  # long enough for an instance to be killed meanwhile
 SHORT = 48
+LONG = 1000  # none of several streams ends before the last has begun
 VOICES = ("caraserve-demo", "poet", "chef", "pirate")
 ASKED: list[dict[str, Any]] = [
     {"model": voice, "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, "return_token_ids": True, **how}
@@ -21,8 +23,9 @@ ASKED: list[dict[str, Any]] = [
 SHORT_ASKED = [asked | {"max_tokens": SHORT} for asked in ASKED]
 
 
-def stream(server: Server, asked: dict[str, Any]) -> tuple[list[int], str | None]:
-    """Returns the tokens of a stream and the error with which it ended; the last event must be [DONE] in any case."""
+def stream(server: Server, asked: dict[str, Any], begun: Semaphore | None = None) -> tuple[list[int], str | None]:
+    """Returns the tokens of a stream and the error with which it ended; the last event must be [DONE] in any case.
+    `begun`: released when its first event has come."""
     request = urllib.request.Request(
         server.url + "/v1/completions",
         json.dumps(asked | {"stream": True}).encode(),
@@ -31,7 +34,12 @@ def stream(server: Server, asked: dict[str, Any]) -> tuple[list[int], str | None
     tokens: list[int] = []
     error = None
     with urllib.request.urlopen(request, timeout=60) as answer:
-        lines = [line.decode().removeprefix("data: ").strip() for line in answer if line.startswith(b"data: ")]
+        lines = list[str]()
+        for line in answer:
+            if line.startswith(b"data: "):
+                lines.append(line.decode().removeprefix("data: ").strip())
+                if begun is not None and len(lines) == 1:
+                    begun.release()
     assert lines[-1] == "[DONE]"
     for line in lines[:-1]:
         document = json.loads(line)
@@ -108,11 +116,13 @@ def test_a_drain_that_times_out_ends_forwarded_streams_with_an_error(tmp_path: P
     with fleet(free_ports(2), tmp_path, more) as servers, ThreadPoolExecutor(16) as pool:
         a, b = servers.values()
         until(lambda: bool(whole(a, ASKED[0])) and first_tokens(b) > 0, 10)  # until a forwards requests to b
-        before = first_tokens(a), first_tokens(b)
-        streams = [(index, pool.submit(stream, a, ASKED[index])) for index in (*range(8), *range(8))]
-        until(lambda: first_tokens(a) >= before[0] + 2 and first_tokens(b) >= before[1] + 2, 30)
+        before = first_tokens(b)
+        asked, begun = [one | {"max_tokens": LONG} for one in (*ASKED, *ASKED)], Semaphore(0)
+        streams = [pool.submit(stream, a, one, begun) for one in asked]
+        assert all(begun.acquire(timeout=30) for _ in streams)
+        assert before < first_tokens(b) < before + len(streams), "a answers some of them, and b the others"
         a.process.send_signal(signal.SIGTERM)
-        ended = [answer.result(60) for _, answer in streams]
+        ended = [answer.result(60) for answer in streams]
         assert {code for _, code in ended} == {"draining"}
         assert a.process.wait(20) == 0
 

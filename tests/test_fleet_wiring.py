@@ -15,11 +15,13 @@ from caraserve.cluster.membership.auth import Keyring
 from caraserve.cluster.membership.node import Node, NodeConfig
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.state.persistence import ClusterRegistryFile
+from caraserve.cluster.state.shared_settings import SharedSettings
 from caraserve.config import ClusterConfig, LoraConfig
 from caraserve.core.machine_profile import Profile, load
 from caraserve.engine.stats import EngineLoad, EngineObservers
 from caraserve.http.dispatch import ClusterRouter
-from caraserve.lora.registry import AdapterInfo
+from caraserve.lora.registry import AdapterInfo, Registry
+from caraserve.lora.replicated_settings import ReplicatedSettings
 from caraserve.serve_cluster import ClusterCredentials, ClusterInstance, make_router
 from tests.cluster.nodes import instances
 
@@ -67,7 +69,7 @@ async def prepared(
     infos: dict[str, AdapterInfo],
 ) -> AsyncIterator[tuple[Node, ClusterRouter, Callable[..., Awaitable[Any]]]]:
     """Yields a node that has not joined yet, its router, and a function that makes it join as `serve` does."""
-    catalog = SimpleNamespace(all=lambda: list(infos.values()), find=infos.get)
+    catalog = SimpleNamespace(all=lambda: list(infos.values()), find=infos.get, find_whole=infos.get)
     work = EngineLoad(0, 0, {}, 0, 0, 1000, 1000, 10)
     engine: Any = SimpleNamespace(
         draining=False,
@@ -92,7 +94,9 @@ async def prepared(
                 run=lambda: asyncio.sleep(60),
                 families=None,
             )
-            parts = (config, lora, credentials, engine, EngineObservers(), node, pool, router, None)
+            settings = SharedSettings(node, ReplicatedSettings(Registry(None)))
+            removal: Any = SimpleNamespace(removed=lambda name, digest: None)
+            parts = (config, lora, credentials, engine, EngineObservers(), node, pool, settings, router, None, removal)
             await ClusterInstance(*parts).join(stack, metrics, profile, "127.0.0.1", 1)
 
         yield node, router, join_it

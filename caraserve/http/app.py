@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from caraserve.cluster.membership.node import Node
 from caraserve.cluster.membership.websocket import WEBSOCKET_PATH
@@ -24,8 +24,8 @@ from caraserve.http import openapi
 from caraserve.http.access import client_usage
 from caraserve.http.access.adapter_version import SERVED_BY_HEADER
 from caraserve.http.access.api_keys import ApiKeys
-from caraserve.http.access.auth import add_cors_headers, answer_preflight, authenticate, challenge
-from caraserve.http.access.rate_limits import LimitedRouter
+from caraserve.http.access.auth import PROBES, add_cors_headers, answer_preflight, authenticate, challenge
+from caraserve.http.access.rate_limits import LIMITS, LimitedRouter, rate_limited
 from caraserve.http.api_request import RequestRouter
 from caraserve.http.apis import anthropic_messages, tokenize
 from caraserve.http.apis.api_format import shape_error
@@ -43,8 +43,8 @@ from caraserve.http.context import (
 from caraserve.http.dispatch import ClusterRouter
 from caraserve.http.generation import LocalRouter
 from caraserve.http.generation_routes import GENERATION_ROUTES
-from caraserve.http.management import adapters, admin, aliases, page, page_stats, status
-from caraserve.http.request_log import CLIENT_LEFT, IGNORED_HEADER, SUMMARY, RequestSummary, log_request
+from caraserve.http.management import adapters, admin, aliases, model_list, page, page_stats, status
+from caraserve.http.request_log import CLIENT_LEFT, IGNORED_HEADER, SUMMARY, RequestSummary, log_request, note_end
 from caraserve.http.responses import SERVER, error_body, error_response, json_response, refusal_response
 from caraserve.http.server import Runner, bind, listen_error
 from caraserve.http.tracing import TRACER, Tracer
@@ -60,6 +60,8 @@ MAX_HEADER_BYTES = 16 << 10
 _MAX_HEADER_LINE_BYTES = 32 << 10
 _MAX_HEADERS = 128
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+# vLLM's server leaves these out of http_requests_total and its relatives.
+_NOT_IN_HTTP_METRICS = PROBES | {"/metrics", "/load", "/version"}
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -80,6 +82,7 @@ def make_app(
 ) -> web.Application:
     """The application over `engine`; it owns nothing but its own tasks. Without `router` every request is answered by
     `engine`. `background`: the tasks that /ready reports. `keys`: those of `config`, if they have been read."""
+    limited = LimitedRouter(router or LocalRouter(), engine.predicted_answer_s)
     context = Context(
         engine,
         metrics,
@@ -89,19 +92,20 @@ def make_app(
         timings or HttpTimings(),
         started_s=time.time(),
         bodies=BodyBudget(config.max_body_bytes),
-        router=LimitedRouter(router or LocalRouter(), engine.predicted_answer_s),
+        router=limited,
         cluster=cluster,
         background=background or BackgroundTasks(),
         management=management,
     )
     app = bare_app(context, tracer)
-    app[admin.MODELS] = admin.ModelList()
+    app[LIMITS] = limited
+    app[model_list.MODELS] = model_list.ModelList()
     app[openapi.API_DOCUMENT] = openapi.ApiDocument()
     app.on_cleanup.append(_close)
     app.add_routes(
         [
             *(route.for_clients() for route in GENERATION_ROUTES),
-            web.post("/v1/messages/count_tokens", anthropic_messages.count_tokens),
+            web.post("/v1/messages/count_tokens", rate_limited(anthropic_messages.count_tokens)),
             web.get("/v1/models", admin.list_models),
             web.get("/v1/models/{model:.+}", admin.show_model),
             web.get("/v1/adapters", adapters.list_adapters),
@@ -117,8 +121,9 @@ def make_app(
             web.get("/v1/cluster", status.cluster_members),
             web.get("/v1/cluster/adapters", status.cluster_adapters),
             web.get("/v1/usage", client_usage.usage),
-            web.post("/tokenize", tokenize.tokenize),
-            web.post("/detokenize", tokenize.detokenize),
+            web.post("/tokenize", rate_limited(tokenize.tokenize)),
+            web.post("/detokenize", rate_limited(tokenize.detokenize)),
+            web.get("/tokenizer_info", tokenize.tokenizer_info),
             web.get("/health", status.health),
             web.get("/ready", status.ready),
             web.get("/ping", status.health),
@@ -180,7 +185,7 @@ async def _handle(request: web.Request, handler: _Handler) -> web.StreamResponse
     given = request.headers.get("X-Request-Id", "")
     request[REQUEST_ID] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
     request[SUMMARY] = RequestSummary()
-    status_code = CLIENT_LEFT
+    status_code, response = CLIENT_LEFT, None
     tracer = request.app.get(TRACER)
     if tracer is not None:
         tracer.begin(request)
@@ -190,13 +195,31 @@ async def _handle(request: web.Request, handler: _Handler) -> web.StreamResponse
         status_code = response.status
     finally:
         context.bodies.release(request)
+        status_code = note_end(request, status_code)
         if context.config.log_requests:
             log_request(request, request[REQUEST_ID], status_code)
         if tracer is not None:
             tracer.end(request, status_code)
-    resource = request.match_info.route.resource
-    context.metrics.observe_response(resource.canonical if resource else "unknown", response.status)
+        _count(request, status_code, response)
     return response
+
+
+def _count(request: web.Request, status_code: int, response: web.StreamResponse | None) -> None:
+    """Counts a request by its route. `response` is None if the client has left."""
+    resource, metrics = request.match_info.route.resource, request.app[CONTEXT].metrics
+    path = resource.canonical if resource else ""
+    if response is not None:
+        metrics.observe_response(path or "unknown", response.status)
+    if path in _NOT_IN_HTTP_METRICS or path.startswith(f"{PREFIX}/"):
+        return
+    metrics.http.observe(
+        path or "none",
+        request.method if request.method in hdrs.METH_ALL else "other",
+        status_code,
+        time.perf_counter() - request[SUMMARY].began_s,
+        request.content_length or 0,
+        (response.content_length or 0) if response is not None else 0,
+    )
 
 
 async def _answer(request: web.Request, handler: _Handler, context: Context) -> web.StreamResponse:

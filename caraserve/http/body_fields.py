@@ -260,4 +260,15 @@ LABELS = OtherField(
     },
 )
 PINNED = OtherField("pinned", one_of("no", *PINS))
+MAX_CHAT_TEMPLATE_BYTES = 64 << 10
+CHAT_TEMPLATE = TextField("chat_template", MAX_CHAT_TEMPLATE_BYTES)
+DEFAULT_SAMPLING = (  # the fields of requests for which an adapter may have defaults
+    *(TEMPERATURE, TOP_P, TOP_K, MIN_P, PRESENCE_PENALTY, FREQUENCY_PENALTY, REPETITION_PENALTY),
+    CHAT_MAX_TOKENS,
+)
+SAMPLING = OtherField(
+    "sampling",
+    object_of((), **{field.name: or_null(field.schema()) for field in DEFAULT_SAMPLING})
+    | {"additionalProperties": False},
+)
 ALIASED_ADAPTER = TextField("adapter", _ADAPTER_NAME_CHARACTERS)

@@ -25,18 +25,20 @@ from caraserve.errors import (
     Overloaded,
     Unreachable,
 )
-from caraserve.http.access.adapter_choice import Find
+from caraserve.http.access.adapter_choice import ChosenAdapter, Find, settings_of
 from caraserve.http.access.client import Client
 from caraserve.http.api_request import ApiRequest, ReceivedBody
 from caraserve.http.context import ANSWERED_BY, CLIENT, CONTEXT, REQUEST_ID
 from caraserve.http.deadline import within_deadline
-from caraserve.http.generation import Generation
+from caraserve.http.generation import Generation, OtherVersionError
 from caraserve.http.generation_routes import GenerationRoute
 from caraserve.http.json_reader import Body, parse_object
 from caraserve.http.proxy import ForwardedRequest, PeerProxy, RefusedError, UnreachedError, body_digest
 from caraserve.http.queue_rebalance import QueueRebalancer
 from caraserve.http.responses import error_response, note_parsed, read_body
 from caraserve.http.validation import Fields
+from caraserve.loop import Engine
+from caraserve.lora.settings import AdapterSettings
 from caraserve.util.tasks import in_turns
 
 log = logging.getLogger("caraserve.http")
@@ -95,19 +97,32 @@ async def _answer_verified(
         values["seed"] = claims.seed
     fields = Fields(values)
     # The sender has resolved the model's name; this instance may not know it yet.
-    find: Find = lambda model: None if model in engine.base_names else claims.adapter  # noqa: E731
+    chosen = None
+    if claims.adapter is not None:
+        chosen = ChosenAdapter(claims.adapter, settings_of(request.app[CONTEXT], claims.adapter).defaults)
+        if chosen.defaults.digest != claims.defaults_digest:
+            return _refused(engine, selector, Refusal("no-adapter", _NEVER))
+    find: Find = lambda model: None if model in engine.base_names else chosen  # noqa: E731
     api_request = await route.parse(fields, engine, find, request[CLIENT])
     note_parsed(request, fields, api_request)
-    routed = _RoutedRequest(router, request, api_request, is_forwarded=True)
-    refusal = selector.refusal(routed.arrival, force=claims.force, digest=claims.digest)
+    routed = _RoutedRequest(router, request, api_request, forwarded_digest=claims.digest)
+    # Without a digest, the adapter is one that is, or was a moment ago, being uploaded to this instance.
+    refusal = selector.refusal(routed.arrival, force=claims.force, digest=claims.digest or None)
     if refusal is None:
         try:
             response = await routed.answer_here()
         except _MovedError as moved:
             refusal = moved.refusal
+        except OtherVersionError:
+            refusal = Refusal("no-adapter", _NEVER)
         else:
             selector.routing_metrics.received += 1
             return response
+    return _refused(engine, selector, refusal)
+
+
+def _refused(engine: Engine, selector: InstanceSelector, refusal: Refusal) -> web.Response:
+    """The response to an instance whose request is not answered here."""
     increment(selector.routing_metrics.refused, refusal.reason)
     retry_after_s = engine.predicted_wait_s() if refusal.reason == "full" else _RETRY_S
     refused = error_response(ForwardRefused(refusal.reason, retry_after_s=retry_after_s))
@@ -122,13 +137,19 @@ class _MovedError(Exception):
 
 
 class _RoutedRequest:
-    """One request that this instance or another one answers. `is_forwarded`: by another instance
-    to this one."""
+    """One request that this instance or another one answers."""
 
     def __init__(
-        self, router: ClusterRouter, request: web.Request, api_request: ApiRequest, *, is_forwarded: bool = False
+        self,
+        router: ClusterRouter,
+        request: web.Request,
+        api_request: ApiRequest,
+        *,
+        forwarded_digest: str | None = None,
     ) -> None:
-        self._is_forwarded = is_forwarded
+        """`forwarded_digest`: of the adapter's version that the forwarding instance means, empty if it knows none; None
+        for a request that was not forwarded."""
+        self._forwarded_digest = forwarded_digest
         self._router, self._request, self._api_request = router, request, api_request
         self._selector, self._adapter = router.selector, api_request.adapter
         # The largest of several prompts or answers stands for all of them: it decides where they fit.
@@ -154,7 +175,8 @@ class _RoutedRequest:
             except _MovedError as moved:
                 attempts.failed(moved.refusal)
             except RefusedError as error:
-                refused = error.response
+                if error.refusal.reason != "no-adapter":  # which no client could make anything of
+                    refused = error.response
                 attempts.failed(error.refusal)
             except UnreachedError:
                 attempts.failed(None)
@@ -163,10 +185,11 @@ class _RoutedRequest:
         raise Unreachable("No instance that has the adapter can be reached now.", retry_after_s=_RETRY_S)
 
     async def answer_here(self) -> web.StreamResponse:
-        """Answers on this instance's engine. Raises CaraServeError or _MovedError when nothing has been sent yet."""
+        """Answers on this instance's engine. Raises CaraServeError, _MovedError or OtherVersionError when nothing has
+        been sent yet."""
         await self._selector.obtain(self._adapter)
         predicted_ms = self._count_sent(self._selector.name)
-        generation = Generation(self._request, self._api_request)
+        generation = Generation(self._request, self._api_request, self._forwarded_digest or "")
         with self._router.rebalancer.track(generation, self.arrival) as queued:
             try:
                 result = await generation.run()
@@ -187,8 +210,15 @@ class _RoutedRequest:
         routing_metrics, adapter = self._selector.routing_metrics, self._adapter
         known = None if adapter is None else self._selector.resolve(adapter)
         digest = "" if known is None else known.digest
+        settings = AdapterSettings() if adapter is None else settings_of(self._request.app[CONTEXT], adapter)
         forwarded = ForwardedRequest(
-            received.raw, await body_digest(received.raw), attempts.id, adapter, digest, received.drawn_seed
+            received.raw,
+            await body_digest(received.raw),
+            attempts.id,
+            adapter,
+            digest,
+            settings.defaults.digest,
+            received.drawn_seed,
         )
         predicted_ms, began_s = self._count_sent(peer.name), time.perf_counter()
         try:
@@ -213,7 +243,7 @@ class _RoutedRequest:
 
     def _observe(self, name: str, predicted_ms: float, took_ms: float, tokens: int) -> None:
         """Compares the predicted time per token with the observed one."""
-        if len(self._api_request.requests) == 1 and tokens > 0 and not self._is_forwarded:
+        if len(self._api_request.requests) == 1 and tokens > 0 and self._forwarded_digest is None:
             self._selector.routing_metrics.observe_latency(name, predicted_ms, took_ms / tokens)
 
 

@@ -15,10 +15,10 @@ from caraserve.engine.active_request import TokenStream
 from caraserve.errors import BackendFailed, CaraServeError, Draining
 from caraserve.http.access.adapter_version import check_version
 from caraserve.http.api_request import ApiRequest, ReceivedBody
-from caraserve.http.context import CONTEXT, REQUEST_ID, SERVED_BY
+from caraserve.http.context import ANSWERED_BY, CONTEXT, REQUEST_ID, SERVED_BY
 from caraserve.http.management.adapters import tier_of
 from caraserve.http.request_log import SUMMARY, model_label
-from caraserve.http.streaming import EventStream, comment, tokens_comment
+from caraserve.http.streaming import EventStream, comment, progress_comment, tokens_comment
 from caraserve.http.tracing import TRACE
 from caraserve.http.usage import ResponseTotals, TokenCounts
 from caraserve.http.whole_answer import WholeAnswer, paced
@@ -53,12 +53,17 @@ class GenerationResult:
     finishes: Sequence[Finish] = ()
 
 
+class OtherVersionError(Exception):
+    """The adapter's name stands for another version now than the instance meant that forwarded the request."""
+
+
 class Generation:
     """Answers one API request. However `run` ends, a disconnect included, no engine request is left running."""
 
-    def __init__(self, request: web.Request, api_request: ApiRequest) -> None:
+    def __init__(self, request: web.Request, api_request: ApiRequest, digest: str = "") -> None:
+        """`digest`: of the version of the adapter that must answer; empty: the one for which its name stands now."""
         self.api_request = api_request
-        self._request = request
+        self._request, self._digest = request, digest
         self._context = request.app[CONTEXT]
         self._streams: list[TokenStream] = []
         self._events: EventStream | None = None
@@ -74,14 +79,16 @@ class Generation:
             stream.cancel()
 
     async def run(self) -> GenerationResult:
-        """Generates and sends the response. Raises CaraServeError when nothing has been sent yet."""
-        result = None
+        """Generates and sends the response. Raises CaraServeError or OtherVersionError when nothing has been sent
+        yet."""
+        result, self._request[SUMMARY].phases = None, None  # another attempt may have noted its own
         try:
             await self._submit()
             result = await (self._stream() if self.api_request.stream else self._gather())
             return result
         finally:
             if result is None or not result.finishes:  # otherwise all have ended, and 2,048 calls take 4 ms
+                self._note_reached()
                 self.cancel()
 
     async def _submit(self) -> None:
@@ -95,7 +102,10 @@ class Generation:
             async for stream in in_turns(submitted):
                 self._streams.append(stream)
                 if len(self._streams) == 1:  # all of them get this version of the adapter
-                    self._note_version(stream.served_by())
+                    served_by = stream.served_by()
+                    if self._digest and served_by.partition("@")[2] != self._digest:
+                        raise OtherVersionError
+                    self._note_version(served_by)
 
     def _note_version(self, served_by: str) -> None:
         """Notes what answers, once it is known, for the header and the log line. Raises VersionDiffers if it is not
@@ -103,6 +113,24 @@ class Generation:
         if served_by and SERVED_BY not in self._request:
             check_version(self._request, served_by)
             self._request[SERVED_BY], self._request[SUMMARY].model = served_by, model_label(served_by)
+
+    def _note_reached(self) -> None:
+        """Notes the phases that a failed request has reached: those of the engine request that failed or, where the
+        client or its deadline ended all, of the one that was queued last."""
+        if self._streams and self._request[SUMMARY].phases is None:
+            self._request[SUMMARY].phases = self._streams[-1].phases()
+
+    def _checked(self, finish: Finish | None) -> Finish:
+        """Raises the error of a request that failed, or that the server, not the client, has cancelled."""
+        if finish is None:
+            raise BackendFailed("The engine ended a request without saying how.")
+        if finish.reason in ("error", "cancelled"):
+            self._request[SUMMARY].phases = finish.phases
+        if finish.reason == "error":
+            raise finish.error or BackendFailed("The request failed on the device.")
+        if finish.reason == "cancelled":
+            raise Draining("The server stopped before the answer was complete.", retry_after_s=1.0)
+        return finish
 
     async def _gather(self) -> GenerationResult:
         writer, turns = self.api_request.writer, self._context.logprob_turns
@@ -113,7 +141,7 @@ class Generation:
                 await answer.gather(stream, turns)
             finally:
                 self._request[SUMMARY].note_tokens(answer.num_tokens)
-            return _checked(answer.finish)
+            return self._checked(answer.finish)
 
         finishes = await _run_together(map(finish, answers, self._streams), len(answers))
         totals = await self._note_totals(finishes)
@@ -160,13 +188,16 @@ class Generation:
         writer, generated = self.api_request.writer, 0
         async for delta in stream:
             if delta.finish is not None:
-                _checked(delta.finish)
+                self._checked(delta.finish)
             self._note_version(stream.served_by())
             generated += len(delta.token_ids)
             self._request[SUMMARY].note_tokens(len(delta.token_ids))
             counts = TokenCounts(len(inputs.prompt_ids), generated, delta.finish.cached_tokens if delta.finish else 0)
             async for part in paced(delta, self._context.logprob_turns):
-                if new := writer.events(index, part, counts):
+                new = writer.events(index, part, counts)
+                if ANSWERED_BY in self._request and (new or events.started):
+                    new = progress_comment(self._request[SUMMARY].completion_tokens or 0) + new
+                if new:
                     await events.send(new)
             if delta.finish is not None:
                 return delta.finish
@@ -193,17 +224,6 @@ async def _run_together(parts: Iterator[Coroutine[Any, Any, Finish]], count: int
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [finishes[position] for position in range(count)]
-
-
-def _checked(finish: Finish | None) -> Finish:
-    """Raises the error of a request that failed, or that the server, not the client, has cancelled."""
-    if finish is None:
-        raise BackendFailed("The engine ended a request without saying how.")
-    if finish.reason == "error":
-        raise finish.error or BackendFailed("The request failed on the device.")
-    if finish.reason == "cancelled":
-        raise Draining("The server stopped before the answer was complete.", retry_after_s=1.0)
-    return finish
 
 
 def _late_error(request: web.Request, error: Exception) -> CaraServeError:

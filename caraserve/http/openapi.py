@@ -12,6 +12,7 @@ from aiohttp import web
 
 from caraserve import __version__
 from caraserve.cluster.routing.forward_auth import PREFIX as PEER_PREFIX
+from caraserve.errors import RateLimited
 from caraserve.http.access.auth import PROBES
 from caraserve.http.apis.anthropic_messages_writer import error_status
 from caraserve.http.context import CONTEXT
@@ -120,7 +121,8 @@ def _errors(operation: Operation) -> dict[int, dict[str, Any]]:
     """The responses with an error, by status, described by the docstrings of the errors."""
     reasons = {status: [text] for status, text in (_OF_ANY | (_OF_BODIES if operation.has_body else {})).items()}
     for error in operation.errors:
-        status = error_status(error.status) if operation.is_messages else error.status
+        is_overload = operation.is_messages and not issubclass(error, RateLimited)
+        status = error_status(error.status) if is_overload else error.status
         reasons.setdefault(status, []).append((error.__doc__ or "").partition("\n")[0])
     schema = {"$ref": f"#/components/schemas/{'MessagesError' if operation.is_messages else 'Error'}"}
     return {

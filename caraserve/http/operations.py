@@ -122,6 +122,11 @@ _ADAPTER = _whole(
     pinned=or_null(one_of(*PINS)),
     labels={"type": "object", "additionalProperties": _STRING},
 )
+_FULL_ADAPTER = _ADAPTER | {
+    "required": [*_ADAPTER["required"], "chat_template", "stop", "sampling"],
+    "properties": _ADAPTER["properties"]
+    | {"chat_template": or_null(_STRING), "stop": or_null(_list_of(_STRING)), "sampling": or_null(_OBJECT)},
+}
 
 
 def _listed(item: Schema, **more: Schema) -> Schema:
@@ -139,6 +144,7 @@ _RANKING = _whole(
     id=_STRING,
     model=_STRING,
     usage=_PROMPT_USAGE,
+    meta=_whole(tokens=_whole(input_tokens=_INTEGER, output_tokens=_INTEGER)),
     results=_list_of(
         object_of(
             ("index", "relevance_score"),
@@ -194,9 +200,9 @@ _DEADLINE_PARAMETER = {
 _Errors = tuple[type[CaraServeError], ...]
 _OF_ANY: _Errors = (errors.Unauthorized, errors.Forbidden, errors.ServerBusy)
 _OF_BODIES: _Errors = (errors.InvalidRequest, errors.PayloadTooLarge)
-_OF_TOKENS: _Errors = (errors.NotFound,)
+_OF_TOKENS: _Errors = (errors.NotFound, errors.RateLimited, errors.Overloaded)
 _OF_ENGINE: _Errors = (
-    *(errors.NotFound, errors.NonFiniteLogits, errors.Overloaded, errors.Draining),
+    *(errors.NotFound, errors.NonFiniteLogits, errors.RateLimited, errors.Overloaded, errors.Draining),
     *(errors.Unreachable, errors.InstanceLost, errors.DeadlineExceeded, errors.BackendFailed, errors.VersionDiffers),
 )
 _OF_TEXT: _Errors = (*_OF_ENGINE, errors.GrammarTooComplex)
@@ -297,21 +303,22 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ),
     ("GET", "/v1/adapters"): Operation("Lists the adapters.", {_JSON: _listed(_ADAPTER)}),
     ("GET", "/v1/adapters/{name}"): Operation(
-        "Shows an adapter.", {_JSON: _ADAPTER}, raises=(errors.NotFound,), parameters=(_ADAPTER_PARAMETER,)
+        "Shows an adapter.", {_JSON: _FULL_ADAPTER}, raises=(errors.NotFound,), parameters=(_ADAPTER_PARAMETER,)
     ),
     ("PUT", "/v1/adapters/{name}"): Operation(
         "Stores an adapter, as a tar or safetensors file, under a name; 201 if the name is new.",
-        {_JSON: _ADAPTER},
+        {_JSON: _FULL_ADAPTER},
         raises=_OF_ADAPTERS,
         parameters=(_ADAPTER_PARAMETER, _CONFIG_PARAMETER, *_SHA256_PARAMETERS),
         takes_bytes=True,
         creates=True,
     ),
     ("PATCH", "/v1/adapters/{name}"): Operation(
-        "Sets an adapter's labels, and the cache in which it is kept.",
-        {_JSON: _ADAPTER},
+        "Sets an adapter's labels, the cache in which it is kept, and what its requests take where they leave a field "
+        "out. A null ends a default.",
+        {_JSON: _FULL_ADAPTER},
         request_schema.ADAPTER_SETTINGS,
-        raises=_OF_ADAPTERS,
+        raises=(*_OF_ADAPTERS, errors.Overloaded),
         parameters=(_ADAPTER_PARAMETER,),
     ),
     ("DELETE", "/v1/adapters/{name}"): Operation(
@@ -367,6 +374,10 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         request_schema.DETOKENIZE,
         ("tokens",),
         raises=_OF_TOKENS,
+    ),
+    ("GET", "/tokenizer_info"): Operation(
+        "Shows the tokenizer's class, special tokens, flags and chat template.",
+        {_JSON: object_of(("tokenizer_class",), tokenizer_class=_STRING, chat_template=_STRING)},
     ),
     ("POST", "/v1/load_lora_adapter"): _LOAD,
     ("POST", "/load_lora_adapter"): _LOAD,

@@ -43,7 +43,7 @@ from caraserve.http.context import CLIENT, CONTEXT, REQUEST_ID, SERVED_BY
 from caraserve.http.deadline import remaining_time_header
 from caraserve.http.json_reader import Body
 from caraserve.http.request_log import SUMMARY, model_label
-from caraserve.http.streaming import EventStream, tokens_in
+from caraserve.http.streaming import EventStream, error_in, tokens_in, without_progress
 from caraserve.http.tracing import forward_headers_of
 
 _CONNECT_S = 0.5
@@ -88,6 +88,7 @@ class ForwardedRequest:
     id: str
     adapter: str | None
     adapter_digest: str
+    defaults_digest: str
     seed: int | None
 
 
@@ -96,7 +97,7 @@ class ProxyResult:
     """An answer that came back, whole or not."""
 
     response: web.StreamResponse
-    tokens: int  # of the answer; of a stream that says nothing of them, its events
+    tokens: int  # of the answer, or of what has come of it
     end: End = "whole"
 
 
@@ -180,8 +181,9 @@ class PeerProxy:
             log.warning("request %s: %s failed in the middle of an answer", request[REQUEST_ID], peer.name)
         summary = request[SUMMARY]
         summary.forwarded_to, summary.completion_tokens = peer.name, result.tokens
+        summary.phases = None  # of an attempt on this instance
         if forwarded.adapter is not None:
-            summary.model = model_label(f"{forwarded.adapter}@{forwarded.adapter_digest}")
+            summary.model = model_label(request.get(SERVED_BY) or f"{forwarded.adapter}@{forwarded.adapter_digest}")
         return result
 
     async def _exchange(
@@ -194,6 +196,7 @@ class PeerProxy:
             receiver=peer.name,
             adapter=forwarded.adapter,
             digest=forwarded.adapter_digest,
+            defaults_digest=forwarded.defaults_digest,
             seed=forwarded.seed,
             force=peer.force,
             time_ms=int(time.time() * 1000),
@@ -236,6 +239,7 @@ class _UpstreamResponse:
     def __init__(self, request: web.Request, peer: str) -> None:
         self._request, self._peer = request, peer
         self._events: EventStream | None = None
+        self._tokens: int | None = None  # of a stream so far; None if it says nothing of them
         self._format = stream_format(request.path)
 
     @property
@@ -269,7 +273,7 @@ class _UpstreamResponse:
             self._events = events
             # The start of an event: clients get whole events, so that an error can follow any of them.
             partial = bytearray()
-            tokens, done = 0, False
+            done = False
             while chunk := await _read_from_peer(response.content.readany()):
                 searched = max(0, len(partial) - 1)  # the two newlines of an event's end may come in two chunks
                 partial += chunk
@@ -278,26 +282,40 @@ class _UpstreamResponse:
                     if len(partial) > _LONGEST_EVENT:
                         raise _PeerFailedError(f"{self._peer} sent an event of more than {_LONGEST_EVENT} bytes")
                     continue
-                whole = bytes(partial[:end])
+                whole = self._count(bytes(partial[:end]))
                 del partial[:end]
-                counted = tokens_in(whole)
-                tokens = (_completion_tokens(whole) or tokens) if counted is None else counted
                 done = whole.endswith(self._format.stream_end)
+                if error := error_in(whole):
+                    self._request[SUMMARY].error = error
                 try:
-                    await events.send(whole)
+                    if whole:
+                        await events.send(whole)
                 except ConnectionError:
-                    return ProxyResult(events.response, events.num_events, "cut")
+                    return ProxyResult(events.response, self._tokens_so_far(), "cut")
                 finally:
-                    self._request[SUMMARY].completion_tokens = events.num_events
+                    self._request[SUMMARY].completion_tokens = self._tokens_so_far()
             if not done or partial:
                 raise _PeerFailedError(f"{self._peer} ended a stream too early")
-        return ProxyResult(events.response, tokens or events.num_events)
+        return ProxyResult(events.response, self._tokens_so_far())
+
+    def _count(self, events: bytes) -> bytes:
+        """Notes how many tokens there are after these events. Returns what the client gets of them."""
+        events, so_far = without_progress(events)
+        total = tokens_in(events)
+        if (count := so_far if total is None else total) is not None:
+            self._tokens = count
+        return events
+
+    def _tokens_so_far(self) -> int:
+        """The tokens of a stream, or its events if it says nothing of them."""
+        assert self._events is not None
+        return self._events.num_events if self._tokens is None else self._tokens
 
     async def end_with_error(self, stopped: Draining | None) -> ProxyResult:
         """Ends a stream whose instance has failed, or (`stopped`) that takes longer than this instance's drain."""
         assert self._events is not None
         lost = InstanceLost(f"The instance {self._peer} that was answering has gone; send the request again.")
-        tokens = self._events.num_events  # without the error
+        tokens = self._tokens_so_far()  # without the error
         await self._events.end_with_error(stopped or lost)
         return ProxyResult(self._events.response, tokens, "cut" if stopped else "lost")
 

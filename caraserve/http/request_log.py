@@ -39,7 +39,7 @@ class RequestSummary:
     ignored: str = ""  # fields that were sent and not read, as the header lists them
     forwarded_to: str = ""  # the instance that answered; empty for this one
     finish: str = ""  # the reasons
-    phases: Phases | None = None  # of the slowest answer
+    phases: Phases | None = None  # of the slowest answer, or those that a failed request has reached
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
@@ -76,6 +76,17 @@ def listed(names: Iterable[str]) -> str:
     return text if len(text) <= _LONGEST_LIST else f"{text[:_LONGEST_LIST].rpartition(', ')[0]}, ..."
 
 
+def note_end(request: web.Request, status: int) -> int:
+    """Notes the error that ended a stream. Returns the status to report: not the stream's if the client has left."""
+    stream = request.get(EVENT_STREAM)
+    if stream is None:
+        return status
+    if stream.error is not None:
+        request[SUMMARY].note_error(stream.error)
+        return status
+    return status if stream.ended else CLIENT_LEFT
+
+
 def log_request(request: web.Request, request_id: str, status: int) -> None:
     """Logs a POST of an authenticated client. All other requests are only counted in the metrics: pages, lists, probes,
     and clients without a key, which could fill the log."""
@@ -87,11 +98,6 @@ def log_request(request: web.Request, request_id: str, status: int) -> None:
     ):
         return
     summary = request[SUMMARY]
-    stream = request.get(EVENT_STREAM)
-    if stream is not None and stream.error is not None:
-        summary.note_error(stream.error)
-    elif stream is not None and not stream.ended:
-        status = CLIENT_LEFT
     details: dict[str, object] = {
         "id": request_id,
         "client": request[CLIENT].name,

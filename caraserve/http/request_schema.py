@@ -394,7 +394,14 @@ UNLOAD_ADAPTER = KnownFields(
     frozenset(("lora_int_id",)),
 )
 
-ADAPTER_SETTINGS = KnownFields(_served(body.LABELS, body.PINNED), _instead(pin=("pinned", ()), tags=("labels", ())))
+ADAPTER_SAMPLING = KnownFields(_served(*body.DEFAULT_SAMPLING), {})
+
+ADAPTER_SETTINGS = KnownFields(
+    _served(body.LABELS, body.PINNED, body.CHAT_TEMPLATE, body.STOP, body.SAMPLING),
+    _instead(pin=("pinned", ()), tags=("labels", ()), template=("chat_template", ()), stop_sequences=("stop", ()))
+    | _refused("send it in sampling", *ADAPTER_SAMPLING.served)
+    | _refused("an adapter has no default for it; leave it out", *(CHAT.served - {"stop"} - ADAPTER_SAMPLING.served)),
+)
 
 ALIAS = KnownFields(_served(body.ALIASED_ADAPTER), _instead(name=("adapter", ()), lora_name=("adapter", ())))
 

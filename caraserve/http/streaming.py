@@ -19,7 +19,9 @@ _HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
+_PROGRESS_COMMENT = re.compile(rb"(?:\A|(?<=\n\n)): tokens_so_far ([0-9]{1,15})\n\n")
 _TOKENS_COMMENT = re.compile(rb"(?:\A|\n\n): completion_tokens ([0-9]{1,15})\n\n")
+_ERROR_COMMENT = re.compile(rb"(?:\A|\n\n): error ([a-z_]{1,64})\n\n")
 
 
 def comment(text: str) -> bytes:
@@ -37,6 +39,30 @@ def tokens_in(events: bytes) -> int | None:
     """The number that `tokens_comment` has stated in whole events; None if it is not among them."""
     found = _TOKENS_COMMENT.search(events)
     return None if found is None else int(found[1])
+
+
+def error_comment(error: CaraServeError) -> bytes:
+    """The comment before the event of an error, whose form depends on the API: an instance that forwards the stream
+    logs the error."""
+    return comment(f"error {error.code or error.type}")
+
+
+def error_in(events: bytes) -> str:
+    """The error that `error_comment` has named in whole events; empty if it is not among them."""
+    found = _ERROR_COMMENT.search(events) if b": error " in events else None  # nearly always None, in 0.1 µs
+    return "" if found is None else found[1].decode()
+
+
+def progress_comment(count: int) -> bytes:
+    """The comment before every event of a stream to an instance that forwards it: the tokens so far, which this counts
+    if the stream is cut. Its client does not get them."""
+    return comment(f"tokens_so_far {count}")
+
+
+def without_progress(events: bytes) -> tuple[bytes, int | None]:
+    """Takes every `progress_comment` out of whole events. Returns the others, and the last number or None."""
+    counts = _PROGRESS_COMMENT.findall(events)
+    return (_PROGRESS_COMMENT.sub(b"", events), int(counts[-1])) if counts else (events, None)
 
 
 class EventStream:
@@ -103,7 +129,8 @@ class EventStream:
             async with asyncio.timeout(self._timings.write_s):
                 if not self.ended:
                     self.error = error
-                    await self.send(self._format.error_event(error, self.num_events) + self._format.stream_end)
+                    event = self._format.error_event(error, self.num_events)
+                    await self.send(error_comment(error) + event + self._format.stream_end)
                 await self.response.write_eof()
         except TimeoutError:
             self._cut()

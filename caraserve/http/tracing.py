@@ -34,6 +34,7 @@ class Forward:
     peer: str
     began_ns: int
     ended_ns: int
+    failed: bool  # without an answer
 
 
 @dataclass(slots=True)
@@ -70,14 +71,18 @@ class Tracer:
         trace, summary = request.get(TRACE), request[SUMMARY]
         if trace is None or not summary.model or CLIENT not in request:
             return
-        ended_ns = time.time_ns()
+        ended_ns, is_error = time.time_ns(), status >= 400 or bool(summary.error)
         self._add(
             trace, "llm_request", _SERVER, trace.span_id, trace.parent_id, trace.began_ns, ended_ns,
-            self._facts(request, trace, summary, status), is_error=status >= 400 or bool(summary.error),
+            self._facts(request, trace, summary, status), is_error=is_error,
         )  # fmt: skip
         for one in trace.forwards:
             facts: dict[str, Value | None] = {"caraserve.instance": one.peer}
-            self._add(trace, "forward", _CLIENT, one.span_id, trace.span_id, one.began_ns, one.ended_ns, facts)
+            answered = one is trace.forwards[-1] and bool(summary.forwarded_to)
+            self._add(
+                trace, "forward", _CLIENT, one.span_id, trace.span_id, one.began_ns, one.ended_ns, facts,
+                is_error=one.failed or (answered and is_error),
+            )  # fmt: skip
         if summary.phases is not None:
             offset_ns = time.time_ns() - time.monotonic_ns()
             for phase in summary.phases.history:
@@ -102,7 +107,7 @@ class Tracer:
             "caraserve.adapter.tier": trace.tier or None,
             "caraserve.finish": summary.finish or None,
             "caraserve.forwarded_to": summary.forwarded_to or None,
-            "error.type": summary.error or None,
+            "error.type": summary.error or (str(status) if status >= 400 else None),
         }
         if phases is not None:
             facts |= {
@@ -112,6 +117,7 @@ class Tracer:
                 "caraserve.stalled_ms": phases.stalled_ms,
                 "caraserve.interrupted_ms": phases.interrupted_ms,
                 "caraserve.cpu_layers": phases.cpu_layers,
+                "caraserve.cpu_lora_ms": phases.cpu_lora_ms,
             }
         return facts
 
@@ -159,8 +165,9 @@ def forward_headers_of(request: web.Request, peer: str) -> Iterator[dict[str, st
     if trace is None:
         yield {}
         return
-    span_id, began_ns = secrets.token_hex(8), time.time_ns()
+    span_id, began_ns, failed = secrets.token_hex(8), time.time_ns(), True
     try:
         yield {TRACEPARENT: f"00-{trace.trace_id}-{span_id}-01"}
+        failed = False
     finally:
-        trace.forwards.append(Forward(span_id, peer, began_ns, time.time_ns()))
+        trace.forwards.append(Forward(span_id, peer, began_ns, time.time_ns(), failed))

@@ -50,5 +50,6 @@ class ResponseTotals:
         return (
             f"queued={phases.queued_ms:.3f};load={phases.load_ms:.3f};"
             f"prefill={phases.prefill_ms:.3f};decode={phases.decode_ms:.3f};"
-            f"stalled={phases.stalled_ms:.3f};interrupted={phases.interrupted_ms:.3f};cpu_layers={phases.cpu_layers}"
+            f"stalled={phases.stalled_ms:.3f};interrupted={phases.interrupted_ms:.3f};"
+            f"cpu_lora={phases.cpu_lora_ms:.3f};cpu_layers={phases.cpu_layers}"
         )

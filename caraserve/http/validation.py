@@ -30,6 +30,7 @@ class Fields:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
+        self._defaults: Mapping[str, Any] = {}
         self._read: set[str] = set()
         self._nested: dict[str, Fields] = {}
         self._skipped: list[str] = []
@@ -37,6 +38,10 @@ class Fields:
     def items(self) -> ItemsView[str, Any]:
         """All names and values, as the client sent them."""
         return self._values.items()
+
+    def take_defaults(self, values: Mapping[str, Any]) -> None:
+        """Reads fields that are absent as those of `values` from now on."""
+        self._defaults = values
 
     def unread(self) -> list[str]:
         """Names that have a value and have not been read, those of `nested` objects as `outer.inner`, and skipped
@@ -51,9 +56,10 @@ class Fields:
             self._skipped.append(part)
 
     def raw(self, name: str) -> Any:
-        """The value as JSON gave it, None if absent."""
+        """The value as JSON gave it, else its default, None if absent."""
         self._read.add(name)
-        return self._values.get(name)
+        value = self._values.get(name)
+        return self._defaults.get(name) if value is None else value
 
     def maybe_integer(self, name: str, low: int, high: int) -> int | None:
         value = self.raw(name)
@@ -161,7 +167,7 @@ def sampling_params(fields: Fields, engine: Engine) -> SamplingParams:
         top_k=max(0, body_fields.TOP_K.read(fields, default=model.get("top_k"))),
         min_p=body_fields.MIN_P.read(fields, default=model.get("min_p")),
         seed=body_fields.SEED.read(fields),
-        stop=_stop(fields),
+        stop=stop_strings(fields),
         stop_token_ids=token_ids("stop_token_ids", stop_ids, vocab_size),
         include_stop_str_in_output=body_fields.INCLUDE_STOP_STR_IN_OUTPUT.read(fields),
         ignore_eos=body_fields.IGNORE_EOS.read(fields),
@@ -229,7 +235,8 @@ def check_min_tokens(min_tokens: int, max_tokens: int) -> None:
         )
 
 
-def _stop(fields: Fields) -> tuple[str, ...]:
+def stop_strings(fields: Fields) -> tuple[str, ...]:
+    """The strings of `stop`, none if it is absent. Raises InvalidRequest."""
     value = fields.raw("stop")
     stops = [value] if isinstance(value, str) else fields.array("stop", MAX_STOPS)
     for stop in stops:

@@ -1,16 +1,20 @@
 """Aliases: names that stand for an adapter's name, such as prod for sql-v7, and are switched in one step.
 
-A request resolves its alias once, when it is read. Aliases are this instance's own; those of other instances are set
-there.
+A request resolves its alias once, when it is read, on the instance that received it. With peers, aliases are the same
+on all instances; the adapter before is part of an alias, so that any instance can roll it back.
 """
 
 import asyncio
+import logging
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, TypeGuard
 
 from caraserve.errors import AdapterRejected, NotFound
-from caraserve.lora.registry import Registry
+from caraserve.lora.replicated_settings import ReplicatedSettings
 from caraserve.util.option_values import ADAPTER_NAME
+
+log = logging.getLogger(__name__)
 
 _KIND = "alias"
 _MOST_ALIASES = 10_000
@@ -26,20 +30,21 @@ class Alias:
 
 
 class Aliases:
-    """Aliases by name. Runs on the event loop; the registry is written on threads."""
+    """Aliases by name. Runs on the event loop."""
 
-    def __init__(self, registry: Registry) -> None:
-        """Reads the aliases of earlier runs; adds a complaint to the registry's for each that is not valid."""
+    def __init__(self, settings: ReplicatedSettings, is_known: Callable[[str], bool]) -> None:
+        """Reads the aliases of earlier runs; adds a complaint to the settings' for each that is not valid. `is_known`:
+        whether a name stands for an adapter on this instance."""
         self.version = 0  # changes with every alias
-        self._registry = registry
+        self._settings, self._is_known = settings, is_known
         self._aliases: dict[str, Alias] = {}
+        self._before: dict[str, str] = {}  # what an alias stood for here, while its adapter is not known here yet
         self._writing = asyncio.Lock()
-        for name, body in registry.settings(_KIND).items():
-            adapter, previous = body.get("adapter"), body.get("previous")
-            if _is_name(adapter) and (previous is None or _is_name(previous)):
-                self._aliases[name] = Alias(name, adapter, previous)
+        for name, body in settings.attach(_KIND, self._apply).items():
+            if (alias := _alias(name, body)) is not None:
+                self._aliases[name] = alias
             else:
-                registry.complaints.append(f"the alias {name!r} in --registry is not valid and is left out")
+                settings.complaints.append(f"the alias {name!r} in --registry is not valid and is left out")
 
     def all(self) -> list[Alias]:
         """Returns all aliases by name."""
@@ -54,6 +59,18 @@ class Aliases:
         if (alias := self.find(name)) is None:
             raise NotFound(f"There is no alias {name[:200]!r}; GET /v1/aliases lists them.", param="name")
         return alias
+
+    def target(self, name: str, is_known: Callable[[str], bool]) -> str:
+        """Returns the adapter that a name stands for: itself if it is no alias, and the one before while the adapter to
+        which another instance has switched the alias is not known here yet. `is_known`: whether a name stands for an
+        adapter."""
+        if (alias := self.find(name)) is None:
+            return name
+        if (before := self._before.get(name)) is not None:
+            if not is_known(alias.adapter) and is_known(before):
+                return before
+            del self._before[name]
+        return alias.adapter
 
     async def point(self, name: str, adapter: str) -> Alias:
         """Points an alias at an adapter; the one that it stood for before is kept for `roll_back`. Raises
@@ -78,17 +95,32 @@ class Aliases:
         """Removes an alias. Raises NotFound."""
         async with self._writing:
             self.get(name)
-            await asyncio.to_thread(self._registry.put_setting, _KIND, name, None)
-            del self._aliases[name]
-            self.version += 1
+            await self._settings.write(_KIND, name, None)
 
     async def _put(self, alias: Alias) -> Alias:
         body: dict[str, Any] = asdict(alias)
         del body["name"]
-        await asyncio.to_thread(self._registry.put_setting, _KIND, alias.name, body)
-        self._aliases[alias.name] = alias
-        self.version += 1
+        await self._settings.write(_KIND, alias.name, body)
         return alias
+
+    def _apply(self, name: str, body: dict[str, Any] | None) -> None:
+        """Takes an alias that was changed, here or on another instance."""
+        old = self._aliases.pop(name, None)
+        before = self._before.pop(name, old.adapter if old is not None else None)
+        alias = None if body is None else _alias(name, body)
+        if alias is not None:
+            self._aliases[name] = alias
+            if before is not None and not self._is_known(alias.adapter):
+                self._before[name] = before
+        elif body is not None:
+            log.warning("the alias %s of another instance is not valid here and is left out", name)
+        self.version += 1
+
+
+def _alias(name: str, body: dict[str, Any]) -> Alias | None:
+    """Returns the alias that settings describe, or None if they are not valid."""
+    adapter, previous = body.get("adapter"), body.get("previous")
+    return Alias(name, adapter, previous) if _is_name(adapter) and (previous is None or _is_name(previous)) else None
 
 
 def _is_name(value: Any) -> TypeGuard[str]:

@@ -25,7 +25,7 @@ from caraserve.lora.adapter import Adapter, RemoteSource, Source, UploadSource, 
 from caraserve.lora.host_loader import Came, Done
 from caraserve.lora.manager import AdapterManager
 from caraserve.lora.peft import inspect_adapter, read_adapter, resolve_adapter_path
-from caraserve.lora.registry import AdapterInfo, Registry
+from caraserve.lora.registry import UPLOADING, AdapterInfo, Registry
 from caraserve.model.spec import ModelSpec
 
 T = TypeVar("T")
@@ -126,11 +126,13 @@ class Catalog:
         reader: AdapterReader,
         rules: CatalogRules,
         observers: Sequence[AdapterObserver] = (),
+        upload_observers: Sequence[AdapterObserver] = (),
     ) -> None:
-        """`observers`: called with the name of each adapter that is loaded or unloaded (None) at run time."""
+        """`observers`: called with the name of each adapter that is loaded or unloaded (None) at run time.
+        `upload_observers`: with that of each that takes requests while it is uploaded, and when that ends (None)."""
         self.manager, self.rules = manager, rules
         self._spec, self._registry = spec, registry
-        self._reader, self._observers = reader, observers
+        self._reader, self._observers, self._upload_observers = reader, observers, upload_observers
         self._infos: dict[str, AdapterInfo] = {}
         self._uploading: dict[str, AdapterInfo] = {}  # with a random digest; not in `_infos`
         self._changing: set[str] = set()  # names being loaded or unloaded
@@ -177,7 +179,7 @@ class Catalog:
                 )
             await self._on_thread(self._registry.put, info)
             self._add(info)
-            self._notify(name, info)
+            self._notify(self._observers, name, info)
             return info
 
     def adopt(self, name: str, digest: str, rank: int, num_bytes: int) -> None:
@@ -187,11 +189,15 @@ class Catalog:
         try:
             self._refuse_unservable(name, digest, rank, num_bytes)
         except CaraServeError:
-            if self._infos.pop(name, None) is not None:
+            if (old := self._infos.pop(name, None)) is not None:
                 self.manager.unregister(name)
+                self._leave_folder(old.digest)
             raise
+        old = self._infos.get(name)
         self._infos[name] = AdapterInfo(name, digest, digest, rank, (), num_bytes, created_s=time.time())
         self.manager.register(name, digest, RemoteSource(digest), num_bytes)
+        if old is not None:
+            self._leave_folder(old.digest)
 
     def _refuse_unservable(self, name: str, digest: str, rank: int, num_bytes: int) -> None:
         self._refuse_if_all_stay()
@@ -217,7 +223,7 @@ class Catalog:
         await self._on_thread(self._registry.remove, name)
         if self._infos.pop(name, None) is None:
             return None
-        self._notify(name, None)
+        self._notify(self._observers, name, None)
         adapter = self.manager.unregister(name)
         self._leave_folder(adapter.digest)
         return adapter
@@ -240,7 +246,7 @@ class Catalog:
         if name in self._infos:
             return False
         digest = secrets.token_hex(32)
-        self._uploading[name] = AdapterInfo(
+        info = self._uploading[name] = AdapterInfo(
             name,
             digest,
             str(self.rules.roots[0] / name),
@@ -248,9 +254,10 @@ class Catalog:
             (),
             spec.num_bytes,
             time.time(),
-            state="uploading",
+            state=UPLOADING,
         )
         self.manager.register(name, digest, source, spec.num_bytes)
+        self._notify(self._upload_observers, name, info)
         return True
 
     def identify_upload(self, name: str, digest: str) -> None:
@@ -261,8 +268,11 @@ class Catalog:
 
     def end_upload(self, name: str) -> None:
         """Ends what `begin_upload` began, when the adapter has been added or its upload has failed."""
-        if self._uploading.pop(name, None) is not None and name not in self._infos:
+        if self._uploading.pop(name, None) is None:
+            return
+        if name not in self._infos:
             self.manager.unregister(name)
+        self._notify(self._upload_observers, name, None)
 
     async def add_stored(self, name: str, spec: AdapterSpec, folder: Path) -> AdapterInfo:
         """Points a name at an adapter whose folder has just been stored and checked, for a caller that is `changing`
@@ -270,7 +280,7 @@ class Catalog:
         info = _info_of(name, spec, folder)
         await self._on_thread(self._registry.put, info)
         self._add(info)
-        self._notify(name, info)
+        self._notify(self._observers, name, info)
         return info
 
     def add_at_start(
@@ -419,8 +429,8 @@ class Catalog:
         """Whether the name's adapter is being loaded, uploaded or unloaded."""
         return name in self._changing
 
-    def _notify(self, name: str, info: AdapterInfo | None) -> None:
-        for observe in self._observers:
+    def _notify(self, observers: Sequence[AdapterObserver], name: str, info: AdapterInfo | None) -> None:
+        for observe in observers:
             observe(name, info)
 
     def changing(self, name: str) -> "_Exclusive":

@@ -15,6 +15,7 @@ from pathlib import Path
 from caraserve.errors import CaraServeError
 from caraserve.lora.aliases import Aliases
 from caraserve.lora.catalog import Catalog, stamp
+from caraserve.lora.uploads import is_uploaded
 from caraserve.util.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,9 @@ class FolderWatch:
             log.warning("%r in --adapters-dir is left out: %r is an alias; rename the folder", str(folder), name)
             return
         try:
-            info = await self._catalog.load(name, str(folder), inplace=True)
+            # An upload that another instance has replaced by now does not come back.
+            is_outdated = old is not None and not old.targets and is_uploaded(folder)
+            info = await self._catalog.load(name, str(folder), inplace=not is_outdated)
         except CaraServeError as error:
             log.warning("%r in --adapters-dir is left out: %s", str(folder), error.message)
         else:

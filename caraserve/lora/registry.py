@@ -7,15 +7,17 @@ import json
 import math
 import sqlite3
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from caraserve.config import ADAPTER_NAME, DIGEST
+from caraserve.config import ADAPTER_NAME, DIGEST, TOMBSTONE_S
 from caraserve.core.lora_layout import MAX_RANK
 from caraserve.errors import CaraServeError, ConfigError
 from caraserve.model.spec import SITES
+from caraserve.util.hybrid_clock import hlc_of
 
 _SCHEMA_VERSION = 2
 _SCHEMA = """
@@ -30,15 +32,24 @@ CREATE TABLE IF NOT EXISTS settings (
     kind TEXT NOT NULL, name TEXT NOT NULL, body TEXT NOT NULL, PRIMARY KEY (kind, name)
 ) WITHOUT ROWID
 """
+# When and where settings were written; a removed name has a row here alone. A separate table, so that earlier versions
+# of the server can still use the file.
+_SETTING_TIMES = """
+CREATE TABLE IF NOT EXISTS setting_times (
+    kind TEXT NOT NULL, name TEXT NOT NULL, hlc INTEGER NOT NULL, writer TEXT NOT NULL, PRIMARY KEY (kind, name)
+) WITHOUT ROWID
+"""
 _COLUMNS = "name, digest, path, rank, targets, num_bytes, created_s, stamp, state"
 _WAIT_FOR_LOCK_S = 1.0
+
+UPLOADING = "uploading"  # state of an adapter that takes requests while it is uploaded
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
     """One registered adapter. `digest` identifies its bytes; `stamp`: sizes and times of its files when they were read.
 
-    `state`: `active`, or `missing` when its files were gone or changed at the last start.
+    `state`: `active`, `missing` when its files were gone or changed at the last start, or, never stored, `UPLOADING`.
     """
 
     name: str
@@ -50,6 +61,27 @@ class AdapterInfo:
     created_s: float  # unix time
     stamp: str = ""
     state: str = "active"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What was last written under a name of one kind: a JSON object, or None if it was removed."""
+
+    kind: str
+    name: str
+    body: dict[str, Any] | None
+    hlc: int = 0  # hybrid logical time
+    writer: str = ""  # the instance that wrote it; empty: this one
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Its kind and name."""
+        return self.kind, self.name
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """The key by which settings of one name are ordered: the last write wins."""
+        return self.hlc, self.writer
 
 
 class Registry:
@@ -72,8 +104,7 @@ class Registry:
                 self._prepare()
                 rows = self._connection.execute(f"SELECT {_COLUMNS} FROM adapters").fetchall()
                 self._infos = self._read(rows)
-                rows = self._connection.execute("SELECT kind, name, body FROM settings").fetchall()
-                self._settings = self._read_settings(rows)
+                self._settings = self._read_settings()
             except BaseException:
                 self._connection.close()
                 raise
@@ -98,28 +129,37 @@ class Registry:
         marks = ", ".join("?" * len(_COLUMNS.split(", ")))
         with self._lock:
             statement = f"INSERT OR REPLACE INTO adapters ({_COLUMNS}) VALUES ({marks})"
-            self._write(statement, [_to_row(info) for info in infos])
+            self._write((statement, [_to_row(info) for info in infos]))
             self._infos |= {info.name: info for info in infos}
 
     def remove(self, name: str) -> None:
         """Removes the adapter of a name, if there is one."""
         with self._lock:
-            self._write("DELETE FROM adapters WHERE name = ?", [(name,)])
+            self._write(("DELETE FROM adapters WHERE name = ?", [(name,)]))
             self._infos.pop(name, None)
 
-    def settings(self, kind: str) -> dict[str, dict[str, Any]]:
-        """Returns the settings of one kind by name: JSON objects, whose fields the caller checks."""
-        return {name: body for (of, name), body in self._settings.items() if of == kind}
+    def settings(self) -> list[Setting]:
+        """Returns all settings, removed ones included; their users check the fields of each body."""
+        return list(self._settings.values())
 
-    def put_setting(self, kind: str, name: str, body: dict[str, Any] | None) -> None:
-        """Sets or removes (None) the settings of a name. Raises CaraServeError when the file cannot be written."""
+    def put_settings(self, settings: Iterable[Setting]) -> None:
+        """Writes settings in one transaction, except those older than what the file has. Raises CaraServeError when the
+        file cannot be written."""
         with self._lock:
-            if body is None:
-                self._write("DELETE FROM settings WHERE kind = ? AND name = ?", [(kind, name)])
-                self._settings.pop((kind, name), None)
-            else:
-                self._write("INSERT OR REPLACE INTO settings VALUES (?, ?, ?)", [(kind, name, json.dumps(body))])
-                self._settings[kind, name] = body
+            news: dict[tuple[str, str], Setting] = {}
+            for setting in settings:
+                old = news.get(setting.key) or self._settings.get(setting.key)
+                if old is None or old.order <= setting.order:
+                    news[setting.key] = setting
+            times = [(*key, one.hlc, one.writer) for key, one in news.items()]
+            bodies = [(*key, json.dumps(one.body)) for key, one in news.items() if one.body is not None]
+            removed = [key for key, one in news.items() if one.body is None]
+            self._write(
+                ("INSERT OR REPLACE INTO setting_times VALUES (?, ?, ?, ?)", times),
+                ("INSERT OR REPLACE INTO settings VALUES (?, ?, ?)", bodies),
+                ("DELETE FROM settings WHERE kind = ? AND name = ?", removed),
+            )
+            self._settings |= news
 
     def close(self) -> None:
         """Closes the file, which unlocks it for other instances."""
@@ -137,16 +177,26 @@ class Registry:
                 infos[info.name] = info
         return infos
 
-    def _read_settings(self, rows: Iterable[tuple[Any, ...]]) -> dict[tuple[str, str], dict[str, Any]]:
-        settings = {}
+    def _read_settings(self) -> dict[tuple[str, str], Setting]:
+        """Returns the valid settings by kind and name, and adds a complaint for each other row."""
+        execute = self._connection.execute
+        rows = execute("SELECT kind, name, body FROM settings").fetchall()
+        now = hlc_of(int(time.time() * 1000))  # a later time is of a wrong clock, and would win until then
+        times = {
+            (kind, name): (min(hlc, now), writer)
+            for kind, name, hlc, writer in execute("SELECT kind, name, hlc, writer FROM setting_times")
+            if isinstance(hlc, int) and hlc >= 0 and isinstance(writer, str) and ADAPTER_NAME.fullmatch(str(name))
+        }
+        settings = {key: Setting(*key, None, *written) for key, written in times.items()}
         for kind, name, text in rows:
             try:
                 body = json.loads(text)
             except (ValueError, TypeError, RecursionError):
                 body = None
             if isinstance(body, dict) and isinstance(name, str) and ADAPTER_NAME.fullmatch(name):
-                settings[kind, name] = body
+                settings[kind, name] = Setting(kind, name, body, *times.get((kind, name), (0, "")))
             else:
+                settings.pop((kind, name), None)
                 self.complaints.append(f"--registry {self._where}: the settings of {_shown(name)} are left out")
         return settings
 
@@ -164,18 +214,23 @@ class Registry:
         elif version != _SCHEMA_VERSION:
             raise self._unusable(f"it belongs to another program or another version of this one (schema {version})")
         execute(_SETTINGS)
+        execute(_SETTING_TIMES)
+        oldest_ms = int((time.time() - TOMBSTONE_S) * 1000)
+        removed = "NOT EXISTS (SELECT 1 FROM settings AS s WHERE s.kind = t.kind AND s.name = t.name)"
+        execute(f"DELETE FROM setting_times AS t WHERE hlc < ? AND {removed}", (hlc_of(oldest_ms),))
         execute("COMMIT")
 
     def _unusable(self, why: str) -> ConfigError:
         hint = "another server uses it" if "locked" in why else "give a file that this server may create"
         return ConfigError(f"--registry {self._where}: {why}; {hint}")
 
-    def _write(self, statement: str, rows: list[tuple[object, ...]]) -> None:
-        """Runs `statement` for all rows in one transaction. The caller holds the lock."""
+    def _write(self, *statements: tuple[str, Sequence[tuple[Any, ...]]]) -> None:
+        """Runs each statement for all its rows, all in one transaction. The caller holds the lock."""
         try:
             with self._connection as transaction:  # commits, or rolls back after any exception
                 transaction.execute("BEGIN IMMEDIATE")
-                transaction.executemany(statement, rows)
+                for statement, rows in statements:
+                    transaction.executemany(statement, rows)
         except (sqlite3.Error, UnicodeError) as error:  # SQLite keeps text as UTF-8, which a path need not be
             raise CaraServeError(f"the registry {self._where} cannot be written: {error}") from None
 

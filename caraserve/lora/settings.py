@@ -1,22 +1,51 @@
-"""Labels and pins of adapters by name, kept in the registry. They are this instance's own.
+"""Labels, pins and request defaults of adapters by name, kept in the registry and, with peers, the same on all.
 
-A pinned adapter is not evicted: from host memory, to which it is read at once, or also from the device, once a request
-has brought it there. The pin belongs to the name and follows it to another version.
+A pinned adapter is not evicted: from host memory, to which it is read at once where its folder is, or also from the
+device, once a request has brought it there. The pin belongs to the name and follows it to another version. It fetches
+nothing from other instances.
 """
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeGuard
 
-from caraserve.config import PINS
-from caraserve.errors import AdapterRejected
+from caraserve.config import PINNED_SHARE, PINS
+from caraserve.errors import AdapterRejected, InvalidRequest
 from caraserve.lora.catalog import Catalog
-from caraserve.lora.registry import Registry
+from caraserve.lora.replicated_settings import ReplicatedSettings
 from caraserve.util.units import human_bytes
 
+log = logging.getLogger(__name__)
+
 _KIND = "adapter"
-_PINNED_SHARE = 2  # all pinned adapters together take at most half of a cache, so that others find room
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDefaults:
+    """What an adapter's requests take where they leave a field out; None: as without the adapter.
+
+    `chat_template`: Jinja text, in place of the model's. `sampling`: values by the names of the request's fields.
+    """
+
+    chat_template: str | None = None
+    stop: tuple[str, ...] | None = None
+    sampling: Mapping[str, float] | None = None
+
+    @property
+    def digest(self) -> str:
+        """Identifies the values; empty without any."""
+        if self == RequestDefaults():
+            return ""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+
+NO_DEFAULTS = RequestDefaults()
+ReadDefaults = Callable[[Mapping[str, Any]], RequestDefaults]
+"""Checks the defaults among the fields of a JSON object. Raises InvalidRequest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,54 +54,71 @@ class AdapterSettings:
 
     labels: Mapping[str, str] = field(default_factory=dict)
     pinned: str | None = None
+    defaults: RequestDefaults = NO_DEFAULTS
 
 
 class SettingsStore:
-    """Settings by adapter name. Runs on the event loop; the registry is written on threads."""
+    """Settings by adapter name. Runs on the event loop."""
 
-    def __init__(self, registry: Registry, catalog: Catalog) -> None:
+    def __init__(self, settings: ReplicatedSettings, catalog: Catalog, read_defaults: ReadDefaults) -> None:
         """Applies the settings of earlier runs to the adapters of the start."""
-        self._registry, self._catalog = registry, catalog
+        self._replicated, self._catalog, self._read_defaults = settings, catalog, read_defaults
         self._writing = asyncio.Lock()
         self._settings: dict[str, AdapterSettings] = {}
-        for name, body in registry.settings(_KIND).items():
-            labels, pinned = body.get("labels"), body.get("pinned")
-            if _are_labels(labels) and (pinned is None or pinned in PINS):
-                self._settings[name] = AdapterSettings(labels, pinned)
-                catalog.manager.set_pin(name, pinned)
+        for name, body in settings.attach(_KIND, self._apply).items():
+            if (found := self._read(body)) is not None:
+                self._set(name, found)
             else:
-                registry.complaints.append(f"the settings of {name!r} in --registry are not valid and are left out")
+                settings.complaints.append(f"the settings of {name!r} in --registry are not valid and are left out")
 
     def get(self, name: str) -> AdapterSettings:
         """Returns an adapter's settings."""
         return self._settings.get(name, AdapterSettings())
 
-    async def set_labels(self, name: str, labels: Mapping[str, str]) -> None:
-        """Replaces an adapter's labels."""
+    async def change(self, name: str, changes: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        """Replaces fields of an adapter's settings and of their `defaults`, which have been checked, in one write.
+        Raises AdapterRejected if the pinned adapters would take more than half of a cache."""
         async with self._writing:
-            await self._put(name, replace(self.get(name), labels=labels))
-
-    async def set_pin(self, name: str, pinned: str | None) -> None:
-        """Pins an adapter, or ends its pin. Raises AdapterRejected if the pinned ones would take more than half of a
-        cache."""
-        async with self._writing:
-            if pinned is not None:
+            if (pinned := changes.get("pinned")) is not None:
                 self._refuse_too_many(name, pinned)
-            await self._put(name, replace(self.get(name), pinned=pinned))
-            self._catalog.manager.set_pin(name, pinned)
+            settings = replace(self.get(name), **changes)
+            await self._put(name, replace(settings, defaults=replace(settings.defaults, **defaults)))
 
     async def remove(self, name: str) -> None:
         """Removes the settings of an adapter that was deleted."""
         async with self._writing:
             if name in self._settings:
-                await asyncio.to_thread(self._registry.put_setting, _KIND, name, None)
-                del self._settings[name]
-                self._catalog.manager.set_pin(name, None)
+                await self._replicated.write(_KIND, name, None)
 
     async def _put(self, name: str, settings: AdapterSettings) -> None:
-        body: dict[str, Any] = {"labels": dict(settings.labels), "pinned": settings.pinned}
-        await asyncio.to_thread(self._registry.put_setting, _KIND, name, body)
+        stop = settings.defaults.stop
+        body: dict[str, Any] = {"labels": dict(settings.labels), "pinned": settings.pinned, **asdict(settings.defaults)}
+        body["stop"] = None if stop is None else list(stop)  # as JSON has it
+        await self._replicated.write(_KIND, name, body)
+
+    def _apply(self, name: str, body: dict[str, Any] | None) -> None:
+        """Takes settings that were changed, here or on another instance."""
+        settings = AdapterSettings() if body is None else self._read(body)
+        if settings is None:
+            log.warning("the settings of %s of another instance are not valid here and are left out", name)
+            return
+        self._set(name, settings)
+        if body is None:
+            del self._settings[name]
+
+    def _set(self, name: str, settings: AdapterSettings) -> None:
         self._settings[name] = settings
+        self._catalog.manager.set_pin(name, settings.pinned)
+
+    def _read(self, body: Mapping[str, Any]) -> AdapterSettings | None:
+        """Returns the settings of a stored body; None if one is not valid."""
+        labels, pinned = body.get("labels"), body.get("pinned")
+        if not _are_labels(labels) or pinned not in (None, *PINS):
+            return None
+        try:
+            return AdapterSettings(labels, pinned, self._read_defaults(body))
+        except InvalidRequest:
+            return None
 
     def _refuse_too_many(self, name: str, pinned: str) -> None:
         sizes = {"host": self._catalog.rules.host_bytes, "device": self._catalog.rules.device_bytes}
@@ -80,7 +126,7 @@ class SettingsStore:
         for cache, size in sizes.items():
             infos = [self._catalog.find(other) for other, pin in wanted.items() if cache in (pin, "host")]
             total = sum({info.digest: info.num_bytes for info in infos if info is not None}.values())
-            if total > size // _PINNED_SHARE:
+            if total > size // PINNED_SHARE:
                 raise AdapterRejected(
                     f"the pinned adapters would take {human_bytes(total)} of the {cache} cache's {human_bytes(size)}; "
                     "half of it at most can be pinned",

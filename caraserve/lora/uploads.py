@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -49,6 +49,7 @@ _RENAME_EXCHANGE = 2  # of renameat2
 _AT_FDCWD = -100
 
 T = TypeVar("T")
+RemovalObserver = Callable[[str, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +73,22 @@ class AdapterUploads:
     """The uploads of one instance. Runs on the event loop; files are written on threads of its own."""
 
     def __init__(
-        self, catalog: Catalog, reader: AdapterReader, model: ModelSpec, root: Path | None, most_image_bytes: int
+        self,
+        catalog: Catalog,
+        reader: AdapterReader,
+        model: ModelSpec,
+        root: Path | None,
+        most_image_bytes: int,
+        observers: Sequence[RemovalObserver] = (),
     ) -> None:
         """`root`: the folder of adapters, None if the server was started without one. `most_image_bytes`: of the
-        largest adapter that can be served."""
+        largest adapter that can be served. `observers`: called with the name and the digest of each adapter that was
+        deleted or replaced by an upload."""
         self.catalog, self.reader, self.model, self.most_bytes = catalog, reader, model, most_image_bytes
-        self._root = root
+        self._root, self._observers = root, observers
         self._executor = ThreadPoolExecutor(_MOST_UPLOADS, "caraserve-upload")
         self._removals = Tasks()
-        self._under_way = 0
+        self._under_way: set[str] = set()  # names
         if root is not None:
             _remove_abandoned(root)
 
@@ -93,12 +101,12 @@ class AdapterUploads:
         """Stores the adapter that `pieces` bring, and points `name` at it. Raises AdapterRejected, PayloadTooLarge,
         Forbidden or ServerBusy; then nothing has changed."""
         folder = self._check(name, claims)
-        self._under_way += 1
-        try:
-            with self.catalog.changing(name):
+        with self.catalog.changing(name):
+            self._under_way.add(name)
+            try:
                 return await _Upload(self, name, folder, claims).run(pieces)
-        finally:
-            self._under_way -= 1
+            finally:
+                self._under_way.remove(name)
 
     def _check(self, name: str, claims: UploadClaims) -> Path:
         """Returns the folder that will have the adapter's files. Refuses what can be refused before a byte is read."""
@@ -114,7 +122,7 @@ class AdapterUploads:
         most_bytes = self.most_bytes + _MOST_OVERHEAD_BYTES
         if (claims.num_bytes or 0) > most_bytes:
             raise PayloadTooLarge(f"The body is larger than {human_bytes(most_bytes)}, which can be served here.")
-        if self._under_way >= _MOST_UPLOADS:
+        if len(self._under_way) >= _MOST_UPLOADS:
             raise ServerBusy(f"{_MOST_UPLOADS} adapters are being uploaded; try again.", retry_after_s=_RETRY_S)
         return folder
 
@@ -134,7 +142,9 @@ class AdapterUploads:
         info = self.catalog.get(name)
         folder = Path(info.path)
         if self._root is None or folder != self._root / name or not is_uploaded(folder):
-            return await self.catalog.unregister(name), None
+            adapter = await self.catalog.unregister(name)
+            self.removed(name, info.digest)
+            return adapter, None
         try:
             hidden = await self.on_thread(_hide, folder)
         except OSError as error:
@@ -146,7 +156,34 @@ class AdapterUploads:
             await self.on_thread(os.rename, hidden, folder)
             self.catalog.manager.moved(info.digest, folder)
             raise
+        self.removed(name, info.digest)
         return adapter, hidden
+
+    def removed(self, name: str, digest: str) -> None:
+        """Calls the observers: a name no longer stands for an adapter, whose files are to be removed."""
+        for observe in self._observers:
+            observe(name, digest)
+
+    async def discard(self, name: str, digest: str) -> None:
+        """Removes the files of an adapter that was uploaded here, once the name no longer stands for it: another
+        instance has deleted or replaced it. Its folder may be shared with that one and have other files by now; an
+        upload under way replaces them itself."""
+        manager = self.catalog.manager
+        while (info := self.catalog.find_whole(name)) is not None and info.digest == digest:
+            await manager.next_change()
+        folder = None if self._root is None else self._root / name
+        if folder is None or not await self.on_thread(_has_upload, folder, digest, self.model):
+            return
+        if name in self._under_way:
+            return
+        adapter = manager.find(digest)
+        is_source = adapter is not None and adapter.source == folder
+        try:
+            hidden = await self.on_thread(_hide, folder)
+        except OSError as error:
+            log.warning("the files of adapter %s cannot be removed: %s", name, error.strerror)
+            return
+        self.remove_later(manager.moved(digest, hidden) if is_source else None, hidden)
 
     async def on_thread(self, function: Callable[..., T], *arguments: object) -> T:
         """Runs a function on one of the threads, to its end."""
@@ -281,6 +318,8 @@ class _Upload:
             self._stream.stored(self._folder)
         if replaced is not None:
             self._uploads.remove_later(adapter, replaced)
+        if old is not None and old.digest != spec.digest:  # otherwise the name still stands for the files elsewhere
+            self._uploads.removed(self._name, old.digest)
         return UploadedAdapter(info, is_new=old is None)
 
     def _end(self, body: UploadBody, hidden: Path) -> None:
@@ -358,6 +397,14 @@ def _hide(folder: Path) -> Path:
     os.rename(folder, hidden)
     os.utime(hidden)  # its requests may still read it when another server with this root removes what is abandoned
     return hidden
+
+
+def _has_upload(folder: Path, digest: str, model: ModelSpec) -> bool:
+    """Returns whether a folder has the files of an uploaded adapter with that digest."""
+    try:
+        return is_uploaded(folder) and inspect_adapter(folder, model).digest == digest
+    except (CaraServeError, OSError):
+        return False
 
 
 def _remove_abandoned(root: Path) -> None:

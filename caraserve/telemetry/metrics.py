@@ -11,12 +11,14 @@ Call points, all on the event loop's thread and all within 2 µs, so the engine 
     observe_load          when an adapter has reached the device
     observe_preemption    when a running request loses its KV blocks
     observe_response      by the HTTP layer, for each response
+    http.observe          by the HTTP layer, for each request that is neither a probe nor another instance's
 
 Counts are plain numbers without locks; `render` writes them as text at each scrape. Of all texts that clients choose,
 only adapter names become labels, and their number is bounded. `tests/http/test_fleet_routers.py` lists what llm-d's
 router, vLLM's production-stack and AIBrix read.
 """
 
+import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 
 from caraserve.core.request import Finish, GenerateRequest
 from caraserve.telemetry.adapter_metrics import AdapterMetrics
+from caraserve.telemetry.http_metrics import HttpMetrics
 from caraserve.telemetry.process_metrics import ProcessMetrics
 from caraserve.telemetry.prometheus import Histogram, Sample, family, label_set
 from caraserve.telemetry.usage import UsageCounters
@@ -107,6 +110,11 @@ _FAMILIES = (
         "histogram",
         "Time in which a request waited for other adapters' loads.",
     ),
+    (
+        "caraserve:request_cpu_lora_seconds",
+        "histogram",
+        "Time that CPU LoRA workers spent on a request which they helped, added over workers.",
+    ),
     ("caraserve:request_phase_seconds", "histogram", "Time of a request by phase."),
 )
 # The histograms that have one series each, and their bounds.
@@ -128,12 +136,13 @@ _HISTOGRAMS: dict[str, Sequence[float]] = {
     "caraserve:iteration_seconds": _SHORT_S,
     "caraserve:adapter_stall_seconds": _SHORT_S,
     "caraserve:adapter_interruption_seconds": _SHORT_S,
+    "caraserve:request_cpu_lora_seconds": _SHORT_S,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """The engine at one moment. Adapters are given by name."""
+    """The engine at one moment. Adapters are given by name; one may have several."""
 
     running: int
     waiting: int
@@ -141,8 +150,10 @@ class EngineSnapshot:
     kv_total_blocks: int
     running_adapters: tuple[str, ...]
     waiting_adapters: tuple[str, ...]
-    device_adapters: tuple[str, ...]
-    host_adapters: tuple[str, ...]  # the most recently used first
+    num_on_device: int  # adapters
+    num_in_host: int
+    device_adapters: frozenset[str]
+    host_adapters: tuple[str, ...]  # the first `MAX_HOST_SERIES` of them, the most recently used first
     draining: bool
 
 
@@ -182,7 +193,10 @@ class Metrics:
         self._workers, self._merges = workers, merges
         self.usage = UsageCounters()
         self._by_adapter = AdapterMetrics(model_name, self._labels)
-        self._more: list[Callable[[str], Iterable[str]]] = [self._by_adapter.families, ProcessMetrics().families]
+        self.http = HttpMetrics()
+        self._more: list[Callable[[str], Iterable[str]]] = [
+            *(self._by_adapter.families, self.http.families, ProcessMetrics().families)
+        ]
         self.computed_tokens = 0  # prompt and output tokens over all iterations
         self._histograms = {name: Histogram(bounds) for name, bounds in _HISTOGRAMS.items()}
         self._first_token_s = self._histograms["vllm:time_to_first_token_seconds"]
@@ -236,6 +250,8 @@ class Metrics:
             "caraserve:adapter_stall_seconds": phases.stalled_ms / 1000,
             "caraserve:adapter_interruption_seconds": phases.interrupted_ms / 1000,
         }
+        if phases.cpu_layers:
+            observed["caraserve:request_cpu_lora_seconds"] = phases.cpu_lora_ms / 1000
         if (later := finish.completion_tokens - 1) > 0:
             observed["vllm:request_time_per_output_token_seconds"] = phases.decode_ms / 1000 / later
         for name, value in observed.items():
@@ -298,14 +314,16 @@ class Metrics:
         return "".join(parts).encode()
 
     def _state(self, snapshot: EngineSnapshot, rank_of: Callable[[str], int]) -> dict[str, list[Sample]]:
-        blocks, device, host = snapshot.kv_total_blocks, snapshot.device_adapters, snapshot.host_adapters
+        blocks = snapshot.kv_total_blocks
         used = snapshot.kv_used_blocks / blocks if blocks else 0.0
         sizes = label_set({"block_size": str(self._block_tokens), "num_gpu_blocks": str(blocks)}) + f",{self._labels}"
-        shown = [*(("gpu", name) for name in device[: self._max_loras])]
-        shown += [("cpu", name) for name in host[:MAX_HOST_SERIES]]
+        active = {*snapshot.running_adapters, *snapshot.waiting_adapters}
+        device = self._used_first(snapshot.device_adapters, active)
+        awaited = sorted(active - snapshot.device_adapters)
+        shown = [*(("gpu", name) for name in device), *(("cpu", name) for name in snapshot.host_adapters)]
         return {
             "vllm:cache_config_info": [(sizes, 1)],
-            "vllm:lora_requests_info": [(self._adapters(snapshot), time.time())],
+            "vllm:lora_requests_info": [(self._adapters(device, awaited), time.time())],
             # Adapter names hold letters, digits and . _ : - only, so they need no escapes.
             "vllm:lora_adapter_loaded": [
                 (f'adapter_name="{name}",level="{level}",pinned="false",rank="{rank_of(name)}",{self._labels}', 1)
@@ -319,26 +337,30 @@ class Metrics:
                     "vllm:gpu_cache_usage_perc": used,
                     "vllm:cpu_cache_usage_perc": 0,
                     "caraserve:draining": int(snapshot.draining),
-                    "vllm:num_gpu_loaded_lora_adapters": len(device),
-                    "vllm:num_cpu_loaded_lora_adapters": len(host),
+                    "vllm:num_gpu_loaded_lora_adapters": snapshot.num_on_device,
+                    "vllm:num_cpu_loaded_lora_adapters": snapshot.num_in_host,
                     "vllm:max_gpu_lora_adapters": self._max_loras,
                 }
             ),
         }
 
-    def _adapters(self, snapshot: EngineSnapshot) -> str:
+    def _used_first(self, device: frozenset[str], active: set[str]) -> list[str]:
+        """Returns as many names of adapters on the device as it can hold adapters, those with requests first. Sorts
+        these names alone: 20,000 names may be of one adapter."""
+        used, idle = device & active, device - active
+        return [*sorted(used), *heapq.nsmallest(self._max_loras, idle)][: self._max_loras]
+
+    def _adapters(self, device: Sequence[str], awaited: Sequence[str]) -> str:
         """Returns the labels of `vllm:lora_requests_info`.
 
         Routers read the sample with the newest time and prefer an instance whose `running_lora_adapters` has the
-        adapter. So `running` lists all adapters on the device, used ones first, and `waiting` those still to be loaded.
+        adapter. So `running` lists all adapters on the device, and `waiting` those still to be loaded.
         """
-        device, active = set(snapshot.device_adapters), {*snapshot.running_adapters, *snapshot.waiting_adapters}
-        used_first = sorted(device, key=lambda name: (name not in active, name))
         return label_set(
             {
                 "max_lora": str(self._max_loras),
-                "running_lora_adapters": ",".join(used_first[: self._max_loras]),
-                "waiting_lora_adapters": ",".join(sorted(active - device)[: self._max_loras]),
+                "running_lora_adapters": ",".join(device),
+                "waiting_lora_adapters": ",".join(awaited[: self._max_loras]),
             }
         )
 

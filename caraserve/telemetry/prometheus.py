@@ -34,13 +34,32 @@ class Histogram:
     def samples(self, name: str, labels: str) -> str:
         """Returns the lines of one label set: cumulative buckets, sum and count."""
         total, lines = 0, []
+        before = f"{labels}," if labels else ""
         for bound, count in zip(self._names, self._counts, strict=True):
             total += count
-            lines.append(f'{name}_bucket{{{labels},le="{bound}"}} {total}\n')
+            lines.append(f'{name}_bucket{{{before}le="{bound}"}} {total}\n')
         return f"{''.join(lines)}{name}_sum{{{labels}}} {self._sum}\n{name}_count{{{labels}}} {total}\n"
 
 
-Sample = tuple[str, float | Histogram]  # its labels, as `label_set` writes them, and its value
+class Summary:
+    """A count and a sum, without quantiles."""
+
+    __slots__ = ("_count", "_sum")
+
+    def __init__(self) -> None:
+        self._count, self._sum = 0, 0.0
+
+    def observe(self, value: float) -> None:
+        self._count += 1
+        self._sum += value
+
+    def samples(self, name: str, labels: str) -> str:
+        """Returns the lines of one label set."""
+        return f"{name}_sum{{{labels}}} {self._sum}\n{name}_count{{{labels}}} {self._count}\n"
+
+
+# Its labels, as `label_set` writes them, and its value.
+Sample = tuple[str, float | Histogram | Summary]
 
 
 def heading(name: str, kind: str, text: str) -> str:
@@ -49,10 +68,10 @@ def heading(name: str, kind: str, text: str) -> str:
 
 
 def family(name: str, kind: str, text: str, samples: Sequence[Sample]) -> str:
-    """Returns a whole family: one sample or one histogram for each label set. A counter's `name` ends in `_total`."""
+    """Returns a whole family: one value for each label set. The `name` of a counter ends in `_total`."""
     lines = "".join(
         [
-            value.samples(name, labels) if isinstance(value, Histogram) else f"{name}{{{labels}}} {value}\n"
+            value.samples(name, labels) if isinstance(value, Histogram | Summary) else f"{name}{{{labels}}} {value}\n"
             for labels, value in samples
         ]
     )

@@ -1,16 +1,19 @@
 """A fake engine whose deltas the test chooses, with the methods of the engine that the HTTP server uses."""
 
 import asyncio
+import functools
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
 
+from caraserve.core.reasoning_grammar import ReasoningTokens
 from caraserve.core.request import Finish, FinishReason, GenerateRequest, Phases, TokenDelta, TokenLogprob
 from caraserve.engine.batch_timeline import BatchTimeline
 from caraserve.errors import CaraServeError, ContextLengthExceeded, InvalidRequest, NotFound
 from caraserve.lora.adapter import Adapter, EndedLoad
+from caraserve.tokenizer.adapter_templates import AdapterTemplates
 from caraserve.tokenizer.grammar import GrammarSource
 from caraserve.tokenizer.infill import InfillFormat
 from caraserve.tokenizer.reasoning import ReasoningFormat
@@ -43,10 +46,19 @@ class FakeTokenizer:
 
     vocab_size = 258
     eos_ids = frozenset({EOS})
+    special_ids = frozenset({BOS, EOS})
+    info: Mapping[str, Any] = {"tokenizer_class": "Bytes", "eos_token": "</s>"}
     grammars = FakeGrammars()
     tool_format: ToolFormat | None = HERMES
     reasoning_format: ReasoningFormat | None = None
     infill_format: InfillFormat | None = InfillFormat("<P>", "<S>", "<M>")
+
+    @functools.cached_property
+    def adapter_templates(self) -> AdapterTemplates:
+        return AdapterTemplates({"bos_token": "<s>"}, None, ReasoningTokens(1, (2,)))
+
+    def encode_chat(self, text: str, *, max_tokens: int | None = None) -> list[int]:
+        return self.encode(text, add_special_tokens=False, max_tokens=max_tokens, source="messages")
 
     def special_id(self, text: str) -> int | None:
         return None
@@ -105,7 +117,9 @@ class FakeSnapshot:
     kv_total_blocks: int = 100
     running_adapters: tuple[str, ...] = ("b", "a")
     waiting_adapters: tuple[str, ...] = ()
-    device_adapters: tuple[str, ...] = ("a", "b")
+    num_on_device: int = 2
+    num_in_host: int = 1
+    device_adapters: frozenset[str] = frozenset({"a", "b"})
     host_adapters: tuple[str, ...] = ("a",)
     draining: bool = False
 
@@ -162,16 +176,21 @@ def scored(token_id: int, alternatives: int) -> TokenLogprob:
 class FakeStream:
     """A queue of deltas; `feed` adds to it. Counts its cancellations."""
 
-    def __init__(self, request: GenerateRequest) -> None:
-        self.request = request
+    def __init__(self, request: GenerateRequest, digest: str = DIGEST) -> None:
+        """`digest`: of the request's adapter."""
+        self.request, self._digest = request, digest
         self.cancelled = asyncio.Event()
         self.cancels = 0
+        self.reached = PHASES
         self.taken = 0
         self._deltas: asyncio.Queue[TokenDelta] = asyncio.Queue()
         self._ended = False
 
     def served_by(self) -> str:
-        return "org/base" if self.request.adapter is None else f"{self.request.adapter}@{DIGEST}"
+        return "org/base" if self.request.adapter is None else f"{self.request.adapter}@{self._digest}"
+
+    def phases(self) -> Phases:
+        return self.reached
 
     def feed(self, *deltas: TokenDelta) -> None:
         for delta in deltas:
@@ -244,7 +263,8 @@ class FakeEngine:
     def submit(self, request: GenerateRequest) -> FakeStream:
         if len(self.streams) in self.refusals:
             raise self.refusals[len(self.streams)]
-        stream = FakeStream(request)
+        loaded = None if request.adapter is None else self.loaded.get(request.adapter)
+        stream = FakeStream(request, DIGEST if loaded is None else loaded.digest)
         self.streams.append(stream)
         if self.script is not None:
             stream.feed(*self.script(request))

@@ -35,6 +35,7 @@ from caraserve.http.dispatch import ClusterRouter
 from caraserve.http.proxy import PeerProxy
 from caraserve.http.queue_rebalance import QueueRebalancer
 from caraserve.http.tracing import Tracer
+from caraserve.lora.management import AdapterManagement
 from tests.http.fake_engine import FakeEngine
 from tests.http.serving import Client, http_config, new_metrics
 
@@ -50,6 +51,7 @@ class World:
     loads: dict[str, Backlog] = field(default_factory=dict)
     names: dict[str, RegisteredAdapter] = field(default_factory=dict)
     held: dict[str, dict[str, Tier]] = field(default_factory=dict)
+    uploads: dict[str, dict[str, RegisteredAdapter]] = field(default_factory=dict)  # name → instance → adapter
     routers: dict[str, InstanceSelector] = field(default_factory=dict)
 
     def add(self, name: str, port: int) -> None:
@@ -84,6 +86,10 @@ class View:
 
     def holders(self, digest: str) -> Mapping[str, Tier]:
         return self._world.held.get(digest, {})
+
+    def uploads(self, name: str) -> dict[str, RegisteredAdapter]:
+        found = self._world.uploads.get(name, {})
+        return {instance: adapter for instance, adapter in found.items() if instance != self.name}
 
     async def query(self, peer: str, body: Body, timeout_s: float) -> Body | None:
         router = self._world.routers.get(peer)
@@ -161,6 +167,7 @@ class Fleet:
         tls: tuple[SSLContext, SSLContext] | None = None,
         fetcher: AdapterFetcher | None = None,
         tracer: Tracer | None = None,
+        management: AdapterManagement | None = None,
         **settings: Any,
     ) -> Server:
         """An instance with a fake engine. `tls`: for listening, on a port of its own for others, and for dialling."""
@@ -186,6 +193,7 @@ class Fleet:
             cluster=view,
             router=router,
             tracer=tracer,
+            management=management,
         )
         node: Any = view
         add_peer_routes(app, node, router)

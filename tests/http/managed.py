@@ -7,11 +7,13 @@ from typing import Any
 
 import aiohttp
 
+from caraserve.http.adapter_defaults import read_defaults
 from caraserve.http.app import make_app, start_http
 from caraserve.lora.aliases import Aliases
 from caraserve.lora.catalog import Catalog
 from caraserve.lora.management import AdapterManagement
 from caraserve.lora.registry import AdapterInfo, Registry
+from caraserve.lora.replicated_settings import ReplicatedSettings
 from caraserve.lora.settings import SettingsStore
 from tests.http.fake_engine import FakeEngine
 from tests.http.serving import Client, http_config, new_metrics
@@ -36,9 +38,12 @@ async def serving(root: Path, **settings: Any) -> AsyncIterator[tuple[Client, Re
     allow = settings.pop("allow_lora_updates", True)
     registry = settings.pop("registry", None) or Registry(None)
     async with receiving(root, registry) as receiver, aiohttp.ClientSession() as session:
-        engine, config = CatalogEngine(), http_config(**settings)
+        engine, config = settings.pop("engine", None) or CatalogEngine(), http_config(**settings)
         engine.catalog = receiver.catalog
-        management = AdapterManagement(receiver.uploads, Aliases(registry), SettingsStore(registry, receiver.catalog))
+        replicated = ReplicatedSettings(registry)
+        aliases = Aliases(replicated, lambda name: receiver.catalog.find(name) is not None)
+        store = SettingsStore(replicated, receiver.catalog, read_defaults)
+        management = AdapterManagement(receiver.uploads, aliases, store)
         app = make_app(
             engine,  # type: ignore[arg-type]
             config,
@@ -52,3 +57,4 @@ async def serving(root: Path, **settings: Any) -> AsyncIterator[tuple[Client, Re
             yield Client(session, port), receiver
         finally:
             await runner.cleanup()
+            await engine.tokenizer.adapter_templates.close()

@@ -34,18 +34,6 @@ HEADERS = {HEADER: str(int(1000 * HOLDS_S))}
 PassTime = Callable[[float], None]
 
 
-@pytest.fixture
-def pass_time(monkeypatch: pytest.MonkeyPatch) -> PassTime:
-    """Puts the event loop's clock forward by so many seconds; callbacks that are due then run at its next turn."""
-
-    def forward(seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        now = loop.time
-        monkeypatch.setattr(loop, "time", lambda: now() + seconds)
-
-    return forward
-
-
 def assert_exceeded(answer: Answer) -> None:
     assert (answer.status, answer.error["code"], answer.error["type"]) == (504, "deadline_exceeded", "server_error")
     assert HEADER in answer.error["message"]
@@ -168,7 +156,7 @@ async def test_the_engine_gets_back_all_that_the_request_held(
                 await asyncio.sleep(0)
             pass_time(HOLDS_S)
             answer = await asking
-            assert answer.body.count(b"deadline_exceeded") == 1
+            assert answer.body.count(b'"deadline_exceeded"') == 1
         await here.settle()
         await engine.unload_adapter("a0")  # waits until no request has it pinned
         assert [finish.reason for finish in finishes] == ["cancelled", "length"][: 1 + (where == "in the queue")]
@@ -206,7 +194,7 @@ async def test_a_client_that_does_not_read_the_error_is_disconnected() -> None:
     async with EventStream(response, HttpTimings(write_s=0.01), stream_format) as out:
         out.response = response
     await out.end_with_error(error)
-    assert response.written == [stream_format.error_event(error, 0) + DONE]
+    assert response.written == [b": error deadline_exceeded\n\n" + stream_format.error_event(error, 0) + DONE]
     assert response.aborted
 
 
@@ -332,6 +320,7 @@ async def test_the_receiver_of_a_request_enforces_its_deadline(pass_time: PassTi
             force=True,
             time_ms=int(time.time() * 1000),
             body_digest=await body_digest(body),
+            defaults_digest="",
             client="c",
             weight=1.0,
             owns_cache=False,

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from caraserve.core.request import Tenant
 from caraserve.errors import BackendFailed, Draining, Overloaded
 from caraserve.http.access.api_keys import key_name
 from caraserve.http.context import HttpTimings
+from caraserve.lora.settings import AdapterSettings, RequestDefaults
 from tests.http.fake_engine import WRONG_GRAMMAR, FakeAdapter, FakeEngine
 from tests.http.fleet import FULL, RawAnswer, fleet, streamed
 from tests.http.test_streaming import begun, raw_post, read_chunk, read_event
@@ -45,6 +47,27 @@ async def test_an_answer_is_the_same_as_from_the_instance_itself() -> None:
                 assert one.headers["Content-Type"] == other.headers["Content-Type"]
                 assert one.headers.get("x-caraserve-phases") == other.headers.get("x-caraserve-phases")
         assert not running["b"].engine.requests
+
+
+async def test_only_an_instance_with_the_same_defaults_of_the_adapter_answers() -> None:
+    cool, hot = adapters_at(0.5), adapters_at(1.5)
+    async with fleet() as running:
+        for name, management in (("a", hot), ("b", cool), ("c", cool)):
+            await running.start(name, management=management)
+        for fields in ({"model": "b"}, {"model": "b", "stream": True}, {}):
+            assert (await running["c"].client.complete(**fields)).status == 200
+        assert running["a"].routing_metrics.refused == {"no-adapter": 2}
+        temperatures = [[one.params.temperature for one in running[name].engine.requests] for name in "abc"]
+        assert temperatures == [[1.0], [0.5, 0.5], []]
+
+
+def adapters_at(temperature: float) -> Any:
+    """What an instance has been told of its adapters: all have this temperature by default."""
+    settings = AdapterSettings(defaults=RequestDefaults(sampling={"temperature": temperature}))
+    return SimpleNamespace(
+        settings=SimpleNamespace(get=lambda name: settings),
+        aliases=SimpleNamespace(find=lambda name: None, target=lambda name, is_known: name),
+    )
 
 
 def same(body: bytes) -> bytes:

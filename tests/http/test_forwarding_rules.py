@@ -3,15 +3,22 @@
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from aiohttp import web
 
 from caraserve.cluster.routing.cost import Backlog, Tier
 from caraserve.cluster.routing.forward_auth import CLAIMS_HEADER, INSTANCE_HEADER, PREFIX, SIGNATURE_HEADER
-from caraserve.cluster.routing.selector import LatencyTargets
+from caraserve.cluster.routing.selector import LOCAL, LatencyTargets
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from caraserve.errors import Unreachable
+from caraserve.http.adapter_defaults import read_defaults
+from caraserve.lora.aliases import Aliases
+from caraserve.lora.management import AdapterManagement
+from caraserve.lora.registry import UPLOADING, AdapterInfo, Registry
+from caraserve.lora.replicated_settings import ReplicatedSettings
+from caraserve.lora.settings import SettingsStore
 from tests.cluster.membership.test_admission import certificate, tls
 from tests.http.fake_engine import FakeAdapter, FakeEngine
 from tests.http.fleet import FULL, RawAnswer, fleet
@@ -92,6 +99,80 @@ async def test_an_instance_with_a_stale_digest_for_the_name_refuses() -> None:
         running.world.held["new"]["a"] = Tier.HOST
         assert (await running["b"].client.complete(model="poet")).status == 200
         assert [len(server.engine.requests) for server in (a, c)] == [0, 1]
+        assert a.routing_metrics.refused == {"no-adapter": 1}
+
+
+@pytest.mark.parametrize("routing", ["first-fit", LOCAL])
+async def test_an_adapter_that_is_being_uploaded_is_answered_where_it_arrives(routing: str) -> None:
+    async with fleet("a", "b", "c", routing=routing) as running:
+        c = running["c"]
+        c.engine.loaded["new"] = AdapterInfo("new", "0" * 64, "/new", 8, (), 1, 0.0, state=UPLOADING)  # type: ignore[assignment]
+        running.world.uploads["new"] = {"c": RegisteredAdapter("new", "", 8, 1)}
+        for name in "abc":
+            assert (await running[name].client.complete(model="new")).status == 200
+        assert [len(running[name].engine.requests) for name in "abc"] == [0, 0, 3]
+        c.engine.loaded["new"] = FakeAdapter("new", "/new")  # it is complete, which the others do not know yet
+        c.view.names = {"new": RegisteredAdapter("new", c.engine.loaded["new"].digest, 8, 1)}
+        assert (await running["a"].client.complete(model="new")).status == 200
+        assert len(c.engine.requests) == 4
+
+
+@pytest.mark.parametrize("routing", ["first-fit", LOCAL])
+async def test_an_upload_that_has_failed_where_it_arrives_is_an_unavailable_adapter(routing: str) -> None:
+    async with fleet("a", "b", routing=routing) as running:
+        running.add_absent("z")
+        for name in "bz":
+            running.world.uploads["new"] = {name: RegisteredAdapter("new", "", 8, 1)}
+            answer = await running["a"].client.complete(model="new")
+            assert (answer.status, answer.error["code"]) == (503, "adapter_unavailable")
+        assert [name for name, _ in running["a"].forwards] == ["b", "z"]
+        assert (await running["a"].client.get("/v1/adapters/new")).status == 200
+
+
+async def managed(adapter: str) -> AdapterManagement:
+    """Returns the settings of an instance on which the alias prod stands for an adapter."""
+    replicated, no_uploads, no_catalog = ReplicatedSettings(Registry(None)), cast(Any, None), cast(Any, None)
+    aliases = Aliases(replicated, lambda name: True)
+    await aliases.point("prod", adapter)
+    return AdapterManagement(no_uploads, aliases, SettingsStore(replicated, no_catalog, read_defaults))
+
+
+async def test_an_alias_is_resolved_where_the_request_is_received_and_nowhere_else() -> None:
+    async with fleet() as running:
+        engine = FakeEngine(loaded={"v1": FakeAdapter("v1", "/v1", digest="1" * 64), "v2": FakeAdapter("v2", "/v2")})
+        await running.start("a", engine, management=await managed("v2"))
+        b = await running.start("b", FakeEngine(loaded={}), management=await managed("v1"))
+        answer = await b.client.complete(model="prod")
+        assert (answer.json["model"], answer.headers["x-caraserve-adapter"]) == ("prod", "v1@" + "1" * 64)
+        statuses = [
+            (await b.client.complete(model="prod", headers={"If-Match": f'"{digit * 64}"'})).status for digit in "1d"
+        ]
+        assert statuses == [200, 412]
+        assert {request.adapter for request in engine.requests} == {"v1"}
+
+
+class Switch:
+    """A downloader before whose answer a name comes to stand for another version of its adapter."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self._engine = engine
+
+    async def ensure(self, name: str) -> None:
+        self._engine.loaded[name] = FakeAdapter(name, "/new", digest="new")
+
+    def can_get(self, name: str) -> bool:
+        return True
+
+
+async def test_a_version_that_is_replaced_before_a_forwarded_request_starts_is_not_answered_by_another() -> None:
+    async with fleet("b") as running:
+        old = FakeEngine(loaded={"poet": FakeAdapter("poet", "/old", digest="old")})
+        a = await running.start("a", old, fetcher=Switch(old))
+        c = await running.start("c", FakeEngine(loaded={"poet": FakeAdapter("poet", "/old", digest="old")}))
+        answer = await running["b"].client.complete(model="poet")
+        assert (answer.status, answer.headers["x-caraserve-adapter"]) == (200, "poet@old")
+        assert [stream.cancels for stream in a.engine.streams] == [1]
+        assert len(c.engine.requests) == 1
         assert a.routing_metrics.refused == {"no-adapter": 1}
 
 

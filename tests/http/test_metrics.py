@@ -30,7 +30,7 @@ def ended(reason: FinishReason = "stop", **changes: Any) -> Finish:
         "prompt_tokens": 10,
         "completion_tokens": 5,
         "cached_tokens": 4,
-        "phases": Phases(100, 20, 30, 400, stalled_ms=3, interrupted_ms=50),
+        "phases": Phases(100, 20, 30, 400, stalled_ms=3, interrupted_ms=50, cpu_layers=2, cpu_lora_ms=27),
     }
     return Finish(reason, **fields | changes)
 
@@ -61,17 +61,11 @@ async def test_merges_are_counted() -> None:
 
 async def test_ten_thousand_adapters_leave_the_metrics_page_short() -> None:
     names = tuple(f"adapter-{index}-{'x' * 100}" for index in range(10_000))
-    snapshot = FakeSnapshot(running_adapters=names, waiting_adapters=names, device_adapters=names, host_adapters=names)
+    known = {"running_adapters": names, "waiting_adapters": names, "device_adapters": frozenset(names)}
+    snapshot = FakeSnapshot(**known, host_adapters=names[:MAX_HOST_SERIES])
     text = new_metrics().render(snapshot, lambda name: 8)
     assert text.count(b"vllm:lora_adapter_loaded{") == 64 + MAX_HOST_SERIES  # a device holds 64 here
     assert len(text) < 250_000
-
-
-async def test_only_the_most_recently_used_adapters_in_the_host_cache_are_shown() -> None:
-    names = tuple(f"adapter-{index}" for index in range(10_000))
-    text = new_metrics().render(FakeSnapshot(host_adapters=names), lambda name: 8).decode()
-    assert f'adapter_name="adapter-{MAX_HOST_SERIES - 1}",level="cpu"' in text
-    assert f'adapter_name="adapter-{MAX_HOST_SERIES}",level="cpu"' not in text
 
 
 async def test_an_ended_request_is_counted_everywhere() -> None:
@@ -92,6 +86,13 @@ async def test_an_ended_request_is_counted_everywhere() -> None:
     assert phases == pytest.approx({"queued": 0.1, "load": 0.02, "prefill": 0.03, "decode": 0.4})
     assert sums["caraserve:adapter_stall_seconds"] == pytest.approx(0.003)
     assert sums["caraserve:adapter_interruption_seconds"] == pytest.approx(0.05)
+    assert sums["caraserve:request_cpu_lora_seconds"] == pytest.approx(0.027)
+
+
+async def test_requests_without_cpu_workers_are_left_out_of_their_times() -> None:
+    metrics = new_metrics()
+    metrics.observe_finish(ended(phases=Phases(100, 20, 30, 400)))
+    assert samples(metrics)["caraserve:request_cpu_lora_seconds_count"] == [(LABELS, 0.0)]
 
 
 @pytest.mark.parametrize(

@@ -8,19 +8,22 @@ from typing import Any
 
 import pytest
 from aiohttp.test_utils import make_mocked_request
+from msgspec.structs import replace
 
+from caraserve.cluster.membership.swim import MemberState
+from caraserve.core.request import TokenDelta
 from caraserve.http.access.api_keys import key_name
 from caraserve.http.access.client import Client as Sender
 from caraserve.http.apis.choices import OpenAiStream
 from caraserve.http.context import CLIENT, HttpTimings
-from caraserve.http.request_log import SUMMARY, RequestSummary, log_request
+from caraserve.http.request_log import SUMMARY, RequestSummary, log_request, note_end
 from caraserve.http.streaming import EVENT_STREAM, EventStream
 from caraserve.telemetry.log import configure
 from tests.http.fake_engine import DIGEST, FakeEngine, spell
 from tests.http.fleet import fleet
 from tests.http.log_lines import LogLines, logged
 from tests.http.serving import Client, serving
-from tests.http.test_streaming import begun, read_chunk
+from tests.http.test_streaming import begun, read_chunk, read_event
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
 
@@ -86,7 +89,7 @@ async def test_a_stream_without_done_is_logged_as_499(lines: Lines) -> None:
     request = make_mocked_request("POST", "/v1/completions")
     request[SUMMARY], request[CLIENT] = RequestSummary(), Sender("c")
     request[EVENT_STREAM] = EventStream(request, HttpTimings(), OpenAiStream())
-    log_request(request, "my-id", 200)
+    log_request(request, "my-id", note_end(request, 200))
     (line,) = lines.all
     assert line["status"] == 499
 
@@ -206,3 +209,27 @@ def test_names_in_messages_are_escaped(form: str, capsys: pytest.CaptureFixture[
     (line,) = written(capsys, form, [{}], "adapter ä\r\n\x1b[2J\x9b2J\u2028 loaded")
     assert line.isprintable()
     assert "ä" in line or form == "json"
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["client leaves", "instance dies"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+async def test_a_forwarded_stream_that_is_cut_counts_the_tokens_that_came(
+    lines: Lines, path: str, is_lost: bool
+) -> None:
+    """However many tokens an event has, and however many events a token has."""
+    deltas = [TokenDelta("abc", (97, 98, 99)), TokenDelta("", (1, 2)), TokenDelta("last", (100,))]
+    prompt: dict[str, Any] = {"prompt": "ab"} if path == "/v1/completions" else CHAT
+    body = {"max_tokens": 50, "model": "org/base", "stream": True, **prompt}
+    async with fleet("b") as running:
+        await running.start("a", FakeEngine(script=lambda request: deltas))
+        client, proxy = running["b"].client, running["b"].router.proxy
+        async with client.session.post(client.url + path, json=body) as response:
+            assert response.status == 200
+            while b"last" not in (event := await read_event(response)):
+                assert b"tokens_so_far" not in event
+            if is_lost:
+                proxy.member_changed(replace(running.world.records["a"], state=MemberState.DEAD))
+                await response.read()
+        while (line := await lines.next())["path"] != path:
+            pass
+    assert (line["forwarded_to"] if is_lost else "a", line["completion_tokens"]) == ("a", 6)

@@ -13,7 +13,7 @@ from caraserve.core.request import GenerateRequest, TokenDelta, TokenLogprob
 from caraserve.errors import BackendFailed
 from caraserve.http.apis.choices import OpenAiStream
 from caraserve.http.context import HttpTimings
-from caraserve.http.streaming import EventStream, tokens_comment, tokens_in
+from caraserve.http.streaming import EventStream, progress_comment, tokens_comment, tokens_in, without_progress
 from caraserve.http.whole_answer import TURN_LOGPROBS, paced
 from caraserve.util.tasks import TurnBudget
 from tests.http.fake_engine import BOS, DIGEST, FakeEngine, finish
@@ -38,7 +38,10 @@ async def read_event(response: Any) -> bytes:
 
 
 async def read_chunk(response: Any) -> Any:
-    return json.loads((await read_event(response)).removeprefix(b"data: "))
+    """Returns the data of the next event, past comments."""
+    while (event := await read_event(response)).startswith(b":"):
+        pass
+    return json.loads(event.removeprefix(b"data: "))
 
 
 async def raw_post(client: Client, path: str, fields: dict[str, Any]) -> tuple[Any, asyncio.StreamWriter]:
@@ -79,7 +82,7 @@ async def test_bytes_of_a_completion_stream() -> None:
         + head + b'"","logprobs":null,"finish_reason":"length","stop_reason":null}],'
         + b'"system_fingerprint":"a@%b"}\n\n' % DIGEST.encode()
         + b": phases queued=1.000;load=2.000;prefill=3.000;decode=4.000;"
-        + b"stalled=0.000;interrupted=0.000;cpu_layers=0\n\n"
+        + b"stalled=0.000;interrupted=0.000;cpu_lora=0.000;cpu_layers=0\n\n"
         + b": completion_tokens 2\n\n"
         + b"data: [DONE]\n\n"
     )  # fmt: skip
@@ -172,6 +175,14 @@ async def test_token_ids_of_a_stream() -> None:
 )
 def test_the_number_of_tokens_is_read_from_its_comment_only(events: bytes, count: int | None) -> None:
     assert tokens_in(events) == count
+
+
+def test_comments_with_the_tokens_so_far_are_taken_out_of_events() -> None:
+    event, written = b'data: {"x":1}\n\n', b"data: x: tokens_so_far 9\n\n"
+    three, seven = progress_comment(3), progress_comment(7)
+    assert without_progress(three + event + three + seven + written) == (event + written, 7)
+    assert without_progress(seven) == (b"", 7)
+    assert without_progress(event + written) == (event + written, None)
 
 
 async def test_held_back_text_sends_no_event() -> None:

@@ -3,8 +3,9 @@
 import asyncio
 import dataclasses
 import itertools
+import random
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -13,16 +14,19 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from caraserve.core.request import GenerateRequest, Phase, PhaseTime, Request, SamplingParams, TokenDelta
-from caraserve.errors import BackendFailed
+from caraserve.core.request import GenerateRequest, Phase, Phases, PhaseTime, Request, SamplingParams, TokenDelta
+from caraserve.errors import BackendFailed, Displaced
 from caraserve.http import otlp
 from caraserve.http.app import make_app, start_http
+from caraserve.http.deadline import HEADER
 from caraserve.http.otlp import OtlpExporter
 from caraserve.http.tracing import Tracer
 from caraserve.lora.adapter import AdapterTier
+from tests.engine_world import World, world
 from tests.http.fake_engine import DIGEST, PHASES, FakeEngine, finish, spell
 from tests.http.fleet import FULL, fleet
-from tests.http.serving import Client, http_config, new_metrics
+from tests.http.serving import Answer, Client, http_config, new_metrics
+from tests.http.test_streaming import begun
 
 TRACE_ID, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED = {"traceparent": f"00-{TRACE_ID}-{CALLER}-01"}
@@ -184,6 +188,138 @@ async def test_a_failure_is_marked() -> None:
     assert facts(root)["error.type"] == "backend_failed"
 
 
+async def phases_of_a_failure(
+    end: Callable[[World, asyncio.Task[Answer]], None], *, until: str, stream: bool = False
+) -> tuple[list[str], dict[str, Any]]:
+    """Returns the names of the phases in the trace of a request for a cold adapter, and the facts of its span. `end`
+    ends it when it has reached phase `until`."""
+    async with collecting() as (collector, exporter):
+        async with world(random.Random(0), slots=1) as here:
+            engine: Any = here.engine
+            before = here.ask([1, 2, 3], None, max_tokens=40) if until == "queued" else None
+            async with traced(engine, exporter) as client:
+                headers = {HEADER: "10000"}
+                body = {"prompt": [4, 5, 6], "model": "a0", "max_tokens": 40, "stream": stream}
+                asking = asyncio.create_task(client.post("/v1/completions", body, headers=headers))
+                await reached(here, until)
+                end(here, asking)
+                await asyncio.wait([asking])
+                await here.settle()
+            if before is not None:
+                await before[1]
+        await exporter.close()
+    (root,) = collector.named("llm_request")
+    assert root["status"] == {"code": 2}
+    phases = [span for span in collector.spans if span is not root]
+    assert {span["parentSpanId"] for span in phases} == {root["spanId"]}
+    assert all(int(span["startTimeUnixNano"]) <= int(span["endTimeUnixNano"]) for span in phases)
+    return [span["name"] for span in phases], facts(root)
+
+
+async def reached(here: World, phase: str) -> None:
+    """Runs the engine until its request for adapter a0 is in this phase."""
+    shown = here.engine.snapshot
+    while "a0" not in {*shown().waiting_adapters, *shown().running_adapters}:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    for _ in range(10):  # turns of the engine's loop, which admits it
+        await asyncio.sleep(0)
+    while phase == "decode" and not here.metrics.first_tokens:
+        here.end_something()
+        await asyncio.sleep(0)
+
+
+REACHED = {"queued": ["queued"], "load": ["queued", "load"], "decode": ["queued", "load", "prefill", "decode"]}
+
+
+@pytest.mark.parametrize("until", REACHED)
+async def test_a_request_whose_client_leaves_has_the_phases_that_it_reached(until: str) -> None:
+    phases, found = await phases_of_a_failure(lambda here, asking: asking.cancel(), until=until)
+    assert phases == REACHED[until]
+    assert (found["http.response.status_code"], found["error.type"]) == ("499", "499")
+
+
+@pytest.mark.parametrize(("until", "stream"), [("queued", False), ("decode", False), ("decode", True)])
+async def test_a_request_past_its_deadline_has_the_phases_that_it_reached(
+    pass_time: Callable[[float], None], until: str, stream: bool
+) -> None:
+    phases, found = await phases_of_a_failure(lambda here, asking: pass_time(10.0), until=until, stream=stream)
+    assert phases == REACHED[until]
+    assert found["error.type"] == "deadline_exceeded"
+
+
+async def test_a_request_whose_adapter_cannot_be_read_was_queued_and_loading() -> None:
+    def fail_read(here: World, asking: asyncio.Task[Answer]) -> None:
+        here.read_failures = 1.0
+        here.end_something()
+
+    phases, found = await phases_of_a_failure(fail_read, until="load")
+    assert (phases, found["error.type"]) == (REACHED["load"], "InvalidUserInput")
+
+
+async def test_a_request_that_is_refused_after_it_has_queued_was_queued() -> None:
+    def displaced(request: GenerateRequest) -> list[TokenDelta]:
+        now_s = time.monotonic()
+        phases = Phases(queued_ms=1000.0, history=(PhaseTime("queued", now_s, now_s + 1),))
+        error = Displaced("2 requests are waiting", retry_after_s=1.0)
+        return [TokenDelta("", (), finish=dataclasses.replace(finish(request, 0, "error", error=error), phases=phases))]
+
+    async with collecting() as (collector, exporter):
+        async with traced(FakeEngine(script=displaced), exporter) as client:
+            assert (await client.complete(n=2)).status == 429
+        await exporter.close()
+    root, phase = sorted(collector.spans, key=lambda span: span["name"])
+    assert (root["status"], facts(root)["error.type"], phase["name"]) == ({"code": 2}, Displaced.code, "queued")
+
+
+async def test_a_forwarded_request_whose_client_leaves_is_an_error_on_both_instances() -> None:
+    async with collecting() as (collector, exporter):
+        async with fleet() as running:
+            a = await running.start("a", tracer=Tracer(exporter, "auto"))
+            b = await running.start("b", FakeEngine(script=None), tracer=Tracer(exporter, "auto"))
+            running.world.loads["a"] = FULL
+            asking = asyncio.create_task(a.client.complete())
+            (stream,) = await b.engine.submitted()
+            now_s = time.monotonic()
+            stream.reached = Phases(1000.0, history=(PhaseTime("queued", now_s, now_s + 1),))
+            asking.cancel()
+            await stream.cancelled.wait()
+        await exporter.close()
+    assert [one.get("status") for one in (*collector.named("llm_request"), *collector.named("forward"))] == [
+        {"code": 2}
+    ] * 3
+    assert len({span["traceId"] for span in collector.spans}) == 1
+    assert collector.named("queued")[0]["parentSpanId"] in {span["spanId"] for span in collector.named("llm_request")}
+
+
+async def test_a_forwarded_stream_that_fails_names_its_error_on_both_instances() -> None:
+    async with collecting() as (collector, exporter):
+        async with fleet() as running:
+            a = await running.start("a", tracer=Tracer(exporter, "auto"))
+            b = await running.start("b", FakeEngine(script=begun), tracer=Tracer(exporter, "auto"))
+            running.world.loads["a"] = FULL
+            asking = asyncio.create_task(a.client.complete(stream=True))
+            (stream,) = await b.engine.submitted()
+            stream.end(1, "error", BackendFailed("the device failed"))
+            assert (await asking).status == 200
+        await exporter.close()
+    (forward,) = collector.named("forward")
+    here, there = sorted(collector.named("llm_request"), key=lambda span: "parentSpanId" in span)
+    assert there["parentSpanId"] == forward["spanId"]
+    assert here["status"] == forward["status"] == there["status"] == {"code": 2}
+    assert facts(here)["error.type"] == facts(there)["error.type"] == "backend_failed"
+
+
+async def test_an_instance_that_is_not_reached_is_a_failed_forward_of_a_request_that_ends_well() -> None:
+    async with collecting() as (collector, exporter):
+        async with fleet() as running:
+            running.add_absent("a")
+            b = await running.start("b", tracer=Tracer(exporter, "auto"))
+            assert (await b.client.complete()).status == 200
+        await exporter.close()
+    assert collector.named("forward")[0]["status"] == {"code": 2}
+    assert "status" not in collector.named("llm_request")[0]
+
+
 async def test_a_forwarded_request_is_one_trace_on_both_instances() -> None:
     async with collecting() as (collector, exporter):
         async with fleet() as running:
@@ -251,6 +387,6 @@ def test_a_preempted_requests_history_keeps_the_order_and_its_phases_the_sums() 
     ways = [Phase.LOADING, Phase.PREFILL, Phase.PREEMPTED, Phase.PREFILL, Phase.DECODE, Phase.FINISHED]
     for at_s, phase in enumerate(ways, start=1):
         request.move_to(phase, float(at_s))
-    phases = request.phases()
+    phases = request.phases(now_s=9.0)
     assert [one.name for one in phases.history] == ["queued", "load", "prefill", "queued", "prefill", "decode"]
     assert (phases.queued_ms, phases.load_ms, phases.prefill_ms, phases.decode_ms) == (2000, 1000, 2000, 1000)

@@ -23,7 +23,7 @@ from caraserve.cluster.membership.swim import MAX_KNOWN, MAX_UPDATES, MemberReco
 from caraserve.cluster.state.replicated_map import BUCKETS, MAX_VALUE, Entry, InstanceLoad, entry_fits
 from caraserve.util.option_values import split_address
 
-PROTOCOL_VERSION = 5  # raised with each change after which old and new instances cannot work together
+PROTOCOL_VERSION = 6  # raised with each change after which old and new instances cannot work together
 MAX_FRAME = 128 * 1024  # bytes; the largest are 256 records with long addresses, and entries, which are cut to fit
 MAX_BATCH = 200  # entries in one frame: about a millisecond to merge
 BATCH_BYTES = 96 * 1024

@@ -15,7 +15,7 @@ import logging
 import ssl
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from random import Random
@@ -42,9 +42,18 @@ from caraserve.cluster.membership.websocket import WebSocketTransport
 from caraserve.cluster.routing.cost import LinkSpeeds, Tier
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.router import Instance
-from caraserve.cluster.state.advertised import LINKS, MODEL, InstanceViews, links_value, model_value, tier_of
+from caraserve.cluster.state.advertised import (
+    LINKS,
+    MODEL,
+    InstanceViews,
+    links_value,
+    model_value,
+    tier_of,
+    upload_key,
+    upload_of,
+)
 from caraserve.cluster.state.persistence import ClusterRegistryFile
-from caraserve.cluster.state.replicated_map import REGISTRY, InstanceLoad, RegisteredAdapter
+from caraserve.cluster.state.replicated_map import REGISTRY, Entry, InstanceLoad, RegisteredAdapter, is_setting
 from caraserve.errors import ConfigError
 from caraserve.telemetry.background import BackgroundTasks
 from caraserve.telemetry.prometheus import family
@@ -81,6 +90,8 @@ class NodeListener:
     current_load: Callable[[float], InstanceLoad] = lambda lag_s: InstanceLoad("serving", lag_s=lag_s)
     # Gets the names that other instances registered, or removed (None).
     on_registry_change: Callable[[Mapping[str, RegisteredAdapter | None]], None] = lambda changes: None
+    # Gets the entries of settings that other instances wrote.
+    on_settings_change: Callable[[Sequence[Entry]], None] = lambda entries: None
     # Gets an instance that joined, came back, became suspect, died or left, and its state before; None if it is new.
     on_member_change: Callable[[MemberRecord, MemberState | None], None] = lambda record, before: None
     # Called when the adapters that some instance advertises have changed, or the state of an instance.
@@ -225,6 +236,16 @@ class Node:
         said = ((members.get(name), value) for name, value in self.protocol.state.holders(digest).items())
         return {record.name: tier_of(value) for record, value in said if record and record.state == MemberState.ALIVE}
 
+    def uploads(self, name: str) -> dict[str, RegisteredAdapter]:
+        """Returns the other live instances that take requests for an adapter while it is uploaded to them, suspects
+        included, with the adapter."""
+        if self._protocol is None:
+            return {}
+        said = self._protocol.state.holders(upload_key(name))
+        live = self._protocol.members.live() if said else ()
+        found = ((instance, upload_of(name, value)) for instance, value in said.items() if instance in live)
+        return {instance: adapter for instance, adapter in found if adapter is not None}
+
     # ---- changes and queries by this instance
 
     def register(self, adapter: RegisteredAdapter) -> None:
@@ -235,6 +256,15 @@ class Node:
         """Removes an adapter's name on all instances; harmless if there is none."""
         self._names.save(self.protocol.remove(name, self._now()))
 
+    def share(self, entry: Entry) -> bool:
+        """Shares a setting that this instance has written with all instances, unless there is a newer one. Returns
+        False if the registry has no room for it."""
+        return self.protocol.share(entry, self._now())
+
+    def restore(self, entry: Entry) -> None:
+        """Adds a setting of an earlier run to the registry, unless there is a newer one."""
+        self.protocol.restore([entry], self._now())
+
     def advertise(self, digest: str, tier: Tier) -> None:
         """Advertises that this instance has all bytes of a digest, verified."""
         self.protocol.advertise(digest, (int(tier),), self._now())
@@ -242,6 +272,16 @@ class Node:
     def withdraw(self, digest: str) -> None:
         """Withdraws this instance from the holders of a digest."""
         self.protocol.withdraw(digest, self._now())
+
+    def advertise_upload(self, name: str, rank: int, num_bytes: int) -> None:
+        """Advertises at once that this instance takes requests for an adapter while it is uploaded to it. Raises
+        InvalidRequest."""
+        self.protocol.advertise(upload_key(name), (rank, num_bytes), self._now())
+        self._settle()
+
+    def withdraw_upload(self, name: str) -> None:
+        """Withdraws what `advertise_upload` has advertised."""
+        self.protocol.withdraw(upload_key(name), self._now())
 
     def publish(self, model: PerfModel | None, links: LinkSpeeds) -> None:
         """Advertises the speed of this instance; None: it was not measured."""
@@ -380,10 +420,13 @@ class Node:
                 self._listener.on_member_change(record, before)
                 self._listener.on_holders_change()
             case EntriesChanged(owner, entries) if owner == REGISTRY:
-                self._names.save(entries)
+                if settings := [entry for entry in entries if is_setting(entry.key)]:
+                    self._listener.on_settings_change(settings)
+                names = [entry for entry in entries if not is_setting(entry.key)]
+                self._names.save(names)
                 # An entry of an unknown shape, as of a later version, is left out: it is no removal either.
-                means = {entry.key: self.adapter(entry.key) for entry in entries}
-                gone = {entry.key for entry in entries if entry.deleted}
+                means = {entry.key: self.adapter(entry.key) for entry in names}
+                gone = {entry.key for entry in names if entry.deleted}
                 self._listener.on_registry_change(
                     {name: adapter for name, adapter in means.items() if adapter or name in gone}
                 )

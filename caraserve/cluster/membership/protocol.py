@@ -212,6 +212,14 @@ class ClusterProtocol:
         """Merges registry entries, tombstones included, that an earlier run persisted."""
         self.state.merge(REGISTRY, entries, self._wall_ms(now))
 
+    def share(self, entry: Entry, now: float) -> bool:
+        """Adds an entry that this instance has written to the registry of all instances, unless a newer one is there.
+        Returns False if there is no room for it."""
+        news, _ = self.state.merge(REGISTRY, [entry], self._wall_ms(now))
+        self._anti_entropy.push(REGISTRY, news)
+        names = self.state.map_of(REGISTRY)
+        return names is not None and names.get(entry.key) is not None
+
     def send_query(self, peer: str, quote: messages.PeerQuery) -> bool:
         """Sends a query to a peer, or an answer. Returns whether there is a session with it."""
         self._send(peer, quote)

@@ -1,1 +1,1 @@
-"""State that all instances share: a replicated map of adapters and of what each instance advertises."""
+"""State that all instances share: a replicated map of adapters and settings, and of what each instance advertises."""

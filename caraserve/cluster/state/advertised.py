@@ -3,6 +3,7 @@
     EngineLoad            ─► InstanceLoad ──heartbeat──► Backlog ─┐
     PerfModel, LinkSpeeds ─► entries ──LwwMap──► the same ────────┴─► router.Instance
     digests by tier       ─► entries ──LwwMap──► holders
+    uploads under way     ─► entries ──LwwMap──► uploads
 
 A value that is malformed, or of another version of this program, counts as not advertised.
 """
@@ -17,10 +18,19 @@ from caraserve.cluster.membership.swim import MemberRecord, MemberState
 from caraserve.cluster.routing.cost import Backlog, LinkSpeeds, Tier
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.router import Instance
-from caraserve.cluster.state.replicated_map import Entry, EntryValue, InstanceLoad, LwwMap, ServingStatus
+from caraserve.cluster.state.replicated_map import (
+    Entry,
+    EntryValue,
+    InstanceLoad,
+    LwwMap,
+    RegisteredAdapter,
+    ServingStatus,
+)
 from caraserve.engine.stats import EngineLoad
 
-MODEL, LINKS = ":model", ":links"  # keys in an instance's own map; placement has two more, and all others are digests
+# Keys in an instance's own map; placement has two more, and all others are digests.
+MODEL, LINKS = ":model", ":links"
+_UPLOAD = ":upload:"  # then the name of an adapter that takes requests there while it is uploaded
 
 _MOST_VALUES = 256  # decoded models, or links, in the cache: several of each instance
 
@@ -70,8 +80,11 @@ def backlog_of(load: InstanceLoad) -> Backlog:
 
 def model_value(model: PerfModel | None) -> EntryValue:
     """Returns a performance model as an entry's value, with floats as exact texts; () if the machine was never
-    measured."""
-    return () if model is None else _value(dataclasses.astuple(model))
+    measured. Without padded prefill its coefficient is left out, as older versions know none."""
+    if model is None:
+        return ()
+    values = dataclasses.astuple(model)
+    return _value(values if model.prefill_token_rank_max_ms else values[:-1])
 
 
 @lru_cache(maxsize=_MOST_VALUES)
@@ -80,9 +93,11 @@ def model_of(value: EntryValue) -> PerfModel | None:
     caches."""
     try:
         alpha_ms, gamma_ms, beta_ms, padded, *rates = map(float, value)
-        base_ms, token_ms, token_rank_ms = rates
-        return PerfModel(alpha_ms, gamma_ms, beta_ms, bool(padded), base_ms, token_ms, token_rank_ms)
-    except ValueError:
+        base_ms, token_ms, token_rank_ms, *token_rank_max_ms = rates
+        return PerfModel(
+            alpha_ms, gamma_ms, beta_ms, bool(padded), base_ms, token_ms, token_rank_ms, *token_rank_max_ms
+        )
+    except (ValueError, TypeError):
         return None
 
 
@@ -183,7 +198,7 @@ def is_hung(load: InstanceLoad, model: PerfModel) -> bool:
     """Returns whether an engine seems to hang, although its event loop answers."""
     backlog = backlog_of(load)
     predicted_ms = model.decode_ms(backlog.requests, backlog.rank_sum, backlog.rank_max)
-    predicted_ms += model.prefill_ms(backlog.queued_tokens, backlog.queued_token_ranks)
+    predicted_ms += model.prefill_ms(backlog.queued_tokens, backlog.queued_token_ranks, backlog.rank_max)
     return load.iteration_age_s > max(_HUNG_S, _HUNG_ITERATIONS * predicted_ms / 1000)
 
 
@@ -228,3 +243,19 @@ def tier_of(value: EntryValue) -> Tier:
         case (int(number), *_) if number in (Tier.DEVICE, Tier.HOST):
             return Tier(number)
     return Tier.DISK
+
+
+# --- uploads under way ---
+
+
+def upload_key(name: str) -> str:
+    """Returns the key under which an instance advertises an adapter that takes requests while it is uploaded to it."""
+    return _UPLOAD + name
+
+
+def upload_of(name: str, value: EntryValue) -> RegisteredAdapter | None:
+    """Returns the adapter in the entry of an upload, or None. Its digest is empty: it is not known yet."""
+    match value:
+        case (int(rank), int(num_bytes), *_) if rank > 0 and num_bytes > 0:
+            return RegisteredAdapter(name, "", rank, num_bytes)
+    return None

@@ -1,8 +1,8 @@
-"""Stores the cluster's registry in a SQLite file, so that it survives a restart of all instances.
+"""Stores the names of the cluster's registry in a SQLite file, so that they survive a restart of all instances.
 
-The file is beside the registry of this instance's own adapters. Tombstones are stored like names; otherwise an instance
-that was off would restore removed names. A thread writes all waiting entries in one transaction, without waiting for
-the disk (`synchronous = NORMAL`): other instances send lost entries again.
+The file is beside the registry of this instance's own adapters, which has the settings. Tombstones are stored like
+names; otherwise an instance that was off would restore removed names. A thread writes all waiting entries in one
+transaction, without waiting for the disk (`synchronous = NORMAL`): other instances send lost entries again.
 
 Tombstones expire after 30 days. After a longer absence an instance could not know which of its names were removed
 meanwhile. So the file records when its server last ran. If that is over 30 days ago, its names are ignored, and the

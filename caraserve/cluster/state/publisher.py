@@ -70,7 +70,7 @@ class Publisher:
         self._unannounced = {info.name for info in infos}
         async for info in in_turns(infos):
             self._unannounced.discard(info.name)
-            if self._engine.catalog.find(info.name) is not info:
+            if self._engine.catalog.find_whole(info.name) is not info:
                 continue
             given_s = self._node.last_changed_s(info.name)
             if given_s is not None and given_s > info.created_s and not self._means(info.name, info.digest):
@@ -93,6 +93,16 @@ class Publisher:
             log.warning("adapter %s serves on this instance alone: %s", name, error.message)
         self.advertise(info.digest, Tier.DISK)
 
+    def upload_changed(self, name: str, info: AdapterInfo | None) -> None:
+        """Advertises that this instance takes requests for an adapter while it is uploaded to it, or no longer."""
+        try:
+            if info is None:
+                self._node.withdraw_upload(name)
+            else:
+                self._node.advertise_upload(name, info.rank, info.num_bytes)
+        except CaraServeError as error:
+            log.warning("adapter %s serves on this instance alone until it is complete: %s", name, error.message)
+
     def advertise(self, digest: str, tier: Tier) -> None:
         """Advertises that all bytes of a digest are here and verified."""
         if self._holdings.add(digest):
@@ -111,7 +121,7 @@ class Publisher:
         for name, adapter in news.items():
             if name in self._unannounced:
                 continue
-            here = self._engine.catalog.find(name)
+            here = self._engine.catalog.find_whole(name)
             if adapter is None:
                 if here is not None and name not in self._unloading:
                     self._unloads.start(self._unload(name), "cluster unload")

@@ -1,12 +1,14 @@
 """State that all instances share: the adapter registry, each instance's advertised values, and loads. No I/O, no clock.
 
-The registry is one map that every instance writes. The values that an instance advertises are a map that only this
-instance writes. Both are `LwwMap`s: the newer entry of a key wins, by a hybrid logical clock, and a removed key leaves
-a tombstone. Two copies are compared by one checksum, then by 256, and only buckets that differ are sent: 40,000 names
-are 5 MB. Loads are not merged: the newest of each instance counts, with its age.
+The registry is one map that every instance writes: adapters by name, and settings such as aliases. The values that an
+instance advertises are a map that only this instance writes. Both are `LwwMap`s: the newer entry of a key wins, by a
+hybrid logical clock, and a removed key leaves a tombstone. Two copies are compared by one checksum, then by 256, and
+only buckets that differ are sent: 40,000 names are 5 MB. Loads are not merged: the newest of each instance counts, with
+its age.
 """
 
 import heapq
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -17,8 +19,10 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from caraserve.cluster.membership.message_fields import Count, Integer, Name
-from caraserve.config import ADAPTER_NAME, DIGEST
+from caraserve.config import ADAPTER_NAME, DIGEST, MAX_SETTING
+from caraserve.config import TOMBSTONE_S as TOMBSTONE_S
 from caraserve.errors import InvalidRequest
+from caraserve.util.hybrid_clock import HybridClock, wall_ms_of
 
 REGISTRY = ""  # the owner of the map of adapter names; no instance has an empty name
 BUCKETS = 256
@@ -26,15 +30,14 @@ MAX_ENTRIES = 100_000  # keys in one map
 MAX_TOMBSTONES = 100_000  # in one map, beside its keys
 MAX_KEY, MAX_VALUE = 256, 4096  # characters of a key, and of a value's texts together
 MAX_ITEMS = 8  # in a value
+SETTING_SEPARATOR = "/"  # between a setting's kind and name, its key in the registry; no adapter's name has one
 MAX_AHEAD_S = 3600.0  # an entry from further in the future has a wrong clock's time, and would win until then
-# With one day, a cluster that is off over a weekend would restore names that it removed on Friday; a tombstone costs
-# 100 bytes. An instance that was off for longer restores only its own adapters' names (`persistence.py`).
-TOMBSTONE_S = 30 * 86_400.0
 _MOST_EXPIRED = 200  # tombstones removed at once: takes a millisecond
 _MOST_ANSWERS = 200  # entries about this instance corrected at once: takes some milliseconds
 _MOST_RANK, _MOST_BYTES = 1 << 16, 1 << 50  # of an adapter; far more than any instance serves
 _MASK = 2**64 - 1
-_COUNTER_BITS = 16
+_SETTING_KEY = re.compile(rf"[a-z]{{1,32}}{SETTING_SEPARATOR}{ADAPTER_NAME.pattern}")
+_PACKED = re.compile(rf"[A-Za-z0-9+/=]{{1,{MAX_SETTING}}}")
 
 EntryValue: TypeAlias = tuple[str | int, ...]
 ServingStatus = Literal["starting", "serving", "draining"]
@@ -58,7 +61,7 @@ class Entry(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     @property
     def time_ms(self) -> int:
         """When it was written, in ms since 1970 by its writer's clock."""
-        return self.hlc >> _COUNTER_BITS
+        return wall_ms_of(self.hlc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class RegisteredAdapter:
     """The adapter that a name stands for on all instances."""
 
     name: str
-    digest: str
+    digest: str  # empty while it is uploaded
     rank: int
     num_bytes: int
 
@@ -89,8 +92,15 @@ class InstanceLoad(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     lag_s: float = 0.0  # of the event loop
 
 
+def is_setting(key: str) -> bool:
+    """Whether a key of the registry is a setting's, not an adapter's name."""
+    return SETTING_SEPARATOR in key
+
+
 def entry_fits(key: str, value: EntryValue) -> bool:
     """Whether other instances would accept an entry: sizes within bounds, and text without lone surrogates."""
+    if value and is_setting(key):
+        return len(key) <= MAX_KEY and len(value) == 1 and _PACKED.fullmatch(str(value[0])) is not None
     texts = [key, *(item for item in value if isinstance(item, str))]
     try:
         "".join(texts).encode()
@@ -99,22 +109,6 @@ def entry_fits(key: str, value: EntryValue) -> bool:
     numbers = all(0 <= item < 2**62 for item in value if not isinstance(item, str))
     sized = 0 < len(key) <= MAX_KEY and len(value) <= MAX_ITEMS and sum(map(len, texts)) <= len(key) + MAX_VALUE
     return sized and numbers
-
-
-class HybridClock:
-    """A clock that stays close to the wall clock, never repeats, and never falls behind an observed time."""
-
-    def __init__(self) -> None:
-        self._last = 0
-
-    def next(self, wall_ms: int) -> int:
-        """Returns a time later than all returned and observed before."""
-        self._last = max(wall_ms << _COUNTER_BITS, self._last + 1)
-        return self._last
-
-    def observe(self, hlc: int) -> None:
-        """Records the time of another instance's entry."""
-        self._last = max(self._last, hlc)
 
 
 class LwwMap:
@@ -322,6 +316,8 @@ class ReplicatedState:
             )
         if owner != REGISTRY:
             return None if entry.node == owner else f"{entry.node} wrote it, and only {owner} may"
+        if _SETTING_KEY.fullmatch(entry.key):
+            return None
         if not ADAPTER_NAME.fullmatch(entry.key) or entry.key == self._base_name:
             return f"{entry.node} gave the name {entry.key[:80]!r}, which no adapter can have"
         adapter = _adapter(entry)
@@ -394,7 +390,8 @@ class ReplicatedState:
 
 
 def _adapter(entry: Entry) -> RegisteredAdapter | None:
-    """Returns the adapter in an entry, or None for a tombstone or a value of another shape, as of a later version."""
+    """Returns the adapter in an entry, or None for a tombstone, a setting, or a value of another shape, as of a later
+    version."""
     match entry.value:
         case (str(digest), int(rank), int(num_bytes), *_) if not entry.deleted:
             return RegisteredAdapter(entry.key, digest, rank, num_bytes)

@@ -72,7 +72,7 @@ class AdapterPool:
 
     async def _adopt_known(self) -> None:
         async for adapter in self._node.adapters_in_turns():
-            if self._catalog.find(adapter.name) is None:
+            if self._catalog.find_whole(adapter.name) is None:
                 self.adopt(adapter)
 
     async def run(self) -> None:

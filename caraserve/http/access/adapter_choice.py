@@ -16,8 +16,18 @@ from caraserve.http.access.client import Client
 from caraserve.http.context import CLIENT, CONTEXT, Context
 from caraserve.http.validation import Fields, shown
 from caraserve.lora.registry import AdapterInfo
+from caraserve.lora.settings import NO_DEFAULTS, AdapterSettings, RequestDefaults
 
-Find = Callable[[str], str | None]
+
+@dataclass(frozen=True, slots=True)
+class ChosenAdapter:
+    """The adapter of a request, and what the request takes where it leaves a field out."""
+
+    name: str
+    defaults: RequestDefaults = NO_DEFAULTS
+
+
+Find = Callable[[str], ChosenAdapter | None]
 """The adapter that a model name stands for, None for the base model. Raises NotFound with param `model`."""
 
 
@@ -60,8 +70,9 @@ def find_adapter(request: web.Request, model: str) -> ListedAdapter | None:
 
 def target_of(context: Context, name: str) -> str:
     """The name of the adapter that an alias stands for; any other name as it is."""
-    alias = None if context.management is None else context.management.aliases.find(name)
-    return name if alias is None else alias.adapter
+    if context.management is None:
+        return name
+    return context.management.aliases.target(name, lambda other: find_named(context, other) is not None)
 
 
 def refuse_alias(context: Context, name: str) -> None:
@@ -71,11 +82,14 @@ def refuse_alias(context: Context, name: str) -> None:
 
 
 def find_named(context: Context, name: str) -> ListedAdapter | None:
-    """The adapter of that name, here or in the cluster; None if there is none. Aliases are not looked up."""
+    """The adapter of that name, here or in the cluster, also one that is being uploaded; None if there is none. Aliases
+    are not looked up."""
     try:
         return context.engine.adapter(name)
     except NotFound:
-        remote = None if context.cluster is None else context.cluster.adapter(name)
+        if context.cluster is None:
+            return None
+        remote = context.cluster.adapter(name) or next(iter(context.cluster.uploads(name).values()), None)
         return None if remote is None else remote_adapter(context, remote)
 
 
@@ -85,14 +99,20 @@ def unknown_model(name: str) -> NotFound:
 
 
 def adapter_finder(request: web.Request) -> Find:
-    """A function that gives the name of the adapter that a model name stands for, among those that the client of
-    `request` may use; see `find_adapter`."""
+    """A function that gives the adapter that a model name stands for, among those that the client of `request` may
+    use; see `find_adapter`."""
 
-    def find(model: str) -> str | None:
-        adapter = find_adapter(request, model)
-        return None if adapter is None else adapter.name
+    def find(model: str) -> ChosenAdapter | None:
+        if (adapter := find_adapter(request, model)) is None:
+            return None
+        return ChosenAdapter(adapter.name, settings_of(request.app[CONTEXT], adapter.name).defaults)
 
     return find
+
+
+def settings_of(context: Context, name: str) -> AdapterSettings:
+    """What an admin has set for an adapter."""
+    return AdapterSettings() if context.management is None else context.management.settings.get(name)
 
 
 def remote_adapter(context: Context, adapter: RegisteredAdapter) -> RemoteAdapter:
@@ -100,7 +120,7 @@ def remote_adapter(context: Context, adapter: RegisteredAdapter) -> RemoteAdapte
     return RemoteAdapter(adapter.name, adapter.digest, adapter.rank, adapter.num_bytes, context.started_s)
 
 
-def choose_adapter(fields: Fields, base_name: str, find: Find, client: Client) -> tuple[str, str | None]:
+def choose_adapter(fields: Fields, base_name: str, find: Find, client: Client) -> tuple[str, ChosenAdapter | None]:
     """Returns the name that the response repeats, and the adapter, None for the base model. If `model` is absent or
     names the base model, the other fields choose.
 
@@ -124,7 +144,7 @@ def choose_adapter(fields: Fields, base_name: str, find: Find, client: Client) -
     return shown_name, adapter
 
 
-def _found(field: str, name: str, find: Find) -> str | None:
+def _found(field: str, name: str, find: Find) -> ChosenAdapter | None:
     try:
         return find(name)
     except NotFound:

@@ -33,7 +33,7 @@ class Client:
 
     def may_use(self, adapter: str | None) -> bool:
         """Whether it may use an adapter; None: the base model."""
-        return self.base_model if adapter is None else _pattern(self.adapters).fullmatch(adapter) is not None
+        return self.base_model if adapter is None else name_pattern(self.adapters).fullmatch(adapter) is not None
 
     @property
     def may_use_all(self) -> bool:
@@ -46,6 +46,6 @@ class Client:
 
 
 @functools.lru_cache(maxsize=1024)
-def _pattern(adapters: tuple[str, ...]) -> re.Pattern[str]:
+def name_pattern(adapters: tuple[str, ...]) -> re.Pattern[str]:
     """The names that one of these names and patterns matches, case included."""
     return re.compile("|".join(map(fnmatch.translate, adapters)) or r"(?!)")

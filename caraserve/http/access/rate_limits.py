@@ -7,12 +7,12 @@ request waits for.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 
 from caraserve.errors import CaraServeError, RateLimited
-from caraserve.http.access.client import Client, RateLimits
+from caraserve.http.access.client import RateLimits
 from caraserve.http.api_request import ApiRequest, ReceivedBody, RequestRouter
 from caraserve.http.context import CLIENT, RATE_HEADERS
 from caraserve.http.request_log import SUMMARY
@@ -95,7 +95,7 @@ class LimitedRouter:
             return await self._router.route(request, api_request, received)
         state = self._clients.setdefault(client.name, _ClientState())
         prompt_tokens = sum(len(one.prompt_ids) for one in api_request.requests[:: api_request.n])
-        self._admit(request, client, state, prompt_tokens)
+        self._admit(request, state, {"requests": 1, "tokens": prompt_tokens})
         state.under_way += 1
         unused = 0
         try:
@@ -110,26 +110,51 @@ class LimitedRouter:
             if (tokens := state.refill(client.limits, self._now()).get("tokens")) is not None:
                 tokens.take((request[SUMMARY].completion_tokens or 0) - unused)
 
-    def _admit(self, request: web.Request, client: Client, state: _ClientState, prompt_tokens: int) -> None:
-        """Takes a request and its tokens from the client's buckets, or raises RateLimited and takes nothing."""
-        limits = client.limits
+    def admit_without_engine(self, request: web.Request) -> None:
+        """Counts a request that no engine computes anything for, as one of its client's requests per minute. Raises
+        RateLimited."""
+        limits = request[CLIENT].limits
+        if limits.requests_per_minute is not None:
+            state = self._clients.setdefault(request[CLIENT].name, _ClientState())
+            self._admit(request, state, {"requests": 1}, by_concurrency=False)
+
+    def _admit(
+        self, request: web.Request, state: _ClientState, amounts: Mapping[str, int], *, by_concurrency: bool = True
+    ) -> None:
+        """Takes `amounts`, by unit, from the client's buckets, or raises RateLimited and takes nothing."""
+        limits = request[CLIENT].limits
         buckets = state.refill(limits, self._now())
-        amounts = {"requests": 1, "tokens": prompt_tokens}
         request[RATE_HEADERS] = {}
         try:
-            if limits.concurrency is not None and state.under_way >= limits.concurrency:
+            if by_concurrency and limits.concurrency is not None and state.under_way >= limits.concurrency:
                 # Of so many that take a predicted time each, the next one ends after this, on average.
                 retry_after_s = self._answer_s() / limits.concurrency
                 raise RateLimited(f"{limits.concurrency} requests under way", "concurrency", retry_after_s)
-            waits_s = {unit: bucket.wait_s(amounts[unit]) for unit, bucket in buckets.items()}
+            taken = {unit: amount for unit, amount in amounts.items() if unit in buckets}
+            waits_s = {unit: buckets[unit].wait_s(amount) for unit, amount in taken.items()}
             longest = max(waits_s, key=waits_s.__getitem__, default="")
             if longest and waits_s[longest] > 0:
                 raise RateLimited(f"{buckets[longest].per_minute:.15g} {longest} per minute", longest, waits_s[longest])
-            for unit, bucket in buckets.items():
-                bucket.take(amounts[unit])
+            for unit, amount in taken.items():
+                buckets[unit].take(amount)
         finally:
             for unit, bucket in buckets.items():
                 request[RATE_HEADERS].update(bucket.headers(unit))
+
+
+LIMITS = web.AppKey("LIMITS", LimitedRouter)
+
+_Handler = Callable[[web.Request], Awaitable[web.Response]]
+
+
+def rate_limited(handler: _Handler) -> _Handler:
+    """The handler of requests that no engine computes anything for, within the rates of their clients."""
+
+    async def handle(request: web.Request) -> web.Response:
+        request.app[LIMITS].admit_without_engine(request)
+        return await handler(request)
+
+    return handle
 
 
 def _duration(seconds: float) -> str:

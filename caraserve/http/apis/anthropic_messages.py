@@ -15,6 +15,7 @@ from caraserve.http.apis import translated_fields as body
 from caraserve.http.apis.answer_blocks import AnswerBlocks
 from caraserve.http.apis.anthropic_messages_writer import MessagesWriter
 from caraserve.http.apis.chat import MAX_NUMBERS, chat_ids, parse_chat_fields
+from caraserve.http.apis.chat_format import ChatFormat
 from caraserve.http.apis.chat_translation import (
     checked_choice,
     checked_object,
@@ -33,7 +34,7 @@ from caraserve.http.request_schema import check_fields
 from caraserve.http.responses import json_response, note_ignored, read_body
 from caraserve.http.validation import Fields, shown
 from caraserve.loop import Engine
-from caraserve.tokenizer.reasoning import SWITCHES
+from caraserve.tokenizer.reasoning import SWITCHES, ReasoningFormat
 from caraserve.util.tasks import in_turns
 
 _NAMES = {
@@ -42,6 +43,7 @@ _NAMES = {
     "].function.parameters": "].input_schema",
     "].function.": "].",
     "thinking_token_budget": "thinking.budget_tokens",
+    "reasoning_effort": "output_config.effort",
     "stop must": "stop_sequences must",
 }
 _TEXT = {"text": "text"}
@@ -59,7 +61,8 @@ async def parse_message(fields: Fields, engine: Engine, find: Find, client: Clie
     limit = body.MAX_TOKENS.read(fields)
     if limit is None:
         raise InvalidRequest("max_tokens is required.", param="max_tokens")
-    values = await _chat_values(fields, engine)
+    values = await _chat_values(fields)
+    values |= _thinking(fields, (await _chat_format(values, engine, find, client)).reasoning_format)
     message_id, chat_fields = f"msg_{uuid.uuid4().hex}", Fields(values)
     try:
         with client_names(_NAMES):
@@ -70,7 +73,8 @@ async def parse_message(fields: Fields, engine: Engine, find: Find, client: Clie
     skip_unread(fields, chat_fields, _NAMES)
     blocks = AnswerBlocks(chat.tools, chat.reasoning)
     fills_context = chat.requests[0].params.max_tokens < limit
-    writer = MessagesWriter(message_id, chat.common.model, blocks, fills_context=fills_context)
+    progress = None if chat.reasoning is None else chat.reasoning.progress(chat.requests[0].params, engine.tokenizer)
+    writer = MessagesWriter(message_id, chat.common.model, blocks, progress, fills_context=fills_context)
     return ApiRequest(chat.requests, 1, chat.common.delivery.stream, writer)
 
 
@@ -80,21 +84,28 @@ async def count_tokens(request: web.Request) -> web.Response:
     fields = Fields(await parse_object(await read_body(request), MAX_NUMBERS))
     check_fields(fields, MESSAGES)
     body.MAX_TOKENS.read(fields)
-    values = await _chat_values(fields, engine)
-    choose_adapter(Fields(values), engine.base_name, adapter_finder(request), request[CLIENT])
+    values = await _chat_values(fields)
+    chat_format = await _chat_format(values, engine, adapter_finder(request), request[CLIENT])
+    values |= _thinking(fields, chat_format.reasoning_format)
     most = max(body_fields.MAX_TOKENIZED, engine.max_model_len)
     with client_names(_NAMES):
         chat = Fields(values)
         try:
-            ids = await chat_ids(chat, engine.tokenizer, most, parse_tools(chat, engine))
+            ids = await chat_ids(chat, chat_format, most, parse_tools(chat, chat_format))
         except ContextLengthExceeded:
             raise InvalidRequest(f"messages have more than {most} tokens; send fewer.", param="messages") from None
     note_ignored(request, fields)
     return json_response({"input_tokens": len(ids)})
 
 
-async def _chat_values(fields: Fields, engine: Engine) -> dict[str, Any]:
-    """The fields of the chat that a body stands for."""
+async def _chat_format(values: dict[str, Any], engine: Engine, find: Find, client: Client) -> ChatFormat:
+    """The format of the adapter that a chat names."""
+    _, adapter = choose_adapter(Fields(values), engine.base_name, find, client)
+    return await ChatFormat.of_adapter(engine.tokenizer, adapter)
+
+
+async def _chat_values(fields: Fields) -> dict[str, Any]:
+    """The fields of the chat that a body stands for, without its reasoning."""
     given = fields.raw("messages")
     if not isinstance(given, list) or not given:
         what = "nothing" if given is None else shown(given)
@@ -107,7 +118,7 @@ async def _chat_values(fields: Fields, engine: Engine) -> dict[str, Any]:
     choice = fields.nested("tool_choice")
     values = shared_values(fields, MESSAGES) | {
         "messages": messages,
-        "stop": body.STOP_SEQUENCES.read(fields),
+        "stop": body.STOP_SEQUENCES.read(fields) if fields.raw("stop_sequences") is not None else None,
         "user": fields.nested("metadata").maybe_text("user_id", 256),
         "response_format": _response_format(fields),
         "tools": _functions(fields),
@@ -119,7 +130,7 @@ async def _chat_values(fields: Fields, engine: Engine) -> dict[str, Any]:
         if "tool_calls" in messages[-1]:
             raise InvalidRequest("the last message has tool_use blocks; send their tool_result.", param="messages")
         values["continue_final_message"] = True
-    return values | _thinking(fields, engine.tokenizer.reasoning_format is not None)
+    return values
 
 
 async def _add_message(messages: list[dict[str, Any]], message: dict[str, Any], name: str, fields: Fields) -> None:
@@ -220,9 +231,9 @@ def _response_format(fields: Fields) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
 
 
-def _thinking(fields: Fields, can_think: bool) -> dict[str, Any]:
-    """The fields of a chat that `thinking` stands for. Without it the template decides whether the model thinks, and
-    the client does not expect to see it."""
+def _thinking(fields: Fields, reasoning_format: ReasoningFormat | None) -> dict[str, Any]:
+    """The fields of a chat that `thinking` and the effort stand for. Without `thinking` the template decides whether
+    the model thinks, and the client does not expect to see it. `reasoning_format`: None for a model that never does."""
     thinking = fields.nested("thinking")
     kind = thinking.raw("type")
     is_on = kind is not None and checked_choice(kind, _THINKING, "thinking.type", "thinking") != "disabled"
@@ -230,8 +241,14 @@ def _thinking(fields: Fields, can_think: bool) -> dict[str, Any]:
     if kind is not None:
         given = fields.mapping("chat_template_kwargs")
         values["chat_template_kwargs"] = dict.fromkeys(SWITCHES, is_on) | given
-    if can_think:
-        values["include_reasoning"] = is_on and thinking.raw("display") != "omitted"
+    if reasoning_format is None:
+        return values
+    values["include_reasoning"] = is_on and thinking.raw("display") != "omitted"
+    if is_on:
+        values["reasoning_effort"] = fields.nested("output_config").raw("effort")
+    if kind == "disabled" and reasoning_format.switch is None:
+        values["thinking_token_budget"] = 0
+    else:
         values["thinking_token_budget"] = thinking.maybe_integer("budget_tokens", 0, LARGEST)
     return values
 

@@ -6,9 +6,11 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from caraserve.core.reasoning_progress import ReasoningProgress
 from caraserve.core.request import Finish, TokenDelta
 from caraserve.errors import CaraServeError, RateLimited, ThreadsUnsupported
 from caraserve.http.apis.answer_blocks import AnswerBlocks, Block, BlockChange, BlockKind
+from caraserve.http.apis.reasoning import add_tokens
 from caraserve.http.usage import ResponseTotals, TokenCounts
 from caraserve.http.whole_answer import WholeAnswer
 from caraserve.util.tasks import in_turns
@@ -57,12 +59,20 @@ class MessagesStream:
 
 class MessagesWriter(MessagesStream):
     """The `AnswerWriter` of the Messages API. `fills_context`: the limit of tokens is the context's, below the one that
-    the client gave."""
+    the client gave. `reasoning`: None for a model that does not reason."""
 
-    def __init__(self, message_id: str, model: str, blocks: AnswerBlocks, *, fills_context: bool) -> None:
+    def __init__(
+        self,
+        message_id: str,
+        model: str,
+        blocks: AnswerBlocks,
+        reasoning: ReasoningProgress | None,
+        *,
+        fills_context: bool,
+    ) -> None:
         self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
         self._fills_context = fills_context
-        self._blocks = blocks
+        self._blocks, self._reasoning = blocks, reasoning
         self._has_calls = self._has_started = False
         self._finish: Finish | None = None
 
@@ -74,11 +84,13 @@ class MessagesWriter(MessagesStream):
             message = {**self._head, **unknown, "usage": _usage(counts._replace(completion=0))}
             written = [_event({"type": "message_start", "message": message})]
         self._finish = delta.finish
+        if self._reasoning is not None:
+            self._reasoning.add(delta.token_ids)
         written += map(self._block_event, self._blocks.push(delta.text, is_last=delta.finish is not None))
         return b"".join(written)
 
     def last_events(self, totals: ResponseTotals) -> bytes:
-        message_delta = {"type": "message_delta", "delta": self._stop(), **_ending(totals)}
+        message_delta = {"type": "message_delta", "delta": self._stop(), **self._ending(totals)}
         return _event(message_delta) + _event({"type": "message_stop"})
 
     def logprobs(self, index: int, delta: TokenDelta) -> None:
@@ -87,8 +99,9 @@ class MessagesWriter(MessagesStream):
     async def whole(self, answers: Sequence[WholeAnswer], totals: ResponseTotals) -> web.Response:
         answer = answers[0].joined()
         self._finish = answer.finish
+        await add_tokens(self._reasoning, answer)
         content = [self._whole_block(block) async for block in in_turns(await self._blocks.read(answer.text))]
-        body = orjson.dumps({**self._head, "content": content, **self._stop(), **_ending(totals)})
+        body = orjson.dumps({**self._head, "content": content, **self._stop(), **self._ending(totals)})
         return web.Response(body=body, content_type="application/json")
 
     def _block_event(self, change: BlockChange) -> bytes:
@@ -121,6 +134,12 @@ class MessagesWriter(MessagesStream):
             reason, sequence = "stop_sequence", finish.stop_reason
         return {"stop_reason": reason, "stop_sequence": sequence}
 
+    def _ending(self, totals: ResponseTotals) -> dict[str, Any]:
+        """The last fields of an answer, the usage at the end: there an instance that forwards reads it."""
+        reasoning = self._reasoning
+        details = {} if reasoning is None else {"output_tokens_details": {"thinking_tokens": reasoning.num_tokens}}
+        return {"system_fingerprint": totals.served_by, "usage": _usage(totals.tokens) | details}
+
 
 def _empty(block: Block) -> dict[str, Any]:
     """A block without its text."""
@@ -140,11 +159,6 @@ def _is_object(text: str) -> bool:
         return isinstance(orjson.loads(text), dict)
     except orjson.JSONDecodeError:
         return False
-
-
-def _ending(totals: ResponseTotals) -> dict[str, Any]:
-    """The last fields of an answer, the usage at the end: there an instance that forwards reads it."""
-    return {"system_fingerprint": totals.served_by, "usage": _usage(totals.tokens)}
 
 
 def _usage(tokens: TokenCounts) -> dict[str, Any]:

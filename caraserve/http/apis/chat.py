@@ -1,6 +1,5 @@
 """POST /v1/chat/completions: makes a prompt of messages by the model's template, writes deltas in OpenAI's shape."""
 
-import asyncio
 import contextlib
 import dataclasses
 import uuid
@@ -14,11 +13,12 @@ from caraserve.errors import InvalidRequest
 from caraserve.http import body_fields, validation
 from caraserve.http.access.adapter_choice import Find
 from caraserve.http.access.client import Client
+from caraserve.http.adapter_defaults import default_limit
 from caraserve.http.api_request import ApiRequest
+from caraserve.http.apis.chat_format import ChatFormat
 from caraserve.http.apis.choices import ChoicesWriter, PromptLogprobs, ResponseHeads, TokenNames, finite
 from caraserve.http.apis.completions import (
     DEFAULT_MAX_TOKENS,
-    ENCODED_IN_PLACE_CHARACTERS,
     CommonFields,
     fan_out,
     finish_fields,
@@ -26,7 +26,7 @@ from caraserve.http.apis.completions import (
     parse_prompt_logprobs,
     response_head,
 )
-from caraserve.http.apis.reasoning import Reasoning, parse_reasoning, template_arguments
+from caraserve.http.apis.reasoning import Reasoning, add_tokens, parse_reasoning, template_arguments
 from caraserve.http.apis.structured_output import parse_grammar
 from caraserve.http.apis.tool_calls import ToolCallWriter, Tools, parse_tools
 from caraserve.http.apis.truncation import parse_truncation
@@ -41,8 +41,6 @@ from caraserve.util.tasks import in_turns
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_MESSAGES = 4096
 _REASONING = ("reasoning_content", "reasoning")  # keys of a message; templates know the first, vLLM writes the second
-_PLAIN = {"role", "content", "name"}  # other keys may be large, and slow for a template to write
-_SHORT_CHAT = 64  # messages
 _MAX_ARGUMENTS_CHARACTERS = 64 << 10  # of one tool call: 4 ms to parse
 MAX_NUMBERS = 1 << 16  # in lists of a body, of which a chat has few; a template takes 5 ms to write them as JSON
 
@@ -91,23 +89,27 @@ async def parse_chat_fields(
     default_max_tokens: int | None = None,
 ) -> ParsedChat:
     """Reads the checked fields of a chat. `default_max_tokens`: a limit, lowered to what the context has room for, if
-    the fields have none. Raises as `parse_chat`."""
+    the fields have none; it comes before the adapter's. Raises as `parse_chat`."""
     common = parse_common(fields, engine, find, client)
-    tools = parse_tools(fields, engine)
+    chat_format = await ChatFormat.of(engine.tokenizer, common.defaults)
+    tools = parse_tools(fields, chat_format)
     limit = body_fields.CHAT_MAX_COMPLETION_TOKENS.read(fields)
     older_limit = body_fields.CHAT_MAX_TOKENS.read(fields)
     params = validation.sampling_params(fields, engine)
     asked_tokens = older_limit if limit is None else limit
-    truncation = parse_truncation(fields, engine, DEFAULT_MAX_TOKENS if asked_tokens is None else asked_tokens)
+    own_default = default_limit(common.defaults)
+    reserved_tokens = (own_default or DEFAULT_MAX_TOKENS) if asked_tokens is None else asked_tokens
+    truncation = parse_truncation(fields, engine, reserved_tokens)
     with truncation.refusing("messages"):
-        ids = tuple(truncation.cut(await chat_ids(fields, engine.tokenizer, truncation.most_encoded, tools)))
-    reasoning = parse_reasoning(fields, engine, ids)
+        ids = tuple(truncation.cut(await chat_ids(fields, chat_format, truncation.most_encoded, tools)))
+    reasoning = parse_reasoning(fields, chat_format, ids)
     kept = [part.kept_special_ids for part in (tools, reasoning) if part is not None]
     params = dataclasses.replace(params, logprobs=_logprobs(fields), kept_special_ids=frozenset[int]().union(*kept))
     constraint = None if tools is None else tools.constraint
     params = dataclasses.replace(params, grammar=await parse_grammar(fields, engine, params, constraint, reasoning))
-    default = validation.most_scored_tokens(common.n, params.logprobs)
-    default = default_max_tokens if default is None else default
+    most_scored = validation.most_scored_tokens(common.n, params.logprobs)
+    limits = most_scored, own_default if default_max_tokens is None else default_max_tokens
+    default = min([one for one in limits if one is not None], default=None)
     max_tokens = validation.fit_max_tokens(asked_tokens, default, len(ids), engine, source="messages")
     validation.check_scores(common.n, common.n * max_tokens, params.logprobs, "top_logprobs")
     validation.check_min_tokens(params.min_tokens, max_tokens)
@@ -119,7 +121,7 @@ async def parse_chat_fields(
     return ParsedChat(common, tools, reasoning, tuple(requests))
 
 
-async def chat_ids(fields: Fields, tokenizer: Tokenizer, max_tokens: int, tools: Tools | None = None) -> list[int]:
+async def chat_ids(fields: Fields, chat_format: ChatFormat, max_tokens: int, tools: Tools | None = None) -> list[int]:
     """The prompt of `messages` and the template's arguments, as token ids. Raises InvalidRequest, and
     ContextLengthExceeded when it has more than `max_tokens`."""
     messages = await parse_messages(fields)
@@ -129,23 +131,14 @@ async def chat_ids(fields: Fields, tokenizer: Tokenizer, max_tokens: int, tools:
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt exclude each other.", param="continue_final_message"
         )
-    kwargs = template_arguments(fields, tokenizer.reasoning_format)
-
-    def render() -> list[int]:
-        return tokenizer.chat(
-            messages,
-            add_generation_prompt=generation_prompt,
-            continue_final_message=continued,
-            kwargs=kwargs,
-            tools=None if tools is None else tools.for_template,
-            max_tokens=max_tokens,
-        )
-
-    is_plain = tools is None and not kwargs and all(message.keys() <= _PLAIN for message in messages)
-    short = len(messages) <= _SHORT_CHAT and is_plain
-    characters = sum(len(message["content"]) for message in messages)
-    in_place = short and characters <= ENCODED_IN_PLACE_CHARACTERS
-    ids = render() if in_place else await asyncio.to_thread(render)
+    ids = await chat_format.prompt_ids(
+        messages,
+        add_generation_prompt=generation_prompt,
+        continue_final_message=continued,
+        kwargs=template_arguments(fields, chat_format.reasoning_format),
+        tools=None if tools is None else tools.for_template,
+        max_tokens=max_tokens,
+    )
     if not ids:
         raise InvalidRequest("The chat template makes an empty prompt of these messages.", param="messages")
     return ids
@@ -266,19 +259,21 @@ class ChatChoice:
         self._return_token_ids = return_token_ids
         self._tool_calls = tool_calls
         self._reasoning = None if reasoning is None else reasoning.parser()
-        self._reasoning_count = None if reasoning is None else reasoning.token_count(request.params, tokenizer)
+        self._progress = None if reasoning is None else reasoning.progress(request.params, tokenizer)
         self._shows_reasoning = reasoning is not None and reasoning.is_shown
         self._first = True
 
     @property
     def reasoning_tokens(self) -> int | None:
-        return None if self._reasoning_count is None else self._reasoning_count.num_tokens
+        return None if self._progress is None else self._progress.num_tokens
 
     def stream_chunks(self, delta: TokenDelta) -> list[dict[str, Any]]:
         chunks = []
         if self._first:
             self._first = False
             chunks.append(self._chunk({"role": "assistant", "content": ""}))
+        if self._progress is not None:
+            self._progress.add(delta.token_ids)
         reasoning, text = self._divided(delta, is_last=delta.finish is not None)
         parts: list[dict[str, Any]] = [{"content": text}] if text else []
         if self._tool_calls is not None:
@@ -298,9 +293,8 @@ class ChatChoice:
 
     def _divided(self, delta: TokenDelta, *, is_last: bool) -> ReasoningText:
         """The reasoning that the client sees, and the answer, in a delta's text."""
-        if self._reasoning is None or self._reasoning_count is None:
+        if self._reasoning is None:
             return ReasoningText("", delta.text)
-        self._reasoning_count.add(delta.token_ids)
         parts = self._reasoning.push(delta.text, is_last=is_last)
         return parts if self._shows_reasoning else parts._replace(reasoning="")
 
@@ -308,6 +302,7 @@ class ChatChoice:
         return finish_fields(finish) if self._tool_calls is None else self._tool_calls.finish_fields(finish)
 
     async def fields_around_logprobs(self, answer: TokenDelta) -> tuple[dict[str, Any], dict[str, Any]]:
+        await add_tokens(self._progress, answer)
         reasoning, text = self._divided(answer, is_last=True)
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if self._tool_calls is not None:

@@ -23,6 +23,7 @@ from caraserve.errors import InvalidRequest
 from caraserve.http import body_fields, validation
 from caraserve.http.access.adapter_choice import Find, choose_adapter
 from caraserve.http.access.client import Client
+from caraserve.http.adapter_defaults import default_limit, field_defaults
 from caraserve.http.api_request import ApiRequest
 from caraserve.http.apis.choices import ChoicesWriter, Delivery, PromptLogprobs, ResponseHeads, TokenNames, finite
 from caraserve.http.apis.prompt_embeds import embeds_prompts, has_embeds, mixed_prompt
@@ -32,14 +33,13 @@ from caraserve.http.request_schema import COMPLETIONS, STREAM_OPTIONS, check_fie
 from caraserve.http.validation import Fields, shown, token_ids
 from caraserve.http.whole_answer import PROMPT_LOGPROBS
 from caraserve.loop import Engine
-from caraserve.tokenizer.tokenizer import Tokenizer
+from caraserve.lora.settings import NO_DEFAULTS, RequestDefaults
+from caraserve.tokenizer.tokenizer import ENCODED_IN_PLACE_CHARACTERS, Tokenizer
 from caraserve.util.tasks import in_turns
 
 DEFAULT_MAX_TOKENS = 16
 # Engine requests of one body: enough for an evaluation's batch; the body itself could hold 10⁶ prompts.
 MAX_CHOICES = 2048
-# Encoding runs at a few MB/s: longer texts would block the event loop for over a millisecond.
-ENCODED_IN_PLACE_CHARACTERS = 2048
 
 Prompt = str | list[Any]
 
@@ -50,6 +50,7 @@ class CommonFields:
 
     model: str  # as the client named it; the response repeats it
     adapter: str | None
+    defaults: RequestDefaults
     n: int
     tenant: Tenant
     cache_salt: str
@@ -59,11 +60,15 @@ class CommonFields:
 
 
 def parse_common(fields: Fields, engine: Engine, find: Find, client: Client) -> CommonFields:
-    """Reads the common fields of a body. Raises NotFound or InvalidRequest, which name the field."""
+    """Reads the common fields of a body, which takes the adapter's defaults from then on. Raises NotFound or
+    InvalidRequest, which name the field."""
     model, adapter = choose_adapter(fields, engine.base_name, find, client)
+    defaults = NO_DEFAULTS if adapter is None else adapter.defaults
+    fields.take_defaults(field_defaults(defaults))
     return CommonFields(
         model=model,
-        adapter=adapter,
+        adapter=None if adapter is None else adapter.name,
+        defaults=defaults,
         n=body_fields.N.read(fields),
         tenant=client.tenant(body_fields.USER.read(fields) or ""),
         cache_salt=body_fields.CACHE_SALT.read(fields) or "",
@@ -122,7 +127,8 @@ async def parse_completion(fields: Fields, engine: Engine, find: Find, client: C
     if max_tokens == 0 and not echo:
         raise InvalidRequest("max_tokens may be 0 only with echo; ask for at least 1.", param="max_tokens")
     add_special_tokens = body_fields.ADD_SPECIAL_TOKENS.read(fields)
-    truncation = parse_truncation(fields, engine, DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens)
+    default_max_tokens = default_limit(common.defaults) or DEFAULT_MAX_TOKENS
+    truncation = parse_truncation(fields, engine, default_max_tokens if max_tokens is None else max_tokens)
     prompts = with_suffix(fields, parse_prompts(fields), engine.tokenizer)
     if len(prompts) * common.n > MAX_CHOICES:
         raise InvalidRequest(
@@ -138,7 +144,7 @@ async def parse_completion(fields: Fields, engine: Engine, find: Find, client: C
         ids, embeds = await read_prompt(prompt, position, engine, truncation, add_special_tokens=add_special_tokens)
         if embeds is not None and (params.prompt_logprobs is not None or echo or common.delivery.token_ids):
             raise InvalidRequest("echo, prompt_logprobs and return_token_ids need a prompt of tokens.", param="prompt")
-        limit = validation.fit_max_tokens(max_tokens, DEFAULT_MAX_TOKENS, len(ids), engine)
+        limit = validation.fit_max_tokens(max_tokens, default_max_tokens, len(ids), engine)
         validation.check_min_tokens(params.min_tokens, limit)
         answer_tokens += common.n * limit
         prompt_tokens += common.n * len(ids)

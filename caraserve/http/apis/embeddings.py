@@ -72,7 +72,8 @@ async def embedding_requests(
     """Reads the fields that all routes here share. Returns the model as the client named it, and an engine request for
     each prompt. Raises InvalidRequest, ContextLengthExceeded or NotFound, which name the field."""
     arrival_s = time.monotonic()
-    model, adapter = choose_adapter(fields, engine.base_name, find, client)
+    model, chosen = choose_adapter(fields, engine.base_name, find, client)
+    adapter = None if chosen is None else chosen.name
     tenant = client.tenant(body_fields.USER.read(fields) or "")
     cache_salt = body_fields.CACHE_SALT.read(fields) or ""
     priority = body_fields.PRIORITY.read(fields)

@@ -59,8 +59,8 @@ async def parse_response(fields: Fields, engine: Engine, find: Find, client: Cli
     skip_unread(fields, chat_fields, _NAMES)
     head = _response_head(response_id, fields, values, chat, metadata)
     params = chat.requests[0].params
-    count = None if chat.reasoning is None else chat.reasoning.token_count(params, engine.tokenizer)
-    writer = ResponsesWriter(head, AnswerBlocks(chat.tools, chat.reasoning), count)
+    progress = None if chat.reasoning is None else chat.reasoning.progress(params, engine.tokenizer)
+    writer = ResponsesWriter(head, AnswerBlocks(chat.tools, chat.reasoning), progress)
     return ApiRequest(chat.requests, 1, chat.common.delivery.stream, writer)
 
 

@@ -7,10 +7,11 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from caraserve.core.reasoning_progress import ReasoningProgress
 from caraserve.core.request import Finish, TokenDelta
 from caraserve.errors import CaraServeError
 from caraserve.http.apis.answer_blocks import AnswerBlocks, Block, BlockChange, BlockKind
-from caraserve.http.apis.reasoning import ReasoningTokenCount
+from caraserve.http.apis.reasoning import add_tokens
 from caraserve.http.responses import json_response
 from caraserve.http.usage import ResponseTotals, TokenCounts
 from caraserve.http.whole_answer import WholeAnswer
@@ -39,12 +40,12 @@ class ResponsesStream:
 
 class ResponsesWriter(ResponsesStream):
     """The `AnswerWriter` of the Responses API. `head`: the fields of the response object that are known already.
-    `reasoning_count`: None for a model that does not reason."""
+    `reasoning`: None for a model that does not reason."""
 
-    def __init__(self, head: dict[str, Any], blocks: AnswerBlocks, reasoning_count: ReasoningTokenCount | None) -> None:
+    def __init__(self, head: dict[str, Any], blocks: AnswerBlocks, reasoning: ReasoningProgress | None) -> None:
         self._head = head
         self._blocks = blocks
-        self._reasoning_count = reasoning_count
+        self._reasoning = reasoning
         self._items: list[dict[str, Any]] = []  # of the blocks that have ended
         self._num_events = 0
         self._finish: Finish | None = None
@@ -55,7 +56,8 @@ class ResponsesWriter(ResponsesStream):
             started = self._response("in_progress")
             written = [self._event(f"response.{kind}", response=started) for kind in ("created", "in_progress")]
         self._finish = delta.finish
-        self._count_reasoning(delta)
+        if self._reasoning is not None:
+            self._reasoning.add(delta.token_ids)
         for change in self._blocks.push(delta.text, is_last=delta.finish is not None):
             written += self._events_of(change)
         return b"".join(written)
@@ -74,17 +76,13 @@ class ResponsesWriter(ResponsesStream):
     async def whole(self, answers: Sequence[WholeAnswer], totals: ResponseTotals) -> web.Response:
         answer = answers[0].joined()
         self._finish = answer.finish
-        self._count_reasoning(answer)
+        await add_tokens(self._reasoning, answer)
         async for block in in_turns(await self._blocks.read(answer.text)):
             self._end(block)
         return json_response(self._response(_status(answer.finish), totals))
 
-    def _count_reasoning(self, delta: TokenDelta) -> None:
-        if self._reasoning_count is not None:
-            self._reasoning_count.add(delta.token_ids)
-
     def _usage(self, tokens: TokenCounts) -> dict[str, Any]:
-        reasoning_tokens = 0 if self._reasoning_count is None else self._reasoning_count.num_tokens
+        reasoning_tokens = 0 if self._reasoning is None else self._reasoning.num_tokens
         return {
             "input_tokens": tokens.prompt,
             "input_tokens_details": {"cached_tokens": tokens.cached, "cache_write_tokens": 0},

@@ -145,4 +145,6 @@ class RankingWriter(UnstreamedAnswer):
             if self._documents is not None:
                 result["document"] = {"text": self._documents[index]}
             yield (b"," if place else b"") + orjson.dumps(result)
-        yield b'],"usage":%b}' % orjson.dumps(prompt_usage(tokens))
+        # Cohere's clients read `meta`, Jina's `usage`.
+        meta = {"tokens": {"input_tokens": tokens.prompt, "output_tokens": 0}}
+        yield b'],"meta":%b,"usage":%b}' % (orjson.dumps(meta), orjson.dumps(prompt_usage(tokens)))

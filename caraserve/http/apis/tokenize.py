@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, by the engine's tokenizer."""
+"""POST /tokenize and /detokenize, by the engine's tokenizer, and its settings for clients that encode like it."""
 
 from aiohttp import web
 
@@ -6,6 +6,7 @@ from caraserve.errors import ContextLengthExceeded, InvalidRequest
 from caraserve.http import body_fields
 from caraserve.http.access.adapter_choice import adapter_finder, choose_adapter
 from caraserve.http.apis.chat import chat_ids
+from caraserve.http.apis.chat_format import ChatFormat
 from caraserve.http.apis.completions import decode, encode
 from caraserve.http.context import CLIENT, CONTEXT
 from caraserve.http.request_schema import DETOKENIZE, TOKENIZE, check_fields
@@ -19,13 +20,13 @@ async def tokenize(request: web.Request) -> web.Response:
     engine = context.engine
     fields = await read_object(request)
     check_fields(fields, TOKENIZE)
-    choose_adapter(fields, engine.base_name, adapter_finder(request), request[CLIENT])
+    _, adapter = choose_adapter(fields, engine.base_name, adapter_finder(request), request[CLIENT])
     add_special_tokens = body_fields.ADD_SPECIAL_TOKENS.read(fields)
     with_text = body_fields.RETURN_TOKEN_STRS.read(fields)
     most = max(body_fields.MAX_TOKENIZED, engine.max_model_len)
     try:
         if fields.raw("messages") is not None:
-            ids = await chat_ids(fields, engine.tokenizer, most)
+            ids = await chat_ids(fields, await ChatFormat.of_adapter(engine.tokenizer, adapter), most)
         else:
             prompt = body_fields.TEXT_PROMPT.read(fields)
             if prompt is None:
@@ -51,3 +52,9 @@ async def detokenize(request: web.Request) -> web.Response:
     note_ignored(request, fields)
     ids = token_ids("tokens", tokens, engine.tokenizer.vocab_size)
     return json_response({"prompt": await decode(engine.tokenizer, ids, skip_special_tokens=False)})
+
+
+async def tokenizer_info(request: web.Request) -> web.Response:
+    """GET /tokenizer_info, in vLLM's shape."""
+    engine = request.app[CONTEXT].engine
+    return json_response({**engine.tokenizer.info, "model_max_length": engine.max_model_len})

@@ -10,11 +10,10 @@ from typing import Any
 from caraserve.core.request import Finish
 from caraserve.errors import InvalidRequest
 from caraserve.http import body_fields
+from caraserve.http.apis.chat_format import ChatFormat
 from caraserve.http.apis.completions import finish_fields
 from caraserve.http.apis.structured_output import json_text
 from caraserve.http.validation import Fields, shown
-from caraserve.loop import Engine
-from caraserve.tokenizer.closed_schema import close_objects
 from caraserve.tokenizer.grammar import GrammarSource
 from caraserve.tokenizer.grammar_limits import WHITESPACE
 from caraserve.tokenizer.tool_format import (
@@ -48,7 +47,7 @@ class _Function:
     def schema(self, is_strict: bool) -> str:
         """Returns the schema of the arguments as JSON; any object if it is not to be followed."""
         parameters = _NO_ARGUMENTS if self.parameters is None else self.parameters
-        return json_text({**_ANY_OBJECT, **_SPACES, **(close_objects(parameters) if is_strict else {})}, "tools")
+        return json_text({**_ANY_OBJECT, **_SPACES, **(parameters if is_strict else {})}, "tools")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,7 @@ def _answer_schema(source: GrammarSource) -> str:
     return json_text({**_SPACES, **schema}, source.field)
 
 
-def parse_tools(fields: Fields, engine: Engine) -> Tools | None:
+def parse_tools(fields: Fields, chat_format: ChatFormat) -> Tools | None:
     """Reads `tools`, `tool_choice` and `parallel_tool_calls`; None if the answer calls nothing. Raises InvalidRequest
     that names the field."""
     _refuse_functions(fields)
@@ -116,10 +115,10 @@ def parse_tools(fields: Fields, engine: Engine) -> Tools | None:
     several = body_fields.PARALLEL_TOOL_CALLS.read(fields)
     if not functions or choice == "none":
         return None
-    tokenizer = engine.tokenizer
-    if (tool_format := tokenizer.tool_format) is None:
+    tokenizer = chat_format.tokenizer
+    if (tool_format := chat_format.tool_format) is None:
         raise InvalidRequest(
-            "the model's chat template cannot render tools, or writes calls in an unknown format; leave tools out, or "
+            "the chat template cannot render tools, or writes calls in an unknown format; leave tools out, or "
             "start the server with --tool-call-parser.",
             param="tools",
         )

@@ -73,7 +73,7 @@ THINKING = OtherField(
         display=one_of("summarized", "omitted"),
     ),
 )
-OUTPUT_CONFIG = OtherField("output_config", object_of(format=_FORMAT))
+OUTPUT_CONFIG = OtherField("output_config", object_of(format=_FORMAT, effort=_TEXT))
 OUTPUT_FORMAT = OtherField("output_format", _FORMAT)
 CONTEXT_MANAGEMENT = OtherField("context_management", object_of(edits=_OBJECTS))
 
@@ -116,7 +116,7 @@ _STATELESS = Refused("nothing is stored here; send the whole conversation as inp
 
 RESPONSES = _translated(
     _COMMON
-    | {"stop": CHAT.types["stop"], "user": CHAT.types["user"], "parallel_tool_calls": CHAT.types["parallel_tool_calls"]}
+    | {name: CHAT.types[name] for name in ("stop", "user", "parallel_tool_calls", "thinking_token_budget")}
     | {
         field.name: field
         for field in (
@@ -161,7 +161,8 @@ MESSAGES = _translated(
         "user": Refused("send metadata.user_id instead"),
         "max_completion_tokens": Refused("send max_tokens instead"),
         "response_format": Refused("send output_config.format instead"),
-        "reasoning_effort": Refused("send thinking instead"),
+        "reasoning_effort": Refused("send thinking and output_config.effort instead"),
+        "thinking_token_budget": Refused("send thinking.budget_tokens instead"),
         "parallel_tool_calls": Refused("send tool_choice.disable_parallel_tool_use instead", (True,)),
         "n": Refused("send several requests", (1,)),
         "mcp_servers": Refused("tools are called by the client; send them as tools", ([],)),

@@ -6,16 +6,19 @@ import binascii
 import logging
 import re
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from typing import Any
 
 import orjson
 from aiohttp import web
 
 from caraserve.config import PINS
-from caraserve.errors import Forbidden, InvalidRequest, NotFound
+from caraserve.errors import AdapterRejected, Forbidden, InvalidRequest, NotFound
 from caraserve.http import body_fields
-from caraserve.http.access.adapter_choice import ListedAdapter, find_named, refuse_alias, remote_adapter
+from caraserve.http.access.adapter_choice import ListedAdapter, find_named, refuse_alias, remote_adapter, settings_of
 from caraserve.http.access.adapter_version import entity_tag
+from caraserve.http.adapter_defaults import parse_defaults
+from caraserve.http.apis.chat_format import check_template
 from caraserve.http.context import CLIENT, CONTEXT, Context
 from caraserve.http.management.admin import updatable
 from caraserve.http.management.status import sorted_by_name
@@ -24,7 +27,6 @@ from caraserve.http.responses import json_response, note_ignored, read_object
 from caraserve.http.validation import Fields, shown
 from caraserve.lora.adapter import Adapter, AdapterTier, RemoteSource, UploadSource
 from caraserve.lora.management import AdapterManagement
-from caraserve.lora.settings import AdapterSettings
 from caraserve.lora.uploads import UploadClaims
 from caraserve.util.tasks import in_turns
 
@@ -34,6 +36,7 @@ _SHA256_HEADER = "x-content-sha256"
 _DIGEST_HEADER = "Content-Digest"  # RFC 9530
 _HEX = re.compile(r"[0-9a-fA-F]{64}")
 _NO_PIN = "no"
+_UPLOAD_TIER = "upload"
 _TIERS = {
     AdapterTier.DEVICE: "device",
     AdapterTier.HOST: "host",
@@ -62,8 +65,8 @@ async def list_adapters(request: web.Request) -> web.Response:
 
 async def show_adapter(request: web.Request) -> web.Response:
     """GET /v1/adapters/NAME"""
-    adapter = _named(request)
-    return json_response(_card(request.app[CONTEXT], adapter), headers={"ETag": entity_tag(adapter.digest)})
+    card = _full_card(request.app[CONTEXT], _named(request))
+    return json_response(card, headers={"ETag": entity_tag(card["digest"])} if card["digest"] else {})
 
 
 def _named(request: web.Request) -> ListedAdapter:
@@ -79,25 +82,30 @@ def tier_of(adapter: Adapter | None) -> str:
     if adapter is None:
         return "peer"
     if isinstance(adapter.source, UploadSource):
-        return "upload"
+        return _UPLOAD_TIER
     return _TIERS.get(adapter.tier) or ("peer" if isinstance(adapter.source, RemoteSource) else "disk")
 
 
 def _card(context: Context, info: ListedAdapter) -> dict[str, Any]:
     adapter = context.engine.catalog.manager.find(info.digest)
-    settings = AdapterSettings() if context.management is None else context.management.settings.get(info.name)
+    settings, tier = settings_of(context, info.name), tier_of(adapter)
     return {
         "name": info.name,
         "object": "adapter",
-        "digest": info.digest,
+        "digest": "" if tier == _UPLOAD_TIER else info.digest,  # it is known when all bytes have arrived
         "rank": info.rank,
         "bytes": info.num_bytes,
         "created": int(info.created_s),
-        "tier": tier_of(adapter),
+        "tier": tier,
         "requests": 0 if adapter is None else adapter.pins,
         "pinned": settings.pinned,
         "labels": settings.labels,
     }
+
+
+def _full_card(context: Context, info: ListedAdapter) -> dict[str, Any]:
+    """The card with the defaults of requests, which a list leaves out: a chat template may have 64 KiB."""
+    return _card(context, info) | asdict(settings_of(context, info.name).defaults)
 
 
 async def put_adapter(request: web.Request) -> web.Response:
@@ -107,15 +115,16 @@ async def put_adapter(request: web.Request) -> web.Response:
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise web.HTTPUnsupportedMediaType(text="Content-Encoding is not taken; send the body as it is.")
     refuse_alias(context, name)
+    _refuse_uploading(context, name)
     claims = UploadClaims(request.content_length, request.query.get("config"), tuple(_checksums(request)))
     stored = await management.uploads.put(name, _pieces(request, context.timings.body_s), claims)
     log.info("adapter %s uploaded: %s", name, stored.info.digest)
     headers = {"ETag": entity_tag(stored.info.digest)}
-    return json_response(_card(context, stored.info), status=201 if stored.is_new else 200, headers=headers)
+    return json_response(_full_card(context, stored.info), status=201 if stored.is_new else 200, headers=headers)
 
 
 async def patch_adapter(request: web.Request) -> web.Response:
-    """PATCH /v1/adapters/NAME {"labels": …, "pinned": …}: sets what is given."""
+    """PATCH /v1/adapters/NAME {"labels": …, "pinned": …, "sampling": …}: sets what is given. A null ends a default."""
     context, management = _managed(request)
     fields = await read_object(request)
     check_fields(fields, ADAPTER_SETTINGS)
@@ -123,13 +132,18 @@ async def patch_adapter(request: web.Request) -> web.Response:
     if pinned is not None and pinned not in (_NO_PIN, *PINS):
         choices = ", ".join([_NO_PIN, *PINS])
         raise InvalidRequest(f"pinned must be one of {choices}, not {shown(pinned)}.", param="pinned")
-    note_ignored(request, fields)
-    adapter, settings = context.engine.adapter(_named(request).name), management.settings
+    defaults = asdict(parse_defaults(fields))
+    if (template := defaults["chat_template"]) is not None:
+        await check_template(context.engine.tokenizer, template)
+    given_defaults = {name: defaults[name] for name, _ in fields.items() if name in defaults}
+    changes: dict[str, Any] = {} if labels is None else {"labels": labels}
     if pinned is not None:
-        await context.complete(settings.set_pin(adapter.name, None if pinned == _NO_PIN else pinned))
-    if labels is not None:
-        await context.complete(settings.set_labels(adapter.name, labels))
-    return json_response(_card(context, adapter))
+        changes["pinned"] = None if pinned == _NO_PIN else pinned
+    note_ignored(request, fields)
+    adapter = _named(request)
+    if changes or given_defaults:
+        await context.complete(management.settings.change(adapter.name, changes, given_defaults))
+    return json_response(_full_card(context, adapter))
 
 
 def _labels(fields: Fields) -> dict[str, str] | None:
@@ -162,14 +176,24 @@ async def delete_adapter(request: web.Request) -> web.Response:
     """DELETE /v1/adapters/NAME: responds when no running request uses the adapter any more."""
     context, management = _managed(request)
     name = request.match_info["name"]
+    _refuse_uploading(context, name)
     try:
         await context.complete(_delete(management, name))
     except NotFound:
         _named(request)
         assert context.cluster is not None
         context.cluster.remove(name)
+        await context.complete(management.settings.remove(name))
     log.info("adapter %r deleted", name)
     return json_response({"name": name, "object": "adapter", "deleted": True})
+
+
+def _refuse_uploading(context: Context, name: str) -> None:
+    """Raises AdapterRejected for an adapter that is being uploaded to another instance."""
+    if context.cluster is not None and (instances := context.cluster.uploads(name)):
+        raise AdapterRejected(
+            f"the adapter {name!r} is being uploaded to the instance {min(instances)!r}; try again", param="name"
+        )
 
 
 def _managed(request: web.Request) -> tuple[Context, AdapterManagement]:

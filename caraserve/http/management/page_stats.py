@@ -7,7 +7,7 @@ import dataclasses
 import operator
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -16,11 +16,12 @@ from aiohttp import web
 from caraserve import __version__
 from caraserve.engine.batch_timeline import INTERVAL_S, INTERVALS, TimelineRow, position
 from caraserve.errors import InvalidRequest
-from caraserve.http.access.adapter_choice import ListedAdapter, remote_adapter
+from caraserve.http.access.adapter_choice import ListedAdapter, remote_adapter, settings_of
 from caraserve.http.context import CLIENT, CONTEXT, Context
 from caraserve.http.management.adapters import tier_of
 from caraserve.http.responses import json_response
 from caraserve.lora.adapter import Adapter, AdapterTier
+from caraserve.lora.settings import AdapterSettings
 from caraserve.util.tasks import in_turns, slices
 
 _SHOWN_ROWS = 20  # of the timeline
@@ -96,7 +97,7 @@ async def adapter_stats(request: web.Request) -> web.Response:
             counts["loading"] += is_loading
             if (wanted in ("", tier) or (wanted == "loading" and is_loading)) and contains in info.name.lower():
                 table.add(info, adapter, tier, now_s)
-    return json_response({"counts": counts, "matching": table.matching, "adapters": table.entries(now_s)})
+    return json_response({"counts": counts, "matching": table.matching, "adapters": table.entries(context, now_s)})
 
 
 _Place = tuple[bool, float, int, int, str]
@@ -129,9 +130,9 @@ class _Table:
     def _sorted(self) -> list[_Row]:
         return sorted(self._first, key=operator.itemgetter(0))[:_SHOWN_ADAPTERS]
 
-    def entries(self, now_s: float) -> list["_Entry"]:
+    def entries(self, context: Context, now_s: float) -> list["_Entry"]:
         """Returns the lines of the table."""
-        return [_Entry.of(info, adapter, now_s) for _, info, adapter in self._sorted()]
+        return [_Entry.of(info, adapter, settings_of(context, info.name), now_s) for _, info, adapter in self._sorted()]
 
 
 def _listed(context: Context) -> Iterator[ListedAdapter]:
@@ -153,20 +154,24 @@ class _Entry:
     tier: str
     loading: str | None
     layers: tuple[int, int] | None
-    requests: int  # unfinished
-    per_minute: float
+    pinned: str | None
+    labels: Mapping[str, str]
+    own_chat_template: bool
+    requests: int = 0  # unfinished
+    per_minute: float = 0.0
 
     @classmethod
-    def of(cls, info: ListedAdapter, adapter: Adapter | None, now_s: float) -> Self:
+    def of(cls, info: ListedAdapter, adapter: Adapter | None, settings: AdapterSettings, now_s: float) -> Self:
         """Describes an adapter; `adapter` is None for one that only other instances have."""
         known = info.name, info.rank, info.num_bytes, tier_of(adapter)
+        chosen = settings.pinned, settings.labels, settings.defaults.chat_template is not None
         if adapter is None:
-            return cls(*known, None, None, 0, 0.0)
+            return cls(*known, None, None, *chosen)
         layers = None
         if (partial := adapter.partial) is not None:
             layers = partial.layers, len(partial.image.spec.layer_ends)
         per_minute = round(adapter.requests_per_minute(now_s), 1)
-        return cls(*known, _LOADING.get(adapter.tier), layers, adapter.pins, per_minute)
+        return cls(*known, _LOADING.get(adapter.tier), layers, *chosen, adapter.pins, per_minute)
 
 
 def _filters(request: web.Request) -> tuple[str, str]:

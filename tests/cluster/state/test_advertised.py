@@ -33,7 +33,7 @@ WORK = EngineLoad(2, 3, {16: 1, 8: 4}, 700, 5600, 1000, -20, 7)
 ALIVE = MemberRecord("a", "a:1", 1, 0, MemberState.ALIVE)
 
 
-@given(st.builds(PerfModel, times, times, some_times, st.booleans(), times, some_times, times))
+@given(st.builds(PerfModel, times, times, some_times, st.booleans(), times, some_times, times, times))
 def test_a_performance_model_is_decoded_exactly(model: PerfModel) -> None:
     value = model_value(model)
     assert entry_fits(":model", value)
@@ -50,7 +50,7 @@ def test_link_speeds_are_decoded_exactly(links: LinkSpeeds) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        *((), ("1",), ("x",) * 7, ("-1",) * 7, ("nan",) * 7, ("inf",) * 7, ("1",) * 8, (1, "", 2, 3, 4, 5, 6)),
+        *((), ("1",), ("x",) * 7, ("-1",) * 7, ("nan",) * 7, ("inf",) * 7, ("1",) * 9, (1, "", 2, 3, 4, 5, 6)),
         *(("0",) * 7, ("1e300",) * 7, ("1", "0", "0", "0", "1", "1", "1"), ("1", "1", "1", "0", "0", "0", "1")),
     ],
 )

@@ -33,7 +33,7 @@ class Catalog:
     def all(self) -> list[AdapterInfo]:
         return list(self.infos.values())
 
-    def find(self, name: str) -> AdapterInfo | None:
+    def find_whole(self, name: str) -> AdapterInfo | None:
         return self.infos.get(name)
 
 

@@ -14,7 +14,6 @@ from caraserve.cluster.state.replicated_map import (
     REGISTRY,
     TOMBSTONE_S,
     Entry,
-    HybridClock,
     InstanceLoad,
     LwwMap,
     RegisteredAdapter,
@@ -23,6 +22,7 @@ from caraserve.cluster.state.replicated_map import (
 )
 from caraserve.config import ADAPTER_NAME, DIGEST
 from caraserve.errors import InvalidRequest
+from caraserve.util.hybrid_clock import HybridClock
 
 WALL_MS = 1_700_000_000_000
 HLC = WALL_MS << 16

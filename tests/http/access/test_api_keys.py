@@ -70,7 +70,7 @@ def bearer(key: str) -> dict[str, str]:
 
 def engine() -> FakeEngine:
     names = ("sql-v1", "sql-v2", "legal", "secret")
-    shown = FakeSnapshot(running_adapters=("secret",), device_adapters=("secret",), host_adapters=("secret",))
+    shown = FakeSnapshot(running_adapters=("secret",), device_adapters=frozenset({"secret"}), host_adapters=("secret",))
     return FakeEngine(loaded={name: FakeAdapter(name, f"/{name}") for name in names}, shown=shown)
 
 

@@ -223,6 +223,29 @@ async def test_a_forwarded_stream_counts_all_its_tokens_however_many_an_event_ha
         assert (left, len(a.forwards)) == (["97", str(97 - 5 - 3)], 2)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": MESSAGE}),
+        ("/detokenize", {"tokens": [97]}),
+        ("/v1/messages/count_tokens", {"model": "a", "messages": [{"role": "user", "content": MESSAGE}]}),
+    ],
+    ids=["tokenize", "detokenize", "count_tokens"],
+)
+async def test_requests_for_tokens_count_as_requests_alone(
+    clock: Clock, limited: Callable[..., Path], path: str, body: dict[str, Any]
+) -> None:
+    limits = {"requests_per_minute": 2, "tokens_per_minute": 4, "concurrency": 1}
+    async with serving(FakeEngine(), api_key_file=limited(**limits)) as client:
+        assert (await ask(client)).status == 200  # uses up the tokens
+        answer, refused = [await client.post(path, body, headers=HEADERS) for _ in range(2)]
+        assert (answer.status, answer.headers["x-ratelimit-remaining-requests"]) == (200, "0")
+        assert (refused.status, refused.headers["retry-after-ms"]) == (429, "30000")
+        assert refused.json["error"]["type"] == "rate_limit_error"
+        clock.now_s += 30
+        assert (await client.post(path, body, headers=HEADERS)).status == 200
+
+
 async def test_keys_without_limits_have_no_headers(limited: Callable[..., Path]) -> None:
     async with serving(FakeEngine(), api_key_file=limited()) as client:
         answer = await ask(client)

@@ -13,7 +13,7 @@ from tests.http.apis.test_tool_calls import engine
 from tests.http.fake_engine import DIGEST, FakeEngine, finish
 from tests.http.fleet import RawAnswer, fleet, streamed
 from tests.http.serving import Answer, serving
-from tests.http.test_deadlines import HEADERS, HOLDS_S, PassTime, pass_time  # noqa: F401
+from tests.http.test_deadlines import HEADERS, HOLDS_S, PassTime
 from tests.http.test_request_log import Lines, lines  # noqa: F401
 from tests.http.test_streaming import begun, read_event
 
@@ -94,7 +94,7 @@ async def test_a_stream_whose_instance_dies_ends_with_an_error(path: str) -> Non
 
 
 @PATHS
-async def test_a_deadline_before_the_first_byte_is_a_504(path: str, pass_time: PassTime) -> None:  # noqa: F811
+async def test_a_deadline_before_the_first_byte_is_a_504(path: str, pass_time: PassTime) -> None:
     fake = FakeEngine(script=None)
     async with serving(fake) as client:
         asking = asyncio.create_task(client.post(path, ROUTES[path], headers=HEADERS))
@@ -108,7 +108,7 @@ async def test_a_deadline_before_the_first_byte_is_a_504(path: str, pass_time: P
 
 
 @PATHS
-async def test_a_deadline_during_a_stream_ends_it_with_an_error(path: str, pass_time: PassTime) -> None:  # noqa: F811
+async def test_a_deadline_during_a_stream_ends_it_with_an_error(path: str, pass_time: PassTime) -> None:
     fake = FakeEngine(script=begun)
     body = ROUTES[path] | {"stream": True}
     async with serving(fake) as client, client.session.post(client.url + path, json=body, headers=HEADERS) as response:

@@ -43,7 +43,9 @@ async def test_answer_has_openai_shape() -> None:
 async def test_phases_are_in_a_header() -> None:
     async with serving(FakeEngine()) as client:
         answer = await client.complete()
-    phases = "queued=1.000;load=2.000;prefill=3.000;decode=4.000;stalled=0.000;interrupted=0.000;cpu_layers=0"
+    phases = (
+        "queued=1.000;load=2.000;prefill=3.000;decode=4.000;stalled=0.000;interrupted=0.000;cpu_lora=0.000;cpu_layers=0"
+    )
     assert answer.headers["x-caraserve-phases"] == phases
 
 

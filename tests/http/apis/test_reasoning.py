@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 
 from caraserve.core.grammar import mask_words
-from caraserve.core.reasoning_grammar import ReasoningGrammar, ReasoningState, ReasoningTokens
+from caraserve.core.reasoning_grammar import ReasoningGrammar, ReasoningTokens
+from caraserve.core.reasoning_progress import ReasoningState
 from caraserve.tokenizer.reasoning import ReasoningFormat
 from tests.http.fake_engine import EOS, FakeEngine, FakeTokenizer, spell
 from tests.http.serving import Answer, serving
 
 BEGIN, END = 1, 2
-WITH_SWITCH = ReasoningFormat(ReasoningTokens(BEGIN, END), switch="enable_thinking")
-WITHOUT_SWITCH = ReasoningFormat(ReasoningTokens(BEGIN, END))
-BY_EFFORT = ReasoningFormat(ReasoningTokens(BEGIN, END), switch="thinking", takes_effort=True)
+MARKS = ReasoningTokens(BEGIN, (END,))
+WITH_SWITCH = ReasoningFormat(MARKS, switch="enable_thinking")
+WITHOUT_SWITCH = ReasoningFormat(MARKS)
+BY_EFFORT = ReasoningFormat(MARKS, switch="thinking", takes_effort=True)
 THOUGHT = "<think>\nIt greets </th.\n</think>\n\nHi!"
 TOOLS = [{"type": "function", "function": {"name": "time"}}]
 USER = {"role": "user", "content": "hello"}
@@ -39,6 +41,9 @@ def rendered(monkeypatch: pytest.MonkeyPatch) -> Rendered:
     made = Rendered()
     monkeypatch.setattr(FakeTokenizer, "chat", lambda tokenizer, *given, **settings: made.chat(*given, **settings))
     monkeypatch.setattr(FakeTokenizer, "reasoning_format", WITH_SWITCH)
+    texts = {BEGIN: b"<think>", END: b"</think>"}
+    bytes_of = FakeTokenizer.token_bytes
+    monkeypatch.setattr(FakeTokenizer, "token_bytes", lambda self, one: texts.get(one) or bytes_of(self, one))
     return made
 
 
@@ -192,7 +197,7 @@ async def test_a_grammar_applies_after_the_reasoning(rendered: Rendered) -> None
     assert await grammar_of() is None
     before = await grammar_of(**constrained)
     assert isinstance(before, ReasoningGrammar)
-    assert (before.state, before.budget_tokens, before.end_ids) == (ReasoningState.NOT_BEGUN, None, (EOS,))
+    assert (before.state, before.budget_tokens, before.stop_ids) == (ReasoningState.NOT_BEGUN, None, (EOS,))
     assert before.grammar.field == "response_format"
     rendered.last_ids = [BEGIN]
     assert (await grammar_of(**constrained)).state is ReasoningState.UNDER_WAY
@@ -218,8 +223,9 @@ async def test_white_space_before_the_reasoning_does_not_evade_its_budget(render
     grammar = await grammar_of(thinking_token_budget=1)
     mask = np.zeros(mask_words(FakeTokenizer.vocab_size), np.uint32)
     for before, is_limited in ((b"", True), (b"\n ", True), (b"\xc2\xa0", False), (b"a", False)):
-        grammar.matcher([*before, BEGIN, 97]).write_mask(mask)
-        assert (np.bitwise_count(mask).sum() == 1) == is_limited
+        for mark in (bytes([BEGIN]), b"<think>"):
+            grammar.matcher([*before, *mark, 97]).write_mask(mask)
+            assert (np.bitwise_count(mask).sum() == 1) == is_limited
 
 
 @pytest.mark.parametrize(
@@ -228,6 +234,8 @@ async def test_white_space_before_the_reasoning_does_not_evade_its_budget(render
         ([], "\n\x01abcd\x02Hi!", 4),
         ([], "Hi\x01abcd\x02", 0),
         ([BEGIN], "abc\x02Hi!", 3),
+        ([], "\n<think>abcd</think>Hi!", 4),
+        (list(b"<think>\n"), "abc</think>Hi!", 3),
         ([BEGIN], "cut off", 7),
         ([END], "Hi!", 0),
     ],

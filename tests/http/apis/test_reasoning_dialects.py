@@ -8,7 +8,8 @@ from caraserve.core.reasoning_grammar import ReasoningGrammar
 from tests.http.apis import test_anthropic_messages as messages_tests
 from tests.http.apis import test_openai_responses as responses_tests
 from tests.http.apis.test_openai_client import connected
-from tests.http.apis.test_reasoning import Rendered, rendered, saying  # noqa: F401
+from tests.http.apis.test_reasoning import BY_EFFORT, WITHOUT_SWITCH, Rendered, rendered, saying  # noqa: F401
+from tests.http.fake_engine import FakeTokenizer
 from tests.http.serving import serving, typed_events
 
 THOUGHT = "<think>It greets.</think>Hi!"
@@ -77,6 +78,14 @@ async def test_the_effort_reaches_the_template(
     assert answer.headers["x-caraserve-ignored"] == "reasoning.summary"
 
 
+async def test_a_response_takes_the_budget_of_chat_completions() -> None:
+    fake = saying(THOUGHT)
+    answer = await responses_tests.answered(fake, thinking_token_budget=5)
+    assert "x-caraserve-ignored" not in answer.headers
+    assert fake.requests[0].params.grammar.budget_tokens == 5
+    assert answer.json["usage"]["output_tokens_details"] == {"reasoning_tokens": len("It greets.")}
+
+
 # --- Messages ---
 
 
@@ -115,6 +124,58 @@ async def test_thinking_in_a_conversation_reaches_the_template(rendered: Rendere
 
 async def test_the_budget_of_thinking_holds() -> None:
     fake = saying(THOUGHT)
-    answer = await messages_tests.answered(fake, **ENABLED)
-    assert isinstance(fake.requests[0].params.grammar, ReasoningGrammar)
-    assert "x-caraserve-ignored" not in answer.headers
+    for thinking in (ENABLED["thinking"], {"type": "enabled", "budget_tokens": 3}):
+        answer = await messages_tests.answered(fake, thinking=thinking)
+        grammar = fake.requests[-1].params.grammar
+        assert isinstance(grammar, ReasoningGrammar)
+        assert grammar.budget_tokens == thinking["budget_tokens"]
+        assert "x-caraserve-ignored" not in answer.headers
+
+
+async def test_disabled_thinking_ends_at_once_where_the_template_cannot_leave_it_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = saying(THOUGHT)
+    await messages_tests.answered(fake, thinking={"type": "disabled"})
+    monkeypatch.setattr(FakeTokenizer, "reasoning_format", WITHOUT_SWITCH)
+    await messages_tests.answered(fake, thinking={"type": "disabled"})
+    with_switch, without_switch = (request.params.grammar for request in fake.requests)
+    assert with_switch is None
+    assert without_switch.budget_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("thinking", "kwargs", "ignored"),
+    [
+        ({"type": "adaptive"}, {"reasoning_effort": "max", "enable_thinking": True, "thinking": True}, None),
+        ({"type": "disabled"}, {"enable_thinking": False, "thinking": False}, "output_config.effort"),
+        (None, {}, "output_config.effort"),
+    ],
+    ids=["on", "off", "unsaid"],
+)
+async def test_the_effort_reaches_the_template_where_thinking_is_on(
+    monkeypatch: pytest.MonkeyPatch,
+    rendered: Rendered,  # noqa: F811
+    thinking: dict[str, Any] | None,
+    kwargs: dict[str, Any],
+    ignored: str | None,
+) -> None:
+    monkeypatch.setattr(FakeTokenizer, "reasoning_format", BY_EFFORT)
+    answer = await message(thinking=thinking, output_config={"effort": "max"})
+    assert rendered.kwargs == kwargs
+    assert answer.headers.get("x-caraserve-ignored") == ignored
+
+
+async def test_a_wrong_effort_is_named() -> None:
+    answer = await message(**ENABLED, output_config={"effort": 5})
+    assert (answer.status, answer.json["error"]["type"]) == (400, "invalid_request_error")
+    assert "output_config.effort" in answer.json["error"]["message"]
+
+
+@pytest.mark.parametrize("fields", [{}, ENABLED], ids=["unseen", "seen"])
+async def test_the_usage_of_a_message_counts_its_thinking(fields: dict[str, Any]) -> None:
+    whole = (await message(**fields)).json["usage"]
+    *_, delta, _ = typed_events(await message(stream=True, **fields))
+    for usage in (whole, delta["usage"]):
+        assert usage["output_tokens_details"] == {"thinking_tokens": len("It greets.")}
+        assert usage["output_tokens"] > len("It greets.")

@@ -74,7 +74,8 @@ async def test_rankings_have_the_shape_of_jina_and_cohere(path: str) -> None:
     assert scores == pytest.approx([cosine("ab", text) for text in texts], abs=1e-6)
     assert answer["results"][0] == {"index": 1, "document": {"text": "ab"}}
     assert answer["usage"] == {"prompt_tokens": 11, "completion_tokens": 0, "total_tokens": 11}
-    assert answer.keys() == {"model", "results", "usage"}
+    assert answer["meta"] == {"tokens": {"input_tokens": 11, "output_tokens": 0}}
+    assert answer.keys() == {"model", "results", "meta", "usage"}
 
 
 @pytest.mark.parametrize(("top_n", "count"), [(0, 3), (2, 2), (9, 3)])

@@ -1,16 +1,29 @@
-"""PATCH /v1/adapters/NAME: labels and pins, their bounds, and how long they last."""
+"""PATCH /v1/adapters/NAME: labels, pins and defaults of requests, their bounds, and how long they last."""
 
+import json
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from caraserve.lora.registry import Registry
+from caraserve.errors import CaraServeError
+from caraserve.lora.registry import Registry, Setting
 from tests.http.managed import serving
 from tests.http.serving import Answer, Client
 from tests.lora.folders import write_adapter
 from tests.lora.uploads import Receiver
+
+DEFAULTS = {"chat_template": "{{ messages[0]['content'] }}", "stop": ["\n\n"], "sampling": {"temperature": 0.5}}
+DAMAGED: tuple[dict[str, Any], ...] = (
+    {"labels": 7},
+    {"pinned": "disk"},
+    {"chat_template": 1},
+    {"stop": [""]},
+    {"sampling": {"temperature": "hot"}},
+    {"sampling": {"best": 1}},
+)
 
 
 async def load(receiver: Receiver, name: str) -> None:
@@ -34,6 +47,16 @@ async def test_labels_and_pins_are_shown_and_changed_one_by_one(tmp_path: Path) 
         assert (card["labels"], card["pinned"]) == ({}, None)
 
 
+async def test_the_table_of_the_page_has_labels_pins_and_whether_there_is_a_chat_template(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, receiver):
+        for name in "ab":
+            await load(receiver, name)
+        await patch(client, "b", labels={"team": "search"}, pinned="host", chat_template=DEFAULTS["chat_template"])
+        adapters = (await client.get("/stats/adapters")).json["adapters"]
+        shown = {one["name"]: (one["labels"], one["pinned"], one["own_chat_template"]) for one in adapters}
+        assert shown == {"a": ({}, None, False), "b": ({"team": "search"}, "host", True)}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -46,8 +69,22 @@ async def test_labels_and_pins_are_shown_and_changed_one_by_one(tmp_path: Path) 
         ({"labels": {"a": "x" * 257}}, "labels"),
         ({"labels": {f"a{number}": "" for number in range(33)}}, "labels"),
         ({"label": {}}, "label"),
+        ({"chat_template": 1}, "chat_template"),
+        ({"chat_template": "ä" * 32769}, "chat_template"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": {"a": 1}}, "stop"),
+        ({"sampling": [1]}, "sampling"),
+        ({"sampling": {"temperature": 101}}, "sampling.temperature"),
+        ({"sampling": {"max_tokens": 0}}, "sampling.max_tokens"),
+        ({"sampling": {"seed": 1}}, "sampling.seed"),
+        ({"temperature": 1}, "temperature"),
+        ({"seed": 1}, "seed"),
     ],
-    ids=["tier", "type", "list", "number", "empty", "space", "long", "many", "misspelt"],
+    ids=[
+        *("tier", "type", "list", "number", "empty", "space", "long", "many", "misspelt"),
+        *("template-type", "template-size", "stop-empty", "stop-type", "sampling-type", "sampling-bound"),
+        *("sampling-least", "sampling-unknown", "outside", "no-default"),
+    ],
 )
 async def test_what_is_not_a_setting_is_refused_and_changes_nothing(
     tmp_path: Path, fields: dict[str, Any], param: str
@@ -58,6 +95,44 @@ async def test_what_is_not_a_setting_is_refused_and_changes_nothing(
         assert (answer.status, answer.error["param"]) == (400, param)
         assert (await client.get("/v1/adapters/a")).json["labels"] == {}
         assert (await patch(client, "nobody", labels={})).status == 404
+
+
+async def test_defaults_are_shown_and_changed_one_by_one_and_a_null_ends_one(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, receiver):
+        await load(receiver, "a")
+        nothing = dict.fromkeys(DEFAULTS)
+        assert nothing.items() <= (await client.get("/v1/adapters/a")).json.items()
+        for name, value in DEFAULTS.items():
+            answer = await patch(client, "a", **{name: value})
+            assert (answer.status, answer.json[name]) == (200, value)
+        assert DEFAULTS.items() <= (await client.get("/v1/adapters/a")).json.items()
+        for name in DEFAULTS:
+            assert (await patch(client, "a", **{name: None})).json[name] is None
+        await patch(client, "a", **DEFAULTS)
+        await client.request("DELETE", "/v1/adapters/a")
+        await load(receiver, "a")
+        assert nothing.items() <= (await client.get("/v1/adapters/a")).json.items()
+
+
+async def test_all_changes_of_one_request_are_written_together_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(registry: Registry, settings: Iterable[Setting]) -> None:
+        written.extend(settings)
+        raise CaraServeError("the disk is full")
+
+    written: list[Setting] = []
+    changes = DEFAULTS | {"labels": {"team": "search"}, "pinned": "host"}
+    async with serving(tmp_path) as (client, receiver):
+        await load(receiver, "a")
+        before = (await client.get("/v1/adapters/a")).json
+        with monkeypatch.context() as patched:
+            patched.setattr(Registry, "put_settings", fail)
+            assert (await patch(client, "a", **changes)).status == 500
+        assert [(one.body or {}).items() >= changes.items() for one in written] == [True]
+        assert (await client.get("/v1/adapters/a")).json == before
+        assert (await patch(client, "a", **changes)).status == 200
+        assert changes.items() <= (await client.get("/v1/adapters/a")).json.items()
 
 
 async def test_at_most_half_of_a_cache_is_pinned(tmp_path: Path) -> None:
@@ -99,8 +174,10 @@ async def test_settings_outlive_the_server_in_its_registry(tmp_path: Path) -> No
     with closing(Registry(file)) as registry:
         async with serving(tmp_path / "root", registry=registry) as (client, receiver):
             await load(receiver, "a")
-            await patch(client, "a", pinned="host", labels={"team": "x"})
-        registry._connection.execute("""INSERT INTO settings VALUES ('adapter', 'bad', '{"labels": 7}')""")
+            await patch(client, "a", pinned="host", labels={"team": "x"}, **DEFAULTS)
+        for number, fields in enumerate(DAMAGED):
+            row = (f"bad{number}", json.dumps({"labels": {}} | fields))
+            registry._connection.execute("INSERT INTO settings VALUES ('adapter', ?, ?)", row)
     with closing(Registry(file)) as registry:
         async with serving(tmp_path / "root", registry=registry) as (client, receiver):
             await load(receiver, "a")
@@ -109,4 +186,6 @@ async def test_settings_outlive_the_server_in_its_registry(tmp_path: Path) -> No
             adapter = receiver.catalog.manager.find(card["digest"])
             assert adapter is not None
             assert adapter.pinned == "host"
-            assert ["settings of 'bad'" in complaint for complaint in registry.complaints] == [True]
+            assert {name: card[name] for name in DEFAULTS} == DEFAULTS
+            assert len(registry.complaints) == len(DAMAGED)
+            assert all("settings of 'bad" in complaint for complaint in registry.complaints)

@@ -29,7 +29,7 @@ async def test_an_uploaded_adapter_is_shown_listed_and_deleted(tmp_path: Path, b
     async with serving(tmp_path / "root") as (client, receiver):
         made = await client.request("PUT", "/v1/adapters/sql-v7", data=body, headers=sha256(body))
         assert made.status == 201
-        assert made.json == {
+        card = {
             "name": "sql-v7",
             "object": "adapter",
             "digest": receiver.catalog.get("sql-v7").digest,
@@ -41,8 +41,9 @@ async def test_an_uploaded_adapter_is_shown_listed_and_deleted(tmp_path: Path, b
             "pinned": None,
             "labels": {},
         }
+        assert made.json == card | dict.fromkeys(("chat_template", "stop", "sampling"))
         assert (await client.get("/v1/adapters/sql-v7")).json == made.json
-        assert (await client.get("/v1/adapters")).json == {"object": "list", "data": [made.json]}
+        assert (await client.get("/v1/adapters")).json == {"object": "list", "data": [card]}
         assert (await client.request("PUT", "/v1/adapters/sql-v7", data=body)).status == 200
         assert (await client.request("DELETE", "/v1/adapters/sql-v7")).json["deleted"] is True
         assert receiver.left() == []

@@ -11,7 +11,7 @@ from caraserve.http.access.client import Client as Sender
 from caraserve.http.app import make_app
 from caraserve.http.context import CONTEXT, BodyBudget, Context, HttpTimings
 from caraserve.http.generation import LocalRouter
-from caraserve.http.management.admin import MODELS, ModelList
+from caraserve.http.management.model_list import MODELS, ModelList
 from tests.http.fake_engine import BOS, FakeAdapter, FakeEngine
 from tests.http.serving import http_config, new_metrics, serving
 

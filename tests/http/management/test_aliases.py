@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from caraserve.lora.registry import Registry
+from caraserve.lora.registry import Registry, Setting
 from tests.http.managed import serving
 from tests.http.serving import Client
 from tests.lora.folders import write_adapter
@@ -115,8 +115,7 @@ async def test_no_alias_takes_the_name_of_an_adapter_that_is_arriving(tmp_path: 
 
 async def test_a_long_list_of_aliases_is_made_in_turns_of_the_event_loop(tmp_path: Path, rests: list[float]) -> None:
     registry = Registry(None)
-    for number in range(2000):
-        registry.put_setting("alias", f"alias{number}", {"adapter": "a"})
+    registry.put_settings([Setting("alias", f"alias{number}", {"adapter": "a"}) for number in range(2000)])
     async with serving(tmp_path / "root", registry=registry) as (client, _):
         assert not rests
         assert len((await client.get("/v1/aliases")).json["data"]) == 2000

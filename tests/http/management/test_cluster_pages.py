@@ -45,6 +45,9 @@ class Cluster:
     def adapter(self, name: str) -> RegisteredAdapter | None:
         return None
 
+    def uploads(self, name: str) -> dict[str, RegisteredAdapter]:
+        return {}
+
     def holders(self, digest: str) -> Mapping[str, Tier]:
         self.asked += 1
         return {"b": Tier.HOST}

@@ -145,6 +145,9 @@ async def test_an_adapter_has_its_size_requests_rate_and_progress() -> None:
         "tier": "host",
         "loading": "downloading and copying",
         "layers": [3, 4],
+        "pinned": None,
+        "labels": {},
+        "own_chat_template": False,
         "requests": 3,
         "per_minute": 0.0,
     }

@@ -81,10 +81,14 @@ export class AdapterTable {
     this.mark();
   }
 
-  #row({ name, rank, num_bytes, tier, loading, layers, requests, per_minute }) {
+  #row({ name, rank, num_bytes, tier, loading, layers, pinned, labels, own_chat_template, requests, per_minute }) {
     const row = this.#rows.get(name) ?? this.#newRow(name);
     const progress = loading && layers ? `${loading}, ${layers[0]} of ${layers[1]} layers` : loading ?? "";
-    const texts = [tier, String(rank), size(num_bytes), per_minute ? per_minute.toFixed(1) : "", requests || "", progress];
+    const settings = Object.entries(labels).map(([label, value]) => value ? `${label}=${value}` : label);
+    if (own_chat_template) settings.unshift("own chat template");
+    if (pinned) settings.unshift(`pinned in ${pinned}`);
+    const rate = per_minute ? per_minute.toFixed(1) : "";
+    const texts = [tier, String(rank), size(num_bytes), rate, requests || "", progress, settings.join(", ")];
     texts.forEach((text, at) => {
       if (row.cells[at].textContent !== String(text)) row.cells[at].textContent = text;
     });
@@ -103,7 +107,7 @@ export class AdapterTable {
     box.setAttribute("aria-label", `Compare ${name}`);
     box.addEventListener("change", () => this.#comparison.choose(name, box.checked));
     first.append(box);
-    const cells = ["", "number", "number", "number", "number", ""].map(kind => element("td", kind));
+    const cells = ["", "number", "number", "number", "number", "", ""].map(kind => element("td", kind));
     line.append(first, element("td", "name", name), ...cells);
     return { line, box, cells };
   }
