@@ -38,13 +38,15 @@ class ServingBackend(Backend, Protocol):
     device_name: str  # for log lines
     accelerator: str  # the GPU's name; empty without one
     shares_cores: bool  # whether LoRA workers use cores that iterations need
+    pads_to_largest_rank: bool  # whether adapters of a decode batch are computed at the largest rank in it
     workers: "WorkerPool"
 
     def start_workers(self, tokens_per_worker: Callable[[int], int]) -> None:
         """Starts the LoRA workers; call it once. `tokens_per_worker(rank)` limits the tokens that one worker gets."""
 
-    def use(self, profile: Profile) -> None:
-        """Makes the backend use this profile for its predictions from now on."""
+    def use(self, profile: Profile, *, slice_tokens: int | None = None) -> None:
+        """Makes the backend use this profile for its predictions from now on. `slice_tokens`: most tokens that one
+        LoRA worker gets, whatever the rank (None: by the profile)."""
 
     def emulate_link(self, bytes_per_s: float) -> None:
         """Slows loads down to a bandwidth from now on. Raises ConfigError if the backend cannot."""
@@ -79,8 +81,6 @@ def build_backend(
     if choice.device == "cuda":
         prepare_environment()
         return build_cuda_backend(spec, model, engine, lora, trace)
-    if lora.lora_kernel != "bgmv":
-        raise ConfigError(f"--lora-kernel {lora.lora_kernel} is for a GPU; the CPU has one kernel")
     return _build_cpu_backend(spec, model, engine, lora, trace)
 
 
@@ -110,6 +110,7 @@ def _build_cpu_backend(
         kv_cache_bytes=kv_bytes,
         host_bytes=lora.max_host_adapters_bytes,
         lora_cpus=lora_cpus,
+        padded=lora.lora_kernel == "bgmv-padded",
     )
     backend = CpuBackend(spec, loaded, sizes, trace)
     with kernels.shown() as compiled, counting(compiled):

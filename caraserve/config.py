@@ -36,13 +36,19 @@ ROUTINGS = (
 )
 LORA_KERNELS = ("bgmv", "bgmv-padded")
 PINS = ("host", "device")  # the caches in which an adapter may be pinned; on the device includes in host memory
-_PADDED_RANK = 64  # rows that every module takes with bgmv-padded
+PINNED_SHARE = 2  # all pinned adapters together take at most half of a cache, so that others find room
+_PADDED_RANK = 64  # rows that every module takes on a GPU with bgmv-padded
 _DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
 _LOAD_FORMATS = {"safetensors": "auto", "hf": "auto"}
 _FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
 _SIZE: dict[str, Any] = {"type": size, "metavar": "SIZE"}
 _LIST: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
 _SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+# For so long removals of names and settings are remembered. With one day, a cluster that is off over a weekend would
+# restore names that it removed on Friday; a removal costs 100 bytes. An instance that was off for longer restores only
+# its own adapters' names (`cluster/state/persistence.py`).
+TOMBSTONE_S = 30 * 86_400.0
+MAX_SETTING = 120_000  # characters of an alias's or adapter's settings, packed: they fit into a frame between instances
 DIGEST = re.compile(r"[0-9a-f]{64}")  # an adapter's identity: sha256 of its contents
 
 
@@ -153,6 +159,8 @@ class LoraConfig(_FromArgs):
     allow_adapter_path: list[Path]
     max_lora_rank: int | None = None
     max_loras: int | None = None
+    pipeline_groups: int | None = None
+    tokens_per_cpu: int | None = None
 
     @property
     def mode(self) -> LoadingMode:
@@ -161,7 +169,7 @@ class LoraConfig(_FromArgs):
 
     @property
     def padded_rank(self) -> int | None:
-        """Returns the rank that the kernels compute for every adapter, or None for each adapter's own rank."""
+        """Returns the rank that a GPU's kernels compute for every adapter, or None for each adapter's own rank."""
         return _PADDED_RANK if self.lora_kernel == "bgmv-padded" else None
 
     @staticmethod
@@ -191,7 +199,8 @@ class LoraConfig(_FromArgs):
             "--lora-kernel",
             choices=LORA_KERNELS,
             default="bgmv",
-            help="bgmv-padded: pad every adapter to the largest rank, as the baseline of the papers does; GPU only",
+            help="bgmv-padded: pad adapters as the papers' baseline does, on a CPU to the largest rank in a decode "
+            f"batch, on a GPU to rank {_PADDED_RANK}",
         )
         add(
             "--lora-pool-bytes",
@@ -206,10 +215,22 @@ class LoraConfig(_FromArgs):
             help="cores for CPU LoRA workers, such as 1-3,6 (default: all but the first)",
         )
         add(
+            "--tokens-per-cpu",
+            type=at_least(1),
+            metavar="TOKENS",
+            help="most tokens of a prompt that one CPU LoRA worker computes (default: at the knee of its profile)",
+        )
+        add(
             "--emulate-link-mb-per-s",
             type=at_least(0.001, float),
             metavar="MB",
             help="limit loading to this bandwidth in MB/s, to compare loading modes on a CPU",
+        )
+        add(
+            "--pipeline-groups",
+            type=at_least(1),
+            metavar="N",
+            help="copy an adapter in N groups of layers, in layer-wise loading modes (default: by predicted times)",
         )
         add(
             "--profile",

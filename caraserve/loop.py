@@ -93,10 +93,11 @@ class Engine:
         self._tokens_per_s = 0.0
         self._predicted_s = (0.0, 0.0)  # when to predict the wait in the queue again, and the last prediction
         self._decode_s = 0.0  # duration of an iteration without prefill, moving average
+        self._newest_s = 0.0  # when the iteration launched last was expected to begin
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         limits, manager = backend.limits, catalog.manager
-        self._slots = RequestSlots(limits, manager, tokenizer.eos_ids, prefix_caching=config.enable_prefix_caching)
+        self._slots = RequestSlots(backend, manager, tokenizer.eos_ids, prefix_caching=config.enable_prefix_caching)
         launcher = BatchLauncher(backend, self._slots)
         self._side_batches = SideBatches(backend, manager, self._slots, launcher, self._wake.set)
         self._queues = RequestQueues(
@@ -162,7 +163,8 @@ class Engine:
             self._finish(displaced, "error", error=Displaced(message, retry_after_s=retry_after_s))
         active = self._make_active(inputs, adapter)
         self._queues.waiting.push(inputs.tenant, active)
-        self._queues.admit()  # loads start without waiting for the iteration under way
+        # Loads start without waiting for the iteration under way.
+        self._queues.admit(max(self._now(), self._newest_s + self._decode_s), self._decode_s)
         self._wake.set()
         return active
 
@@ -245,6 +247,8 @@ class Engine:
             self._admit(begins_s)
             iteration = self._schedule(begins_s)
             launched = self._execute(iteration, begins_s)
+            if launched is not None:
+                self._newest_s = launched.begins_s
             if pending is not None:
                 await self._process_output(pending)  # may free slots for the next turn
             elif launched is None:
@@ -269,8 +273,8 @@ class Engine:
 
     def _admit(self, begins_s: float) -> None:
         """Moves requests from waiting to loading, and from loading to running, as far as slots and memory allow."""
-        self._queues.admit()
-        self._queues.start(begins_s)
+        self._queues.admit(begins_s, self._decode_s)
+        self._queues.start(begins_s, self._decode_s)
 
     def _schedule(self, begins_s: float) -> Iteration | None:
         """Chooses what the next iteration computes. None: a load stops all iterations (`exclusive_loads`)."""
@@ -427,7 +431,7 @@ class Engine:
                 return name
             return f"{name}@{digest}" if (digest := adapter.content_digest) is not None else ""
 
-        stream = TokenStream(lambda: self._cancel(active), served_by)
+        stream = TokenStream(lambda: self._cancel(active), served_by, lambda: request.phases(self._now()))
         active = ActiveRequest(request, stream, detokenizer, adapter)
         self._unfinished += 1
         self._idle.clear()

@@ -38,6 +38,7 @@ from caraserve.lora.manager import AdapterManager
 from caraserve.lora.peft import may_exist
 from caraserve.lora.peft_config import CONFIG_NAME
 from caraserve.lora.registry import Registry
+from caraserve.lora.replicated_settings import ReplicatedSettings
 from caraserve.lora.settings import SettingsStore
 from caraserve.lora.uploads import AdapterUploads
 from caraserve.model.digest import model_digest
@@ -74,6 +75,7 @@ class Served:
     device: str
     reader: AdapterReader
     management: AdapterManagement
+    settings: ReplicatedSettings
 
 
 def with_demo(model: ModelConfig, lora: LoraConfig) -> tuple[ModelConfig, LoraConfig]:
@@ -101,6 +103,8 @@ async def build_engine(
 
     Raises ConfigError or ModelLoadError.
     """
+    from caraserve.http.adapter_defaults import read_defaults
+
     observers = observers or EngineObservers()
     folder = model_config.model
     assert folder is not None, "with_demo comes first"
@@ -108,6 +112,7 @@ async def build_engine(
     tokenizer = load_tokenizer(folder, spec, model_config.chat_template, model_config.tool_call_parser)
     tokenizer.grammars.prepare()
     stack.push_async_callback(tokenizer.grammars.close)
+    stack.push_async_callback(tokenizer.adapter_templates.close)
     names = base_names(model_config)
     check_paths(model_config, lora_config)
     check_names(model_config, lora_config, names)
@@ -157,12 +162,14 @@ async def build_engine(
         keep_on_device=mode.preloads,
         max_rank=lora_config.max_lora_rank,
     )
-    catalog = Catalog(spec, registry, manager, reader, rules, observers.adapters)
+    catalog = Catalog(spec, registry, manager, reader, rules, observers.adapters, observers.uploads)
     most_bytes = min(rules.device_bytes, rules.host_bytes)
-    uploads = AdapterUploads(catalog, reader, spec, next(iter(rules.roots), None), most_bytes)
+    uploads = AdapterUploads(catalog, reader, spec, next(iter(rules.roots), None), most_bytes, observers.removals)
     stack.push_async_callback(uploads.close)
-    settings = SettingsStore(registry, catalog)
-    aliases = Aliases(registry)
+    replicated = ReplicatedSettings(registry, observers.settings)
+    stack.push_async_callback(replicated.close)
+    settings = SettingsStore(replicated, catalog, read_defaults)
+    aliases = Aliases(replicated, lambda name: catalog.find(name) is not None)
     management = AdapterManagement(uploads, aliases, settings)
     complaints = _add_adapters(catalog, aliases, lora_config)
     metrics.show(manager.counters.families)
@@ -183,7 +190,7 @@ async def build_engine(
     stack.push_async_callback(_end_task, task)
     if mode.preloads:
         await catalog.preloaded()
-    return Served(engine, metrics, spec, complaints, profile, backend.device_name, reader, management)
+    return Served(engine, metrics, spec, complaints, profile, backend.device_name, reader, management, replicated)
 
 
 def _worker_counts(backend: ServingBackend) -> WorkerCounts:
@@ -286,7 +293,8 @@ async def serve(
         if credentials is not None:
             digest = model_identity(model_config, engine_config, served.spec)
             cluster = serve_cluster.make_cluster(
-                stack, cluster_config, credentials, lora_config, engine, observers, served.reader, served.spec, digest
+                *(stack, cluster_config, credentials, lora_config, engine, observers),
+                *(served.reader, served.settings, served.management.uploads, served.spec, digest),
             )
         background = cluster.node.background if cluster else BackgroundTasks()
         tracer = None

@@ -40,11 +40,13 @@ from caraserve.cluster.routing.selector import (
 )
 from caraserve.cluster.state import persistence
 from caraserve.cluster.state.publisher import Publisher
+from caraserve.cluster.state.shared_settings import SharedSettings
 from caraserve.cluster.transfer.adapter_pool import AdapterPool
 from caraserve.cluster.transfer.adapter_store import KEEP_QUESTION
 from caraserve.cluster.transfer.disk_cache import DiskCache, beside
 from caraserve.cluster.transfer.peer_client import PeerClient
 from caraserve.cluster.transfer.upload import Routes
+from caraserve.cluster.transfer.upload_removal import REMOVE_QUESTION, UploadRemoval
 from caraserve.config import ClusterConfig, HttpConfig, LoraConfig
 from caraserve.core.machine_profile import Profile
 from caraserve.engine.stats import EngineObservers
@@ -55,6 +57,8 @@ from caraserve.http.proxy import PeerProxy
 from caraserve.http.queue_rebalance import QueueRebalancer
 from caraserve.loop import Engine
 from caraserve.lora.catalog import AdapterReader
+from caraserve.lora.replicated_settings import ReplicatedSettings
+from caraserve.lora.uploads import AdapterUploads
 from caraserve.model.spec import ModelSpec
 from caraserve.telemetry.metrics import Metrics
 from caraserve.util.option_values import split_address
@@ -196,8 +200,10 @@ class ClusterInstance:
     observers: EngineObservers
     node: Node
     pool: AdapterPool
+    settings: SharedSettings
     router: ClusterRouter
     planner: PlacementPlanner | None
+    removal: UploadRemoval
 
     def routes(self) -> Routes:
         """Returns the HTTP routes for other instances, beside those of `add_peer_routes`."""
@@ -250,6 +256,7 @@ class ClusterInstance:
         listener = NodeListener(
             current_load=publisher.current_load,
             on_registry_change=publisher.apply_registry_changes,
+            on_settings_change=self.settings.apply,
             on_holders_change=pool.on_holders_change,
             on_member_change=lambda record, before: self.router.proxy.member_changed(record),
             answer_query=self._answer_query,
@@ -259,11 +266,15 @@ class ClusterInstance:
         self.observers.iterations.append(publisher.watch)
         pool.begin(publisher)
         self.observers.adapters.append(pool.changed)
+        self.observers.uploads.append(publisher.upload_changed)
+        self.observers.removals.append(self.removal.removed)
         node.background.run(stack, pool.run, "cluster pool")
         for families in (publisher.families, node.families, node.background.families, pool.families):
             metrics.show(families)
         if self.planner is not None:
             self._start_placement(stack, self.planner, metrics)
+        self.observers.settings.append(self.settings.changed)
+        await self.settings.announce()
         await publisher.announce()
         selector.join()
         metrics.show(selector.routing_metrics.families)
@@ -282,9 +293,14 @@ class ClusterInstance:
             self.node.background.run(stack, lambda: reconciler.run(lambda: planner.plan), "cluster reconciler")
 
     def _answer_query(self, peer: str, body: QueryBody) -> QueryBody:
-        """Answers a query of another instance: for a promise to keep an adapter, or for a request's cost here."""
-        is_keep = body[:1] == (KEEP_QUESTION,)
-        return self.pool.store.answer(peer, body) if is_keep else self.router.selector.quote(peer, body)
+        """Answers a query of another instance: for a promise to keep an adapter, for the removal of an uploaded one, or
+        for a request's cost here."""
+        match body[:1]:
+            case (kind,) if kind == KEEP_QUESTION:
+                return self.pool.store.answer(peer, body)
+            case (kind,) if kind == REMOVE_QUESTION:
+                return self.removal.answer(body)
+        return self.router.selector.quote(peer, body)
 
 
 def make_cluster(
@@ -295,6 +311,8 @@ def make_cluster(
     engine: Engine,
     observers: EngineObservers,
     reader: AdapterReader,
+    settings: ReplicatedSettings,
+    uploads: AdapterUploads,
     model: ModelSpec,
     model_digest: str,
 ) -> ClusterInstance:
@@ -310,11 +328,14 @@ def make_cluster(
     stack.push_async_callback(router.close)
     stack.push_async_callback(transfers.close)
     stack.push_async_callback(pool.close)
+    shared = SharedSettings(node, settings)
+    removal = UploadRemoval(node, uploads)
+    stack.push_async_callback(removal.close)
     planner = None
     if (routing := placement_routing(config.routing or "auto")) is not None:
         slo_ms, on_plan = config.slo_tpot_ms or inf, router.selector.adopt
         planner = PlacementPlanner(node, transfers, routing, lora.max_host_adapters_bytes, slo_ms, on_plan)
-    return ClusterInstance(config, lora, credentials, engine, observers, node, pool, router, planner)
+    return ClusterInstance(config, lora, credentials, engine, observers, node, pool, shared, router, planner, removal)
 
 
 def link_speeds(profile: Profile | None, lora: LoraConfig) -> LinkSpeeds:

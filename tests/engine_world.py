@@ -34,7 +34,7 @@ _STREAMED_LAYERS = 4
 
 class _Metrics:
     def __init__(self) -> None:
-        self.preemptions = 0
+        self.preemptions = self.first_tokens = 0
         self.choices: list[tuple[str, float, float]] = []
         self.iterations_ms: list[float] = []
 
@@ -47,7 +47,9 @@ class _Metrics:
     def observe_iteration(self, num_tokens: int, ms: float) -> None:
         self.iterations_ms.append(ms)
 
-    def observe_first_token(self, seconds: float) -> None: ...
+    def observe_first_token(self, seconds: float) -> None:
+        self.first_tokens += 1
+
     def observe_token_gap(self, seconds: float) -> None: ...
     def observe_finish(self, finish: Finish) -> None: ...
     def observe_request(self, request: GenerateRequest, finish: Finish, first_token_s: float | None) -> None: ...

@@ -224,6 +224,7 @@ class FakeBackend:
         done: Callable[[Exception | None], None],
         group_ends: Sequence[int] = (),
         layers: int | None = None,
+        first_layer: int = 0,
     ) -> None:
         self.images[slot] = adapter
         self._check_memory()
@@ -284,6 +285,9 @@ class FakeBackend:
 
     def device_bytes(self, spec: AdapterSpec) -> int:
         return spec.num_bytes
+
+    def release_vectors(self, slot: int) -> None:
+        """Prompts have no vectors here."""
 
     def unload_adapter(self, slot: int) -> None:
         del self.images[slot]

@@ -32,9 +32,9 @@ class Server:
     process: "subprocess.Popen[str]"
     url: str
 
-    def ask(self, path: str, body: object = None) -> Any:
+    def ask(self, path: str, body: object = None, method: str | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method=method)
         with urllib.request.urlopen(request, timeout=60) as answer:
             text = answer.read().decode()
         return json.loads(text) if text.startswith("{") else text

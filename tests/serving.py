@@ -50,6 +50,8 @@ def lora_config(
     lora_cpus: tuple[int, ...] | None = None,
     link_mb_per_s: float | None = None,
     profile: Path | None = PROFILE,
+    pipeline_groups: int | None = None,
+    tokens_per_cpu: int | None = None,
 ) -> LoraConfig:
     return LoraConfig(
         lora_modules=[LoraModule(name, path) for name, path in adapters.items()],
@@ -64,6 +66,8 @@ def lora_config(
         profile=profile,
         allow_runtime_lora_updating=True,
         allow_adapter_path=list(adapter_roots),
+        pipeline_groups=pipeline_groups,
+        tokens_per_cpu=tokens_per_cpu,
     )
 
 

@@ -12,6 +12,11 @@ def all_go_by_one_plan(servers: dict[str, Server]) -> bool:
     return len(epochs) == 1 and 0 not in epochs
 
 
+def aliased(server: Server) -> str | None:
+    """Returns the adapter for which the alias prod stands on an instance."""
+    return next((alias["adapter"] for alias in server.ask("/v1/aliases")["data"] if alias["name"] == "prod"), None)
+
+
 def test_the_life_of_a_fleet(tmp_path: Path) -> None:
     ports = free_ports(len(NAMES))
     poet = {"lora_name": "bard", "lora_path": str(demo.adapters_folder() / "poet")}
@@ -30,6 +35,14 @@ def test_the_life_of_a_fleet(tmp_path: Path) -> None:
         until(lambda: all("pirate" not in server.adapters() for server in servers.values()), 2)
         until(lambda: "pirate" not in [model["id"] for model in c.ask("/v1/models")["data"]], 2)
 
+        for adapter in ("poet", "chef"):
+            d.ask("/v1/aliases/prod", {"adapter": adapter}, "PUT")
+        until(lambda: all(aliased(server) == "chef" for server in servers.values()), 1)
+        e.ask("/v1/aliases/prod/rollback", {})
+        e.ask("/v1/adapters/poet", {"labels": {"team": "search"}, "pinned": "host"}, "PATCH")
+        until(lambda: all(aliased(server) == "poet" for server in servers.values()), 1)
+        until(lambda: a.ask("/v1/adapters/poet")["pinned"] == "host", 1)
+
         c.process.kill()
         until(lambda: all(server.states()["c"] != "alive" for server in (a, b, d, e)), 0.5)
         until(lambda: all(server.states()["c"] == "dead" for server in (a, b, d, e)), 3)
@@ -42,6 +55,8 @@ def test_the_life_of_a_fleet(tmp_path: Path) -> None:
     with fleet(ports, tmp_path) as servers:
         until(lambda: all_alive(servers), 4)
         assert all("bard" in server.adapters() for server in servers.values())
+        until(lambda: all(aliased(server) == "poet" for server in servers.values()), 2)
+        assert servers["b"].ask("/v1/adapters/poet")["labels"] == {"team": "search"}
         until(lambda: all_go_by_one_plan(servers), 20)
         answer = servers["a"].ask("/v1/completions", {"model": "bard", "prompt": "O sea", "max_tokens": 4})
         assert answer["usage"]["completion_tokens"] == 4

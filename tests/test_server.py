@@ -29,6 +29,7 @@ from caraserve.errors import AdapterRejected, ConfigError
 from caraserve.http.app import make_app, start_http
 from caraserve.lora.aliases import Aliases
 from caraserve.lora.registry import Registry
+from caraserve.lora.replicated_settings import ReplicatedSettings
 from caraserve.serve import build_engine
 from caraserve.telemetry.metrics import Metrics
 from tests.http.serving import http_config
@@ -313,7 +314,7 @@ def test_a_registry_remembers_adapters_across_restarts(tmp_path: Path) -> None:
 def test_a_server_starts_despite_a_bad_folder_and_loads_only_from_named_folders(tmp_path: Path) -> None:
     poet = demo.adapters_folder() / "poet"
     registry = Registry(tmp_path / "adapters.sqlite")
-    asyncio.run(Aliases(registry).point("prod", "good"))
+    asyncio.run(Aliases(ReplicatedSettings(registry), lambda name: True).point("prod", "good"))
     registry.close()
     for name in ("good", "bad", "prod"):
         shutil.copytree(poet, tmp_path / "adapters" / name)

@@ -73,7 +73,8 @@ def _fits(made: Profile) -> TextTable:
     handoff = "not measured" if made.handoff_ms is None else _time(made.handoff_ms)
     prefill, decode = made.prefill, made.decode
     token = f"{_time(prefill.per_token_ms)} + rank · {_time(prefill.per_token_rank_ms)}"
-    each = f"requests · {_time(decode.gamma_ms)} + Σ rank · {_time(decode.alpha_ms)}"
+    work = "requests · max rank" if decode.is_padded else "Σ rank"
+    each = f"requests · {_time(decode.gamma_ms)} + {work} · {_time(decode.alpha_ms)}"
     rows = [
         ("copy to the device", f"{latency}bytes at {made.link_bytes_per_s / 1e9:.1f} GB/s", ""),
         ("hand-off to a worker", handoff, ""),
@@ -115,7 +116,12 @@ def _draw(made: Profile) -> bytes:
     style(left, xlabel="prompt tokens", ylabel="time, ms", title=f"prefill: points and fit, R² = {made.prefill.r2:.3f}")
     left.legend(fontsize=8, frameon=False)
     decode = made.decode
-    predicted = [decode.alpha_ms * p.rank_sum + decode.gamma_ms * p.batch + decode.beta_ms for p in decode.points]
+    works = [p.batch * p.rank_max if decode.is_padded else p.rank_sum for p in decode.points]
+    batches = [p.batch for p in decode.points]
+    predicted = [
+        decode.alpha_ms * work + decode.gamma_ms * batch + decode.beta_ms
+        for work, batch in zip(works, batches, strict=True)
+    ]
     measured = [point.ms for point in decode.points]
     shown = right.scatter(predicted, measured, c=[point.rank_sum for point in decode.points], s=14)
     bar = figure.colorbar(shown, ax=right)

@@ -63,11 +63,13 @@ class Backend(Protocol):
         done: Callable[[Exception | None], None],
         group_ends: Sequence[int] = (),
         layers: int | None = None,
+        first_layer: int = 0,
     ) -> None:
         """Binds an adapter to `slot` and copies it to the device beside running iterations, one group of layers after
-        another: groups end before the layers `group_ends`, and with the last layer. `layers`: the number of layers that
-        are in `adapter.data` so far, to which `extend_load` adds; None: all. Until all are there, only streamed
-        prefills may use the slot.
+        another: groups end before the layers `group_ends`, and with the last layer. The copy begins with the group that
+        begins at `first_layer`, and those before it come last. `layers`: the number of layers that are in
+        `adapter.data` so far, to which `extend_load` adds; None: all. Until all are there, only streamed prefills may
+        use the slot, and `first_layer` is 0.
 
         Batches launched from now on may use the slot. A batch that reaches a layer before its weights have arrived
         waits for them. For a row with `assist`, CPU workers compute the layer's LoRA from `adapter.data` instead.
@@ -90,6 +92,10 @@ class Backend(Protocol):
 
     def unload_adapter(self, slot: int) -> None:
         """Unbinds `slot` once every batch launched so far has run, and frees its memory."""
+
+    def release_vectors(self, slot: int) -> None:
+        """Frees the vectors that the request in request slot `slot` started with, once every batch launched so far has
+        run. The request has ended or starts again with them."""
 
     def resize_kv(self, blocks: int, done: Callable[[], None]) -> None:
         """Sets the KV blocks to [0, blocks), where memory is shared. A smaller number applies to batches launched from

@@ -121,7 +121,8 @@ class RowResult:
     """The result of one row: the token sampled (None if the row does not sample), and the scores that it requested.
 
     `cpu_layers`: layers whose LoRA CPU workers computed because the weights had not arrived. `waited_ms`: time for
-    which the row, and in an iteration all other rows with it, waited for weights of its adapter.
+    which the row, and in an iteration all other rows with it, waited for weights of its adapter. `cpu_lora_ms`: time
+    that the workers spent on those layers, added over workers.
     `needs_retry`: nothing was computed, because CPU workers failed, layers did not arrive, or the wait for them was
     cancelled. The row is to be launched again, without CPU workers. `is_finite`: False if a logit of the row, or a
     number of its embedding, is infinite or not a number; the row has no token, no scores and no embedding then.
@@ -134,6 +135,7 @@ class RowResult:
     prompt_scored: tuple[TokenLogprob, ...] = ()
     cpu_layers: int = 0
     waited_ms: float = 0.0
+    cpu_lora_ms: float = 0.0
     needs_retry: bool = False
     is_finite: bool = True
     grammar_failure: GrammarFailed | None = None

@@ -13,7 +13,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -23,13 +23,12 @@ import numpy as np
 from caraserve.errors import ConfigError
 from caraserve.util.cache_folder import cache_folder
 
-SCHEMA = 1  # increases when a field changes its name or meaning
+SCHEMA = 3  # increases when a field changes its name or meaning
 
 Targets = Literal["qkv", "all"]  # q, k and v; or all seven modules of a layer
 
+_FIXED_SHARE = 0.2  # of the time of a slice, at the knee
 ASSUMED_HANDOFF_MS = 0.05  # if not measured; 0.04 ms for 16 tokens and one worker on a Zen 5 core
-_WORKER_MS = 0.5  # of compute for one core in one hand-off, whose own cost is a tenth of that
-_WORKER_LEAST_TOKENS = 16
 
 
 def fit_times(columns: Sequence[Sequence[float]], values: Sequence[float]) -> tuple[tuple[float, ...], float]:
@@ -58,11 +57,23 @@ def fit_times(columns: Sequence[Sequence[float]], values: Sequence[float]) -> tu
 
 @dataclass(frozen=True, slots=True)
 class LoraRate:
-    """The speed at which ONE core computes the LoRA of one layer's modules, with weights streamed from memory."""
+    """The speed at which ONE core computes the LoRA of one layer's modules, with weights streamed from memory:
+    `ms = fixed + 1000 · tokens / tokens_per_s`."""
 
     rank: int
     targets: Targets
     tokens_per_s: float
+    fixed_ms: float  # for reading the weights, however few tokens there are
+
+    @classmethod
+    def fitted(cls, rank: int, targets: Targets, times_ms: Mapping[int, float]) -> Self:
+        """Fits times by number of tokens. The least squares are of relative errors, because the fixed time shows only
+        where there are few tokens."""
+        columns = [[1 / ms for ms in times_ms.values()], [tokens / ms for tokens, ms in times_ms.items()]]
+        (fixed_ms, token_ms), _ = fit_times(columns, [1.0] * len(times_ms))
+        if token_ms == 0.0:  # noise exceeded the effect of the tokens
+            return cls(rank, targets, max(1000 * tokens / ms for tokens, ms in times_ms.items()), 0.0)
+        return cls(rank, targets, 1000 / token_ms, fixed_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +134,10 @@ class LineFit:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """The prediction `ms = alpha · Σ ranks + gamma · requests + beta`, and two fits for the kernels of the papers."""
+    """The prediction `ms = alpha · work + gamma · requests + beta`, and two fits for the kernels of the papers.
+
+    Work is Σ ranks, or requests · largest rank where the kernels pad to the largest rank in the batch.
+    """
 
     points: tuple[DecodePoint, ...]
     padded: LineFit  # x = requests · largest rank
@@ -132,17 +146,19 @@ class Decode:
     gamma_ms: float
     beta_ms: float
     r2: float
+    is_padded: bool = False
 
     @classmethod
-    def fitted(cls, points: Sequence[DecodePoint]) -> Self:
+    def fitted(cls, points: Sequence[DecodePoint], *, is_padded: bool = False) -> Self:
         """Fits all three forms to the points by least squares."""
         times_ms, ones = [point.ms for point in points], [1.0 for _ in points]
         sums = [float(point.rank_sum) for point in points]
         batches = [float(point.batch) for point in points]
-        padded = LineFit.fitted([float(point.batch * point.rank_max) for point in points], times_ms)
+        largest = [float(point.batch * point.rank_max) for point in points]
+        padded = LineFit.fitted(largest, times_ms)
         unpadded = LineFit.fitted(sums, times_ms)
-        (alpha_ms, gamma_ms, beta_ms), r2 = fit_times([sums, batches, ones], times_ms)
-        return cls(tuple(points), padded, unpadded, alpha_ms, gamma_ms, beta_ms, r2)
+        (alpha_ms, gamma_ms, beta_ms), r2 = fit_times([largest if is_padded else sums, batches, ones], times_ms)
+        return cls(tuple(points), padded, unpadded, alpha_ms, gamma_ms, beta_ms, r2, is_padded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +179,7 @@ class Profile:
     decode: Decode
 
     def __post_init__(self) -> None:
-        rates = [rate for rate in self.lora if rate.rank > 0 and rate.tokens_per_s > 0]
+        rates = [rate for rate in self.lora if rate.rank > 0 and rate.tokens_per_s > 0 and rate.fixed_ms >= 0]
         if self.link_bytes_per_s <= 0 or {rate.targets for rate in rates} != {"qkv", "all"} or rates != [*self.lora]:
             raise ValueError("a rate is missing or not above zero")
         for targets in ("qkv", "all"):
@@ -183,30 +199,48 @@ class Profile:
         if not ranks:
             return 0.0
         fit = self.decode
-        return fit.alpha_ms * sum(ranks) + fit.gamma_ms * len(ranks) + fit.beta_ms
+        work = len(ranks) * max(ranks) if fit.is_padded else sum(ranks)
+        return fit.alpha_ms * work + fit.gamma_ms * len(ranks) + fit.beta_ms
 
     def load_ms(self, num_bytes: int) -> float:
         """Returns the time of one copy of `num_bytes` from host to device."""
         return self.link_latency_ms + 1000 * num_bytes / self.link_bytes_per_s
 
     def cpu_lora_ms(self, tokens: int, rank: int, targets: Targets) -> float:
-        """Returns ONE core's time for one layer's modules, without the hand-off.
-
-        The time of a token is linear in the rank between measured ranks and beyond them. Below the least measured rank
-        it is constant, because kernels pad to that rank.
-        """
-        known = [(rate.rank, 1000 / rate.tokens_per_s) for rate in self.lora if rate.targets == targets]
-        above = next((index for index, (measured, _) in enumerate(known) if measured >= rank), len(known))
-        if above == 0:
-            return tokens * known[0][1]
-        if above == len(known):
-            return tokens * known[-1][1] * rank / known[-1][0]
-        (low, low_ms), (high, high_ms) = known[above - 1], known[above]
-        return tokens * (low_ms + (high_ms - low_ms) * (rank - low) / (high - low))
+        """Returns ONE core's time for one layer's modules, without the hand-off."""
+        fixed_ms, token_ms = self._lora_times(rank, targets)
+        return fixed_ms + tokens * token_ms
 
     def tokens_per_worker(self, rank: int, targets: Targets = "qkv") -> int:
-        """Returns the maximum tokens of one layer's hand-off for one core."""
-        return max(_WORKER_LEAST_TOKENS, int(_WORKER_MS / self.cpu_lora_ms(1, rank, targets)))
+        """Returns the maximum tokens of one layer's hand-off for one core: the knee of its time over the tokens.
+
+        From there on the time rises nearly in proportion to the tokens, and another worker saves most of its share.
+        With fewer tokens it would spend too much of its time on the hand-off and on reading the weights again.
+        """
+        fixed_ms, token_ms = self._lora_times(rank, targets)
+        handoff_ms = ASSUMED_HANDOFF_MS if self.handoff_ms is None else self.handoff_ms
+        return max(1, round((1 / _FIXED_SHARE - 1) * (fixed_ms + handoff_ms) / token_ms))
+
+    def _lora_times(self, rank: int, targets: Targets) -> tuple[float, float]:
+        """Returns the fixed ms and the ms of a token, for one layer's modules on one core.
+
+        Both are linear in the rank between measured ranks and beyond them. Below the least measured rank they are
+        constant, because kernels pad to that rank.
+        """
+        known = [rate for rate in self.lora if rate.targets == targets]
+        above = next((index for index, rate in enumerate(known) if rate.rank >= rank), len(known))
+        if above == 0:
+            low, high, share = known[0], known[0], 0.0
+        elif above == len(known):
+            high, share = known[-1], rank / known[-1].rank
+            return share * high.fixed_ms, share * 1000 / high.tokens_per_s
+        else:
+            low, high = known[above - 1], known[above]
+            share = (rank - low.rank) / (high.rank - low.rank)
+        return (
+            low.fixed_ms + share * (high.fixed_ms - low.fixed_ms),
+            1000 * ((1 - share) / low.tokens_per_s + share / high.tokens_per_s),
+        )
 
     # --- files ---
 

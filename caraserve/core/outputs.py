@@ -73,16 +73,29 @@ def outputs_of(rows: tuple[ScheduledRow, ...], prompt_tokens: NDArray[np.int64])
     return Output(*(np.array(part, np.int64) for part in (tokens, kinds, logprobs, embedded)))
 
 
+@dataclass(frozen=True, slots=True)
+class ColdStartCost:
+    """What an iteration with an adapter that had not arrived has cost: layers that CPU workers computed, their time for
+    each token of the adapter, and the time for which the iteration waited for weights."""
+
+    cpu_layers: int = 0
+    token_cpu_lora_ms: float = 0.0
+    waited_ms: float = 0.0
+
+
+NO_COST = ColdStartCost()
+
+
 def collect(
     batch: Batch,
     outputs: Output,
     found: OutputValues,
     prompt_tokens: NDArray[np.int64],
-    loads: Mapping[int, tuple[int, float]] | None = None,
+    loads: Mapping[int, ColdStartCost] | None = None,
     failures: Mapping[int, GrammarFailed] | None = None,
 ) -> tuple[RowResult, ...]:
-    """Returns row results in the batch's order. `loads`, by adapter slot: layers that CPU workers computed, and ms for
-    which the iteration waited for weights. `failures`: of grammars, by request slot."""
+    """Returns row results in the batch's order. `loads`: what missing weights have cost, by adapter slot. `failures`:
+    of grammars, by request slot."""
     chosen = found.chosen[: len(outputs.token)].tolist()
     embeddings = iter(found.embeddings)
     results = []
@@ -99,15 +112,16 @@ def collect(
         index += row.samples
         embedding = _embedding(next(embeddings)) if row.embeds else None
         is_finite = is_finite and (embedding is not None or not row.embeds)
-        cpu_layers, waited_ms = (loads or {}).get(row.adapter_slot, (0, 0.0))
+        cost = (loads or {}).get(row.adapter_slot, NO_COST)
         failure = (failures or {}).get(row.slot)
         results.append(
             RowResult(
                 token,
                 scored,
                 prompt,
-                cpu_layers,
-                waited_ms,
+                cost.cpu_layers,
+                cost.waited_ms,
+                cost.token_cpu_lora_ms * row.count,
                 is_finite=is_finite,
                 grammar_failure=failure,
                 embedding=embedding,

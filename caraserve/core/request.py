@@ -128,16 +128,17 @@ class Phases:
 
     Two parts of prefill and decode are cold starts: in `stalled_ms` iterations waited for weights of the request's
     adapter, in `interrupted_ms` the request waited for loads of other adapters. `cpu_layers` counts the layers, over
-    all its iterations, whose LoRA was computed by CPU workers.
+    all its iterations, whose LoRA was computed by CPU workers, for which they spent `cpu_lora_ms`, added over workers.
     """
 
-    queued_ms: float
-    load_ms: float
-    prefill_ms: float
-    decode_ms: float
+    queued_ms: float = 0.0
+    load_ms: float = 0.0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
     stalled_ms: float = 0.0
     interrupted_ms: float = 0.0
     cpu_layers: int = 0
+    cpu_lora_ms: float = 0.0
     loading_choice: str = ""  # how mode `auto` started the request
     history: tuple[PhaseTime, ...] = ()
 
@@ -224,6 +225,7 @@ class Request:
     launched_outputs: int = 0  # output tokens sampled by launched iterations, also those not processed yet
     cached_tokens: int = 0
     cpu_layers: int = 0
+    cpu_lora_ms: float = 0.0
     stalled_ms: float = 0.0
     interrupted_ms: float = 0.0
 
@@ -251,11 +253,13 @@ class Request:
         tokens = len(self.output_ids)
         return tokens < self.inputs.params.max_tokens and self.prompt_tokens + tokens < max_tokens
 
-    def phases(self, loading_choice: str = "") -> Phases:
-        """Returns the times so far; waiting after a preemption counts as queued."""
-
+    def phases(self, now_s: float, loading_choice: str = "") -> Phases:
+        """Returns the times until now, or until the end; waiting after a preemption counts as queued."""
+        history = tuple(self.history)
+        if self.phase is not Phase.FINISHED:
+            history += (PhaseTime(_PHASE_NAMES[self.phase], self.since_s, now_s),)
         spent_s = dict.fromkeys(_PHASE_NAMES.values(), 0.0)
-        for name, began_s, ended_s in self.history:
+        for name, began_s, ended_s in history:
             spent_s[name] += ended_s - began_s
         return Phases(
             queued_ms=1000 * spent_s["queued"],
@@ -265,6 +269,7 @@ class Request:
             stalled_ms=self.stalled_ms,
             interrupted_ms=self.interrupted_ms,
             cpu_layers=self.cpu_layers,
+            cpu_lora_ms=self.cpu_lora_ms,
             loading_choice=loading_choice,
-            history=tuple(self.history),
+            history=history,
         )

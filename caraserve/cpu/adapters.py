@@ -1,15 +1,19 @@
 """The device cache of the CPU backend: copies of adapter images, and the table of addresses that kernels read."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.core.lora_layout import AdapterSpec, HostAdapter, aligned_bytes
+from caraserve.core.lora_layout import MAX_RANK, PANEL, AdapterSpec, HostAdapter, aligned_bytes
 from caraserve.cpu.jit import entry
 from caraserve.cpu.simd import store_release
 from caraserve.cpu.structs import LORA_ENTRY, LOST
 from caraserve.model.spec import SITES, ModelSpec
+from caraserve.util.units import align_up
+
+_ZEROS_BYTES = 64 << 20  # more than a core's caches
 
 
 @entry
@@ -26,18 +30,19 @@ class CpuImage:
 
     adapter: HostAdapter  # its image in the host cache; not to be read after the last layer has arrived
     data: NDArray[np.uint8]
-    arrived: NDArray[np.int64]  # [0]: layers whose weights are in `data`, or LOST
+    arrived: NDArray[np.int64]  # [0]: layers whose weights are in `data`, or LOST; [1]: the one that was copied first
     in_host: int  # layers whose weights are in the host cache
     is_aborted: bool = False  # True: the layers that are not in the host cache never will be
 
     @classmethod
-    def empty(cls, adapter: HostAdapter, layers: int | None = None) -> "CpuImage":
+    def empty(cls, adapter: HostAdapter, layers: int | None = None, first_layer: int = 0) -> "CpuImage":
         """Returns an image of which no layer has arrived. It takes no memory until it is written.
 
-        `layers`: how many are in the host cache; None: all.
+        `layers`: how many are in the host cache; None: all. `first_layer`: the one that is copied first; after the last
+        layer come those before it.
         """
         arrived = aligned_bytes(64).view(np.int64)
-        arrived[:] = 0
+        arrived[:2] = 0, first_layer
         in_host = len(adapter.spec.layer_ends) if layers is None else layers
         return cls(adapter, aligned_bytes(adapter.spec.num_bytes), arrived, in_host)
 
@@ -47,8 +52,13 @@ class CpuImage:
         on_device = int(self.arrived[0])
         return self.in_host if assist or on_device == LOST else on_device
 
+    @property
+    def first_layer(self) -> int:
+        """The layer that is copied first."""
+        return int(self.arrived[1])
+
     def mark_arrived(self, layers: int) -> None:
-        """Publishes that the first `layers` layers are in `data`, by a release store after the weights."""
+        """Publishes that so many layers are in `data`, from `first_layer` on, by a release store after the weights."""
         _publish(int(self.arrived.ctypes.data), layers)
 
     def mark_lost(self) -> None:
@@ -59,8 +69,12 @@ class CpuImage:
 class DeviceAdapters:
     """The adapter table: binds images to slots. Slot 0 is the base model and stays empty. For the lane thread only."""
 
-    def __init__(self, spec: ModelSpec, num_slots: int) -> None:
+    def __init__(self, spec: ModelSpec, num_slots: int, *, padded: bool = False) -> None:
+        """`padded`: whether the kernels compute all adapters of a decode batch at the largest rank in it."""
         self._layers = spec.layers
+        self._widest = align_up(max(max(spec.site_shape(site)) for site in SITES), PANEL)
+        self._zeros = aligned_bytes(max(_ZEROS_BYTES, 8 * MAX_RANK * self._widest) if padded else 0)
+        self._zeros[:] = 0  # written, so that each page has memory of its own
         self._entries = np.zeros((num_slots, spec.layers, len(SITES)), LORA_ENTRY)
         self._host_entries = np.zeros_like(self._entries)
         self._arrived = np.zeros(num_slots, np.int64)  # addresses
@@ -89,6 +103,23 @@ class DeviceAdapters:
         """Returns which modules the adapter in `slot` has, bool [layers, sites]."""
         adapted: NDArray[np.bool_] = self._entries["rank"][slot] > 0
         return adapted
+
+    def padding(self, slots: Sequence[int]) -> NDArray[np.int64]:
+        """Returns the padding of a decode batch, words of LORA_ENTRY [slots, layers, sites]: zeros that fill up every
+        module to the largest rank. Returns no words if nothing is padded; slot 0 never is.
+
+        Neighbouring modules have different zeros, which are therefore read from memory as an adapter's weights are.
+        """
+        largest = int(self.max_rank[slots].max(initial=0))
+        entries = self._entries[slots]  # a copy
+        ranks = entries["rank"]
+        if self._zeros.size == 0 or (ranks[ranks > 0] == largest).all():
+            return np.zeros(0, np.int64)
+        entries["rank"] = np.where(ranks > 0, largest - ranks, 0)
+        module_bytes = 4 * largest * self._widest
+        offsets = np.arange(entries.size) * module_bytes % (self._zeros.size - module_bytes)
+        entries["a"] = entries["b"] = (int(self._zeros.ctypes.data) + offsets).reshape(entries.shape)
+        return entries.view(np.int64).reshape(-1)
 
     def bind(self, slot: int, image: CpuImage) -> None:
         """Binds `image` to `slot`, whether or not its layers have arrived."""

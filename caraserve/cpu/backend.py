@@ -53,6 +53,7 @@ class CpuSizes:
     kv_cache_bytes: int
     host_bytes: int  # for the host cache
     lora_cpus: tuple[int, ...] = ()  # cores that CPU LoRA workers are pinned to
+    padded: bool = False  # whether adapters of a decode batch are computed at the largest rank in it
 
 
 class CpuBackend:
@@ -75,7 +76,8 @@ class CpuBackend:
         )
         self._spec, self._loaded, self._trace = spec, loaded, trace
         self._merged: CpuMergedWeights | None = None  # made at its first use: it takes as much memory as the base model
-        self._adapters = DeviceAdapters(spec, sizes.adapter_slots)
+        self._adapters = DeviceAdapters(spec, sizes.adapter_slots, padded=sizes.padded)
+        self.pads_to_largest_rank = sizes.padded
         self._sampling = np.zeros(sizes.num_slots, SLOT_SAMPLING)
         self._blocks = np.zeros((sizes.num_slots, ceil_div(sizes.max_context, BLOCK_TOKENS)), np.int64)
         self._history = np.zeros((sizes.num_slots, sizes.max_context + 1), np.int64)
@@ -128,9 +130,9 @@ class CpuBackend:
         """Sets the maximum tokens of a slice by rank; the lane reads it at each hand-off."""
         self._buffers.set_tokens_per_worker(tokens_per_worker)
 
-    def use(self, profile: Profile) -> None:
-        """Sets the slices of hand-offs by the measured speed of this machine's cores."""
-        self.set_slices(profile.tokens_per_worker)
+    def use(self, profile: Profile, *, slice_tokens: int | None = None) -> None:
+        """Sets the slices of hand-offs by the measured speed of this machine's cores, or to `slice_tokens`."""
+        self.set_slices(profile.tokens_per_worker if slice_tokens is None else lambda rank: slice_tokens)
 
     def emulate_link(self, bytes_per_s: float) -> None:
         """Limits loading to a bandwidth from now on."""
@@ -178,9 +180,10 @@ class CpuBackend:
         done: Callable[[Exception | None], None],
         group_ends: Sequence[int] = (),
         layers: int | None = None,
+        first_layer: int = 0,
     ) -> None:
         """Binds on the lane, after all launched batches; copies on the copy thread."""
-        image = CpuImage.empty(adapter, layers)
+        image = CpuImage.empty(adapter, layers, first_layer)
         self._lane_calls.put(lambda: self._adapters.bind(slot, image))
         self._loader.load(slot, image, group_ends, done)
 
@@ -203,6 +206,10 @@ class CpuBackend:
     def unload_adapter(self, slot: int) -> None:
         """Unbinds on the lane, after all launched batches."""
         self._lane_calls.put(lambda: self._adapters.unbind(slot))
+
+    def release_vectors(self, slot: int) -> None:
+        """Frees the vectors on the lane, after all launched batches."""
+        self._lane_calls.put(lambda: self._free_vectors(slot))
 
     def resize_kv(self, blocks: int, done: Callable[[], None]) -> None:
         """Raises AssertionError: KV blocks and adapters have separate memory here."""
@@ -252,10 +259,13 @@ class CpuBackend:
         started_ns = time.monotonic_ns()
         self._write_masks(batch, cpu_batch)
         self.workers.watch(cpu_batch.is_arriving)
+        worker_ns = self._buffers.worker_ns[: len(cpu_batch.segments)]
+        worker_ns[:] = 0
         try:
             self._team.run(step, model, buffers, self._lora, self._cache, cpu_batch.record, self._sampler(cpu_batch))
         finally:
             self.workers.watch(False)
+        cpu_batch.lora_ns[:] += worker_ns
         if self._trace is not None:
             trace_batch(self._trace, batch, cpu_batch, started_ns, time.monotonic_ns())
 
@@ -306,11 +316,14 @@ class CpuBackend:
 
     def _start_slot(self, start: SlotStart) -> None:
         self._history[start.slot, : len(start.token_ids)] = start.token_ids
-        self._prompt_embeds.pop(start.slot, None)
+        self._free_vectors(start.slot)
         if start.prompt_embeds is not None:
             self._prompt_embeds[start.slot] = start.prompt_embeds
             self._embed_addresses[start.slot] = start.prompt_embeds.ctypes.data
         write_sampling(self._sampling, start.slot, start.sampling)
+
+    def _free_vectors(self, slot: int) -> None:
+        self._prompt_embeds.pop(slot, None)
 
     def _make_cache(self) -> NDArray[np.void]:
         return filled(

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from caraserve.core import outputs
 from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, RowResult, ScheduledRow
-from caraserve.core.outputs import Output, OutputValues
+from caraserve.core.outputs import ColdStartCost, Output, OutputValues
 from caraserve.core.request import MAX_LOGPROBS
 from caraserve.cpu.adapters import DeviceAdapters
 from caraserve.cpu.lora_workers.compute_side import WORKERS
@@ -31,6 +31,7 @@ class CpuBatch:
     segments: tuple["Segment", ...]
     sources: Words  # [layers, segments] DEVICE, WORKERS or HOST (compute_side.py); valid if `is_arriving`
     waited_ns: Words  # [segments]
+    lora_ns: Words  # [segments] time that CPU workers spent on them
     layer_ns: Words  # [layers + 1], or empty when not wanted
     worker_ns: Words  # [layers, 4, workers, 2], likewise
     grammar_failures: dict[int, GrammarFailed]  # by request slot
@@ -59,6 +60,12 @@ class Segment:
     tokens: int
     adapter_slot: int
     assist: bool
+    rows: int = 1
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every row has one token."""
+        return self.rows == self.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +102,7 @@ def build_batch(batch: Batch, adapters: DeviceAdapters, prompt_tokens: Words, sh
         "segment_tokens": np.array([segment.tokens for segment in segments], np.int64),
         "segment_adapter": np.array([segment.adapter_slot for segment in segments], np.int64),
         "segment_assist": np.array([segment.assist for segment in segments], np.int64),
+        "padding": adapters.padding([segment.adapter_slot if segment.is_decode else 0 for segment in segments]),
         "out_token": np.concatenate((wanted.token, wanted.embedded)),
         "out_kind": wanted.kind,
         "out_logprobs": wanted.logprobs,
@@ -123,6 +131,7 @@ def build_batch(batch: Batch, adapters: DeviceAdapters, prompt_tokens: Words, sh
         top_ids=np.zeros((count, MAX_LOGPROBS), np.int64),
         top_logprobs=np.zeros((count, MAX_LOGPROBS), np.float32),
         segments=tuple(segments),
+        lora_ns=np.zeros(len(segments), np.int64),
         grammar_failures={},
         masks_written=np.zeros(1, np.int64),
         **tables,
@@ -137,7 +146,8 @@ def _segments(rows: tuple[ScheduledRow, ...], first: Words) -> list[Segment]:
             continue
         last = segments[-1] if segments else None
         if last and last.adapter_slot == row.adapter_slot and last.first_token + last.tokens == first[index]:
-            segments[-1] = replace(last, tokens=last.tokens + row.count, assist=last.assist or row.assist)
+            tokens, assist = last.tokens + row.count, last.assist or row.assist
+            segments[-1] = replace(last, tokens=tokens, assist=assist, rows=last.rows + 1)
         else:
             segments.append(Segment(int(first[index]), row.count, row.adapter_slot, row.assist))
     return segments
@@ -160,11 +170,15 @@ def collect(
     return outputs.collect(batch, cpu_batch.outputs, found, prompt_tokens, _loads(cpu_batch), failures)
 
 
-def _loads(cpu_batch: CpuBatch) -> dict[int, tuple[int, float]]:
-    """Returns, by adapter slot, the layers that CPU workers computed and the ms spent waiting for weights."""
+def _loads(cpu_batch: CpuBatch) -> dict[int, ColdStartCost]:
+    """Returns what missing weights have cost, by adapter slot."""
     if not cpu_batch.is_arriving:
         return {}
     return {
-        segment.adapter_slot: (int((cpu_batch.sources[:, at] == WORKERS).sum()), float(cpu_batch.waited_ns[at]) / 1e6)
+        segment.adapter_slot: ColdStartCost(
+            cpu_layers=int((cpu_batch.sources[:, at] == WORKERS).sum()),
+            token_cpu_lora_ms=float(cpu_batch.lora_ns[at]) / 1e6 / segment.tokens,
+            waited_ms=float(cpu_batch.waited_ns[at]) / 1e6,
+        )
         for at, segment in enumerate(cpu_batch.segments)
     }

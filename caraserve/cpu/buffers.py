@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from caraserve.core.lora_layout import MAX_RANK, RANK_STEP
 from caraserve.cpu.attention import attend, scratch_bytes
 from caraserve.cpu.forward import decoder_layer
-from caraserve.cpu.handoff import block_bytes
+from caraserve.cpu.handoff import COUNTER_SPENT_NS, COUNTER_WORDS, block_bytes
 from caraserve.cpu.kernels import lora_expand, lora_shrink, panel_gemm
 from caraserve.cpu.lora_workers.compute_side import PIECE_WORDS, REDO_BYTES, add_deltas, choose_sources, hand_off
 from caraserve.cpu.shared_memory import PAGE_BYTES, SharedRegion
@@ -46,13 +46,21 @@ class Buffers:
         }
         widest = max(m["q_pad"] + 2 * m["kv_pad"], 2 * m["inter_pad"], m["hidden_pad"])
         self._delta_bytes = align_up(4 * tokens * widest, PAGE_BYTES)
-        sizes = (*shared.values(), self._workers * self.block_bytes, self._workers * self._delta_bytes, host_bytes)
+        counter_bytes = 8 * COUNTER_WORDS * tokens
+        sizes = (
+            *shared.values(),
+            self._workers * self.block_bytes,
+            self._workers * self._delta_bytes,
+            counter_bytes,
+            host_bytes,
+        )
         self.region = SharedRegion(sum(align_up(size, PAGE_BYTES) for size in sizes))
         arrays = {name: self.region.carve(size) for name, size in shared.items()}
         self.normed = arrays["normed"].view(np.float32).reshape(outputs, m["hidden_pad"])[:, : m["hidden"]]
         inputs = {name: int(array.ctypes.data) for name, array in arrays.items()}
         self.blocks = self.region.carve(self._workers * self.block_bytes)
         self._deltas = self.region.carve(self._workers * self._delta_bytes)
+        self._counters = self.region.carve(counter_bytes).view(np.int64).reshape(tokens, COUNTER_WORDS)
         self.host_memory = self.region.carve(host_bytes)
         self._tokens_per_worker = np.full(MAX_RANK // RANK_STEP + 1, tokens, np.int64)
         self._counts = np.zeros(2, np.int64)
@@ -77,6 +85,7 @@ class Buffers:
             segment_slices=self._zeros(16 * self._tokens),
             redo=self._zeros(redo_bytes * self._threads),
             redo_bytes=redo_bytes,
+            counters=int(self._counters.ctypes.data),
             handed=int(self._counts[:1].ctypes.data),
             redone=int(self._counts[1:].ctypes.data),
         )
@@ -86,6 +95,11 @@ class Buffers:
         record = self.record.copy()
         record["hidden"] = self._zeros(4 * self._tokens * self._model["hidden_pad"])
         return record
+
+    @property
+    def worker_ns(self) -> NDArray[np.int64]:
+        """The time that workers have spent on each segment, int64 [tokens]; to be set to 0 before an iteration."""
+        return self._counters[:, COUNTER_SPENT_NS // 8]
 
     @property
     def slices_handed_off(self) -> int:

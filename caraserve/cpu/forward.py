@@ -98,6 +98,26 @@ def _group(site):  # type: ignore[no-untyped-def]
 
 
 @kernel
+def padding_entry(lora, batch, segment, layer, site):  # type: ignore[no-untyped-def]
+    """Returns the address of the LORA_ENTRY of zeros that pads a module; the batch has padding."""
+    return batch.padding + LORA_ENTRY_BYTES * ((segment * lora.layers + layer) * 7 + site)
+
+
+@kernel
+def _shrink_module(thread, team, buffers, batch, segment, entry, x, x_stride, k, y, y_stride, item):  # type: ignore[no-untyped-def]
+    """Computes the thread's items of one module's shrink for a segment. Returns the number of items dealt so far."""
+    first, tokens = word(batch.segment_first, segment), word(batch.segment_tokens, segment)
+    for start in range(0, tokens, _SHRINK_TOKENS):
+        rows = min(_SHRINK_TOKENS, tokens - start)
+        at, out = x + (first + start) * x_stride, y + (first + start) * y_stride
+        for row in range(0, word(entry, 2), RANK_GROUP):
+            item += 1
+            if item % team == thread:
+                _call8(buffers.lora_shrink, entry, row, at, x_stride, rows, k, out + 4 * row, y_stride)
+    return item
+
+
+@kernel
 def _shrink(thread, team, model, buffers, lora, batch, layer, site, x, x_stride, k):  # type: ignore[no-untyped-def]
     """`shrunk[token, site · max_rank + j] = scale · A[j] · x[token]`, items dealt round robin over the team; layers
     that have not arrived are handed off instead."""
@@ -108,23 +128,18 @@ def _shrink(thread, team, model, buffers, lora, batch, layer, site, x, x_stride,
             *(address_of(model), address_of(lora), address_of(batch)),
             *(layer, site, sites, x, x_stride, k),
         )
-    item = np.int64(0)
+    item, y_stride = np.int64(0), 4 * sites * batch.max_rank
     for segment in range(batch.segments):
         if source_of(batch, layer, segment) != DEVICE:
             continue
-        first, tokens = word(batch.segment_first, segment), word(batch.segment_tokens, segment)
         for which in range(sites):
             entry = device_entry(lora, word(batch.segment_adapter, segment), layer, site + which)
-            for start in range(0, tokens, _SHRINK_TOKENS):
-                for row in range(0, word(entry, 2), RANK_GROUP):
-                    item += 1
-                    if item % team == thread:
-                        rows = min(_SHRINK_TOKENS, tokens - start)
-                        y = buffers.shrunk + 4 * (
-                            (first + start) * sites * batch.max_rank + which * batch.max_rank + row
-                        )
-                        at = x + (first + start) * x_stride
-                        _call8(buffers.lora_shrink, entry, row, at, x_stride, rows, k, y, 4 * sites * batch.max_rank)
+            y = buffers.shrunk + 4 * which * batch.max_rank
+            item = _shrink_module(thread, team, buffers, batch, segment, entry, x, x_stride, k, y, y_stride, item)
+            if batch.padding != 0:
+                y += 4 * word(entry, 2)
+                entry = padding_entry(lora, batch, segment, layer, site + which)
+                item = _shrink_module(thread, team, buffers, batch, segment, entry, x, x_stride, k, y, y_stride, item)
 
 
 @kernel
@@ -145,8 +160,12 @@ def _expand(thread, model, buffers, lora, batch, layer, site, x, x_stride, k, fi
         else:
             at = word(batch.segment_first, segment)
             shrunk = buffers.shrunk + at * stride + 4 * (site - group) * batch.max_rank
-            rows = word(batch.segment_tokens, segment)
-            _call9(buffers.lora_expand, entry, shrunk, stride, rows, first, end, y + at * y_stride, y_stride, ADD)
+            rows, out = word(batch.segment_tokens, segment), y + at * y_stride
+            _call9(buffers.lora_expand, entry, shrunk, stride, rows, first, end, out, y_stride, ADD)
+            if batch.padding != 0:
+                shrunk += 4 * word(entry, 2)
+                entry = padding_entry(lora, batch, segment, layer, site)
+                _call9(buffers.lora_expand, entry, shrunk, stride, rows, first, end, out, y_stride, ADD)
 
 
 @kernel

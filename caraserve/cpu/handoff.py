@@ -11,14 +11,14 @@ has a block of int64 words, and each word has one writer:
     incarnation  supervisor  0: no process; otherwise a number that no earlier process of this worker had
     started_ns, ended_ns     worker, monotonic clock, of the last hand-off
 
-followed by the number of slices and the slices. A slice may name a completion counter, three words outside the blocks
-that belong to the caller until it publishes: `flag`, `left`, `value`. Each worker that finishes a slice takes one off
-`left`, and the one that takes the last sets `flag` to `value`, which a device's stream can wait for. Positions are
-offsets into the shared region.
+followed by the number of slices and the slices. A slice may name a completion counter, four words outside the blocks
+that belong to the caller until it publishes: `flag`, `left`, `value`, `spent_ns`. Each worker that finishes a slice
+adds its time to `spent_ns` and takes one off `left`, and the one that takes the last sets `flag` to `value`, which a
+device's stream can wait for. Positions are offsets into the shared region.
 
 The caller hands off to a worker only if it is alive and has finished its previous hand-off, and a worker writes deltas
 only into an area of its own. So a worker that was given up (killed, stopped or late) never writes where another result
-is expected.
+is expected. It may only add its time to `spent_ns` late.
 
 A caller waits while the worker's progress moves. When progress stops, or the incarnation has changed, the caller
 computes the slice itself in the same order of sums, so the bits are the same.
@@ -39,7 +39,8 @@ SLICES = _LINE * 6
 # A slice: int64 words, then up to three modules.
 SLICE_X, SLICE_X_STRIDE, SLICE_K, SLICE_ROWS, SLICE_Y, SLICE_Y_STRIDE, SLICE_SITES, SLICE_COUNTER = range(8)
 SLICE_HEAD_BYTES = 64
-COUNTER_LEFT, COUNTER_VALUE = 8, 16  # offsets from the counter's first word; SLICE_COUNTER 0: none
+COUNTER_LEFT, COUNTER_VALUE, COUNTER_SPENT_NS = 8, 16, 24  # offsets from the first word; SLICE_COUNTER 0: none
+COUNTER_WORDS = 4
 # A module: a LORA_ENTRY whose A and B are offsets, then its panels and where its first column lies in a row of y.
 SITE_PANELS, SITE_COLUMN_BYTES = LORA_ENTRY.itemsize // 8, LORA_ENTRY.itemsize // 8 + 1
 SITE_BYTES = LORA_ENTRY.itemsize + 16

@@ -37,6 +37,9 @@ numba.config.reload_config()
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 
 kernel: Callable[..., Any] = numba.njit(**_OPTIONS)
+# For functions of many arrays that compiled code calls: without wrappers for Python and without counting references to
+# the arrays, either of which can take longer than the function itself. They may not make arrays.
+inner: Callable[..., Any] = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False, **_OPTIONS)
 reduction: Callable[..., Any] = numba.njit(fastmath={"reassoc", "nsz"}, **_OPTIONS)  # sums that may be vectorised
 entry: Callable[..., Any] = numba.njit(cache=True, **_OPTIONS)
 

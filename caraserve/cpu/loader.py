@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,9 +48,9 @@ LoadDone = Callable[[Exception | None], None]
 @dataclass(slots=True, eq=False)
 class _PendingLoad:
     image: CpuImage
-    ends: deque[int]  # each group to copy ends before such a layer
+    groups: deque[range]  # of layers, to copy in this order
     done: LoadDone
-    copied: int = 0  # bytes
+    copied: int = 0  # layers
     has_ended: bool = False
 
 
@@ -72,12 +73,16 @@ class AdapterLoader:
         self._incomplete: dict[int, _PendingLoad] = {}
 
     def load(self, slot: int, image: CpuImage, group_ends: Sequence[int], done: LoadDone) -> None:
-        """Starts to copy an image as far as it is in the host cache; groups end before the layers `group_ends`.
+        """Starts to copy an image as far as it is in the host cache; groups end before the layers `group_ends`. The
+        group that begins at the image's first layer to copy is the first; those before it come last.
 
         `done` is called on the lane, because an iteration that is running may still read the host's copy.
         """
         layers = len(image.adapter.spec.layer_ends)
-        load = _PendingLoad(image, deque((*(end for end in group_ends if 0 < end < layers), layers)), done)
+        ends = sorted({0, image.first_layer, *(end for end in group_ends if 0 < end < layers), layers})
+        groups = deque(range(first, end) for first, end in pairwise(ends))
+        groups.rotate(-ends.index(image.first_layer))
+        load = _PendingLoad(image, groups, done)
         if image.in_host < layers:
             self._incomplete[slot] = load
         self._thread.submit(self._copy_layers, load)
@@ -108,22 +113,22 @@ class AdapterLoader:
         """Copies the groups that are in the host cache."""
         image, ends = load.image, load.image.adapter.spec.layer_ends
         try:
-            while load.ends and load.ends[0] <= image.in_host and not load.has_ended:
-                layers = load.ends.popleft()
+            while load.groups and load.groups[0].stop <= image.in_host and not load.has_ended:
+                group = load.groups.popleft()
                 started_ns = time.monotonic_ns()
-                at = slice(load.copied, ends[layers - 1])
+                at = slice(ends[group.start - 1] if group.start else 0, ends[group.stop - 1])
                 self._link.copy(image.data[at], image.adapter.data[at])
-                image.mark_arrived(layers)
-                load.copied = ends[layers - 1]
+                load.copied += len(group)
+                image.mark_arrived(load.copied)
                 self._on_lane(self._layers_changed)
                 if self._trace is not None:
-                    digest = image.adapter.spec.digest[:12]
-                    self._trace.span("link", f"{digest} to layer {layers}", started_ns, time.monotonic_ns())
+                    name = f"{image.adapter.spec.digest[:12]} layers {group.start} to {group.stop - 1}"
+                    self._trace.span("link", name, started_ns, time.monotonic_ns())
         except Exception as error:
             image.mark_lost()
             self._on_lane(self._layers_changed)
             self._finish(load, error)
-        if not load.ends:
+        if not load.groups:
             self._finish(load, None)
 
     def _finish(self, load: _PendingLoad, failure: Exception | None) -> None:

@@ -69,7 +69,7 @@ LORA_ENTRY = _record(
 LORA = _record(
     "entries",  # → LORA_ENTRY [slots, layers, 7], weights in the device cache
     "host_entries",  # the same, weights in the host cache; valid while a slot's layers are arriving
-    "arrived",  # → int64 [slots], addresses of counts of arrived layers; LOST: the others never will arrive
+    "arrived",  # → int64 [slots], addresses of int64 [2]: arrived layers, and which came first; LOST: the others never
     "layers",
     "base",  # of the shared region in this process
     "workers",
@@ -80,6 +80,7 @@ LORA = _record(
     "slices",  # → int64 [max slices, PIECE_WORDS], of the hand-off under way
     "segment_slices",  # → int64 [segments, 2]: first slice and their number
     *("redo", "redo_bytes"),  # scratch of each thread, for slices that it computes in place of a worker
+    "counters",  # → int64 [segments, COUNTER_WORDS], completion counters, in the shared region
     *("handed", "redone"),  # → int64 counts: slices handed off, modules of slices that the team computed instead
 )
 LOST = np.int64(-1)
@@ -103,6 +104,7 @@ BATCH = _record(
     *("slot", "position"),  # [tokens]
     "row_first",  # [rows + 1] first token of each row
     *("segment_first", "segment_tokens", "segment_adapter", "segment_assist"),  # [segments]
+    "padding",  # → LORA_ENTRY [segments, layers, 7], zeros that each module computes after its own rank; 0: none
     "arriving",  # 1: layers of some segment's adapter had not arrived when the batch was built
     "sources",  # [layers, segments] DEVICE, WORKERS or HOST; written by `step` if `arriving`
     "waited_ns",  # [segments] time spent waiting for weights; written by `step` if `arriving`

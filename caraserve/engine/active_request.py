@@ -14,7 +14,7 @@ from typing import NamedTuple
 from caraserve.core.backend import Limits
 from caraserve.core.batch import BASE_ADAPTER_SLOT, RowResult, ScheduledRow
 from caraserve.core.grammar import TokenMatcher
-from caraserve.core.request import Finish, FinishReason, Phase, Request, TokenDelta, TokenLogprob
+from caraserve.core.request import Finish, FinishReason, Phase, Phases, Request, TokenDelta, TokenLogprob
 from caraserve.errors import CaraServeError
 from caraserve.lora.adapter import Adapter, AdapterTier
 from caraserve.lora.start_policy import ModeChoice
@@ -27,10 +27,15 @@ class TokenStream:
     Deltas since the reader's last read are merged into one, so a slow client costs the memory of its own output only.
     """
 
-    def __init__(self, on_cancel: Callable[[], None], served_by: Callable[[], str] = str) -> None:
+    def __init__(
+        self,
+        on_cancel: Callable[[], None],
+        served_by: Callable[[], str] = str,
+        phases: Callable[[], Phases] = Phases,
+    ) -> None:
         """`served_by`: returns what answers, as `adapter@digest`, or the base model's name; empty while the digest is
-        unknown, because the adapter is still being uploaded."""
-        self.served_by = served_by
+        unknown, because the adapter is still being uploaded. `phases`: returns the request's times until now."""
+        self.served_by, self.phases = served_by, phases
         self._on_cancel = on_cancel
         self._pending: list[TokenDelta] = []
         self._ready = asyncio.Event()
@@ -200,6 +205,7 @@ class ActiveRequest:
         """Adds the time for which a batch waited for this request's adapter and, `interrupted_ms`, for other
         adapters."""
         self.request.cpu_layers += result.cpu_layers
+        self.request.cpu_lora_ms += result.cpu_lora_ms
         self.request.stalled_ms += result.waited_ms
         self.request.interrupted_ms += interrupted_ms
 
@@ -253,7 +259,7 @@ class ActiveRequest:
             prompt_tokens=request.prompt_tokens,
             completion_tokens=len(request.output_ids),
             cached_tokens=request.cached_tokens,
-            phases=request.phases("" if self.choice is None else self.choice.name),
+            phases=request.phases(now_s, "" if self.choice is None else self.choice.name),
             stop_reason=stop_reason,
             error=error,
             served_by=self.stream.served_by(),

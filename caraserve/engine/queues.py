@@ -16,7 +16,7 @@ from caraserve.engine.scheduler import total_tokens
 from caraserve.engine.side_batches import SideBatches
 from caraserve.lora.adapter import Adapter, AdapterTier
 from caraserve.lora.manager import AdapterManager
-from caraserve.lora.start_policy import ModeChoice, PrefillStart
+from caraserve.lora.start_policy import AwaitedPrefill, ModeChoice, PrefillStart
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,9 @@ class RequestQueues:
         self.next_start_s: float | None = None  # when a request that waits for its adapter may start; set by `start`
         self.is_short = False  # whether the next request to start found too few blocks; set by `start`
         self._limits, self._manager, self._slots, self._side_batches = limits, manager, slots, side_batches
+        # Within iterations CPU workers may also help a prefill for which no layer was expected late: if one is late all
+        # the same, all requests of the iteration would wait for it.
+        self._helps_late_layers = manager.arrivals.uses_workers and not limits.assisted_batches
         self._prefetching, self._observe_preemption, self._now = prefetching, observe_preemption, now
         self._ahead = max(1, min(slots.iteration_blocks, manager.memory.most_blocks // _MOST_AHEAD))
         self._read_ahead_at: tuple[int, int] | None = None
@@ -64,9 +67,9 @@ class RequestQueues:
 
     # --- waiting → loading ---
 
-    def admit(self) -> None:
+    def admit(self, begins_s: float, iteration_s: float) -> None:
         """Admits as many requests as there are slots for, starts to load their adapters, and prefetches those of the
-        next waiting requests."""
+        next waiting requests. `begins_s`: when the next iteration begins; `iteration_s`: how long it takes."""
         loader = self._manager.device_loader
         if loader.claims_memory:
             loader.schedule_pending()  # KV blocks that were released since may make room
@@ -80,7 +83,7 @@ class RequestQueues:
                 loader.count_bypass(None)
             else:
                 active.holds_adapter = True
-                self._manager.acquire(active.adapter)
+                self._manager.acquire(active.adapter, self._prefill_of(active, begins_s, iteration_s))
             self.loading.append(active)
         if self.waiting and self._prefetching:
             self._read_ahead()
@@ -101,12 +104,12 @@ class RequestQueues:
 
     # --- loading → running ---
 
-    def start(self, begins_s: float) -> None:
+    def start(self, begins_s: float, iteration_s: float) -> None:
         """Starts requests for which a slot and blocks are free and whose adapter is on the device, or will be when an
-        iteration that begins at `begins_s` needs it."""
+        iteration that begins at `begins_s` needs it. `iteration_s`: how long that takes without them."""
         self.next_start_s, self._start_lacks, self.is_short = None, 0, False
         for active in list(self.loading):
-            if self._slots.are_free and self._may_start(active, begins_s):
+            if self._slots.are_free and self._may_start(active, begins_s, iteration_s):
                 if self._start(active):
                     continue
                 if active.is_streamed:
@@ -116,23 +119,26 @@ class RequestQueues:
                 break  # later requests must not overtake it, or it might never start
             active.wait_for_adapter(self._now())
 
-    def _may_start(self, active: ActiveRequest, begins_s: float) -> bool:
+    def _may_start(self, active: ActiveRequest, begins_s: float, iteration_s: float) -> bool:
         if active.adapter is None:
             return True
         if active.is_streamed and (active.waits_for_whole_adapter or not self._side_batches.may_stream(self.running)):
             return False
-        start = self._start_of(active, begins_s, may_assist=self._side_batches.may_assist(self.running))
+        prefill = self._prefill_of(active, begins_s, iteration_s)
+        may_assist = self._side_batches.may_assist(self.running)
+        start = self._manager.arrivals.start_of(active.adapter, prefill, may_assist=may_assist)
         if start is None:
             return False
-        active.assist = start.assist
+        is_copied = active.adapter.tier is AdapterTier.COPYING
+        active.assist = start.assist or (is_copied and self._helps_late_layers)
         self._note_choice(active, active.adapter, start)
         return self._is_time(start, begins_s)
 
-    def _start_of(self, active: ActiveRequest, begins_s: float, *, may_assist: bool) -> PrefillStart | None:
-        assert active.adapter is not None
+    def _prefill_of(self, active: ActiveRequest, begins_s: float, iteration_s: float) -> AwaitedPrefill:
+        """Returns the tokens of a request that the next iteration can compute, and when that begins."""
         left = total_tokens(active.request) - active.request.computed
         tokens = min(left, self._limits.max_step_tokens)
-        return self._manager.arrivals.start_of(active.adapter, tokens, begins_s, may_assist=may_assist)
+        return AwaitedPrefill(tokens, begins_s, iteration_s if self.running else 0.0)
 
     def _is_time(self, start: PrefillStart, begins_s: float) -> bool:
         if start.at_s <= begins_s:
@@ -169,7 +175,8 @@ class RequestQueues:
             return True
         if not self._limits.assisted_batches:
             return True
-        start = self._start_of(active, begins_s, may_assist=False)
+        prefill = self._prefill_of(active, begins_s, 0.0)
+        start = self._manager.arrivals.start_of(active.adapter, prefill, may_assist=False)
         return start is not None and self._is_time(start, begins_s)
 
     # --- running → loading, and the end ---

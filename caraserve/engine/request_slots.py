@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from caraserve.core.backend import Limits
+from caraserve.core.backend import Backend
 from caraserve.core.batch import BlockGrant, SlotSampling, SlotStart
 from caraserve.core.request import Request
 from caraserve.engine.active_request import ActiveRequest
@@ -16,12 +16,19 @@ class RequestSlots:
     """Assigns slots and prefixes to requests, and releases them. Runs on the event loop."""
 
     def __init__(
-        self, limits: Limits, manager: AdapterManager, eos_ids: frozenset[int], *, prefix_caching: bool
+        self,
+        backend: Backend,
+        manager: AdapterManager,
+        eos_ids: frozenset[int],
+        *,
+        prefix_caching: bool,
     ) -> None:
+        limits = backend.limits
         self.pool = manager.memory.pool
         # No iteration takes more: as long as so many are free, the pool need not grow.
         self.iteration_blocks = ceil_div(limits.max_step_tokens, limits.block_tokens) + limits.num_slots
-        self._limits, self._manager, self._eos_ids, self._prefix_caching = limits, manager, eos_ids, prefix_caching
+        self._backend, self._limits, self._manager, self._eos_ids = backend, limits, manager, eos_ids
+        self._prefix_caching = prefix_caching
         self._free = list(range(limits.num_slots - 1, -1, -1))
         self._starts: list[SlotStart] = []  # of requests that took a slot since the last launch
         self._grants: list[BlockGrant] = []  # their reused prefixes
@@ -114,7 +121,7 @@ class RequestSlots:
         """Releases the slot, the KV blocks and the adapter of a finished request."""
         if active.request.slot is not None:
             self.pool.release(active.request.blocks)
-            self._free_slot(active.request.slot)
+            self._free_slot(active.request, active.request.slot)
             active.release_slot()
         if active.adapter is not None:
             if active.holds_adapter:
@@ -124,10 +131,12 @@ class RequestSlots:
     def preempt(self, active: ActiveRequest, now_s: float) -> None:
         """Preempts a request and frees its slot. Its KV blocks have been released before."""
         assert active.request.slot is not None
-        self._free_slot(active.request.slot)
+        self._free_slot(active.request, active.request.slot)
         active.preempt(now_s)
 
-    def _free_slot(self, slot: int) -> None:
+    def _free_slot(self, request: Request, slot: int) -> None:
+        if request.inputs.prompt_embeds is not None:
+            self._backend.release_vectors(slot)
         # A start that is not launched yet must not reach the device: its blocks may have another owner by then.
         self._starts = [start for start in self._starts if start.slot != slot]
         self._grants = [grant for grant in self._grants if grant.slot != slot]

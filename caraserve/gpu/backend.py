@@ -36,6 +36,7 @@ class CudaBackend:
     """Implements the contract of core/backend.py on a GPU."""
 
     shares_cores = False  # CPU LoRA workers have cores that iterations do not need
+    pads_to_largest_rank = False
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, sizes: GpuSizes, device: GpuDevice, trace: Trace | None = None
@@ -90,15 +91,16 @@ class CudaBackend:
         assisted.set_predictions(replace(assisted.predictions, tokens_per_worker=tokens_per_worker))
         self.workers.start()
 
-    def use(self, profile: Profile) -> None:
-        """Uses the measured times of this machine to predict hand-offs and prefills."""
+    def use(self, profile: Profile, *, slice_tokens: int | None = None) -> None:
+        """Uses the measured times of this machine to predict hand-offs and prefills. Slices of hand-offs follow them,
+        or have up to `slice_tokens`."""
         layers = self._layers
         handoff_ms = ASSUMED_HANDOFF_MS if profile.handoff_ms is None else profile.handoff_ms
         workers = max(1, len(self.workers))
         predictions = AssistPredictions(
             layer_s=lambda tokens: profile.prefill_ms(tokens, 0) / 1000 / layers,
             hand_off_s=lambda tokens, rank: (handoff_ms + profile.cpu_lora_ms(tokens, rank, "qkv") / workers) / 1000,
-            tokens_per_worker=profile.tokens_per_worker,
+            tokens_per_worker=profile.tokens_per_worker if slice_tokens is None else lambda rank: slice_tokens,
         )
         self._parts.assisted.set_predictions(predictions)
         self._parts.context.queue.bytes_per_s = profile.link_bytes_per_s
@@ -142,11 +144,12 @@ class CudaBackend:
         done: Callable[[Exception | None], None],
         group_ends: Sequence[int] = (),
         layers: int | None = None,
+        first_layer: int = 0,
     ) -> None:
         """Binds the adapter after all that was launched before; `done` is called on the launching thread."""
         if layers is not None:
             raise _whole_images_only()
-        self._jobs.put(lambda: self._parts.images.load(adapter, slot, group_ends, done))
+        self._jobs.put(lambda: self._parts.images.load(adapter, slot, group_ends, first_layer, done))
 
     def extend_load(self, slot: int, layers: int) -> None:
         """Raises AssertionError: an iteration that waits for a copy cannot be recalled, so only whole images are
@@ -168,6 +171,10 @@ class CudaBackend:
     def unload_adapter(self, slot: int) -> None:
         """Frees the adapter's memory, which is reused only after all batches launched so far."""
         self._jobs.put(lambda: self._parts.images.unload(slot))
+
+    def release_vectors(self, slot: int) -> None:
+        """Frees the vectors, which are copied to the device as a batch is launched."""
+        self._jobs.put(lambda: self._parts.slots.free_vectors(slot))
 
     def resize_kv(self, blocks: int, done: Callable[[], None]) -> None:
         """Resizes the KV cache; `done` is called on the launching thread."""

@@ -4,5 +4,6 @@ Modules, in the order in which an adapter meets them: `peft_config`, `peft_names
 `manifest`, `uploads` with `upload_body` and `upload_stream`, and `folder_watch` (where adapters come from), `registry`
 and `catalog` (names and digests), `host_loader` and `host_cache` (host memory), `manager` (loads), `device_loader` and
 `device_cache` (device memory). `start_policy`: when a cold request may start, for each loading mode;
-`arrival_estimates`: when layers will have arrived. The layout of an adapter's bytes is in `core/lora_layout`.
+`arrival_estimates`: when layers will have arrived. `aliases` and `settings`: what admins set for names, kept by
+`replicated_settings`. The layout of an adapter's bytes is in `core/lora_layout`.
 """

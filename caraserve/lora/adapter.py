@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from caraserve.core.batch import BASE_ADAPTER_SLOT
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.errors import AdapterRejected, CaraServeError
-from caraserve.lora.start_policy import LayerGroup
+from caraserve.lora.start_policy import NO_PREFILL, AwaitedPrefill, LayerGroup
 from caraserve.telemetry.prometheus import family
 
 _AGAIN_S = 5.0  # from a failure to the next prefetch; an admitted request tries at once
@@ -111,6 +111,7 @@ class Adapter:
     partial: PartialImage | None = None  # while it is downloaded, once layers have arrived
     makes_room: bool = False  # whether it makes room for others: it is copied again when it is complete
     groups: tuple[LayerGroup, ...] = ()  # expected on the device while STREAMING or COPYING
+    prefill: AwaitedPrefill = NO_PREFILL  # of the request that it was last acquired for
     error: CaraServeError | None = None
     again_s: float = 0.0  # after a failure: when it may be prefetched again
     copy_error: Exception | None = None  # of a copy that failed during a side batch or a download

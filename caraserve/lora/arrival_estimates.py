@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from caraserve.core.lora_layout import AdapterSpec
 from caraserve.lora.adapter import Adapter, AdapterTier, PartialImage
-from caraserve.lora.start_policy import LayerGroup, PrefillStart, StartPolicy
+from caraserve.lora.start_policy import AwaitedPrefill, CopyPlan, LayerGroup, PrefillStart, StartPolicy
 
 
 class ArrivalEstimates:
@@ -20,15 +20,17 @@ class ArrivalEstimates:
         """Whether a prefill may start before all layers of its adapter are on the device."""
         return self._loading.mode.is_layerwise
 
-    def expect(self, spec: AdapterSpec) -> tuple[LayerGroup, ...]:
-        """Returns the groups of layers in which an adapter is copied from now on, each with the time when it is
-        expected on the device: after all copies that were started before."""
-        starts_s = max(self._now(), self._link_free_s)
-        speed = self._loading.link_bytes_per_s
-        self._link_free_s = starts_s + spec.num_bytes / speed
-        return tuple(
-            LayerGroup(end, starts_s + spec.layer_ends[end - 1] / speed) for end in self._loading.group_ends(spec)
-        )
+    @property
+    def uses_workers(self) -> bool:
+        """Whether CPU workers may compute layers that are not on the device yet."""
+        return self._loading.mode.uses_workers and self._loading.workers > 0
+
+    def expect(self, spec: AdapterSpec, prefill: AwaitedPrefill) -> CopyPlan:
+        """Plans a copy that is started now for `prefill`, and begins after all that were started before."""
+        now_s = self._now()
+        starts_s = max(now_s, self._link_free_s)
+        self._link_free_s = starts_s + spec.num_bytes / self._loading.link_bytes_per_s
+        return self._loading.plan_copy(spec, starts_s, replace(prefill, begins_s=max(now_s, prefill.begins_s)))
 
     def expect_streamed(self, partial: PartialImage) -> tuple[LayerGroup, ...]:
         """Returns the expected arrival of each layer of an adapter that is copied while it is downloaded. Assumes that
@@ -59,16 +61,16 @@ class ArrivalEstimates:
         """Corrects the estimate when nothing is being copied: the link is free from now on."""
         self._link_free_s = self._now()
 
-    def start_of(self, adapter: Adapter, tokens: int, begins_s: float, *, may_assist: bool) -> PrefillStart | None:
-        """Returns when a request whose first chunk has so many tokens may start with an adapter, `begins_s` at the
-        earliest. None: the adapter is not being copied yet, or is about to leave the device."""
+    def start_of(self, adapter: Adapter, prefill: AwaitedPrefill, *, may_assist: bool) -> PrefillStart | None:
+        """Returns when a request may start with an adapter. None: the adapter is not being copied yet, or is about to
+        leave the device."""
         if not adapter.takes_requests:
             return None
         if adapter.tier is AdapterTier.DEVICE:
-            return self._loading.start_loaded(begins_s, adapter.spec, tokens)
+            return self._loading.start_loaded(prefill, adapter.spec)
         if adapter.tier in (AdapterTier.STREAMING, AdapterTier.COPYING) and self.by_layers:
             assert adapter.spec is not None
-            start = self._loading.start(begins_s, adapter.groups, adapter.spec, tokens, may_assist=may_assist)
+            start = self._loading.start(prefill, adapter.groups, adapter.spec, may_assist=may_assist)
             # A streamed prefill is a side batch: its wait for the network delays no other request.
-            return replace(start, at_s=begins_s) if adapter.tier is AdapterTier.STREAMING else start
+            return replace(start, at_s=prefill.begins_s) if adapter.tier is AdapterTier.STREAMING else start
         return None

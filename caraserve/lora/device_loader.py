@@ -116,10 +116,11 @@ class DeviceLoader:
             self._bypasses = 0
             adapter.move_to(AdapterTier.COPYING)
             self._host_cache.touch(adapter.digest)
-            adapter.groups = self._arrivals.expect(image.spec)
-            self._load(adapter, image, None)
+            plan = self._arrivals.expect(image.spec, adapter.prefill)
+            adapter.groups = plan.groups
+            self._load(adapter, image, None, plan.first_layer)
 
-    def _load(self, adapter: Adapter, image: HostAdapter, layers: int | None) -> None:
+    def _load(self, adapter: Adapter, image: HostAdapter, layers: int | None, first_layer: int = 0) -> None:
         self._device_cache.add(adapter)
         self.under_way += 1
         adapter.spec = image.spec
@@ -128,7 +129,7 @@ class DeviceLoader:
             self._on_loop(lambda: self._copied(adapter, error))
 
         group_ends = [group.end for group in adapter.groups]
-        self._backend.load_adapter(image, adapter.slot, done, group_ends, layers)
+        self._backend.load_adapter(image, adapter.slot, done, group_ends, layers, first_layer)
 
     def _copied(self, adapter: Adapter, error: Exception | None) -> None:
         is_coming = adapter.tier is AdapterTier.STREAMING and not adapter.is_leaving

@@ -21,8 +21,17 @@ class HostCache:
     def __contains__(self, digest: str) -> bool:
         return digest in self._images
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(self._images))
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __reversed__(self) -> Iterator[str]:
+        """Yields the digests of the images, the most recently used first."""
+        return reversed(self._images)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the cache."""
+        return self._arena.num_bytes
 
     def get(self, digest: str) -> HostAdapter | None:
         """Returns the image of a digest, or None."""

@@ -7,10 +7,10 @@ old one stays until its last request ends.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from caraserve.config import PINS
+from caraserve.config import PINNED_SHARE, PINS
 from caraserve.core.backend import Backend
 from caraserve.core.lora_layout import HostAdapter
 from caraserve.cpu.shared_memory import Arena
@@ -22,7 +22,7 @@ from caraserve.lora.device_cache import DeviceCache
 from caraserve.lora.device_loader import DeviceLoader
 from caraserve.lora.host_cache import HostCache
 from caraserve.lora.host_loader import HostLoader, ReadAdapter
-from caraserve.lora.start_policy import StartPolicy
+from caraserve.lora.start_policy import NO_PREFILL, AwaitedPrefill, StartPolicy
 
 _KEPT_LOADS = 100  # that have ended, for the web page
 
@@ -98,7 +98,7 @@ class AdapterManager:
 
     def set_pin(self, name: str, pinned: str | None) -> None:
         """Keeps the adapter of a name in a cache, one of `PINS`, or no longer (None). It is read to the host cache now,
-        if there is room."""
+        if there is room, unless other instances alone have it."""
         if pinned is None:
             self._pinned_names.pop(name, None)
         else:
@@ -107,10 +107,19 @@ class AdapterManager:
             self._update_pin(adapter)
 
     def _update_pin(self, adapter: Adapter) -> None:
-        pins = {self._pinned_names.get(name) for name in adapter.names}
-        adapter.pinned = next((pin for pin in reversed(PINS) if pin in pins), None)
-        if adapter.pinned is not None:
+        pins = [PINS.index(self._pinned_names[name]) for name in adapter.names if name in self._pinned_names]
+        wanted = PINS[: max(pins) + 1] if pins else ()
+        adapter.pinned = next((pin for pin in reversed(wanted) if self._has_room_for_pin(adapter, pin)), None)
+        if adapter.pinned is not None and not isinstance(adapter.source, RemoteSource):
             self.prefetch(adapter)
+
+    def _has_room_for_pin(self, adapter: Adapter, pin: str) -> bool:
+        """Whether all adapters pinned in a cache take at most half of it. Pins of another instance, whose caches may be
+        larger, are checked only here."""
+        size = {"host": self._host_cache.num_bytes, "device": self.memory.most_adapter_bytes}[pin]
+        found = {self._names[name] for name in self._pinned_names if name in self._names} - {adapter}
+        num_bytes = [other.num_bytes for other in found if other.pinned in (pin, PINS[-1])]
+        return adapter.num_bytes + sum(num_bytes) <= size // PINNED_SHARE
 
     def moved(self, digest: str, folder: Path) -> Adapter | None:
         """Records that an adapter's files are in another folder now. Returns the adapter, if there is one."""
@@ -177,9 +186,11 @@ class AdapterManager:
 
     # --- the device ---
 
-    def acquire(self, adapter: Adapter) -> None:
-        """Loads an adapter to the device for an admitted request; it stays there until `release`."""
+    def acquire(self, adapter: Adapter, prefill: AwaitedPrefill = NO_PREFILL) -> None:
+        """Loads an adapter to the device for an admitted request; it stays there until `release`. `prefill`: what the
+        request will begin with."""
         adapter.users += 1
+        adapter.prefill = prefill
         adapter.count_admission(self._now())
         self.device_loader.count_bypass(adapter)
         if adapter.tier is AdapterTier.DEVICE:
@@ -237,9 +248,15 @@ class AdapterManager:
         """Returns the adapters that are on the device, whole."""
         return self.device_cache.ready()
 
-    def in_host(self) -> list[Adapter]:
-        """Returns the adapters whose image is in the host cache, whether or not they are on the device too."""
-        return [self._adapters[digest] for digest in self._host_cache if digest in self._adapters]
+    def in_host(self) -> Iterator[Adapter]:
+        """Yields the adapters whose image is in the host cache, whether or not they are on the device too, the most
+        recently used first."""
+        return (self._adapters[digest] for digest in reversed(self._host_cache) if digest in self._adapters)
+
+    @property
+    def num_in_host(self) -> int:
+        """The number of images in the host cache."""
+        return len(self._host_cache)
 
     # --- callbacks of the host loader ---
 

@@ -1,25 +1,25 @@
-"""Decides when a prefill starts whose adapter is still being copied, and whether CPU workers help it. No I/O.
+"""Decides in which order layers are copied, when a prefill starts meanwhile, and whether CPU workers help it. No I/O.
 
 A prefill reaches layer l about l layer times after its start, so it may start as soon as every group
 of layers is expected to have arrived when it is reached: the prefill waits for nothing, and decoding goes on meanwhile.
 With assistance (Toppings §4.1) it starts at once, and CPU workers compute the LoRA of layers that have not arrived.
-Predictions only choose the time: a layer that is late all the same is waited for, or computed by the CPU workers.
+Its first layers are computed by CPU workers anyway, so the copy begins with the layers after them.
+Predictions only choose order and time: a layer that is late all the same is waited for, or computed by the CPU workers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import ceil, inf
 from typing import Literal
 
 from caraserve.config import LoadingMode
 from caraserve.core.lora_layout import AdapterSpec
-from caraserve.core.machine_profile import Profile
+from caraserve.core.machine_profile import Profile, Targets
+from caraserve.util.units import ceil_div
 
-_TYPICAL_TOKENS = 128  # of a prompt, for group sizes, which are fixed before the requests are known
-_LEAST_GROUP_BYTES = 2 << 20  # below this the fixed cost of a copy is noticeable
-# Assistance is chosen only if it saves both of these: predictions are not more accurate than that.
-_LEAST_GAIN_MS = 0.5
-_LEAST_GAIN_SHARE = 0.1  # of the prefill
+_TYPICAL_TOKENS = 128  # of a prompt, for adapters that no request is waiting for
+_LEAST_GROUP_MS = 0.05  # of a copy, below which its fixed cost of some microseconds is noticeable
+_LEAST_GAIN_MS = 0.5  # that assistance saves: for less, CPU workers are not occupied
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,31 @@ class LayerGroup:
     end: int
     arrives_s: float
     in_host_s: float = -inf
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """The groups of layers in which an adapter is copied, by layers. The copy begins with the group that begins at
+    `first_layer`; the groups before it come last."""
+
+    groups: tuple[LayerGroup, ...] = ()
+    first_layer: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitedPrefill:
+    """The prefill that an adapter is loaded for: the tokens of its first chunk, and when it could begin.
+
+    `iteration_s`: how long an iteration of other requests takes, which begins instead if the prefill waits; 0: there
+    are none.
+    """
+
+    tokens: int
+    begins_s: float
+    iteration_s: float = 0.0
+
+
+NO_PREFILL = AwaitedPrefill(_TYPICAL_TOKENS, -inf)  # of an adapter that is loaded before a request wants it
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,63 +91,139 @@ class StartPolicy:
     workers: int = 0  # CPU LoRA workers
     handoff_ms: float = 0.0  # round trip of a hand-off beyond its compute
     shared_cores: bool = False  # whether the workers' cores are the device's own, as on the CPU backend
+    pipeline_groups: int | None = None  # so many groups of about equal size; None: by predicted times
+    tokens_per_worker: Callable[[int], int] | None = None  # most of one worker, by rank; None: prompts go to all
 
-    def group_ends(self, spec: AdapterSpec) -> tuple[int, ...]:
-        """Returns where groups of layers end. Where loading is faster than computing, each group may be larger than the
-        one before by the ratio of the two; otherwise each layer is a group, so that no layer waits for a later one."""
+    # --- the order of a copy ---
+
+    def plan_copy(self, spec: AdapterSpec, copy_s: float, prefill: AwaitedPrefill) -> CopyPlan:
+        """Returns the groups and the order in which an adapter is copied from `copy_s` on.
+
+        Where CPU workers will help the prefill, the copy begins after the layers that they compute first (Toppings
+        §4.1). Mode `auto` takes the order with which it expects the prefill to end first.
+        """
+        in_order = self._planned(spec, copy_s, prefill.tokens, 0)
+        if not self.mode.uses_workers or self.workers == 0:
+            return in_order
+        first_layer = self._first_group(spec, copy_s, prefill)
+        if first_layer == 0:
+            return in_order
+        assisted = self._planned(spec, copy_s, prefill.tokens, first_layer)
+        if not self.mode.chooses:
+            return assisted
+        ends_s = [self._ends_s(plan, spec, prefill) for plan in (in_order, assisted)]
+        return assisted if ends_s[1] < ends_s[0] else in_order
+
+    def _ends_s(self, plan: CopyPlan, spec: AdapterSpec, prefill: AwaitedPrefill) -> float:
+        start = self.start(prefill, plan.groups, spec)
+        assert start.ends_s is not None
+        return start.ends_s
+
+    def _first_group(self, spec: AdapterSpec, copy_s: float, prefill: AwaitedPrefill) -> int:
+        """Returns how many layers CPU workers compute while the next ones are copied: the fewest by which the next
+        group, and the last layer, have arrived when the prefill gets to them. 0: the copy begins with the first layer,
+        because none is reached before it has arrived, or because no layer would arrive in time."""
+        if self.pipeline_groups is not None:
+            return self.layers // min(self.pipeline_groups, self.layers) % self.layers
+        wait_ms = 1000 * (copy_s - prefill.begins_s)
+        layer_ms, load_ms = self._layer_ms(spec, prefill.tokens), self._load_ms(spec)
+        on_workers_ms = layer_ms + self._extra_ms(spec, prefill.tokens)
+        second, _ = self._group_sizes(spec, prefill.tokens)
+        for first in range(self.layers):
+            others = self.layers - first
+            next_is_late = wait_ms + min(int(second), others) * load_ms > first * on_workers_ms
+            last_is_late = wait_ms + others * load_ms > first * on_workers_ms + (others - 1) * layer_ms
+            if not (next_is_late or last_is_late):
+                return first
+        return 0
+
+    def _planned(self, spec: AdapterSpec, copy_s: float, tokens: int, first_layer: int) -> CopyPlan:
+        """Returns a copy that begins at `copy_s` with `first_layer`, and when each group is expected."""
+        ends, before = spec.layer_ends, spec.layer_ends[first_layer - 1] if first_layer else 0
+        groups = []
+        for end in self._group_ends(spec, tokens, first_layer):
+            num_bytes = ends[end - 1] - before + (spec.num_bytes if end <= first_layer else 0)
+            groups.append(LayerGroup(end, copy_s + num_bytes / self.link_bytes_per_s))
+        return CopyPlan(tuple(groups), first_layer)
+
+    def _group_ends(self, spec: AdapterSpec, tokens: int, first_layer: int) -> list[int]:
+        """Returns where groups of layers end, one of them before `first_layer`."""
         if not self.mode.is_layerwise:
-            return (self.layers,)
-        layer_bytes = max(1.0, spec.num_bytes / self.layers)
-        load_ms = 1000 * layer_bytes / self.link_bytes_per_s
-        growth = max(1.0, 0.8 * self._layer_ms(_TYPICAL_TOKENS, spec.rank) / load_ms)
-        size, ends = float(max(1, int(_LEAST_GROUP_BYTES / layer_bytes))) if growth > 1 else 1.0, [0]
+            return [self.layers]
+        if self.pipeline_groups is not None:
+            count = min(self.pipeline_groups, self.layers)
+            return [self.layers * (index + 1) // count for index in range(count)]
+        size, growth = self._group_sizes(spec, tokens)
+        ends = [first_layer]
         while ends[-1] < self.layers:
             ends.append(min(self.layers, ends[-1] + int(size)))
             size *= growth
-        return tuple(ends[1:])
+        return ends if first_layer else ends[1:]
+
+    def _group_sizes(self, spec: AdapterSpec, tokens: int) -> tuple[float, float]:
+        """Returns the layers of the group that is copied first, and by how much each later one is larger. Where loading
+        is faster than computing, that is the ratio of the two; otherwise each layer is a group, so that no layer waits
+        for a later one."""
+        load_ms = self._load_ms(spec)
+        growth = max(1.0, 0.8 * self._layer_ms(spec, tokens) / load_ms)
+        return (float(max(1, int(_LEAST_GROUP_MS / load_ms))) if growth > 1 else 1.0), growth
+
+    def _load_ms(self, spec: AdapterSpec) -> float:
+        return 1000 * max(1.0, spec.num_bytes / self.layers) / self.link_bytes_per_s
+
+    # --- the start of a prefill ---
 
     def start(
-        self, now_s: float, groups: Sequence[LayerGroup], spec: AdapterSpec, tokens: int, *, may_assist: bool = True
+        self, prefill: AwaitedPrefill, groups: Sequence[LayerGroup], spec: AdapterSpec, *, may_assist: bool = True
     ) -> PrefillStart:
-        """Returns when a prefill may start whose adapter is being copied in `groups`. `tokens`: of its first chunk.
-        `may_assist`: whether CPU workers may help."""
-        layer_ms = self._layer_ms(tokens, spec.rank)
+        """Returns when a prefill may start whose adapter is being copied in `groups`. `may_assist`: whether CPU workers
+        may help."""
+        now_s, layer_ms = prefill.begins_s, self._layer_ms(spec, prefill.tokens)
         at_s = now_s
         for layer, group in zip((0, *(group.end for group in groups)), groups, strict=False):
             at_s = max(at_s, group.arrives_s - layer * layer_ms / 1000)
         if not self.mode.uses_workers or self.workers == 0 or not may_assist:
-            return self._begin(at_s, layer_ms, assist=False)
+            return self._begin(at_s, prefill, layer_ms, assist=False)
         if not self.mode.chooses:
             return PrefillStart(now_s, assist=True)
-        extra_ms = self._assisted_ms(now_s, groups, spec, tokens)
-        gain_ms = 1000 * (at_s - now_s) - extra_ms
-        if gain_ms > max(_LEAST_GAIN_MS, _LEAST_GAIN_SHARE * layer_ms * self.layers):
-            return self._begin(now_s, layer_ms, extra_ms, assist=True)
-        return self._begin(at_s, layer_ms, assist=False)
+        extra_ms = self._assisted_ms(now_s, groups, spec, prefill.tokens)
+        if 1000 * (_next_iteration_s(prefill, at_s) - now_s) - extra_ms > _LEAST_GAIN_MS:
+            return self._begin(now_s, prefill, layer_ms, extra_ms, assist=True)
+        return self._begin(at_s, prefill, layer_ms, assist=False)
 
-    def start_loaded(self, now_s: float, spec: AdapterSpec | None, tokens: int) -> PrefillStart:
-        """Returns the start of a prefill whose whole adapter is on the device: `now_s`."""
+    def start_loaded(self, prefill: AwaitedPrefill, spec: AdapterSpec | None) -> PrefillStart:
+        """Returns the start of a prefill whose whole adapter is on the device: as soon as it could begin."""
         if not self.mode.chooses or spec is None:
-            return PrefillStart(now_s, assist=False)
-        return self._begin(now_s, self._layer_ms(tokens, spec.rank), assist=False)
+            return PrefillStart(prefill.begins_s, assist=False)
+        return self._begin(prefill.begins_s, prefill, self._layer_ms(spec, prefill.tokens), assist=False)
 
-    def _begin(self, at_s: float, layer_ms: float, extra_ms: float = 0.0, *, assist: bool) -> PrefillStart:
-        ends_s = at_s + (layer_ms * self.layers + extra_ms) / 1000 if self.mode.chooses else None
+    def _begin(
+        self, at_s: float, prefill: AwaitedPrefill, layer_ms: float, extra_ms: float = 0.0, *, assist: bool
+    ) -> PrefillStart:
+        if not self.mode.chooses:
+            return PrefillStart(at_s, assist)
+        ends_s = _next_iteration_s(prefill, at_s) + (layer_ms * self.layers + extra_ms) / 1000
         return PrefillStart(at_s, assist, ends_s)
 
-    def _layer_ms(self, tokens: int, rank: int) -> float:
+    def _layer_ms(self, spec: AdapterSpec, tokens: int) -> float:
+        """Returns the time of a layer with the adapter on the device."""
         assert self.costs is not None
-        return max(0.0, self.costs.prefill_ms(tokens, rank)) / self.layers
+        return max(0.0, self.costs.prefill_ms(tokens, 0)) / self.layers + self._device_lora_ms(spec, tokens)
+
+    def _device_lora_ms(self, spec: AdapterSpec, tokens: int) -> float:
+        """Returns how much of a layer's time is the adapter's LoRA. The profile's prefills are with all modules, of
+        which q, k and v take about the same share of the time on the device as on a CPU worker."""
+        assert self.costs is not None
+        all_ms = max(0.0, self.costs.prefill_ms(tokens, spec.rank) - self.costs.prefill_ms(tokens, 0)) / self.layers
+        if _targets(spec) == "all" or all_ms == 0.0:
+            return all_ms
+        qkv_ms, worker_ms = (self.costs.cpu_lora_ms(tokens, spec.rank, targets) for targets in ("qkv", "all"))
+        return all_ms * qkv_ms / worker_ms
 
     def _assisted_ms(self, now_s: float, groups: Sequence[LayerGroup], spec: AdapterSpec, tokens: int) -> float:
         """Returns by how many ms a prefill that starts now with the CPU workers takes longer than with a loaded
         adapter."""
-        assert self.costs is not None
-        layer_ms = self._layer_ms(tokens, spec.rank)
-        targets: Literal["qkv", "all"] = "qkv" if set(spec.targets) <= {"q_proj", "k_proj", "v_proj"} else "all"
-        cpu_ms = self.costs.cpu_lora_ms(tokens, spec.rank, targets) / self.workers
-        hidden_ms = 0.0 if self.shared_cores else layer_ms
-        extra_ms = self.handoff_ms * (1 if targets == "qkv" else 4) + max(0.0, cpu_ms - hidden_ms)
+        layer_ms, extra_ms = self._layer_ms(spec, tokens), self._extra_ms(spec, tokens)
         spent_ms, layer = 0.0, 0
         for group in groups:
             spent_ms = max(spent_ms, 1000 * (group.in_host_s - now_s))
@@ -131,3 +232,24 @@ class StartPolicy:
                 spent_ms += layer_ms if arrived else layer_ms + extra_ms
             layer = group.end
         return spent_ms - self.layers * layer_ms
+
+    def _extra_ms(self, spec: AdapterSpec, tokens: int) -> float:
+        """Returns by how many ms a layer takes longer whose LoRA the CPU workers compute. The device does not compute
+        it then."""
+        assert self.costs is not None
+        workers, targets = self.workers, _targets(spec)
+        if self.tokens_per_worker is not None:
+            workers = min(workers, ceil_div(tokens, self.tokens_per_worker(spec.rank)))
+        cpu_ms = self.costs.cpu_lora_ms(tokens, spec.rank, targets) / workers
+        saved_ms = self._device_lora_ms(spec, tokens) if self.shared_cores else self._layer_ms(spec, tokens)
+        return self.handoff_ms * (1 if targets == "qkv" else 4) + max(0.0, cpu_ms - saved_ms)
+
+
+def _targets(spec: AdapterSpec) -> Targets:
+    return "qkv" if set(spec.targets) <= {"q_proj", "k_proj", "v_proj"} else "all"
+
+
+def _next_iteration_s(prefill: AwaitedPrefill, at_s: float) -> float:
+    """Returns when the first iteration begins that a prefill may be in which may start at `at_s`."""
+    wait_s, iteration_s = at_s - prefill.begins_s, prefill.iteration_s
+    return at_s if iteration_s <= 0 or wait_s <= 0 else prefill.begins_s + ceil(wait_s / iteration_s) * iteration_s

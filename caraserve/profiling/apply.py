@@ -41,9 +41,15 @@ def tuned(
     dtype = spec.dtype if model.dtype == "auto" else model.dtype
     if lora.mode.is_layerwise:
         try:
-            key = machine_key(backend.accelerator), model_key(spec, dtype, engine.cpu_threads)
+            padded = backend.pads_to_largest_rank
+            key = machine_key(backend.accelerator), model_key(spec, dtype, engine.cpu_threads, padded=padded)
             path = lora.profile or default_path(*key)
             profile = _load(path, required=lora.profile is not None)
+            if profile is not None and profile.decode.is_padded != padded:
+                raise ConfigError(
+                    f"the profile {path} was measured with another --lora-kernel than {lora.lora_kernel}; run "
+                    f"`caraserve profile` with --lora-kernel {lora.lora_kernel}"
+                )
             backend.start_workers(lambda rank: _UNPROFILED_SLICE_TOKENS)
             if profile is None:
                 progress = _in_hundredths(advance)
@@ -52,7 +58,7 @@ def tuned(
                     profile.save(path)
                 except ConfigError as error:
                     log.warning("the profile cannot be kept: %s", error.message)
-            backend.use(profile)
+            backend.use(profile, slice_tokens=lora.tokens_per_cpu)
         except ConfigError as error:
             if lora.profile is not None:
                 raise
@@ -89,6 +95,7 @@ def make_profile(
         dtype=dtype,
         threads=threads,
         accelerator=backend.accelerator,
+        padded=backend.pads_to_largest_rank,
     )
 
 
@@ -110,7 +117,15 @@ def loading_rules(backend: "ServingBackend", spec: ModelSpec, profile: Profile |
         workers=len(backend.workers),
         handoff_ms=handoff_ms,
         shared_cores=backend.shares_cores,
+        pipeline_groups=lora.pipeline_groups,
+        tokens_per_worker=_tokens_per_worker(profile, lora.tokens_per_cpu),
     )
+
+
+def _tokens_per_worker(profile: Profile | None, tokens_per_cpu: int | None) -> Callable[[int], int] | None:
+    if tokens_per_cpu is not None:
+        return lambda rank: tokens_per_cpu
+    return None if profile is None else profile.tokens_per_worker
 
 
 def _load(path: Path, *, required: bool) -> Profile | None:

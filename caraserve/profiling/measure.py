@@ -24,7 +24,8 @@ from caraserve.util.units import align_up, human_bytes
 
 _LORA_RANKS = (8, 16, 32, 64, 128)
 _LORA_SITES: Mapping[profiles.Targets, Sequence[str]] = {"qkv": SITES[:3], "all": SITES}
-_LORA_TOKENS, _LORA_LAYERS = 64, 4  # a usual slice; several layers, so that weights come from memory
+_LORA_TOKENS = (8, 32, 64)  # of slices: few enough for the fixed time to show, and more than a usual slice
+_LORA_LAYERS = 4  # several, so that weights come from memory
 _LORA_LEAST_MS = 2.0  # of one sample, so that the overhead of the clock and the call is negligible
 _MOST_BUDGETS = 4.0  # beyond so many times the budget, only needed points are measured, once each
 _LOAD_MS = 50.0  # the approximate duration of the longest timed copy
@@ -71,7 +72,7 @@ _QUICK = _Effort(
 class _Measurements:
     """The measurements of every round."""
 
-    lora: Mapping[tuple[profiles.Targets, int], Measurement]  # by modules and rank; the time of one layer
+    lora: Mapping[tuple[profiles.Targets, int, int], Measurement]  # by modules, rank and tokens; the time of one layer
     loads: Mapping[int, Measurement]  # by bytes
     prefill: Mapping[tuple[int, int], Measurement]  # by tokens and rank
     decode: Mapping[tuple[int, ...], Measurement]  # by the requests' ranks
@@ -82,13 +83,13 @@ class _Measurements:
         return sorted(measurements, key=lambda measurement: not measurement.is_needed)
 
 
-def model_key(model: ModelSpec, dtype: str, threads: int | None = None) -> str:
-    """Returns the key of a model in profiles: its shape, its weights' dtype, and the threads if set."""
+def model_key(model: ModelSpec, dtype: str, threads: int | None = None, *, padded: bool = False) -> str:
+    """Returns the key of a model in profiles: its shape, its weights' dtype, the threads if set, and the kernels."""
     shape = (
         f"{model.family}-{model.layers}x{model.hidden}-heads{model.heads}-{model.kv_heads}-{model.head_dim}"
         f"-mlp{model.intermediate}-vocab{model.vocab_size}-{dtype}"
     )
-    return shape if threads is None else f"{shape}-threads{threads}"
+    return shape + ("" if threads is None else f"-threads{threads}") + ("-padded" if padded else "")
 
 
 def measure(
@@ -101,12 +102,13 @@ def measure(
     dtype: str | None = None,
     threads: int | None = None,
     accelerator: str = "",
+    padded: bool = False,
 ) -> profiles.Profile:
     """Measures an idle backend and leaves no adapter on it.
 
     `progress` gets the share done. `measure_handoff` returns `Profile.handoff_ms`. `dtype`: of the base weights (None:
-    the checkpoint's). `threads`: compute threads, if set. `accelerator`: name of the GPU, if one is used. Raises
-    BackendFailed or ConfigError.
+    the checkpoint's). `threads`: compute threads, if set. `accelerator`: name of the GPU, if one is used.
+    `padded`: whether the kernels pad to the largest rank in a decode batch. Raises BackendFailed or ConfigError.
     """
     started_s = time.monotonic()
     effort = _QUICK if quick else _Effort()
@@ -114,13 +116,15 @@ def measure(
     device = MeasuredBackend(backend)
     images = _host_images(device, model, DTYPES[dtype], effort.ranks)
     with _bound(device, images, effort) as slots:
-        measurements = _measurements(device, model, images[-1], slots, effort)
+        measurements = _measurements(device, model, images[-1], slots, effort, padded=padded)
         _run_rounds(measurements.all(), effort, started_s, progress)
         handoff_ms = measure_handoff() if measure_handoff is not None else None
     bytes_per_s, latency_ms = _link(measurements.loads)
     rates = [
-        profiles.LoraRate(rank, targets, 1000 * _LORA_TOKENS / measurement.ms)
-        for (targets, rank), measurement in measurements.lora.items()
+        profiles.LoraRate.fitted(
+            rank, targets, {tokens: measurements.lora[targets, rank, tokens].ms for tokens in _LORA_TOKENS}
+        )
+        for targets, rank in product(_LORA_SITES, _LORA_RANKS)
     ]
     prefill = [
         profiles.PrefillPoint(*point, measurement.ms)
@@ -135,7 +139,7 @@ def measure(
     return profiles.Profile(
         schema=profiles.SCHEMA,
         machine=profiles.machine_key(accelerator),
-        model=model_key(model, dtype, threads),
+        model=model_key(model, dtype, threads, padded=padded),
         made_unix_s=time.time(),
         quick=quick,
         link_bytes_per_s=bytes_per_s,
@@ -143,12 +147,18 @@ def measure(
         handoff_ms=handoff_ms,
         lora=tuple(rates),
         prefill=profiles.Prefill.fitted(prefill),
-        decode=profiles.Decode.fitted(decode),
+        decode=profiles.Decode.fitted(decode, is_padded=padded),
     )
 
 
 def _measurements(
-    device: MeasuredBackend, model: ModelSpec, image: HostAdapter, slots: Mapping[int, Sequence[int]], effort: _Effort
+    device: MeasuredBackend,
+    model: ModelSpec,
+    image: HostAdapter,
+    slots: Mapping[int, Sequence[int]],
+    effort: _Effort,
+    *,
+    padded: bool,
 ) -> _Measurements:
     """Returns all measurements. `slots`: of loaded adapters, by rank; `image`: an adapter to time loads with."""
     requests = SyntheticRequests(
@@ -166,6 +176,8 @@ def _measurements(
         min([requests.most, *(len(each) for each in slots.values())]),
         sorted({min(batch, requests.most) for batch in effort.base_batches}),
     )
+    if padded:  # rows of the base model are not padded, and requests · largest rank would not be their work
+        mixes = [ranks for ranks in mixes if min(ranks) > 0 or max(ranks) == 0]
     # Each fit has three coefficients: these are the fewest points that determine them.
     needed = {(prompts[0], 0), *product(prompts[:2][-1:], (0, max(adapters))), *mixes[:2]}
     needed.add(next(ranks for ranks in reversed(mixes) if len(set(ranks)) == 1))
@@ -305,16 +317,19 @@ def _link(loads: Mapping[int, Measurement]) -> tuple[float, float]:
     return 1000 / ms_per_byte, latency_ms
 
 
-def _lora_measurements(model: ModelSpec, dtype: Dtype) -> dict[tuple[profiles.Targets, int], Measurement]:
+def _lora_measurements(model: ModelSpec, dtype: Dtype) -> dict[tuple[profiles.Targets, int, int], Measurement]:
     from caraserve.profiling.cpu_lora_rate import LayerLora  # compiles kernels: not when this file is imported
 
     layers = min(_LORA_LAYERS, model.layers)
     specs = [adapter_spec(model, dtype, rank, layers) for rank in _LORA_RANKS]
     adapters = [random_adapter(model, spec, aligned_bytes(spec.num_bytes)) for spec in specs]
     return {
-        (targets, adapter.spec.rank): _lora_measurement(LayerLora(model, adapter, sites, _LORA_TOKENS).layer_ms, layers)
+        (targets, adapter.spec.rank, tokens): _lora_measurement(
+            LayerLora(model, adapter, sites, tokens).layer_ms, layers
+        )
         for targets, sites in _LORA_SITES.items()
         for adapter in adapters
+        for tokens in _LORA_TOKENS
     }
 
 

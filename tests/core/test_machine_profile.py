@@ -39,7 +39,7 @@ def profile(**changes: Any) -> Profile:
         link_latency_ms=0.5,
         handoff_ms=0.1 + 0.2,
         lora=tuple(
-            LoraRate(rank, targets, pair[index])
+            LoraRate(rank, targets, pair[index], fixed_ms=rank / 1000)
             for index, targets in enumerate(("qkv", "all"))
             for rank, pair in RATES.items()
         ),
@@ -94,6 +94,17 @@ def test_the_fits_distinguish_padded_from_unpadded_kernels() -> None:
     assert summing.padded.r2 < 0.99
 
 
+def test_a_kernel_that_pads_is_predicted_by_its_largest_rank() -> None:
+    mixes = [mix for mix in MIXES if 0 not in mix]
+    points = [
+        DecodePoint(len(mix), sum(mix), max(mix), 0.02 * len(mix) * max(mix) + 0.3 * len(mix) + 5) for mix in mixes
+    ]
+    fit = Decode.fitted(points, is_padded=True)
+    assert (fit.alpha_ms, fit.gamma_ms, fit.beta_ms, fit.r2) == pytest.approx((0.02, 0.3, 5.0, 1.0))
+    assert profile(decode=fit).decode_ms([8, 64, 16]) == pytest.approx(0.02 * 3 * 64 + 0.3 * 3 + 5.0)
+    assert Decode.fitted(points).r2 < 0.99
+
+
 def test_r_squared_is_the_share_of_the_variance_explained() -> None:
     fit = LineFit.fitted([0.0, 1.0, 2.0], [0.0, 1.0, 1.0])
     assert (fit.alpha_ms, fit.beta_ms, fit.r2) == pytest.approx((1 / 2, 1 / 6, 3 / 4))
@@ -144,24 +155,32 @@ def test_predictions_match_a_calculation_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "us_per_token"),
-    [(8, 1.0), (64, 10.0), (40, 6.0), (12, 1.5), (4, 1.0), (128, 20.0)],
+    ("rank", "us_per_token", "fixed_us"),
+    [(8, 1.0, 8.0), (64, 10.0, 64.0), (40, 6.0, 40.0), (12, 1.5, 12.0), (4, 1.0, 8.0), (128, 20.0, 128.0)],
     ids=["measured", "last measured", "half-way", "between", "below: padded up", "beyond"],
 )
-def test_cpu_lora_between_and_beyond_the_measured_ranks(rank: int, us_per_token: float) -> None:
-    assert profile().cpu_lora_ms(500, rank, "qkv") == pytest.approx(500 * us_per_token / 1000)
-    assert profile().cpu_lora_ms(500, rank, "all") == pytest.approx(500 * 5 * us_per_token / 1000)
+def test_cpu_lora_between_and_beyond_the_measured_ranks(rank: int, us_per_token: float, fixed_us: float) -> None:
+    assert profile().cpu_lora_ms(500, rank, "qkv") == pytest.approx((fixed_us + 500 * us_per_token) / 1000)
+    assert profile().cpu_lora_ms(500, rank, "all") == pytest.approx((fixed_us + 500 * 5 * us_per_token) / 1000)
 
 
-def test_a_slice_has_the_tokens_of_half_a_millisecond() -> None:
+def test_a_slice_has_the_tokens_that_take_four_times_the_fixed_time_and_the_hand_off() -> None:
     made = profile()
-    assert [made.tokens_per_worker(rank) for rank in (8, 64, 128)] == [500, 50, 25]
-    assert made.tokens_per_worker(16, "all") == 50
+    assert [made.tokens_per_worker(rank) for rank in (8, 64, 128)] == [4 * 308, 146, 86]
+    assert made.tokens_per_worker(16, "all") == 126
+    assert profile(handoff_ms=0.0).tokens_per_worker(8) == 4 * 8
+    assert profile(handoff_ms=None).tokens_per_worker(8) == 4 * 58  # 0.05 ms are assumed
 
 
-def test_a_slice_has_at_least_sixteen_tokens() -> None:
-    assert profile().tokens_per_worker(256) == 16
-    assert profile().tokens_per_worker(512) == 16
+def test_lora_rates_are_fitted_to_times_by_tokens() -> None:
+    fitted = LoraRate.fitted(8, "qkv", {tokens: 0.5 + 0.25 * tokens for tokens in (8, 32, 64)})
+    assert (fitted.rank, fitted.targets) == (8, "qkv")
+    assert fitted.tokens_per_s == pytest.approx(4000)
+    assert fitted.fixed_ms == pytest.approx(0.5)
+
+
+def test_lora_times_that_fall_with_the_tokens_give_the_best_rate_measured() -> None:
+    assert LoraRate.fitted(8, "qkv", {8: 2.0, 64: 1.0}) == LoraRate(8, "qkv", 64_000.0, 0.0)
 
 
 # --- files ---

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from caraserve.telemetry.metrics import Metrics
-from tests.engine_world import World, in_world
+from tests.engine_world import World, in_world, turn
 from tests.http.fake_engine import FakeSnapshot
 
 with_world = partial(in_world, mode="auto", device_adapters=4)
@@ -42,6 +42,25 @@ def test_where_no_worker_is_free_a_prefill_starts_when_its_weights_are_expected(
         assert sorted(name for name, _, _ in here.metrics.choices) == ["assisted", "pipelined"]
 
     with_world(test, assisted_batches=1)
+
+
+def test_workers_may_compute_a_layer_that_is_late_although_none_was_expected_to_be() -> None:
+    async def test(here: World) -> None:
+        tasks = [here.ask(range(5), "a0", max_tokens=3)[1]]
+        await turn()
+        here.reader.reads.pop()(True)
+        await turn()
+        here.backend.now_s += 60  # the copy, which should take 3 s, has not ended yet
+        tasks.append(here.ask(range(10, 17), "a0", max_tokens=3)[1])
+        await turn()
+        while here.backend.lane:
+            here.backend.step()
+            await turn()
+        assert [row.assist for plan in here.backend.launched for row in plan.rows if row.count == 7] == [True]
+        await here.until_done(tasks)
+        assert [name for name, _, _ in here.metrics.choices] == ["assisted", "pipelined"]
+
+    with_world(test)
 
 
 def test_the_predicted_time_is_from_the_choice_to_the_end_of_the_first_chunk() -> None:

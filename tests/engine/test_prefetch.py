@@ -20,7 +20,7 @@ def test_adapters_of_the_next_requests_are_prefetched_while_all_slots_are_taken(
         here.backend.step()
         await turn()
         assert here.engine.snapshot().host_adapters == ("a0",)
-        assert here.engine.snapshot().device_adapters == ()
+        assert here.engine.snapshot().num_on_device == 0
         assert not here.backend.copies, "the device copy waits for admission"
         assert len(here.reader.reads) == 2
         await here.until_done(tasks)

@@ -20,7 +20,7 @@ async def serve(here: World, name: str | None, tokens: int = 3, prompt: int = 5)
 
 
 def on_device(here: World) -> tuple[str, ...]:
-    return here.engine.snapshot().device_adapters
+    return tuple(sorted(here.engine.snapshot().device_adapters))
 
 
 def test_an_adapter_that_a_request_needs_gets_the_memory_of_free_blocks() -> None:
@@ -245,7 +245,7 @@ def test_a_request_cancelled_before_its_first_launch_never_reaches_the_device() 
         await serve(here, None, prompt=20)
         asked, _ = here.ask(range(20), None, max_tokens=3)
         queues = here.engine._queues
-        queues.start(0.0)
+        queues.start(0.0, 0.0)
         assert queues.running[0].request.blocks
         asked.stream.cancel()
         await turn()

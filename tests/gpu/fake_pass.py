@@ -164,9 +164,9 @@ class World:
     def ready(self, slot: int) -> list[int]:
         return [READY + 4 * (slot * LAYERS + layer) for layer in range(LAYERS)]
 
-    def bring(self, slot: int, group_ends: Sequence[int] = (1, 2)) -> int:
+    def bring(self, slot: int, group_ends: Sequence[int] = (1, 2), first_layer: int = 0) -> int:
         layer_ends = [LAYER_BYTES * (layer + 1) for layer in range(LAYERS)]
-        groups = layer_groups(layer_ends, group_ends)
+        groups = layer_groups(layer_ends, group_ends, first_layer)
         computed = at(Lane.COMPUTE, self.lanes.issued()[Lane.COMPUTE])  # any of these may have used the bytes
         after = latest(computed, self.chunks.get(slot, NOTHING))
         image = CopyRequest(slot, HOST + slot * IMAGE, slot * IMAGE, IMAGE, groups, after, self.ready(slot))

@@ -74,6 +74,8 @@ def ask(
     pool_bytes = pool_granules * GRANULE_BYTES
     lora = lora_config(subject.adapters, mode=mode, device_bytes=device_bytes or pool_bytes, host_bytes=4 * MIB)
     lora = replace(lora, lora_kernel="bgmv-padded") if padded else lora
+    # The copy begins with the second of two layers, which CPU workers need not compute.
+    lora = replace(lora, pipeline_groups=2) if mode == "assisted" else lora
     engine = engine_config(seqs=seqs, step_tokens=step_tokens, kv_bytes=pool_bytes)
 
     async def serve() -> list[Answer]:

@@ -117,6 +117,7 @@ class Office:
         assert done.finish.reason == "length", done.finish
         assert len(done.token_ids) == TOKENS
         self.oracle.check_greedy(prompt_of(tokens, seed), name, done.token_ids)
+        assert (done.finish.phases.cpu_lora_ms > 0) == (done.finish.phases.cpu_layers > 0)
         return done.finish.phases.cpu_layers
 
 

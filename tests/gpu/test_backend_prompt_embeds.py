@@ -18,7 +18,7 @@ from tests.gpu.host_backend import GRANULE_BYTES, Host, serving
 from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle.models import prompt_of
 from tests.oracle.subject import KINDS, Subject, make_subject
-from tests.oracle.vectors import embeds_of, vectors_of_tokens, with_vectors
+from tests.oracle.vectors import are_freed_when_the_request_ends, embeds_of, vectors_of_tokens, with_vectors
 from tests.serving import MIB, Answer, engine_config, lora_config, model_config, running, submit
 
 CONTEXT = 100
@@ -97,6 +97,17 @@ def test_vectors_are_there_again_after_a_preemption(subject: Subject, monkeypatc
     for prompt, answer in zip(prompts, asyncio.run(serve()), strict=True):
         subject.oracle.check_greedy(prompt, None, answer.token_ids)
     assert preempted
+
+
+def test_vectors_are_freed_when_their_request_ends(subject: Subject) -> None:
+    lora = lora_config({}, mode="cached", device_bytes=GRANULE_BYTES, host_bytes=MIB)
+    settings = engine_config(seqs=3, step_tokens=48, kv_bytes=3 * GRANULE_BYTES)
+
+    async def serve() -> bool:
+        async with serving(model_config(subject.model, max_model_len=CONTEXT), lora, settings) as (engine, _):
+            return await are_freed_when_the_request_ends(engine, vectors_of_tokens(subject.model)[:40])
+
+    assert asyncio.run(serve())
 
 
 def test_other_vectors_are_sampled_as_on_the_cpu_backend(subject: Subject) -> None:

@@ -37,7 +37,7 @@ _PROFILE = Profile(
     link_bytes_per_s=1.0,
     link_latency_ms=0.0,
     handoff_ms=20.0,
-    lora=(LoraRate(8, "qkv", 1e6), LoraRate(8, "all", 1e6)),
+    lora=(LoraRate(8, "qkv", 1e6, 0.0), LoraRate(8, "all", 1e6, 0.0)),
     prefill=Prefill.fitted([PrefillPoint(1, 0, 1.0)]),
     decode=Decode.fitted([DecodePoint(1, 0, 0, 1.0)]),
 )

@@ -10,19 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from caraserve.lora.aliases import Aliases
 from caraserve.lora.folder_watch import FolderWatch
 from caraserve.lora.peft import TENSORS_NAME
 from caraserve.lora.peft_config import CONFIG_NAME
 from tests.cluster.nodes import until
 from tests.lora.folders import write_adapter
-from tests.lora.uploads import Receiver, receiving, tar_of
+from tests.lora.uploads import Receiver, aliases_of, receiving, tar_of
 
 
 @asynccontextmanager
 async def watched(root: Path) -> AsyncIterator[tuple[Receiver, FolderWatch]]:
     async with receiving(root) as receiver:
-        watch = FolderWatch(root, receiver.catalog, Aliases(receiver.registry))
+        watch = FolderWatch(root, receiver.catalog, aliases_of(receiver))
         yield receiver, watch
         await watch._unloads.end()
 
@@ -105,12 +104,20 @@ async def test_what_is_unloaded_after_the_first_look_at_its_upload_stays_unloade
         assert names(receiver) == []
 
 
+async def test_an_upload_that_another_instance_has_replaced_does_not_come_back(tmp_path: Path) -> None:
+    async with watched(tmp_path / "root") as (receiver, watch):
+        await receiver.put("sent", tar_of(write_adapter(tmp_path / "made")))
+        receiver.catalog.adopt("sent", "f" * 64, 8, 1000)
+        await settle(watch)
+        assert receiver.catalog.get("sent").digest == "f" * 64
+
+
 async def test_a_folder_with_the_name_of_an_alias_is_left_out_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     logging.getLogger("caraserve").propagate = True
     async with receiving(tmp_path) as receiver:
-        aliases = Aliases(receiver.registry)
+        aliases = aliases_of(receiver)
         await aliases.point("prod", "sql-v7")
         watch = FolderWatch(tmp_path, receiver.catalog, aliases)
         write_adapter(tmp_path / "prod")

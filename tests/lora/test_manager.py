@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from caraserve.core.lora_layout import ALIGN_BYTES
 from caraserve.errors import AdapterRejected
-from caraserve.lora.adapter import TIER_CHANGES, Adapter, AdapterTier
+from caraserve.lora.adapter import TIER_CHANGES, Adapter, AdapterTier, RemoteSource
 from caraserve.lora.device_loader import MAX_BYPASSES
 from tests.lora.tiers import World
 
@@ -336,3 +336,25 @@ def test_an_adapter_pinned_in_host_memory_is_read_at_once_and_stays_there() -> N
         world.serve(name)
     assert world.manager.image("a") is not None
     assert world.manager.counters.host_evictions > 0
+
+
+def test_a_pinned_adapter_of_other_instances_is_fetched_for_requests_alone_and_stays() -> None:
+    world = World(device_bytes=40, host_bytes=192)
+    for name in "bcd":
+        world.add(name)
+    world.disk["a"] = 40
+    world.manager.set_pin("a", "host")
+    world.manager.register("a", "a", RemoteSource("a"), 40)
+    assert world.reads == []
+    for name in "abcdbcd":
+        world.serve(name)
+    assert world.manager.image("a") is not None
+
+
+def test_pins_beyond_half_of_a_cache_have_no_effect() -> None:
+    """As those that were set on another instance with larger caches."""
+    world = World(device_bytes=100, host_bytes=192)
+    for name in "abc":
+        world.manager.set_pin(name, "device")
+        world.add(name)
+    assert [world.manager.pin(name).pinned for name in "abc"] == ["device", "host", None]

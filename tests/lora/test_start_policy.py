@@ -10,25 +10,27 @@ from hypothesis import strategies as st
 
 from caraserve.config import LAYERWISE_MODES, LOADING_MODES
 from caraserve.core.lora_layout import AdapterSpec
-from caraserve.lora.start_policy import LayerGroup, PrefillStart, StartPolicy
+from caraserve.lora.start_policy import NO_PREFILL, AwaitedPrefill, CopyPlan, LayerGroup, PrefillStart, StartPolicy
 from caraserve.model.dtype import Dtype
 
 MIB = 1 << 20
-LEAST_GAIN_MS, LEAST_GAIN_SHARE = 0.5, 0.1  # of the prefill: auto uses CPU workers only for more
+LEAST_GAIN_MS = 0.5  # auto uses CPU workers only for more
 ROUNDING_S = 1e-9
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of a machine on which a layer takes the same time for every prompt."""
+    """The costs of a machine on which a layer takes the same time for every prompt, of which the LoRA of all modules,
+    of any rank, takes `lora_ms`."""
 
     layer_ms: float
     layers: int
     cpu_ms: float = 1.0
     cpu_qkv_ms: float = 1.0
+    lora_ms: float = 0.0
 
     def prefill_ms(self, tokens: int, rank: int) -> float:
-        return self.layer_ms * self.layers
+        return (self.layer_ms - (0.0 if rank else self.lora_ms)) * self.layers
 
     def cpu_lora_ms(self, tokens: int, rank: int, targets: Literal["qkv", "all"]) -> float:
         return self.cpu_ms if targets == "all" else self.cpu_qkv_ms
@@ -53,14 +55,17 @@ SPEEDS = st.floats(1e3, 1e11)  # bytes a second
 
 
 def group_sizes(loading: StartPolicy, spec: AdapterSpec) -> list[int]:
-    return [end - start for start, end in pairwise((0, *loading.group_ends(spec)))]
+    return [end - start for start, end in pairwise((0, *ends_of(loading.plan_copy(spec, 0.0, NO_PREFILL))))]
+
+
+def ends_of(plan: CopyPlan) -> list[int]:
+    return [group.end for group in plan.groups]
 
 
 @pytest.mark.parametrize("mode", sorted({*LOADING_MODES} - {*LAYERWISE_MODES}))
 def test_modes_that_wait_for_the_whole_adapter_load_it_as_one_group(mode: str) -> None:
-    assert StartPolicy(LOADING_MODES[mode], layers=7, link_bytes_per_s=1e6, costs=None).group_ends(
-        adapter(7, 1000)
-    ) == (7,)
+    loading = StartPolicy(LOADING_MODES[mode], layers=7, link_bytes_per_s=1e6, costs=None)
+    assert group_sizes(loading, adapter(7, 1000)) == [7]
 
 
 @given(mode=st.sampled_from(LAYERWISE_MODES), layers=LAYERS, num_bytes=LAYER_BYTES, layer_ms=LAYER_MS, speed=SPEEDS)
@@ -91,11 +96,123 @@ def test_groups_grow_by_at_most_the_ratio_of_loading_to_computing(
     assert all(after <= (before + 1) * ratio for before, after in pairwise(sizes))
 
 
-@given(num_bytes=st.integers(1000, 2 * MIB))
-def test_small_layers_are_not_copied_alone_where_loading_is_faster(num_bytes: int) -> None:
-    loading = rules("pipelined", 80, layer_ms=50, link_bytes_per_s=1e11)
-    first = group_sizes(loading, adapter(80, num_bytes))[0]
-    assert first == 80 or 2 * MIB - num_bytes < first * num_bytes <= 2 * MIB
+@given(num_bytes=st.integers(1000, 2 * MIB), speed=st.floats(1e7, 1e11))
+def test_layers_of_a_few_microseconds_are_not_copied_alone_where_loading_is_faster(
+    num_bytes: int, speed: float
+) -> None:
+    loading = rules("pipelined", 80, layer_ms=500, link_bytes_per_s=speed)
+    first, load_ms = group_sizes(loading, adapter(80, num_bytes))[0], 1000 * num_bytes / speed
+    assert first in (1, 80) or 0.05 - load_ms < first * load_ms <= 0.05
+    assert first > 1 or load_ms > 0.025
+
+
+# --- the layer that is copied first ---
+
+
+@dataclass(frozen=True)
+class Copy:
+    """An adapter of 12 layers to be copied for a prefill that begins at `BEGINS_S`."""
+
+    layer_ms: float  # of the prefill
+    load_ms: float  # of a layer
+    cpu_ms: float  # of a layer's modules, on the one worker
+    copy_s: float
+
+    LAYERS = 12
+    BEGINS_S = 100.0
+
+    def plan(self, mode: str = "assisted", **changed: Any) -> CopyPlan:
+        costs = Costs(self.layer_ms, self.LAYERS, cpu_ms=self.cpu_ms)
+        fields = {"link_bytes_per_s": 1e6 / self.load_ms, "costs": costs, "workers": 1, "shared_cores": True}
+        loading = rules(mode, self.LAYERS, self.layer_ms, **fields | {"handoff_ms": 0.0} | changed)
+        return loading.plan_copy(adapter(self.LAYERS, 1000), self.copy_s, AwaitedPrefill(TOKENS, self.BEGINS_S))
+
+    def late(self, first_layer: int) -> bool:
+        """Returns whether the layer after those that workers compute, or the last one, arrives after it is reached, if
+        layers are copied one by one from `first_layer` on."""
+        reached_ms = first_layer * (self.layer_ms + self.cpu_ms)
+        wait_ms, others = 1000 * (self.copy_s - self.BEGINS_S), self.LAYERS - first_layer
+        next_ms, last_ms = wait_ms + self.load_ms, wait_ms + others * self.load_ms
+        return next_ms > reached_ms or last_ms > reached_ms + (others - 1) * self.layer_ms
+
+
+copies = st.builds(
+    Copy,
+    layer_ms=st.integers(1, 16),
+    load_ms=st.integers(13, 40),  # too slow for groups of several layers
+    cpu_ms=st.integers(1, 16),
+    copy_s=st.integers(-64, 64).map(lambda wait: Copy.BEGINS_S + wait / 1024),
+)
+
+
+@given(copy=copies)
+def test_a_copy_begins_after_the_fewest_layers_by_whose_computing_all_others_arrive_in_time(copy: Copy) -> None:
+    first_layer = copy.plan().first_layer
+    if first_layer:
+        assert copy.late(first_layer - 1)
+        assert not copy.late(first_layer)
+    else:
+        assert not copy.late(0) or all(copy.late(layer) for layer in range(copy.LAYERS))
+
+
+@given(copy=copies)
+def test_layers_before_the_first_one_copied_arrive_last(copy: Copy) -> None:
+    plan = copy.plan()
+    order = sorted(plan.groups, key=lambda group: group.arrives_s)
+    assert [group.end for group in order] == [
+        *[end for end in ends_of(plan) if end > plan.first_layer],
+        *[end for end in ends_of(plan) if end <= plan.first_layer],
+    ]
+    assert order[-1].arrives_s == pytest.approx(copy.copy_s + copy.LAYERS * copy.load_ms / 1000)
+
+
+def test_the_first_group_is_larger_the_longer_the_link_is_busy_and_the_faster_the_prefill() -> None:
+    copy = Copy(layer_ms=8, load_ms=13, cpu_ms=8, copy_s=Copy.BEGINS_S)
+    busy = [replace(copy, copy_s=Copy.BEGINS_S + wait_ms / 1000) for wait_ms in (0, 32, 64)]
+    fast = [replace(copy, layer_ms=layer_ms, cpu_ms=layer_ms) for layer_ms in (8, 6, 4)]
+    assert [each.plan().first_layer for each in busy] == [4, 5, 7]
+    assert [each.plan().first_layer for each in fast] == [4, 5, 7]
+
+
+@given(copy=copies, mode=st.sampled_from([*LAYERWISE_MODES]))
+def test_without_workers_a_copy_begins_with_the_first_layer(copy: Copy, mode: str) -> None:
+    assert copy.plan("pipelined").first_layer == 0
+    assert copy.plan(mode, workers=0) == copy.plan("pipelined")
+
+
+@given(copy=copies)
+def test_auto_takes_the_order_with_which_the_prefill_ends_first(copy: Copy) -> None:
+    fields = {"workers": 1, "shared_cores": True, "handoff_ms": 0.0}
+    costs = Costs(copy.layer_ms, copy.LAYERS, cpu_ms=copy.cpu_ms)
+    loading = rules("auto", copy.LAYERS, copy.layer_ms, **fields, costs=costs)
+
+    def ends_s(plan: CopyPlan) -> float:
+        ends = loading.start(AwaitedPrefill(TOKENS, copy.BEGINS_S), plan.groups, adapter(copy.LAYERS, 1000)).ends_s
+        assert ends is not None
+        return ends
+
+    assert ends_s(copy.plan("auto")) == min(ends_s(copy.plan("pipelined")), ends_s(copy.plan("assisted")))
+
+
+def test_a_number_of_groups_replaces_the_rule() -> None:
+    copy = Copy(layer_ms=8, load_ms=13, cpu_ms=8, copy_s=Copy.BEGINS_S)
+    by_count = {count: copy.plan(pipeline_groups=count) for count in (1, 2, 5, 40)}
+    assert {count: ends_of(plan) for count, plan in by_count.items()} == {
+        1: [12],
+        2: [6, 12],
+        5: [2, 4, 7, 9, 12],
+        40: [*range(1, 13)],
+    }
+    assert [plan.first_layer for plan in by_count.values()] == [0, 6, 2, 1]
+    assert copy.plan("pipelined", pipeline_groups=2).first_layer == 0
+
+
+def test_limited_slices_share_a_prompt_among_fewer_workers() -> None:
+    copy = Copy(layer_ms=8, load_ms=13, cpu_ms=32, copy_s=Copy.BEGINS_S)
+    limits = [None, *(lambda rank, most=most: most for most in (TOKENS // 4, TOKENS))]
+    plans = [copy.plan(workers=4, tokens_per_worker=limit) for limit in limits]
+    assert plans[0] == plans[1] == replace(copy, cpu_ms=8).plan()
+    assert plans[2] == copy.plan()
 
 
 # --- when to start ---
@@ -115,6 +232,8 @@ class Case:
     handoff_ms: float
     shared_cores: bool
     targets: tuple[str, ...]
+    lora_ms: float  # of a layer's modules on the device; part of `layer_ms`
+    iteration_s: float  # of other requests
 
     @property
     def layers(self) -> int:
@@ -133,22 +252,30 @@ class Case:
     @property
     def extra_ms(self) -> float:
         """Returns by how many ms a layer takes longer that CPU workers compute: one hand-off for every group of
-        modules, and the time of their arithmetic beyond the device's own, which runs meanwhile unless both use the same
-        cores."""
+        modules, and the time of their arithmetic beyond that of the device, which runs meanwhile. Where both use the
+        same cores, the device only saves the time of the same arithmetic."""
         hand_offs = 1 if "down_proj" not in self.targets else 4
-        beside_ms = 0 if self.shared_cores else self.layer_ms
+        beside_ms = self.lora_ms if self.shared_cores else self.layer_ms
         return hand_offs * self.handoff_ms + max(0, self.cpu_ms / self.workers - beside_ms)
 
     def start(self, mode: str, **changed: Any) -> PrefillStart:
-        costs = Costs(self.layer_ms, self.layers, cpu_ms=self.cpu_ms, cpu_qkv_ms=self.cpu_ms)
+        costs = Costs(self.layer_ms, self.layers, cpu_ms=self.cpu_ms, cpu_qkv_ms=self.cpu_ms, lora_ms=self.lora_ms)
         same = {"costs": costs, "handoff_ms": self.handoff_ms, "shared_cores": self.shared_cores}
         loading = rules(mode, self.layers, self.layer_ms, **same | {"workers": self.workers} | changed)
-        return loading.start(NOW_S, self.groups, adapter(self.layers, 1000, self.targets), TOKENS)
+        prefill = AwaitedPrefill(TOKENS, NOW_S, self.iteration_s)
+        return loading.start(prefill, self.groups, adapter(self.layers, 1000, self.targets))
 
     def waits(self, start_s: float) -> bool:
         """Returns whether a prefill that starts at this time reaches a layer before it has arrived."""
         reaches_s = [start_s + layer * self.layer_ms / 1000 for layer in range(self.layers)]
         return any(arrives > reached for arrives, reached in zip(self.arrives_s, reaches_s, strict=True))
+
+    def next_iteration_ms(self, at_s: float) -> float:
+        """Returns how long a prefill waits that may start at `at_s`, but not within an iteration."""
+        begins_s = NOW_S
+        while self.iteration_s and begins_s < at_s:
+            begins_s += self.iteration_s
+        return 1000 * (max(begins_s, at_s) - NOW_S)
 
     def assisted_end_ms(self) -> float:
         """Returns when a prefill ends that starts now, with CPU workers for layers that have not arrived when it
@@ -168,14 +295,17 @@ def cases(draw: st.DrawFn) -> Case:
     for size, wait, link in draw(st.lists(steps, min_size=1, max_size=8)):
         end, arrives_s = end + size, arrives_s + wait / 1024
         groups.append(LayerGroup(end, arrives_s, in_host_s=arrives_s - link / 1024))
+    layer_ms = draw(eighths)
     return Case(
         groups,
-        layer_ms=draw(eighths),
-        cpu_ms=draw(eighths),
+        layer_ms=layer_ms,
+        cpu_ms=draw(st.integers(1, 400)) / 8,
         workers=draw(st.sampled_from([1, 2, 4])),
         handoff_ms=draw(st.integers(0, 16)) / 64,
         shared_cores=draw(st.booleans()),
         targets=draw(st.sampled_from([("q_proj", "v_proj"), ("q_proj", "down_proj")])),
+        lora_ms=layer_ms * draw(st.integers(0, 8)) / 8,
+        iteration_s=draw(st.integers(0, 64)) / 1024,
     )
 
 
@@ -195,12 +325,11 @@ def test_an_assisted_prefill_starts_at_once(case: Case) -> None:
 
 @given(case=cases())
 def test_auto_chooses_assistance_where_it_is_expected_to_save_enough(case: Case) -> None:
-    """Otherwise it starts like mode `pipelined`."""
+    """Otherwise it starts like mode `pipelined`, which may start in none but the next iteration."""
     pipelined, plain_ms = case.start("pipelined"), case.layers * case.layer_ms
-    gain_ms = 1000 * (pipelined.at_s - NOW_S) + plain_ms - case.assisted_end_ms()
-    least_ms = max(LEAST_GAIN_MS, LEAST_GAIN_SHARE * plain_ms)
-    assume(abs(gain_ms - least_ms) > 1e-6)
-    assert case.start("auto") == (PrefillStart(NOW_S, assist=True) if gain_ms > least_ms else pipelined)
+    gain_ms = case.next_iteration_ms(pipelined.at_s) + plain_ms - case.assisted_end_ms()
+    assume(abs(gain_ms - LEAST_GAIN_MS) > 1e-6)
+    assert case.start("auto") == (PrefillStart(NOW_S, assist=True) if gain_ms > LEAST_GAIN_MS else pipelined)
 
 
 @pytest.mark.parametrize("mode", ["assisted", "auto"])

@@ -17,9 +17,10 @@ import pytest
 from safetensors.numpy import save
 
 from caraserve.errors import AdapterRejected, CaraServeError, Forbidden, NotFound, PayloadTooLarge
+from caraserve.lora.adapter import UploadSource
 from caraserve.lora.peft import TENSORS_NAME, inspect_adapter
 from caraserve.lora.peft_config import CONFIG_NAME
-from caraserve.lora.uploads import UploadClaims
+from caraserve.lora.uploads import AdapterUploads, UploadClaims, UploadedAdapter
 from tests.cluster.nodes import until
 from tests.lora.folders import SPEC, tensor_name, tensors_for, write_adapter
 from tests.lora.uploads import LIMIT, entry, in_pieces, receiving, tar_of
@@ -196,6 +197,37 @@ async def test_an_upload_whose_client_leaves_leaves_nothing(tmp_path: Path, fold
         assert (await receiver.put("new", tar_of(folder))).is_new
 
 
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "broken"])
+async def test_the_last_of_two_instances_to_complete_an_upload_of_one_name_gives_it(
+    tmp_path: Path, folder: Path, is_whole: bool
+) -> None:
+    arrived, go = asyncio.Event(), asyncio.Event()
+    body = tar_of(folder)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield body[:-4000]
+        arrived.set()
+        await go.wait()
+        if is_whole:
+            yield body[-4000:]
+
+    async with receiving(tmp_path / "root") as receiver:
+        catalog = receiver.catalog
+        upload = asyncio.create_task(receiver.uploads.put("new", pieces(), UploadClaims(len(body))))
+        await arrived.wait()
+        pinned = catalog.pin("new")
+        assert isinstance(pinned.source, UploadSource)
+        catalog.adopt("new", "f" * 64, 8, 1000)  # the other instance has been faster
+        assert catalog.get("new").digest == "f" * 64
+        go.set()
+        (result,) = await asyncio.gather(upload, return_exceptions=True)
+        expected = result.info.digest if isinstance(result, UploadedAdapter) else "f" * 64
+        assert isinstance(result, UploadedAdapter) == is_whole
+        assert (catalog.get("new").digest, catalog.pin("new").digest) == (expected, expected)
+        assert pinned.digest == expected or not is_whole, "a request that came before has the adapter of this upload"
+        assert receiver.left() == (["new"] if is_whole else [])
+
+
 async def test_a_name_is_replaced_and_its_requests_keep_the_old_files_until_they_end(
     tmp_path: Path, folder: Path
 ) -> None:
@@ -214,7 +246,7 @@ async def test_a_name_is_replaced_and_its_requests_keep_the_old_files_until_they
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "second"])
-@pytest.mark.parametrize("how", ["deleted", "replaced"])
+@pytest.mark.parametrize("how", ["deleted", "replaced", "elsewhere"])
 async def test_the_same_bytes_under_another_name_stay_when_a_name_changes(
     tmp_path: Path, folder: Path, how: str, is_first: bool
 ) -> None:
@@ -224,6 +256,10 @@ async def test_the_same_bytes_under_another_name_stay_when_a_name_changes(
             await receiver.put(name, tar_of(folder))
         if how == "deleted":
             await receiver.uploads.delete("changing")
+        elif how == "elsewhere":
+            digest = receiver.catalog.get("changing").digest
+            receiver.catalog.adopt("changing", "f" * 64, 8, 1000)
+            await receiver.uploads.discard("changing", digest)
         else:
             await receiver.put("changing", tar_of(write_adapter(tmp_path / "other", {"lora_alpha": 9})))
         await until(lambda: receiver.left() == sorted(["staying", *(["changing"] if how == "replaced" else [])]))
@@ -270,6 +306,21 @@ async def test_the_same_bytes_again_change_nothing(tmp_path: Path, folder: Path)
         assert receiver.left() == ["new"]
 
 
+async def test_other_instances_remove_the_files_of_another_version_and_keep_those_of_the_same(
+    tmp_path: Path, folder: Path
+) -> None:
+    digest, removed = inspect_adapter(folder, SPEC).digest, list[tuple[str, str]]()
+    async with receiving(tmp_path / "root") as receiver:
+        observers = [lambda name, digest: removed.append((name, digest))]
+        uploads = AdapterUploads(receiver.catalog, receiver.uploads.reader, SPEC, receiver.root, LIMIT, observers)
+        for name, elsewhere in (("same", digest), ("other", "f" * 64)):
+            receiver.catalog.adopt(name, elsewhere, 8, 1000)
+            body = tar_of(folder)
+            await uploads.put(name, in_pieces(body, 1000), UploadClaims(len(body)))
+        await uploads.close()
+    assert removed == [("other", "f" * 64)]
+
+
 async def test_a_folder_that_was_not_uploaded_is_never_replaced_nor_removed(tmp_path: Path, folder: Path) -> None:
     async with receiving(tmp_path / "root") as receiver:
         write_adapter(receiver.root / "own")
@@ -296,6 +347,34 @@ async def test_deleting_an_uploaded_adapter_waits_for_its_requests_and_removes_i
         assert receiver.left() == []
         with pytest.raises(NotFound):
             await receiver.uploads.delete("new")
+
+
+async def test_files_that_another_instance_has_replaced_stay_until_their_last_request_has_ended(
+    tmp_path: Path, folder: Path
+) -> None:
+    async with receiving(tmp_path / "root") as receiver:
+        info = (await receiver.put("new", tar_of(folder))).info
+        pinned = receiver.catalog.pin("new")
+        removal = asyncio.create_task(receiver.uploads.discard("new", info.digest))
+        receiver.catalog.adopt("new", "f" * 64, 8, 1000)
+        receiver.catalog.manager.changed()
+        await removal
+        assert isinstance(pinned.source, Path)
+        assert inspect_adapter(pinned.source, SPEC).digest == info.digest
+        receiver.catalog.manager.unpin(pinned)
+        await until(lambda: receiver.left() == [])
+
+
+async def test_files_of_other_adapters_and_those_not_uploaded_are_not_removed_for_another_instance(
+    tmp_path: Path, folder: Path
+) -> None:
+    async with receiving(tmp_path / "root") as receiver:
+        await receiver.put("new", tar_of(folder))
+        await receiver.catalog.unload("new")
+        own = inspect_adapter(write_adapter(tmp_path / "root" / "own"), SPEC).digest
+        for name, digest in (("new", "f" * 64), ("own", own), ("none", own)):
+            await receiver.uploads.discard(name, digest)
+        assert receiver.left() == ["new", "own"]
 
 
 async def test_a_start_finds_nothing_of_a_deletion_that_was_cancelled_while_requests_ran(

@@ -42,6 +42,7 @@ class Device:
         done: Callable[[Exception | None], None],
         group_ends: Sequence[int] = (),
         layers: int | None = None,
+        first_layer: int = 0,
     ) -> None:
         self.bound[slot] = adapter.spec.digest
         self.copies.append(lambda: done(self.failures.pop(adapter.spec.digest, None)))
@@ -60,6 +61,9 @@ class Device:
 
     def device_bytes(self, spec: AdapterSpec) -> int:
         return spec.num_bytes
+
+    def release_vectors(self, slot: int) -> None:
+        raise AssertionError("no request has vectors")
 
     def unload_adapter(self, slot: int) -> None:
         del self.bound[slot]

@@ -8,8 +8,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from caraserve.lora.aliases import Aliases
 from caraserve.lora.catalog import AdapterReader, Catalog
 from caraserve.lora.registry import Registry
+from caraserve.lora.replicated_settings import ReplicatedSettings
 from caraserve.lora.uploads import AdapterUploads, UploadClaims, UploadedAdapter
 from tests.lora.folders import SPEC
 from tests.lora.test_catalog import catalog
@@ -52,6 +54,11 @@ class Receiver:
     def left(self) -> list[str]:
         """Returns the names of everything in the root."""
         return sorted(path.name for path in self.root.iterdir())
+
+
+def aliases_of(receiver: Receiver) -> Aliases:
+    """Returns the aliases in the receiver's registry."""
+    return Aliases(ReplicatedSettings(receiver.registry), lambda name: receiver.catalog.find(name) is not None)
 
 
 async def in_pieces(body: bytes, step: int) -> AsyncIterator[bytes]:

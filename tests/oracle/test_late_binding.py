@@ -45,7 +45,7 @@ NAN = 0xFF  # NaN in every dtype, if every byte has this value
 
 @dataclass(frozen=True)
 class Arrival:
-    """The first `layers` layers of one of two adapters arrive; None: the missing layers will never arrive."""
+    """The `layers` layers of one of two adapters arrive that are copied first; None: the missing ones never will."""
 
     adapter: int
     delay_us: int  # after the launch of the iteration; 0: before it
@@ -55,8 +55,8 @@ class Arrival:
 class Journey:
     """An adapter being copied to the device. Layers that have not arrived are NaN."""
 
-    def __init__(self, adapter: HostAdapter) -> None:
-        self.image = CpuImage.empty(adapter)
+    def __init__(self, adapter: HostAdapter, first_layer: int) -> None:
+        self.image = CpuImage.empty(adapter, first_layer=first_layer)
         self.image.data[:] = NAN
         self._there: int | None = 0
 
@@ -67,18 +67,21 @@ class Journey:
         if layers is None:
             self.image.mark_lost()
             return
-        end = self.image.adapter.spec.layer_ends[layers - 1]
-        self.image.data[:end] = self.image.adapter.data[:end]
+        ends = (0, *self.image.adapter.spec.layer_ends)
+        for place in range(self.image.first_layer, self.image.first_layer + layers):
+            at = slice(ends[place % LAYERS], ends[place % LAYERS + 1])
+            self.image.data[at] = self.image.adapter.data[at]
         self.image.mark_arrived(layers)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of one iteration: every logit, the tokens drawn, and by request how many layers workers computed."""
+    """Results of one iteration: every logit, the tokens drawn, and by request the layers and the time of workers."""
 
     logits: bytes
     tokens: tuple[int | None, ...]
     cpu_layers: tuple[int, ...]
+    cpu_lora_ms: tuple[float, ...]
 
     @property
     def answer(self) -> tuple[bytes, tuple[int | None, ...]]:
@@ -94,9 +97,15 @@ class Subject:
         memory = np.split(backend.host_memory, [1 << 20])
         self._adapters = [random_adapter(SPEC, *each) for each in zip(specs, memory, strict=True)]
 
-    def run(self, arrivals: Sequence[Sequence[Arrival]], assist: tuple[bool, bool]) -> list[Outcome]:
-        """Computes prompts in one or two chunks, then decodes. `arrivals` by iteration, `assist` by adapter."""
-        journeys = [Journey(adapter) for adapter in self._adapters]
+    def run(
+        self,
+        arrivals: Sequence[Sequence[Arrival]],
+        assist: tuple[bool, bool],
+        first_layers: tuple[int, int] = (0, 0),
+    ) -> list[Outcome]:
+        """Computes prompts in one or two chunks, then decodes. `arrivals` by iteration, `assist` by adapter.
+        `first_layers`: of each adapter, the layer that is copied first."""
+        journeys = [Journey(*each) for each in zip(self._adapters, first_layers, strict=True)]
         for slot, journey in enumerate(journeys, start=1):
             self._backend._adapters.bind(slot, journey.image)
         return [self._iterate(plan, journeys, due) for plan, due in zip(plans(assist), arrivals, strict=True)]
@@ -120,6 +129,7 @@ class Subject:
             logits[:outputs].tobytes(),
             tuple(row.token_id for row in result.rows),
             tuple(row.cpu_layers for row in result.rows),
+            tuple(row.cpu_lora_ms for row in result.rows),
         )
 
 
@@ -177,9 +187,14 @@ def resident(subject: Subject) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("arrived", range(LAYERS + 1))
-def test_workers_compute_only_the_layers_that_have_not_arrived(subject: Subject, arrived: int) -> None:
-    for outcome in subject.run(before_the_first(arrived), assist=(True, True)):
+@pytest.mark.parametrize("first_layer", [0, LAYERS - 1])
+def test_workers_compute_only_the_layers_that_have_not_arrived(
+    subject: Subject, arrived: int, first_layer: int
+) -> None:
+    """Of an adapter that is copied from its last layer on, that one arrives first."""
+    for outcome in subject.run(before_the_first(arrived), (True, True), (first_layer, first_layer)):
         assert outcome.cpu_layers == (0, LAYERS - arrived, LAYERS - arrived)
+        assert [ms > 0 for ms in outcome.cpu_lora_ms] == [layers > 0 for layers in outcome.cpu_layers]
 
 
 def test_a_lost_adapter_is_computed_from_the_host_cache(subject: Subject, resident: list[Outcome]) -> None:
@@ -188,9 +203,9 @@ def test_a_lost_adapter_is_computed_from_the_host_cache(subject: Subject, reside
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> tuple[list[list[Arrival]], tuple[bool, bool]]:
-    """Draws arrivals at any time. A row without assistance waits for all layers, so all arrive or are lost while the
-    first iteration waits."""
+def schedules(draw: st.DrawFn) -> tuple[list[list[Arrival]], tuple[bool, bool], tuple[int, int]]:
+    """Draws arrivals at any time, and the layers that are copied first. A row without assistance waits for all layers,
+    so all arrive or are lost while the first iteration waits."""
     assist = draw(st.tuples(st.booleans(), st.booleans()))
     delays = st.one_of(st.just(0), st.integers(1, MOST_DELAY_US))
     layers = st.one_of(st.integers(1, LAYERS), st.none())
@@ -200,13 +215,16 @@ def schedules(draw: st.DrawFn) -> tuple[list[list[Arrival]], tuple[bool, bool]]:
         for adapter in (0, 1)
         if not assist[adapter]
     ]
-    return [sorted(due, key=lambda arrival: arrival.delay_us) for due in arrivals], assist
+    first_layers = draw(st.tuples(st.integers(0, LAYERS - 1), st.integers(0, LAYERS - 1)))
+    return [sorted(due, key=lambda arrival: arrival.delay_us) for due in arrivals], assist, first_layers
 
 
 @settings(max_examples=80)
 @given(schedule=schedules())
 def test_tokens_and_logits_equal_those_of_a_loaded_adapter(
-    subject: Subject, resident: list[Outcome], schedule: tuple[list[list[Arrival]], tuple[bool, bool]]
+    subject: Subject,
+    resident: list[Outcome],
+    schedule: tuple[list[list[Arrival]], tuple[bool, bool], tuple[int, int]],
 ) -> None:
     outcomes = subject.run(*schedule)
     assert [outcome.answer for outcome in outcomes] == [outcome.answer for outcome in resident]

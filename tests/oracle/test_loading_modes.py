@@ -40,12 +40,16 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
 @pytest.mark.parametrize("mode", LOADING_MODES)
 @pytest.mark.parametrize("link_mb_per_s", [SLOW_MB_PER_S, FAST_MB_PER_S])
 def test_every_mode_answers_like_peft(subject: Subject, mode: str, link_mb_per_s: float) -> None:
-    """Cold and warm requests mixed, with a device cache of two or three adapters, so that adapters are evicted."""
+    """Cold and warm requests mixed, with a device cache of two or three adapters, so that adapters are evicted. In mode
+    `assisted` the second of the two layers is copied first."""
     model, adapters, oracle = subject
     rng = random.Random(f"{mode} {link_mb_per_s}")
     asked = [(prompt, rng.choice([None, *adapters])) for prompt in prompts(rng, 24)]
     device_bytes = 64 * MIB if mode in PRELOADED_MODES else 600 * 1024
-    lora = lora_config(adapters, mode=mode, link_mb_per_s=link_mb_per_s, device_bytes=device_bytes)
+    groups = 2 if mode == "assisted" else None
+    lora = lora_config(
+        adapters, mode=mode, link_mb_per_s=link_mb_per_s, device_bytes=device_bytes, pipeline_groups=groups
+    )
 
     async def serve() -> list[Answer]:
         async with running(model_config(model), lora, engine_config(step_tokens=64)) as engine:
@@ -72,6 +76,27 @@ def test_assisted_prefills_run_on_cpu_workers_until_the_weights_arrive(subject: 
     answer = asyncio.run(serve())
     oracle.check_greedy(prompt, "r64", answer.token_ids)
     assert answer.finish.phases.cpu_layers == 4 * LAYERS  # a prefill and three decode steps
+
+
+def test_a_prompt_is_cut_over_as_many_workers_as_its_slices_need(subject: Subject) -> None:
+    """With --tokens-per-cpu 1 every worker gets a slice of each layer of a prompt; a token to decode is one slice."""
+    model, adapters, oracle = subject
+    prompt = prompt_of(random.Random(3), 100)
+
+    async def slices(tokens_per_cpu: int) -> int:
+        lora = lora_config(
+            adapters, mode="assisted", link_mb_per_s=0.01, lora_cpus=WORKER_CORES, tokens_per_cpu=tokens_per_cpu
+        )
+        async with running(model_config(model), lora, engine_config()) as engine:
+            assert backend_of(engine).workers.await_all(timeout_s=30)
+            answer = await submit(engine, prompt, "r64", max_tokens=4)
+            oracle.check_greedy(prompt, "r64", answer.token_ids)
+            return backend_of(engine).slices_handed_off
+
+    one_each = asyncio.run(
+        slices(len(prompt))
+    )  # for each layer's groups of modules, of a prefill and three decode steps
+    assert asyncio.run(slices(1)) == one_each + (len(WORKER_CORES) - 1) * one_each // 4
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])

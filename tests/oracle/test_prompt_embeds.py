@@ -10,7 +10,7 @@ import torch
 from caraserve.model.spec import load_spec
 from tests.oracle.models import SOME_KINDS, prompt_of
 from tests.oracle.subject import Subject, make_subject
-from tests.oracle.vectors import embeds_of, vectors_of_tokens, with_vectors
+from tests.oracle.vectors import are_freed_when_the_request_ends, embeds_of, vectors_of_tokens, with_vectors
 from tests.serving import Answer, engine_config, lora_config, model_config, running, submit
 
 KINDS = {"r8": SOME_KINDS["r8"], "r64": SOME_KINDS["r64"]}
@@ -95,3 +95,11 @@ def test_prefixes_are_shared_by_equal_vectors_alone(subject: Subject) -> None:
     first, again, other = asyncio.run(serve())
     assert [answer.finish.cached_tokens for answer in (first, again, other)] == [0, 64, 16]
     assert first.token_ids == again.token_ids
+
+
+def test_vectors_are_freed_when_their_request_ends(subject: Subject) -> None:
+    async def serve() -> bool:
+        async with running(model_config(subject.model), lora_config({}), engine_config()) as engine:
+            return await are_freed_when_the_request_ends(engine, vectors_of_tokens(subject.model)[:40])
+
+    assert asyncio.run(serve())

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from caraserve.core.reasoning_grammar import ReasoningGrammar, ReasoningState, ReasoningTokens
+from caraserve.core.reasoning_grammar import ReasoningGrammar, ReasoningTokens
+from caraserve.core.reasoning_progress import ReasoningState
 from tests.oracle.models import SOME_KINDS, VOCAB_SIZE, make_adapters, make_model
 from tests.oracle.oracle import Oracle
 from tests.serving import engine_config, lora_config, model_config, running, submit
@@ -20,28 +21,35 @@ def test_only_the_forced_end_differs_from_transformers(tmp_path: Path, adapter: 
     adapters = make_adapters(tmp_path, model, {"r8": SOME_KINDS["r8"]})
     oracle = Oracle(model, adapters)
     free = oracle.greedy(PROMPT, adapter, BUDGET + AFTER)
-    end_id = next(one for one in range(2, VOCAB_SIZE) if one not in free)
-    cut = [*free[:BUDGET], end_id]
-    cut += oracle.greedy([*PROMPT, *cut], adapter, AFTER)
+    unused = [one for one in range(2, VOCAB_SIZE) if one not in free]
+    texts = {unused[0]: b"</think>", unused[1]: b"</th", unused[2]: b"ink>"}
+    single, spelled = (unused[0],), (unused[1], unused[2])
+
+    def cut_by(end_ids: tuple[int, ...]) -> list[int]:
+        cut = [*free[:BUDGET], *end_ids]
+        return cut + oracle.greedy([*PROMPT, *cut], adapter, AFTER)
 
     async def serve() -> list[list[int]]:
         settings = engine_config(seqs=4, prefix_caching=False)
         async with running(model_config(model), lora_config(adapters), settings) as engine:
 
-            def asked(begin_id: int, end_id: int, state: ReasoningState) -> ReasoningGrammar:
-                tokens = ReasoningTokens(begin_id, end_id)
-                return ReasoningGrammar(tokens, state, BUDGET, None, (), VOCAB_SIZE, lambda token_id: False)
+            def asked(end_ids: tuple[int, ...], state: ReasoningState, **more: bytes) -> ReasoningGrammar:
+                known = texts | {free[2]: more.get("third", b"x")}
+                tokens = ReasoningTokens(None, end_ids)
+                return ReasoningGrammar(tokens, state, BUDGET, None, (), VOCAB_SIZE, lambda one: known.get(one, b"x"))
 
             answers = [
-                submit(engine, PROMPT, adapter, grammar=grammar, max_tokens=BUDGET + AFTER + 1)
+                submit(engine, PROMPT, adapter, grammar=grammar, max_tokens=BUDGET + AFTER + 2)
                 for grammar in (
-                    asked(end_id - 1, end_id, ReasoningState.UNDER_WAY),
-                    asked(end_id, end_id, ReasoningState.NOT_BEGUN),  # the model does not begin it
-                    asked(end_id, free[2], ReasoningState.UNDER_WAY),  # the model ends it before
+                    asked(single, ReasoningState.UNDER_WAY),
+                    asked(spelled, ReasoningState.UNDER_WAY),
+                    asked(single, ReasoningState.NOT_BEGUN),  # the model does not begin it
+                    asked(single, ReasoningState.UNDER_WAY, third=b"</think>"),  # the model ends it before
                 )
             ]
             return [answer.token_ids for answer in await asyncio.gather(*answers)]
 
-    forced, *unforced = asyncio.run(serve())
-    assert forced == cut
+    forced, forced_by_two, *unforced = asyncio.run(serve())
+    assert forced[: BUDGET + AFTER + 1] == cut_by(single)
+    assert forced_by_two == cut_by(spelled)
     assert [ids[: BUDGET + AFTER] for ids in unforced] == [free, free]

@@ -23,12 +23,12 @@ from caraserve.errors import BackendFailed, ConfigError
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES, ModelSpec, load_spec, parse_spec
 from caraserve.profiling import measure as calibrate
-from caraserve.profiling.apply import loading_rules, make_profile
+from caraserve.profiling.apply import loading_rules, make_profile, tuned
 from caraserve.profiling.cpu_lora_rate import LayerLora
 from caraserve.profiling.measure import measure, model_key
 from caraserve.profiling.microbench import adapter_spec, random_adapter
 from caraserve.util.units import align_up
-from tests.serving import lora_config
+from tests.serving import engine_config, lora_config, model_config
 
 MIB = 1 << 20
 PREFILL = 3.0, 0.25, 0.002  # ms, a token, a token and rank
@@ -94,6 +94,7 @@ class ExactBackend:
         done: Callable[[Exception | None], None],
         group_ends: Sequence[int] = (),
         layers: int | None = None,
+        first_layer: int = 0,
     ) -> None:
         first = int(adapter.data.ctypes.data) - int(self.host_memory.ctypes.data)
         if not (first >= 0 and first + adapter.data.nbytes <= self.host_memory.nbytes and first % 64 == 0):
@@ -119,6 +120,9 @@ class ExactBackend:
 
     def device_bytes(self, spec: AdapterSpec) -> int:
         return spec.num_bytes
+
+    def release_vectors(self, slot: int) -> None:
+        raise AssertionError("no request has vectors")
 
     def unload_adapter(self, slot: int) -> None:
         self.ranks = {bound: rank for bound, rank in self.ranks.items() if bound != slot}
@@ -184,10 +188,37 @@ class _Workers:
 class _Untimed(ExactBackend):
     """Has CPU workers whose hand-offs cannot be timed, as on a GPU."""
 
-    accelerator, shares_cores, workers = "", False, _Workers()
+    accelerator, shares_cores, workers, pads_to_largest_rank = "", False, _Workers(), False
 
     def time_hand_off(self, slot: int, tokens: int) -> None:
         return None
+
+
+class _Padding(ExactBackend):
+    """Takes in a decode iteration as long as if all adapters had the largest rank among them."""
+
+    def _ms(self, rows: Sequence[ScheduledRow]) -> float:
+        largest = max(self.ranks[row.adapter_slot] for row in rows)
+        if any(row.count > 1 for row in rows):
+            return super()._ms(rows)
+        return DECODE[0] + len(rows) * (DECODE[1] + DECODE[2] * largest)
+
+
+def test_the_profile_of_a_kernel_that_pads_predicts_by_the_largest_rank() -> None:
+    made = measure(_Padding(LARGE), spec(), quick=True, progress=lambda share: None, padded=True)
+    assert (made.decode.beta_ms, made.decode.gamma_ms, made.decode.alpha_ms) == pytest.approx(DECODE)
+    assert made.decode.is_padded
+    assert made.decode.r2 == pytest.approx(1.0)
+    assert made.model.endswith("-padded")
+
+
+def test_a_profile_of_another_lora_kernel_is_refused(tmp_path: Path) -> None:
+    measure(_Padding(LARGE), spec(), quick=True, progress=lambda share: None, padded=True).save(tmp_path / "p.json")
+    backend: Any = _Untimed(LARGE)
+    backend.start_workers = lambda tokens_per_worker: None
+    lora = lora_config({}, mode="auto", profile=tmp_path / "p.json")
+    with pytest.raises(ConfigError, match="measured with another --lora-kernel than bgmv;"):
+        tuned(backend, spec(), model_config(tmp_path), engine_config(), lora, lambda: None)
 
 
 def test_without_a_measured_hand_off_auto_logs_its_assumption(
@@ -208,6 +239,7 @@ def test_without_a_measured_hand_off_auto_logs_its_assumption(
 def test_models_with_different_times_have_different_keys() -> None:
     keys = [model_key(spec(), "bfloat16", threads) for threads in (None, 1, 11)]
     keys += [model_key(spec(), "float32"), model_key(odd_spec(), "bfloat16")]
+    keys.append(model_key(spec(), "bfloat16", padded=True))
     assert len(set(keys)) == len(keys)
 
 
@@ -246,7 +278,7 @@ def shares_told(monkeypatch: pytest.MonkeyPatch, tick_s: float) -> list[float]:
 
 
 def test_progress_only_rises_and_slow_machines_get_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    fast, slow, crawling = (shares_told(monkeypatch, tick_s) for tick_s in (0.0, 0.004, 0.2))
+    fast, slow, crawling = (shares_told(monkeypatch, tick_s) for tick_s in (0.0, 0.003, 0.2))
     for shares in (fast, slow, crawling):
         assert shares == sorted(shares)
         assert 0 < shares[0] < shares[-1] == 1.0

@@ -54,6 +54,7 @@ _TIMEOUT_NS = np.int64(10_000_000)  # without progress; then the caller computes
 _PAUSES, _YIELDS, _SLEEP_US = 400, 100, np.uint32(40)
 _ENTRY_BYTES = np.int64(LORA_ENTRY.itemsize)
 _SITE_BYTES, _SLICE_BYTES = np.int64(shared.SITE_BYTES), np.int64(shared.SLICE_BYTES)
+_COUNTER_BYTES = np.int64(8 * shared.COUNTER_WORDS)
 REDO_BYTES = 4 * shared.BLOCK_TOKENS * MAX_RANK + 64  # and a timespec
 _call8, _call9 = call_by_address(8), call_by_address(9)
 _usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
@@ -121,9 +122,10 @@ def choose_sources(lora_address, batch_address, layer):  # type: ignore[no-untyp
         adapter = word(batch.segment_adapter, segment)
         arrived, source, looks = word(lora.arrived, adapter), DEVICE, 0
         started = np.int64(0)
+        place = (layer - word(arrived, 1) + lora.layers) % lora.layers  # among the copied layers
         while _adapts(lora, adapter, layer):
             count = load_acquire(arrived)
-            if count > layer:
+            if count > place:
                 break
             if count == LOST:
                 source = HOST
@@ -180,7 +182,7 @@ def _panels(model, site):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _write_slice(model, lora, piece, adapter, layer, site, sites, x, x_stride, k, rows, y):  # type: ignore[no-untyped-def]
+def _write_slice(model, lora, piece, segment, adapter, layer, site, sites, x, x_stride, k, rows, y):  # type: ignore[no-untyped-def]
     """Writes the description of a slice: positions as offsets, and the modules that the adapter has."""
     store_i64(piece + 8 * shared.SLICE_X, x - lora.base)
     store_i64(piece + 8 * shared.SLICE_X_STRIDE, x_stride)
@@ -201,7 +203,7 @@ def _write_slice(model, lora, piece, adapter, layer, site, sites, x, x_stride, k
             store_i64(at + 8 * shared.SITE_COLUMN_BYTES, _delta_column(model, site + which))
             count += 1
     store_i64(piece + 8 * shared.SLICE_SITES, count)
-    store_i64(piece + 8 * shared.SLICE_COUNTER, 0)
+    store_i64(piece + 8 * shared.SLICE_COUNTER, lora.counters + _COUNTER_BYTES * segment - lora.base)
 
 
 @kernel
@@ -231,14 +233,14 @@ def _publish(lora):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _add_slice(model, lora, adapter, layer, site, sites, x, x_stride, k, first, rows, worker, index):  # type: ignore[no-untyped-def]
+def _add_slice(model, lora, segment, adapter, layer, site, sites, x, x_stride, k, first, rows, worker, index):  # type: ignore[no-untyped-def]
     """Appends a slice to a worker's block and to the table of awaited slices. Rows of deltas have the places of rows of
     x."""
     block = lora.blocks + worker * lora.block_bytes
     count = word(block, shared.COUNT // 8)
     y = lora.deltas + worker * lora.delta_bytes + first * _delta_stride(model, site)
     piece = block + shared.SLICES + count * _SLICE_BYTES
-    _write_slice(model, lora, piece, adapter, layer, site, sites, x + first * x_stride, x_stride, k, rows, y)
+    _write_slice(model, lora, piece, segment, adapter, layer, site, sites, x + first * x_stride, x_stride, k, rows, y)
     store_i64(block + shared.COUNT, count + 1)
     at = lora.slices + _PIECE_BYTES * index
     store_i64(at, worker)
@@ -280,6 +282,7 @@ def hand_off(model_address, lora_address, batch_address, layer, site, sites, x, 
             _add_slice(
                 model,
                 lora,
+                segment,
                 adapter,
                 layer,
                 site,

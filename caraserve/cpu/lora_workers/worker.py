@@ -75,6 +75,13 @@ def _compute_slice(block, base, piece, shrink, expand, scratch):  # type: ignore
 
 
 @kernel
+def _add_time(base, piece, spent_ns):  # type: ignore[no-untyped-def]
+    counter = word(piece, handoff.SLICE_COUNTER)
+    if counter != 0:
+        fetch_add(base + counter + handoff.COUNTER_SPENT_NS, spent_ns)
+
+
+@kernel
 def _count_down(base, piece):  # type: ignore[no-untyped-def]
     """Counts a finished slice; the last one sets the completion counter's flag to its value."""
     counter = word(piece, handoff.SLICE_COUNTER)
@@ -89,9 +96,14 @@ def _work(block, base, seen, shrink, expand, scratch, serves):  # type: ignore[n
     while serves != 0:
         _await_request(block, seen)
         seen = load_acquire(block + _REQUEST)
-        store_i64(block + handoff.STARTED_NS, now_ns(clock))
+        started_ns = now_ns(clock)
+        store_i64(block + handoff.STARTED_NS, started_ns)
         for index in range(word(block, handoff.COUNT // 8)):
-            _compute_slice(block, base, block + handoff.SLICES + index * _SLICE_BYTES, shrink, expand, scratch)
+            piece = block + handoff.SLICES + index * _SLICE_BYTES
+            _compute_slice(block, base, piece, shrink, expand, scratch)
+            ended_ns = now_ns(clock)
+            _add_time(base, piece, ended_ns - started_ns)
+            started_ns = ended_ns
         for index in range(word(block, handoff.COUNT // 8)):
             # Before `done`: from then on the caller may change the slices.
             _count_down(base, block + handoff.SLICES + index * _SLICE_BYTES)

@@ -80,6 +80,7 @@ class _Prompt:
     at: int  # position at which its next chunk begins
     started_s: float
     cpu_layers: set[int] = field(default_factory=set)
+    cpu_lora_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +308,7 @@ class AssistedPrefills:
         for index, flags in enumerate(sync_slot.flags):
             if self._words.load(flags.x_flag) == sync_slot.generation:
                 prompt.cpu_layers.add(index // len(GROUPS))
+                prompt.cpu_lora_ms += self._words.load(flags.spent_ns) / 1e6
         has_failed = was_aborted or is_void or failure is not None
         self._release(chunk.row.adapter_slot, sync_slot, worker_statuses(self._workers) if has_failed else ())
         if failure is not None:
@@ -319,7 +321,7 @@ class AssistedPrefills:
         else:
             assert made is not None
             append_tokens((chunk.row,), (made,))
-            self._finish(prompt, replace(made, cpu_layers=len(prompt.cpu_layers)))
+            self._finish(prompt, replace(made, cpu_layers=len(prompt.cpu_layers), cpu_lora_ms=prompt.cpu_lora_ms))
 
     @staticmethod
     def _finish(prompt: _Prompt, result: RowResult) -> None:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from caraserve.cpu.handoff import COUNTER_SPENT_NS
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.gpu.driver.api import has_reached, successor
 
@@ -57,6 +58,11 @@ class HandOffFlags:
 
     x_flag: int
     y_flag: int
+
+    @property
+    def spent_ns(self) -> int:
+        """Offset of the time that workers have spent on it. Its low word is enough: no hand-off takes 4 s."""
+        return self.y_flag + COUNTER_SPENT_NS
 
 
 @dataclass(slots=True, eq=False)
@@ -105,6 +111,8 @@ class SyncSlotPool:
         # Generations wrap: a word that was not written for 2^31 generations would compare as ahead of the next one.
         for word in (sync_slot.status, *(flag for flags in sync_slot.flags for flag in (flags.x_flag, flags.y_flag))):
             self._words.store(word, sync_slot.generation)
+        for flags in sync_slot.flags:
+            self._words.store(flags.spent_ns, 0)
         sync_slot.generation = successor(sync_slot.generation)
         return sync_slot
 

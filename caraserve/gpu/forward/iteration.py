@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, StepResult
-from caraserve.core.outputs import Output, OutputValues, append_tokens, collect, outputs_of
+from caraserve.core.outputs import ColdStartCost, Output, OutputValues, append_tokens, collect, outputs_of
 from caraserve.errors import GrammarFailed
 from caraserve.gpu.driver.api import DriverError, Stream
 from caraserve.gpu.driver.streams import NOTHING, Lane
@@ -227,7 +227,7 @@ class IterationRunner:
             else:
                 found = values_of(self._decoder, outputs, results)
                 loads = {
-                    slot: (0, 1000 * stall_s(started_s, done_s, self._layers, bound.arrivals))
+                    slot: ColdStartCost(waited_ms=1000 * stall_s(started_s, done_s, self._layers, bound.arrivals))
                     for slot, bound in arriving.items()
                 }
                 rows = collect(batch, outputs, found, prompt_tokens, loads, failures)

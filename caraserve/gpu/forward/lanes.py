@@ -92,7 +92,7 @@ class IterationLane:
             if steps.gate is not None:
                 self._open_gate(steps.gate, slots)
             else:
-                self._timelines.wait(Lane.COMPUTE, self._copier.arrival_of_all(slots, self._layers - 1))
+                self._timelines.wait(Lane.COMPUTE, self._copier.arrival_of_adapters(slots))
             self._driver.launch_graph(steps.graph, self._stream)
         else:
             issue_pass(

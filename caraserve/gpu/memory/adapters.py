@@ -91,7 +91,7 @@ class DeviceImages:
 
     # --- called by the adapter manager ---
 
-    def load(self, adapter: HostAdapter, slot: int, group_ends: Sequence[int], done: Loaded) -> None:
+    def load(self, adapter: HostAdapter, slot: int, group_ends: Sequence[int], first_layer: int, done: Loaded) -> None:
         """Binds an adapter to a slot and queues its copy. Calls `done` with the failure or None."""
         stored = self.stored(adapter.spec)
         self.bound[slot] = BoundAdapter(adapter, stored, _groups_by_layer(stored, self._spec))
@@ -102,7 +102,7 @@ class DeviceImages:
 
         def place() -> bool:
             try:
-                return self._place(slot, group_ends)
+                return self._place(slot, layer_groups(adapter.spec.layer_ends, group_ends, first_layer))
             except Exception as error:
                 self._end_load(slot, error)
                 return True
@@ -200,7 +200,7 @@ class DeviceImages:
         self.bound[slot].is_loading = False
         self._loading.pop(slot)(failure)
 
-    def _place(self, slot: int, group_ends: Sequence[int]) -> bool:
+    def _place(self, slot: int, groups: tuple[LayerGroup, ...]) -> bool:
         bound = self.bound[slot]
         stored = bound.stored
         grant = self.pool.place(slot, stored.num_bytes, self._timelines.next(Lane.COMPUTE))
@@ -216,7 +216,6 @@ class DeviceImages:
             self._end_load(slot, None)
 
         source = self._host.on_device(int(bound.adapter.data.ctypes.data)) if bound.adapter.data.size else 0
-        groups = layer_groups(bound.adapter.spec.layer_ends, group_ends)
         image = CopyRequest(
             slot=slot,
             source=source,

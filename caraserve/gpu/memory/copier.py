@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from caraserve.gpu.driver.api import Driver
 from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, Timelines, at, covers, latest
-from caraserve.gpu.memory.link_queue import LayerGroup, LinkQueue, Piece
+from caraserve.gpu.memory.link_queue import LayerGroup, LinkQueue, Piece, groups_until
 from caraserve.gpu.memory.padding import RowCopy
 from caraserve.gpu.memory.staging_ring import StagingRing
 
@@ -85,7 +85,7 @@ class AdapterCopier:
         launched: a stream can only wait for copies that have been issued."""
         for slot in slots:
             self._queue.commit(slot, layers)
-        while any(self.arrival(slot, layers - 1) is None for slot in slots):
+        while any(self._lacks(slot, layers) for slot in slots):
             piece = self._queue.next(self._blocked())
             assert piece is not None, "a committed load is not in the queue"
             self._issue(piece)
@@ -110,7 +110,9 @@ class AdapterCopier:
         load = self._loads.get(slot)
         if load is None:
             return None
-        return next(index for index, group in enumerate(load.image.groups) if layer < group.end_layer)
+        return next(
+            index for index, group in enumerate(load.image.groups) if group.first_layer <= layer < group.end_layer
+        )
 
     def arrival(self, slot: int, layer: int) -> Marks | None:
         """Returns the marks after which a layer has arrived, or None if its group has not been issued."""
@@ -126,6 +128,18 @@ class AdapterCopier:
         if None in marks:
             raise AssertionError(f"layer {layer} of a slot of {list(slots)} has not been issued: there is no event yet")
         return latest(*(entry for entry in marks if entry is not None))
+
+    def arrival_of_adapters(self, slots: Collection[int]) -> Marks:
+        """Returns the marks after which all layers of these adapters have arrived; `commit` must have issued them."""
+        loads = [self._loads[slot] for slot in slots if slot in self._loads]
+        if not all(map(self._is_complete, loads)):
+            raise AssertionError(f"layers of a slot of {list(slots)} have not been issued: there is no event yet")
+        return latest(*(at(Lane.COPY, load.marks[-1]) for load in loads))
+
+    def _lacks(self, slot: int, layers: int) -> bool:
+        """True if copies of the layers [0, layers) have not been issued."""
+        load = self._loads.get(slot)
+        return load is not None and len(load.marks) < groups_until(load.image.groups, layers)
 
     def _blocked(self) -> set[int]:
         """Slots whose memory may still be in use by its previous owner."""

@@ -8,6 +8,7 @@ issued ahead, because issued copies cannot be overtaken. `copier.py` issues the 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 
 PIECE_BYTES = 16 << 20  # 0.3 ms of an H200's link
 _WINDOW_S = 0.001  # issued ahead: as long as the launching thread may sleep
@@ -42,12 +43,19 @@ class LoraSource(Enum):
     WORKERS = "workers"  # CPU workers, unless the layer has arrived when the device reaches it
 
 
-def layer_groups(layer_ends: Sequence[int], group_ends: Sequence[int]) -> tuple[LayerGroup, ...]:
-    """Returns the layer groups of one image. Ends that are repeated or outside of the image's layers are ignored."""
-    layers, ends = len(layer_ends), [0]
-    ends += sorted({end for end in group_ends if 0 < end < layers})
-    bounds = zip(ends, [*ends[1:], layers], strict=True)
-    return tuple(LayerGroup(a, b, layer_ends[a - 1] if a else 0, layer_ends[b - 1]) for a, b in bounds)
+def layer_groups(layer_ends: Sequence[int], group_ends: Sequence[int], first_layer: int = 0) -> tuple[LayerGroup, ...]:
+    """Returns the layer groups of one image in the order of their copies: from that which begins at `first_layer` to
+    the last layer, then those before it. Ends that are repeated or outside of the image's layers are ignored."""
+    layers = len(layer_ends)
+    ends = sorted({0, first_layer, *(end for end in group_ends if 0 < end < layers), layers})
+    groups = [LayerGroup(a, b, layer_ends[a - 1] if a else 0, layer_ends[b - 1]) for a, b in pairwise(ends)]
+    first = ends.index(first_layer)
+    return (*groups[first:], *groups[:first])
+
+
+def groups_until(groups: Sequence[LayerGroup], layers: int) -> int:
+    """Returns how many groups are copied, in their order, until the layers [0, layers) are there."""
+    return max((index + 1 for index, group in enumerate(groups) if group.first_layer < layers), default=0)
 
 
 @dataclass(slots=True)
@@ -55,7 +63,7 @@ class _QueuedLoad:
     slot: int
     number: int
     groups: tuple[LayerGroup, ...]
-    issued: int = 0  # bytes
+    issued: int = 0  # bytes of the group `at`
     at: int = 0  # index of the group of the next byte
     committed: int = 0  # number of groups that a launched iteration waits for
 
@@ -86,7 +94,7 @@ class LinkQueue:
         """Gives priority to the first `layers` layers, because a launched iteration waits for them."""
         if slot in self._loads:
             load = self._loads[slot]
-            load.committed = max(load.committed, sum(group.first_layer < layers for group in load.groups))
+            load.committed = max(load.committed, groups_until(load.groups, layers))
 
     def cancel(self, slot: int) -> None:
         """Drops the rest of a load; no launched iteration may wait for it."""
@@ -105,12 +113,13 @@ class LinkQueue:
         if self.in_flight >= self._window_bytes and load.at >= load.committed:
             return None
         group = load.groups[load.at]
-        start = max(load.issued, group.start)
+        start = group.start + load.issued
         end = min(group.end, start + self.piece_bytes)
         piece = Piece(load.slot, start, end, load.at if end == group.end else None)
-        load.issued = end
+        load.issued += end - start
         self.in_flight += end - start
         if end == group.end:
+            load.issued = 0
             load.at += 1
             if load.at == len(load.groups):
                 del self._loads[load.slot]
@@ -137,9 +146,10 @@ class LinkQueue:
     def arrivals(self, slot: int, now_s: float) -> dict[int, float]:
         """Predicts the arrival of each layer group that is not completely issued, by index."""
         rest = sorted(
-            (load.urgency(index), load.slot, index, load.groups[index].end - max(load.issued, load.groups[index].start))
+            (load.urgency(index), load.slot, index, group.end - group.start - (load.issued if index == load.at else 0))
             for load in self._loads.values()
-            for index in range(load.at, len(load.groups))
+            for index, group in enumerate(load.groups)
+            if index >= load.at
         )
         issued_s, ahead, expected = self.arrival_of_issued(now_s), 0, {}
         for _, owner, index, num_bytes in rest:

@@ -100,6 +100,10 @@ class RequestSlots:
                 self._send_row(self._vectors[row.slot], row, hidden[first : first + row.count], lane)
             first += row.count
 
+    def free_vectors(self, slot: int) -> None:
+        """Frees the vectors of the request in `slot`, which needs them no more."""
+        self._vectors.pop(slot, None)
+
     def _send_row(self, vectors: _PromptVectors, row: ScheduledRow, hidden: Tensor, lane: Lane) -> None:
         tokens, width = vectors.token_ids[row.start : row.start + row.count], hidden.shape[1]
         places = np.flatnonzero(tokens < 0)
@@ -117,7 +121,7 @@ class RequestSlots:
         history, table = self._state.history, self._state.sampling
         tokens = np.array(start.token_ids, np.int32)
         self._ring.send(history[start.slot].data_ptr(), tokens, Lane.COMPUTE)
-        self._vectors.pop(start.slot, None)
+        self.free_vectors(start.slot)
         if start.prompt_embeds is not None:
             self._vectors[start.slot] = _PromptVectors(tokens, start.prompt_embeds)
         write_sampling(self._sampling, start.slot, start.sampling)

@@ -31,7 +31,8 @@ def test_an_iteration_waits_for_each_layer_it_uses(seed: int) -> None:
     for _ in range(6):
         new = [slot for slot in range(SLOTS) if slot not in ready and random.random() < 0.4]
         for slot in new:
-            world.bring(slot, random.sample([1, 2], random.randrange(3)))
+            ends = random.sample([1, 2], random.randrange(3))
+            world.bring(slot, ends, random.choice([0, *ends]))
         ready.update(new)
         slots = random.sample(sorted(ready), random.randint(0, len(ready)))
         work = FakePass(world, slots)

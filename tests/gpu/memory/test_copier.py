@@ -49,7 +49,8 @@ class World:
         if slot in self.layer_ends:
             return
         layer_ends = tuple(accumulate(self.random.randint(0, ROOM // LAYERS) for _ in range(LAYERS)))
-        groups = layer_groups(layer_ends, self.random.sample(range(1, LAYERS), self.random.randrange(LAYERS)))
+        ends = self.random.sample(range(1, LAYERS), self.random.randrange(LAYERS))
+        groups = layer_groups(layer_ends, ends, self.random.choice([0, *ends]))
         image = CopyRequest(
             slot, HOST + slot * ROOM, slot * ROOM, layer_ends[-1], groups, self.free_after[slot], self.ready(slot)
         )

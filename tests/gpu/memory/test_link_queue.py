@@ -13,6 +13,7 @@ from caraserve.gpu.memory.link_queue import (
     LoraSource,
     Piece,
     choose_source,
+    groups_until,
     layer_groups,
 )
 
@@ -31,6 +32,13 @@ def ends(*sizes: int) -> tuple[int, ...]:
 def test_invalid_ends_of_groups_are_ignored() -> None:
     assert layer_groups(ends(5, 7, 1), (0, 2, 2, 9)) == (LayerGroup(0, 2, 0, 12), LayerGroup(2, 3, 12, 13))
     assert layer_groups(ends(5, 7), ()) == (LayerGroup(0, 2, 0, 12),)
+
+
+def test_groups_before_the_first_layer_come_last() -> None:
+    groups = layer_groups(ends(5, 7, 1), (1, 2), 1)
+    assert groups == (LayerGroup(1, 2, 5, 12), LayerGroup(2, 3, 12, 13), LayerGroup(0, 1, 0, 5))
+    assert [groups_until(groups, layers) for layers in range(4)] == [0, 3, 3, 3]
+    assert [groups_until(groups[2:] + groups[:2], layers) for layers in range(4)] == [0, 1, 2, 3]
 
 
 # --- the queue ---
@@ -140,6 +148,20 @@ def test_predicted_arrivals_are_those_that_happen(asked: list[list[int]]) -> Non
             seen[piece.slot, piece.group] = 100.0 + sent / LINK
     assert seen == pytest.approx(expected)
     assert sent == sum(map(sum, asked))
+
+
+@given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=5), data=st.data())
+def test_a_load_from_a_later_layer_on_issues_every_byte_once(sizes: list[int], data: st.DataObject) -> None:
+    made, first = queue(), data.draw(st.integers(0, len(sizes) - 1))
+    made.ask(1, layer_groups(ends(*sizes), range(1, len(sizes)), first))
+    expected = made.arrivals(1, 100.0)
+    pieces = drain(made)
+    issued = [byte for piece in pieces for byte in range(piece.start, piece.end)]
+    start = sum(sizes[:first])
+    assert issued == [*range(start, sum(sizes)), *range(start)]
+    sent = np.cumsum([piece.end - piece.start for piece in pieces])
+    seen = {piece.group: 100.0 + at / LINK for piece, at in zip(pieces, sent, strict=True) if piece.group is not None}
+    assert seen == pytest.approx(expected)
 
 
 @given(loads, st.integers(0, 2**32))
