@@ -1,32 +1,27 @@
 """`caraserve bench cluster`: simulates clusters from command-line options and reports the results."""
 
-import json
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
 
-from rich.console import Console
-
+from caraserve.bench.console import open_console, write_document
 from caraserve.bench.options import LoadOptions
-from caraserve.bench.records import Workload, versions
+from caraserve.bench.records import versions
 from caraserve.bench.report.files import as_json as json_bytes
 from caraserve.bench.report.files import make_folder, write_files
 from caraserve.bench.report.tables import to_rich
 from caraserve.bench.simulator.machines import Machine, paper_machine, profiled_machine
 from caraserve.bench.simulator.report import as_json, finite, plots, text_tables
-from caraserve.bench.simulator.simulation import Setting
-from caraserve.bench.simulator.sweep import Goal, PolicyResult, SimulationResult, SweepSpec, base, find_all
-from caraserve.bench.workload.build import build
+from caraserve.bench.simulator.simulation import Scheduler, Setting
+from caraserve.bench.simulator.sweep import FleetResult, FleetSpec, Goal, simulate
 from caraserve.bench.workload.presets import find_preset
 from caraserve.cluster.routing.perf_model import Kernel
 from caraserve.core import machine_profile as profiles
 from caraserve.errors import ConfigError
 
 _PRESET = "toppings-sim"
-_WIDTH = 160
 NOTES = (
     "Simulated: no figure here was measured on a fleet.",
     "TPT: end to end ÷ tokens, queueing and prefill included. SLO: a multiple of the mean TPT of the same requests "
@@ -39,6 +34,10 @@ _OF_PROFILES = "Measured are the machines' iterations and loads; their memory, d
 _PADDED = (
     "Every request costs what the largest rank of its batch does, as in Punica's BGMV: no server here has that kernel."
 )
+_CENTRAL = (
+    "One scheduler knows the exact state of every instance and sends without delay, and under routings without plans "
+    "every instance has every adapter: the papers' assumptions, which no server here works under."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,90 +45,126 @@ class ClusterOptions:
     """Options of a simulation besides its load."""
 
     routing: tuple[str, ...]
-    instances: int | None  # None: the preset's number
+    instances: tuple[int, ...]  # sizes; none: the preset's number
     kernel: Kernel | None  # None: "measured" with a profile, otherwise "unpadded"
     profile: tuple[Path, ...]
     slo_scale: float
-    beat_ms: float
+    scheduler: Scheduler
+    beat_ms: float | None
     routers: int | None
-    copies: int
+    copies: int | None
+    plan_s: float
+    profiled_points: bool
+    padded_prompts: bool
     need_attainment: float | None
     need_ttft_p95_ms: float | None
     processes: int | None
     save: Path | None
+    json: bool  # also on a terminal
 
 
 def bench_cluster(options: ClusterOptions, load: LoadOptions, arguments: Mapping[str, object]) -> int:
-    """Simulates all policies and prints tables and, as the last line, one JSON document. Raises ConfigError."""
-    if load.max_concurrency is not None or load.auto_rate or len(load.request_rate or ()) > 1:
-        raise ConfigError(
-            "a simulated load has one rate, and sends when requests are due: no --max-concurrency, no auto"
-        )
+    """Simulates all policies and prints tables, and one JSON document for programs. Raises ConfigError."""
+    if load.max_concurrency is not None or load.auto_rate:
+        raise ConfigError("a simulated load sends when requests are due: no --max-concurrency, no --rate-scale auto")
     load = load if load.preset or load.trace else replace(load, preset=_PRESET)
     make_folder(options.save)
-    workload = build(load.sized(load.spec()))
-    study = _study(options, load)
-    bare = base(study, workload, options.slo_scale)
-    study = replace(study, setting=replace(study.setting, slo_ms=bare.slo_ms))
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, soft_wrap=True, highlight=False, markup=False)
+    fleet = _fleet(options, load)
+    console = open_console()
     processes = options.processes or len(os.sched_getaffinity(0))
-    found = list(find_all(study, workload, options.routing, min(processes, len(options.routing))))
-    for table in text_tables(found):
-        console.print(to_rich(table))
-    document = finite(_document(study, workload, bare, found, arguments))
+    spec = load.sized(load.spec())
+    found = []
+    for one in simulate(
+        fleet,
+        spec,
+        options.routing,
+        rates=load.request_rate or (),
+        sizes=options.instances,
+        slo_scale=options.slo_scale,
+        processes=processes,
+    ):
+        found.append(one)
+        for table in text_tables(one):
+            console.print(to_rich(table))
+    document = finite(_document(fleet, found, arguments))
     if options.save is not None:
-        for path in write_files(options.save, {"cluster.json": json_bytes(document), **plots(found)}):
+        for path in write_files(options.save, {"cluster.json": json_bytes(document), **_figures(found)}):
             console.print(f"written: {path}")
-    sys.stdout.write(json.dumps(document) + "\n")
+    write_document(document, options.json)
     return 0
 
 
-def _document(
-    study: SweepSpec,
-    workload: Workload,
-    bare: SimulationResult,
-    found: Sequence[PolicyResult],
-    arguments: Mapping[str, object],
-) -> dict[str, object]:
+def _figures(found: Sequence[FleetResult]) -> dict[str, bytes]:
+    """Draws every fleet; the names of several have size and rate."""
+    if len(found) == 1:
+        return plots(found[0].policies)
+    return {
+        f"{one.instances}-instances-{one.rate:g}-per-s-{name}": image
+        for one in found
+        for name, image in plots(one.policies).items()
+    }
+
+
+def _document(fleet: FleetSpec, found: Sequence[FleetResult], arguments: Mapping[str, object]) -> dict[str, object]:
     return {
         "bench": "cluster",
         "versions": versions(),
         "arguments": {name: value for name, value in arguments.items() if name not in ("profile", "processes")},
-        "notes": [*NOTES, *_assumptions(study, arguments), *workload.notes],
-        "machines": [_machine_document(machine) for machine in study.machines],
-        "instances": study.instances,
-        "requests": len(workload.requests),
-        "base": asdict(bare),
-        "slo_ms": study.setting.slo_ms,
-        "runs": [as_json(one) for one in found],
+        "notes": [*NOTES, *_assumptions(fleet, arguments), *found[0].notes],
+        "machines": [_machine_document(machine) for machine in fleet.machines],
+        "fleets": [
+            {
+                "instances": one.instances,
+                "rate": one.rate,
+                "requests": one.requests,
+                "base": asdict(one.base),
+                "slo_ms": one.slo_ms,
+                "runs": [as_json(policy) for policy in one.policies],
+            }
+            for one in found
+        ],
     }
 
 
-def _assumptions(study: SweepSpec, arguments: Mapping[str, object]) -> Iterator[str]:
+def _assumptions(fleet: FleetSpec, arguments: Mapping[str, object]) -> Iterator[str]:
     yield _OF_PROFILES if arguments["profile"] else _OF_PAPERS
-    if any(machine.model.padded for machine in study.machines):
+    if any(machine.model.padded for machine in fleet.machines):
         yield _PADDED
+    if fleet.setting.scheduler == "central":
+        yield _CENTRAL
 
 
-def _study(options: ClusterOptions, load: LoadOptions) -> SweepSpec:
-    instances = options.instances or (find_preset(load.preset).servers if load.preset else 1)
+def _fleet(options: ClusterOptions, load: LoadOptions) -> FleetSpec:
+    if options.scheduler == "central" and (options.routers is not None or options.beat_ms is not None):
+        raise ConfigError("--scheduler central is one router that needs no heartbeats: no --routers, no --beat-ms")
+    instances = find_preset(load.preset).servers if load.preset else 1
     goal = None
     if options.need_attainment is not None or options.need_ttft_p95_ms is not None:
         goal = Goal(options.need_attainment, options.need_ttft_p95_ms)
     setting = Setting(
-        (), "auto", inf, routers=options.routers, copies=options.copies, beat_ms=options.beat_ms, seed=load.seed
+        (),
+        "auto",
+        inf,
+        scheduler=options.scheduler,
+        routers=options.routers,
+        copies=options.copies,
+        beat_ms=options.beat_ms or 250.0,
+        plan_s=options.plan_s,
+        seed=load.seed,
     )
-    return SweepSpec(_machines(options), instances, setting, goal)
+    return FleetSpec(_machines(options), instances, setting, goal, options.profiled_points)
 
 
 def _machines(options: ClusterOptions) -> tuple[Machine, ...]:
+    if options.profile and options.padded_prompts:
+        raise ConfigError("--padded-prompts is an assumption about the papers' machine: not with --profile")
     if options.profile:
         like = paper_machine("unpadded")
         kernel = options.kernel or "measured"
         return tuple(profiled_machine(profiles.load(file), kernel, like) for file in options.profile)
     if options.kernel == "measured":
         raise ConfigError("--kernel measured needs --profile; the papers' machine has padded and unpadded kernels")
-    return (paper_machine(options.kernel or "unpadded"),)
+    return (paper_machine(options.kernel or "unpadded", pads_prompts=options.padded_prompts),)
 
 
 def _machine_document(machine: Machine) -> dict[str, object]:

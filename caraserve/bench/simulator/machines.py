@@ -36,8 +36,9 @@ class Machine:
     launches_ahead: int = 1  # iterations launched before the current one has ended; new requests join after them
 
 
-def paper_machine(kernel: PaperKernel) -> Machine:
-    """Returns an A100 with Llama-2-7B, as the papers measured it.
+def paper_machine(kernel: PaperKernel, *, pads_prompts: bool = False) -> Machine:
+    """Returns an A100 with Llama-2-7B, as the papers measured it. `pads_prompts`: a prompt costs what the largest rank
+    among those of its iteration does, as LoRAServe has it (Fig. 1 and 3).
 
     Loads from the host take no time, as CPU-assisted prefill hides them; downloads from other instances have 25 Gbit/s.
     """
@@ -49,7 +50,8 @@ def paper_machine(kernel: PaperKernel) -> Machine:
     tokens = 2000
     rank_8_ms = base_ms + tokens * token_ms  # assumes that Toppings measured prefill with a small rank
     token_rank_ms = (_RANK_8_TO_128 - 1) * rank_8_ms / (tokens * (128 - 8))
-    model = PerfModel(alpha_ms, 0.0, x_ms - alpha_ms * x, kernel == "padded", base_ms, token_ms, token_rank_ms)
+    by_rank_ms = (0.0, token_rank_ms) if pads_prompts else (token_rank_ms, 0.0)
+    model = PerfModel(alpha_ms, 0.0, x_ms - alpha_ms * x, kernel == "padded", base_ms, token_ms, *by_rank_ms)
     return Machine(model, LinkSpeeds(disk_bytes_per_ms=2e6, fetch_latency_ms=1.0, fetch_bytes_per_ms=3.1e6))
 
 
@@ -63,5 +65,5 @@ def profiled_machine(profile: Profile, kernel: Kernel, like: Machine) -> Machine
 
 def without_adapters(machine: Machine) -> Machine:
     """Returns the same machine with adapters that cost nothing, for the base run of which an SLO is a multiple."""
-    model = replace(machine.model, alpha_ms=0.0, prefill_token_rank_ms=0.0)
+    model = replace(machine.model, alpha_ms=0.0, prefill_token_rank_ms=0.0, prefill_token_rank_max_ms=0.0)
     return replace(machine, model=model, links=LinkSpeeds(), device_adapter_bytes=1 << 62, host_adapter_bytes=1 << 62)

@@ -1,147 +1,141 @@
 """Placement in a simulated cluster: measures demand, plans with the server's code, moves adapters at a limited rate."""
 
-from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from caraserve.bench.records import Workload
-from caraserve.bench.simulator.instance import SimRequest
-from caraserve.bench.simulator.views import RouterViews
+from caraserve.bench.simulator import events
+from caraserve.bench.simulator.fleet import Fleet, Plan
+from caraserve.bench.simulator.machines import Machine
+from caraserve.bench.simulator.routing import AUTO
 from caraserve.cluster.placement.loraserve import make_plan
 from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server, extrapolated, homes
-from caraserve.cluster.routing.cost import Tier
 
 if TYPE_CHECKING:
-    from caraserve.bench.simulator.simulation import SimInstance
+    from caraserve.bench.simulator.simulation import Setting
 
 _S = 1_000_000_000
 
 
 class SimPlanner:
-    """Measures the demand for adapters, makes placement plans, and moves adapters as the plans say."""
+    """Measures the demand for adapters, makes placement plans, and lists the moves that they ask for."""
 
-    def __init__(
-        self,
-        routing: str,
-        nodes: "list[SimInstance]",
-        views: RouterViews,
-        workload: Workload,
-        adapters: list[str],
-        slo_ms: float,
-        copies: int,
-    ) -> None:
-        self._copies = copies
-        self._routing, self._nodes, self._views = routing, nodes, views
-        self._ranks, self._adapters = workload.ranks, adapters
-        self._number = {name: number for number, name in enumerate(adapters)}
-        self.replans = routing in ("auto", "loraserve")
-        machine = nodes[0].machine
-        self._bytes = [rank * machine.rank_bytes for rank in self._ranks]
-        self._unasked = list(map(AdapterDemand, adapters, self._ranks, self._bytes))
-        count = max(1, len(workload.requests))
-        prompt = sum(one.prompt_tokens for one in workload.requests) / count
-        output = sum(one.output_tokens for one in workload.requests) / count
-        self._points = {
-            rank: machine.model.operating_point(rank, slo_ms, prompt, output, machine.max_running)
-            for rank in set(self._ranks)
-        }
-        self._servers = [
-            Server(node.name, node.machine.host_adapter_bytes, self._speed(node, slo_ms, prompt, output))
-            for node in nodes
+    def __init__(self, setting: "Setting", workload: Workload, names: Sequence[str], adapters: Sequence[str]) -> None:
+        self.plan: PlacementPlan | None = None
+        self._setting, self._names, self._adapters = setting, names, adapters
+        self._numbers = {name: number for number, name in enumerate(names)}
+        self.replans = setting.routing in ("auto", "loraserve")
+        machine = setting.machines[0]
+        self._unasked = [
+            AdapterDemand(name, rank, rank * machine.rank_bytes)
+            for name, rank in zip(adapters, workload.ranks, strict=True)
         ]
-        self._tokens: dict[int, int] = {}
+        count = max(1, len(workload.requests))
+        self._prompt = sum(one.prompt_tokens for one in workload.requests) / count
+        self._output = sum(one.output_tokens for one in workload.requests) / count
+        by_formula = {rank: self._point(machine, rank) for rank in sorted(set(workload.ranks))}
+        self._points = setting.operating_points or by_formula
+        self._servers = [
+            Server(name, one.host_adapter_bytes, self._speed(one, by_formula))
+            for name, one in zip(names, setting.machines, strict=True)
+        ]
         self._rates: dict[int, float] = {}
         self._since = 0
         self._epoch = 0
-        self._moves: list[deque[int]] = [deque() for _ in nodes]
-        self._credit = [0.0] * len(nodes)
 
-    def _speed(self, node: "SimInstance", slo_ms: float, prompt: float, output: float) -> float:
-        """Returns a node's speed relative to the first node's, by operating points averaged over ranks."""
-        limit = node.machine.max_running
-        own = [node.machine.model.operating_point(rank, slo_ms, prompt, output, limit) for rank in sorted(self._points)]
-        return sum(own) / sum(self._points[rank] for rank in sorted(self._points)) if own else 1.0
+    def _point(self, machine: Machine, rank: int) -> float:
+        return machine.model.operating_point(
+            rank, self._setting.slo_ms, self._prompt, self._output, machine.max_running
+        )
 
-    def begin(self) -> None:
+    def _speed(self, machine: Machine, points: Mapping[int, float]) -> float:
+        """Returns a machine's speed relative to the one with these operating points, averaged over ranks."""
+        return sum(self._point(machine, rank) for rank in points) / sum(points.values()) if points else 1.0
+
+    def begin(self, fleet: Fleet) -> Fleet:
         """Places all adapters before the first request: by a plan, or `copies` of each under routings without plans."""
-        self._views.plan = plan = self._plan(None)
-        if plan is not None:
-            for number, name in enumerate(self._adapters):
-                self._put(number, plan.instances(name))
+        self.plan = self._make_plan({})
+        if self.plan is not None:
+            fleet = fleet._replace(plan=self._arrays(self.plan))
+            adapters = np.repeat(np.arange(len(self._adapters)), np.diff(fleet.plan.starts))
+            numbers = fleet.plan.instances
         else:
-            names = [node.name for node in self._nodes]
-            for number, places in enumerate(homes(self._adapters, names, self._copies).tolist()):
-                self._put(number, [names[at] for at in places])
-        for node in self._nodes:
-            for number, tier in node.cache.changed.items():
-                self._views.learn(number, node.name, tier)
-            node.cache.changed = {}
+            copies = self._setting.copies or (len(self._names) if self._setting.scheduler == "central" else 2)
+            places = homes(self._adapters, self._names, copies)
+            adapters, numbers = np.repeat(np.arange(len(places)), places.shape[1]), places.ravel()
+        events.add_adapters(fleet.caches, adapters, numbers)
+        events.publish_all(fleet)
+        return fleet
 
-    def _put(self, adapter: int, names: "list[str] | tuple[str, ...]") -> None:
-        for name in names:
-            self._nodes[self._views.number(name)].cache.add(adapter, 0, keep=True)
-
-    def observe(self, request: SimRequest) -> None:
-        """Adds a request's output tokens to the demand for its adapter."""
-        if request.adapter >= 0:
-            self._tokens[request.adapter] = self._tokens.get(request.adapter, 0) + request.output
-
-    def replan(self, now: int) -> None:
+    def replan(self, fleet: Fleet, now: int, rng: np.random.Generator) -> Fleet:
         """Makes a plan from the demand since the last one. Routers see it at once; adapters move afterwards."""
         seconds = max(1e-9, (now - self._since) / _S)
-        latest = {adapter: tokens / seconds for adapter, tokens in self._tokens.items()}
+        asked = np.flatnonzero(fleet.demand_tokens)
+        latest = dict(zip(asked.tolist(), (fleet.demand_tokens[asked] / seconds).tolist(), strict=True))
         before = self._rates if self._epoch > 1 else {}
         demand = {adapter: extrapolated(before.get(adapter), rate) for adapter, rate in latest.items()}
-        self._tokens, self._rates, self._since = {}, latest, now
-        previous = self._views.plan
-        plan = self._plan(previous, demand)
+        fleet.demand_tokens[:] = 0
+        self._rates, self._since = latest, now
+        plan = self._make_plan(demand)
         assert plan is not None
-        if previous is None or plan.holds_over(previous):
-            self._adopt(plan, demand)
+        if self.plan is not None and not plan.holds_over(self.plan):
+            return fleet
+        if fleet.setting["policy"][0] == AUTO:
+            events.complete_orders(fleet, rng)
+        return self._adopt(fleet, plan, demand)
 
-    def _plan(self, previous: PlacementPlan | None, demand: dict[int, float] | None = None) -> PlacementPlan | None:
+    def _make_plan(self, demand: dict[int, float]) -> PlacementPlan | None:
         self._epoch += 1
         adapters = self._unasked.copy()
-        for number, rate in (demand or {}).items():
-            adapters[number] = AdapterDemand(self._adapters[number], self._ranks[number], self._bytes[number], rate)
-        padded = any(node.machine.model.padded for node in self._nodes)
-        return make_plan(self._routing, adapters, self._servers, self._points, self._epoch, previous, padded)
+        for number, rate in demand.items():
+            idle = adapters[number]
+            adapters[number] = AdapterDemand(idle.name, idle.rank, idle.num_bytes, rate)
+        padded = any(machine.model.padded for machine in self._setting.machines)
+        return make_plan(self._setting.routing, adapters, self._servers, self._points, self._epoch, self.plan, padded)
 
-    def _adopt(self, plan: PlacementPlan, demand: dict[int, float]) -> None:
-        before, self._views.plan = self._views.plan, plan
-        moving = {adapter for moves in self._moves for adapter in moves}
-        wanted: list[list[tuple[float, int]]] = [[] for _ in self._nodes]
-        for name, shares in plan.shares.items():
-            adapter = self._number[name]
-            if before and before.shares.get(name) == shares and adapter not in moving:
+    def _arrays(self, plan: PlacementPlan) -> Plan:
+        shares = [plan.shares[name] for name in self._adapters]
+        flat = [share for places in shares for share in places]
+        return Plan(
+            starts=np.concatenate([[0], np.cumsum([len(places) for places in shares], dtype=np.int64)]),
+            instances=np.array([self._numbers[share.instance] for share in flat], np.int64),
+            fractions=np.array([share.fraction for share in flat]),
+            classes=np.array([plan.classes[name] for name in self._names], np.int64),
+        )
+
+    def _adopt(self, fleet: Fleet, plan: PlacementPlan, demand: dict[int, float]) -> Fleet:
+        before, self.plan = self.plan, plan
+        instances, in_host = fleet.batches.instances, fleet.caches.entries["in_host"]
+        ranges = zip(instances["moves_next"].tolist(), instances["moves_end"].tolist(), strict=True)
+        moving = {adapter for start, end in ranges for adapter in fleet.moves[start:end].tolist()}
+        new = self._arrays(plan)
+        starts, numbers, fractions = (values.tolist() for values in new[:3])
+        kept = []
+        wanted: list[list[tuple[float, int]]] = [[] for _ in self._names]
+        for adapter, name in enumerate(self._adapters):
+            if before and before.shares.get(name) == plan.shares[name] and adapter not in moving:
                 continue  # unchanged, and already on its instances
-            for share in shares:
-                number = self._views.number(share.instance)
-                if self._nodes[number].cache.tier(adapter) is Tier.ABSENT:
-                    wanted[number].append((-share.fraction * demand.get(adapter, 0.0), adapter))
+            for at in range(starts[adapter], starts[adapter + 1]):
+                number = numbers[at]
+                if in_host[adapter, number]:
+                    kept.append((adapter, number))
                 else:
-                    self._nodes[number].cache.add(adapter, 0, keep=True)
-        self._moves = [deque(adapter for _, adapter in sorted(moves)) for moves in wanted]
-        places = [plan.instances(name) for name in self._adapters]
-        for node in self._nodes:
-            for adapter in [one for one in node.cache.host if node.name not in places[one]]:
-                if all(self._holds(name, adapter) for name in places[adapter]):
-                    node.cache.remove(adapter)
+                    wanted[number].append((-fractions[at] * demand.get(adapter, 0.0), adapter))
+        events.add_adapters(fleet.caches, *np.array(kept, np.int64).reshape(-1, 2).T.copy())
+        moves = [[adapter for _, adapter in sorted(one)] for one in wanted]
+        ends = np.cumsum([len(one) for one in moves])
+        instances["moves_next"], instances["moves_end"] = np.concatenate([[0], ends[:-1]]), ends
+        self._remove_unplanned(fleet, new)
+        return fleet._replace(plan=new, moves=np.array([adapter for one in moves for adapter in one], np.int64))
 
-    def _holds(self, name: str, adapter: int) -> bool:
-        return adapter in self._nodes[self._views.number(name)].cache.host
-
-    def move(self, number: int, now: int, credit_bytes: float) -> None:
-        """Fetches adapters that the plan assigns to an instance, as far as the bytes since its last heartbeat allow."""
-        moves = self._moves[number]
-        if not moves:
-            self._credit[number] = 0.0
-            return
-        self._credit[number] += credit_bytes
-        cache = self._nodes[number].cache
-        while moves and self._credit[number] > 0:  # a large adapter makes the credit negative, and later ones wait
-            adapter = moves.popleft()
-            if cache.tier(adapter) is Tier.ABSENT:
-                self._credit[number] -= self._bytes[adapter]
-                cache.fetches += 1
-                cache.fetched_bytes += self._bytes[adapter]
-            cache.add(adapter, now, keep=True)
+    def _remove_unplanned(self, fleet: Fleet, plan: Plan) -> None:
+        """Removes adapters from instances that the plan does not name, where all that it names have them."""
+        entries = fleet.caches.entries
+        planned = np.zeros(entries.shape, np.bool_)
+        planned[np.repeat(np.arange(len(entries)), np.diff(plan.starts)), plan.instances] = True
+        in_place = (entries["in_host"] | ~planned).all(axis=1)
+        adapters, numbers = np.nonzero(entries["in_host"] & ~planned & in_place[:, None])
+        order = np.lexsort((entries["host_order"][adapters, numbers], numbers))
+        events.remove_adapters(fleet.caches, adapters[order], numbers[order])

@@ -7,15 +7,18 @@ from typing import Any
 
 from caraserve.bench.report.plots import INK, can_draw, legend, line_style, new_figure, render, style
 from caraserve.bench.report.tables import NONE, TextTable, number, percent
-from caraserve.bench.simulator.sweep import PolicyResult
+from caraserve.bench.simulator.sweep import FleetResult, PolicyResult
 from caraserve.util.units import human_bytes
 
 _FIRST_COLUMNS = ("SLO attainment", "TPT", "to the first", "TTFT p95", "TPOT", "busy", "imbalance")
 _LAST_COLUMNS = ("held", "at most", "fetches", "refused")
+_MOST_LISTED = 16  # instances with rows of their own
 
 
-def text_tables(found: Sequence[PolicyResult]) -> Iterator[TextTable]:
-    """Yields latencies and, if searched for, the sizes needed; then what instances held and moved."""
+def text_tables(fleet: FleetResult) -> Iterator[TextTable]:
+    """Yields latencies and, if searched for, the sizes needed; what instances held and moved; and, of a small fleet,
+    the tails of each instance."""
+    found = fleet.policies
     first = found[0].at_size
     sized = any(one.tried for one in found)
     latencies, moved = [], []
@@ -32,10 +35,30 @@ def text_tables(found: Sequence[PolicyResult]) -> Iterator[TextTable]:
         )
     heads = ("routing", *_FIRST_COLUMNS, *(["instances needed"] if sized else []))
     note = "TPT: end to end ÷ tokens, mean, ms. Imbalance: tokens of the busiest instance over the mean."
-    title = f"{first.instances} instances: latencies in ms, SLO {first.slo_ms:.1f} ms a token"
+    title = f"{first.instances} instances at {fleet.rate:g}/s: latencies in ms, SLO {first.slo_ms:.1f} ms a token"
     yield TextTable(title, heads, latencies, note=note)
     heads = ("routing", *_LAST_COLUMNS, "fetched", "hops", "moved")
-    yield TextTable(f"{first.instances} instances: adapters and requests", heads, moved)
+    yield TextTable(f"{first.instances} instances at {fleet.rate:g}/s: adapters and requests", heads, moved)
+    if first.instances <= _MOST_LISTED:
+        yield _by_instance(fleet)
+
+
+def _by_instance(fleet: FleetResult) -> TextTable:
+    rows = [
+        [
+            policy.at_size.routing,
+            str(place),
+            f"{one.requests:,}",
+            *map(number, (one.ttft_p95_ms, one.queued_p95_ms, one.prefill_p95_ms)),
+            percent(one.utilisation),
+            f"{one.adapters_held:,}",
+            f"{one.adapters_most:,}",
+        ]
+        for policy in fleet.policies
+        for place, one in enumerate(policy.at_size.by_instance)
+    ]
+    heads = ("routing", "instance", "requests", "TTFT p95", "queued p95", "prefill p95", "busy", "held", "at most")
+    return TextTable(f"each instance at {fleet.rate:g}/s: latencies in ms, adapters", heads, rows)
 
 
 def as_json(one: PolicyResult) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""Simulates every routing policy at one cluster size, and finds the smallest cluster that each policy needs.
+"""Simulates routing policies on fleets of several sizes under several rates, and finds the least fleet each needs.
 
-Policies are spread over processes, which inherit the workload by fork. A run's result has the papers' measures, and how
-much was simulated: `events` counts what a simulator that goes token by token would process (arrivals, deliveries,
-quotes, heartbeats, loads, iterations of every instance, and every token), `steps` what this simulator processed, in
-which a run of equal iterations is one step. So events per second measure the speed of a simulation, but not the code
-that it executed.
+`simulate` yields a `FleetResult` for each rate and size; figures and the command line call it. Policies are spread
+over processes, which inherit the workload by fork. A run's result has the papers' measures, and how much was
+simulated: `events` counts what a simulator that goes token by token would process (arrivals, deliveries, quotes,
+heartbeats, loads, iterations of every instance, and every token), `steps` what this simulator processed, in which a
+run of equal iterations is one step. So events per second measure the speed of a simulation, but not the code that it
+executed.
 """
 
 import hashlib
@@ -18,13 +19,30 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from caraserve.bench.options import with_rate
 from caraserve.bench.records import Workload
-from caraserve.bench.simulator.instance import MS
+from caraserve.bench.simulator.compiled import MS
 from caraserve.bench.simulator.machines import Machine, without_adapters
+from caraserve.bench.simulator.operating_points import profiled_points
 from caraserve.bench.simulator.simulation import Setting, Simulation
+from caraserve.bench.workload.build import WorkloadSpec, build
 
 WARM_UP = 0.2  # share of a run's time whose requests do not count
 _CURVE = tuple(range(0, 101, 2))  # percentiles kept for drawing
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceResult:
+    """What one instance did in a run. Percentiles are of the requests that it answered, without the warm-up's; NaN
+    without any."""
+
+    requests: int
+    ttft_p95_ms: float
+    queued_p95_ms: float  # from arrival to the start of the prefill, loading included
+    prefill_p95_ms: float
+    utilisation: float
+    adapters_held: int  # in the host tier, at the end
+    adapters_most: int  # at any time
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,61 +75,77 @@ class SimulationResult:
     migrations: int
     events: int
     steps: int
+    by_instance: tuple[InstanceResult, ...]
     digest: str  # of every request's times and instance: equal for equal runs
 
 
 def summarize(simulation: Simulation, routing: str, slo_ms: float) -> SimulationResult:
     """Computes the result of a finished run."""
-    nodes, counts = simulation.nodes, simulation.counts
-    warm = WARM_UP * (simulation.requests[-1].arrived if simulation.requests else 0)
-    judged = [one for one in simulation.requests if one.arrived >= warm]
-    lost = np.array([one.done < 0 for one in judged], np.bool_)
-    times = np.array([(one.arrived, one.first, one.done, one.output) for one in judged], np.float64)
-    times = times.reshape(-1, 4)
-    ttft_ms = np.where(lost, np.inf, (times[:, 1] - times[:, 0]) / MS)
-    tpt_ms = np.where(lost, np.inf, (times[:, 2] - times[:, 0]) / MS / times[:, 3])
-    several = ~lost & (times[:, 3] > 1)
-    tpot_ms = (times[several, 2] - times[several, 1]) / MS / (times[several, 3] - 1)
-    tokens = [node.batches.tokens for node in nodes]
-    end = max((one.done for one in simulation.requests), default=0)
-    iterations, loads = sum(node.batches.iterations for node in nodes), sum(node.cache.loads for node in nodes)
-    looks = counts.arrivals + counts.deliveries + counts.quotes + counts.beats + loads
+    counts, nodes = simulation.fleet.counts[0], simulation.fleet.batches.instances
+    requests = simulation.requests
+    judged = requests[requests["arrived"] >= WARM_UP * requests["arrived"].max(initial=0)]
+    lost, output = judged["done"] < 0, judged["output"]
+    ttft_ms = np.where(lost, np.inf, (judged["first"] - judged["arrived"]) / MS)
+    tpt_ms = np.where(lost, np.inf, (judged["done"] - judged["arrived"]) / MS / output)
+    several = ~lost & (output > 1)
+    tpot_ms = (judged["done"] - judged["first"])[several] / MS / (output[several] - 1)
+    tokens, end = nodes["tokens"], requests["done"].max(initial=0)
+    looks = int(counts["arrivals"] + counts["deliveries"] + counts["quotes"] + counts["beats"] + nodes["loads"].sum())
     return SimulationResult(
         routing=routing,
         instances=len(nodes),
         requests=len(judged),
         lost=int(lost.sum()),
         slo_ms=slo_ms,
-        attainment=float((tpt_ms <= slo_ms).mean()) if judged else 0.0,
+        attainment=float((tpt_ms <= slo_ms).mean()) if len(judged) else 0.0,
         tpt_mean_ms=_mean(tpt_ms),
         tpt_p99_ms=_percentile(tpt_ms, 99),
-        tpt_curve_ms=tuple(_percentile(tpt_ms, level) for level in _CURVE),
+        tpt_curve_ms=_percentiles(tpt_ms, _CURVE),
         ttft_p50_ms=_percentile(ttft_ms, 50),
         ttft_p95_ms=_percentile(ttft_ms, 95),
         ttft_p99_ms=_percentile(ttft_ms, 99),
         tpot_mean_ms=_mean(tpot_ms),
-        utilisation=sum(node.batches.busy_ns for node in nodes) / (len(nodes) * end) if end else 0.0,
-        imbalance=max(tokens) * len(nodes) / sum(tokens) if sum(tokens) else 1.0,
-        adapters_held_mean=sum(len(node.cache.host) for node in nodes) / len(nodes),
-        adapters_held_max=max(len(node.cache.host) for node in nodes),
-        bytes_held_max=max(node.cache.host_bytes for node in nodes),
-        fetches=sum(node.cache.fetches for node in nodes),
-        fetched_bytes=sum(node.cache.fetched_bytes for node in nodes),
-        hops=counts.hops,
-        quotes=counts.quotes,
-        refusals=counts.refusals,
-        migrations=counts.migrations,
-        events=looks + iterations + sum(tokens),
-        steps=looks + sum(node.batches.steps for node in nodes),
+        utilisation=float(nodes["busy_ns"].sum() / (len(nodes) * end)) if end else 0.0,
+        imbalance=float(tokens.max() * len(nodes) / tokens.sum()) if tokens.any() else 1.0,
+        adapters_held_mean=float(nodes["host_adapters"].mean()),
+        adapters_held_max=int(nodes["host_adapters"].max()),
+        bytes_held_max=int(nodes["host_bytes"].max()),
+        fetches=int(nodes["fetches"].sum()),
+        fetched_bytes=int(nodes["fetched_bytes"].sum()),
+        hops=int(counts["hops"]),
+        quotes=int(counts["quotes"]),
+        refusals=int(counts["refusals"]),
+        migrations=int(counts["migrations"]),
+        events=looks + int(nodes["iterations"].sum() + tokens.sum()),
+        steps=looks + int(nodes["steps"].sum()),
+        by_instance=_by_instance(judged[~lost], nodes, int(end)),
         digest=digest(simulation),
+    )
+
+
+def _by_instance(answered: NDArray[np.void], nodes: NDArray[np.void], end: int) -> tuple[InstanceResult, ...]:
+    answered = answered[np.argsort(answered["place"], kind="stable")]
+    starts = np.searchsorted(answered["place"], np.arange(1, len(nodes)))
+    return tuple(_instance_result(mine, one, end) for mine, one in zip(np.split(answered, starts), nodes, strict=True))
+
+
+def _instance_result(answered: NDArray[np.void], one: np.void, end: int) -> InstanceResult:
+    return InstanceResult(
+        requests=len(answered),
+        ttft_p95_ms=_percentile((answered["first"] - answered["arrived"]) / MS, 95),
+        queued_p95_ms=_percentile((answered["admitted"] - answered["arrived"]) / MS, 95),
+        prefill_p95_ms=_percentile((answered["first"] - answered["admitted"]) / MS, 95),
+        utilisation=float(one["busy_ns"] / end) if end else 0.0,
+        adapters_held=int(one["host_adapters"]),
+        adapters_most=int(one["most_host_adapters"]),
     )
 
 
 def digest(simulation: Simulation) -> str:
     """Returns a SHA-256 of the times and the instance of every request."""
     content = hashlib.sha256()
-    for request, place in zip(simulation.requests, simulation.served_by, strict=True):
-        content.update(f"{request.index},{request.arrived},{request.first},{request.done},{place};".encode())
+    for name in ("arrived", "first", "done", "place"):
+        content.update(np.ascontiguousarray(simulation.requests[name]).astype("<i8").tobytes())
     return content.hexdigest()
 
 
@@ -120,8 +154,14 @@ def _mean(values: NDArray[np.float64]) -> float:
 
 
 def _percentile(values: NDArray[np.float64], level: float) -> float:
+    return _percentiles(values, (level,))[0]
+
+
+def _percentiles(values: NDArray[np.float64], levels: Sequence[float]) -> tuple[float, ...]:
     # The next higher request's value: between a finite and an infinite one nothing can be interpolated.
-    return float(np.percentile(values, level, method="higher")) if values.size else math.nan
+    if not values.size:
+        return (math.nan,) * len(levels)
+    return tuple(np.percentile(values, levels, method="higher").tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,32 +179,84 @@ class Goal:
 
 
 @dataclass(frozen=True, slots=True)
-class SweepSpec:
-    """The parameters of a sweep."""
+class FleetSpec:
+    """A fleet to simulate, and what it has to meet."""
 
     machines: tuple[Machine, ...]  # instance i is machines[i % len(machines)]
     instances: int
-    setting: Setting  # its machines and routing are replaced in each run
+    setting: Setting  # its machines, routing and SLO are replaced in each run
     goal: Goal | None = None
+    profiles_points: bool = False  # plans use profiled operating points, not those of the formula
     most_instances: int = 128  # limit of the search for the least number
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyResult:
-    """The results of one policy at the sweep's size, and at every size tried for the goal."""
+    """The results of one policy at the fleet's size, and at every size tried for the goal."""
 
     at_size: SimulationResult
     tried: tuple[SimulationResult, ...] = ()
     needed: int | None = None  # instances; None: no goal, or not met
 
 
-def base(study: SweepSpec, workload: Workload, slo_scale: float) -> SimulationResult:
+@dataclass(frozen=True, slots=True)
+class FleetResult:
+    """The results of all policies on a fleet of one size under one rate."""
+
+    rate: float  # requests/s
+    instances: int
+    requests: int
+    slo_ms: float  # time per token
+    base: SimulationResult  # the same requests without adapters
+    policies: tuple[PolicyResult, ...]
+    notes: tuple[str, ...]  # the load's assumptions and changes
+
+
+def simulate(
+    fleet: FleetSpec,
+    load: WorkloadSpec,
+    routings: Sequence[str],
+    *,
+    rates: Sequence[float] = (),
+    sizes: Sequence[int] = (),
+    slo_scale: float = 1.5,
+    processes: int = 1,
+) -> Iterator[FleetResult]:
+    """Simulates every routing at every rate and size, one result for each rate and size in this order.
+
+    No rates: the load's own. No sizes: the fleet's. The SLO is `slo_scale` times the mean time per token of the same
+    requests without adapters.
+    """
+    for rate in rates or (None,):
+        asked = load if rate is None else with_rate(load, rate)
+        workload = build(asked)
+        for instances in sizes or (fleet.instances,):
+            sized = replace(fleet, instances=instances)
+            bare = base(sized, workload, slo_scale)
+            points = None
+            if fleet.profiles_points:
+                points = profiled_points(fleet.machines[0], workload, fleet.setting.ttft_ms)
+            setting = replace(sized.setting, slo_ms=bare.slo_ms, operating_points=points)
+            sized = replace(sized, setting=setting)
+            found = find_all(sized, workload, routings, min(processes, len(routings)))
+            yield FleetResult(
+                rate=asked.arrivals.rate(asked.rate) * asked.scale.rate,
+                instances=instances,
+                requests=len(workload.requests),
+                slo_ms=bare.slo_ms,
+                base=bare,
+                policies=tuple(found),
+                notes=workload.notes,
+            )
+
+
+def base(fleet: FleetSpec, workload: Workload, slo_scale: float) -> SimulationResult:
     """Simulates the same requests without adapters, round-robin over all instances.
 
-    The result's SLO, which the sweep uses, is `slo_scale` times the mean time per token of this run.
+    The result's SLO, which all policies have, is `slo_scale` times the mean time per token of this run.
     """
     bare = Workload(tuple(replace(request, adapter=None) for request in workload.requests), ())
-    sized = _sized(study, "round-robin", study.instances)
+    sized = _sized(fleet, "round-robin", fleet.instances)
     machines = tuple(map(without_adapters, sized.machines))
     simulation = Simulation(replace(sized, machines=machines, routers=1), bare)
     simulation.run()
@@ -172,20 +264,20 @@ def base(study: SweepSpec, workload: Workload, slo_scale: float) -> SimulationRe
     return summarize(simulation, "round-robin", slo_scale * mean_ms)
 
 
-def find(study: SweepSpec, workload: Workload, routing: str) -> PolicyResult:
-    """Simulates one policy at the sweep's size, and at other sizes until the least that meets the goal is found."""
-    at_size = _run(_sized(study, routing, study.instances), workload)
-    if study.goal is None:
+def find(fleet: FleetSpec, workload: Workload, routing: str) -> PolicyResult:
+    """Simulates one policy at the fleet's size, and at other sizes until the least that meets the goal is found."""
+    at_size = _run(_sized(fleet, routing, fleet.instances), workload)
+    if fleet.goal is None:
         return PolicyResult(at_size)
-    tried = {study.instances: at_size}
+    tried = {fleet.instances: at_size}
 
     def enough(count: int) -> bool:
         if count not in tried:
-            tried[count] = _run(_sized(study, routing, count), workload)
-        assert study.goal is not None
-        return study.goal.met(tried[count])
+            tried[count] = _run(_sized(fleet, routing, count), workload)
+        assert fleet.goal is not None
+        return fleet.goal.met(tried[count])
 
-    needed = _least(enough, study.instances, study.most_instances)
+    needed = _least(enough, fleet.instances, fleet.most_instances)
     return PolicyResult(at_size, tuple(tried[count] for count in sorted(tried)), needed)
 
 
@@ -205,9 +297,9 @@ def _least(enough: Callable[[int], bool], start: int, most: int) -> int | None:
     return high
 
 
-def _sized(study: SweepSpec, routing: str, instances: int) -> Setting:
-    machines = tuple(study.machines[number % len(study.machines)] for number in range(instances))
-    return replace(study.setting, machines=machines, routing=routing)
+def _sized(fleet: FleetSpec, routing: str, instances: int) -> Setting:
+    machines = tuple(fleet.machines[number % len(fleet.machines)] for number in range(instances))
+    return replace(fleet.setting, machines=machines, routing=routing)
 
 
 def _run(setting: Setting, workload: Workload) -> SimulationResult:
@@ -216,22 +308,22 @@ def _run(setting: Setting, workload: Workload) -> SimulationResult:
     return summarize(simulation, setting.routing, setting.slo_ms)
 
 
-_of_this_process: list[tuple[SweepSpec, Workload]] = []
+_of_this_process: list[tuple[FleetSpec, Workload]] = []
 
 
-def _begin(study: SweepSpec, workload: Workload) -> None:
-    _of_this_process[:] = [(study, workload)]
+def _begin(fleet: FleetSpec, workload: Workload) -> None:
+    _of_this_process[:] = [(fleet, workload)]
 
 
 def _find_here(routing: str) -> PolicyResult:
     return find(*_of_this_process[0], routing)
 
 
-def find_all(study: SweepSpec, workload: Workload, routings: Sequence[str], processes: int) -> Iterator[PolicyResult]:
+def find_all(fleet: FleetSpec, workload: Workload, routings: Sequence[str], processes: int) -> Iterator[PolicyResult]:
     """Yields the result of every policy, in the order given, whatever the number of processes."""
     if processes == 1:
-        yield from (find(study, workload, routing) for routing in routings)
+        yield from (find(fleet, workload, routing) for routing in routings)
         return
     fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(processes, fork, _begin, (study, workload)) as pool:
+    with ProcessPoolExecutor(processes, fork, _begin, (fleet, workload)) as pool:
         yield from pool.map(_find_here, routings)

@@ -1,75 +1,128 @@
-"""The state that routers of a simulated cluster see: delayed heartbeats, plus the requests that each has sent since.
+"""The state that routers of a simulated fleet see: delayed heartbeats, plus the requests that each has sent since.
 
 A heartbeat reaches all routers at once, so published states are stored once. When a router routes a request, the
-requests that it has sent and its own exact state are added to them.
+requests that it has sent and its own exact state are added to them, by the rules of `router.SentRequests`.
+
+All functions are compiled.
 """
 
-from collections import deque
-from collections.abc import Sequence
+# mypy: disable-error-code="no-untyped-def"
 
-from caraserve.cluster.placement.plan import PlacementPlan
-from caraserve.cluster.routing.cost import Arrival, Tier
-from caraserve.cluster.routing.router import Fleet, Instance, SentRequests
+from caraserve.bench.simulator import adapter_cache
+from caraserve.bench.simulator.batching import advance, write_backlog
+from caraserve.bench.simulator.compiled import kernel
+from caraserve.cluster.routing.router import SENT_MAX_AGE_S, TRANSIT_S
 
 _S = 1e-9
 
 
-class RouterViews:
-    """The views of all routers. Instances are numbered in the order of `published`, adapters in that of `adapters`."""
+@kernel
+def publish(fleet, number, now):
+    """Sends an instance's heartbeat with the changes of its adapters."""
+    counts, one = fleet.counts[0], fleet.batches.instances[number]
+    beat = fleet.beats[counts.beats_tail % fleet.beats.size]
+    counts.beats_tail += 1
+    beat.at, beat.number, beat.changes = now + fleet.setting[0].gossip_ns, number, one.num_changed
+    write_backlog(fleet.batches.machines[number], one, beat.backlog)
+    while one.changed_first >= 0:
+        adapter = one.changed_first
+        change = fleet.changes[counts.changes_tail % fleet.changes.size]
+        counts.changes_tail += 1
+        change.adapter, change.tier = adapter, adapter_cache.tier(fleet.caches, number, adapter)
+        fleet.caches.entries[adapter, number].changed = False
+        one.changed_first = fleet.caches.entries[adapter, number].changed_after
+    one.num_changed = 0
 
-    def __init__(self, published: Sequence[Instance], adapters: Sequence[str], routers: int, delay_ns: int) -> None:
-        self.plan: PlacementPlan | None = None
-        self.tiers: dict[str, dict[str, Tier]] = {}
-        self._names = [instance.name for instance in published]
-        self._number = {name: number for number, name in enumerate(self._names)}
-        self._adapters = adapters
-        self._published = {instance.name: instance for instance in published}
-        self._delay = delay_ns
-        self._under_way: deque[tuple[int, int, Instance, dict[int, Tier]]] = deque()
-        self._ledgers = [SentRequests() for _ in range(routers)]
-        self._sent: list[dict[int, None]] = [{} for _ in published]  # instance → routers that sent to it lately
-        self._open: list[dict[int, None]] = [{} for _ in range(routers)]  # router → instances that it sent to lately
 
-    def publish(self, number: int, instance: Instance, changed: dict[int, Tier], now: int) -> None:
-        """Sends an instance's heartbeat with the changes of its adapters."""
-        self._under_way.append((now + self._delay, number, instance, changed))
+@kernel
+def arrive(fleet, now):
+    """Applies the heartbeats that have arrived by `now`."""
+    counts = fleet.counts[0]
+    while counts.beats_head < counts.beats_tail and fleet.beats[counts.beats_head % fleet.beats.size].at <= now:
+        beat = fleet.beats[counts.beats_head % fleet.beats.size]
+        counts.beats_head += 1
+        number = beat.number
+        fleet.published[number] = beat.backlog
+        for _ in range(beat.changes):
+            change = fleet.changes[counts.changes_head % fleet.changes.size]
+            counts.changes_head += 1
+            fleet.tiers[change.adapter, number] = change.tier
+        for router in range(fleet.sent_first.shape[1]):
+            if fleet.sent_first[number, router] >= 0:
+                _forget_sent(fleet, number, router, beat.at * _S)
 
-    def arrive(self, now: int) -> None:
-        """Applies the heartbeats that have arrived by `now`."""
-        while self._under_way and self._under_way[0][0] <= now:
-            at, number, instance, changed = self._under_way.popleft()
-            self._published[instance.name] = instance
-            for adapter, tier in changed.items():
-                self.learn(adapter, instance.name, tier)
-            for router in list(self._sent[number]):
-                self._ledgers[router].on_heartbeat(instance.name, at * _S)
-                if instance.name not in self._ledgers[router]:
-                    del self._sent[number][router], self._open[router][number]
 
-    def learn(self, adapter: int, name: str, tier: Tier) -> None:
-        """Records where an adapter is."""
-        holders = self.tiers.setdefault(self._adapters[adapter], {})
-        if tier is Tier.ABSENT:
-            holders.pop(name, None)
+@kernel
+def _forget_sent(fleet, number, router, now_s):
+    """Removes the requests that an instance's new heartbeat includes."""
+    counts, before, at = fleet.counts[0], -1, fleet.sent_first[number, router]
+    while at >= 0:
+        after = fleet.sent[at].after
+        if fleet.sent[at].at_s > now_s - TRANSIT_S:
+            before = at
         else:
-            holders[name] = tier
+            if before < 0:
+                fleet.sent_first[number, router] = after
+            else:
+                fleet.sent[before].after = after
+            fleet.sent[at].after, counts.free_sent = counts.free_sent, at
+        at = after
+    fleet.sent_last[number, router] = before
 
-    def sent(self, router: int, number: int, arrival: Arrival, now: int) -> None:
-        """Records a request that a router has forwarded."""
-        self._ledgers[router].add(self._names[number], arrival, now * _S)
-        self._sent[number][router] = None
-        self._open[router][number] = None
 
-    def of(self, router: int, own: Instance, now: int) -> Fleet:
-        """Returns the cluster as one router sees it."""
-        seen = self._published.copy()
-        for number in self._open[router]:
-            instance = seen[self._names[number]]
-            backlog = self._ledgers[router].backlog(instance.name, instance.backlog, now * _S)
-            seen[instance.name] = instance.with_backlog(backlog)
-        seen[own.name] = own
-        return Fleet(own.name, seen, self.tiers, self.plan)
+@kernel
+def add_sent(fleet, number, route, now):
+    """Records a request that a router has forwarded."""
+    counts = fleet.counts[0]
+    at = counts.free_sent
+    if at >= 0:
+        counts.free_sent = fleet.sent[at].after
+    else:
+        at = counts.num_sent
+        counts.num_sent += 1
+    sent = fleet.sent[at]
+    sent.at_s, sent.rank, sent.prompt_tokens, sent.output_tokens, sent.after = (
+        now * _S,
+        route.rank,
+        route.prompt_tokens,
+        route.output_tokens,
+        -1,
+    )
+    last = fleet.sent_last[number, route.router]
+    if last < 0:
+        fleet.sent_first[number, route.router] = at
+    else:
+        fleet.sent[last].after = at
+    fleet.sent_last[number, route.router] = at
 
-    def number(self, name: str) -> int:
-        """Returns the number of the instance with this name."""
-        return self._number[name]
+
+@kernel
+def look(fleet, router, now):
+    """Writes the backlogs of all instances as one router sees them to `fleet.seen`."""
+    now_s, central = now * _S, fleet.setting[0].central
+    for number in range(fleet.seen.size):
+        seen = fleet.seen[number]
+        if central:
+            advance(fleet.batches, number, now)
+        if central or number == router:
+            write_backlog(fleet.batches.machines[number], fleet.batches.instances[number], seen)
+            continue
+        fleet.seen[number] = fleet.published[number]
+        at = fleet.sent_first[number, router]
+        while at >= 0:
+            sent = fleet.sent[at]
+            if sent.at_s > now_s - SENT_MAX_AGE_S:
+                _add(seen, sent.rank, sent.prompt_tokens, sent.output_tokens)
+            at = sent.after
+
+
+@kernel
+def _add(seen, rank, prompt_tokens, output_tokens):
+    """Adds a queued request to a backlog, as `Backlog.plus` does."""
+    seen.requests += 1
+    seen.rank_sum += rank
+    seen.rank_max = max(seen.rank_max, rank)
+    seen.queued_tokens += prompt_tokens
+    seen.queued_token_ranks += prompt_tokens * rank
+    seen.kv_free_tokens = seen.kv_free_tokens - prompt_tokens - output_tokens
+    seen.queue_room -= 1

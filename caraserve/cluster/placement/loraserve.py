@@ -157,7 +157,9 @@ def _of_one_class(adapters: Iterable[AdapterDemand], operating_points: Mapping[i
     only divide the fleet into parts that cannot share their load."""
     known = list(adapters)
     rank = max((adapter.rank for adapter in known), default=0)
-    return [
-        replace(one, rank=rank, tokens_per_s=one.tokens_per_s * operating_points[rank] / operating_points[one.rank])
+    return [  # `replace` would take three times as long, for all of a fleet's adapters
+        AdapterDemand(
+            one.name, rank, one.num_bytes, one.tokens_per_s * operating_points[rank] / operating_points[one.rank]
+        )
         for one in known
     ]

@@ -1,8 +1,7 @@
 """Computes what one more request would cost an instance: Toppings §5, Algorithm 1, completed. No I/O, no clock.
 
 Routers compare candidates by this cost, from their views of the instances; an instance computes it exactly for a quote.
-The functions take plain numbers, so that `bench/simulator/compiled_ranking.py` can compile them. Where the paper leaves
-something open:
+The functions take plain numbers, so that `bench/simulator` can compile them. Where the paper leaves something open:
 
 - Infinity times zero requests is undefined: an instance past the SLO costs infinity even when it is empty, and an empty
   one within the SLO costs its cold start alone.
@@ -160,11 +159,16 @@ def cost_and_latency(
         # The time that the request adds on every instance cannot distinguish them, and multiplied by the batch's size
         # it would outweigh the time of each answer. So only the padding that its rank causes there is counted.
         added_ms = max(0.0, added_ms - alpha_ms * rank - gamma_ms)
-    base_ms, token_ms, token_rank_ms = model.prefill_base_ms, model.prefill_token_ms, model.prefill_token_rank_ms
+    base_ms, token_ms, by_sum_ms = model.prefill_base_ms, model.prefill_token_ms, model.prefill_token_rank_ms
+    by_max_ms, rank_max_after = model.prefill_token_rank_max_ms, max(rank_max, rank)
     # The paper counts the line's intercept before and after the request, so it cancels: only the slope is left.
-    added_prefill_ms = prompt_tokens * (token_ms + rank * token_rank_ms)
+    added_prefill_ms = prompt_tokens * (token_ms + rank * by_sum_ms)
+    # Kernels that pad prompts to the largest rank make the queued ones longer too: as if they were in one iteration.
+    added_prefill_ms += by_max_ms * (
+        (backlog.queued_tokens + prompt_tokens) * rank_max_after - backlog.queued_tokens * rank_max
+    )
     tokens, token_ranks = backlog.queued_tokens + prompt_tokens, backlog.queued_token_ranks + prompt_tokens * rank
-    all_ms = prefill_ms(base_ms, token_ms, token_rank_ms, tokens, token_ranks)
+    all_ms = prefill_ms(base_ms, token_ms, by_sum_ms, by_max_ms, tokens, token_ranks, rank_max_after)
     wait_ms = all_ms + cold_ms
     if needed_tokens > backlog.kv_free_tokens:
         short_tokens = needed_tokens - backlog.kv_free_tokens
@@ -198,32 +202,40 @@ def estimate(
     return CostEstimate(*numbers)
 
 
+PRIOR_TOKENS, PRIOR_WEIGHT = 200.0, 8.0  # of an answer before there are any
+ALL_ANSWERS, OWN_ANSWERS = 1000.0, 50.0  # that count, of all adapters and of one
+
+
+def with_answer(weight: float, tokens: float, answer_tokens: float, memory: float) -> tuple[float, float]:
+    """Adds an answer to a weight and Σ tokens. Older answers fade, so that the weights sum to at most `memory`."""
+    keep = 1.0 - 1.0 / memory
+    return weight * keep + 1.0, tokens * keep + answer_tokens
+
+
+def expected_tokens(weight: float, tokens: float, all_weight: float, all_tokens: float) -> float:
+    """Returns the expected tokens of an adapter's answer, at least 1, by its own sums and those of all adapters."""
+    prior = all_tokens / all_weight
+    return max(1.0, (tokens + PRIOR_WEIGHT * prior) / (weight + PRIOR_WEIGHT))
+
+
 class AnswerLengths:
     """Expects the tokens of an adapter's answers: the mean of recent ones, weighted with the mean over all adapters
     while there are few, and with a prior before there are any."""
 
-    def __init__(self, prior_tokens: float = 200.0, prior_weight: float = 8.0, max_adapters: int = 50_000) -> None:
-        self._prior_weight = prior_weight
+    def __init__(self, max_adapters: int = 50_000) -> None:
         self._max_adapters = max_adapters
-        self._all = (prior_weight, prior_weight * prior_tokens)
+        self._all = (PRIOR_WEIGHT, PRIOR_WEIGHT * PRIOR_TOKENS)
         self._by_adapter: OrderedDict[str | None, tuple[float, float]] = OrderedDict()  # weight, Σ tokens
 
     def observe(self, adapter: str | None, output_tokens: int) -> None:
         """Records the length of a finished answer."""
-        self._all = _faded(self._all, output_tokens, 1000.0)
-        self._by_adapter[adapter] = _faded(self._by_adapter.get(adapter, (0.0, 0.0)), output_tokens, 50.0)
+        self._all = with_answer(*self._all, output_tokens, ALL_ANSWERS)
+        own = self._by_adapter.get(adapter, (0.0, 0.0))
+        self._by_adapter[adapter] = with_answer(*own, output_tokens, OWN_ANSWERS)
         self._by_adapter.move_to_end(adapter)
         if len(self._by_adapter) > self._max_adapters:  # names come from clients
             self._by_adapter.popitem(last=False)
 
     def expected(self, adapter: str | None) -> float:
         """Returns the expected tokens of an answer, at least 1."""
-        weight, tokens = self._by_adapter.get(adapter, (0.0, 0.0))
-        prior = self._all[1] / self._all[0]
-        return max(1.0, (tokens + self._prior_weight * prior) / (weight + self._prior_weight))
-
-
-def _faded(sums: tuple[float, float], tokens: int, memory: float) -> tuple[float, float]:
-    """Adds an answer to (weight, Σ tokens). Older answers fade, so that the weights sum to at most `memory`."""
-    keep = 1.0 - 1.0 / memory
-    return sums[0] * keep + 1.0, sums[1] * keep + tokens
+        return expected_tokens(*self._by_adapter.get(adapter, (0.0, 0.0)), *self._all)

@@ -46,6 +46,7 @@ class ForwardClaims:
     force: bool  # the receiver may refuse only what it cannot serve at all
     time_ms: int
     body_digest: str  # SHA-256 in hex
+    defaults_digest: str  # of what the adapter's requests take where they leave a field out; empty for nothing
     client: str  # the name of its API key, or its address: the tenant, for fairness at the receiver
     weight: float  # of that tenant
     owns_cache: bool  # whether that tenant shares no cached prompts with others
@@ -101,9 +102,10 @@ def _read(text: str) -> ForwardClaims:
         claims = ForwardClaims(**orjson.loads(text))
     except (TypeError, ValueError):
         raise Forbidden(f"{CLAIMS_HEADER} has other fields than this version of the server reads.") from None
-    texts = claims.id, claims.sender, claims.receiver, claims.digest, claims.body_digest, claims.client
+    texts = claims.id, claims.sender, claims.receiver, claims.client
+    digests = claims.digest, claims.defaults_digest, claims.body_digest
     numbers = claims.attempt, claims.time_ms, *(() if claims.seed is None else (claims.seed,))
-    typed = all(type(value) is str for value in texts) and all(type(value) is int for value in numbers)
+    typed = all(type(value) is str for value in texts + digests) and all(type(value) is int for value in numbers)
     named = claims.adapter is None or (type(claims.adapter) is str and ADAPTER_NAME.fullmatch(claims.adapter))
     weighted = type(claims.weight) in (int, float) and 0 < claims.weight < inf
     switched = all(type(value) is bool for value in (claims.force, claims.owns_cache))

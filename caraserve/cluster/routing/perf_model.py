@@ -35,12 +35,23 @@ def decode_ms(
     return alpha_ms * work + gamma_ms * requests + beta_ms
 
 
-def prefill_ms(base_ms: float, token_ms: float, token_rank_ms: float, tokens: float, token_ranks: float) -> float:
-    """Returns the time of one iteration over prompts with `tokens` tokens in all; `token_ranks` is Σ tokens · rank.
-    Prefill kernels work by segment, so one prompt's rank does not pad another's. No tokens take 0 ms."""
+def prefill_ms(
+    base_ms: float,
+    token_ms: float,
+    token_rank_ms: float,
+    token_rank_max_ms: float,
+    tokens: float,
+    token_ranks: float,
+    rank_max: float,
+) -> float:
+    """Returns the time of one iteration over prompts with `tokens` tokens in all; `token_ranks` is Σ tokens · rank, and
+    `rank_max` the largest rank among them. No tokens take 0 ms.
+
+    This project's kernels work by segment, so one prompt's rank does not pad another's: `token_rank_max_ms` is 0. Of
+    padded kernels it is the time of each token for each unit of the largest rank."""
     if tokens == 0:
         return 0.0
-    return base_ms + token_ms * tokens + token_rank_ms * token_ranks
+    return base_ms + token_ms * tokens + token_rank_ms * token_ranks + token_rank_max_ms * (tokens * rank_max)
 
 
 def mixed_ms(decoding_ms: float, beta_ms: float, prefilling_ms: float, base_ms: float) -> float:
@@ -49,6 +60,27 @@ def mixed_ms(decoding_ms: float, beta_ms: float, prefilling_ms: float, base_ms: 
     if decoding_ms == 0.0 or prefilling_ms == 0.0:
         return decoding_ms + prefilling_ms
     return decoding_ms + prefilling_ms - min(beta_ms, base_ms)
+
+
+def iteration_ms(
+    model: "PerfModel",
+    requests: float,
+    rank_sum: float,
+    rank_max: float,
+    tokens: float,
+    token_ranks: float,
+    prompt_rank_max: float,
+) -> float:
+    """Returns the time of one iteration with a token of each decoding request, and `tokens` tokens of prompts."""
+    beta_ms, base_ms = model.beta_ms, model.prefill_base_ms
+    decoding_ms = decode_ms(model.alpha_ms, model.gamma_ms, beta_ms, model.padded, requests, rank_sum, rank_max)
+    token_ms, by_sum_ms, by_max_ms = (
+        model.prefill_token_ms,
+        model.prefill_token_rank_ms,
+        model.prefill_token_rank_max_ms,
+    )
+    prefilling_ms = prefill_ms(base_ms, token_ms, by_sum_ms, by_max_ms, tokens, token_ranks, prompt_rank_max)
+    return mixed_ms(decoding_ms, beta_ms, prefilling_ms, base_ms)
 
 
 def operating_point(
@@ -80,6 +112,7 @@ class PerfModel:
     prefill_base_ms: float
     prefill_token_ms: float
     prefill_token_rank_ms: float
+    prefill_token_rank_max_ms: float = 0.0  # for each token and unit of the largest rank, of padded kernels
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -97,36 +130,41 @@ class PerfModel:
     @classmethod
     def of(cls, profile: Profile, kernel: Kernel = "measured", padded_rank: int | None = None) -> Self:
         """Builds the model from one of a profile's three fits. `padded_rank`: the rank that kernels compute for every
-        adapter, whatever its own; a request's cost is then the same in any batch."""
+        adapter, whatever its own; a request's cost is then the same in any batch. Where the measured kernels pad to the
+        largest rank in the batch instead, it is not used."""
         decode, prefill = profile.decode, profile.prefill
         line = {"unpadded": decode.unpadded, "padded": decode.padded}.get(kernel)
         alpha_ms, gamma_ms, beta_ms = (
             (line.alpha_ms, 0.0, line.beta_ms) if line else (decode.alpha_ms, decode.gamma_ms, decode.beta_ms)
         )
         token_ms, token_rank_ms = prefill.per_token_ms, prefill.per_token_rank_ms
-        if padded_rank is not None:
+        padded = kernel == "padded" or (kernel == "measured" and decode.is_padded)
+        if padded_rank is not None and not padded:
             alpha_ms, gamma_ms = 0.0, gamma_ms + alpha_ms * padded_rank
             token_rank_ms, token_ms = 0.0, token_ms + token_rank_ms * padded_rank
-        return cls(alpha_ms, gamma_ms, beta_ms, kernel == "padded", prefill.base_ms, token_ms, token_rank_ms)
+        return cls(alpha_ms, gamma_ms, beta_ms, padded, prefill.base_ms, token_ms, token_rank_ms)
 
     def decode_ms(self, requests: int, rank_sum: int, rank_max: int) -> float:
         """Predicts an iteration that computes one token for each of the batch's requests."""
         return decode_ms(self.alpha_ms, self.gamma_ms, self.beta_ms, self.padded, requests, rank_sum, rank_max)
 
-    def prefill_ms(self, tokens: int, token_ranks: int) -> float:
-        """Predicts an iteration over prompts with `tokens` tokens in all; `token_ranks` is Σ tokens · rank."""
-        return prefill_ms(self.prefill_base_ms, self.prefill_token_ms, self.prefill_token_rank_ms, tokens, token_ranks)
+    def prefill_ms(self, tokens: int, token_ranks: int, rank_max: int = 0) -> float:
+        """Predicts an iteration over prompts with `tokens` tokens in all; `token_ranks` is Σ tokens · rank, `rank_max`
+        the largest rank among them."""
+        return self.iteration_ms(0, 0, 0, tokens, token_ranks, rank_max)
 
-    def iteration_ms(self, requests: int, rank_sum: int, rank_max: int, tokens: int, token_ranks: int) -> float:
+    def iteration_ms(
+        self, requests: int, rank_sum: int, rank_max: int, tokens: int, token_ranks: int, prompt_rank_max: int = 0
+    ) -> float:
         """Predicts an iteration with a token of each decoding request, and `tokens` tokens of prompts."""
-        decoding_ms = self.decode_ms(requests, rank_sum, rank_max)
-        return mixed_ms(decoding_ms, self.beta_ms, self.prefill_ms(tokens, token_ranks), self.prefill_base_ms)
+        return iteration_ms(self, requests, rank_sum, rank_max, tokens, token_ranks, prompt_rank_max)
 
     def operating_point(
         self, rank: int, slo_ms: float, prompt_tokens: float, output_tokens: float, most_requests: int
     ) -> float:
         """Returns the tokens/s of answers to typical requests of one rank under the SLO (LoRAServe §IV-A)."""
-        prefill = self.prefill_base_ms + prompt_tokens * (self.prefill_token_ms + rank * self.prefill_token_rank_ms)
+        token_rank_ms = self.prefill_token_rank_ms + self.prefill_token_rank_max_ms
+        prefill = self.prefill_base_ms + prompt_tokens * (self.prefill_token_ms + rank * token_rank_ms)
         token_ms = self.alpha_ms * rank + self.gamma_ms
         return operating_point(token_ms, self.beta_ms, prefill / output_tokens, slo_ms, most_requests)
 

@@ -18,23 +18,20 @@ from caraserve.cluster.routing.router import (
     LazyOrder,
     Policy,
     Proposal,
-    Ranker,
     rank_candidates,
 )
 from caraserve.errors import ConfigError
 
 _REQUESTS = attrgetter("backlog.requests")
-_SHORTLIST = 8  # candidates kept after the first stage
-_QUOTES = 4  # of them asked, at random: always asking the same best ones would send all requests there
+SHORTLIST = 8  # candidates kept after the first stage
+QUOTES = 4  # of them asked, at random: always asking the same best ones would send all requests there
+FIRST_FIT_REQUESTS = 32  # to which first-fit fills an instance
 
 
-def policy(name: str, rank: Ranker = rank_candidates) -> Policy:
-    """Makes a policy; round-robin has a state. `rank`: orders candidates by cost. Raises ConfigError for an unknown
-    name."""
-    if name in _BY_COST:
-        return _BY_COST[name](rank)
-    if name in _OTHERS:
-        return _OTHERS[name]()
+def policy(name: str) -> Policy:
+    """Makes a policy; round-robin has a state. Raises ConfigError for an unknown name."""
+    if name in _POLICIES:
+        return _POLICIES[name]()
     raise ConfigError(f"unknown routing policy {name!r}; there are {', '.join(ROUTINGS)}")
 
 
@@ -43,11 +40,11 @@ def policy(name: str, rank: Ranker = rank_candidates) -> Policy:
 
 def _two_stage(ranking: Sequence[Candidate], others: Callable[[], Iterable[str]], me: str, rng: Random) -> Proposal:
     """Proposes quotes from some of the best candidates; the rest of the ranking follows, then the others."""
-    best = ranking[:_SHORTLIST]
+    best = ranking[:SHORTLIST]
     within_slo = [one for one in best if one.estimate.cost < inf]
     if within_slo:
-        pool = within_slo if len(within_slo) >= _QUOTES else best[:_QUOTES]
-        chosen = {one.name for one in rng.sample(pool, min(_QUOTES, len(pool)))}
+        pool = within_slo if len(within_slo) >= QUOTES else best[:QUOTES]
+        chosen = {one.name for one in rng.sample(pool, min(QUOTES, len(pool)))}
         chosen.add(me)  # its own state is at hand: a fifth quote at no cost, and no forwarding if it is the best
     else:
         pool, chosen = best, {one.name for one in best}  # views err most here, so there are more quotes
@@ -61,12 +58,9 @@ class RankAware:
 
     enforces_slo, own_weight = True, 0.0
 
-    def __init__(self, rank: Ranker) -> None:
-        self._rank = rank
-
     def propose(self, arrival: Arrival, fleet: Fleet, rng: Random) -> Proposal:
         """Orders by the cost added to the requests already there."""
-        ranking = self._rank(fleet.able, arrival, fleet, self.own_weight, rng)
+        ranking = rank_candidates(fleet.able, arrival, fleet, self.own_weight, rng)
         return _two_stage(ranking, lambda: (), fleet.me, rng)
 
 
@@ -80,15 +74,12 @@ class Auto:
 
     enforces_slo, own_weight = True, 1.0
 
-    def __init__(self, rank: Ranker) -> None:
-        self._rank = rank
-
     def propose(self, arrival: Arrival, fleet: Fleet, rng: Random) -> Proposal:
         """Orders by cost within the smallest group of instances that meets the SLO."""
         rankings = []
         known: dict[str, CostEstimate] = {}  # the groups share instances
         for group in filter(None, _candidate_groups(arrival, fleet)):
-            ranking = self._rank(group, arrival, fleet, self.own_weight, rng, known)
+            ranking = rank_candidates(group, arrival, fleet, self.own_weight, rng, known)
             least = ranking[0].estimate
             rankings.append((ranking, least.cost))
             if least.cost < inf and least.latency_ms <= arrival.slo_ms:
@@ -182,13 +173,10 @@ class FirstFit:
 
     enforces_slo, own_weight = False, 0.0
 
-    def __init__(self, max_requests: int = 32) -> None:
-        self._max_requests = max_requests
-
     def propose(self, arrival: Arrival, fleet: Fleet, rng: Random) -> Proposal:
         """Orders those with room by name; when all are full, all by number of requests."""
         able = fleet.able.values()
-        fit = [one.name for one in able if one.backlog.requests < self._max_requests]
+        fit = [one.name for one in able if one.backlog.requests < FIRST_FIT_REQUESTS]
         return Proposal(LazyOrder(fit, lambda: (one.name for one in sorted(able, key=_REQUESTS))))
 
 
@@ -233,8 +221,9 @@ class Dlora:
         return Proposal(LazyOrder((nearest[0],), lambda: (*nearest, *others())))
 
 
-_BY_COST: Mapping[str, Callable[[Ranker], Policy]] = {"auto": Auto, "rank-aware": RankAware}
-_OTHERS: Mapping[str, Callable[[], Policy]] = {
+_POLICIES: Mapping[str, Callable[[], Policy]] = {
+    "auto": Auto,
+    "rank-aware": RankAware,
     "loraserve": ByPlan,
     "random": RandomChoice,
     "round-robin": RoundRobin,
@@ -244,4 +233,4 @@ _OTHERS: Mapping[str, Callable[[], Policy]] = {
     "s-lora-random": ByPlan,
     "s-lora-contiguous": ByPlan,
 }
-ROUTINGS: tuple[str, ...] = (*_BY_COST, *_OTHERS)
+ROUTINGS: tuple[str, ...] = tuple(_POLICIES)

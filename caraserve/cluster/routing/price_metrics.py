@@ -52,7 +52,7 @@ def price_families(
         prices.append((series, price(cost)))
         decodes.append((series, after_ms / 1000))
         headrooms.append((series, 1.0 if math.isinf(typical.slo_ms) else 1.0 - after_ms / typical.slo_ms))
-    queue_s = model.prefill_ms(backlog.queued_tokens, backlog.queued_token_ranks) / 1000
+    queue_s = model.prefill_ms(backlog.queued_tokens, backlog.queued_token_ranks, backlog.rank_max) / 1000
     yield family("caraserve:request_price", "gauge", "Cost of one more request of that rank, 0 to 1.", prices)
     yield family("caraserve:next_decode_seconds", "gauge", "An iteration's time with one more request.", decodes)
     yield family("caraserve:slo_headroom_ratio", "gauge", "Share of the SLO that such an iteration leaves.", headrooms)

@@ -23,7 +23,9 @@ from caraserve.cluster.routing.cost import Arrival, Backlog, CostEstimate, LinkS
 from caraserve.cluster.routing.perf_model import PerfModel
 
 ATTEMPTS = 3  # instances that may refuse one request
-_REFUSAL_TIME_SHARE = 0.2  # of the promised time to the first token; refusals may take that long
+REFUSAL_TIME_SHARE = 0.2  # of the promised time to the first token; refusals may take that long
+TRANSIT_S = 0.05  # a request sent this long before a heartbeat arrived is in the heartbeat
+SENT_MAX_AGE_S = 2.0  # a request counts no longer than this if no heartbeat arrives
 
 Reason = Literal["slo", "full", "draining", "no-adapter", "stale-epoch", "failed", "unreachable"]
 
@@ -114,21 +116,6 @@ def rank_candidates(
             estimates[name] = one.estimate(arrival, tiers.get(name, others), own_weight)
     random = rng.random
     return sorted([Candidate(estimates[name], random(), name) for name in candidates])
-
-
-class Ranker(Protocol):
-    """`rank_candidates`, or a faster function with the same result: the simulator has one."""
-
-    def __call__(
-        self,
-        candidates: Mapping[str, Instance],
-        arrival: Arrival,
-        fleet: Fleet,
-        own_weight: float,
-        rng: Random,
-        known: dict[str, CostEstimate] | None = None,
-        /,
-    ) -> Sequence[Candidate]: ...
 
 
 class LazyOrder(Sequence[str]):
@@ -262,7 +249,7 @@ def next_target(
     refusals = {target.name: refusal for target, refusal in attempts}
     forced = {target.name for target, _ in attempts if target.force}
     untried = [name for name in order if name not in refusals]
-    if untried and len(attempts) < ATTEMPTS and elapsed_ms < _REFUSAL_TIME_SHARE * ttft_ms:
+    if untried and len(attempts) < ATTEMPTS and elapsed_ms < REFUSAL_TIME_SHARE * ttft_ms:
         return RoutingTarget(untried[0], force)
     could = {
         name: refusal.estimate
@@ -283,10 +270,7 @@ class SentRequests:
     """The requests that this router has sent since each instance's last heartbeat. With many routers they help less
     than quotes do, but they prevent that a burst at one router goes to one instance."""
 
-    def __init__(self, transit_s: float = 0.05, max_age_s: float = 2.0) -> None:
-        """`transit_s`: a request sent this long before a heartbeat arrived is in the heartbeat. `max_age_s`: a request
-        counts no longer than this if no heartbeat arrives."""
-        self._transit_s, self._max_age_s = transit_s, max_age_s
+    def __init__(self) -> None:
         self._sent: dict[str, list[tuple[float, Arrival]]] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -299,7 +283,7 @@ class SentRequests:
 
     def on_heartbeat(self, name: str, now_s: float) -> None:
         """Removes the requests that an instance's new heartbeat includes."""
-        left = [entry for entry in self._sent.get(name, ()) if entry[0] > now_s - self._transit_s]
+        left = [entry for entry in self._sent.get(name, ()) if entry[0] > now_s - TRANSIT_S]
         if left:
             self._sent[name] = left
         else:
@@ -313,6 +297,6 @@ class SentRequests:
     def backlog(self, name: str, published: Backlog, now_s: float) -> Backlog:
         """Returns an instance's published backlog plus the requests sent to it since."""
         for sent_s, arrival in self._sent.get(name, ()):
-            if sent_s > now_s - self._max_age_s:
+            if sent_s > now_s - SENT_MAX_AGE_S:
                 published = published.plus(arrival.rank, arrival.prompt_tokens, arrival.output_tokens)
         return published

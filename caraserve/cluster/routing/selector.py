@@ -6,6 +6,8 @@
 
 A decision uses the load that peers last published, and waits at most 5 ms for exact quotes where the policy wants
 them. A request that has been forwarded once is never routed again: `refusal` only decides whether it is accepted.
+
+A request for an adapter that is still being uploaded goes to the instance that receives it, under any policy.
 """
 
 import asyncio
@@ -36,7 +38,7 @@ from caraserve.cluster.routing.router import (
 from caraserve.cluster.routing.routing_metrics import RoutingMetrics
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from caraserve.loop import Engine
-from caraserve.lora.registry import AdapterInfo
+from caraserve.lora.registry import UPLOADING, AdapterInfo
 
 LOCAL = "local"  # the routing that forwards nothing: the client or its load balancer has chosen the instance
 
@@ -145,8 +147,19 @@ class InstanceSelector:
         self._view.plan = plan
 
     def resolve(self, name: str) -> ResolvedAdapter | None:
-        """Returns the adapter that a name stands for: by the registry, or else on this instance alone."""
-        return (self._cluster.adapter(name) if self.joined else None) or self._find(name)
+        """Returns the adapter that a name stands for: by the registry, or else on this instance alone, or else where
+        it is being uploaded."""
+        meant = (self._cluster.adapter(name) if self.joined else None) or self._find(name)
+        return meant or next(iter(self._cluster.uploads(name).values()), None)
+
+    def _uploading(self, name: str | None) -> tuple[str, ...]:
+        """Returns the instances, this one or others, that take requests for an adapter while it is uploaded to them;
+        none once the name stands for a whole adapter."""
+        if name is None or not self.joined or self._cluster.adapter(name) is not None:
+            return ()
+        if (here := self._find(name)) is not None:
+            return (self.name,) if isinstance(here, AdapterInfo) and here.state == UPLOADING else ()
+        return tuple(sorted(self._cluster.uploads(name)))
 
     def has(self, name: str) -> bool:
         """Whether this instance has the adapter that the name stands for, by digest."""
@@ -215,6 +228,8 @@ class InstanceSelector:
 
     async def begin(self, arrival: Arrival) -> "RoutingAttempts":
         """Orders the instances for a request that has not been forwarded, with their quotes where they are wanted."""
+        if uploading := self._uploading(arrival.adapter):
+            return RoutingAttempts(self, arrival, uploading, force=True)
         if self._policy is None or not self.joined:
             return RoutingAttempts(self, arrival, (), force=True)
         started_s = time.perf_counter()
@@ -228,6 +243,8 @@ class InstanceSelector:
 
     def propose(self, arrival: Arrival) -> Proposal:
         """Returns the policy's order of instances, by the load that they last published."""
+        if uploading := self._uploading(arrival.adapter):
+            return Proposal(uploading)
         assert self._policy is not None
         digest = "" if arrival.adapter is None else self._digest(arrival.adapter)
         fleet = self._view.fleet(arrival.adapter, digest, holders_only=self._fetcher is None)
@@ -272,8 +289,10 @@ class InstanceSelector:
         return self._slo.ttft_ms
 
     def could_answer(self, adapter: str | None) -> bool:
-        """Whether this instance has the adapter, or could download it if another instance had it."""
-        return adapter is None or self._fetcher is not None or self.has(adapter)
+        """Whether this instance has the adapter, or could download it if another instance had all of it."""
+        if adapter is None or self.has(adapter):
+            return True
+        return self._fetcher is not None and self._cluster.adapter(adapter) is not None
 
     def _can_answer(self, adapter: str | None) -> bool:
         """Whether this instance has the adapter or can download it now. A request for one that no live instance holds

@@ -2,13 +2,15 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from caraserve.bench.simulator.instance import FOREVER, MS, BatchSimulator, IterationRun, SimRequest
+from caraserve.bench.simulator.compiled import MS
 from caraserve.bench.simulator.machines import Machine, paper_machine
 from caraserve.cluster.routing.cost import LinkSpeeds
 from caraserve.cluster.routing.perf_model import PerfModel
+from tests.bench.simulator.one_instance import OneInstance
 from tests.bench.simulator.reference import Plain, play
 
 PADDED = PerfModel(0.05, 0.1, 3.0, True, 2.0, 0.1, 0.001)
@@ -26,10 +28,15 @@ REQUESTS = st.lists(
     max_size=8,
 )
 MACHINES = st.builds(
-    lambda padded, running, ahead, kv: replace(
-        MACHINE, model=replace(PADDED, padded=padded), max_running=running, launches_ahead=ahead, kv_tokens=kv
+    lambda padded, prompts_ms, running, ahead, kv: replace(
+        MACHINE,
+        model=replace(PADDED, padded=padded, prefill_token_rank_max_ms=prompts_ms),
+        max_running=running,
+        launches_ahead=ahead,
+        kv_tokens=kv,
     ),
     st.booleans(),
+    st.sampled_from([0.0, 0.01]),
     st.integers(1, 6),
     st.integers(0, 2),
     st.sampled_from([60, 100, 10_000]),
@@ -38,28 +45,19 @@ MACHINES = st.builds(
 
 def simulated(
     machine: Machine, rows: list[tuple[int, int, int, int, int]], looks: list[int]
-) -> tuple[list[SimRequest], list[IterationRun]]:
-    """Delivers requests in order of time; also reads the state at other times, which must change nothing."""
-    trace: list[IterationRun] = []
-    batches = BatchSimulator(machine, trace)
-    requests = [SimRequest(index, row[0], 0, *row[2:]) for index, row in enumerate(rows)]
+) -> tuple[list[tuple[int, int]], list[tuple[int, int, int, int]]]:
+    """Delivers requests in order of time; also advances to other times, which must change nothing.
+
+    Returns (first token, end) of each request, and every iteration as `play` does.
+    """
+    instance = OneInstance(machine, [row[2:] for row in rows])
     events = [(row[0], index) for index, row in enumerate(rows)] + [(look, -1) for look in looks]
     for time, index in sorted(events, key=lambda event: (event[0], event[1] >= 0, event[1])):
-        batches.advance(time)
+        instance.advance(time)
         if index >= 0:
-            batches.deliver(requests[index], time, time + rows[index][1])
-        batches.backlog()
-    batches.advance(FOREVER - 1)
-    batches.check()
-    return requests, trace
-
-
-def one_by_one(trace: list[IterationRun]) -> list[tuple[int, int, int, int]]:
-    return [
-        (run.start + index * run.each, run.each, run.decoding, run.prompt_tokens)
-        for run in trace
-        for index in range(run.times)
-    ]
+            instance.deliver(index, time, time + rows[index][1])
+    instance.finish()
+    return instance.times(), instance.iterations()
 
 
 @settings(max_examples=300)
@@ -70,29 +68,36 @@ def test_every_iteration_equals_the_plain_references(
     rows = sorted(rows)
     plain = [Plain(index, row[0], row[0] + row[1], *row[2:]) for index, row in enumerate(rows)]
     iterations = play(machine, plain)
-    requests, trace = simulated(machine, rows, looks)
-    assert [(one.first, one.done) for one in requests] == [(one.first, one.done) for one in plain]
-    assert one_by_one(trace) == iterations
+    times, found = simulated(machine, rows, looks)
+    assert times == [(one.first, one.done) for one in plain]
+    assert found == iterations
 
 
 def test_a_run_ends_where_a_request_joins() -> None:
     machine = replace(MACHINE, model=PerfModel(0, 0, 10.0, False, 10.0, 0, 0), max_running=9, kv_tokens=1000)
-    (first, second), trace = simulated(machine, [(0, 0, 8, 4, 10), (15 * MS, 0, 8, 4, 2)], [])
+    instance = OneInstance(machine, [(8, 4, 10), (8, 4, 2)])
+    for index, time in enumerate((0, 15 * MS)):
+        instance.advance(time)
+        instance.deliver(index, time, time)
+    instance.finish()
     # One iteration of prefill; two of decoding, the second of which had been launched; the newcomer; the rest.
-    assert [(run.times, run.decoding, run.prompt_tokens) for run in trace] == [
-        (1, 0, 4),
-        (2, 1, 0),
-        (1, 1, 4),
-        (1, 2, 0),
-        (5, 1, 0),
-    ]
-    assert (second.first, second.done, first.done) == (40 * MS, 50 * MS, 100 * MS)
+    assert [run[2:] for run in instance.runs()] == [(1, 0, 4), (2, 1, 0), (1, 1, 4), (1, 2, 0), (5, 1, 0)]
+    assert instance.times() == [(10 * MS, 100 * MS), (40 * MS, 50 * MS)]
 
 
 def test_an_iteration_with_prefill_and_decode_has_the_fixed_time_once() -> None:
     assert PADDED.iteration_ms(2, 72, 64, 10, 80) == PADDED.decode_ms(2, 72, 64) + PADDED.prefill_ms(10, 80) - 2.0
     assert PADDED.iteration_ms(2, 72, 64, 0, 0) == PADDED.decode_ms(2, 72, 64)
     assert PADDED.iteration_ms(0, 0, 0, 10, 80) == PADDED.prefill_ms(10, 80)
+
+
+def test_padded_prompts_cost_what_the_largest_rank_of_their_iteration_does() -> None:
+    padded, apart = (paper_machine("padded", pads_prompts=pads).model for pads in (True, False))
+    assert padded.prefill_ms(2000, 2000 * 8, 8) == pytest.approx(apart.prefill_ms(2000, 2000 * 8, 8))
+    assert padded.prefill_ms(2000, 2000 * 128, 128) == pytest.approx(apart.prefill_ms(2000, 2000 * 128, 128))
+    mixed = 1000 * 8 + 1000 * 128
+    assert padded.prefill_ms(2000, mixed, 128) == padded.prefill_ms(2000, 2000 * 128, 128)
+    assert apart.prefill_ms(2000, mixed, 128) < 0.8 * apart.prefill_ms(2000, 2000 * 128, 128)
 
 
 def test_the_papers_machine_has_the_times_in_the_papers() -> None:
@@ -107,17 +112,15 @@ def test_the_papers_machine_has_the_times_in_the_papers() -> None:
 
 
 def test_a_stuck_request_can_be_taken_back() -> None:
-    batches = BatchSimulator(replace(MACHINE, kv_tokens=30))
-    running, stuck = SimRequest(0, 0, 0, 8, 10, 10), SimRequest(1, 0, 0, 64, 10, 10)
-    for request in (running, stuck):
-        batches.deliver(request, 0, 0)
-    assert batches.stuck() == []  # its turn has not come
-    batches.advance(20 * MS)
-    assert batches.stuck() == [stuck]
-    assert batches.backlog().kv_free_tokens < 0
-    batches.take_back(stuck)
-    assert batches.backlog()[:3] == (1, 8, 8)
-    batches.advance(FOREVER - 1)
-    batches.check()
-    assert running.done > 0
-    assert stuck.done == -1
+    instance = OneInstance(replace(MACHINE, kv_tokens=30), [(8, 10, 10), (64, 10, 10)])
+    instance.deliver(0, 0, 0)
+    instance.deliver(1, 0, 0)
+    assert instance.advance(0) == 0  # the turn of the second has not come
+    assert instance.advance(20 * MS) == 1
+    assert instance.backlog().kv_free_tokens < 0
+    instance.take_back(1)
+    assert instance.backlog()[:3] == (1, 8, 8)
+    instance.finish()
+    (_, done), (first, never) = instance.times()
+    assert done > 0
+    assert (first, never) == (-1, -1)

@@ -5,12 +5,13 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caraserve.bench.simulator.instance import FOREVER, MS, BatchSimulator, IterationRun, SimRequest
+from caraserve.bench.simulator.compiled import MS
 from caraserve.bench.simulator.machines import paper_machine
 from caraserve.core.backend import Limits
 from caraserve.core.request import GenerateRequest, Phase, Request, SamplingParams
 from caraserve.engine.scheduler import plan_iteration
 from caraserve.kv.block_pool import BlockPool
+from tests.bench.simulator.one_instance import OneInstance
 
 MACHINE = replace(paper_machine("unpadded"), max_running=6, max_step_tokens=32, launches_ahead=0)
 LIMITS = Limits(
@@ -58,15 +59,12 @@ def scheduled(rows: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 def simulated(rows: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    trace: list[IterationRun] = []
-    batches = BatchSimulator(MACHINE, trace)
-    for index, (at, prompt, output) in enumerate(rows):
-        batches.advance(at)
-        batches.deliver(SimRequest(index, at, -1, 0, prompt, output), at, at)
-    batches.advance(FOREVER - 1)
-    return [
-        (run.start + index * run.each, run.decoding, run.prompt_tokens) for run in trace for index in range(run.times)
-    ]
+    instance = OneInstance(MACHINE, [(0, prompt, output) for _, prompt, output in rows])
+    for index, (at, _, _) in enumerate(rows):
+        instance.advance(at)
+        instance.deliver(index, at, at)
+    instance.finish()
+    return [(start, decoding, tokens) for start, _, decoding, tokens in instance.iterations()]
 
 
 @given(

@@ -6,19 +6,25 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caraserve.bench.records import PlannedRequest, Workload
 from caraserve.bench.report.plots import can_draw
-from caraserve.bench.simulator.instance import MS
+from caraserve.bench.simulator import simulation as simulation_module
+from caraserve.bench.simulator.compiled import MS
+from caraserve.bench.simulator.fleet import make_fleet
 from caraserve.bench.simulator.machines import Machine, paper_machine, without_adapters
+from caraserve.bench.simulator.operating_points import profiled_points
 from caraserve.bench.simulator.simulation import Setting, Simulation
-from caraserve.bench.simulator.sweep import Goal, SweepSpec, base, digest, find_all, summarize
+from caraserve.bench.simulator.sweep import FleetSpec, Goal, base, digest, find_all, simulate, summarize
 from caraserve.bench.workload.arrivals import parse_arrivals
 from caraserve.bench.workload.build import WorkloadSpec, build
 from caraserve.bench.workload.lengths import parse_lengths
@@ -28,25 +34,29 @@ from caraserve.cluster.placement.plan import homes
 from caraserve.cluster.routing.cost import LinkSpeeds
 from caraserve.cluster.routing.policies import ROUTINGS
 from caraserve.core.machine_profile import load
+from caraserve.errors import ConfigError
+from tests.bench.simulator.one_instance import check_empty
 from tests.bench.simulator.reference import Plain, play
 
 MACHINE = replace(paper_machine("padded"), max_running=32, kv_tokens=20_000)
 
 
-def workload(rate: float = 30.0, duration_s: float = 15.0, seed: int = 0, adapters: int = 40) -> Workload:
-    """Returns a workload of conversations with adapters of four ranks."""
-    return build(
-        WorkloadSpec(
-            parse_lengths("lmsys"),
-            parse_arrivals("poisson"),
-            rate,
-            parse_popularity("zipf:0.9"),
-            adapters,
-            (8, 16, 32, 64),
-            duration_s=duration_s,
-            seed=seed,
-        )
+def load_spec(rate: float = 30.0, duration_s: float = 15.0, adapters: int = 40) -> WorkloadSpec:
+    """Returns the specification of conversations with adapters of four ranks."""
+    return WorkloadSpec(
+        parse_lengths("lmsys"),
+        parse_arrivals("poisson"),
+        rate,
+        parse_popularity("zipf:0.9"),
+        adapters,
+        (8, 16, 32, 64),
+        duration_s=duration_s,
     )
+
+
+def workload(rate: float = 30.0, duration_s: float = 15.0, adapters: int = 40) -> Workload:
+    """Returns such a workload."""
+    return build(load_spec(rate, duration_s, adapters))
 
 
 LOAD = workload(duration_s=8.0)
@@ -56,7 +66,7 @@ def run(
     routing: str, load: Workload = LOAD, machines: tuple[Machine, ...] = (MACHINE,) * 5, **more: object
 ) -> Simulation:
     setting = Setting(machines, routing, 60.0, first_plan_s=2.0, plan_s=4.0, **more)  # type: ignore[arg-type]
-    simulation = Simulation(setting, load, log=[])
+    simulation = Simulation(setting, load)
     simulation.run()
     return simulation
 
@@ -108,24 +118,23 @@ def test_round_robin_has_the_event_log_of_the_plain_reference(
 
 
 def events(simulation: Simulation) -> list[tuple[int, str, int, int]]:
-    """Returns deliveries from the log, and the times of first tokens and ends from the requests."""
-    assert simulation._log is not None
-    log = [event for event in simulation._log if event[1] == "delivery"]
-    for request in simulation.requests:
-        place = simulation.served_by[request.index]
-        log += [(request.first, "first", request.index, place), (request.done, "done", request.index, place)]
-    return log
+    """Returns the times of deliveries, first tokens and ends of all requests, with their instances."""
+    return [
+        (int(request[field]), kind, index, int(request["place"]))
+        for index, request in enumerate(simulation.requests)
+        for kind, field in (("delivery", "delivered"), ("first", "first"), ("done", "done"))
+    ]
 
 
 @pytest.mark.parametrize("routing", sorted({*ROUTINGS} - {"dlora"}))  # what it moves leaves other marks where it was
 def test_every_instance_serves_its_requests_like_the_plain_reference(routing: str) -> None:
-    simulation = run(routing)
-    for number, _ in enumerate(simulation.nodes):
-        mine = [one for one in simulation.requests if simulation.served_by[one.index] == number]
-        delivered = {index: time for time, what, index, _ in simulation._log or () if what == "delivery"}
-        plain = [Plain(one.index, delivered[one.index], one.ready, one.rank, one.prompt, one.output) for one in mine]
+    requests = run(routing).requests
+    for number in range(5):
+        mine = requests[requests["place"] == number]
+        rows = mine[["delivered", "ready", "rank", "prompt", "output"]].tolist()
+        plain = [Plain(index, *row) for index, row in enumerate(rows)]
         play(MACHINE, plain)
-        assert [(one.first, one.done) for one in mine] == [(one.first, one.done) for one in plain]
+        assert mine[["first", "done"]].tolist() == [(one.first, one.done) for one in plain]
 
 
 # --- what holds of every run ---
@@ -134,20 +143,22 @@ def test_every_instance_serves_its_requests_like_the_plain_reference(routing: st
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_every_request_ends_once_and_nothing_is_left(routing: str) -> None:
     simulation = run(routing)
-    assert simulation.lost == []
-    for node in simulation.nodes:
-        node.batches.check()
-    for request in simulation.requests:
-        assert request.arrived < request.first <= request.done
-    tokens = sum(request.output for request in simulation.requests)
-    assert sum(node.batches.tokens for node in simulation.nodes) == tokens
+    requests = simulation.requests
+    check_empty(simulation.fleet.batches)
+    assert not simulation.fleet.caches.entries["uses"].any()
+    times = [requests[name] for name in ("arrived", "delivered", "ready", "admitted", "first", "done")]
+    assert all((before <= after).all() for before, after in pairwise(times))
+    tokens = requests["output"].sum()
+    assert simulation.fleet.batches.instances["tokens"].sum() == tokens
     found = summarize(simulation, routing, 60.0)
+    assert found.lost == 0
     assert found.events > found.steps
     assert found.events > tokens
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("routing", ["auto", "dlora"])  # with plans, and with rebalancing
 def test_a_run_makes_no_reference_cycles_and_turns_garbage_collection_on_again(routing: str) -> None:
+    run(routing)  # loads the compiled code
     simulation = Simulation(Setting((MACHINE,) * 5, routing, 60.0, first_plan_s=2.0, plan_s=4.0), LOAD)
     gc.collect()
     gc.freeze()  # what imports and other tests have made need not be searched again
@@ -162,14 +173,14 @@ def test_a_run_makes_no_reference_cycles_and_turns_garbage_collection_on_again(r
 @pytest.mark.parametrize("routing", ["auto", "dlora", "random", "rank-aware"])
 def test_a_seed_gives_the_same_run_and_another_seed_another(routing: str) -> None:
     first, again, other = run(routing), run(routing), run(routing, seed=1)
-    assert first._log == again._log
+    assert first.requests.tobytes() == again.requests.tobytes()
     assert digest(first) == digest(again)
     assert digest(first) != digest(other)
 
 
 def test_requests_in_the_system_are_their_rate_times_their_time_in_it() -> None:
     simulation = run("auto")
-    spans = [(one.arrived, one.done) for one in simulation.requests]
+    spans = simulation.requests[["arrived", "done"]].tolist()
     start, end = 0, max(done for _, done in spans)
     changes = sorted([(arrived, 1) for arrived, _ in spans] + [(done, -1) for _, done in spans])
     area = count = before = 0
@@ -201,56 +212,62 @@ def test_a_missing_adapter_is_fetched_once_and_the_request_waits_for_it() -> Non
     links = LinkSpeeds(fetch_latency_ms=100.0)
     requests = tuple(PlannedRequest(index, 0.001 * index, 0, 10, 5) for index in range(8))
     simulation = run("round-robin", Workload(requests, (64,)), (replace(MACHINE, links=links),) * 4, routers=1)
-    lacking = [number for number, node in enumerate(simulation.nodes) if node.cache.fetches]
-    assert len(lacking) == 2  # two have it from the start
-    assert all(simulation.nodes[number].cache.fetches == 1 for number in lacking)
-    for request in simulation.requests:
-        waited_ms = (request.ready - request.arrived) / MS
-        assert (waited_ms > 90) == (simulation.served_by[request.index] in lacking)
+    fetches = simulation.fleet.batches.instances["fetches"]
+    assert sorted(fetches) == [0, 0, 1, 1]  # two have it from the start
+    waited_ms = (simulation.requests["ready"] - simulation.requests["arrived"]) / MS
+    assert ((waited_ms > 90) == (fetches[simulation.requests["place"]] > 0)).all()
 
 
 def test_a_full_host_cache_evicts_fetched_adapters_but_none_placed_at_the_start() -> None:
     small = replace(MACHINE, host_adapter_bytes=4 * 64 * MACHINE.rank_bytes)
     load = replace(workload(adapters=12), ranks=(64,) * 12)
     simulation = run("random", load, (small,) * 8, copies=3)
-    assert sum(node.cache.evictions for node in simulation.nodes) > 0
-    names = [f"adapter-{adapter:05}" for adapter in range(12)]
-    for adapter, places in enumerate(homes(names, [node.name for node in simulation.nodes], 3).tolist()):
-        assert all(adapter in simulation.nodes[place].cache.host for place in places)
+    assert simulation.fleet.batches.instances["evictions"].sum() > 0
+    in_host = simulation.fleet.caches.entries["in_host"]
+    for adapter, places in enumerate(homes(simulation.adapters, simulation.names, 3)):
+        assert in_host[adapter, places].all()
 
 
 def test_plans_follow_demand() -> None:
     hot = tuple(replace(request, adapter=3) for request in LOAD.requests)  # all of rank 64
     simulation = run("auto", replace(LOAD, requests=hot))
-    plan = simulation._views.plan
+    plan = simulation.planner.plan
     assert plan is not None
     assert set(plan.classes.values()) == {64}
-    assert simulation.counts.plans > 1
+    assert simulation.fleet.counts["plans"] > 1
     assert len(plan.instances("adapter-00003")) == 5
 
 
 def test_moves_that_have_not_been_made_are_also_in_the_next_plan() -> None:
     simulation = Simulation(Setting((MACHINE,) * 5, "auto", 60.0), LOAD)
-    planner = simulation._planner
-    planner.begin()
+    fleet = simulation.planner.begin(simulation.fleet)
     wanted = []
     for second in (1, 2):  # with the same demand
-        for request in simulation.requests:
-            planner.observe(request)
-        planner.replan(1000 * second * MS)
-        wanted.append([sorted(moves) for moves in planner._moves])
+        np.add.at(fleet.demand_tokens, simulation.requests["adapter"], simulation.requests["output"])
+        fleet = simulation.planner.replan(fleet, 1000 * second * MS, np.random.default_rng(0))
+        ends = fleet.batches.instances["moves_end"].tolist()
+        wanted.append([sorted(fleet.moves[start:end].tolist()) for start, end in pairwise([0, *ends])])
     assert wanted[0] == wanted[1]
     assert any(wanted[0])
+
+
+def test_arrays_that_are_full_grow_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    roomy = {routing: digest(run(routing)) for routing in ("auto", "dlora")}
+    monkeypatch.setattr(simulation_module, "make_fleet", partial(make_fleet, routes=1, sent=1))
+    for routing, expected in roomy.items():
+        simulation = run(routing)
+        assert len(simulation.fleet.routes) > 1
+        assert digest(simulation) == expected
 
 
 # --- sweeps ---
 
 
 def test_policies_do_not_depend_on_the_number_of_processes() -> None:
-    study = SweepSpec((MACHINE,), 3, Setting((), "auto", 60.0), Goal(attainment=0.5), most_instances=12)
+    fleet = FleetSpec((MACHINE,), 3, Setting((), "auto", 60.0), Goal(attainment=0.5), most_instances=12)
     load = workload(duration_s=6.0)
-    alone = list(find_all(study, load, ("random", "auto"), 1))
-    spread = list(find_all(study, load, ("random", "auto"), 2))
+    alone = list(find_all(fleet, load, ("random", "auto"), 1))
+    spread = list(find_all(fleet, load, ("random", "auto"), 2))
     assert alone == spread
     for one in alone:
         assert one.needed is not None
@@ -260,17 +277,85 @@ def test_policies_do_not_depend_on_the_number_of_processes() -> None:
 
 
 def test_a_goal_that_is_not_met_has_no_least_size() -> None:
-    study = SweepSpec((MACHINE,), 2, Setting((), "auto", 1e-3), Goal(attainment=0.5), most_instances=4)
-    (found,) = find_all(study, workload(duration_s=3.0), ("random",), 1)
+    fleet = FleetSpec((MACHINE,), 2, Setting((), "auto", 1e-3), Goal(attainment=0.5), most_instances=4)
+    (found,) = find_all(fleet, workload(duration_s=3.0), ("random",), 1)
     assert found.needed is None
     assert [tried.instances for tried in found.tried] == [2, 3, 4]
 
 
 def test_the_slo_is_a_multiple_of_the_base_runs_time_per_token() -> None:
-    study = SweepSpec((MACHINE,), 5, Setting((), "auto", float("inf")))
-    bare = base(study, LOAD, 1.5)
+    fleet = FleetSpec((MACHINE,), 5, Setting((), "auto", float("inf")))
+    bare = base(fleet, LOAD, 1.5)
     assert bare.slo_ms == pytest.approx(1.5 * bare.tpt_mean_ms)
     assert 0.9 < bare.attainment <= 1.0
+
+
+def test_every_rate_and_size_has_a_result() -> None:
+    fleet = FleetSpec((MACHINE,), 3, Setting((), "auto", float("inf")))
+    found = list(simulate(fleet, load_spec(duration_s=3.0), ("random", "auto"), rates=(10, 20), sizes=(2, 4)))
+    assert [(one.rate, one.instances, one.requests) for one in found] == [
+        (10, 2, 30),
+        (10, 4, 30),
+        (20, 2, 60),
+        (20, 4, 60),
+    ]
+    for one in found:
+        assert [(policy.at_size.routing, policy.at_size.instances) for policy in one.policies] == [
+            ("random", one.instances),
+            ("auto", one.instances),
+        ]
+        assert one.slo_ms == pytest.approx(1.5 * one.base.tpt_mean_ms)
+
+
+def test_the_results_of_instances_add_up_to_those_of_the_run() -> None:
+    found = summarize(run("rank-aware"), "rank-aware", 60.0)
+    assert len(found.by_instance) == 5
+    assert sum(one.requests for one in found.by_instance) == found.requests - found.lost
+    assert np.mean([one.utilisation for one in found.by_instance]) == pytest.approx(found.utilisation)
+    assert np.mean([one.adapters_held for one in found.by_instance]) == found.adapters_held_mean
+    tails = [one.ttft_p95_ms for one in found.by_instance]
+    assert min(tails) <= found.ttft_p95_ms <= max(tails)
+    for one in found.by_instance:
+        assert max(one.queued_p95_ms, one.prefill_p95_ms) <= one.ttft_p95_ms
+        assert one.adapters_most >= one.adapters_held
+
+
+def test_profiled_points_are_the_load_at_which_the_tail_meets_the_slo() -> None:
+    points = profiled_points(MACHINE, LOAD, 1000.0)
+    assert list(points) == [8, 16, 32, 64]
+    assert points[8] > points[16] > points[32] > points[64] > 0
+    assert profiled_points(MACHINE, LOAD, 5000.0)[8] > points[8]
+    fleet = FleetSpec((MACHINE,), 3, Setting((), "auto", float("inf")), profiles_points=True)
+    (found,) = simulate(fleet, load_spec(duration_s=3.0), ("loraserve",))
+    assert found.policies[0].at_size.lost == 0
+    with pytest.raises(ConfigError, match="all at once"):
+        profiled_points(MACHINE, replace(LOAD, requests=LOAD.requests[:1] * 0), 1000.0)
+
+
+# --- the papers' scheduler ---
+
+
+def test_a_central_scheduler_sees_every_request_that_it_has_sent() -> None:
+    requests = tuple(PlannedRequest(index, 0.0, 0, 10, 5) for index in range(15))  # all at once
+    simulation = run("most-idle", Workload(requests, (8,)), scheduler="central")
+    assert np.bincount(simulation.requests["place"]).tolist() == [3] * 5
+    assert simulation.fleet.counts["hops"] == simulation.fleet.counts["quotes"] == 0
+
+
+def test_under_a_central_scheduler_requests_wait_neither_for_a_hop_nor_for_an_adapter() -> None:
+    links = LinkSpeeds(fetch_latency_ms=100.0)
+    simulation = run("rank-aware", machines=(replace(MACHINE, links=links),) * 5, scheduler="central")
+    assert simulation.fleet.caches.entries["in_host"].all()
+    assert (simulation.requests["ready"] == simulation.requests["arrived"]).all()
+
+
+def test_a_central_scheduler_takes_the_least_cost() -> None:
+    """Toppings' Algorithm 1: with padded kernels ranks are kept apart as far as instances are idle."""
+    requests = tuple(PlannedRequest(index, 0.2 * index, index % 2, 10, 400) for index in range(4))
+    simulation = run("rank-aware", Workload(requests, (8, 128)), (MACHINE,) * 2, scheduler="central")
+    first, second, third, fourth = simulation.requests["place"].tolist()
+    assert (first, second) == (third, fourth)
+    assert first != second
 
 
 # --- the command ---
@@ -303,7 +388,7 @@ def test_the_command_gives_the_same_figures_in_every_process(tmp_path_factory: p
         assert (folder / "latencies.png").exists() == can_draw()
         documents.append(document)
     assert documents[0] == documents[1]
-    assert [one["routing"] for one in documents[0]["runs"]] == list(ROUTINGS)
+    assert [one["routing"] for one in documents[0]["fleets"][0]["runs"]] == list(ROUTINGS)
     assert str(tmp_path_factory.getbasetemp()) not in json.dumps(documents[0])
 
 
@@ -324,9 +409,20 @@ def test_a_profiled_machine_has_the_profiles_times(capsys: pytest.CaptureFixture
     assert any("disk and network are assumed" in note for note in document["notes"])
 
 
+def test_sizes_and_rates_are_simulated_in_one_command(capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = ("--instances", "2", "3", "--request-rate", "8", "12", "--scheduler", "central", "--plan-s", "2")
+    document = printed(capsys, "--routing", "loraserve", "--padded-prompts", *sweep)
+    assert [(one["instances"], one["rate"]) for one in document["fleets"]] == [(2, 8), (3, 8), (2, 12), (3, 12)]
+    assert document["machines"][0]["prefill_token_rank_max_ms"] > 0
+    assert any("the papers' assumptions" in note for note in document["notes"])
+    for one in document["fleets"]:
+        assert len(one["runs"][0]["by_instance"]) == one["instances"]
+
+
 def test_with_enough_copies_every_instance_has_every_adapter() -> None:
     simulation = run("dlora", copies=9)
-    assert all(len(node.cache.host) == 40 and node.cache.fetches == 0 for node in simulation.nodes)
+    assert simulation.fleet.caches.entries["in_host"].all()
+    assert not simulation.fleet.batches.instances["fetches"].any()
 
 
 @pytest.mark.parametrize(
@@ -335,6 +431,8 @@ def test_with_enough_copies_every_instance_has_every_adapter() -> None:
         (("--routing", "best"), "no routing policy"),
         (("--kernel", "measured"), "--profile"),
         (("--max-concurrency", "3"), "--max-concurrency"),
+        (("--scheduler", "central", "--routers", "1"), "--routers"),
+        (("--padded-prompts", "--profile", "x.json"), "--padded-prompts"),
     ],
 )
 def test_invalid_arguments_are_refused_in_one_line(

@@ -97,6 +97,16 @@ def test_the_cost_by_hand_where_no_prompt_waits() -> None:
     assert found.latency_ms == pytest.approx((10 + own_prefill_ms) / 40 + 20 + 0.01 * (40 + 32) + 0.5 * 5)
 
 
+def test_the_cost_by_hand_where_prompts_are_padded() -> None:
+    # 50 tokens of rank 16 wait; with 100 of rank 32, kernels that pad compute all 150 at rank 32.
+    model = dataclasses.replace(MODEL, prefill_token_rank_ms=0.0, prefill_token_rank_max_ms=0.001)
+    found = of(model, Backlog(4, 40, 16, 50, 800), Arrival("a", 32, 100, 40.0))
+    added_prefill_ms = 100 * 0.1 + (150 * 32 - 50 * 16) * 0.001
+    assert found.cost == pytest.approx((added_prefill_ms / 40 + 0.01 * 32 + 0.5) * 4)
+    ttft_ms = 10 + 150 * 0.1 + 150 * 32 * 0.001
+    assert found.latency_ms == pytest.approx(ttft_ms / 40 + 20 + 0.01 * (24 + 16 + 32) + 0.5 * 5)
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_an_empty_queue_costs_no_more_than_a_filled_one(padded: bool) -> None:
     model = dataclasses.replace(MODEL, padded=padded)
@@ -247,7 +257,7 @@ def test_each_tier_adds_to_the_cold_start() -> None:
 
 
 def test_expected_lengths_start_from_the_prior_and_the_mean_of_all_adapters() -> None:
-    lengths = AnswerLengths(prior_tokens=200.0)
+    lengths = AnswerLengths()
     assert lengths.expected("a") == lengths.expected(None) == 200.0
     for _ in range(500):
         lengths.observe("a", 20)

@@ -46,6 +46,7 @@ CLAIMS_OF_B = ForwardClaims(
     force=False,
     time_ms=1_000_000,
     body_digest="d",
+    defaults_digest="",
     client="c",
     weight=1.0,
     owns_cache=True,
@@ -71,6 +72,9 @@ class Cluster:
 
     def adapter(self, name: str) -> RegisteredAdapter | None:
         return None
+
+    def uploads(self, name: str) -> dict[str, RegisteredAdapter]:
+        return {}
 
     def holders(self, digest: str) -> Mapping[str, Tier]:
         return {}

@@ -17,7 +17,7 @@ NAMES = [f"i{index:02d}" for index in range(12)]
 
 
 def test_sent_requests_count_until_a_heartbeat_includes_them() -> None:
-    sent_requests, published = SentRequests(transit_s=0.05, max_age_s=2.0), Backlog(1, 8, 8)
+    sent_requests, published = SentRequests(), Backlog(1, 8, 8)
     sent_requests.add("i", ARRIVAL, 10.0)
     sent_requests.add("i", Arrival("b", 64, 10, 5.0), 10.2)
     assert sent_requests.backlog("i", published, 10.2)[:3] == (3, 80, 64)

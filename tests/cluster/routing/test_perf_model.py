@@ -1,5 +1,6 @@
 """Predictions are eq. 2 of Toppings for both kernels, and follow the machine when it changes."""
 
+import dataclasses
 import math
 import random
 from pathlib import Path
@@ -98,6 +99,16 @@ def test_with_a_padded_rank_of_64_every_adapter_costs_as_rank_64(ranks: list[int
     for model in (padded, DriftWatch(profile(), padded_rank=64).model):
         assert model.decode_ms(*sums(ranks)) == pytest.approx(own.decode_ms(count, 64 * count, 64))
         assert model.prefill_ms(100, 100 * max(ranks)) == pytest.approx(own.prefill_ms(100, 6400))
+
+
+def test_a_measured_profile_of_padded_kernels_prices_a_batch_by_its_largest_rank() -> None:
+    made = profile()
+    padded = dataclasses.replace(made, decode=dataclasses.replace(made.decode, is_padded=True))
+    for model in (PerfModel.of(padded), PerfModel.of(padded, padded_rank=64), DriftWatch(padded).model):
+        assert model.padded
+        assert model.decode_ms(*sums([8, 16])) == pytest.approx(padded.decode_ms([8, 16]))
+        assert model.decode_ms(*sums([8, 16])) == model.decode_ms(*sums([16, 16]))
+    assert not PerfModel.of(padded, "unpadded").padded
 
 
 @given(st.lists(st.sampled_from([8, 16]), min_size=1, max_size=20))

@@ -1,0 +1,131 @@
+"""The simulator's arrays, and how its code is compiled.
+
+The state of a fleet is NumPy arrays of records, which compiled code changes in place. Records have fixed capacities, so
+that code is compiled once for all fleets. Times are whole nanoseconds.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from caraserve.cluster.routing import cost, perf_model, policies, router
+from caraserve.cluster.routing.cost import Backlog, LinkSpeeds
+from caraserve.cluster.routing.perf_model import PerfModel
+from caraserve.cpu import jit
+
+MS = 1_000_000  # nanoseconds
+FOREVER = 1 << 62
+MAX_RUNNING = 256  # requests in the batch of an instance
+MAX_QUEUE = 1024  # requests that wait at an instance
+MAX_RANKS = 64  # different ranks in a workload
+MAX_ATTEMPTS = 8  # targets of one request; `router.next_target` tries at most 6
+
+_FORMULA = (  # all functions of the server that compiled code calls
+    *(cost.cold_ms, cost.total_cost, cost.cost_and_latency, cost.expected_tokens, cost.with_answer),
+    *(perf_model.decode_ms, perf_model.prefill_ms, perf_model.mixed_ms, perf_model.iteration_ms),
+)
+for _function in _FORMULA:
+    jit.callee(_function)
+
+# The modules of this folder with compiled code.
+_MODULES = ("adapter_cache", "batching", "compiled", "events", "fleet", "refusals", "routing", "views")
+
+
+def _digest() -> str:
+    own = [Path(__file__).with_name(f"{name}.py") for name in _MODULES]
+    files = [*own, *(Path(str(module.__file__)) for module in (cost, perf_model, policies, router))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+_DIGEST = _digest()
+
+
+def entry(function: Callable[..., Any]) -> Any:
+    """Applies `jit.entry` under a name with the digest of all files that it may call into.
+
+    Numba caches by function name and file; without the digest it would not recompile when another file is edited.
+    """
+    function.__qualname__ += f"_{_DIGEST}"
+    return jit.entry(function)
+
+
+kernel = jit.inner
+
+
+def _floats(names: Iterable[str]) -> Any:
+    return np.dtype([(name, np.float64) for name in names])
+
+
+def _integers(*names: str) -> list[tuple[str, Any]]:
+    return [(name, np.int64) for name in names]
+
+
+_MODEL, _LINKS = (_floats(field.name for field in fields(part)) for part in (PerfModel, LinkSpeeds))
+BACKLOG = _floats(Backlog._fields)
+LIMITS = ("max_running", "max_step_tokens", "max_queue", "kv_tokens", "launches_ahead")
+MACHINE = np.dtype(
+    [
+        ("model", _MODEL),
+        ("links", _LINKS),
+        *_integers(*LIMITS, "device_adapter_bytes", "host_adapter_bytes"),
+    ]
+)
+REQUEST = np.dtype(
+    [
+        *_integers("arrived", "delivered", "ready", "admitted", "first", "done"),  # ns; -1: not known
+        *_integers("adapter"),  # -1: the base model
+        *_integers("rank", "rank_class"),  # the class is an index into the workload's ranks, ascending, with 0
+        *_integers("prompt", "output", "left"),  # tokens; `left`: of the prompt to compute
+        *_integers("place"),  # number of the instance that serves it; -1: none
+        *_integers("next_ended"),  # the request that ended after it on its instance
+    ]
+)
+INSTANCE = np.dtype(
+    [
+        # The current run of equal iterations: there is none if the count is 0.
+        *_integers("start", "each", "count", "stop"),
+        *_integers("first"),  # number of the run's first iteration
+        *_integers("busy_ns", "steps", "iterations", "tokens"),
+        # Requests by state. Those with a key are heaps, but `waiting`, a ring.
+        *_integers("num_loading", "num_waiting", "waiting_head", "num_prefilling", "num_chunks", "num_decoding"),
+        ("loading_ready", np.int64, MAX_QUEUE),
+        ("loading", np.int64, MAX_QUEUE),
+        ("waiting_joins", np.int64, MAX_QUEUE),  # the first iteration that each may join
+        ("waiting", np.int64, MAX_QUEUE),
+        ("prefilling", np.int64, MAX_RUNNING),  # in order of admission
+        ("chunks", np.int64, MAX_RUNNING),  # requests with a chunk in the current iteration
+        ("chunk_tokens", np.int64, MAX_RUNNING),
+        ("decoding_last", np.int64, MAX_RUNNING),  # the last iteration of each
+        ("decoding", np.int64, MAX_RUNNING),
+        *_integers("ended_head", "ended_tail"),  # requests that have ended since they were last taken; -1: none
+        # Sums over requests.
+        *_integers("rank_sum", "rank_max", "decoding_rank_sum", "decoding_rank_max"),
+        ("ranks", np.int64, MAX_RANKS),  # requests of each class
+        ("decoding_ranks", np.int64, MAX_RANKS),
+        *_integers("queued_tokens", "queued_token_ranks", "kv_free", "kv_promised"),
+        # Its adapters. Lists are of the entries of the adapter cache, see there.
+        *_integers("host_bytes", "device_bytes", "load_free", "fetch_free"),
+        *_integers("spare_first", "spare_last", "device_first", "device_last", "changed_first", "num_changed"),
+        *_integers(
+            "host_adapters", "most_host_adapters", "additions", "fetches", "fetched_bytes", "loads", "evictions"
+        ),
+        # The adapters that the plan makes it fetch: a range of the fleet's `moves`.
+        *_integers("moves_next", "moves_end"),
+        ("credit_bytes", np.float64),
+    ]
+)
+ITERATIONS = np.dtype(_integers("start", "each", "times", "decoding", "prompt_tokens"))  # a run of equal iterations
+
+
+class Batches(NamedTuple):
+    """What batching works on: one element of `machines`, `instances` and `traces` for each instance."""
+
+    machines: Any
+    instances: Any
+    requests: Any
+    ranks: Any  # the rank of each class, ascending
+    traces: Any  # runs of iterations [instances, most]

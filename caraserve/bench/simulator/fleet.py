@@ -1,0 +1,156 @@
+"""The state of a simulated fleet: instances, their adapters, what routers see, and requests on their way.
+
+Instances are numbered in the order of their names. Arrays that may have to grow during a run are pools or rings: see
+`with_room`, which compiled code asks for by returning to Python.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from caraserve.bench.simulator.adapter_cache import Caches
+from caraserve.bench.simulator.compiled import BACKLOG, MAX_ATTEMPTS, Batches
+from caraserve.cluster.routing.cost import Tier
+from caraserve.cluster.routing.policies import SHORTLIST
+
+_I8, _I4, _F8 = np.int64, np.int32, np.float64
+
+
+def _fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names]
+
+
+SETTING = np.dtype(
+    [
+        *_fields(_I8, "policy", "routers", "gossip_ns", "quote_ns", "hop_ns", "half_hop_ns"),
+        *_fields(_F8, "own_weight", "slo_ms", "ttft_ms", "beat_ms", "beat_jitter", "move_bytes"),
+        *_fields(np.bool_, "enforces_slo", "central"),  # central: one scheduler, see `Setting`
+    ]
+)
+COUNTS = np.dtype(
+    [
+        *_fields(_I8, "arrivals", "beats", "quotes", "deliveries", "refusals", "hops", "migrations", "plans", "lost"),
+        *_fields(_I8, "num_events", "sequence"),
+        *_fields(_I8, "num_routes", "free_route", "num_sent", "free_sent"),  # of the pools
+        *_fields(_I8, "beats_head", "beats_tail", "changes_head", "changes_tail"),  # of the rings
+        *_fields(_F8, "answer_weight", "answer_tokens"),  # of all answers, see `cost.AnswerLengths`
+    ]
+)
+ROUTE = np.dtype(  # the routing of one request
+    [
+        *_fields(_I8, "request", "router", "target", "after"),  # `after`: the next free one
+        *_fields(_F8, "rank", "prompt_tokens", "output_tokens", "adapter_bytes"),  # of its `Arrival`
+        *_fields(_I8, "known", "attempts"),  # of its order of instances, which is `complete` once it was needed
+        *_fields(np.bool_, "force", "complete"),
+        ("tried", _I8, MAX_ATTEMPTS),
+        ("tried_latency_ms", _F8, MAX_ATTEMPTS),
+        ("tried_force", np.uint8, MAX_ATTEMPTS),
+        ("missed_slo", np.uint8, MAX_ATTEMPTS),  # the reason of the refusal
+    ]
+)
+SENT = np.dtype([*_fields(_F8, "at_s", "rank", "prompt_tokens", "output_tokens"), ("after", _I8)])
+BEAT = np.dtype([*_fields(_I8, "at", "number", "changes"), ("backlog", BACKLOG)])  # a heartbeat on its way
+CHANGE = np.dtype([("adapter", _I4), ("tier", np.uint8)])
+
+
+class Plan(NamedTuple):
+    """A placement plan."""
+
+    starts: Any  # an adapter's shares are from starts[adapter] to starts[adapter + 1]
+    instances: Any  # of each share
+    fractions: Any
+    classes: Any  # the rank of each instance; none without a plan
+
+
+NO_PLAN = Plan(np.zeros(1, _I8), np.zeros(0, _I8), np.zeros(0), np.zeros(0, _I8))
+
+
+class Fleet(NamedTuple):
+    """All state of a simulation."""
+
+    setting: Any  # [1]
+    counts: Any  # [1]
+    batches: Batches
+    caches: Caches
+    plan: Plan
+    moves: Any  # adapters to fetch, by instance
+    demand_tokens: Any  # by adapter: of answers since the last plan
+    answers: Any  # [adapters + 1, 2]: weight and tokens, see `cost.AnswerLengths`; the last is the base model
+    turns: Any  # of each router, for round-robin
+    # What routers see.
+    published: Any  # backlogs
+    tiers: Any  # [adapters, instances]
+    sent_first: Any  # [instances, routers]: list of requests sent since the last heartbeat; -1: none
+    sent_last: Any
+    # For the decision at hand, by instance.
+    seen: Any  # backlogs
+    members: Any
+    ranking: Any
+    kept: Any  # another ranking
+    shortlist: Any  # [2, SHORTLIST]: those that may be asked for quotes, and those drawn of them
+    costs: Any
+    latencies_ms: Any
+    draws: Any
+    marked: Any
+    # Pools, rings and the heap of events.
+    event_keys: Any
+    event_items: Any
+    routes: Any
+    orders: Any  # [routes, instances]
+    requests_seen: Any  # [routes, instances]
+    held: Any  # [routes, instances]: those that have the adapter
+    sent: Any
+    beats: Any
+    changes: Any
+
+
+def make_fleet(setting: Any, batches: Batches, caches: Caches, routes: int = 64, sent: int = 256) -> Fleet:
+    """Returns a fleet before its first event, without adapters."""
+    instances, adapters, routers = len(batches.instances), len(caches.entries), int(setting["routers"][0])
+    counts = np.zeros(1, COUNTS)
+    counts["free_route"] = counts["free_sent"] = -1
+    return Fleet(
+        setting=setting,
+        counts=counts,
+        batches=batches,
+        caches=caches,
+        plan=NO_PLAN,
+        moves=np.zeros(0, _I8),
+        demand_tokens=np.zeros(adapters, _I8),
+        answers=np.zeros((adapters + 1, 2)),
+        turns=np.zeros(routers, _I8),
+        published=np.zeros(instances, BACKLOG),
+        tiers=np.full((adapters, instances), Tier.ABSENT, np.uint8),
+        sent_first=np.full((instances, routers), -1),
+        sent_last=np.full((instances, routers), -1),
+        seen=np.zeros(instances, BACKLOG),
+        members=np.zeros(instances, _I8),
+        ranking=np.zeros(instances, _I8),
+        kept=np.zeros(instances, _I8),
+        shortlist=np.zeros((2, SHORTLIST), _I8),
+        costs=np.zeros(instances),
+        latencies_ms=np.zeros(instances),
+        draws=np.zeros(instances),
+        marked=np.zeros(instances, np.bool_),
+        event_keys=np.zeros(instances + routes, _I8),
+        event_items=np.zeros(instances + routes, _I8),
+        routes=np.zeros(routes, ROUTE),
+        orders=np.zeros((routes, instances), _I8),
+        requests_seen=np.zeros((routes, instances)),
+        held=np.zeros((routes, instances), np.bool_),
+        sent=np.zeros(sent, SENT),
+        beats=np.zeros(2 * instances, BEAT),
+        changes=np.zeros(2 * adapters + 1, CHANGE),
+    )
+
+
+def with_room(fleet: Fleet) -> Fleet:
+    """Returns the same state with twice the room in pools, rings and the heap of events."""
+    pools = ("event_keys", "event_items", "routes", "orders", "requests_seen", "held", "sent")
+    larger: dict[str, Any] = {name: np.concatenate([one := getattr(fleet, name), np.zeros_like(one)]) for name in pools}
+    for name in ("beats", "changes"):
+        ring = getattr(fleet, name)
+        larger[name] = np.zeros(2 * len(ring), ring.dtype)
+        under_way = np.arange(fleet.counts[f"{name}_head"][0], fleet.counts[f"{name}_tail"][0])
+        larger[name][under_way % len(larger[name])] = ring[under_way % len(ring)]
+    return fleet._replace(**larger)
