@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, count, names_among, positive
+from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, add_json, count, names_among, positive
 from caraserve.bench.synthetic import ITEMSIZE, SHAPES
 from caraserve.cluster.routing.policies import ROUTINGS
 from caraserve.config import LOADING_MODES, LORA_KERNELS
@@ -42,6 +42,7 @@ def bench_parser() -> argparse.ArgumentParser:
     _add_cluster(kinds)
     _add_compare(kinds)
     _add_presets(kinds)
+    _add_paper(kinds)
     return bench
 
 
@@ -86,11 +87,18 @@ def _add_modes(kinds: Any) -> None:
         type=names_among(LORA_KERNELS, "LoRA kernel"),
         default=(),
         metavar="LIST",
-        help=f"every mode with each of {','.join(LORA_KERNELS)} in turn; GPU only (default: the server's)",
+        help=f"every mode with each of {','.join(LORA_KERNELS)} in turn (default: the server's)",
     )
     group.add_argument("--repeats", type=count, default=3, help="of every mode")
     group.add_argument("--resident", type=count, metavar="N", help="adapters on the device at once (default a quarter)")
     group.add_argument("--emulate-link-mb-per-s", type=positive, metavar="MB", help="bandwidth to the device")
+    group.add_argument(
+        "--load-share",
+        type=positive,
+        metavar="X",
+        help="emulate a link that loads for all requests would keep busy for this share of the time",
+    )
+    group.add_argument("--prompt-embeds", action="store_true", help="prompts are random vectors in place of tokens")
     group.add_argument(
         "--calm-cores",
         type=positive,
@@ -120,7 +128,7 @@ def _add_compare(kinds: Any) -> None:
     compare = kinds.add_parser("compare", help="set two saved reports side by side")
     compare.add_argument("a", type=Path, metavar="A.json")
     compare.add_argument("b", type=Path, metavar="B.json")
-    _add_save(compare)
+    compare.add_argument("--save", type=Path, metavar="DIR", help="folder for a figure of the ratios")
     compare.set_defaults(run=_compare)
 
 
@@ -128,6 +136,31 @@ def _add_presets(kinds: Any) -> None:
     presets = kinds.add_parser("presets", help="list the papers' settings")
     presets.add_argument("name", nargs="?", help="one of them, with what its paper leaves unsaid")
     presets.set_defaults(run=_presets)
+
+
+def _add_paper(kinds: Any) -> None:
+    paper = kinds.add_parser(
+        "paper",
+        help="run a figure of a paper and set its values beside ours",
+        description="Runs a figure of Toppings, CaraServe or LoRAServe at a scale that this machine bears, prints the "
+        "paper's values beside ours, and writes JSON and a plot.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    paper.add_argument("paper", choices=("toppings", "caraserve", "loraserve"))
+    paper.add_argument("--figure", required=True, metavar="N", help="as in the paper, or `all`")
+    paper.add_argument("--duration-s", type=positive, default=300.0, metavar="S", help="of each run")
+    paper.add_argument("--repeats", type=count, default=3, help="of each run on a server")
+    paper.add_argument("--seed", type=int, default=0)
+    paper.add_argument("--save", type=Path, default=Path("papers"), metavar="DIR", help="folder for JSON and plots")
+    add_json(paper)
+    paper.set_defaults(run=_paper)
+
+
+def _paper(args: argparse.Namespace) -> int:
+    from caraserve.bench.papers.command import PaperOptions, bench_paper
+
+    options = PaperOptions(args.duration_s, args.repeats, args.seed)
+    return bench_paper(args.paper, args.figure, options, args.save, args.json)
 
 
 def _add_lora(kinds: Any) -> None:
@@ -157,7 +190,14 @@ def _add_cluster(kinds: Any) -> None:
     group = cluster.add_argument_group("fleet")
     routings = names_among(ROUTINGS, "routing policy")
     group.add_argument("--routing", type=routings, default=ROUTINGS, metavar="LIST", help=",".join(ROUTINGS))
-    group.add_argument("--instances", type=count, metavar="N", help="(default: as many as the preset has)")
+    group.add_argument(
+        "--instances",
+        type=count,
+        nargs="+",
+        default=(),
+        metavar="N",
+        help="fleet sizes to simulate one after another (default: as many as the preset has)",
+    )
     group.add_argument(
         "--kernel",
         choices=("unpadded", "padded", "measured"),
@@ -174,14 +214,33 @@ def _add_cluster(kinds: Any) -> None:
         help="times of measured machines, not the papers'",
     )
     group.add_argument("--slo-scale", type=positive, default=1.5, metavar="X", help="TPT within X times the base's")
-    group.add_argument("--beat-ms", type=positive, default=250.0, metavar="MS", help="between an instance's load beats")
+    group.add_argument(
+        "--scheduler",
+        choices=("gossip", "central"),
+        default="gossip",
+        help="who routes: the instances, by what gossip tells them, or one scheduler that knows every instance's state "
+        "at once, with every adapter on every instance, as the papers assume (default %(default)s)",
+    )
+    group.add_argument("--beat-ms", type=positive, metavar="MS", help="between an instance's load beats (default 250)")
     group.add_argument("--routers", type=count, metavar="N", help="instances that clients send to (default: all)")
     group.add_argument(
         "--copies",
         type=count,
-        default=2,
         metavar="N",
-        help="of each adapter at the start, under routings that make no plan (default %(default)s)",
+        help="of each adapter at the start, under routings that make no plan (default 2; all if central)",
+    )
+    group.add_argument(
+        "--plan-s", type=positive, default=60.0, metavar="S", help="between placement plans (default %(default)s)"
+    )
+    group.add_argument(
+        "--profiled-points",
+        action="store_true",
+        help="plan by the rate at which one instance's P95 TTFT breaks the SLO for each rank, not by the formula",
+    )
+    group.add_argument(
+        "--padded-prompts",
+        action="store_true",
+        help="prompts cost what the largest rank of their iteration does, as in LoRAServe; here they do not",
     )
     group.add_argument("--need-attainment", type=positive, metavar="X", help="find the least fleet with this share")
     group.add_argument("--need-ttft-p95-ms", type=positive, metavar="MS", help="and with 95 %% of TTFTs under this")
@@ -195,12 +254,13 @@ def _cluster(args: argparse.Namespace) -> int:
     from caraserve.bench.simulator.command import ClusterOptions, bench_cluster
 
     values = {name: getattr(args, name) for name in ClusterOptions.__slots__}
-    options = ClusterOptions(**values | {"profile": tuple(args.profile)})
+    options = ClusterOptions(**values | {"profile": tuple(args.profile), "instances": tuple(args.instances)})
     return bench_cluster(options, LoadOptions.from_args(args), _arguments(args))
 
 
 def _add_save(kind: argparse.ArgumentParser) -> None:
     kind.add_argument("--save", type=Path, metavar="DIR", help="folder for the report: JSON and figures")
+    add_json(kind)
 
 
 def _lora(args: argparse.Namespace) -> int:
@@ -213,7 +273,7 @@ def _lora(args: argparse.Namespace) -> int:
             "bench lora compares with torch: install the package's `test` extra, or torch itself"
         ) from None
 
-    bench_lora(args.parts, args.lora_cpus, QUICK if args.quick else FULL, args.save)
+    bench_lora(args.parts, args.lora_cpus, QUICK if args.quick else FULL, args.save, args.json)
     return 0
 
 
@@ -228,18 +288,16 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _bench_modes(args: argparse.Namespace) -> int:
-    from caraserve.bench.modes import ModesOptions, bench_modes
+    from caraserve.bench.modes import bench_modes, modes_options
     from caraserve.bench.output import run_and_report
 
-    load, report = LoadOptions.from_args(args), ReportOptions.from_args(args)
-    values = {name: getattr(args, name) for name in ModesOptions.__slots__ if name != "serve"}
-    options = ModesOptions(**values, serve=args.serve_arguments)
+    options, load, report = modes_options(args)
     return run_and_report("modes", lambda: bench_modes(options, load, report), report, _arguments(args))
 
 
 def _arguments(args: argparse.Namespace) -> Mapping[str, object]:
     """Returns the arguments for the report: enough to repeat the run, without keys."""
-    omitted = ("run", "api_key", "save", "takes_serve_arguments")  # `save` is a folder of this machine
+    omitted = ("run", "api_key", "save", "json", "takes_serve_arguments")  # `save` is a folder of this machine
     arguments = {name: value for name, value in vars(args).items() if name not in omitted}
     if (url := arguments.get("url")) is not None:
         arguments["url"] = re.sub(r"//[^/]*@", "//", url)

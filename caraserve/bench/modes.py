@@ -4,6 +4,7 @@ A machine's speed drifts during a benchmark. So each repeat runs all modes, ever
 mode's latencies are compared with those of `cached` in the same repeat, which had the same requests.
 """
 
+import argparse
 import asyncio
 import math
 import time
@@ -13,10 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from caraserve.bench.capacity import objective, rate_here
+from caraserve.bench.client.dialects import PromptEmbeds
 from caraserve.bench.client.endpoint import Endpoint, find_endpoint
 from caraserve.bench.client.player import LoadSettings
 from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, with_rate
-from caraserve.bench.records import Run
+from caraserve.bench.records import Run, ServerUse
 from caraserve.bench.runner import BenchmarkRunner, interruptible
 from caraserve.bench.serve import Measurements, keep_measured
 from caraserve.bench.servers import (
@@ -29,6 +31,7 @@ from caraserve.bench.servers import (
     own_server,
     working_folder,
 )
+from caraserve.bench.synthetic import SHAPES
 from caraserve.bench.workload.build import WorkloadSpec, build
 from caraserve.errors import ConfigError
 
@@ -50,10 +53,19 @@ class ModesOptions:
     targets: str
     dtype: str
     emulate_link_mb_per_s: float | None
+    load_share: float | None  # emulate the link that loads an adapter for every request in this share of the time
+    prompt_embeds: bool  # prompts are vectors in place of tokens
     lora_kernels: tuple[str, ...]  # each mode runs with each of them; empty: the server's default
     calm_cores: float  # cores that other programs may use; a run during which they use more is repeated
     cores_used: float | None  # sets the rate at which `cached` keeps so many cores busy; None: by capacity
     serve: tuple[str, ...]  # additional arguments of `caraserve serve`, for every mode
+
+
+def modes_options(args: argparse.Namespace) -> tuple[ModesOptions, LoadOptions, ReportOptions]:
+    """Returns the options that `bench_parser` has parsed. Raises ConfigError for options that contradict each other."""
+    values = {name: getattr(args, name) for name in ModesOptions.__slots__ if name != "serve"}
+    options = ModesOptions(**values, serve=args.serve_arguments)
+    return options, LoadOptions.from_args(args), ReportOptions.from_args(args)
 
 
 async def bench_modes(options: ModesOptions, load: LoadOptions, report: ReportOptions) -> Measurements:
@@ -73,6 +85,8 @@ async def bench_modes(options: ModesOptions, load: LoadOptions, report: ReportOp
             rate = await _rate(runner, bench, load, measured.notes)
             spec = spec if runner.stopped.is_set() else with_rate(spec, rate)
         spec = load.sized(spec)
+        if options.load_share is not None and not runner.stopped.is_set():
+            bench = bench.with_link(spec.arrivals.rate(spec.rate) * spec.scale.rate, measured.notes)
         measured.notes += build(spec).notes
         for note in measured.notes:
             runner.log(note)
@@ -115,6 +129,8 @@ def _check(options: ModesOptions, load: LoadOptions, report: ReportOptions) -> N
         raise ConfigError("--slo-scale is for bench serve; modes are compared with cached")
     if load.request_rate is not None and len(load.request_rate) > 1:
         raise ConfigError("--request-rate: bench modes runs at one rate")
+    if options.load_share is not None and options.emulate_link_mb_per_s is not None:
+        raise ConfigError("--load-share chooses the emulated link; give it or --emulate-link-mb-per-s")
     if options.cores_used is not None and (load.request_rate is not None or load.rate_scale is not None):
         raise ConfigError("--cores-used chooses the rate; give it or a rate")
 
@@ -128,6 +144,23 @@ class _Prepared:
     registry: Path
     spec: WorkloadSpec
     resident: int
+
+    @property
+    def load_s(self) -> float | None:
+        """The mean time to copy an adapter over the emulated link; None: none is emulated."""
+        link = self.options.emulate_link_mb_per_s
+        return None if link is None else self.made.room_bytes() / max(1, len(self.made.names)) / (link * 1e6)
+
+    def with_link(self, rate: float, notes: list[str]) -> "_Prepared":
+        """Returns the same with a link that is busy for `load_share` of the time if every request loads an adapter."""
+        assert self.options.load_share is not None
+        load_s = self.options.load_share / rate
+        mean_bytes = self.made.room_bytes() / max(1, len(self.made.names))
+        notes.append(
+            f"Loading an adapter takes {1000 * load_s:.0f} ms, so that the loads of all requests at {rate:.3g}/s would "
+            f"keep the link busy for {self.options.load_share:.0%} of the time: {mean_bytes / load_s / 1e6:.3g} MB/s."
+        )
+        return replace(self, options=replace(self.options, emulate_link_mb_per_s=mean_bytes / load_s / 1e6))
 
     def arguments(self, variant: ModeVariant) -> tuple[str, ...]:
         """Returns the arguments of `caraserve serve` for a variant."""
@@ -196,11 +229,17 @@ async def _measured(
     async with _warm_server(runner, bench, variant) as (server, endpoint):
         workload = build(spec)
         await _calm(bench.options.calm_cores)
-        ours_s, busy_before_s = server.cpu_s() + time.process_time(), busy_s()
+        key = api_key_in(bench.options.serve)
+        loads = await asyncio.to_thread(server.loads, key)
+        server_s, client_s, busy_before_s = server.cpu_s(), time.process_time(), busy_s()
         run = await runner.play(endpoint, workload, bench.made.names, variant.label)
-        ours_s = server.cpu_s() + time.process_time() - ours_s
-        elsewhere_s = busy_s() - busy_before_s - ours_s
-    return (elsewhere_s / run.wall_s if run.wall_s else 0.0), run
+        server_s, client_s = server.cpu_s() - server_s, time.process_time() - client_s
+        elsewhere_s = busy_s() - busy_before_s - server_s - client_s
+        loads = await asyncio.to_thread(server.loads, key) - loads
+    if not run.wall_s:
+        return 0.0, run
+    link_share = None if bench.load_s is None else loads * bench.load_s / run.wall_s
+    return elsewhere_s / run.wall_s, replace(run, use=ServerUse(server_s / run.wall_s, loads, link_share))
 
 
 async def _calm(cores: float) -> None:
@@ -220,6 +259,9 @@ async def _warm_server(
     async with own_server(bench.arguments(variant), runner.stopped) as server:
         endpoint = await find_endpoint(server.url, "openai", api_key_in(bench.options.serve), bench.made.names)
         await runner.warm_up(endpoint, bench.made.names)
+        if bench.options.prompt_embeds:
+            hidden = SHAPES[endpoint.base_model].hidden
+            endpoint = replace(endpoint, dialect=PromptEmbeds(endpoint.base_model, hidden=hidden))
         yield server, endpoint
 
 

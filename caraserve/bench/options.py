@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Self
+from typing import Any, Self
 
 from caraserve.bench.report.summary import LATENCIES
 from caraserve.bench.synthetic import SHAPES
@@ -243,6 +243,7 @@ class ReportOptions:
     percentiles: tuple[float, ...]
     percentile_metrics: tuple[str, ...]
     save: Path | None
+    json: bool  # also on a terminal
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -267,12 +268,18 @@ class ReportOptions:
             help=f"latencies on the terminal (default {','.join(LATENCIES)}); a saved report has all",
         )
         group.add_argument("--save", type=Path, metavar="DIR", help="folder for JSON, CSV and figures")
+        add_json(group)
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Self:
         if args.slo is not None and args.slo_scale is not None:
             raise ConfigError("--slo and --slo-scale both set the limits; give one of them")
         return cls(**{name: getattr(args, name) for name in cls.__slots__})
+
+
+def add_json(parser: Any) -> None:
+    """Adds `--json` to a parser or to a group of one."""
+    parser.add_argument("--json", action="store_true", help="print the report as JSON also on a terminal")
 
 
 def _shown(forms: object) -> list[str]:

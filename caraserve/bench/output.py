@@ -1,15 +1,13 @@
-"""Output of `bench serve`, `modes`, `compare` and `presets`: tables, files, one JSON line."""
+"""Output of `bench serve`, `modes`, `compare` and `presets`: tables, files, JSON."""
 
-import json
-import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import uvloop
-from rich.console import Console
 from rich.table import Table
 
+from caraserve.bench.console import open_console, write_document
 from caraserve.bench.options import ReportOptions
 from caraserve.bench.report.compare import compare
 from caraserve.bench.report.files import document, load_saved, make_folder, save_report, write_files
@@ -21,7 +19,6 @@ from caraserve.bench.workload.presets import find_preset, load_presets
 from caraserve.errors import BackendFailed, ConfigError
 
 _INTERRUPTED = 130  # the exit code of shells after Ctrl-C
-_WIDTH = 200  # of tables in a file or a pipe
 
 
 def run_and_report(
@@ -32,8 +29,8 @@ def run_and_report(
 ) -> int:
     """Runs a benchmark, prints and saves its report, and returns the exit code.
 
-    The last line of stdout is one JSON document. Raises BackendFailed if the endpoint fails, and ConfigError if the
-    report cannot be saved.
+    With --json, and where stdout is not a terminal, the last line of stdout is one JSON document. Raises BackendFailed
+    if the endpoint fails, and ConfigError if the report cannot be saved.
     """
     make_folder(options.save)
     try:
@@ -45,7 +42,7 @@ def run_and_report(
     try:
         _print_and_save(summaries, report, measured, options)
     finally:
-        sys.stdout.write(json.dumps(report) + "\n")
+        write_document(report, options.json)
     if measured.failure is not None:
         raise BackendFailed(f"ended early, with what was measured until then: {measured.failure}")
     if not measured.runs or any(run.interrupted for run in measured.runs):
@@ -56,7 +53,7 @@ def run_and_report(
 def _print_and_save(
     summaries: Sequence[Summary], report: Mapping[str, object], measured: Measurements, options: ReportOptions
 ) -> None:
-    console = _console()
+    console = open_console()
     for table in report_tables(summaries, options.percentile_metrics):
         console.print(table)
     for summary in summaries:
@@ -75,7 +72,7 @@ def _print_and_save(
 def show_comparison(a: Path, b: Path, folder: Path | None) -> int:
     """Prints two saved reports side by side, and draws their ratios to a PNG in `folder` if given. Returns 0."""
     comparison = compare(load_saved(a), load_saved(b))
-    console = _console()
+    console = open_console()
     for table in comparison.tables():
         console.print(table)
     if folder is not None:
@@ -89,7 +86,7 @@ def show_comparison(a: Path, b: Path, folder: Path | None) -> int:
 
 def show_presets(name: str | None) -> int:
     """Prints a table of the papers' settings, or one setting with its assumptions. Returns the exit code 0."""
-    console = _console()
+    console = open_console()
     if name is None:
         heads = ("preset", "model", "requests/s", "adapters", "ranks", "popularity", "lengths", "source")
         table = Table(*heads)
@@ -106,9 +103,3 @@ def show_presets(name: str | None) -> int:
     for note in preset.notes:
         console.print(f"- {note}")
     return 0
-
-
-def _console() -> Console:
-    """Returns a console as wide as the terminal; in a file or a pipe, lines are not wrapped."""
-    width = None if sys.stdout.isatty() else _WIDTH
-    return Console(width=width, soft_wrap=True, highlight=False, markup=False)

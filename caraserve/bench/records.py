@@ -63,6 +63,15 @@ class RequestRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerUse:
+    """What a run used of the server that the benchmark started."""
+
+    cpu_cores: float  # mean CPU time a second, of the server and its workers
+    loads: int  # of adapters to the device
+    link_share: float | None  # share of time in which the emulated link was busy; None: no link is emulated
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """One run of a workload."""
 
@@ -71,6 +80,7 @@ class Run:
     wall_s: float
     interrupted: bool = False
     concurrency: int | None = None  # limit of requests in flight, in a closed loop; None: open loop
+    use: ServerUse | None = None  # None: of a server that is not the benchmark's
 
 
 _COMPUTING = ("numpy", "numba", "torch", "cupy-cuda12x", "triton")

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 from caraserve.bench.records import Workload
 from caraserve.bench.synthetic import SHAPES, write_adapters, write_model
@@ -23,6 +24,7 @@ from caraserve.errors import BackendFailed, ConfigError
 from caraserve.model.dtype import Dtype
 from caraserve.util.units import align_up
 
+_LOADS = re.compile(rb"^caraserve:adapter_loads_total\{[^}]*\} (\S+)", re.MULTILINE)
 _READY = re.compile(rb"ready at (http://\S+)")
 _START_S = 600.0  # enough to read a large model from a slow disk
 _END_S = 10.0
@@ -111,6 +113,12 @@ class OwnServer:
         while found := {pid for pid, parent in parents.items() if parent in family} - family:
             family |= found
         return sum(ticks.get(pid, 0) for pid in family) / os.sysconf("SC_CLK_TCK")
+
+    def loads(self, api_key: str | None) -> int:
+        """Returns the number of adapters that the server has loaded to the device so far. Raises OSError."""
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        with urlopen(Request(f"{self.url}/metrics", headers=headers)) as answer:
+            return sum(int(float(count)) for count in _LOADS.findall(answer.read()))
 
 
 def busy_s() -> float:

@@ -29,7 +29,7 @@ from caraserve.bench.records import PlannedRequest, RequestRecord, Workload, mac
 from caraserve.bench.report.files import as_json, make_folder, write_files
 from caraserve.bench.report.tables import TextTable, to_rich
 from caraserve.bench.servers import OwnServer, make_synthetic, own_server, working_folder
-from caraserve.bench.simulator.instance import MS
+from caraserve.bench.simulator.compiled import MS
 from caraserve.bench.simulator.machines import Machine, paper_machine, profiled_machine
 from caraserve.bench.simulator.simulation import Setting, Simulation
 from caraserve.bench.workload.arrivals import parse_arrivals
@@ -123,12 +123,12 @@ def _compared(
         for record, request in list(zip(ordered, simulation.requests, strict=True))[int(_WARM_UP * len(mine)) :]:
             assert record.ttft_s is not None
             times_ms = {
-                "observed_tpt_ms": 1e3 * record.e2e_s / request.output,
-                "predicted_tpt_ms": (request.done - request.arrived) / MS / request.output,
+                "observed_tpt_ms": 1e3 * record.e2e_s / int(request["output"]),
+                "predicted_tpt_ms": float(request["done"] - request["arrived"]) / MS / int(request["output"]),
                 "observed_ttft_ms": 1e3 * record.ttft_s,
-                "predicted_ttft_ms": (request.first - request.arrived) / MS,
+                "predicted_ttft_ms": float(request["first"] - request["arrived"]) / MS,
             }
-            pairs.append({"instance": number, "output_tokens": request.output, **times_ms})
+            pairs.append({"instance": number, "output_tokens": int(request["output"]), **times_ms})
     means = _means(pairs)
     return {
         "bench": "cluster reality",

@@ -77,7 +77,7 @@ def main() -> None:
             reports.append(asyncio.run(_measure(Path(folder), args, dtype)))
         Console(width=None if sys.stdout.isatty() else _WIDTH).print(to_rich(_table(reports[-1])))
     if args.plot is not None:
-        args.plot.write_bytes(_draw(reports))
+        args.plot.write_bytes(draw(reports))
     shown = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     result = {"benchmark": "engine", "machine": machine(), "versions": versions(), "args": shown, "reports": reports}
     if args.json is not None:
@@ -298,7 +298,7 @@ def _table(report: Mapping[str, Any]) -> TextTable:
     return TextTable(title, tuple(heads), tuple(rows), note=note)
 
 
-def _draw(reports: Sequence[Mapping[str, Any]]) -> bytes:
+def draw(reports: Sequence[Mapping[str, Any]]) -> bytes:
     """Draws tokens/s as bars, a panel for each dtype; our bars are labelled with their ratio to peft's."""
     figure = new_figure(11, 4 * len(reports))
     panels = figure.subplots(len(reports), 1, squeeze=False)[:, 0]

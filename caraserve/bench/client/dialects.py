@@ -4,6 +4,7 @@ Streams are parsed after they have ended, from pieces with arrival times (connec
 piece that completed its event.
 """
 
+import base64
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -106,6 +107,26 @@ class OpenAICompletions:
         # An event without text still counts as a token (half a character), unless it has a role or ends the answer.
         is_open = choice.get("finish_reason") is None and "role" not in (delta or {})
         return StreamEvent(int(bool(text) or (is_open and (delta is None or "content" in delta))), *counts)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEmbeds(OpenAICompletions):
+    """`POST /v1/completions`, with prompts as random vectors in place of tokens, as a compressor would make them."""
+
+    hidden: int = 0
+
+    def body(self, request: ClientRequest) -> dict[str, Any]:
+        body = OpenAICompletions.body(self, request)
+        body.pop("return_token_ids", None)  # a prompt of vectors has no ids
+        return body
+
+    def _prompt(self, request: ClientRequest) -> dict[str, Any]:
+        rng = np.random.default_rng([request.prompt_seed, request.index])
+        vectors = rng.standard_normal((request.prompt_tokens, self.hidden), np.float32).astype(np.float16)
+        tensor = {"dtype": "F16", "shape": vectors.shape, "data_offsets": [0, vectors.nbytes]}
+        head = orjson.dumps({"embeds": tensor})
+        packed = len(head).to_bytes(8, "little") + head + vectors.tobytes()
+        return {"prompt_embeds": base64.b64encode(packed).decode("ascii")}
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,11 @@ def _profile(setup: CheckSetup, subject: MeasuredModel, link: float) -> profiles
     """Returns a profile for the backend's predictions, from the link's speed and warm prefills of the base model."""
     prompts = [profiles.PrefillPoint(count, 0, subject.prefill_ms(count, 0)) for count in setup.effort.cold_prompts]
     flop = 4 * subject.spec.hidden * len(_SITES["qkv"])  # per token and unit of rank
-    rates = [profiles.LoraRate(rank, targets, _CORE_FLOP_PER_S / flop / rank) for targets in _SITES for rank in (8, 64)]
+    rates = [
+        profiles.LoraRate(rank, targets, _CORE_FLOP_PER_S / flop / rank, fixed_ms=0.0)
+        for targets in _SITES
+        for rank in (8, 64)
+    ]
     return profiles.Profile(
         schema=profiles.SCHEMA,
         machine="",

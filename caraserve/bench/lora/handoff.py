@@ -54,7 +54,7 @@ class RoundTripPoint:
 
 @dataclass(frozen=True, slots=True)
 class ThreadsPoint:
-    """Median times of q, k and v of one layer for a prompt of 256 tokens, with workers and torch on the same cores."""
+    """Median times of q, k and v of one layer for a prompt, with workers and torch on the same cores."""
 
     cores: int
     rank: int
@@ -196,22 +196,29 @@ def _receive(end: socket.socket, into: NDArray[np.generic]) -> None:
 def round_trips(
     bench: HandoffBench, hidden: int, rank: int, prompts: Sequence[int], cores: Sequence[int], repeats: int
 ) -> Iterator[RoundTripPoint]:
-    """Yields points with one worker and with all, over shared memory and over sockets.
+    """Yields points with one worker and with all, over shared memory and over sockets."""
+    for workers in dict.fromkeys((1, len(cores))):
+        for tokens in prompts:
+            yield from timed_transports(bench, hidden, rank, tokens, cores[:workers], repeats)
+
+
+def timed_transports(
+    bench: HandoffBench, hidden: int, rank: int, tokens: int, cores: Sequence[int], repeats: int
+) -> tuple[RoundTripPoint, RoundTripPoint]:
+    """Times a prompt's hand-offs to a worker on each core, over shared memory and over sockets.
 
     Both transports alternate after each hand-off, so that changes of the machine's speed affect both alike.
     """
-    for workers in dict.fromkeys((1, len(cores))):
-        for tokens in prompts:
-            sockets = SocketWorkers(hidden, rank, tokens, cores[:workers])
-            try:
-                shared, sent = [], []
-                for _ in range(repeats):
-                    shared.append(bench.exchange(Dtype.F16, rank, tokens, workers))
-                    sent.append(sockets.exchange())
-            finally:
-                sockets.close()
-            yield _point("shared memory", workers, tokens, shared)
-            yield _point("UNIX socket", workers, tokens, sent)
+    sockets = SocketWorkers(hidden, rank, tokens, cores)
+    try:
+        shared, sent = [], []
+        for _ in range(repeats):
+            shared.append(bench.exchange(Dtype.F16, rank, tokens, len(cores)))
+            sent.append(sockets.exchange())
+    finally:
+        sockets.close()
+    shared_point = _point("shared memory", len(cores), tokens, shared)
+    return shared_point, _point("UNIX socket", len(cores), tokens, sent)
 
 
 def _point(transport: str, workers: int, tokens: int, exchanges: Sequence[HandoffTiming]) -> RoundTripPoint:
@@ -227,16 +234,21 @@ def _point(transport: str, workers: int, tokens: int, exchanges: Sequence[Handof
 
 
 def beside_threads(
-    bench: HandoffBench, hidden: int, ranks: Sequence[int], cores: Sequence[int], repeats: int
+    bench: HandoffBench,
+    hidden: int,
+    ranks: Sequence[int],
+    cores: Sequence[int],
+    repeats: int,
+    tokens: int = _MOST_TOKENS,
 ) -> Iterator[ThreadsPoint]:
-    """Yields times of 256 tokens in fp32, with one worker and with all, and with as many torch threads."""
+    """Yields times of a prompt in fp32, with one worker and with all, and with as many torch threads."""
     for count in dict.fromkeys((1, len(cores))):
         with pinned_process(cores[:count]) as pool:
             for rank in ranks:
-                case = KernelCase(hidden, Dtype.F32, rank, _MOST_TOKENS)
+                case = KernelCase(hidden, Dtype.F32, rank, tokens)
                 ours_ms, torch_ms = [], []
                 for _ in range(repeats):
-                    ours_ms.append(1000 * bench.exchange(Dtype.F32, rank, _MOST_TOKENS, count).total_s)
+                    ours_ms.append(1000 * bench.exchange(Dtype.F32, rank, tokens, count).total_s)
                     torch_ms.append(pool.submit(_torch_ms, case, count).result())
                 yield ThreadsPoint(count, rank, median(ours_ms), median(torch_ms))
 

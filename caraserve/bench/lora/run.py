@@ -4,9 +4,7 @@ On the CPU it compares the kernels' speed with a core's peak, torch and NumPy; m
 workers beyond their computing, over shared memory and over a UNIX socket; and compares workers with torch's threads.
 """
 
-import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from caraserve.bench.cli import LORA_PARTS
+from caraserve.bench.console import open_console, write_document
 from caraserve.bench.gpu.limits import copy_bytes_per_s
 from caraserve.bench.gpu.lora import LoraPoint
 from caraserve.bench.gpu.lora import measure as measure_gpu
@@ -90,8 +89,10 @@ class LoraReport:
         return {"bench": "lora", "machine": machine(), "versions": versions(), **asdict(self)}
 
 
-def bench_lora(parts: Sequence[str] | None, cores: Sequence[int] | None, effort: LoraEffort, save: Path | None) -> None:
-    """Measures, prints tables and one JSON line, and writes JSON and a PNG to the folder `save`.
+def bench_lora(
+    parts: Sequence[str] | None, cores: Sequence[int] | None, effort: LoraEffort, save: Path | None, as_line: bool
+) -> None:
+    """Measures, prints tables and, for programs or with `as_line`, one JSON line; writes JSON and a PNG to `save`.
 
     `parts` None means all that this machine has. Ctrl-C ends the measurement early and reports the points so far.
     Raises ConfigError for cores, a folder or a GPU that cannot be used.
@@ -113,7 +114,7 @@ def bench_lora(parts: Sequence[str] | None, cores: Sequence[int] | None, effort:
             report.complete = True
     except KeyboardInterrupt:
         console.print("interrupted: the points measured so far follow")
-    _show(report, save)
+    _show(report, save, as_line)
 
 
 def _parts(requested: Sequence[str] | None) -> Sequence[str]:
@@ -175,8 +176,8 @@ def gpu_points(setup: CheckSetup) -> list[LoraPoint]:
         raise BackendFailed(f"the GPU's LoRA kernels are wrong: {error}") from error
 
 
-def _show(report: LoraReport, save: Path | None) -> None:
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+def _show(report: LoraReport, save: Path | None, as_line: bool) -> None:
+    console = open_console()
     for table in tables(report.kernels, report.round_trips, report.threads, report.gpu):
         console.print(table)
     document = report.document()
@@ -188,4 +189,4 @@ def _show(report: LoraReport, save: Path | None) -> None:
             console.print(f"written: {path}")
         if not can_draw():
             console.print(NO_FIGURES)
-    sys.stdout.write(json.dumps(document) + "\n")
+    write_document(document, as_line)

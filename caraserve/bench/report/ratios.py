@@ -7,9 +7,12 @@ were measured one after the other, so drift of the machine's speed affects both 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
+from caraserve.bench.records import Run
 from caraserve.bench.report.summary import LATENCIES, Summary
+
+T = TypeVar("T", Run, Summary)
 
 RATIO_METRICS = ("ttft", "tpt", "e2e")  # what the papers report
 
@@ -35,11 +38,11 @@ class LabelRatios:
     interrupted_share: float | None
 
 
-def by_label(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
-    """Groups repeats by label, in the order of each label's first."""
-    grouped: dict[str, list[Summary]] = {}
-    for summary in summaries:
-        grouped.setdefault(summary.label, []).append(summary)
+def by_label(repeats: Sequence[T]) -> dict[str, list[T]]:
+    """Groups repeats, as runs or as their summaries, by label, in the order of each label's first."""
+    grouped: dict[str, list[T]] = {}
+    for repeat in repeats:
+        grouped.setdefault(repeat.label, []).append(repeat)
     return grouped
 
 

@@ -22,7 +22,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.bench.records import RequestRecord, Run
+from caraserve.bench.records import RequestRecord, Run, ServerUse
 from caraserve.errors import ConfigError
 
 LATENCIES = ("ttft", "tpot", "tpt", "itl", "e2e")
@@ -263,6 +263,8 @@ class Summary:
     adapters: tuple[RequestGroup, ...]  # most requests first, then the others as one
     ranks: tuple[RequestGroup, ...]  # ascending, the base model first
     interrupted_share: float | None = None  # part of cold_start_share by others' loads; not in old reports
+    cpu_lora_ms: float | None = None  # of CPU workers, mean of the requests that they helped; not in old reports
+    use: ServerUse | None = None  # not in old reports
 
 
 def summarize(run: Run, slo: SloLimits | None = None, percentiles: Sequence[float] = (50, 90, 95, 99)) -> Summary:
@@ -298,6 +300,8 @@ def summarize(run: Run, slo: SloLimits | None = None, percentiles: Sequence[floa
         adapters=_by_adapter(run.records, columns, kept),
         ranks=_by_rank(run.records, columns, kept),
         interrupted_share=_share(run.records, "interrupted"),
+        cpu_lora_ms=_cpu_lora_ms(run.records),
+        use=run.use,
     )
 
 
@@ -383,6 +387,12 @@ def _share(records: Sequence[RequestRecord], *phases: str) -> float | None:
             spent_ms += sum(phase_ms[phase] for phase in phases)
             e2e_ms += 1e3 * record.e2e_s
     return spent_ms / e2e_ms if e2e_ms > 0 else None
+
+
+def _cpu_lora_ms(records: Sequence[RequestRecord]) -> float | None:
+    times_ms = [dict(record.phases).get("cpu_lora", 0.0) for record in records if record.error is None]
+    helped_ms = [ms for ms in times_ms if ms > 0]
+    return sum(helped_ms) / len(helped_ms) if helped_ms else None
 
 
 def _interruptions(columns: Columns) -> Interruptions | None:

@@ -1,14 +1,24 @@
 """Tests of parsing the streams of three kinds of server, however they are cut into pieces."""
 
+import base64
 import json
 from itertools import pairwise
 
 import pytest
+import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
 from caraserve.bench.client.connection import HttpExchange
-from caraserve.bench.client.dialects import ClientRequest, Dialect, LlamaCpp, OpenAIChat, OpenAICompletions, decode
+from caraserve.bench.client.dialects import (
+    ClientRequest,
+    Dialect,
+    LlamaCpp,
+    OpenAIChat,
+    OpenAICompletions,
+    PromptEmbeds,
+    decode,
+)
 
 OPENAI = (
     b'data: {"choices":[{"text":"a","finish_reason":null}]}\n\n'
@@ -86,7 +96,9 @@ def test_invalid_answers_are_errors(body: bytes, status: int, error: str) -> Non
     assert decode(OpenAICompletions("base"), answered((1.0, body), status=status)).error == error
 
 
-@pytest.mark.parametrize("dialect", [OpenAICompletions("base"), OpenAIChat("base"), LlamaCpp({"poet": 7})])
+@pytest.mark.parametrize(
+    "dialect", [OpenAICompletions("base"), PromptEmbeds("base", hidden=8), OpenAIChat("base"), LlamaCpp({"poet": 7})]
+)
 def test_requests_name_the_adapter_and_the_length(dialect: Dialect) -> None:
     body = dialect.body(ASKED)
     assert body["stream"] is True
@@ -105,3 +117,11 @@ def test_without_ignore_eos_nothing_but_openais_own_fields_is_sent() -> None:
     body = OpenAICompletions("base").body(plain)
     assert set(body) == {"model", "prompt", "max_tokens", "temperature", "stream", "stream_options"}
     assert body["model"] == "base"
+
+
+def test_prompts_of_vectors_are_one_tensor_and_ask_for_no_ids() -> None:
+    body = PromptEmbeds("base", hidden=8).body(ASKED)
+    (vectors,) = safetensors.numpy.load(base64.b64decode(body["prompt_embeds"])).values()
+    assert vectors.shape == (5, 8)
+    assert "prompt" not in body
+    assert "return_token_ids" not in body

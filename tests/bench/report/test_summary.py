@@ -148,6 +148,13 @@ def test_repeats_are_compared_with_the_same_repeat_of_the_first_mode() -> None:
     assert lines[1].ratios["ttft"].spread == pytest.approx(0.5**0.5)
 
 
+def test_the_time_of_cpu_workers_is_the_mean_of_the_requests_that_they_helped() -> None:
+    records = [answered(0, 0.0, (0.1, 0.3), phases=(("cpu_lora", ms),)) for ms in (27.0, 0.0, 9.0)]
+    records.append(answered(0, 0.0, (0.1,), phases=(("cpu_lora", 99.0),), error="HTTP 500"))
+    assert summarize(Run("helped", tuple(records), 1.0)).cpu_lora_ms == 18.0
+    assert summarize(Run("loaded", (records[1],), 1.0)).cpu_lora_ms is two_answers().cpu_lora_ms is None
+
+
 def test_cold_start_shares_are_in_the_table_of_ratios() -> None:
     def run(label: str, interrupted_ms: float) -> Summary:
         phases = (("load", 50.0), ("stalled", 0.0), ("interrupted", interrupted_ms))

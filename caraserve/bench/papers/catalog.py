@@ -1,0 +1,60 @@
+"""Reads `figures.toml`: every figure of the three papers, what its paper says, and how it is measured here."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+
+import msgspec
+
+from caraserve.bench.workload.forms import unknown
+
+PAPERS = {"toppings": "Toppings (ATC 25)", "caraserve": "CaraServe (arXiv 2401.11240)", "loraserve": "LoRAServe"}
+ALL = "all"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaperValue:
+    """A value that a paper prints."""
+
+    what: str  # the name of the same value in our result
+    value: float
+    unit: str = "x"  # x: a ratio
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaperFigure:
+    """A figure or table of a paper. `measure` and `needs` are both None where no measurement is written yet."""
+
+    paper: str  # a key of PAPERS
+    number: str  # as in the paper: 14, or 4-left
+    title: str
+    shows: str  # the paper's claim, in a sentence
+    measure: str | None = None  # a name in `command.MEASURES`
+    options: Mapping[str, str] = field(default_factory=dict)  # of the measurement
+    needs: str | None = None  # what this machine lacks to measure or simulate it
+    theirs: tuple[PaperValue, ...] = ()
+    differs: str = ""  # why our values differ
+
+    @property
+    def key(self) -> str:
+        """The name of the figure's files."""
+        return f"{self.paper}-{self.number}"
+
+
+@cache
+def load_figures() -> tuple[PaperFigure, ...]:
+    """Returns all figures, in the papers' order."""
+    text = files("caraserve.bench.papers").joinpath("figures.toml").read_text(encoding="utf-8")
+    return tuple(msgspec.convert(tomllib.loads(text)["figure"], list[PaperFigure]))
+
+
+def find_figures(paper: str, number: str) -> tuple[PaperFigure, ...]:
+    """Returns the paper's figure with this number, or those that can be run for `all`. Raises ConfigError."""
+    figures = {figure.number: figure for figure in load_figures() if figure.paper == paper}
+    if number == ALL:
+        return tuple(figure for figure in figures.values() if figure.measure is not None)
+    if number not in figures:
+        raise unknown(f"figure of {PAPERS[paper]}", number, figures)
+    return (figures[number],)

@@ -1,0 +1,114 @@
+"""LoRAServe's figures of what ranks cost on one server, and of single servers in a fleet; simulated."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import inf, isfinite
+
+import numpy as np
+
+from caraserve.bench.papers.command import PaperOptions
+from caraserve.bench.papers.fleet import (
+    LORASERVE,
+    LORASERVE_MACHINE,
+    MACHINE_NOTE,
+    finite,
+    load_of,
+    loraserve_setting,
+    simulated,
+)
+from caraserve.bench.papers.result import FigureData, Panel, Series, Value
+from caraserve.bench.simulator.compiled import MS
+from caraserve.bench.simulator.simulation import Setting, Simulation
+from caraserve.bench.workload.build import WorkloadSpec, build
+
+_RANKS = (8, 16, 32, 64, 128)
+_PROMPTS = (250, 500, 1000, 2000)
+_SIMULATED_RATE = 0.5  # of loraserve-production-100's 30/s in figure 18: its servers have four GPUs each
+_NOTE = "Prompts cost what the largest rank of their iteration does, by the ratio that the paper's figure 3 has."
+
+
+def prefill_by_rank(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
+    """Computes TTFT and TBT of one request alone, by rank and prompt length, with the simulated machine's model."""
+    model = LORASERVE_MACHINE.model
+    prefills = [
+        Series(f"rank {rank}", tuple(model.prefill_ms(tokens, tokens * rank, rank) for tokens in _PROMPTS), _PROMPTS)
+        for rank in _RANKS
+    ]
+    decodes = [Series(f"rank {rank}", (model.decode_ms(1, rank, rank),) * len(_PROMPTS), _PROMPTS) for rank in _RANKS]
+    ratio = (prefills[-1].y[-1] or 0.0) / (prefills[0].y[-1] or inf)
+    panels = (
+        Panel("TTFT", "ms", tuple(prefills), "prompt tokens"),
+        Panel("TBT", "ms", tuple(decodes), "prompt tokens"),
+    )
+    return FigureData(
+        "simulated", (MACHINE_NOTE, _NOTE), (Value("2,000 tokens: rank 128 ÷ rank 8, TTFT", ratio),), panels
+    )
+
+
+def coserve(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
+    """Simulates one server with two adapters, of rank 8 and of every rank, and compares the TTFT of rank 8."""
+    spec = replace(load_of(figure["presets"], options), rate=float(figure["rate"]))
+    tails = {rank: _tail_of_first(replace(spec, ranks=(8, rank))) for rank in _RANKS}
+    values = [
+        Value(f"rank 8 beside rank {rank} ÷ alone, TTFT p95", tails[rank] / tails[8]) for rank in _RANKS if rank != 8
+    ]
+    panel = Panel(
+        "Rank 8 beside another adapter", "TTFT p95, ms", (Series("rank 8", tuple(tails.values()), _RANKS),), "its rank"
+    )
+    load = f"Two adapters asked for alike, {spec.rate:g} requests/s, lengths of Azure's conversations of 2023."
+    return FigureData("simulated", (MACHINE_NOTE, _NOTE, load), tuple(values), (panel,))
+
+
+def rank_limits(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
+    """Simulates one server with one adapter of each rank in turn: the tail of TTFT over time."""
+    spec = load_of(figure["presets"], options)
+    values, tails = [], []
+    for rank in _RANKS:
+        ttft_ms, _ = _served(replace(spec, ranks=(rank,)))
+        tails.append(float(np.percentile(ttft_ms, 95, method="higher")) / 1000)
+        values.append(Value(f"rank {rank}: TTFT p95", tails[-1], "s"))
+    bars = Panel("One adapter", "TTFT p95, s", (Series("here", tuple(tails)),), "rank", tuple(map(str, _RANKS)))
+    load = f"{spec.rate:g} requests/s of 512 prompt and 128 output tokens."
+    return FigureData("simulated", (MACHINE_NOTE, _NOTE, load), tuple(values), (bars,))
+
+
+def servers(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
+    """Simulates a fleet under each policy, and shows every server's tails and the adapters that it held."""
+    preset = figure["presets"]
+    spec = load_of(preset, options)
+    rate = _SIMULATED_RATE * float(figure["share"]) * (spec.rate or 0.0)
+    (found,) = simulated(preset, LORASERVE, LORASERVE_MACHINE, loraserve_setting(preset, options), options, rate)
+    names = tuple(f"server {number + 1}" for number in range(found.instances))
+    tails, held, values = [], [], []
+    for policy in found.policies:
+        run = policy.at_size
+        tails.append(Series(run.routing, tuple(finite(one.ttft_p95_ms, 1e-3) for one in run.by_instance)))
+        held.append(Series(run.routing, tuple(float(one.adapters_most) for one in run.by_instance)))
+        values.append(Value(f"{run.routing}: TTFT p95", run.ttft_p95_ms / 1000, "s"))
+        values.append(Value(f"{run.routing}: adapters held by a server", run.adapters_held_mean, ""))
+    of = {policy.at_size.routing: policy.at_size for policy in found.policies}
+    stored = of["rank-aware"].adapters_held_mean / of["loraserve"].adapters_held_mean
+    values.append(Value("adapters stored, rank-aware ÷ loraserve", stored))
+    panels = (
+        Panel("Tails", "TTFT p95, s", tuple(tails), categories=names),
+        Panel("Adapters", "most held at a time", tuple(held), categories=names),
+    )
+    kept = [value for value in values if isfinite(value.value)]
+    return FigureData("simulated", (MACHINE_NOTE, _NOTE, f"{rate:.3g} requests/s.", *found.notes), tuple(kept), panels)
+
+
+def _tail_of_first(spec: WorkloadSpec) -> float:
+    """Returns the 95th percentile of TTFT in ms of requests for the first adapter, on one instance."""
+    ttft_ms, adapters = _served(spec)
+    return float(np.percentile(ttft_ms[adapters == 0], 95, method="higher"))
+
+
+def _served(spec: WorkloadSpec) -> tuple[np.ndarray, np.ndarray]:
+    """Simulates one instance. Returns TTFT in ms and the adapter's index, [requests] each."""
+    workload = build(spec)
+    simulation = Simulation(Setting((LORASERVE_MACHINE,), "round-robin", inf), workload)
+    simulation.run()
+    requests = simulation.requests
+    ttft_ms = np.where(requests["first"] < 0, inf, (requests["first"] - requests["arrived"]) / MS)
+    adapters = np.array([one.adapter for one in workload.requests])
+    return ttft_ms, adapters

@@ -1,0 +1,59 @@
+"""Draws a figure's panels as PNG; the paper's values are hatched bars and dotted grey lines."""
+
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+from caraserve.bench.papers.result import Panel
+from caraserve.bench.report.plots import INK, legend, line_style, new_figure, plain_name, render, style
+
+_PANEL_WIDTH, _HEIGHT, _COLUMNS = 4.6, 3.6, 3
+_THEIRS = "#8C8C8C"
+_GROUP_WIDTH = 0.8  # of all bars at one category
+
+
+def draw_panels(title: str, panels: Sequence[Panel]) -> bytes:
+    """Returns the panels side by side, at most three in a row."""
+    columns = min(len(panels), _COLUMNS)
+    rows = -(-len(panels) // columns)
+    figure = new_figure(max(6.0, _PANEL_WIDTH * columns), _HEIGHT * rows + 0.4)
+    figure.suptitle(plain_title(title), fontsize=10, color=INK)
+    every = [axes for row in figure.subplots(rows, columns, squeeze=False) for axes in row]
+    for axes, panel in zip(every, panels, strict=False):
+        (_bars if panel.categories else _lines)(axes, panel)
+        style(axes, title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
+    for axes in every[len(panels) :]:
+        axes.set_axis_off()
+    legend(figure, every[0])
+    return render(figure)
+
+
+def plain_title(text: str) -> str:
+    """Returns text that matplotlib shows unchanged."""
+    return text.replace("$", r"\$")
+
+
+def _lines(axes: Any, panel: Panel) -> None:
+    ours = count()
+    for series in panel.series:
+        points = [(x, y) for x, y in zip(series.x, series.y, strict=True) if y is not None]
+        drawn: dict[str, Any] = {"color": _THEIRS, "ls": ":", "lw": 1.8} if series.theirs else line_style(next(ours))
+        if panel.points:
+            drawn |= {"ls": "none", "marker": "x" if series.theirs else ".", "ms": 5}
+        elif len(points) < 12:
+            drawn |= {"marker": "o", "ms": 3}
+        axes.plot([x for x, _ in points], [y for _, y in points], label=plain_name(series.label), **drawn)
+    axes.set_ylim(0, None)
+
+
+def _bars(axes: Any, panel: Panel) -> None:
+    width = _GROUP_WIDTH / len(panel.series)
+    ours = count()
+    for place, series in enumerate(panel.series):
+        left = -_GROUP_WIDTH / 2 + (place + 0.5) * width
+        at = [(index + left, y) for index, y in enumerate(series.y) if y is not None]
+        colours = {"color": "white", "edgecolor": _THEIRS, "hatch": "///"} if series.theirs else {}
+        colours = colours or {"color": line_style(next(ours))["color"]}
+        axes.bar([x for x, _ in at], [y for _, y in at], width, label=plain_name(series.label), **colours)
+    axes.set_xticks(range(len(panel.categories)), panel.categories)
+    axes.grid(False, axis="x")

@@ -1,0 +1,43 @@
+"""Runs `bench modes` for a figure, on servers with a random model of 100 million parameters."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+import uvloop
+
+from caraserve.bench.cli import bench_parser
+from caraserve.bench.modes import bench_modes, modes_options
+from caraserve.bench.papers.command import PaperOptions
+from caraserve.bench.serve import Measurements
+from caraserve.bench.workload.presets import find_preset
+from caraserve.errors import BackendFailed
+
+# A load of rank 64 on q, k and v of a 7B model, 100 MB. The papers only draw load times; at 9 requests/s they lost 29 %
+# of the serving time to loads (Toppings, figure 4), which is 30 ms a load.
+LOAD_S_OF_RANK_64 = 0.030
+_MODEL = ("--random-model", "100M", "--dtype", "float32")
+
+
+def load_share(preset: str) -> float:
+    """Returns the share of time for which the paper's link was busy if each request loaded an adapter."""
+    setting = find_preset(preset)
+    assert setting.rates is not None
+    rank = statistics.fmean(setting.ranks.default)
+    return setting.rates.default * LOAD_S_OF_RANK_64 * rank / 64
+
+
+def preset_words(preset: str, figure: Mapping[str, str], options: PaperOptions) -> list[str]:
+    """Returns the arguments of `bench modes` for a setting."""
+    words = ["--preset", preset, "--modes", figure["modes"], "--scale", "0.02"]
+    words += ["--load-share", f"{load_share(preset):g}", "--duration-s", f"{options.duration_s:g}"]
+    return [*words, "--repeats", str(options.repeats), *figure.get("arguments", "").split()]
+
+
+def run_modes(words: Sequence[str], options: PaperOptions, serve: str = "") -> Measurements:
+    """Runs `bench modes` with these arguments. Raises BackendFailed if it was cut off."""
+    args = bench_parser().parse_args(["modes", *_MODEL, "--seed", str(options.seed), *words])
+    args.serve_arguments = tuple(serve.split())
+    measured = uvloop.run(bench_modes(*modes_options(args)))
+    if measured.failure is not None or len(measured.runs) < args.repeats * len(args.modes):
+        raise BackendFailed(f"the measurement was cut off: {measured.failure or 'interrupted'}")
+    return measured

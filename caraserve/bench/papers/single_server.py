@@ -1,0 +1,76 @@
+"""Figures of one server: loading modes under the papers' loads, by `bench modes` on real servers.
+
+The paper's systems and the modes that stand for them: CACHED is `cached`; S-LoRA and OnDmd are `ondemand`; dLoRA is
+`merged`; Toppings and CaraServe are `auto`, which may also wait for layers, and `assisted`, which never does.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from caraserve.bench.modes import BASELINE
+from caraserve.bench.papers.command import PaperOptions
+from caraserve.bench.papers.result import FigureData, Panel, Series, Value, cdf_series, mean_value
+from caraserve.bench.papers.servers import preset_words, run_modes
+from caraserve.bench.report.ratios import RATIO_METRICS, LabelRatios, by_label, ratios_to_first
+from caraserve.bench.report.summary import Columns, Summary, summarize
+from caraserve.bench.serve import Measurements
+
+
+def loading_modes(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
+    """Sends each setting's load to a server in each mode, and compares means with those of `cached`."""
+    notes: dict[str, None] = {}
+    values: list[Value] = []
+    panels: list[Panel] = []
+    for preset in figure["presets"].split(","):
+        measured = run_modes(preset_words(preset, figure, options), options, figure.get("serve", ""))
+        notes |= dict.fromkeys(f"{preset}: {note}" for note in measured.notes)
+        summaries = [summarize(run, measured.slo) for run in measured.runs]
+        values += _mode_values(preset, summaries)
+        panels.append(_ratio_panel(preset, ratios_to_first(summaries)))
+        panels += _cdf_panels(preset, measured)
+    return FigureData("measured", tuple(notes), tuple(values), tuple(panels))
+
+
+def _mode_values(preset: str, summaries: Sequence[Summary]) -> Iterator[Value]:
+    """Yields each mode's mean latencies over those of `cached`, and what it lost and used."""
+    for line in ratios_to_first(summaries):
+        if line.label != BASELINE:
+            for metric, ratio in line.ratios.items():
+                yield Value(f"{preset} {line.label} {metric.upper()}", ratio.mean, spread=ratio.spread)
+    for label, repeats in by_label(summaries).items():
+        lost = {"lost to loads": "cold_start_share", "lost to others' loads": "interrupted_share"}
+        for what, name in lost.items():
+            yield from _shares(f"{preset} {label} {what}", (getattr(one, name) for one in repeats))
+        yield from _shares(
+            f"{preset} {label} link busy", (None if one.use is None else one.use.link_share for one in repeats)
+        )
+        cores = [one.use.cpu_cores for one in repeats if one.use is not None]
+        if cores:
+            yield mean_value(f"{preset} {label} CPU cores busy", cores, "")
+
+
+def _shares(what: str, shares: Iterable[float | None]) -> Iterator[Value]:
+    known = [100 * share for share in shares if share is not None]
+    if known:
+        yield mean_value(what, known, "%")
+
+
+def _ratio_panel(preset: str, lines: Sequence[LabelRatios]) -> Panel:
+    categories = tuple(line.label for line in lines)
+    series = (
+        Series(metric.upper(), tuple(line.ratios[metric].mean if metric in line.ratios else None for line in lines))
+        for metric in RATIO_METRICS
+    )
+    return Panel(preset, f"mean ÷ {BASELINE}", tuple(series), categories=categories)
+
+
+def _cdf_panels(preset: str, measured: Measurements) -> Iterator[Panel]:
+    """Yields one panel for TTFT and one for TPT, with a line for each mode; repeats are pooled."""
+    pooled = {label: [Columns.of(run.records) for run in runs] for label, runs in by_label(measured.runs).items()}
+    for metric in ("ttft", "tpt"):
+        lines = []
+        for label, runs in pooled.items():
+            found = np.concatenate([getattr(columns, f"{metric}_ms")[columns.ok] for columns in runs])
+            lines.append(cdf_series(label, found))
+        yield Panel(preset, "requests, %", tuple(lines), f"{metric.upper()}, ms")

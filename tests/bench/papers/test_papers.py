@@ -1,0 +1,93 @@
+"""Figures of the papers: the catalog, results, the command and the page that shows them."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from caraserve.bench.papers.catalog import find_figures, load_figures
+from caraserve.bench.papers.command import MEASURES, PaperOptions, run_figure, value_rows
+from caraserve.bench.papers.page import papers_page
+from caraserve.bench.papers.result import FigureResult, load_result, save_result
+from caraserve.bench.papers.servers import load_share
+from caraserve.bench.workload.presets import find_preset
+from caraserve.cli.main import main
+from caraserve.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "scripts/bench/results/papers"
+SHORT = PaperOptions(duration_s=1.0, repeats=1, seed=0)
+
+
+def result_of(paper: str, number: str) -> FigureResult:
+    (figure,) = find_figures(paper, number)
+    return run_figure(figure, SHORT)
+
+
+def test_every_figure_has_a_measurement_that_exists_or_says_what_it_needs() -> None:
+    keys = [figure.key for figure in load_figures()]
+    assert len(keys) == len(set(keys))
+    for figure in load_figures():
+        if figure.measure is not None:
+            module, _, name = MEASURES[figure.measure].partition(":")
+            assert callable(getattr(importlib.import_module(module), name))
+        for preset in filter(None, figure.options.get("presets", "").split(",")):
+            find_preset(preset)
+
+
+def test_a_figure_of_a_paper_is_found_by_its_number_and_all_are_those_that_can_be_run() -> None:
+    assert [figure.title for figure in find_figures("toppings", "6")] == ["Routing one request by rank"]
+    assert all(figure.measure for figure in find_figures("loraserve", "all"))
+    with pytest.raises(ConfigError, match=r"'99' is not known; there are 3, "):
+        find_figures("toppings", "99")
+
+
+def test_the_routing_example_sends_the_request_where_the_paper_does() -> None:
+    (figure,) = find_figures("toppings", "6")
+    rows = {what: (theirs, ours) for what, theirs, ours in value_rows(figure, run_figure(figure, SHORT))}
+    assert rows == {"padded: instance chosen": ("2.000", "2.000"), "unpadded: instance chosen": ("1.000", "1.000")}
+
+
+def test_shifting_ranks_move_from_the_largest_to_the_smallest() -> None:
+    panels = {panel.title: panel for panel in result_of("loraserve", "16").data.panels}
+    start, _, end = panels["shifting-skew"].series
+    assert start.y[-1] == pytest.approx(0.5, abs=0.05) == end.y[0]
+
+
+def test_the_link_is_as_busy_as_in_the_paper() -> None:
+    assert load_share("toppings-s3") == pytest.approx(9 * 0.030)
+    assert load_share("toppings-s1") == pytest.approx(9 * 0.030 / 2), "half the rank loads in half the time"
+
+
+def test_a_result_is_read_as_it_was_saved_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    result = result_of("caraserve", "5")
+    save_result(tmp_path / "a.json", result)
+    assert load_result(tmp_path / "a.json") == result
+    (tmp_path / "b.json").write_text('{"schema": 1}')
+    with pytest.raises(ConfigError, match="is no result"):
+        load_result(tmp_path / "b.json")
+
+
+def test_the_command_saves_a_figure_and_prints_it_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "paper", "loraserve", "--figure", "16", "--save", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "LoRAServe, figure 16" in printed
+    assert json.loads(printed.splitlines()[-1])["figures"][0]["number"] == "16"
+    assert load_result(tmp_path / "loraserve-16.json").data.how == "simulated"
+
+
+@pytest.mark.parametrize(
+    ("number", "complaint"), [("7", "it needs a trace"), ("0", "is not known")], ids=["needs", "unknown"]
+)
+def test_figures_that_cannot_be_run_are_refused_with_the_reason(
+    number: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "paper", "loraserve", "--figure", number]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_the_page_shows_the_saved_results() -> None:
+    assert (ROOT / "docs/papers.md").read_text(encoding="utf-8") == papers_page(RESULTS), (
+        "run scripts/bench/papers_page.py"
+    )
