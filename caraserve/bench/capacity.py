@@ -61,14 +61,14 @@ def share_of_capacity(preset: Preset | None) -> float:
     """Returns the share of its machine's capacity at which the paper ran the setting, as estimated above."""
     if preset is None or preset.rates is None:
         return SHARE_OF_HIGHEST_RATE
-    kin = [
+    same_machine = [
         max(other.rates.values)
         for other in load_presets().values()
         if other.rates is not None
         and (other.source.split(",")[0], other.base_model.default, other.hardware, other.lengths.default)
         == (preset.source.split(",")[0], preset.base_model.default, preset.hardware, preset.lengths.default)
     ]
-    return SHARE_OF_HIGHEST_RATE * preset.rates.default / max(kin)
+    return SHARE_OF_HIGHEST_RATE * preset.rates.default / max(same_machine)
 
 
 def capacity_per_s(run: Run) -> float:
@@ -108,7 +108,7 @@ async def rate_here(
     share = share_of_capacity(preset)
     asked = f"The setting's {preset.rates.default:g} requests/s are" if preset and preset.rates else "The load is"
     notes.append(
-        f"This machine bears {capacity:.3g} requests/s with {CONCURRENCY} under way. {asked} taken for {share:.0%} of "
+        f"This machine serves {capacity:.3g} requests/s with {CONCURRENCY} under way. {asked} taken for {share:.0%} of "
         f"its machine's capacity, which is {share * capacity:.3g} requests/s here."
     )
     return share * capacity

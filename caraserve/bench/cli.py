@@ -141,9 +141,9 @@ def _add_presets(kinds: Any) -> None:
 def _add_paper(kinds: Any) -> None:
     paper = kinds.add_parser(
         "paper",
-        help="run a figure of a paper and set its values beside ours",
-        description="Runs a figure of Toppings, CaraServe or LoRAServe at a scale that this machine bears, prints the "
-        "paper's values beside ours, and writes JSON and a plot.",
+        help="run a figure of a paper and print its values next to ours",
+        description="Runs a figure of Toppings, CaraServe or LoRAServe at a scale for this machine, prints the paper's "
+        "values next to ours, and writes JSON and a plot.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     paper.add_argument("paper", choices=("toppings", "caraserve", "loraserve"))

@@ -50,7 +50,6 @@ _FIGURES: dict[str, tuple[str, Callable[[dict[str, Any]], bytes]]] = {
     "engine_cpu": ("engine_cpu", lambda document: engine.draw(document["reports"])),
     "lora_cpu": ("lora_cpu", _lora),
     "modes_cpu": ("modes_100m_cpu", _modes),
-    "modes_toppings_s3_cpu": ("modes_toppings_s3_cpu", _modes),
     "cluster_sim": ("cluster_sim", _cluster),
 }
 

@@ -32,11 +32,14 @@ def staggered(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
     words += ["--load-share", str(_LOAD_SHARE_OF_GAP), "--repeats", str(max(options.repeats, 3))]
     measured = run_modes(words, options)
     values, series = [], []
+    base_s = [_mean_e2e_s(run) for run in by_label(measured.runs)[BASELINE]]
     for label, runs in by_label(measured.runs).items():
         relative = [[record.e2e_s / run.records[-1].e2e_s for record in run.records[:-1]] for run in runs]
         means = tuple(statistics.fmean(each) for each in zip(*relative, strict=True))
         series.append(Series(label, means))
         values.append(Value(f"{label}: first request ÷ last", means[0], spread=spread([each[0] for each in relative])))
+        ratios = [_mean_e2e_s(run) / base for run, base in zip(runs, base_s, strict=True)]
+        values.append(mean_value(f"{label}: mean of all ÷ {BASELINE}", ratios))
     names = tuple(f"request {index + 1}" for index in range(_STAGGERED - 1))
     panel = Panel("Latency by request", "E2E ÷ the last request's", tuple(series), categories=names)
     setting = (f"Requests {1000 * gap_s:.0f} ms apart, {_GAPS_A_REQUEST:g} of which a request alone lasts.",)
@@ -75,13 +78,14 @@ def load_times(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
     found: dict[int, list[float]] = {rank: [] for rank in _RANKS}
     for run in measured.runs:
         for record in run.records if run.label == "ondemand" else ():
-            found[record.rank or 0].append(dict(record.phases)["load"])
+            if (load_ms := _phase(record, "load")) > 0:  # else the warm-up had left the adapter on the device
+                found[record.rank or 0].append(load_ms)
     means = {rank: statistics.fmean(loads_ms) for rank, loads_ms in found.items()}
     values = [Value(f"rank {rank}", ms, "ms", spread(found[rank])) for rank, ms in means.items()]
     values.append(Value("rank 64 ÷ rank 8", means[64] / means[8]))
     panel = Panel("Time to load an adapter", "ms", (Series("here", tuple(means.values()), _RANKS),), "rank")
-    load_ms = 1000 * LOAD_S_OF_RANK_64
-    note = f"The link is emulated at {link:.0f} MB/s, at which rank 64 takes {load_ms:g} ms, as on the A100."
+    theirs_ms = 1000 * LOAD_S_OF_RANK_64
+    note = f"The link is emulated at {link:.0f} MB/s, at which rank 64 takes {theirs_ms:g} ms, as on the A100."
     return FigureData("measured", (note, *measured.notes), tuple(values), (panel,))
 
 
@@ -129,6 +133,10 @@ def pipelining(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
     bars = tuple(Series(name, tuple(means)) for name, means in series.items())
     panel = Panel("Prefill of 128 tokens, assisted", "TTFT, ms", bars, categories=("rank 64", "rank 128"))
     return FigureData("measured", tuple(notes), tuple(values), (panel,))
+
+
+def _mean_e2e_s(run: Run) -> float:
+    return statistics.fmean(record.e2e_s for record in run.records)
 
 
 def _median_ttft_s(run: Run) -> float:
