@@ -72,8 +72,8 @@ def _add_modes(kinds: Any) -> None:
     modes = kinds.add_parser(
         "modes",
         help="compare loading modes on this machine",
-        description="Gives one load to several loading modes in turn, each in a fresh server with random weights, and "
-        "reports every latency as a ratio to `cached`. Arguments after `--` go to every server.",
+        description="Gives one load to several loading modes in turn, each in a server of its own with random weights, "
+        "and reports every latency as a ratio to `cached`. Arguments after `--` go to every server.",
         usage="caraserve bench modes [OPTIONS] [-- SERVE-OPTIONS]",
     )
     group = modes.add_argument_group("modes")

@@ -1,7 +1,8 @@
-"""`caraserve bench modes`: sends one load to several loading modes in turn, each in a fresh server.
+"""`caraserve bench modes`: sends one load to several loading modes in turn, each in a server of its own.
 
 A machine's speed drifts during a benchmark. So each repeat runs all modes, every repeat starts with another mode, and a
-mode's latencies are compared with those of `cached` in the same repeat, which had the same requests.
+mode's latencies are compared with those of `cached` in the same repeat, which had the same requests. Many short repeats
+therefore show more than a few long ones.
 """
 
 import argparse
@@ -11,12 +12,14 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from caraserve.bench.capacity import objective, rate_here
 from caraserve.bench.client.dialects import PromptEmbeds
 from caraserve.bench.client.endpoint import Endpoint, find_endpoint
 from caraserve.bench.client.player import LoadSettings
+from caraserve.bench.mode_servers import ModeServers
 from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, with_rate
 from caraserve.bench.records import Run, ServerUse
 from caraserve.bench.runner import BenchmarkRunner, interruptible
@@ -34,6 +37,7 @@ from caraserve.bench.servers import (
 from caraserve.bench.synthetic import SHAPES
 from caraserve.bench.workload.build import WorkloadSpec, build
 from caraserve.errors import ConfigError
+from caraserve.gpu.driver.detect import detect
 
 BASELINE = "cached"
 _ALL_ON_DEVICE = ("cached", "merged")
@@ -91,12 +95,14 @@ async def bench_modes(options: ModesOptions, load: LoadOptions, report: ReportOp
         for note in measured.notes:
             runner.log(note)
         variants = mode_variants(options)
-        for repeat in range(options.repeats):
-            turn = repeat % len(variants)
-            for variant in (*variants[turn:], *variants[:turn]):
-                if not runner.stopped.is_set():
-                    repeated = replace(spec, seed=load.seed + repeat)
-                    measured.runs.append(await _run(runner, bench, variant, repeated, measured.notes))
+        start = partial(_warm_server, runner, bench)
+        async with ModeServers(start, len(variants), _run_together(options)) as servers:
+            for repeat in range(options.repeats):
+                turn = repeat % len(variants)
+                for variant in (*variants[turn:], *variants[:turn]):
+                    if not runner.stopped.is_set():
+                        repeated = replace(spec, seed=load.seed + repeat)
+                        measured.runs.append(await _run(runner, bench, servers, variant, repeated, measured.notes))
     labels = [variant.label for variant in variants]
     measured.runs.sort(key=lambda run: (run.label != BASELINE, labels.index(run.label)))
     return measured
@@ -135,13 +141,20 @@ def _check(options: ModesOptions, load: LoadOptions, report: ReportOptions) -> N
         raise ConfigError("--cores-used chooses the rate; give it or a rate")
 
 
+def _run_together(options: ModesOptions) -> bool:
+    """Returns whether servers of several modes can run at the same time: not on a GPU, whose memory each one takes."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--device", default="auto")
+    return detect(parser.parse_known_args(options.serve)[0].device).device == "cpu"
+
+
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     """The model, the adapters and the load, which are the same for every server."""
 
     options: ModesOptions
     made: Synthetic
-    registry: Path
+    folder: Path  # for a registry of each server
     spec: WorkloadSpec
     resident: int
 
@@ -168,7 +181,7 @@ class _Prepared:
         link = self.options.emulate_link_mb_per_s
         return (
             *self.made.arguments,
-            *("--registry", str(self.registry)),
+            *("--registry", str(self.folder / f"{variant.label}.sqlite")),
             *("--loading-mode", variant.mode),
             *(("--lora-kernel", variant.kernel) if variant.kernel is not None else ()),
             *("--lora-pool-bytes", str(self.made.room_bytes(held))),
@@ -201,16 +214,21 @@ def _prepared(options: ModesOptions, load: LoadOptions, folder: Path, notes: lis
         load_ms = mean_bytes / (link * 1e6) * 1000
         notes.append(f"The link to the device is emulated at {link:g} MB/s: {load_ms:.1f} ms for such an adapter.")
     spec = replace(spec, adapters=count, scale=replace(spec.scale, adapters=1.0), max_context=context)
-    return _Prepared(options, made, folder / "registry.sqlite", spec, resident)
+    return _Prepared(options, made, folder, spec, resident)
 
 
 async def _run(
-    runner: BenchmarkRunner, bench: _Prepared, variant: ModeVariant, spec: WorkloadSpec, notes: list[str]
+    runner: BenchmarkRunner,
+    bench: _Prepared,
+    servers: ModeServers[ModeVariant],
+    variant: ModeVariant,
+    spec: WorkloadSpec,
+    notes: list[str],
 ) -> Run:
     """Returns a run that other programs did not disturb; after three tries, the least disturbed."""
     tries: list[tuple[float, Run]] = []
     while len(tries) < _TRIES and not runner.stopped.is_set():
-        tries.append(await _measured(runner, bench, variant, spec))
+        tries.append(await _measured(runner, bench, servers, variant, spec))
         if tries[-1][0] <= bench.options.calm_cores:
             break
         runner.log(f"{variant.label}: other programs used {tries[-1][0]:.1f} cores meanwhile")
@@ -223,10 +241,14 @@ async def _run(
 
 
 async def _measured(
-    runner: BenchmarkRunner, bench: _Prepared, variant: ModeVariant, spec: WorkloadSpec
+    runner: BenchmarkRunner,
+    bench: _Prepared,
+    servers: ModeServers[ModeVariant],
+    variant: ModeVariant,
+    spec: WorkloadSpec,
 ) -> tuple[float, Run]:
-    """Measures one run on a new, warmed-up server. Returns the cores that other programs used, and the run."""
-    async with _warm_server(runner, bench, variant) as (server, endpoint):
+    """Measures one run on a warm server. Returns the cores that other programs used, and the run."""
+    async with servers.serve(variant) as (server, endpoint):
         workload = build(spec)
         await _calm(bench.options.calm_cores)
         key = api_key_in(bench.options.serve)

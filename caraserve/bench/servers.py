@@ -101,24 +101,38 @@ class OwnServer:
 
     def cpu_s(self) -> float:
         """Returns the CPU time that the server and its child processes have used so far, in s."""
-        parents, ticks = {}, {}
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = stat.read_text().rpartition(")")[2].split()
-            except OSError:
-                continue  # the process has ended meanwhile
-            pid = int(stat.parent.name)
-            parents[pid], ticks[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
-        family = {self.pid}
-        while found := {pid for pid, parent in parents.items() if parent in family} - family:
-            family |= found
-        return sum(ticks.get(pid, 0) for pid in family) / os.sysconf("SC_CLK_TCK")
+        return sum(_processes(self.pid).values()) / os.sysconf("SC_CLK_TCK")
+
+    def memory_bytes(self) -> int:
+        """Returns the memory of the server and its child processes; what they share counts once."""
+        found = 0
+        for pid in _processes(self.pid):
+            with contextlib.suppress(OSError):  # the process has ended meanwhile
+                lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+                found += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+        return found
 
     def loads(self, api_key: str | None) -> int:
         """Returns the number of adapters that the server has loaded to the device so far. Raises OSError."""
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         with urlopen(Request(f"{self.url}/metrics", headers=headers)) as answer:
             return sum(int(float(count)) for count in _LOADS.findall(answer.read()))
+
+
+def _processes(root: int) -> dict[int, int]:
+    """Returns the CPU time in clock ticks of a process and of all its descendants, by process id."""
+    parents, ticks = {}, {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # the process has ended meanwhile
+        pid = int(stat.parent.name)
+        parents[pid], ticks[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
+    family = {root}
+    while found := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= found
+    return {pid: ticks[pid] for pid in family if pid in ticks}
 
 
 def busy_s() -> float:

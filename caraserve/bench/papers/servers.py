@@ -15,6 +15,7 @@ from caraserve.errors import BackendFailed
 # A load of rank 64 on q, k and v of a 7B model, 100 MB. The papers only draw load times; at 9 requests/s they lost 29 %
 # of the serving time to loads (Toppings, figure 4), which is 30 ms a load.
 LOAD_S_OF_RANK_64 = 0.030
+_PART_S = 30.0  # some six times as long as a request takes
 _MODEL = ("--random-model", "100M", "--dtype", "float32")
 
 
@@ -27,10 +28,11 @@ def load_share(preset: str) -> float:
 
 
 def preset_words(preset: str, figure: Mapping[str, str], options: PaperOptions) -> list[str]:
-    """Returns the arguments of `bench modes` for a setting."""
+    """Returns the arguments of `bench modes` for a setting: the duration in parts in which the modes alternate."""
+    parts = max(1, round(options.duration_s / _PART_S))
     words = ["--preset", preset, "--modes", figure["modes"], "--scale", "0.02"]
-    words += ["--load-share", f"{load_share(preset):g}", "--duration-s", f"{options.duration_s:g}"]
-    return [*words, "--repeats", str(options.repeats), *figure.get("arguments", "").split()]
+    words += ["--load-share", f"{load_share(preset):g}", "--duration-s", f"{options.duration_s / parts:g}"]
+    return [*words, "--repeats", str(options.repeats * parts), *figure.get("arguments", "").split()]
 
 
 def run_modes(words: Sequence[str], options: PaperOptions, serve: str = "") -> Measurements:

@@ -37,7 +37,7 @@ def _mode_values(preset: str, summaries: Sequence[Summary]) -> Iterator[Value]:
     for line in ratios_to_first(summaries):
         if line.label != BASELINE:
             for metric, ratio in line.ratios.items():
-                yield Value(f"{preset} {line.label} {metric.upper()}", ratio.mean, spread=ratio.spread)
+                yield Value(f"{preset} {line.label} {metric.upper()}", ratio.median, spread=ratio.spread)
     for label, repeats in by_label(summaries).items():
         lost = {"lost to loads": "cold_start_share", "lost to others' loads": "interrupted_share"}
         for what, name in lost.items():
@@ -59,7 +59,7 @@ def _shares(what: str, shares: Iterable[float | None]) -> Iterator[Value]:
 def _ratio_panel(preset: str, lines: Sequence[LabelRatios]) -> Panel:
     categories = tuple(line.label for line in lines)
     series = (
-        Series(metric.upper(), tuple(line.ratios[metric].mean if metric in line.ratios else None for line in lines))
+        Series(metric.upper(), tuple(line.ratios[metric].median if metric in line.ratios else None for line in lines))
         for metric in RATIO_METRICS
     )
     return Panel(preset, f"mean ÷ {BASELINE}", tuple(series), categories=categories)

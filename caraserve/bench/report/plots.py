@@ -149,14 +149,14 @@ def ratio_bars(summaries: Sequence[Summary]) -> bytes | None:
         found = [(place, line.ratios[metric]) for place, line in enumerate(lines) if metric in line.ratios]
         for place, ratio in found:
             spread = ratio.spread or 0.0
-            axes.barh(place, ratio.mean, height=0.66, color=COLOURS[place % len(COLOURS)])
+            axes.barh(place, ratio.median, height=0.66, color=COLOURS[place % len(COLOURS)])
             if spread:
-                axes.errorbar(ratio.mean, place, xerr=spread, color=INK, lw=1, capsize=3)
-            at = (ratio.mean + spread, place)
+                axes.errorbar(ratio.median, place, xerr=spread, color=INK, lw=1, capsize=3)
+            at = (ratio.median + spread, place)
             axes.annotate(
-                f"{ratio.mean:.2f}", at, (4, 0), textcoords="offset points", va="center", fontsize=8, color=INK
+                f"{ratio.median:.2f}", at, (4, 0), textcoords="offset points", va="center", fontsize=8, color=INK
             )
-        farthest = max((ratio.mean + (ratio.spread or 0.0) for _, ratio in found), default=1.0)
+        farthest = max((ratio.median + (ratio.spread or 0.0) for _, ratio in found), default=1.0)
         style(axes, xlabel=f"{metric.upper()} ÷ that of the first", title=metric.upper(), xlim=(0, 1.16 * farthest))
         axes.axvline(1, color=INK, lw=0.9)
         axes.grid(False, axis="y")

@@ -21,7 +21,7 @@ RATIO_METRICS = ("ttft", "tpt", "e2e")  # what the papers report
 class Ratio:
     """A figure over the first label's."""
 
-    mean: float  # over repeats
+    median: float  # over repeats: a stall of the machine in one of them does not change it
     spread: float | None  # standard deviation over repeats; None with one repeat
 
 
@@ -120,5 +120,5 @@ def _ratios(repeats: Sequence[Summary], first: Sequence[Summary], figures: Mappi
         pairs = [(figure(mine), figure(base)) for mine, base in zip(repeats, first, strict=False)]
         ratios = [mine / base for mine, base in pairs if mine is not None and base]
         if ratios:
-            found[name] = Ratio(statistics.fmean(ratios), statistics.stdev(ratios) if len(ratios) > 1 else None)
+            found[name] = Ratio(statistics.median(ratios), statistics.stdev(ratios) if len(ratios) > 1 else None)
     return found

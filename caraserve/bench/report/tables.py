@@ -153,7 +153,7 @@ def ratio_table(summaries: Sequence[Summary]) -> TextTable:
 def _ratio(ratio: Ratio | None) -> str:
     if ratio is None:
         return NONE
-    return f"{ratio.mean:.3f}" if ratio.spread is None else f"{ratio.mean:.3f} ± {ratio.spread:.3f}"
+    return f"{ratio.median:.3f}" if ratio.spread is None else f"{ratio.median:.3f} ± {ratio.spread:.3f}"
 
 
 def number(value: float) -> str:
