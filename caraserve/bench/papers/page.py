@@ -11,7 +11,7 @@ _HEAD = """\
 # The papers' figures
 
 This page is made by `scripts/bench/papers_page.py` from the results in `scripts/bench/results/papers/`; do not edit it.
-`caraserve bench paper toppings --figure 14` runs a figure again, prints the paper's values beside ours, and writes JSON
+`caraserve bench paper toppings --figure 14-s3` runs a figure again, prints the paper's values next to ours, and writes JSON
 and a plot.
 
 Papers measure 7B to 70B models on A100 and A10 GPUs. Here a random model of 100 million parameters runs on two CPU
