@@ -17,6 +17,16 @@ struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(8) uint2 { unsigned x, y; };
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static inline int min(int a, int b) { return a < b ? a : b; }
+static inline float min(float a, float b) { return __builtin_fminf(a, b); }
+static inline int max(int a, int b) { return a < b ? b : a; }
+static inline unsigned max(unsigned a, unsigned b) { return a < b ? b : a; }
+static inline float max(float a, float b) { return __builtin_fmaxf(a, b); }
+static inline float fabsf(float v) { return __builtin_fabsf(v); }
+static inline float logf(float v) { return __builtin_logf(v); }
+static inline int __ffs(int v) { return __builtin_ffs(v); }
+static inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+    return (unsigned long long)((unsigned __int128)a * b >> 64);
+}
 static inline float __uint_as_float(unsigned v) { return __builtin_bit_cast(float, v); }
 static inline unsigned __float_as_uint(float v) { return __builtin_bit_cast(unsigned, v); }
 #define fmaf __builtin_fmaf
@@ -29,7 +39,7 @@ static inline unsigned __float_as_uint(float v) { return __builtin_bit_cast(unsi
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
 namespace host {
-constexpr unsigned MOST_THREADS = 256, WARP = 32;
+constexpr unsigned MOST_THREADS = 1024, WARP = 32;
 constexpr size_t STACK = 1 << 17;
 
 struct Index { unsigned x; };
@@ -209,6 +219,21 @@ static inline float __shfl_xor_sync(unsigned, float v, int mask) {
     const unsigned from = (host::block.running ^ mask) % host::WARP;
     return __uint_as_float(host::exchange(__float_as_uint(v))[from]);
 }
+static inline unsigned __shfl_sync(unsigned, unsigned v, int lane) { return host::exchange(v)[lane]; }
+static inline unsigned __shfl_xor_sync(unsigned, unsigned v, int mask) {
+    const unsigned from = (host::block.running ^ mask) % host::WARP;
+    return host::exchange(v)[from];
+}
+static inline unsigned __shfl_up_sync(unsigned, unsigned v, unsigned distance) {
+    const unsigned lane = host::block.running % host::WARP;
+    return host::exchange(v)[lane < distance ? lane : lane - distance];
+}
+static inline unsigned __ballot_sync(unsigned, bool v) {
+    const unsigned* all = host::exchange(v);
+    unsigned set = 0;
+    for (unsigned i = 0; i < host::WARP; i++) set |= (all[i] & 1) << i;
+    return set;
+}
 static inline bool __any_sync(unsigned, bool v) {
     const unsigned* all = host::exchange(v);
     unsigned any = 0;
@@ -216,6 +241,15 @@ static inline bool __any_sync(unsigned, bool v) {
     return any;
 }
 static inline bool __all_sync(unsigned mask, bool v) { return !__any_sync(mask, !v); }
+
+// Only one thread runs at a time.
+template <class T> static inline T atomicAdd(T* at, T v) {
+    const T before = *at;
+    *at += v;
+    return before;
+}
+static inline void atomicOr(int* at, int v) { *at |= v; }
+static inline void atomicMax(unsigned* at, unsigned v) { *at = max(*at, v); }
 
 // --- stand-ins for the PTX of common.cuh ---
 
@@ -237,6 +271,7 @@ static inline unsigned long long now_ns() {
 }
 static inline float from_half(unsigned short bits) { return (float)__builtin_bit_cast(_Float16, bits); }
 static inline unsigned short to_half(float v) { return __builtin_bit_cast(unsigned short, (_Float16)v); }
+static inline float exp2_approximately(float v) { return __builtin_exp2f(v); }
 static inline unsigned short to_bfloat(float v) {
     const unsigned bits = __float_as_uint(v);
     if (v != v) return 0x7fff;

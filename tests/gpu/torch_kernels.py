@@ -14,13 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from caraserve.core.lora_layout import A_COLUMNS, PANEL
-from caraserve.core.outputs import NOT_FINITE, SAMPLE_MASKED, SCORE
-from caraserve.cpu.sampling import SLOT_SAMPLING, all_finite, choose
 from caraserve.gpu.forward import decoder, lora_pass
 from caraserve.gpu.forward.batch import NO_TOKEN
 from caraserve.gpu.kernels.attention import NO_WINDOW, DecodeScratch, PagedCache, TokenTables
 from caraserve.gpu.kernels.lora import Segments, SiteTables
-from caraserve.gpu.kernels.sampling import MaskedRows, Outputs, SamplerState
 from caraserve.gpu.weights import TORCH_DTYPES
 from caraserve.model.dtype import Dtype
 from caraserve.util.units import align_up
@@ -34,8 +31,6 @@ def torch_kernels() -> Iterator[None]:
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("embed", "rms_norm", "rotate_and_append", "silu_mul", "attend_decode", "attend_prefill"):
-            patch.setattr(decoder, name, globals()[name])
-        for name in ("sample", "score"):
             patch.setattr(decoder, name, globals()[name])
         for name in ("lora_shrink", "lora_expand"):
             patch.setattr(lora_pass, name, globals()[name])
@@ -185,36 +180,3 @@ def _at(address: int, shape: tuple[int, ...], dtype: Dtype) -> Tensor:
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     memory: NDArray[np.uint8] = np.frombuffer(ctypes.string_at(address, num_bytes), np.uint8).copy()
     return torch.from_numpy(memory).view(TORCH_DTYPES[dtype]).view(shape).float()
-
-
-def sample(
-    logits: Tensor, outputs: Outputs, tokens: TokenTables, state: SamplerState, masked: MaskedRows | None = None
-) -> None:
-    table, vocab = state.table.numpy().view(SLOT_SAMPLING)[:, 0], logits.shape[1]
-    no_mask = np.zeros(0, np.uint32)
-    masks = {} if masked is None else dict(zip(masked.outputs.tolist(), masked.masks.numpy(), strict=True))
-    for row in range(len(logits)) if masked is None else masks:
-        token = int(outputs.token[row])
-        if token == NO_TOKEN:
-            continue
-        slot, position = int(tokens.slot[token]), int(tokens.position[token])
-        if masked is None and int(outputs.kind[row]) == SAMPLE_MASKED:
-            outputs.chosen[row] = NOT_FINITE
-            continue
-        if int(outputs.kind[row]) != SCORE:
-            mask = masks.get(row, no_mask).view(np.uint32)
-            rooms = np.zeros(vocab, np.float32), np.zeros(vocab, np.uint8), mask
-            history = state.history[slot].numpy().astype(np.int64)
-            state.history[slot, position + 1] = int(choose(logits[row].numpy(), position, history, table[slot], *rooms))
-        is_finite = all_finite(logits[row].float().numpy())
-        outputs.chosen[row] = state.history[slot, position + 1] if is_finite else NOT_FINITE
-
-
-def score(logits: Tensor, outputs: Outputs, masked: MaskedRows | None = None) -> None:
-    for row in range(len(logits)) if masked is None else masked.outputs.tolist():
-        wanted = int(outputs.wanted[row])
-        if int(outputs.token[row]) != NO_TOKEN and wanted >= 0 and int(outputs.chosen[row]) != NOT_FINITE:
-            logprobs = logits[row].float().log_softmax(-1)
-            outputs.logprob[row] = logprobs[int(outputs.chosen[row])]
-            top = logprobs.topk(wanted)
-            outputs.top_ids[row, :wanted], outputs.top_logprobs[row, :wanted] = top.indices.int(), top.values

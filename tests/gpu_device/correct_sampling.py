@@ -50,12 +50,9 @@ def check_sampling(setup: CheckSetup, acc: Accelerator, case: int) -> float:
     on_device = torch.from_numpy(masks[masked].view(np.int32)).to(acc.place)
     masked_rows = MaskedRows(torch.tensor(masked, dtype=torch.int32, device=acc.place), on_device)
 
-    def issue() -> None:
-        for each in (None, masked_rows):
-            sample(logits, outputs, TokenTables(outputs.token, position), state, each)
-            score(logits, outputs, each)
-
-    acc.run(issue)
+    for each in (None, masked_rows):
+        acc.launch(sample(logits, outputs, TokenTables(outputs.token, position), state, each))
+        acc.launch(score(logits, outputs, each))
     acc.settle()
     values = logits.float().cpu().numpy()
     copies, seen = np.zeros(vocab, np.float32), np.zeros(vocab, np.uint8)

@@ -22,7 +22,7 @@ from caraserve.util.cache_folder import cache_folder
 
 log = logging.getLogger(__name__)
 
-_OF_ACTIVATIONS = ("bgmv", "handoff")
+_OF_ACTIVATIONS = ("bgmv", "handoff", "sampling")
 
 
 @dataclass(frozen=True, slots=True)

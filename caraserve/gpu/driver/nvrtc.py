@@ -14,11 +14,13 @@ from functools import cache
 from importlib import metadata, resources
 from pathlib import Path
 
+from caraserve.core import outputs, request
 from caraserve.cpu import handoff
+from caraserve.cpu.sampling import MAX_END_IDS, SLOT_SAMPLING
 from caraserve.errors import ConfigError
 from caraserve.model.dtype import Dtype
 
-SOURCES = ("bgmv", "handoff", "words")
+SOURCES = ("bgmv", "handoff", "sampling", "words")
 _HEADER = "common.cuh"
 _MAJORS = (13, 12)  # newest first
 _PACKAGES = {13: ("nvidia-cuda-nvrtc",), 12: ("nvidia-cuda-nvrtc-cu12",)}
@@ -60,7 +62,14 @@ class Compiled:
 def definitions(activation: Dtype) -> Mapping[str, int]:
     """Returns the constants that the kernels share with Python, by macro name."""
     words = ("REQUEST", "DONE", "INCARNATION", "COUNT", "SLICES", "SLICE_BYTES", "COUNTER_LEFT", "COUNTER_VALUE")
-    return {"ACTIVATION": activation.value, **{name: getattr(handoff, name) for name in words}}
+    return {
+        "ACTIVATION": activation.value,
+        **{name: getattr(handoff, name) for name in words},
+        **{name: getattr(outputs, name) for name in ("SAMPLE", "SCORE", "NOT_FINITE")},
+        **{name: getattr(request, name) for name in ("MAX_LOGPROBS", "MAX_LOGIT_BIAS")},
+        "MAX_END_IDS": MAX_END_IDS,
+        "RECORD_BYTES": SLOT_SAMPLING.itemsize,
+    }
 
 
 def sources(name: str) -> dict[str, str]:

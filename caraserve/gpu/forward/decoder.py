@@ -6,7 +6,6 @@ summed where it is normed: the o and down projections leave their result in `del
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
-from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -104,7 +103,7 @@ class Decoder:
         driver: Driver,
     ) -> None:
         self.spec, self.weights, self.state, self.batch = spec, weights, state, batch
-        self.workspace, self.driver = workspace, driver
+        self.workspace, self.kernels, self.driver = workspace, kernels, driver
         self.lora = LoraLane(spec, batch, tables, workspace, kernels, driver)
         self.sampler = SamplerState(state.sampling, state.history, workspace.weights, workspace.counts)
         self.windows = tuple(window or NO_WINDOW for window in spec.windows)
@@ -138,14 +137,10 @@ class Decoder:
             return
         outputs, rows = outputs_between(self.batch.outputs, start, end), self.batch.masked.between(first, last)
         logits = self.workspace.logits[: end - start]
-
-        def issue() -> None:
-            sample(logits, outputs, self.batch.tokens, self.sampler, rows)
-            if masked.has_scores:
-                score(logits, outputs, rows)
-
         masked.await_masks(stream)
-        self.driver.run(stream, issue)
+        self.kernels.launch(sample(logits, outputs, self.batch.tokens, self.sampler, rows), stream)
+        if masked.has_scores:
+            self.kernels.launch(score(logits, outputs, rows), stream)
 
     def embed_prompts(self, count: int, stream: Stream) -> Tensor:
         """Norms the last tokens of the batch's `count` prompts that are embedded, [count, hidden]; to be issued between
@@ -237,7 +232,7 @@ class DecoderPass:
         most = self._decoder.workspace.logits.shape[0]
         for start in range(0, self._shape.outputs, most):
             end = min(start + most, self._shape.outputs)
-            self._run(stream, partial(self._sample, start, end))
+            self._sample(start, end, stream)
             if self._masked is not None:
                 self._decoder.sample_masked(self._masked, start, end, stream)
 
@@ -260,15 +255,19 @@ class DecoderPass:
         if self._shape.tiles:
             attend_prefill(self._queries, cache, tokens, *self._tiles, rows.attended, window)
 
-    def _sample(self, start: int, end: int) -> None:
-        outputs, count = outputs_between(self._decoder.batch.outputs, start, end), end - start
-        workspace, weights, tokens = self._decoder.workspace, self._weights, self._decoder.batch.tokens
-        wanted, logits, rows = workspace.wanted[:count], workspace.logits[:count], self._rows
-        # Each token is wanted at most once: the norm adds `delta`, the last layer's result, to the residual stream.
-        rms_norm(rows.hidden, weights.final_norm, wanted, self._decoder.spec.rms_eps, rows.delta, outputs.token)
-        weights.head.apply(wanted, logits)
-        sample(logits, outputs, tokens, self._decoder.sampler)
-        score(logits, outputs)
+    def _sample(self, start: int, end: int, stream: Stream) -> None:
+        decoder, weights, rows = self._decoder, self._weights, self._rows
+        outputs, count = outputs_between(decoder.batch.outputs, start, end), end - start
+        wanted, logits = decoder.workspace.wanted[:count], decoder.workspace.logits[:count]
+
+        def logits_of_wanted() -> None:
+            # Each token is wanted at most once: the norm adds `delta`, the last layer's result, to the residual stream.
+            rms_norm(rows.hidden, weights.final_norm, wanted, decoder.spec.rms_eps, rows.delta, outputs.token)
+            weights.head.apply(wanted, logits)
+
+        self._run(stream, logits_of_wanted)
+        decoder.kernels.launch(sample(logits, outputs, decoder.batch.tokens, decoder.sampler), stream)
+        decoder.kernels.launch(score(logits, outputs), stream)
 
 
 def outputs_between(outputs: Outputs, start: int, end: int) -> Outputs:

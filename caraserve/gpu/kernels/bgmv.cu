@@ -13,7 +13,6 @@ constexpr int LOADS = 8;      // 16-byte loads that a thread has in flight
 constexpr int MAX_RANK = 512;
 constexpr int PANEL = 64;     // columns
 constexpr int A_COLUMNS = 16; // a row of A is padded to a multiple
-constexpr u32 EVERYONE = 0xffffffffu;
 
 struct Item {
     int slot;

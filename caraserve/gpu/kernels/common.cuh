@@ -11,6 +11,8 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
+constexpr u32 EVERYONE = 0xffffffffu; // all lanes of a warp
+
 #ifndef CARASERVE_ON_HOST
 #define KERNEL extern "C" __global__ void
 #define DEVICE static __device__ __forceinline__
@@ -81,6 +83,12 @@ DEVICE u16 to_bfloat(float v) {
     u16 bits;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(v));
     return bits;
+}
+
+DEVICE float exp2_approximately(float v) {
+    float power;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(v));
+    return power;
 }
 #endif
 

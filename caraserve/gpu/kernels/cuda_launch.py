@@ -1,7 +1,8 @@
 """Grid, block and arguments of each call of a raw CUDA kernel, with the exact argument widths that its source declares.
 
 A launch is a value: `driver/modules.py` passes it to the driver, tests run it on the host. A wrong width would silently
-corrupt arguments, so argument lists are written only here. Addresses are device addresses, strides count numbers.
+corrupt arguments, so argument lists are written only here, and in sampling.py for its kernels. Addresses are device
+addresses, strides count numbers.
 """
 
 from dataclasses import dataclass
@@ -98,15 +99,15 @@ def shrink(grid: int, tables: WeightTables, items: WorkList, x: ActivationRows, 
     _check_rows(x)
     if not 0 < part.max_rank <= MAX_RANK:
         raise AssertionError(f"rank {part.max_rank} is more than the kernels hold")
-    table = _pointers(tables.a, tables.rank, tables.dtype, tables.gate)
-    arguments = (*table, *_ints(tables.slots), *_pointers(items.address, items.count, items.groups, x.address))
-    sizes = _ints(part.rows, part.projections, part.max_rank)
+    table = pointers(tables.a, tables.rank, tables.dtype, tables.gate)
+    arguments = (*table, *ints(tables.slots), *pointers(items.address, items.count, items.groups, x.address))
+    sizes = ints(part.rows, part.projections, part.max_rank)
     return Launch(
         "bgmv",
         "bgmv_shrink",
         grid,
         THREADS,
-        (*arguments, *_ints(x.stride, x.columns), *_pointers(part.address), *sizes),
+        (*arguments, *ints(x.stride, x.columns), *pointers(part.address), *sizes),
     )
 
 
@@ -115,10 +116,10 @@ def expand(
 ) -> Launch:
     """Returns the launch that computes y += scale · part B."""
     _check_rows(y)
-    table = _pointers(tables.b, tables.rank, tables.dtype, tables.scale, tables.gate)
-    arguments = (*table, *_ints(tables.slots), *_pointers(items.address, items.count, items.groups, part.address))
-    sizes = _ints(part.rows, part.projections, part.max_rank)
-    target = (*_pointers(y.address), *_ints(y.stride), *_three(projections.columns), *_three(projections.outputs))
+    table = pointers(tables.b, tables.rank, tables.dtype, tables.scale, tables.gate)
+    arguments = (*table, *ints(tables.slots), *pointers(items.address, items.count, items.groups, part.address))
+    sizes = ints(part.rows, part.projections, part.max_rank)
+    target = (*pointers(y.address), *ints(y.stride), *_three(projections.columns), *_three(projections.outputs))
     _check_columns(projections)
     return Launch("bgmv", "bgmv_expand", grid, THREADS, (*arguments, *sizes, *target))
 
@@ -129,15 +130,15 @@ def publish(
     """Returns the launch that copies x to host memory as fp32 and then signals the workers. `host_stride`: numbers
     between rows in host memory."""
     _check_rows(x)
-    sizes = _ints(x.stride, x.columns)
-    target = (*_pointers(host_x), *_ints(host_stride), *_pointers(asked, counter, outcome))
-    arguments = (*_pointers(order, x.address), *sizes, *target)
+    sizes = ints(x.stride, x.columns)
+    target = (*pointers(host_x), *ints(host_stride), *pointers(asked, counter, outcome))
+    arguments = (*pointers(order, x.address), *sizes, *target)
     return Launch("handoff", "handoff_publish", grid, BYTES_THREADS, arguments)
 
 
 def wait(order: int, outcome: int, errors: int) -> Launch:
     """Returns the launch that waits until deltas or weights have arrived, or the chunk is aborted."""
-    return Launch("handoff", "handoff_wait", 1, WARP, _pointers(order, outcome, errors))
+    return Launch("handoff", "handoff_wait", 1, WARP, pointers(order, outcome, errors))
 
 
 def add(
@@ -153,26 +154,28 @@ def add(
     projection in a row of deltas."""
     _check_rows(y)
     _check_columns(projections)
-    sizes = (*_ints(y.stride, delta_stride, len(projections.outputs)), *_three(projections.columns))
-    arguments = (*_pointers(order, outcome, y.address), *sizes, *_three(projections.outputs), *_three(delta_columns))
+    sizes = (*ints(y.stride, delta_stride, len(projections.outputs)), *_three(projections.columns))
+    arguments = (*pointers(order, outcome, y.address), *sizes, *_three(projections.outputs), *_three(delta_columns))
     return Launch("handoff", "handoff_add", grid, BYTES_THREADS, arguments)
 
 
 def wait_word(address: int, value: int) -> Launch:
     """Returns the launch of one warp that waits until a word `has_reached` a value (driver/api.py)."""
-    return Launch("words", "wait_word", 1, WARP, (*_pointers(address), np.uint32(value)))
+    return Launch("words", "wait_word", 1, WARP, (*pointers(address), np.uint32(value)))
 
 
-def _pointers(*addresses: int) -> tuple[np.generic, ...]:
+def pointers(*addresses: int) -> tuple[np.generic, ...]:
+    """Returns addresses as arguments."""
     return tuple(np.uint64(address) for address in addresses)
 
 
-def _ints(*values: int) -> tuple[np.generic, ...]:
+def ints(*values: int) -> tuple[np.generic, ...]:
+    """Returns numbers as arguments of type int."""
     return tuple(np.int32(value) for value in values)
 
 
 def _three(values: tuple[int, ...]) -> tuple[np.generic, ...]:
-    return _ints(*values, *(0 for _ in range(3 - len(values))))
+    return ints(*values, *(0 for _ in range(3 - len(values))))
 
 
 def _check_rows(rows: ActivationRows) -> None:

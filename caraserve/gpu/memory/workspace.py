@@ -13,7 +13,7 @@ from caraserve.gpu.kernels.bgmv_work import PLANES
 from caraserve.model.spec import ModelSpec
 from caraserve.util.units import align_up
 
-_SAMPLING_PROGRAMS = 128  # each has buffers as large as two rows of logits
+_SAMPLING_BLOCKS = 128  # each has buffers as large as two rows of logits
 _SCRATCH_BYTES = 256 << 20  # most bytes of attention scratch
 _ROWS_STEP = 16  # decoding rows are cut at multiples, so that all addresses are multiples of 64 bytes
 
@@ -56,8 +56,8 @@ class Workspace:
     wanted: Tensor  # [outputs at once, hidden] normed rows for the logits
     logits: Tensor  # [outputs at once, vocab]
     embeddings: Tensor  # [rows, hidden]
-    weights: Tensor  # float32 [programs, vocab], for sampling
-    counts: Tensor  # int32 [programs, vocab], zero between launches
+    weights: Tensor  # float32 [blocks, vocab], for sampling
+    counts: Tensor  # int32 [blocks, vocab], zero between launches
 
     def decode_pieces(self, shape: PassShape) -> list[tuple[slice, DecodeScratch]]:
         """Splits the decoding rows so that each piece's attention scratch fits at this length of context. Returns
@@ -81,7 +81,7 @@ def make_workspace(
 
     widths = (spec.hidden, spec.hidden, q + 2 * kv, q, spec.hidden, 2 * spec.intermediate, spec.intermediate)
     outputs = capacity.logits_rows
-    programs = min(outputs, _SAMPLING_PROGRAMS)
+    blocks = min(outputs, _SAMPLING_BLOCKS)
     shapes = [(PLANES, capacity.tokens, len(group), max_rank) for group in GROUPS]
     part = torch.zeros(max(map(math.prod, shapes)), dtype=torch.float32, device=device)  # used by one group at a time
     return Workspace(
@@ -91,8 +91,8 @@ def make_workspace(
         rows(outputs, spec.hidden),
         rows(outputs, spec.vocab_size),
         rows(capacity.rows, spec.hidden),
-        torch.zeros((programs, spec.vocab_size), dtype=torch.float32, device=device),
-        torch.zeros((programs, spec.vocab_size), dtype=torch.int32, device=device),
+        torch.zeros((blocks, spec.vocab_size), dtype=torch.float32, device=device),
+        torch.zeros((blocks, spec.vocab_size), dtype=torch.int32, device=device),
     )
 
 

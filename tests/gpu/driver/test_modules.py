@@ -50,7 +50,7 @@ def test_a_launch_runs_its_kernel_on_the_given_stream(monkeypatch: pytest.Monkey
     assert calls == [("handoff_wait", (1,), (32,), launch.arguments, 0xBEEF)]
     assert kernels.bgmv_grid == 5 * 132
     names = sorted(path.name.rsplit("-", 1)[0] for path in cache.iterdir())
-    assert names == ["bgmv-bf16-sm_90", "handoff-bf16-sm_90", "words-f32-sm_90"]
+    assert names == ["bgmv-bf16-sm_90", "handoff-bf16-sm_90", "sampling-bf16-sm_90", "words-f32-sm_90"]
 
 
 def test_every_kernel_is_loaded_before_the_first_launch(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:

@@ -6,11 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from caraserve.cpu.sampling import SLOT_SAMPLING
 from caraserve.errors import ConfigError
 from caraserve.gpu.driver import nvrtc
 from caraserve.gpu.driver.nvrtc import Compiled, Unit
 from caraserve.gpu.kernels import bgmv_work, cuda_launch
+from caraserve.gpu.kernels.attention import TokenTables
+from caraserve.gpu.kernels.sampling import MaskedRows, Outputs, SamplerState, sample, score
 from caraserve.model.dtype import Dtype
 from tests.gpu import cubin
 
@@ -18,13 +22,14 @@ ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90")
 REGISTERS_OF_AN_SM = 1 << 16
 SHARED_OF_AN_SM = {"sm_80": 164 << 10, "sm_86": 100 << 10, "sm_89": 100 << 10, "sm_90": 228 << 10}
 READ = ("sm_80", "sm_90")  # their instructions are checked; architectures between have those of one of them
+OF_ACTIVATIONS = ("bgmv", "handoff", "sampling")
 # Between them one dtype shows whether registers are enough: a dtype changes no more than how x is read and y written.
 UNITS = [
-    *(Unit(*unit) for unit in product(("bgmv", "handoff"), Dtype, READ)),
-    *(Unit(source, Dtype.BF16, arch) for source in ("bgmv", "handoff") for arch in ARCHES if arch not in READ),
+    *(Unit(*unit) for unit in product(OF_ACTIVATIONS, Dtype, READ)),
+    *(Unit(source, Dtype.BF16, arch) for source in OF_ACTIVATIONS for arch in ARCHES if arch not in READ),
     *(Unit("words", Dtype.F32, arch) for arch in ARCHES),
 ]
-BGMV, HANDOFF = ([unit for unit in UNITS if unit.source == source] for source in ("bgmv", "handoff"))
+BGMV, HANDOFF, SAMPLING = ([unit for unit in UNITS if unit.source == source] for source in OF_ACTIVATIONS)
 
 
 def named(unit: Unit) -> str:
@@ -68,6 +73,24 @@ def test_weights_are_read_in_wide_loads_that_bypass_l1(unit: Unit) -> None:
         runs = [len(list(run)) for is_load, run in groupby(used, lambda op: ".NA" in op) if is_load]
         assert min(runs) >= 8, name
         assert not [op for op in code if op.startswith(("ATOM", "RED", "LDL", "STL"))], name
+
+
+@pytest.mark.parametrize("unit", SAMPLING, ids=named)
+def test_a_multiprocessor_holds_a_sampling_block_of_1024_threads(unit: Unit) -> None:
+    for kernel in cubin.kernels(compiled(unit).cubin).values():
+        assert kernel.registers <= REGISTERS_OF_AN_SM // 1024
+        assert kernel.shared_bytes <= 48 << 10  # more must be asked for at the launch
+
+
+@pytest.mark.parametrize("unit", [unit for unit in SAMPLING if unit.arch in READ], ids=named)
+def test_sampling_reads_rows_in_vectors_and_counts_in_shared_memory(unit: Unit) -> None:
+    code = instructions(compiled(unit).cubin)
+    for name, width in (("sample_tokens", ".128"), ("score_tokens", ".128" if unit.activation is Dtype.F32 else ".64")):
+        wide = [op for op in code[name] if op.startswith("LDG.E") and op.endswith(width)]
+        assert len(wide) >= 2 + 4, name  # in flight in passes that compute more, and less
+    counted = [op for op in code["sample_tokens"] if op.startswith("ATOMS")]
+    assert not [op for op in counted if "CAS" in op]  # a loop
+    assert counted
 
 
 @pytest.mark.parametrize("unit", [unit for unit in HANDOFF if unit.arch in READ], ids=named)
@@ -139,6 +162,9 @@ def test_for_an_old_driver_the_error_says_what_to_install() -> None:
 ROWS, PART = cuda_launch.ActivationRows(64, 16, 16), cuda_launch.ShrinkBuffer(0, 1, 1, 8)
 TABLES, ITEMS = cuda_launch.WeightTables(0, 0, 0, 0, 0, 1), cuda_launch.WorkList(0, 0, 0)
 ONE = cuda_launch.Projections((0,), (16,))
+EMPTY = torch.empty(2, 8, dtype=torch.int32)
+OUTPUTS, MASKED = Outputs(*[EMPTY] * 7), MaskedRows(EMPTY[0], EMPTY)
+STATE = SamplerState(torch.empty(2, SLOT_SAMPLING.itemsize, dtype=torch.uint8), EMPTY, EMPTY, EMPTY)
 EVERY_LAUNCH = (
     cuda_launch.shrink(1, TABLES, ITEMS, ROWS, PART),
     cuda_launch.expand(1, TABLES, ITEMS, PART, ROWS, ONE),
@@ -146,6 +172,9 @@ EVERY_LAUNCH = (
     cuda_launch.wait(0, 0, 0),
     cuda_launch.add(1, 0, 0, ROWS, ONE, 64, (0,)),
     cuda_launch.wait_word(0, 0),
+    sample(EMPTY, OUTPUTS, TokenTables(EMPTY, EMPTY), STATE),
+    sample(EMPTY, OUTPUTS, TokenTables(EMPTY, EMPTY), STATE, MASKED),
+    score(EMPTY, OUTPUTS),
 )
 
 

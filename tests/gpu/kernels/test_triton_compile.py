@@ -15,13 +15,10 @@ import pytest
 import torch
 import triton
 from torch import Tensor
-from triton._C.libtriton import native_specialize_impl
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
+from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from caraserve.core.grammar import mask_words
-from caraserve.cpu.sampling import SLOT_SAMPLING
 from caraserve.gpu.driver.api import Driver, Stream
 from caraserve.gpu.forward.batch import Capacity, PassShape, make_batch
 from caraserve.gpu.forward.decoder import Decoder, issue_pass
@@ -36,7 +33,6 @@ from caraserve.gpu.kernels.attention import (
 from caraserve.gpu.kernels.cuda_launch import Kernels
 from caraserve.gpu.kernels.layers import embed, rms_norm, rotate_and_append, silu_mul
 from caraserve.gpu.kernels.lora import PLANES, Segments, SiteTables, lora_expand, lora_shrink
-from caraserve.gpu.kernels.sampling import MaskedRows, Outputs, SamplerState, sample, score
 from caraserve.gpu.memory.adapter_tables import AdapterTables
 from caraserve.gpu.memory.request_state import make_state
 from caraserve.gpu.memory.workspace import make_workspace
@@ -144,49 +140,6 @@ def launch_layers(dtype: torch.dtype) -> None:
     silu_mul(empty(TOKENS, 2 * INNER, dtype=dtype), empty(TOKENS, INNER, dtype=dtype))
 
 
-def launch_sampling(dtype: torch.dtype) -> None:
-    tops = empty(TOKENS, 20), empty(TOKENS, 20, dtype=torch.float32)
-    outputs = Outputs(*(empty(TOKENS) for _ in range(4)), empty(TOKENS, dtype=torch.float32), *tops)
-    table = empty(SLOTS, SLOT_SAMPLING.itemsize, dtype=torch.uint8)
-    weights = empty(16, VOCAB, dtype=torch.float32)
-    logits = empty(TOKENS, VOCAB, dtype=dtype)
-    tokens = TokenTables(empty(TOKENS), empty(TOKENS))
-    sample(logits, outputs, tokens, SamplerState(table, empty(SLOTS, 2049), weights, empty(16, VOCAB)))
-    score(logits, outputs)
-
-
-def variant(launch: Launch) -> list[object]:
-    """Returns Triton's own key of what it compiles for a launch."""
-    backend = make_backend(GPUTarget("cuda", 90, 32))
-    parameters = [parameter for parameter in launch.kernel.params if not parameter.is_constexpr]
-    return [
-        native_specialize_impl(
-            backend,
-            launch.arguments[parameter.name],
-            False,
-            not parameter.do_not_specialize,
-            not parameter.do_not_specialize_on_alignment,
-        )
-        for parameter in parameters
-    ]
-
-
-@pytest.mark.parametrize("masked", [range(1), range(3, 19), range(40)], ids=len)
-def test_masks_need_no_other_variants_of_the_sampling_kernels(launches: list[Launch], masked: range) -> None:
-    """Otherwise they would be compiled while requests wait."""
-    tops = empty(TOKENS, 20), empty(TOKENS, 20, dtype=torch.float32)
-    outputs = Outputs(*(empty(TOKENS) for _ in range(4)), empty(TOKENS, dtype=torch.float32), *tops)
-    table = empty(SLOTS, SLOT_SAMPLING.itemsize, dtype=torch.uint8)
-    state = SamplerState(table, empty(SLOTS, 2049), empty(16, VOCAB, dtype=torch.float32), empty(16, VOCAB))
-    logits, tokens = empty(TOKENS, VOCAB, dtype=torch.bfloat16), TokenTables(empty(TOKENS), empty(TOKENS))
-    rows = MaskedRows(empty(SLOTS), empty(SLOTS, mask_words(VOCAB + 1))).between(masked.start, masked.stop)
-    for each in (None, rows):
-        sample(logits, outputs, tokens, state, each)
-        score(logits, outputs, each)
-    plain_sample, plain_score, masked_sample, masked_score = map(variant, launches)
-    assert (masked_sample, masked_score) == (plain_sample, plain_score)
-
-
 def launch_pass(dtype: torch.dtype) -> None:
     """Issues all launches of a decoder for decoding rows and prompts with adapters, over tensors without memory."""
     nowhere = torch.device("meta")
@@ -251,7 +204,6 @@ def test_bf16_kernels_fit_and_do_not_spill(capability: int, launches: list[Launc
     launch_attention(torch.bfloat16, 128)
     if capability in (86, 90):  # the others have the registers and instructions of 86, and no less shared memory
         launch_layers(torch.bfloat16)
-        launch_sampling(torch.bfloat16)
     compiled = check(launches, capability, tmp_path)
     product = "wgmma.mma_async" if capability == 90 else "mma.sync"
     for name in ("shrink_kernel", "expand_kernel", "prefill_kernel"):
@@ -282,5 +234,5 @@ def test_a_decoders_own_launches_fit_the_smallest_shared_memory(launches: list[L
     """With the strides, dtypes and sizes of the product."""
     launch_pass(torch.bfloat16)
     distinct = {launch.identity: launch for launch in launches}
-    assert len({launch.kernel for launch in distinct.values()}) == 11
+    assert len({launch.kernel for launch in distinct.values()}) == 9
     check(list(distinct.values()), 86, tmp_path)
