@@ -37,7 +37,7 @@ ROUTINGS = (
 LORA_KERNELS = ("bgmv", "bgmv-padded")
 PINS = ("host", "device")  # the caches in which an adapter may be pinned; on the device includes in host memory
 PINNED_SHARE = 2  # all pinned adapters together take at most half of a cache, so that others find room
-_PADDED_RANK = 64  # rows that every module takes on a GPU with bgmv-padded
+_PADDED_RANK = 64  # rows that every module is stored with on a GPU with bgmv-padded
 _DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
 _LOAD_FORMATS = {"safetensors": "auto", "hf": "auto"}
 _FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
@@ -169,7 +169,7 @@ class LoraConfig(_FromArgs):
 
     @property
     def padded_rank(self) -> int | None:
-        """Returns the rank that a GPU's kernels compute for every adapter, or None for each adapter's own rank."""
+        """Returns the rank at which a GPU stores every adapter, or None for each adapter's own rank."""
         return _PADDED_RANK if self.lora_kernel == "bgmv-padded" else None
 
     @staticmethod
@@ -199,8 +199,8 @@ class LoraConfig(_FromArgs):
             "--lora-kernel",
             choices=LORA_KERNELS,
             default="bgmv",
-            help="bgmv-padded: pad adapters as the papers' baseline does, on a CPU to the largest rank in a decode "
-            f"batch, on a GPU to rank {_PADDED_RANK}",
+            help="bgmv-padded: compute adapters at the largest rank in a decode batch, as the papers' baseline does; a "
+            f"GPU then takes ranks up to {_PADDED_RANK}",
         )
         add(
             "--lora-pool-bytes",

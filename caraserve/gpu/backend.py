@@ -36,12 +36,12 @@ class CudaBackend:
     """Implements the contract of core/backend.py on a GPU."""
 
     shares_cores = False  # CPU LoRA workers have cores that iterations do not need
-    pads_to_largest_rank = False
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, sizes: GpuSizes, device: GpuDevice, trace: Trace | None = None
     ) -> None:
         self.device_name = self.accelerator = device.name
+        self.pads_to_largest_rank = sizes.padded_rank is not None
         self._layers = spec.layers
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         made: SimpleQueue[BackendParts | Exception] = SimpleQueue()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.core.lora_layout import A_COLUMNS, PANEL, aligned_bytes
+from caraserve.core.lora_layout import A_COLUMNS, MAX_RANK, PANEL, aligned_bytes
 from caraserve.cpu.weights import convert
 from caraserve.gpu.kernels import cuda_launch
 from caraserve.gpu.kernels.bgmv_work import PLANES, adapter_items, plan_items
@@ -30,7 +30,8 @@ def address(array: NDArray[np.generic]) -> int:
 
 @dataclass(slots=True)
 class LoraCase:
-    """A case. `ranks`: [projections][slots], slot 0 is the base model; `padded_to`: padded rank of every slot, or 0."""
+    """A case. `ranks`: [projections][slots], slot 0 is the base model; `padded_to`: rank at which every slot is stored,
+    or 0; `most_rank`: that a batch computes, stored rank rows beyond it are NaN."""
 
     inputs: int
     outputs: tuple[int, ...]
@@ -38,6 +39,7 @@ class LoraCase:
     dtypes: list[Dtype]
     activation: Dtype = Dtype.F32
     padded_to: int = 0
+    most_rank: int = MAX_RANK
     seed: int = 0
     gate: NDArray[np.int32] | None = None
     products: dict[tuple[int, int], NDArray[np.float64]] = field(default_factory=dict)
@@ -60,11 +62,12 @@ class LoraCase:
                 first[:real, : self.inputs] = rng.standard_normal((real, self.inputs)) / np.sqrt(self.inputs)
                 second = np.zeros((rows, align_up(columns, PANEL)))
                 second[:real, :columns] = rng.standard_normal((real, columns)) / np.sqrt(real)
+                first[self.most_rank :] = second[self.most_rank :] = np.nan
                 a_data, a_value = stored(first, self.dtypes[slot])
                 b_data, b_value = stored(second.reshape(rows, -1, PANEL).swapaxes(0, 1), self.dtypes[slot])
                 self._kept += [a_data, b_data]
                 a[projection, slot], b[projection, slot] = address(a_data), address(b_data)
-                product = a_value.T @ b_value.swapaxes(0, 1).reshape(rows, -1)
+                product = a_value[:real].T @ b_value.swapaxes(0, 1).reshape(rows, -1)[:real]
                 self.products[projection, slot] = scale[projection, slot] * product[: self.inputs, :columns]
         codes = np.array([dtype.value for dtype in self.dtypes], np.int32)
         self._weights = {"a": a, "b": b, "rank": rank, "scale": scale, "dtype": codes}
@@ -98,11 +101,11 @@ class LoraCase:
             mine = [row for row, of in enumerate(row_slots) if of == slot]
             expected[mine, at[projection] : at[projection + 1]] += x_exact[mine] @ product
 
-        slots, ranks = np.array(row_slots, np.int32), self._weights["rank"]
+        slots, ranks = np.array(row_slots, np.int32), np.minimum(self._weights["rank"], self.most_rank)
         adapters = [
             adapter_items(slot, ranks[:, slot].tolist(), dtype, self.outputs) for slot, dtype in enumerate(self.dtypes)
         ]
-        plan = plan_items(slots, adapters)
+        plan = plan_items(slots, adapters, self.most_rank)
         max_rank = max(int(ranks.max()), 8)
         part = np.full(PLANES * rows * len(self.outputs) * max_rank, np.nan, np.float32)
         planes = cuda_launch.ShrinkBuffer(address(part), rows, len(self.outputs), max_rank)

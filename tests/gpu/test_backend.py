@@ -2,13 +2,16 @@
 mode, with any memory size and any order of streams."""
 
 import asyncio
+import json
 import random
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from caraserve.config import LOADING_MODES, PRELOADED_MODES, LoraConfig
 from caraserve.core.batch import Batch
@@ -20,12 +23,13 @@ from caraserve.gpu.driver.streams import Lane
 from caraserve.gpu.forward import graphs
 from caraserve.gpu.forward.batch import PassShape
 from caraserve.gpu.forward.lanes import CapturedPass
+from caraserve.gpu.kernels.bgmv_work import GROUP_RANK, WorkItems
 from tests.gpu.host_backend import GRANULE_BYTES, PATIENCE_S, Host, serving
 from tests.gpu.host_device import HostDriver
 from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle.models import prompt_of
 from tests.oracle.subject import KINDS, Subject, make_subject
-from tests.serving import MIB, Answer, engine_config, lora_config, model_config, running, submit
+from tests.serving import MIB, PROFILE, Answer, engine_config, lora_config, model_config, running, submit
 
 CONTEXT = 200
 
@@ -73,7 +77,12 @@ def ask(
     """Returns a new engine's answers to requests sent one after another. `prepare` is called before the first."""
     pool_bytes = pool_granules * GRANULE_BYTES
     lora = lora_config(subject.adapters, mode=mode, device_bytes=device_bytes or pool_bytes, host_bytes=4 * MIB)
-    lora = replace(lora, lora_kernel="bgmv-padded") if padded else lora
+    if padded:
+        profile = json.loads(PROFILE.read_text(encoding="utf-8"))
+        profile["decode"]["is_padded"] = True
+        path = subject.model.with_name("padded.json")
+        path.write_text(json.dumps(profile), encoding="utf-8")
+        lora = replace(lora, lora_kernel="bgmv-padded", profile=path)
     # The copy begins with the second of two layers, which CPU workers need not compute.
     lora = replace(lora, pipeline_groups=2) if mode == "assisted" else lora
     engine = engine_config(seqs=seqs, step_tokens=step_tokens, kv_bytes=pool_bytes)
@@ -198,12 +207,56 @@ def test_adapters_are_moved_while_others_are_loaded_and_evicted(subject: Subject
     assert seen.moved > 0
 
 
-def test_the_padded_baseline_answers_like_peft(subject: Subject) -> None:
-    """Every module of every adapter has as many rows as the largest allowed rank."""
+def test_the_padded_baseline_answers_like_peft_at_the_largest_rank_of_each_batch(subject: Subject) -> None:
     rng = random.Random(6)
     asked = some_requests(rng, [None, *subject.adapters], 10)
-    answers = ask(subject, asked, 4, padded=True, pool_granules=120, device_bytes=100 * GRANULE_BYTES, last=Lane.COPY)
+    computed: list[tuple[int, int]] = []  # rank that a batch computes, largest of its adapters
+
+    def watch(host: Host) -> None:
+        images = host.parts.images
+        work_items = images.work_items
+
+        def watching(slots: NDArray[np.int32]) -> list[WorkItems]:
+            made = work_items(slots)
+            largest = max(images.bound[slot].adapter.spec.rank for slot in set(slots.tolist()) - {0})
+            computed.extend((int(items.groups[0, GROUP_RANK]), largest) for items in made)
+            return made
+
+        images.work_items = watching  # type: ignore[method-assign]
+
+    room = {"pool_granules": 120, "device_bytes": 100 * GRANULE_BYTES}
+    answers = ask(subject, asked, 4, padded=True, **room, last=Lane.COPY, prepare=watch)
     check(subject, asked, answers, 4)
+    assert all(rank == -(-largest // 8) * 8 for rank, largest in computed)
+    assert len({rank for rank, _ in computed}) > 1
+
+
+def test_many_rows_of_one_adapter_answer_like_peft_in_graphs_of_their_own(subject: Subject) -> None:
+    rng, crowded = random.Random(9), list[bool]()
+    names = ["r8"] * 10 + ["r13", None, "r64"]
+    asked = [(prompt_of(rng, 9), name) for name in names]
+
+    def watch(host: Host) -> None:
+        find = host.parts.captured_graphs.find
+
+        def finding(plan: Batch, shape: PassShape, arriving: Collection[int]) -> CapturedPass | None:
+            found = find(plan, shape, arriving)
+            if shape.tokens == len(plan.rows) and shape.segments:
+                crowded.append(found is not None)
+                assert shape.has_items == any(row.adapter_slot not in (0, row_slot(plan)) for row in plan.rows)
+            return found
+
+        host.parts.captured_graphs.find = finding  # type: ignore[method-assign]
+
+    def row_slot(plan: Batch) -> int:
+        slots = [row.adapter_slot for row in plan.rows]
+        return max(set(slots) - {0}, key=slots.count)
+
+    room = {"seqs": len(asked), "step_tokens": 200, "pool_granules": 64, "graph_bytes": 1 << 30}
+    answers = ask(subject, asked, 6, prepare=watch, **room)
+    check(subject, asked, answers, 6)
+    assert crowded
+    assert all(crowded)
 
 
 @pytest.mark.parametrize("host_bytes", [4 * MIB, MIB // 3])

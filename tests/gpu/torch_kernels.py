@@ -141,20 +141,24 @@ def _attend(q: Tensor, cache: PagedCache, tokens: TokenTables, row: int, count: 
     out[row : row + count] = torch.einsum("hgts,shd->thgd", weights, values).reshape(count, -1)
 
 
-def lora_shrink(x: Tensor, part: Tensor, segments: Segments, tables: SiteTables) -> None:
+def lora_shrink(x: Tensor, part: Tensor, shrunk: Tensor, segments: Segments, tables: SiteTables) -> None:
     for rows, slot in _segments(segments, tables):
-        for projection in range(part.shape[2]):
+        for projection in range(shrunk.shape[1]):
             rank = int(tables.rank[projection, slot])
             if rank:
                 inputs = x.shape[1]
                 address, dtype = int(tables.a[projection, slot]), Dtype(int(tables.dtype[slot]))
                 a = _at(address, (rank, align_up(inputs, A_COLUMNS)), dtype)[:, :inputs]
-                part[:, rows, projection, :rank] = 0.0
-                part[0, rows, projection, :rank] = x[rows].float() @ a.T
+                shrunk[rows, projection, :rank] = x[rows].float() @ a.T
 
 
 def lora_expand(
-    y: Tensor, part: Tensor, segments: Segments, tables: SiteTables, columns: tuple[int, ...], outputs: tuple[int, ...]
+    y: Tensor,
+    shrunk: Tensor,
+    segments: Segments,
+    tables: SiteTables,
+    columns: tuple[int, ...],
+    outputs: tuple[int, ...],
 ) -> None:
     for rows, slot in _segments(segments, tables):
         for projection, (column, width) in enumerate(zip(columns, outputs, strict=True)):
@@ -163,7 +167,7 @@ def lora_expand(
                 address, dtype = int(tables.b[projection, slot]), Dtype(int(tables.dtype[slot]))
                 panels = _at(address, (align_up(width, PANEL) // PANEL, rank, PANEL), dtype)
                 b = panels.transpose(0, 1).reshape(rank, -1)[:, :width]
-                delta = part[:, rows, projection, :rank].sum(0) @ b
+                delta = shrunk[rows, projection, :rank] @ b
                 y[rows, column : column + width] += float(tables.scale[projection, slot]) * delta
 
 

@@ -71,11 +71,12 @@ def _prefill(acc: Accelerator, adapters: Adapters, x: torch.Tensor, y: torch.Ten
         return
     shape = (PLANES, len(slots), len(site.outputs), MAX_RANK)  # the shape that a lane's buffer has for any adapter
     part = torch.full(shape, torch.nan, dtype=torch.float32, device=acc.place)
+    shrunk = torch.full(shape[1:], torch.nan, dtype=x.dtype, device=acc.place)
     segments, tables = Segments(order, first, rows, slot), adapters.site_tables(0)
 
     def both() -> None:
-        lora_shrink(x, part, segments, tables)
-        lora_expand(y, part, segments, tables, site.columns, site.outputs)
+        lora_shrink(x, part, shrunk, segments, tables)
+        lora_expand(y, shrunk, segments, tables, site.columns, site.outputs)
 
     acc.run(both)
     acc.settle()

@@ -3,7 +3,7 @@
 All arrays except the BGMV kernels' lists are contiguous and copied at once. They have the size of the largest batch, so
 a captured graph finds every later batch at the same addresses; the rest of a smaller batch is filled with values that
 kernels skip. Rows of one token, which decode, have their own kernels in attention and LoRA; all other tokens are prompt
-chunks.
+chunks. An adapter of more than `bgmv_work.MOST_ROWS` decoding rows has the LoRA kernels of prompts.
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from caraserve.core.outputs import SAMPLE_MASKED, Output
 from caraserve.core.request import MAX_LOGPROBS
 from caraserve.gpu.kernels import cuda_launch
 from caraserve.gpu.kernels.attention import TokenTables
-from caraserve.gpu.kernels.bgmv_work import GROUP_WORDS, ITEM_WORDS, most_items
+from caraserve.gpu.kernels.bgmv_work import GROUP_WORDS, ITEM_WORDS, MOST_ROWS, most_items
 from caraserve.gpu.kernels.lora import Segments, cut_segments, most_segments
 from caraserve.gpu.kernels.sampling import MaskedRows, Outputs
 from caraserve.model.dtype import Dtype
@@ -43,8 +43,8 @@ class PassShape:
     decode_rows: int  # entries of `row_token`; 0: no row decodes
     tiles: int  # entries of `tile_first`; 0: no prompt chunks
     outputs: int  # tokens whose logits are wanted
-    segments: int  # entries of `segments`; 0: no prompt chunk has an adapter
-    has_items: bool  # True if rows that decode have adapters
+    segments: int  # entries of `segments`; 0: no prompt chunk has an adapter, and no adapter has many decoding rows
+    has_items: bool  # True if other rows that decode have adapters
     context: int  # most positions of any row that decodes
     groups: frozenset[int] = ALL_GROUPS  # module groups in which any adapter of the batch has a module
 
@@ -186,9 +186,10 @@ class BatchWriter:
         self._put(words, "embedded", outputs.embedded)
         self._put(words, "masked", np.flatnonzero(outputs.kind == SAMPLE_MASKED) % self.capacity.logits_rows)
         adapters = np.array([row.adapter_slot * with_lora for row in rows], np.int32)
-        prompts = np.repeat(np.where(decodes, BASE_ADAPTER_SLOT, adapters), counts)
-        segments = self._put_segments(words, prompts) if prompts.any() else 0
-        has_items = bool((adapters[decodes] != BASE_ADAPTER_SLOT).any())
+        for_bgmv = decodes & ~_are_many(np.where(decodes, adapters, BASE_ADAPTER_SLOT))
+        others = np.repeat(np.where(for_bgmv, BASE_ADAPTER_SLOT, adapters), counts)
+        segments = self._put_segments(words, others) if others.any() else 0
+        has_items = bool((adapters[for_bgmv] != BASE_ADAPTER_SLOT).any())
         context = int(starts[decodes].max(initial=-1)) + 1
         return PassShape(total, int(decodes.sum()), tiles, len(outputs.token), segments, has_items, context)
 
@@ -212,9 +213,16 @@ class BatchWriter:
 
 
 def decode_slots(rows: tuple[ScheduledRow, ...]) -> Ints:
-    """Returns the adapter slot of each token, [tokens], 0 for tokens of prompt chunks: the input of the BGMV lists."""
+    """Returns the adapter slot of each token, [tokens], 0 for tokens in segments: the input of the BGMV lists."""
     slots = np.array([row.adapter_slot if row.count == 1 else BASE_ADAPTER_SLOT for row in rows], np.int32)
+    slots[_are_many(slots)] = BASE_ADAPTER_SLOT
     return np.repeat(slots, [row.count for row in rows])
+
+
+def _are_many(slots: Ints) -> NDArray[np.bool_]:
+    """Returns whether each row's adapter has more rows than BGMV takes. `slots`: int32 [rows], of rows that decode."""
+    many: NDArray[np.bool_] = (slots != BASE_ADAPTER_SLOT) & (np.bincount(slots)[slots] > MOST_ROWS)
+    return many
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,11 @@ from caraserve.gpu.driver.api import Driver, DriverError, Stream
 from caraserve.gpu.forward.batch import ALL_GROUPS, Capacity, PassShape
 from caraserve.gpu.forward.decoder import DecoderPass, issue_pass
 from caraserve.gpu.forward.lanes import CapturedPass, capture_pass
+from caraserve.gpu.kernels.bgmv_work import MOST_ROWS
 from caraserve.gpu.kernels.lora import most_segments
 
 _DECODE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_CROWDED_SIZES = (16, 32, 64, 128, 256, 512)
 _MIXED_SIZES = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 # Largest graph as a multiple of the batch's size: beyond it, launching kernel by kernel costs less. Small batches end
 # before the next kernel is launched, and large ones compute padding.
@@ -35,7 +37,7 @@ _QKV = frozenset({QKV})  # most adapters have modules of this group alone
 class Bucket:
     """A graph's shape. Decode: `size` rows of one token each; mixed: `size` tokens of any rows. `qkv_only`: it has only
     the LoRA kernels of q, k and v. `gated`: it waits for layers that are being copied. `merged`: over weights with a
-    merged adapter."""
+    merged adapter. `crowded`: of decode, with the LoRA kernels of prompts, too, for adapters of many rows."""
 
     is_mixed: bool
     size: int
@@ -43,6 +45,7 @@ class Bucket:
     qkv_only: bool = False
     gated: bool = False
     merged: bool = False
+    crowded: bool = False
 
     def serves(self, wanted: "Bucket") -> bool:
         """True if an iteration of shape `wanted` may take this graph. One with LoRA serves base rows too."""
@@ -52,18 +55,22 @@ class Bucket:
             and (not wanted.lora or (self.lora and self.qkv_only <= wanted.qkv_only))
             and (self.gated or not wanted.gated)
             and self.merged == wanted.merged
+            and (self.is_mixed or self.crowded or not wanted.crowded)
         )
 
     @property
-    def cost(self) -> tuple[bool, bool, int, bool, bool]:
+    def cost(self) -> tuple[bool, bool, int, bool, bool, bool]:
         """Sort key among graphs that serve an iteration: the least is the best."""
-        return (self.is_mixed, self.gated, self.size, self.lora, not self.qkv_only)
+        return (self.is_mixed, self.gated, self.size, self.lora, not self.qkv_only, self.crowded)
 
 
-def bucket_of(batch: Batch, arriving: Collection[int], groups: Collection[int]) -> Bucket | None:
+def bucket_of(
+    batch: Batch, arriving: Collection[int], groups: Collection[int], *, crowded: bool = False
+) -> Bucket | None:
     """Returns the bucket that a batch needs, of exact size, or None if it must be launched kernel by kernel.
 
-    `arriving`: adapter slots with missing layers; `groups`: module groups that the batch's adapters have."""
+    `arriving`: adapter slots with missing layers; `groups`: module groups that the batch's adapters have; `crowded`:
+    whether an adapter has more decoding rows than BGMV takes."""
     if any(row.prompt_logprobs is not None for row in batch.rows):
         return None  # every token is scored: far more logits than a graph has room for
     slots = {row.adapter_slot for row in batch.rows}
@@ -77,6 +84,7 @@ def bucket_of(batch: Batch, arriving: Collection[int], groups: Collection[int]) 
         qkv_only=has_lora and _QKV.issuperset(groups),
         gated=not merged and not slots.isdisjoint(arriving),
         merged=merged,
+        crowded=has_lora and crowded and not is_mixed,
     )
 
 
@@ -84,6 +92,9 @@ def buckets(max_rows: int, max_tokens: int, *, merging: bool = False) -> Iterato
     """Yields all possible buckets, the most useful first."""
     for size in _up_to(_DECODE_SIZES, max_rows):
         yield from _variants(size, is_mixed=False, merging=merging)
+    for size in _up_to(_CROWDED_SIZES, max_rows) if max_rows > MOST_ROWS else ():
+        for qkv_only in (True, False):
+            yield Bucket(is_mixed=False, size=size, lora=True, qkv_only=qkv_only, crowded=True)
     mixed = _up_to(_MIXED_SIZES, max(max_rows, max_tokens))
     for size in mixed:
         yield from _variants(size, is_mixed=True, merging=merging)
@@ -166,19 +177,20 @@ class GraphSet:
 
 log = logging.getLogger(__name__)
 
-# Most prompts and prompt adapters of a mixed graph: programs for more than the batch has would start for nothing. A
-# batch that exceeds them is launched kernel by kernel.
-_PROMPTS, _PROMPTS_ADAPTERS = 16, 8
+# Most prompts of a mixed graph, and adapters that have prompts or many decoding rows: programs for more than the batch
+# has would start for nothing. A batch that exceeds them is launched kernel by kernel.
+_PROMPTS, _SEGMENTED_ADAPTERS = 16, 16
 
 
 def shape_for(bucket: Bucket, capacity: Capacity, max_context: int) -> PassShape:
     """Returns the shape of the largest batch that a bucket takes."""
     groups = _QKV if bucket.qkv_only else ALL_GROUPS
     if not bucket.is_mixed:
-        return PassShape(bucket.size, bucket.size, 0, bucket.size, 0, bucket.lora, max_context, groups)
+        segments = bucket.size // (MOST_ROWS + 1) if bucket.crowded else 0  # each has more rows than BGMV takes
+        return PassShape(bucket.size, bucket.size, 0, bucket.size, segments, bucket.lora, max_context, groups)
     rows = min(capacity.rows, bucket.size)
     tiles = bucket.size // capacity.tile_tokens + min(rows, _PROMPTS)
-    adapters = min(capacity.adapters, rows, _PROMPTS_ADAPTERS)
+    adapters = min(capacity.adapters, rows, _SEGMENTED_ADAPTERS)
     segments = most_segments(bucket.size, adapters) if bucket.lora else 0
     return PassShape(bucket.size, rows, tiles, rows, segments, bucket.lora, max_context, groups)
 
@@ -241,7 +253,7 @@ class CapturedGraphs:
 
     def find(self, batch: Batch, shape: PassShape, arriving: Collection[int]) -> CapturedPass | None:
         """Returns the graph for a batch, or None: it is launched kernel by kernel."""
-        wanted = bucket_of(batch, arriving, shape.groups)
+        wanted = bucket_of(batch, arriving, shape.groups, crowded=shape.segments > 0)
         chosen = None if wanted is None else self._graphs.choose(wanted)
         if chosen is None:
             return None

@@ -29,7 +29,6 @@ from caraserve.gpu.forward.batch import (
 from caraserve.gpu.forward.decoder import Decoder, DecoderPass
 from caraserve.gpu.forward.graphs import Bucket, CapturedGraphs
 from caraserve.gpu.forward.lanes import IterationLane
-from caraserve.gpu.kernels.bgmv_work import plan_items
 from caraserve.gpu.memory.adapters import BoundAdapter, DeviceImages
 from caraserve.gpu.memory.copier import DeviceContext
 from caraserve.gpu.memory.masks import LaneMasks, MaskedOutputs
@@ -137,8 +136,8 @@ class BatchLists:
             return
         self._sent = state
         counts = np.zeros(tuple(self._lists.counts.shape), np.int32)
-        for group, pair in enumerate(self._lists.lists if slots.size else ()):
-            made = plan_items(slots, self._images.items[group])
+        for group, made in enumerate(self._images.work_items(slots) if slots.size else ()):
+            pair = self._lists.lists[group]
             for launch, (target, items) in enumerate(zip(pair, (made.shrink, made.expand), strict=True)):
                 self._ring.send(target.data_ptr(), items, self._lane)
                 counts[group, launch] = len(items)

@@ -1,4 +1,5 @@
-"""The LoRA of a pass: BGMV for decoding rows, segments for prompts, hand-offs to CPU workers.
+"""The LoRA of a pass: BGMV for decoding rows, segments for prompts and for adapters of many decoding rows, hand-offs to
+CPU workers.
 
 A batch may have rows of both kinds: each kind has its own rows of `part`, and both kernels read the same device tables.
 """
@@ -125,7 +126,7 @@ class LoraPass:
         if self._shape.segments:
             tables = self._lane.triton_tables[layer, group]
             tables = tables if gate is None else replace(tables, gate=gate)
-            self._lane.driver.run(stream, lambda: self._add_to_prompts(group, tables))
+            self._lane.driver.run(stream, lambda: self._add_to_segments(group, tables))
 
     def publish(self, group: int, index: int, stream: Stream) -> None:
         """Copies x to the workers unless the layer has arrived; see `DecoderPass.publish`."""
@@ -158,10 +159,11 @@ class LoraPass:
             raise AssertionError("a pass without hand-off buffers has no hand-offs")
         return self._assist
 
-    def _add_to_prompts(self, group: int, tables: SiteTables) -> None:
-        of, part = self._lane.groups[group], self._lane.workspace.parts[group]
-        lora_shrink(of.x, part, self._segments, tables)
-        lora_expand(of.y, part, self._segments, tables, of.projections.columns, of.projections.outputs)
+    def _add_to_segments(self, group: int, tables: SiteTables) -> None:
+        of, room = self._lane.groups[group], self._lane.workspace
+        shrunk = room.shrunk[group]
+        lora_shrink(of.x, room.parts[group], shrunk, self._segments, tables)
+        lora_expand(of.y, shrunk, self._segments, tables, of.projections.columns, of.projections.outputs)
 
 
 def _host_blocks(numbers: int) -> int:

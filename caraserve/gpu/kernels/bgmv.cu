@@ -23,7 +23,8 @@ struct Item {
 
 struct Group {
     int count;
-    int spare[3];
+    int rank; // most rank rows that the batch computes, of those that an adapter has
+    int spare[2];
     int row[ROWS];
 };
 
@@ -36,7 +37,7 @@ struct Tables {
     int slots;
 };
 
-DEVICE int planned_rank(const Tables& tables, const Item& item) {
+DEVICE int stored_rank(const Tables& tables, const Item& item) {
     const bool elsewhere = tables.gate != nullptr && tables.gate[item.slot] != 0;
     return elsewhere ? 0 : (tables.rank[(item.place & 0xff) * tables.slots + item.slot] + 7) / 8 * 8;
 }
@@ -126,7 +127,7 @@ KERNEL __launch_bounds__(THREADS, 5) bgmv_shrink(
         const Item item = items[at];
         const Group group = groups[item.place >> 8];
         const int dtype = tables.dtype[item.slot], projection = item.place & 0xff;
-        if (item.first >= planned_rank(tables, item)) continue;
+        if (item.first >= min(stored_rank(tables, item), group.rank)) continue;
         const u8* a = (const u8*)tables.address[projection * slots + item.slot];
         const i64 plane = (i64)part_rows * projections * max_rank;
         const int m = dtype == 0 ? lane / 8 % ROWS : lane / 4 % ROWS; // the row whose sum this lane holds after `fold`
@@ -148,11 +149,12 @@ struct Target {
     float scale;
 };
 
-// Computes a run of columns at all ranks. A thread reads one vector of eight rank rows; groups of eight are summed in
-// shared memory, in order. `row_numbers`: the group's rows in memory, which can be indexed at run time.
+// Computes a run of columns at the first `rank` of `stored` ranks. A thread reads one vector of eight rank rows; groups
+// of eight are summed in shared memory, in order. `row_numbers`: the group's rows in memory, which can be indexed at run
+// time.
 template <int WEIGHT>
-DEVICE void expand_item(const Item& item, const Group& group_rows, const int* row_numbers, const u8* b, int rank,
-                        const float* part, i64 part_plane, int part_stride, activation* y, i64 y_stride, Target target,
+DEVICE void expand_item(const Item& item, const Group& group_rows, const int* row_numbers, const u8* b, int stored,
+                        int rank, const float* part, i64 part_plane, int part_stride, activation* y, i64 y_stride, Target target,
                         float (&shrunk)[ROWS * MAX_RANK], float (&sums)[THREADS * 8]) {
     typedef Stored<WEIGHT> Weight;
     constexpr int WIDTH = Weight::PER_LOAD, PANEL_VECTORS = PANEL / WIDTH;
@@ -160,7 +162,7 @@ DEVICE void expand_item(const Item& item, const Group& group_rows, const int* ro
     const int group = threadIdx.x / item.count, vector = item.first + threadIdx.x % item.count;
     const bool active = group < groups;
     uint4 weights[LOADS];
-    b += (((i64)(vector / PANEL_VECTORS) * rank + group * 8) * PANEL_VECTORS + vector % PANEL_VECTORS) * 16;
+    b += (((i64)(vector / PANEL_VECTORS) * stored + group * 8) * PANEL_VECTORS + vector % PANEL_VECTORS) * 16;
 #pragma unroll
     for (int k = 0; k < LOADS; k++) {
         weights[k] = make_uint4(0, 0, 0, 0);
@@ -228,7 +230,8 @@ KERNEL __launch_bounds__(THREADS, 5) bgmv_expand(
     for (int at = blockIdx.x; at < *item_count; at += gridDim.x) {
         const Item item = items[at];
         const Group group = groups[item.place >> 8];
-        const int rank = planned_rank(tables, item), dtype = tables.dtype[item.slot], projection = item.place & 0xff;
+        const int stored = stored_rank(tables, item), rank = min(stored, group.rank);
+        const int dtype = tables.dtype[item.slot], projection = item.place & 0xff;
         if (rank == 0) continue;
         const u8* b = (const u8*)tables.address[projection * slots + item.slot];
         const Target target = {projection == 0 ? column0 : projection == 1 ? column1 : column2,
@@ -238,13 +241,13 @@ KERNEL __launch_bounds__(THREADS, 5) bgmv_expand(
         const float* from = part + projection * max_rank;
         const i64 plane = (i64)part_rows * part_stride;
         if (dtype == 0)
-            expand_item<0>(item, group, row_numbers, b, rank, from, plane, part_stride, y, y_stride, target, shrunk,
+            expand_item<0>(item, group, row_numbers, b, stored, rank, from, plane, part_stride, y, y_stride, target, shrunk,
                            sums);
         else if (dtype == 1)
-            expand_item<1>(item, group, row_numbers, b, rank, from, plane, part_stride, y, y_stride, target, shrunk,
+            expand_item<1>(item, group, row_numbers, b, stored, rank, from, plane, part_stride, y, y_stride, target, shrunk,
                            sums);
         else
-            expand_item<2>(item, group, row_numbers, b, rank, from, plane, part_stride, y, y_stride, target, shrunk,
+            expand_item<2>(item, group, row_numbers, b, stored, rank, from, plane, part_stride, y, y_stride, target, shrunk,
                            sums);
     }
 }

@@ -6,9 +6,9 @@ a layer lacks. Up to `ROWS` rows of one adapter share one read of its weights. A
     shrink    a plane of K of eight rank rows (four in fp32)
     expand    as many columns of B, at all ranks, as 128 threads hold with eight 16-byte loads each
 
-so an adapter of small rank costs no more in a batch with one of large rank. An adapter's items are made once, when it
-is bound to its slot; a batch's list concatenates those of its adapters and changes only when rows join or leave the
-batch.
+so an adapter of small rank costs no more in a batch with one of large rank, except in the padded baseline, which makes
+items for the largest rank in the batch. An adapter's items are made once; a batch's list concatenates those of its
+adapters and changes only when rows join or leave the batch.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.core.batch import BASE_ADAPTER_SLOT
-from caraserve.core.lora_layout import RANK_STEP
+from caraserve.core.lora_layout import MAX_RANK, RANK_STEP
 from caraserve.model.dtype import Dtype
 from caraserve.util.units import ceil_div
 
 ROWS = 4
+MOST_ROWS = 8  # of one adapter: for more, tensor cores (lora.py) read its weights once instead of every four rows
 PLANES = 4
 THREADS = 128
 VECTOR_BYTES = 16
@@ -30,7 +31,7 @@ VECTOR_BYTES = 16
 # Words of an item and of a group, as `struct Item` and `struct Group` in bgmv.cu.
 SLOT, PLACE, FIRST, COUNT = range(4)
 ITEM_WORDS = 4
-GROUP_COUNT, GROUP_ROW = 0, 4
+GROUP_COUNT, GROUP_RANK, GROUP_ROW = 0, 1, 4
 GROUP_WORDS = GROUP_ROW + ROWS
 _GROUP = 8  # bits of PLACE below the group, for the projection
 
@@ -73,10 +74,11 @@ def adapter_items(slot: int, ranks: Sequence[int], dtype: Dtype, outputs: Sequen
     return AdapterItems(np.concatenate(shrink), np.concatenate(expand))
 
 
-def plan_items(row_slots: Ints, adapters: Sequence[AdapterItems | None]) -> WorkItems:
-    """Returns the items of rows with adapter slots `row_slots` [rows]. `adapters`: items by slot, None for no
-    adapter."""
+def plan_items(row_slots: Ints, adapters: Sequence[AdapterItems | None], most_rank: int = MAX_RANK) -> WorkItems:
+    """Returns the items of rows with adapter slots `row_slots` [rows]. `adapters`: items by slot, None for no adapter.
+    `most_rank`: rank rows beyond it are left out; the adapters' items have none of them."""
     slots, groups = _group_rows(row_slots)
+    groups[:, GROUP_RANK] = most_rank
     chosen = [adapter for slot in slots if (adapter := adapters[slot]) is not None]
     if len(chosen) != len(slots):
         raise AssertionError("a row names a slot that has no adapter")

@@ -1,12 +1,14 @@
-"""LoRA of prefill tokens on tensor cores: a gather matmul over segments of tokens of one adapter.
+"""LoRA on tensor cores, of prompts and of adapters with many decoding rows: a gather matmul over segments of tokens of
+one adapter.
 
-A segment is up to `SEGMENT_ROWS` tokens of one adapter, anywhere in the batch; the host cuts the segments. Two launches
-serve all projections that read the same input: shrink writes `part = x Aᵀ`, expand adds `scale · part B`. Both read
-weights' addresses, ranks and scales from device tables and stop at a slot's own rank, so one captured graph serves any
-mix of adapters, and a small rank costs no more in a batch with a large one.
+A segment is up to `SEGMENT_ROWS` tokens of one adapter, anywhere in the batch; the host cuts the segments. Three
+launches serve all projections that read the same input: shrink computes x Aᵀ in planes of K, fold adds the planes and
+rounds the sums to the activations' dtype, expand adds `scale · shrunk B`. They read weights' addresses, ranks and
+scales from device tables and stop at a slot's own rank, so one captured graph serves any mix of adapters, and a small
+rank costs no more in a batch with a large one.
 
 K is always cut into the same four planes, whose sums are added in the same order: a token's result does not depend on
-the rest of the batch, and no buffer has to be zeroed.
+which other tokens are in segments, and no buffer has to be zeroed.
 """
 
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from caraserve.util.units import ceil_div
 PLANES = 4
 SEGMENT_ROWS = 64
 MAX_PROJECTIONS = 3
+_FOLD = {"BM": 16, "BR": 64, "num_warps": 4}  # tile sizes and launch options of the fold
 
 _PLANES = tl.constexpr(PLANES)
 _PANEL = tl.constexpr(PANEL)
@@ -145,35 +148,56 @@ def shrink_kernel(  # type: ignore[no-untyped-def]
             tl.store(to + row[None, :], total, mask=is_row[:, None] & (row < rank)[None, :])
 
 
+@triton.jit(do_not_specialize=["tokens"])
+def fold_kernel(  # type: ignore[no-untyped-def]
+    part, shrunk, order, segment_first, segment_rows, segment_slot, rank_table, gate, slots, tokens,
+    PROJECTIONS: tl.constexpr, RANKS: tl.constexpr, HAS_GATE: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """One program adds the planes of a few rows of a segment, for one projection. Writes zeros from the rank to the
+    next multiple of RANK_STEP."""
+    segment, projection, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BM
+    rows, slot = tl.load(segment_rows + segment), tl.load(segment_slot + segment)
+    rank = _rank(rank_table, gate, projection * slots + slot, slot, HAS_GATE)
+    if first < rows:
+        lane = first + tl.arange(0, BM)
+        is_row = lane < rows
+        token = tl.load(order + tl.load(segment_first + segment) + lane, mask=is_row, other=0).to(tl.int64)
+        at = ((token * PROJECTIONS + projection) * RANKS)[:, None]
+        plane_stride = tl.cast(tokens, tl.int64) * PROJECTIONS * RANKS
+        padded = tl.cdiv(rank, _RANK_STEP) * _RANK_STEP
+        for start in range(0, padded, BR):
+            row = (start + tl.arange(0, BR))[None, :]
+            is_part = is_row[:, None] & (row < rank)
+            sums = tl.load(part + at + row, mask=is_part, other=0.0)
+            for plane in tl.static_range(1, _PLANES):
+                sums += tl.load(part + at + row + plane * plane_stride, mask=is_part, other=0.0)
+            tl.store(shrunk + at + row, sums.to(shrunk.dtype.element_ty), mask=is_row[:, None] & (row < padded))
+
+
 @triton.jit
 def _expand_tile(  # type: ignore[no-untyped-def]
-    part_at, plane_stride, is_row, address, rank, first, width,
-    WEIGHT: tl.constexpr, COMPUTE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+    shrunk_at, is_row, address, rank, first, width,
+    WEIGHT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """Computes (sum of the planes) · B[:, first : first + BN]: [BM, BN]. `part_at`: [BM] addresses of the tokens' rank
-    rows."""
+    """Computes shrunk · B[:, first : first + BN]: [BM, BN]. `shrunk_at`: [BM] addresses of the tokens' rank rows."""
     b = tl.multiple_of(address.to(tl.pointer_type(WEIGHT)), 64)
     padded = tl.cdiv(rank, _RANK_STEP) * _RANK_STEP
-    column = first + tl.arange(0, BN)
+    column, row = first + tl.arange(0, BN), tl.arange(0, BR)
     b_at = b + (column // _PANEL * padded * _PANEL + column % _PANEL)[None, :]  # 64 columns × `padded` rank rows each
+    in_panel = (column // _PANEL < tl.cdiv(width, _PANEL))[None, :]  # panels are full of zeros past the width
     total = tl.zeros((BM, BN), tl.float32)
-    for start in range(0, rank, BR):
-        row = start + tl.arange(0, BR)
-        at = part_at[:, None] + row[None, :]
-        is_part = is_row[:, None] & (row < rank)[None, :]
-        sums = tl.load(at, mask=is_part, other=0.0)
-        for plane in tl.static_range(1, _PLANES):
-            sums += tl.load(at + plane * plane_stride, mask=is_part, other=0.0)
-        inside = (row < rank)[:, None] & (column < width)[None, :]  # past the width there may be no panel
-        weights = tl.load(b_at + row[:, None] * _PANEL, mask=inside, other=0.0)
-        total = tl.dot(sums.to(COMPUTE), weights.to(COMPUTE), total, input_precision="ieee")
+    for start in range(0, padded, BR):
+        inside = start + row < padded
+        part = tl.load(shrunk_at[:, None] + (start + row)[None, :], mask=is_row[:, None] & inside[None, :], other=0.0)
+        weights = tl.load(b_at + (start + row)[:, None] * _PANEL, mask=inside[:, None] & in_panel, other=0.0)
+        total = tl.dot(part, weights.to(part.dtype), total, input_precision="ieee")
     return total
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
 def expand_kernel(  # type: ignore[no-untyped-def]
-    y, part, order, segment_first, segment_rows, segment_slot, b_table, rank_table, scale_table, dtype_table, gate,
-    y_stride, column0, column1, column2, width0, width1, width2, slots, tokens,
+    y, shrunk, order, segment_first, segment_rows, segment_slot, b_table, rank_table, scale_table, dtype_table, gate,
+    y_stride, column0, column1, column2, width0, width1, width2, slots,
     PROJECTIONS: tl.constexpr, RANKS: tl.constexpr, HAS_GATE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
@@ -188,21 +212,20 @@ def expand_kernel(  # type: ignore[no-untyped-def]
         lane = tl.arange(0, BM)
         is_row = lane < rows
         token = tl.load(order + tl.load(segment_first + segment) + lane, mask=is_row, other=0).to(tl.int64)
-        part_at = part + (token * PROJECTIONS + projection) * RANKS
-        stride = tl.cast(tokens, tl.int64) * PROJECTIONS * RANKS
+        at = shrunk + (token * PROJECTIONS + projection) * RANKS
         address, code = tl.load(b_table + entry), tl.load(dtype_table + slot)
-        compute: tl.constexpr = y.dtype.element_ty
-        if code == _F32:
-            total = _expand_tile(part_at, stride, is_row, address, rank, first, width, tl.float32, compute, BM, BN, BR)
-        elif code == _BF16:
-            total = _expand_tile(part_at, stride, is_row, address, rank, first, width, tl.bfloat16, compute, BM, BN, BR)
-        else:
-            total = _expand_tile(part_at, stride, is_row, address, rank, first, width, tl.float16, compute, BM, BN, BR)
         column = first + tl.arange(0, BN)
         to = y + token[:, None] * y_stride + (before + column)[None, :]
         inside = is_row[:, None] & (column < width)[None, :]
-        base = tl.load(to, mask=inside, other=0.0).to(tl.float32)
-        tl.store(to, (base + total * tl.load(scale_table + entry)).to(compute), mask=inside)
+        base = tl.load(to, mask=inside, other=0.0)  # on its way during the products
+        if code == _F32:
+            total = _expand_tile(at, is_row, address, rank, first, width, tl.float32, BM, BN, BR)
+        elif code == _BF16:
+            total = _expand_tile(at, is_row, address, rank, first, width, tl.bfloat16, BM, BN, BR)
+        else:
+            total = _expand_tile(at, is_row, address, rank, first, width, tl.float16, BM, BN, BR)
+        result = base.to(tl.float32) + total * tl.load(scale_table + entry)
+        tl.store(to, result.to(y.dtype.element_ty), mask=inside)
 
 
 def shrink_shape(dtype: torch.dtype, max_rank: int) -> dict[str, int]:
@@ -214,41 +237,48 @@ def shrink_shape(dtype: torch.dtype, max_rank: int) -> dict[str, int]:
 
 
 def expand_shape(dtype: torch.dtype) -> dict[str, int]:
-    """Returns tile sizes and launch options of the expand. Registers hold four planes of only few rank rows at a
-    time."""
+    """Returns tile sizes and launch options of the expand: all rank rows of most adapters are on their way at once."""
     if dtype is torch.float32:
-        return {"BM": SEGMENT_ROWS, "BN": PANEL, "BR": 16, "num_warps": 4, "num_stages": 1}
-    return {"BM": SEGMENT_ROWS, "BN": 2 * PANEL, "BR": 16, "num_warps": 8, "num_stages": 1}
+        return {"BM": SEGMENT_ROWS, "BN": PANEL, "BR": 32, "num_warps": 8, "num_stages": 2}
+    return {"BM": SEGMENT_ROWS, "BN": 2 * PANEL, "BR": 32, "num_warps": 8, "num_stages": 3}
 
 
-def lora_shrink(x: Tensor, part: Tensor, segments: Segments, tables: SiteTables) -> None:
-    """Writes `part[plane, token, projection, :rank]` for every token of a segment.
+def lora_shrink(x: Tensor, part: Tensor, shrunk: Tensor, segments: Segments, tables: SiteTables) -> None:
+    """Writes x Aᵀ to `shrunk[token, projection, :rank]` for every token of a segment.
 
-    x: [tokens, in]; part: float32 [PLANES, tokens, projections, max_rank]; the sum over planes is x Aᵀ.
+    x: [tokens, in]; part: float32 [PLANES, tokens, projections, max_rank], overwritten; shrunk: [tokens, projections,
+    max_rank] in the dtype of x.
     """
     _, tokens, projections, ranks = part.shape
-    shape = shrink_shape(x.dtype, ranks)
-    grid = (segments.rows.shape[0], projections, PLANES)
-    shrink_kernel[grid](
-        x, part, segments.order, segments.first, segments.rows, segments.slot,
-        tables.a, tables.rank, tables.dtype, tables.rank if tables.gate is None else tables.gate,
-        x.stride(0), x.shape[1], tables.rank.shape[1], tokens,
-        PROJECTIONS=projections, RANKS=ranks, HAS_GATE=tables.gate is not None, **shape,
+    count, gate = segments.rows.shape[0], tables.rank if tables.gate is None else tables.gate
+    rows = segments.order, segments.first, segments.rows, segments.slot
+    constants = {"PROJECTIONS": projections, "RANKS": ranks, "HAS_GATE": tables.gate is not None}
+    shrink_kernel[(count, projections, PLANES)](
+        x, part, *rows, tables.a, tables.rank, tables.dtype, gate,
+        x.stride(0), x.shape[1], tables.rank.shape[1], tokens, **constants, **shrink_shape(x.dtype, ranks),
     )  # fmt: skip
+    fold_kernel[(count, projections, SEGMENT_ROWS // _FOLD["BM"])](
+        part, shrunk, *rows, tables.rank, gate, tables.rank.shape[1], tokens, **constants, **_FOLD
+    )
 
 
 def lora_expand(
-    y: Tensor, part: Tensor, segments: Segments, tables: SiteTables, columns: tuple[int, ...], outputs: tuple[int, ...]
+    y: Tensor,
+    shrunk: Tensor,
+    segments: Segments,
+    tables: SiteTables,
+    columns: tuple[int, ...],
+    outputs: tuple[int, ...],
 ) -> None:
     """Adds the adapters' result to y: [tokens, …]. Projection p has `outputs[p]` columns, from column `columns[p]`
     on."""
-    _, tokens, projections, ranks = part.shape
+    _, projections, ranks = shrunk.shape
     shape = expand_shape(y.dtype)
     places = ((*numbers, 0, 0)[:MAX_PROJECTIONS] for numbers in (columns, outputs))
     grid = (segments.rows.shape[0], ceil_div(max(outputs), shape["BN"]), projections)
     expand_kernel[grid](
-        y, part, segments.order, segments.first, segments.rows, segments.slot,
+        y, shrunk, segments.order, segments.first, segments.rows, segments.slot,
         tables.b, tables.rank, tables.scale, tables.dtype, tables.rank if tables.gate is None else tables.gate,
-        y.stride(0), *(number for place in places for number in place), tables.rank.shape[1], tokens,
+        y.stride(0), *(number for place in places for number in place), tables.rank.shape[1],
         PROJECTIONS=projections, RANKS=ranks, HAS_GATE=tables.gate is not None, **shape,
     )  # fmt: skip

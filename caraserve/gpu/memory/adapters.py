@@ -9,20 +9,24 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from caraserve.core.lora_layout import GROUPS, AdapterSpec, HostAdapter
+from caraserve.core.batch import BASE_ADAPTER_SLOT
+from caraserve.core.lora_layout import GROUPS, MAX_RANK, RANK_STEP, AdapterSpec, HostAdapter
 from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, at, latest
 from caraserve.gpu.forward.lanes import issue_moves
-from caraserve.gpu.kernels.bgmv_work import AdapterItems, adapter_items
+from caraserve.gpu.kernels.bgmv_work import AdapterItems, WorkItems, adapter_items, plan_items
 from caraserve.gpu.memory import padding
 from caraserve.gpu.memory.adapter_tables import GROUP_SITES, AdapterTables, column
 from caraserve.gpu.memory.copier import CopyRequest, DeviceContext
 from caraserve.gpu.memory.link_queue import LayerGroup, layer_groups
 from caraserve.gpu.memory.pool import DevicePool, Move
 from caraserve.model.spec import SITES, ModelSpec
+from caraserve.util.units import align_up
 
 Loaded = Callable[[Exception | None], None]
 
@@ -74,8 +78,8 @@ class DeviceImages:
         when_copied: Callable[[], None] = lambda: None,
         now: Callable[[], float],
     ) -> None:
-        """`memory`: the pool's bytes. `padded_rank`: rank of every module in the padded baseline. `when_copied`: makes
-        `poll` be called once everything issued on the copy lane so far has run."""
+        """`memory`: the pool's bytes. `padded_rank`: rank at which the padded baseline stores every module.
+        `when_copied`: makes `poll` be called once everything issued on the copy lane so far has run."""
         self._driver, self._timelines = context.driver, context.timelines
         self._copier, self._ring = context.copier, context.ring
         self.pool, self.memory, self.tables = pool, memory, tables
@@ -84,7 +88,7 @@ class DeviceImages:
         words = (tables.slots, spec.layers) if with_ready_words else (0, 0)
         self._ready = torch.zeros(words, dtype=torch.int32, device=memory.device)
         self.bound: dict[int, BoundAdapter] = {}
-        self.items: list[list[AdapterItems | None]] = [[None] * tables.slots for _ in GROUPS]  # by group, by slot
+        self._items: dict[tuple[int, int], tuple[AdapterItems, ...]] = {}  # by slot and most rank, by module group
         self.bindings = 0  # changes with every binding of a slot
         self._waiting: deque[Callable[[], bool]] = deque()  # attempts that found no contiguous memory, in order
         self._loading: dict[int, Loaded] = {}  # callbacks, by slot
@@ -95,8 +99,7 @@ class DeviceImages:
         """Binds an adapter to a slot and queues its copy. Calls `done` with the failure or None."""
         stored = self.stored(adapter.spec)
         self.bound[slot] = BoundAdapter(adapter, stored, _groups_by_layer(stored, self._spec))
-        for items, made in zip(self.items, self._items(slot, stored), strict=True):
-            items[slot] = made
+        self._items = {key: made for key, made in self._items.items() if key[0] != slot}
         self.bindings += 1
         self._loading[slot] = done
 
@@ -168,6 +171,19 @@ class DeviceImages:
     def arriving(self, slots: Collection[int]) -> list[int]:
         """Returns the slots with layers that may be missing."""
         return [slot for slot in slots if slot in self.bound and self.bound[slot].is_loading]
+
+    def work_items(self, slots: NDArray[np.int32]) -> list[WorkItems]:
+        """Returns the BGMV kernels' items of a batch by module group. `slots`: int32 [tokens], adapter slots.
+
+        In the padded baseline every module has the rank of the largest in the batch, otherwise its own."""
+        used, most_rank = set(slots.tolist()) - {BASE_ADAPTER_SLOT}, MAX_RANK
+        if self._padded_rank is not None:
+            most_rank = max((align_up(self.bound[slot].adapter.spec.rank, RANK_STEP) for slot in used), default=0)
+        by_group: list[list[AdapterItems | None]] = [[None] * self.tables.slots for _ in GROUPS]
+        for slot in used:
+            for items, made in zip(by_group, self._items_of(slot, most_rank), strict=True):
+                items[slot] = made
+        return [plan_items(slots, items, most_rank) for items in by_group]
 
     def module_groups_of(self, slots: Collection[int]) -> frozenset[int]:
         """Returns the module groups in which any of these adapters has a module."""
@@ -246,15 +262,23 @@ class DeviceImages:
             size = table.element_size()
             self._ring.send_column(table.data_ptr() + size * slot, size * tables.slots, values, Lane.COMPUTE)
 
-    def _items(self, slot: int, stored: AdapterSpec) -> tuple[AdapterItems, ...]:
-        ranks = [0] * len(SITES)
-        for span in stored.spans:
-            ranks[span.site] = max(ranks[span.site], span.padded_rank)
-        made = []
-        for group, sites in zip(GROUPS, GROUP_SITES, strict=True):
-            outputs = [self._spec.site_shape(site)[1] for site in group]
-            made.append(adapter_items(slot, [ranks[site] for site in sites], stored.dtype, outputs))
-        return tuple(made)
+    def _items_of(self, slot: int, most_rank: int) -> tuple[AdapterItems, ...]:
+        """Returns an adapter's items by module group, for its first `most_rank` rank rows; made once."""
+        key = slot, most_rank
+        if key not in self._items:
+            stored, ranks = self.bound[slot].stored, [0] * len(SITES)
+            for span in stored.spans:
+                ranks[span.site] = max(ranks[span.site], min(span.padded_rank, most_rank))
+            self._items[key] = tuple(
+                adapter_items(
+                    slot,
+                    [ranks[site] for site in sites],
+                    stored.dtype,
+                    [self._spec.site_shape(site)[1] for site in group],
+                )
+                for group, sites in zip(GROUPS, GROUP_SITES, strict=True)
+            )
+        return self._items[key]
 
 
 def _groups_by_layer(stored: AdapterSpec, model: ModelSpec) -> tuple[frozenset[int], ...]:

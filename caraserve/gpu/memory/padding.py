@@ -1,7 +1,9 @@
-"""The padded baseline: every module has `max_rank` rows, as in Punica's and S-LoRA's BGMV.
+"""The padded baseline: every module is stored with `max_rank` rows, and a decode batch computes all its adapters at the
+largest rank among them, as Punica's and S-LoRA's BGMV do.
 
 The kernels are the same; they get the larger rank and read zeros beyond an adapter's own. Panels of B contain all ranks
-(core/lora_layout.py), so an image is not a prefix of its padded form: it is copied row by row onto zeros.
+(core/lora_layout.py), so an image is not a prefix of its padded form: it is copied row by row onto zeros. Prompts are
+computed at `max_rank`.
 """
 
 from collections.abc import Sequence

@@ -52,6 +52,7 @@ class Workspace:
 
     activations: Activations
     parts: tuple[Tensor, ...]  # float32 [PLANES, tokens, modules, max rank] by module group: output of shrink
+    shrunk: tuple[Tensor, ...]  # [tokens, modules, max rank] by module group: sums of the planes, of prompts
     scratch: DecodeScratch
     wanted: Tensor  # [outputs at once, hidden] normed rows for the logits
     logits: Tensor  # [outputs at once, vocab]
@@ -84,9 +85,11 @@ def make_workspace(
     blocks = min(outputs, _SAMPLING_BLOCKS)
     shapes = [(PLANES, capacity.tokens, len(group), max_rank) for group in GROUPS]
     part = torch.zeros(max(map(math.prod, shapes)), dtype=torch.float32, device=device)  # used by one group at a time
+    shrunk = torch.zeros(max(map(math.prod, shapes)) // PLANES, dtype=dtype, device=device)
     return Workspace(
         Activations(*(rows(capacity.tokens, width) for width in widths)),
         tuple(part[: math.prod(shape)].view(shape) for shape in shapes),
+        tuple(shrunk[: math.prod(shape[1:])].view(shape[1:]) for shape in shapes),
         _scratch(spec, capacity.rows, max_context, device),
         rows(outputs, spec.hidden),
         rows(outputs, spec.vocab_size),

@@ -1,11 +1,15 @@
 """Buckets of captured graphs: every choice covers its batch, and memory is bounded."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from caraserve.core.batch import Batch, ScheduledRow
-from caraserve.gpu.forward.graphs import Bucket, GraphSet, bucket_of, buckets
+from caraserve.gpu.forward.batch import Capacity
+from caraserve.gpu.forward.graphs import Bucket, GraphSet, bucket_of, buckets, shape_for
+from caraserve.gpu.kernels.bgmv_work import MOST_ROWS
+from caraserve.gpu.kernels.lora import cut_segments
 
 ROWS, TOKENS = 100, 1500
 ALL = (0, 1, 2, 3)  # module groups
@@ -70,6 +74,27 @@ def test_adapters_of_q_k_and_v_take_graphs_without_the_other_modules() -> None:
     alone.captured(Bucket(is_mixed=False, size=4, lora=True, qkv_only=True), 1)
     assert alone.choose(Bucket(is_mixed=False, size=2, lora=True)) is None
     assert alone.choose(Bucket(is_mixed=False, size=2, lora=False)) is not None
+
+
+def test_a_decode_batch_with_many_rows_of_an_adapter_takes_a_graph_with_the_kernels_of_prompts() -> None:
+    made = captured(graphs())
+    rows = plan(*[1] * 9, adapter=3)
+    wanted = bucket_of(rows, (), ALL, crowded=True)
+    assert wanted == Bucket(is_mixed=False, size=9, lora=True, crowded=True)
+    assert made.choose(wanted) == Bucket(is_mixed=False, size=16, lora=True, crowded=True)
+    assert made.choose(Bucket(is_mixed=False, size=9, lora=True)) == Bucket(is_mixed=False, size=12, lora=True)
+    mixed = bucket_of(plan(7, *[1] * 9, adapter=3), (), ALL, crowded=True)
+    assert mixed == Bucket(is_mixed=True, size=16, lora=True)  # has them in any case
+    assert not [bucket for bucket in buckets(8, TOKENS) if bucket.crowded]
+
+
+@given(st.lists(st.integers(MOST_ROWS + 1, ROWS), min_size=1, max_size=11), st.integers(0, 30))
+def test_a_graph_has_room_for_the_segments_of_any_decode_batch(adapters: list[int], others: int) -> None:
+    slots = np.repeat(np.arange(len(adapters)) + 1, adapters).astype(np.int32)
+    size = len(slots) + others
+    capacity = Capacity(2048, 2048, 2048, 64, 40)
+    room = shape_for(Bucket(is_mixed=False, size=size, lora=True, crowded=True), capacity, 100)
+    assert len(cut_segments(slots)[1]) <= room.segments
 
 
 def test_a_large_batch_is_not_padded_by_much() -> None:

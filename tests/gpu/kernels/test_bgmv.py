@@ -85,6 +85,14 @@ def test_the_padded_baseline_gives_the_same_result() -> None:
     assert check(unpadded, row_slots).tobytes() == check(padded, row_slots).tobytes()
 
 
+@pytest.mark.parametrize("weight", Dtype)
+def test_the_padded_baseline_reads_no_more_than_the_largest_rank_of_a_batch(weight: Dtype) -> None:
+    shape = (96, (128, 72), [[0, 8, 24], [0, 3, 24]], [weight] * 3)
+    for most_rank, row_slots in ((24, [1, 2, 0, 2]), (8, [1, 1, 0])):
+        unpadded, padded = LoraCase(*shape), LoraCase(*shape, padded_to=64, most_rank=most_rank)
+        assert check(unpadded, row_slots).tobytes() == check(padded, row_slots).tobytes()
+
+
 def test_empty_and_base_model_batches_change_nothing() -> None:
     case = LoraCase(16, (64,), [[0, 8]], [Dtype.F32] * 2)
     x, y = inputs(case, 3)

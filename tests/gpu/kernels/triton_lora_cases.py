@@ -90,11 +90,12 @@ def run(x: Tensor, y: Tensor, cut: Cut, known: Adapters, widths: tuple[int, ...]
     order, first, rows, slot = (torch.from_numpy(np.ascontiguousarray(part)) for part in cut)
     fill = [torch.cat([part, torch.zeros(spare, dtype=torch.int32)]).to(DEVICE) for part in (first, rows, slot)]
     part = torch.full((PLANES, len(x), len(widths), ranks), float("nan"), device=DEVICE)
+    shrunk = torch.full(part.shape[1:], float("nan"), dtype=x.dtype, device=DEVICE)
     out = y.clone().to(DEVICE)
     segments = Segments(order.to(DEVICE), *fill)
-    lora_shrink(x.to(DEVICE), part, segments, known.tables)
+    lora_shrink(x.to(DEVICE), part, shrunk, segments, known.tables)
     columns = tuple(sum(widths[:projection]) for projection in range(len(widths)))
-    lora_expand(out, part, segments, known.tables, columns, widths)
+    lora_expand(out, shrunk, segments, known.tables, columns, widths)
     return out.cpu()
 
 
