@@ -11,8 +11,8 @@ _HEAD = """\
 # The papers' figures
 
 This page is made by `scripts/bench/papers_page.py` from the results in `scripts/bench/results/papers/`; do not edit it.
-`caraserve bench paper toppings --figure 14-s3` runs a figure again, prints the paper's values next to ours, and writes JSON
-and a plot.
+`caraserve bench paper toppings --figure 14-s3` runs a figure again, prints the paper's values next to ours, and writes
+JSON and a plot.
 
 Papers measure 7B to 70B models on A100 and A10 GPUs. Here a random model of 100 million parameters runs on two CPU
 cores, of which one stands for the GPU, with an emulated link to its memory. Three ratios are kept: the rate of requests
