@@ -63,6 +63,10 @@ class ServingBackend(Backend, Protocol):
     @property
     def adapters_merged(self) -> int: ...
 
+    @property
+    def late_kernels(self) -> int:
+        """Returns how many kernels were compiled or loaded after the start."""
+
 
 def build_backend(
     spec: ModelSpec, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, trace: Trace | None = None

@@ -137,6 +137,7 @@ async def build_engine(
         block_tokens=backend.limits.block_tokens,
         workers=lambda: _worker_counts(backend),
         merges=lambda: backend.adapters_merged,
+        late_kernels=lambda: backend.late_kernels,
     )
     reader = AdapterReader(spec, on_loop)
     stack.callback(reader.close)

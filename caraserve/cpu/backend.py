@@ -153,6 +153,11 @@ class CpuBackend:
         """Returns how often an adapter was merged into the base weights."""
         return 0 if self._merged is None else self._merged.merges
 
+    @property
+    def late_kernels(self) -> int:
+        """Returns 0: all kernels are compiled before the first batch."""
+        return 0
+
     def time_hand_off(self, slot: int, tokens: int) -> RoundTrip | None:
         """Times a hand-off of q, k, v of the first layer, for a bound slot, after all launched batches. Returns None if
         no worker was free."""

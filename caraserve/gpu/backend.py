@@ -18,6 +18,7 @@ from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.lora_workers.timing import RoundTrip
 from caraserve.errors import ConfigError
 from caraserve.gpu.assist.assisted_prefill import AssistPredictions
+from caraserve.gpu.driver.late_kernels import LateKernels
 from caraserve.gpu.driver.streams import Lane
 from caraserve.gpu.forward.builder import BackendParts, GpuDevice, GpuSizes, build_parts
 from caraserve.gpu.weights import Weights
@@ -43,6 +44,7 @@ class CudaBackend:
         self.device_name = self.accelerator = device.name
         self.pads_to_largest_rank = sizes.padded_rank is not None
         self._layers = spec.layers
+        self._late_kernels = LateKernels()
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         made: SimpleQueue[BackendParts | Exception] = SimpleQueue()
 
@@ -68,13 +70,14 @@ class CudaBackend:
         return self._parts.warm_up_steps
 
     def warm_up(self, advance: Callable[[], None] = lambda: None) -> None:
-        """Loads every kernel and captures the graphs; to be called once, before any batch. Raises the errors of
-        both."""
+        """Loads every kernel and captures the graphs; to be called once, before any batch. Raises the errors of both.
+        Kernels that are loaded later are counted and logged."""
         result: SimpleQueue[Exception | None] = SimpleQueue()
 
         def warm() -> None:
             try:
                 self._parts.warm_up(advance)
+                self._late_kernels.watch()
             except Exception as error:
                 result.put(error)
             else:
@@ -131,6 +134,11 @@ class CudaBackend:
         """Returns how often an adapter was merged into the base weights."""
         return self._parts.pass_selector.merges
 
+    @property
+    def late_kernels(self) -> int:
+        """Returns how many kernels were compiled or loaded after `warm_up`."""
+        return self._late_kernels.count
+
     # --- serving ---
 
     def launch(self, batch: Batch, done: Done) -> None:
@@ -184,6 +192,7 @@ class CudaBackend:
         """Waits for everything launched, then ends threads and workers."""
         self._jobs.put(None)
         self._thread.join()
+        self._late_kernels.stop()
         self._parts.close()
 
     # --- the launching thread ---

@@ -78,6 +78,11 @@ _FAMILIES = (
         "Modules of slices that the device computed after a worker failed.",
     ),
     ("caraserve:adapter_merges_total", "counter", "Adapters merged into the base weights (mode merged)."),
+    (
+        "caraserve:late_kernels_total",
+        "counter",
+        "Kernels compiled or loaded after the start, which delays all requests.",
+    ),
     ("caraserve:adapter_loads_total", "counter", "Loads of adapters to the device."),
     ("caraserve:loading_choice_total", "counter", "Requests by the way in which mode auto started them."),
     ("caraserve:loading_choice_predicted_seconds_total", "counter", "Predicted time to the end of the first chunk."),
@@ -186,11 +191,12 @@ class Metrics:
         block_tokens: int,
         workers: Callable[[], WorkerCounts] = WorkerCounts,
         merges: Callable[[], int] = int,
+        late_kernels: Callable[[], int] = int,
     ) -> None:
         self._labels = label_set({"model_name": model_name, "engine": "0"})
         self._max_loras = max_loras
         self._block_tokens = block_tokens
-        self._workers, self._merges = workers, merges
+        self._workers, self._merges, self._late_kernels = workers, merges, late_kernels
         self.usage = UsageCounters()
         self._by_adapter = AdapterMetrics(model_name, self._labels)
         self.http = HttpMetrics()
@@ -387,6 +393,7 @@ class Metrics:
                     "caraserve:lora_worker_slices_total": workers.slices,
                     "caraserve:lora_worker_redone_total": workers.redone,
                     "caraserve:adapter_merges_total": self._merges(),
+                    "caraserve:late_kernels_total": self._late_kernels(),
                 }
             ),
             "vllm:request_success_total": self._by(

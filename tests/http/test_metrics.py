@@ -53,10 +53,12 @@ async def test_residency_by_tier() -> None:
     assert loaded == [("a", "gpu", "8"), ("b", "gpu", "64"), ("a", "cpu", "8")]
 
 
-async def test_merges_are_counted() -> None:
-    metrics = Metrics("org/base", max_loras=64, block_tokens=16, merges=lambda: 7)
-    assert samples(metrics)["caraserve:adapter_merges_total"] == [(LABELS, 7.0)]
-    assert samples(new_metrics())["caraserve:adapter_merges_total"] == [(LABELS, 0.0)]
+@pytest.mark.parametrize("what", ["merges", "late_kernels"])
+async def test_counts_of_the_backend_are_shown(what: str) -> None:
+    name = {"merges": "caraserve:adapter_merges_total", "late_kernels": "caraserve:late_kernels_total"}[what]
+    counts: dict[str, Any] = {what: lambda: 7}
+    assert samples(Metrics("org/base", max_loras=64, block_tokens=16, **counts))[name] == [(LABELS, 7.0)]
+    assert samples(new_metrics())[name] == [(LABELS, 0.0)]
 
 
 async def test_ten_thousand_adapters_leave_the_metrics_page_short() -> None:

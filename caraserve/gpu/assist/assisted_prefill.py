@@ -334,14 +334,15 @@ class AssistedPrefills:
         self._workers.watch(in_flight)
 
     def warm_up(self, settle: Callable[[], None]) -> None:
-        """Runs every kernel of the lane once in each of its forms, with a hand-off that is already aborted. `settle`
-        waits for the lane."""
+        """Runs every kernel of the lane once in each of its forms, in every layer, with hand-offs that are already
+        aborted. `settle` waits for the lane."""
         sync_slot = self._sync_slots.acquire()
         assert sync_slot is not None, "no chunk is in flight yet"
         self._words.store(sync_slot.status, sync_slot.generation)
         stream = self._timelines.streams[Lane.ASSIST]
         self._ring.send(self._batch.words.data_ptr(), self._host.empty(), Lane.ASSIST)
-        chunk = AssistedChunk(0, sync_slot, [LoraSource.WORKERS], [range(len(GROUPS))], self._images.ready_words(0), 1)
+        sources, groups = [LoraSource.WORKERS] * self._spec.layers, [range(len(GROUPS))] * self._spec.layers
+        chunk = AssistedChunk(0, sync_slot, sources, groups, self._images.ready_words(0), 1)
         for order in self._writer.write_without_workers(chunk):
             self._ring.send(self._orders[order.index].data_ptr(), order.words, Lane.ASSIST)
         for tokens in (2, 16, ASSISTED_CHUNK_TOKENS):

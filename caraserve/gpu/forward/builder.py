@@ -8,7 +8,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,11 +22,12 @@ from caraserve.gpu.assist.assisted_prefill import AssistedPrefills, AssistResour
 from caraserve.gpu.assist.handshake import WatchdogThread
 from caraserve.gpu.driver.api import Driver, DriverError
 from caraserve.gpu.driver.streams import NOTHING, Lane, Timelines
-from caraserve.gpu.forward.batch import BatchWriter, Capacity, DeviceBatch, PassShape, make_batch, result_bytes
+from caraserve.gpu.forward.batch import BatchWriter, Capacity, DeviceBatch, make_batch, result_bytes
 from caraserve.gpu.forward.decoder import Decoder, issue_pass
 from caraserve.gpu.forward.graphs import Bucket, CapturedGraphs, GraphSet
 from caraserve.gpu.forward.iteration import IterationRunner, LaneResources, PassSelector
 from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS
+from caraserve.gpu.forward.warm_up import issue_products, product_rows, warm_up_shapes
 from caraserve.gpu.kernels.attention import prefill_tile_tokens
 from caraserve.gpu.kernels.cuda_launch import Kernels
 from caraserve.gpu.memory.adapter_tables import AdapterTables
@@ -122,17 +123,22 @@ class BackendParts:
     @property
     def warm_up_steps(self) -> int:
         """Number of times `warm_up` calls `advance`."""
-        return len(list(self._shapes())) + (self.limits.assisted_batches > 0) + self.captured_graphs.count
+        shapes = warm_up_shapes(self.lanes[0].capacity, self.limits.max_context)
+        return len(shapes) + 1 + (self.limits.assisted_batches > 0) + self.captured_graphs.count
 
     def warm_up(self, advance: Callable[[], None]) -> None:
         """Runs every kernel once in each of its forms, then captures the graphs; on the launching thread."""
         lane, timelines = self.lanes[0], self.context.timelines
         stream = timelines.streams[Lane.COMPUTE]
         self.context.ring.send(lane.batch.words.data_ptr(), lane.host.empty(), Lane.COMPUTE)
-        for shape in self._shapes():
+        for shape in warm_up_shapes(lane.capacity, self.limits.max_context):
             issue_pass(lane.decoder.make_pass(shape), stream, self.spec.layers)
             timelines.settle(Lane.COMPUTE)
             advance()
+        for rows in product_rows(lane.capacity.tokens):
+            issue_products(lane.decoder, rows, stream)
+        timelines.settle(Lane.COMPUTE)
+        advance()
         if self.limits.assisted_batches:
             self.assisted.warm_up(lambda: timelines.settle(Lane.ASSIST))
             advance()
@@ -141,14 +147,6 @@ class BackendParts:
         self.captured_graphs.capture_all(
             self.pass_selector.for_graph, stream, lambda: timelines.settle(Lane.COMPUTE), advance
         )
-
-    def _shapes(self) -> Iterator[PassShape]:
-        """Yields shapes that cover the kernels' variants: Triton specialises on the size 1 and on multiples of 16."""
-        capacity = self.lanes[0].capacity
-        for tokens in (1, 2, 16):
-            if tokens <= capacity.tokens:
-                rows, segments = min(tokens, capacity.rows), min(1, capacity.segments)
-                yield PassShape(tokens, rows, 1, min(tokens, capacity.outputs), segments, True, self.limits.max_context)
 
     def close(self) -> None:
         """Frees everything; the launching thread must have ended."""

@@ -16,8 +16,10 @@ from caraserve.core.lora_layout import GROUPS, AdapterSpec
 from caraserve.gpu.kernels import cuda_launch
 from caraserve.gpu.kernels.lora import SiteTables
 from caraserve.model.spec import SITES, ModelSpec
+from caraserve.util.units import align_up
 
 GROUP_SITES = tuple(range(SITES.index(group[0]), SITES.index(group[-1]) + 1) for group in GROUPS)
+_SLOTS_STEP = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +34,20 @@ class Column:
 
 
 class AdapterTables:
-    """Tables [layers, sites, slots]; the modules that read the same input are neighbours."""
+    """Tables [layers, sites, slots]; the modules that read the same input are neighbours.
+
+    `slots` is a multiple of 16, so that the tables of every layer and module begin at a multiple of 64 bytes: Triton
+    compiles a kernel again for a pointer of another alignment.
+    """
 
     def __init__(self, spec: ModelSpec, slots: int, device: torch.device) -> None:
-        shape = (spec.layers, len(SITES), slots)
-        self.slots = slots
+        """`slots`: the least number of slots."""
+        self.slots = align_up(slots, _SLOTS_STEP)
+        shape = (spec.layers, len(SITES), self.slots)
         self.a, self.b = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
         self.rank = torch.zeros(shape, dtype=torch.int32, device=device)
         self.scale = torch.zeros(shape, dtype=torch.float32, device=device)
-        self.dtype = torch.zeros(slots, dtype=torch.int32, device=device)
+        self.dtype = torch.zeros(self.slots, dtype=torch.int32, device=device)
 
     def for_triton(self, layer: int, group: int, gate: Tensor | None = None) -> SiteTables:
         """Returns the tables of one module group, as kernels/lora.py takes them. `gate`: int32 [slots]."""

@@ -1,0 +1,46 @@
+"""What runs once before serving, so that no kernel is compiled or loaded while requests wait.
+
+Triton compiles a kernel again for other alignments of its pointers and for some values of its sizes. cuBLAS has many
+kernels for one product, loads each at its first use, and chooses among them by the number of rows. The kernels of a
+graph run before it is captured; passes that are launched kernel by kernel may have any number of rows.
+"""
+
+from caraserve.gpu.driver.api import Stream
+from caraserve.gpu.forward.batch import Capacity, PassShape
+from caraserve.gpu.forward.decoder import Decoder
+
+_STEPS = 16  # to each doubling of rows: where cuBLAS' choice changes is not documented
+
+
+def warm_up_shapes(capacity: Capacity, max_context: int) -> list[PassShape]:
+    """Returns shapes of passes that cover the kernels' variants: Triton specialises on the size 1 and on multiples of
+    16."""
+    shapes = []
+    for tokens in (1, 2, 16):
+        if tokens <= capacity.tokens:
+            rows, segments = min(tokens, capacity.rows), min(1, capacity.segments)
+            shapes.append(PassShape(tokens, rows, 1, min(tokens, capacity.outputs), segments, True, max_context))
+    return shapes
+
+
+def product_rows(most: int) -> list[int]:
+    """Returns the numbers of rows, up to `most`, with which each base product is computed before serving: all up to
+    32, then 16 to each doubling. For 2048 rows these are 128, computed within a second."""
+    rows = [1]
+    while rows[-1] < most:
+        power = 1 << rows[-1].bit_length() - 1  # the largest power of two that is not above
+        rows.append(min(most, rows[-1] + max(1, power // _STEPS)))
+    return rows
+
+
+def issue_products(decoder: Decoder, rows: int, stream: Stream) -> None:
+    """Multiplies `rows` rows by the weights of the first layer, whose shapes all layers have, and by the head's."""
+    workspace, weights = decoder.workspace, decoder.weights
+    activations, count = workspace.activations.first(rows), min(rows, len(workspace.logits))
+
+    def issue() -> None:
+        for linear, x, out in zip(weights.layers[0].linears, activations.inputs, activations.outputs, strict=True):
+            linear.apply(x, out)
+        weights.head.apply(workspace.wanted[:count], workspace.logits[:count])
+
+    decoder.driver.run(stream, issue)

@@ -1,0 +1,255 @@
+"""The warm-up: Triton's own keys of all kernels are met before serving, and so are products of nearly all sizes."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime import driver as triton_driver
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from caraserve.core.lora_layout import GROUPS
+from caraserve.gpu.driver.api import Event, Stream
+from caraserve.gpu.driver.late_kernels import LateKernels
+from caraserve.gpu.driver.streams import NOTHING
+from caraserve.gpu.forward.batch import PassShape
+from caraserve.gpu.forward.builder import BackendParts, GpuDevice, GpuSizes, build_parts
+from caraserve.gpu.forward.decoder import issue_pass
+from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS, AssistedChunk
+from caraserve.gpu.forward.warm_up import product_rows
+from caraserve.gpu.kernels import attention, layers, lora, sampling
+from caraserve.gpu.memory import workspace
+from caraserve.gpu.memory.link_queue import LoraSource
+from caraserve.gpu.memory.masks import MaskedOutputs
+from caraserve.gpu.weights import Linear, dummy, load
+from caraserve.model.spec import parse_spec
+from tests.gpu.captures import Captures
+
+KERNELS = {  # all that are launched from Python
+    name
+    for module in (attention, layers, lora, sampling)
+    for name, value in vars(module).items()
+    if isinstance(value, JITFunction) and name.endswith("_kernel")
+}
+CPU, H100 = torch.device("cpu"), GPUTarget("cuda", 90, 32)
+TOKENS, ROWS, CONTEXT = 400, 80, 2000
+SIZES = GpuSizes(
+    num_slots=ROWS, adapter_slots=1025, max_step_tokens=TOKENS, max_context=CONTEXT, memory_utilization=0.5,
+    host_bytes=1 << 20, pool_bytes=64 << 20, graph_bytes=0, lora_cpus=(0,),
+)  # fmt: skip
+QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
+MODELS: dict[str, dict[str, Any]] = {"head norms": {"model_type": "qwen3", "head_dim": 32}, "biases and windows": QWEN2}
+
+
+class NoDevice(Captures[None]):
+    """A driver whose streams have passed everything issued on them, and that copies nothing."""
+
+    def create_stream(self, priority: int) -> Stream:
+        return Stream(1)
+
+    def create_event(self) -> Event:
+        return Event(1)
+
+    def is_done(self, event: Event) -> bool:
+        return True
+
+    def run(self, stream: Stream, issue: Callable[[], None]) -> None:
+        issue()
+
+    def free_bytes(self) -> int:
+        return 1 << 30
+
+    total_bytes = free_bytes
+
+    def _nothing(self, *arguments: Any) -> None: ...
+
+    record = wait_event = synchronize = copy_to_device = copy_rows_to_device = copy_to_host = _nothing
+    copy_on_device = fill = write_value = wait_value = launch_graph = _nothing
+
+
+class NoKernels:
+    """Raw kernels that do nothing."""
+
+    bgmv_grid = 1
+
+    def launch(self, launch: object, stream: Stream) -> None: ...
+
+
+@contextmanager
+def parts_of(model: str, count: int) -> Iterator[BackendParts]:
+    sizes = {"vocab_size": 100, "hidden_size": 96, "intermediate_size": 112, "num_attention_heads": 2}
+    spec = parse_spec({"num_key_value_heads": 1, "num_hidden_layers": count, **sizes, **MODELS[model]})
+    weights = load(spec, torch.bfloat16, CONTEXT, CPU, dummy(0, CPU))
+    device: Any = GpuDevice(NoDevice(), NoKernels(), CPU, "none")
+    parts = build_parts(spec, weights, SIZES, device, lambda: None)
+    try:
+        yield parts
+    finally:
+        parts.close()
+
+
+@pytest.fixture
+def met(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
+    """Records Triton's key of each launch, by which it looks for a compiled kernel, instead of launching; and computes
+    no products."""
+    keys: set[tuple[str, str]] = set()
+    binders: dict[Any, Any] = {}
+
+    def record(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, **named: Any) -> None:
+            if kernel not in binders:
+                backend = make_backend(H100)
+                binders[kernel] = create_function_from_signature(kernel.signature, kernel.params, backend)
+            _, specialization, options = binders[kernel](*arguments, **named)
+            keys.add((kernel.fn.__name__, f"{specialization} {options}"))
+
+        return launch
+
+    monkeypatch.setattr(JITFunction, "__getitem__", record)
+    monkeypatch.setattr(Linear, "apply", lambda linear, x, out: None)
+    monkeypatch.setattr(workspace, "_SCRATCH_BYTES", 1 << 20)  # so that many rows are decoded in several launches
+    return keys
+
+
+def iterations(parts: BackendParts) -> None:
+    """Issues passes of many shapes on the lane of iterations, with masked outputs and embeddings."""
+    lane, stream = parts.lanes[0], Stream(1)
+    for outputs in (range(1), range(3, 19), range(40)):
+        masked = MaskedOutputs(np.array(outputs), has_scores=True, await_masks=lambda stream: None)
+        lane.decoder.sample_masked(masked, 0, 64, stream)
+        lane.decoder.embed_prompts(len(outputs), stream)
+    for shape in (
+        PassShape(1, 1, 0, 1, 0, has_items=False, context=1),
+        PassShape(3, 3, 0, 3, 0, has_items=True, context=500),
+        PassShape(ROWS, ROWS, 0, ROWS, 0, has_items=True, context=CONTEXT),
+        PassShape(5, 0, 1, 1, 1, has_items=False, context=0),
+        PassShape(32, 16, 2, 17, 3, has_items=True, context=17),
+        PassShape(TOKENS, 7, 9, TOKENS, 12, has_items=True, context=16),  # scores more tokens than there are logits
+    ):
+        issue_pass(lane.decoder.make_pass(shape), stream, parts.spec.layers)
+
+
+def assisted(parts: BackendParts) -> None:
+    """Issues assisted chunks whose layers are on the device or not."""
+    groups, count = range(len(GROUPS)), parts.spec.layers
+    sync_slot = parts.assisted._sync_slots.acquire()
+    assert sync_slot is not None
+    for first in LoraSource:
+        for tokens in (1, 7, 16, ASSISTED_CHUNK_TOKENS):
+            sources = [first if layer % 2 else LoraSource.WORKERS for layer in range(count)]
+            chunk = AssistedChunk(1, sync_slot, sources, [groups] * count, parts.images.ready_words(1), 1)
+            shape = PassShape(tokens, 0, 1, tokens % 2, 1, has_items=False, context=0)
+            steps = parts.lanes[1].decoder.make_pass(shape, hand_offs=parts.assisted._hand_offs(chunk))
+            for _ in parts.assisted._lane.issue(lambda stream: None, steps, chunk, NOTHING):
+                pass
+    masked = MaskedOutputs(np.array([0]), has_scores=True, await_masks=lambda stream: None)
+    parts.lanes[1].decoder.sample_masked(masked, 0, 1, Stream(1))
+    parts.lanes[1].decoder.embed_prompts(1, Stream(1))
+    parts.assisted._sync_slots.release(sync_slot)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("count", [1, 2, 5, 32], ids="{} layers".format)
+def test_serving_meets_no_kernel_that_the_warm_up_has_not(model: str, count: int, met: set[tuple[str, str]]) -> None:
+    with parts_of(model, count) as parts:
+        parts.warm_up(lambda: None)
+        before = met.copy()
+        assert {kernel for kernel, _ in before} == KERNELS
+        met.clear()
+        iterations(parts)
+        assisted(parts)
+    assert met - before == set()
+
+
+def test_a_tables_alignment_does_not_change_with_the_layer(met: set[tuple[str, str]]) -> None:
+    """Two variants of the LoRA kernels for each module group's sizes: with a gate and without."""
+    with parts_of("head norms", 32) as parts:
+        parts.warm_up(lambda: None)
+    for name in ("shrink_kernel", "expand_kernel"):
+        assert len({key for kernel, key in met if kernel == name}) <= 2 * len(GROUPS)
+
+
+@pytest.mark.usefixtures("met")
+def test_products_of_all_sizes_are_computed_before_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiplied: set[tuple[int, tuple[int, ...]]] = set()
+
+    def record(linear: Linear, x: Tensor, out: Tensor) -> None:
+        multiplied.add((len(x), tuple(linear.weight.shape)))
+
+    monkeypatch.setattr(Linear, "apply", record)
+    with parts_of("biases and windows", 1) as parts:
+        parts.warm_up(lambda: None)
+        linears = [*parts.lanes[0].decoder.weights.layers[0].linears, parts.lanes[0].decoder.weights.head]
+        logits = len(parts.lanes[0].decoder.workspace.logits)
+    for linear in linears:
+        most = logits if linear is linears[-1] else TOKENS
+        wanted = {rows for rows in product_rows(TOKENS) if rows <= most} | {most}
+        assert {(rows, tuple(linear.weight.shape)) for rows in wanted} <= multiplied
+
+
+@pytest.mark.parametrize("most", [1, 16, 33, 100, 2048, 8192])
+def test_rows_of_products_are_close_together(most: int) -> None:
+    rows = product_rows(most)
+    assert rows[: min(most, 32)] == list(range(1, min(most, 32) + 1))
+    assert rows[-1] == most
+    assert all(before < after <= max(before + 1, before * 17 / 16) for before, after in pairwise(rows))
+    assert len(rows) <= 32 + 16 * max(0, (most - 1).bit_length() - 5)
+
+
+def test_steps_of_the_warm_up_are_counted(met: set[tuple[str, str]]) -> None:
+    steps: list[None] = []
+    with parts_of("head norms", 1) as parts:
+        parts.warm_up(lambda: steps.append(None))
+        assert len(steps) == parts.warm_up_steps
+
+
+# --- kernels that are compiled later ---
+
+
+class OneTarget:
+    """Triton's driver as far as compiling needs it."""
+
+    def get_current_target(self) -> GPUTarget:
+        return H100
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_silu(width: int) -> None:
+    """Compiles a kernel as a launch does, unless it has met these arguments."""
+    rows = [torch.empty(2, columns, dtype=torch.bfloat16) for columns in (2 * width, width)]
+    layers.silu_mul_kernel.warmup(*rows, 2 * width, width, width, BLOCK=1024, grid=(2,))
+
+
+def test_a_kernel_compiled_while_serving_is_counted_and_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(triton_driver, "_active", OneTarget())
+    caches = defaultdict(layers.silu_mul_kernel.create_binder)  # of this target, and empty
+    monkeypatch.setattr(layers.silu_mul_kernel, "device_caches", caches)
+    late = LateKernels()
+    compile_silu(64)
+    late.watch()
+    compile_silu(64)
+    assert (late.count, caplog.text) == (0, "")
+    compile_silu(24)  # no multiple of 16
+    assert late.count == 1
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert "silu_mul_kernel" in record.getMessage()
+    late.stop()
+    compile_silu(25)
+    assert late.count == 1
+    assert knobs.runtime.jit_post_compile_hook is None
