@@ -10,7 +10,8 @@ from caraserve.config import EngineConfig, LoraConfig, ModelConfig
 from caraserve.core.backend import Backend
 from caraserve.core.machine_profile import Profile
 from caraserve.errors import ConfigError, ModelLoadError
-from caraserve.gpu.driver.detect import detect, prepare_environment
+from caraserve.gpu.driver.detect import detect
+from caraserve.gpu.driver.environment import prepare_environment
 from caraserve.model.dtype import DTYPES, Dtype
 from caraserve.model.spec import ModelSpec
 from caraserve.telemetry.progress import CompileProgress, progress

@@ -34,15 +34,16 @@ make_venv() {
 }
 
 # prepare_venv EXTRA: installs the package with EXTRA ("" or "test") at the pinned versions, unless that was done for
-# this very place, pyproject.toml and constraints.txt. A second start therefore needs neither time nor network.
+# this very place, pyproject.toml and constraints. A second start therefore needs neither time nor network.
 prepare_venv() {
     local extra=$1 stamp=$VENV/.caraserve want have=""
-    want="$PWD $(cat pyproject.toml scripts/constraints.txt | cksum)"
+    local pins=(scripts/constraints.txt scripts/constraints-cuda13.txt)
+    want="$PWD $(cat pyproject.toml "${pins[@]}" | cksum)"
     [[ -x $VENV/bin/caraserve && -f $stamp ]] && have=$(<"$stamp")
     [[ $have == "$want $extra" || $have == "$want test" ]] && return
     make_venv
     say "Installing the pinned packages into $VENV (once; some minutes on a slow link)"
     "$VENV/bin/python" -m pip install --quiet --quiet --no-input --disable-pip-version-check \
-        --constraint scripts/constraints.txt --editable ".${extra:+[$extra]}"
+        "${pins[@]/#/--constraint=}" --editable ".${extra:+[$extra]}"
     echo "$want $extra" >"$stamp"
 }

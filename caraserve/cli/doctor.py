@@ -7,7 +7,6 @@ package of the GPU is imported.
 import os
 import platform
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from caraserve.serve import base_names, with_demo
 from caraserve.serve_cluster import check_cluster
 from caraserve.start_checks import check_names, check_paths, client_tls
 from caraserve.tokenizer.tokenizer import load_tokenizer
-from caraserve.util.cache_folder import cache_folder
+from caraserve.util.cache_folder import cache_folder, why_unwritable
 from caraserve.util.units import human_bytes
 
 State = Literal["ok", "warning", "problem"]
@@ -83,7 +82,7 @@ class Machine:
             has_memfd=_has_memfd(),
             gpu=gpu,
             gpu_problem=gpu_problem,
-            packages=installed(),
+            packages=installed(has_gpu=gpu is not None),
         )
 
 
@@ -171,17 +170,8 @@ def _shared_memory(machine: Machine) -> Finding:
 
 
 def _kernel_cache(folder: Path) -> Finding:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        return Finding(
-            "kernel cache",
-            "problem",
-            f"{folder} cannot be written: {error.strerror}",
-            "set XDG_CACHE_HOME to a folder that can be",
-        )
+    if problem := why_unwritable(folder):
+        return Finding("kernel cache", "problem", problem, "set XDG_CACHE_HOME to a folder that can be")
     if any(folder.glob("*/*/*.nbc")):
         return Finding("kernel cache", "ok", f"{folder} has compiled kernels")
     return Finding("kernel cache", "ok", f"{folder} is empty: the first start compiles, for about a minute")

@@ -1,9 +1,20 @@
 """Where files that can be made again are kept."""
 
 import os
+import tempfile
 from pathlib import Path
 
 
 def cache_folder(kind: str) -> Path:
     """Returns `$XDG_CACHE_HOME/caraserve/kind`, by default under ~/.cache. The folder may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "caraserve" / kind
+
+
+def why_unwritable(folder: Path) -> str:
+    """Returns why no file can be written to a folder, which is made if it does not exist; "" if one can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return f"{folder} cannot be written: {error.strerror}"

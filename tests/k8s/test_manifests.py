@@ -15,6 +15,7 @@ from caraserve.cli.main import _parser
 from caraserve.cluster.routing.cost import Backlog
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.price_metrics import price_families
+from caraserve.gpu.driver import environment
 from caraserve.http.app import make_app
 from caraserve.http.context import HttpTimings
 from tests.http.fake_engine import FakeEngine, FakeSnapshot
@@ -336,6 +337,13 @@ def test_the_image_copies_files_that_exist() -> None:
     copied = [name for line in lines if line.startswith("COPY") and "--from" not in line for name in line.split()[1:-1]]
     assert copied
     assert all((ROOT / name).exists() for name in copied)
+
+
+def test_an_image_for_gpus_has_what_triton_compiles_c_with() -> None:
+    """Python's headers are in the image that it begins with."""
+    _, last = (FOLDER / "Dockerfile").read_text(encoding="utf-8").split("\nFROM python:3.13-slim\n")
+    assert 'ARG EXTRA=""' in last
+    assert f"--no-install-recommends {environment.DEBIAN['a C compiler']} " in last
 
 
 def test_the_images_of_the_folders_are_those_that_the_dockerfile_says_how_to_build() -> None:

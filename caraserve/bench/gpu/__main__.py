@@ -15,7 +15,7 @@ from pathlib import Path
 from caraserve.bench.gpu.results import WrongResult
 from caraserve.bench.gpu.run import Stage, StageReport, parse_stages
 from caraserve.bench.gpu.setup import CheckSetup, real_setup
-from caraserve.gpu.driver.detect import prepare_environment
+from caraserve.gpu.driver.environment import prepare_environment
 
 
 def main() -> int:

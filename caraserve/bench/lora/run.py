@@ -28,7 +28,8 @@ from caraserve.bench.records import machine, versions
 from caraserve.bench.report.files import as_json, make_folder, write_files
 from caraserve.bench.report.plots import NO_FIGURES, can_draw
 from caraserve.errors import BackendFailed, ConfigError
-from caraserve.gpu.driver.detect import detect, prepare_environment
+from caraserve.gpu.driver.detect import detect
+from caraserve.gpu.driver.environment import prepare_environment
 from caraserve.model.dtype import Dtype
 from caraserve.telemetry.progress import terminal_bar
 

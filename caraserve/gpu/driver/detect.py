@@ -5,7 +5,6 @@ Neither torch nor CuPy is imported.
 """
 
 import json
-import os
 import re
 import resource
 import subprocess
@@ -19,8 +18,10 @@ from pathlib import Path
 from typing import Literal
 
 from caraserve.errors import ConfigError
+from caraserve.gpu.driver import environment
 from caraserve.gpu.driver.api import DriverError
 from caraserve.gpu.driver.libcuda import LIBRARY, Attribute, Cuda
+from caraserve.util.cache_folder import why_unwritable
 
 DEVICES = ("auto", "cuda", "cpu")  # values of --device
 
@@ -31,12 +32,6 @@ _OLDEST_CAPABILITY = 80
 _TORCH = {12: "torch>=2.9,<2.11", 13: "torch>=2.11,<2.14"}
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _LOOK_S = 60.0  # timeout of the query: a driver without persistence mode takes seconds to start
-
-
-def prepare_environment() -> None:
-    """Sets the environment variables that CUDA reads at its start. With other values, streams that share a hardware
-    queue would delay one another, and loading code would block while the device waits for a word."""
-    os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +45,16 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """The installed Python packages that a GPU needs. `torch_cuda`, `cupy_cuda`: major version of the CUDA they were
-    built for; None if not installed or built without CUDA; 0 if unknown."""
+    """What is installed of that which a GPU needs. `torch_cuda`, `cupy_cuda`: major version of the CUDA they were
+    built for; None if not installed or built without CUDA; 0 if unknown. `lacks_for_c`: what Triton lacks to compile
+    C, as it does at its first use. `unwritable`: why kernels cannot be cached. Both are empty if all is well."""
 
     torch: str
     torch_cuda: int | None
     cupy_cuda: int | None
     triton: bool
+    lacks_for_c: str = ""
+    unwritable: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +89,15 @@ def _problem(gpu: Gpu, installed: Installed) -> str:
     if cuda < _OLDEST_CUDA:
         return f"the NVIDIA driver is one of CUDA {version}, and CUDA {_OLDEST_CUDA} is the least; update the driver"
     missing, commands = _missing(cuda, installed)
-    if not missing:
-        return ""
-    return f"{gpu.name} (driver of CUDA {version}) lacks {' and '.join(missing)}: {' && '.join(commands)}"
+    if missing:
+        return f"{gpu.name} (driver of CUDA {version}) lacks {' and '.join(missing)}: {' && '.join(commands)}"
+    if installed.unwritable:
+        return f"{gpu.name} needs a cache of kernels, and {installed.unwritable}; set XDG_CACHE_HOME to another folder"
+    return ""
 
 
 def _missing(cuda: int, installed: Installed) -> tuple[list[str], list[str]]:
-    """Returns the missing packages for a driver of this CUDA version, and the commands that install them, in order."""
+    """Returns what is missing for a driver of this CUDA version, and the commands that install it, in order."""
     wheels = min(cuda, _NEWEST_CUDA)
     missing, commands, extra = [], [], []
     if installed.torch_cuda is None or installed.torch_cuda > cuda:
@@ -114,7 +114,11 @@ def _missing(cuda: int, installed: Installed) -> tuple[list[str], list[str]]:
         extra.append("Triton")
     if extra:
         commands.append(f"pip install 'caraserve[cuda{wheels}]'")
-    return missing + extra, commands
+    missing += extra
+    if installed.lacks_for_c:
+        missing.append(f"{installed.lacks_for_c}, which Triton needs")
+        commands.append(f"apt-get install {environment.DEBIAN[installed.lacks_for_c]}")
+    return missing, commands
 
 
 def detect(wanted: str, library: str = LIBRARY) -> DeviceChoice:
@@ -122,7 +126,7 @@ def detect(wanted: str, library: str = LIBRARY) -> DeviceChoice:
     if wanted == "cpu":
         return DeviceChoice("cpu")
     gpu, problem = look(library)
-    return choose(wanted, gpu, problem, installed())
+    return choose(wanted, gpu, problem, installed(has_gpu=gpu is not None))
 
 
 def look(library: str = LIBRARY) -> tuple[Gpu | None, str]:
@@ -143,13 +147,16 @@ def look(library: str = LIBRARY) -> tuple[Gpu | None, str]:
     return (None, answer) if isinstance(answer, str) else (Gpu(**answer), "")
 
 
-def installed() -> Installed:
-    """Reads which packages are installed, without importing them."""
+def installed(*, has_gpu: bool = True) -> Installed:
+    """Reads which packages are installed, without importing them; and where there is a GPU, whether Triton can compile
+    and keep its kernels."""
     return Installed(
         torch=f"torch {_version('torch')}" if find_spec("torch") else "",
         torch_cuda=_torch_cuda(),
         cupy_cuda=_cupy_cuda(metadata.distributions()) if find_spec("cupy") else None,
         triton=find_spec("triton") is not None,
+        lacks_for_c=environment.lacks_for_c(environment.python_headers()) if has_gpu else "",
+        unwritable=why_unwritable(environment.triton_cache()) if has_gpu else "",
     )
 
 

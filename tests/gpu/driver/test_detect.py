@@ -1,8 +1,8 @@
 """Which device is chosen, and the one-line reason why a GPU is not."""
 
-import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,6 +45,14 @@ BAD = [
     (Gpu("NVIDIA X", 100, 14010), BARE,
      "NVIDIA X (driver of CUDA 14.1) lacks a torch for CUDA 13 (torch 2.13.0+cpu is built without CUDA) "
      "and CuPy and Triton: pip install --force-reinstall 'torch>=2.11,<2.14' && pip install 'caraserve[cuda13]'"),
+    (H200, replace(FOR_13, lacks_for_c="a C compiler"),
+     "NVIDIA H200 (driver of CUDA 13.2) lacks a C compiler, which Triton needs: apt-get install gcc libc6-dev"),
+    (H200, Installed("torch 2.11.0", 13, None, triton=True, lacks_for_c="the C library's headers"),
+     "NVIDIA H200 (driver of CUDA 13.2) lacks CuPy and the C library's headers, which Triton needs: "
+     "pip install 'caraserve[cuda13]' && apt-get install libc6-dev"),
+    (H200, replace(FOR_13, unwritable="/cache/triton cannot be written: Read-only file system"),
+     "NVIDIA H200 needs a cache of kernels, and /cache/triton cannot be written: Read-only file system; set "
+     "XDG_CACHE_HOME to another folder"),
     (Gpu("NVIDIA A10", 86, 11080), FOR_12,
      "the NVIDIA driver is one of CUDA 11.8, and CUDA 12 is the least; update the driver"),
     (Gpu("Tesla T4", 75, 13000), FOR_13,
@@ -125,13 +133,22 @@ def test_a_driver_that_dies_or_hangs_does_not_end_this_process(library: Path, mo
 
 
 def test_detection_imports_no_large_package() -> None:
-    code = "import sys; from caraserve.gpu.driver import detect; detect.detect('auto'); detect.installed()"
+    code = "import sys; from caraserve.gpu.driver import detect; detect.detect('auto'); detect.installed(has_gpu=False)"
     code += "; print(*sorted({'torch', 'cupy', 'triton', 'numpy'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 
 
 # --- what is installed ---
+
+
+def test_a_compiler_is_only_tried_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect.environment, "lacks_for_c", lambda include: "a C compiler")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/dev/null/triton")
+    without, found = detect.installed(has_gpu=False), detect.installed()
+    assert (without.lacks_for_c, without.unwritable) == ("", "")
+    assert found.lacks_for_c == "a C compiler"
+    assert found.unwritable == "/dev/null/triton cannot be written: Not a directory"
 
 
 @pytest.mark.parametrize(
@@ -149,7 +166,7 @@ def test_the_cuda_version_of_torch_is_read_from_its_files(
 ) -> None:
     (tmp_path / "version.py").write_text(f"__version__ = '2.11.0'\n{text}\n")
     monkeypatch.setattr(detect, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
-    assert detect.installed().torch_cuda == cuda
+    assert detect.installed(has_gpu=False).torch_cuda == cuda
 
 
 @pytest.mark.parametrize(
@@ -161,12 +178,4 @@ def test_the_cuda_version_of_cupy_is_read_from_its_name(
     monkeypatch.setattr(detect, "find_spec", lambda name: SimpleNamespace(origin=None) if names else None)
     distributions = [SimpleNamespace(metadata={"Name": name}) for name in names]
     monkeypatch.setattr(detect.metadata, "distributions", lambda: distributions)
-    assert detect.installed().cupy_cuda == cuda
-
-
-def test_cuda_starts_with_the_environment_that_waiting_streams_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"):
-        monkeypatch.setenv(name, "1")
-    detect.prepare_environment()
-    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
-    assert os.environ["CUDA_MODULE_LOADING"] == "EAGER"
+    assert detect.installed(has_gpu=False).cupy_cuda == cuda
