@@ -6,7 +6,7 @@ own; policies and what follows a refusal are those of `cluster/routing`, written
 them.
 
 Modules, in the order in which a simulated request meets them: `machines` (times and sizes of an instance),
-`simulation` and `placement` (Python around the compiled code), `events` (its loop), `fleet` and `compiled` (its
-arrays), `views` (the state that routers see), `routing`, `refusals`, `adapter_cache`, `batching`; then `sweep`
-(results of many runs) and `report`. `command` is `caraserve bench cluster`.
+`simulation` and `placement` (Python around the compiled code), `events` (its loop), `fleet`, `compiled` and
+`containers` (its arrays), `views` (the state that routers see), `routing`, `refusals`, `adapter_cache`, `batching`;
+then `sweep` (results of many runs) and `report`. `command` is `caraserve bench cluster`.
 """

@@ -12,43 +12,8 @@ All functions are compiled. `one` is the record of an instance, `machine` that o
 # mypy: disable-error-code="no-untyped-def"
 
 from caraserve.bench.simulator.compiled import FOREVER, MAX_QUEUE, MS, kernel
+from caraserve.bench.simulator.containers import heap_pop, heap_push
 from caraserve.cluster.routing.perf_model import iteration_ms
-
-# --- heaps of (key, item) pairs, each pair once ---
-
-
-@kernel
-def heap_push(keys, items, count, key, item):
-    """Adds a pair to a heap of `count` pairs."""
-    at = count
-    while at > 0:
-        above = (at - 1) >> 1
-        if keys[above] < key or (keys[above] == key and items[above] < item):
-            break
-        keys[at], items[at] = keys[above], items[above]
-        at = above
-    keys[at], items[at] = key, item
-
-
-@kernel
-def heap_pop(keys, items, count):
-    """Removes the least pair from a heap of `count` pairs."""
-    last = count - 1
-    key, item = keys[last], items[last]
-    at = 0
-    while True:
-        below = 2 * at + 1
-        if below >= last:
-            break
-        right = below + 1
-        if right < last and (keys[right] < keys[below] or (keys[right] == keys[below] and items[right] < items[below])):
-            below = right
-        if key < keys[below] or (key == keys[below] and item < items[below]):
-            break
-        keys[at], items[at] = keys[below], items[below]
-        at = below
-    keys[at], items[at] = key, item
-
 
 # --- state ---
 
@@ -180,13 +145,8 @@ def _boundary(batches, number):
         for at in range(one.num_chunks):
             tokens += one.chunk_tokens[at]
         run = traces[number, one.steps]
-        run.start, run.each, run.times, run.decoding, run.prompt_tokens = (
-            one.start,
-            one.each,
-            one.count,
-            one.num_decoding,
-            tokens,
-        )
+        run.start, run.each, run.times = one.start, one.each, one.count
+        run.decoding, run.prompt_tokens = one.num_decoding, tokens
     one.steps += 1
     one.iterations += one.count
     one.tokens += one.count * one.num_decoding

@@ -5,7 +5,7 @@ that code is compiled once for all fleets. Times are whole nanoseconds.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ for _function in _FORMULA:
     jit.callee(_function)
 
 # The modules of this folder with compiled code.
-_MODULES = ("adapter_cache", "batching", "compiled", "events", "fleet", "refusals", "routing", "views")
+_MODULES = ("adapter_cache", "batching", "compiled", "containers", "events", "fleet", "refusals", "routing", "views")
 
 
 def _digest() -> str:
@@ -56,42 +56,44 @@ def entry(function: Callable[..., Any]) -> Any:
 kernel = jit.inner
 
 
-def _floats(names: Iterable[str]) -> Any:
-    return np.dtype([(name, np.float64) for name in names])
-
-
-def _integers(*names: str) -> list[tuple[str, Any]]:
+def integers(*names: str) -> list[tuple[str, Any]]:
+    """Returns the fields of these names for a record."""
     return [(name, np.int64) for name in names]
 
 
-_MODEL, _LINKS = (_floats(field.name for field in fields(part)) for part in (PerfModel, LinkSpeeds))
-BACKLOG = _floats(Backlog._fields)
+def floats(*names: str) -> list[tuple[str, Any]]:
+    """Returns the fields of these names for a record."""
+    return [(name, np.float64) for name in names]
+
+
+_MODEL, _LINKS = (np.dtype(floats(*(field.name for field in fields(part)))) for part in (PerfModel, LinkSpeeds))
+BACKLOG = np.dtype(floats(*Backlog._fields))
 LIMITS = ("max_running", "max_step_tokens", "max_queue", "kv_tokens", "launches_ahead")
 MACHINE = np.dtype(
     [
         ("model", _MODEL),
         ("links", _LINKS),
-        *_integers(*LIMITS, "device_adapter_bytes", "host_adapter_bytes"),
+        *integers(*LIMITS, "device_adapter_bytes", "host_adapter_bytes"),
     ]
 )
 REQUEST = np.dtype(
     [
-        *_integers("arrived", "delivered", "ready", "admitted", "first", "done"),  # ns; -1: not known
-        *_integers("adapter"),  # -1: the base model
-        *_integers("rank", "rank_class"),  # the class is an index into the workload's ranks, ascending, with 0
-        *_integers("prompt", "output", "left"),  # tokens; `left`: of the prompt to compute
-        *_integers("place"),  # number of the instance that serves it; -1: none
-        *_integers("next_ended"),  # the request that ended after it on its instance
+        *integers("arrived", "delivered", "ready", "admitted", "first", "done"),  # ns; -1: not known
+        *integers("adapter"),  # -1: the base model
+        *integers("rank", "rank_class"),  # the class is an index into the workload's ranks, ascending, with 0
+        *integers("prompt", "output", "left"),  # tokens; `left`: of the prompt to compute
+        *integers("place"),  # number of the instance that serves it; -1: none
+        *integers("next_ended"),  # the request that ended after it on its instance
     ]
 )
 INSTANCE = np.dtype(
     [
         # The current run of equal iterations: there is none if the count is 0.
-        *_integers("start", "each", "count", "stop"),
-        *_integers("first"),  # number of the run's first iteration
-        *_integers("busy_ns", "steps", "iterations", "tokens"),
+        *integers("start", "each", "count", "stop"),
+        *integers("first"),  # number of the run's first iteration
+        *integers("busy_ns", "steps", "iterations", "tokens"),
         # Requests by state. Those with a key are heaps, but `waiting`, a ring.
-        *_integers("num_loading", "num_waiting", "waiting_head", "num_prefilling", "num_chunks", "num_decoding"),
+        *integers("num_loading", "num_waiting", "waiting_head", "num_prefilling", "num_chunks", "num_decoding"),
         ("loading_ready", np.int64, MAX_QUEUE),
         ("loading", np.int64, MAX_QUEUE),
         ("waiting_joins", np.int64, MAX_QUEUE),  # the first iteration that each may join
@@ -101,24 +103,21 @@ INSTANCE = np.dtype(
         ("chunk_tokens", np.int64, MAX_RUNNING),
         ("decoding_last", np.int64, MAX_RUNNING),  # the last iteration of each
         ("decoding", np.int64, MAX_RUNNING),
-        *_integers("ended_head", "ended_tail"),  # requests that have ended since they were last taken; -1: none
+        *integers("ended_head", "ended_tail"),  # requests that have ended since they were last taken; -1: none
         # Sums over requests.
-        *_integers("rank_sum", "rank_max", "decoding_rank_sum", "decoding_rank_max"),
+        *integers("rank_sum", "rank_max", "decoding_rank_sum", "decoding_rank_max"),
         ("ranks", np.int64, MAX_RANKS),  # requests of each class
         ("decoding_ranks", np.int64, MAX_RANKS),
-        *_integers("queued_tokens", "queued_token_ranks", "kv_free", "kv_promised"),
-        # Its adapters. Lists are of the entries of the adapter cache, see there.
-        *_integers("host_bytes", "device_bytes", "load_free", "fetch_free"),
-        *_integers("spare_first", "spare_last", "device_first", "device_last", "changed_first", "num_changed"),
-        *_integers(
-            "host_adapters", "most_host_adapters", "additions", "fetches", "fetched_bytes", "loads", "evictions"
-        ),
+        *integers("queued_tokens", "queued_token_ranks", "kv_free", "kv_promised"),
+        # Its adapters.
+        *integers("host_bytes", "device_bytes", "load_free", "fetch_free"),
+        *integers("host_adapters", "most_host_adapters", "additions", "fetches", "fetched_bytes", "loads", "evictions"),
         # The adapters that the plan makes it fetch: a range of the fleet's `moves`.
-        *_integers("moves_next", "moves_end"),
+        *integers("moves_next", "moves_end"),
         ("credit_bytes", np.float64),
     ]
 )
-ITERATIONS = np.dtype(_integers("start", "each", "times", "decoding", "prompt_tokens"))  # a run of equal iterations
+ITERATIONS = np.dtype(integers("start", "each", "times", "decoding", "prompt_tokens"))  # a run of equal iterations
 
 
 class Batches(NamedTuple):

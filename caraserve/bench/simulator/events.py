@@ -10,6 +10,7 @@ All functions are compiled; those with `entry` are called from Python.
 
 from caraserve.bench.simulator import adapter_cache, batching, refusals, routing, views
 from caraserve.bench.simulator.compiled import FOREVER, MS, entry, kernel
+from caraserve.bench.simulator.containers import free_slot, has_slot, heap_pop, heap_push, take_slot
 from caraserve.cluster.routing.cost import ALL_ANSWERS, OWN_ANSWERS, Tier, expected_tokens, with_answer
 
 BEAT, REBALANCE, PLAN, DELIVERY = range(4)
@@ -24,7 +25,7 @@ def _push(fleet, time, kind, payload):
     counts = fleet.counts[0]
     counts.sequence += 1
     key, item = time * _KINDS + kind, counts.sequence * _PAYLOADS + payload
-    batching.heap_push(fleet.event_keys, fleet.event_items, counts.num_events, key, item)
+    heap_push(fleet.event_keys, fleet.event_items, counts.num_events, key, item)
     counts.num_events += 1
 
 
@@ -34,8 +35,8 @@ def _has_room(fleet):
     counts, beats = fleet.counts[0], fleet.counts[0].beats_tail - fleet.counts[0].beats_head
     return (
         counts.num_events < fleet.event_keys.size
-        and (counts.free_route >= 0 or counts.num_routes < fleet.routes.size)
-        and (counts.free_sent >= 0 or counts.num_sent < fleet.sent.size)
+        and has_slot(fleet.route_slots)
+        and has_slot(fleet.sent_slots)
         and beats < fleet.beats.size
         and counts.changes_tail - counts.changes_head + len(fleet.tiers) <= fleet.changes.size
     )
@@ -96,12 +97,7 @@ def _move(fleet, number, now):
 def _make_route(fleet, index, router):
     """Takes a route from the pool for a request."""
     counts, request = fleet.counts[0], fleet.batches.requests[index]
-    slot = counts.free_route
-    if slot >= 0:
-        counts.free_route = fleet.routes[slot].after
-    else:
-        slot = counts.num_routes
-        counts.num_routes += 1
+    slot = take_slot(fleet.route_slots)
     route, adapter = fleet.routes[slot], request.adapter
     own = fleet.answers[adapter]
     route.request, route.router, route.attempts = index, router, 0
@@ -109,12 +105,6 @@ def _make_route(fleet, index, router):
     route.output_tokens = expected_tokens(own[0], own[1], counts.answer_weight, counts.answer_tokens)
     route.adapter_bytes = fleet.caches.num_bytes[adapter] if adapter >= 0 else 0
     return slot
-
-
-@kernel
-def _free_route(fleet, slot):
-    counts = fleet.counts[0]
-    fleet.routes[slot].after, fleet.routes[slot].request, counts.free_route = counts.free_route, -1, slot
 
 
 @kernel
@@ -162,7 +152,8 @@ def _deliver(fleet, slot, now, rng):
         adapter = fleet.batches.requests[index].adapter
         ready = now if adapter < 0 else adapter_cache.acquire(fleet.caches, number, adapter, now)
         batching.deliver(fleet.batches, number, index, now, ready)
-    _free_route(fleet, slot)
+    route.partial = False
+    free_slot(fleet.route_slots, slot)
 
 
 # --- the loop ---
@@ -173,7 +164,7 @@ def _next_event(fleet):
     """Removes the next event from the heap. Returns its time, kind and payload."""
     counts = fleet.counts[0]
     key, item = fleet.event_keys[0], fleet.event_items[0]
-    batching.heap_pop(fleet.event_keys, fleet.event_items, counts.num_events)
+    heap_pop(fleet.event_keys, fleet.event_items, counts.num_events)
     counts.num_events -= 1
     return key // _KINDS, key % _KINDS, item % _PAYLOADS
 
@@ -243,9 +234,8 @@ def remove_adapters(caches, adapters, numbers):
 @entry
 def complete_orders(fleet, rng):
     """Completes the orders of all requests under way: a plan that follows changes them no more."""
-    for slot in range(fleet.counts[0].num_routes):
-        if fleet.routes[slot].request >= 0:
-            routing.expand(fleet, slot, rng)
+    for slot in range(fleet.routes.size):
+        routing.expand(fleet, slot, rng)
 
 
 # --- dLoRA's rebalancing ---
@@ -275,7 +265,7 @@ def move_request(fleet, index, target, now):
     fleet.counts[0].migrations += 1
     slot = _make_route(fleet, index, source)
     route = fleet.routes[slot]
-    route.target, route.force, route.known, route.complete = target, True, 1, True
+    route.target, route.force, route.known, route.partial = target, True, 1, False
     fleet.orders[slot, 0] = target
     _push(fleet, now + fleet.setting[0].hop_ns, DELIVERY, slot)
     return True

@@ -9,48 +9,47 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from caraserve.bench.simulator.adapter_cache import Caches
-from caraserve.bench.simulator.compiled import BACKLOG, MAX_ATTEMPTS, Batches
+from caraserve.bench.simulator.compiled import BACKLOG, MAX_ATTEMPTS, Batches, floats, integers
+from caraserve.bench.simulator.containers import larger_pool, make_pool
 from caraserve.cluster.routing.cost import Tier
 from caraserve.cluster.routing.policies import SHORTLIST
 
-_I8, _I4, _F8 = np.int64, np.int32, np.float64
-
-
-def _fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
-    return [(name, kind) for name in names]
-
+_I8 = np.int64
 
 SETTING = np.dtype(
     [
-        *_fields(_I8, "policy", "routers", "gossip_ns", "quote_ns", "hop_ns", "half_hop_ns"),
-        *_fields(_F8, "own_weight", "slo_ms", "ttft_ms", "beat_ms", "beat_jitter", "move_bytes"),
-        *_fields(np.bool_, "enforces_slo", "central"),  # central: one scheduler, see `Setting`
+        *integers("policy", "routers", "gossip_ns", "quote_ns", "hop_ns", "half_hop_ns"),
+        *floats("own_weight", "slo_ms", "ttft_ms", "beat_ms", "beat_jitter", "move_bytes"),
+        ("enforces_slo", np.bool_),
+        ("central", np.bool_),  # one scheduler, see `Setting`
     ]
 )
 COUNTS = np.dtype(
     [
-        *_fields(_I8, "arrivals", "beats", "quotes", "deliveries", "refusals", "hops", "migrations", "plans", "lost"),
-        *_fields(_I8, "num_events", "sequence"),
-        *_fields(_I8, "num_routes", "free_route", "num_sent", "free_sent"),  # of the pools
-        *_fields(_I8, "beats_head", "beats_tail", "changes_head", "changes_tail"),  # of the rings
-        *_fields(_F8, "answer_weight", "answer_tokens"),  # of all answers, see `cost.AnswerLengths`
+        *integers("arrivals", "beats", "quotes", "deliveries", "refusals", "hops", "migrations", "plans", "lost"),
+        *integers("num_events", "sequence"),
+        *integers("beats_head", "beats_tail", "changes_head", "changes_tail"),  # of the rings
+        *floats("answer_weight", "answer_tokens"),  # of all answers, see `cost.AnswerLengths`
     ]
 )
 ROUTE = np.dtype(  # the routing of one request
     [
-        *_fields(_I8, "request", "router", "target", "after"),  # `after`: the next free one
-        *_fields(_F8, "rank", "prompt_tokens", "output_tokens", "adapter_bytes"),  # of its `Arrival`
-        *_fields(_I8, "known", "attempts"),  # of its order of instances, which is `complete` once it was needed
-        *_fields(np.bool_, "force", "complete"),
+        *integers("request", "router", "target"),
+        *floats("rank", "prompt_tokens", "output_tokens", "adapter_bytes"),  # of its `Arrival`
+        *integers("known", "attempts"),  # of its order of instances
+        ("force", np.bool_),
+        ("partial", np.bool_),  # the rest of the order has not been needed yet
         ("tried", _I8, MAX_ATTEMPTS),
-        ("tried_latency_ms", _F8, MAX_ATTEMPTS),
+        ("tried_latency_ms", np.float64, MAX_ATTEMPTS),
         ("tried_force", np.uint8, MAX_ATTEMPTS),
         ("missed_slo", np.uint8, MAX_ATTEMPTS),  # the reason of the refusal
     ]
 )
-SENT = np.dtype([*_fields(_F8, "at_s", "rank", "prompt_tokens", "output_tokens"), ("after", _I8)])
-BEAT = np.dtype([*_fields(_I8, "at", "number", "changes"), ("backlog", BACKLOG)])  # a heartbeat on its way
-CHANGE = np.dtype([("adapter", _I4), ("tier", np.uint8)])
+SENT = np.dtype(  # a request sent; `after`: the next one from the same router to the same instance; 0: none
+    [*floats("at_s", "rank", "prompt_tokens", "output_tokens"), ("after", _I8)]
+)
+BEAT = np.dtype([*integers("at", "number", "changes"), ("backlog", BACKLOG)])  # a heartbeat on its way
+CHANGE = np.dtype([("adapter", np.int32), ("tier", np.uint8)])
 
 
 class Plan(NamedTuple):
@@ -58,11 +57,12 @@ class Plan(NamedTuple):
 
     starts: Any  # an adapter's shares are from starts[adapter] to starts[adapter + 1]
     instances: Any  # of each share
+    in_order: Any  # the same, those of each adapter in order of their numbers
     fractions: Any
     classes: Any  # the rank of each instance; none without a plan
 
 
-NO_PLAN = Plan(np.zeros(1, _I8), np.zeros(0, _I8), np.zeros(0), np.zeros(0, _I8))
+NO_PLAN = Plan(np.zeros(1, _I8), np.zeros(0, _I8), np.zeros(0, _I8), np.zeros(0), np.zeros(0, _I8))
 
 
 class Fleet(NamedTuple):
@@ -80,7 +80,7 @@ class Fleet(NamedTuple):
     # What routers see.
     published: Any  # backlogs
     tiers: Any  # [adapters, instances]
-    sent_first: Any  # [instances, routers]: list of requests sent since the last heartbeat; -1: none
+    sent_first: Any  # [instances, routers]: list of requests sent since the last heartbeat; 0: none
     sent_last: Any
     # For the decision at hand, by instance.
     seen: Any  # backlogs
@@ -95,10 +95,12 @@ class Fleet(NamedTuple):
     # Pools, rings and the heap of events.
     event_keys: Any
     event_items: Any
+    route_slots: Any  # a pool of the routes
     routes: Any
     orders: Any  # [routes, instances]
     requests_seen: Any  # [routes, instances]
     held: Any  # [routes, instances]: those that have the adapter
+    sent_slots: Any  # a pool of the requests sent
     sent: Any
     beats: Any
     changes: Any
@@ -107,11 +109,9 @@ class Fleet(NamedTuple):
 def make_fleet(setting: Any, batches: Batches, caches: Caches, routes: int = 64, sent: int = 256) -> Fleet:
     """Returns a fleet before its first event, without adapters."""
     instances, adapters, routers = len(batches.instances), len(caches.entries), int(setting["routers"][0])
-    counts = np.zeros(1, COUNTS)
-    counts["free_route"] = counts["free_sent"] = -1
     return Fleet(
         setting=setting,
-        counts=counts,
+        counts=np.zeros(1, COUNTS),
         batches=batches,
         caches=caches,
         plan=NO_PLAN,
@@ -121,8 +121,8 @@ def make_fleet(setting: Any, batches: Batches, caches: Caches, routes: int = 64,
         turns=np.zeros(routers, _I8),
         published=np.zeros(instances, BACKLOG),
         tiers=np.full((adapters, instances), Tier.ABSENT, np.uint8),
-        sent_first=np.full((instances, routers), -1),
-        sent_last=np.full((instances, routers), -1),
+        sent_first=np.zeros((instances, routers), _I8),
+        sent_last=np.zeros((instances, routers), _I8),
         seen=np.zeros(instances, BACKLOG),
         members=np.zeros(instances, _I8),
         ranking=np.zeros(instances, _I8),
@@ -134,11 +134,13 @@ def make_fleet(setting: Any, batches: Batches, caches: Caches, routes: int = 64,
         marked=np.zeros(instances, np.bool_),
         event_keys=np.zeros(instances + routes, _I8),
         event_items=np.zeros(instances + routes, _I8),
-        routes=np.zeros(routes, ROUTE),
-        orders=np.zeros((routes, instances), _I8),
-        requests_seen=np.zeros((routes, instances)),
-        held=np.zeros((routes, instances), np.bool_),
-        sent=np.zeros(sent, SENT),
+        route_slots=make_pool(routes),
+        routes=np.zeros(routes + 1, ROUTE),
+        orders=np.zeros((routes + 1, instances), _I8),
+        requests_seen=np.zeros((routes + 1, instances)),
+        held=np.zeros((routes + 1, instances), np.bool_),
+        sent_slots=make_pool(sent),
+        sent=np.zeros(sent + 1, SENT),
         beats=np.zeros(2 * instances, BEAT),
         changes=np.zeros(2 * adapters + 1, CHANGE),
     )
@@ -148,6 +150,8 @@ def with_room(fleet: Fleet) -> Fleet:
     """Returns the same state with twice the room in pools, rings and the heap of events."""
     pools = ("event_keys", "event_items", "routes", "orders", "requests_seen", "held", "sent")
     larger: dict[str, Any] = {name: np.concatenate([one := getattr(fleet, name), np.zeros_like(one)]) for name in pools}
+    for name in ("route_slots", "sent_slots"):
+        larger[name] = larger_pool(getattr(fleet, name))
     for name in ("beats", "changes"):
         ring = getattr(fleet, name)
         larger[name] = np.zeros(2 * len(ring), ring.dtype)

@@ -98,9 +98,12 @@ class SimPlanner:
     def _arrays(self, plan: PlacementPlan) -> Plan:
         shares = [plan.shares[name] for name in self._adapters]
         flat = [share for places in shares for share in places]
+        counts = np.array([len(places) for places in shares], np.int64)
+        instances = np.array([self._numbers[share.instance] for share in flat], np.int64)
         return Plan(
-            starts=np.concatenate([[0], np.cumsum([len(places) for places in shares], dtype=np.int64)]),
-            instances=np.array([self._numbers[share.instance] for share in flat], np.int64),
+            starts=np.concatenate([[0], np.cumsum(counts)]),
+            instances=instances,
+            in_order=instances[np.lexsort((instances, np.repeat(np.arange(len(counts)), counts)))],
             fractions=np.array([share.fraction for share in flat]),
             classes=np.array([plan.classes[name] for name in self._names], np.int64),
         )
@@ -111,7 +114,7 @@ class SimPlanner:
         ranges = zip(instances["moves_next"].tolist(), instances["moves_end"].tolist(), strict=True)
         moving = {adapter for start, end in ranges for adapter in fleet.moves[start:end].tolist()}
         new = self._arrays(plan)
-        starts, numbers, fractions = (values.tolist() for values in new[:3])
+        starts, numbers, fractions = (values.tolist() for values in (new.starts, new.instances, new.fractions))
         kept = []
         wanted: list[list[tuple[float, int]]] = [[] for _ in self._names]
         for adapter, name in enumerate(self._adapters):

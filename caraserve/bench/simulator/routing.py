@@ -57,6 +57,28 @@ def _shuffle(rng, values, count, wanted):
         values[chosen], values[last] = values[last], values[chosen]
 
 
+# --- orders by several keys ---
+
+
+@kernel
+def _insert(order, count, number, first, second, third):
+    """Inserts an instance into an order of `count` by three keys, which are arrays by instance; behind equal ones."""
+    place = count
+    while place > 0:
+        other = order[place - 1]
+        if first[other] != first[number]:
+            later = first[other] > first[number]
+        elif second[other] != second[number]:
+            later = second[other] > second[number]
+        else:
+            later = third[other] > third[number]
+        if not later:
+            break
+        order[place] = other
+        place -= 1
+    order[place] = number
+
+
 # --- cost ---
 
 
@@ -101,22 +123,8 @@ def _rank(fleet, route, count, rng):
         )
     for at in range(count):
         number = fleet.members[at]
-        draw = draws[number] = rng.random()
-        cost, latency_ms = costs[number], latencies_ms[number]
-        place = at  # insertion sort
-        while place > 0:
-            other = ranking[place - 1]
-            if costs[other] != cost:
-                later = costs[other] > cost
-            elif latencies_ms[other] != latency_ms:
-                later = latencies_ms[other] > latency_ms
-            else:
-                later = draws[other] > draw
-            if not later:
-                break
-            ranking[place] = other
-            place -= 1
-        ranking[place] = number
+        draws[number] = rng.random()
+        _insert(ranking, at, number, costs, latencies_ms, draws)
 
 
 # --- orders of instances ---
@@ -151,11 +159,7 @@ def _append_by_requests(fleet, slot, count):
     """Adds the first `count` members in order of their requests at the time of the decision; ties stay in order."""
     requests, members = fleet.requests_seen[slot], fleet.members
     for at in range(1, count):
-        number, place = members[at], at
-        while place > 0 and requests[members[place - 1]] > requests[number]:
-            members[place] = members[place - 1]
-            place -= 1
-        members[place] = number
+        _insert(members, at, members[at], requests, requests, requests)
     for at in range(count):
         _append(fleet, slot, members[at])
 
@@ -192,11 +196,7 @@ def _group(fleet, route, which):
     count = 0
     if which == 0:
         for at in range(plan.starts[adapter], plan.starts[adapter + 1]):
-            number, place = plan.instances[at], count
-            while place > 0 and members[place - 1] > number:
-                members[place] = members[place - 1]
-                place -= 1
-            members[place] = number
+            members[count] = plan.in_order[at]
             count += 1
         return count
     rank, most = math.inf, 0.0
@@ -250,7 +250,7 @@ def _by_cost(fleet, slot, now, rng):
     _mark_known(fleet, slot)
     for at in range(count):
         _append(fleet, slot, fleet.ranking[at])
-    route.complete = setting.policy != AUTO
+    route.partial = setting.policy == AUTO
 
 
 @kernel
@@ -289,16 +289,11 @@ def _insert_quote(fleet, slot, number, now):
     shown = fleet.seen[number]
     write_backlog(batches.machines[number], batches.instances[number], shown)
     here = adapter_cache.tier(fleet.caches, number, batches.requests[route.request].adapter)
-    cost, latency_ms = estimate(batches.machines[number], shown, here, route, setting.slo_ms, setting.own_weight)
-    order, place = fleet.orders[slot], route.known
-    while place > 0:
-        other = order[place - 1]
-        if fleet.costs[other] < cost or (fleet.costs[other] == cost and fleet.latencies_ms[other] <= latency_ms):
-            break
-        order[place] = other
-        place -= 1
-    order[place] = number
-    fleet.costs[number], fleet.latencies_ms[number] = cost, latency_ms
+    fleet.costs[number], fleet.latencies_ms[number] = estimate(
+        batches.machines[number], shown, here, route, setting.slo_ms, setting.own_weight
+    )
+    fleet.draws[number] = route.known  # equal quotes stay in order
+    _insert(fleet.orders[slot], route.known, number, fleet.costs, fleet.latencies_ms, fleet.draws)
     route.known += 1
 
 
@@ -348,7 +343,7 @@ def propose(fleet, slot, now, rng):
     look(fleet, router, now)
     for number in range(instances):
         fleet.requests_seen[slot, number] = fleet.seen[number].requests
-    route.known, route.complete = 0, False
+    route.known, route.partial = 0, True
     if policy in (AUTO, RANK_AWARE):
         _by_cost(fleet, slot, now, rng)
         return now if setting.central else now + setting.quote_ns
@@ -380,9 +375,9 @@ def propose(fleet, slot, now, rng):
 def expand(fleet, slot, rng):
     """Completes a route's order, which only refused requests need."""
     route, policy, instances = fleet.routes[slot], fleet.setting[0].policy, fleet.members.size
-    if route.complete:
+    if not route.partial:
         return
-    route.complete = True
+    route.partial = False
     _mark_known(fleet, slot)
     if policy == AUTO:
         for which in range(3):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from caraserve.bench.records import Workload
 from caraserve.bench.simulator import events
-from caraserve.bench.simulator.adapter_cache import ENTRY, Caches
+from caraserve.bench.simulator.adapter_cache import make_caches
 from caraserve.bench.simulator.compiled import (
     FOREVER,
     INSTANCE,
@@ -111,8 +111,7 @@ def make_batches(
     instances = np.zeros(len(rows), INSTANCE)
     machine_rows = np.array(rows, MACHINE)
     instances["kv_free"], instances["stop"] = machine_rows["kv_tokens"], FOREVER
-    for name in ("ended_head", "spare_first", "spare_last", "device_first", "device_last", "changed_first"):
-        instances[name] = -1
+    instances["ended_head"] = -1
     return Batches(machine_rows, instances, requests, ranks, np.zeros((len(rows), traced), ITERATIONS))
 
 
@@ -125,8 +124,7 @@ class Simulation:
         batches = make_batches(setting.machines, self.requests, ranks, traced)
         rank_bytes = setting.machines[0].rank_bytes
         adapter_bytes = np.array([rank * rank_bytes for rank in workload.ranks], np.int64)
-        entries = np.zeros((len(workload.ranks), len(setting.machines)), ENTRY)
-        caches = Caches(batches.machines, batches.instances, entries, adapter_bytes)
+        caches = make_caches(batches.machines, batches.instances, adapter_bytes)
         self.fleet = make_fleet(self._numbers(), batches, caches)
         self.names = [f"i{number:03}" for number in range(len(setting.machines))]
         self.adapters = [f"adapter-{number:05}" for number in range(len(workload.ranks))]

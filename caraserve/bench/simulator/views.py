@@ -11,6 +11,7 @@ All functions are compiled.
 from caraserve.bench.simulator import adapter_cache
 from caraserve.bench.simulator.batching import advance, write_backlog
 from caraserve.bench.simulator.compiled import kernel
+from caraserve.bench.simulator.containers import following, free_slot, take_slot, unlink
 from caraserve.cluster.routing.router import SENT_MAX_AGE_S, TRANSIT_S
 
 _S = 1e-9
@@ -19,19 +20,19 @@ _S = 1e-9
 @kernel
 def publish(fleet, number, now):
     """Sends an instance's heartbeat with the changes of its adapters."""
-    counts, one = fleet.counts[0], fleet.batches.instances[number]
+    counts, changed = fleet.counts[0], fleet.caches.changed
     beat = fleet.beats[counts.beats_tail % fleet.beats.size]
     counts.beats_tail += 1
-    beat.at, beat.number, beat.changes = now + fleet.setting[0].gossip_ns, number, one.num_changed
-    write_backlog(fleet.batches.machines[number], one, beat.backlog)
-    while one.changed_first >= 0:
-        adapter = one.changed_first
+    beat.at, beat.number, beat.changes = now + fleet.setting[0].gossip_ns, number, 0
+    write_backlog(fleet.batches.machines[number], fleet.batches.instances[number], beat.backlog)
+    adapter = following(changed, number, -1)
+    while adapter >= 0:
         change = fleet.changes[counts.changes_tail % fleet.changes.size]
-        counts.changes_tail += 1
         change.adapter, change.tier = adapter, adapter_cache.tier(fleet.caches, number, adapter)
-        fleet.caches.entries[adapter, number].changed = False
-        one.changed_first = fleet.caches.entries[adapter, number].changed_after
-    one.num_changed = 0
+        counts.changes_tail += 1
+        beat.changes += 1
+        unlink(changed, number, adapter)
+        adapter = following(changed, number, -1)
 
 
 @kernel
@@ -48,52 +49,41 @@ def arrive(fleet, now):
             counts.changes_head += 1
             fleet.tiers[change.adapter, number] = change.tier
         for router in range(fleet.sent_first.shape[1]):
-            if fleet.sent_first[number, router] >= 0:
-                _forget_sent(fleet, number, router, beat.at * _S)
+            _forget_sent(fleet, number, router, beat.at * _S)
 
 
 @kernel
 def _forget_sent(fleet, number, router, now_s):
     """Removes the requests that an instance's new heartbeat includes."""
-    counts, before, at = fleet.counts[0], -1, fleet.sent_first[number, router]
-    while at >= 0:
+    at = fleet.sent_first[number, router]
+    fleet.sent_first[number, router] = 0
+    while at:
         after = fleet.sent[at].after
         if fleet.sent[at].at_s > now_s - TRANSIT_S:
-            before = at
+            _append_sent(fleet, number, router, at)
         else:
-            if before < 0:
-                fleet.sent_first[number, router] = after
-            else:
-                fleet.sent[before].after = after
-            fleet.sent[at].after, counts.free_sent = counts.free_sent, at
+            free_slot(fleet.sent_slots, at)
         at = after
-    fleet.sent_last[number, router] = before
 
 
 @kernel
 def add_sent(fleet, number, route, now):
     """Records a request that a router has forwarded."""
-    counts = fleet.counts[0]
-    at = counts.free_sent
-    if at >= 0:
-        counts.free_sent = fleet.sent[at].after
-    else:
-        at = counts.num_sent
-        counts.num_sent += 1
+    at = take_slot(fleet.sent_slots)
     sent = fleet.sent[at]
-    sent.at_s, sent.rank, sent.prompt_tokens, sent.output_tokens, sent.after = (
-        now * _S,
-        route.rank,
-        route.prompt_tokens,
-        route.output_tokens,
-        -1,
-    )
-    last = fleet.sent_last[number, route.router]
-    if last < 0:
-        fleet.sent_first[number, route.router] = at
+    sent.at_s, sent.rank = now * _S, route.rank
+    sent.prompt_tokens, sent.output_tokens = route.prompt_tokens, route.output_tokens
+    _append_sent(fleet, number, route.router, at)
+
+
+@kernel
+def _append_sent(fleet, number, router, at):
+    fleet.sent[at].after = 0
+    if fleet.sent_first[number, router]:
+        fleet.sent[fleet.sent_last[number, router]].after = at
     else:
-        fleet.sent[last].after = at
-    fleet.sent_last[number, route.router] = at
+        fleet.sent_first[number, router] = at
+    fleet.sent_last[number, router] = at
 
 
 @kernel
@@ -109,7 +99,7 @@ def look(fleet, router, now):
             continue
         fleet.seen[number] = fleet.published[number]
         at = fleet.sent_first[number, router]
-        while at >= 0:
+        while at:
             sent = fleet.sent[at]
             if sent.at_s > now_s - SENT_MAX_AGE_S:
                 _add(seen, sent.rank, sent.prompt_tokens, sent.output_tokens)
