@@ -62,8 +62,10 @@ PURE = (
     ),
     *(f"cluster/state/{name}.py" for name in ("anti_entropy", "replicated_map")),
     *(f"cluster/routing/{name}.py" for name in ("cost", "perf_model", "policies", "router")),
-    *(f"cluster/placement/{name}.py" for name in ("bin_packing", "cold_adapters", "loraserve", "migration")),
-    "cluster/placement/plan.py",
+    *(
+        f"cluster/placement/{name}.py"
+        for name in ("bin_packing", "cold_adapters", "loraserve", "migration", "plan", "shares")
+    ),
     "cluster/transfer/delete_lease.py",
 )
 PURE_IMPORTS = {f"caraserve.{name.removesuffix('.py').replace('/', '.')}" for name in PURE}

@@ -96,49 +96,42 @@ class SimPlanner:
         return make_plan(self._setting.routing, adapters, self._servers, self._points, self._epoch, self.plan, padded)
 
     def _arrays(self, plan: PlacementPlan) -> Plan:
-        shares = [plan.shares[name] for name in self._adapters]
-        flat = [share for places in shares for share in places]
-        counts = np.array([len(places) for places in shares], np.int64)
-        instances = np.array([self._numbers[share.instance] for share in flat], np.int64)
+        shares, count = plan.shares.among(self._adapters, self._names), len(self._names)
         return Plan(
-            starts=np.concatenate([[0], np.cumsum(counts)]),
-            instances=instances,
-            in_order=instances[np.lexsort((instances, np.repeat(np.arange(len(counts)), counts)))],
-            fractions=np.array([share.fraction for share in flat]),
+            starts=shares.starts,
+            instances=shares.places,
+            in_order=np.sort(shares.owners * count + shares.places) % count,
+            fractions=shares.fractions,
             classes=np.array([plan.classes[name] for name in self._names], np.int64),
         )
 
     def _adopt(self, fleet: Fleet, plan: PlacementPlan, demand: dict[int, float]) -> Fleet:
         before, self.plan = self.plan, plan
-        instances, in_host = fleet.batches.instances, fleet.caches.entries["in_host"]
-        ranges = zip(instances["moves_next"].tolist(), instances["moves_end"].tolist(), strict=True)
-        moving = {adapter for start, end in ranges for adapter in fleet.moves[start:end].tolist()}
-        new = self._arrays(plan)
-        starts, numbers, fractions = (values.tolist() for values in (new.starts, new.instances, new.fractions))
-        kept = []
-        wanted: list[list[tuple[float, int]]] = [[] for _ in self._names]
-        for adapter, name in enumerate(self._adapters):
-            if before and before.shares.get(name) == plan.shares[name] and adapter not in moving:
-                continue  # unchanged, and already on its instances
-            for at in range(starts[adapter], starts[adapter + 1]):
-                number = numbers[at]
-                if in_host[adapter, number]:
-                    kept.append((adapter, number))
-                else:
-                    wanted[number].append((-fractions[at] * demand.get(adapter, 0.0), adapter))
-        events.add_adapters(fleet.caches, *np.array(kept, np.int64).reshape(-1, 2).T.copy())
-        moves = [[adapter for _, adapter in sorted(one)] for one in wanted]
-        ends = np.cumsum([len(one) for one in moves])
+        instances, shares = fleet.batches.instances, plan.shares
+        unchanged = before.shares.equal_rows(shares) if before else np.zeros(len(shares), np.bool_)
+        for start, end in zip(instances["moves_next"].tolist(), instances["moves_end"].tolist(), strict=True):
+            unchanged[fleet.moves[start:end]] = False  # not yet on its instances
+        changed = ~unchanged[shares.owners]
+        owners, places, fractions = shares.owners[changed], shares.places[changed], shares.fractions[changed]
+        here = fleet.caches.entries["in_host"][owners, places]
+        events.add_adapters(fleet.caches, owners[here], places[here])
+        owners, places, fractions = owners[~here], places[~here], fractions[~here]
+        rates = np.zeros(len(shares))
+        rates[[*demand]] = [*demand.values()]
+        hot_first = np.lexsort((owners, -fractions * rates[owners], places))
+        ends = np.cumsum(np.bincount(places, minlength=len(instances)))
         instances["moves_next"], instances["moves_end"] = np.concatenate([[0], ends[:-1]]), ends
+        new = self._arrays(plan)
         self._remove_unplanned(fleet, new)
-        return fleet._replace(plan=new, moves=np.array([adapter for one in moves for adapter in one], np.int64))
+        return fleet._replace(plan=new, moves=owners[hot_first])
 
     def _remove_unplanned(self, fleet: Fleet, plan: Plan) -> None:
         """Removes adapters from instances that the plan does not name, where all that it names have them."""
         entries = fleet.caches.entries
         planned = np.zeros(entries.shape, np.bool_)
         planned[np.repeat(np.arange(len(entries)), np.diff(plan.starts)), plan.instances] = True
-        in_place = (entries["in_host"] | ~planned).all(axis=1)
-        adapters, numbers = np.nonzero(entries["in_host"] & ~planned & in_place[:, None])
+        in_host = np.ascontiguousarray(entries["in_host"])
+        in_place = (in_host | ~planned).all(axis=1, keepdims=True)
+        adapters, numbers = np.nonzero(in_host & ~planned & in_place)
         order = np.lexsort((entries["host_order"][adapters, numbers], numbers))
         events.remove_adapters(fleet.caches, adapters[order], numbers[order])

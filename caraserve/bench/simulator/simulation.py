@@ -127,7 +127,8 @@ class Simulation:
         caches = make_caches(batches.machines, batches.instances, adapter_bytes)
         self.fleet = make_fleet(self._numbers(), batches, caches)
         self.names = [f"i{number:03}" for number in range(len(setting.machines))]
-        self.adapters = [f"adapter-{number:05}" for number in range(len(workload.ranks))]
+        width = max(5, len(str(len(workload.ranks))))  # in plans adapters are in order of their names
+        self.adapters = [f"adapter-{number:0{width}}" for number in range(len(workload.ranks))]
         self.planner = SimPlanner(setting, workload, self.names, self.adapters)
         self._rng = _generator(setting.seed)
 

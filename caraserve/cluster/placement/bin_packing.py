@@ -7,16 +7,18 @@ The third adds copies and levels the load among them.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import NamedTuple
 
-from caraserve.cluster.placement.cold_adapters import ColdAdapters, Places, ServerLoad
-from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Share, mixed, word
+import numpy as np
 
-_NAME = attrgetter("name")
-_LEVEL_NAME = attrgetter("level", "server.name")
+from caraserve.cluster.placement.cold_adapters import AdapterTable, ColdAdapters, Places, ServerLoad
+from caraserve.cluster.placement.plan import PlacementPlan, mixed, word
+from caraserve.cluster.placement.shares import Integers, Shares
+
+_LEVEL_PLACE = attrgetter("level", "place")
 _LEAST = 0.01
 
 
@@ -37,7 +39,7 @@ class PlacementOptions:
 class _Piece(NamedTuple):
     """A part of an adapter's load for one class."""
 
-    adapter: AdapterDemand
+    adapter: int
     fraction: float
     rank: int
     is_home: bool  # the class where its first copy belongs
@@ -49,132 +51,136 @@ class Packing:
     """Builds a plan: places adapters on the instances, and returns the result with `plan`."""
 
     def __init__(
-        self,
-        nodes: Sequence[ServerLoad],
-        loads: Mapping[str, float],
-        previous: PlacementPlan | None,
-        options: PlacementOptions,
+        self, nodes: Sequence[ServerLoad], table: AdapterTable, previous: Shares, options: PlacementOptions
     ) -> None:
-        self._nodes, self._loads, self._previous, self._options = nodes, loads, previous, options
-        self._by_name = {node.server.name: node for node in nodes}
+        """`nodes`: in order of their names. `previous`: shares of the table's adapters on these instances, which are
+        kept if possible."""
+        self._nodes, self._table, self._previous, self._options = nodes, table, previous, options
         self._classes: dict[int, list[ServerLoad]] = {}
         for node in nodes:
             self._classes.setdefault(node.rank, []).append(node)
         self._orders: dict[int, list[int]] = {}
-        self._target = math.fsum(loads.values()) / math.fsum(node.server.speed for node in nodes)
+        self._loads, self._ranks = table.loads.tolist(), table.ranks.tolist()
+        self._num_bytes = table.num_bytes.tolist()
+        self._target = math.fsum(self._loads) / math.fsum(node.server.speed for node in nodes)
         self._limit = self._target * options.stay
-        self._parts: dict[str, dict[str, float]] = {}  # adapter → instance → fraction
-        self._even: dict[str, tuple[Share, ...]] = {}  # of adapters without demand
-        self._adopted: list[str] = []
-        self._placed: list[AdapterDemand] = []
+        self._parts: dict[int, dict[int, float]] = {}  # adapter → instance → fraction
+        self._tails: list[ColdAdapters] = []  # adapters whose shares are equal
+        self._adopted = False
         self._overfull: set[str] = set()
 
-    def adopt(self, adapters: Iterable[AdapterDemand]) -> None:
-        """Keeps the previous plan's shares of those of these adapters that it has."""
-        before = self._previous.shares if self._previous else {}
-        for adapter in adapters:
-            if adapter.name in before:
-                self._adopted.append(adapter.name)
-                self._placed.append(adapter)
-                load = self._loads[adapter.name]
-                for share in before[adapter.name]:
-                    node = self._by_name[share.instance]
-                    node.num_bytes += adapter.num_bytes
-                    node.load += share.fraction * load
-        for node in self._nodes:
-            node.level = node.load / node.server.speed
+    def adopt(self) -> None:
+        """Keeps the previous shares."""
+        before, count = self._previous, len(self._nodes)
+        loads = np.bincount(before.places, before.fractions * self._table.loads[before.owners], count)
+        sizes = np.bincount(before.places, self._table.num_bytes[before.owners], count)  # exact up to 9 PB
+        for node, load, num_bytes in zip(self._nodes, loads.tolist(), sizes.tolist(), strict=True):
+            node.load, node.level, node.num_bytes = load, load / node.server.speed, int(num_bytes)
         self._overfull |= {node.server.name for node in self._nodes if node.num_bytes > node.server.capacity_bytes}
+        self._adopted = True
 
-    def fill(self, adapters: Iterable[AdapterDemand]) -> None:
-        """Places these adapters, beside those that have been placed already."""
-        by_name = sorted(adapters, key=_NAME)
-        asked = sorted((one for one in by_name if self._loads[one.name] > 0), key=lambda one: -self._loads[one.name])
-        unasked = [one for one in by_name if not self._loads[one.name] > 0]
-        self._placed += asked + unasked
-        pieces, tails = self._pieces(asked), self._tails(unasked)
-        homes: dict[str, ServerLoad] = {}
+    def fill(self, adapters: Integers) -> None:
+        """Places these adapters, given in order of their names, beside those that have been placed already."""
+        loads = self._table.loads[adapters]
+        asked = adapters[np.argsort(-loads, kind="stable")][: np.count_nonzero(loads > 0)].tolist()
+        unasked = adapters[~(loads > 0)]
+        pieces, tails = self._pieces(asked), self._cold(unasked)
+        homes: dict[int, ServerLoad] = {}
         self._settle(pieces, homes)
         together = _taken(tails, [tail.homes(self._limit) for tail in tails])
         if not together:
-            self._settle(self._pieces(unasked), homes)
+            self._settle(self._pieces(unasked.tolist()), homes)
         for piece in pieces:
-            self._spread(piece, homes[piece.adapter.name])
+            self._spread(piece, homes[piece.adapter])
         if together and _taken(tails, [tail.copies(self._limit, self._options.copies) for tail in tails]):
-            self._even.update(pair for tail in tails for pair in tail.shares())
+            self._tails += tails
             return
         if together:
-            homes.update(pair for tail in tails for pair in tail.home_nodes())
-        for piece in self._pieces(unasked):
-            self._spread(piece, homes[piece.adapter.name])
+            for tail in tails:
+                homes |= tail.homes_one_by_one()
+        for piece in self._pieces(unasked.tolist()):
+            self._spread(piece, homes[piece.adapter])
 
-    def _tails(self, unasked: Iterable[AdapterDemand]) -> list[ColdAdapters]:
+    def _cold(self, unasked: Integers) -> list[ColdAdapters]:
         """Groups adapters without demand by the class whose instances shall hold them."""
-        classes: dict[int, list[AdapterDemand]] = {}
-        for adapter in unasked:
-            classes.setdefault(self._order(adapter.rank)[0], []).append(adapter)
-        before = self._previous.shares if self._previous else {}
-        return [ColdAdapters(adapters, self._classes[rank], before) for rank, adapters in classes.items()]
+        ranks = self._table.ranks[unasked]
+        classes: dict[int, list[int]] = {}
+        for rank in np.unique(ranks).tolist():
+            classes.setdefault(self._order(rank)[0], []).append(rank)
+        return [
+            ColdAdapters(unasked[np.isin(ranks, of)], self._table, self._classes[rank], self._previous)
+            for rank, of in classes.items()
+        ]
 
-    def _settle(self, pieces: Iterable[_Piece], homes: dict[str, ServerLoad]) -> None:
+    def _settle(self, pieces: Iterable[_Piece], homes: dict[int, ServerLoad]) -> None:
         for piece in pieces:
             if piece.is_home:
-                homes[piece.adapter.name] = home = self._home(piece)
-                home.take(piece.adapter, piece.load)
+                homes[piece.adapter] = home = self._home(piece)
+                home.take(piece.adapter, self._num_bytes[piece.adapter], piece.load)
 
-    def plan(self, epoch: int) -> PlacementPlan:
-        """Returns the plan of an epoch with all adapters that have been placed."""
-        shares = {name: self._previous.shares[name] for name in self._adopted} if self._previous else {}
-        for name, parts in self._parts.items():
-            total = math.fsum(parts.values())
-            ordered = sorted(parts.items(), key=lambda part: (-part[1], part[0]))
-            shares[name] = tuple(Share(instance, fraction / total) for instance, fraction in ordered)
-        shares |= self._even
+    def plan(self, epoch: int, before: PlacementPlan | None) -> PlacementPlan:
+        """Returns the plan of an epoch with all adapters that have been placed. `before`: the previous plan."""
+        table, shares = self._table, self._shares()
         classes = {node.server.name: node.rank for node in self._nodes}
         peak = max(node.level for node in self._nodes) / self._target if self._target > 0 else 1.0
         # Without any load, adapters are weighed by their bytes, as when instances are divided among ranks.
-        weights = [(one, self._loads[one.name] if self._target > 0 else one.num_bytes) for one in self._placed]
-        strange = math.fsum(
-            weight * share.fraction
-            for one, weight in weights
-            if weight  # most adapters have none
-            for share in shares[one.name]
-            if classes[share.instance] != one.rank
-        )
-        strange /= math.fsum(weight for _, weight in weights) or 1.0
+        weights = table.loads if self._target > 0 else table.num_bytes
+        away = np.array([*classes.values()])[shares.places] != table.ranks[shares.owners]
+        strange = math.fsum((weights[shares.owners] * shares.fractions)[away].tolist())
+        strange /= math.fsum(weights.tolist()) or 1.0
         overfull = tuple(sorted(self._overfull))
-        before = self._previous
         if before and (shares, classes) == (before.shares, before.classes):  # comparing is faster than a digest
             return replace(before, epoch=epoch, peak=peak, strange=strange, overfull=overfull)
         return PlacementPlan.made(epoch, shares, classes, peak, strange, overfull)
 
+    def _shares(self) -> Shares:
+        """Returns the shares of all adapters that have been placed."""
+        parts = [(self._previous.owners, self._previous.places, self._previous.fractions)] if self._adopted else []
+        for tail in self._tails:
+            on = tail.instances()
+            fraction = 1.0 / on.shape[1]
+            fraction /= math.fsum([fraction] * on.shape[1])
+            parts.append((np.repeat(tail.adapters, on.shape[1]), on.ravel(), np.full(on.size, fraction)))
+        rows = []
+        for adapter, fractions in self._parts.items():
+            total = math.fsum(fractions.values())
+            ordered = sorted(fractions.items(), key=lambda part: (-part[1], part[0]))
+            rows += [(adapter, place, fraction / total) for place, fraction in ordered]
+        apart = np.array(rows).reshape(-1, 3)  # indices are exact in float64
+        parts.append((apart[:, 0].astype(np.int64), apart[:, 1].astype(np.int64), apart[:, 2]))
+        owners, places, shares = (np.concatenate(column) for column in zip(*parts, strict=True))
+        order = np.argsort(owners, kind="stable")
+        names, instances = self._table.names, [node.server.name for node in self._nodes]
+        return Shares(names, instances, np.bincount(owners, minlength=len(names)), places[order], shares[order])
+
     # --- step 4: what a class cannot carry ---
 
-    def _pieces(self, ordered: Sequence[AdapterDemand]) -> list[_Piece]:
+    def _pieces(self, ordered: Sequence[int]) -> list[_Piece]:
         """Divides every adapter's load among the classes. The adapters come in order of load, largest first."""
         room = {
             rank: math.fsum(node.server.speed * self._target - node.load for node in nodes)
             for rank, nodes in self._classes.items()
         }
         excess: dict[int, float] = {}  # by rank of adapters
-        for rank in {adapter.rank for adapter in ordered}:
-            wanted = math.fsum(self._loads[adapter.name] for adapter in ordered if adapter.rank == rank)
+        for rank in {self._ranks[adapter] for adapter in ordered}:
+            wanted = math.fsum(self._loads[adapter] for adapter in ordered if self._ranks[adapter] == rank)
             borne = (self._options.rounding - 1) * self._target * len(self._classes.get(rank, ()))
             excess[rank] = max(0.0, wanted - max(0.0, room.get(rank, 0.0) + borne))
             room[rank] = room.get(rank, 0.0) - wanted + excess[rank]
         pieces = []
         for adapter in ordered:
-            load, stays = self._loads[adapter.name], 1.0
-            own = adapter.rank in self._classes
-            order = self._order(adapter.rank)
+            load, own_rank, stays = self._loads[adapter], self._ranks[adapter], 1.0
+            own = own_rank in self._classes
+            order = self._order(own_rank)
             # At most half of an adapter's load leaves its own class, so that the copies there stay in use.
-            gives = min(load / 2 if own else load, excess[adapter.rank])
+            gives = min(load / 2 if own else load, excess[own_rank])
             if gives == 0:  # true for most adapters
                 pieces.append(self._piece(adapter, stays, order[0], is_home=True))
                 continue
-            excess[adapter.rank] -= gives
+            excess[own_rank] -= gives
             found: list[tuple[int, float]] = []
             for rank in order:
-                taken = min(gives, room[rank]) if rank != adapter.rank else 0.0
+                taken = min(gives, room[rank]) if rank != own_rank else 0.0
                 if taken > _LEAST * min(load, self._target):  # less does not justify the bytes of a copy
                     found.append((rank, taken / load))
                     room[rank] -= taken
@@ -186,8 +192,8 @@ class Packing:
             pieces += [self._piece(adapter, part, rank, is_home=rank == home) for rank, part in fractions.items()]
         return pieces
 
-    def _piece(self, adapter: AdapterDemand, fraction: float, rank: int, *, is_home: bool) -> _Piece:
-        load, options = self._loads[adapter.name] * fraction, self._options
+    def _piece(self, adapter: int, fraction: float, rank: int, *, is_home: bool) -> _Piece:
+        load, options = self._loads[adapter] * fraction, self._options
         copies = options.copies if is_home else 1
         if load > 0:
             pieces = load / self._target
@@ -204,7 +210,7 @@ class Packing:
     # --- step 3: one home for each ---
 
     def _home(self, piece: _Piece) -> ServerLoad:
-        order = self._order(piece.adapter.rank)
+        order = self._order(self._ranks[piece.adapter])
         for rank in dict.fromkeys((piece.rank, *order)):
             if best := self._best(piece, rank, 1):
                 return best[0]
@@ -217,11 +223,12 @@ class Packing:
     def _best(self, piece: _Piece, rank: int, count: int) -> list[ServerLoad]:
         """Returns up to `count` nodes of a class with room for an adapter: first those that had it, while the target
         allows it, then the least loaded; for an adapter without load, in its own order by hash."""
-        found = [node for node in self._kept(piece, rank) if node.fits(piece.adapter)][:count]
+        adapter, num_bytes = piece.adapter, self._num_bytes[piece.adapter]
+        found = [node for node in self._kept(piece, rank) if node.fits(adapter, num_bytes)][:count]
         if len(found) == count:  # the usual case from the second plan on
             return found
         for node in self._in_order(piece, self._classes[rank]):
-            if node not in found and node.fits(piece.adapter):
+            if node not in found and node.fits(adapter, num_bytes):
                 found.append(node)
                 if len(found) == count:
                     break
@@ -229,17 +236,16 @@ class Packing:
 
     def _kept(self, piece: _Piece, rank: int) -> list[ServerLoad]:
         """Returns the nodes of a class that had an adapter and would stay below the limit with it."""
-        shares = self._previous.shares.get(piece.adapter.name, ()) if self._previous else ()
         load, limit = piece.load / piece.copies, self._limit
-        nodes = [self._by_name[share.instance] for share in shares if share.instance in self._by_name]
+        nodes = [self._nodes[place] for place in self._previous.places_of(piece.adapter)]
         return self._in_order(piece, [n for n in nodes if n.rank == rank and n.level + load / n.server.speed <= limit])
 
     def _in_order(self, piece: _Piece, nodes: list[ServerLoad]) -> list[ServerLoad]:
         if len(nodes) < 2:
             return nodes
         if piece.load > 0:
-            return sorted(nodes, key=_LEVEL_NAME)
-        point = word(piece.adapter.name)
+            return sorted(nodes, key=_LEVEL_PLACE)
+        point = word(self._table.names[piece.adapter])
         scores = {mixed(point, node.point): node for node in nodes}  # distinct, as the points are
         return [scores[score] for score in sorted(scores, reverse=True)]
 
@@ -247,10 +253,10 @@ class Packing:
 
     def _spread(self, piece: _Piece, home: ServerLoad) -> None:
         """Divides a piece of an adapter's load among copies in its class, so that utilisations become equal."""
-        adapter, load, copies = piece.adapter, self._loads[piece.adapter.name], piece.copies
+        adapter, load, copies = piece.adapter, self._loads[piece.adapter], piece.copies
         nodes = []
         if piece.is_home:
-            home.take(adapter, -piece.load)
+            home.take(adapter, self._num_bytes[adapter], -piece.load)
             nodes.append(home)
         nodes += [node for node in self._best(piece, piece.rank, copies) if node is not home]
         nodes = nodes[:copies] or [home]
@@ -264,10 +270,10 @@ class Packing:
         for node, fraction in zip(nodes, fractions, strict=True):
             self._put(adapter, node, fraction)
 
-    def _put(self, adapter: AdapterDemand, node: ServerLoad, fraction: float) -> None:
-        node.take(adapter, fraction * self._loads[adapter.name])
-        parts = self._parts.setdefault(adapter.name, {})
-        parts[node.server.name] = parts.get(node.server.name, 0.0) + fraction
+    def _put(self, adapter: int, node: ServerLoad, fraction: float) -> None:
+        node.take(adapter, self._num_bytes[adapter], fraction * self._loads[adapter])
+        parts = self._parts.setdefault(adapter, {})
+        parts[node.place] = parts.get(node.place, 0.0) + fraction
 
 
 def _levelled(nodes: Sequence[tuple[float, float]], amount: float) -> list[float]:

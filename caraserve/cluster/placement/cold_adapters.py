@@ -5,17 +5,27 @@ for all, these choices do not depend on one another, so NumPy arrays make them a
 `bin_packing.py` places the adapters one by one.
 """
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from caraserve.cluster.placement.plan import AdapterDemand, Server, Share, mixed, words
+from caraserve.cluster.placement.plan import Server, mixed, words
+from caraserve.cluster.placement.shares import Floats, Integers, Shares
 
 Places = np.ndarray[Any, np.dtype[np.integer[Any]]]
 """Instances of adapters, by index: a row for each adapter, its home first."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterTable:
+    """What a plan is made for: adapters in order of their names. An adapter's index here stands for it."""
+
+    names: list[str]
+    ranks: Integers  # by which instances are divided
+    num_bytes: Integers
+    loads: Floats  # in units of servers: tokens/s over the operating point
 
 
 @dataclass(slots=True, eq=False)
@@ -23,22 +33,23 @@ class ServerLoad:
     """A server and what has been placed on it so far."""
 
     server: Server
+    place: int  # its index in the order of names
     point: int  # the hash of its name, for rendezvous hashing
     rank: int
     load: float = 0.0
     level: float = 0.0  # its utilisation: load over speed
     num_bytes: int = 0
-    adapters: set[str] = field(default_factory=set)
+    adapters: set[int] = field(default_factory=set)  # those placed one by one
 
-    def fits(self, adapter: AdapterDemand) -> bool:
+    def fits(self, adapter: int, num_bytes: int) -> bool:
         """Whether the server has the adapter, or enough bytes left for it."""
-        return adapter.name in self.adapters or self.num_bytes + adapter.num_bytes <= self.server.capacity_bytes
+        return adapter in self.adapters or self.num_bytes + num_bytes <= self.server.capacity_bytes
 
-    def take(self, adapter: AdapterDemand, load: float) -> None:
+    def take(self, adapter: int, num_bytes: int, load: float) -> None:
         """Adds load of the adapter to the server, and the adapter's bytes the first time."""
-        if adapter.name not in self.adapters:
-            self.adapters.add(adapter.name)
-            self.num_bytes += adapter.num_bytes
+        if adapter not in self.adapters:
+            self.adapters.add(adapter)
+            self.num_bytes += num_bytes
         self.load += load
         self.level = self.load / self.server.speed
 
@@ -46,23 +57,22 @@ class ServerLoad:
 class ColdAdapters:
     """Adapters without demand that belong on the instances of one class, which are in order of their names."""
 
-    def __init__(
-        self, adapters: Sequence[AdapterDemand], nodes: Sequence[ServerLoad], previous: Mapping[str, Sequence[Share]]
-    ) -> None:
-        self._adapters, self._nodes = adapters, nodes
-        self._sizes = np.array([adapter.num_bytes for adapter in adapters], np.int64)
+    def __init__(self, adapters: Integers, table: AdapterTable, nodes: Sequence[ServerLoad], previous: Shares) -> None:
+        """`adapters`: indices into the table. `previous`: shares of the table's adapters; its instances are those that
+        `ServerLoad.place` numbers."""
+        self.adapters, self._nodes = adapters, nodes
+        self._sizes = table.num_bytes[adapters]
         points = np.array([node.point for node in nodes], np.uint64)
-        scores = mixed(words(adapter.name for adapter in adapters)[:, None], points[None, :])
+        scores = mixed(words(table.names[adapter] for adapter in adapters.tolist())[:, None], points[None, :])
         self._by_score = np.argsort(scores, axis=1)[:, ::-1].astype(np.uint16)  # there may be millions of pairs
-        columns = {node.server.name: column for column, node in enumerate(nodes)}
-        had = [
-            row * len(nodes) + columns[share.instance]
-            for row, adapter in enumerate(adapters)
-            for share in previous.get(adapter.name, ())
-            if share.instance in columns
-        ]
+        columns = np.full(len(previous.instances), -1)
+        columns[[node.place for node in nodes]] = np.arange(len(nodes))
+        rows = np.full(len(table.names), -1)
+        rows[adapters] = np.arange(len(adapters))
+        had = rows[previous.owners], columns[previous.places]
+        here = (had[0] >= 0) & (had[1] >= 0)
         self._had = np.zeros(scores.shape, np.bool_)
-        self._had.reshape(-1)[had] = True
+        self._had[had[0][here], had[1][here]] = True
         self.places: Places = np.empty((len(adapters), 0), np.intp)  # as far as they are taken
 
     def homes(self, limit: float) -> Places:
@@ -84,39 +94,32 @@ class ColdAdapters:
         low = np.array([node.level <= limit for node in self._nodes])
         return np.take_along_axis(self._had & low, self._by_score, axis=1)
 
-    def fit(self, places: Places) -> bool:
-        """Whether every instance has bytes for these places. The first columns are the places claimed already."""
+    def _added_bytes(self, places: Places) -> list[int]:
+        """Returns the bytes that these places add to each instance. Their first columns are those claimed already."""
         new = places[:, self.places.shape[1] :]
         sizes = np.broadcast_to(self._sizes[:, None], new.shape)
         added = np.bincount(new.ravel(), sizes.ravel(), len(self._nodes))  # float64: exact up to 9 PB
-        return all(
-            node.num_bytes + more <= node.server.capacity_bytes
-            for node, more in zip(self._nodes, added.tolist(), strict=True)
-        )
+        return [int(one) for one in added.tolist()]
+
+    def fit(self, places: Places) -> bool:
+        """Whether every instance has bytes for these places."""
+        pairs = zip(self._nodes, self._added_bytes(places), strict=True)
+        return all(node.num_bytes + more <= node.server.capacity_bytes for node, more in pairs)
 
     def take(self, places: Places) -> None:
         """Claims these places and adds the adapters' bytes to the instances."""
-        new = places[:, self.places.shape[1] :]
-        for column, node in enumerate(self._nodes):
-            rows = np.flatnonzero((new == column).any(axis=1))
-            node.num_bytes += int(self._sizes[rows].sum())
-            node.adapters.update(self._adapters[row].name for row in rows.tolist())
+        for node, more in zip(self._nodes, self._added_bytes(places), strict=True):
+            node.num_bytes += more
         self.places = places
 
-    def home_nodes(self) -> Iterator[tuple[str, ServerLoad]]:
-        """Yields every adapter's name and home."""
-        for adapter, at in zip(self._adapters, self.places[:, 0].tolist(), strict=True):
-            yield adapter.name, self._nodes[at]
+    def homes_one_by_one(self) -> dict[int, ServerLoad]:
+        """Returns the home of each adapter, for placing the copies one by one."""
+        homes = {}
+        for adapter, at in zip(self.adapters.tolist(), self.places[:, 0].tolist(), strict=True):
+            homes[adapter] = node = self._nodes[at]
+            node.adapters.add(adapter)
+        return homes
 
-    def shares(self) -> Iterator[tuple[str, tuple[Share, ...]]]:
-        """Yields every adapter's name and its shares, which are equal."""
-        names, count = [node.server.name for node in self._nodes], self.places.shape[1]
-        fraction = 1.0 / count
-        fraction /= math.fsum([fraction] * count)
-        made: dict[tuple[int, ...], tuple[Share, ...]] = {}  # few sets of instances for many adapters
-        for adapter, row in zip(self._adapters, np.sort(self.places, axis=1).tolist(), strict=True):
-            places = tuple(row)
-            shares = made.get(places)
-            if shares is None:
-                shares = made[places] = tuple(Share(names[at], fraction) for at in places)
-            yield adapter.name, shares
+    def instances(self) -> Integers:
+        """Returns the instances of each adapter, `[adapters, copies]`, ascending, by `ServerLoad.place`."""
+        return np.array([node.place for node in self._nodes])[np.sort(self.places, axis=1)]

@@ -23,9 +23,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
+import numpy as np
+
 from caraserve.cluster.placement.bin_packing import Packing, PlacementOptions
-from caraserve.cluster.placement.cold_adapters import ServerLoad
+from caraserve.cluster.placement.cold_adapters import AdapterTable, ServerLoad
 from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server, contiguous_plan, random_plan, word
+from caraserve.cluster.placement.shares import Shares
 
 
 def place(
@@ -35,9 +38,12 @@ def place(
     epoch: int,
     previous: PlacementPlan | None = None,
     options: PlacementOptions | None = None,
+    *,
+    one_class: bool = False,
 ) -> PlacementPlan:
-    """Makes the plan of an epoch. `operating_points`: rank → tokens/s of one server within the SLO. The order of
-    adapters and servers does not matter. Raises ValueError without servers, or for a rank without an operating point.
+    """Makes the plan of an epoch. `operating_points`: rank → tokens/s of one server within the SLO. `one_class`: counts
+    all demand as of the largest rank. The order of adapters and servers does not matter. Raises ValueError without
+    servers, or for a rank without an operating point.
     """
     options = options or PlacementOptions()
     known = sorted(adapters, key=attrgetter("name"))  # sums of floats depend on their order
@@ -46,14 +52,14 @@ def place(
         raise ValueError("no instance to place adapters on")
     if missing := {adapter.rank for adapter in known} - operating_points.keys():
         raise ValueError(f"no operating point for rank {min(missing)}")
-    loads = {adapter.name: adapter.tokens_per_s / operating_points[adapter.rank] for adapter in known}
-    kept = _kept(known, machines, loads, previous, options) if previous else None
+    table, names = _table(known, operating_points, one_class), [machine.name for machine in machines]
+    shares = (previous.shares if previous else Shares.of({})).among(table.names, names)
+    kept = _kept(table, machines, shares, previous, options) if previous else None
     if kept and previous and _as_good(kept, previous, options):
         return replace(kept, epoch=epoch, peak=previous.peak, strange=previous.strange)
-    ranks = _divided(known, machines, loads, previous)
-    packing = Packing([ServerLoad(m, word(m.name), ranks[m.name]) for m in machines], loads, previous, options)
-    packing.fill(known)
-    plan = packing.plan(epoch)
+    packing = Packing(_loaded(machines, _divided(table, machines, previous)), table, shares, options)
+    packing.fill(np.arange(len(known)))
+    plan = packing.plan(epoch, previous)
     if kept and _as_good(kept, plan, options):
         return replace(kept, epoch=epoch)  # a new plan would be no better: its present measures are the new promise
     return plan
@@ -64,10 +70,26 @@ def _as_good(plan: PlacementPlan, other: PlacementPlan, options: PlacementOption
     return level and plan.strange <= other.strange + options.strangers
 
 
+def _table(adapters: Sequence[AdapterDemand], operating_points: Mapping[int, float], one_class: bool) -> AdapterTable:
+    ranks = np.array([adapter.rank for adapter in adapters], np.int64)
+    points = np.array([operating_points[adapter.rank] for adapter in adapters])
+    rates = np.array([adapter.tokens_per_s for adapter in adapters])
+    if one_class and adapters:
+        top = int(ranks.max())
+        rates = rates * operating_points[top] / points
+        ranks, points = np.full_like(ranks, top), np.full_like(points, operating_points[top])
+    num_bytes = np.array([adapter.num_bytes for adapter in adapters], np.int64)
+    return AdapterTable([adapter.name for adapter in adapters], ranks, num_bytes, rates / points)
+
+
+def _loaded(machines: Sequence[Server], ranks: Mapping[str, int]) -> list[ServerLoad]:
+    return [ServerLoad(one, place, word(one.name), ranks[one.name]) for place, one in enumerate(machines)]
+
+
 def _kept(
-    adapters: Sequence[AdapterDemand],
+    table: AdapterTable,
     machines: Sequence[Server],
-    loads: Mapping[str, float],
+    shares: Shares,
     previous: PlacementPlan,
     options: PlacementOptions,
 ) -> PlacementPlan | None:
@@ -75,11 +97,10 @@ def _kept(
     changed or bytes are short."""
     if previous.overfull or previous.classes.keys() != {machine.name for machine in machines}:
         return None
-    nodes = [ServerLoad(machine, word(machine.name), previous.classes[machine.name]) for machine in machines]
-    packing = Packing(nodes, loads, previous, options)
-    packing.adopt(adapters)
-    packing.fill([adapter for adapter in adapters if adapter.name not in previous.shares])
-    plan = packing.plan(previous.epoch)
+    packing = Packing(_loaded(machines, previous.classes), table, shares, options)
+    packing.adopt()
+    packing.fill(np.flatnonzero(shares.counts == 0))
+    plan = packing.plan(previous.epoch, previous)
     return None if plan.overfull else plan
 
 
@@ -102,20 +123,13 @@ def budgets(loads: Mapping[int, float], servers: int) -> dict[int, int]:
     return counts
 
 
-def _divided(
-    adapters: Sequence[AdapterDemand],
-    machines: Sequence[Server],
-    loads: Mapping[str, float],
-    previous: PlacementPlan | None,
-) -> dict[str, int]:
+def _divided(table: AdapterTable, machines: Sequence[Server], previous: PlacementPlan | None) -> dict[str, int]:
     """Returns instance → the rank that it is for."""
-    if not adapters:
+    if not table.names:
         return {machine.name: 0 for machine in machines}
-    idle = math.fsum(loads.values()) == 0  # then ranks are weighed by bytes
-    by_rank = dict.fromkeys((adapter.rank for adapter in adapters), 0.0)
-    for adapter in adapters:
-        by_rank[adapter.rank] += adapter.num_bytes + 1 if idle else loads[adapter.name]
-    left = budgets(by_rank, len(machines))
+    weights = table.loads if table.loads.any() else table.num_bytes + 1.0  # without demand by bytes
+    found, which = np.unique(table.ranks, return_inverse=True)
+    left = budgets(dict(zip(found.tolist(), np.bincount(which, weights).tolist(), strict=True)), len(machines))
     before = previous.classes if previous else {}
     ranks: dict[str, int] = {}
     for machine in machines:
@@ -145,21 +159,9 @@ def make_plan(
         return random_plan([*adapters], [*servers], epoch)
     if routing == "s-lora-contiguous":
         return contiguous_plan([*adapters], [*servers], epoch)
-    if routing == "auto" and not padded:
-        adapters = _of_one_class(adapters, operating_points)
     if routing in ("auto", "loraserve"):
-        return place(adapters, servers, operating_points, epoch, previous)
+        # Where ranks do not slow one another down, classes would only divide the fleet into parts that cannot share
+        # their load.
+        one_class = routing == "auto" and not padded
+        return place(adapters, servers, operating_points, epoch, previous, one_class=one_class)
     return None
-
-
-def _of_one_class(adapters: Iterable[AdapterDemand], operating_points: Mapping[int, float]) -> list[AdapterDemand]:
-    """Returns the same demand, converted to the largest rank. Where ranks do not slow one another down, classes would
-    only divide the fleet into parts that cannot share their load."""
-    known = list(adapters)
-    rank = max((adapter.rank for adapter in known), default=0)
-    return [  # `replace` would take three times as long, for all of a fleet's adapters
-        AdapterDemand(
-            one.name, rank, one.num_bytes, one.tokens_per_s * operating_points[rank] / operating_points[one.rank]
-        )
-        for one in known
-    ]

@@ -15,13 +15,15 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import orjson
 
+from caraserve.cluster.placement.shares import Share, Shares
+
 MAX_PLAN_BYTES = 64 << 20  # 40,000 adapters with two copies each take 3 MB, and half a megabyte packed
-_FORMAT = 1
+_FORMAT = 2
 _WORD = (1 << 64) - 1
 
 Words = np.ndarray[Any, np.dtype[np.uint64]]
@@ -47,20 +49,13 @@ class Server:
     speed: float = 1.0  # relative to the machine of the operating points
 
 
-class Share(NamedTuple):
-    """One instance's part of an adapter's traffic. A named tuple, because a plan has a hundred thousand of them."""
-
-    instance: str
-    fraction: float
-
-
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
     """The instances of every adapter. Of two plans the one of the later epoch is in force; of one epoch's two, the one
     with the greater digest."""
 
     epoch: int
-    shares: Mapping[str, tuple[Share, ...]]  # an adapter's fractions sum to 1; largest first
+    shares: Shares  # an adapter's fractions sum to 1; largest first
     classes: Mapping[str, int]  # instance → the rank that it is for
     peak: float = 1.0  # largest utilisation ÷ mean; `loraserve.py` keeps the plan while this and `strange` stay low
     strange: float = 0.0  # share of the load on instances for another rank
@@ -85,7 +80,8 @@ class PlacementPlan:
         overfull: tuple[str, ...] = (),
     ) -> Self:
         """Makes a plan and computes its digest."""
-        return cls(epoch, shares, classes, peak, strange, overfull, _digest(shares, classes))
+        kept = shares if isinstance(shares, Shares) else Shares.of(shares)
+        return cls(epoch, kept, classes, peak, strange, overfull, kept.digest(classes))
 
     def holds_over(self, other: "PlacementPlan | None") -> bool:
         """Whether this plan replaces the other. The answer is the same on every instance."""
@@ -93,20 +89,7 @@ class PlacementPlan:
 
     def instances(self, adapter: str) -> tuple[str, ...]:
         """Returns the names of the instances that store the adapter; none if it is not in the plan."""
-        return tuple([share.instance for share in self.shares.get(adapter, ())])
-
-
-def _digest(shares: Mapping[str, tuple[Share, ...]], classes: Mapping[str, int]) -> str:
-    texts: dict[tuple[Share, ...], str] = {}  # many adapters have the same places
-    content = []
-    for name in sorted(shares):
-        places = shares[name]
-        text = texts.get(places)
-        if text is None:
-            text = texts[places] = repr([(share.instance, share.fraction) for share in places])
-        content.append(f"({name!r}, {text})")
-    content.append(repr(sorted(classes.items())))
-    return hashlib.sha256("".join(content).encode()).hexdigest()
+        return self.shares.names(adapter)
 
 
 # --- rendezvous hashing ---
@@ -196,8 +179,8 @@ def extrapolated(previous: float | None, latest: float) -> float:
 
 
 def packed(value: Any) -> bytes:
-    """Returns a value as compressed JSON."""
-    return zlib.compress(orjson.dumps(value), 1)
+    """Returns a value, which may contain NumPy arrays, as compressed JSON."""
+    return zlib.compress(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), 1)
 
 
 def unpacked(body: bytes) -> Any:
@@ -215,41 +198,39 @@ def unpacked(body: bytes) -> Any:
 def encoded(plan: PlacementPlan) -> bytes:
     """Encodes a plan."""
     names = sorted(plan.classes)
-    at = {name: index for index, name in enumerate(names)}
-    shares = {
-        adapter: [value for share in shares for value in (at[share.instance], share.fraction)]
-        for adapter, shares in plan.shares.items()
-    }
+    shares = plan.shares.among(plan.shares.adapters, names)
     ranks = [plan.classes[name] for name in names]
-    return packed([_FORMAT, plan.epoch, plan.peak, plan.strange, list(plan.overfull), names, ranks, shares])
+    columns = (shares.adapters, shares.counts, shares.places, shares.fractions)
+    return packed([_FORMAT, plan.epoch, plan.peak, plan.strange, list(plan.overfull), names, ranks, *columns])
 
 
 def decoded(body: bytes) -> PlacementPlan:
     """Decodes a plan. Raises ValueError for other bytes: another version of this program may have written them."""
     try:
-        written, epoch, peak, strange, overfull, names, ranks, listed = unpacked(body)
+        written, epoch, peak, strange, overfull, names, ranks, *columns = unpacked(body)
         if written != _FORMAT or type(epoch) is not int or epoch < 0 or len(set(names)) != len(names):
             raise ValueError("it is of another version")
-        if not all(type(rank) is int for rank in ranks) or not all(isinstance(one, str) for one in (*names, *overfull)):
+        if {*map(type, ranks)} - {int} or {*map(type, (*names, *overfull))} - {str}:
             raise ValueError("it is no plan")
-        shares = {adapter: _shares(parts, names) for adapter, parts in listed.items()}
         classes = dict(zip(names, ranks, strict=True))
+        shares = _shares(names, *columns)
         return PlacementPlan.made(epoch, shares, classes, _real(peak), _real(strange), tuple(overfull))
     except (TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"it is no plan: {error}") from None
 
 
-def _shares(parts: list[Any], names: list[str]) -> tuple[Share, ...]:
-    shares = tuple(Share(names[_index(at)], _real(part)) for at, part in zip(parts[::2], parts[1::2], strict=True))
-    if not shares or any(not 0 <= share.fraction <= 1 for share in shares):
-        raise ValueError("its fractions are none")
-    return shares
-
-
-def _index(value: Any) -> int:
-    if type(value) is not int or value < 0:
+def _shares(names: list[str], adapters: Any, counts: Any, places: Any, fractions: Any) -> Shares:
+    if {*map(type, adapters)} - {str} or sorted({*adapters}) != adapters or len(counts) != len(adapters):
+        raise ValueError("its adapters are not in order")
+    if {*map(type, (*counts, *places))} - {int} or min(counts, default=1) < 1 or sum(counts) != len(places):
+        raise ValueError("its shares belong to no adapters")
+    if places and not 0 <= min(places) <= max(places) < len(names):
         raise ValueError("it names no instance")
-    return value
+    if {*map(type, fractions)} - {int, float} or len(fractions) != len(places):
+        raise ValueError("it has no number where one belongs")
+    if not 0 <= min(fractions, default=0) <= max(fractions, default=0) <= 1:
+        raise ValueError("its fractions are none")
+    return Shares(adapters, names, counts, places, fractions)
 
 
 def _real(value: Any) -> float:

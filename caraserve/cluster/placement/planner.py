@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -25,7 +25,6 @@ from caraserve.cluster.placement.plan import (
     AdapterDemand,
     PlacementPlan,
     Server,
-    Share,
     decoded,
     extrapolated,
     planners,
@@ -317,7 +316,7 @@ def _asked(
     return question(routing, epoch, adapters, servers, points, padded=models[measure].padded)
 
 
-def restricted(plan: PlacementPlan, names: Sequence[str]) -> PlacementPlan:
+def restricted(plan: PlacementPlan, names: Iterable[str]) -> PlacementPlan:
     """Returns the part of a plan for these adapters, with the digest of the whole plan."""
-    shares: dict[str, tuple[Share, ...]] = {name: plan.shares[name] for name in names if name in plan.shares}
-    return PlacementPlan(plan.epoch, shares, plan.classes, plan.peak, plan.strange, plan.overfull, plan.digest)
+    known = sorted(name for name in names if name in plan.shares)
+    return replace(plan, shares=plan.shares.among(known, plan.shares.instances))

@@ -10,6 +10,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 from caraserve.cluster.membership.node import Node
 from caraserve.cluster.placement.migration import MigrationLimits, MoveScheduler
 from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan
@@ -119,5 +121,6 @@ class Reconciler:
 
 def _part_of(plan: PlacementPlan, name: str) -> tuple[PlacementPlan, deque[str]]:
     """Returns an instance's part of a plan, and the names in it, hot ones first."""
-    mine = restricted(plan, [adapter for adapter in plan.shares if name in plan.instances(adapter)])
-    return mine, deque(sorted(mine.shares, key=lambda adapter: (-len(mine.shares[adapter]), adapter)))
+    mine = restricted(plan, plan.shares.adapters_on(name))
+    hot_first = np.argsort(-mine.shares.counts, kind="stable")
+    return mine, deque(mine.shares.adapters[row] for row in hot_first.tolist())

@@ -14,7 +14,8 @@ from caraserve.bench.simulator import refusals, routing
 from caraserve.bench.simulator.compiled import MS, entry
 from caraserve.bench.simulator.machines import Machine
 from caraserve.bench.simulator.simulation import Setting, Simulation
-from caraserve.cluster.placement.plan import PlacementPlan, Share
+from caraserve.cluster.placement.plan import PlacementPlan
+from caraserve.cluster.placement.shares import Share
 from caraserve.cluster.routing.cost import Arrival, Backlog, LinkSpeeds, Tier
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.policies import ROUTINGS, policy

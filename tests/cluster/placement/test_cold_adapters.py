@@ -1,11 +1,13 @@
 """Adapters without demand are placed by the previous plan and their order by hash, together or one by one."""
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caraserve.cluster.placement.cold_adapters import ColdAdapters, ServerLoad
+from caraserve.cluster.placement.cold_adapters import AdapterTable, ColdAdapters, ServerLoad
 from caraserve.cluster.placement.loraserve import place
-from caraserve.cluster.placement.plan import AdapterDemand, Server, Share, homes, rendezvous, word
+from caraserve.cluster.placement.plan import AdapterDemand, Server, homes, rendezvous, word
+from caraserve.cluster.placement.shares import Share, Shares
 
 POINTS = {8: 2000.0}  # tokens/s
 NAMES = [f"s{index}" for index in range(6)]
@@ -15,7 +17,16 @@ LIMIT = 1.0
 
 def nodes(levels: list[float], capacity_bytes: int = 10**6) -> list[ServerLoad]:
     fleet = zip(NAMES, levels, strict=False)
-    return [ServerLoad(Server(name, capacity_bytes), word(name), 8, level, level) for name, level in fleet]
+    return [
+        ServerLoad(Server(name, capacity_bytes), place, word(name), 8, level, level)
+        for place, (name, level) in enumerate(fleet)
+    ]
+
+
+def table() -> AdapterTable:
+    """Returns all adapters, of 10 bytes each."""
+    count, names = len(KEYS), sorted(KEYS)
+    return AdapterTable(names, np.full(count, 8), np.full(count, 10), np.zeros(count))
 
 
 def expected(key: str, before: list[str], low: set[str], fleet: list[str]) -> list[str]:
@@ -34,31 +45,31 @@ def test_previous_instances_within_the_limit_come_first_then_the_order_by_hash(
     levels: list[float], later: list[float], before: list[list[str]], count: int
 ) -> None:
     fleet = nodes(levels)
-    held = {key: [Share(name, 1.0) for name in names] for key, names in zip(KEYS, before, strict=True)}
-    tail = ColdAdapters([AdapterDemand(key, 8, 10) for key in KEYS], fleet, held)
+    names = [node.server.name for node in fleet]
+    adapters = table()
+    held = Shares.of({key: [Share(name, 1.0) for name in places] for key, places in zip(KEYS, before, strict=True)})
+    tail = ColdAdapters(np.arange(len(KEYS)), adapters, fleet, held.among(adapters.names, names))
     tail.take(tail.homes(LIMIT))
     low = {node.server.name for node in fleet if node.level <= LIMIT}
     for node, level in zip(fleet, later, strict=False):  # what is asked for has been spread
         node.level = level
     lower = {node.server.name for node in fleet if node.level <= LIMIT}
     tail.take(tail.copies(LIMIT, count))
-    found = dict(tail.shares())
-    names = [node.server.name for node in fleet]
+    found = {key: [names[at] for at in row] for key, row in zip(adapters.names, tail.instances().tolist(), strict=True)}
     for key, names_before in zip(KEYS, before, strict=True):
         home = expected(key, names_before, low, names)[0]
         others = [name for name in expected(key, names_before, lower, names) if name != home]
-        places = sorted([home, *others][:count])
-        assert found[key] == tuple(Share(name, 1 / len(places)) for name in places)
+        assert found[key] == sorted([home, *others][:count])
     for node in fleet:
-        here = {key for key, shares in found.items() if node.server.name in {share.instance for share in shares}}
-        assert node.adapters == here
-        assert node.num_bytes == 10 * len(here)
+        assert node.num_bytes == 10 * sum(node.server.name in places for places in found.values())
 
 
 def test_places_fit_exactly_up_to_the_capacity() -> None:
-    adapters = [AdapterDemand(key, 8, 10) for key in KEYS]
     for capacity, fits in ((120, True), (119, False)):
-        tail = ColdAdapters(adapters, nodes([0.0], capacity), {})
+        adapters = table()
+        tail = ColdAdapters(
+            np.arange(len(KEYS)), adapters, nodes([0.0], capacity), Shares.of({}).among(adapters.names, NAMES[:1])
+        )
         assert tail.fit(tail.homes(LIMIT)) is fits
 
 

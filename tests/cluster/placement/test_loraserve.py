@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from caraserve.cluster.placement.bin_packing import PlacementOptions
 from caraserve.cluster.placement.loraserve import budgets, place
-from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server, Share
+from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server
+from caraserve.cluster.placement.shares import Share
 
 POINTS = {8: 2000.0, 16: 1800.0, 32: 1500.0, 64: 1000.0, 128: 600.0}  # tokens/s
 ONE_COPY = PlacementOptions(copies=1)

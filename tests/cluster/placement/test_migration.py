@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caraserve.cluster.placement.migration import MigrationLimits, MoveScheduler, QueuedRequest, QueueMove, rebalanced
-from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Share
+from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan
+from caraserve.cluster.placement.shares import Share
 
 
 def wanting(count: int, num_bytes: int = 100) -> tuple[PlacementPlan, dict[str, AdapterDemand]]:

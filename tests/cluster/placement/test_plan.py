@@ -12,12 +12,12 @@ from caraserve.cluster.placement.plan import (
     AdapterDemand,
     PlacementPlan,
     Server,
-    Share,
     extrapolated,
     planners,
     random_plan,
     rendezvous,
 )
+from caraserve.cluster.placement.shares import Share
 
 
 def test_the_plan_of_the_later_epoch_or_greater_digest_is_in_force() -> None:

@@ -13,16 +13,7 @@ import pytest
 
 from caraserve.cluster.membership.auth import Keyring
 from caraserve.cluster.membership.node import Node
-from caraserve.cluster.placement.plan import (
-    AdapterDemand,
-    PlacementPlan,
-    Server,
-    Share,
-    decoded,
-    encoded,
-    packed,
-    planners,
-)
+from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server, decoded, encoded, packed, planners
 from caraserve.cluster.placement.planner import PLAN as PUBLISHED
 from caraserve.cluster.placement.planner import (
     STEP_S,
@@ -33,6 +24,7 @@ from caraserve.cluster.placement.planner import (
     expected_demand,
 )
 from caraserve.cluster.placement.planner_process import answer, ask, question
+from caraserve.cluster.placement.shares import Share, Shares
 from caraserve.cluster.routing.cost import LinkSpeeds
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.state.replicated_map import RegisteredAdapter, ReplicatedState
@@ -240,18 +232,22 @@ BAD = {
     "not packed": b"[]",
     "cut short": encoded(PLAN)[:-9],
     "a list": packed([]),
-    "another version": packed([2, 7, 1.0, 0.0, [], ["a"], [8], {}]),
-    "an instance twice": packed([1, 7, 1.0, 0.0, [], ["a", "a"], [8, 8], {}]),
-    "fewer ranks than instances": packed([1, 7, 1.0, 0.0, [], ["a"], [], {}]),
-    "nobody": packed([1, 7, 1.0, 0.0, [], ["a"], [8], {"x": [1, 1.0]}]),
-    "the last one by -1": packed([1, 7, 1.0, 0.0, [], ["a"], [8], {"x": [-1, 1.0]}]),
-    "more than all": packed([1, 7, 1.0, 0.0, [], ["a"], [8], {"x": [0, 1.5]}]),
-    "no shares": packed([1, 7, 1.0, 0.0, [], ["a"], [8], {"x": []}]),
-    "half a share": packed([1, 7, 1.0, 0.0, [], ["a"], [8], {"x": [0]}]),
-    "a text for a number": packed([1, 7, "1", 0.0, [], ["a"], [8], {}]),
-    "numbers for names": packed([1, 7, 1.0, 0.0, [], [1], [8], {}]),
-    "an early step": packed([1, -7, 1.0, 0.0, [], ["a"], [8], {}]),
-    "shares in a list": packed([1, 7, 1.0, 0.0, [], ["a"], [8], []]),
+    "another version": packed([1, 7, 1.0, 0.0, [], ["a"], [8], [], [], [], []]),
+    "an instance twice": packed([2, 7, 1.0, 0.0, [], ["a", "a"], [8, 8], [], [], [], []]),
+    "fewer ranks than instances": packed([2, 7, 1.0, 0.0, [], ["a"], [], [], [], [], []]),
+    "an unknown instance": packed([2, 7, 1.0, 0.0, [], ["a"], [8], ["x"], [1], [1], [1.0]]),
+    "the last one by -1": packed([2, 7, 1.0, 0.0, [], ["a"], [8], ["x"], [1], [-1], [1.0]]),
+    "more than all": packed([2, 7, 1.0, 0.0, [], ["a"], [8], ["x"], [1], [0], [1.5]]),
+    "no shares": packed([2, 7, 1.0, 0.0, [], ["a"], [8], ["x"], [0], [], []]),
+    "half a share": packed([2, 7, 1.0, 0.0, [], ["a"], [8], ["x"], [1], [0], []]),
+    "a share too many": packed([2, 7, 1.0, 0.0, [], ["a"], [8], ["x"], [1], [0, 0], [0.5, 0.5]]),
+    "an adapter twice": packed([2, 7, 1.0, 0.0, [], ["a"], [8], ["x", "x"], [1, 1], [0, 0], [1.0, 1.0]]),
+    "a text for a number": packed([2, 7, "1", 0.0, [], ["a"], [8], [], [], [], []]),
+    "numbers for names": packed([2, 7, 1.0, 0.0, [], [1], [8], [], [], [], []]),
+    "truth for a number": packed([2, 7, 1.0, 0.0, [], ["a"], [8], ["x"], [1], [0], [True]]),
+    "an early step": packed([2, -7, 1.0, 0.0, [], ["a"], [8], [], [], [], []]),
+    "shares by name": packed([2, 7, 1.0, 0.0, [], ["a"], [8], {"x": [0, 1.0]}]),
+    "adapters by name": packed([2, 7, 1.0, 0.0, [], ["a"], [8], {"x": 1}, [1], [0], [1.0]]),
 }
 
 
@@ -267,7 +263,7 @@ def test_a_plan_larger_than_the_limit_is_refused() -> None:
 
 
 def test_decoding_computes_the_digest_from_the_content() -> None:
-    other = replace(PLAN, shares={**PLAN.shares, "y": (Share("a", 1.0),)})
+    other = replace(PLAN, shares=Shares.of({**PLAN.shares, "y": (Share("a", 1.0),)}))
     assert decoded(encoded(other)).digest != PLAN.digest
 
 

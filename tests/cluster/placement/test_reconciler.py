@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from caraserve.cluster.placement.migration import MigrationLimits
-from caraserve.cluster.placement.plan import PlacementPlan, Share
+from caraserve.cluster.placement.plan import PlacementPlan
 from caraserve.cluster.placement.reconciler import Reconciler
+from caraserve.cluster.placement.shares import Share
 from tests.cluster.nodes import until
 from tests.cluster.pools import Member, Pools, pools
 

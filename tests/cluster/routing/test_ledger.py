@@ -5,7 +5,8 @@ from collections import Counter
 
 import pytest
 
-from caraserve.cluster.placement.plan import PlacementPlan, Share
+from caraserve.cluster.placement.plan import PlacementPlan
+from caraserve.cluster.placement.shares import Share
 from caraserve.cluster.routing.cost import Arrival, Backlog
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.policies import policy

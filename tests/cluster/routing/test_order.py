@@ -5,7 +5,8 @@ import random
 import pytest
 
 from caraserve.cluster.placement.loraserve import make_plan
-from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server, Share
+from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server
+from caraserve.cluster.placement.shares import Share
 from caraserve.cluster.routing.cost import Arrival, Backlog, Tier
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.policies import ROUTINGS, policy

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caraserve.cluster.placement.loraserve import make_plan
-from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server, Share
+from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server
+from caraserve.cluster.placement.shares import Share
 from caraserve.cluster.routing.cost import Arrival, Backlog, CostEstimate, LinkSpeeds, Tier, estimate
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.policies import ROUTINGS, policy

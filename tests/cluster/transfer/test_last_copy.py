@@ -7,7 +7,8 @@ from random import Random
 import pytest
 
 from caraserve.cluster.placement.migration import MigrationLimits, MoveScheduler
-from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Share
+from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan
+from caraserve.cluster.placement.shares import Share
 from caraserve.cluster.transfer.delete_lease import DeleteLeases
 
 NAMES = ("a", "b", "c")
