@@ -103,7 +103,9 @@ class TinyDevice:
         blocks = torch.randperm(SLOTS * per_slot, generator=torch.Generator().manual_seed(0)).to(torch.int32)
         self.state.block_table.copy_(blocks.view(SLOTS, per_slot))
         self.tables = AdapterTables(self.spec, ADAPTER_SLOTS, DEVICE)
-        capacity = Capacity(self.max_tokens, SLOTS, self.max_tokens, prefill_tile_tokens(dtype), ADAPTER_SLOTS)
+        capacity = Capacity(
+            self.max_tokens, SLOTS, self.max_tokens, prefill_tile_tokens(dtype, self.spec.head_dim), ADAPTER_SLOTS
+        )
         self.host = BatchWriter(capacity)
         self.batch = make_batch(self.spec, capacity, MAX_RANK, DEVICE)
         self.workspace = make_workspace(self.spec, dtype, capacity, MAX_RANK, MAX_CONTEXT, DEVICE)

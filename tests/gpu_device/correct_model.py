@@ -125,7 +125,7 @@ def check_attention(setup: CheckSetup, acc: Accelerator, case: int) -> float:
 
 def _check_prefill(acc: Accelerator, generator: torch.Generator, paged: _Paged, end: int, width: int) -> float:
     """Checks the last tokens of the first request as a chunk, in tiles."""
-    most = prefill_tile_tokens(acc.torch_dtype)
+    most = prefill_tile_tokens(acc.torch_dtype, paged.cache.keys.shape[3])
     count = min(end + 1, most + most // 2)
     q = acc.random(generator, count, width)
     out = torch.full_like(q, torch.nan)

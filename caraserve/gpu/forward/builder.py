@@ -190,7 +190,7 @@ def _build(
     wake: Callable[[], None],
     trace: Trace | None,
 ) -> BackendParts:
-    driver, capacities = device.driver, _capacities(weights, sizes)
+    driver, capacities = device.driver, _capacities(spec, weights, sizes)
     tables = AdapterTables(spec, sizes.adapter_slots, device.device)
     merged = MergedDeviceWeights(spec, weights, MAX_RANK) if sizes.merging else None
     memories = [_lane_memory(spec, weights, sizes, capacity, device) for capacity in capacities]
@@ -261,10 +261,10 @@ def _build(
     return parts
 
 
-def _capacities(weights: Weights, sizes: GpuSizes) -> tuple[Capacity, Capacity]:
+def _capacities(spec: ModelSpec, weights: Weights, sizes: GpuSizes) -> tuple[Capacity, Capacity]:
     """Returns the capacities of iterations and of assisted prefills. Results begin at multiples of 64 bytes in both:
     Triton compiles other variants of the kernels for other alignments."""
-    tile_tokens = prefill_tile_tokens(weights.dtype)
+    tile_tokens = prefill_tile_tokens(weights.dtype, spec.head_dim)
     outputs = align_up(sizes.max_step_tokens + sizes.num_slots, 16)  # every token scored, every row sampled
     iterations = Capacity(sizes.max_step_tokens, sizes.num_slots, outputs, tile_tokens, sizes.adapter_slots - 1)
     chunk = align_up(ASSISTED_CHUNK_TOKENS + 1, 16)

@@ -1,16 +1,19 @@
 """Attention over paged keys and values: split-KV for decoding rows, tiles of queries for prompt chunks.
 
-Keys and values of one layer are `[blocks, block tokens, kv heads, head dim]` views of the cache; all strides but the
-last are arbitrary. A slot's row of the block table lists its request's blocks in order. A query at position p sees
-positions (p - window, p].
+Keys and values of one layer are `[blocks, block tokens, kv heads, head dim]` views of the cache, both with the same
+strides; all but the last are arbitrary. A slot's row of the block table lists its request's blocks in order. A query at
+position p sees positions (p - window, p].
 
 Softmax is computed online, in base 2, over tiles of keys at aligned positions. A split covers `SPLIT_TOKENS` positions,
-whatever the context's length, and splits are merged in order. A tile or split without a visible key changes no bit, so
-a query's result does not depend on its chunk or batch.
+whatever the context's length, and splits are merged in an order that the context alone decides. A tile without a
+visible key changes no bit, and neither do masks on a tile that is seen whole, so a query's result does not depend on
+its chunk or batch.
 """
 
 import math
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -21,8 +24,10 @@ from caraserve.util.units import ceil_div
 
 NO_WINDOW = 1 << 30
 SPLIT_TOKENS = 256  # short enough that one long request fills a GPU, long enough that merging is cheap
+_MERGED_AT_ONCE = 16  # splits: a context of 32768 tokens takes 8 steps, each as long as one access to memory
 _MOST_PROGRAMS = 2048  # of `decode_kernel`, unless there are more rows; a small multiple of what runs at once on a GPU
 _LOG2_E = 1.4426950408889634
+_SMALL_SHARED_MEMORY = frozenset({86, 89, 120, 121})  # compute capabilities with 99 KiB per block; others: 163 or 227
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +35,15 @@ class PagedCache:
     """One layer's keys and values, and the block table of all requests."""
 
     keys: Tensor  # [blocks, block tokens, kv heads, head dim]
-    values: Tensor  # like `keys`
+    values: Tensor  # like `keys`, with the same strides
     block_table: Tensor  # int32 [slots, most blocks of a request]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if the strides of keys and values differ: the kernels compute a block's place once."""
+        if self.keys.stride() != self.values.stride():
+            raise ValueError(
+                f"keys have strides {self.keys.stride()} and values {self.values.stride()}; they must be the same"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,32 +79,40 @@ class DecodeScratch:
 
 
 @triton.jit
-def _attend_tile(  # type: ignore[no-untyped-def]
-    queries, position, keys, values, blocks, start, end, scale, window,
-    key_block, key_token, value_block, value_token,
+def _attend_tiles(  # type: ignore[no-untyped-def]
+    queries, position, keys, values, blocks, start, end, whole_start, whole_end, scale, window,
+    block_stride, token_stride,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Computes online softmax of queries [BM, DIM_PAD] at `position` [BM] over keys [start, end).
 
-    Returns weighted sums of values [BM, DIM_PAD], best scores and masses [BM]. `start` is a multiple of BN; `scale`
-    includes the factor log2 e.
+    Returns weighted sums of values [BM, DIM_PAD], best scores and masses [BM]. `start` is a multiple of BN; all queries
+    see all keys [whole_start, whole_end); `scale` includes the factor log2 e.
     """
+    tl.static_assert(BN % BLOCK == 0, "a tile has whole blocks")
     column, lane = tl.arange(0, DIM_PAD), tl.arange(0, BN)
     is_column = column < DIM
+    keys += lane % BLOCK * token_stride
+    values += lane % BLOCK * token_stride
+    blocks += start // BLOCK + lane // BLOCK
     best = tl.full((BM,), float("-inf"), tl.float32)
     mass = tl.zeros((BM,), tl.float32)
     total = tl.zeros((BM, DIM_PAD), tl.float32)
+    block = tl.load(blocks, mask=start + lane < end, other=0)
     for first in range(start, end, BN):
         at = first + lane
         inside = at < end
-        block = tl.load(blocks + at // BLOCK, mask=inside, other=0).to(tl.int64)
-        key_at = keys + block * key_block + at % BLOCK * key_token
-        value_at = values + block * value_block + at % BLOCK * value_token
-        key = tl.load(key_at[None, :] + column[:, None], mask=inside[None, :] & is_column[:, None], other=0.0)
-        value = tl.load(value_at[:, None] + column[None, :], mask=inside[:, None] & is_column[None, :], other=0.0)
+        place = block.to(tl.int64) * block_stride
+        # The next tile's blocks are known before this tile is computed, so that its keys and values arrive meanwhile.
+        blocks += BN // BLOCK
+        block = tl.load(blocks, mask=at + BN < end, other=0)
+        key_at, value_at = (keys + place)[None, :] + column[:, None], (values + place)[:, None] + column[None, :]
+        key = tl.load(key_at, mask=inside[None, :] & is_column[:, None], other=0.0)
+        value = tl.load(value_at, mask=inside[:, None] & is_column[None, :], other=0.0)
         scores = tl.dot(queries, key, input_precision="ieee") * scale
-        seen = (at[None, :] <= position[:, None]) & (at[None, :] > position[:, None] - window) & inside[None, :]
-        scores = tl.where(seen, scores, float("-inf"))
+        if (first < whole_start) | (first + BN > whole_end):
+            seen = (at[None, :] <= position[:, None]) & (at[None, :] > position[:, None] - window) & inside[None, :]
+            scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 1))
         shift = tl.where(higher == float("-inf"), 0.0, higher)  # no visible key yet: -inf minus -inf would be NaN
         weights = tl.exp2(scores - shift[:, None])
@@ -106,7 +126,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["splits"])  # otherwise a new context length would compile again while requests wait
 def decode_kernel(  # type: ignore[no-untyped-def]
     q, keys, values, block_table, row_token, token_slot, token_position, sums, best, mass,
-    scale, window, q_stride, table_stride, key_block, key_token, key_head, value_block, value_token, value_head, splits,
+    scale, window, q_stride, table_stride, block_stride, token_stride, head_stride, splits,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -125,10 +145,10 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         blocks = block_table + tl.load(token_slot + token).to(tl.int64) * table_stride
         places = (tl.cast(row, tl.int64) * tl.num_programs(1) * GROUP + query_head) * splits  # [BM]
         while split * SPLIT <= position:
-            total, top, weight = _attend_tile(
-                queries, tl.full((BM,), 0, tl.int32) + position, keys + head * key_head, values + head * value_head,
+            total, top, weight = _attend_tiles(
+                queries, tl.full((BM,), 0, tl.int32) + position, keys + head * head_stride, values + head * head_stride,
                 blocks, tl.maximum(split * SPLIT, low // BN * BN), tl.minimum((split + 1) * SPLIT, position + 1),
-                scale, window, key_block, key_token, value_block, value_token, DIM, DIM_PAD, BLOCK, BM, BN,
+                low, position + 1, scale, window, block_stride, token_stride, DIM, DIM_PAD, BLOCK, BM, BN,
             )  # fmt: skip
             place = places + split
             tl.store(sums + place[:, None] * DIM + column[None, :], total, mask=inside)
@@ -140,35 +160,42 @@ def decode_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["splits"])
 def merge_kernel(  # type: ignore[no-untyped-def]
     sums, best, mass, out, row_token, token_position, window, out_stride, splits,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLIT: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLIT: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """One program merges the splits of one head of a row, first to last."""
+    """One program merges the splits of one head of a row: PLACES splits at once, each with its place's earlier ones,
+    and the places last. The order depends on the row's position and window alone."""
     row, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(row_token + row).to(tl.int64)
     if token >= 0:
         position = tl.load(token_position + token)
-        column = tl.arange(0, DIM_PAD)
+        lane, column = tl.arange(0, PLACES), tl.arange(0, DIM_PAD)
         place = (tl.cast(row, tl.int64) * tl.num_programs(1) + head) * splits
-        top = tl.full((1,), float("-inf"), tl.float32)
-        weight = tl.zeros((1,), tl.float32)
-        total = tl.zeros((DIM_PAD,), tl.float32)
-        for split in range(tl.maximum(position - window + 1, 0) // SPLIT, position // SPLIT + 1):
-            split_top = tl.load(best + place + split)
+        top = tl.full((PLACES,), float("-inf"), tl.float32)
+        weight = tl.zeros((PLACES,), tl.float32)
+        total = tl.zeros((PLACES, DIM_PAD), tl.float32)
+        end = position // SPLIT + 1
+        for first in range(tl.maximum(position - window + 1, 0) // SPLIT, end, PLACES):
+            split, inside = place + first + lane, first + lane < end
+            part_at = sums + split[:, None] * DIM + column[None, :]
+            part = tl.load(part_at, mask=inside[:, None] & (column < DIM)[None, :], other=0.0)
+            split_top = tl.load(best + split, mask=inside, other=float("-inf"))
+            split_weight = tl.load(mass + split, mask=inside, other=0.0)
             higher = tl.maximum(top, split_top)
-            ours, theirs = tl.exp2(top - higher), tl.exp2(split_top - higher)
-            part = tl.load(sums + (place + split) * DIM + column, mask=column < DIM, other=0.0)
-            total = total * ours + part * theirs
-            weight = weight * ours + tl.load(mass + place + split) * theirs
+            shift = tl.where(higher == float("-inf"), 0.0, higher)  # no split at this place: -inf minus -inf is NaN
+            ours, theirs = tl.exp2(top - shift), tl.exp2(split_top - shift)
+            total = total * ours[:, None] + part * theirs[:, None]
+            weight = weight * ours + split_weight * theirs
             top = higher
-        result = (total / weight).to(out.dtype.element_ty)
-        tl.store(out + token * out_stride + head * DIM + column, result, mask=column < DIM)
+        share = tl.exp2(top - tl.max(top, 0))
+        result = tl.sum(total * share[:, None], 0) / tl.sum(weight * share, 0)
+        tl.store(out + token * out_stride + head * DIM + column, result.to(out.dtype.element_ty), mask=column < DIM)
 
 
 @triton.jit
 def prefill_kernel(  # type: ignore[no-untyped-def]
     q, keys, values, block_table, tile_first, tile_tokens, token_slot, token_position, out,
     scale, window, q_stride, out_stride, table_stride,
-    key_block, key_token, key_head, value_block, value_token, value_head,
+    block_stride, token_stride, head_stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -185,10 +212,10 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         queries = tl.load(q + place[:, None] * q_stride + head * DIM + column[None, :], mask=inside, other=0.0)
         blocks = block_table + tl.load(token_slot + first).to(tl.int64) * table_stride
         start = tl.maximum(position - window + 1, 0) // BN * BN
-        shared = head // GROUP
-        total, _, weight = _attend_tile(
-            queries, position + lane, keys + shared * key_head, values + shared * value_head,
-            blocks, start, position + tokens, scale, window, key_block, key_token, value_block, value_token,
+        end, shared = position + tokens, head // GROUP
+        total, _, weight = _attend_tiles(
+            queries, position + lane, keys + shared * head_stride, values + shared * head_stride,
+            blocks, start, end, end - window, position + 1, scale, window, block_stride, token_stride,
             DIM, DIM_PAD, BLOCK, BM, BN,
         )  # fmt: skip
         weight = tl.where(lane < tokens, weight, 1.0)  # lanes past the tile may have no visible key
@@ -196,25 +223,51 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + place[:, None] * out_stride + head * DIM + column[None, :], result, mask=inside)
 
 
-def decode_shape(dtype: torch.dtype, group: int) -> dict[str, int]:
+@cache
+def compute_capability(device: torch.device) -> int:
+    """Returns the compute capability that Triton compiles for; 9.0 is 90, which is also the answer without a GPU."""
+    try:
+        return int(triton.runtime.driver.active.get_current_target().arch)
+    except RuntimeError:  # in Triton's interpreter
+        return 90
+
+
+def decode_shape(dtype: torch.dtype, group: int, head_dim: int, capability: int) -> dict[str, Any]:
     """Returns tile sizes and launch options for decoding rows. Tensor cores need at least 16 rows."""
     rows = max(16, triton.next_power_of_2(group))
     if dtype is torch.float32:
-        return {"BM": rows, "BN": 32, "num_warps": 8, "num_stages": 2}
-    return {"BM": rows, "BN": 64, "num_warps": 4, "num_stages": 2}
+        return _float32_shape(rows, head_dim)
+    is_small = capability in _SMALL_SHARED_MEMORY or head_dim > 128
+    return _shape(rows, 32 if is_small else 64, num_warps=4, num_stages=3)
 
 
-def prefill_shape(dtype: torch.dtype) -> dict[str, int]:
-    """Returns tile sizes and launch options for prompt chunks: the largest without register spills on any
-    architecture."""
+def prefill_shape(dtype: torch.dtype, head_dim: int, capability: int) -> dict[str, Any]:
+    """Returns tile sizes and launch options for prompt chunks: the largest without register spills."""
+    rows = prefill_tile_tokens(dtype, head_dim)
     if dtype is torch.float32:
-        return {"BM": 16, "BN": 32, "num_warps": 8, "num_stages": 2}
-    return {"BM": 128, "BN": 64, "num_warps": 8, "num_stages": 2}
+        return _float32_shape(rows, head_dim)
+    is_small = capability in _SMALL_SHARED_MEMORY
+    if head_dim > 128:
+        return _shape(rows, 32, num_warps=8, num_stages=2 if is_small else 3)
+    # Before 9.0 the products' operands take registers, of which 64 keys would need more than there are.
+    return _shape(rows, 32 if is_small or capability < 90 else 64, num_warps=8, num_stages=3)
 
 
-def prefill_tile_tokens(dtype: torch.dtype) -> int:
-    """Returns the number of tokens in a tile of `attend_prefill`."""
-    return prefill_shape(dtype)["BM"]
+def prefill_tile_tokens(dtype: torch.dtype, head_dim: int) -> int:
+    """Returns the number of tokens in a tile of `attend_prefill`, on every device."""
+    if dtype is torch.float32:
+        return 16
+    return 128 if head_dim <= 128 else 64
+
+
+def _float32_shape(rows: int, head_dim: int) -> dict[str, Any]:
+    return _shape(rows, 32, num_warps=8, num_stages=3 if head_dim <= 128 else 2)
+
+
+def _shape(rows: int, keys: int, num_warps: int, num_stages: int) -> dict[str, Any]:
+    """Three stages load the next tile of keys and values while one is computed, two before. Without fusion, products
+    and sums round alike in tiles with and without masks."""
+    return {"BM": rows, "BN": keys, "num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
 
 
 def decode_programs(rows: int, kv_heads: int, splits: int) -> int:
@@ -243,13 +296,13 @@ def attend_decode(
     decode_kernel[(rows, kv_heads, decode_programs(rows, kv_heads, splits))](
         q, cache.keys, cache.values, cache.block_table, row_token, tokens.slot, tokens.position,
         scratch.sums, scratch.best, scratch.mass, _LOG2_E * dim**-0.5, window, q.stride(0), cache.block_table.stride(0),
-        *cache.keys.stride()[:3], *cache.values.stride()[:3], splits,
+        *cache.keys.stride()[:3], splits,
         GROUP=group, DIM=dim, DIM_PAD=triton.next_power_of_2(dim), BLOCK=cache.keys.shape[1], SPLIT=SPLIT_TOKENS,
-        **decode_shape(q.dtype, group),
+        **decode_shape(q.dtype, group, dim, compute_capability(q.device)),
     )  # fmt: skip
     merge_kernel[(rows, heads)](
         scratch.sums, scratch.best, scratch.mass, out, row_token, tokens.position, window, out.stride(0), splits,
-        DIM=dim, DIM_PAD=triton.next_power_of_2(dim), SPLIT=SPLIT_TOKENS, num_warps=1,
+        DIM=dim, DIM_PAD=triton.next_power_of_2(dim), SPLIT=SPLIT_TOKENS, PLACES=_MERGED_AT_ONCE, num_warps=4,
     )  # fmt: skip
 
 
@@ -272,7 +325,7 @@ def attend_prefill(
     prefill_kernel[(heads, tile_first.shape[0])](
         q, cache.keys, cache.values, cache.block_table, tile_first, tile_tokens, tokens.slot, tokens.position, out,
         _LOG2_E * dim**-0.5, window, q.stride(0), out.stride(0), cache.block_table.stride(0),
-        *cache.keys.stride()[:3], *cache.values.stride()[:3],
+        *cache.keys.stride()[:3],
         GROUP=heads // kv_heads, DIM=dim, DIM_PAD=triton.next_power_of_2(dim), BLOCK=cache.keys.shape[1],
-        **prefill_shape(q.dtype),
+        **prefill_shape(q.dtype, dim, compute_capability(q.device)),
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Compiles every Triton kernel for each kind of GPU, as its wrapper launches it for a model of 7 billion parameters.
 
 No GPU is needed: launches are recorded and compiled ahead of time. A block may have 99 KiB of shared memory on sm_86
-and sm_89, 163 on sm_80 and 227 on sm_90.
+and sm_89, 163 on sm_80 and 227 on sm_90 and sm_100.
 """
 
 import re
@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 from caraserve.gpu.driver.api import Driver, Stream
 from caraserve.gpu.forward.batch import Capacity, PassShape, make_batch
 from caraserve.gpu.forward.decoder import Decoder, issue_pass
+from caraserve.gpu.kernels import attention
 from caraserve.gpu.kernels.attention import (
     DecodeScratch,
     PagedCache,
@@ -39,7 +40,7 @@ from caraserve.gpu.memory.workspace import make_workspace
 from caraserve.gpu.weights import load
 from caraserve.model.spec import parse_spec
 
-SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227}
+SHARED_KIB = {80: 163, 86: 99, 90: 227, 100: 227}  # sm_89 has as much of everything as sm_86
 TOKENS, HIDDEN, INNER, HEADS, KV_HEADS, SLOTS, VOCAB = 64, 4096, 11008, 32, 8, 48, 32000
 TYPES = {
     torch.float32: "*fp32",
@@ -55,7 +56,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 class Launch:
     kernel: Any
     arguments: dict[str, Any]
-    options: dict[str, int]
+    options: dict[str, Any]
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -86,18 +87,26 @@ def kind(value: Any) -> str:
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+def capability() -> int:
+    """The compute capability whose launches are recorded, by default the one with the least shared memory."""
+    return 86
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch, capability: int) -> list[Launch]:
     recorded: list[Launch] = []
 
     def record(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, **named: Any) -> None:
             assert all(0 < size < 65536 for size in grid[1:])
-            options = {name: named.pop(name) for name in ("num_warps", "num_stages") if name in named}
+            names = ("num_warps", "num_stages", "enable_fp_fusion")
+            options = {name: named.pop(name) for name in names if name in named}
             recorded.append(Launch(kernel, dict(zip(kernel.arg_names, arguments, strict=False)) | named, options))
 
         return launch
 
     monkeypatch.setattr(JITFunction, "__getitem__", record)
+    monkeypatch.setattr(attention, "compute_capability", lambda device: capability)
     return recorded
 
 
@@ -116,17 +125,31 @@ def launch_lora(dtype: torch.dtype, ranks: int, *, gated: bool) -> None:
     lora_expand(y, shrunk, segments, tables, (0, HIDDEN, 2 * HIDDEN), (HIDDEN, HIDDEN, HIDDEN))
 
 
-def make_cache(dtype: torch.dtype, dim: int) -> PagedCache:
-    memory = empty(20, 2, 2, 16, KV_HEADS, dim, dtype=dtype)
+def make_cache(dtype: torch.dtype, dim: int, kv_heads: int = KV_HEADS) -> PagedCache:
+    memory = empty(20, 2, 2, 16, kv_heads, dim, dtype=dtype)
     return PagedCache(memory[:, 1, 0], memory[:, 1, 1], empty(SLOTS, 128))
 
 
-def launch_attention(dtype: torch.dtype, dim: int) -> None:
-    q, out = empty(TOKENS, (HEADS + 2 * KV_HEADS) * dim, dtype=dtype), empty(TOKENS, HEADS * dim, dtype=dtype)
-    tokens, cache = TokenTables(empty(TOKENS), empty(TOKENS)), make_cache(dtype, dim)
+def launch_attention(dtype: torch.dtype, dim: int, kv_heads: int = KV_HEADS) -> None:
+    q, out = empty(TOKENS, (HEADS + 2 * kv_heads) * dim, dtype=dtype), empty(TOKENS, HEADS * dim, dtype=dtype)
+    tokens, cache = TokenTables(empty(TOKENS), empty(TOKENS)), make_cache(dtype, dim, kv_heads)
     scratch = DecodeScratch.empty(TOKENS, HEADS, dim, 2048, torch.device("cpu"))
     attend_decode(q[:, : HEADS * dim], cache, tokens, empty(TOKENS), out, scratch)
     attend_prefill(q[:, : HEADS * dim], cache, tokens, empty(8), empty(8), out, window=4096)
+
+
+def check_attention_tiles(compiled: Any, launch: Launch) -> None:
+    """Keys and values of the next tile arrive while one is computed, and only tiles at an edge are masked."""
+    rows, keys, dim = (launch.arguments[name] for name in ("BM", "BN", "DIM_PAD"))
+    assert compiled.metadata.shared >= 2 * 2 * keys * dim * 2  # two buffers of keys and values of two bytes each
+    assert "fma.rn.f32" not in compiled.asm["ptx"]  # a sum fused with a product rounds otherwise
+    # A wait that leaves two groups of copies, the next tile's keys and values; 0 would wait for all of them.
+    assert re.search(r"cp\.async\.wait_group\s+2;", compiled.asm["ptx"])
+    loop = compiled.asm["ttgir"].rpartition("scf.for")[2]
+    mask = rf"arith\.select .*tensor<{rows}x{keys}xf32"
+    branch, _, after = loop.partition("scf.if")[2].partition("else")
+    assert re.search(mask, branch)
+    assert not re.search(mask, after)
 
 
 def launch_layers(dtype: torch.dtype) -> None:
@@ -157,7 +180,7 @@ def launch_pass(dtype: torch.dtype) -> None:
     )
     weights = load(spec, dtype, 2048, nowhere, lambda name, target: None)
     state = make_state(spec, dtype, torch.empty(1 << 30, dtype=torch.uint8, device=nowhere), SLOTS, 2048)
-    capacity = Capacity(TOKENS, SLOTS, TOKENS, prefill_tile_tokens(dtype), SLOTS)
+    capacity = Capacity(TOKENS, SLOTS, TOKENS, prefill_tile_tokens(dtype, 128), SLOTS)
     parts = make_batch(spec, capacity, 64, nowhere), AdapterTables(spec, SLOTS, nowhere)
     workspace = make_workspace(spec, dtype, capacity, 64, 2048, nowhere)
     decoder = Decoder(spec, weights, state, *parts, workspace, cast(Kernels, NoKernels()), cast(Driver, AtOnce()))
@@ -198,8 +221,8 @@ def check(recorded: list[Launch], capability: int, folder: Path) -> dict[str, An
     return compiled
 
 
-@pytest.mark.parametrize("capability", SHARED_KIB)
-def test_bf16_kernels_fit_and_do_not_spill(capability: int, launches: list[Launch], tmp_path: Path) -> None:
+@pytest.mark.parametrize("capability", [80, 86, 90])
+def test_bf16_kernels_fit_and_do_not_spill(launches: list[Launch], capability: int, tmp_path: Path) -> None:
     launch_lora(torch.bfloat16, 64, gated=True)
     launch_attention(torch.bfloat16, 128)
     if capability in (86, 90):  # the others have the registers and instructions of 86, and no less shared memory
@@ -214,14 +237,31 @@ def test_bf16_kernels_fit_and_do_not_spill(capability: int, launches: list[Launc
             r"cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x(\w+)", compiled[name].asm["ptx"]
         )
         assert set(copies) == {"10"}, name
+    for launch in launches:
+        if (name := launch.kernel.fn.__name__) in ("prefill_kernel", "decode_kernel"):
+            check_attention_tiles(compiled[name], launch)
 
 
-@pytest.mark.parametrize("dim", [64, 80, 96])
+@pytest.mark.parametrize(("dim", "kv_heads"), [(64, HEADS), (80, 8), (256, 8)])
 def test_fp16_and_other_head_sizes_fit_the_smallest_shared_memory(
-    dim: int, launches: list[Launch], tmp_path: Path
+    dim: int, kv_heads: int, launches: list[Launch], tmp_path: Path
 ) -> None:
-    launch_attention(torch.float16, dim)
-    check(launches, 86, tmp_path)
+    launch_attention(torch.float16, dim, kv_heads)
+    compiled = check(launches, 86, tmp_path)
+    check_attention_tiles(compiled["decode_kernel"], launches[0])
+    if dim <= 128:  # larger heads leave room for one tile of keys and values in a prefill
+        check_attention_tiles(compiled["prefill_kernel"], launches[2])
+
+
+@pytest.mark.parametrize(("capability", "dim", "kv_heads"), [(90, 128, HEADS), (90, 256, 8), (100, 128, 8)])
+def test_attention_of_other_groups_and_head_sizes_does_not_spill_on_large_gpus(
+    launches: list[Launch], capability: int, dim: int, kv_heads: int, tmp_path: Path
+) -> None:
+    launch_attention(torch.bfloat16, dim, kv_heads)
+    decode, _, prefill = launches
+    compiled = check([decode, prefill], capability, tmp_path)
+    check_attention_tiles(compiled["decode_kernel"], decode)
+    check_attention_tiles(compiled["prefill_kernel"], prefill)
 
 
 def test_fp32_and_high_ranks_fit_the_smallest_shared_memory(launches: list[Launch], tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def decode(q: Tensor, cache: PagedCache, tokens: TokenTables, rows: list[int], w
 
 def prefill(q: Tensor, cache: PagedCache, tokens: TokenTables, chunks: list[tuple[int, int]], window: int) -> Tensor:
     """Computes attention of `chunks`, (first token, tokens) each, which are cut into tiles here."""
-    most = prefill_tile_tokens(q.dtype)
+    most = prefill_tile_tokens(q.dtype, cache.keys.shape[3])
     tiles = [(at, min(most, first + count - at)) for first, count in chunks for at in range(first, first + count, most)]
     firsts, counts = (torch.tensor(part, dtype=torch.int32, device=DEVICE) for part in zip(*tiles, (0, 0), strict=True))
     out = torch.full_like(q, 7.0)
@@ -85,6 +85,7 @@ def prefill(q: Tensor, cache: PagedCache, tokens: TokenTables, chunks: list[tupl
         (6, 2, 80, 100, torch.float32, 2e-6),
         (2, 2, 96, 300, torch.bfloat16, 2e-2),
         (8, 1, 128, NO_WINDOW, torch.float16, 2e-3),
+        (4, 1, 256, 90, torch.bfloat16, 2e-2),
     ],
 )
 def test_decode_is_a_softmax_over_the_context(
@@ -107,6 +108,7 @@ def test_decode_is_a_softmax_over_the_context(
         (2, 1, 80, 20, torch.float32, 2e-6),
         (2, 2, 96, NO_WINDOW, torch.bfloat16, 2e-2),
         (3, 1, 128, 90, torch.float16, 2e-3),
+        (1, 1, 256, NO_WINDOW, torch.bfloat16, 2e-2),
     ],
 )
 def test_prefill_is_causal_attention_over_cached_and_own_tokens(
@@ -138,18 +140,65 @@ def test_tokens_past_the_context_are_not_read() -> None:
     assert torch.equal(before[1], after[1])
 
 
+@pytest.mark.parametrize("window", [NO_WINDOW, 100])
+def test_a_context_of_many_splits_is_merged_in_steps(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+    monkeypatch.setattr(attention, "SPLIT_TOKENS", 32)
+    heads, dim, most = 2, 64, 620  # 20 splits, 16 at once
+    cache, q = make_cache(3, most, 1, dim, torch.float32), queries(3, heads, dim, torch.float32)
+    slots, positions = [0, 1, 2], [most - 1, 16 * 32 - 1, 16 * 32]  # the last split is alone, or the step's last
+    out = decode(q, cache, tables(slots, positions), [0, 1, 2], window, most)
+    for token in range(3):
+        wanted = plain(q[token].cpu(), cache, slots[token], positions[token], window)
+        torch.testing.assert_close(out[token].double().view(heads, dim), wanted, atol=2e-6, rtol=2e-6)
+    alone = decode(q, cache, tables(slots, positions), [2], window, positions[2] + 1)
+    assert torch.equal(alone[2], out[2])
+
+
+def test_keys_and_values_have_the_same_strides() -> None:
+    keys = torch.empty(3, BLOCK, 2, 64)
+    with pytest.raises(ValueError, match=r"keys have strides \(2048, 128, 64, 1\) and values \(4096, 128, 64, 1\)"):
+        PagedCache(keys, torch.empty(3, 2, BLOCK, 2, 64)[:, 0], torch.zeros(1, 1, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "window", "dtype", "capability"),
+    [
+        (2, 1, 64, NO_WINDOW, torch.float32, 90),
+        (2, 1, 64, 70, torch.float32, 90),
+        (1, 1, 64, NO_WINDOW, torch.bfloat16, 90),
+        (4, 1, 128, 150, torch.bfloat16, 86),
+        (2, 1, 256, NO_WINDOW, torch.bfloat16, 90),
+    ],
+)
+def test_a_querys_bits_do_not_depend_on_its_chunk(
+    monkeypatch: pytest.MonkeyPatch,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    window: int,
+    dtype: torch.dtype,
+    capability: int,
+) -> None:
+    """Chunks decide which tiles of keys are masked, because all queries of a tile must see an unmasked one whole."""
+    monkeypatch.setattr(attention, "compute_capability", lambda device: capability)
+    count, start = (270, 200) if dtype is torch.bfloat16 else (160, 40)  # float32 has smaller tiles
+    cache, q = make_cache(2, start + count, kv_heads, dim, dtype), queries(count, heads, dim, dtype)
+    tokens = tables([1] * count, list(range(start, start + count)))
+    whole = prefill(q, cache, tokens, [(0, count)], window)
+    for ends in [(11, 101, 150), (56, 120), (1, 2, 130)]:
+        starts = [0, *ends]
+        chunks = [(first, end - first) for first, end in zip(starts, [*ends, count], strict=True)]
+        assert torch.equal(prefill(q, cache, tokens, chunks, window), whole), chunks
+
+
 @pytest.mark.parametrize("window", [NO_WINDOW, 70])
-def test_a_querys_bits_do_not_depend_on_chunk_or_batch(window: int) -> None:
-    heads, dim, count = 4, 64, 150
-    cache = make_cache(3, 3 * SPLIT_TOKENS, 2, dim, torch.float32)
-    q = queries(count, heads, dim, torch.float32)
-    whole = prefill(q, cache, tables([1] * count, list(range(40, 40 + count))), [(0, count)], window)
-    pieces = prefill(q, cache, tables([1] * count, list(range(40, 40 + count))), [(0, 11), (11, 90), (101, 49)], window)
-    assert torch.equal(whole, pieces)
+def test_a_decoding_rows_bits_do_not_depend_on_the_batch(window: int) -> None:
+    heads, dim = 4, 64
+    cache, q = make_cache(3, 3 * SPLIT_TOKENS, 2, dim, torch.float32), queries(4, heads, dim, torch.float32)
     positions = np.linspace(3, 3 * SPLIT_TOKENS - 1, 4).astype(int).tolist()
     tokens = tables([0, 1, 2, 1], positions)
-    together = decode(q[:4], cache, tokens, [0, 1, 2, 3], window, 3 * SPLIT_TOKENS)
-    alone = decode(q[:4], cache, tokens, [1], window, int(positions[1]) + 1)
+    together = decode(q, cache, tokens, [0, 1, 2, 3], window, 3 * SPLIT_TOKENS)
+    alone = decode(q, cache, tokens, [1], window, int(positions[1]) + 1)
     assert torch.equal(together[1], alone[1])
 
 
