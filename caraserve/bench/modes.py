@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from caraserve.bench.capacity import objective, rate_here
+from caraserve.bench.client.adapter_loads import adapter_loads
 from caraserve.bench.client.dialects import PromptEmbeds
 from caraserve.bench.client.endpoint import Endpoint, find_endpoint
 from caraserve.bench.client.player import LoadSettings
@@ -250,14 +251,14 @@ async def _measured(
     """Measures one run on a warm server. Returns the cores that other programs used, and the run."""
     async with servers.serve(variant) as (server, endpoint):
         workload = build(spec)
+        await runner.await_loads(endpoint)  # of the warm-up, or of the last run
         await _calm(bench.options.calm_cores)
-        key = api_key_in(bench.options.serve)
-        loads = await asyncio.to_thread(server.loads, key)
+        loads = (await adapter_loads(endpoint)).ended
         server_s, client_s, busy_before_s = server.cpu_s(), time.process_time(), busy_s()
         run = await runner.play(endpoint, workload, bench.made.names, variant.label)
         server_s, client_s = server.cpu_s() - server_s, time.process_time() - client_s
         elsewhere_s = busy_s() - busy_before_s - server_s - client_s
-        loads = await asyncio.to_thread(server.loads, key) - loads
+        loads = (await adapter_loads(endpoint)).ended - loads
     if not run.wall_s:
         return 0.0, run
     link_share = None if bench.load_s is None else loads * bench.load_s / run.wall_s

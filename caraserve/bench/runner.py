@@ -12,11 +12,13 @@ from dataclasses import replace
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from caraserve.bench.client.adapter_loads import adapter_loads
 from caraserve.bench.client.endpoint import Endpoint
 from caraserve.bench.client.player import LoadSettings, Player, RunProgress, report_progress
 from caraserve.bench.records import PlannedRequest, Run, Workload
 
 _SHOW_S = 1.0  # period of drawing, which delays requests by 1 to 2 ms
+_LOADS_S = 0.05  # between two looks at the loads under way
 _WARM_TOKENS = 8  # prompt tokens of the request that makes the server read an adapter
 
 
@@ -85,6 +87,14 @@ class BenchmarkRunner:
                 await player.play()
         finally:
             self._player = None
+        await self.await_loads(endpoint)
+
+    async def await_loads(self, endpoint: Endpoint) -> None:
+        """Returns when the server loads no adapter: with CPU workers an answer ends before its adapter is on the
+        device. Raises OSError."""
+        while not self.stopped.is_set() and (await adapter_loads(endpoint)).under_way:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.stopped.wait(), _LOADS_S)
 
     def _fresh(self, concurrency: int | None) -> LoadSettings:
         """Returns settings with a new seed: an earlier run's prompts would hit the server's prefix cache."""

@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.request import Request, urlopen
 
 from caraserve.bench.records import Workload
 from caraserve.bench.synthetic import SHAPES, write_adapters, write_model
@@ -24,7 +23,6 @@ from caraserve.errors import BackendFailed, ConfigError
 from caraserve.model.dtype import Dtype
 from caraserve.util.units import align_up
 
-_LOADS = re.compile(rb"^caraserve:adapter_loads_total\{[^}]*\} (\S+)", re.MULTILINE)
 _READY = re.compile(rb"ready at (http://\S+)")
 _START_S = 600.0  # enough to read a large model from a slow disk
 _END_S = 10.0
@@ -111,12 +109,6 @@ class OwnServer:
                 lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
                 found += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
         return found
-
-    def loads(self, api_key: str | None) -> int:
-        """Returns the number of adapters that the server has loaded to the device so far. Raises OSError."""
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        with urlopen(Request(f"{self.url}/metrics", headers=headers)) as answer:
-            return sum(int(float(count)) for count in _LOADS.findall(answer.read()))
 
 
 def _processes(root: int) -> dict[int, int]:

@@ -51,6 +51,7 @@ def snapshot_of(queues: RequestQueues, adapters: AdapterManager, *, draining: bo
         waiting_adapters=_names([*queues.waiting, *queues.loading]),
         num_on_device=len(on_device),
         num_in_host=adapters.num_in_host,
+        loads_under_way=adapters.loading,
         device_adapters=frozenset().union(*(adapter.names for adapter in on_device)),
         host_adapters=tuple(islice(in_host, MAX_HOST_SERIES)),
         draining=draining,

@@ -84,6 +84,7 @@ _FAMILIES = (
         "Kernels compiled or loaded after the start, which delays all requests.",
     ),
     ("caraserve:adapter_loads_total", "counter", "Loads of adapters to the device."),
+    ("caraserve:adapter_loads_under_way", "gauge", "Reads of adapters to host memory and copies to the device."),
     ("caraserve:loading_choice_total", "counter", "Requests by the way in which mode auto started them."),
     ("caraserve:loading_choice_predicted_seconds_total", "counter", "Predicted time to the end of the first chunk."),
     ("caraserve:loading_choice_observed_seconds_total", "counter", "Observed time to the end of the first chunk."),
@@ -157,6 +158,7 @@ class EngineSnapshot:
     waiting_adapters: tuple[str, ...]
     num_on_device: int  # adapters
     num_in_host: int
+    loads_under_way: int  # reads to host memory and copies to the device
     device_adapters: frozenset[str]
     host_adapters: tuple[str, ...]  # the first `MAX_HOST_SERIES` of them, the most recently used first
     draining: bool
@@ -346,6 +348,7 @@ class Metrics:
                     "vllm:num_gpu_loaded_lora_adapters": snapshot.num_on_device,
                     "vllm:num_cpu_loaded_lora_adapters": snapshot.num_in_host,
                     "vllm:max_gpu_lora_adapters": self._max_loras,
+                    "caraserve:adapter_loads_under_way": snapshot.loads_under_way,
                 }
             ),
         }

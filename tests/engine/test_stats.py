@@ -32,3 +32,18 @@ def test_a_snapshot_counts_an_adapter_of_two_names_once_and_names_both() -> None
     snapshot = snapshot_of(NO_REQUESTS, world.manager, draining=True)  # type: ignore[arg-type]
     assert (snapshot.num_on_device, snapshot.num_in_host, snapshot.draining) == (1, 1, True)
     assert snapshot.device_adapters == set(snapshot.host_adapters) == {"a", "alias"}
+
+
+def test_a_snapshot_counts_loads_until_the_copy_has_ended_even_without_requests() -> None:
+    """With CPU workers a request may end before its adapter has been copied."""
+    world = World()
+    world.add("a")
+    adapter = world.ask("a")
+    counts = []
+    for end_one in (world.reads, world.device.copies):
+        counts.append(snapshot_of(NO_REQUESTS, world.manager, draining=False).loads_under_way)  # type: ignore[arg-type]
+        if end_one is world.device.copies:
+            world.end(adapter)
+        end_one.pop()()
+    counts.append(snapshot_of(NO_REQUESTS, world.manager, draining=False).loads_under_way)  # type: ignore[arg-type]
+    assert counts == [1, 1, 0]

@@ -119,6 +119,7 @@ class FakeSnapshot:
     waiting_adapters: tuple[str, ...] = ()
     num_on_device: int = 2
     num_in_host: int = 1
+    loads_under_way: int = 0
     device_adapters: frozenset[str] = frozenset({"a", "b"})
     host_adapters: tuple[str, ...] = ("a",)
     draining: bool = False
