@@ -12,9 +12,16 @@ from caraserve.lora.adapter import Adapter, AdapterTier, too_large
 class DeviceCache:
     """Adapters by digest, and the free slots of the device's adapter table. Not thread-safe: for the event loop."""
 
-    def __init__(self, backend: Backend, memory: MemoryBudget, value: Callable[[Adapter], float]) -> None:
-        """`value`: returns what an idle adapter is worth; the least valuable is evicted first."""
-        self._backend, self._memory, self._value = backend, memory, value
+    def __init__(
+        self,
+        backend: Backend,
+        memory: MemoryBudget,
+        value: Callable[[Adapter], float],
+        moved: Callable[[str], None],
+    ) -> None:
+        """`value`: returns what an idle adapter is worth; the least valuable is evicted first. `moved`: called with
+        each digest that has left the device."""
+        self._backend, self._memory, self._value, self._moved = backend, memory, value, moved
         self._adapters: dict[str, Adapter] = {}
         self._free_slots = list(range(backend.limits.adapter_slots - 1, BASE_ADAPTER_SLOT, -1))
         self.places = len(self._free_slots)  # for adapters
@@ -56,6 +63,7 @@ class DeviceCache:
         self._free_slots.append(adapter.slot)
         adapter.slot = BASE_ADAPTER_SLOT
         self._memory.remove_adapter(adapter.device_bytes)
+        self._moved(adapter.digest)
 
     def rename(self, old: str, new: str) -> None:
         """Gives the adapter of digest `old` another digest, if it is on the device."""

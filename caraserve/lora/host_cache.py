@@ -13,8 +13,9 @@ from caraserve.cpu.shared_memory import Arena
 class HostCache:
     """Extents of the arena by digest: those of images, and of adapters that are being read. Not thread-safe."""
 
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
+    def __init__(self, arena: Arena, moved: Callable[[str], None]) -> None:
+        """`moved`: called with each digest whose image has come or gone."""
+        self._arena, self._moved = arena, moved
         self._images: OrderedDict[str, HostAdapter] = OrderedDict()
         self._extents: dict[str, NDArray[np.uint8]] = {}
 
@@ -57,11 +58,13 @@ class HostCache:
     def keep(self, digest: str, image: HostAdapter) -> None:
         """Adds the image that was read into the extent of `digest`."""
         self._images[digest] = image
+        self._moved(digest)
 
     def drop(self, digest: str) -> None:
         """Frees the extent of `digest`, and forgets its image if it was read to the end."""
         self._images.pop(digest, None)
         self._arena.free(self._extents.pop(digest))
+        self._moved(digest)
 
     def rename(self, old: str, new: str) -> None:
         """Gives the extent of digest `old` another digest."""

@@ -46,15 +46,18 @@ class AdapterManager:
         self.memory, self._now, self._observe_load = memory, now, observe_load
         self.arrivals = ArrivalEstimates(loading, now)
         self._changed: Callable[[], None] = lambda: None
+        self._moved: Callable[[str], None] = lambda digest: None
         self._waiting: list[asyncio.Event] = []
         self._adapters: dict[str, Adapter] = {}
         self._names: dict[str, Adapter] = {}
         self._pinned_names: dict[str, str] = {}  # one of `PINS` by name, also of names that are not registered
-        self._host_cache = HostCache(arena)
+        self._host_cache = HostCache(arena, self._note_move)
         self.counters = CacheCounters()
         self.ended_loads: deque[EndedLoad] = deque(maxlen=_KEPT_LOADS)  # the newest last
         self._host_loader = HostLoader(self._host_cache, read, self, self.counters, now)
-        self.device_cache = DeviceCache(backend, memory, lambda adapter: adapter.device_bytes * adapter.rate_at(now()))
+        self.device_cache = DeviceCache(
+            backend, memory, lambda adapter: adapter.device_bytes * adapter.rate_at(now()), self._note_move
+        )
         self.device_loader = DeviceLoader(
             backend, memory, self._host_cache, self.device_cache, self.arrivals, self, self.counters, on_loop
         )
@@ -86,6 +89,7 @@ class AdapterManager:
             self.device_cache.rename(random_digest, digest)
             self._host_loader.rename(random_digest, digest)
             adapter.digest = digest
+            self._note_move(digest)
 
     def unregister(self, name: str) -> Adapter:
         """Removes a name and returns its adapter, which is forgotten when no request pins it and no other name has
@@ -146,6 +150,13 @@ class AdapterManager:
     def on_change(self, changed: Callable[[], None]) -> None:
         """Sets the callback for every change that may let a request start or continue."""
         self._changed = changed
+
+    def on_move(self, moved: Callable[[str], None]) -> None:
+        """Sets the callback for every digest that has come to one of the caches, whole, or has left it."""
+        self._moved = moved
+
+    def _note_move(self, digest: str) -> None:
+        self._moved(digest)
 
     async def forgotten(self, adapter: Adapter) -> None:
         """Returns when the last request of an unregistered adapter has ended and its memory has been freed."""
@@ -302,6 +313,7 @@ class AdapterManager:
 
     def copied(self, adapter: Adapter) -> None:
         """Reports the load of an adapter that is now on the device, whole."""
+        self._note_move(adapter.digest)
         self._load_ended(adapter, succeeded=True)
         self._forget_if_unused(adapter)
         self._host_loader.schedule_pending()  # its image may be evicted now

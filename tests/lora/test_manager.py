@@ -358,3 +358,31 @@ def test_pins_beyond_half_of_a_cache_have_no_effect() -> None:
         world.manager.set_pin(name, "device")
         world.add(name)
     assert [world.manager.pin(name).pinned for name in "abc"] == ["device", "host", None]
+
+
+def test_every_digest_that_comes_to_a_cache_or_leaves_one_is_reported() -> None:
+    world, moved = World(device_bytes=50), list[str]()
+    world.manager.on_move(moved.append)
+
+    def reported() -> list[str]:
+        found = moved.copy()
+        moved.clear()
+        return found
+
+    for name in "ab":
+        world.add(name)
+    first = world.ask("a")
+    world.reads.pop()()
+    assert reported() == ["a"], "in the host cache"
+    world.device.copies.pop()()
+    assert reported() == ["a"], "on the device"
+    world.end(first)
+    world.ask("b")
+    world.reads.pop()()
+    assert reported() == ["b", "a"], "b in the host cache; a no longer on the device"
+    world.settle()
+    assert reported() == ["b"]
+    world.manager.identify("b", "digest")
+    assert reported() == ["digest"]
+    world.manager.unregister("a")
+    assert reported() == ["a"], "no longer in the host cache"

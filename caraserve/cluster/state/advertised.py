@@ -10,7 +10,7 @@ A value that is malformed, or of another version of this program, counts as not 
 
 import dataclasses
 import operator
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable
 from functools import lru_cache
 from math import inf
 
@@ -210,19 +210,14 @@ class AdvertisedTiers:
 
     def __init__(self) -> None:
         self._said: dict[str, Tier] = {}
-        self._upper: set[str] = set()  # those advertised on the device or in the host cache
 
-    def changes(self, device: Collection[str], host: Collection[str]) -> Iterator[tuple[str, Tier]]:
-        """Yields the tiers to advertise, given the digests on the device and in the host cache. Cheap where most
-        are on disk."""
-        now = dict.fromkeys(host, Tier.HOST) | dict.fromkeys(device, Tier.DEVICE)
-        for digest in self._upper - now.keys():
-            now[digest] = Tier.DISK
-        self._upper = {digest for digest, tier in now.items() if tier < Tier.DISK and digest in self._said}
-        for digest, tier in now.items():
-            if self._said.get(digest, tier) is not tier:
-                self._said[digest] = tier
-                yield digest, tier
+    def move(self, digest: str, tier: Tier) -> bool:
+        """Notes the tier of a digest. Returns whether it is to be advertised: one that was added and has another
+        tier."""
+        if self._said.get(digest, tier) is tier:
+            return False
+        self._said[digest] = tier
+        return True
 
     def add(self, digest: str) -> bool:
         """Adds a digest whose bytes are on the disk now. Returns whether it is new."""
@@ -234,7 +229,6 @@ class AdvertisedTiers:
     def withdraw(self, digest: str) -> None:
         """Removes a digest."""
         self._said.pop(digest, None)
-        self._upper.discard(digest)
 
 
 def tier_of(value: EntryValue) -> Tier:

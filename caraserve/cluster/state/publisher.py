@@ -22,6 +22,7 @@ from caraserve.engine.active_request import ActiveRequest
 from caraserve.engine.stats import rank_of
 from caraserve.errors import CaraServeError
 from caraserve.loop import Engine
+from caraserve.lora.adapter import AdapterTier
 from caraserve.lora.registry import AdapterInfo
 from caraserve.telemetry.prometheus import family
 from caraserve.util.tasks import Tasks, in_turns
@@ -52,6 +53,8 @@ class Publisher:
         self._node, self._engine, self._answers = node, engine, answers
         self._drift, self._links, self._on_wanted, self._now = drift, links, on_wanted, now
         self._holdings = AdvertisedTiers()
+        self._moved: set[str] = set()  # digests that may have another tier than the advertised one
+        engine.catalog.manager.on_move(self._note_move)
         self._response_tokens = _PRIOR_TOKENS
         self._answered = (0, 0)
         self._iteration_ended_s: float | None = None  # when the last iteration ended, while there is work
@@ -107,6 +110,7 @@ class Publisher:
         """Advertises that all bytes of a digest are here and verified."""
         if self._holdings.add(digest):
             self._node.advertise(digest, tier)
+            self._note_move(digest)  # it may be in a cache already
 
     def withdraw(self, digest: str) -> None:
         """Withdraws this instance from the holders of a digest."""
@@ -168,11 +172,21 @@ class Publisher:
         while True:
             await asyncio.sleep(_HOLDINGS_S)
             self._observe_answers()
-            manager = self._engine.catalog.manager
-            device = {version.digest for version in manager.on_device()}
-            host = {version.digest for version in manager.in_host()}
-            for digest, tier in self._holdings.changes(device, host):
-                self._node.advertise(digest, tier)
+            moved, self._moved = self._moved, set()
+            async for digest in in_turns(moved):
+                tier = self._tier_of(digest)
+                if self._holdings.move(digest, tier):
+                    self._node.advertise(digest, tier)
+
+    def _note_move(self, digest: str) -> None:
+        self._moved.add(digest)
+
+    def _tier_of(self, digest: str) -> Tier:
+        manager = self._engine.catalog.manager
+        adapter = manager.find(digest)
+        if adapter is not None and adapter.tier is AdapterTier.DEVICE:
+            return Tier.DEVICE
+        return Tier.DISK if manager.image(digest) is None else Tier.HOST
 
     def families(self, labels: str) -> Iterator[str]:
         """Yields the metric families for GET /metrics. `labels`: those of every sample."""

@@ -101,15 +101,13 @@ def test_an_iteration_may_take_ten_times_the_predicted_time() -> None:
     assert is_hung(InstanceLoad("serving", running=1, queued_tokens=10_000, iteration_age_s=5.2), MODEL)
 
 
-def test_only_changed_tiers_of_advertised_digests_are_returned() -> None:
+def test_only_changed_tiers_of_added_digests_are_advertised() -> None:
     holdings = AdvertisedTiers()
     assert [holdings.add(digest) for digest in ("a", "b", "a")] == [True, True, False]
-    assert dict(holdings.changes({"a", "stranger"}, {"a"})) == {"a": Tier.DEVICE}
-    assert dict(holdings.changes({"a"}, {"a", "b"})) == {"b": Tier.HOST}
-    assert dict(holdings.changes({"a"}, {"a", "b"})) == {}
-    assert dict(holdings.changes((), {"a"})) == {"a": Tier.HOST, "b": Tier.DISK}
-    holdings.withdraw("a")
-    assert dict(holdings.changes((), ())) == {}
+    assert [holdings.move(digest, Tier.HOST) for digest in ("a", "stranger", "a")] == [True, False, False]
+    assert [holdings.move("a", tier) for tier in (Tier.DEVICE, Tier.DEVICE, Tier.DISK)] == [True, False, True]
+    holdings.withdraw("b")
+    assert not holdings.move("b", Tier.HOST)
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,28 @@ async def test_other_instances_receive_adapters_and_the_performance_model(tmp_pa
         await until(lambda: b.adapter("poet") is None)
 
 
+async def test_other_instances_learn_in_which_cache_an_adapter_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("caraserve.cluster.state.publisher._HOLDINGS_S", 0.01)
+    async with published(tmp_path) as (engine, publisher, group):
+        b, manager = group.running["b"].node, engine.catalog.manager
+        digest = engine.adapter("poet").digest
+        publishing = asyncio.create_task(publisher.run())
+        manager.prefetch(adapter := engine.catalog.pin("poet"))
+        await until(lambda: b.holders(digest) == {"a": Tier.HOST})
+        publisher.withdraw(digest)
+        await until(lambda: b.holders(digest) == {})
+        publisher.advertise(digest, Tier.DISK)  # it is in the host cache already
+        await until(lambda: b.holders(digest) == {"a": Tier.HOST})
+        await submit(engine, PROMPT, "poet", max_tokens=1)
+        await until(lambda: b.holders(digest) == {"a": Tier.DEVICE})
+        manager.device_loader.drop(adapter)
+        manager.evict_from_host(digest)
+        await until(lambda: b.holders(digest) == {"a": Tier.DISK})
+        publishing.cancel()
+
+
 async def test_names_removed_by_others_are_unloaded_and_new_ones_wanted(tmp_path: Path) -> None:
     async with published(tmp_path) as (engine, publisher, group):
         wanted: list[RegisteredAdapter] = []
