@@ -44,6 +44,7 @@ _MARK = ".caraserve-uploaded"  # file in the folders that DELETE may remove and 
 _MOST_UPLOADS = 4
 _MOST_OVERHEAD_BYTES = 4 * MOST_CONFIG_BYTES  # of a body, beside its tensors
 _RETRY_S = 1.0
+_HEARD_S = 60.0  # until this instance has heard, or changed again, what a name stands for
 _ABANDONED_S = 3600.0  # age of a hidden folder that no upload uses any more
 _RENAME_EXCHANGE = 2  # of renameat2
 _AT_FDCWD = -100
@@ -89,6 +90,7 @@ class AdapterUploads:
         self._executor = ThreadPoolExecutor(_MOST_UPLOADS, "caraserve-upload")
         self._removals = Tasks()
         self._under_way: set[str] = set()  # names
+        self._discarding: set[tuple[str, str]] = set()  # names and digests whose files are being removed
         if root is not None:
             _remove_abandoned(root)
 
@@ -124,6 +126,8 @@ class AdapterUploads:
             raise PayloadTooLarge(f"The body is larger than {human_bytes(most_bytes)}, which can be served here.")
         if len(self._under_way) >= _MOST_UPLOADS:
             raise ServerBusy(f"{_MOST_UPLOADS} adapters are being uploaded; try again.", retry_after_s=_RETRY_S)
+        if any(name == other for other, _ in self._discarding):  # those of the upload could be removed
+            raise ServerBusy(f"The former files of {name!r} are being removed; try again.", retry_after_s=_RETRY_S)
         return folder
 
     async def delete(self, name: str) -> None:
@@ -166,16 +170,30 @@ class AdapterUploads:
 
     async def discard(self, name: str, digest: str) -> None:
         """Removes the files of an adapter that was uploaded here, once the name no longer stands for it: another
-        instance has deleted or replaced it. Its folder may be shared with that one and have other files by now; an
-        upload under way replaces them itself."""
-        manager = self.catalog.manager
-        while (info := self.catalog.find_whole(name)) is not None and info.digest == digest:
-            await manager.next_change()
+        instance has deleted or replaced it. Does nothing if the name still stands for it after a minute, because it was
+        uploaded again. Its folder may be shared with that instance and have other files by now; an upload under way
+        replaces them itself."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_HEARD_S):
+                while self._stands_for(name, digest):
+                    await self.catalog.manager.next_change()
+        if self._stands_for(name, digest) or name in self._under_way or (name, digest) in self._discarding:
+            return
+        self._discarding.add((name, digest))
+        try:
+            await self._remove_files(name, digest)
+        finally:
+            self._discarding.remove((name, digest))
+
+    def _stands_for(self, name: str, digest: str) -> bool:
+        info = self.catalog.find_whole(name)
+        return info is not None and info.digest == digest
+
+    async def _remove_files(self, name: str, digest: str) -> None:
         folder = None if self._root is None else self._root / name
         if folder is None or not await self.on_thread(_has_upload, folder, digest, self.model):
             return
-        if name in self._under_way:
-            return
+        manager = self.catalog.manager
         adapter = manager.find(digest)
         is_source = adapter is not None and adapter.source == folder
         try:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from caraserve.errors import AdapterRejected, CaraServeError, Forbidden, NotFound, PayloadTooLarge
+from caraserve.errors import AdapterRejected, CaraServeError, Forbidden, NotFound, PayloadTooLarge, ServerBusy
 from caraserve.lora.adapter import UploadSource
 from caraserve.lora.peft import TENSORS_NAME, inspect_adapter
 from caraserve.lora.peft_config import CONFIG_NAME
@@ -375,6 +375,54 @@ async def test_files_of_other_adapters_and_those_not_uploaded_are_not_removed_fo
         for name, digest in (("new", "f" * 64), ("own", own), ("none", own)):
             await receiver.uploads.discard(name, digest)
         assert receiver.left() == ["new", "own"]
+
+
+async def test_files_whose_replacement_is_being_uploaded_are_left_to_the_upload(tmp_path: Path, folder: Path) -> None:
+    body = tar_of(write_adapter(tmp_path / "other", {"lora_alpha": 9}))
+    rest = asyncio.Event()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield body[:1000]
+        await rest.wait()
+        yield body[1000:]
+
+    async with receiving(tmp_path / "root") as receiver:
+        old = (await receiver.put("new", tar_of(folder))).info.digest
+        upload = asyncio.create_task(receiver.uploads.put("new", pieces(), UploadClaims(len(body))))
+        await until(lambda: len(receiver.left()) == 2)  # the upload has a folder
+        receiver.catalog.adopt("new", "f" * 64, 8, 1000)
+        await receiver.uploads.discard("new", old)
+        assert "new" in receiver.left()
+        rest.set()
+        digest = (await upload).info.digest
+        assert inspect_adapter(receiver.root / "new", SPEC).digest == digest != old
+        await until(lambda: receiver.left() == ["new"])
+
+
+async def test_no_upload_begins_while_the_former_files_of_its_name_are_removed(tmp_path: Path, folder: Path) -> None:
+    async with receiving(tmp_path / "root") as receiver:
+        old = (await receiver.put("new", tar_of(folder))).info.digest
+        receiver.catalog.adopt("new", "f" * 64, 8, 1000)
+        removal = asyncio.create_task(receiver.uploads.discard("new", old))
+        await asyncio.sleep(0)  # it has begun
+        with pytest.raises(ServerBusy, match="'new' are being removed"):
+            await receiver.put("new", tar_of(folder))
+        await removal
+        await receiver.put("new", tar_of(folder))
+        await until(lambda: receiver.left() == ["new"])
+
+
+async def test_files_that_are_uploaded_again_at_once_outlast_their_removal_elsewhere(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the name is unloaded later, which keeps the files."""
+    monkeypatch.setattr("caraserve.lora.uploads._HEARD_S", 0.01)
+    async with receiving(tmp_path / "root") as receiver:
+        digest = (await receiver.put("new", tar_of(folder))).info.digest
+        async with asyncio.timeout(5):
+            await receiver.uploads.discard("new", digest)
+        await receiver.catalog.unload("new")
+        assert receiver.left() == ["new"]
 
 
 async def test_a_start_finds_nothing_of_a_deletion_that_was_cancelled_while_requests_ran(
