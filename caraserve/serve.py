@@ -170,6 +170,7 @@ async def build_engine(
     replicated = ReplicatedSettings(registry, observers.settings)
     stack.push_async_callback(replicated.close)
     settings = SettingsStore(replicated, catalog, read_defaults)
+    stack.push_async_callback(settings.close)
     aliases = Aliases(replicated, lambda name: catalog.find(name) is not None)
     management = AdapterManagement(uploads, aliases, settings)
     complaints = _add_adapters(catalog, aliases, lora_config)

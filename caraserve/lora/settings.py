@@ -17,11 +17,13 @@ from caraserve.config import PINNED_SHARE, PINS
 from caraserve.errors import AdapterRejected, InvalidRequest
 from caraserve.lora.catalog import Catalog
 from caraserve.lora.replicated_settings import ReplicatedSettings
+from caraserve.util.tasks import Tasks
 from caraserve.util.units import human_bytes
 
 log = logging.getLogger(__name__)
 
 _KIND = "adapter"
+_HEARD_S = 5.0  # from a deletion until all other instances have heard of it, and this one of what they wrote before
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class SettingsStore:
         """Applies the settings of earlier runs to the adapters of the start."""
         self._replicated, self._catalog, self._read_defaults = settings, catalog, read_defaults
         self._writing = asyncio.Lock()
+        self._removals = Tasks()
         self._settings: dict[str, AdapterSettings] = {}
         for name, body in settings.attach(_KIND, self._apply).items():
             if (found := self._read(body)) is not None:
@@ -89,6 +92,21 @@ class SettingsStore:
         async with self._writing:
             if name in self._settings:
                 await self._replicated.write(_KIND, name, None)
+
+    def remove_later(self, name: str, is_deleted: Callable[[], bool]) -> None:
+        """Removes the settings that another instance writes before it has heard of a deletion, once they must have
+        arrived. `is_deleted`: returns whether the name still stands for no adapter."""
+
+        async def remove() -> None:
+            await asyncio.sleep(_HEARD_S)
+            if is_deleted():
+                await self.remove(name)
+
+        self._removals.start(remove(), f"removal of the settings of {name}")
+
+    async def close(self) -> None:
+        """Ends the removals in progress."""
+        await self._removals.end()
 
     async def _put(self, name: str, settings: AdapterSettings) -> None:
         stop = settings.defaults.stop

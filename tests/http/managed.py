@@ -37,10 +37,13 @@ async def serving(root: Path, **settings: Any) -> AsyncIterator[tuple[Client, Re
     timings = settings.pop("timings", None)
     allow = settings.pop("allow_lora_updates", True)
     registry = settings.pop("registry", None) or Registry(None)
+    replicated, cluster = (
+        settings.pop("replicated", None) or ReplicatedSettings(registry),
+        settings.pop("cluster", None),
+    )
     async with receiving(root, registry) as receiver, aiohttp.ClientSession() as session:
         engine, config = settings.pop("engine", None) or CatalogEngine(), http_config(**settings)
         engine.catalog = receiver.catalog
-        replicated = ReplicatedSettings(registry)
         aliases = Aliases(replicated, lambda name: receiver.catalog.find(name) is not None)
         store = SettingsStore(replicated, receiver.catalog, read_defaults)
         management = AdapterManagement(receiver.uploads, aliases, store)
@@ -50,6 +53,7 @@ async def serving(root: Path, **settings: Any) -> AsyncIterator[tuple[Client, Re
             new_metrics(),
             allow_lora_updates=allow,
             timings=timings,
+            cluster=cluster,
             management=management,
         )
         runner, port = await start_http(app, config)
@@ -57,4 +61,5 @@ async def serving(root: Path, **settings: Any) -> AsyncIterator[tuple[Client, Re
             yield Client(session, port), receiver
         finally:
             await runner.cleanup()
+            await store.close()
             await engine.tokenizer.adapter_templates.close()

@@ -167,9 +167,22 @@ def _labels(fields: Fields) -> dict[str, str] | None:
     return labels
 
 
-async def _delete(management: AdapterManagement, name: str) -> None:
+async def _delete(context: Context, management: AdapterManagement, name: str) -> None:
     await management.uploads.delete(name)
-    await management.settings.remove(name)
+    await _remove_settings(context, management, name)
+
+
+async def _remove_settings(context: Context, management: AdapterManagement, name: str) -> None:
+    """Removes the settings of a deleted adapter, unless another instance has given its name to another one meanwhile:
+    requests of the deleted one may have run for long."""
+
+    def is_deleted() -> bool:
+        return find_named(context, name) is None
+
+    if is_deleted():
+        await management.settings.remove(name)
+        if context.cluster is not None:
+            management.settings.remove_later(name, is_deleted)
 
 
 async def delete_adapter(request: web.Request) -> web.Response:
@@ -178,12 +191,12 @@ async def delete_adapter(request: web.Request) -> web.Response:
     name = request.match_info["name"]
     _refuse_uploading(context, name)
     try:
-        await context.complete(_delete(management, name))
+        await context.complete(_delete(context, management, name))
     except NotFound:
         _named(request)
         assert context.cluster is not None
         context.cluster.remove(name)
-        await context.complete(management.settings.remove(name))
+        await context.complete(_remove_settings(context, management, name))
     log.info("adapter %r deleted", name)
     return json_response({"name": name, "object": "adapter", "deleted": True})
 

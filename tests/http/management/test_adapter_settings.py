@@ -1,6 +1,8 @@
 """PATCH /v1/adapters/NAME: labels, pins and defaults of requests, their bounds, and how long they last."""
 
+import asyncio
 import json
+import time
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
@@ -10,6 +12,10 @@ import pytest
 
 from caraserve.errors import CaraServeError
 from caraserve.lora.registry import Registry, Setting
+from caraserve.lora.replicated_settings import ReplicatedSettings
+from caraserve.util.hybrid_clock import hlc_of
+from tests.cluster.nodes import until
+from tests.http.fleet import View, World
 from tests.http.managed import serving
 from tests.http.serving import Answer, Client
 from tests.lora.folders import write_adapter
@@ -167,6 +173,40 @@ async def test_a_pin_follows_the_name_to_another_version_and_ends_with_its_delet
         await load(receiver, "a")
         card = (await client.get("/v1/adapters/a")).json
         assert (card["pinned"], card["labels"]) == (None, {})
+
+
+def written_elsewhere(name: str) -> Setting:
+    """Returns settings that another instance has written just now."""
+    return Setting("adapter", name, {"labels": {"team": "x"}}, hlc_of(int(time.time() * 1000) + 1000), "b")
+
+
+async def test_settings_that_another_instance_wrote_before_it_heard_of_a_deletion_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the name stands for an adapter again."""
+    monkeypatch.setattr("caraserve.lora.settings._HEARD_S", 0.2)
+    replicated = ReplicatedSettings(Registry(None))
+    async with serving(tmp_path, replicated=replicated, cluster=View("a", World())) as (client, receiver):
+        for name in ("again", "gone"):
+            await load(receiver, name)
+            assert (await client.request("DELETE", f"/v1/adapters/{name}")).status == 200
+        await load(receiver, "again")
+        replicated.merge(map(written_elsewhere, ("again", "gone")))
+        await until(lambda: [one.name for one in replicated.all() if one.body is not None] == ["again"])
+
+
+async def test_settings_of_another_adapter_that_took_the_name_during_its_deletion_stay(tmp_path: Path) -> None:
+    replicated = ReplicatedSettings(Registry(None))
+    async with serving(tmp_path, replicated=replicated) as (client, receiver):
+        await load(receiver, "a")
+        running = receiver.catalog.pin("a")
+        deletion = asyncio.create_task(client.request("DELETE", "/v1/adapters/a"))
+        await until(lambda: receiver.catalog.find("a") is None)
+        receiver.catalog.adopt("a", "f" * 64, 8, 1000)
+        replicated.merge([written_elsewhere("a")])
+        receiver.catalog.manager.unpin(running)
+        assert (await deletion).status == 200
+        assert (await client.get("/v1/adapters/a")).json["labels"] == {"team": "x"}
 
 
 async def test_settings_outlive_the_server_in_its_registry(tmp_path: Path) -> None:
