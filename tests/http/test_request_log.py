@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from caraserve.cluster.membership.swim import MemberState
 from caraserve.core.request import TokenDelta
+from caraserve.errors import BackendFailed
 from caraserve.http.access.api_keys import key_name
 from caraserve.http.access.client import Client as Sender
 from caraserve.http.apis.choices import OpenAiStream
@@ -161,6 +162,17 @@ async def test_a_forwarded_request_names_the_instance_that_answers(lines: Lines)
         there, here = await lines.until(2)
     assert (here["forwarded_to"], here["completion_tokens"], here["ignored"]) == ("a", 3, "store")
     assert (there["model"], there["id"]) == (f"b@{DIGEST[:12]}", here["id"]) == (here["model"], here["id"])
+
+
+async def test_a_forwarded_request_has_no_phases_of_an_attempt_on_this_instance(lines: Lines) -> None:
+    async with fleet("b") as running:
+        a = await running.start("a", FakeEngine(script=None))
+        asked = asyncio.create_task(a.client.complete())
+        (stream,) = await a.engine.submitted()
+        stream.end(0, "error", BackendFailed("the iteration failed"))
+        assert (await asked).status == 200
+    there, here = await lines.until(2)
+    assert (here["forwarded_to"], "queued_ms" in here, "queued_ms" in there) == ("b", False, True)
 
 
 # --- what is written ---

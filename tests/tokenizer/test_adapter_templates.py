@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from resource import RUSAGE_CHILDREN, getrusage
 from typing import Any
 
 import pytest
@@ -23,8 +24,8 @@ HELLO = [{"role": "user", "content": "Grüße, 世界 🌍"}]
 OPTIONS: dict[str, Any] = {"add_generation_prompt": True, "continue_final_message": False, "kwargs": {"style": "!"}}
 TOOLS = [{"type": "function", "function": {"name": "time"}}]
 LOOP = "{% for a in 'x' * 1000 %}"
+ENDLESS = LOOP * 3 + "{% endfor %}" * 3
 BOMBS = (
-    LOOP * 3 + "{% endfor %}" * 3,
     "{% set n = namespace(x=9) %}{% for i in range(9) %}{% set n.x = n.x ** 1000 %}{% endfor %}",
     "{% set n = namespace(s='xxxxxxxx') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
     "{{ '%99999999999d' % 1 }}",
@@ -64,6 +65,16 @@ async def test_what_takes_too_much_is_refused_and_costs_others_nothing() -> None
                 await bomb.render(HELLO, **OPTIONS)
             assert refused.value.param == "messages"
             assert len(await plain.render(HELLO, **OPTIONS)) > 10
+
+
+async def test_a_rendering_is_ended_after_half_a_second_on_the_cpu() -> None:
+    before = getrusage(RUSAGE_CHILDREN)
+    async with rendering() as templates:
+        endless = await templates.load(ENDLESS)
+        with pytest.raises(InvalidRequest, match=r"more than 0\.5 s"):
+            await endless.render(HELLO, **OPTIONS)
+    after = getrusage(RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 4  # starting takes up to 1 s
 
 
 async def test_what_does_not_compile_is_refused() -> None:
