@@ -14,7 +14,7 @@ import pytest
 
 from caraserve import demo
 from caraserve.bench.cli import bench_parser
-from caraserve.bench.gpu import run as stages
+from caraserve.bench.gpu import stages
 from caraserve.bench.workload.presets import find_preset
 from caraserve.cli.options import OptionParser
 from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
@@ -93,6 +93,12 @@ def test_gpu_check_takes_these_arguments(arguments: list[str]) -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "gpu_check"))
     args = script["parser"]().parse_args(arguments)
     assert all(stages.parse_stages(names) for names in (args.only, args.skip) if names is not None)
+
+
+def test_the_table_of_stages_is_the_one_that_runs() -> None:
+    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(\w+)` \| (\d+) \|", page, flags=re.MULTILINE)
+    assert listed == [(stage.name, str(stage.budget_s)) for stage in stages.STAGES]
 
 
 @pytest.mark.parametrize("option", sorted(set(re.findall(r"`(--[\w-]+)`", TEXT))))

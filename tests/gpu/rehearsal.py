@@ -7,7 +7,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,12 @@ import torch
 from caraserve.bench.cli import bench_parser
 from caraserve.bench.gpu.__main__ import run_stage
 from caraserve.bench.gpu.accelerator import Mark
-from caraserve.bench.gpu.results import Figures
-from caraserve.bench.gpu.run import STAGES, Stage, StageReport, check, parse_stages
+from caraserve.bench.gpu.device_limits import known_limits
+from caraserve.bench.gpu.processes import Known, StageProcess
+from caraserve.bench.gpu.results import StageReport
+from caraserve.bench.gpu.run import check
 from caraserve.bench.gpu.setup import CheckEffort, CheckSetup, Opened
+from caraserve.bench.gpu.stages import STAGES, Stage, find_stage
 from caraserve.bench.records import RequestRecord, Run
 from caraserve.bench.report.files import document
 from caraserve.bench.report.summary import summarize
@@ -60,6 +63,7 @@ SMALL = CheckEffort(
     copy_bytes=1 << 17,
     gemm=16,
     replays=1,
+    empty_kernels=3,
     lora_pool_bytes=1 << 20,
     lora_rows=(1, 2),
     lora_ranks=(8, 16),
@@ -75,6 +79,16 @@ SMALL = CheckEffort(
     bystanders=2,
     arrivals=1,
     host_bytes=8 << 20,
+    compiled=(),
+    gqa_shape=Shape(hidden=64, layers=1, intermediate=96, vocab=160, heads=4, kv_heads=1),
+    gqa_contexts=(16,),
+    long_context=17,
+    long_batches=(1, 2),
+    warm_shape=Shape(hidden=64, layers=1, intermediate=96, vocab=160, heads=4, kv_heads=2),
+    warm_batches=(1,),
+    warm_prompts=(3,),
+    warm_adapter_slots=5,
+    sampled_rows=(2,),
 )
 
 
@@ -150,14 +164,26 @@ def main() -> int:
     speed_up()
     open_ = opener(args.without)
 
-    def run(stage: Stage, known: Mapping[str, Figures], folder: Path) -> StageReport:
-        mine = folder / stage.name
-        mine.mkdir(parents=True)
-        server = ("--modes", "cached,auto", "--num-prompts", "4")
-        setup = CheckSetup(open_, FACTS, SMALL, mine, 120.0, known, server, told)
-        return run_stage(stage, lambda: replace(setup, started_s=time.monotonic()))
+    def run(stage: Stage, known: Known) -> StageReport:
+        return run_here(StageProcess(stage.name, args.folder / stage.name, 120.0, known=known))
 
-    return check(parse_stages(args.only), run, args.folder, args.folder / "result.json", 1000.0)
+    def run_here(process: StageProcess) -> StageReport:
+        process.folder.mkdir(parents=True)
+        setup = CheckSetup(
+            open_,
+            FACTS,
+            SMALL,
+            process.folder,
+            process.budget_s,
+            known_limits(process.known),
+            server_arguments=("--modes", "cached,auto", "--num-prompts", "4"),
+            bench_modes=told,
+            run_part=run_here,
+        )
+        return run_stage(find_stage(process.name), lambda: setup)
+
+    chosen = [find_stage(name) for name in args.only.split(",")]
+    return check(chosen, run, args.folder / "result.json", 1000.0)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,11 @@ guarantee equal bits.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from caraserve.bench.gpu.accelerator import Accelerator
 from caraserve.bench.gpu.backends import TINY_CONTEXT, TinyModel, cpu_backend, cuda_backend
-from caraserve.bench.gpu.results import StageResult, WrongResult
+from caraserve.bench.gpu.results import Lines, StageResult, WrongResult
 from caraserve.bench.gpu.session import Prompt, Session, tokens
 from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.core.backend import Backend
@@ -20,7 +21,7 @@ from tests.gpu_device.correct_model import check_attention, check_layers, check_
 from tests.gpu_device.correct_sampling import check_sampling
 
 Check = Callable[[CheckSetup, Accelerator, int], float]
-_CHECKS: dict[str, Check] = {
+CHECKS: dict[str, Check] = {
     "decode LoRA": check_bgmv,
     "prefill LoRA": check_prefill_lora,
     "attention": check_attention,
@@ -34,29 +35,48 @@ _CHUNK = 24  # tokens per chunk of a prompt
 _KEPT_S = 30.0  # time reserved for the tiny model
 
 
-def correct(setup: CheckSetup) -> StageResult:
+@dataclass(frozen=True, slots=True)
+class CheckedCases:
+    """Random cases of one kernel with activations of one dtype, all right."""
+
+    cases: int
+    worst_share_of_tolerance: float
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectFigures:
+    """The cases by kernel and dtype, and the tokens of the tiny model that are the CPU's."""
+
+    kernels: dict[str, dict[str, CheckedCases]]
+    tiny_model_tokens: int
+
+
+def correct(setup: CheckSetup) -> StageResult[CorrectFigures]:
     """Runs the stage. Raises WrongResult at the first wrong result."""
-    result = StageResult()
+    lines, kernels = Lines(), {name: dict[str, CheckedCases]() for name in CHECKS}
     for dtype in setup.effort.dtypes:
-        if result.figures and setup.left_s < _KEPT_S:
-            break  # figures count only cases that were run
+        if dtype is not setup.effort.dtypes[0] and setup.left_s < _KEPT_S:
+            lines.add(f"kernels beside fp64, {dtype.name.lower()}", "not checked: the stage's time is up")
+            continue
         acc = setup.accelerator(dtype)
-        for name, check in _CHECKS.items():
-            cases = setup.effort.cases if check is check_bgmv else max(1, setup.effort.cases // _FEWER)
-            shares = []
-            for case in range(cases):
-                if case and setup.left_s < _KEPT_S:
-                    break
-                shares.append(check(setup, acc, case))
-            result.figures.setdefault(name, {})[dtype.name.lower()] = {
-                "cases": len(shares),
-                "worst_share_of_tolerance": max(shares),
-            }
-    counts = [each["cases"] for by_dtype in result.figures.values() for each in by_dtype.values()]
-    result.add_line("kernels beside fp64", f"{sum(counts)} random cases right")
-    result.figures["tiny_model_tokens"] = _check_model(setup)
-    result.add_line("a whole model beside the CPU's, fp32", "token for token, launched and replayed")
-    return result
+        for name, check in CHECKS.items():
+            kernels[name][dtype.name.lower()] = _check_cases(setup, acc, check)
+    counts = [each.cases for by_dtype in kernels.values() for each in by_dtype.values()]
+    lines.add("kernels beside fp64", f"{sum(counts)} random cases right")
+    found = _check_model(setup)
+    lines.add("a whole model beside the CPU's, fp32", "token for token, launched and replayed")
+    return StageResult(CorrectFigures(kernels, found), lines.all)
+
+
+def _check_cases(setup: CheckSetup, acc: Accelerator, check: Check) -> CheckedCases:
+    """Checks one kernel: at least one case, and as many as wanted while there is time."""
+    cases = setup.effort.cases if check is check_bgmv else max(1, setup.effort.cases // _FEWER)
+    shares = list[float]()
+    for case in range(cases):
+        if case and setup.left_s < _KEPT_S:
+            break
+        shares.append(check(setup, acc, case))
+    return CheckedCases(len(shares), max(shares))
 
 
 def _check_model(setup: CheckSetup) -> int:

@@ -3,11 +3,12 @@
 import os
 import signal
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
 from caraserve.bench.gpu.backends import TINY_CONTEXT, TinyModel, cuda_backend
-from caraserve.bench.gpu.results import StageResult, WrongResult
+from caraserve.bench.gpu.held_link import HeldLink
+from caraserve.bench.gpu.results import Lines, StageResult, WrongResult
 from caraserve.bench.gpu.session import Prompt, Session, tokens, wait_for_load
 from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.core.batch import Batch, ScheduledRow, StepResult
@@ -18,8 +19,7 @@ from caraserve.errors import BackendFailed
 from caraserve.gpu.backend import CudaBackend
 from caraserve.gpu.forward.builder import GpuSizes
 from caraserve.model.dtype import Dtype
-from tests.gpu_device.handshake_rounds import handshake_bench, run_rounds
-from tests.gpu_device.held_copy_driver import HeldCopyDriver
+from tests.gpu_device.handshake_rounds import HandshakeBench, handshake_bench, run_rounds
 
 _RELEASE_TARGET_MS = 5.0
 _PROMPT_TOKENS = 12
@@ -43,38 +43,67 @@ _PROFILE = Profile(
 )
 
 
-def protocol(setup: CheckSetup) -> StageResult:
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """Hand-offs in a row, all right."""
+
+    rounds: int
+    us_a_round: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFailures:
+    """A prompt that waits for workers which stand still, and workers that die while a prompt waits for them."""
+
+    decodes_beside: int  # iterations that passed the waiting prompt
+    given_up_ms: float
+    released_ms: tuple[float, ...]  # from each worker's death to the release of its prompt
+
+
+@dataclass(frozen=True, slots=True)
+class ProtocolFigures:
+    """Hand-offs by how the device waits for the answer, layers of a prompt by workers, and workers that fail."""
+
+    wait_by_stream: Rounds
+    wait_by_kernel: Rounds
+    cpu_layers: int
+    failures: WorkerFailures
+
+
+def protocol(setup: CheckSetup) -> StageResult[ProtocolFigures]:
     """Runs the stage. Raises WrongResult for a wrong sum or a prompt that is not aborted."""
-    result = StageResult()
-    _check_handshakes(setup, result)
-    _check_worker_failures(setup, result)
-    return result
+    lines = Lines()
+    by_stream, by_kernel = _check_handshakes(setup, lines)
+    cpu_layers, failures = _check_assisted_prompts(setup, lines)
+    return StageResult(ProtocolFigures(by_stream, by_kernel, cpu_layers, failures), lines.all)
 
 
-def _check_handshakes(setup: CheckSetup, result: StageResult) -> None:
-    effort = setup.effort
-    acc = setup.accelerator(effort.dtypes[0])
-    generator = acc.generator(0)
+def _check_handshakes(setup: CheckSetup, lines: Lines) -> tuple[Rounds, Rounds]:
+    acc = setup.accelerator(setup.effort.dtypes[0])
     with handshake_bench(setup, acc) as bench:
-        for name, by_stream in (("stream", True), ("kernel", False)):
-            run_rounds(
-                bench, min(effort.rounds_at_once, effort.rounds), generator, by_stream=by_stream
-            )  # loads the kernels
-            spent_s, done, until_s = 0.0, 0, setup.left_s - _ROUNDS_SHARE * setup.budget_s
-            while done < effort.rounds and setup.left_s > until_s:
-                spent_s += (
-                    run_rounds(bench, effort.rounds_at_once, generator, by_stream=by_stream) * effort.rounds_at_once
-                )
-                done += effort.rounds_at_once
-            us = 1e6 * spent_s / max(done, 1)
-            result.figures[f"wait_by_{name}"] = {"rounds": done, "us_a_round": us}
-            result.add_line(f"{done} hand-offs, waiting by {name}", f"all right, {us:.1f} µs each")
+        by_stream = _rounds(setup, bench, by_stream=True)
+        by_kernel = _rounds(setup, bench, by_stream=False)
+    for name, each in (("stream", by_stream), ("kernel", by_kernel)):
+        lines.add(f"{each.rounds} hand-offs, waiting by {name}", f"all right, {each.us_a_round:.1f} µs each")
+    return by_stream, by_kernel
+
+
+def _rounds(setup: CheckSetup, bench: HandshakeBench, *, by_stream: bool) -> Rounds:
+    """Runs as many rounds as are wanted, or as fit in a share of the stage's time."""
+    effort, generator = setup.effort, bench.acc.generator(0)
+    at_once = min(effort.rounds_at_once, effort.rounds)
+    run_rounds(bench, at_once, generator, by_stream=by_stream)  # loads the kernels
+    spent_s, done, until_s = 0.0, 0, setup.left_s - _ROUNDS_SHARE * setup.budget_s
+    while done < effort.rounds and setup.left_s > until_s:
+        spent_s += run_rounds(bench, at_once, generator, by_stream=by_stream) * at_once
+        done += at_once
+    return Rounds(done, 1e6 * spent_s / max(done, 1))
 
 
 class _AssistedPrompt:
     """A tiny model, an adapter whose weights do not arrive, and workers that may be stopped."""
 
-    def __init__(self, backend: CudaBackend, link: HeldCopyDriver, model: TinyModel) -> None:
+    def __init__(self, backend: CudaBackend, link: HeldLink, model: TinyModel) -> None:
         self.backend, self.link = backend, link
         self.session = Session(backend, TINY_CONTEXT - 1)
         self.session.grow_kv(2)
@@ -84,6 +113,7 @@ class _AssistedPrompt:
         self._row = ScheduledRow(_ASSISTED, 0, _PROMPT_TOKENS, _ADAPTER_SLOT, samples=True)
         self._loading: SimpleQueue[Exception | None] = SimpleQueue()
         self.right = self._alone()
+        self._load_kernels()
 
     @property
     def workers(self) -> WorkerPool:
@@ -101,9 +131,20 @@ class _AssistedPrompt:
         (ended,) = self.session.run(self.session.started([self.request], [self._row]))
         return ended.result.rows[0].token_id
 
+    def _load_kernels(self) -> None:
+        """Computes the prompt as a side batch with the link open. While it is held nothing may be loaded: a module's
+        load may wait for the stream that waits for this thread."""
+        self._launch_assisted()
+        self.session.next()
+        wait_for_load(self._loading)
+        self.backend.unload_adapter(_ADAPTER_SLOT)
+
     def begin(self) -> None:
         """Starts the prompt as a side batch while the copy of its weights is held."""
         self.link.hold()
+        self._launch_assisted()
+
+    def _launch_assisted(self) -> None:
         self._loading = self.session.start_load(self.adapter, _ADAPTER_SLOT)
         self.session.launch(self.session.started([self.request], [replace(self._row, assist=True)], is_side_batch=True))
 
@@ -131,10 +172,11 @@ class _AssistedPrompt:
                 os.kill(state.pid, number)
 
 
-def _check_worker_failures(setup: CheckSetup, result: StageResult) -> None:
+def _check_assisted_prompts(setup: CheckSetup, lines: Lines) -> tuple[int, WorkerFailures]:
+    """Returns by how many layers of a prompt workers help, and what happens when they fail it."""
     model = TinyModel.write(setup.folder)
     opened = setup.open(Dtype.F32)[0]
-    link = HeldCopyDriver(opened.driver)
+    link = HeldLink(opened.driver)
     sizes = GpuSizes(
         num_slots=2,
         adapter_slots=2,
@@ -153,25 +195,27 @@ def _check_worker_failures(setup: CheckSetup, result: StageResult) -> None:
         if not backend.workers.await_all(_BIRTH_S):
             raise BackendFailed("the CPU LoRA workers are not there")
         prompt = _AssistedPrompt(backend, link, model)
-        _check_assisted(prompt, result)
-        _check_stopped_workers(prompt, result)
-        _check_killed_workers(prompt, setup.effort.kills, result)
+        cpu_layers = _check_assisted(prompt, lines)
+        decodes_beside, given_up_ms = _check_stopped_workers(prompt, lines)
+        released_ms = _check_killed_workers(prompt, setup.effort.kills, lines)
     link.close()
+    return cpu_layers, WorkerFailures(decodes_beside, given_up_ms, released_ms)
 
 
-def _check_assisted(prompt: _AssistedPrompt, result: StageResult) -> None:
-    """Checks that workers compute every layer and give the same token."""
+def _check_assisted(prompt: _AssistedPrompt, lines: Lines) -> int:
+    """Checks that workers compute layers and give the same token; returns how many layers."""
     prompt.begin()
     (made,) = prompt.session.next().result.rows
     if made.needs_retry or made.token_id != prompt.right:
         raise WrongResult(f"with CPU workers' help the token is {made.token_id}, without it {prompt.right}")
-    result.figures["cpu_layers"] = made.cpu_layers
-    result.add_line("a prompt whose weights do not come", f"right, {made.cpu_layers} layers by CPU workers")
+    lines.add("a prompt whose weights do not come", f"right, {made.cpu_layers} layers by CPU workers")
     prompt.end()
+    return made.cpu_layers
 
 
-def _check_stopped_workers(prompt: _AssistedPrompt, result: StageResult) -> None:
-    """Checks that other requests decode while the prompt waits for stopped workers, until it is aborted."""
+def _check_stopped_workers(prompt: _AssistedPrompt, lines: Lines) -> tuple[int, float]:
+    """Checks that other requests decode while the prompt waits for stopped workers, until it is aborted. Returns how
+    many iterations passed the prompt, and the ms until it was aborted."""
     bystander = Prompt(_BYSTANDER, tokens(4, prompt.vocab), 0)
     prompt.session.run(prompt.session.started([bystander], [ScheduledRow(_BYSTANDER, 0, 4, 0, samples=True)]))
     prompt.signal(signal.SIGSTOP)
@@ -189,16 +233,16 @@ def _check_stopped_workers(prompt: _AssistedPrompt, result: StageResult) -> None
         raise WrongResult("a prompt whose workers stand still was not given up")
     passed = void[0]  # iterations that ended before the prompt was aborted
     given_up_ms = 1000 * (ended[passed].received_s - started_s)
-    result.figures |= {"decodes_beside": passed, "given_up_ms": given_up_ms}
     told = f"{passed} of {_DECODES} iterations passed it"
-    result.add_line("a prompt that waits for workers", told, f"{_DECODES}", passed == _DECODES)
-    result.add_line("… is given up after", f"{given_up_ms:.1f} ms")
+    lines.add("a prompt that waits for workers", told, f"{_DECODES}", passed == _DECODES)
+    lines.add("… is given up after", f"{given_up_ms:.1f} ms")
     prompt.end()
+    return passed, given_up_ms
 
 
-def _check_killed_workers(prompt: _AssistedPrompt, kills: int, result: StageResult) -> None:
-    """Checks that the device is released soon after its workers have died."""
-    times_ms = []
+def _check_killed_workers(prompt: _AssistedPrompt, kills: int, lines: Lines) -> tuple[float, ...]:
+    """Checks that the device is released soon after its workers have died; returns the ms of each time."""
+    times_ms = list[float]()
     for _ in range(kills):
         prompt.signal(signal.SIGSTOP)
         prompt.begin()
@@ -210,8 +254,8 @@ def _check_killed_workers(prompt: _AssistedPrompt, kills: int, result: StageResu
             raise WrongResult("a prompt whose workers are dead was not given up")
         times_ms.append(1000 * (ended.received_s - died_s))
         prompt.end()
-    result.figures["released_ms"] = times_ms
-    result.at_most("ms from a worker's death to its release", max(times_ms), _RELEASE_TARGET_MS)
+    lines.at_most("ms from a worker's death to its release", max(times_ms), _RELEASE_TARGET_MS)
+    return tuple(times_ms)
 
 
 def _is_void(result: StepResult) -> bool:

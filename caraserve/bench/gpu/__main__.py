@@ -1,20 +1,24 @@
 """Runs one stage in this process: `python -m caraserve.bench.gpu --stage NAME --folder DIR --budget-s S`.
 
-DIR holds the figures of earlier stages in `known.json`; the stage's report is written to `report.json` there. run.py
-starts these processes.
+DIR holds the figures of earlier stages in `known.json`; the stage's report is written to `report.json` there.
+processes.py starts these processes.
 """
 
 import argparse
-import json
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from caraserve.bench.gpu.results import WrongResult
-from caraserve.bench.gpu.run import Stage, StageReport, parse_stages
+import msgspec
+
+from caraserve.bench.gpu.device_limits import known_limits
+from caraserve.bench.gpu.processes import KNOWN, REPORT, Known
+from caraserve.bench.gpu.results import Outcome, StageReport, WrongResult
 from caraserve.bench.gpu.setup import CheckSetup, real_setup
+from caraserve.bench.gpu.stages import Stage, find_stage
 from caraserve.gpu.driver.environment import prepare_environment
 
 
@@ -24,29 +28,38 @@ def main() -> int:
     parser.add_argument("--stage", required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--budget-s", type=float, required=True)
+    parser.add_argument("--module-loading", help="value of CUDA_MODULE_LOADING, instead of this project's")
     parser.add_argument("server", nargs="*", help="more arguments of `caraserve bench modes`")
     args = parser.parse_args()
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
     prepare_environment()
-    (stage,) = parse_stages(args.stage)
-    known = json.loads((args.folder / "known.json").read_text(encoding="utf-8"))
-    report = run_stage(stage, lambda: real_setup(args.folder, args.budget_s, known, tuple(args.server)))
+    if args.module_loading:
+        os.environ["CUDA_MODULE_LOADING"] = args.module_loading
+    stage = find_stage(args.stage)
+    known = msgspec.json.decode((args.folder / KNOWN).read_bytes(), type=Known)
+    report = run_stage(stage, lambda: real_setup(args.folder, args.budget_s, known_limits(known), tuple(args.server)))
     # Written under another name and renamed when complete: the parent never reads half a report.
-    made = args.folder / "report.json.new"
-    made.write_text(report.to_json(), encoding="utf-8")
-    made.replace(args.folder / "report.json")
+    made = args.folder / f"{REPORT}.new"
+    made.write_bytes(msgspec.json.encode(report))
+    made.replace(args.folder / REPORT)
     return 0
 
 
 def run_stage(stage: Stage, setup: Callable[[], CheckSetup]) -> StageReport:
-    """Runs a stage and returns its report; any exception becomes the report's `error`."""
+    """Runs a stage and returns its report; of an exception, the report has one sentence and stderr the traceback."""
     try:
         result = stage.run(setup())
     except WrongResult as error:
-        return StageReport(error=f"WRONG: {error}")
+        return StageReport(Outcome.WRONG, _sentence(error))
     except Exception as error:
-        return StageReport(error=f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
-    return StageReport(result.figures, tuple(result.lines))
+        traceback.print_exc()
+        return StageReport(Outcome.FAILED, f"{type(error).__name__}: {_sentence(error)}")
+    return StageReport(Outcome.DONE, "", msgspec.to_builtins(result.figures, str_keys=True), result.lines)
+
+
+def _sentence(error: Exception) -> str:
+    """Returns the first line of an error's message; libraries append whole logs."""
+    return next(iter(str(error).strip().splitlines()), "it says nothing")
 
 
 if __name__ == "__main__":

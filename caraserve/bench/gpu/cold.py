@@ -7,14 +7,16 @@ the requests that decode meanwhile.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
 import numpy as np
 
-from caraserve.bench.gpu.backends import MeasuredModel, measured_model
-from caraserve.bench.gpu.results import StageResult
+from caraserve.bench.gpu.backends import DTYPE
+from caraserve.bench.gpu.held_link import HeldLink
+from caraserve.bench.gpu.measured_model import MeasuredModel, measured_model
+from caraserve.bench.gpu.results import Lines, StageResult
 from caraserve.bench.gpu.session import wait_for_load
 from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.core import machine_profile as profiles
@@ -48,31 +50,54 @@ class ColdPoint:
     predicted_ms: dict[str, float]
 
 
-def cold(setup: CheckSetup) -> StageResult:
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """Gaps between the tokens of requests that decode."""
+
+    p50_ms: float
+    p99_ms: float
+
+    @classmethod
+    def of(cls, gaps_ms: Sequence[float]) -> "Gaps":
+        return cls(float(np.percentile(gaps_ms, 50)), float(np.percentile(gaps_ms, 99)))
+
+
+@dataclass(frozen=True, slots=True)
+class ColdFigures:
+    """All points, and the gaps of running requests by what happens beside them."""
+
+    assumed: dict[str, float]  # used by predictions and not measured
+    exposed: tuple[ColdPoint, ...]
+    itl: dict[str, Gaps]
+
+
+def cold(setup: CheckSetup) -> StageResult[ColdFigures]:
     """Measures exposed times and interruptions; results are checked in stage `correct`."""
-    effort, result = setup.effort, StageResult()
-    measured = setup.known.get("limits", {}).get("to_device_bytes_per_s", {}).values()
-    link = max(measured, default=_UNKNOWN_LINK_BYTES_PER_S)
+    effort, lines = setup.effort, Lines()
+    link_bytes_per_s = setup.limits.link_bytes_per_s if setup.limits else _UNKNOWN_LINK_BYTES_PER_S
     context = max(*effort.cold_prompts, 2 * min(effort.contexts))
     assumed = {"handoff_ms": profiles.ASSUMED_HANDOFF_MS, "core_lora_flop_per_s": _CORE_FLOP_PER_S, "copy_s": _COPY_S}
-    if not measured:
-        assumed["link_bytes_per_s"] = link
-    result.figures["assumed"] = assumed
-    result.add_line(
-        "assumed by predictions, not measured", ", ".join(f"{what} {each:g}" for what, each in assumed.items())
-    )
-    with measured_model(setup, effort.bystanders + 1, context, effort.arrivals + 2, workers=_WORKERS) as subject:
+    if setup.limits is None:
+        assumed["link_bytes_per_s"] = link_bytes_per_s
+    lines.add("assumed by predictions, not measured", ", ".join(f"{what} {each:g}" for what, each in assumed.items()))
+    opened = setup.open(DTYPE)[0]
+    link = HeldLink(opened.driver)
+    device, adapter_slots = replace(opened, driver=link.driver), effort.arrivals + 2
+    with measured_model(
+        setup, effort.bystanders + 1, context, adapter_slots, workers=_WORKERS, device=device
+    ) as subject:
         subject.session.grow_kv(effort.bystanders + 1)
         subject.backend.start_workers(lambda rank: 64)
         subject.backend.workers.await_all(_BIRTH_S)
-        subject.backend.use(_profile(setup, subject, float(link)))
+        subject.backend.use(_profile(setup, subject, link_bytes_per_s))
         points = []
         for rank in effort.cold_ranks:
             for targets, sites in _SITES.items():
-                points += _points(setup, subject, targets, sites, rank, float(link))
-        _judge(points, result)
-        _bystanders(setup, subject, result)
-    return result
+                points += _points(setup, subject, targets, sites, rank, link_bytes_per_s)
+        _judge(points, lines)
+        gaps = _bystanders(setup, subject, link, lines)
+    link.close()
+    return StageResult(ColdFigures(assumed, tuple(points), gaps), lines.all)
 
 
 def _profile(setup: CheckSetup, subject: MeasuredModel, link: float) -> profiles.Profile:
@@ -155,43 +180,73 @@ def _predicted(spec: AdapterSpec, warm_ms: float, link: float) -> dict[str, floa
     return {"ondemand": 1000 * spec.num_bytes / link, "pipelined": layers * load_ms - hidden_ms}
 
 
-def _judge(points: Sequence[ColdPoint], result: StageResult) -> None:
-    result.figures["exposed"] = [asdict(point) for point in points]
+def _judge(points: Sequence[ColdPoint], lines: Lines) -> None:
     for point in points:
         told = ", ".join(f"{mode} {exposed_ms:.2f}" for mode, exposed_ms in point.exposed_ms.items())
         expected, got = point.predicted_ms["pipelined"], point.exposed_ms["pipelined"]
         name = f"cold {point.targets} rank {point.rank}, {point.tokens} tokens: ms exposed"
         if max(expected, got) < _NOISE_MS:
-            result.add_line(name, told)
+            lines.add(name, told)
         else:
             met = got <= _PIPELINED_TARGET * expected + _NOISE_MS
-            result.add_line(name, told, f"pipelined ≈ {expected:.2f}", met)
+            lines.add(name, told, f"pipelined ≈ {expected:.2f}", met)
 
 
 # --- requests that decode meanwhile ---
 
 
-def _bystanders(setup: CheckSetup, subject: MeasuredModel, result: StageResult) -> None:
-    """Compares the gaps between running requests' tokens during cold starts with those during warm arrivals."""
+def _bystanders(setup: CheckSetup, subject: MeasuredModel, link: HeldLink, lines: Lines) -> dict[str, Gaps]:
+    """Compares the gaps between running requests' tokens during cold starts with those during warm arrivals, and those
+    while an adapter's copy stands still with those of requests alone."""
     effort, context = setup.effort, min(setup.effort.contexts)
     subject.forget_adapters()
     adapter = subject.adapter(64 if 64 in effort.cold_ranks else effort.cold_ranks[0], _SITES["qkv"])
     if adapter is None:
-        return
-    subject.fill(effort.bystanders, context)
-    gaps: dict[str, list[float]] = {}
-    for name in ("warm", "overlapped", "pipelined"):
-        gaps[name] = _gaps_ms(subject, adapter, context, name)
-    figures = {
-        name: {"p50_ms": float(np.percentile(each, 50)), "p99_ms": float(np.percentile(each, 99))}
-        for name, each in gaps.items()
-    }
-    result.figures["itl"] = figures
-    told = f"p50 {figures['warm']['p50_ms']:.2f}, p99 {figures['warm']['p99_ms']:.2f} ms"
-    result.add_line(f"{effort.bystanders} requests decode while warm ones arrive", told)
+        lines.add("requests that decode meanwhile", "not measured: the host tier is too small for an adapter")
+        return {}
+    subject.fill(range(effort.bystanders), context)
+    gaps = {name: Gaps.of(_gaps_ms(subject, adapter, context, name)) for name in ("warm", "overlapped", "pipelined")}
+    told = f"p50 {gaps['warm'].p50_ms:.2f}, p99 {gaps['warm'].p99_ms:.2f} ms"
+    lines.add(f"{effort.bystanders} requests decode while warm ones arrive", told)
     for name in ("overlapped", "pipelined"):
-        ratio = figures[name]["p99_ms"] / figures["warm"]["p99_ms"]
-        result.at_most(f"p99 of their gaps while cold ones do, {name} ÷ warm", ratio, _ITL_TARGET)
+        ratio = gaps[name].p99_ms / gaps["warm"].p99_ms
+        lines.at_most(f"p99 of their gaps while cold ones do, {name} ÷ warm", ratio, _ITL_TARGET)
+    gaps["alone"] = Gaps.of(_decode_gaps_ms(subject, context))
+    gaps["link held"] = Gaps.of(_held_gaps_ms(subject, link, adapter, context))
+    ratio = gaps["link held"].p99_ms / gaps["alone"].p99_ms
+    lines.at_most("p99 of their gaps while the link is held ÷ alone", ratio, _ITL_TARGET)
+    return gaps
+
+
+def _held_gaps_ms(subject: MeasuredModel, link: HeldLink, adapter: HostAdapter, context: int) -> list[float]:
+    """Returns the gaps between tokens while an adapter's copy waits from the first to the last iteration."""
+    link.hold()
+    loading = subject.session.start_load(adapter, _SLOT, group_ends(adapter.spec))
+    try:
+        return _decode_gaps_ms(subject, context)
+    finally:
+        link.release()
+        wait_for_load(loading)
+        subject.backend.unload_adapter(_SLOT)
+
+
+def _decode_gaps_ms(subject: MeasuredModel, context: int) -> list[float]:
+    """Returns the gaps between tokens, with two iterations in flight."""
+    decodes = _decodes(subject, context)
+    session, turns = subject.session, subject.setup.effort.decodes * subject.setup.effort.arrivals
+    session.launch(decodes)
+    told = []
+    for _ in range(turns):
+        session.launch(decodes)
+        told.append(session.next().received_s)
+    told.append(session.next().received_s)
+    return [1000 * gap for gap in np.diff(told)]
+
+
+def _decodes(subject: MeasuredModel, context: int) -> Batch:
+    """Returns an iteration of all requests that decode, at `context`."""
+    slots = range(subject.setup.effort.bystanders)
+    return Batch((), (), tuple(ScheduledRow(slot, context, 1, 0, samples=True) for slot in slots))
 
 
 def _gaps_ms(subject: MeasuredModel, adapter: HostAdapter, context: int, mode: str) -> list[float]:
@@ -201,24 +256,24 @@ def _gaps_ms(subject: MeasuredModel, adapter: HostAdapter, context: int, mode: s
     `pipelined` it joins at once and its layers wait for the adapter's layers.
     """
     effort = subject.setup.effort
-    decodes = tuple(ScheduledRow(slot, context, 1, 0, samples=True) for slot in range(effort.bystanders))
+    decodes = _decodes(subject, context)
     newcomer, spacing = effort.bystanders, effort.decodes // 2 + 1
     count = effort.cold_prompts[len(effort.cold_prompts) // 2]
     if mode == "warm":
         wait_for_load(subject.session.start_load(adapter, _SLOT))
     session, told, started = subject.session, [], 0
     loading = None
-    session.launch(Batch((), (), decodes))
+    session.launch(decodes)
     for turn in range(spacing * effort.arrivals):
         if turn % spacing == 0 and mode != "warm":
             loading = session.start_load(adapter, _SLOT, group_ends(adapter.spec))
         joins = turn % spacing == 0 if mode != "overlapped" else loading is not None and not loading.empty()
         if joins:
             prompt = subject.prompt_batch(count, _SLOT, newcomer)
-            session.launch(Batch(prompt.starts, prompt.grants, (*decodes, *prompt.rows)))
+            session.launch(Batch(prompt.starts, prompt.grants, (*decodes.rows, *prompt.rows)))
             started += 1
         else:
-            session.launch(Batch((), (), decodes))
+            session.launch(decodes)
         told.append(session.next().received_s)
         has_ended = turn % spacing == spacing - 1
         if loading is not None and (has_ended or (joins and mode == "overlapped")):

@@ -1,47 +1,53 @@
-"""Stage `limits`: measures the device's copy bandwidth, its link and its matrix product, as bounds for other stages."""
+"""Stage `limits`: measures the device's copies, its link, its matrix product and its launches, as bounds for others."""
 
+import time
 from functools import partial
 
 import torch
 
 from caraserve.bench.gpu.accelerator import Accelerator
-from caraserve.bench.gpu.results import StageResult, WrongResult
+from caraserve.bench.gpu.device_limits import DeviceLimits
+from caraserve.bench.gpu.results import Lines, StageResult, WrongResult
 from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.cpu.shared_memory import SharedRegion
+from caraserve.gpu.kernels.empty import launch_empty
 from caraserve.model.dtype import Dtype
 
 _SMALLEST_COPY_BYTES = 64 << 10
 _STEP = 8  # ratio of successive copy sizes
 _COPIES = 10
-_KEY = "copy_bytes_per_s"
+_GAP_TARGET_US = 1.5  # per empty kernel of a graph
 
 
 def copy_bytes_per_s(setup: CheckSetup, acc: Accelerator) -> float:
     """Returns the bytes that a copy on the device reads and writes per second; measures them if not yet known."""
-    known = setup.known.get("limits", {}).get(_KEY)
-    return float(known) if known else _copy_on_device(setup, acc)
+    return setup.limits.copy_bytes_per_s if setup.limits else _copy_on_device(setup, acc)
 
 
-def limits(setup: CheckSetup) -> StageResult:
+def limits(setup: CheckSetup) -> StageResult[DeviceLimits]:
     """Measures the limits. Raises WrongResult when bytes come back from the device changed."""
     acc = setup.accelerator(Dtype.BF16)
-    result = StageResult()
-    region = SharedRegion(2 * setup.effort.copy_bytes)
+    effort, lines = setup.effort, Lines()
+    region = SharedRegion(2 * effort.copy_bytes)
     base = acc.device.driver.register_host(region.base, region.num_bytes)
     try:
         _check_link(setup, acc, region, base)
         on_device = _copy_on_device(setup, acc)
-        result.figures[_KEY] = on_device
-        result.add_line("copy on the device, read and written", f"{on_device / 1e12:.2f} TB/s")
-        _link(setup, acc, base, result)
+        there, back, both = _link(setup, acc, base)
     finally:
         acc.settle()
         acc.device.driver.unregister_host(region.base)
         region.close()
+    lines.add("copy on the device, read and written", f"{on_device / 1e12:.2f} TB/s")
+    for what, speeds in (("host to device", there), ("device to host", back)):
+        lines.add(what, f"{max(speeds.values()) / 1e9:.1f} GB/s")
+    lines.add("both at once", f"{both / 1e9:.1f} GB/s")
     flops = _gemm(setup, acc)
-    result.figures["gemm_flop_per_s"] = flops
-    result.add_line(f"product of {setup.effort.gemm}² matrices, bf16", f"{flops / 1e12:.0f} TFLOP/s")
-    return result
+    lines.add(f"product of {effort.gemm}² matrices, bf16", f"{flops / 1e12:.0f} TFLOP/s")
+    in_graph_us, alone_us = _launches_us(setup, acc)
+    lines.at_most(f"µs for each of {effort.empty_kernels} empty kernels in a graph", in_graph_us, _GAP_TARGET_US)
+    lines.add("the same, launched one by one", f"{alone_us:.2f} µs")
+    return StageResult(DeviceLimits(on_device, there, back, both, flops, in_graph_us, alone_us), lines.all)
 
 
 def _copy_on_device(setup: CheckSetup, acc: Accelerator) -> float:
@@ -70,8 +76,9 @@ def _check_link(setup: CheckSetup, acc: Accelerator, region: SharedRegion, base:
         raise WrongResult(f"{size} bytes went to the device and came back otherwise")
 
 
-def _link(setup: CheckSetup, acc: Accelerator, base: int, result: StageResult) -> None:
-    """Measures copies of all sizes to the device and to the host, and the largest size both ways at once."""
+def _link(setup: CheckSetup, acc: Accelerator, base: int) -> tuple[dict[int, float], dict[int, float], float]:
+    """Returns the bytes per second of copies to the device and to the host, by size, and of the largest both ways at
+    once."""
     effort, driver = setup.effort, acc.device.driver
     room = torch.zeros(2 * effort.copy_bytes, dtype=torch.uint8, device=acc.place)
     device = room.data_ptr()
@@ -81,11 +88,7 @@ def _link(setup: CheckSetup, acc: Accelerator, base: int, result: StageResult) -
         to_host = partial(driver.copy_to_host, base, device, size, acc.stream)
         there[size] = 1e6 * size / acc.median_us(to_device, effort.replays)
         back[size] = 1e6 * size / acc.median_us(to_host, effort.replays)
-    both = _both_ways(setup, acc, base, device)
-    result.figures |= {"to_device_bytes_per_s": there, "to_host_bytes_per_s": back, "both_ways_bytes_per_s": both}
-    for what, speeds in (("host to device", there), ("device to host", back)):
-        result.add_line(what, f"{max(speeds.values()) / 1e9:.1f} GB/s")
-    result.add_line("both at once", f"{both / 1e9:.1f} GB/s")
+    return there, back, _both_ways(setup, acc, base, device)
 
 
 def _sizes(most: int) -> list[int]:
@@ -121,3 +124,17 @@ def _gemm(setup: CheckSetup, acc: Accelerator) -> float:
         torch.mm(a, b, out=c)
 
     return 2e6 * size**3 / acc.median_us(lambda: acc.run(multiply), _COPIES)
+
+
+def _launches_us(setup: CheckSetup, acc: Accelerator) -> tuple[float, float]:
+    """Returns the time per empty kernel, in a graph and launched from Python; no kernel of a model can take less."""
+    count = setup.effort.empty_kernels
+
+    def launch() -> None:
+        acc.run(lambda: launch_empty(count))
+
+    in_graph_us = acc.median_us(launch, setup.effort.replays) / count
+    started_s = time.perf_counter()
+    launch()
+    acc.settle()
+    return in_graph_us, 1e6 * (time.perf_counter() - started_s) / count

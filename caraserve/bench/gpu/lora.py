@@ -4,15 +4,15 @@ One CUDA graph holds the LoRA work of many layers, each with its own weights, in
 The floor is the time in which the device copies as many bytes as the adapters have.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
 from caraserve.bench.gpu.accelerator import Accelerator
 from caraserve.bench.gpu.adapters import TOLERANCE, Adapters, DecodingRows, Site
 from caraserve.bench.gpu.limits import copy_bytes_per_s
-from caraserve.bench.gpu.results import StageResult, check_close
+from caraserve.bench.gpu.results import Lines, StageResult, check_close
 from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.model.dtype import Dtype
 from caraserve.util.units import ceil_div
@@ -40,14 +40,23 @@ class LoraPoint:
         return f"n {self.rows}, rank {'+'.join(map(str, self.ranks))}"
 
 
-def lora(setup: CheckSetup) -> StageResult:
+@dataclass(frozen=True, slots=True)
+class LoraFigures:
+    """All points, and the ratios of the points with most rows."""
+
+    copy_bytes_per_s: float
+    points: tuple[LoraPoint, ...]
+    times_torch: dict[str, float]  # torch's time ÷ this project's, by point
+    mix_over_sum: float | None  # mixed ranks ÷ the mean of the same ranks alone
+    padded_over_mix: float | None  # the largest of these ranks alone ÷ mixed ranks
+
+
+def lora(setup: CheckSetup) -> StageResult[LoraFigures]:
     """Measures all points. Raises WrongResult for wrong results; each point is checked before it is timed."""
     acc = setup.accelerator(Dtype.BF16)
     bytes_per_s = copy_bytes_per_s(setup, acc)
-    points, result = list(measure(setup, acc, bytes_per_s)), StageResult()
-    result.figures = {"copy_bytes_per_s": bytes_per_s, "points": [asdict(point) for point in points]}
-    _judge(setup, points, result)
-    return result
+    points, lines = tuple(measure(setup, acc, bytes_per_s)), Lines()
+    return StageResult(_judge(setup, points, bytes_per_s, lines), lines.all)
 
 
 def measure(setup: CheckSetup, acc: Accelerator, bytes_per_s: float) -> Iterator[LoraPoint]:
@@ -108,22 +117,23 @@ def _bmm_us(setup: CheckSetup, acc: Accelerator, rows: int, rank: int, layers: i
     return acc.median_us(lambda: acc.run(multiply), setup.effort.replays) / layers
 
 
-def _judge(setup: CheckSetup, points: Sequence[LoraPoint], result: StageResult) -> None:
+def _judge(setup: CheckSetup, points: tuple[LoraPoint, ...], bytes_per_s: float, lines: Lines) -> LoraFigures:
     most = max(setup.effort.lora_rows)
     alone = {point.ranks[0]: point for point in points if point.rows == most and len(point.ranks) == 1}
+    times_torch: dict[str, float] = {}
     for rank, point in alone.items():
         text = f"{point.us:.1f} µs, {point.share_of_floor:.0%} of copying"
         if rank == 64:
-            result.add_line(f"LoRA {point.name}", text, f"≥ {_SHARE_TARGET:.0%}", point.share_of_floor >= _SHARE_TARGET)
+            lines.add(f"LoRA {point.name}", text, f"≥ {_SHARE_TARGET:.0%}", point.share_of_floor >= _SHARE_TARGET)
         else:
-            result.add_line(f"LoRA {point.name}", text)
+            lines.add(f"LoRA {point.name}", text)
         if point.torch_us is not None:
-            result.figures.setdefault("times_torch", {})[point.name] = point.torch_us / point.us
+            times_torch[point.name] = point.torch_us / point.us
+    ratio = padded = None
     for mix in (point for point in points if len(point.ranks) > 1 and point.rows == most):
-        if not all(rank in alone for rank in mix.ranks):
-            continue
-        ratio = mix.us * len(mix.ranks) / sum(alone[rank].us for rank in mix.ranks)
-        padded = alone[max(mix.ranks)].us / mix.us
-        result.figures["mix_over_sum"], result.figures["padded_over_mix"] = ratio, padded
-        result.at_most(f"{mix.name} ÷ the sum of its parts", ratio, _MIX_TARGET)
-        result.add_line("the same, padded to its largest rank", f"{padded:.2f} times as long")
+        if all(rank in alone for rank in mix.ranks):
+            ratio = mix.us * len(mix.ranks) / sum(alone[rank].us for rank in mix.ranks)
+            padded = alone[max(mix.ranks)].us / mix.us
+            lines.at_most(f"{mix.name} ÷ the sum of its parts", ratio, _MIX_TARGET)
+            lines.add("the same, padded to its largest rank", f"{padded:.2f} times as long")
+    return LoraFigures(bytes_per_s, points, times_torch, ratio, padded)

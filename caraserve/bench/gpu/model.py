@@ -1,128 +1,113 @@
-"""Stage `model`: iterations of a 7-billion-parameter shape with random weights, with and without adapters.
+"""Stage `model`: iterations of a 7-billion-parameter shape with random weights, with and without adapters, and what
+they cost the host.
 
 The floor of an iteration is the time in which the device copies as many bytes as it must read: all weights but the
 embeddings, and the keys and values of all contexts.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 
-from caraserve.bench.gpu.backends import DTYPE, MeasuredModel, measured_model
+from caraserve.bench.gpu.backends import DTYPE
+from caraserve.bench.gpu.iterations import (
+    RANKS,
+    DecodePoint,
+    PrefillPoint,
+    decode_points,
+    load_adapters,
+    prefill_points,
+)
 from caraserve.bench.gpu.limits import copy_bytes_per_s
-from caraserve.bench.gpu.results import StageResult
+from caraserve.bench.gpu.measured_model import MeasuredModel, busy_python_thread, measured_model
+from caraserve.bench.gpu.results import Lines, StageResult
 from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.core.machine_profile import LineFit
-from caraserve.model.spec import SITES
 
-_QKV = SITES[:3]
-_RANKS = (8, 16, 32, 64)
-_FLOOR_TARGETS = {1: 0.75, 64: 0.80}  # by batch
+_FLOOR_TARGETS = {1: 0.75, 64: 0.80}  # by batch, at the middle context
 _LORA_TARGET, _LORA_LEAST_CONTEXT = 0.90, 1024
-_KV_SHARE = 0.8  # of the memory pool; the rest is for adapters
 _BASE_TARGET, _HOST_TARGET_US = 0.99, 300.0
+_BUSY_TARGET = 1.10
 
 
-def model(setup: CheckSetup) -> StageResult:
+@dataclass(frozen=True, slots=True)
+class DecodeFit:
+    """Times of decode iterations whose requests all have one rank, and `ms = α · Σ ranks + β` through them."""
+
+    batch: int
+    ranks: tuple[int, ...]
+    ms: tuple[float, ...]  # by rank
+    line: LineFit
+
+
+@dataclass(frozen=True, slots=True)
+class HostCost:
+    """A decode iteration of `batch` requests, each with an adapter."""
+
+    batch: int
+    cpu_us: float  # CPU time of the backend's threads
+    ms: float
+    busy_ms: float  # the same beside a thread that always runs Python
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFigures:
+    """All points and fits."""
+
+    base_disabled_over_enabled: float  # base-only decode before adapters are on the device ÷ after
+    decode: tuple[DecodePoint, ...]
+    decode_fit: DecodeFit
+    host: HostCost
+    prefill: tuple[PrefillPoint, ...]
+    prefill_fit: LineFit  # of base_ms by tokens
+
+
+def model(setup: CheckSetup) -> StageResult[ModelFigures]:
     """Measures decode and prefill iterations; results are checked in stage `correct`."""
-    effort, result = setup.effort, StageResult()
+    effort, lines = setup.effort, Lines()
     bytes_per_s = copy_bytes_per_s(setup, setup.accelerator(DTYPE))
     slots, context = max(effort.batches), max(effort.contexts)
-    with measured_model(setup, slots, context, max(slots, len(_RANKS)) + 1) as subject:
-        fitting = _fit_contexts(subject, slots, context)
-        subject.fill(fitting, context)
+    with measured_model(setup, slots, context, max(slots, len(RANKS)) + 1) as subject:
+        fitting = subject.grow_contexts(slots)
+        subject.fill(range(fitting), context)
         alone = subject.decode_ms(min(effort.contexts), [0] * fitting)
-        slots_of = _load(subject, fitting)
+        adapters = load_adapters(subject, fitting)
         beside = subject.decode_ms(min(effort.contexts), [0] * fitting)
-        result.figures["base_disabled_over_enabled"] = alone / beside
-        result.at_least("base-only decode, adapters on the device ÷ none", alone / beside, _BASE_TARGET, ".3f")
-        mixed = [slots_of[_RANKS[index % len(_RANKS)]][index // len(_RANKS)] for index in range(fitting)]
-        _decode(setup, subject, mixed, bytes_per_s, result)
-        _fit(setup, subject, slots_of, fitting, result)
-        _host(setup, subject, mixed, result)
-        _prefill(setup, subject, slots_of, result)
-    return result
+        lines.at_least("base-only decode, adapters on the device ÷ none", alone / beside, _BASE_TARGET, ".3f")
+        middle = sorted(effort.contexts)[len(effort.contexts) // 2]
+        targets = {(batch, middle): share for batch, share in _FLOOR_TARGETS.items()}
+        mixed = adapters[:fitting]
+        decode = decode_points(subject, effort.batches, effort.contexts, mixed, bytes_per_s, targets, lines)
+        _judge_lora(decode, lines)
+        fit = _fit(subject, adapters, fitting, lines)
+        host = _host(subject, mixed, lines)
+        prefill = prefill_points(subject, effort.prompts, adapters[len(RANKS) - 1], lines)
+    by_tokens = LineFit.fitted([float(point.tokens) for point in prefill], [point.base_ms for point in prefill])
+    return StageResult(ModelFigures(alone / beside, tuple(decode), fit, host, tuple(prefill), by_tokens), lines.all)
 
 
-def _fit_contexts(subject: MeasuredModel, slots: int, context: int) -> int:
-    """Grows the KV cache for up to `slots` requests of the longest context, beside adapters; returns how many fit."""
-    limits = subject.backend.limits
-    assert limits.shared is not None
-    each = (context // limits.block_tokens + 1) * limits.shared.block_bytes
-    most = max(1, min(slots, int(_KV_SHARE * limits.shared.num_bytes) // each))
-    subject.session.grow_kv(most)
-    return most
+def _judge_lora(points: Sequence[DecodePoint], lines: Lines) -> None:
+    most = max(point.batch for point in points)
+    for point in points:
+        if point.batch == most and point.context >= _LORA_LEAST_CONTEXT:
+            name = f"decode, batch {most}, context {point.context}: with {most} adapters ÷ without"
+            lines.at_least(name, point.base_ms / point.lora_ms, _LORA_TARGET)
 
 
-def _load(subject: MeasuredModel, count: int) -> dict[int, list[int]]:
-    """Loads `count` adapters (at least one of each rank); returns {rank: slots}. Equal ranks share one host image."""
-    slots: dict[int, list[int]] = {rank: [] for rank in _RANKS}
-    images = {rank: subject.adapter(rank, _QKV) for rank in _RANKS}
-    for index in range(max(count, len(_RANKS))):
-        rank = _RANKS[index % len(_RANKS)]
-        image = images[rank]
-        assert image is not None, "the host tier is too small"
-        subject.session.load(image, index + 1)
-        slots[rank].append(index + 1)
-    return slots
+def _fit(subject: MeasuredModel, adapters: Sequence[int], batch: int, lines: Lines) -> DecodeFit:
+    slots_of = [adapters[place :: len(RANKS)] for place in range(len(RANKS))]
+    count, context = min(batch, *map(len, slots_of)), min(subject.setup.effort.contexts) - 1
+    times_ms = tuple(subject.decode_ms(context, slots[:count]) for slots in slots_of)
+    fit = LineFit.fitted([float(count * rank) for rank in RANKS], times_ms)
+    lines.add("decode ms = α Σ ranks + β", f"α {1000 * fit.alpha_ms:.3f} µs, β {fit.beta_ms:.2f}, R² {fit.r2:.3f}")
+    return DecodeFit(count, RANKS, times_ms, fit)
 
 
-def _decode(
-    setup: CheckSetup, subject: MeasuredModel, mixed: Sequence[int], bytes_per_s: float, result: StageResult
-) -> None:
-    """Measures decode iterations of every batch and context, without adapters and with another one for each request."""
-    spec, points, effort = subject.spec, [], setup.effort
-    weights = (spec.num_parameters - spec.vocab_size * spec.hidden) * DTYPE.itemsize
-    for batch in (batch for batch in effort.batches if batch <= len(mixed)):
-        for context in effort.contexts:
-            base_ms = subject.decode_ms(context - 1, [0] * batch)
-            lora_ms = subject.decode_ms(context - 1, mixed[:batch])
-            floor_ms = 1000 * (weights + batch * context * spec.kv_bytes_per_token(DTYPE.itemsize)) / bytes_per_s
-            share = floor_ms / base_ms
-            points.append({"batch": batch, "context": context, "base_ms": base_ms, "lora_ms": lora_ms})
-            points[-1]["share_of_floor"] = share
-            name, value = (
-                f"decode, batch {batch}, context {context}",
-                f"{base_ms:.2f} ms, {share:.0%} of the floor's speed",
-            )
-            target = _FLOOR_TARGETS.get(batch)
-            if target is None or context != sorted(effort.contexts)[len(effort.contexts) // 2]:
-                result.add_line(name, value)
-            else:
-                result.add_line(name, value, f"≥ {target:.0%}", share >= target)
-            if batch == max(effort.batches) and context >= _LORA_LEAST_CONTEXT:
-                result.at_least(f"{name}: with {batch} adapters ÷ without", base_ms / lora_ms, _LORA_TARGET)
-    result.figures["decode"] = points
-
-
-def _fit(
-    setup: CheckSetup, subject: MeasuredModel, slots_of: dict[int, list[int]], batch: int, result: StageResult
-) -> None:
-    """Fits `ms = α · Σ ranks + β` to decode iterations whose requests all have one rank."""
-    least = min(map(len, slots_of.values()))
-    count, context = min(batch, least), min(setup.effort.contexts) - 1
-    times_ms = [subject.decode_ms(context, slots[:count]) for slots in slots_of.values()]
-    fit = LineFit.fitted([float(count * rank) for rank in slots_of], times_ms)
-    result.figures["decode_fit"] = {"batch": count, "ranks": list(slots_of), "ms": times_ms, **asdict(fit)}
-    result.add_line(
-        "decode ms = α Σ ranks + β", f"α {1000 * fit.alpha_ms:.3f} µs, β {fit.beta_ms:.2f}, R² {fit.r2:.3f}"
-    )
-
-
-def _host(setup: CheckSetup, subject: MeasuredModel, mixed: Sequence[int], result: StageResult) -> None:
-    us = subject.host_us(min(setup.effort.contexts) - 1, mixed)
-    result.figures["host_us"] = us
-    result.at_most(f"host's CPU time an iteration at batch {len(mixed)}, µs", us, _HOST_TARGET_US, ".0f")
-
-
-def _prefill(setup: CheckSetup, subject: MeasuredModel, slots_of: dict[int, list[int]], result: StageResult) -> None:
-    """Measures the prefill of one prompt of every length, without and with an adapter."""
-    points, adapter = [], slots_of[max(_RANKS)][0]
-    for count in setup.effort.prompts:
-        base_ms, lora_ms = subject.prefill_ms(count, 0), subject.prefill_ms(count, adapter)
-        points.append({"tokens": count, "base_ms": base_ms, "lora_ms": lora_ms})
-        value = f"{base_ms:.2f} ms, {2 * count * subject.spec.num_parameters / base_ms / 1e9:.0f} TFLOP/s"
-        lora = f"rank {max(_RANKS)}: {lora_ms / base_ms:.2f} times as long"
-        result.add_line(f"prefill of {count} tokens", f"{value}; {lora}")
-    result.figures["prefill"] = points
-    fit = LineFit.fitted([float(point["tokens"]) for point in points], [point["base_ms"] for point in points])
-    result.figures["prefill_fit"] = asdict(fit)
+def _host(subject: MeasuredModel, mixed: Sequence[int], lines: Lines) -> HostCost:
+    """Measures the host's share, and how much longer an iteration takes beside a busy Python thread."""
+    context = min(subject.setup.effort.contexts) - 1
+    cpu_us, ms = subject.host_us(context, mixed), subject.decode_ms(context, mixed)
+    with busy_python_thread():
+        busy_ms = subject.decode_ms(context, mixed)
+    lines.at_most(f"host's CPU time an iteration at batch {len(mixed)}, µs", cpu_us, _HOST_TARGET_US, ".0f")
+    lines.at_most("the same iteration beside a busy Python thread ÷ alone", busy_ms / ms, _BUSY_TARGET)
+    return HostCost(len(mixed), cpu_us, ms, busy_ms)

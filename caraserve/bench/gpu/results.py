@@ -1,12 +1,23 @@
-"""The result of a stage: figures for a JSON file, and lines for a table."""
+"""The result of a stage: typed figures, and lines for a table."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from enum import StrEnum
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-Figures = dict[str, Any]  # JSON
+F = TypeVar("F", covariant=True)
+
+
+class Outcome(StrEnum):
+    """How a stage ended."""
+
+    DONE = "done"
+    WRONG = "wrong"  # the device computed a wrong result
+    FAILED = "failed"  # an error, or its process died
+    KILLED = "killed"  # it took too long
+    NOT_BEGUN = "not begun"
 
 
 class WrongResult(Exception):
@@ -23,23 +34,44 @@ class ResultLine:
     met: bool | None = None
 
 
-@dataclass(slots=True)
-class StageResult:
-    """The result of one stage."""
+class Lines:
+    """The lines of one stage, in order."""
 
-    figures: Figures = field(default_factory=dict)
-    lines: list[ResultLine] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._lines: list[ResultLine] = []
 
-    def add_line(self, what: str, value: str, target: str = "", met: bool | None = None) -> None:
-        self.lines.append(ResultLine(what, value, target, met))
+    @property
+    def all(self) -> tuple[ResultLine, ...]:
+        return tuple(self._lines)
+
+    def add(self, what: str, value: str, target: str = "", met: bool | None = None) -> None:
+        self._lines.append(ResultLine(what, value, target, met))
 
     def at_least(self, what: str, value: float, target: float, form: str = ".2f") -> None:
         """Adds a figure that should be at least its target."""
-        self.add_line(what, format(value, form), f"≥ {target:g}", value >= target)
+        self.add(what, format(value, form), f"≥ {target:g}", value >= target)
 
     def at_most(self, what: str, value: float, target: float, form: str = ".2f") -> None:
         """Adds a figure that should be at most its target."""
-        self.add_line(what, format(value, form), f"≤ {target:g}", value <= target)
+        self.add(what, format(value, form), f"≤ {target:g}", value <= target)
+
+
+@dataclass(frozen=True, slots=True)
+class StageResult(Generic[F]):
+    """The result of one stage. `figures` is a dataclass of the stage, which becomes JSON."""
+
+    figures: F
+    lines: tuple[ResultLine, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """The report of a stage's process. `error` is one sentence on why there is no result; empty with outcome DONE."""
+
+    outcome: Outcome
+    error: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)  # JSON
+    lines: tuple[ResultLine, ...] = ()
 
 
 def check_close(what: str, got: Tensor, expected: Tensor, tolerance: float) -> float:

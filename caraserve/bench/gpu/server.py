@@ -6,10 +6,11 @@ difference is the effect of cold starts on running requests.
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from caraserve.bench.gpu.results import StageResult
+from caraserve.bench.gpu.results import Lines, StageResult
 from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.errors import BackendFailed
 
@@ -19,17 +20,35 @@ _KEPT_S = 5.0  # of the stage's time, kept for reading the report
 _ON_THE_GPU = ("--", "--device", "cuda")  # without it, a server that finds no GPU would use the CPU
 
 
-def server(setup: CheckSetup) -> StageResult:
+@dataclass(frozen=True, slots=True)
+class BesideCached:
+    """A mode's latencies relative to those of mode `cached`."""
+
+    ttft: float  # mean
+    itl_p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFigures:
+    """The report of `caraserve bench modes`, and the modes beside `cached`."""
+
+    runs: tuple[dict[str, Any], ...]  # JSON, as the report has them
+    notes: tuple[str, ...]
+    arguments: dict[str, Any]
+    beside_cached: dict[str, BesideCached]
+
+
+def server(setup: CheckSetup) -> StageResult[ServerFigures]:
     """Runs `caraserve bench modes` and reads its report. Raises BackendFailed when the benchmark fails."""
-    folder = setup.folder / "report"
+    folder, lines = setup.folder / "report", Lines()
     setup.bench_modes(arguments(setup.server_arguments, folder), setup.left_s - _KEPT_S)
     try:
         report = json.loads((folder / "modes.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BackendFailed(f"bench modes left no report: {error}") from error
-    result = StageResult({"runs": report["runs"], "notes": report["notes"], "arguments": report["arguments"]})
-    _judge(report["runs"], result)
-    return result
+    beside = _judge(report["runs"], lines)
+    figures = ServerFigures(tuple(report["runs"]), tuple(report["notes"]), report["arguments"], beside)
+    return StageResult(figures, lines.all)
 
 
 def arguments(more: Sequence[str], folder: Path) -> list[str]:
@@ -40,24 +59,26 @@ def arguments(more: Sequence[str], folder: Path) -> list[str]:
     return [*ours, *own[:at], "--save", str(folder), *(own[at:] or _ON_THE_GPU)]
 
 
-def _judge(runs: Sequence[dict[str, Any]], result: StageResult) -> None:
+def _judge(runs: Sequence[dict[str, Any]], lines: Lines) -> dict[str, BesideCached]:
     whole = [run for run in runs if not run["interrupted"]]
     if len(whole) < len(runs):
-        result.add_line("server", f"time was up: {len(whole)} of {len(runs)} runs are whole", "all", met=False)
+        lines.add("server", f"time was up: {len(whole)} of {len(runs)} runs are whole", "all", met=False)
     base = next((run for run in whole if run["label"] == _BASELINE), None)
     if base is None:
         raise BackendFailed(f"bench modes did not come to the end of {_BASELINE} in time")
+    found: dict[str, BesideCached] = {}
     for run in whole:
         latency, value = run["latency"], f"{run['completed']} of {run['sent']} requests"
         mean_ms = latency["ttft"]["mean_ms"] if latency["ttft"] else float("nan")
-        result.add_line(f"server, {run['label']}", f"{value}, mean TTFT {mean_ms:.1f} ms")
+        lines.add(f"server, {run['label']}", f"{value}, mean TTFT {mean_ms:.1f} ms")
         if run is base or not latency["itl"]:
             continue
         ratio = mean_ms / base["latency"]["ttft"]["mean_ms"]
         gap = latency["itl"]["percentiles_ms"]["p99"] / base["latency"]["itl"]["percentiles_ms"]["p99"]
-        result.figures.setdefault("beside_cached", {})[run["label"]] = {"ttft": ratio, "itl_p99": gap}
+        found[run["label"]] = BesideCached(ratio, gap)
         if run["label"] == "auto":
-            result.at_most("server, auto ÷ cached, mean TTFT", ratio, _TTFT_TARGET)
-            result.at_most("server, running requests' p99 gap, cold arrivals ÷ warm", gap, _GAP_TARGET)
+            lines.at_most("server, auto ÷ cached, mean TTFT", ratio, _TTFT_TARGET)
+            lines.at_most("server, running requests' p99 gap, cold arrivals ÷ warm", gap, _GAP_TARGET)
         else:
-            result.add_line(f"server, {run['label']} ÷ cached", f"mean TTFT {ratio:.2f}, p99 gap {gap:.2f}")
+            lines.add(f"server, {run['label']} ÷ cached", f"mean TTFT {ratio:.2f}, p99 gap {gap:.2f}")
+    return found

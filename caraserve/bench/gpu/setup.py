@@ -1,23 +1,26 @@
-"""The setup of a stage: device, problem sizes, time limit, and the figures of earlier stages."""
+"""The setup of a stage: device, problem sizes, time limit, and the limits that were measured."""
 
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from caraserve.bench.gpu.accelerator import Accelerator, Stopwatch
-from caraserve.bench.gpu.results import Figures
+from caraserve.bench.gpu.device_limits import DeviceLimits
+from caraserve.bench.gpu.processes import StageProcess, find_sanitizer, run_bench_modes, run_process
+from caraserve.bench.gpu.results import StageReport
 from caraserve.bench.synthetic import SHAPES, Shape
-from caraserve.errors import BackendFailed
 from caraserve.gpu.driver.detect import DeviceFacts, device_facts
 from caraserve.gpu.driver.libcuda import Cuda
 from caraserve.gpu.forward.builder import GpuDevice
 from caraserve.model.dtype import Dtype
 
 Opened = tuple[GpuDevice, Stopwatch]
+LLAMA3_8B = Shape(hidden=4096, layers=32, intermediate=14336, vocab=128256, heads=32, kv_heads=8)
+TINY = Shape(hidden=64, layers=2, intermediate=96, vocab=512, heads=4, kv_heads=2)
+# As deep as a large model: the addresses of tables differ in alignment from layer to layer.
+NARROW = Shape(hidden=512, layers=32, intermediate=1024, vocab=32000, heads=8, kv_heads=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class CheckEffort:
     copy_bytes: int = 256 << 20  # size of the largest copy that is timed
     gemm: int = 8192  # side of the square matrices
     replays: int = 50  # of each CUDA graph
+    empty_kernels: int = 100  # in the graph that shows what a launch costs
     lora_pool_bytes: int = 1 << 30  # memory for the adapters of stage `lora`
     lora_rows: tuple[int, ...] = (1, 4, 16, 64)
     lora_ranks: tuple[int, ...] = (8, 16, 32, 64, 128)
@@ -47,43 +51,43 @@ class CheckEffort:
     cold_ranks: tuple[int, ...] = (16, 64, 256)
     cold_prompts: tuple[int, ...] = (16, 128, 1024)
     cold_repeats: int = 3
+    gqa_shape: Shape = LLAMA3_8B  # of the model whose query heads share keys and values
+    gqa_contexts: tuple[int, ...] = (512, 2048)
+    long_context: int = 32 << 10
+    long_batches: tuple[int, ...] = (1, 4)
+    warm_shape: Shape = NARROW
+    warm_batches: tuple[int, ...] = (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64)
+    warm_prompts: tuple[int, ...] = (2, 3, 15, 16, 17, 64, 65, 129)
+    warm_adapter_slots: int = 1025  # as the server has; a row of their tables is no multiple of 16 bytes
+    sampled_rows: tuple[int, ...] = (1, 64)
     graph_bytes: int = 1 << 30
     model_pool_bytes: int | None = None  # for KV blocks and adapters; None: all free device memory
     bystanders: int = 32  # requests that decode while others arrive
     arrivals: int = 12  # requests that arrive during these decodes
     host_bytes: int = 2 << 30  # host memory for adapters
-
-
-def run_bench_modes(argv: Sequence[str], timeout_s: float) -> None:
-    """Runs `caraserve bench modes` in a process.
-
-    After `timeout_s` the process is terminated and still writes a report of the runs so far. Raises BackendFailed when
-    it exits with an error before that.
-    """
-    command = [sys.executable, "-m", "caraserve", "bench", "modes", *argv]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        _, said = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # not kill: the process must stop its server and write its report
-        process.communicate()
-        return
-    if process.returncode != 0:
-        raise BackendFailed(f"bench modes ended with {process.returncode}:\n{said[-2000:]}")
+    compiled: tuple[tuple[Shape, Dtype], ...] = (  # models whose kernels stage `build` compiles in parallel
+        (SHAPES["llama2-7b"], Dtype.BF16),
+        (LLAMA3_8B, Dtype.BF16),
+        (TINY, Dtype.F32),
+        (SHAPES["llama2-7b"], Dtype.F32),
+        (SHAPES["llama2-7b"], Dtype.F16),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class CheckSetup:
-    """What a stage needs. `known` has the figures of earlier stages by name; a stage may write to `folder`."""
+    """What a stage needs. It may write to `folder`."""
 
     open: Callable[[Dtype], Opened]
     facts: DeviceFacts
     effort: CheckEffort
     folder: Path
     budget_s: float = 60.0
-    known: Mapping[str, Figures] = field(default_factory=dict)
+    limits: DeviceLimits | None = None  # None: stage `limits` has not measured them
     server_arguments: tuple[str, ...] = ()  # of `caraserve bench modes`, besides the stage's own
     bench_modes: Callable[[Sequence[str], float], None] = run_bench_modes
+    run_part: Callable[[StageProcess], StageReport] = run_process
+    sanitizer: str = ""  # path of compute-sanitizer; "" where it is not installed
     started_s: float = field(default_factory=time.monotonic)
 
     def accelerator(self, dtype: Dtype) -> Accelerator:
@@ -105,7 +109,7 @@ class CheckSetup:
 
 
 def real_setup(
-    folder: Path, budget_s: float, known: Mapping[str, Figures], server_arguments: tuple[str, ...]
+    folder: Path, budget_s: float, limits: DeviceLimits | None, server_arguments: tuple[str, ...]
 ) -> CheckSetup:
     """Returns a setup with this machine's GPU and full problem sizes. Raises OSError or DriverError without a GPU."""
 
@@ -114,4 +118,13 @@ def real_setup(
 
         return open_device(dtype), Stopwatch()
 
-    return CheckSetup(open_, device_facts(Cuda()), CheckEffort(), folder, budget_s, known, server_arguments)
+    return CheckSetup(
+        open_,
+        device_facts(Cuda()),
+        CheckEffort(),
+        folder,
+        budget_s,
+        limits,
+        server_arguments,
+        sanitizer=find_sanitizer(),
+    )

@@ -148,7 +148,7 @@ def _measure(report: LoraReport, parts: Sequence[str], effort: LoraEffort, advan
     if "gpu" in parts:
         prepare_environment()
         with tempfile.TemporaryDirectory() as folder:
-            report.gpu += gpu_points(real_setup(Path(folder), effort.gpu_s, {}, ()))
+            report.gpu += gpu_points(real_setup(Path(folder), effort.gpu_s, None, ()))
         advance()
     if not {"round-trip", "threads"} & set(parts):
         return

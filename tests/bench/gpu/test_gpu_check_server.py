@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from caraserve.bench.cli import bench_parser
-from caraserve.bench.gpu import setup as stage_setup
+from caraserve.bench.gpu.processes import run_bench_modes
 from caraserve.bench.gpu.results import StageResult
-from caraserve.bench.gpu.server import arguments, server
+from caraserve.bench.gpu.server import BesideCached, ServerFigures, arguments, server
 from caraserve.errors import BackendFailed
 
 
@@ -20,7 +20,7 @@ def run(label: str, *, ttft_ms: float = 10.0, gap_ms: float = 5.0, interrupted: 
     return {"label": label, "latency": latency, "completed": 9, "sent": 9, "interrupted": interrupted}
 
 
-def judged(tmp_path: Path, *runs: Mapping[str, Any]) -> StageResult:
+def judged(tmp_path: Path, *runs: Mapping[str, Any]) -> StageResult[ServerFigures]:
     def bench_modes(argv: Sequence[str], timeout_s: float) -> None:
         folder = Path(argv[argv.index("--save") + 1])
         folder.mkdir()
@@ -42,14 +42,14 @@ def test_own_arguments_replace_defaults_and_servers_use_the_gpu(tmp_path: Path) 
 
 def test_running_requests_are_compared_with_those_of_cached(tmp_path: Path) -> None:
     result = judged(tmp_path, run("cached"), run("auto", ttft_ms=10.1, gap_ms=6.0), run("ondemand", ttft_ms=20.0))
-    assert result.figures["beside_cached"]["auto"] == {"ttft": 1.01, "itl_p99": 1.2}
+    assert result.figures.beside_cached["auto"] == BesideCached(ttft=1.01, itl_p99=1.2)
     assert [line.met for line in result.lines if line.target] == [True, False]
     assert any(line.what == "server, ondemand ÷ cached" for line in result.lines)
 
 
 def test_interrupted_runs_are_not_compared(tmp_path: Path) -> None:
     result = judged(tmp_path, run("cached"), run("auto", interrupted=True))
-    assert "beside_cached" not in result.figures
+    assert result.figures.beside_cached == {}
     assert result.lines[0].value == "time was up: 1 of 2 runs are whole"
 
 
@@ -72,11 +72,11 @@ def instead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], 
 
 def test_a_benchmark_that_fails_is_a_failure(instead: Callable[[str], None]) -> None:
     instead("import sys; sys.exit('no such preset')")
-    with pytest.raises(BackendFailed, match="bench modes ended with 1:\nno such preset"):
-        stage_setup.run_bench_modes(["--preset", "x"], 60.0)
+    with pytest.raises(BackendFailed, match="bench modes ended with 1: no such preset"):
+        run_bench_modes(["--preset", "x"], 60.0)
 
 
 def test_a_benchmark_that_takes_too_long_is_terminated(instead: Callable[[str], None]) -> None:
     """A terminated benchmark still writes a report, so this is no failure yet."""
     instead("import signal\nsignal.pause()\n")
-    stage_setup.run_bench_modes([], 0.5)
+    run_bench_modes([], 0.5)

@@ -9,8 +9,8 @@ from caraserve.gpu.driver.api import Driver, Stream
 from caraserve.gpu.driver.streams import Lane
 
 
-class HeldCopyDriver:
-    """Delegates everything except copies on the copy lane to the real driver."""
+class HeldLink:
+    """Delegates everything to the real driver, except that copies on the copy lane wait while they are held."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -19,6 +19,7 @@ class HeldCopyDriver:
         self._address = driver.register_host(self._region.base, self._region.num_bytes)
         self._streams: list[Stream] = []
         self._awaited = 0
+        self._is_held = False
 
     @property
     def driver(self) -> Driver:
@@ -26,11 +27,14 @@ class HeldCopyDriver:
         return cast(Driver, self)
 
     def hold(self) -> None:
-        """Makes copies issued from now on wait."""
+        """Makes copies issued from now on wait. Kernels must be loaded before: a module that is loaded while a stream
+        waits may wait for that stream."""
         self._awaited += 1
+        self._is_held = True
 
     def release(self) -> None:
         """Releases all waiting copies."""
+        self._is_held = False
         self._word[0] = self._awaited
 
     def close(self) -> None:
@@ -44,7 +48,7 @@ class HeldCopyDriver:
         return self._streams[-1]
 
     def copy_to_device(self, target: int, source: int, num_bytes: int, stream: Stream) -> None:
-        if stream == self._streams[Lane.COPY]:
+        if self._is_held and stream == self._streams[Lane.COPY]:
             self._driver.wait_value(stream, self._address, self._awaited)
         self._driver.copy_to_device(target, source, num_bytes, stream)
 

@@ -1,0 +1,44 @@
+"""A part of stage `startup`: starts a backend in a new process, and measures time and device memory."""
+
+import time
+from dataclasses import dataclass, replace
+
+from caraserve.bench.gpu.backends import DTYPE, cuda_backend, shape_spec
+from caraserve.bench.gpu.results import Lines, StageResult
+from caraserve.bench.gpu.setup import CheckSetup
+from caraserve.gpu.forward.builder import GpuSizes
+
+_LAYERS = 2
+_CONTEXT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class StartFigures:
+    """One start with compiled kernels on disk. The model has few layers, so this is the part of a start that does not
+    depend on a model's size."""
+
+    open_s: float  # device and raw kernels
+    warm_up_s: float  # backend, Triton's kernels, graphs
+    device_bytes: int  # in use on the device at the end, by this and all other processes
+
+
+def start_once(setup: CheckSetup) -> StageResult[StartFigures]:
+    """Starts and warms up a backend once."""
+    started_s = time.monotonic()
+    device = setup.open(DTYPE)[0]
+    opened_s = time.monotonic()
+    spec = shape_spec(replace(setup.effort.shape, layers=_LAYERS), 2 * _CONTEXT)
+    sizes = GpuSizes(
+        num_slots=max(setup.effort.batches),
+        adapter_slots=4,
+        max_step_tokens=max(setup.effort.prompts),
+        max_context=_CONTEXT,
+        memory_utilization=0.85,
+        host_bytes=1 << 20,
+        pool_bytes=64 << 20,
+        graph_bytes=setup.effort.graph_bytes,
+    )
+    with cuda_backend(setup, spec, DTYPE, sizes, device=device):
+        ready_s = time.monotonic()
+        used = device.driver.total_bytes() - device.driver.free_bytes()
+    return StageResult(StartFigures(opened_s - started_s, ready_s - opened_s, used), Lines().all)
