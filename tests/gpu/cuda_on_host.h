@@ -4,37 +4,15 @@
 // that the seed chooses, which exposes missing barriers and blocks that rely on their number. Unaligned vector loads
 // trap (the compiler's alignment sanitizer), and barriers that can never be passed are reported.
 #pragma once
-#define CARASERVE_ON_HOST
+#include "cuda_types.h"
 #include <sched.h>
 #include <setjmp.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <time.h>
 #include <ucontext.h>
 
-struct alignas(16) uint4 { unsigned x, y, z, w; };
-struct alignas(8) uint2 { unsigned x, y; };
-static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-static inline int min(int a, int b) { return a < b ? a : b; }
-static inline float min(float a, float b) { return __builtin_fminf(a, b); }
-static inline int max(int a, int b) { return a < b ? b : a; }
-static inline unsigned max(unsigned a, unsigned b) { return a < b ? b : a; }
-static inline float max(float a, float b) { return __builtin_fmaxf(a, b); }
-static inline float fabsf(float v) { return __builtin_fabsf(v); }
-static inline float logf(float v) { return __builtin_logf(v); }
-static inline int __ffs(int v) { return __builtin_ffs(v); }
-static inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
-    return (unsigned long long)((unsigned __int128)a * b >> 64);
-}
-static inline float __uint_as_float(unsigned v) { return __builtin_bit_cast(float, v); }
-static inline unsigned __float_as_uint(float v) { return __builtin_bit_cast(unsigned, v); }
-#define fmaf __builtin_fmaf
-
 #define KERNEL extern "C" void
-#define DEVICE static inline
-#define DEVICE_MEMBER inline
-#define __launch_bounds__(...)
 #define __shared__ static thread_local
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
@@ -241,6 +219,7 @@ static inline bool __any_sync(unsigned, bool v) {
     return any;
 }
 static inline bool __all_sync(unsigned mask, bool v) { return !__any_sync(mask, !v); }
+static inline void __syncwarp() { host::meet(host::warp().meeting); }
 
 // Only one thread runs at a time.
 template <class T> static inline T atomicAdd(T* at, T v) {
@@ -253,8 +232,6 @@ static inline void atomicMax(unsigned* at, unsigned v) { *at = max(*at, v); }
 
 // --- stand-ins for the PTX of common.cuh ---
 
-static inline uint4 load_weights(const void* at) { return *(const uint4*)at; }
-static inline uint4 load_from_host(const void* at) { return *(const uint4*)at; }
 static inline long long load_acquire(const long long* at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
 static inline unsigned load_acquire(const unsigned* at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
 static inline void store_release(long long* at, long long v) { __atomic_store_n(at, v, __ATOMIC_RELEASE); }
@@ -263,17 +240,4 @@ static inline unsigned count_in(unsigned* at) { return __atomic_fetch_add(at, 1,
 static inline void nap() {
     host::block.moves++;
     if (host::block.running == 0) sched_yield();
-}
-static inline unsigned long long now_ns() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000ull + now.tv_nsec;
-}
-static inline float from_half(unsigned short bits) { return (float)__builtin_bit_cast(_Float16, bits); }
-static inline unsigned short to_half(float v) { return __builtin_bit_cast(unsigned short, (_Float16)v); }
-static inline float exp2_approximately(float v) { return __builtin_exp2f(v); }
-static inline unsigned short to_bfloat(float v) {
-    const unsigned bits = __float_as_uint(v);
-    if (v != v) return 0x7fff;
-    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }

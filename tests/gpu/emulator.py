@@ -18,7 +18,7 @@ from caraserve.gpu.driver import nvrtc
 from caraserve.gpu.kernels.cuda_launch import Launch
 from caraserve.model.dtype import Dtype
 
-_HEADER = Path(__file__).with_name("cuda_on_host.h")
+_HEADER, TYPES = (Path(__file__).with_name(name) for name in ("cuda_on_host.h", "cuda_types.h"))
 _FLAGS = (
     *("-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-fno-exceptions", "-nostdlib++"),
     *("-fno-sanitize=all", "-fsanitize=alignment", "-fsanitize-trap=alignment", "-Wall", "-Werror"),
@@ -53,7 +53,8 @@ def shared_library(compiler: str, flags: Sequence[str], main: str, files: Mappin
 def _library(source: str, activation: Dtype) -> ctypes.CDLL:
     main = [f'#include "{_HEADER.name}"', f'#include "{source}.cu"']
     main += [f"EMULATE({kernel})" for kernel in nvrtc.kernels(source)]
-    files = {**nvrtc.sources(source), _HEADER.name: _HEADER.read_text(encoding="utf-8"), "main.cpp": "\n".join(main)}
+    headers = {header.name: header.read_text(encoding="utf-8") for header in (_HEADER, TYPES)}
+    files = {**nvrtc.sources(source), **headers, "main.cpp": "\n".join(main)}
     macros = [f"-D{name}={value}" for name, value in nvrtc.definitions(activation).items()]
     return ctypes.CDLL(str(shared_library("c++", (*_FLAGS, *macros), "main.cpp", files)))
 

@@ -145,8 +145,10 @@ class FakeDriver(Captures[Operation]):
                 leaves=lambda clock: self._release(address, clock),
             ),
         )
+        self._note_write(stream, address, value)
 
     def wait_value(self, stream: Stream, address: int, value: int) -> None:
+        self._check_wait(stream, address, value)
         self.issue(
             stream,
             Operation(
@@ -157,7 +159,7 @@ class FakeDriver(Captures[Operation]):
         )
 
     def launch_graph(self, graph: Graph, stream: Stream) -> None:
-        for operation in self._graphs[graph]:
+        for operation in self._launched(graph):
             self.issue(stream, replace(operation))
 
     def free_bytes(self) -> int:

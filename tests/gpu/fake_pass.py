@@ -137,6 +137,7 @@ class World:
             self,
             [SyncSlot.at(index * sync_slot_bytes(HAND_OFFS), HAND_OFFS, generation) for index in range(sync_slots)],
         )
+        self.driver.register_host(WORDS, sync_slots * sync_slot_bytes(HAND_OFFS))
         self.watchdog = Watchdog(self)
         self.chunks: dict[int, Marks] = {}  # by slot: the last chunk that used it
         self.worked: set[tuple[int, int]] = set()

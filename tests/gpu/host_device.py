@@ -140,8 +140,10 @@ class HostDriver(Captures[_Operation]):
 
     def write_value(self, stream: Stream, address: int, value: int) -> None:
         self._issue(stream, lambda: _set_word(address, value))
+        self._note_write(stream, address, value)
 
     def wait_value(self, stream: Stream, address: int, value: int) -> None:
+        self._check_wait(stream, address, value)
         self._issue(stream, lambda: None, lambda: has_reached(_word(address), value))
 
     def run(self, stream: Stream, issue: Callable[[], None]) -> None:
@@ -151,7 +153,7 @@ class HostDriver(Captures[_Operation]):
         self.replays += 1
         with self._lock:
             self._check()
-            self._streams[stream].waiting.extend(self._graphs[graph])
+            self._streams[stream].waiting.extend(self._launched(graph))
             self._lock.notify_all()
 
     def free_bytes(self) -> int:

@@ -143,6 +143,7 @@ KERNEL __launch_bounds__(32) handoff_wait(const WorkOrder* order, int* outcome, 
         else
             nap();
     }
+    __syncwarp(); // every thread has read `outcome`
     if (threadIdx.x == 0) {
         *outcome = state;
         if (state == LOST) *errors |= 1;
