@@ -2,10 +2,11 @@
 checks the order in which writes of words and waits for them are issued."""
 
 import itertools
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from caraserve.gpu.driver.api import Graph, Stream, has_reached
+from caraserve.gpu.driver.api import Graph, Stream, WordWait, WordWrite, has_reached
 
 Operation = TypeVar("Operation")
 
@@ -15,7 +16,7 @@ class WaitBeforeWrite(AssertionError):
     queue, the write never runs."""
 
 
-class Captures(Generic[Operation]):
+class Captures(ABC, Generic[Operation]):
     """Implements a part of the Driver protocol. Methods that issue an operation call `_captured` first, and those that
     issue a write of a word or a wait for one call `_note_write` or `_check_wait`.
 
@@ -47,6 +48,19 @@ class Captures(Generic[Operation]):
 
     def destroy_graph(self, graph: Graph) -> None:
         del self._graphs[graph], self._graph_checks[graph]
+
+    @abstractmethod
+    def write_value(self, stream: Stream, address: int, value: int) -> None:
+        """Issues a write of a word."""
+
+    @abstractmethod
+    def wait_value(self, stream: Stream, address: int, value: int) -> None:
+        """Issues a wait for a word."""
+
+    def word_operations(self, stream: Stream, operations: Sequence[WordWrite | WordWait]) -> None:
+        for each in operations:
+            issue = self.write_value if isinstance(each, WordWrite) else self.wait_value
+            issue(stream, each.address, each.value)
 
     def captures(self, stream: Stream) -> bool:
         """True while operations issued on the stream go into a graph."""

@@ -20,6 +20,7 @@ IMAGE = LAYERS * LAYER_BYTES
 DEVICE, HOST = 0, SLOTS * IMAGE
 READY = 2 * SLOTS * IMAGE
 GATE = READY + 4 * SLOTS * LAYERS
+ARRIVALS = GATE + 4
 BATCH = GATE + 8  # what kernels read of the batch; one for each lane
 WORDS = 1024
 TOP = 2**32
@@ -130,7 +131,7 @@ class World:
         self.driver = FakeDriver(WORDS + 4096)
         self.driver.memory[HOST : HOST + SLOTS * IMAGE] = np.arange(SLOTS * IMAGE) + 1
         self.lanes = Timelines(self.driver)
-        self.copier = AdapterCopier(self.driver, self.lanes, LinkQueue(1e6, piece_bytes))
+        self.copier = AdapterCopier(self.driver, self.lanes, LinkQueue(1e6, piece_bytes), ARRIVALS)
         self.iterations = IterationLane(self.driver, self.lanes, self.copier, LAYERS)
         self.assist = AssistLane(self.driver, self.lanes, self.copier, WORDS)
         self.sync_slots = SyncSlotPool(

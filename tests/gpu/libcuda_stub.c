@@ -3,7 +3,9 @@
 //
 // It rejects what a driver would: handles and addresses that it did not return, threads without a context, streams in a
 // capture where none is allowed. Device addresses differ from host addresses, so mixing them up is an error.
+#define _GNU_SOURCE
 #include <cuda.h>
+#include <dlfcn.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -19,6 +21,7 @@ typedef struct { Work work[256]; int length; } Recording;
 
 static struct {
     char log[1 << 16], failing[64];
+    int kept_gil; // in the last call
     int logged, status, initialized, handles[KINDS], busy, attributes[256], unmet, ranges_used;
     long long chunk_gap; // bytes by which mapped chunks from the second on are displaced
     Range ranges[MOST];
@@ -43,6 +46,7 @@ const char* stub_log(void) { return driver.log; }
 void stub_attribute(int attribute, int value) { driver.attributes[attribute] = value; }
 void stub_busy(int busy) { driver.busy = busy; } // 1: events are pending
 void stub_chunk_gap(long long gap) { driver.chunk_gap = gap; }
+int stub_kept_gil(void) { return driver.kept_gil; }
 int stub_unmet(void) { return driver.unmet; } // waits that would have blocked
 void stub_fail(const char* name, int status) { // the next call
     snprintf(driver.failing, sizeof driver.failing, "%s", name);
@@ -52,6 +56,8 @@ void stub_fail(const char* name, int status) { // the next call
 // --- handles, addresses, work ---
 
 static CUresult called(const char* name, const char* format, ...) {
+    int (*const holds_gil)(void) = (int (*)(void))dlsym(RTLD_DEFAULT, "PyGILState_Check");
+    driver.kept_gil = holds_gil();
     va_list arguments;
     va_start(arguments, format);
     driver.logged += snprintf(driver.log + driver.logged, sizeof driver.log - driver.logged, "%s", name);
@@ -274,6 +280,21 @@ CUresult cuStreamWaitValue32_v2(CUstream stream, CUdeviceptr addr, cuuint32_t va
 CUresult cuStreamWriteValue32_v2(CUstream stream, CUdeviceptr addr, cuuint32_t value, unsigned int flags) {
     IN_CONTEXT(" %u %u", value, flags);
     return word(stream, SET, addr, value, flags);
+}
+CUresult cuStreamBatchMemOp_v2(CUstream stream, unsigned int count, CUstreamBatchMemOpParams* paramArray,
+                               unsigned int flags) {
+    IN_CONTEXT(" %u %u", count, flags);
+    NEEDS(count > 0 && count < 256 && flags == 0, CUDA_ERROR_INVALID_VALUE);
+    for (unsigned i = 0; i < count; i++) {
+        const CUstreamBatchMemOpParams* each = &paramArray[i];
+        const int waits = each->operation == CU_STREAM_MEM_OP_WAIT_VALUE_32;
+        NEEDS(waits || each->operation == CU_STREAM_MEM_OP_WRITE_VALUE_32, CUDA_ERROR_INVALID_VALUE);
+        const CUresult status = waits
+            ? word(stream, WAIT, each->waitValue.address, each->waitValue.value, each->waitValue.flags)
+            : word(stream, SET, each->writeValue.address, each->writeValue.value, each->writeValue.flags);
+        NEEDS(status == CUDA_SUCCESS, status);
+    }
+    return CUDA_SUCCESS;
 }
 CUresult cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode) {
     IN_CONTEXT(" %d", (int)mode);

@@ -51,6 +51,11 @@ class Stub:
         """Number of waits for words that had not reached their value: on a device they would have blocked."""
         return int(self._library.stub_unmet())
 
+    @property
+    def kept_gil(self) -> bool:
+        """True if the last call was made with the GIL kept."""
+        return bool(self._library.stub_kept_gil())
+
     def device_memory(self, num_bytes: int) -> int:
         """Allocates device memory and returns its address. The calling thread must have a context."""
         address = ctypes.c_uint64()

@@ -23,7 +23,7 @@ from caraserve.core.outputs import Output, append_tokens, collect, outputs_of
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.errors import GrammarFailed
 from caraserve.gpu.assist.handshake import SyncSlot, SyncSlotPool, WatchdogThread, WorkerStatus, worker_statuses
-from caraserve.gpu.assist.order_writer import WorkOrderWriter
+from caraserve.gpu.assist.order_writer import WorkOrder, WorkOrderWriter
 from caraserve.gpu.assist.work_orders import work_order_bytes
 from caraserve.gpu.driver.api import DriverError, Stream
 from caraserve.gpu.driver.streams import NOTHING, Lane, at, latest
@@ -116,7 +116,8 @@ class AssistedPrefills:
         wake: Callable[[], None],
     ) -> None:
         """`wake` makes the launching thread call `schedule_pending`."""
-        self._driver, self._timelines, self._ring = context.driver, context.timelines, context.ring
+        self._driver, self._timelines = context.driver, context.timelines
+        self._compute_ring, self._ring = context.ring, context.assist_ring
         self._copier, self._queue = context.copier, context.queue
         self._images, self._slots, self._spec, self._wake = images, slots, spec, wake
         self._batch, self._host, self._results, self._waiter = parts.batch, parts.host, parts.results, parts.waiter
@@ -149,6 +150,7 @@ class AssistedPrefills:
         """Queues a batch of one row, whose request slot and blocks have just been written on the compute lane."""
         (row,) = batch.rows
         ends = deque(chunk_ends(row.start, row.start + row.count))
+        self._compute_ring.flush()
         issued = self._timelines.mark(Lane.COMPUTE)
         self._waiting.append(_Prompt(batch, done, issued, ends, row.start, time.monotonic()))
         self.schedule_pending()
@@ -261,10 +263,10 @@ class AssistedPrefills:
         self._watchdog.watch(sync_slot, {index: self._hand_off_s(row, bound) for _, _, index, _ in chunk.hand_offs()})
 
         def metadata(stream: Stream) -> None:
-            self._ring.send(self._batch.words.data_ptr(), self._batch_words, Lane.ASSIST)
-            self._slots.send_vectors((row,), self._decoder.hidden, Lane.ASSIST)
-            for order in written:
-                self._ring.send(self._orders[order.index].data_ptr(), order.words, Lane.ASSIST)
+            self._ring.send(self._batch.words.data_ptr(), self._batch_words)
+            self._slots.send_vectors((row,), self._decoder.hidden, self._ring)
+            self._send_orders(written)
+            self._ring.flush()
             self._driver.fill(self._flags.data_ptr(), self._flags.nbytes, stream)
 
         after = latest(at(Lane.COMPUTE, prompt.issued), self._images.pool.moved(slot))
@@ -340,11 +342,11 @@ class AssistedPrefills:
         assert sync_slot is not None, "no chunk is in flight yet"
         self._words.store(sync_slot.status, sync_slot.generation)
         stream = self._timelines.streams[Lane.ASSIST]
-        self._ring.send(self._batch.words.data_ptr(), self._host.empty(), Lane.ASSIST)
+        self._ring.send(self._batch.words.data_ptr(), self._host.empty())
         sources, groups = [LoraSource.WORKERS] * self._spec.layers, [range(len(GROUPS))] * self._spec.layers
         chunk = AssistedChunk(0, sync_slot, sources, groups, self._images.ready_words(0), 1)
-        for order in self._writer.write_without_workers(chunk):
-            self._ring.send(self._orders[order.index].data_ptr(), order.words, Lane.ASSIST)
+        self._send_orders(list(self._writer.write_without_workers(chunk)))
+        self._ring.flush()
         for tokens in (2, 16, ASSISTED_CHUNK_TOKENS):
             steps = self._decoder.make_pass(PassShape(tokens, 0, 1, 1, 1, False, 0), hand_offs=self._hand_offs(chunk))
             for _ in self._lane.issue(lambda stream: None, steps, chunk, NOTHING):
@@ -356,6 +358,15 @@ class AssistedPrefills:
         self._workers.keep_awake(False)
 
     # --- what a chunk is made of ---
+
+    def _send_orders(self, orders: Sequence[WorkOrder]) -> None:
+        """Sends the work orders of a chunk side by side; those between them belong to no hand-off of it."""
+        if orders:
+            first = orders[0].index
+            words = np.zeros((orders[-1].index + 1 - first, self._order_words), np.int64)
+            for order in orders:
+                words[order.index - first, : len(order.words)] = order.words
+            self._ring.send(self._orders[first].data_ptr(), words)
 
     def _sources(
         self, bound: BoundAdapter, slot: int, tokens: int, statuses: Sequence[WorkerStatus]

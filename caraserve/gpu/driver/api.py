@@ -5,7 +5,8 @@ the order of issue; operations of different streams are ordered by events and wo
 except `synchronize`, `register_host` and those whose docstring says so.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NewType, Protocol
 
 from caraserve.core.batch import DeviceLost
@@ -15,7 +16,23 @@ Event = NewType("Event", int)
 Graph = NewType("Graph", int)  # instantiated, ready for launch
 
 WORD_BYTES = 4
-_WORD = 1 << 8 * WORD_BYTES
+WORD_VALUES = 1 << 8 * WORD_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class WordWrite:
+    """Sets the word at a device address, as `write_value`."""
+
+    address: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class WordWait:
+    """Waits until the word at a device address `has_reached` a value, as `wait_value`."""
+
+    address: int
+    value: int
 
 
 class DriverError(DeviceLost):
@@ -25,12 +42,12 @@ class DriverError(DeviceLost):
 
 def successor(number: int) -> int:
     """Returns the value after `number` of a 32-bit word that wraps around."""
-    return (number + 1) % _WORD
+    return (number + 1) % WORD_VALUES
 
 
 def has_reached(value: int, target: int) -> bool:
     """True if a wrapping 32-bit word has reached `target` or passed it; the condition of `wait_value`."""
-    return (value - target) % _WORD < _WORD // 2
+    return (value - target) % WORD_VALUES < WORD_VALUES // 2
 
 
 class Driver(Protocol):
@@ -76,6 +93,9 @@ class Driver(Protocol):
     def wait_value(self, stream: Stream, address: int, value: int) -> None:
         """Makes later operations of `stream` wait until the word `has_reached` the value; occupies no
         multiprocessor."""
+
+    def word_operations(self, stream: Stream, operations: Sequence[WordWrite | WordWait]) -> None:
+        """Issues several writes of words and waits for words, in this order, with one driver call where possible."""
 
     def register_host(self, host_address: int, num_bytes: int) -> int:
         """Pins and maps host memory; returns its device address. Slow and stalls other calls: for use before serving

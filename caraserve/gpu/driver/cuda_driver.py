@@ -7,18 +7,27 @@ import contextlib
 import ctypes
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from caraserve.gpu.driver import libcuda
-from caraserve.gpu.driver.api import DriverError, Event, Graph, Stream
-from caraserve.gpu.driver.libcuda import Attribute, Cuda, Memcpy2D
+from caraserve.gpu.driver.api import DriverError, Event, Graph, Stream, WordWait, WordWrite
+from caraserve.gpu.driver.libcuda import Attribute, Cuda, Memcpy2D, WordOperation
 from caraserve.gpu.kernels import cuda_launch
 from caraserve.gpu.kernels.cuda_launch import Kernels
 
 _CHUNK_BYTES = 8 << 30  # host memory registered by one call; registering a very large range at once fails
 _HUGE_PAGE_BYTES = 2 << 20  # chunks meet at page boundaries, so that no page is registered twice
+_MOST_WORD_OPERATIONS = 255  # of one call
+
+# A call waits when about 1024 operations of a stream have not run. With the GIL kept, none of the threads that the
+# device may wait for could run meanwhile, so far fewer may be queued.
+_MOST_QUEUED = 500
+_SMALL_COPY_BYTES = 64 << 10  # of a copy that is issued at once
+_LAUNCHES_OF_A_STEP = 4  # most kernels that one `run` issues, with the raw kernels before the next one
+_LAUNCHES_OF_A_GRAPH = 100
 
 
 class Torch(Protocol):
@@ -65,6 +74,38 @@ class _Registered:
         return [self.device + chunk - self.chunks[0] for chunk in self.chunks[1:]]
 
 
+@dataclass(slots=True)
+class _Queue:
+    """The operations of a stream."""
+
+    issued: int = 0
+    run: int = 0  # of these, how many are known to have run
+
+
+@dataclass(slots=True)
+class _Queues:
+    """Counts the operations of streams that are not known to have run."""
+
+    by_stream: "defaultdict[Stream, _Queue]" = field(default_factory=lambda: defaultdict(_Queue))
+    recorded: dict[Event, tuple[_Queue, int]] = field(default_factory=dict)  # the queue, and what it had issued
+
+    def issue(self, stream: Stream, operations: int = 1) -> bool:
+        """Counts operations that are about to be issued. Returns whether issuing them cannot wait for the device."""
+        queue = self.by_stream[stream]
+        queue.issued += operations
+        return queue.issued - queue.run < _MOST_QUEUED
+
+    def record(self, event: Event, stream: Stream) -> None:
+        queue = self.by_stream[stream]
+        self.recorded[event] = queue, queue.issued
+
+    def has_run(self, event: Event) -> None:
+        """Notes that everything before an event's last record has run."""
+        if event in self.recorded:
+            queue, number = self.recorded[event]
+            queue.run = max(queue.run, number)
+
+
 class CudaDriver:
     """Implements Driver. A stream is a CUstream, an event a CUevent, a graph a CUgraphExec."""
 
@@ -79,6 +120,7 @@ class CudaDriver:
         self._registered: dict[int, _Registered] = {}  # by host address
         self._borders: list[int] = []  # sorted device addresses where chunks meet; a copy across one is split
         self._captures: dict[Stream, int] = {}  # by stream: torch's number of allocations when the capture began
+        self._queues = _Queues()
         self._enter()
 
     def create_stream(self, priority: int) -> Stream:
@@ -89,17 +131,21 @@ class CudaDriver:
         return Event(self._number("cuEventCreate", libcuda.EVENT_BLOCKING_SYNC | libcuda.EVENT_DISABLE_TIMING))
 
     def record(self, event: Event, stream: Stream) -> None:
-        self._call("cuEventRecord", event, stream)
+        self._issue(stream, "cuEventRecord", event, stream)
+        self._queues.record(event, stream)
 
     def wait_event(self, stream: Stream, event: Event) -> None:
-        self._call("cuStreamWaitEvent", stream, event, 0)
+        self._issue(stream, "cuStreamWaitEvent", stream, event, 0)
 
     def is_done(self, event: Event) -> bool:
         self._enter()
-        return self._cuda.ask("cuEventQuery", event)
+        if is_done := self._cuda.ask("cuEventQuery", event):
+            self._queues.has_run(event)
+        return is_done
 
     def synchronize(self, event: Event) -> None:
         self._call("cuEventSynchronize", event)
+        self._queues.has_run(event)
 
     def copy_to_device(self, target: int, source: int, num_bytes: int, stream: Stream) -> None:
         self._copy(target, source, num_bytes, stream)
@@ -140,17 +186,28 @@ class CudaDriver:
 
     def write_value(self, stream: Stream, address: int, value: int) -> None:
         if self._has_memory_operations:
-            self._call("cuStreamWriteValue32_v2", stream, address, value, libcuda.STREAM_WRITE_VALUE_DEFAULT)
+            self._issue(stream, "cuStreamWriteValue32_v2", stream, address, value, libcuda.STREAM_WRITE_VALUE_DEFAULT)
         else:
             self._call("cuMemsetD32Async", address, value, 1, stream)
 
     def wait_value(self, stream: Stream, address: int, value: int) -> None:
         """Waits on the stream, or with one warp of a kernel where streams cannot wait, for example under WSL."""
         if self._has_memory_operations:
-            self._call("cuStreamWaitValue32_v2", stream, address, value, libcuda.STREAM_WAIT_VALUE_GEQ)
+            self._issue(stream, "cuStreamWaitValue32_v2", stream, address, value, libcuda.STREAM_WAIT_VALUE_GEQ)
         else:
             self._enter()
             self._kernels.launch(cuda_launch.wait_word(address, value), stream)
+
+    def word_operations(self, stream: Stream, operations: Sequence[WordWrite | WordWait]) -> None:
+        if not self._has_memory_operations or len(operations) == 1:
+            for each in operations:
+                issue = self.write_value if isinstance(each, WordWrite) else self.wait_value
+                issue(stream, each.address, each.value)
+            return
+        for start in range(0, len(operations), _MOST_WORD_OPERATIONS):
+            part = operations[start : start + _MOST_WORD_OPERATIONS]
+            array = (WordOperation * len(part))(*map(_word_operation, part))
+            self._issue(stream, "cuStreamBatchMemOp_v2", stream, len(part), array, 0, operations=len(part))
 
     def register_host(self, host_address: int, num_bytes: int) -> int:
         """Registers host memory. Raises DriverError, with nothing registered, if the driver fails or maps it
@@ -180,6 +237,7 @@ class CudaDriver:
 
     def run(self, stream: Stream, issue: Callable[[], None]) -> None:
         self._enter()
+        self._queues.issue(stream, _LAUNCHES_OF_A_STEP)
         self._torch.make_current(stream)
         issue()
 
@@ -211,6 +269,7 @@ class CudaDriver:
             self._call("cuGraphDestroy", captured)
 
     def launch_graph(self, graph: Graph, stream: Stream) -> None:
+        self._queues.issue(stream, _LAUNCHES_OF_A_GRAPH)
         self._call("cuGraphLaunch", graph, stream)
 
     def free_bytes(self) -> int:
@@ -229,8 +288,11 @@ class CudaDriver:
         by its device address."""
         ends = sorted({*self._cuts(target, num_bytes), *self._cuts(source, num_bytes), num_bytes})
         for start, end in zip([0, *ends], ends, strict=False):
-            if end > start:
+            if end - start > _SMALL_COPY_BYTES:
+                self._queues.issue(stream)
                 self._call("cuMemcpyAsync", target + start, source + start, end - start, stream)
+            elif end > start:
+                self._issue(stream, "cuMemcpyAsync", target + start, source + start, end - start, stream)
 
     def _cuts(self, address: int, num_bytes: int) -> list[int]:
         """Returns the offsets within `num_bytes` bytes of `address` at which another chunk of host memory begins. CUDA
@@ -250,6 +312,22 @@ class CudaDriver:
         self._enter()
         self._cuda.call(name, *arguments)
 
+    def _issue(self, stream: Stream, name: str, *arguments: Any, operations: int = 1) -> None:
+        """Issues operations by one call, which keeps the GIL unless it may wait for the device."""
+        self._enter()
+        if self._queues.issue(stream, operations):
+            self._cuda.call_at_once(name, *arguments)
+        else:
+            self._cuda.call(name, *arguments)
+
     def _number(self, name: str, *arguments: Any) -> int:
         self._enter()
         return self._cuda.number(name, *arguments)
+
+
+def _word_operation(operation: WordWrite | WordWait) -> WordOperation:
+    if isinstance(operation, WordWrite):
+        kind, flags = libcuda.STREAM_MEM_OP_WRITE_VALUE_32, libcuda.STREAM_WRITE_VALUE_DEFAULT
+    else:
+        kind, flags = libcuda.STREAM_MEM_OP_WAIT_VALUE_32, libcuda.STREAM_WAIT_VALUE_GEQ
+    return WordOperation(kind, operation.address, operation.value, flags, 0, 0)

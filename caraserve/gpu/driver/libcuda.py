@@ -23,6 +23,8 @@ EVENT_BLOCKING_SYNC = 1
 EVENT_DISABLE_TIMING = 2
 STREAM_WAIT_VALUE_GEQ = 0  # comparison that wraps around
 STREAM_WRITE_VALUE_DEFAULT = 0  # ordered after all earlier operations
+STREAM_MEM_OP_WAIT_VALUE_32 = 1
+STREAM_MEM_OP_WRITE_VALUE_32 = 2
 STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
 MEMORYTYPE_UNIFIED = 4
 
@@ -61,6 +63,19 @@ class Memcpy2D(ctypes.Structure):
     ]
 
 
+class WordOperation(ctypes.Structure):
+    """CUstreamBatchMemOpParams, a union, as the members `waitValue` and `writeValue` of 32 bits."""
+
+    _fields_: ClassVar[Sequence[tuple[str, Any]]] = [
+        ("operation", c_int),
+        ("address", c_uint64),
+        ("value", c_uint64),  # of 32 bits
+        ("flags", c_uint),
+        ("alias", c_uint64),
+        ("pad", c_uint64),
+    ]
+
+
 _Handle = c_void_p  # contexts, streams, events, graphs
 _Address = c_uint64  # CUdeviceptr
 _Device = c_int
@@ -86,6 +101,7 @@ _PROTOTYPES: dict[str, tuple[type, ...]] = {
     "cuStreamWaitEvent": (_Handle, _Handle, c_uint),
     "cuStreamWaitValue32_v2": (_Handle, _Address, c_uint32, c_uint),
     "cuStreamWriteValue32_v2": (_Handle, _Address, c_uint32, c_uint),
+    "cuStreamBatchMemOp_v2": (_Handle, c_uint, POINTER(WordOperation), c_uint),
     "cuStreamBeginCapture_v2": (_Handle, c_int),
     "cuStreamEndCapture": (_Handle, POINTER(_Handle)),
     "cuEventCreate": (POINTER(_Handle), c_uint),
@@ -102,24 +118,15 @@ _PROTOTYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-_QUERIES = ("cuEventQuery",)
-
-
 class Cuda:
-    """The library, initialised. Calls must come from threads on which a context is current. Calls release the GIL,
-    because almost any of them may wait for the device; queries do not, because they never wait and are so frequent that
-    taking the GIL again would cost more than the query."""
+    """The library, initialised. Calls must come from threads on which a context is current.
+
+    Almost any call may wait for the device, so calls release the GIL. Queries keep it, because they never wait, and so
+    does `call_at_once`: taking the GIL again from a busy event loop may cost a thread 5 ms, the call itself 2 µs."""
 
     def __init__(self, library: str = LIBRARY) -> None:
         """Raises OSError if the library does not exist, DriverError if it has no device."""
-        loaded, quick = ctypes.CDLL(library), ctypes.PyDLL(library)
-        self._calls: dict[str, Any] = {}
-        for name, types in _PROTOTYPES.items():
-            function = getattr(quick if name in _QUERIES else loaded, name, None)
-            if function is None:
-                raise DriverError(f"{library} lacks {name}: it is too old")
-            function.argtypes, function.restype = types, c_int
-            self._calls[name] = function
+        self._calls, self._keeping_gil = _functions(ctypes.CDLL(library)), _functions(ctypes.PyDLL(library))
         self.call("cuInit", 0)
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -127,9 +134,14 @@ class Cuda:
         if status := self._calls[name](*arguments):
             raise DriverError(f"{name}: {self._words(status)}")
 
+    def call_at_once(self, name: str, *arguments: Any) -> None:
+        """Calls a function that does not wait for the device, and keeps the GIL."""
+        if status := self._keeping_gil[name](*arguments):
+            raise DriverError(f"{name}: {self._words(status)}")
+
     def ask(self, name: str, *arguments: Any) -> bool:
-        """Returns whether a query finds all work done. Raises DriverError if the work has failed."""
-        status = self._calls[name](*arguments)
+        """Returns whether a query finds all work done; keeps the GIL. Raises DriverError if the work has failed."""
+        status = self._keeping_gil[name](*arguments)
         if status not in (0, NOT_READY):
             raise DriverError(f"{name}: {self._words(status)}")
         return bool(status == 0)
@@ -162,3 +174,15 @@ class Cuda:
             if self._calls[call](status, ctypes.byref(out)) != 0:
                 return f"error {status}, which the driver has no name for"
         return f"{(name.value or b'').decode()} ({(text.value or b'').decode()})"
+
+
+def _functions(library: ctypes.CDLL) -> dict[str, Any]:
+    """Returns the functions of the library, by name. Raises DriverError if one is missing."""
+    found: dict[str, Any] = {}
+    for name, types in _PROTOTYPES.items():
+        function = getattr(library, name, None)
+        if function is None:
+            raise DriverError(f"{library._name} lacks {name}: it is too old")
+        function.argtypes, function.restype = types, c_int
+        found[name] = function
+    return found

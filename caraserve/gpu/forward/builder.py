@@ -17,6 +17,7 @@ from caraserve.core.backend import Limits, SharedMemory
 from caraserve.core.grammar import mask_words
 from caraserve.core.lora_layout import MAX_RANK
 from caraserve.cpu.lora_workers.pool import WorkerPool
+from caraserve.cpu.shared_memory import PAGE_BYTES
 from caraserve.errors import ConfigError
 from caraserve.gpu.assist.assisted_prefill import AssistedPrefills, AssistResources
 from caraserve.gpu.assist.handshake import WatchdogThread
@@ -49,7 +50,7 @@ from caraserve.util.units import align_up, ceil_div, human_bytes
 
 log = logging.getLogger(__name__)
 
-_RING_BYTES = 64 << 20
+_RING_BYTES, _ASSIST_RING_BYTES = 64 << 20, 32 << 20
 _ITERATIONS_AHEAD = 3
 _UNKNOWN_LINK_BYTES_PER_S = 12e9  # assumed until it is measured
 _NODE_BYTES = 8 << 10  # device memory per captured kernel
@@ -130,7 +131,8 @@ class BackendParts:
         """Runs every kernel once in each of its forms, then captures the graphs; on the launching thread."""
         lane, timelines = self.lanes[0], self.context.timelines
         stream = timelines.streams[Lane.COMPUTE]
-        self.context.ring.send(lane.batch.words.data_ptr(), lane.host.empty(), Lane.COMPUTE)
+        self.context.ring.send(lane.batch.words.data_ptr(), lane.host.empty())
+        self.context.ring.flush()
         for shape in warm_up_shapes(lane.capacity, self.limits.max_context):
             issue_pass(lane.decoder.make_pass(shape), stream, self.spec.layers)
             timelines.settle(Lane.COMPUTE)
@@ -195,7 +197,7 @@ def _build(
     merged = MergedDeviceWeights(spec, weights, MAX_RANK) if sizes.merging else None
     memories = [_lane_memory(spec, weights, sizes, capacity, device) for capacity in capacities]
     region, host = _host_memory(spec, weights.dtype, sizes, capacities, driver)
-    context = _channels(driver, region, host)
+    context = _channels(device, region, host)
     _first_products(context, weights)
     memory = torch.empty(_pool_bytes(driver, sizes), dtype=torch.uint8, device=device.device)
     state = make_state(spec, weights.dtype, memory, sizes.num_slots, sizes.max_context)
@@ -288,7 +290,8 @@ def _host_memory(
     block_bytes = result_bytes(most_outputs) + align_up(embeddings_bytes, 4) + 64
     blocks = _ITERATIONS_AHEAD + SYNC_SLOTS
     masks = [mask_bytes(capacity.rows, mask_words(spec.vocab_size)) for capacity in capacities]
-    region = HostRegion(spec, len(sizes.lora_cpus), _RING_BYTES, block_bytes, blocks, masks, sizes.host_bytes)
+    rings = _RING_BYTES, _ASSIST_RING_BYTES if sizes.lora_cpus else PAGE_BYTES
+    region = HostRegion(spec, len(sizes.lora_cpus), rings, block_bytes, blocks, masks, sizes.host_bytes)
     base, num_bytes = region.region.base, region.region.num_bytes
     try:
         return region, RegisteredMemory(base, driver.register_host(base, num_bytes))
@@ -299,10 +302,16 @@ def _host_memory(
         ) from error
 
 
-def _channels(driver: Driver, region: HostRegion, host: RegisteredMemory) -> DeviceContext:
+def _channels(device: GpuDevice, region: HostRegion, host: RegisteredMemory) -> DeviceContext:
+    driver = device.driver
     timelines, queue = Timelines(driver), LinkQueue(_UNKNOWN_LINK_BYTES_PER_S)
-    ring = StagingRing(driver, timelines, region.ring, host.on_device(int(region.ring.ctypes.data)))
-    return DeviceContext(driver, timelines, ring, queue, AdapterCopier(driver, timelines, queue))
+    ring, assist_ring = (
+        StagingRing(driver, device.kernels, timelines, lane, memory, host.on_device(int(memory.ctypes.data)))
+        for lane, memory in zip((Lane.COMPUTE, Lane.ASSIST), region.rings, strict=True)
+    )
+    arrivals = torch.zeros(1, dtype=torch.int32, device=device.device)
+    copier = AdapterCopier(driver, timelines, queue, arrivals.data_ptr())
+    return DeviceContext(driver, timelines, ring, assist_ring, queue, copier, arrivals)
 
 
 def _first_products(context: DeviceContext, weights: Weights) -> None:

@@ -123,8 +123,8 @@ def values_of(decoder: Decoder, outputs: Output, results: Results) -> OutputValu
 class BatchLists:
     """The BGMV kernels' lists of one lane. They are sent again only when the decoding rows or their adapters change."""
 
-    def __init__(self, ring: StagingRing, images: DeviceImages, batch: DeviceBatch, lane: Lane) -> None:
-        self._ring, self._images, self._lists, self._lane = ring, images, batch.lists, lane
+    def __init__(self, ring: StagingRing, images: DeviceImages, batch: DeviceBatch) -> None:
+        self._ring, self._images, self._lists = ring, images, batch.lists
         self._sent: tuple[int, bytes] | None = None
 
     def send(self, slots: NDArray[np.int32]) -> None:
@@ -139,11 +139,11 @@ class BatchLists:
         for group, made in enumerate(self._images.work_items(slots) if slots.size else ()):
             pair = self._lists.lists[group]
             for launch, (target, items) in enumerate(zip(pair, (made.shrink, made.expand), strict=True)):
-                self._ring.send(target.data_ptr(), items, self._lane)
+                self._ring.send(target.data_ptr(), items)
                 counts[group, launch] = len(items)
             if group == 0:  # row groups are the same for all module groups
-                self._ring.send(self._lists.groups.data_ptr(), made.groups, self._lane)
-        self._ring.send(self._lists.counts.data_ptr(), counts, self._lane)
+                self._ring.send(self._lists.groups.data_ptr(), made.groups)
+        self._ring.send(self._lists.counts.data_ptr(), counts)
 
 
 class IterationRunner:
@@ -171,7 +171,7 @@ class IterationRunner:
             pass_selector,
         )
         self._layers, self._trace = spec.layers, trace
-        self._lists = BatchLists(self._ring, images, self._batch, Lane.COMPUTE)
+        self._lists = BatchLists(self._ring, images, self._batch)
         self._words = self._host.empty()
         self._ended_s = 0.0  # end of the previous iteration
 
@@ -192,8 +192,9 @@ class IterationRunner:
         self._lists.send(decode_slots(batch.rows) if with_lora else np.zeros(0, np.int32))
 
         def metadata(stream: Stream) -> None:
-            self._ring.send(self._batch.words.data_ptr(), self._words, Lane.COMPUTE)
-            self._slots.send_vectors(batch.rows, self._decoder.hidden, Lane.COMPUTE)
+            self._ring.send(self._batch.words.data_ptr(), self._words)
+            self._slots.send_vectors(batch.rows, self._decoder.hidden, self._ring)
+            self._ring.flush()
 
         self._timelines.passed()  # frees events, which would accumulate while nothing is loading
         number = self._lane.launch(metadata, steps, arriving, NOTHING)

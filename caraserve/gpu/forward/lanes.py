@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from caraserve.core.lora_layout import GROUPS
 from caraserve.gpu.assist.handshake import HandOffFlags, SyncSlot
-from caraserve.gpu.driver.api import Driver, Graph, Stream
+from caraserve.gpu.driver.api import WORD_VALUES, Driver, Graph, Stream, WordWait, WordWrite
 from caraserve.gpu.driver.streams import Lane, Marks, Timelines, at
 from caraserve.gpu.forward.decoder import DecoderPass, HandOff, decoder_layer, issue_pass
 from caraserve.gpu.memory.copier import AdapterCopier
@@ -111,16 +111,17 @@ class IterationLane:
         self._driver.write_value(self._stream, gate, 0)
         reset = self._timelines.mark(Lane.COMPUTE)
         self._timelines.wait(Lane.GATE, at(Lane.COMPUTE, reset))
-        gate_stream = self._timelines.streams[Lane.GATE]
-        seen = self._copier.arrival_of_all(slots, 0)
-        self._timelines.wait(Lane.GATE, seen)
-        for layer in range(1, self._layers):
-            marks = self._copier.arrival_of_all(slots, layer)
-            if marks != seen:
-                self._driver.write_value(gate_stream, gate, layer)
-                self._timelines.wait(Lane.GATE, marks)
-                seen = marks
-        self._driver.write_value(gate_stream, gate, self._layers)
+        operations: list[WordWrite | WordWait] = []
+        seen = self._timelines.known[Lane.COPY]
+        for layer in range(self._layers):
+            mark = self._copier.arrival_of_all(slots, layer)[Lane.COPY]
+            if mark > seen:
+                raised = [WordWrite(gate, layer)] if layer else []
+                operations += [*raised, WordWait(self._copier.arrivals_word, mark % WORD_VALUES)]
+                seen = mark
+        operations.append(WordWrite(gate, self._layers))
+        self._driver.word_operations(self._timelines.streams[Lane.GATE], operations)
+        self._timelines.mark(Lane.GATE)  # by which the driver sees that these have run
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from caraserve.gpu.kernels.bgmv_work import THREADS
 
 BYTES_THREADS = 256  # of kernels that only copy
 WARP = 32
+PIECE = np.dtype([(name, np.int64) for name in ("target", "source", "words", "width", "pitch", "spare")])  # words.cu
 BLOCKS_PER_SM = 5  # of the BGMV kernels, limited by their registers
 _VECTOR_BYTES = 16
 
@@ -162,6 +163,11 @@ def add(
 def wait_word(address: int, value: int) -> Launch:
     """Returns the launch of one warp that waits until a word `has_reached` a value (driver/api.py)."""
     return Launch("words", "wait_word", 1, WARP, (*pointers(address), np.uint32(value)))
+
+
+def scatter_words(pieces: int, count: int) -> Launch:
+    """Returns the launch that copies `count` pieces (`PIECE`), whose descriptions are at `pieces` in host memory."""
+    return Launch("words", "scatter_words", count, BYTES_THREADS, pointers(pieces))
 
 
 def pointers(*addresses: int) -> tuple[np.generic, ...]:

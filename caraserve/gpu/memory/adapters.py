@@ -260,7 +260,8 @@ class DeviceImages:
         pairs = ((tables.a, made.a), (tables.b, made.b), (tables.rank, made.rank), (tables.scale, made.scale))
         for table, values in (*pairs, (tables.dtype, made.dtype)):
             size = table.element_size()
-            self._ring.send_column(table.data_ptr() + size * slot, size * tables.slots, values, Lane.COMPUTE)
+            self._ring.send_column(table.data_ptr() + size * slot, size * tables.slots, values)
+        self._ring.flush()
 
     def _items_of(self, slot: int, most_rank: int) -> tuple[AdapterItems, ...]:
         """Returns an adapter's items by module group, for its first `most_rank` rank rows; made once."""

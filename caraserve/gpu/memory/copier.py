@@ -8,13 +8,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from caraserve.gpu.driver.api import Driver
+from torch import Tensor
+
+from caraserve.gpu.driver.api import WORD_VALUES, Driver, WordWrite
 from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, Timelines, at, covers, latest
 from caraserve.gpu.memory.link_queue import LayerGroup, LinkQueue, Piece, groups_until
 from caraserve.gpu.memory.padding import RowCopy
 from caraserve.gpu.memory.staging_ring import StagingRing
-
-_WORDS = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,11 @@ class _CopyProgress:
 class AdapterCopier:
     """Copies adapters. Used by the launching thread only."""
 
-    def __init__(self, driver: Driver, timelines: Timelines, queue: LinkQueue) -> None:
+    def __init__(self, driver: Driver, timelines: Timelines, queue: LinkQueue, arrivals_word: int) -> None:
+        """`arrivals_word`: device address of a word that is 0 now. After each layer group it gets the copy lane's mark
+        of it, so that a stream can wait for several groups by one driver call."""
         self._driver, self._timelines, self._queue = driver, timelines, queue
+        self.arrivals_word = arrivals_word
         self._stream = timelines.streams[Lane.COPY]
         self._loads: dict[int, _CopyProgress] = {}
         self._in_flight: deque[tuple[int, int]] = deque()  # (mark, bytes) of pieces
@@ -59,7 +62,7 @@ class AdapterCopier:
 
     def load(self, image: CopyRequest, done: Callable[[], None]) -> int:
         """Queues a load; `done` is called by `poll` when all of it has arrived. Returns its generation."""
-        self._generations = self._generations % (_WORDS - 1) + 1  # never 0, the initial value of the words
+        self._generations = self._generations % (WORD_VALUES - 1) + 1  # never 0, the initial value of the words
         self._queue.ask(image.slot, image.groups)
         self._loads[image.slot] = _CopyProgress(image, self._generations, done)
         return self._generations
@@ -172,10 +175,11 @@ class AdapterCopier:
                     rows.rows,
                     self._stream,
                 )
-        if piece.group is not None and image.ready:
-            group = image.groups[piece.group]
-            for layer in range(group.first_layer, group.end_layer):
-                self._driver.write_value(self._stream, image.ready[layer], load.generation)
+        if piece.group is not None:
+            group, mark = image.groups[piece.group], self._timelines.next(Lane.COPY)[Lane.COPY]
+            ready = image.ready[group.first_layer : group.end_layer]
+            words = [WordWrite(word, load.generation) for word in ready]
+            self._driver.word_operations(self._stream, [*words, WordWrite(self.arrivals_word, mark % WORD_VALUES)])
         load.last = self._timelines.mark(Lane.COPY)
         self._in_flight.append((load.last, piece.end - piece.start))
         if piece.group is not None:
@@ -187,10 +191,13 @@ class AdapterCopier:
 @dataclass(frozen=True, slots=True)
 class DeviceContext:
     """The means by which all device code issues work: driver, streams, staging memory, link queue. Used by the
-    launching thread only."""
+    launching thread only. The assist lane has a ring of its own: while it waits for CPU workers, a full ring would stop
+    the compute lane, too."""
 
     driver: Driver
     timelines: Timelines
     ring: StagingRing
+    assist_ring: StagingRing
     queue: LinkQueue
     copier: AdapterCopier
+    arrivals: Tensor  # the copier's word

@@ -39,20 +39,21 @@ class HostRegion:
         self,
         spec: ModelSpec,
         workers: int,
-        ring_bytes: int,
+        ring_bytes: Sequence[int],
         result_bytes: int,
         results: int,
         mask_bytes: Sequence[int],
         arena_bytes: int,
     ):
-        """`result_bytes`: size of each of `results` blocks. `mask_bytes`: by lane."""
+        """`result_bytes`: size of each of `results` blocks. `ring_bytes`, `mask_bytes`: by lane, of iterations and of
+        assisted prefills."""
         self.block_bytes = align_up(handoff.block_bytes(1), PAGE_BYTES)
         entries = spec.layers * len(GROUPS)
         sizes = (sync_slot_bytes(entries), x_bytes(spec), delta_bytes(spec)) if workers else (0, 0, 0)
-        parts = [ring_bytes, *[result_bytes] * results, *mask_bytes, workers * self.block_bytes]
+        parts = [*ring_bytes, *[result_bytes] * results, *mask_bytes, workers * self.block_bytes]
         parts += [*sizes * SYNC_SLOTS, arena_bytes]
         self.region = SharedRegion(sum(align_up(size, PAGE_BYTES) for size in parts))
-        self.ring = self.region.carve(ring_bytes)
+        self.rings = [self.region.carve(size) for size in ring_bytes]
         self.results = [self.region.carve(result_bytes) for _ in range(results)]
         self.masks = [self.region.carve(size) for size in mask_bytes]
         self.blocks = self.region.carve(workers * self.block_bytes)

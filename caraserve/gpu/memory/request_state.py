@@ -15,7 +15,6 @@ from torch import Tensor
 
 from caraserve.core.batch import Batch, BlockGrant, ScheduledRow, SlotStart
 from caraserve.cpu.sampling import SLOT_SAMPLING, write_sampling
-from caraserve.gpu.driver.streams import Lane
 from caraserve.gpu.kernels.attention import PagedCache
 from caraserve.gpu.memory.staging_ring import StagingRing
 from caraserve.model.spec import ModelSpec
@@ -84,27 +83,29 @@ class RequestSlots:
         return tokens
 
     def apply(self, batch: Batch) -> None:
-        """Writes the slots of requests that start with this batch, and the KV blocks that it grants."""
+        """Writes the slots of requests that start with this batch, and the KV blocks that it grants; they are issued
+        with the batch, by the next `flush` of the ring."""
+        self._ring.flush()  # the same slots, if the previous batch failed before it was issued
         for start in batch.starts:
             self._start(start)
         for grant in batch.grants:
             self._grant(grant)
 
-    def send_vectors(self, rows: Sequence[ScheduledRow], hidden: Tensor, lane: Lane) -> None:
-        """Writes the vectors among the tokens of `rows` to their places in `hidden`, [tokens, hidden] of a lane, in the
-        lane's order. To be called before the pass is issued, whose embedding leaves these places as they are: vectors
+    def send_vectors(self, rows: Sequence[ScheduledRow], hidden: Tensor, ring: StagingRing) -> None:
+        """Writes the vectors among the tokens of `rows` to their places in `hidden`, [tokens, hidden] of a lane, by the
+        lane's ring. To be called before the pass is issued, whose embedding leaves these places as they are: vectors
         need no device memory of their own, and a captured pass finds them as well."""
         first = 0
         for row in rows:
             if row.slot in self._vectors:
-                self._send_row(self._vectors[row.slot], row, hidden[first : first + row.count], lane)
+                self._send_row(self._vectors[row.slot], row, hidden[first : first + row.count], ring)
             first += row.count
 
     def free_vectors(self, slot: int) -> None:
         """Frees the vectors of the request in `slot`, which needs them no more."""
         self._vectors.pop(slot, None)
 
-    def _send_row(self, vectors: _PromptVectors, row: ScheduledRow, hidden: Tensor, lane: Lane) -> None:
+    def _send_row(self, vectors: _PromptVectors, row: ScheduledRow, hidden: Tensor, ring: StagingRing) -> None:
         tokens, width = vectors.token_ids[row.start : row.start + row.count], hidden.shape[1]
         places = np.flatnonzero(tokens < 0)
         step = max(1, _PIECE_BYTES // (4 * width))
@@ -115,20 +116,20 @@ class RequestSlots:
                 piece = np.zeros((int(held[-1]) + 1 - start, width), np.float32)
                 piece[held - start] = vectors.values[-1 - tokens[held]]
                 converted = torch.from_numpy(piece).to(hidden.dtype).view(torch.uint8)
-                self._ring.send(hidden[start].data_ptr(), converted.numpy(), lane)
+                ring.send(hidden[start].data_ptr(), converted.numpy())
 
     def _start(self, start: SlotStart) -> None:
         history, table = self._state.history, self._state.sampling
         tokens = np.array(start.token_ids, np.int32)
-        self._ring.send(history[start.slot].data_ptr(), tokens, Lane.COMPUTE)
+        self._ring.send(history[start.slot].data_ptr(), tokens)
         self.free_vectors(start.slot)
         if start.prompt_embeds is not None:
             self._vectors[start.slot] = _PromptVectors(tokens, start.prompt_embeds)
         write_sampling(self._sampling, start.slot, start.sampling)
         record = self._sampling[start.slot : start.slot + 1]
-        self._ring.send(table[start.slot].data_ptr(), record, Lane.COMPUTE)
+        self._ring.send(table[start.slot].data_ptr(), record)
 
     def _grant(self, grant: BlockGrant) -> None:
         row = self._state.block_table[grant.slot]
         place = row.data_ptr() + row.element_size() * grant.first
-        self._ring.send(place, np.array(grant.blocks, np.int32), Lane.COMPUTE)
+        self._ring.send(place, np.array(grant.blocks, np.int32))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from caraserve.gpu.driver.api import Driver, DriverError, Stream, has_reached
+from caraserve.gpu.driver.api import Driver, DriverError, Event, Stream, WordWait, WordWrite, has_reached
 from caraserve.gpu.driver.cuda_driver import CudaDriver, CudaTorch
 from caraserve.gpu.driver.detect import device_facts
 from caraserve.gpu.driver.libcuda import Attribute, Cuda
@@ -166,6 +166,83 @@ def test_a_kernel_waits_where_streams_cannot(stub: Stub) -> None:
     assert world.kernels.launched == [(cuda_launch.wait_word(world.host + 4, 2**32 - 2), world.stream)]
 
 
+@pytest.mark.parametrize(("count", "batches"), [(1, []), (2, [2]), (255, [255]), (300, [255, 45])])
+def test_operations_on_words_are_issued_in_order_with_few_calls(world: World, count: int, batches: list[int]) -> None:
+    operations: list[WordWrite | WordWait] = [WordWrite(world.host + 4 * i, i + 1) for i in range(count - 1)]
+    world.driver.word_operations(world.stream, [*operations, WordWait(world.host, 1)])
+    assert world.bytes[: 4 * (count - 1)].view(np.uint32).tolist() == list(range(1, count))
+    assert world.stub.calls("cuStreamBatchMemOp_v2") == [(size, 0) for size in batches]
+
+
+def test_a_wait_after_a_write_in_the_same_call_is_met(world: World) -> None:
+    world.driver.word_operations(world.stream, [WordWrite(world.host, 7), WordWait(world.host, 7)])
+    assert world.stub.unmet_waits == 0
+    world.driver.word_operations(world.stream, [WordWait(world.host, 8), WordWrite(world.host, 8)])
+    assert world.stub.unmet_waits == 1
+
+
+# --- the GIL ---
+
+AT_ONCE: dict[str, Callable[[World, Event], object]] = {
+    "record": lambda world, event: world.driver.record(event, world.stream),
+    "wait_event": lambda world, event: world.driver.wait_event(world.stream, event),
+    "is_done": lambda world, event: world.driver.is_done(event),
+    "write_value": lambda world, event: world.driver.write_value(world.stream, world.host, 1),
+    "wait_value": lambda world, event: world.driver.wait_value(world.stream, world.host, 1),
+    "word_operations": lambda world, event: world.driver.word_operations(
+        world.stream, [WordWrite(world.host, 1), WordWrite(world.host, 2)]
+    ),
+    "copy_to_device": lambda world, event: world.driver.copy_to_device(world.device, world.host, 4096, world.stream),
+    "copy_to_host": lambda world, event: world.driver.copy_to_host(world.host, world.device, 4096, world.stream),
+}
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_calls_that_do_not_wait_keep_the_gil(world: World, name: str) -> None:
+    AT_ONCE[name](world, world.driver.create_event())
+    assert world.stub.kept_gil
+
+
+def test_calls_that_may_wait_release_the_gil(world: World) -> None:
+    event = world.driver.create_event()
+    world.driver.synchronize(event)
+    assert not world.stub.kept_gil
+    many = np.zeros(1 << 17, np.uint8)
+    host = world.driver.register_host(many.ctypes.data, many.nbytes)
+    world.driver.copy_to_device(world.stub.device_memory(many.nbytes), host, many.nbytes, world.stream)
+    assert not world.stub.kept_gil
+
+
+@pytest.mark.parametrize("seen_by", ["query", "wait"])
+def test_with_many_operations_queued_calls_release_the_gil(world: World, seen_by: str) -> None:
+    """Then the driver may wait for the device, and the device for a thread that needs the GIL."""
+    event, other = world.driver.create_event(), world.driver.create_stream(0)
+    for number in range(600):
+        world.driver.write_value(world.stream, world.host, number)
+        assert world.stub.kept_gil == (number < 499)
+    world.driver.write_value(other, world.host, 0)
+    assert world.stub.kept_gil
+    world.driver.record(event, world.stream)
+    world.stub.set_busy(True)
+    assert not world.driver.is_done(event)
+    world.driver.write_value(world.stream, world.host, 0)
+    assert not world.stub.kept_gil
+    world.stub.set_busy(False)
+    if seen_by == "query":
+        assert world.driver.is_done(event)
+    else:
+        world.driver.synchronize(event)
+    world.driver.write_value(world.stream, world.host, 0)
+    assert world.stub.kept_gil
+
+
+def test_passes_that_are_launched_kernel_by_kernel_count_as_queued(world: World) -> None:
+    for _ in range(200):
+        world.driver.run(world.stream, lambda: None)
+    world.driver.write_value(world.stream, world.host, 0)
+    assert not world.stub.kept_gil
+
+
 # --- kernels and graphs ---
 
 
@@ -288,7 +365,7 @@ def test_torchs_current_stream_is_set_only_when_it_differs(monkeypatch: pytest.M
 
 def test_an_adapter_is_loaded_through_lanes_and_copier(world: World) -> None:
     lanes = Timelines(world.driver)
-    copier = AdapterCopier(world.driver, lanes, LinkQueue(1e9, 256))
+    copier = AdapterCopier(world.driver, lanes, LinkQueue(1e9, 256), world.device + 4092)
     world.driver.fill(world.device, 4096, lanes.streams[Lane.COPY])
     words, layer_ends = world.device + 3072, (500, 900, 2000)
     image = CopyRequest(

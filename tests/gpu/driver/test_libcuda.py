@@ -7,13 +7,14 @@ from functools import cache
 import pytest
 
 from caraserve.gpu.driver import libcuda
-from caraserve.gpu.driver.libcuda import Attribute, Memcpy2D
+from caraserve.gpu.driver.libcuda import Attribute, Memcpy2D, WordOperation
 from tests.gpu.stub_driver import HEADER
 
 WIDTHS = {"unsigned char": 1, "int": 4, "unsigned int": 4, "cuuint32_t": 4, "unsigned long long": 8, "size_t": 8}
 WIDTHS |= {"CUdeviceptr": 8, "CUdevice": 4, "CUresult": 4, "CUdevice_attribute": 4, "CUstreamCaptureMode": 4}
 HANDLES = {"CUcontext", "CUstream", "CUevent", "CUgraph", "CUgraphExec", "void *"}
 BLOCKS = {"const CUDA_MEMCPY2D": ctypes.sizeof(Memcpy2D), "char": 1, "const char *": 8}
+BLOCKS |= {"CUstreamBatchMemOpParams": ctypes.sizeof(WordOperation)}
 
 
 @cache
@@ -62,6 +63,8 @@ def test_attributes_have_the_numbers_in_the_header(attribute: Attribute) -> None
         "EVENT_DISABLE_TIMING",
         "STREAM_WAIT_VALUE_GEQ",
         "STREAM_WRITE_VALUE_DEFAULT",
+        "STREAM_MEM_OP_WAIT_VALUE_32",
+        "STREAM_MEM_OP_WRITE_VALUE_32",
         "STREAM_CAPTURE_MODE_THREAD_LOCAL",
         "MEMORYTYPE_UNIFIED",
     ],

@@ -125,6 +125,16 @@ def test_waiting_for_a_word_reads_memory_and_sleeps_between_reads(unit: Unit) ->
     assert "NANOSLEEP" in {op.split(".")[0] for op in code}
 
 
+@pytest.mark.parametrize("unit", [unit for unit in UNITS if unit.source == "words" and unit.arch in READ], ids=named)
+def test_small_arrays_are_read_from_memory_and_not_a_cache(unit: Unit) -> None:
+    """Their places in the ring are reused."""
+    code = instructions(compiled(unit).cubin)["scatter_words"]
+    loads = [op for op in code if op.startswith("LD") and not op.startswith("LDC")]
+    assert loads
+    assert all("STRONG.SYS" in op for op in loads)
+    assert loads[-1].startswith("LDG.E.128")  # of the array, after those of its description
+
+
 def test_every_source_is_compiled_for_every_architecture_and_with_every_dtype() -> None:
     assert {(unit.source, unit.arch) for unit in UNITS} == set(product(nvrtc.SOURCES, ARCHES))
     with_dtypes = {(unit.source, unit.activation) for unit in UNITS if unit.source != "words"}

@@ -1,12 +1,14 @@
-"""The CUDA kernel that waits for a word, run on the CPU."""
+"""The CUDA kernels that wait for a word and that copy small arrays, run on the CPU."""
 
 from threading import Thread
 
 import numpy as np
 import pytest
 
+from caraserve.core.lora_layout import aligned_bytes
 from caraserve.gpu.driver.api import has_reached
 from caraserve.gpu.kernels import cuda_launch
+from caraserve.util.units import align_up
 from tests.gpu.emulator import run
 from tests.gpu.lora_case import address
 
@@ -32,3 +34,23 @@ def test_the_kernel_waits_until_the_word_reaches_its_value(before: int, value: i
     words[0] = after
     waiting.join(60)
     assert not waiting.is_alive()
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4])
+def test_pieces_are_copied_to_their_rows_and_nowhere_else(offset: int) -> None:
+    """Whole pieces to aligned places and to others, and rows of one and two words."""
+    rng, place = np.random.default_rng(0), 64 + offset
+    source, target = aligned_bytes(1 << 15).view(np.int32), aligned_bytes(1 << 16).view(np.int32)
+    source[:] = rng.integers(1, 1 << 30, source.size)
+    target[:] = 0
+    expected, table, at = target.copy(), [], 0
+    for words, width, pitch in ((1024, 1024, 1024), (5, 1024, 1024), (1, 1, 9), (70, 1, 9), (64, 2, 5), (1023, 2, 3)):
+        start = address(target) + 4 * place
+        table += [start, address(source) + 4 * at, words, width, 4 * pitch, 0]
+        for word in range(words):
+            expected[place + word // width * pitch + word % width] = source[at + word]
+        at, place = at + align_up(words, 16), place + words // width * pitch + 1024 + offset
+    described = aligned_bytes(8 * len(table)).view(np.int64)
+    described[:] = table
+    run(cuda_launch.scatter_words(address(described), len(table) // 6))
+    assert (target == expected).all()

@@ -26,6 +26,7 @@ LINK = 1000.0  # bytes/s
 
 LAYERS, ROOM = 4, 64
 HOST, READY = 8 * ROOM, 16 * ROOM
+ARRIVALS = READY + 8 * LAYERS * 4
 
 
 class World:
@@ -33,11 +34,11 @@ class World:
 
     def __init__(self, random: Random) -> None:
         self.random = random
-        self.driver = FakeDriver(READY + 8 * LAYERS * 4)
+        self.driver = FakeDriver(ARRIVALS + 4)
         self.driver.memory[HOST : HOST + 8 * ROOM] = np.arange(8 * ROOM) % 251 + 1
         self.lanes = Timelines(self.driver)
         self.queue = LinkQueue(LINK, PIECE)
-        self.copier = AdapterCopier(self.driver, self.lanes, self.queue)
+        self.copier = AdapterCopier(self.driver, self.lanes, self.queue, ARRIVALS)
         self.layer_ends: dict[int, tuple[int, ...]] = {}
         self.free_after = dict.fromkeys(range(8), NOTHING)
         self.generation: dict[int, int] = {}
@@ -174,7 +175,7 @@ def test_ready_words_identify_their_load() -> None:
 def test_bytes_still_being_read_delay_only_their_own_load() -> None:
     driver = FakeDriver(4096)
     lanes = Timelines(driver)
-    copier = AdapterCopier(driver, lanes, LinkQueue(LINK, PIECE))
+    copier = AdapterCopier(driver, lanes, LinkQueue(LINK, PIECE), 4000)
     driver.issue(lanes.streams[Lane.COMPUTE], Operation("slow", ready=lambda: False))
     reader = at(Lane.COMPUTE, lanes.mark(Lane.COMPUTE))
     done: list[int] = []
@@ -224,11 +225,11 @@ def test_a_padded_adapter_has_all_rows_with_zeros_past_its_rank(rank: int) -> No
     spec = adapter(rank)
     wide = padded(spec, MODEL, 32)
     image = np.random.default_rng(rank).integers(1, 255, spec.num_bytes).astype(np.uint8)
-    driver = FakeDriver(2 * wide.num_bytes)
+    driver = FakeDriver(2 * wide.num_bytes + 4)
     driver.memory[: wide.num_bytes] = 0xEE  # bytes of the previous owner
     driver.memory[wide.num_bytes : wide.num_bytes + spec.num_bytes] = image
     lanes = Timelines(driver)
-    copier = AdapterCopier(driver, lanes, LinkQueue(1e9, 1 << 20))
+    copier = AdapterCopier(driver, lanes, LinkQueue(1e9, 1 << 20), 2 * wide.num_bytes)
     copier.load(
         CopyRequest(
             slot=1,

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from caraserve.core.batch import Batch, ScheduledRow, SlotSampling, SlotStart
 from caraserve.cpu.sampling import SLOT_SAMPLING
-from caraserve.gpu.driver.streams import Lane
 from caraserve.gpu.memory.request_state import DeviceState, RequestSlots
 from caraserve.gpu.memory.staging_ring import StagingRing
 
@@ -22,8 +21,13 @@ ELSEWHERE = 7.0  # what rows hold that are not written
 class RingAtOnce:
     """A ring whose copies have run when they are sent."""
 
-    def send(self, target: int, data: NDArray[np.generic], lane: Lane) -> None:
+    def send(self, target: int, data: NDArray[np.generic]) -> None:
         ctypes.memmove(target, data.ctypes.data, data.nbytes)
+
+    def flush(self) -> None: ...
+
+
+RING = cast(StagingRing, RingAtOnce())
 
 
 @pytest.fixture
@@ -31,7 +35,7 @@ def slots() -> RequestSlots:
     history = torch.zeros((SLOTS, 33), dtype=torch.int32)
     sampling = torch.zeros((SLOTS, SLOT_SAMPLING.itemsize), dtype=torch.uint8)
     state = DeviceState((), torch.zeros((SLOTS, 2), dtype=torch.int32), history, sampling)
-    return RequestSlots(state, cast(StagingRing, RingAtOnce()))
+    return RequestSlots(state, RING)
 
 
 def start(slots: RequestSlots, slot: int, ids: list[int], vectors: NDArray[np.float32] | None = None) -> None:
@@ -41,7 +45,7 @@ def start(slots: RequestSlots, slot: int, ids: list[int], vectors: NDArray[np.fl
 def sent(slots: RequestSlots, rows: list[tuple[int, int, int]], dtype: torch.dtype = torch.float32) -> Tensor:
     """Returns the residual stream of a pass over rows (slot, first position, tokens)."""
     hidden = torch.full((sum(count for _, _, count in rows), WIDTH), ELSEWHERE, dtype=dtype)
-    slots.send_vectors([ScheduledRow(*row, 0, samples=False) for row in rows], hidden, Lane.COMPUTE)
+    slots.send_vectors([ScheduledRow(*row, 0, samples=False) for row in rows], hidden, RING)
     return hidden
 
 
