@@ -39,6 +39,7 @@ class ServingBackend(Backend, Protocol):
     device_name: str  # for log lines
     accelerator: str  # the GPU's name; empty without one
     shares_cores: bool  # whether LoRA workers use cores that iterations need
+    delta_itemsize: int  # bytes of each number that LoRA workers send over the link to the device
     pads_to_largest_rank: bool  # whether adapters of a decode batch are computed at the largest rank in it
     workers: "WorkerPool"
 

@@ -61,6 +61,7 @@ class CpuBackend:
 
     device_name, accelerator = "the CPU", ""
     shares_cores = True  # CPU LoRA workers compute where iterations do
+    delta_itemsize = 0  # there is no link
 
     def __init__(self, spec: ModelSpec, loaded: LoadedModel, sizes: CpuSizes, trace: Trace | None = None) -> None:
         block_bytes = spec.kv_bytes_per_token(4) * BLOCK_TOKENS

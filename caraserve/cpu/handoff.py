@@ -16,6 +16,9 @@ that belong to the caller until it publishes: `flag`, `left`, `value`, `spent_ns
 adds its time to `spent_ns` and takes one off `left`, and the one that takes the last sets `flag` to `value`, which a
 device's stream can wait for. Positions are offsets into the shared region.
 
+x and deltas have the slice's storage dtype. If that is not fp32, the worker first writes its rows of x in fp32 to
+`wide_x`, with as many numbers from row to row, and computes from there.
+
 The caller hands off to a worker only if it is alive and has finished its previous hand-off, and a worker writes deltas
 only into an area of its own. So a worker that was given up (killed, stopped or late) never writes where another result
 is expected. It may only add its time to `spent_ns` late.
@@ -38,7 +41,8 @@ SLICES = _LINE * 6
 
 # A slice: int64 words, then up to three modules.
 SLICE_X, SLICE_X_STRIDE, SLICE_K, SLICE_ROWS, SLICE_Y, SLICE_Y_STRIDE, SLICE_SITES, SLICE_COUNTER = range(8)
-SLICE_HEAD_BYTES = 64
+SLICE_DTYPE, SLICE_WIDE_X = 8, 9
+SLICE_HEAD_BYTES = 80
 COUNTER_LEFT, COUNTER_VALUE, COUNTER_SPENT_NS = 8, 16, 24  # offsets from the first word; SLICE_COUNTER 0: none
 COUNTER_WORDS = 4
 # A module: a LORA_ENTRY whose A and B are offsets, then its panels and where its first column lies in a row of y.

@@ -12,7 +12,7 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, StepResult
-from caraserve.core.lora_layout import AdapterSpec, HostAdapter
+from caraserve.core.lora_layout import GROUPS, QKV, AdapterSpec, HostAdapter
 from caraserve.core.machine_profile import ASSUMED_HANDOFF_MS, Profile
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.lora_workers.timing import RoundTrip
@@ -45,6 +45,8 @@ class CudaBackend:
         self.pads_to_largest_rank = sizes.padded_rank is not None
         self._layers = spec.layers
         self._late_kernels = LateKernels()
+        self.delta_itemsize = weights.dtype.itemsize
+        self._qkv_delta_bytes = self.delta_itemsize * sum(spec.site_shape(site)[1] for site in GROUPS[QKV])
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         made: SimpleQueue[BackendParts | Exception] = SimpleQueue()
 
@@ -100,9 +102,14 @@ class CudaBackend:
         layers = self._layers
         handoff_ms = ASSUMED_HANDOFF_MS if profile.handoff_ms is None else profile.handoff_ms
         workers = max(1, len(self.workers))
+
+        def hand_off_s(tokens: int, rank: int) -> float:
+            link_s = tokens * self._qkv_delta_bytes / profile.link_bytes_per_s  # of the deltas, which the device reads
+            return (handoff_ms + profile.cpu_lora_ms(tokens, rank, "qkv") / workers) / 1000 + link_s
+
         predictions = AssistPredictions(
             layer_s=lambda tokens: profile.prefill_ms(tokens, 0) / 1000 / layers,
-            hand_off_s=lambda tokens, rank: (handoff_ms + profile.cpu_lora_ms(tokens, rank, "qkv") / workers) / 1000,
+            hand_off_s=hand_off_s,
             tokens_per_worker=profile.tokens_per_worker if slice_tokens is None else lambda rank: slice_tokens,
         )
         self._parts.assisted.set_predictions(predictions)

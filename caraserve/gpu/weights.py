@@ -21,6 +21,7 @@ from caraserve.model.spec import ModelSpec
 from caraserve.util.units import human_bytes
 
 TORCH_DTYPES = {Dtype.F32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.F16: torch.float16}
+DTYPES_OF_TORCH = {theirs: ours for ours, theirs in TORCH_DTYPES.items()}
 _STAGING_BYTES = 32 << 20
 _STAGING_BUFFERS = 2  # one is written while the other is being copied
 _DUMMY_STD = 0.02

@@ -8,10 +8,10 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from caraserve.config import LOADING_MODES, EngineConfig, LoraConfig, ModelConfig
-from caraserve.core.machine_profile import ASSUMED_HANDOFF_MS, Profile, default_path, load, machine_key
+from caraserve.core.machine_profile import ASSUMED_HANDOFF_MS, Profile, Targets, default_path, load, machine_key
 from caraserve.errors import ConfigError
 from caraserve.lora.start_policy import StartPolicy
-from caraserve.model.spec import ModelSpec
+from caraserve.model.spec import SITES, ModelSpec
 from caraserve.profiling.measure import measure, model_key
 
 if TYPE_CHECKING:
@@ -117,9 +117,16 @@ def loading_rules(backend: "ServingBackend", spec: ModelSpec, profile: Profile |
         workers=len(backend.workers),
         handoff_ms=handoff_ms,
         shared_cores=backend.shares_cores,
+        delta_bytes=_delta_bytes(spec, backend.delta_itemsize),
         pipeline_groups=lora.pipeline_groups,
         tokens_per_worker=_tokens_per_worker(profile, lora.tokens_per_cpu),
     )
+
+
+def _delta_bytes(spec: ModelSpec, itemsize: int) -> dict[Targets, int]:
+    """Returns the bytes of one token's deltas of one layer, by the modules of the adapter."""
+    outputs = [spec.site_shape(site)[1] for site in SITES]
+    return {"qkv": itemsize * sum(outputs[:3]), "all": itemsize * sum(outputs)}
 
 
 def _tokens_per_worker(profile: Profile | None, tokens_per_cpu: int | None) -> Callable[[int], int] | None:

@@ -68,7 +68,7 @@ class Desk:
         self.errors = np.zeros(1, np.uint32)
         self.number, self.generation = 0, 0
         self.x_stride = align_up(INPUTS, A_COLUMNS)
-        self.host_x = self.region.carve(4 * TOKENS * self.x_stride)
+        self.host_x, self.wide_x = (self.region.carve(4 * TOKENS * self.x_stride) for _ in range(2))
         self.modules, self.products = self._adapter()
         self.delta_columns, self.delta_stride = work_orders.delta_columns(self.modules)
         self.deltas = [self.region.carve(4 * TOKENS * self.delta_stride) for _ in range(workers)]
@@ -113,7 +113,12 @@ class Desk:
             for worker, (place, deltas) in enumerate(zip(slices, self.deltas, strict=True))
         ]
         region = work_orders.SharedInput(
-            self.region.base, self.region.offset(address(self.host_x)), self.x_stride, INPUTS
+            self.region.base,
+            self.region.offset(address(self.host_x)),
+            self.x_stride,
+            INPUTS,
+            self.activation,
+            self.region.offset(address(self.wide_x)),
         )
         terms = work_orders.SyncAddresses(
             deadline_ns, address(self.arrived), ARRIVED, address(self.words.status), self.generation,

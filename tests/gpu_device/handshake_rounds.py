@@ -54,6 +54,7 @@ class HandshakeBench:
     words: NDArray[np.uint32]  # status, x_flag, y_flag
     host_x: NDArray[np.uint8]
     deltas: NDArray[np.uint8]
+    wide_x: NDArray[np.uint8]
     rounds_done: int = 0
 
     def on_device(self, array: NDArray[np.generic]) -> int:
@@ -68,7 +69,8 @@ def handshake_bench(setup: CheckSetup, acc: Accelerator) -> Iterator[HandshakeBe
     blocks, words = region.carve(block_bytes), region.carve(_WORDS_BYTES).view(np.uint32)
     layout = adapter_spec(spec, Dtype.F16, _RANK, spec.layers, _QKV)
     adapter = random_adapter(spec, layout, region.carve(1 << 18))
-    host_x, deltas = region.carve(4 * _ROWS * _SHAPE.hidden), region.carve(4 * _ROWS * 3 * _SHAPE.hidden)
+    host_x, wide_x = (region.carve(4 * _ROWS * _SHAPE.hidden) for _ in range(2))
+    deltas = region.carve(4 * _ROWS * 3 * _SHAPE.hidden)
     base = acc.device.driver.register_host(region.base, region.num_bytes)
     workers = WorkerPool(region, blocks, setup.cores(1), block_bytes)
     workers.start()
@@ -76,7 +78,7 @@ def handshake_bench(setup: CheckSetup, acc: Accelerator) -> Iterator[HandshakeBe
         if not workers.await_all(_BIRTH_S):
             raise BackendFailed(f"no CPU LoRA worker was there within {_BIRTH_S:.0f} s")
         workers.keep_awake(True)
-        yield HandshakeBench(acc, region, base, workers, blocks, adapter, words, host_x, deltas)
+        yield HandshakeBench(acc, region, base, workers, blocks, adapter, words, host_x, deltas, wide_x)
     finally:
         workers.close()
         acc.device.driver.unregister_host(region.base)
@@ -139,7 +141,8 @@ def _work_orders(bench: HandshakeBench, rounds: int, arrived: int) -> NDArray[np
     task = work_orders.WorkerTask(
         0, bench.on_device(bench.blocks), _NUMBER, 0, _ROWS, offset_of(int(bench.deltas.ctypes.data))
     )
-    region = work_orders.SharedInput(bench.base, offset_of(int(bench.host_x.ctypes.data)), _SHAPE.hidden, _SHAPE.hidden)
+    x, wide_x = (offset_of(int(array.ctypes.data)) for array in (bench.host_x, bench.wide_x))
+    region = work_orders.SharedInput(bench.base, x, _SHAPE.hidden, _SHAPE.hidden, bench.acc.dtype, wide_x)
     flags = [bench.on_device(bench.words[at:]) for at in (0, 16, 32)]
     terms = work_orders.SyncAddresses(_PATIENCE_NS, arrived, 1, flags[0], _GENERATION, flags[1], flags[2])
     order = np.zeros(work_orders.work_order_bytes(1) // 8, np.int64)

@@ -230,6 +230,7 @@ class Case:
     cpu_ms: float  # of a layer's modules on one core
     workers: int
     handoff_ms: float
+    deltas_ms: float  # of a layer's deltas on the link
     shared_cores: bool
     targets: tuple[str, ...]
     lora_ms: float  # of a layer's modules on the device; part of `layer_ms`
@@ -252,15 +253,17 @@ class Case:
     @property
     def extra_ms(self) -> float:
         """Returns by how many ms a layer takes longer that CPU workers compute: one hand-off for every group of
-        modules, and the time of their arithmetic beyond that of the device, which runs meanwhile. Where both use the
-        same cores, the device only saves the time of the same arithmetic."""
+        modules, the deltas' time on the link, and the time of their arithmetic beyond that of the device, which runs
+        meanwhile. Where both use the same cores, the device only saves the time of the same arithmetic."""
         hand_offs = 1 if "down_proj" not in self.targets else 4
         beside_ms = self.lora_ms if self.shared_cores else self.layer_ms
-        return hand_offs * self.handoff_ms + max(0, self.cpu_ms / self.workers - beside_ms)
+        return hand_offs * self.handoff_ms + max(0, self.cpu_ms / self.workers - beside_ms) + self.deltas_ms
 
     def start(self, mode: str, **changed: Any) -> PrefillStart:
         costs = Costs(self.layer_ms, self.layers, cpu_ms=self.cpu_ms, cpu_qkv_ms=self.cpu_ms, lora_ms=self.lora_ms)
-        same = {"costs": costs, "handoff_ms": self.handoff_ms, "shared_cores": self.shared_cores}
+        same: dict[str, Any] = {"costs": costs, "handoff_ms": self.handoff_ms, "shared_cores": self.shared_cores}
+        delta_bytes = self.deltas_ms * 1e6 / 1000 / TOKENS  # of a token, over the link of `rules`
+        same["delta_bytes"] = dict.fromkeys(("qkv", "all"), delta_bytes)
         loading = rules(mode, self.layers, self.layer_ms, **same | {"workers": self.workers} | changed)
         prefill = AwaitedPrefill(TOKENS, NOW_S, self.iteration_s)
         return loading.start(prefill, self.groups, adapter(self.layers, 1000, self.targets))
@@ -302,6 +305,7 @@ def cases(draw: st.DrawFn) -> Case:
         cpu_ms=draw(st.integers(1, 400)) / 8,
         workers=draw(st.sampled_from([1, 2, 4])),
         handoff_ms=draw(st.integers(0, 16)) / 64,
+        deltas_ms=draw(st.integers(0, 16)) / 8,
         shared_cores=draw(st.booleans()),
         targets=draw(st.sampled_from([("q_proj", "v_proj"), ("q_proj", "down_proj")])),
         lora_ms=layer_ms * draw(st.integers(0, 8)) / 8,

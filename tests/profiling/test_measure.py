@@ -189,6 +189,7 @@ class _Untimed(ExactBackend):
     """Has CPU workers whose hand-offs cannot be timed, as on a GPU."""
 
     accelerator, shares_cores, workers, pads_to_largest_rank = "", False, _Workers(), False
+    delta_itemsize = 2
 
     def time_hand_off(self, slot: int, tokens: int) -> None:
         return None
@@ -233,6 +234,8 @@ def test_without_a_measured_hand_off_auto_logs_its_assumption(
             for profile in (made, replace(made, handoff_ms=0.0))
         ]
     assert [rule.handoff_ms for rule in rules] == [ASSUMED_HANDOFF_MS, 0.0]
+    assert rules[0].delta_bytes["qkv"] == 2 * sum(spec().site_shape(site)[1] for site in SITES[:3])
+    assert rules[0].delta_bytes["all"] == 2 * sum(spec().site_shape(site)[1] for site in SITES)
     assert len([record for record in caplog.records if "auto assumes 0.05 ms" in record.message]) == 1
 
 

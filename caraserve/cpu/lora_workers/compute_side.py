@@ -14,6 +14,7 @@ from caraserve.cpu.jit import compiled_separately, kernel
 from caraserve.cpu.kernels import ADD, RANK_GROUP
 from caraserve.cpu.libc import now_ns, sched_yield, wake
 from caraserve.cpu.simd import (
+    DTYPE_F32,
     LANES,
     fence,
     fetch_add,
@@ -203,6 +204,8 @@ def _write_slice(model, lora, piece, segment, adapter, layer, site, sites, x, x_
             store_i64(at + 8 * shared.SITE_COLUMN_BYTES, _delta_column(model, site + which))
             count += 1
     store_i64(piece + 8 * shared.SLICE_SITES, count)
+    store_i64(piece + 8 * shared.SLICE_DTYPE, DTYPE_F32)
+    store_i64(piece + 8 * shared.SLICE_WIDE_X, 0)
     store_i64(piece + 8 * shared.SLICE_COUNTER, lora.counters + _COUNTER_BYTES * segment - lora.base)
 
 

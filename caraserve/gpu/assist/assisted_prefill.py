@@ -36,6 +36,7 @@ from caraserve.gpu.memory.copier import DeviceContext
 from caraserve.gpu.memory.host_memory import HandOffBuffers, HostRegion, RegionWords, x_stride
 from caraserve.gpu.memory.link_queue import LoraSource, choose_source
 from caraserve.gpu.memory.request_state import RequestSlots
+from caraserve.model.dtype import Dtype
 from caraserve.model.spec import ModelSpec
 
 _UNKNOWN_S = 0.002  # assumed time of a hand-off where none was measured
@@ -53,12 +54,14 @@ class AssistPredictions:
 
 @dataclass(frozen=True, slots=True)
 class AssistResources:
-    """The CPU workers, the memory that they share with the device, and the watchdog that aborts waits for them."""
+    """The CPU workers, the memory that they share with the device, the watchdog that aborts waits for them, and the
+    dtype of x and deltas, in which the device computes."""
 
     region: HostRegion
     memory: RegisteredMemory
     workers: WorkerPool
     watchdog: WatchdogThread
+    dtype: Dtype
 
 
 @dataclass(slots=True)
@@ -137,7 +140,7 @@ class AssistedPrefills:
         self._asked = torch.zeros(max(1, len(workers)), dtype=torch.int64, device=device)
         self._flags = torch.zeros(2, dtype=torch.int32, device=device)  # publish's counter, errors
         self._batch_words = host.empty()
-        self._writer = WorkOrderWriter(spec, region, self._memory)
+        self._writer = WorkOrderWriter(spec, region, self._memory, assist_resources.dtype)
         self._waiting: deque[_Prompt] = deque()
         self._issuing: _Issuing | None = None
         self._in_flight: list[_Chunk] = []  # issued completely

@@ -51,12 +51,14 @@ class WorkerTask:
 @dataclass(frozen=True, slots=True)
 class SharedInput:
     """Location of x in the shared region. `device_base`: the region's device address; `x_stride`: numbers between
-    rows."""
+    rows. `dtype`: of x and deltas, as the device computes."""
 
     device_base: int
     x: int  # offset
     x_stride: int
     inputs: int
+    dtype: Dtype
+    wide_x: int  # offset of x in fp32, which workers write; used unless the dtype is fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ def work_order_bytes(tasks: int) -> int:
 
 
 def delta_columns(modules: Sequence[HostModule]) -> tuple[tuple[int, ...], int]:
-    """Returns the first column of each module in a row of deltas, and the row's length, in fp32 numbers."""
+    """Returns the first column of each module in a row of deltas, and the row's length, in numbers."""
     ends = np.cumsum([align_up(module.outputs, PANEL) for module in modules]).tolist()
     return (0, *ends[:-1]), ends[-1]
 
@@ -113,32 +115,27 @@ def write_work_order(
     into[: len(head) + 4] = (*head, addresses.status, addresses.generation, addresses.x_flag, addresses.y_flag)
     counter = addresses.y_flag - region.device_base if addresses.y_flag else 0
     adapted = sum(1 << index for index, module in enumerate(modules) if module.rank)
+    shared = _slice(modules, region, counter)
+    row_bytes = region.dtype.itemsize * region.x_stride
     for index, task in enumerate(tasks):
         words = into[_HEAD_WORDS + index * _TASK_WORDS :][:_TASK_WORDS]
         deltas = region.device_base + task.deltas
-        words[:_TASK_HEAD_WORDS] = (
-            task.block,
-            task.number,
-            task.worker,
-            task.first,
-            task.rows,
-            deltas,
-            adapted,
-        )
-        _write_slice(words[_TASK_HEAD_WORDS:], task, modules, region, counter)
+        words[:_TASK_HEAD_WORDS] = (task.block, task.number, task.worker, task.first, task.rows, deltas, adapted)
+        words[_TASK_HEAD_WORDS:] = shared
+        own = words[_TASK_HEAD_WORDS:]
+        own[handoff.SLICE_X] = region.x + row_bytes * task.first
+        own[handoff.SLICE_ROWS], own[handoff.SLICE_Y] = task.rows, task.deltas
+        own[handoff.SLICE_WIDE_X] = region.wide_x + 4 * region.x_stride * task.first
 
 
-def _write_slice(
-    words: NDArray[np.int64], task: WorkerTask, modules: Sequence[HostModule], region: SharedInput, counter: int
-) -> None:
+def _slice(modules: Sequence[HostModule], region: SharedInput, counter: int) -> NDArray[np.int64]:
+    """Returns the words of a slice that are the same for all workers of a hand-off; 0: the others."""
     columns, stride = delta_columns(modules)
-    words[:] = 0
-    words[handoff.SLICE_X] = region.x + 4 * region.x_stride * task.first
-    words[handoff.SLICE_X_STRIDE] = 4 * region.x_stride
-    words[handoff.SLICE_K] = region.inputs
-    words[handoff.SLICE_ROWS] = task.rows
-    words[handoff.SLICE_Y], words[handoff.SLICE_Y_STRIDE] = task.deltas, 4 * stride
-    words[handoff.SLICE_COUNTER] = counter
+    size = region.dtype.itemsize
+    words = np.zeros(_SLICE_WORDS, np.int64)
+    words[handoff.SLICE_X_STRIDE], words[handoff.SLICE_Y_STRIDE] = size * region.x_stride, size * stride
+    words[handoff.SLICE_K], words[handoff.SLICE_COUNTER] = region.inputs, counter
+    words[handoff.SLICE_DTYPE] = region.dtype.value
     adapted = [(module, column) for module, column in zip(modules, columns, strict=True) if module.rank]
     words[handoff.SLICE_SITES] = len(adapted)
     for index, (module, column) in enumerate(adapted):
@@ -149,4 +146,5 @@ def _write_slice(
         entry["dtype"], entry["scale"] = module.dtype.value, module.scale
         site[: LORA_ENTRY.itemsize // 8] = entry.view(np.int64)
         site[handoff.SITE_PANELS] = align_up(module.outputs, PANEL) // PANEL
-        site[handoff.SITE_COLUMN_BYTES] = 4 * column
+        site[handoff.SITE_COLUMN_BYTES] = size * column
+    return words

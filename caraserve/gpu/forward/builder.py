@@ -43,7 +43,8 @@ from caraserve.gpu.memory.results import ResultBlocks, Waiter
 from caraserve.gpu.memory.staging_ring import StagingRing
 from caraserve.gpu.memory.workspace import Workspace, make_workspace
 from caraserve.gpu.merged_weights import MergedDeviceWeights
-from caraserve.gpu.weights import Weights
+from caraserve.gpu.weights import DTYPES_OF_TORCH, Weights
+from caraserve.model.dtype import Dtype
 from caraserve.model.spec import ModelSpec
 from caraserve.telemetry.trace import Trace
 from caraserve.util.units import align_up, ceil_div, human_bytes
@@ -196,7 +197,8 @@ def _build(
     tables = AdapterTables(spec, sizes.adapter_slots, device.device)
     merged = MergedDeviceWeights(spec, weights, MAX_RANK) if sizes.merging else None
     memories = [_lane_memory(spec, weights, sizes, capacity, device) for capacity in capacities]
-    region, host = _host_memory(spec, weights.dtype, sizes, capacities, driver)
+    dtype = DTYPES_OF_TORCH[weights.dtype]
+    region, host = _host_memory(spec, dtype, sizes, capacities, driver)
     context = _channels(device, region, host)
     _first_products(context, weights)
     memory = torch.empty(_pool_bytes(driver, sizes), dtype=torch.uint8, device=device.device)
@@ -243,7 +245,8 @@ def _build(
     captured_graphs = CapturedGraphs(driver, graphs, lanes[0].capacity, sizes.max_context, spec.layers)
     pass_selector = PassSelector(lanes[0].decoder, images, context, merged)
     workers = WorkerPool(region.region, region.blocks, sizes.lora_cpus, region.block_bytes)
-    assist_resources = AssistResources(region, host, workers, WatchdogThread(RegionWords(region.region), workers))
+    watchdog = WatchdogThread(RegionWords(region.region), workers)
+    assist_resources = AssistResources(region, host, workers, watchdog, dtype)
     parts = BackendParts(
         limits=limits,
         device=device,
@@ -282,7 +285,7 @@ def _lane_memory(
 
 
 def _host_memory(
-    spec: ModelSpec, dtype: torch.dtype, sizes: GpuSizes, capacities: Sequence[Capacity], driver: Driver
+    spec: ModelSpec, dtype: Dtype, sizes: GpuSizes, capacities: Sequence[Capacity], driver: Driver
 ) -> tuple[HostRegion, RegisteredMemory]:
     most_outputs = max(capacity.outputs for capacity in capacities)
     embeddings_bytes = sizes.num_slots * spec.hidden * dtype.itemsize
@@ -291,7 +294,7 @@ def _host_memory(
     blocks = _ITERATIONS_AHEAD + SYNC_SLOTS
     masks = [mask_bytes(capacity.rows, mask_words(spec.vocab_size)) for capacity in capacities]
     rings = _RING_BYTES, _ASSIST_RING_BYTES if sizes.lora_cpus else PAGE_BYTES
-    region = HostRegion(spec, len(sizes.lora_cpus), rings, block_bytes, blocks, masks, sizes.host_bytes)
+    region = HostRegion(spec, dtype, len(sizes.lora_cpus), rings, block_bytes, blocks, masks, sizes.host_bytes)
     base, num_bytes = region.region.base, region.region.num_bytes
     try:
         return region, RegisteredMemory(base, driver.register_host(base, num_bytes))

@@ -36,7 +36,7 @@ class ChunkHandOffs:
     slot: int
     gate: Tensor  # int32 [adapter slots]
     orders: Sequence[int]  # by HandOff.index: work orders, as order_writer.py writes them
-    host_x: Sequence[int]  # by index: fp32 rows for the workers
+    host_x: Sequence[int]  # by index: rows of x for the workers
     host_strides: Sequence[int]  # by index: numbers between rows
     asked: int  # int64 [workers]: the incarnation last asked
     counter: int  # uint32, 0 between launches

@@ -167,6 +167,19 @@ DEVICE void store_four(activation* at, const float* v) {
 #endif
 }
 
+// Stores as many activations as 16 bytes hold, at a multiple of 16 bytes.
+DEVICE void store_vector(activation* at, const float (&v)[Activation::PER_LOAD]) {
+#if ACTIVATION == 0
+    store_four(at, v);
+#else
+    u32 pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        pairs[i] = Activation::narrow(v[2 * i]) | (u32)Activation::narrow(v[2 * i + 1]) << 16;
+    *(uint4*)at = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+#endif
+}
+
 // Loads the activations for one load of weights, zeros from `count` on: the memory after a row is not the kernel's and
 // may hold NaN.
 template <int WIDTH> DEVICE void load_many(const activation* at, int count, float (&to)[WIDTH]) {

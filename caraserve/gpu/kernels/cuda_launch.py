@@ -128,8 +128,8 @@ def expand(
 def publish(
     grid: int, order: int, x: ActivationRows, host_x: int, host_stride: int, asked: int, counter: int, outcome: int
 ) -> Launch:
-    """Returns the launch that copies x to host memory as fp32 and then signals the workers. `host_stride`: numbers
-    between rows in host memory."""
+    """Returns the launch that copies x to host memory, in its own dtype, and then signals the workers. `host_stride`:
+    numbers between rows in host memory."""
     _check_rows(x)
     sizes = ints(x.stride, x.columns)
     target = (*pointers(host_x), *ints(host_stride), *pointers(asked, counter, outcome))

@@ -65,25 +65,23 @@ DEVICE bool is_free(const WorkerTask& task, const i64* asked) {
            load_acquire(word(task, DONE)) == load_acquire(word(task, REQUEST));
 }
 
-// Copies x as fp32 to `to`, in host memory, and signals the workers. `asked`: by worker, the incarnation last asked.
+// Copies x to `to`, in host memory, and signals the workers. `asked`: by worker, the incarnation last asked.
 // `counter` is 0 between launches.
 KERNEL __launch_bounds__(256) handoff_publish(const WorkOrder* order, const activation* x, int x_stride, int inputs,
-                                              float* to, int to_stride, i64* asked, u32* counter, int* outcome) {
+                                              activation* to, int to_stride, i64* asked, u32* counter, int* outcome) {
     __shared__ int arrived, last, busy, aborted;
     if (threadIdx.x == 0) arrived = has_arrived(*order);
     __syncthreads();
     // A block that finds the weights arrived does not copy: the last block will find them, too.
-    const u32 quads = (inputs + 15) / 16 * 4; // workers read whole vectors of 16, zeros at the end
-    const u32 end = arrived ? 0 : (u32)order->rows * quads; // 32 bits: division by 64 would take longer than the copy
+    constexpr u32 width = Activation::PER_LOAD;
+    const u32 vectors = (inputs + 15) / 16 * 16 / width; // workers read 16 numbers at a time, zeros at the end
+    const u32 end = arrived ? 0 : (u32)order->rows * vectors; // 32 bits: division by 64 would take longer than the copy
     for (u32 at = blockIdx.x * blockDim.x + threadIdx.x; at < end; at += gridDim.x * blockDim.x) {
-        const i64 row = order->first + at / quads;
-        const int column = (int)(at % quads) * 4;
-        float v[4];
+        const i64 row = order->first + at / vectors;
+        const int column = (int)(at % vectors * width);
+        float v[width];
         load_many(x + row * x_stride + column, inputs - column, v);
-        uint4 wide;
-        wide.x = __float_as_uint(v[0]), wide.y = __float_as_uint(v[1]);
-        wide.z = __float_as_uint(v[2]), wide.w = __float_as_uint(v[3]);
-        *(uint4*)(to + row * to_stride + column) = wide;
+        store_vector(to + row * to_stride + column, v);
     }
     fence_system(); // every thread: its part of x is in host memory
     __syncthreads();
@@ -150,7 +148,7 @@ KERNEL __launch_bounds__(32) handoff_wait(const WorkOrder* order, int* outcome, 
     }
 }
 
-// y += deltas, if the workers computed them. Widths and columns count numbers, fp32 ones in `delta_columns`.
+// y += deltas, if the workers computed them. Widths and columns count numbers.
 KERNEL __launch_bounds__(256) handoff_add(const WorkOrder* order, const int* outcome, activation* y, int y_stride,
                                           int delta_stride, int projections, int column0, int column1, int column2,
                                           int outputs0, int outputs1, int outputs2, int delta0, int delta1,
@@ -161,19 +159,24 @@ KERNEL __launch_bounds__(256) handoff_add(const WorkOrder* order, const int* out
         for (int i = 0; i < order->tasks; i++) {
             const WorkerTask& task = order->task[i];
             if (row < task.first || row >= task.first + task.rows) continue;
-            const float* deltas = (const float*)task.deltas + (row - task.first) * delta_stride;
+            const activation* deltas = (const activation*)task.deltas + (row - task.first) * delta_stride;
             for (int p = 0; p < projections; p++) {
                 if ((task.projections >> p & 1) == 0) continue;
                 const int outputs = p == 0 ? outputs0 : p == 1 ? outputs1 : outputs2;
-                const float* from = deltas + (p == 0 ? delta0 : p == 1 ? delta1 : delta2);
+                const activation* from = deltas + (p == 0 ? delta0 : p == 1 ? delta1 : delta2);
                 activation* at = y + row * y_stride + (p == 0 ? column0 : p == 1 ? column1 : column2);
-                for (int column = threadIdx.x * 4; column < outputs; column += blockDim.x * 4) {
-                    float delta[4], v[4];
-                    Stored<0>::unpack(load_from_host(from + column), delta);
-                    load_four(at + column, v);
+                constexpr int step = Activation::PER_LOAD;
+                for (int column = threadIdx.x * step; column < outputs; column += blockDim.x * step) {
+                    float delta[step], v[4];
+                    Activation::unpack(load_from_host(from + column), delta);
 #pragma unroll
-                    for (int i = 0; i < 4; i++) v[i] += delta[i];
-                    store_four(at + column, v);
+                    for (int four = 0; four < step; four += 4) {
+                        if (column + four >= outputs) break; // the next projection's columns
+                        load_four(at + column + four, v);
+#pragma unroll
+                        for (int i = 0; i < 4; i++) v[i] += delta[four + i];
+                        store_four(at + column + four, v);
+                    }
                 }
             }
         }

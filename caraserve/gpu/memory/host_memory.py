@@ -17,6 +17,7 @@ from caraserve.gpu.assist.handshake import sync_slot_bytes
 from caraserve.gpu.assist.work_orders import HostModule, delta_columns
 from caraserve.gpu.driver.api import WORD_BYTES
 from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS
+from caraserve.model.dtype import Dtype
 from caraserve.model.spec import ModelSpec
 from caraserve.util.units import align_up
 
@@ -25,11 +26,13 @@ SYNC_SLOTS = 2  # assisted chunks in flight
 
 @dataclass(frozen=True, slots=True)
 class HandOffBuffers:
-    """Memory of one assisted chunk: its sync slot, x and deltas. Offsets into the region."""
+    """Memory of one assisted chunk: its sync slot, x, deltas, and x as workers widen it to fp32. Offsets into the
+    region."""
 
     sync_slot: int
     x: int
     deltas: int
+    wide_x: int
 
 
 class HostRegion:
@@ -38,6 +41,7 @@ class HostRegion:
     def __init__(
         self,
         spec: ModelSpec,
+        dtype: Dtype,
         workers: int,
         ring_bytes: Sequence[int],
         result_bytes: int,
@@ -45,11 +49,13 @@ class HostRegion:
         mask_bytes: Sequence[int],
         arena_bytes: int,
     ):
-        """`result_bytes`: size of each of `results` blocks. `ring_bytes`, `mask_bytes`: by lane, of iterations and of
-        assisted prefills."""
+        """`dtype`: in which the device computes. `result_bytes`: size of each of `results` blocks. `ring_bytes`,
+        `mask_bytes`: by lane, of iterations and of assisted prefills."""
         self.block_bytes = align_up(handoff.block_bytes(1), PAGE_BYTES)
         entries = spec.layers * len(GROUPS)
-        sizes = (sync_slot_bytes(entries), x_bytes(spec), delta_bytes(spec)) if workers else (0, 0, 0)
+        x_sizes = x_bytes(spec, dtype), x_bytes(spec, Dtype.F32) * (dtype is not Dtype.F32)
+        slot_sizes = (sync_slot_bytes(entries), x_sizes[0], delta_bytes(spec, dtype), x_sizes[1])
+        sizes = slot_sizes if workers else (0, 0, 0, 0)
         parts = [*ring_bytes, *[result_bytes] * results, *mask_bytes, workers * self.block_bytes]
         parts += [*sizes * SYNC_SLOTS, arena_bytes]
         self.region = SharedRegion(sum(align_up(size, PAGE_BYTES) for size in parts))
@@ -60,7 +66,7 @@ class HostRegion:
         self.hand_off_buffers = [self._carve(sizes) for _ in range(SYNC_SLOTS)] if workers else []
         self.arena = self.region.carve(arena_bytes)
 
-    def _carve(self, sizes: tuple[int, int, int]) -> HandOffBuffers:
+    def _carve(self, sizes: tuple[int, int, int, int]) -> HandOffBuffers:
         return HandOffBuffers(*(self.region.offset(int(self.region.carve(size).ctypes.data)) for size in sizes))
 
 
@@ -88,12 +94,12 @@ def x_stride(spec: ModelSpec, group: int) -> int:
     return align_up(inputs_of(spec, group), A_COLUMNS)
 
 
-def x_bytes(spec: ModelSpec) -> int:
-    """Returns the bytes of the widest x of a chunk, in fp32."""
-    return 4 * ASSISTED_CHUNK_TOKENS * max(x_stride(spec, group) for group in range(len(GROUPS)))
+def x_bytes(spec: ModelSpec, dtype: Dtype) -> int:
+    """Returns the bytes of the widest x of a chunk."""
+    return dtype.itemsize * ASSISTED_CHUNK_TOKENS * max(x_stride(spec, group) for group in range(len(GROUPS)))
 
 
-def delta_bytes(spec: ModelSpec) -> int:
-    """Returns the bytes of the widest deltas of a chunk, in fp32."""
+def delta_bytes(spec: ModelSpec, dtype: Dtype) -> int:
+    """Returns the bytes of the widest deltas of a chunk."""
     strides = [delta_columns([HostModule(spec.site_shape(site)[1]) for site in group])[1] for group in GROUPS]
-    return 4 * ASSISTED_CHUNK_TOKENS * max(strides)
+    return dtype.itemsize * ASSISTED_CHUNK_TOKENS * max(strides)

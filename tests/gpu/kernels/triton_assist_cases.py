@@ -20,6 +20,7 @@ from caraserve.gpu.forward.decoder import HandOff, decoder_layer
 from caraserve.gpu.forward.lora_pass import ChunkHandOffs
 from caraserve.gpu.memory.host_memory import x_stride
 from caraserve.lora.peft import inspect_adapter
+from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES
 from tests.gpu.desk import BLOCK_BYTES, BY_DEVICE, BY_WORKERS, LOST, PATIENCE_NS
 from tests.gpu.lora_case import address
@@ -130,7 +131,7 @@ class Office:
             self.number += 1
             stride = x_stride(model, group)
             region = work_orders.SharedInput(
-                base, self.region.offset(address(self.x)), stride, model.site_shape(GROUPS[group][0])[0]
+                base, self.region.offset(address(self.x)), stride, model.site_shape(GROUPS[group][0])[0], Dtype.F32, 0
             )
             arrived = address(self.words[1 + layer :])
             terms = work_orders.SyncAddresses(PATIENCE_NS, arrived, ARRIVED, address(self.words), GENERATION)
