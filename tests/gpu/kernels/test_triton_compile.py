@@ -5,23 +5,15 @@ and sm_89, 163 on sm_80 and 227 on sm_90 and sm_100.
 """
 
 import re
-import subprocess
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
 
-from caraserve.gpu.driver.api import Driver, Stream
-from caraserve.gpu.forward.batch import Capacity, PassShape, make_batch
-from caraserve.gpu.forward.decoder import Decoder, issue_pass
+from caraserve.gpu.driver.api import Stream
+from caraserve.gpu.forward.batch import PassShape
+from caraserve.gpu.forward.decoder import issue_pass
 from caraserve.gpu.kernels import attention
 from caraserve.gpu.kernels.attention import (
     DecodeScratch,
@@ -29,61 +21,13 @@ from caraserve.gpu.kernels.attention import (
     TokenTables,
     attend_decode,
     attend_prefill,
-    prefill_tile_tokens,
 )
-from caraserve.gpu.kernels.cuda_launch import Kernels
 from caraserve.gpu.kernels.layers import embed, rms_norm, rotate_and_append, silu_mul
 from caraserve.gpu.kernels.lora import PLANES, Segments, SiteTables, lora_expand, lora_shrink
-from caraserve.gpu.memory.adapter_tables import AdapterTables
-from caraserve.gpu.memory.request_state import make_state
-from caraserve.gpu.memory.workspace import make_workspace
-from caraserve.gpu.weights import load
-from caraserve.model.spec import parse_spec
+from tests.gpu.kernels.triton_launches import Launch, decoder_of, recording, usage
 
 SHARED_KIB = {80: 163, 86: 99, 90: 227, 100: 227}  # sm_89 has as much of everything as sm_86
 TOKENS, HIDDEN, INNER, HEADS, KV_HEADS, SLOTS, VOCAB = 64, 4096, 11008, 32, 8, 48, 32000
-TYPES = {
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-
-
-@dataclass(frozen=True)
-class Launch:
-    kernel: Any
-    arguments: dict[str, Any]
-    options: dict[str, Any]
-
-    @property
-    def identity(self) -> tuple[object, ...]:
-        """Returns a key that is equal for launches which Triton compiles once."""
-        values = (value.dtype if isinstance(value, Tensor) else value for value in self.arguments.values())
-        return (self.kernel, *values)
-
-    def compile(self, capability: int) -> Any:
-        """Compiles as Triton would at the first launch: it specialises on sizes of 1 and multiples of 16."""
-        constants, signature, hints = {}, {}, {}  # by place, name, place
-        for index, parameter in enumerate(self.kernel.params):
-            value = self.arguments[parameter.name]
-            fixed = isinstance(value, int) and not parameter.do_not_specialize
-            if parameter.is_constexpr or (fixed and value == 1):
-                signature[parameter.name], constants[(index,)] = "constexpr", value
-                continue
-            signature[parameter.name] = kind(value)
-            if isinstance(value, Tensor) or (fixed and value % 16 == 0):
-                hints[(index,)] = [["tt.divisibility", 16]]
-        source = ASTSource(self.kernel, signature, constants, hints)
-        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options)
-
-
-def kind(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return TYPES[value.dtype]
-    return "fp32" if isinstance(value, float) else "i32"
 
 
 @pytest.fixture
@@ -94,20 +38,8 @@ def capability() -> int:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch, capability: int) -> list[Launch]:
-    recorded: list[Launch] = []
-
-    def record(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*arguments: Any, **named: Any) -> None:
-            assert all(0 < size < 65536 for size in grid[1:])
-            names = ("num_warps", "num_stages", "enable_fp_fusion")
-            options = {name: named.pop(name) for name in names if name in named}
-            recorded.append(Launch(kernel, dict(zip(kernel.arg_names, arguments, strict=False)) | named, options))
-
-        return launch
-
-    monkeypatch.setattr(JITFunction, "__getitem__", record)
     monkeypatch.setattr(attention, "compute_capability", lambda device: capability)
-    return recorded
+    return recording(monkeypatch)
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -163,71 +95,23 @@ def launch_layers(dtype: torch.dtype) -> None:
     silu_mul(empty(TOKENS, 2 * INNER, dtype=dtype), empty(TOKENS, INNER, dtype=dtype))
 
 
-def launch_pass(dtype: torch.dtype) -> None:
-    """Issues all launches of a decoder for decoding rows and prompts with adapters, over tensors without memory."""
-    nowhere = torch.device("meta")
-    spec = parse_spec(
-        {
-            "model_type": "qwen3",
-            "vocab_size": VOCAB,
-            "hidden_size": HIDDEN,
-            "intermediate_size": INNER,
-            "num_hidden_layers": 2,
-            "num_attention_heads": HEADS,
-            "num_key_value_heads": KV_HEADS,
-            "head_dim": 128,
-        }
-    )
-    weights = load(spec, dtype, 2048, nowhere, lambda name, target: None)
-    state = make_state(spec, dtype, torch.empty(1 << 30, dtype=torch.uint8, device=nowhere), SLOTS, 2048)
-    capacity = Capacity(TOKENS, SLOTS, TOKENS, prefill_tile_tokens(dtype, 128), SLOTS)
-    parts = make_batch(spec, capacity, 64, nowhere), AdapterTables(spec, SLOTS, nowhere)
-    workspace = make_workspace(spec, dtype, capacity, 64, 2048, nowhere)
-    decoder = Decoder(spec, weights, state, *parts, workspace, cast(Kernels, NoKernels()), cast(Driver, AtOnce()))
-    issue_pass(decoder.make_pass(PassShape(TOKENS, 7, 3, 9, 4, True, 2048)), Stream(0), spec.layers)
-
-
-class NoKernels:
-    """Stand-in for the raw kernels, which test_compile.py compiles."""
-
-    bgmv_grid = 1
-
-    def launch(self, launch: object, stream: Stream) -> None:
-        pass
-
-
-class AtOnce:
-    """A driver that runs kernels at once."""
-
-    def run(self, stream: Stream, issue: Callable[[], None]) -> None:
-        issue()
-
-
-def stack_bytes(compiled: Any, folder: Path) -> int:
-    """Returns the bytes per thread of spilled registers and other local memory."""
-    path = folder / "kernel.cubin"
-    path.write_bytes(compiled.asm["cubin"])
-    usage = subprocess.run([CUOBJDUMP, "-res-usage", path], capture_output=True, text=True, check=True)
-    return sum(int(number) for number in re.findall(r"(?:STACK|LOCAL):(\d+)", usage.stdout + usage.stderr))
-
-
-def check(recorded: list[Launch], capability: int, folder: Path) -> dict[str, Any]:
+def check(recorded: list[Launch], capability: int) -> dict[str, Any]:
     compiled = {}
     for launch in recorded:
-        name = launch.kernel.fn.__name__
-        compiled[name] = launch.compile(capability)
-        assert compiled[name].metadata.shared <= SHARED_KIB[capability] * 1024, name
-        assert stack_bytes(compiled[name], folder) == 0, name
+        compiled[launch.name] = launch.compile(capability)
+        used = usage(compiled[launch.name])
+        assert used["shared"] <= SHARED_KIB[capability] * 1024, launch.name
+        assert used["stack"] == 0, launch.name
     return compiled
 
 
 @pytest.mark.parametrize("capability", [80, 86, 90])
-def test_bf16_kernels_fit_and_do_not_spill(launches: list[Launch], capability: int, tmp_path: Path) -> None:
+def test_bf16_kernels_fit_and_do_not_spill(launches: list[Launch], capability: int) -> None:
     launch_lora(torch.bfloat16, 64, gated=True)
     launch_attention(torch.bfloat16, 128)
     if capability in (86, 90):  # the others have the registers and instructions of 86, and no less shared memory
         launch_layers(torch.bfloat16)
-    compiled = check(launches, capability, tmp_path)
+    compiled = check(launches, capability)
     product = "wgmma.mma_async" if capability == 90 else "mma.sync"
     for name in ("shrink_kernel", "expand_kernel", "prefill_kernel"):
         assert product in compiled[name].asm["ptx"], name
@@ -238,16 +122,16 @@ def test_bf16_kernels_fit_and_do_not_spill(launches: list[Launch], capability: i
         )
         assert set(copies) == {"10"}, name
     for launch in launches:
-        if (name := launch.kernel.fn.__name__) in ("prefill_kernel", "decode_kernel"):
+        if (name := launch.name) in ("prefill_kernel", "decode_kernel"):
             check_attention_tiles(compiled[name], launch)
 
 
 @pytest.mark.parametrize(("dim", "kv_heads"), [(64, HEADS), (80, 8), (256, 8)])
 def test_fp16_and_other_head_sizes_fit_the_smallest_shared_memory(
-    dim: int, kv_heads: int, launches: list[Launch], tmp_path: Path
+    dim: int, kv_heads: int, launches: list[Launch]
 ) -> None:
     launch_attention(torch.float16, dim, kv_heads)
-    compiled = check(launches, 86, tmp_path)
+    compiled = check(launches, 86)
     check_attention_tiles(compiled["decode_kernel"], launches[0])
     if dim <= 128:  # larger heads leave room for one tile of keys and values in a prefill
         check_attention_tiles(compiled["prefill_kernel"], launches[2])
@@ -255,24 +139,32 @@ def test_fp16_and_other_head_sizes_fit_the_smallest_shared_memory(
 
 @pytest.mark.parametrize(("capability", "dim", "kv_heads"), [(90, 128, HEADS), (90, 256, 8), (100, 128, 8)])
 def test_attention_of_other_groups_and_head_sizes_does_not_spill_on_large_gpus(
-    launches: list[Launch], capability: int, dim: int, kv_heads: int, tmp_path: Path
+    launches: list[Launch], capability: int, dim: int, kv_heads: int
 ) -> None:
     launch_attention(torch.bfloat16, dim, kv_heads)
     decode, _, prefill = launches
-    compiled = check([decode, prefill], capability, tmp_path)
+    compiled = check([decode, prefill], capability)
     check_attention_tiles(compiled["decode_kernel"], decode)
     check_attention_tiles(compiled["prefill_kernel"], prefill)
 
 
-def test_fp32_and_high_ranks_fit_the_smallest_shared_memory(launches: list[Launch], tmp_path: Path) -> None:
+def test_fp32_and_high_ranks_fit_the_smallest_shared_memory(launches: list[Launch]) -> None:
     launch_attention(torch.float32, 128)
     launch_lora(torch.float32, 512, gated=False)
-    check(launches, 86, tmp_path)
+    check(launches, 86)
 
 
-def test_a_decoders_own_launches_fit_the_smallest_shared_memory(launches: list[Launch], tmp_path: Path) -> None:
+def test_lora_does_not_spill_on_the_newest_gpus(launches: list[Launch]) -> None:
+    launch_lora(torch.bfloat16, 64, gated=True)
+    check(launches, 100)
+
+
+def test_a_decoders_own_launches_fit_the_smallest_shared_memory(launches: list[Launch]) -> None:
     """With the strides, dtypes and sizes of the product."""
-    launch_pass(torch.bfloat16)
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": 128}
+    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INNER}
+    decoder = decoder_of({"model_type": "qwen3", **heads, **sizes}, torch.bfloat16)
+    issue_pass(decoder.make_pass(PassShape(TOKENS, 7, 3, 9, 4, True, 2048)), Stream(0), decoder.spec.layers)
     distinct = {launch.identity: launch for launch in launches}
     assert len({launch.kernel for launch in distinct.values()}) == 10
-    check(list(distinct.values()), 86, tmp_path)
+    check(list(distinct.values()), 86)

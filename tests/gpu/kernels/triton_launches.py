@@ -1,0 +1,157 @@
+"""The Triton launches of a whole pass, recorded over tensors without memory, and compiled ahead of time.
+
+No GPU is needed. Works with every release of Triton that pyproject.toml allows.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from caraserve.core.lora_layout import QKV
+from caraserve.gpu.driver.api import Driver, Stream
+from caraserve.gpu.forward.batch import Capacity, PassShape, make_batch
+from caraserve.gpu.forward.decoder import Decoder, issue_pass
+from caraserve.gpu.kernels import attention
+from caraserve.gpu.kernels.cuda_launch import Kernels
+from caraserve.gpu.memory.adapter_tables import AdapterTables
+from caraserve.gpu.memory.request_state import make_state
+from caraserve.gpu.memory.workspace import make_workspace
+from caraserve.gpu.weights import load
+from caraserve.model.spec import parse_spec
+
+TOKENS, SLOTS = 64, 48
+TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@dataclass(frozen=True)
+class Launch:
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.fn.__name__)
+
+    @property
+    def identity(self) -> str:
+        """Returns a key that is equal for launches which Triton compiles once."""
+        return f"{self.name} {self._forms()} {self.options}"
+
+    def compile(self, capability: int) -> Any:
+        """Compiles as Triton would at the first launch."""
+        constants, signature, hints = self._forms()
+        source = ASTSource(self.kernel, signature, constants, hints)
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options)
+
+    def _forms(self) -> tuple[dict[Any, Any], dict[str, str], dict[Any, Any]]:
+        """Returns constants by place, types by name and hints by place: Triton specialises on sizes of 1 and multiples
+        of 16."""
+        constants, signature, hints = {}, {}, {}
+        for index, parameter in enumerate(self.kernel.params):
+            value = self.arguments[parameter.name]
+            fixed = isinstance(value, int) and not parameter.do_not_specialize
+            if parameter.is_constexpr or (fixed and value == 1):
+                signature[parameter.name], constants[(index,)] = "constexpr", value
+                continue
+            signature[parameter.name] = kind(value)
+            if isinstance(value, Tensor) or (fixed and value % 16 == 0):
+                hints[(index,)] = [["tt.divisibility", 16]]
+        return constants, signature, hints
+
+
+def kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return TYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def recording(patch: pytest.MonkeyPatch) -> list[Launch]:
+    """Returns the list to which launches are added from now on, in place of being launched."""
+    recorded: list[Launch] = []
+
+    def record(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, **named: Any) -> None:
+            assert all(0 < size < 65536 for size in grid[1:])
+            options = {name: value for name, value in named.items() if name not in kernel.arg_names}
+            given = dict(zip(kernel.arg_names, arguments, strict=False)) | named
+            recorded.append(Launch(kernel, {name: given[name] for name in kernel.arg_names}, options))
+
+        return launch
+
+    patch.setattr(JITFunction, "__getitem__", record)
+    return recorded
+
+
+def launches_of(config: Mapping[str, Any], dtype: torch.dtype, capability: int) -> list[Launch]:
+    """Returns the distinct launches of a pass over decoding rows and prompts, and of the LoRA of q, k and v beside CPU
+    workers, on a device of this compute capability. `config`: of a model, without its layers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "compute_capability", lambda device: capability)
+        recorded = recording(patch)
+        decoder, base = decoder_of(config, dtype), PassShape(TOKENS, 7, 3, 9, 0, False, 2048)
+        issue_pass(decoder.make_pass(base), Stream(0), decoder.spec.layers)
+        gate = torch.empty(SLOTS, dtype=torch.int32, device="meta")
+        decoder.lora.pass_over(replace(base, segments=4)).add(0, QKV, Stream(0), gate)
+    return list({launch.identity: launch for launch in recorded}.values())
+
+
+def decoder_of(config: Mapping[str, Any], dtype: torch.dtype) -> Decoder:
+    """Returns a decoder of two layers over tensors without memory."""
+    nowhere = torch.device("meta")
+    spec = parse_spec({**config, "num_hidden_layers": 2})
+    weights = load(spec, dtype, 2048, nowhere, lambda name, target: None)
+    state = make_state(spec, dtype, torch.empty(1 << 30, dtype=torch.uint8, device=nowhere), SLOTS, 2048)
+    capacity = Capacity(TOKENS, SLOTS, TOKENS, attention.prefill_tile_tokens(dtype, spec.head_dim), SLOTS)
+    parts = make_batch(spec, capacity, 64, nowhere), AdapterTables(spec, SLOTS, nowhere)
+    workspace = make_workspace(spec, dtype, capacity, 64, 2048, nowhere)
+    return Decoder(spec, weights, state, *parts, workspace, cast(Kernels, NoKernels()), cast(Driver, AtOnce()))
+
+
+class NoKernels:
+    """Stand-in for the raw kernels, which test_compile.py compiles."""
+
+    bgmv_grid = 1
+
+    def launch(self, launch: object, stream: Stream) -> None:
+        pass
+
+
+class AtOnce:
+    """A driver that runs kernels at once."""
+
+    def run(self, stream: Stream, issue: Callable[[], None]) -> None:
+        issue()
+
+
+def usage(compiled: Any) -> dict[str, int]:
+    """Returns registers and bytes of stack of a thread, and bytes of shared memory of a block."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        done = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    said = done.stdout + done.stderr
+    return {
+        "registers": max(int(number) for number in re.findall(r"REG:(\d+)", said)),
+        "shared": compiled.metadata.shared,
+        "stack": sum(int(number) for number in re.findall(r"(?:STACK|LOCAL):(\d+)", said)),
+    }
