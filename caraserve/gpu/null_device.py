@@ -3,12 +3,12 @@
 Tensors are on torch's `meta` device: they have shapes, dtypes and alignments, and no memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 
 import torch
 
-from caraserve.gpu.driver.api import Event, Graph, Stream
+from caraserve.gpu.driver.api import Event, Graph, Stream, WordWait, WordWrite
 from caraserve.gpu.forward.builder import GpuDevice
 from caraserve.gpu.kernels.cuda_launch import Launch
 
@@ -51,6 +51,8 @@ class NullDriver:
     def write_value(self, stream: Stream, address: int, value: int) -> None: ...
 
     def wait_value(self, stream: Stream, address: int, value: int) -> None: ...
+
+    def word_operations(self, stream: Stream, operations: Sequence[WordWrite | WordWait]) -> None: ...
 
     def register_host(self, host_address: int, num_bytes: int) -> int:
         return host_address

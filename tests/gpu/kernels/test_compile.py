@@ -158,7 +158,7 @@ def test_a_digest_changes_with_everything_that_the_code_depends_on() -> None:
 def test_a_second_start_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unit, library = Unit("words", Dtype.F32, "sm_90"), nvrtc.load()
     first = nvrtc.cubin_file(unit, tmp_path / "new", library)
-    assert set(cubin.kernels(first.read_bytes())) == {"wait_word"}
+    assert set(cubin.kernels(first.read_bytes())) == {"wait_word", "scatter_words"}
     monkeypatch.delattr(nvrtc.Nvrtc, "compile")
     assert nvrtc.cubin_file(unit, tmp_path / "new", library) == first
     assert list((tmp_path / "new").iterdir()) == [first]
@@ -182,6 +182,7 @@ EVERY_LAUNCH = (
     cuda_launch.wait(0, 0, 0),
     cuda_launch.add(1, 0, 0, ROWS, ONE, 64, (0,)),
     cuda_launch.wait_word(0, 0),
+    cuda_launch.scatter_words(0, 1),
     sample(EMPTY, OUTPUTS, TokenTables(EMPTY, EMPTY), STATE),
     sample(EMPTY, OUTPUTS, TokenTables(EMPTY, EMPTY), STATE, MASKED),
     score(EMPTY, OUTPUTS),
