@@ -103,7 +103,7 @@ def test_a_stage_whose_process_dies_is_reported(tmp_path: Path) -> None:
 def test_a_stage_that_hangs_is_killed_with_its_child_processes(tmp_path: Path) -> None:
     held, free = os.pipe()  # it ends when the last process that has it is gone
     os.set_inheritable(free, True)
-    code = f"import subprocess; subprocess.Popen(['sleep', '600'], pass_fds=[{free}]).wait()"
+    code = f"import subprocess; subprocess.Popen(['sleep', '600'], process_group=0, pass_fds=[{free}]).wait()"
     report = await_report([sys.executable, "-c", code], tmp_path / "report.json", most_s=0.5, pass_fds=(free,))
     os.close(free)
     assert (report.outcome, report.error) == (Outcome.KILLED, "it took longer than 0 s and was killed")
