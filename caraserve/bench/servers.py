@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,8 +133,8 @@ def busy_s() -> float:
     return sum(map(int, (user, nice, system, *others))) / os.sysconf("SC_CLK_TCK")
 
 
-def _end_with_parent() -> None:
-    """Runs in the server's process: makes it end with the benchmark, even if that is killed."""
+def end_with_parent() -> None:
+    """Runs in a child process: makes it end with the benchmark, even if that is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -151,19 +151,27 @@ class Interrupted(Exception):
 
 
 @asynccontextmanager
-async def own_server(arguments: Sequence[str], stopped: asyncio.Event) -> AsyncIterator[OwnServer]:
-    """Starts a server on a free port and yields it when it is ready; ends it on exit.
+async def own_server(
+    arguments: Sequence[str], stopped: asyncio.Event, *, port: int = 0, join: Callable[[], None] = lambda: None
+) -> AsyncIterator[OwnServer]:
+    """Starts a server and yields it when it is ready; ends it on exit.
 
-    Raises BackendFailed with the end of its output if it does not get ready, Interrupted if `stopped` is set before.
+    `port` 0 is any free one. `join` is called in the new process, before the server starts: it may confine it. Raises
+    BackendFailed with the end of its output if it does not get ready, Interrupted if `stopped` is set before.
     """
-    command = [sys.executable, "-m", "caraserve", "serve", *arguments, "--port", "0"]
+    command = [sys.executable, "-m", "caraserve", "serve", *arguments, "--port", str(port)]
+
+    def prepare() -> None:
+        end_with_parent()
+        join()
+
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         start_new_session=True,  # Ctrl-C in a terminal reaches only the benchmark, which ends its server
-        preexec_fn=_end_with_parent,
+        preexec_fn=prepare,
         env={name: value for name, value in os.environ.items() if name not in _KEY_VARIABLES},
     )
     assert process.stdout is not None

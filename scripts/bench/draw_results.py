@@ -18,8 +18,6 @@ from caraserve.bench.lora.handoff import RoundTripPoint, ThreadsPoint
 from caraserve.bench.lora.kernels import KernelPoint
 from caraserve.bench.report.plots import ratio_bars
 from caraserve.bench.report.summary import Summary
-from caraserve.bench.simulator.report import plots
-from caraserve.bench.simulator.sweep import PolicyResult, SimulationResult
 
 _ROOT = Path(__file__).parents[2]
 _RESULTS, _IMAGES = _ROOT / "scripts/bench/results", _ROOT / "docs/images"
@@ -39,18 +37,11 @@ def _modes(document: dict[str, Any]) -> bytes:
     return figure
 
 
-def _cluster(document: dict[str, Any]) -> bytes:
-    runs = [{"by_instance": ()} | run for run in document["runs"]]  # which older results lack, and no figure shows
-    found = msgspec.convert(runs, list[SimulationResult])
-    return plots([PolicyResult(one) for one in found])["latencies.png"]
-
-
 # By image: the result it shows, and what draws it.
 _FIGURES: dict[str, tuple[str, Callable[[dict[str, Any]], bytes]]] = {
     "engine_cpu": ("engine_cpu", lambda document: engine.draw(document["reports"])),
     "lora_cpu": ("lora_cpu", _lora),
     "modes_cpu": ("modes_100m_cpu", _modes),
-    "cluster_sim": ("cluster_sim", _cluster),
 }
 
 

@@ -101,27 +101,39 @@ class Player:
     """Performs one run; `stop` can be called at any time from the event loop."""
 
     def __init__(
-        self, endpoint: Endpoint, workload: Workload, names: Sequence[str], settings: LoadSettings, label: str
+        self,
+        endpoint: Endpoint,
+        workload: Workload,
+        names: Sequence[str],
+        settings: LoadSettings,
+        label: str,
+        others: Sequence[Endpoint] = (),
     ) -> None:
-        """`names[i]` is the name of the adapter with index i in the workload."""
+        """`names[i]` is the name of the adapter with index i in the workload. Requests go in turn to `endpoint` and to
+        `others`, further instances of the same service."""
         self._endpoint, self._names, self._settings, self._label = endpoint, names, settings, label
         self._planned = workload.requests
-        head = request_head(endpoint.dialect, endpoint.prefix, endpoint.host_header, endpoint.api_key)
-        self._requests = [encode(endpoint.dialect, head, self._asked(planned)) for planned in self._planned]
+        endpoints = (endpoint, *others)
+        heads = [request_head(one.dialect, one.prefix, one.host_header, one.api_key) for one in endpoints]
+        self._requests = [
+            encode(endpoint.dialect, heads[place % len(heads)], self._asked(planned))
+            for place, planned in enumerate(self._planned)
+        ]
         self._exchanges: dict[int, HttpExchange] = {}
         self._waiting: list[int] = []  # closed loop: requests that are due while `max_concurrency` are in flight
         self._stopped = False
         self.live = RunProgress(len(self._planned))
         self._ended = asyncio.Event()
-        self._connections = Connections(endpoint.host, endpoint.port, endpoint.tls)
+        self._connections = [Connections(one.host, one.port, one.tls) for one in endpoints]
         self._pacer: Pacer | None = None
 
     async def play(self) -> Run:
         """Sends all requests and waits for all responses. Raises OSError when the endpoint cannot be reached."""
         _allow_many_connections()
-        await self._connections.warm_up()
+        for connections in self._connections:
+            await connections.warm_up()
         if self._stopped:
-            self._connections.close()
+            self._close()
             return Run(self._label, (), 0.0, interrupted=True, concurrency=self._settings.max_concurrency)
         with _undisturbed():
             started_s = time.perf_counter() + _LEAD_S
@@ -130,7 +142,7 @@ class Player:
                 self._pacer = Pacer(moments_s, self._due)
                 await self._ended.wait()
             ended_s = time.perf_counter()
-        self._connections.close()
+        self._close()
         records = tuple(self._record(index, exchange, started_s) for index, exchange in sorted(self._exchanges.items()))
         return Run(self._label, records, ended_s - started_s, self._stopped, self._settings.max_concurrency)
 
@@ -141,8 +153,12 @@ class Player:
             self._pacer.stop()
         for exchange in list(self._exchanges.values()):
             exchange.finish(_INTERRUPTED)
-        self._connections.close()
+        self._close()
         self._ended.set()
+
+    def _close(self) -> None:
+        for connections in self._connections:
+            connections.close()
 
     # --- sending ---
 
@@ -157,7 +173,7 @@ class Player:
         exchange = HttpExchange(self._requests[index], self._done)
         self._exchanges[index] = exchange
         self.live.sent += 1
-        self._connections.send(exchange)
+        self._connections[index % len(self._connections)].send(exchange)
 
     def _done(self, exchange: HttpExchange) -> None:
         live = self.live

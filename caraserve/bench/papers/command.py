@@ -41,6 +41,7 @@ MEASURES: Mapping[str, str] = {
     "fleet": f"{_HERE}.fleet:routing_policies",
     "fleet_rates": f"{_HERE}.fleet:rate_sweep",
     "fleet_scale": f"{_HERE}.fleet:scaling",
+    "real_fleet": f"{_HERE}.real_fleet:routing_policies",
     "fleet_servers": f"{_HERE}.interference:servers",
     "prefill_by_rank": f"{_HERE}.interference:prefill_by_rank",
     "coserve": f"{_HERE}.interference:coserve",

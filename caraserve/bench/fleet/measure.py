@@ -1,0 +1,269 @@
+"""Measures fleets of real instances under shares of their capacity.
+
+`measure_profiles` and `calibrate` measure what an instance can do: its performance profile, and what it takes to serve
+requests beside that. `measure_fleet` then sends loads to a fleet under one routing. Each takes two to four minutes.
+"""
+
+import asyncio
+import math
+import re
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import aiohttp
+
+from caraserve.bench.client.endpoint import Endpoint
+from caraserve.bench.client.player import LoadSettings, Player
+from caraserve.bench.fleet.cpu_share import cpu_shares
+from caraserve.bench.fleet.instances import SHARE_CORES, endpoints_of, profile_instances, start_fleet
+from caraserve.bench.options import TARGETS
+from caraserve.bench.records import PlannedRequest, RequestRecord, Run, Workload
+from caraserve.bench.servers import OwnServer, Synthetic, make_synthetic, working_folder
+from caraserve.bench.workload.arrivals import parse_arrivals
+from caraserve.bench.workload.build import WorkloadSpec, build
+from caraserve.bench.workload.lengths import parse_lengths
+from caraserve.bench.workload.popularity import parse_popularity
+from caraserve.core import machine_profile as profiles
+from caraserve.core.machine_profile import Profile
+from caraserve.errors import BackendFailed
+
+RANKS = (8, 16, 32, 64)
+ADAPTERS = 32
+FIXED = "fixed"  # the client deals requests to the instances in turn, and each answers what it gets
+_LENGTHS = "uniform:8-64/4-24"
+_CONCURRENCY = 16  # requests in flight for each instance while the capacity is measured
+_GENERATIONS = 3  # of requests, while the capacity is measured
+_BATCHES = (1, 2, 4, 8, 16)
+_BATCH_PROMPT, _BATCH_OUTPUT = 16, 32  # tokens
+_COUNTED = ("forwarded_requests", "refused_requests", "missed_quotes", "routing_quotes_seconds", "model_refits")
+_COUNTER = re.compile(rf"^caraserve:((?:{'|'.join(_COUNTED)})_(?:total|sum|count))(?:{{.*}})? (\S+)$", re.MULTILINE)
+_IDLE_S = 5.0  # of measuring what instances do without requests
+_SETTLE_S = 1.0  # between two loads
+
+
+@dataclass(frozen=True, slots=True)
+class FleetModel:
+    """The random model that instances serve."""
+
+    shape: str = "100M"
+    dtype: str = "float32"
+
+    def write(self, folder: Path) -> Synthetic:
+        """Writes the model and its adapters to a folder."""
+        ranks = [RANKS[number % len(RANKS)] for number in range(ADAPTERS)]
+        return make_synthetic(folder, self.shape, self.dtype, 512, ranks, TARGETS["qkv"])
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What one instance with its share of a core can do."""
+
+    profiles: tuple[Profile, ...]  # of the instances, measured at the same time
+    capacity_per_s: float  # requests of one instance in a busy fleet
+    probes: tuple["FleetRun", ...]  # batches of 1, 2, 4, … equal requests on every instance
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRequest:
+    """One request of a measured load. Times are in s since the load began."""
+
+    instance: int  # to which the client sent it
+    adapter: int
+    prompt_tokens: int
+    output_tokens: int
+    sent_s: float
+    first_s: float  # arrival of its first token
+    done_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FleetRun:
+    """A load that a fleet has served."""
+
+    instances: int
+    routing: str  # of `caraserve serve`, or FIXED
+    load: float  # share of the fleet's capacity
+    rate: float  # requests/s
+    requests: tuple[ServedRequest, ...]  # in order of `sent_s`
+    idle_cores: float  # that all instances together use without requests, for gossip above all
+    cores_used: float  # by all instances together during the load, on average
+    counters: Mapping[str, float]  # of /metrics by name, summed over instances and labels: what the load added
+
+
+def load_spec(rate: float | None, *, seconds: float | None = None, requests: int | None = None) -> WorkloadSpec:
+    """Returns the load of all measurements: short prompts and answers, adapters of four ranks asked for alike."""
+    arrivals = parse_arrivals("burst" if rate is None else "poisson")
+    popularity = parse_popularity("uniform")
+    lengths = parse_lengths(_LENGTHS)
+    return WorkloadSpec(lengths, arrivals, rate, popularity, ADAPTERS, RANKS, requests, seconds)
+
+
+async def measure_profiles(model: FleetModel, instances: int) -> tuple[Profile, ...]:
+    """Measures the profiles of so many instances at once.
+
+    Raises ConfigError if instances cannot be confined, BackendFailed if a measurement fails.
+    """
+    with ExitStack() as stack:
+        folder = stack.enter_context(working_folder())
+        shares = stack.enter_context(cpu_shares(instances, SHARE_CORES))
+        files = [folder / f"profile-{number}.json" for number in range(instances)]
+        await profile_instances(model.write(folder), shares, files)
+        return tuple(profiles.load(file) for file in files)
+
+
+async def calibrate(model: FleetModel, measured: Sequence[Profile]) -> Calibration:
+    """Measures the capacity of a fleet of instances with these profiles in a closed loop, and probes each of them.
+
+    Raises ConfigError if instances cannot be confined, BackendFailed if one fails.
+    """
+    instances = len(measured)
+    with ExitStack() as stack:
+        folder = stack.enter_context(working_folder())
+        shares = stack.enter_context(cpu_shares(instances, SHARE_CORES))
+        made = model.write(folder)
+        files = _save(measured, folder)
+        async with start_fleet(made, shares, files, folder, "--routing", "local") as servers:
+            endpoints = await endpoints_of(servers)
+            await _warm_up(endpoints, made)
+            load = build(load_spec(None, requests=_GENERATIONS * _CONCURRENCY * instances))
+            run = await _play(endpoints, load, made, "capacity", _CONCURRENCY * instances)
+            idle_cores = await _idle_cores(servers)
+            probes = [await _probe(endpoints, made, requests, idle_cores) for requests in _probes(instances)]
+    return Calibration(tuple(measured), _capacity_per_s(run, _CONCURRENCY * instances) / instances, tuple(probes))
+
+
+def _probes(instances: int) -> Iterator[list[PlannedRequest]]:
+    """Yields batches of equal requests, of several sizes, each on every instance at once."""
+    for batch in _BATCHES:
+        yield _on_all([(0.0, number % ADAPTERS, _BATCH_PROMPT, _BATCH_OUTPUT) for number in range(batch)], instances)
+
+
+def _on_all(each: Iterable[tuple[float, int, int, int]], instances: int) -> list[PlannedRequest]:
+    """Returns the same requests for every instance; of each the time, adapter, and lengths of prompt and answer."""
+    every = [one for one in each for _ in range(instances)]
+    return [PlannedRequest(index, *one) for index, one in enumerate(every)]
+
+
+async def _probe(
+    endpoints: Sequence[Endpoint], made: Synthetic, requests: Sequence[PlannedRequest], idle_cores: float
+) -> "FleetRun":
+    run = await _play(endpoints, Workload(tuple(requests), ()), made, "probe")
+    served = tuple(_served(run.records, made.names, len(endpoints)))
+    return FleetRun(len(endpoints), FIXED, 0.0, 0.0, served, idle_cores, 0.0, {})
+
+
+def _save(measured: Sequence[Profile], folder: Path) -> list[Path]:
+    files = [folder / f"profile-{number}.json" for number in range(len(measured))]
+    for profile, file in zip(measured, files, strict=True):
+        profile.save(file)
+    return files
+
+
+def _capacity_per_s(run: Run, concurrency: int) -> float:
+    """Returns the requests per second between the first generation's end and the last one's beginning."""
+    done_s = sorted(record.done_s for record in run.records)
+    first, last = concurrency // 2, len(done_s) - concurrency
+    return (last - first) / (done_s[last] - done_s[first])
+
+
+async def measure_fleet(
+    model: FleetModel,
+    calibration: Calibration,
+    instances: int,
+    routing: str,
+    loads: Sequence[float],
+    seconds: float,
+    slo_ms: float = math.inf,
+    first: int = 0,
+) -> AsyncIterator[FleetRun]:
+    """Starts a fleet, sends it one load after the other, each for so many seconds, and yields each.
+
+    `slo_ms`: time per token that routing policies may promise. `first`: core of the first instance. Raises
+    ConfigError if instances cannot be confined, BackendFailed if one or a request fails.
+    """
+    with ExitStack() as stack:
+        folder = stack.enter_context(working_folder())
+        shares = stack.enter_context(cpu_shares(instances, SHARE_CORES, first))
+        made = model.write(folder)
+        files = _save(calibration.profiles[:instances], folder)
+        options = ["--routing", "local" if routing == FIXED else routing]
+        if slo_ms < math.inf:
+            options += ["--slo-tpot-ms", f"{slo_ms:g}"]
+        async with start_fleet(made, shares, files, folder, *options) as servers:
+            endpoints = await endpoints_of(servers)
+            await _warm_up(endpoints, made)
+            idle_cores = await _idle_cores(servers)
+            for load in loads:
+                await asyncio.sleep(_SETTLE_S)
+                rate = load * calibration.capacity_per_s * instances
+                workload = build(replace(load_spec(rate, seconds=seconds), seed=round(100 * load)))
+                before, before_s = await _counters(servers), sum(server.cpu_s() for server in servers)
+                run = await _play(endpoints, workload, made, f"{instances} instances, {routing}, load {load:g}")
+                used_s = sum(server.cpu_s() for server in servers) - before_s
+                served = tuple(_served(run.records, made.names, instances))
+                added = {name: value - before.get(name, 0.0) for name, value in (await _counters(servers)).items()}
+                yield FleetRun(instances, routing, load, rate, served, idle_cores, used_s / run.wall_s, added)
+
+
+async def _idle_cores(servers: Sequence[OwnServer]) -> float:
+    """Returns the CPU time a second that instances use while no request is under way."""
+    await asyncio.sleep(_SETTLE_S)
+    before_s, started_s = sum(server.cpu_s() for server in servers), time.perf_counter()
+    await asyncio.sleep(_IDLE_S)
+    return (sum(server.cpu_s() for server in servers) - before_s) / (time.perf_counter() - started_s)
+
+
+async def _counters(servers: Sequence[OwnServer]) -> dict[str, float]:
+    """Returns counters of what instances said to one another."""
+    found: dict[str, float] = defaultdict(float)
+    async with aiohttp.ClientSession() as session:
+        for server in servers:
+            async with session.get(f"{server.url}/metrics") as answer:
+                for name, value in _COUNTER.findall(await answer.text()):
+                    found[name] += float(value)
+    return found
+
+
+async def _warm_up(endpoints: Sequence[Endpoint], made: Synthetic) -> None:
+    """Sends a short request for every adapter to every instance."""
+    count = len(made.names) * len(endpoints)
+    requests = tuple(PlannedRequest(at, 0.0, at // len(endpoints), 8, 2) for at in range(count))
+    await _play(endpoints, Workload(requests, ()), made, "warm-up", 2 * len(endpoints))
+
+
+async def _play(
+    endpoints: Sequence[Endpoint], workload: Workload, made: Synthetic, label: str, concurrency: int | None = None
+) -> Run:
+    """Sends a load, with prompts that no prefix cache has. Raises BackendFailed if a request failed."""
+    settings = LoadSettings(secrets.randbits(63), max_concurrency=concurrency)
+    run = await Player(endpoints[0], workload, made.names, settings, label, endpoints[1:]).play()
+    failed = [record.error for record in run.records if record.error is not None]
+    if failed:
+        raise BackendFailed(
+            f"{label}: {len(failed)} of {len(run.records)} requests failed, the first with: {failed[0]}"
+        )
+    return run
+
+
+def _served(records: Iterable[RequestRecord], names: Sequence[str], instances: int) -> list[ServedRequest]:
+    numbers = {name: number for number, name in enumerate(names)}
+    return sorted(
+        (
+            ServedRequest(
+                record.index % instances,
+                numbers[record.model],
+                record.prompt_tokens,
+                record.output_tokens,
+                record.sent_s,
+                record.token_s[0],
+                record.done_s,
+            )
+            for record in records
+        ),
+        key=lambda one: one.sent_s,
+    )

@@ -1,0 +1,102 @@
+"""Real fleets on one machine: instances keep to their share of a core, and simulations are of the same requests."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from caraserve.bench.fleet import cpu_share
+from caraserve.bench.fleet.compare import compare, slo_ms
+from caraserve.bench.fleet.cpu_share import cpu_shares
+from caraserve.bench.fleet.measure import FIXED, RANKS, Calibration, FleetRun, ServedRequest
+from caraserve.core.machine_profile import SCHEMA, Decode, DecodePoint, LoraRate, Prefill, PrefillPoint, Profile
+from caraserve.errors import ConfigError
+
+COMPUTE_S = 0.6
+COMPUTE = f"""
+import time
+end, began = time.monotonic() + {COMPUTE_S}, time.process_time()
+while time.monotonic() < end:
+    pass
+print(time.process_time() - began)
+"""
+needs_groups = pytest.mark.skipif(
+    not os.access("/sys/fs/cgroup/cpu/cpu.shares", os.W_OK), reason="needs root and control groups of version 1"
+)
+
+
+def profile(scale: float = 1.0) -> Profile:
+    """Returns an instance that decodes in 10 ms, and 1 ms for each request, and prefills in 1 ms a token."""
+    decode = [DecodePoint(n, n * rank, rank, scale * (10 + n)) for n in (1, 8, 16) for rank in (8, 64)]
+    prefill = [PrefillPoint(tokens, rank, scale * (10 + tokens)) for tokens in (16, 128) for rank in (0, 64)]
+    rates = (LoraRate(8, "qkv", 1e6, 0.1), LoraRate(8, "all", 1e6, 0.1))
+    times = (1e9, 0.0, None)
+    return Profile(SCHEMA, "m", "m", 0.0, True, *times, rates, Prefill.fitted(prefill), Decode.fitted(decode))
+
+
+def alone(routing: str = FIXED) -> FleetRun:
+    """Returns a run of two instances in which requests of 10 prompt tokens and 5 output tokens never meet."""
+    requests = tuple(ServedRequest(n % 2, 0, 10, 5, float(n), n + 0.020, n + 0.064) for n in range(20))
+    return FleetRun(2, routing, 0.1, 1.0, requests, 0.0, 0.1, {})
+
+
+@needs_groups
+def test_a_process_gets_no_more_than_its_share_of_a_core() -> None:
+    with cpu_shares(1, 0.2) as (share,):
+        share.limit()
+        command = [sys.executable, "-c", COMPUTE]
+        found = subprocess.run(command, preexec_fn=share.join, capture_output=True, text=True, check=True)
+        assert float(found.stdout) < 0.4 * COMPUTE_S, "a fifth, in pieces of 4 ms"
+        assert share.throttled_s() > 0
+    assert not share.folder.exists(), "the group is removed"
+
+
+@needs_groups
+def test_groups_are_removed_when_a_measurement_fails() -> None:
+    with pytest.raises(RuntimeError, match="no more"), cpu_shares(2, 0.1) as shares:
+        raise RuntimeError("no more")
+    assert not any(share.folder.exists() for share in shares)
+
+
+def test_a_machine_without_control_groups_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cpu_share, "_CPU", tmp_path / "none")
+    with pytest.raises(ConfigError, match="none has no CPU controller"), cpu_shares(1, 0.2):
+        pass
+
+
+def test_more_shares_than_fit_on_the_cores_are_refused() -> None:
+    cores = len(os.sched_getaffinity(0))
+    with pytest.raises(ConfigError, match="do not fit"), cpu_shares(5 * cores + 1, 0.2):
+        pass
+
+
+@pytest.mark.parametrize("routing", [FIXED, "random"])
+def test_requests_that_never_meet_take_as_long_as_the_profile_says(routing: str) -> None:
+    found = compare(alone(routing), Calibration((profile(), profile()), 10.0, ()))
+    # A prefill of 20 ms, four decode iterations of 11 ms, and a hop under a routing.
+    for figures in (found.measured, found.simulated):
+        assert figures.ttft_p50_ms == pytest.approx(20, abs=1)
+        assert figures.tpt_mean_ms == pytest.approx((20 + 4 * 11) / 5, rel=0.02)
+        assert figures.attainment == 1.0
+    assert found.requests == 16, "the first fifth of the time does not count"
+
+
+def test_each_instance_is_simulated_with_its_own_profile() -> None:
+    found = compare(alone(), Calibration((profile(), profile(3.0)), 10.0, ()))
+    assert found.simulated.tpt_mean_ms == pytest.approx(2 * 64 / 5, rel=0.02), "one takes 64 ms, the other 192"
+
+
+def test_the_slo_is_a_multiple_of_the_time_per_token_without_adapters() -> None:
+    known = Calibration((profile(),), 1.0, ())
+    twice = Calibration((profile(2.0),), 0.5, ())
+    assert slo_ms(twice) == pytest.approx(2 * slo_ms(known), rel=0.1)
+
+
+def test_a_simulated_fleet_has_adapters_of_all_ranks() -> None:
+    run = alone()
+    one = replace(run.requests[0], adapter=len(RANKS) - 1)
+    found = compare(replace(run, requests=(one, *run.requests[1:])), Calibration((profile(), profile()), 10.0, ()))
+    assert found.simulated.attainment == 1.0
