@@ -19,6 +19,7 @@ from caraserve.model.dtype import Dtype
 from tests.gpu_device.correct_lora import check_bgmv, check_prefill_lora
 from tests.gpu_device.correct_model import check_attention, check_layers, check_rotation
 from tests.gpu_device.correct_sampling import check_sampling
+from tests.gpu_device.correct_words import check_words
 
 Check = Callable[[CheckSetup, Accelerator, int], float]
 CHECKS: dict[str, Check] = {
@@ -28,6 +29,7 @@ CHECKS: dict[str, Check] = {
     "rotation and KV append": check_rotation,
     "norm, SiLU, embedding": check_layers,
     "sampling": check_sampling,
+    "small arrays and words": check_words,
 }
 _FEWER = 4  # number of cases relative to the decode LoRA kernels, which have the most
 _ADAPTER_SLOTS = 5
