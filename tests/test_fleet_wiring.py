@@ -69,7 +69,8 @@ async def prepared(
     infos: dict[str, AdapterInfo],
 ) -> AsyncIterator[tuple[Node, ClusterRouter, Callable[..., Awaitable[Any]]]]:
     """Yields a node that has not joined yet, its router, and a function that makes it join as `serve` does."""
-    catalog = SimpleNamespace(all=lambda: list(infos.values()), find=infos.get, find_whole=infos.get)
+    manager = SimpleNamespace(on_move=lambda report: None)
+    catalog = SimpleNamespace(all=lambda: list(infos.values()), find=infos.get, find_whole=infos.get, manager=manager)
     work = EngineLoad(0, 0, {}, 0, 0, 1000, 1000, 10)
     engine: Any = SimpleNamespace(
         draining=False,

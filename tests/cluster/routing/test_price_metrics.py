@@ -97,7 +97,8 @@ def test_an_instance_exports_prices_for_its_own_load() -> None:
 
     def shown(running: int) -> dict[str, float]:
         work = EngineLoad(running, 0, {64: running}, 0, 0, 100_000, 90_000, 10)
-        engine = SimpleNamespace(workload=lambda response_tokens: work, draining=False, failure=None)
+        catalog = SimpleNamespace(manager=SimpleNamespace(on_move=lambda report: None))
+        engine = SimpleNamespace(workload=lambda tokens: work, draining=False, failure=None, catalog=catalog)
         node = SimpleNamespace(members=tuple)
         publisher = Publisher(node, engine, lambda: (0, 0), DriftWatch(profile), LinkSpeeds())  # type: ignore[arg-type]
         text = "".join(publisher.families('model_name="base"'))

@@ -107,7 +107,9 @@ async def test_without_any_measured_instance_each_answers_its_own_requests(tmp_p
 async def test_an_instance_without_a_profile_advertises_an_empty_model(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
         (a,) = await fleet(running, "a")
-        engine: Any = SimpleNamespace(catalog=SimpleNamespace(all=list))
+        engine: Any = SimpleNamespace(
+            catalog=SimpleNamespace(all=list, manager=SimpleNamespace(on_move=lambda report: None))
+        )
         await asyncio.wait_for(Publisher(a, engine, lambda: (0, 0), None, LinkSpeeds()).announce(), 5)
         said = a.protocol.state.map_of("a")
         assert said is not None

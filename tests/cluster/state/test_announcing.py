@@ -29,6 +29,7 @@ class Catalog:
     def __init__(self) -> None:
         names = [f"n{index}" for index in range(COUNT)]
         self.infos = {name: AdapterInfo(name, f"d-{name}", "", 8, (), 10, created_s=0.0) for name in names}
+        self.manager = SimpleNamespace(on_move=lambda report: None)
 
     def all(self) -> list[AdapterInfo]:
         return list(self.infos.values())
