@@ -27,7 +27,8 @@ def answers_of(
     with, so that an answer fails if its rows compute any."""
 
     async def serve() -> list[Answer]:
-        lora = replace(lora_config(subject.adapters), lora_kernel="bgmv-padded")
+        # All adapters are loaded at the start, so that requests run in the same iterations.
+        lora = replace(lora_config(subject.adapters, mode="cached"), lora_kernel="bgmv-padded")
         async with running(model_config(subject.model), lora, engine_config(threads=2)) as engine:
             backend = engine._backend
             assert isinstance(backend, CpuBackend)
