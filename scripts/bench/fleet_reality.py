@@ -23,8 +23,8 @@ from typing import Any
 
 import msgspec
 import uvloop
-from rich.console import Console
 
+from caraserve.bench.console import open_console
 from caraserve.bench.fleet.compare import Comparison, compare, slo_ms
 from caraserve.bench.fleet.measure import (
     FIXED,
@@ -117,7 +117,7 @@ def _report(folder: Path) -> None:
     known = _read(folder / _CALIBRATION, Calibration)
     runs = [msgspec.json.decode(path.read_bytes(), type=FleetRun) for path in sorted(folder.glob("run-*.json"))]
     found = [compare(run, known, _SEEDS) for run in sorted(runs, key=_order)]
-    Console(soft_wrap=True).print(to_rich(_table(found)))
+    open_console().print(to_rich(_table(found)))
     document = {
         "bench": "fleet reality",
         "machine": machine(),

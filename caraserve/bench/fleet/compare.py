@@ -54,7 +54,9 @@ class Comparison:
 
 def machines(known: Calibration, instances: int, probes: Sequence[FleetRun]) -> list[Machine]:
     """Returns the simulated machines of a fleet's instances by their profiles: all adapters are on their devices, and
-    loads take no time. With `probes`, see `_served`, they also do what a server does beside its model."""
+    loads take no time. With `probes`, batches of 1, 2, 4, … equal requests, each served at once by idle instances, the
+    machines take the time of a server, whose event loop shares its core with the model; profiles are measured without
+    one."""
     like = replace(
         paper_machine("unpadded"), max_running=MAX_RUNNING, max_step_tokens=_STEP_TOKENS, kv_tokens=_KV_TOKENS
     )
@@ -63,30 +65,56 @@ def machines(known: Calibration, instances: int, probes: Sequence[FleetRun]) -> 
         return each
     alpha_ms = fmean(machine.model.alpha_ms for machine in each)
     gamma_ms, beta_ms = _served_decode(probes, alpha_ms)
-    models = [replace(machine.model, alpha_ms=alpha_ms, gamma_ms=gamma_ms, beta_ms=beta_ms) for machine in each]
-    return [replace(machine, model=_served(model, probes[0])) for machine, model in zip(each, models, strict=True)]
+    token_ms, first_ms = _served_prefill(probes)
+    scale = token_ms / fmean(_prompt_token_ms(machine.model) for machine in each)
+    return [_as_served(machine, alpha_ms, gamma_ms, beta_ms, scale, first_ms) for machine in each]
+
+
+def _as_served(
+    machine: Machine, alpha_ms: float, gamma_ms: float, beta_ms: float, prefill_scale: float, first_ms: float
+) -> Machine:
+    """Returns a machine with these decode times, and with its prefill times multiplied. `first_ms`: the part of an
+    idle server's TTFT that does not grow with the prompt."""
+    model = machine.model
+    served = replace(
+        model,
+        alpha_ms=alpha_ms,
+        gamma_ms=gamma_ms,
+        beta_ms=beta_ms,
+        prefill_base_ms=model.prefill_base_ms * prefill_scale,
+        prefill_token_ms=model.prefill_token_ms * prefill_scale,
+        prefill_token_rank_ms=model.prefill_token_rank_ms * prefill_scale,
+    )
+    return replace(machine, model=served, idle_start_ms=max(0.0, first_ms - served.prefill_base_ms))
 
 
 def _served_decode(probes: Sequence[FleetRun], alpha_ms: float) -> tuple[float, float]:
-    """Returns `gamma_ms` and `beta_ms` of decoding in a server, whose event loop shares its core with the model; a
-    profile is measured without event loop. `probes` are batches of 1, 2, 4, … requests, each served at once."""
-    sizes = [len(batch.requests) / batch.instances for batch in probes]
+    """Returns `gamma_ms` and `beta_ms` of decoding in a server."""
     times_ms = [
         fmean(1000 * (one.done_s - one.first_s) / (one.output_tokens - 1) for one in batch.requests)
         - alpha_ms * sum(map(rank_of, batch.requests)) / batch.instances
         for batch in probes
     ]
-    (gamma_ms, beta_ms), _ = fit_times([sizes, [1.0] * len(sizes)], times_ms)
+    (gamma_ms, beta_ms), _ = fit_times([_sizes(probes), [1.0] * len(probes)], times_ms)
     return gamma_ms, beta_ms
 
 
-def _served(model: PerfModel, single: FleetRun) -> PerfModel:
-    """Returns a model whose prefills take as long as until the first token of requests that are alone."""
-    beyond_ms = fmean(
-        1000 * (one.first_s - one.sent_s) - model.prefill_ms(one.prompt_tokens, one.prompt_tokens * rank_of(one))
-        for one in single.requests
-    )
-    return replace(model, prefill_base_ms=max(0.0, model.prefill_base_ms + beyond_ms))
+def _served_prefill(probes: Sequence[FleetRun]) -> tuple[float, float]:
+    """Returns the time of a prompt token in a server, and what TTFT has beyond that on an idle one."""
+    times_ms = [fmean(1000 * (one.first_s - one.sent_s) for one in batch.requests) for batch in probes]
+    tokens = [size * batch.requests[0].prompt_tokens for size, batch in zip(_sizes(probes), probes, strict=True)]
+    (token_ms, first_ms), _ = fit_times([tokens, [1.0] * len(probes)], times_ms)
+    return token_ms, first_ms
+
+
+def _sizes(probes: Sequence[FleetRun]) -> list[float]:
+    """Returns the requests that each instance had in each of the batches."""
+    return [len(batch.requests) / batch.instances for batch in probes]
+
+
+def _prompt_token_ms(model: PerfModel) -> float:
+    """Returns the time of a prompt token by a profile, with the mean rank."""
+    return model.prefill_token_ms + model.prefill_token_rank_ms * fmean(RANKS)
 
 
 def rank_of(request: ServedRequest) -> int:

@@ -1,7 +1,6 @@
 """Profiles instances and starts fleets of them, each with an equal share of the machine's cores."""
 
 import asyncio
-import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -11,7 +10,7 @@ import aiohttp
 
 from caraserve.bench.client.endpoint import Endpoint, find_endpoint
 from caraserve.bench.fleet.cpu_share import CpuShare
-from caraserve.bench.servers import OwnServer, Synthetic, end_with_parent, own_server
+from caraserve.bench.servers import OwnServer, Synthetic, end_with_parent, free_ports, own_server
 from caraserve.errors import BackendFailed
 
 SHARE_CORES = 0.2  # of one instance: eight of them leave a fifth of two cores to the client and the system
@@ -63,7 +62,7 @@ async def start_fleet(
     `folder` is for their registries. `options` are those of `caraserve serve` that all have. Shares are limited when
     all instances are ready. Raises BackendFailed if one does not get ready or does not find the others.
     """
-    ports = _free_ports(len(shares))
+    ports = free_ports(len(shares))
     peers = ",".join(f"127.0.0.1:{port}" for port in ports)
     common = (*made.arguments, *_LIMITS, "--peers", peers, *options)
     async with AsyncExitStack() as stack:
@@ -82,18 +81,6 @@ async def start_fleet(
         finally:
             for share in shares:
                 share.unlimit()  # so that instances end quickly
-
-
-def _free_ports(count: int) -> list[int]:
-    """Returns ports that nothing listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
 
 
 async def _joined(url: str, instances: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from caraserve.bench.fleet import cpu_share
-from caraserve.bench.fleet.compare import compare, slo_ms
+from caraserve.bench.fleet.compare import compare, machines, slo_ms
 from caraserve.bench.fleet.cpu_share import cpu_shares
 from caraserve.bench.fleet.measure import FIXED, RANKS, Calibration, FleetRun, ServedRequest
 from caraserve.core.machine_profile import SCHEMA, Decode, DecodePoint, LoraRate, Prefill, PrefillPoint, Profile
@@ -100,3 +100,21 @@ def test_a_simulated_fleet_has_adapters_of_all_ranks() -> None:
     one = replace(run.requests[0], adapter=len(RANKS) - 1)
     found = compare(replace(run, requests=(one, *run.requests[1:])), Calibration((profile(), profile()), 10.0, ()))
     assert found.simulated.attainment == 1.0
+
+
+def probe(size: int) -> FleetRun:
+    """Returns a batch on an idle server in which a prompt token takes 2 ms and a decode iteration 20 ms and 3 ms for
+    each request. 45 ms of the time to the first token do not depend on the prompt."""
+    first_s, decode_s = 0.045 + 0.002 * 16 * size, 0.020 + 0.003 * size
+    request = ServedRequest(0, 0, 16, 11, 0.0, first_s, first_s + 10 * decode_s)
+    return FleetRun(1, FIXED, 0.0, 0.0, (request,) * size, 0.0, 0.0, {})
+
+
+def test_with_probes_machines_take_the_time_of_a_server() -> None:
+    probes = tuple(map(probe, (1, 2, 4, 8)))
+    (machine,) = machines(Calibration((profile(),), 10.0, probes), 1, probes)
+    model = machine.model
+    assert (model.gamma_ms, model.beta_ms) == pytest.approx((3, 20), abs=0.1)
+    assert model.prefill_token_ms == pytest.approx(2, abs=0.01)
+    assert model.prefill_base_ms == pytest.approx(20, abs=0.1), "twice the profile's, like the time of a token"
+    assert machine.idle_start_ms == pytest.approx(25, abs=0.1), "the rest of 45 ms"

@@ -28,17 +28,19 @@ REQUESTS = st.lists(
     max_size=8,
 )
 MACHINES = st.builds(
-    lambda padded, prompts_ms, running, ahead, kv: replace(
+    lambda padded, prompts_ms, running, ahead, idle_start_ms, kv: replace(
         MACHINE,
         model=replace(PADDED, padded=padded, prefill_token_rank_max_ms=prompts_ms),
         max_running=running,
         launches_ahead=ahead,
+        idle_start_ms=idle_start_ms,
         kv_tokens=kv,
     ),
     st.booleans(),
     st.sampled_from([0.0, 0.01]),
     st.integers(1, 6),
     st.integers(0, 2),
+    st.sampled_from([0.0, 2.5]),
     st.sampled_from([60, 100, 10_000]),
 )
 
