@@ -11,9 +11,10 @@ from caraserve.bench.console import open_console, write_document
 from caraserve.bench.options import ReportOptions
 from caraserve.bench.report.compare import compare
 from caraserve.bench.report.files import document, load_saved, make_folder, save_report, write_files
+from caraserve.bench.report.paired import PairedRatio, paired_document, paired_ratios, paired_table
 from caraserve.bench.report.plots import NO_FIGURES, can_draw, comparison_plot, run_plots
 from caraserve.bench.report.summary import Summary, summarize
-from caraserve.bench.report.tables import NONE, report_tables
+from caraserve.bench.report.tables import NONE, report_tables, to_rich
 from caraserve.bench.serve import Measurements
 from caraserve.bench.workload.presets import find_preset, load_presets
 from caraserve.errors import BackendFailed, ConfigError
@@ -38,9 +39,10 @@ def run_and_report(
     except OSError as error:
         raise BackendFailed(f"the endpoint is gone: {error.strerror or error}") from error
     summaries = [summarize(run, measured.slo, options.percentiles) for run in measured.runs]
-    report = document(kind, summaries, arguments, measured.notes)
+    paired = paired_ratios(measured.runs)
+    report = document(kind, summaries, arguments, measured.notes) | {"paired": paired_document(paired)}
     try:
-        _print_and_save(summaries, report, measured, options)
+        _print_and_save(summaries, paired, report, measured, options)
     finally:
         write_document(report, options.json)
     if measured.failure is not None:
@@ -51,11 +53,17 @@ def run_and_report(
 
 
 def _print_and_save(
-    summaries: Sequence[Summary], report: Mapping[str, object], measured: Measurements, options: ReportOptions
+    summaries: Sequence[Summary],
+    paired: Mapping[str, Mapping[str, PairedRatio]],
+    report: Mapping[str, object],
+    measured: Measurements,
+    options: ReportOptions,
 ) -> None:
     console = open_console()
     for table in report_tables(summaries, options.percentile_metrics):
         console.print(table)
+    if paired:
+        console.print(to_rich(paired_table(paired)))
     for summary in summaries:
         for reason in summary.invalid_because:
             console.print(f"{summary.label}: not valid: {reason}")

@@ -39,7 +39,7 @@ def test_with_one_kernel_the_label_is_the_mode() -> None:
 
 
 def test_the_kernel_is_passed_to_the_server(tmp_path: Path) -> None:
-    chosen, made = options("--lora-kernel", "bgmv-padded"), Synthetic(("model",), ("a",), (1 << 20,))
+    chosen, made = options("--lora-kernel", "bgmv-padded"), Synthetic(("model",), (), ("a",), (1 << 20,))
     spec = LoadOptions.from_args(bench_parser().parse_args(["modes"])).spec()
     prepared = _Prepared(chosen, made, tmp_path / "registry", spec, resident=1)
     arguments = prepared.arguments(mode_variants(chosen)[0])

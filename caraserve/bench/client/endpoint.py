@@ -1,7 +1,9 @@
 """Finds out an endpoint's address, dialect, base model and adapters."""
 
+import asyncio
 import ssl
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -9,9 +11,10 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from caraserve.bench.client.dialects import Dialect, LlamaCpp, OpenAIChat, OpenAICompletions
-from caraserve.errors import ConfigError
+from caraserve.errors import BackendFailed, ConfigError
 
 _PATIENCE_S = 10.0
+_LISTED_S = 60.0  # for other instances to announce their adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,19 @@ async def find_endpoint(url: str, backend: str, api_key: str | None, adapters: S
         max_model_len=most,
         dialect=dialect,
     )
+
+
+async def await_adapters(url: str, names: Collection[str]) -> None:
+    """Returns when the server at `url` lists these adapters, which other instances may hold.
+
+    Raises ConfigError if it does not answer, BackendFailed if it does not list them within 60 s.
+    """
+    missing = set(names)
+    ends_s = time.monotonic() + _LISTED_S
+    while missing := missing - (await _openai_models(url, {}))[-1]:
+        if time.monotonic() > ends_s:
+            raise BackendFailed(f"{url} does not list {min(missing)!r} and {len(missing) - 1} other adapters")
+        await asyncio.sleep(0.1)
 
 
 async def _openai_models(
