@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 from collections import deque
@@ -46,9 +47,15 @@ def working_folder() -> Iterator[Path]:
 class Synthetic:
     """A random model and random adapters on disk, with the arguments to serve them."""
 
-    arguments: tuple[str, ...]  # of `caraserve serve`
+    model_arguments: tuple[str, ...]  # of `caraserve serve`, for the model alone
+    adapter_arguments: tuple[str, ...]  # the same for the adapters; empty without any
     names: tuple[str, ...]  # of the adapters
     sizes: tuple[int, ...]  # bytes that each adapter needs on the device
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The arguments of `caraserve serve` for a server of the model and the adapters."""
+        return self.model_arguments + self.adapter_arguments
 
     def room_bytes(self, count: int | None = None) -> int:
         """Returns the bytes that any `count` of the adapters need on the device; None means all."""
@@ -84,10 +91,9 @@ def make_synthetic(
     bytes_of = {
         rank: lay_out(spec, Dtype.F16, dict.fromkeys(places, (rank, 1.0)))[1][-1] for rank, places in modules.items()
     }
-    arguments = [str(folder / "model"), "--load-format", "dummy", "--served-model-name", model, "--dtype", dtype]
-    if paths:
-        arguments += ["--adapters-dir", str(folder / "adapters")]
-    return Synthetic(tuple(arguments), tuple(paths), tuple(bytes_of[rank] for rank in ranks))
+    of_model = (str(folder / "model"), "--load-format", "dummy", "--served-model-name", model, "--dtype", dtype)
+    of_adapters = ("--adapters-dir", str(folder / "adapters")) if paths else ()
+    return Synthetic(of_model, of_adapters, tuple(paths), tuple(bytes_of[rank] for rank in ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +139,13 @@ def busy_s() -> float:
     return sum(map(int, (user, nice, system, *others))) / os.sysconf("SC_CLK_TCK")
 
 
+def drop_cached(path: Path) -> None:
+    """Removes a file from the page cache, so that reading it reads the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())  # pages that are not on disk yet stay
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def end_with_parent() -> None:
     """Runs in a child process: makes it end with the benchmark, even if that is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -144,6 +157,18 @@ def api_key_in(arguments: Sequence[str]) -> str | None:
     parser.add_argument("--api-key", nargs="+", action="extend", default=[])
     keys: list[str] = parser.parse_known_args(list(arguments))[0].api_key
     return keys[0] if keys else None
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns ports that nothing listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
 
 
 class Interrupted(Exception):

@@ -17,10 +17,10 @@ from statistics import fmean
 from urllib.request import urlopen
 
 import uvloop
-from rich.console import Console
 
 from caraserve.bench.client.endpoint import find_endpoint
 from caraserve.bench.client.player import LoadSettings, Player
+from caraserve.bench.console import open_console
 from caraserve.bench.records import Run, machine, versions
 from caraserve.bench.report.summary import summarize
 from caraserve.bench.report.tables import TextTable, to_rich
@@ -56,7 +56,7 @@ def main() -> None:
             fake.kill()
     result = _compared(run, log, args) | {"cores_used": cores, "machine": machine(), "versions": versions()}
     rows = tuple((name.replace("_", " "), f"{value:.4g}") for name, value in result.items() if isinstance(value, float))
-    Console().print(to_rich(TextTable("measured by the client", ("", ""), rows)))
+    open_console().print(to_rich(TextTable("measured by the client", ("", ""), rows)))
     print(json.dumps(result))
 
 

@@ -24,13 +24,13 @@ from urllib.parse import urlsplit
 import aiohttp
 import uvloop
 
+from caraserve.bench.client.endpoint import await_adapters
 from caraserve.bench.options import TARGETS
 from caraserve.bench.records import machine, versions
 from caraserve.bench.report.files import as_json, make_folder, write_files
 from caraserve.bench.servers import OwnServer, Synthetic, make_synthetic, own_server, working_folder
 
 _MODES = ("overlapped", "auto")
-_LISTED_S = 60.0  # until both instances list all adapters
 _LATE_S = 0.003  # lateness of a timer that is made up for, as by a network's buffers
 _PIECE_BYTES = 16384  # that the relay passes on at a time
 
@@ -62,7 +62,7 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
         for _ in range(args.rounds):
             for mode in _MODES:
                 async with _pair(made, mode, args.mb_per_s * 1e6) as (url, session):
-                    await _listed(session, url, made.names)
+                    await await_adapters(url, made.names)
                     for name in made.names:
                         cold_ms[mode].append(await _first_token_ms(session, url, name, args.prompt_tokens))
                     for name in made.names:
@@ -84,8 +84,6 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
 @asynccontextmanager
 async def _pair(made: Synthetic, mode: str, bytes_per_s: float) -> AsyncIterator[tuple[str, aiohttp.ClientSession]]:
     """Starts an instance with all adapters behind a slow relay, and one without; yields the URL of the latter."""
-    place = made.arguments.index("--adapters-dir")
-    bare = made.arguments[:place] + made.arguments[place + 2 :]
     holder_port = 0
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -108,7 +106,7 @@ async def _pair(made: Synthetic, mode: str, bytes_per_s: float) -> AsyncIterator
 
         holder = await start(*made.arguments, "--name", "holder", "--advertise", at)
         holder_port = urlsplit(holder.url).port or 0
-        asker = await start(*bare, "--name", "asker")
+        asker = await start(*made.model_arguments, "--name", "asker")
         yield asker.url, await stack.enter_async_context(aiohttp.ClientSession())
 
 
@@ -122,17 +120,6 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, b
             writer.write(piece)
             await writer.drain()
     writer.close()
-
-
-async def _listed(session: aiohttp.ClientSession, url: str, names: tuple[str, ...]) -> None:
-    """Waits until an instance lists all adapters."""
-    async with asyncio.timeout(_LISTED_S):
-        while True:
-            async with session.get(f"{url}/v1/models") as answer:
-                known = {model["id"] for model in (await answer.json())["data"]}
-            if known.issuperset(names):
-                return
-            await asyncio.sleep(0.1)
 
 
 async def _first_token_ms(session: aiohttp.ClientSession, url: str, name: str, prompt_tokens: int) -> float:

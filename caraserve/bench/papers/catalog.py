@@ -25,7 +25,8 @@ class PaperValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperFigure:
-    """A figure or table of a paper. `measure` and `needs` are both None where no measurement is written yet."""
+    """A figure or table of a paper. `measure` and `needs` are both None where no measurement is written yet. With both,
+    the measurement raises ConfigError on a machine that lacks what it needs."""
 
     paper: str  # a key of PAPERS
     number: str  # as in the paper: 14, or 4-left
@@ -51,10 +52,10 @@ def load_figures() -> tuple[PaperFigure, ...]:
 
 
 def find_figures(paper: str, number: str) -> tuple[PaperFigure, ...]:
-    """Returns the paper's figure with this number, or those that can be run for `all`. Raises ConfigError."""
+    """Returns the paper's figure with this number, or those that any machine can run for `all`. Raises ConfigError."""
     figures = {figure.number: figure for figure in load_figures() if figure.paper == paper}
     if number == ALL:
-        return tuple(figure for figure in figures.values() if figure.measure is not None)
+        return tuple(figure for figure in figures.values() if figure.measure is not None and figure.needs is None)
     if number not in figures:
         raise unknown(f"figure of {PAPERS[paper]}", number, figures)
     return (figures[number],)

@@ -46,10 +46,12 @@ MEASURES: Mapping[str, str] = {
     "prefill_by_rank": f"{_HERE}.interference:prefill_by_rank",
     "coserve": f"{_HERE}.interference:coserve",
     "rank_limits": f"{_HERE}.interference:rank_limits",
+    "fetch_sources": f"{_HERE}.fetches:fetch_sources",
     "placement_example": f"{_HERE}.placement:placement_example",
     "decode_by_rank": f"{_HERE}.decode_cost:decode_by_rank",
     "decode_fits": f"{_HERE}.decode_cost:decode_fits",
     "ipc": f"{_HERE}.cpu_lora:ipc",
+    "hand_overs": f"{_HERE}.hand_over:hand_overs",
     "core_time": f"{_HERE}.cpu_lora:core_time",
     "cpu_threads": f"{_HERE}.cpu_lora:cpu_threads",
     "pipelining": f"{_HERE}.cold_starts:pipelining",
@@ -58,7 +60,7 @@ MEASURES: Mapping[str, str] = {
 
 
 def bench_paper(paper: str, wanted: str, options: PaperOptions, folder: Path, as_line: bool) -> int:
-    """Runs one figure of a paper, or all that this machine can. Raises ConfigError and BackendFailed."""
+    """Runs one figure of a paper, or all that any machine can. Raises ConfigError and BackendFailed."""
     figures = find_figures(paper, wanted)
     if wanted != ALL and figures[0].measure is None:
         reason = (

@@ -38,14 +38,15 @@ def _overview(saved: Mapping[str, FigureResult]) -> Iterator[str]:
     yield "| paper | figure | what it shows | here |"
     yield "| --- | --- | --- | --- |"
     for figure in load_figures():
+        command = f"`bench paper {figure.paper} --figure {figure.number}`"
         if figure.key in saved:
             here = f"[{saved[figure.key].data.how}](#{figure.key})"
         elif figure.needs is not None:
-            here = f"not run: needs {figure.needs}"
+            here = f"not run: needs {figure.needs}" + (f"; {command}" if figure.measure else "")
         elif figure.measure is None:
             here = "not measured yet"
         else:
-            here = f"not run yet: `bench paper {figure.paper} --figure {figure.number}`"
+            here = f"not run yet: {command}"
         yield f"| {PAPERS[figure.paper]} | {figure.number} | {figure.title} | {here} |"
 
 

@@ -25,6 +25,12 @@ def draw_panels(title: str, panels: Sequence[Panel]) -> bytes:
     for axes in every[len(panels) :]:
         axes.set_axis_off()
     legend(figure, every[0])
+    shown = [series.label for series in panels[0].series]
+    for axes, panel in zip(every, panels, strict=False):
+        labels = [series.label for series in panel.series]
+        if labels != shown:  # lines of modes beside bars of metrics: the figure's legend does not explain them
+            axes.legend(loc="lower right" if not panel.categories else "upper right", fontsize=8, frameon=False)
+            shown = labels
     return render(figure)
 
 

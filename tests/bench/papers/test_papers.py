@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from caraserve.bench.gpu.handover import HandOverFigures, HandOverPoint
+from caraserve.bench.papers import hand_over
 from caraserve.bench.papers.catalog import find_figures, load_figures
 from caraserve.bench.papers.command import MEASURES, PaperOptions, run_figure, value_rows
+from caraserve.bench.papers.fetches import DISK, MEMORY, PEER, by_rank, figure_data
 from caraserve.bench.papers.page import papers_page
 from caraserve.bench.papers.result import FigureResult, load_result, save_result
 from caraserve.bench.papers.servers import load_share
@@ -39,6 +42,7 @@ def test_every_figure_has_a_measurement_that_exists_or_says_what_it_needs() -> N
 def test_a_figure_of_a_paper_is_found_by_its_number_and_all_are_those_that_can_be_run() -> None:
     assert [figure.title for figure in find_figures("toppings", "6")] == ["Routing one request by rank"]
     assert all(figure.measure for figure in find_figures("loraserve", "all"))
+    assert "10" not in [figure.number for figure in find_figures("toppings", "all")], "it needs a GPU"
     with pytest.raises(ConfigError, match=r"'99' is not known; there are 3, "):
         find_figures("toppings", "99")
 
@@ -91,3 +95,32 @@ def test_the_page_shows_the_saved_results() -> None:
     assert (ROOT / "docs/papers.md").read_text(encoding="utf-8") == papers_page(RESULTS), (
         "run scripts/bench/papers_page.py"
     )
+
+
+def test_fetches_are_reported_for_each_place_and_rank() -> None:
+    times = {MEMORY: 2.0, PEER: 5.0, DISK: 30.0}
+    ranks = (8, 16, 32, 64, 128)
+    rounds = [{source: {rank: [ms * rank, ms * rank + 1] for rank in ranks} for source, ms in times.items()}]
+    data = figure_data(rounds, dict.fromkeys(ranks, 1.0))
+    values = {value.what: value.value for value in data.values}
+    assert values["rank 64: another instance ÷ disk"] == pytest.approx(320.5 / 1920.5)
+    assert values["rank 8: disk"] == 240.5
+    assert by_rank([1, 2, 3, 4, 5, 6, 7, 8, 9, 10]) == {8: [1, 6], 16: [2, 7], 32: [3, 8], 64: [4, 9], 128: [5, 10]}
+
+
+@pytest.mark.parametrize(("paper", "number"), [("toppings", "10"), ("caraserve", "16")])
+def test_hand_overs_are_measured_only_on_a_gpu(
+    paper: str, number: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hand_over, "look", lambda: (None, ""))
+    assert main(["bench", "paper", paper, "--figure", number]) == 2
+    assert "needs a GPU: there is no NVIDIA driver on this machine" in capsys.readouterr().err
+
+
+def test_hand_overs_have_a_value_for_each_of_the_papers() -> None:
+    points = HandOverPoint(64, 10.0, 11.0), HandOverPoint(256, 20.0, 25.0)
+    data = hand_over.figure_data(HandOverFigures(64, 8, 16, 128, points), "A100")
+    values = {value.what: value.value for value in data.values}
+    assert (values["64 tokens: explicit"], values["256 tokens: explicit ÷ sync-free"]) == (11.0, 1.25)
+    theirs = [value.what for key in (("toppings", "10"), ("caraserve", "16")) for value in find_figures(*key)[0].theirs]
+    assert set(theirs) <= set(values)
