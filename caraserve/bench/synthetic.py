@@ -2,9 +2,10 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from caraserve.model.spec import SITES, ModelSpec, parse_spec
 
+WEIGHTS_NAME = "model.safetensors"
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 _SAFETENSORS_NAME = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -87,8 +89,18 @@ def write_model(
     _write_tokenizer(folder, shape.vocab)
     spec = parse_spec(config)
     if weights:
-        _write_safetensors(folder / "model.safetensors", dict(_model_shapes(spec)), dtype, seed)
+        values = partial(_values, rng=np.random.default_rng(seed), dtype=dtype)
+        _write_safetensors(folder / WEIGHTS_NAME, dict(_model_shapes(spec)), dtype, values)
     return spec
+
+
+def write_repeating_weights(folder: Path, spec: ModelSpec, dtype: str) -> None:
+    """Writes weights made of a few random numbers over and over: several times as fast, for measuring loads."""
+    some = _values("", (1024, 1024), np.random.default_rng(0), dtype)
+    folder.mkdir(parents=True)
+    _write_safetensors(
+        folder / WEIGHTS_NAME, dict(_model_shapes(spec)), dtype, lambda name, shape: np.resize(some, shape)
+    )
 
 
 def write_adapters(
@@ -111,7 +123,8 @@ def write_adapters(
         }
         (path / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         shapes = dict(_adapter_shapes(spec, rank, targets))
-        _write_safetensors(path / "adapter_model.safetensors", shapes, dtype, seed=1000 + index)
+        values = partial(_values, rng=np.random.default_rng(1000 + index), dtype=dtype)
+        _write_safetensors(path / "adapter_model.safetensors", shapes, dtype, values)
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # drawing numbers leaves other threads alone
         list(pool.map(write, range(count), paths.values()))
@@ -141,8 +154,15 @@ def _adapter_shapes(spec: ModelSpec, rank: int, targets: Sequence[str]) -> Itera
             yield f"base_model.model.{_module(layer, site)}.lora_B.weight", (outputs, rank)
 
 
-def _write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], dtype: str, seed: int) -> None:
-    """Writes random tensors of the given shapes. The safetensors library cannot: NumPy has no bfloat16 to pass it."""
+def _write_safetensors(
+    path: Path,
+    shapes: dict[str, tuple[int, ...]],
+    dtype: str,
+    values: Callable[[str, tuple[int, ...]], NDArray[np.generic]],
+) -> None:
+    """Writes tensors of the given shapes; `values(name, shape)` are their numbers in `dtype`.
+
+    The safetensors library cannot: NumPy has no bfloat16 to pass it."""
     sizes = [int(np.prod(shape)) * ITEMSIZE[dtype] for shape in shapes.values()]
     offsets = np.cumsum([0, *sizes]).tolist()
     header = json.dumps(
@@ -152,11 +172,10 @@ def _write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], dtype: st
         }
     ).encode()
     header += b" " * (-len(header) % 8)
-    rng = np.random.default_rng(seed)
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for name, shape in shapes.items():
-            file.write(_values(name, shape, rng, dtype).tobytes())
+            file.write(values(name, shape).data.cast("B"))
 
 
 def _values(name: str, shape: tuple[int, ...], rng: np.random.Generator, dtype: str) -> NDArray[np.generic]:

@@ -87,7 +87,8 @@ FLAGS = (
           "`hf download MODEL --revision REVISION --local-dir DIR` and serve DIR"),
     _refused("--tokenizer --hf-config-path", "tokenizer and config.json are read from the model's folder"),
     _refused("--hf-overrides --rope-scaling --rope-theta", "edit config.json in the model's folder"),
-    _only("--quantization -q", "none None null", "serve an unquantised checkpoint, see --dtype"),
+    _only("--quantization -q", "none None null compressed-tensors", "leave it out: the checkpoint is served as its "
+          "config.json says, quantised or not", "config.json says how the checkpoint is quantised"),
     _only("--tokenizer-mode", "auto hf fast", "only tokenizer.json is read"),
     _only("--config-format", "auto hf", "only config.json is read"),
     _any("--model-impl --vllm-model-impl", "there is one implementation"),

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from caraserve.backend_factory import dtype_of
 from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
+from caraserve.core.quantized_groups import device_bytes
 from caraserve.errors import CaraServeError, ModelLoadError
 from caraserve.gpu.driver.detect import Gpu, Installed, choose, installed, look
 from caraserve.http.server import bind
@@ -250,10 +251,15 @@ def _model(config: ModelConfig, room_bytes: int | None) -> str:
             weight_files(folder)
         except TensorFileError as error:
             raise ModelLoadError(str(error)) from error
-    num_bytes = spec.num_parameters * dtype_of(spec, config.dtype).itemsize
+    itemsize, note = dtype_of(spec, config.dtype).itemsize, ""
+    num_bytes = spec.num_parameters * itemsize
+    if spec.quantization is not None:
+        note = ", dequantised"
+        if room_bytes is None:
+            note, num_bytes = ", quantised", device_bytes(spec, itemsize)
     if room_bytes is not None and num_bytes > room_bytes:
         raise ModelLoadError(f"{folder}: weights of {human_bytes(num_bytes)}, and {human_bytes(room_bytes)} are free")
-    return f"{folder}: {spec.family}, weights of {human_bytes(num_bytes)}"
+    return f"{folder}: {spec.family}, weights of {human_bytes(num_bytes)}{note}"
 
 
 def _adapters(model: ModelConfig, lora: LoraConfig) -> str:

@@ -125,8 +125,8 @@ class DeviceAdapters:
         """Binds `image` to `slot`, whether or not its layers have arrived."""
         self.unbind(slot)
         spec = image.adapter.spec
-        _fill(self._entries[slot], spec, int(image.data.ctypes.data))
-        _fill(self._host_entries[slot], spec, int(image.adapter.data.ctypes.data))
+        fill_entries(self._entries[slot], spec, int(image.data.ctypes.data))
+        fill_entries(self._host_entries[slot], spec, int(image.adapter.data.ctypes.data))
         self._arrived[slot] = image.arrived.ctypes.data
         self.max_rank[slot] = self._entries["rank"][slot].max()
         self._images[slot] = image
@@ -140,7 +140,7 @@ class DeviceAdapters:
         self._images.pop(slot, None)
 
 
-def _fill(entries: NDArray[np.void], spec: AdapterSpec, base: int) -> None:
+def fill_entries(entries: NDArray[np.void], spec: AdapterSpec, base: int) -> None:
     """Writes an adapter's table entries, LORA_ENTRY [layers, sites]; `base`: address of its image."""
     for span in spec.spans:
         place = (base + span.a_offset, base + span.b_offset, span.padded_rank, spec.dtype.value, span.scale)

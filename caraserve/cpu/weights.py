@@ -3,7 +3,6 @@
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,17 +10,14 @@ from numpy.typing import NDArray
 from caraserve.core.lora_layout import ALIGN_BYTES, PANEL
 from caraserve.cpu import structs
 from caraserve.cpu.jit import entry
-from caraserve.errors import ModelLoadError
 from caraserve.model.dtype import Dtype, to_float32
+from caraserve.model.folder_reader import Raw
 from caraserve.model.rope import rope_tables
-from caraserve.model.safetensors_reader import TensorFile, TensorFileError, weight_files
-from caraserve.model.spec import SITES, ModelSpec
+from caraserve.model.spec import SITES, ModelSpec, module_name
 from caraserve.util.units import align_up
 
-Raw = NDArray[np.generic]  # float32, or the bits of a 16-bit type as uint16
 Read = Callable[[str, tuple[int, ...]], tuple[Raw, Dtype]]  # tensor name and shape → data
 
-_ATTENTION = SITES[:4]
 _CHUNK_BYTES = 32 << 20
 _HUGE_PAGE_BYTES = 2 << 20
 
@@ -168,7 +164,7 @@ def _load_layer(
     prefix = f"model.layers.{layer}"
     biased = {"q_proj": spec.qkv_bias, "k_proj": spec.qkv_bias, "v_proj": spec.qkv_bias, "o_proj": spec.o_bias}
     for index, site in enumerate(SITES):
-        name = f"{prefix}.{'self_attn' if site in _ATTENTION else 'mlp'}.{site}"
+        name = module_name(layer, site)
         inputs, outputs = spec.site_shape(site)
         raw, source = read(f"{name}.weight", (outputs, inputs))
         out[structs.WQ + index] = store.panels(convert(raw, source, dtype))
@@ -195,34 +191,6 @@ def dummy_reader(seed: int, dtype: Dtype) -> Read:
         else:
             values = rng.standard_normal(shape, np.float32) * np.float32(0.02)
         return convert(values, Dtype.F32, dtype), dtype
-
-    return read
-
-
-def folder_reader(folder: Path) -> Read:
-    """Returns a reader of a folder's safetensors files. Raises ModelLoadError that names the tensor."""
-    try:
-        files = weight_files(folder)
-    except TensorFileError as error:
-        raise ModelLoadError(str(error)) from error
-    opened: dict[Path, TensorFile] = {}
-
-    def read(name: str, shape: tuple[int, ...]) -> tuple[Raw, Dtype]:
-        path = files.get(name)
-        if path is None:
-            raise ModelLoadError(f"{folder}: tensor {name} is missing")
-        try:
-            if path not in opened:
-                opened[path] = TensorFile(path)
-            file = opened[path]
-            found = tuple(file.shape(name))
-            if found != shape:
-                raise ModelLoadError(
-                    f"{path.name}: tensor {name} has shape {list(found)}, config.json asks {list(shape)}"
-                )
-            return file.raw(name), file.dtype(name)
-        except TensorFileError as error:
-            raise ModelLoadError(str(error)) from error
 
     return read
 

@@ -10,16 +10,20 @@ are rounded to the model's first, an error that is small beside the rounding of 
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from caraserve.core.lora_layout import A_COLUMNS, GROUPS, PANEL, AdapterSpec, SiteSpan
+from caraserve.core.lora_layout import A_COLUMNS, GROUPS, PANEL, AdapterSpec, SiteSpan, lay_out
 from caraserve.gpu.driver.api import Driver, Stream
 from caraserve.gpu.weights import TORCH_DTYPES, Layer, Linear, Weights, columns_of
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES, ModelSpec
 from caraserve.util.units import align_up
+
+_WARM_RANKS = (8, 16, 32, 64, 128, 256, 512)  # cuBLAS chooses among its kernels by sizes, of which the rank is one
 
 
 class MergedDeviceWeights:
@@ -27,7 +31,7 @@ class MergedDeviceWeights:
 
     def __init__(self, spec: ModelSpec, base: Weights, max_rank: int) -> None:
         """Allocates the copy. `max_rank`: the largest rank of any adapter, with padding."""
-        self._spec, self._base = spec, base
+        self._spec, self._base, self._max_rank = spec, base, max_rank
         self.weights = replace(base, layers=tuple(_copied(layer) for layer in base.layers))
         inputs, outputs = (max(spec.site_shape(site)[side] for site in SITES) for side in range(2))
         # Buffers for one module's A and B as plain matrices in the model's dtype.
@@ -36,6 +40,18 @@ class MergedDeviceWeights:
         self._held: str | None = None
         self._changed: frozenset[tuple[int, int]] = frozenset()  # (layer, module group) pairs that differ from the base
         self.merges = 0
+
+    def warm_up(self, memory: Tensor, driver: Driver, stream: Stream) -> None:
+        """Merges into the first layer, whose shapes all layers have, so that torch and cuBLAS load their kernels for
+        every dtype and many ranks; and undoes it. `memory`: uint8, on the device, whose bytes are taken as weights."""
+        places = {(0, site) for site in SITES}
+        groups = frozenset((layer, _group_of(site)) for layer, site in places)
+        for dtype, rank in product(Dtype, _WARM_RANKS):
+            spans, (*_, end) = lay_out(self._spec, dtype, dict.fromkeys(places, (rank, 1.0)))
+            if rank <= self._max_rank and end <= memory.numel():
+                of = {(span.layer, SITES[span.site]): span for span in spans}
+                driver.run(stream, partial(self._merge, of, groups, (), dtype, memory))
+        driver.run(stream, partial(self._merge, {}, (), groups, Dtype.F32, memory))
 
     def merge(self, adapter: AdapterSpec, image: Tensor, driver: Driver, stream: Stream) -> None:
         """Merges an adapter, for everything issued on `stream` afterwards. Does nothing if it is merged already.
@@ -91,8 +107,12 @@ class MergedDeviceWeights:
 
 
 def _copied(layer: Layer) -> Layer:
-    linears = tuple(Linear.of(linear.weight.clone(), linear.bias) for linear in layer.linears)
-    return replace(layer, linears=linears)
+    linears = []
+    for linear in layer.linears:
+        if not isinstance(linear, Linear):
+            raise AssertionError("quantised weights cannot hold a sum")
+        linears.append(Linear.of(linear.weight.clone(), linear.bias))
+    return replace(layer, linears=tuple(linears))
 
 
 def _group_of(site: str) -> int:

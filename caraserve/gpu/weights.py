@@ -1,32 +1,37 @@
 """The base model's weights on the device; modules that read the same input form one matrix.
 
-Tensors are allocated in their final place and filled one by one, from a checkpoint's files through pinned buffers or
-with random numbers on the device, so that no tensor is on the device twice.
+Tensors are allocated in their final place and filled one by one, from a checkpoint's files (`checkpoint.py`) or with
+random numbers on the device, so that no tensor is on the device twice.
 """
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from caraserve.core.lora_layout import A_COLUMNS, GROUPS
-from caraserve.cpu.weights import Raw, Read
+from caraserve.core.quantized_groups import device_bytes, group_scheme
 from caraserve.errors import ModelLoadError
+from caraserve.gpu.kernels.attention import compute_capability
+from caraserve.gpu.quantized_linear import TORCH_CODES, QuantizedLinear, RoundedRows, inputs_on
 from caraserve.model.dtype import Dtype
+from caraserve.model.quantization import Inputs, Scheme
 from caraserve.model.rope import rope_tables
-from caraserve.model.spec import ModelSpec
+from caraserve.model.spec import ModelSpec, module_name
 from caraserve.util.units import human_bytes
 
 TORCH_DTYPES = {Dtype.F32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.F16: torch.float16}
 DTYPES_OF_TORCH = {theirs: ours for ours, theirs in TORCH_DTYPES.items()}
-_STAGING_BYTES = 32 << 20
-_STAGING_BUFFERS = 2  # one is written while the other is being copied
-_DUMMY_STD = 0.02
+SCALE = "_scale"
+_DUMMY_STD, _DUMMY_CODES_STD = 0.02, 32.0
+_DUMMY_INPUT_SCALE = 0.05
+_PIECE_NUMBERS = 1 << 24  # of a matrix, which are float32 at a time while it is dequantised
 
-Fill = Callable[[str, Tensor], None]  # (tensor name, tensor to fill)
+# (tensor name, contiguous tensor to fill); torch may use it at once. Targets in a dtype of codes are filled with the
+# codes of a quantised module's weights; targets of names that end in SCALE are float32 vectors, also where the
+# checkpoint has one scale for all of one.
+Fill = Callable[[str, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +46,9 @@ class Linear:
     def of(cls, weight: Tensor, bias: Tensor | None) -> "Linear":
         return cls(weight, bias, weight.t())
 
-    def apply(self, x: Tensor, out: Tensor) -> None:
-        """Computes `out = x weightᵀ + bias`, [tokens, …]. Adds the bias in a second call: torch.addmm might allocate
-        memory."""
+    def apply(self, x: Tensor, out: Tensor, rounded: RoundedRows | None = None) -> None:
+        """Computes `out = x weightᵀ + bias`, [tokens, …]; needs no `rounded`. Adds the bias in a second call:
+        torch.addmm might allocate memory."""
         torch.mm(x, self.transposed, out=out)
         if self.bias is not None:
             out.add_(self.bias)
@@ -56,7 +61,7 @@ class Layer:
     attention_norm: Tensor  # [hidden]
     mlp_norm: Tensor  # [hidden]
     head_norms: tuple[Tensor, Tensor] | None  # of q and of k, [head dim] each
-    linears: tuple[Linear, ...]  # by module group of layout.GROUPS
+    linears: tuple[Linear | QuantizedLinear, ...]  # by module group of layout.GROUPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,17 @@ class Weights:
     def device(self) -> torch.device:
         return self.embedding.device
 
+    @property
+    def quantized(self) -> tuple[QuantizedLinear, ...]:
+        """Returns the linear modules that are quantised."""
+        linears = (linear for layer in self.layers for linear in layer.linears)
+        return tuple(linear for linear in linears if isinstance(linear, QuantizedLinear))
+
+    @property
+    def quantizes_inputs(self) -> bool:
+        """True if inputs of some linear modules are quantised, for which a lane needs `RoundedRows`."""
+        return any(linear.inputs is not Inputs.KEPT for linear in self.quantized)
+
 
 def columns_of(spec: ModelSpec, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns (first columns, widths) of a group's modules in a row of the group's output."""
@@ -87,7 +103,7 @@ def columns_of(spec: ModelSpec, group: int) -> tuple[tuple[int, ...], tuple[int,
 
 def num_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Returns the device memory that `load` takes, without norms, biases and rotary tables."""
-    return spec.num_parameters * dtype.itemsize
+    return device_bytes(spec, dtype.itemsize)
 
 
 def progress_steps(spec: ModelSpec) -> int:
@@ -112,7 +128,7 @@ def load(
         if size % A_COLUMNS:
             raise ModelLoadError(f"config.json: {name} {size} is not a multiple of {A_COLUMNS}, which CUDA needs")
     try:
-        return _load(spec, max_context, _Maker(spec, dtype, device, fill), progress)
+        return _load(spec, max_context, _Maker(spec, dtype, device, fill, torch.ones(1, device=device)), progress)
     except torch.OutOfMemoryError as error:
         need = human_bytes(num_bytes(spec, dtype))
         raise ModelLoadError(f"the model's weights take {need} of device memory, more than is free") from error
@@ -124,8 +140,8 @@ def _load(spec: ModelSpec, max_context: int, maker: "_Maker", progress: Callable
         layers.append(maker.layer(layer))
         progress()
     vocabulary = (spec.vocab_size, spec.hidden)
-    embedding = maker.tensor("model.embed_tokens.weight", vocabulary)
-    head = embedding if spec.tied_embeddings else maker.tensor("lm_head.weight", vocabulary)
+    embedding = maker.matrix("model.embed_tokens", vocabulary)
+    head = embedding if spec.tied_embeddings else maker.matrix("lm_head", vocabulary)
     cos, sin = (
         torch.from_numpy(table).to(maker.device) for table in rope_tables(spec.rope, spec.head_dim, max_context)
     )
@@ -142,15 +158,15 @@ class _Maker:
     dtype: torch.dtype
     device: torch.device
     fill: Fill
+    one: Tensor  # float32 [1]
 
     def layer(self, index: int) -> Layer:
-        prefix = f"model.layers.{index}"
-        attention, mlp, spec = f"{prefix}.self_attn", f"{prefix}.mlp", self.spec
-        places = ((attention, spec.qkv_bias), (attention, spec.o_bias), (mlp, spec.mlp_bias), (mlp, spec.mlp_bias))
-        linears = [self._linear(group, *place) for group, place in enumerate(places)]
+        prefix, spec = f"model.layers.{index}", self.spec
+        biased = (spec.qkv_bias, spec.o_bias, spec.mlp_bias, spec.mlp_bias)
+        linears = [self._linear(index, group, has_bias) for group, has_bias in enumerate(biased)]
         head_norms = None
         if spec.qk_norm:
-            q, k = (self.norm(f"{attention}.{name}_norm.weight", spec.head_dim) for name in "qk")
+            q, k = (self.norm(f"{prefix}.self_attn.{name}_norm.weight", spec.head_dim) for name in "qk")
             head_norms = q, k
         return Layer(
             self.norm(f"{prefix}.input_layernorm.weight", spec.hidden),
@@ -159,37 +175,66 @@ class _Maker:
             tuple(linears),
         )
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        made = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self.fill(name, made)
+    def matrix(self, module: str, shape: tuple[int, ...]) -> Tensor:
+        made = self._empty(shape, self.dtype)
+        self._fill_matrix(module, made)
         return made
 
     def norm(self, name: str, size: int) -> Tensor:
-        made = torch.empty(size, dtype=torch.float32, device=self.device)
+        made = self._empty((size,), torch.float32)
         self.fill(name, made)
         return made
 
-    def _linear(self, group: int, prefix: str, biased: bool) -> Linear:
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def _linear(self, layer: int, group: int, has_bias: bool) -> Linear | QuantizedLinear:
+        modules = [module_name(layer, site) for site in GROUPS[group]]
         inputs = self.spec.site_shape(GROUPS[group][0])[0]
         columns, widths = columns_of(self.spec, group)
-        weight = torch.empty((sum(widths), inputs), dtype=self.dtype, device=self.device)
-        bias = torch.empty(sum(widths), dtype=self.dtype, device=self.device) if biased else None
-        for site, column, width in zip(GROUPS[group], columns, widths, strict=True):
-            self.fill(f"{prefix}.{site}.weight", weight[column : column + width])
-            if bias is not None:
-                self.fill(f"{prefix}.{site}.bias", bias[column : column + width])
+        spans = [slice(column, column + width) for column, width in zip(columns, widths, strict=True)]
+        bias = self._empty((sum(widths),), self.dtype) if has_bias else None
+        if bias is not None:
+            for module, span in zip(modules, spans, strict=True):
+                self.fill(f"{module}.bias", bias[span])
+        scheme = group_scheme(self.spec, layer, group)
+        if scheme is not None:
+            return self._quantized(scheme, modules, spans, inputs, bias)
+        weight = self._empty((sum(widths), inputs), self.dtype)
+        for module, span in zip(modules, spans, strict=True):
+            self._fill_matrix(module, weight[span])
         return Linear.of(weight, bias)
 
+    def _quantized(
+        self, scheme: Scheme, modules: Sequence[str], spans: Sequence[slice], inputs: int, bias: Tensor | None
+    ) -> QuantizedLinear:
+        outputs, capability = spans[-1].stop, compute_capability(self.device)
+        weight = self._empty((outputs, inputs), TORCH_CODES[scheme.code])
+        scale, input_scale = self._empty((outputs,), torch.float32), None
+        for module, span in zip(modules, spans, strict=True):
+            self.fill(f"{module}.weight", weight[span])
+            self.fill(f"{module}.weight_scale", scale[span])
+        quantized = inputs_on(capability, scheme)
+        if quantized is Inputs.STATIC:
+            scales = self._empty((len(modules),), torch.float32)
+            for index, module in enumerate(modules):
+                self.fill(f"{module}.input_scale", scales[index : index + 1])
+            input_scale = scales.amax(0, keepdim=True)
+            scale *= input_scale
+        return QuantizedLinear(weight, scale, bias, scheme.code, quantized, input_scale, self.one, capability)
 
-def from_reader(read: Read, device: torch.device) -> Fill:
-    """Returns a Fill that reads a checkpoint and converts dtypes where they differ. It raises the errors of `read`."""
-    upload = _Staging(device).upload if device.type == "cuda" else _put
-
-    def fill(name: str, target: Tensor) -> None:
-        raw, dtype = read(name, tuple(target.shape))
-        upload(raw, dtype, target)
-
-    return fill
+    def _fill_matrix(self, module: str, target: Tensor) -> None:
+        """Fills a matrix, dequantised if it is quantised in the checkpoint."""
+        scheme = None if self.spec.quantization is None else self.spec.quantization.scheme_of(module)
+        if scheme is None:
+            self.fill(f"{module}.weight", target)
+            return
+        codes = self._empty(tuple(target.shape), TORCH_CODES[scheme.code])
+        scale = self._empty((len(target),), torch.float32)
+        self.fill(f"{module}.weight", codes)
+        self.fill(f"{module}.weight_scale", scale)
+        for rows in _row_pieces(target):
+            target[rows] = codes[rows].float() * scale[rows, None]
 
 
 def dummy(seed: int, device: torch.device) -> Fill:
@@ -198,46 +243,23 @@ def dummy(seed: int, device: torch.device) -> Fill:
     generator = torch.Generator(device).manual_seed(seed)
 
     def fill(name: str, target: Tensor) -> None:
-        if target.dim() == 1:
+        if name.endswith(SCALE):
+            target.fill_(_DUMMY_INPUT_SCALE if "input" in name else _DUMMY_STD / _DUMMY_CODES_STD)
+        elif target.dim() == 1:
             target.fill_(float(name.endswith("norm.weight")))
+        elif target.dtype in TORCH_CODES.values():
+            for rows in _row_pieces(target):
+                piece = target[rows]
+                noise = torch.empty(piece.shape, device=device).normal_(0.0, _DUMMY_CODES_STD, generator=generator)
+                piece.copy_(noise.round_().clamp_(-127, 127))
         else:
             target.normal_(0.0, _DUMMY_STD, generator=generator)
 
     return fill
 
 
-def _put(raw: Raw, dtype: Dtype, target: Tensor) -> None:
-    target.copy_(torch.from_numpy(raw).view(TORCH_DTYPES[dtype]))
-
-
-class _Staging:
-    """Pinned buffers for uploads to a CUDA device, and a device buffer for pieces whose dtype is converted there."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._pinned = [
-            torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(_STAGING_BUFFERS)
-        ]
-        cuda: Any = torch.cuda  # torch.cuda has no type annotations
-        self._passed = [cuda.Event() for _ in self._pinned]
-        self._arrived = torch.empty(_STAGING_BYTES, dtype=torch.uint8, device=device)
-        self._turn = 0
-
-    def upload(self, raw: Raw, dtype: Dtype, target: Tensor) -> None:
-        """Copies `raw` to `target`. `raw` may be overwritten as soon as this returns."""
-        source, flat = torch.from_numpy(raw).view(TORCH_DTYPES[dtype]).view(-1), target.view(-1)
-        step = _STAGING_BYTES // dtype.itemsize
-        for start in range(0, math.prod(target.shape), step):
-            piece = source[start : start + step]
-            self._turn = (self._turn + 1) % len(self._pinned)
-            self._passed[self._turn].synchronize()
-            size = piece.numel() * dtype.itemsize
-            pinned = self._pinned[self._turn][:size].view(piece.dtype)
-            pinned.copy_(piece)
-            to = flat[start : start + step]
-            if piece.dtype is to.dtype:
-                to.copy_(pinned, non_blocking=True)
-            else:
-                arrived = self._arrived[:size].view(piece.dtype)
-                arrived.copy_(pinned, non_blocking=True)
-                to.copy_(arrived)
-            self._passed[self._turn].record()
+def _row_pieces(matrix: Tensor) -> Iterator[slice]:
+    """Yields ranges of rows of about _PIECE_NUMBERS numbers each."""
+    step = max(1, _PIECE_NUMBERS // matrix.shape[1])
+    for start in range(0, len(matrix), step):
+        yield slice(start, start + step)

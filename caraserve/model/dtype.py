@@ -1,4 +1,4 @@
-"""Storage types of weights."""
+"""Storage types of weights, and their values."""
 
 from enum import Enum
 
@@ -23,6 +23,18 @@ class Dtype(Enum):
         return np.dtype(np.float32 if self is Dtype.F32 else np.uint16)
 
 
+class Code(Enum):
+    """Storage type of quantised weights, one byte each. The value is its name in the headers of safetensors files."""
+
+    F8_E4M3 = "F8_E4M3"  # without infinities
+    I8 = "I8"
+
+    @property
+    def largest(self) -> float:
+        """Returns the largest value that a code stands for, to which scales map the largest of what is quantised."""
+        return 448.0 if self is Code.F8_E4M3 else 127.0
+
+
 DTYPES = {"float32": Dtype.F32, "bfloat16": Dtype.BF16, "float16": Dtype.F16}  # names in --dtype and config.json
 
 
@@ -33,3 +45,20 @@ def to_float32(raw: NDArray[np.generic], dtype: Dtype) -> NDArray[np.float32]:
     if dtype is Dtype.F16:
         return raw.view(np.float16).astype(np.float32)
     return (raw.astype(np.uint32) << 16).view(np.float32)
+
+
+def decoded(codes: NDArray[np.uint8], code: Code) -> NDArray[np.float32]:
+    """Returns the values that codes stand for, in the shape of `codes`, exactly."""
+    return _VALUES[code][codes]
+
+
+def _fp8_values() -> NDArray[np.float32]:
+    """Returns the value of each of the 256 codes: sign, 4 bits of an exponent with bias 7, 3 bits of a fraction."""
+    bits = np.arange(256)
+    exponent, fraction = bits >> 3 & 15, bits & 7
+    normal, subnormal = np.ldexp(1 + fraction / 8, exponent - 7), np.ldexp(fraction / 8, -6)
+    size = np.where(bits & 127 == 127, np.nan, np.where(exponent > 0, normal, subnormal))
+    return np.where(bits & 128, -size, size).astype(np.float32)
+
+
+_VALUES = {Code.F8_E4M3: _fp8_values(), Code.I8: np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32)}

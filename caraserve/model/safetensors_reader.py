@@ -20,7 +20,7 @@ import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
-from caraserve.model.dtype import Dtype
+from caraserve.model.dtype import Code, Dtype
 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _MAX_INDEX_BYTES = 64 << 20
@@ -70,9 +70,31 @@ class TensorFile:
         Allocates the bytes of the shape, at most those of the file; check `shape` first for an untrusted file. Raises
         TensorFileError when the file has been cut short since it was opened.
         """
-        values = np.empty(self.shape(name), self.dtype(name).storage)
-        self._read_into(values.reshape(-1).view(np.uint8).data, self._start + self._entry(name)["data_offsets"][0])
-        return values
+        return self._values(name, self.dtype(name).storage)
+
+    def codes(self, name: str, code: Code) -> NDArray[np.uint8]:
+        """Reads a tensor of codes. Raises TensorFileError if it has another dtype, and as `raw`."""
+        self.check_code(name, code)
+        return self._values(name, np.dtype(np.uint8))
+
+    def check_code(self, name: str, code: Code) -> None:
+        """Raises TensorFileError unless a tensor has codes of this kind."""
+        kind = self._entry(name)["dtype"]
+        if kind != code.value:
+            raise TensorFileError(f"{self._name}: tensor {name} has dtype {kind}; config.json says {code.value}")
+
+    def num_bytes(self, name: str) -> int:
+        """Returns the bytes of a tensor. Raises TensorFileError when there is no such tensor."""
+        start, end = self._entry(name)["data_offsets"]
+        return int(end) - int(start)
+
+    def read_into(self, name: str, target: memoryview, start: int) -> None:
+        """Reads as many bytes as `target` has, from byte `start` of a tensor on. Several threads may read at once.
+
+        Raises TensorFileError when the file has been cut short since it was opened.
+        """
+        offset = self._start + int(self._entry(name)["data_offsets"][0]) + start
+        self._read_into(target, offset, f"tensor {name}")
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -108,17 +130,22 @@ class TensorFile:
             raise TensorFileError(f"{self._name} has no tensor {name}") from None
         return entry
 
+    def _values(self, name: str, storage: np.dtype[Any]) -> NDArray[Any]:
+        values = np.empty(self.shape(name), storage)
+        self.read_into(name, values.reshape(-1).view(np.uint8).data, 0)
+        return values
+
     def _checked_header(self) -> tuple[dict[str, Any], int]:
         """Returns the header by tensor name, and the offset of the data."""
         prefix = bytearray(8)
         if self._status.st_size < len(prefix):
             raise self._invalid(f"it has only {self._status.st_size} bytes")
-        self._read_into(memoryview(prefix), 0)
+        self._read_into(memoryview(prefix), 0, "its header")
         (num_bytes,) = struct.unpack("<Q", prefix)
         if num_bytes > min(_MAX_HEADER_BYTES, self._status.st_size - len(prefix)):
             raise self._invalid(f"its header claims {num_bytes} bytes")
         text = bytearray(num_bytes)
-        self._read_into(memoryview(text), len(prefix))
+        self._read_into(memoryview(text), len(prefix), "its header")
         try:
             header = _decoded(text.decode())
             _check(bytes(prefix + text), self._status.st_size)
@@ -126,15 +153,15 @@ class TensorFile:
             raise self._invalid(str(error)) from None
         return header, len(prefix) + num_bytes
 
-    def _read_into(self, target: memoryview, offset: int) -> None:
+    def _read_into(self, target: memoryview, offset: int, what: str) -> None:
         done = 0
         while done < len(target):
             try:
                 count = os.preadv(self._descriptor, [target[done:]], offset + done)
             except OSError as error:
-                raise TensorFileError(f"{self._name} cannot be read: {error.strerror}") from None
+                raise TensorFileError(f"{self._name}: {what} cannot be read: {error.strerror}") from None
             if count == 0:
-                raise TensorFileError(f"{self._name} was cut short while it was being read")
+                raise TensorFileError(f"{self._name} was cut short while {what} was being read")
             done += count
 
     def _invalid(self, why: str) -> TensorFileError:

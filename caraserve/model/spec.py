@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from caraserve.errors import ModelLoadError
+from caraserve.model.quantization import Quantization, parse_quantization
 
 # The seven linear modules of a decoder layer that an adapter may change, in the order of use.
 SITES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -18,6 +19,11 @@ _ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+
+
+def module_name(layer: int, site: str) -> str:
+    """Returns the whole name of one of a layer's linear modules, as checkpoints have it."""
+    return f"model.layers.{layer}.{'self_attn' if site in SITES[:4] else 'mlp'}.{site}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,7 @@ class ModelSpec:
     tied_embeddings: bool
     windows: tuple[int | None, ...]
     dtype: str  # as the checkpoint states it: float32, bfloat16 or float16
+    quantization: Quantization | None = None
 
     def site_shape(self, site: str) -> tuple[int, int]:
         """Returns the (input, output) features of one of `SITES`."""
@@ -106,8 +113,6 @@ def _instead_of(folder: str) -> str:
 def parse_spec(config: dict[str, Any]) -> ModelSpec:
     """Turns a Hugging Face config into a ModelSpec. Raises ModelLoadError for what this server cannot compute."""
     family = _family(config)
-    if config.get("quantization_config"):
-        raise ModelLoadError("config.json: quantization_config is not supported; use an unquantised checkpoint")
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ModelLoadError(f"config.json: hidden_act {config['hidden_act']!r} is not supported; only silu is")
     hidden, heads = _positive(config, "hidden_size"), _positive(config, "num_attention_heads")
@@ -139,6 +144,7 @@ def parse_spec(config: dict[str, Any]) -> ModelSpec:
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         windows=_windows(config, family, layers),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
+        quantization=parse_quantization(config),
     )
 
 

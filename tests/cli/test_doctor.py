@@ -15,7 +15,10 @@ from caraserve.cli import doctor
 from caraserve.cli.doctor import Configs, Finding, Machine, examine
 from caraserve.cli.options import OptionParser
 from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
+from caraserve.core.quantized_groups import device_bytes
 from caraserve.gpu.driver.detect import Gpu, Installed
+from caraserve.model.spec import load_spec
+from caraserve.util.units import human_bytes
 
 GIB = 1 << 30
 NONE = Installed(torch="", torch_cuda=None, cupy_cuda=None, triton=False)
@@ -122,6 +125,19 @@ def test_a_model_folder_without_one_of_its_files_is_a_problem(missing: str, tmp_
             (tmp_path / file.name).symlink_to(file)
     finding = found("model", str(tmp_path))
     assert (finding.state, missing in finding.found) == ("problem", True)
+
+
+def test_quantised_weights_are_counted_as_the_device_stores_them(tmp_path: Path) -> None:
+    for file in demo.model_folder().iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    section = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
+    spec = load_spec(tmp_path)
+    here, gpu = found("model", str(tmp_path)), found("model", str(tmp_path), gpu=A100)
+    assert here.found.endswith(f"weights of {human_bytes(2 * spec.num_parameters)}, dequantised")
+    assert gpu.found.endswith(f"weights of {human_bytes(device_bytes(spec, 2))}, quantised")
+    assert device_bytes(spec, 2) < 2 * spec.num_parameters
 
 
 def test_adapters_are_counted_and_a_missing_one_is_a_problem() -> None:

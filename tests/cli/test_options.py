@@ -120,7 +120,7 @@ def test_only_options_without_effect_are_noted_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("words", "instead"),
     [
-        (["--quantization", "awq"], "unquantised"),
+        (["--quantization", "awq"], "config.json"),
         (["-tp", "2"], "--peers"),
         (["--tensor-parallel-size=8"], "--peers"),
         (["--kv-cache-dtype", "fp8"], "--kv-cache-bytes"),

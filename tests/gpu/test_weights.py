@@ -1,5 +1,7 @@
 """The base weights of the CUDA backend, read from a checkpoint or generated."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,10 +10,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from caraserve.core.lora_layout import GROUPS
-from caraserve.cpu.weights import folder_reader
 from caraserve.errors import ModelLoadError
-from caraserve.gpu.weights import Weights, columns_of, dummy, from_reader, load, num_bytes, progress_steps
+from caraserve.gpu.checkpoint import load_checkpoint
+from caraserve.gpu.memory.weight_transfer import WeightTransfer
+from caraserve.gpu.weights import Weights, columns_of, dummy, load, num_bytes, progress_steps
 from caraserve.model.spec import ModelSpec, load_spec, parse_spec
+from tests.gpu.host_device import host_device
 from tests.gpu.small_model import CONFIG, SPEC
 from tests.oracle.models import FAMILIES, make_model
 
@@ -20,7 +24,7 @@ CPU = torch.device("cpu")
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelSpec, Weights]:
     spec = load_spec(folder)
-    return spec, load(spec, dtype, 32, CPU, from_reader(folder_reader(folder), CPU))
+    return spec, load_checkpoint(folder, host_device()[0], partial(load, spec, dtype, 32))[0]
 
 
 def all_tensors(weights: Weights) -> list[Tensor]:
@@ -96,6 +100,24 @@ def test_a_checkpoint_that_lacks_a_tensor_is_rejected(tmp_path: Path) -> None:
     (folder / "config.json").write_text(config.replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
     with pytest.raises(ModelLoadError, match=r"layers\.2\.self_attn\.q_proj\.weight is missing"):
         loaded(folder)
+
+
+def test_a_checkpoint_is_loaded_with_its_progress_and_its_figures(tmp_path: Path) -> None:
+    spec = load_spec(make_model(tmp_path, "llama3"))
+    told: list[None] = []
+    _, figures = load_checkpoint(
+        tmp_path, host_device()[0], partial(load, spec, torch.bfloat16, 32), lambda: told.append(None)
+    )
+    assert len(told) == progress_steps(spec)
+    assert figures.num_bytes == sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
+
+
+def test_nothing_is_read_of_a_checkpoint_that_lacks_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(tmp_path, "llama3")
+    spec = replace(load_spec(tmp_path), layers=3)
+    monkeypatch.setattr(WeightTransfer, "__enter__", lambda self: pytest.fail("reading has begun"))
+    with pytest.raises(ModelLoadError, match=r"layers\.2\.self_attn\.q_proj\.weight is missing"):
+        load_checkpoint(tmp_path, host_device()[0], partial(load, spec, torch.bfloat16, 32))
 
 
 def test_weights_larger_than_device_memory_are_a_one_line_error() -> None:

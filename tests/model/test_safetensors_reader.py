@@ -285,7 +285,7 @@ def test_a_disk_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     with TensorFile(write_file(tmp_path / "model.safetensors", {"w": PAIR}, bytes(8))) as file:
         monkeypatch.setattr(os, "preadv", broken)
-        with pytest.raises(TensorFileError, match=r"^model\.safetensors cannot be read: Input/output error$"):
+        with pytest.raises(TensorFileError, match=r"^model\.safetensors: tensor w cannot be read: Input/output error$"):
             file.raw("w")
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from caraserve.core.lora_layout import GROUPS, AdapterSpec
 from caraserve.gpu.kernels import cuda_launch
@@ -49,18 +48,17 @@ class AdapterTables:
         self.scale = torch.zeros(shape, dtype=torch.float32, device=device)
         self.dtype = torch.zeros(self.slots, dtype=torch.int32, device=device)
 
-    def for_triton(self, layer: int, group: int, gate: Tensor | None = None) -> SiteTables:
-        """Returns the tables of one module group, as kernels/lora.py takes them. `gate`: int32 [slots]."""
+    def for_triton(self, layer: int, group: int) -> SiteTables:
+        """Returns the tables of one module group, as kernels/lora.py takes them."""
         sites = slice(GROUP_SITES[group].start, GROUP_SITES[group].stop)
         a, b, rank, scale = (table[layer, sites] for table in (self.a, self.b, self.rank, self.scale))
-        return SiteTables(a, b, rank, scale, self.dtype, gate)
+        return SiteTables(a, b, rank, scale, self.dtype)
 
-    def for_launch(self, layer: int, group: int, gate: int = 0) -> cuda_launch.WeightTables:
-        """Returns the tables of one module group, as the raw CUDA kernels take them. `gate`: address of int32
-        [slots]."""
+    def for_launch(self, layer: int, group: int) -> cuda_launch.WeightTables:
+        """Returns the tables of one module group, as the raw CUDA kernels take them."""
         first = GROUP_SITES[group].start
         a, b, rank, scale = (table[layer, first].data_ptr() for table in (self.a, self.b, self.rank, self.scale))
-        return cuda_launch.WeightTables(a, b, rank, scale, self.dtype.data_ptr(), self.slots, gate)
+        return cuda_launch.WeightTables(a, b, rank, scale, self.dtype.data_ptr(), self.slots)
 
 
 def column(spec: AdapterSpec, layers: int, base: int) -> Column:

@@ -14,7 +14,7 @@ from caraserve.core.lora_layout import A_COLUMNS, GROUPS
 from caraserve.cpu import handoff
 from caraserve.cpu.shared_memory import PAGE_BYTES, SharedRegion
 from caraserve.gpu.assist.handshake import sync_slot_bytes
-from caraserve.gpu.assist.work_orders import HostModule, delta_columns
+from caraserve.gpu.assist.work_orders import delta_columns
 from caraserve.gpu.driver.api import WORD_BYTES
 from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS
 from caraserve.model.dtype import Dtype
@@ -101,5 +101,5 @@ def x_bytes(spec: ModelSpec, dtype: Dtype) -> int:
 
 def delta_bytes(spec: ModelSpec, dtype: Dtype) -> int:
     """Returns the bytes of the widest deltas of a chunk."""
-    strides = [delta_columns([HostModule(spec.site_shape(site)[1]) for site in group])[1] for group in GROUPS]
+    strides = [delta_columns([spec.site_shape(site)[1] for site in group])[1] for group in GROUPS]
     return dtype.itemsize * ASSISTED_CHUNK_TOKENS * max(strides)

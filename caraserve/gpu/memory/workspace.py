@@ -10,6 +10,7 @@ from caraserve.core.lora_layout import GROUPS
 from caraserve.gpu.forward.batch import Capacity, PassShape
 from caraserve.gpu.kernels.attention import DecodeScratch
 from caraserve.gpu.kernels.bgmv_work import PLANES
+from caraserve.gpu.quantized_linear import RoundedRows
 from caraserve.model.spec import ModelSpec
 from caraserve.util.units import align_up
 
@@ -59,6 +60,7 @@ class Workspace:
     embeddings: Tensor  # [rows, hidden]
     weights: Tensor  # float32 [blocks, vocab], for sampling
     counts: Tensor  # int32 [blocks, vocab], zero between launches
+    rounded: RoundedRows | None  # if the weights need it
 
     def decode_pieces(self, shape: PassShape) -> list[tuple[slice, DecodeScratch]]:
         """Splits the decoding rows so that each piece's attention scratch fits at this length of context. Returns
@@ -72,9 +74,17 @@ class Workspace:
 
 
 def make_workspace(
-    spec: ModelSpec, dtype: torch.dtype, capacity: Capacity, max_rank: int, max_context: int, device: torch.device
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    capacity: Capacity,
+    max_rank: int,
+    max_context: int,
+    device: torch.device,
+    *,
+    quantizes_inputs: bool = False,
 ) -> Workspace:
-    """Allocates a lane's workspace. `max_rank`: the largest of any adapter; 0 if no adapter is ever served."""
+    """Allocates a lane's workspace. `max_rank`: the largest of any adapter; 0 if no adapter is ever served.
+    `quantizes_inputs`: that of the weights."""
     q, kv, _ = (spec.site_shape(site)[1] for site in GROUPS[0])
 
     def rows(count: int, width: int) -> Tensor:
@@ -96,6 +106,7 @@ def make_workspace(
         rows(capacity.rows, spec.hidden),
         torch.zeros((blocks, spec.vocab_size), dtype=torch.float32, device=device),
         torch.zeros((blocks, spec.vocab_size), dtype=torch.int32, device=device),
+        RoundedRows.empty(spec, capacity.tokens, device) if quantizes_inputs else None,
     )
 
 

@@ -1,0 +1,70 @@
+"""Loads the base model's weights from a checkpoint to the device."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from caraserve.gpu.forward.builder import GpuDevice
+from caraserve.gpu.memory.weight_transfer import TransferFigures, WeightTransfer
+from caraserve.gpu.quantized_linear import TORCH_CODES
+from caraserve.gpu.weights import SCALE, Fill, Weights
+from caraserve.model.folder_reader import FolderReader, StoredTensor
+from caraserve.model.quantization import Quantization
+
+_CODES = {theirs: ours for ours, theirs in TORCH_CODES.items()}
+
+
+class Load(Protocol):
+    """Allocates weights on a device, and fills every tensor in the same order at each call; see `weights.load`."""
+
+    def __call__(self, device: torch.device, fill: Fill, progress: Callable[[], None], /) -> Weights: ...
+
+
+def load_checkpoint(
+    folder: Path,
+    device: GpuDevice,
+    load: Load,
+    progress: Callable[[], None] = lambda: None,
+    quantization: Quantization | None = None,
+) -> tuple[Weights, TransferFigures]:
+    """Fills weights with a checkpoint's tensors, and says how fast. `quantization`: that of its config.json.
+
+    Calls `load` on torch's device without memory first, because threads read tensors before they are asked for: that
+    shows their order, and finds what is missing before any is read but the scales of quantised modules, which are small
+    and kept. Raises ModelLoadError for files that cannot be read or change meanwhile, DriverError, and the errors of
+    `load`.
+    """
+    with FolderReader(folder, quantization) as reader:
+        found: list[StoredTensor] = []
+        scales: dict[str, NDArray[np.float32]] = {}
+
+        def find(name: str, target: Tensor) -> None:
+            if name.endswith(SCALE):
+                scales[name] = _scales(reader, name, len(target))
+            else:
+                found.append(reader.find(name, tuple(target.shape), _CODES.get(target.dtype)))
+
+        load(torch.device("meta"), find, lambda: None)
+        with WeightTransfer(device, found) as transfer:
+
+            def fill(name: str, target: Tensor) -> None:
+                if name in scales:
+                    target.copy_(torch.from_numpy(scales[name]))
+                else:
+                    transfer.fill(name, target)
+
+            weights = load(device.device, fill, progress)
+            return weights, transfer.figures()
+
+
+def _scales(reader: FolderReader, name: str, count: int) -> NDArray[np.float32]:
+    """Returns the scales of a quantised module's outputs, or of its inputs."""
+    module, _, what = name.rpartition(".")
+    if what == "input_scale":
+        return np.full(count, reader.input_scale(module), np.float32)
+    return reader.scales(module, count).copy()

@@ -1,0 +1,139 @@
+"""Reads the tensors of a model folder's safetensors files, and turns quantised weights into numbers."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.errors import ModelLoadError
+from caraserve.model.dtype import Code, Dtype, decoded, to_float32
+from caraserve.model.quantization import Quantization
+from caraserve.model.safetensors_reader import TensorFile, TensorFileError, weight_files
+
+Raw = NDArray[np.generic]  # float32, or the bits of a 16-bit type as uint16
+
+_WEIGHT = ".weight"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of an open file."""
+
+    name: str
+    file: TensorFile
+    dtype: Dtype | Code
+    num_bytes: int
+
+    def read_into(self, target: memoryview, start: int) -> None:
+        """Reads as many bytes as `target` has, from byte `start` of the tensor on. Several threads may read at once.
+
+        Raises ModelLoadError if the file cannot be read or has been cut short."""
+        with _load_errors():
+            self.file.read_into(self.name, target, start)
+
+
+class FolderReader:
+    """The tensors of a folder. Every error is a ModelLoadError that names the tensor.
+
+    Files are opened when first needed and closed by the end of the context, which without another error raises
+    ModelLoadError if one was changed in the meantime."""
+
+    def __init__(self, folder: Path, quantization: Quantization | None = None) -> None:
+        """`quantization`: that of the folder's config.json."""
+        self._folder, self._quantization = folder, quantization
+        with _load_errors():
+            self._files = weight_files(folder)
+        self._opened: dict[Path, TensorFile] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            with _load_errors():
+                for file in self._opened.values() if kind is None else ():
+                    file.check_unchanged()
+        finally:
+            for file in self._opened.values():
+                file.close()
+
+    def find(self, name: str, shape: tuple[int, ...], code: Code | None = None) -> StoredTensor:
+        """Returns a tensor, which must have this shape, without reading it. `code`: of a quantised module's weights."""
+        with _load_errors():
+            file = self._file(name, shape)
+            if code is not None:
+                file.check_code(name, code)
+            return StoredTensor(name, file, file.dtype(name) if code is None else code, file.num_bytes(name))
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> tuple[Raw, Dtype]:
+        """Reads a tensor, which must have this shape. Weights of quantised modules are returned as float32, code times
+        scale rounded once."""
+        scheme = None
+        if self._quantization is not None and name.endswith(_WEIGHT) and len(shape) == 2:
+            scheme = self._quantization.scheme_of(name.removesuffix(_WEIGHT))
+        if scheme is None:
+            with _load_errors():
+                file = self._file(name, shape)
+                return file.raw(name), file.dtype(name)
+        values = decoded(self.codes(name, shape, scheme.code), scheme.code)
+        values *= self.scales(name.removesuffix(_WEIGHT), shape[0])[:, None]
+        return values, Dtype.F32
+
+    def codes(self, name: str, shape: tuple[int, ...], code: Code) -> NDArray[np.uint8]:
+        """Reads the codes of a quantised module's weights, [outputs, inputs]."""
+        with _load_errors():
+            return self._file(name, shape).codes(name, code)
+
+    def scales(self, module: str, outputs: int) -> NDArray[np.float32]:
+        """Reads the scales of a quantised module's weights, [outputs]; the checkpoint may have one for all."""
+        found = self._scales(f"{module}.weight_scale", outputs)
+        return np.broadcast_to(found, outputs)
+
+    def input_scale(self, module: str) -> float:
+        """Reads the scale by which a quantised module's inputs are divided."""
+        name = f"{module}.input_scale"
+        found = float(self._scales(name, 1)[0])
+        if found == 0:
+            raise ModelLoadError(f"{self._folder}: {name} is 0")
+        return found
+
+    def _scales(self, name: str, most: int) -> NDArray[np.float32]:
+        """Reads one scale or `most` of them, as a vector."""
+        with _load_errors():
+            file = self._file(name)
+            shape = file.shape(name)
+            if math.prod(shape) not in (1, most):
+                raise ModelLoadError(f"{self._folder}: tensor {name} has shape {list(shape)}, not 1 or {most} scales")
+            found = to_float32(file.raw(name), file.dtype(name)).reshape(-1)
+        if not (np.isfinite(found) & (found >= 0)).all():
+            raise ModelLoadError(f"{self._folder}: tensor {name} has a scale that is negative or not finite")
+        return found
+
+    def _file(self, name: str, shape: tuple[int, ...] | None = None) -> TensorFile:
+        """Returns the file that has a tensor, which must have this shape, if given."""
+        path = self._files.get(name)
+        if path is None:
+            raise ModelLoadError(f"{self._folder}: tensor {name} is missing")
+        if path not in self._opened:
+            self._opened[path] = TensorFile(path)
+        found = self._opened[path].shape(name)
+        if shape is not None and found != shape:
+            raise ModelLoadError(f"{path.name}: tensor {name} has shape {list(found)}, config.json asks {list(shape)}")
+        return self._opened[path]
+
+
+@contextmanager
+def _load_errors() -> Iterator[None]:
+    """Turns errors of files into ModelLoadError."""
+    try:
+        yield
+    except TensorFileError as error:
+        raise ModelLoadError(str(error)) from error

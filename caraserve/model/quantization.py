@@ -1,0 +1,171 @@
+"""Which linear modules of a checkpoint are quantised and how, read from `quantization_config` of config.json. Pure.
+
+Two formats are known: compressed-tensors, which llm-compressor writes, and `fp8`, which AutoFP8 and vLLM write. In both
+a weight is a code of one byte, and its value is the code's value times a scale of its output or of the whole module.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from caraserve.errors import ModelLoadError
+from caraserve.model.dtype import Code
+
+_SUPPORTED = (
+    "supported are fp8 (E4M3) and int8 weights, symmetric, with a scale per tensor or per output, in checkpoints of "
+    "compressed-tensors (format float-quantized, int-quantized or naive-quantized) and of fp8 (AutoFP8, vLLM)"
+)
+_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
+_CODES = {"float": Code.F8_E4M3, "int": Code.I8}
+_LINEAR, _PATTERN = "Linear", "re:"  # a class of modules; the prefix of a regular expression over names
+_EMBEDDING = "model.embed_tokens"  # of all modules with a matrix, the only one that is not of this class
+
+
+class Inputs(Enum):
+    """How a module's inputs are quantised before they are multiplied by its weights."""
+
+    KEPT = "kept as they are"
+    PER_TOKEN = "by a scale for each token"
+    STATIC = "by a scale in the checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How one linear module is quantised; inputs that are quantised have the code of the weights."""
+
+    code: Code
+    inputs: Inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """The quantised modules of a checkpoint. `groups`: (targets, scheme); targets and `ignore` are module names,
+    regular expressions after `re:` that match from a name's start, or `Linear` for all linear modules."""
+
+    groups: tuple[tuple[tuple[str, ...], Scheme], ...]
+    ignore: tuple[str, ...]
+
+    def scheme_of(self, module: str) -> Scheme | None:
+        """Returns the scheme of a module by its whole name, as `model.layers.0.mlp.up_proj`; None if it is not
+        quantised. Names come before regular expressions, and these before `Linear`."""
+        if any(_rank(target, module) is not None for target in self.ignore):
+            return None
+        found = [
+            (rank, index)
+            for index, (targets, _) in enumerate(self.groups)
+            for target in targets
+            if (rank := _rank(target, module)) is not None
+        ]
+        return self.groups[min(found)[1]][1] if found else None
+
+
+def _rank(target: str, module: str) -> int | None:
+    """Returns how exactly a target names a module, 0 being the most exact, or None if it does not."""
+    if target == module:
+        return 0
+    if target.startswith(_PATTERN):
+        return 1 if re.match(target.removeprefix(_PATTERN), module) else None
+    return 2 if target == _LINEAR and module != _EMBEDDING else None
+
+
+def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
+    """Returns the quantisation of a model by its config.json, None if it has none. Raises ModelLoadError, which names
+    what is not supported and what is."""
+    # Checkpoints of the year 2024 call it `compression_config`.
+    section = config.get("quantization_config") or config.get("compression_config")
+    if not section:
+        return None
+    if not isinstance(section, dict):
+        raise _refused(f"it is {section!r}, not an object")
+    method = section.get("quant_method")
+    if method == "compressed-tensors":
+        return _compressed_tensors(section)
+    if method == "fp8":
+        return _fp8(section)
+    raise _refused(f"quant_method {method!r}")
+
+
+def _compressed_tensors(section: Mapping[str, Any]) -> Quantization:
+    for key, harmless in (("sparsity_config", "dense"), ("transform_config", None)):
+        found = section.get(key)
+        if found and not (isinstance(found, dict) and harmless is not None and found.get("format") == harmless):
+            raise _refused(f"{key} {found!r}")
+    groups = section.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise _refused(f"config_groups {groups!r}")
+    parsed = tuple(_group(name, group, section.get("format")) for name, group in groups.items())
+    return Quantization(parsed, _names(section, "ignore"))
+
+
+def _group(name: str, group: Any, format_of_all: Any) -> tuple[tuple[str, ...], Scheme]:
+    if not isinstance(group, dict):
+        raise _refused(f"{name} {group!r}")
+    packing = group.get("format") or format_of_all
+    if packing not in _FORMATS:
+        raise _refused(f"format {packing!r}")
+    if group.get("output_activations"):
+        raise _refused(f"output_activations of {name}")
+    weights: Any = group.get("weights")
+    code = _code(weights, f"weights of {name}")
+    if weights.get("dynamic") or weights.get("strategy") not in ("tensor", "channel"):
+        raise _refused(
+            f"weights of {name} with strategy {weights.get('strategy')!r}, dynamic {weights.get('dynamic')!r}"
+        )
+    return _names(group, "targets"), Scheme(code, _inputs(group.get("input_activations"), code, name))
+
+
+def _inputs(inputs: Any, code: Code, group: str) -> Inputs:
+    if not inputs:
+        return Inputs.KEPT
+    what = f"input_activations of {group}"
+    if _code(inputs, what) is not code:
+        raise _refused(f"{what} of type {inputs['type']!r} with weights of another type")
+    strategy, dynamic = inputs.get("strategy"), inputs.get("dynamic")
+    if dynamic is True and strategy in ("token", "tensor"):
+        return Inputs.PER_TOKEN  # also for `tensor`: a scale for all tokens would let requests of a batch differ
+    if not dynamic and strategy == "tensor":
+        return Inputs.STATIC
+    raise _refused(f"{what} with strategy {strategy!r}, dynamic {dynamic!r}")
+
+
+def _code(fields: Any, what: str) -> Code:
+    """Returns the code of 8-bit symmetric weights or inputs."""
+    if not isinstance(fields, dict):
+        raise _refused(f"{what} {fields!r}")
+    kind, bits, symmetric = (fields.get(key) for key in ("type", "num_bits", "symmetric"))
+    if kind not in _CODES or bits != 8 or symmetric is not True:
+        raise _refused(f"{what} of type {kind!r} with {bits!r} bits, symmetric {symmetric!r}")
+    return _CODES[kind]
+
+
+def _fp8(section: Mapping[str, Any]) -> Quantization:
+    if section.get("weight_block_size"):
+        raise _refused(f"weight_block_size {section['weight_block_size']!r}")
+    if section.get("fmt", "e4m3") != "e4m3":
+        raise _refused(f"fmt {section['fmt']!r}")
+    schemes = {"dynamic": Inputs.PER_TOKEN, "static": Inputs.STATIC}
+    scheme = section.get("activation_scheme")
+    if scheme not in schemes:
+        raise _refused(f"activation_scheme {scheme!r}")
+    ignore = (*_names(section, "ignored_layers"), *_names(section, "modules_to_not_convert"))
+    # In this format the head is never quantised, whether the list has it or not.
+    return Quantization((((_LINEAR,), Scheme(Code.F8_E4M3, schemes[scheme])),), (*ignore, "lm_head"))
+
+
+def _names(fields: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    names = fields.get(key) or []
+    if not isinstance(names, Sequence) or isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise _refused(f"{key} {names!r}")
+    for name in names:
+        if name.startswith(_PATTERN):
+            try:
+                re.compile(name.removeprefix(_PATTERN))
+            except re.error as error:
+                raise _refused(f"{key} has {name!r}, which is no regular expression ({error})") from None
+    return tuple(names)
+
+
+def _refused(what: str) -> ModelLoadError:
+    return ModelLoadError(f"config.json: quantization_config: {what} cannot be served; {_SUPPORTED}")

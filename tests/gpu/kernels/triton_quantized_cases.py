@@ -1,0 +1,131 @@
+"""Products with quantised weights; run by test_triton_cases.py in Triton's interpreter, or on a GPU."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from caraserve.gpu.kernels.quantized import multiply, round_rows, scale_rows
+from caraserve.model.dtype import Code
+from tests.gpu.honest_dots import honest_dots
+
+pytestmark = pytest.mark.usefixtures(honest_dots.__name__)
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = [(torch.float32, 2e-5), (torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)]
+TORCH_CODES = {Code.F8_E4M3: torch.float8_e4m3fn, Code.I8: torch.int8}
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype).to(DEVICE)
+
+
+def nearest_codes(x: Tensor, scale: Tensor, code: Code) -> Tensor:
+    """Returns the values of the nearest codes by torch's own rounding."""
+    limited = (x.float() / scale).clamp(-code.largest, code.largest)
+    return limited.round() if code is Code.I8 else limited.to(torch.float8_e4m3fn).float()
+
+
+def hard_rows(width: int, dtype: torch.dtype) -> Tensor:
+    """Returns rows with zeros, numbers of many sizes, and numbers between two codes."""
+    rows = (
+        random(5, width, dtype=dtype) * torch.tensor([1.0, 1e-3, 300.0, 0.0, 1.0], dtype=dtype, device=DEVICE)[:, None]
+    )
+    rows[4] = (torch.arange(width, device=DEVICE) / 16 - 2).to(dtype)
+    rows[0, : width // 2] *= 1e-3
+    return rows
+
+
+@pytest.mark.parametrize("code", Code)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [48, 1500])
+def test_rows_are_rounded_to_the_nearest_codes_by_their_own_scales(width: int, dtype: torch.dtype, code: Code) -> None:
+    x, scales = hard_rows(width, dtype), torch.empty(5, device=DEVICE)
+    values = torch.empty(5, width, dtype=torch.float16, device=DEVICE)
+    round_rows(x, values, scales, code)
+    wanted = (x.float().abs().amax(1) / code.largest).clamp(min=1e-30)
+    assert torch.equal(scales, wanted)
+    assert torch.equal(values.float(), nearest_codes(x, wanted[:, None], code))
+    if code is Code.F8_E4M3:
+        bits = torch.empty(5, width, dtype=torch.float8_e4m3fn, device=DEVICE)
+        round_rows(x, bits, scales, code)
+        assert torch.equal(bits.float(), values.float())
+
+
+@pytest.mark.parametrize("code", Code)
+def test_a_given_scale_serves_all_rows_and_what_exceeds_it_becomes_the_largest_code(code: Code) -> None:
+    x, given = hard_rows(100, torch.bfloat16), torch.tensor([0.003], device=DEVICE)
+    values, scales = torch.empty(5, 100, dtype=torch.float16, device=DEVICE), torch.full((5,), 7.0, device=DEVICE)
+    round_rows(x, values, scales, code, given)
+    assert torch.equal(values.float(), nearest_codes(x, given, code))
+    assert values.max() == code.largest
+    assert torch.all(scales == 7.0)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # of the interpreter
+@pytest.mark.parametrize("given", [None, 0.01])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_not_hidden(bad: float, given: float | None) -> None:
+    x, scales = random(2, 40), torch.empty(2, device=DEVICE)
+    x[1, 3] = bad
+    static = None if given is None else torch.tensor([given], device=DEVICE)
+    for dtype in (torch.float16, torch.float8_e4m3fn):
+        values = torch.empty(2, 40, dtype=dtype, device=DEVICE)
+        round_rows(x, values, scales, Code.F8_E4M3, static)
+        assert bool(values[1, 3].isnan())
+        assert bool(values[0].float().isfinite().all())
+
+
+@pytest.mark.parametrize("code", Code)
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 40, 48), (17, 80, 96), (70, 144, 272)])
+def test_products_are_those_of_the_dequantised_weights(
+    rows: int, outputs: int, inputs: int, dtype: torch.dtype, tolerance: float, code: Code
+) -> None:
+    """Also where the GPU has no instructions for fp8."""
+    weight = random(outputs, inputs)
+    scale = weight.abs().amax(1) / code.largest
+    codes = nearest_codes(weight, scale[:, None], code).to(TORCH_CODES[code])
+    x, bias, x_scale = random(rows, inputs + 8, dtype=dtype)[:, :inputs], random(outputs, dtype=dtype), random(rows)
+    plain = x.double() @ (codes.double() * scale.double()[:, None]).T
+    out = torch.full((rows, outputs + 3), 7.0, dtype=dtype, device=DEVICE)
+    for capability in (80, 90):
+        multiply(x, codes.view(torch.int8), out[:, :outputs], scale, code, capability)
+        torch.testing.assert_close(out[:, :outputs].double(), plain, atol=tolerance * 4, rtol=tolerance)
+    multiply(x, codes.view(torch.int8), out[:, :outputs], scale, code, 90, x_scale, bias)
+    wanted = plain * x_scale.double()[:, None] + bias.double()
+    torch.testing.assert_close(out[:, :outputs].double(), wanted, atol=tolerance * 8, rtol=tolerance)
+    assert torch.all(out[:, outputs:] == 7.0)
+
+
+def test_the_value_of_every_fp8_code() -> None:
+    """A code times 1 is its value, exactly, by instruction and by moved bits."""
+    bits = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(torch.int8)
+    codes = torch.zeros(256, 16, dtype=torch.int8, device=DEVICE)
+    codes[:, 0] = torch.where((bits & 127) == 127, 0, bits)  # NaN aside
+    wanted = codes[:, 0].view(torch.float8_e4m3fn).float()
+    one, scale = torch.ones(1, 16, device=DEVICE), torch.ones(256, device=DEVICE)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for capability in (80, 90):
+            out = torch.empty(1, 256, device=DEVICE)
+            multiply(one.to(dtype), codes, out, scale, Code.F8_E4M3, capability)
+            assert torch.equal(out[0], wanted)
+
+
+def test_a_rows_sums_do_not_depend_on_the_other_rows() -> None:
+    weight, scale = (random(64, 96) * 30).to(torch.int8), random(64)
+    x = random(70, 96, dtype=torch.bfloat16)
+    alone, together = torch.empty(1, 64, device=DEVICE), torch.empty(70, 64, device=DEVICE)
+    multiply(x[3:4], weight, alone, scale, Code.I8, 80)
+    multiply(x, weight, together, scale, Code.I8, 80)
+    torch.testing.assert_close(alone[0], together[3], atol=0.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+def test_scale_rows(dtype: torch.dtype, tolerance: float) -> None:
+    out, scale, x_scale, bias = random(3, 1500, dtype=dtype), random(1500), random(3), random(1500, dtype=dtype)
+    wanted = out.double() * scale.double() * x_scale.double()[:, None] + bias.double()
+    scale_rows(out, scale, x_scale, bias)
+    torch.testing.assert_close(out.double(), wanted, atol=tolerance, rtol=tolerance)
+    wanted = out.double() * scale.double()
+    scale_rows(out, scale)
+    torch.testing.assert_close(out.double(), wanted, atol=tolerance, rtol=tolerance)

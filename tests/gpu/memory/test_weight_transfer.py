@@ -1,0 +1,285 @@
+"""Weights on their way to the device: every byte arrives, whatever the device runs when, and threads always end.
+
+The device is emulated: a copy runs when a thread waits for it, so a buffer that is overwritten too early shows."""
+
+import json
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from caraserve.errors import ModelLoadError
+from caraserve.gpu.driver.api import DriverError
+from caraserve.gpu.memory.weight_transfer import TransferFigures, WeightTransfer
+from caraserve.model.folder_reader import FolderReader, StoredTensor
+from caraserve.model.safetensors_reader import TensorFile
+from tests.gpu.host_device import HostDriver, host_device
+
+PIECE_BYTES = 256
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = ((64, 48), (7,), (1, 64), (33, 5), (128,), (50, 70))  # one piece, exact pieces, many pieces
+
+
+def values(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Returns tensors by name, with values that other dtypes round, infinity and signed zeros."""
+    generator = torch.Generator().manual_seed(0)
+    made = {f"t{at}": 300.0 * torch.randn(shape, generator=generator) for at, shape in enumerate(SHAPES)}
+    made["t1"][:3] = torch.tensor([float("inf"), -0.0, 1e-7])
+    return {name: tensor.to(dtype) for name, tensor in made.items()}
+
+
+def write(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Writes a checkpoint of two files, neighbours in different ones."""
+    names = list(tensors)
+    for part in range(2):
+        save_file({name: tensors[name] for name in names[part::2]}, folder / f"part{part}.safetensors")
+    index = {name: f"part{at % 2}.safetensors" for at, name in enumerate(names)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+class World:
+    """A checkpoint, and an emulated device to load it to. It must be left with no thread, stream or pinned memory."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, seed: int = 0) -> None:
+        self.folder, self.tensors = folder, values(dtype)
+        write(folder, self.tensors)
+        self.device, self.driver = host_device(seed=seed)
+
+    def stored(self, checkpoint: FolderReader) -> list[StoredTensor]:
+        return [checkpoint.find(name, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
+
+    def load(
+        self,
+        kept: torch.dtype,
+        threads: int,
+        wrap: Callable[[StoredTensor], StoredTensor] = lambda tensor: tensor,
+        each: Callable[[str], None] = lambda name: None,
+    ) -> tuple[dict[str, Tensor], TransferFigures]:
+        """Fills tensors of dtype `kept`; calls `each` after each."""
+        found = {}
+        with FolderReader(self.folder) as checkpoint:
+            stored = [wrap(tensor) for tensor in self.stored(checkpoint)]
+            with WeightTransfer(self.device, stored, threads=threads, piece_bytes=PIECE_BYTES) as transfer:
+                for name, tensor in self.tensors.items():
+                    found[name] = torch.full(tensor.shape, float("nan"), dtype=kept)
+                    transfer.fill(name, found[name])
+                    each(name)
+                return found, transfer.figures()
+
+    def check_at_rest(self) -> None:
+        assert [thread.name for thread in threading.enumerate() if thread.name.startswith("caraserve-weights")] == []
+        assert (self.driver._registered, self.driver._streams) == ({}, {})
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path, torch.bfloat16)
+    yield made
+    made.check_at_rest()
+
+
+@pytest.mark.parametrize("kept", DTYPES, ids=str)
+@pytest.mark.parametrize("stored", DTYPES, ids=str)
+def test_every_byte_arrives_and_is_rounded_once(tmp_path: Path, stored: torch.dtype, kept: torch.dtype) -> None:
+    for seed, threads in enumerate((1, 2, 5)):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        world = World(folder, stored, seed)
+        found, _ = world.load(kept, threads)
+        for name, tensor in world.tensors.items():
+            bits = torch.int32 if kept is torch.float32 else torch.int16
+            assert torch.equal(found[name].view(bits), tensor.to(kept).view(bits)), (name, seed)
+        world.check_at_rest()
+
+
+def test_a_buffer_is_not_overwritten_before_its_copy_has_run(tmp_path: Path) -> None:
+    """The device runs copies as late as it can, and a tensor has ten times as many pieces as there are buffers."""
+    world = World(tmp_path, torch.float32)
+    world.tensors = {"big": torch.arange(40 * PIECE_BYTES // 4, dtype=torch.float32)}
+    write(tmp_path, world.tensors)
+    found, _ = world.load(torch.float32, threads=2)
+    assert torch.equal(found["big"], world.tensors["big"])
+
+
+def test_memory_freed_by_work_that_has_not_run_is_not_written_yet(world: World) -> None:
+    """A tensor's memory may have been another's, which the device still reads."""
+    log: list[str] = []
+    world.device = replace(world.device, synchronize=lambda: log.append("device is idle"))
+    copy = world.driver.copy_to_device
+
+    def watched(*arguments: Any) -> None:
+        log.append("copy")
+        copy(*arguments)
+
+    world.driver.copy_to_device = watched  # type: ignore[method-assign]
+    world.load(torch.bfloat16, 3, each=log.append)
+    for name in list(world.tensors)[:-1]:
+        assert log[log.index(name) + 1] == "device is idle"
+
+
+def test_a_filled_tensor_can_be_freed(world: World) -> None:
+    with (
+        FolderReader(world.folder) as checkpoint,
+        WeightTransfer(world.device, world.stored(checkpoint), threads=3, piece_bytes=PIECE_BYTES) as transfer,
+    ):
+        for name, tensor in world.tensors.items():
+            target = torch.empty(tensor.shape)
+            last = weakref.ref(target)
+            transfer.fill(name, target)
+            del target
+            assert last() is None
+
+
+class Watched(TensorFile):
+    """Another file's tensors, each read of which is seen first."""
+
+    def __init__(self, file: TensorFile, see: Callable[[str], None]) -> None:
+        self._file, self._see = file, see
+
+    def read_into(self, name: str, target: memoryview, start: int) -> None:
+        self._see(name)
+        self._file.read_into(name, target, start)
+
+
+def watching(see: Callable[[str], None]) -> Callable[[StoredTensor], StoredTensor]:
+    return lambda tensor: replace(tensor, file=Watched(tensor.file, see))
+
+
+def test_threads_read_ahead_of_the_first_tensor_and_not_further_than_a_piece_each(world: World) -> None:
+    reads = threading.Semaphore(0)
+    read: list[str] = []
+
+    def see(name: str) -> None:
+        read.append(name)
+        reads.release()
+
+    with FolderReader(world.folder) as checkpoint:
+        stored = [watching(see)(tensor) for tensor in world.stored(checkpoint)]
+        with WeightTransfer(world.device, stored, threads=3, piece_bytes=PIECE_BYTES):
+            assert all(reads.acquire(timeout=30.0) for _ in range(3))
+            assert sum(world.driver._registered.values()) <= max(2 << 20, 6 * PIECE_BYTES)  # whole huge pages
+    assert read == ["t0"] * 3
+
+
+def test_a_file_cut_short_ends_the_load_with_its_name_and_the_tensors(world: World) -> None:
+    path = world.folder / "part1.safetensors"
+
+    def cut(name: str) -> None:
+        if name == "t2":
+            os.truncate(path, path.stat().st_size - 100)
+
+    with pytest.raises(ModelLoadError, match=r"^part1\.safetensors was cut short while tensor t5 was being read$"):
+        world.load(torch.bfloat16, 2, each=cut)
+
+
+def test_a_file_that_changes_during_the_load_is_an_error(world: World) -> None:
+    path = world.folder / "part0.safetensors"
+    with pytest.raises(ModelLoadError, match=r"^part0\.safetensors was changed while it was being read; try again$"):
+        world.load(torch.bfloat16, 2, each=lambda name: os.utime(path, ns=(0, 0)))
+
+
+def test_a_thread_reads_its_next_piece_while_its_last_one_is_copied(world: World) -> None:
+    """The device copies nothing until a thread waits for it."""
+    pending: list[int] = []
+
+    def see(name: str) -> None:
+        if name == "t5":
+            (stream,) = world.driver._streams.values()
+            pending.append(len(stream.waiting))
+
+    world.load(torch.bfloat16, 1, watching(see))
+    assert pending[1] == 2  # the first piece's copy, and the record after it
+
+
+@pytest.mark.parametrize("name", ["t1", "t3", "t5"])
+def test_an_interrupt_ends_all_threads(world: World, name: str) -> None:
+    main = threading.get_ident()
+    asked = threading.Event()
+
+    def see(read: str) -> None:
+        if read == name and not asked.is_set():
+            asked.set()
+            signal.pthread_kill(main, signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        world.load(torch.bfloat16, 3, watching(see))
+
+
+def test_an_interrupt_while_threads_are_started_ends_those_that_were(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if thread.name.endswith("-2"):
+            raise KeyboardInterrupt
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        world.load(torch.bfloat16, 3)
+
+
+def test_a_device_that_fails_ends_the_load(world: World) -> None:
+    def fail(name: str) -> None:
+        world.driver.failed = name == "t2"
+
+    with pytest.raises(DriverError, match="the device has failed"):
+        world.load(torch.bfloat16, 2, each=fail)
+
+
+def test_memory_that_cannot_be_pinned_leaves_nothing_behind(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(driver: HostDriver, address: int, num_bytes: int) -> int:
+        raise DriverError("out of memory")
+
+    monkeypatch.setattr(HostDriver, "register_host", refuse)
+    with pytest.raises(DriverError, match="out of memory"):
+        world.load(torch.bfloat16, 2)
+
+
+def test_tensors_filled_in_another_order_are_a_defect(world: World) -> None:
+    with (
+        FolderReader(world.folder) as checkpoint,
+        WeightTransfer(world.device, world.stored(checkpoint), threads=1) as transfer,
+        pytest.raises(AssertionError, match="t1"),
+    ):
+        transfer.fill("t1", torch.empty(7))
+
+
+def test_the_figures_count_the_files_bytes(world: World) -> None:
+    _, figures = world.load(torch.float32, 2)
+    assert (figures.num_bytes, figures.threads) == (sum(2 * tensor.numel() for tensor in world.tensors.values()), 2)
+    assert 0 < figures.read_share <= 1
+    assert 0 <= figures.own_share <= 1
+
+
+@pytest.mark.parametrize(
+    ("read_share", "own_share", "disk_bytes", "limit"),
+    [
+        (0.9, 0.1, 12 * 10**9, "reading from disk"),
+        (0.9, 0.1, 10**9, "reading from the page cache"),
+        (0.9, 0.1, None, "reading from the page cache"),
+        (0.3, 0.1, 0, "copying to the device"),
+        (0.1, 0.8, 0, "allocating and converting on the device"),
+    ],
+)
+def test_the_limit_is_what_took_most_of_the_time(
+    read_share: float, own_share: float, disk_bytes: int | None, limit: str
+) -> None:
+    assert TransferFigures(13 * 10**9, 2.0, 8, read_share, own_share, disk_bytes).limit == limit
+
+
+def test_the_figures_are_one_line() -> None:
+    assert str(TransferFigures(13 * 10**9, 2.0, 8, 0.9, 0.1, 12 * 10**9)) == (
+        "13.0 GB of weights at 6.5 GB/s, 12.0 GB of them from disk; limited by reading from disk (8 threads read for "
+        "90% of the time)"
+    )

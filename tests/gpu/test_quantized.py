@@ -1,0 +1,217 @@
+"""Quantised checkpoints on the CUDA backend, over an emulated device: answers are those of dequantised weights, with
+inputs quantised as the checkpoint says."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from caraserve.core.lora_layout import GROUPS
+from caraserve.core.quantized_groups import device_bytes
+from caraserve.errors import ConfigError
+from caraserve.gpu import weights as device_weights
+from caraserve.gpu.checkpoint import load_checkpoint
+from caraserve.gpu.quantized_linear import QuantizedLinear, RoundedRows
+from caraserve.gpu.weights import Linear, Weights, columns_of, dummy, load
+from caraserve.model.dtype import Code
+from caraserve.model.quantization import Inputs
+from caraserve.model.spec import ModelSpec, load_spec, module_name, parse_spec
+from tests.gpu.host_backend import GRANULE_BYTES, serving
+from tests.gpu.host_device import host_device
+from tests.gpu.small_model import CONFIG
+from tests.gpu.torch_kernels import torch_kernels
+from tests.oracle.models import make_adapters, make_model, prompt_of
+from tests.oracle.oracle import Oracle
+from tests.oracle.quantized import KINDS, compressed, dequantize, quantize, quantize_inputs
+from tests.oracle.subject import KINDS as ADAPTERS
+from tests.serving import MIB, engine_config, lora_config, model_config, submit
+
+CPU = torch.device("cpu")
+# Of two logits closer than this, either may be the best: an input between two codes, different in its last bit, has
+# another code.
+TIE_MARGIN = 0.05
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stand_in() -> Iterator[None]:
+    with torch_kernels():
+        yield
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("source"), "llama_bias")
+
+
+@pytest.mark.parametrize("kind", ["fp8-per-output", "fp8-static", "int8", "int8-weights-partly"])
+def test_answers_are_those_of_rounded_inputs_and_dequantised_weights(kind: str, source: Path, tmp_path: Path) -> None:
+    """Through graphs, with adapters that arrive while others decode."""
+    folder = quantize(source, tmp_path / "quantised", KINDS[kind])
+    plain = dequantize(folder, tmp_path / "plain")
+    adapters = make_adapters(tmp_path, plain, {name: ADAPTERS[name] for name in ("r8", "r13")})
+    oracle, rng = Oracle(plain, adapters), random.Random(kind)
+    has_kept_inputs = load_spec(folder).quantization.groups[0][1].inputs is Inputs.KEPT
+    if not has_kept_inputs:
+        quantize_inputs(oracle._model, folder, KINDS[kind])
+    asked = [(prompt_of(rng, tokens), name) for tokens in (1, 30) for name in (None, *adapters)]
+
+    async def serve() -> list[list[int]]:
+        lora = lora_config(adapters, mode="pipelined", device_bytes=24 * GRANULE_BYTES, host_bytes=4 * MIB)
+        engine = engine_config(seqs=6, step_tokens=48, kv_bytes=24 * GRANULE_BYTES)
+        model = model_config(folder, max_model_len=200)
+        async with serving(model, lora, engine, graph_bytes=1 << 30) as (served, _):
+            answers = await asyncio.gather(*(submit(served, *each, max_tokens=6) for each in asked))
+            return [answer.token_ids for answer in answers]
+
+    for (prompt, adapter), output in zip(asked, asyncio.run(serve()), strict=True):
+        logits = oracle.logits([*prompt, *output], adapter)[len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
+        assert bool((logits.amax(1) - chosen < (1e-4 if has_kept_inputs else TIE_MARGIN)).all())
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelSpec, Weights]:
+    spec = load_spec(folder)
+    return spec, load_checkpoint(
+        folder, host_device()[0], partial(load, spec, dtype, 32), quantization=spec.quantization
+    )[0]
+
+
+def linears(weights: Weights) -> Iterator[tuple[int, int, Linear | QuantizedLinear]]:
+    """Yields (layer, module group, linear)."""
+    for index, layer in enumerate(weights.layers):
+        for group, linear in enumerate(layer.linears):
+            yield index, group, linear
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_stay_quantised_on_the_device(kind: str, source: Path, tmp_path: Path) -> None:
+    folder = quantize(source, tmp_path / "quantised", KINDS[kind])
+    stored, plain = load_file(folder / "model.safetensors"), dequantize(folder, tmp_path / "plain")
+    spec, weights = loaded(folder)
+    numbers = load_file(plain / "model.safetensors")
+    for layer, group, linear in linears(weights):
+        for site, column, width in zip(GROUPS[group], *columns_of(spec, group), strict=True):
+            rows, module = slice(column, column + width), module_name(layer, site)
+            wanted = numbers[f"{module}.weight"]
+            if isinstance(linear, QuantizedLinear):
+                assert torch.equal(linear.weight[rows].view(torch.uint8), stored[f"{module}.weight"].view(torch.uint8))
+                scale = linear.scale[rows] if linear.input_scale is None else linear.scale[rows] / linear.input_scale
+                torch.testing.assert_close(linear.weight[rows].float() * scale[:, None], wanted, atol=0.0, rtol=1e-6)
+            else:
+                assert torch.equal(linear.weight[rows], wanted)
+            if linear.bias is not None:
+                assert torch.equal(linear.bias[rows], numbers[f"{module}.bias"])
+    is_quantised = [isinstance(linear, QuantizedLinear) for _, _, linear in linears(weights)]
+    # Of the partly quantised one o of the first layer, and gate, up and down of the second are not.
+    assert is_quantised == ([True, False, True, True, True, True, False, False] if "partly" in kind else [True] * 8)
+
+
+def test_modules_of_one_input_that_are_not_all_quantised_are_dequantised(source: Path, tmp_path: Path) -> None:
+    folder = quantize(source, tmp_path / "quantised", replace(KINDS["int8"], ignored="lm_head|0.self_attn.k_proj"))
+    config = (folder / "config.json").read_text().replace('["lm_head"]', '["lm_head", "re:.*0.self_attn.k_proj"]')
+    (folder / "config.json").write_text(config)
+    _, weights = loaded(folder)
+    numbers = load_file(dequantize(folder, tmp_path / "plain") / "model.safetensors")
+    qkv = weights.layers[0].linears[0]
+    assert isinstance(qkv, Linear)
+    wanted = torch.cat([numbers[f"{module_name(0, site)}.weight"] for site in GROUPS[0]])
+    assert torch.equal(qkv.weight, wanted)
+    assert len(weights.quantized) == 7
+
+
+def test_the_largest_input_scale_serves_all_modules_of_an_input(source: Path, tmp_path: Path) -> None:
+    folder = quantize(source, tmp_path / "quantised", KINDS["fp8-static"])
+    stored = load_file(folder / "model.safetensors")
+    _, weights = loaded(folder)
+    for layer, group, linear in linears(weights):
+        scales = [float(stored[f"{module_name(layer, site)}.input_scale"]) for site in GROUPS[group]]
+        assert isinstance(linear, QuantizedLinear)
+        assert linear.input_scale is not None
+        assert float(linear.input_scale) == max(scales)
+        assert len(scales) == 1 or max(scales) > min(scales)
+
+
+@pytest.mark.parametrize(("capability", "inputs"), [(86, Inputs.KEPT), (89, Inputs.PER_TOKEN), (100, Inputs.PER_TOKEN)])
+def test_inputs_become_fp8_where_the_gpu_has_instructions_for_it(
+    capability: int, inputs: Inputs, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_weights, "compute_capability", lambda device: capability)
+    for kind, wanted in (("fp8-per-output", inputs), ("int8", Inputs.PER_TOKEN), ("fp8-weights", Inputs.KEPT)):
+        _, weights = loaded(quantize(source, tmp_path / kind, KINDS[kind]))
+        assert {linear.inputs for linear in weights.quantized} == {wanted}
+        assert weights.quantizes_inputs == (wanted is not Inputs.KEPT)
+
+
+@pytest.mark.parametrize("kind", ["fp8-per-output", "fp8-static", "int8"])
+@pytest.mark.parametrize("rows", [64, 65])
+def test_products_of_many_rows_are_those_of_few(
+    kind: str, rows: int, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch multiplies more than 64 rows of fp8."""
+    multiplied, scaled_mm = list[int](), torch._scaled_mm
+
+    def counting(x: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        multiplied.append(len(x))
+        return scaled_mm(x, *arguments, **named)
+
+    monkeypatch.setattr(torch, "_scaled_mm", counting)
+    spec, weights = loaded(quantize(source, tmp_path / "quantised", KINDS[kind]), torch.bfloat16)
+    rounded = RoundedRows.empty(spec, rows, CPU)
+    for linear in weights.quantized:
+        outputs, inputs = linear.weight.shape
+        x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).bfloat16()
+        out, plain = (torch.empty(rows, outputs, dtype=torch.bfloat16) for _ in range(2))
+        linear.apply(x, out, rounded)
+        scale = linear.scale if linear.input_scale is None else linear.scale / linear.input_scale
+        numbers = linear.weight.float() * scale[:, None]
+        plain = x.float() @ numbers.T + (0.0 if linear.bias is None else linear.bias.float())
+        error = (out.float() - plain).square().mean().sqrt() / plain.square().mean().sqrt()
+        assert 0.001 < float(error) < (0.05 if linear.code is Code.F8_E4M3 else 0.02)
+        one = torch.empty(1, outputs, dtype=torch.bfloat16)
+        linear.apply(x[5:6], one, rounded)
+        torch.testing.assert_close(one[0].float(), out[5].float(), atol=0.02, rtol=0.02)
+    assert set(multiplied) == ({65} if rows == 65 and kind != "int8" else set())
+
+
+def test_the_memory_of_quantised_weights_is_counted_exactly() -> None:
+    section = compressed("float", None, ignore=("lm_head", "re:.*0.self_attn.v_proj", "re:.*1.mlp"))
+    spec = parse_spec(CONFIG | {"quantization_config": section})
+    weights = load(spec, torch.bfloat16, 32, CPU, dummy(0, CPU))
+    found = {linear.weight.data_ptr(): linear.weight.nbytes for _, _, linear in linears(weights)}
+    assert len(weights.quantized) == 5
+    total = sum(found.values()) + sum(linear.scale.nbytes for linear in weights.quantized)
+    total += weights.embedding.nbytes + weights.head.weight.nbytes
+    assert total == device_bytes(spec, 2)
+    assert device_bytes(spec, 2) < spec.num_parameters * 2
+
+
+def test_dummy_weights_are_of_plausible_size() -> None:
+    for kind in ("fp8-static", "int8"):
+        spec = parse_spec(CONFIG | {"quantization_config": KINDS[kind].section})
+        first, again, other = (load(spec, torch.bfloat16, 32, CPU, dummy(seed, CPU)) for seed in (1, 1, 2))
+        for mine, same, different in zip(first.quantized, again.quantized, other.quantized, strict=True):
+            codes, others = (each.weight.view(torch.uint8) for each in (mine, different))
+            assert torch.equal(codes, same.weight.view(torch.uint8))
+            assert not torch.equal(codes, others)
+            scale = mine.scale if mine.input_scale is None else mine.scale / mine.input_scale
+            assert 0.015 < float((mine.weight.float() * scale[:, None]).std()) < 0.025
+
+
+def test_adapters_are_not_merged_into_quantised_weights(source: Path, tmp_path: Path) -> None:
+    folder = quantize(source, tmp_path / "quantised", KINDS["int8"])
+
+    async def start() -> None:
+        lora = lora_config({}, mode="merged", device_bytes=24 * GRANULE_BYTES, host_bytes=4 * MIB)
+        async with serving(model_config(folder), lora, engine_config(seqs=6, kv_bytes=24 * GRANULE_BYTES)):
+            pass
+
+    with pytest.raises(ConfigError, match=r"--loading-mode merged .* a checkpoint that is not quantised"):
+        asyncio.run(start())

@@ -1,0 +1,209 @@
+"""`quantization_config` of config.json, and quantised weights as numbers."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from caraserve.errors import ModelLoadError
+from caraserve.model.dtype import Code, Dtype, decoded
+from caraserve.model.folder_reader import FolderReader
+from caraserve.model.quantization import Inputs, Quantization, Scheme, parse_quantization
+from caraserve.model.spec import load_spec
+from tests.oracle.models import make_model
+from tests.oracle.quantized import KINDS, PER_TOKEN, STATIC, compressed, dequantize, quantize
+
+UP = "model.layers.0.mlp.up_proj"
+BLOCK = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def parsed(section: Any) -> Quantization:
+    found = parse_quantization({"quantization_config": section})
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme"),
+    [
+        ("fp8-per-output", Scheme(Code.F8_E4M3, Inputs.PER_TOKEN)),
+        ("fp8-per-tensor", Scheme(Code.F8_E4M3, Inputs.PER_TOKEN)),
+        ("fp8-static", Scheme(Code.F8_E4M3, Inputs.STATIC)),
+        ("fp8-weights", Scheme(Code.F8_E4M3, Inputs.KEPT)),
+        ("int8", Scheme(Code.I8, Inputs.PER_TOKEN)),
+        ("int8-static", Scheme(Code.I8, Inputs.STATIC)),
+        ("int8-weights-partly", Scheme(Code.I8, Inputs.KEPT)),
+    ],
+)
+def test_schemes_of_both_formats(kind: str, scheme: Scheme) -> None:
+    found = parsed(KINDS[kind].section)
+    assert found.scheme_of(UP) == scheme
+    assert found.scheme_of("lm_head") is None
+
+
+@pytest.mark.parametrize("config", [{}, {"quantization_config": None}, {"quantization_config": {}}])
+def test_a_config_without_the_section_is_not_quantised(config: dict[str, Any]) -> None:
+    assert parse_quantization(config) is None
+
+
+def test_the_sections_former_name_is_read() -> None:
+    assert parse_quantization({"compression_config": KINDS["int8"].section}) == parsed(KINDS["int8"].section)
+
+
+def test_dynamic_inputs_are_quantised_per_token_whatever_the_strategy() -> None:
+    section = compressed("float", {"dynamic": True, "strategy": "tensor"})
+    assert parsed(section).groups[0][1].inputs is Inputs.PER_TOKEN
+
+
+def test_names_come_before_patterns_and_patterns_before_classes() -> None:
+    section = compressed("int", None)
+    first = section["config_groups"]["group_0"]
+    floats = copy.deepcopy(compressed("float", None)["config_groups"]["group_0"])
+    section["config_groups"] |= {
+        "pattern": copy.deepcopy(floats) | {"targets": ["re:.*up_proj$"]},
+        "name": floats | {"targets": [UP.replace("0", "1"), "model.layers.2"]},
+    }
+    first["targets"] = ["Linear", "re:.*layers.3.mlp.up_proj", UP.replace("0", "4")]
+    found = parsed(section)
+    codes = [found.scheme_of(UP.replace("0", str(layer))) for layer in range(5)]
+    fp8, int8 = Scheme(Code.F8_E4M3, Inputs.KEPT), Scheme(Code.I8, Inputs.KEPT)
+    assert codes == [fp8, fp8, fp8, int8, int8]
+    assert found.scheme_of("model.layers.2.mlp.gate_proj") == int8  # a name is whole
+
+
+@pytest.mark.parametrize(
+    ("ignore", "ignored"),
+    [
+        ((), False),
+        ((UP,), True),
+        (("up_proj", "mlp.up_proj", "model.layers.0.mlp"), False),
+        (("re:model.layers.0.mlp",), True),
+        (("re:.*up_proj",), True),
+        (("re:up_proj", "re:.*up_pro$"), False),
+        (("Linear",), True),
+    ],
+)
+def test_ignored_modules_are_whole_names_or_patterns_from_the_start(ignore: tuple[str, ...], ignored: bool) -> None:
+    assert (parsed(compressed("int", None, ignore=ignore)).scheme_of(UP) is None) == ignored
+    section = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ignore}
+    assert (parsed(section).scheme_of(UP) is None) == ignored
+
+
+def changed(**fields: Any) -> dict[str, Any]:
+    """Returns a section with some fields of its weights or inputs (`inputs_…`) changed."""
+    section = compressed("int", PER_TOKEN)
+    group = section["config_groups"]["group_0"]
+    for name, value in fields.items():
+        part = group["input_activations" if name.startswith("inputs_") else "weights"]
+        part[name.removeprefix("inputs_")] = value
+    return section
+
+
+REFUSED = {
+    "awq": ({"quant_method": "awq", "bits": 4}, "quant_method 'awq'"),
+    "text": ("fp8", "it is 'fp8'"),
+    "packed": (compressed("int", None) | {"format": "pack-quantized"}, "format 'pack-quantized'"),
+    "no groups": (compressed("int", None) | {"config_groups": {}}, "config_groups {}"),
+    "blocks": (BLOCK, r"weight_block_size \[128, 128\]"),
+    "unknown inputs": ({"quant_method": "fp8"}, "activation_scheme None"),
+    "e5m2": ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
+    "4 bits": (changed(num_bits=4), "weights of group_0 of type 'int' with 4 bits"),
+    "asymmetric": (changed(symmetric=False), "symmetric False"),
+    "asymmetric inputs": (changed(inputs_symmetric=False), "input_activations of group_0 .* symmetric False"),
+    "groups": (changed(strategy="group"), "weights of group_0 with strategy 'group'"),
+    "other inputs": (changed(inputs_type="float"), "of type 'float' with weights of another type"),
+    "blocks of inputs": (changed(inputs_strategy="group"), "input_activations of group_0 with strategy 'group'"),
+    "static per token": (changed(inputs_dynamic=False), "strategy 'token', dynamic False"),
+    "rotated": (compressed("int", None) | {"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
+    "sparse": (compressed("int", None) | {"sparsity_config": {"format": "sparse-bitmask"}}, "sparsity_config"),
+    "pattern": (compressed("int", None, ignore=("re:(",)), r"ignore has 're:\(', which is no regular expression"),
+}
+
+
+@pytest.mark.parametrize(("section", "names"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_served_is_refused_in_one_line_that_says_what_can(section: Any, names: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"quantization_config: .*{names}") as refused:
+        parse_quantization({"quantization_config": section})
+    message = refused.value.message
+    assert "\n" not in message
+    assert "supported are fp8 (E4M3) and int8 weights" in message
+
+
+def test_sections_that_change_nothing_are_accepted() -> None:
+    section = compressed("float", STATIC) | {"sparsity_config": {"format": "dense"}, "kv_cache_scheme": {"num_bits": 8}}
+    assert parsed(section) == parsed(compressed("float", STATIC))
+
+
+def test_the_value_of_every_code() -> None:
+    codes = np.arange(256, dtype=np.uint8)
+    for code, theirs in ((Code.F8_E4M3, torch.float8_e4m3fn), (Code.I8, torch.int8)):
+        values = torch.from_numpy(codes).view(theirs).float().numpy()
+        np.testing.assert_array_equal(decoded(codes, code), values)
+        assert np.nanmax(values) == code.largest
+
+
+# --- checkpoints ---
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("source"), "llama_bias")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised_weights_are_read_as_the_numbers_they_stand_for(kind: str, source: Path, tmp_path: Path) -> None:
+    folder = quantize(source, tmp_path / "quantised", KINDS[kind])
+    plain = load_file(dequantize(folder, tmp_path / "plain") / "model.safetensors")
+    stored = load_file(folder / "model.safetensors")
+    quantization = load_spec(folder).quantization
+    assert quantization is not None
+    checkpoint = FolderReader(folder, quantization)
+    for name, wanted in plain.items():
+        values, dtype = checkpoint(name, tuple(wanted.shape))
+        assert dtype is Dtype.F32
+        assert torch.equal(torch.from_numpy(values), wanted), name
+        module = name.removesuffix(".weight")
+        is_quantised = stored[name].element_size() == 1
+        assert wanted.dim() != 2 or (quantization.scheme_of(module) is not None) == is_quantised, name
+        if is_quantised and KINDS[kind].input_scale is not None:
+            assert checkpoint.input_scale(module) == float(stored[f"{module}.input_scale"])
+
+
+def test_weights_that_are_not_as_config_says_are_refused(source: Path, tmp_path: Path) -> None:
+    folder = quantize(source, tmp_path / "quantised", KINDS["int8"])
+    checkpoint = FolderReader(folder, parsed(KINDS["fp8-per-output"].section))
+    with pytest.raises(ModelLoadError, match=f"tensor {UP}.weight has dtype I8; config.json says F8_E4M3"):
+        checkpoint(f"{UP}.weight", (144, 80))
+    with pytest.raises(ModelLoadError, match=f"tensor {UP}.weight has dtype I8; F32, F16 and BF16 are supported"):
+        FolderReader(folder)(f"{UP}.weight", (144, 80))
+
+
+@pytest.mark.parametrize(
+    ("scale", "says"),
+    [
+        (None, "tensor .*up_proj.weight_scale is missing"),
+        (torch.ones(7), r"has shape \[7\], not 1 or 144 scales"),
+        (torch.full((144, 1), float("nan")), "has a scale that is negative or not finite"),
+        (torch.tensor(-1.0), "has a scale that is negative or not finite"),
+    ],
+    ids=["missing", "shape", "nan", "negative"],
+)
+def test_wrong_scales_are_refused(scale: torch.Tensor | None, says: str, source: Path, tmp_path: Path) -> None:
+    folder = quantize(source, tmp_path / "quantised", KINDS["int8"])
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[f"{UP}.weight_scale"]
+    save_file(tensors | ({} if scale is None else {f"{UP}.weight_scale": scale}), folder / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=says):
+        FolderReader(folder, load_spec(folder).quantization)(f"{UP}.weight", (144, 80))
+
+
+def test_an_input_scale_of_zero_is_refused(source: Path, tmp_path: Path) -> None:
+    folder = quantize(source, tmp_path / "quantised", KINDS["int8-static"])
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {f"{UP}.input_scale": torch.zeros(1)}, folder / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=f"{UP}.input_scale is 0"):
+        FolderReader(folder, load_spec(folder).quantization).input_scale(UP)
