@@ -29,6 +29,7 @@ Targets = Literal["qkv", "all"]  # q, k and v; or all seven modules of a layer
 
 _FIXED_SHARE = 0.2  # of the time of a slice, at the knee
 ASSUMED_HANDOFF_MS = 0.05  # if not measured; 0.04 ms for 16 tokens and one worker on a Zen 5 core
+LEAST_HANDOFF_MS = 0.002  # x, a request, deltas and an answer pass from core to core; less is a mistake of the clock
 
 
 def fit_times(columns: Sequence[Sequence[float]], values: Sequence[float]) -> tuple[tuple[float, ...], float]:
@@ -182,6 +183,8 @@ class Profile:
         rates = [rate for rate in self.lora if rate.rank > 0 and rate.tokens_per_s > 0 and rate.fixed_ms >= 0]
         if self.link_bytes_per_s <= 0 or {rate.targets for rate in rates} != {"qkv", "all"} or rates != [*self.lora]:
             raise ValueError("a rate is missing or not above zero")
+        if self.handoff_ms is not None and self.handoff_ms < LEAST_HANDOFF_MS:
+            raise ValueError(f"handoff_ms is {self.handoff_ms:g}, and no hand-off is faster than {LEAST_HANDOFF_MS} ms")
         for targets in ("qkv", "all"):
             ranks = [rate.rank for rate in self.lora if rate.targets == targets]
             if ranks != sorted(set(ranks)):

@@ -120,8 +120,22 @@ class CudaBackend:
         raise ConfigError("--emulate-link-mb-per-s is for the CPU, where there is no link; leave it out on a GPU")
 
     def time_hand_off(self, slot: int, tokens: int) -> RoundTrip | None:
-        """Returns None: the device hands off in the middle of a pass, and the host cannot time it."""
-        return None
+        """Times hand-offs of q, k, v to one worker, for a loaded slot, and returns their mean: from the kernel that
+        copies x to the one that adds the deltas. Returns None if no worker is idle, one fails, or a prompt is computed
+        with their help. Raises DriverError."""
+        result: SimpleQueue[RoundTrip | Exception | None] = SimpleQueue()
+
+        def measure() -> None:
+            try:
+                result.put(self._parts.assisted.time_hand_offs(slot, tokens))
+            except Exception as error:
+                result.put(error)
+
+        self._jobs.put(measure)
+        outcome = result.get()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     # --- counts ---
 

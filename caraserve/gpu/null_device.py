@@ -24,6 +24,8 @@ class NullDriver:
     def create_stream(self, priority: int) -> Stream:
         return Stream(next(self._numbers))
 
+    def destroy_stream(self, stream: Stream) -> None: ...
+
     def create_event(self) -> Event:
         return Event(next(self._numbers))
 

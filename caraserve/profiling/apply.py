@@ -8,7 +8,15 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from caraserve.config import LOADING_MODES, EngineConfig, LoraConfig, ModelConfig
-from caraserve.core.machine_profile import ASSUMED_HANDOFF_MS, Profile, Targets, default_path, load, machine_key
+from caraserve.core.machine_profile import (
+    ASSUMED_HANDOFF_MS,
+    LEAST_HANDOFF_MS,
+    Profile,
+    Targets,
+    default_path,
+    load,
+    machine_key,
+)
 from caraserve.errors import ConfigError
 from caraserve.lora.start_policy import StartPolicy
 from caraserve.model.spec import SITES, ModelSpec
@@ -21,7 +29,7 @@ log = logging.getLogger(__name__)
 
 _UNPROFILED_SLICE_TOKENS = 64  # of a hand-off to one CPU worker, before its speed is measured
 _HAND_OFFS = 30
-_HAND_OFF_TOKENS = 16
+_HAND_OFF_TOKENS, _DEVICE_HAND_OFF_TOKENS = 16, 1  # the time of a device's link is predicted apart
 _WORKER_START_S, _QUICK_WORKER_START_S = 20.0, 0.5  # wait for workers before the hand-off is left unmeasured
 
 
@@ -82,9 +90,19 @@ def make_profile(
     def handoff_ms() -> float | None:
         if not backend.workers.await_all(_QUICK_WORKER_START_S if quick else _WORKER_START_S):
             return None
-        times = [backend.time_hand_off(1, _HAND_OFF_TOKENS) for _ in range(_HAND_OFFS)]
+        tokens = _DEVICE_HAND_OFF_TOKENS if backend.accelerator else _HAND_OFF_TOKENS
+        times = [backend.time_hand_off(1, tokens) for _ in range(_HAND_OFFS)]
         spent_s = [time.total_s - time.compute_s for time in times if time is not None]
-        return 1000 * median(spent_s) if spent_s else None
+        if not spent_s:
+            return None
+        if (measured_ms := 1000 * median(spent_s)) >= LEAST_HANDOFF_MS:
+            return measured_ms
+        log.warning(
+            "a hand-off to a CPU worker seems to take %.5f ms beyond its compute; less than %g ms is a mistake of the "
+            "measurement, so it is not kept",
+            *(measured_ms, LEAST_HANDOFF_MS),
+        )
+        return None
 
     return measure(
         backend,

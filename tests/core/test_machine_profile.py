@@ -168,7 +168,7 @@ def test_a_slice_has_the_tokens_that_take_four_times_the_fixed_time_and_the_hand
     made = profile()
     assert [made.tokens_per_worker(rank) for rank in (8, 64, 128)] == [4 * 308, 146, 86]
     assert made.tokens_per_worker(16, "all") == 126
-    assert profile(handoff_ms=0.0).tokens_per_worker(8) == 4 * 8
+    assert profile(handoff_ms=0.002).tokens_per_worker(8) == 4 * 10
     assert profile(handoff_ms=None).tokens_per_worker(8) == 4 * 58  # 0.05 ms are assumed
 
 
@@ -252,6 +252,7 @@ DAMAGED = {
     "a rank of zero": rated((8, "qkv", 1.0), (8, "all", 1.0), (0, "qkv", 1.0)),
     "ranks that fall": rated((16, "qkv", 1.0), (8, "qkv", 1.0), (8, "all", 1.0)),
     "a link of zero": edited(link_bytes_per_s=0.0),
+    "a hand-off faster than any": edited(handoff_ms=0.00095),
     "a fit missing": edited(prefill={"points": []}),
 }
 

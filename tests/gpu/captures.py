@@ -93,14 +93,15 @@ class Captures(ABC, Generic[Operation]):
         self._on_launch(stream, note)
 
     def _check_wait(self, stream: Stream, address: int, value: int) -> None:
-        def check() -> None:
-            if any(start <= address < start + num_bytes for start, num_bytes in self._registered.items()):
-                return
-            if address not in self._written or not has_reached(self._written[address], value):
-                last = self._written.get(address, "nothing")
-                raise WaitBeforeWrite(f"a stream waits for {value}, and the last write that was issued is of {last}")
+        self._on_launch(stream, lambda: self.check_issued(address, value))
 
-        self._on_launch(stream, check)
+    def check_issued(self, address: int, value: int) -> None:
+        """Raises WaitBeforeWrite if a word of device memory gets a value by no write that was issued."""
+        if any(start <= address < start + num_bytes for start, num_bytes in self._registered.items()):
+            return
+        if address not in self._written or not has_reached(self._written[address], value):
+            last = self._written.get(address, "nothing")
+            raise WaitBeforeWrite(f"a stream waits for {value}, and the last write that was issued is of {last}")
 
     def _on_launch(self, stream: Stream, act: Callable[[], None]) -> None:
         """Acts now, or at each launch of the graph that is being captured on the stream."""

@@ -12,6 +12,7 @@ from caraserve.core.lora_layout import A_COLUMNS, PANEL
 from caraserve.cpu import handoff
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.shared_memory import SharedRegion
+from caraserve.cpu.structs import LORA_ENTRY
 from caraserve.cpu.weights import convert
 from caraserve.gpu.assist import work_orders
 from caraserve.gpu.kernels import cuda_launch
@@ -36,6 +37,7 @@ class Words:
 
     status: NDArray[np.uint32]
     x_flag: NDArray[np.uint32]
+    left: NDArray[np.uint32]  # beside x_flag
     y_flag: NDArray[np.uint32]
 
 
@@ -58,7 +60,7 @@ class Desk:
         cores = sorted(os.sched_getaffinity(0))
         self.workers = WorkerPool(self.region, blocks, (cores[0], cores[-1])[:workers], BLOCK_BYTES)
         lines = self.region.carve(192).view(np.uint32)
-        self.words = Words(*(lines[at : at + 1] for at in (0, 16, 32)))
+        self.words = Words(*(lines[at : at + 1] for at in (0, 16, 18, 32)))
         self.arrived = np.zeros(1, np.uint32)
         self.asked, self.counter, self.outcome = (
             np.zeros(workers, np.int64),
@@ -70,7 +72,7 @@ class Desk:
         self.x_stride = align_up(INPUTS, A_COLUMNS)
         self.host_x, self.wide_x = (self.region.carve(4 * TOKENS * self.x_stride) for _ in range(2))
         self.modules, self.products = self._adapter()
-        self.delta_columns, self.delta_stride = work_orders.delta_columns(self.modules)
+        self.delta_columns, self.delta_stride = work_orders.delta_columns(WIDTHS)
         self.deltas = [self.region.carve(4 * TOKENS * self.delta_stride) for _ in range(workers)]
         self.y_columns = (0, 140, 204)
         self.order = np.zeros(work_orders.work_order_bytes(workers) // 8, np.int64)
@@ -78,9 +80,9 @@ class Desk:
         assert self.workers.await_all(PATIENCE_NS / 1e9)
         self.workers.keep_awake(True)
 
-    def _adapter(self) -> tuple[list[work_orders.HostModule], list[Matrix]]:
-        rng, modules, products = np.random.default_rng(0), [], []
-        for rank, outputs, scale in zip(RANKS, WIDTHS, (0.5, 1.0, 2.0), strict=True):
+    def _adapter(self) -> tuple[work_orders.HostModules, list[Matrix]]:
+        rng, entries, products = np.random.default_rng(0), np.zeros((1, len(WIDTHS)), LORA_ENTRY), []
+        for index, (rank, outputs, scale) in enumerate(zip(RANKS, WIDTHS, (0.5, 1.0, 2.0), strict=True)):
             a, b = np.zeros((rank, self.x_stride)), np.zeros((rank, align_up(outputs, PANEL)))
             a[:, :INPUTS], b[:, :outputs] = rng.standard_normal((rank, INPUTS)), rng.standard_normal((rank, outputs))
             a_data, a = stored(a / 10, Dtype.BF16)
@@ -90,12 +92,13 @@ class Desk:
                 room = self.region.carve(max(data.nbytes, 1))
                 room[: data.nbytes] = data
                 places.append(self.region.offset(address(room)))
-            modules.append(work_orders.HostModule(outputs, rank, Dtype.BF16, scale, *places))
+            entries[0, index] = (*places, rank, Dtype.BF16.value, scale)
             products.append(scale * a.T[:INPUTS] @ np.concatenate(list(b), axis=1)[:, :outputs])
-        return modules, products
+        return work_orders.HostModules(entries, WIDTHS), products
 
-    def begin(self, seed: int = 0, deadline_ns: int = PATIENCE_NS, rings: bool = True) -> None:
-        """Makes new x and y and the next work order, which is not published yet. `rings`: uses x_flag and y_flag."""
+    def begin(self, seed: int = 0, deadline_ns: int = PATIENCE_NS, *, rings: bool = True, asks: bool = True) -> None:
+        """Makes new x and y and the next work order, which is not published yet. `rings`: uses x_flag and y_flag;
+        `asks`: names the workers."""
         rng = np.random.default_rng(seed)
         self.number += 1
         self.generation = (self.generation + 1) % (1 << 32)
@@ -107,9 +110,7 @@ class Desk:
         self.before = self.y.copy()
         slices = work_orders.split_rows(TOKENS, -(-TOKENS // len(self.workers)), len(self.workers))
         tasks = [
-            work_orders.WorkerTask(
-                worker, address(self.blocks[worker]), self.number, *place, self.region.offset(address(deltas))
-            )
+            work_orders.WorkerTask(worker, address(self.blocks[worker]), *place, self.region.offset(address(deltas)))
             for worker, (place, deltas) in enumerate(zip(slices, self.deltas, strict=True))
         ]
         region = work_orders.SharedInput(
@@ -120,16 +121,22 @@ class Desk:
             self.activation,
             self.region.offset(address(self.wide_x)),
         )
+        ready, x_flag, y_flag = (
+            np.array([address(word)]) for word in (self.arrived, self.words.x_flag, self.words.y_flag)
+        )
         terms = work_orders.SyncAddresses(
-            deadline_ns, address(self.arrived), ARRIVED, address(self.words.status), self.generation,
-            address(self.words.x_flag) * rings, address(self.words.y_flag) * rings,
-        )  # fmt: skip
-        work_orders.write_work_order(self.order, tasks, self.modules, region, terms)
+            deadline_ns, ready, ARRIVED, address(self.words.status), self.generation, x_flag * rings, y_flag * rings
+        )
+        words, numbers = len(self.order), np.full((1, len(tasks)), self.number)
+        if asks:
+            (self.order[:],) = work_orders.work_orders(tasks, numbers, self.modules, region, terms, words)
+        else:
+            (self.order[:],) = work_orders.orders_without_workers(terms, words)
 
     def publish(self, grid: int = 3, seed: int = 0) -> int:
         x = cuda_launch.ActivationRows(address(self.x), self.x_stride, INPUTS)
         state = (address(self.asked), address(self.counter), address(self.outcome))
-        launch = cuda_launch.publish(grid, address(self.order), x, address(self.host_x), self.x_stride, *state)
+        launch = cuda_launch.publish(grid, address(self.order), x, self.x_stride, *state)
         run(launch, self.activation, seed)
         return int(self.outcome[0])
 

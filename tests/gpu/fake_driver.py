@@ -80,6 +80,10 @@ class FakeDriver(Captures[Operation]):
         self._streams[number] = _Stream()
         return Stream(number)
 
+    def destroy_stream(self, stream: Stream) -> None:
+        assert self.is_idle(stream), "a stream is destroyed before everything has run"
+        del self._streams[stream]
+
     def create_event(self) -> Event:
         number = self._number()
         self._events[number] = None

@@ -1,6 +1,7 @@
 """Passes whose kernels check their inputs, and a device with arriving adapters, CPU workers and a clock."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -8,8 +9,8 @@ from caraserve.core.lora_layout import DOWN, GATE_UP, GROUPS, OUT, QKV
 from caraserve.gpu.assist.handshake import SyncSlot, SyncSlotPool, Watchdog, WorkerStatus, sync_slot_bytes
 from caraserve.gpu.driver.api import Stream, has_reached
 from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, Timelines, at, latest
-from caraserve.gpu.forward.decoder import DecoderPass, HandOff
-from caraserve.gpu.forward.lanes import AssistedChunk, AssistLane, IterationLane
+from caraserve.gpu.forward.decoder import DecoderPass
+from caraserve.gpu.forward.lanes import AssistedChunk, AssistLane, CapturedPass, IterationLane, capture_pass
 from caraserve.gpu.memory.copier import AdapterCopier, CopyRequest
 from caraserve.gpu.memory.link_queue import LinkQueue, LoraSource, layer_groups
 from tests.gpu.fake_driver import Clock, FakeDriver, Operation
@@ -27,14 +28,15 @@ TOP = 2**32
 
 
 class FakePass(DecoderPass):
-    """A pass whose kernels check their inputs and record what they did. `slots`: adapters of its rows; hand-offs are
-    those of the first."""
+    """A pass whose kernels check their inputs and record what they did. `slots`: adapters of its rows; `handed_off`:
+    its module groups, if it is that of an assisted chunk: the one whose work orders were sent last."""
 
-    def __init__(self, world: "World", slots: Sequence[int]) -> None:
-        self.world, self.slots = world, slots
+    def __init__(
+        self, world: "World", slots: Sequence[int], handed_off: Collection[int] = (), *, samples: bool = True
+    ) -> None:
+        self.world, self.slots, self.handed_off, self._samples = world, slots, handed_off, samples
         self.done: list[tuple[str, int, int]] = []
-        self.resident: dict[int, bool] = {}  # by index: decision of `publish`
-        self.published: dict[int, int] = {}  # by index: generation
+        self.outcomes: dict[tuple[int, int], str] = {}  # by layer and module group: "by workers", "awaited", …
 
     def embed(self, stream: Stream) -> None:
         batch = BATCH + 8 * stream
@@ -63,50 +65,84 @@ class FakePass(DecoderPass):
             for slot in self.slots:
                 self.world.assert_there(slot, layer)
 
+        if self.handed_off:
+            return  # the adapter has nothing in other module groups
         reads = [self.world.layer_of(slot, layer) for slot in self.slots]
         self._issue(stream, "add_lora", layer, group, reads, end)
 
-    def publish(self, layer: int, group: int, hand_off: HandOff, stream: Stream) -> None:
-        driver = self.world.driver
-
-        def is_resident() -> bool:
-            return driver.word(hand_off.ready) == hand_off.ready_generation
+    def publish(self, layer: int, group: int, stream: Stream) -> None:
+        driver, place = self.world.driver, (layer, group)
 
         def joins() -> list[Clock]:
-            self.resident[hand_off.index] = is_resident()
-            return [driver.released[hand_off.ready]] if is_resident() else []
+            order = self.world.order(layer, group)
+            if order is None:
+                self.outcomes[place] = "nothing"
+            elif order.has_arrived:
+                self.outcomes[place] = "by device"
+                return [driver.released[order.ready]]
+            elif order.is_aborted:
+                self.outcomes[place] = "lost"
+            else:
+                self.outcomes[place] = "by workers" if order.asks else "awaited"
+            return []
 
         def end() -> None:
-            flag = hand_off.y_flag if self.resident[hand_off.index] else hand_off.x_flag
-            driver.memory[flag : flag + 4].view(np.uint32)[0] = hand_off.generation
-            self.published[hand_off.index] = hand_off.generation
+            order = self.world.order(layer, group)
+            if order is not None and order.asks:
+                flag = order.x_flag if self.outcomes[place] == "by workers" else order.y_flag
+                driver.memory[flag : flag + 4].view(np.uint32)[0] = order.generation
 
         def leave(clock: Clock) -> None:
-            for flag in (hand_off.x_flag, hand_off.y_flag):
-                driver.released[flag] = clock
+            order = self.world.order(layer, group)
+            if order is not None and order.asks:
+                for flag in (order.x_flag, order.y_flag):
+                    driver.released[flag] = clock
 
         driver.issue(stream, Operation(f"publish {layer}.{group}", joins=joins, end=end, leaves=leave))
 
-    def await_workers(self, hand_off: HandOff, stream: Stream) -> None:
-        self.world.driver.wait_value(stream, hand_off.y_flag, hand_off.generation)
+    def add_handed_off(self, layer: int, group: int, stream: Stream) -> None:
+        driver, place = self.world.driver, (layer, group)
 
-    def add_handed_off(self, layer: int, group: int, hand_off: HandOff, stream: Stream) -> None:
-        driver, slot = self.world.driver, self.slots[0]
+        def is_over() -> bool:
+            order = self.world.order(layer, group)
+            if order is None or self.outcomes[place] not in ("by workers", "awaited"):
+                return True
+            if not order.has_arrived:
+                driver.check_issued(order.ready, order.ready_generation)
+            return self._is_done(place, order) or order.has_arrived or order.is_aborted
+
+        def joins() -> list[Clock]:
+            order = self.world.order(layer, group)
+            if order is None or self._is_done(place, order):
+                return [] if order is None else [driver.released.get(order.y_flag, {})]
+            if self.outcomes[place] == "by workers" and order.has_arrived:
+                driver.memory[order.x_flag + 8 : order.x_flag + 12].view(np.uint32)[0] = order.generation
+                driver.released[order.x_flag + 8] = {}
+            if self.outcomes[place] != "lost":
+                self.outcomes[place] = "by device" if order.has_arrived else "lost"
+            return [driver.released[order.ready]] if self.outcomes[place] == "by device" else []
 
         def end() -> None:
-            if driver.word(hand_off.status) == hand_off.generation:
-                self.done.append(("skip", layer, group))
-            elif self.resident[hand_off.index]:
-                self.world.assert_there(slot, layer)
-                self.done.append(("expand", layer, group))
-            else:
-                assert (hand_off.index, hand_off.generation) in self.world.worked, "no worker has computed this"
-                self.done.append(("add", layer, group))
+            order, outcome = self.world.order(layer, group), self.outcomes[place]
+            if order is None:
+                return
+            if outcome == "by device":
+                self.world.assert_there(order.slot, layer)
+            elif outcome == "by workers":
+                assert (order.index, order.generation) in self.world.worked, "no worker has computed this"
+            self.done.append(({"lost": "skip", "by device": "expand", "by workers": "add"}[outcome], layer, group))
 
+        driver.issue(stream, Operation(f"wait {layer}.{group}", ready=is_over, joins=joins))
         driver.issue(stream, Operation(f"add {layer}.{group}", end=end))
 
+    def _is_done(self, place: tuple[int, int], order: "Order") -> bool:
+        """True if the workers that were asked have answered."""
+        y_flag = self.world.driver.word(order.y_flag)
+        return self.outcomes[place] == "by workers" and has_reached(y_flag, order.generation)
+
     def sample(self, stream: Stream) -> None:
-        self._issue(stream, "sample", 0, 0)
+        if self._samples:
+            self._issue(stream, "sample", 0, 0)
 
     def _issue(
         self,
@@ -124,6 +160,30 @@ class FakePass(DecoderPass):
         self.world.driver.issue(stream, Operation(f"{name} {layer}.{group}", reads=reads, end=end))
 
 
+@dataclass(frozen=True)
+class Order:
+    """A work order in device memory, with the words that it names."""
+
+    driver: FakeDriver
+    slot: int
+    index: int
+    asks: bool  # whether it names workers
+    x_flag: int
+    y_flag: int
+    status: int
+    generation: int
+    ready: int
+    ready_generation: int
+
+    @property
+    def has_arrived(self) -> bool:
+        return self.driver.word(self.ready) == self.ready_generation
+
+    @property
+    def is_aborted(self) -> bool:
+        return self.driver.word(self.status) == self.generation
+
+
 class World:
     """A device with arriving adapters, CPU workers, a watchdog and a clock."""
 
@@ -133,7 +193,8 @@ class World:
         self.lanes = Timelines(self.driver)
         self.copier = AdapterCopier(self.driver, self.lanes, LinkQueue(1e6, piece_bytes), ARRIVALS)
         self.iterations = IterationLane(self.driver, self.lanes, self.copier, LAYERS)
-        self.assist = AssistLane(self.driver, self.lanes, self.copier, WORDS)
+        self.assist = AssistLane(self.driver, self.lanes, self.copier, LAYERS)
+        self._orders: AssistedChunk | None = None  # the chunk whose work orders are in device memory
         self.sync_slots = SyncSlotPool(
             self,
             [SyncSlot.at(index * sync_slot_bytes(HAND_OFFS), HAND_OFFS, generation) for index in range(sync_slots)],
@@ -184,10 +245,30 @@ class World:
         assert sync_slot is not None, "no sync slot is free"
         return AssistedChunk(slot, sync_slot, sources, [groups] * LAYERS, self.ready(slot), generation)
 
-    def assisted(self, chunk: AssistedChunk) -> FakePass:
-        work = FakePass(self, [chunk.slot])
+    def order(self, layer: int, group: int) -> Order | None:
+        """Returns the work order in device memory, or None if the adapter has nothing there."""
+        chunk = self._orders
+        assert chunk is not None, "no work orders have come"
+        if group not in chunk.groups[layer]:
+            return None
+        index, sync_slot = layer * len(GROUPS) + group, chunk.sync_slot
+        flags = WORDS + sync_slot.flags[index].x_flag, WORDS + sync_slot.flags[index].y_flag
+        asks = chunk.sources[layer] is LoraSource.WORKERS
+        status = WORDS + sync_slot.status
+        ready = chunk.ready[layer], chunk.ready_generation
+        return Order(self.driver, chunk.slot, index, asks, *flags, status, sync_slot.generation, *ready)
+
+    def capture_chunk(self) -> tuple[FakePass, CapturedPass]:
+        """Returns the pass of any chunk and its graph, without sampling."""
+        work = FakePass(self, [], range(len(GROUPS)), samples=False)
+        stream = self.lanes.streams[Lane.ASSIST]
+        return work, capture_pass(self.driver, work, stream, LAYERS, gate=None)
+
+    def assisted(self, chunk: AssistedChunk, captured: CapturedPass | None = None) -> FakePass:
+        """Launches a chunk and returns its pass, which only samples if the others are `captured`."""
+        work = FakePass(self, [chunk.slot], frozenset().union(*map(frozenset, chunk.groups)))
         self.watchdog.watch(chunk.sync_slot, {index: 0.001 for _, _, index, _ in chunk.hand_offs()})
-        self.chunks[chunk.slot] = at(Lane.ASSIST, self.launch_chunk(work, chunk, NOTHING))
+        self.chunks[chunk.slot] = at(Lane.ASSIST, self.launch_chunk(work, chunk, NOTHING, captured))
         return work
 
     def hold_copies(self) -> None:
@@ -195,8 +276,17 @@ class World:
         self.copies_run = False
         self.driver.issue(self.lanes.streams[Lane.COPY], Operation("slow", ready=lambda: self.copies_run))
 
-    def launch_chunk(self, work: FakePass, chunk: AssistedChunk, after: Marks) -> int:
-        issue = self.assist.issue(self.metadata, work, chunk, after)
+    def launch_chunk(
+        self, work: FakePass, chunk: AssistedChunk, after: Marks, captured: CapturedPass | None = None
+    ) -> int:
+        def metadata(stream: Stream) -> None:
+            def send() -> None:
+                self._orders = chunk
+
+            self.metadata(stream)
+            self.driver.issue(stream, Operation("orders", end=send))
+
+        issue = self.assist.issue(metadata, work, captured, chunk.slot, after)
         while True:
             try:
                 next(issue)

@@ -1,7 +1,8 @@
 """A dot product for Triton's interpreter that computes bf16 correctly and gives a row the same bits at any place.
 
 The interpreter passes operands to numpy's matmul: of bf16 it would multiply the bit patterns, and BLAS sums the rows of
-a matrix in different orders, which no tensor core does. Without effect on a GPU.
+a matrix in different orders, which no tensor core does. It would also make bit patterns of integers that become bf16.
+Without effect on a GPU.
 """
 
 from typing import Any
@@ -12,18 +13,27 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
-def _values(operand: Any) -> Any:
+def values(operand: Any) -> Any:
+    """Returns the numbers of an operand, in fp32."""
     if operand.dtype.scalar == tl.bfloat16:
         return (operand.data.astype(np.uint32) << 16).view(np.float32)
     return operand.data.astype(np.float32)
 
 
 def _dot(_: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
-    left, right = (np.ascontiguousarray(_values(operand)) for operand in (a, b))
+    left, right = (np.ascontiguousarray(values(operand)) for operand in (a, b))
     # einsum uses no BLAS for two operands: it adds column after column to all rows.
     return TensorHandle(np.einsum("mk,kn->mn", left, right) + d.data, d.dtype.scalar)
+
+
+def _integer_to_float(builder: Any, source: Any, to: Any) -> Any:
+    if to.scalar != tl.bfloat16:
+        return builder.cast_impl(source, to)
+    values = TensorHandle(source.data.astype(np.float32), tl.float32)
+    return builder.cast_impl(values, to)
 
 
 @pytest.fixture
 def honest_dots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InterpreterBuilder, "create_dot", _dot)
+    monkeypatch.setattr(InterpreterBuilder, "create_si_to_fp", _integer_to_float)

@@ -1,9 +1,10 @@
 """Runs the CUDA backend over the device of host_device.py, under a whole engine or alone."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,15 @@ import pytest
 import caraserve.backend_factory
 from caraserve.config import EngineConfig, LoraConfig, ModelConfig
 from caraserve.core.lora_layout import HostAdapter
-from caraserve.cpu.weights import folder_reader
 from caraserve.gpu import weights
 from caraserve.gpu.backend import CudaBackend
+from caraserve.gpu.checkpoint import load_checkpoint
 from caraserve.gpu.driver import modules as opening
 from caraserve.gpu.driver.detect import DeviceChoice
 from caraserve.gpu.driver.streams import Lane
 from caraserve.gpu.forward import builder
 from caraserve.gpu.forward.builder import BackendParts, GpuDevice, GpuSizes
+from caraserve.gpu.kernels.cuda_launch import Kernels
 from caraserve.gpu.memory.host_memory import SYNC_SLOTS
 from caraserve.loop import Engine
 from caraserve.lora.peft import inspect_adapter, read_adapter
@@ -126,19 +128,30 @@ def spoil_pool(host: Host) -> None:
 
 
 @contextmanager
-def alone(folder: Path, *, seed: int = 0, last: Lane | None = None, **sizes: Any) -> Iterator[Host]:
-    """Yields a backend without an engine, with memory for about four adapters."""
+def alone(
+    folder: Path,
+    *,
+    seed: int = 0,
+    last: Lane | None = None,
+    kernels: Callable[[Kernels, HostDriver], Kernels] = lambda kernels, driver: kernels,
+    **sizes: Any,
+) -> Iterator[Host]:
+    """Yields a backend without an engine, with memory for about four adapters. `kernels` returns what launches the raw
+    kernels, instead of what it is given."""
     spec = load_spec(folder)
     device, driver = host_device(Dtype.F32, seed, last)
-    fill = weights.from_reader(folder_reader(folder), device.device)
+    device = replace(device, kernels=kernels(device.kernels, driver))
     fields: dict[str, Any] = {
         "num_slots": 4, "adapter_slots": 12, "max_step_tokens": 64, "max_context": 128, "memory_utilization": 0.5,
         "host_bytes": 4 << 20, "graph_bytes": 0, "pool_bytes": 40 * GRANULE_BYTES,
     }  # fmt: skip
-    loaded = weights.load(spec, weights.TORCH_DTYPES[Dtype.F32], 128, device.device, fill)
+    used = GpuSizes(**fields | sizes)
+    loaded, _ = load_checkpoint(
+        folder, device, partial(weights.load, spec, weights.TORCH_DTYPES[Dtype.F32], used.max_context)
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "GRANULE_BYTES", GRANULE_BYTES)
-        backend = CudaBackend(spec, loaded, GpuSizes(**fields | sizes), device)
+        backend = CudaBackend(spec, loaded, used, device)
         host = Host(driver, backend)
         spoil_pool(host)
         try:
@@ -157,3 +170,14 @@ def host_tier(host: Host, folders: Mapping[str, Path], model: Path) -> dict[str,
         found[name] = read_adapter(folder, spec, host.backend.host_memory[at : at + num_bytes])
         at += -(-num_bytes // 4096) * 4096
     return found
+
+
+def note_calls(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, calls: list[str]) -> None:
+    """Makes a method add its name to `calls` whenever it is called."""
+    original = getattr(owner, name)
+
+    def noted(*given: Any) -> Any:
+        calls.append(name)
+        return original(*given)
+
+    monkeypatch.setattr(owner, name, noted)

@@ -13,10 +13,13 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from random import Random
 
 import torch
 
+from caraserve.cpu import handoff
+from caraserve.gpu.assist.work_orders import work_order_bytes
 from caraserve.gpu.driver.api import DriverError, Event, Graph, Stream, has_reached
 from caraserve.gpu.driver.streams import Lane
 from caraserve.gpu.forward.builder import GpuDevice
@@ -24,7 +27,7 @@ from caraserve.gpu.kernels.cuda_launch import Launch
 from caraserve.model.dtype import Dtype
 from tests.gpu import emulator
 from tests.gpu.captures import Captures
-from tests.gpu.desk import AWAITED
+from tests.gpu.desk import AWAITED, BY_WORKERS
 
 _STUCK_S = 60.0
 _LOOK_S = 0.0002  # between two reads of words that a worker in another process will write
@@ -77,6 +80,11 @@ class HostDriver(Captures[_Operation]):
         number = self._number()
         self._streams[number] = _Stream()
         return Stream(number)
+
+    def destroy_stream(self, stream: Stream) -> None:
+        with self._lock:
+            assert self.failed or not self._streams[stream].waiting, "a stream is destroyed before everything has run"
+            del self._streams[stream]
 
     def create_event(self) -> Event:
         number = self._number()
@@ -156,6 +164,11 @@ class HostDriver(Captures[_Operation]):
             self._streams[stream].waiting.extend(self._launched(graph))
             self._lock.notify_all()
 
+    def left(self, stream: Stream) -> int:
+        """Returns the number of operations of a stream that have not run."""
+        with self._lock:
+            return len(self._streams[stream].waiting)
+
     def free_bytes(self) -> int:
         return self._memory_bytes
 
@@ -207,9 +220,10 @@ class HostDriver(Captures[_Operation]):
         self._link_free_s = until_s
         return lambda: time.monotonic() >= until_s
 
-    def _of(self, lane: Lane) -> _Stream:
-        """Returns a lane's stream; streams are created in the order of the lanes."""
-        return list(self._streams.values())[lane]
+    def _of(self, lane: Lane) -> _Stream | None:
+        """Returns a lane's stream, None before it has one; of the streams left, the lanes' are created first, in the
+        order of the lanes."""
+        return next(islice(self._streams.values(), lane, None), None)
 
     def _check(self) -> None:
         if self.failed:
@@ -250,14 +264,22 @@ class HostKernels:
         self._driver.issue(
             stream,
             lambda: emulator.run(launch, self._activation),
-            (lambda: _has_come(*map(int, launch.arguments[:2]))) if waits else (lambda: True),
+            (lambda: self._has_come(*map(int, launch.arguments[:2]))) if waits else (lambda: True),
         )
 
-
-def _has_come(order: int, outcome: int) -> bool:
-    """True if the wait of a hand-off would end now."""
-    arrived, wanted, status, generation = (ctypes.c_int64 * 8).from_address(order)[4:]
-    return _word(outcome) != AWAITED or _word(arrived) == wanted or _word(status) == generation
+    def _has_come(self, order: int, outcome: int) -> bool:
+        """True if the wait of a hand-off would end now."""
+        if _word(outcome) not in (BY_WORKERS, AWAITED):
+            return True
+        tasks, *_, ready, wanted, status, generation = (ctypes.c_int64 * 8).from_address(order)
+        if _word(ready) == wanted or _word(status) == generation:
+            return True
+        if _word(outcome) == AWAITED:
+            self._driver.check_issued(ready, wanted)
+            return False
+        first, size = work_order_bytes(0), work_order_bytes(1) - work_order_bytes(0)
+        asked = [(ctypes.c_int64 * 2).from_address(order + first + size * task) for task in range(tasks)]
+        return all(ctypes.c_int64.from_address(block + handoff.DONE).value == number for block, number in asked)
 
 
 def host_device(activation: Dtype = Dtype.F32, seed: int = 0, last: Lane | None = None) -> tuple[GpuDevice, HostDriver]:

@@ -263,6 +263,10 @@ CUresult cuStreamCreateWithPriority(CUstream* phStream, unsigned int flags, int 
     *phStream = handle(STREAM);
     return CUDA_SUCCESS;
 }
+CUresult cuStreamDestroy_v2(CUstream hStream) {
+    IN_CONTEXT("");
+    return index_of(hStream, STREAM) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+}
 CUresult cuStreamWaitEvent(CUstream hStream, CUevent hEvent, unsigned int Flags) {
     IN_CONTEXT(" %u", Flags);
     NEEDS(Flags == 0, CUDA_ERROR_INVALID_VALUE);

@@ -41,7 +41,6 @@ class LoraCase:
     padded_to: int = 0
     most_rank: int = MAX_RANK
     seed: int = 0
-    gate: NDArray[np.int32] | None = None
     products: dict[tuple[int, int], NDArray[np.float64]] = field(default_factory=dict)
     _kept: list[NDArray[np.generic]] = field(default_factory=list)
     _weights: dict[str, NDArray[np.generic]] = field(default_factory=dict)
@@ -74,8 +73,7 @@ class LoraCase:
 
     def tables(self) -> cuda_launch.WeightTables:
         names = {name: address(array) for name, array in self._weights.items()}
-        gate = 0 if self.gate is None else address(self.gate)
-        return cuda_launch.WeightTables(**names, slots=len(self.dtypes), gate=gate)
+        return cuda_launch.WeightTables(**names, slots=len(self.dtypes))
 
     def run(
         self, x: NDArray[np.float64], y: NDArray[np.float64], row_slots: list[int], grid: int = 3, seed: int = 0

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from caraserve.bench.cli import bench_parser
 from caraserve.bench.gpu.__main__ import run_stage
@@ -33,6 +34,7 @@ from caraserve.gpu.forward.builder import GpuDevice
 from caraserve.gpu.kernels.cuda_launch import Launch
 from caraserve.model.dtype import Dtype
 from tests.gpu.fast_interpreter import speed_up
+from tests.gpu.honest_dots import values
 from tests.gpu.host_device import HostDriver, host_device
 
 FACTS = DeviceFacts(
@@ -67,6 +69,7 @@ SMALL = CheckEffort(
     lora_pool_bytes=1 << 20,
     lora_rows=(1, 2),
     lora_ranks=(8, 16),
+    crowded=(9, 1),
     batches=(1, 2),
     contexts=(16,),
     prompts=(8,),
@@ -74,6 +77,8 @@ SMALL = CheckEffort(
     cold_ranks=(8,),
     cold_prompts=(8,),
     cold_repeats=1,
+    handover_prompts=(8,),
+    handover_rounds=1,
     graph_bytes=0,
     model_pool_bytes=48 << 20,
     bystanders=2,
@@ -89,6 +94,7 @@ SMALL = CheckEffort(
     warm_prompts=(3,),
     warm_adapter_slots=5,
     sampled_rows=(2,),
+    product_rows=(1, 70),
 )
 
 
@@ -153,6 +159,11 @@ def answered(index: int, gap_s: float) -> RequestRecord:
     return RequestRecord(index, "base", None, sent_s, sent_s, times_s[-1], 5, 3, token_s=times_s)
 
 
+def dot(_: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+    """A dot product for Triton's interpreter, which would multiply the bit patterns of bf16."""
+    return TensorHandle(values(a) @ values(b) + d.data, d.dtype.scalar)
+
+
 def main() -> int:
     """Runs all stages or some in this process; returns the exit code of `scripts/gpu_check`."""
     parser = argparse.ArgumentParser()
@@ -162,6 +173,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     speed_up()
+    InterpreterBuilder.create_dot = dot
     open_ = opener(args.without)
 
     def run(stage: Stage, known: Known) -> StageReport:

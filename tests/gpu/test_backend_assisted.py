@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 
 from caraserve.cpu.lora_workers import pool
+from caraserve.gpu.assist import chunk_graphs
 from caraserve.gpu.assist.assisted_prefill import AssistedPrefills
-from caraserve.gpu.driver.streams import Lane
+from caraserve.gpu.driver.streams import Lane, Timelines
+from caraserve.gpu.forward import builder
 from caraserve.loop import Engine
 from caraserve.model.spec import load_spec
 from tests.fake_grammar import FakeGrammar
-from tests.gpu.host_backend import NO_NUMBER, Host, serving
+from tests.gpu.host_backend import NO_NUMBER, Host, note_calls, serving
 from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle import models
 from tests.oracle.oracle import Oracle
@@ -48,9 +50,11 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 
 
 @pytest.fixture(autouse=True)
-def nobody_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disables the killing of stuck workers, because on a busy machine a healthy worker may seem stuck."""
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disables the killing of stuck workers, because on a busy machine a healthy worker may seem stuck; and lets graphs
+    of chunks have all of the graphs' memory."""
     monkeypatch.setattr(pool, "_STUCK_S", PATIENCE_S)
+    monkeypatch.setattr(builder, "_CHUNKS_SHARE", 1.0)
 
 
 @dataclass
@@ -126,10 +130,12 @@ def prompt_of(tokens: int, seed: int = 0) -> list[int]:
 
 
 @asynccontextmanager
-async def office(subject: Subject, *, cores: tuple[int, ...] = CORES, **device: Any) -> AsyncIterator[Office]:
-    """Yields an engine in which weights are predicted never to arrive, so that idle workers compute every layer."""
+async def office(subject: Subject, *, captured: bool = True, **device: Any) -> AsyncIterator[Office]:
+    """Yields an engine in which weights are predicted never to arrive, so that idle workers compute every layer.
+    `captured`: chunks are graphs; nothing else is."""
     model, adapters, oracle = subject
-    lora = lora_config(adapters, mode="assisted", device_bytes=2 * MIB, host_bytes=4 * MIB, lora_cpus=cores)
+    device |= {"graph_bytes": chunk_graphs.expected_bytes(LAYERS) if captured else 0}
+    lora = lora_config(adapters, mode="assisted", device_bytes=2 * MIB, host_bytes=4 * MIB, lora_cpus=CORES)
     settings = engine_config(seqs=6, step_tokens=256, kv_bytes=2 * MIB)
     async with serving(model_config(model, max_model_len=CONTEXT), lora, settings, **device) as (engine, host):
         assert host.backend.workers.await_all(PATIENCE_S)
@@ -143,14 +149,16 @@ async def office(subject: Subject, *, cores: tuple[int, ...] = CORES, **device: 
             made.strike(signal.SIGCONT)
 
 
-def test_workers_compute_every_layer_while_nothing_arrives(subject: Subject) -> None:
+@pytest.mark.parametrize("captured", [True, False], ids=["graphs", "kernel by kernel"])
+def test_workers_compute_every_layer_while_nothing_arrives(subject: Subject, captured: bool) -> None:
     """Prompts of one chunk and of two, one after another; later ones start when workers are idle again."""
 
     async def serve() -> None:
-        async with office(subject) as at:
+        async with office(subject, captured=captured) as at:
             for name, tokens in (("r8", 20), ("half", LONG), ("r13", 1), ("mixed", 40)):
                 assert await at.help_with(name, tokens) == LAYERS
             assert at.host.backend.modules_redone == 0
+            assert at.driver.replays == (5 if captured else 0)
 
     asyncio.run(serve())
 
@@ -280,6 +288,29 @@ def test_over_a_slow_link_layers_come_from_workers_and_device(subject: Subject) 
             at.driver.held = set()
             layers = [await at.check(*each, answer, seed=3) for each, answer in zip(asked, answers, strict=True)]
             assert 0 < sum(layers) < LAYERS * len(asked)
+
+    asyncio.run(serve())
+
+
+def test_weights_that_arrive_end_the_wait_for_a_late_worker(subject: Subject) -> None:
+    """The worker may still write to the chunk's sync slot, which is not used again before it has answered."""
+
+    async def serve() -> None:
+        async with office(subject) as at:
+            at.patient(PATIENCE_S)
+            at.driver.held = {Lane.COPY}
+            at.strike(signal.SIGSTOP)
+            answer = at.ask("r8", 20)
+            await at.until_asked()
+            at.driver.held = set()
+            assert await at.check("r8", 20, answer) == 0
+            sync_slots = at.assisted._sync_slots
+            assert len(sync_slots._quarantine) == 1
+            at.strike(signal.SIGCONT)
+            await at.until(lambda: not any(state.is_busy for state in at.host.backend.workers.states()))
+            assert await at.help_with("half", 30) == LAYERS
+            assert not sync_slots._quarantine
+            assert at.host.backend.modules_redone == 0
 
     asyncio.run(serve())
 
@@ -437,5 +468,29 @@ def test_workers_answers_count_as_in_flight_until_the_chunk_has_ended(subject: S
             assert queue.answers == 0
             at.driver.held = set()
             assert await at.check("r8", 20, answer) == LAYERS
+
+    asyncio.run(serve())
+
+
+def test_a_chunk_that_fails_after_its_launch_has_ended_before_its_memory_is_released(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its graph runs as a whole and writes keys and values."""
+    happened: list[str] = []
+
+    def fail(*given: object) -> None:
+        note_calls(monkeypatch, Timelines, "settle", happened)
+        note_calls(monkeypatch, AssistedPrefills, "_release", happened)
+        raise RuntimeError("no results today")
+
+    async def serve() -> None:
+        async with office(subject) as at:
+            at.driver.held = {Lane.COPY}
+            monkeypatch.setattr(AssistedPrefills, "_return_results", fail)
+            assert (await at.ask("r8", 20)).finish.reason == "error"
+            monkeypatch.undo()
+            assert happened[:2] == ["settle", "_release"]
+            at.driver.held = set()
+            assert await at.help_with("half", 30) == LAYERS
 
     asyncio.run(serve())

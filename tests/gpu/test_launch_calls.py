@@ -1,15 +1,17 @@
 """How many driver calls an iteration takes. Each may cost the launching thread a wait for the GIL, and each small copy
 the device a few µs."""
 
+import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from queue import SimpleQueue
 
 import pytest
 
 from caraserve.core.batch import Batch, BlockGrant, ScheduledRow, SlotSampling, SlotStart, StepResult
-from caraserve.core.lora_layout import HostAdapter
+from caraserve.core.lora_layout import GROUPS, HostAdapter
 from caraserve.gpu.driver.streams import Lane
 from caraserve.gpu.kernels.cuda_launch import Launch
 from tests.gpu.host_backend import PATIENCE_S, Host, alone, host_tier
@@ -81,13 +83,16 @@ def finished(done: "SimpleQueue[StepResult | Exception]") -> None:
 
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Calls]:
-    """Yields a backend with graphs and two adapters in slots 1 and 2; a third is in host memory."""
+    """Yields a backend with graphs, CPU workers and two adapters in slots 1 and 2; a third is in host memory."""
     names = ("r8", "r13", "half")
     subject = make_subject(tmp_path_factory.mktemp("calls"), {name: KINDS[name] for name in names})
-    with torch_kernels(), alone(subject.model, graph_bytes=1 << 30) as host:
+    cores = (min(os.sched_getaffinity(0)),)
+    with torch_kernels(), alone(subject.model, graph_bytes=1 << 30, lora_cpus=cores) as host:
         calls = Calls(host, list(host_tier(host, subject.adapters, subject.model).values()))
         for slot in (1, 2):
             assert calls.load(slot).get(timeout=PATIENCE_S) is None
+        host.backend.start_workers(lambda rank: PROMPT)
+        assert host.backend.workers.await_all(PATIENCE_S)
         with calls.counted():
             yield calls
 
@@ -135,4 +140,26 @@ def test_waiting_for_layers_takes_one_call_for_all_of_them(calls: Calls) -> None
     calls.host.driver.held = set()
     finished(done)
     assert loaded.get(timeout=PATIENCE_S) is None
+    calls.host.backend.unload_adapter(3)
     assert made == ["scatter_words", "write_value", "record", "wait_event", "word_operations", "record", *END]
+
+
+def test_a_chunk_that_workers_help_with_takes_one_call_for_all_layers(calls: Calls) -> None:
+    """Besides it: the request's slot and blocks on the compute lane, for which the chunk waits, the batch with the work
+    orders, the sampling, and the error word. Kernel by kernel it took 13 calls a layer for q, k and v, and 28 for all
+    modules."""
+    calls.host.parts.context.queue.bytes_per_s = 1e-6  # weights are predicted never to arrive
+    calls.host.driver.held = {Lane.COPY}
+    loaded, prompt = calls.load(3), prompts([3])
+    helped = replace(prompt, rows=(replace(prompt.rows[0], assist=True),), is_side_batch=True)
+    made, done = calls.launch(helped)
+    assert calls.host.backend.slices_handed_off == calls.host.parts.spec.layers * len(GROUPS)
+    finished(done)
+    calls.host.driver.held = set()
+    assert loaded.get(timeout=PATIENCE_S) is None
+    calls.host.backend.unload_adapter(3)
+    sampling = ["run", "sample_tokens", "score_tokens"]
+    assert made == [
+        *("scatter_words", "record", "wait_event", "scatter_words", "launch_graph"),
+        *(*sampling, "record", "copy_to_host", "copy_to_host", "record"),
+    ]

@@ -3,6 +3,7 @@ raw kernels if there is no GPU, else on the GPU."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,8 +16,9 @@ from caraserve.core.batch import Batch, RowResult, ScheduledRow, SlotSampling
 from caraserve.core.lora_layout import GROUPS, AdapterSpec, HostAdapter, aligned_bytes
 from caraserve.core.outputs import OutputValues, collect, outputs_of
 from caraserve.cpu.sampling import SLOT_SAMPLING, write_sampling
-from caraserve.cpu.weights import folder_reader
+from caraserve.gpu.checkpoint import load_checkpoint
 from caraserve.gpu.driver.api import Driver, Stream
+from caraserve.gpu.driver.modules import open_device
 from caraserve.gpu.forward.batch import BatchWriter, Capacity, PassShape, Results, decode_slots, make_batch
 from caraserve.gpu.forward.decoder import Decoder, issue_pass
 from caraserve.gpu.kernels.attention import prefill_tile_tokens
@@ -25,12 +27,13 @@ from caraserve.gpu.kernels.cuda_launch import Launch
 from caraserve.gpu.memory.adapter_tables import GROUP_SITES, AdapterTables, column
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS, block_bytes, make_state
 from caraserve.gpu.memory.workspace import make_workspace
-from caraserve.gpu.weights import TORCH_DTYPES, Weights, from_reader, load
+from caraserve.gpu.weights import TORCH_DTYPES, Weights, load
 from caraserve.lora.peft import inspect_adapter, read_adapter
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES, ModelSpec, load_spec
 from caraserve.util.units import ceil_div
 from tests.gpu.emulator import run as emulate
+from tests.gpu.host_device import host_device
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SLOTS, ADAPTER_SLOTS, MAX_CONTEXT, MAX_RANK = 6, 6, 320, 64
@@ -93,8 +96,8 @@ class TinyDevice:
     def __post_init__(self) -> None:
         self.spec: ModelSpec = load_spec(self.folder)
         dtype = TORCH_DTYPES[self.dtype]
-        fill = from_reader(folder_reader(self.folder), DEVICE)
-        self.weights: Weights = load(self.spec, dtype, MAX_CONTEXT, DEVICE, fill)
+        device = open_device(self.dtype) if DEVICE.type == "cuda" else host_device(self.dtype)[0]
+        self.weights: Weights = load_checkpoint(self.folder, device, partial(load, self.spec, dtype, MAX_CONTEXT))[0]
         per_slot = ceil_div(MAX_CONTEXT, BLOCK_TOKENS)
         num_bytes = block_bytes(self.spec, dtype) * per_slot * SLOTS
         self.pool = torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)

@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from caraserve.core.lora_layout import A_COLUMNS, PANEL
+from caraserve.gpu import quantized_linear
 from caraserve.gpu.forward import decoder, lora_pass
 from caraserve.gpu.forward.batch import NO_TOKEN
 from caraserve.gpu.kernels.attention import NO_WINDOW, DecodeScratch, PagedCache, TokenTables
 from caraserve.gpu.kernels.lora import Segments, SiteTables
 from caraserve.gpu.weights import TORCH_DTYPES
-from caraserve.model.dtype import Dtype
+from caraserve.model.dtype import Code, Dtype
 from caraserve.util.units import align_up
 
 
@@ -34,6 +35,8 @@ def torch_kernels() -> Iterator[None]:
             patch.setattr(decoder, name, globals()[name])
         for name in ("lora_shrink", "lora_expand"):
             patch.setattr(lora_pass, name, globals()[name])
+        for name in ("round_rows", "multiply", "scale_rows"):
+            patch.setattr(quantized_linear, name, globals()[name])
         yield
     torch.set_num_threads(threads)
 
@@ -171,11 +174,41 @@ def lora_expand(
                 y[rows, column : column + width] += float(tables.scale[projection, slot]) * delta
 
 
+def round_rows(x: Tensor, codes: Tensor, scales: Tensor, code: Code, given: Tensor | None = None) -> None:
+    if given is None:
+        scales[: len(x)] = (x.float().abs().amax(1) / code.largest).clamp(min=1e-30)
+    limited = (x.float() / (scales[: len(x), None] if given is None else given)).clamp(-code.largest, code.largest)
+    codes.copy_(limited.round() if code is Code.I8 else limited.to(torch.float8_e4m3fn).float())
+
+
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    scale: Tensor,
+    code: Code,
+    capability: int,
+    x_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> None:
+    values = weight.view(quantized_linear.TORCH_CODES[code]).float()
+    out.copy_(_scaled(x.float() @ values.T, scale, x_scale, bias))
+
+
+def scale_rows(out: Tensor, scale: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None) -> None:
+    out.copy_(_scaled(out.float(), scale, x_scale, bias))
+
+
+def _scaled(sums: Tensor, scale: Tensor, x_scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    scaled = sums * scale if x_scale is None else sums * scale * x_scale[:, None]
+    return scaled if bias is None else scaled + bias.float()
+
+
 def _segments(segments: Segments, tables: SiteTables) -> Iterator[tuple[list[int], int]]:
     """Yields (rows, adapter slot) of the segments that are computed on the device."""
     parts = zip(segments.first.tolist(), segments.rows.tolist(), segments.slot.tolist(), strict=True)
     for first, count, slot in parts:
-        if count and (tables.gate is None or int(tables.gate[slot]) == 0):
+        if count and (tables.gate is None or int(tables.gate) == 0):
             yield segments.order[first : first + count].tolist(), slot
 
 

@@ -19,6 +19,7 @@ from caraserve.core.backend import Limits
 from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, ScheduledRow, StepResult
 from caraserve.core.lora_layout import A_COLUMNS, PANEL, AdapterSpec, HostAdapter, aligned_bytes
 from caraserve.core.machine_profile import ASSUMED_HANDOFF_MS, Profile, load, machine_key
+from caraserve.cpu.lora_workers.timing import RoundTrip
 from caraserve.errors import BackendFailed, ConfigError
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES, ModelSpec, load_spec, parse_spec
@@ -186,7 +187,7 @@ class _Workers:
 
 
 class _Untimed(ExactBackend):
-    """Has CPU workers whose hand-offs cannot be timed, as on a GPU."""
+    """Has CPU workers that are never free, so that no hand-off can be timed."""
 
     accelerator, shares_cores, workers, pads_to_largest_rank = "", False, _Workers(), False
     delta_itemsize = 2
@@ -222,6 +223,18 @@ def test_a_profile_of_another_lora_kernel_is_refused(tmp_path: Path) -> None:
         tuned(backend, spec(), model_config(tmp_path), engine_config(), lora, lambda: None)
 
 
+@pytest.mark.parametrize(("beyond_ms", "kept_ms"), [(0.00095, None), (-0.01, None), (0.02, 0.02)])
+def test_a_hand_off_that_seems_faster_than_any_is_not_kept(
+    beyond_ms: float, kept_ms: float | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend: Any = _Untimed(LARGE)
+    timed = RoundTrip(total_s=0.3e-3 + beyond_ms / 1000, compute_s=0.3e-3)
+    monkeypatch.setattr(_Untimed, "time_hand_off", lambda backend, slot, tokens: timed)
+    made = make_profile(backend, spec(), "bfloat16", None, quick=True, progress=lambda share: None)
+    assert made.handoff_ms == (None if kept_ms is None else pytest.approx(kept_ms))
+    assert ("mistake of the measurement" in caplog.text) == (kept_ms is None)
+
+
 def test_without_a_measured_hand_off_auto_logs_its_assumption(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -231,9 +244,9 @@ def test_without_a_measured_hand_off_auto_logs_its_assumption(
     with caplog.at_level("INFO"):
         rules = [
             loading_rules(backend, spec(), profile, lora_config({}, mode="auto"))
-            for profile in (made, replace(made, handoff_ms=0.0))
+            for profile in (made, replace(made, handoff_ms=0.01))
         ]
-    assert [rule.handoff_ms for rule in rules] == [ASSUMED_HANDOFF_MS, 0.0]
+    assert [rule.handoff_ms for rule in rules] == [ASSUMED_HANDOFF_MS, 0.01]
     assert rules[0].delta_bytes["qkv"] == 2 * sum(spec().site_shape(site)[1] for site in SITES[:3])
     assert rules[0].delta_bytes["all"] == 2 * sum(spec().site_shape(site)[1] for site in SITES)
     assert len([record for record in caplog.records if "auto assumes 0.05 ms" in record.message]) == 1

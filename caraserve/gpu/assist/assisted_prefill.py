@@ -10,36 +10,39 @@ slots.
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 
 import numpy as np
-import torch
 
 from caraserve.core.batch import Batch, RowResult, ScheduledRow, StepResult
-from caraserve.core.lora_layout import GROUPS
+from caraserve.core.lora_layout import GROUPS, QKV
 from caraserve.core.outputs import Output, append_tokens, collect, outputs_of
 from caraserve.cpu.lora_workers.pool import WorkerPool
+from caraserve.cpu.lora_workers.timing import RoundTrip
 from caraserve.errors import GrammarFailed
+from caraserve.gpu.assist.chunk_graphs import ChunkGraphs
 from caraserve.gpu.assist.handshake import SyncSlot, SyncSlotPool, WatchdogThread, WorkerStatus, worker_statuses
-from caraserve.gpu.assist.order_writer import WorkOrder, WorkOrderWriter
-from caraserve.gpu.assist.work_orders import work_order_bytes
-from caraserve.gpu.driver.api import DriverError, Stream
-from caraserve.gpu.driver.streams import NOTHING, Lane, at, latest
+from caraserve.gpu.assist.order_writer import ChunkOrders, WorkOrderWriter
+from caraserve.gpu.driver.api import DriverError, Stream, successor
+from caraserve.gpu.driver.streams import Lane, at, latest
 from caraserve.gpu.forward.batch import PassShape
+from caraserve.gpu.forward.decoder import issue_pass
+from caraserve.gpu.forward.graphs import QKV_ALONE
 from caraserve.gpu.forward.iteration import Done, LaneResources, copy_results, values_of
 from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS, AssistedChunk, AssistLane, chunk_ends
-from caraserve.gpu.forward.lora_pass import ChunkHandOffs
+from caraserve.gpu.forward.lora_pass import HandOffMemory
 from caraserve.gpu.memory.adapters import BoundAdapter, DeviceImages, RegisteredMemory
 from caraserve.gpu.memory.copier import DeviceContext
-from caraserve.gpu.memory.host_memory import HandOffBuffers, HostRegion, RegionWords, x_stride
+from caraserve.gpu.memory.host_memory import HostRegion, RegionWords, x_stride
 from caraserve.gpu.memory.link_queue import LoraSource, choose_source
 from caraserve.gpu.memory.request_state import RequestSlots
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import ModelSpec
 
 _UNKNOWN_S = 0.002  # assumed time of a hand-off where none was measured
+_PATIENCE_S = 0.1  # assumed time of one that is measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ class _Prompt:
 
 @dataclass(frozen=True, slots=True)
 class _Issuing:
-    """A chunk that is being issued; each step of `layers` issues one layer."""
+    """A chunk that is being issued; each step of `layers` issues one layer, or all of them if they were captured."""
 
     prompt: _Prompt
     sync_slot: SyncSlot
@@ -117,8 +120,9 @@ class AssistedPrefills:
         assist_resources: AssistResources,
         spec: ModelSpec,
         wake: Callable[[], None],
+        graph_bytes: int = 0,
     ) -> None:
-        """`wake` makes the launching thread call `schedule_pending`."""
+        """`wake` makes the launching thread call `schedule_pending`. `graph_bytes`: of device memory, for graphs."""
         self._driver, self._timelines = context.driver, context.timelines
         self._compute_ring, self._ring = context.ring, context.assist_ring
         self._copier, self._queue = context.copier, context.queue
@@ -127,20 +131,20 @@ class AssistedPrefills:
         self._decoder, self._masks = parts.decoder, parts.masks
         self._region, self._memory = assist_resources.region, assist_resources.memory
         self._workers, self._watchdog = assist_resources.workers, assist_resources.watchdog
-        self._lane = AssistLane(self._driver, self._timelines, self._copier, self._memory.device_base)
-        region, workers, batch, host = self._region, self._workers, self._batch, self._host
-        hand_offs = spec.layers * len(GROUPS)
+        self._lane = AssistLane(self._driver, self._timelines, self._copier, spec.layers)
+        region, hand_offs = self._region, spec.layers * len(GROUPS)
         self._words = RegionWords(region.region)
-        self._buffers = {buffers.sync_slot: buffers for buffers in region.hand_off_buffers}
-        self._sync_slots = SyncSlotPool(self._words, [SyncSlot.at(offset, hand_offs) for offset in self._buffers])
-        device = batch.words.device
-        self._order_words = work_order_bytes(max(1, len(workers))) // 8
-        self._orders = torch.zeros((hand_offs, self._order_words), dtype=torch.int64, device=device)
-        self._gate = torch.zeros(images.tables.slots, dtype=torch.int32, device=device)
-        self._asked = torch.zeros(max(1, len(workers)), dtype=torch.int64, device=device)
-        self._flags = torch.zeros(2, dtype=torch.int32, device=device)  # publish's counter, errors
-        self._batch_words = host.empty()
+        offsets = [buffers.sync_slot for buffers in region.hand_off_buffers]
+        self._sync_slots = SyncSlotPool(self._words, [SyncSlot.at(offset, hand_offs) for offset in offsets])
+        self._batch_words = self._host.empty()
         self._writer = WorkOrderWriter(spec, region, self._memory, assist_resources.dtype)
+        self._hand_offs = HandOffMemory.empty(
+            (len(GROUPS), spec.layers, self._writer.order_words),
+            len(self._workers),
+            [x_stride(spec, group) for group in range(len(GROUPS))],
+            self._batch.words.device,
+        )
+        self.graphs = ChunkGraphs(self._driver, self._decoder, self._hand_offs, parts.capacity.tile_tokens, graph_bytes)
         self._waiting: deque[_Prompt] = deque()
         self._issuing: _Issuing | None = None
         self._in_flight: list[_Chunk] = []  # issued completely
@@ -223,9 +227,13 @@ class AssistedPrefills:
             self._abort(issuing, error)
 
     def _abort(self, issuing: _Issuing, failure: Exception) -> None:
-        """Ends a chunk that cannot be issued completely."""
+        """Ends a chunk that cannot be issued completely. What was launched of it, its whole graph perhaps, has ended
+        before its KV blocks, adapter and sync slot are released."""
         self._issuing = None
         self._in_flight = [chunk for chunk in self._in_flight if chunk.sync_slot is not issuing.sync_slot]
+        self._watchdog.abort(issuing.sync_slot)  # the device waits for no worker any more
+        with contextlib.suppress(DriverError):  # of a device that has failed for good
+            self._timelines.settle(Lane.ASSIST)
         self._watchdog.unwatch(issuing.sync_slot)
         self._release(issuing.prompt.batch.rows[0].adapter_slot, issuing.sync_slot, worker_statuses(self._workers))
         issuing.prompt.done(failure)
@@ -250,6 +258,8 @@ class AssistedPrefills:
         outputs = outputs_of((row,), self._slots.prompt_tokens)
         shape = self._host.fill(self._batch_words, (row,), outputs, all_prompt=True)
         slot, bound = row.adapter_slot, self._images.bound[row.adapter_slot]
+        shape = replace(shape, groups=bound.any_groups)
+        graph = self.graphs.find(shape)
         chunk = AssistedChunk(
             slot=slot,
             sync_slot=sync_slot,
@@ -258,24 +268,24 @@ class AssistedPrefills:
             ready=self._images.ready_words(slot),
             ready_generation=bound.generation,
         )
-        written = self._writer.write(chunk, bound.adapter, row.count, statuses, self.predictions.tokens_per_worker)
-        self.counts.slices += sum(order.tasks for order in written)
-        self._answers[sync_slot.offset] = sum(order.answer_bytes for order in written)
-        self._queue.await_answers(self._answers[sync_slot.offset])
-        hand_offs = self._hand_offs(chunk)
+        orders = self._writer.write(chunk, bound.adapter, row.count, statuses, self.predictions.tokens_per_worker)
+        self.counts.slices += orders.slices
+        self._answers[sync_slot.offset] = orders.answer_bytes
+        self._queue.await_answers(orders.answer_bytes)
         self._watchdog.watch(sync_slot, {index: self._hand_off_s(row, bound) for _, _, index, _ in chunk.hand_offs()})
 
         def metadata(stream: Stream) -> None:
             self._ring.send(self._batch.words.data_ptr(), self._batch_words)
+            self._ring.send(self._hand_offs.flags.data_ptr(), np.zeros(2, np.int32))
             self._slots.send_vectors((row,), self._decoder.hidden, self._ring)
-            self._send_orders(written)
+            self._send_orders(orders, shape.groups if graph is None else graph.shape.groups)
             self._ring.flush()
-            self._driver.fill(self._flags.data_ptr(), self._flags.nbytes, stream)
 
         after = latest(at(Lane.COMPUTE, prompt.issued), self._images.pool.moved(slot))
         masked = self._masks.prepare((row,), outputs)
-        steps = self._decoder.make_pass(shape, hand_offs=hand_offs, masked=masked)
-        number = yield from self._lane.issue(metadata, steps, chunk, after)
+        steps = self._decoder.make_pass(shape, hand_offs=self._hand_offs, masked=masked)
+        captured = None if graph is None else graph.captured
+        number = yield from self._lane.issue(metadata, steps, captured, slot, after)
         self._images.used([slot], Lane.ASSIST, number)
         prompt.at = end
         launched = _Chunk(prompt, row, outputs, sync_slot, number, {} if masked is None else masked.failures)
@@ -288,7 +298,7 @@ class AssistedPrefills:
         copy_results(self._decoder, chunk.outputs, results, address, stream)
         errors = results.block[-4:].view(np.int32)
         where = address + results.block.nbytes - 4
-        self._driver.copy_to_host(where, self._flags[1].data_ptr(), 4, stream)
+        self._driver.copy_to_host(where, self._hand_offs.errors, 4, stream)
         prompt_tokens = self._slots.prompt_tokens.copy()
 
         def finished(failure: DriverError | None) -> None:
@@ -310,12 +320,17 @@ class AssistedPrefills:
         self._in_flight.remove(chunk)
         was_aborted = self._watchdog.unwatch(chunk.sync_slot)
         prompt, sync_slot = chunk.prompt, chunk.sync_slot
-        for index, flags in enumerate(sync_slot.flags):
-            if self._words.load(flags.x_flag) == sync_slot.generation:
-                prompt.cpu_layers.add(index // len(GROUPS))
-                prompt.cpu_lora_ms += self._words.load(flags.spent_ns) / 1e6
         has_failed = was_aborted or is_void or failure is not None
-        self._release(chunk.row.adapter_slot, sync_slot, worker_statuses(self._workers) if has_failed else ())
+        asked = [
+            (index, flags)
+            for index, flags in enumerate(sync_slot.flags)
+            if self._words.load(flags.x_flag) == sync_slot.generation
+        ]
+        done = [(index, flags) for index, flags in asked if self._words.load(flags.y_flag) == sync_slot.generation]
+        prompt.cpu_layers |= {index // len(GROUPS) for index, _ in done}
+        prompt.cpu_lora_ms += sum(self._words.load(flags.spent_ns) for _, flags in done) / 1e6
+        late = worker_statuses(self._workers) if has_failed or len(done) < len(asked) else ()
+        self._release(chunk.row.adapter_slot, sync_slot, late)
         if failure is not None:
             prompt.done(failure)
         elif was_aborted or is_void:
@@ -338,38 +353,61 @@ class AssistedPrefills:
         self._workers.keep_awake(in_flight)
         self._workers.watch(in_flight)
 
-    def warm_up(self, settle: Callable[[], None]) -> None:
-        """Runs every kernel of the lane once in each of its forms, in every layer, with hand-offs that are already
-        aborted. `settle` waits for the lane."""
-        sync_slot = self._sync_slots.acquire()
-        assert sync_slot is not None, "no chunk is in flight yet"
-        self._words.store(sync_slot.status, sync_slot.generation)
+    def warm_up(self, advance: Callable[[], None]) -> None:
+        """Runs every kernel of the lane once in each of its forms, in every layer, and captures the graphs. No work
+        order asks a worker. Calls `advance` once, and after each graph."""
         stream = self._timelines.streams[Lane.ASSIST]
         self._ring.send(self._batch.words.data_ptr(), self._host.empty())
-        sources, groups = [LoraSource.WORKERS] * self._spec.layers, [range(len(GROUPS))] * self._spec.layers
-        chunk = AssistedChunk(0, sync_slot, sources, groups, self._images.ready_words(0), 1)
-        self._send_orders(list(self._writer.write_without_workers(chunk)))
         self._ring.flush()
         for tokens in (2, 16, ASSISTED_CHUNK_TOKENS):
-            steps = self._decoder.make_pass(PassShape(tokens, 0, 1, 1, 1, False, 0), hand_offs=self._hand_offs(chunk))
-            for _ in self._lane.issue(lambda stream: None, steps, chunk, NOTHING):
-                pass
-            settle()
-        self._driver.fill(self._flags.data_ptr(), self._flags.nbytes, stream)
-        settle()
-        self._sync_slots.release(sync_slot)
-        self._workers.keep_awake(False)
+            shape = PassShape(tokens, 0, 1, 1, 1, has_items=False, context=0)
+            issue_pass(self._decoder.make_pass(shape, hand_offs=self._hand_offs), stream, self._spec.layers)
+        self._timelines.settle(Lane.ASSIST)
+        advance()
+        self.graphs.capture_all(stream, lambda: self._timelines.settle(Lane.ASSIST), advance)
+
+    def time_hand_offs(self, slot: int, tokens: int) -> RoundTrip | None:
+        """Times hand-offs of q, k and v of all layers to one worker, one after another, with the kernels, words and
+        memory of serving, and returns their mean. The adapter in `slot` must be loaded; the device treats its layers as
+        missing. Returns None if a prompt is open, no worker is idle, or one fails."""
+        statuses = [status for status in worker_statuses(self._workers) if status.incarnation and status.is_idle][:1]
+        self._sync_slots.reclaim(worker_statuses(self._workers))
+        if self.is_open or not statuses or (sync_slot := self._sync_slots.acquire()) is None:
+            return None
+        bound, layers = self._images.bound[slot], range(self._spec.layers)
+        missing = successor(bound.generation)  # the ready words do not have this value
+        workers, groups = [LoraSource.WORKERS] * len(layers), [QKV_ALONE] * len(layers)
+        chunk = AssistedChunk(slot, sync_slot, workers, groups, self._images.ready_words(slot), missing)
+        orders = self._writer.write(chunk, bound.adapter, tokens, statuses, lambda rank: tokens)
+        self._ring.send(self._hand_offs.flags.data_ptr(), np.zeros(2, np.int32))
+        self._send_orders(orders, QKV_ALONE)
+        self._ring.flush()
+        shape = PassShape(tokens, 0, 1, 0, 1, has_items=False, context=0, groups=QKV_ALONE)
+        steps, stream = self._decoder.make_pass(shape, hand_offs=self._hand_offs), self._timelines.streams[Lane.ASSIST]
+        self._timelines.settle(Lane.ASSIST)
+        self._watch_workers(True)
+        self._watchdog.watch(sync_slot, {index: _PATIENCE_S for _, _, index, _ in chunk.hand_offs()})
+        started_s = time.perf_counter()
+        for layer in layers:
+            steps.publish(layer, QKV, stream)
+            steps.add_handed_off(layer, QKV, stream)
+        self._timelines.settle(Lane.ASSIST)
+        spent_s = time.perf_counter() - started_s
+        self._watchdog.unwatch(sync_slot)
+        flags = [entry for _, _, _, entry in chunk.hand_offs()]
+        is_done = all(self._words.load(entry.y_flag) == sync_slot.generation for entry in flags)
+        compute_s = sum(self._words.load(entry.spent_ns) for entry in flags) / 1e9
+        self._sync_slots.release(sync_slot, () if is_done else worker_statuses(self._workers))
+        self._watch_workers(False)
+        return RoundTrip(spent_s / len(layers), compute_s / len(layers)) if is_done else None
 
     # --- what a chunk is made of ---
 
-    def _send_orders(self, orders: Sequence[WorkOrder]) -> None:
-        """Sends the work orders of a chunk side by side; those between them belong to no hand-off of it."""
-        if orders:
-            first = orders[0].index
-            words = np.zeros((orders[-1].index + 1 - first, self._order_words), np.int64)
-            for order in orders:
-                words[order.index - first, : len(order.words)] = order.words
-            self._ring.send(self._orders[first].data_ptr(), words)
+    def _send_orders(self, orders: ChunkOrders, groups: Collection[int]) -> None:
+        """Sends the work orders of the module groups that a pass has. Those of others stay as an earlier chunk left
+        them."""
+        if groups:
+            self._ring.send(self._hand_offs.orders.data_ptr(), orders.words[: max(groups) + 1])
 
     def _sources(
         self, bound: BoundAdapter, slot: int, tokens: int, statuses: Sequence[WorkerStatus]
@@ -395,18 +433,3 @@ class AssistedPrefills:
 
     def _hand_off_s(self, row: ScheduledRow, bound: BoundAdapter) -> float:
         return self.predictions.hand_off_s(row.count, bound.stored.rank)
-
-    def _hand_offs(self, chunk: AssistedChunk) -> ChunkHandOffs:
-        buffers: HandOffBuffers = self._buffers[chunk.sync_slot.offset]
-        indices = range(self._spec.layers * len(GROUPS))
-        base, size = self._orders.data_ptr(), 8 * self._order_words
-        return ChunkHandOffs(
-            slot=chunk.slot,
-            gate=self._gate,
-            orders=[base + size * index for index in indices],
-            host_x=[self._memory.device_base + buffers.x] * len(indices),
-            host_strides=[x_stride(self._spec, index % len(GROUPS)) for index in indices],
-            asked=self._asked.data_ptr(),
-            counter=self._flags[0].data_ptr(),
-            errors=self._flags[1].data_ptr(),
-        )

@@ -2,20 +2,22 @@
 
 The device runs through all layers of a chunk without the host. So every hand-off of a chunk (a layer's group of modules
 that read the same x) has words of its own, and a chunk has a *sync slot* with the words of all its hand-offs. They are
-in host memory, each on a cache line of its own:
+in host memory, each writer's on a cache line of its own:
 
-    status   watchdog              the generation of the chunk that was aborted
-    x_flag   device                the chunk's generation, after x
-    y_flag   last worker to finish the chunk's generation, after y (a completion counter of cpu/handoff.py)
-             device                the same, when no worker is asked, for example because the layer has arrived: the
-                                   wait falls through, and the kernels after it decide what to add
-             watchdog              the same, after `status`: nothing is to be added
+    status   watchdog              the generation of the chunk that was aborted: the device asks no more workers, and
+                                   its waits end
+    x_flag   device                the chunk's generation, after x: the watchdog times the workers from here on
+    left     device                the same, when it goes on without the workers that it asked, as the layer has arrived
+    y_flag   last worker to finish the chunk's generation, after y (a completion counter of cpu/handoff.py): the
+                                   watchdog looks at the next hand-off
+             device                the same, when workers that the work order names are not asked, for example because
+                                   the layer has arrived
 
 All writers of a y_flag write the same value, so a late write changes nothing while the sync slot, its x and its y are
-not reused. They are reused only after every worker that may write late was seen idle or dead. For that to be enough, a
-worker that finds an x_flag first marks itself busy, and then begins only if `status` is not the generation. The kernel
-that adds y reads `status` after the wait: an aborted chunk adds nothing from there on, and its request computes the
-prompt again without CPU workers.
+not reused. They are reused only after every worker that may write late was seen idle or dead. That is enough because a
+worker is busy from its request to its last write, and the device asks none after the chunk. A wait that finds `status`
+set adds nothing, nor do later ones, unless the workers were faster or the weights have arrived; the request then
+computes the prompt again without CPU workers.
 """
 
 import threading
@@ -58,6 +60,11 @@ class HandOffFlags:
 
     x_flag: int
     y_flag: int
+
+    @property
+    def left(self) -> int:
+        """Offset of the word that is set when the device goes on without the workers; `handoff.cu` has it, too."""
+        return self.x_flag + 8
 
     @property
     def spent_ns(self) -> int:
@@ -109,16 +116,17 @@ class SyncSlotPool:
             return None
         sync_slot = self._free.pop(0)
         # Generations wrap: a word that was not written for 2^31 generations would compare as ahead of the next one.
-        for word in (sync_slot.status, *(flag for flags in sync_slot.flags for flag in (flags.x_flag, flags.y_flag))):
-            self._words.store(word, sync_slot.generation)
+        self._words.store(sync_slot.status, sync_slot.generation)
         for flags in sync_slot.flags:
+            for word in (flags.x_flag, flags.left, flags.y_flag):
+                self._words.store(word, sync_slot.generation)
             self._words.store(flags.spent_ns, 0)
         sync_slot.generation = successor(sync_slot.generation)
         return sync_slot
 
     def release(self, sync_slot: SyncSlot, workers: Sequence[WorkerStatus] = ()) -> None:
-        """Returns a sync slot once the device has finished the chunk. `workers`: all of them, if the chunk was aborted:
-        a busy one may still write to the slot, so it is free only when that worker is idle or dead."""
+        """Returns a sync slot once the device has finished the chunk. `workers`: all of them, if the device did not
+        wait for one: a busy one may still write to the slot, so it is free only when that worker is idle or dead."""
         late = _busy(workers)
         if late:
             self._quarantine.append((sync_slot, late))
@@ -182,10 +190,8 @@ class Watchdog:
                 self.abort(watched.sync_slot)
 
     def abort(self, sync_slot: SyncSlot) -> None:
-        """Releases all remaining waits of a chunk; nothing more is added to its outputs."""
+        """Ends all remaining waits of a chunk; nothing more of workers is added to its outputs."""
         self._words.store(sync_slot.status, sync_slot.generation)
-        for flags in sync_slot.flags:
-            self._words.store(flags.y_flag, sync_slot.generation)
 
     def _is_overdue(self, watched: _Watched, now_s: float, alive: frozenset[tuple[int, int]]) -> bool:
         waiting = self._waiting(watched)
@@ -199,10 +205,11 @@ class Watchdog:
         return not alive or now_s >= watched.until_s
 
     def _waiting(self, watched: _Watched) -> int | None:
-        """Returns the index of the hand-off that has x but not y, or None."""
+        """Returns the index of the hand-off whose workers the device waits for, or None."""
+        generation = watched.sync_slot.generation
         for index in watched.expected_s:
-            flags, generation = watched.sync_slot.flags[index], watched.sync_slot.generation
-            if has_reached(self._words.load(flags.y_flag), generation):
+            flags = watched.sync_slot.flags[index]
+            if any(has_reached(self._words.load(word), generation) for word in (flags.y_flag, flags.left)):
                 continue
             return index if has_reached(self._words.load(flags.x_flag), generation) else None
         return None
@@ -238,6 +245,11 @@ class WatchdogThread:
         with self._lock:
             self._watchdog.watch(sync_slot, expected_s)
         self._needed.set()
+
+    def abort(self, sync_slot: SyncSlot) -> None:
+        """Ends all remaining waits of a chunk; see `Watchdog.abort`."""
+        with self._lock:
+            self._watchdog.abort(sync_slot)
 
     def unwatch(self, sync_slot: SyncSlot) -> bool:
         """Ends the watch of a chunk that the device has finished. Returns whether it was aborted."""

@@ -1,26 +1,32 @@
 """Writes the work orders of an assisted chunk: which worker gets which rows, and where x, deltas and weights are."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.core.lora_layout import GROUPS, HostAdapter, SiteSpan
-from caraserve.gpu.assist.handshake import HandOffFlags, WorkerStatus
+from caraserve.core.lora_layout import GROUPS, HostAdapter
+from caraserve.cpu.adapters import fill_entries
+from caraserve.cpu.structs import LORA_ENTRY
+from caraserve.gpu.assist.handshake import WorkerStatus
 from caraserve.gpu.assist.work_orders import (
-    HostModule,
+    HostModules,
+    Int64s,
     SharedInput,
     SyncAddresses,
     WorkerTask,
     delta_columns,
+    orders_without_workers,
     split_rows,
     work_order_bytes,
-    write_work_order,
+    work_orders,
 )
 from caraserve.gpu.forward.lanes import AssistedChunk
+from caraserve.gpu.memory.adapter_tables import GROUP_SITES
 from caraserve.gpu.memory.adapters import RegisteredMemory
 from caraserve.gpu.memory.host_memory import HostRegion, inputs_of, x_stride
+from caraserve.gpu.memory.link_queue import LoraSource
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES, ModelSpec
 
@@ -28,14 +34,22 @@ _WAIT_NS = 10_000_000_000  # for weights that are being copied, once no worker i
 
 
 @dataclass(frozen=True, slots=True)
-class WorkOrder:
-    """The work order of one hand-off. `tasks`: number of workers asked; `answer_bytes`: deltas that the device will
-    read."""
+class ChunkOrders:
+    """The work orders of a chunk. `words`: int64 [module groups, layers, words], zeros where the adapter has nothing;
+    `slices`: of all workers; `answer_bytes`: deltas that the device will read."""
 
-    index: int
-    words: NDArray[np.int64]
-    tasks: int
+    words: Int64s
+    slices: int
     answer_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows [first, first + rows) of a chunk, for one worker."""
+
+    worker: int
+    first: int
+    rows: int
 
 
 class WorkOrderWriter:
@@ -43,11 +57,12 @@ class WorkOrderWriter:
 
     def __init__(self, spec: ModelSpec, region: HostRegion, memory: RegisteredMemory, dtype: Dtype) -> None:
         """`dtype`: of x and deltas."""
-        self._dtype = dtype
-        self._spec, self._region, self._memory = spec, region, memory
+        self._spec, self._region, self._memory, self._dtype = spec, region, memory, dtype
         self._buffers = {buffers.sync_slot: buffers for buffers in region.hand_off_buffers}
-        self._numbers: dict[int, int] = {}  # by worker
+        self._outputs = [[spec.site_shape(site)[1] for site in group] for group in GROUPS]
+        self._numbers: dict[int, int] = {}  # by worker, of its last hand-off
         self._blocks = memory.on_device(int(region.blocks.ctypes.data))
+        self.order_words = work_order_bytes(max(1, len(region.blocks) // region.block_bytes)) // 8
 
     def write(
         self,
@@ -56,74 +71,78 @@ class WorkOrderWriter:
         tokens: int,
         statuses: Sequence[WorkerStatus],
         tokens_per_worker: Callable[[int], int],
-    ) -> list[WorkOrder]:
-        """Returns one work order for each hand-off of a chunk of `tokens` tokens."""
+    ) -> ChunkOrders:
+        """Returns the work orders of a chunk of `tokens` tokens. Idle workers are asked for the layers whose source
+        they are; the device waits for the weights of the others."""
         idle = [status.worker for status in statuses if status.incarnation is not None and status.is_idle]
         slices = split_rows(tokens, tokens_per_worker(adapter.spec.rank), max(1, len(idle)))
-        deltas, size = self._buffers[chunk.sync_slot.offset].deltas, self._dtype.itemsize
-        spans = {(span.layer, span.site): span for span in adapter.spec.spans}
-        written = []
-        for layer, group, index, flags in chunk.hand_offs():
-            modules = self._modules(adapter, spans, layer, group)
-            _, stride = delta_columns(modules)
-            tasks = [
-                self._task(worker, first, rows, deltas + size * stride * first)
-                for worker, (first, rows) in zip(idle, slices, strict=False)
-            ]
-            words = self._words(chunk, layer, group, flags, modules, tasks)
-            outputs = sum(module.outputs for module in modules if module.rank)
-            answered = sum(task.rows for task in tasks)
-            written.append(WorkOrder(index, words, len(tasks), size * answered * outputs))
-        return written
+        parts = [_Part(worker, *rows) for worker, rows in zip(idle, slices, strict=False)]
+        is_helped = np.array([source is LoraSource.WORKERS and bool(parts) for source in chunk.sources])
+        has_group = np.array([[group in groups for group in range(len(GROUPS))] for groups in chunk.groups])
+        by_workers = has_group & is_helped[:, None]  # [layers, groups]
+        numbers, entries = self._take_numbers(parts, by_workers), self._entries(adapter)
+        made = np.zeros((len(GROUPS), self._spec.layers, self.order_words), np.int64)
+        outputs = 0
+        for group in np.flatnonzero(has_group.any(0)).tolist():
+            waiting, helped = (np.flatnonzero(has_group[:, group] & (is_helped == is_so)) for is_so in (False, True))
+            if len(waiting):
+                addresses = self._addresses(chunk, group, waiting, with_flags=False)
+                made[group, waiting] = orders_without_workers(addresses, self.order_words)
+            if len(helped):
+                sites = slice(GROUP_SITES[group].start, GROUP_SITES[group].stop)
+                modules = HostModules(entries[helped, sites], self._outputs[group])
+                addresses = self._addresses(chunk, group, helped, with_flags=True)
+                tasks, region = self._tasks(chunk, group, parts), self._input(chunk, group)
+                made[group, helped] = work_orders(
+                    tasks, numbers[helped, group], modules, region, addresses, self.order_words
+                )
+                outputs += int(((modules.entries["rank"] > 0) @ np.array(modules.outputs)).sum())
+        answered = self._dtype.itemsize * sum(part.rows for part in parts) * outputs
+        return ChunkOrders(made, len(parts) * int(by_workers.sum()), answered)
 
-    def write_without_workers(self, chunk: AssistedChunk) -> Iterator[WorkOrder]:
-        """Yields work orders that ask no worker; for warm-up."""
-        for layer, group, index, flags in chunk.hand_offs():
-            modules = [HostModule(self._spec.site_shape(site)[1]) for site in GROUPS[group]]
-            yield WorkOrder(index, self._words(chunk, layer, group, flags, modules, []), 0, 0)
+    def _take_numbers(self, parts: Sequence[_Part], by_workers: NDArray[np.bool_]) -> Int64s:
+        """Returns the workers' next numbers, int64 [layers, groups, parts], which rise in the device's order."""
+        ordinal = np.cumsum(by_workers.ravel()).reshape(by_workers.shape)
+        last = np.array([self._numbers.get(part.worker, 0) for part in parts], np.int64)
+        for part, number in zip(parts, last.tolist(), strict=True):
+            self._numbers[part.worker] = number + int(by_workers.sum())
+        return last + ordinal[:, :, None]
 
-    def _words(
-        self,
-        chunk: AssistedChunk,
-        layer: int,
-        group: int,
-        flags: HandOffFlags,
-        modules: Sequence[HostModule],
-        tasks: Sequence[WorkerTask],
-    ) -> NDArray[np.int64]:
-        base, buffers = self._memory.device_base, self._buffers[chunk.sync_slot.offset]
-        addresses = SyncAddresses(
+    def _entries(self, adapter: HostAdapter) -> NDArray[np.void]:
+        """Returns the adapter's modules in host memory, LORA_ENTRY [layers, sites]."""
+        entries = np.zeros((self._spec.layers, len(SITES)), LORA_ENTRY)
+        fill_entries(entries, adapter.spec, self._region.region.offset(int(adapter.data.ctypes.data)))
+        return entries
+
+    def _addresses(
+        self, chunk: AssistedChunk, group: int, layers: NDArray[np.intp], *, with_flags: bool
+    ) -> SyncAddresses:
+        base, slot = self._memory.device_base, chunk.sync_slot
+        flags = [slot.flags[layer * len(GROUPS) + group] for layer in layers.tolist()]
+        x_flags, y_flags = (
+            np.array([base + at if with_flags else 0 for at in offsets], np.int64)
+            for offsets in ([each.x_flag for each in flags], [each.y_flag for each in flags])
+        )
+        return SyncAddresses(
             deadline_ns=_WAIT_NS,
-            ready=chunk.ready[layer],
+            ready=np.array(chunk.ready, np.int64)[layers],
             ready_generation=chunk.ready_generation,
-            status=base + chunk.sync_slot.status,
-            generation=chunk.sync_slot.generation,
-            x_flag=base + flags.x_flag,
-            y_flag=base + flags.y_flag,
+            status=base + slot.status,
+            generation=slot.generation,
+            x_flags=x_flags,
+            y_flags=y_flags,
         )
-        words = np.zeros(work_order_bytes(len(tasks)) // 8, np.int64)
-        where = SharedInput(
-            base, buffers.x, x_stride(self._spec, group), inputs_of(self._spec, group), self._dtype, buffers.wide_x
-        )
-        write_work_order(words, tasks, modules, where, addresses)
-        return words
 
-    def _task(self, worker: int, first: int, rows: int, deltas: int) -> WorkerTask:
-        number = self._numbers[worker] = self._numbers.get(worker, 0) + 1
-        block = self._blocks + worker * self._region.block_bytes
-        return WorkerTask(worker, block, number, first, rows, deltas)
+    def _tasks(self, chunk: AssistedChunk, group: int, parts: Sequence[_Part]) -> list[WorkerTask]:
+        area, (_, stride) = self._buffers[chunk.sync_slot.offset].deltas, delta_columns(self._outputs[group])
+        row_bytes = self._dtype.itemsize * stride
+        tasks = []
+        for part in parts:
+            block = self._blocks + part.worker * self._region.block_bytes
+            tasks.append(WorkerTask(part.worker, block, part.first, part.rows, area + row_bytes * part.first))
+        return tasks
 
-    def _modules(
-        self, adapter: HostAdapter, spans: Mapping[tuple[int, int], SiteSpan], layer: int, group: int
-    ) -> list[HostModule]:
-        """The modules of a group in host memory, where workers read them."""
-        base = self._region.region.offset(int(adapter.data.ctypes.data))
-        modules = []
-        for site in GROUPS[group]:
-            outputs = self._spec.site_shape(site)[1]
-            if (span := spans.get((layer, SITES.index(site)))) is None:
-                modules.append(HostModule(outputs))
-            else:
-                a, b = base + span.a_offset, base + span.b_offset
-                modules.append(HostModule(outputs, span.padded_rank, adapter.spec.dtype, span.scale, a, b))
-        return modules
+    def _input(self, chunk: AssistedChunk, group: int) -> SharedInput:
+        buffers, spec = self._buffers[chunk.sync_slot.offset], self._spec
+        base, stride, inputs = self._memory.device_base, x_stride(spec, group), inputs_of(spec, group)
+        return SharedInput(base, buffers.x, stride, inputs, self._dtype, buffers.wide_x)

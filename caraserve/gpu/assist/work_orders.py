@@ -1,7 +1,8 @@
-"""The bytes of a work order: what each CPU worker computes in a hand-off, and the words to signal with.
+"""The bytes of work orders: what each CPU worker computes in a hand-off, and the words to signal with.
 
-A work order is written before the chunk is launched and read by the kernels of handoff.cu, which decide whether the
-workers are asked. The words of a worker's slice are those of cpu/handoff.py.
+Work orders are written before the chunk is launched and read by the kernels of handoff.cu, which decide whether the
+workers are asked. The words of a worker's slice are those of cpu/handoff.py. The hand-offs of one module group in many
+layers are written at once: they differ in their words and weights only, and a chunk has more than a hundred.
 """
 
 from collections.abc import Sequence
@@ -17,23 +18,24 @@ from caraserve.cpu.structs import LORA_ENTRY
 from caraserve.model.dtype import Dtype
 from caraserve.util.units import align_up, ceil_div
 
+Int64s = NDArray[np.int64]
+
 # Words of a work order and of a task, as `struct WorkOrder` and `struct WorkerTask` in handoff.cu.
 _HEAD_WORDS, _TASK_HEAD_WORDS = 12, 7
 _SLICE_WORDS = handoff.SLICE_BYTES // 8
 _TASK_WORDS = _TASK_HEAD_WORDS + _SLICE_WORDS
+_ENTRY_WORDS, _SITE_WORDS = LORA_ENTRY.itemsize // 8, handoff.SITE_BYTES // 8
 MAX_TASKS = 256  # threads of the block that publishes them
 
 
 @dataclass(frozen=True, slots=True)
-class HostModule:
-    """One module of a layer in host memory. Rank 0: the adapter does not have it. `a`, `b`: offsets into the region."""
+class HostModules:
+    """The modules of one group in host memory, where workers read them. `entries`: LORA_ENTRY [hand-offs, modules],
+    whose A and B are offsets into the region; rank 0: the adapter does not have the module. `outputs`: of each
+    module."""
 
-    outputs: int
-    rank: int = 0  # padded
-    dtype: Dtype = Dtype.F32
-    scale: float = 1.0
-    a: int = 0
-    b: int = 0
+    entries: NDArray[np.void]
+    outputs: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,6 @@ class WorkerTask:
 
     worker: int
     block: int  # device address of its words
-    number: int  # counts this worker's hand-offs
     first: int
     rows: int
     deltas: int  # offset of its result area in the region
@@ -63,15 +64,15 @@ class SharedInput:
 
 @dataclass(frozen=True, slots=True)
 class SyncAddresses:
-    """Device addresses of a hand-off's words, and the values that are written there."""
+    """Device addresses of hand-offs' words, and the values that are written there. Arrays: int64 [hand-offs]."""
 
     deadline_ns: int  # of the wait kernel, from its start
-    ready: int  # word that is set to `ready_generation` once the layer's weights are on the device
+    ready: Int64s  # words that are set to `ready_generation` once the layer's weights are on the device
     ready_generation: int
     status: int  # word that is set to `generation` when the chunk is aborted
     generation: int
-    x_flag: int = 0  # set to `generation` after x; 0: not used
-    y_flag: int = 0  # completion counter, set to `generation` after the last slice; 0: not used
+    x_flags: Int64s  # set to `generation` after x; 0: not used
+    y_flags: Int64s  # completion counters, set to `generation` after the last slice; 0: not used
 
 
 def work_order_bytes(tasks: int) -> int:
@@ -79,9 +80,10 @@ def work_order_bytes(tasks: int) -> int:
     return 8 * (_HEAD_WORDS + tasks * _TASK_WORDS)
 
 
-def delta_columns(modules: Sequence[HostModule]) -> tuple[tuple[int, ...], int]:
-    """Returns the first column of each module in a row of deltas, and the row's length, in numbers."""
-    ends = np.cumsum([align_up(module.outputs, PANEL) for module in modules]).tolist()
+def delta_columns(outputs: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Returns the first column of each module in a row of deltas, and the row's length, in numbers. `outputs`: of each
+    module."""
+    ends = np.cumsum([align_up(width, PANEL) for width in outputs]).tolist()
     return (0, *ends[:-1]), ends[-1]
 
 
@@ -92,59 +94,72 @@ def split_rows(tokens: int, most: int, workers: int) -> list[tuple[int, int]]:
     return [(first, end - first) for first, end in pairwise(edges)]
 
 
-def write_work_order(
-    into: NDArray[np.int64],
+def orders_without_workers(addresses: SyncAddresses, words: int) -> Int64s:
+    """Returns int64 [hand-offs, words]: work orders without workers, so that the device waits for the layer's
+    weights."""
+    orders = np.zeros((len(addresses.ready), words), np.int64)
+    _write_heads(orders, (), addresses)
+    return orders
+
+
+def work_orders(
     tasks: Sequence[WorkerTask],
-    modules: Sequence[HostModule],
+    numbers: Int64s,
+    modules: HostModules,
     region: SharedInput,
     addresses: SyncAddresses,
-) -> None:
-    """Fills `into`, int64 of at least `work_order_bytes`. The tasks' rows must be contiguous and in order."""
-    if len(tasks) > MAX_TASKS or not 0 < len(modules) <= handoff.MOST_SITES:
+    words: int,
+) -> Int64s:
+    """Returns int64 [hand-offs, words]: work orders for the same workers and rows. `numbers`: int64 [hand-offs, tasks],
+    which count each worker's hand-offs; `words`: at least `work_order_bytes` / 8. The tasks' rows must be contiguous
+    and in order."""
+    if not 0 < len(tasks) <= MAX_TASKS or not 0 < len(modules.outputs) <= handoff.MOST_SITES:
         raise AssertionError("a hand-off has up to three modules and one slice for each worker")
-    rows = sum(task.rows for task in tasks)
-    head = (
-        len(tasks),
-        tasks[0].first if tasks else 0,
-        rows,
-        addresses.deadline_ns,
-        addresses.ready,
-        addresses.ready_generation,
-    )
-    into[:_HEAD_WORDS] = 0
-    into[: len(head) + 4] = (*head, addresses.status, addresses.generation, addresses.x_flag, addresses.y_flag)
-    counter = addresses.y_flag - region.device_base if addresses.y_flag else 0
-    adapted = sum(1 << index for index, module in enumerate(modules) if module.rank)
-    shared = _slice(modules, region, counter)
+    orders = np.zeros((len(addresses.ready), words), np.int64)
+    _write_heads(orders, tasks, addresses)
+    orders[:, 10] = region.device_base + region.x
+    adapted = (modules.entries["rank"] > 0) @ (1 << np.arange(len(modules.outputs)))  # a bit of each module
+    shared = _slices(modules, region, addresses)
     row_bytes = region.dtype.itemsize * region.x_stride
     for index, task in enumerate(tasks):
-        words = into[_HEAD_WORDS + index * _TASK_WORDS :][:_TASK_WORDS]
-        deltas = region.device_base + task.deltas
-        words[:_TASK_HEAD_WORDS] = (task.block, task.number, task.worker, task.first, task.rows, deltas, adapted)
-        words[_TASK_HEAD_WORDS:] = shared
-        own = words[_TASK_HEAD_WORDS:]
-        own[handoff.SLICE_X] = region.x + row_bytes * task.first
-        own[handoff.SLICE_ROWS], own[handoff.SLICE_Y] = task.rows, task.deltas
-        own[handoff.SLICE_WIDE_X] = region.wide_x + 4 * region.x_stride * task.first
+        first = _HEAD_WORDS + index * _TASK_WORDS
+        own, head = orders[:, first + _TASK_HEAD_WORDS : first + _TASK_WORDS], orders[:, first:]
+        head[:, 0], head[:, 1], head[:, 2] = task.block, numbers[:, index], task.worker
+        head[:, 3], head[:, 4], head[:, 5] = task.first, task.rows, region.device_base + task.deltas
+        head[:, 6] = adapted
+        own[:] = shared
+        own[:, handoff.SLICE_X] = region.x + row_bytes * task.first
+        own[:, handoff.SLICE_ROWS], own[:, handoff.SLICE_Y] = task.rows, task.deltas
+        own[:, handoff.SLICE_WIDE_X] = region.wide_x + 4 * region.x_stride * task.first
+    return orders
 
 
-def _slice(modules: Sequence[HostModule], region: SharedInput, counter: int) -> NDArray[np.int64]:
-    """Returns the words of a slice that are the same for all workers of a hand-off; 0: the others."""
-    columns, stride = delta_columns(modules)
-    size = region.dtype.itemsize
-    words = np.zeros(_SLICE_WORDS, np.int64)
-    words[handoff.SLICE_X_STRIDE], words[handoff.SLICE_Y_STRIDE] = size * region.x_stride, size * stride
-    words[handoff.SLICE_K], words[handoff.SLICE_COUNTER] = region.inputs, counter
-    words[handoff.SLICE_DTYPE] = region.dtype.value
-    adapted = [(module, column) for module, column in zip(modules, columns, strict=True) if module.rank]
-    words[handoff.SLICE_SITES] = len(adapted)
-    for index, (module, column) in enumerate(adapted):
-        at = (handoff.SLICE_HEAD_BYTES + index * handoff.SITE_BYTES) // 8
-        site = words[at : at + handoff.SITE_BYTES // 8]
-        entry = np.zeros(1, LORA_ENTRY)
-        entry["a"], entry["b"], entry["rank"] = module.a, module.b, module.rank
-        entry["dtype"], entry["scale"] = module.dtype.value, module.scale
-        site[: LORA_ENTRY.itemsize // 8] = entry.view(np.int64)
-        site[handoff.SITE_PANELS] = align_up(module.outputs, PANEL) // PANEL
-        site[handoff.SITE_COLUMN_BYTES] = size * column
+def _write_heads(orders: Int64s, tasks: Sequence[WorkerTask], addresses: SyncAddresses) -> None:
+    first, rows = tasks[0].first if tasks else 0, sum(task.rows for task in tasks)
+    orders[:, :4] = len(tasks), first, rows, addresses.deadline_ns
+    orders[:, 4], orders[:, 5] = addresses.ready, addresses.ready_generation
+    orders[:, 6], orders[:, 7] = addresses.status, addresses.generation
+    orders[:, 8], orders[:, 9] = addresses.x_flags, addresses.y_flags
+
+
+def _slices(modules: HostModules, region: SharedInput, addresses: SyncAddresses) -> Int64s:
+    """Returns the words of a slice that are the same for all workers of a hand-off, int64 [hand-offs, words]; 0: the
+    others."""
+    columns, stride = delta_columns(modules.outputs)
+    size, y_flags = region.dtype.itemsize, addresses.y_flags
+    words = np.zeros((len(y_flags), _SLICE_WORDS), np.int64)
+    words[:, handoff.SLICE_X_STRIDE], words[:, handoff.SLICE_Y_STRIDE] = size * region.x_stride, size * stride
+    words[:, handoff.SLICE_K], words[:, handoff.SLICE_DTYPE] = region.inputs, region.dtype.value
+    words[:, handoff.SLICE_COUNTER] = np.where(y_flags == 0, 0, y_flags - region.device_base)
+    has_module = modules.entries["rank"] > 0  # [hand-offs, modules]
+    words[:, handoff.SLICE_SITES] = has_module.sum(1)
+    hand_off, module = np.nonzero(has_module)
+    place = (np.cumsum(has_module, 1) - 1)[hand_off, module]  # only modules that the adapter has are listed
+    sites = words[:, handoff.SLICE_HEAD_BYTES // 8 :].reshape(len(words), handoff.MOST_SITES, _SITE_WORDS)
+    entries = np.ascontiguousarray(modules.entries).view(np.int64).reshape(*has_module.shape, _ENTRY_WORDS)
+    panels = np.array([align_up(width, PANEL) // PANEL for width in modules.outputs])
+    sites[hand_off, place, :_ENTRY_WORDS] = entries[hand_off, module]
+    sites[hand_off, place, handoff.SITE_PANELS] = panels[module]
+    sites[hand_off, place, handoff.SITE_COLUMN_BYTES] = size * np.array(columns)[module]
+    words[:, handoff.SLICE_HEAD_BYTES // 8 :] = sites.reshape(len(words), -1)
     return words

@@ -57,6 +57,9 @@ class Driver(Protocol):
     def create_stream(self, priority: int) -> Stream:
         """Creates a stream. Of two streams with work, the device prefers the one with the lower priority number."""
 
+    def destroy_stream(self, stream: Stream) -> None:
+        """Destroys a stream on which everything has run."""
+
     def create_event(self) -> Event: ...
 
     def record(self, event: Event, stream: Stream) -> None:

@@ -126,6 +126,10 @@ class CudaDriver:
     def create_stream(self, priority: int) -> Stream:
         return Stream(self._number("cuStreamCreateWithPriority", libcuda.STREAM_NON_BLOCKING, priority))
 
+    def destroy_stream(self, stream: Stream) -> None:
+        self._call("cuStreamDestroy_v2", stream)
+        self._queues.by_stream.pop(stream, None)
+
     def create_event(self) -> Event:
         """Creates an event on which `synchronize` sleeps instead of spinning."""
         return Event(self._number("cuEventCreate", libcuda.EVENT_BLOCKING_SYNC | libcuda.EVENT_DISABLE_TIMING))

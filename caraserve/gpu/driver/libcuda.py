@@ -98,6 +98,7 @@ _PROTOTYPES: dict[str, tuple[type, ...]] = {
     "cuMemsetD8Async": (_Address, c_ubyte, c_size_t, _Handle),
     "cuMemsetD32Async": (_Address, c_uint, c_size_t, _Handle),
     "cuStreamCreateWithPriority": (POINTER(_Handle), c_uint, c_int),
+    "cuStreamDestroy_v2": (_Handle,),
     "cuStreamWaitEvent": (_Handle, _Handle, c_uint),
     "cuStreamWaitValue32_v2": (_Handle, _Address, c_uint32, c_uint),
     "cuStreamWriteValue32_v2": (_Handle, _Address, c_uint32, c_uint),

@@ -19,13 +19,14 @@ from caraserve.core.lora_layout import MAX_RANK
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.shared_memory import PAGE_BYTES
 from caraserve.errors import ConfigError
+from caraserve.gpu.assist import chunk_graphs
 from caraserve.gpu.assist.assisted_prefill import AssistedPrefills, AssistResources
 from caraserve.gpu.assist.handshake import WatchdogThread
 from caraserve.gpu.driver.api import Driver, DriverError
 from caraserve.gpu.driver.streams import NOTHING, Lane, Timelines
 from caraserve.gpu.forward.batch import BatchWriter, Capacity, DeviceBatch, make_batch, result_bytes
 from caraserve.gpu.forward.decoder import Decoder, issue_pass
-from caraserve.gpu.forward.graphs import Bucket, CapturedGraphs, GraphSet
+from caraserve.gpu.forward.graphs import NODE_BYTES, Bucket, CapturedGraphs, GraphSet
 from caraserve.gpu.forward.iteration import IterationRunner, LaneResources, PassSelector
 from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS
 from caraserve.gpu.forward.warm_up import issue_products, product_rows, warm_up_shapes
@@ -54,8 +55,8 @@ log = logging.getLogger(__name__)
 _RING_BYTES, _ASSIST_RING_BYTES = 64 << 20, 32 << 20
 _ITERATIONS_AHEAD = 3
 _UNKNOWN_LINK_BYTES_PER_S = 12e9  # assumed until it is measured
-_NODE_BYTES = 8 << 10  # device memory per captured kernel
 _NODES_PER_LAYER = 20
+_CHUNKS_SHARE = 0.25  # most of the graphs' memory for assisted chunks
 _FIRST_KV_SHARE = 0.25  # initial share of the pool; KV grows when requests need more
 
 
@@ -126,7 +127,8 @@ class BackendParts:
     def warm_up_steps(self) -> int:
         """Number of times `warm_up` calls `advance`."""
         shapes = warm_up_shapes(self.lanes[0].capacity, self.limits.max_context)
-        return len(shapes) + 1 + (self.limits.assisted_batches > 0) + self.captured_graphs.count
+        assisted = 1 + self.assisted.graphs.count if self.limits.assisted_batches else 0
+        return len(shapes) + 1 + assisted + self.captured_graphs.count
 
     def warm_up(self, advance: Callable[[], None]) -> None:
         """Runs every kernel once in each of its forms, then captures the graphs; on the launching thread."""
@@ -140,11 +142,11 @@ class BackendParts:
             advance()
         for rows in product_rows(lane.capacity.tokens):
             issue_products(lane.decoder, rows, stream)
+        self.pass_selector.warm_up()
         timelines.settle(Lane.COMPUTE)
         advance()
         if self.limits.assisted_batches:
-            self.assisted.warm_up(lambda: timelines.settle(Lane.ASSIST))
-            advance()
+            self.assisted.warm_up(advance)
         self.captured_graphs.make_gates(self.device.device)
         self.device.synchronize()
         self.captured_graphs.capture_all(
@@ -239,8 +241,13 @@ def _build(
         )
     ]
     slots = RequestSlots(state, context.ring)
+    chunk_bytes = _chunk_graph_bytes(spec, sizes)
     graphs = GraphSet(
-        sizes.num_slots, sizes.max_step_tokens, sizes.graph_bytes, _expected_bytes(spec), merging=sizes.merging
+        sizes.num_slots,
+        sizes.max_step_tokens,
+        sizes.graph_bytes - chunk_bytes,
+        _expected_bytes(spec),
+        merging=sizes.merging,
     )
     captured_graphs = CapturedGraphs(driver, graphs, lanes[0].capacity, sizes.max_context, spec.layers)
     pass_selector = PassSelector(lanes[0].decoder, images, context, merged)
@@ -260,7 +267,7 @@ def _build(
         pass_selector=pass_selector,
         iterations=IterationRunner(context, lanes[0], images, slots, captured_graphs, pass_selector, spec, trace),
         assist_resources=assist_resources,
-        assisted=AssistedPrefills(context, lanes[1], images, slots, assist_resources, spec, wake),
+        assisted=AssistedPrefills(context, lanes[1], images, slots, assist_resources, spec, wake, chunk_bytes),
     )
     device.synchronize()  # memory was filled on torch's stream, for which not every lane waits
     return parts
@@ -280,7 +287,8 @@ def _lane_memory(
     spec: ModelSpec, weights: Weights, sizes: GpuSizes, capacity: Capacity, device: GpuDevice
 ) -> tuple[DeviceBatch, Workspace]:
     max_rank = sizes.padded_rank or MAX_RANK
-    workspace = make_workspace(spec, weights.dtype, capacity, max_rank, sizes.max_context, device.device)
+    sizes_of_rows = spec, weights.dtype, capacity, max_rank, sizes.max_context, device.device
+    workspace = make_workspace(*sizes_of_rows, quantizes_inputs=weights.quantizes_inputs)
     return make_batch(spec, capacity, max_rank, device.device), workspace
 
 
@@ -347,9 +355,15 @@ def _pool(limits: Limits) -> DevicePool:
 
 def _expected_bytes(spec: ModelSpec) -> Callable[[Bucket], int]:
     def expected(bucket: Bucket) -> int:
-        return spec.layers * _NODES_PER_LAYER * _NODE_BYTES
+        return spec.layers * _NODES_PER_LAYER * NODE_BYTES
 
     return expected
+
+
+def _chunk_graph_bytes(spec: ModelSpec, sizes: GpuSizes) -> int:
+    """Returns the part of the graphs' memory that those of assisted chunks get."""
+    expected = chunk_graphs.expected_bytes(spec.layers) if sizes.lora_cpus else 0
+    return expected if expected <= _CHUNKS_SHARE * sizes.graph_bytes else 0
 
 
 def _pool_bytes(driver: Driver, sizes: GpuSizes) -> int:

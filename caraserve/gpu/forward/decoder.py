@@ -4,16 +4,16 @@ No step allocates device memory or waits for the device, so a pass may be captur
 summed where it is normed: the o and down projections leave their result in `delta`, and the next norm adds it.
 """
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection
+from dataclasses import fields
 
 import numpy as np
 from torch import Tensor
 
 from caraserve.core.lora_layout import DOWN, GATE_UP, OUT, QKV
 from caraserve.gpu.driver.api import Driver, Stream
-from caraserve.gpu.forward.batch import ALL_GROUPS, DeviceBatch, PassShape
-from caraserve.gpu.forward.lora_pass import ChunkHandOffs, LoraLane, LoraPass
+from caraserve.gpu.forward.batch import DeviceBatch, PassShape
+from caraserve.gpu.forward.lora_pass import HandOffMemory, LoraLane, LoraPass
 from caraserve.gpu.kernels.attention import NO_WINDOW, attend_decode, attend_prefill
 from caraserve.gpu.kernels.cuda_launch import Kernels
 from caraserve.gpu.kernels.layers import embed, rms_norm, rotate_and_append, silu_mul
@@ -26,45 +26,18 @@ from caraserve.gpu.weights import Weights
 from caraserve.model.spec import ModelSpec
 
 
-@dataclass(frozen=True, slots=True)
-class HandOff:
-    """One hand-off of a layer's module group to CPU LoRA workers. All but `index` and generations are device addresses
-    of words."""
-
-    index: int  # index of its work order
-    x_flag: int
-    y_flag: int
-    status: int
-    generation: int
-    ready: int  # set to `ready_generation` once the layer's weights are on the device
-    ready_generation: int
-
-
-def decoder_layer(
-    steps: "DecoderPass",
-    layer: int,
-    stream: Stream,
-    adapted: Collection[int] = ALL_GROUPS,
-    hand_offs: Mapping[int, HandOff] | None = None,
-) -> None:
-    """Issues one decoder layer on `stream`, in the order of `decoder_layer` in cpu/forward.py.
-
-    `adapted`: module groups (indices of GROUPS) to which an adapter of the batch may add something. `hand_offs`: by
-    module group, those whose LoRA CPU workers may compute; the others use the weights on the device.
-    """
+def decoder_layer(steps: "DecoderPass", layer: int, stream: Stream) -> None:
+    """Issues one decoder layer on `stream`, in the order of `decoder_layer` in cpu/forward.py."""
 
     def linear(group: int) -> None:
         """Computes the base product of the modules that read one input, and their LoRA."""
-        hand_off = hand_offs.get(group) if hand_offs else None
-        if hand_off is None:
+        if group not in steps.handed_off:
             steps.project(layer, group, stream)
-            if group in adapted:
-                steps.add_lora(layer, group, stream)
+            steps.add_lora(layer, group, stream)
         else:
-            steps.publish(layer, group, hand_off, stream)
+            steps.publish(layer, group, stream)
             steps.project(layer, group, stream)  # the workers compute meanwhile
-            steps.await_workers(hand_off, stream)
-            steps.add_handed_off(layer, group, hand_off, stream)
+            steps.add_handed_off(layer, group, stream)
 
     steps.attention_norm(layer, stream)
     linear(QKV)
@@ -118,14 +91,14 @@ class Decoder:
         shape: PassShape,
         *,
         weights: Weights | None = None,
-        hand_offs: ChunkHandOffs | None = None,
+        hand_offs: HandOffMemory | None = None,
         masked: MaskedOutputs | None = None,
     ) -> "DecoderPass":
         """Returns the pass over the batch's first places; it leaves results in the batch.
 
-        `weights`: the base's with an adapter merged, over which there is no LoRA. `hand_offs`: the buffers of an
-        assisted chunk's hand-offs. `masked`: outputs whose tokens grammars limit; a graph leaves them to
-        `sample_masked`.
+        `weights`: the base's with an adapter merged, over which there is no LoRA. `hand_offs`: of an assisted chunk,
+        in which CPU workers may compute the LoRA of any layer. `masked`: outputs whose tokens grammars limit; a graph
+        leaves them to `sample_masked`.
         """
         return DecoderPass(self, shape, weights, hand_offs, masked)
 
@@ -160,7 +133,7 @@ class DecoderPass:
         decoder: Decoder,
         shape: PassShape,
         merged: Weights | None,
-        hand_offs: ChunkHandOffs | None,
+        hand_offs: HandOffMemory | None,
         masked: MaskedOutputs | None,
     ) -> None:
         self._decoder, self._shape, self._masked = decoder, shape, masked
@@ -168,6 +141,7 @@ class DecoderPass:
         self._lora: LoraPass | None = None
         if merged is None and shape.has_lora:
             self._lora = decoder.lora.pass_over(shape, hand_offs)
+        self.handed_off: Collection[int] = () if hand_offs is None else shape.groups
         batch, self._rows = decoder.batch, decoder.workspace.activations.first(shape.tokens)
         self._inputs, self._outputs = self._rows.inputs, self._rows.outputs
         self._queries = self._rows.qkv[:, : self._rows.attended.shape[1]]
@@ -185,30 +159,27 @@ class DecoderPass:
 
     def project(self, layer: int, group: int, stream: Stream) -> None:
         """Multiplies a module group's input by the base weights."""
-        linear = self._weights.layers[layer].linears[group]
-        self._run(stream, lambda: linear.apply(self._inputs[group], self._outputs[group]))
+        linear, rounded = self._weights.layers[layer].linears[group], self._decoder.workspace.rounded
+        self._run(stream, lambda: linear.apply(self._inputs[group], self._outputs[group], rounded))
 
     def add_lora(self, layer: int, group: int, stream: Stream) -> None:
         """Adds the LoRA of weights on the device to a module group's output."""
         if self._lora is not None:
             self._lora.add(layer, group, stream)
 
-    def publish(self, layer: int, group: int, hand_off: HandOff, stream: Stream) -> None:
+    def publish(self, layer: int, group: int, stream: Stream) -> None:
         """Decides, once for all blocks, who computes a module group's LoRA, by the layer's ready word.
 
-        If the weights have not arrived, copies x to the workers and then sets x_flag. If they have, or if a worker is
-        missing, sets y_flag.
+        If the weights have not arrived, copies x to the workers that the work order names and then sets x_flag. If they
+        have, or if a worker is missing, sets y_flag.
         """
-        self._assisted_lora().publish(group, hand_off.index, stream)
+        self._assisted_lora().publish(layer, group, stream)
 
-    def await_workers(self, hand_off: HandOff, stream: Stream) -> None:
-        """Makes the stream wait for y_flag, which occupies no multiprocessor."""
-        self._decoder.driver.wait_value(stream, hand_off.y_flag, hand_off.generation)
-
-    def add_handed_off(self, layer: int, group: int, hand_off: HandOff, stream: Stream) -> None:
-        """Adds the workers' result to a module group's output, or the LoRA of weights on the device, as `publish`
-        decided. Adds nothing if the chunk was aborted, and sets the pass's error word."""
-        self._assisted_lora().add_handed_off(layer, group, hand_off.index, stream)
+    def add_handed_off(self, layer: int, group: int, stream: Stream) -> None:
+        """Waits for the workers or the weights, whichever come first, and adds the workers' result to a module group's
+        output, or the LoRA of weights on the device. Adds nothing if the chunk was aborted, and sets the pass's error
+        word."""
+        self._assisted_lora().add_handed_off(layer, group, stream)
 
     def rotate_and_append(self, layer: int, stream: Stream) -> None:
         """Rotates queries and keys, and appends keys and values to the KV blocks."""

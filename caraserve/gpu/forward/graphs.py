@@ -30,7 +30,8 @@ _MIXED_SIZES = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 _MOST_PADDING, _MOST_PADDING_OF_LARGE = 4.0, 1.15
 _LARGE_TOKENS = 512
 
-_QKV = frozenset({QKV})  # most adapters have modules of this group alone
+QKV_ALONE = frozenset({QKV})  # most adapters have modules of this group alone
+NODE_BYTES = 8 << 10  # device memory per captured kernel, expected
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -81,7 +82,7 @@ def bucket_of(
         is_mixed=is_mixed,
         size=batch.num_tokens if is_mixed else len(batch.rows),
         lora=has_lora,
-        qkv_only=has_lora and _QKV.issuperset(groups),
+        qkv_only=has_lora and QKV_ALONE.issuperset(groups),
         gated=not merged and not slots.isdisjoint(arriving),
         merged=merged,
         crowded=has_lora and crowded and not is_mixed,
@@ -184,7 +185,7 @@ _PROMPTS, _SEGMENTED_ADAPTERS = 16, 16
 
 def shape_for(bucket: Bucket, capacity: Capacity, max_context: int) -> PassShape:
     """Returns the shape of the largest batch that a bucket takes."""
-    groups = _QKV if bucket.qkv_only else ALL_GROUPS
+    groups = QKV_ALONE if bucket.qkv_only else ALL_GROUPS
     if not bucket.is_mixed:
         segments = bucket.size // (MOST_ROWS + 1) if bucket.crowded else 0  # each has more rows than BGMV takes
         return PassShape(bucket.size, bucket.size, 0, bucket.size, segments, bucket.lora, max_context, groups)

@@ -56,6 +56,12 @@ class PassSelector:
         """Returns how often an adapter was merged into the base weights."""
         return 0 if self._merged is None else self._merged.merges
 
+    def warm_up(self) -> None:
+        """Loads the kernels that merge adapters; no adapter may be loaded yet."""
+        if self._merged is not None:
+            stream = self._context.timelines.streams[Lane.COMPUTE]
+            self._merged.warm_up(self._images.memory, self._context.driver, stream)
+
     def merge_adapter(self, batch: Batch) -> None:
         """Merges the adapter that the batch names as merged, in the compute lane's order."""
         if batch.merged is not None:

@@ -12,7 +12,7 @@ from caraserve.core.lora_layout import GROUPS
 from caraserve.gpu.assist.handshake import HandOffFlags, SyncSlot
 from caraserve.gpu.driver.api import WORD_VALUES, Driver, Graph, Stream, WordWait, WordWrite
 from caraserve.gpu.driver.streams import Lane, Marks, Timelines, at
-from caraserve.gpu.forward.decoder import DecoderPass, HandOff, decoder_layer, issue_pass
+from caraserve.gpu.forward.decoder import DecoderPass, decoder_layer, issue_pass
 from caraserve.gpu.memory.copier import AdapterCopier
 from caraserve.gpu.memory.link_queue import LoraSource
 from caraserve.gpu.memory.pool import Grant, Move
@@ -145,44 +145,36 @@ class AssistedChunk:
 
 
 class AssistLane:
-    """Launches chunks of assisted prefills, once their work orders are written and the watchdog watches them."""
+    """Launches chunks of assisted prefills, once the watchdog watches them."""
 
-    def __init__(self, driver: Driver, timelines: Timelines, copier: AdapterCopier, device_words: int) -> None:
-        """`device_words`: device address of the memory that sync slots are in."""
-        self._driver, self._timelines, self._copier, self._words = driver, timelines, copier, device_words
+    def __init__(self, driver: Driver, timelines: Timelines, copier: AdapterCopier, layers: int) -> None:
+        self._driver, self._timelines, self._copier, self._layers = driver, timelines, copier, layers
         self._stream = timelines.streams[Lane.ASSIST]
 
     def issue(
-        self, metadata: Callable[[Stream], None], steps: DecoderPass, chunk: AssistedChunk, after: Marks
+        self,
+        metadata: Callable[[Stream], None],
+        steps: DecoderPass,
+        captured: CapturedPass | None,
+        slot: int,
+        after: Marks,
     ) -> Generator[None, None, int]:
-        """Issues a chunk and returns its mark; arguments as those of `IterationLane.launch`. Yields after each layer,
-        so that more urgent work can be issued on other lanes. The pool must pin the adapter until the last step.
+        """Issues a chunk and returns its mark. `metadata` also sends the chunk's work orders; `captured` is the chunk's
+        pass without sampling, or None: it is launched kernel by kernel, and yields after each layer, so that more
+        urgent work can be issued on other lanes. `slot`: the adapter's; the pool must pin it until the last step.
 
-        The adapter's missing layers go to the copy lane first: this lane may wait for them, and the launching thread
-        may have to wait for this lane."""
-        self._copier.commit([chunk.slot], len(chunk.sources))
-        hand_offs: list[dict[int, HandOff]] = [{} for _ in chunk.sources]
-        for layer, group, index, flags in chunk.hand_offs():
-            hand_offs[layer][group] = self._hand_off(chunk, layer, index, flags)
+        The adapter's missing layers go to the copy lane first: the chunk's kernels may wait for them, and the launching
+        thread may have to wait for this lane."""
+        self._copier.commit([slot], self._layers)
         stream = self._stream
         self._timelines.wait(Lane.ASSIST, after)
         metadata(stream)
-        steps.embed(stream)
-        for layer, source in enumerate(chunk.sources):
-            if source is not LoraSource.WORKERS:
-                self._timelines.wait(Lane.ASSIST, self._copier.arrival_of_all([chunk.slot], layer))
-            decoder_layer(steps, layer, stream, chunk.groups[layer], hand_offs[layer])
-            yield
+        if captured is not None:
+            self._driver.launch_graph(captured.graph, stream)
+        else:
+            steps.embed(stream)
+            for layer in range(self._layers):
+                decoder_layer(steps, layer, stream)
+                yield
         steps.sample(stream)
         return self._timelines.mark(Lane.ASSIST)
-
-    def _hand_off(self, chunk: AssistedChunk, layer: int, index: int, flags: HandOffFlags) -> HandOff:
-        return HandOff(
-            index=index,
-            x_flag=self._words + flags.x_flag,
-            y_flag=self._words + flags.y_flag,
-            status=self._words + chunk.sync_slot.status,
-            generation=chunk.sync_slot.generation,
-            ready=chunk.ready[layer],
-            ready_generation=chunk.ready_generation,
-        )

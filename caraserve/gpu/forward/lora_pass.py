@@ -6,7 +6,9 @@ A batch may have rows of both kinds: each kind has its own rows of `part`, and b
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
+import torch
 from torch import Tensor
 
 from caraserve.core.lora_layout import GROUPS
@@ -27,25 +29,41 @@ _NUMBERS_PER_THREAD = 4
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkHandOffs:
-    """The buffers of one assisted chunk's hand-offs, as device addresses. Only entries of actual hand-offs are read.
+class HandOffMemory:
+    """The device memory of a lane's hand-offs. A chunk finds its work orders there; nothing else differs between two
+    chunks."""
 
-    `gate[slot]` holds the outcome of the current hand-off; the LoRA kernels compute only if it is 0.
-    """
+    orders: Tensor  # int64 [module groups, layers, words], as order_writer.py writes them
+    host_strides: Sequence[int]  # by module group: numbers between rows of x in host memory
+    outcome: Tensor  # int32 [1], of the hand-off in progress: the LoRA kernels compute only if it is 0
+    asked: Tensor  # int64 [workers]: the incarnation last asked
+    flags: Tensor  # int32 [2]: publish's counter, 0 between launches; errors, a bit is set when the chunk is aborted
 
-    slot: int
-    gate: Tensor  # int32 [adapter slots]
-    orders: Sequence[int]  # by HandOff.index: work orders, as order_writer.py writes them
-    host_x: Sequence[int]  # by index: rows of x for the workers
-    host_strides: Sequence[int]  # by index: numbers between rows
-    asked: int  # int64 [workers]: the incarnation last asked
-    counter: int  # uint32, 0 between launches
-    errors: int  # uint32: a bit is set when the chunk is aborted
+    @classmethod
+    def empty(cls, shape: tuple[int, int, int], workers: int, strides: Sequence[int], device: torch.device) -> Self:
+        """Allocates it. `shape`: of the work orders, which are zeros: the device computes, and finds no rank."""
+        return cls(
+            orders=torch.zeros(shape, dtype=torch.int64, device=device),
+            host_strides=strides,
+            outcome=torch.zeros(1, dtype=torch.int32, device=device),
+            asked=torch.zeros(max(1, workers), dtype=torch.int64, device=device),
+            flags=torch.zeros(2, dtype=torch.int32, device=device),
+        )
 
     @property
-    def outcome(self) -> int:
-        """Address of the outcome: whether workers or the device compute."""
-        return self.gate.data_ptr() + self.slot * self.gate.itemsize
+    def counter(self) -> int:
+        """Device address of publish's counter."""
+        return self.flags.data_ptr()
+
+    @property
+    def errors(self) -> int:
+        """Device address of the chunk's error word."""
+        return self.flags.data_ptr() + self.flags.element_size()
+
+    def order(self, layer: int, group: int) -> int:
+        """Returns the device address of a hand-off's work order."""
+        across, along, _ = self.orders.stride()
+        return self.orders.data_ptr() + self.orders.element_size() * (group * across + layer * along)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +81,7 @@ class _ModuleGroup:
     @classmethod
     def of(cls, spec: ModelSpec, group: int, x: Tensor, y: Tensor) -> "_ModuleGroup":
         columns, widths = columns_of(spec, group)
-        delta_columns, delta_stride = work_orders.delta_columns([work_orders.HostModule(width) for width in widths])
+        delta_columns, delta_stride = work_orders.delta_columns(widths)
         x_rows, y_rows = (cuda_launch.ActivationRows(rows.data_ptr(), rows.stride(0), rows.shape[1]) for rows in (x, y))
         return cls(x, y, x_rows, y_rows, cuda_launch.Projections(columns, widths), delta_columns, delta_stride)
 
@@ -87,76 +105,75 @@ class LoraLane:
         places = [(layer, group) for layer in range(spec.layers) for group in range(len(GROUPS))]
         self.triton_tables = {place: tables.for_triton(*place) for place in places}
         self._raw_tables = {place: tables.for_launch(*place) for place in places}
-        self._for_decoding: dict[tuple[int, int, int], tuple[Launch, Launch]] = {}
+        self._for_decoding: dict[tuple[int, int], tuple[Launch, Launch]] = {}
 
-    def pass_over(self, shape: PassShape, assist: ChunkHandOffs | None = None) -> "LoraPass":
+    def pass_over(self, shape: PassShape, assist: HandOffMemory | None = None) -> "LoraPass":
         """Returns the LoRA of a pass of this shape."""
         return LoraPass(self, shape, assist)
 
-    def for_decoding(self, layer: int, group: int, gate: int) -> tuple[Launch, Launch]:
+    def for_decoding(self, layer: int, group: int) -> tuple[Launch, Launch]:
         """Returns the shrink and expand launches of rows that decode. They are the same for every batch, and made
         once."""
-        if (layer, group, gate) not in self._for_decoding:
-            tables = replace(self._raw_tables[layer, group], gate=gate)
+        if (layer, group) not in self._for_decoding:
+            tables = self._raw_tables[layer, group]
             items, of, room = self.batch.items[group], self.groups[group], self.workspace.parts[group]
             part = cuda_launch.ShrinkBuffer(room.data_ptr(), *room.shape[1:])
             grid = self.kernels.bgmv_grid
-            self._for_decoding[layer, group, gate] = (
+            self._for_decoding[layer, group] = (
                 cuda_launch.shrink(grid, tables, items.shrink, of.x_rows, part),
                 cuda_launch.expand(grid, tables, items.expand, part, of.y_rows, of.projections),
             )
-        return self._for_decoding[layer, group, gate]
+        return self._for_decoding[layer, group]
 
 
 class LoraPass:
     """Issues the LoRA of one pass. Allocates nothing on the device."""
 
-    def __init__(self, lane: LoraLane, shape: PassShape, assist: ChunkHandOffs | None) -> None:
+    def __init__(self, lane: LoraLane, shape: PassShape, assist: HandOffMemory | None) -> None:
         self._lane, self._shape, self._assist = lane, shape, assist
         cut, count = lane.batch.segments, shape.segments
         self._segments = Segments(cut.order, cut.first[:count], cut.rows[:count], cut.slot[:count])
 
     def add(self, layer: int, group: int, stream: Stream, gate: Tensor | None = None) -> None:
-        """Adds the LoRA of weights on the device. `gate`: int32 [slots]; an adapter whose value is not 0 is skipped."""
+        """Adds the LoRA of weights on the device. `gate`: int32 [1]; nothing is added to prompts if it is not 0."""
         if group not in self._shape.groups:
             return
         if self._shape.has_items:
-            for launch in self._lane.for_decoding(layer, group, 0 if gate is None else gate.data_ptr()):
+            for launch in self._lane.for_decoding(layer, group):
                 self._lane.kernels.launch(launch, stream)
         if self._shape.segments:
             tables = self._lane.triton_tables[layer, group]
             tables = tables if gate is None else replace(tables, gate=gate)
             self._lane.driver.run(stream, lambda: self._add_to_segments(group, tables))
 
-    def publish(self, group: int, index: int, stream: Stream) -> None:
+    def publish(self, layer: int, group: int, stream: Stream) -> None:
         """Copies x to the workers unless the layer has arrived; see `DecoderPass.publish`."""
-        assist, lane = self._hand_off_buffers(), self._lane
+        memory, lane = self._hand_off_memory(), self._lane
         x = lane.groups[group].x_rows
         launch = cuda_launch.publish(
             _host_blocks(self._shape.tokens * x.columns),
-            assist.orders[index],
+            memory.order(layer, group),
             x,
-            assist.host_x[index],
-            assist.host_strides[index],
-            assist.asked,
-            assist.counter,
-            assist.outcome,
+            memory.host_strides[group],
+            memory.asked.data_ptr(),
+            memory.counter,
+            memory.outcome.data_ptr(),
         )
         lane.kernels.launch(launch, stream)
 
-    def add_handed_off(self, layer: int, group: int, index: int, stream: Stream) -> None:
-        """Adds the workers' deltas or the LoRA of weights on the device; nothing if neither came."""
-        assist, lane = self._hand_off_buffers(), self._lane
-        order, of = assist.orders[index], lane.groups[group]
-        lane.kernels.launch(cuda_launch.wait(order, assist.outcome, assist.errors), stream)
+    def add_handed_off(self, layer: int, group: int, stream: Stream) -> None:
+        """Waits, and adds the workers' deltas or the LoRA of weights on the device; nothing if neither came."""
+        memory, lane = self._hand_off_memory(), self._lane
+        order, outcome, of = memory.order(layer, group), memory.outcome.data_ptr(), lane.groups[group]
+        lane.kernels.launch(cuda_launch.wait(order, outcome, memory.errors), stream)
         blocks = min(self._shape.tokens, _MOST_HOST_BLOCKS)
         deltas = of.delta_stride, of.delta_columns
-        lane.kernels.launch(cuda_launch.add(blocks, order, assist.outcome, of.y_rows, of.projections, *deltas), stream)
-        self.add(layer, group, stream, assist.gate)
+        lane.kernels.launch(cuda_launch.add(blocks, order, outcome, of.y_rows, of.projections, *deltas), stream)
+        self.add(layer, group, stream, memory.outcome)
 
-    def _hand_off_buffers(self) -> ChunkHandOffs:
+    def _hand_off_memory(self) -> HandOffMemory:
         if self._assist is None:
-            raise AssertionError("a pass without hand-off buffers has no hand-offs")
+            raise AssertionError("a pass without memory for hand-offs has none")
         return self._assist
 
     def _add_to_segments(self, group: int, tables: SiteTables) -> None:

@@ -5,9 +5,13 @@ kernels for one product, loads each at its first use, and chooses among them by 
 graph run before it is captured; passes that are launched kernel by kernel may have any number of rows.
 """
 
+from typing import Any
+
 from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.forward.batch import Capacity, PassShape
 from caraserve.gpu.forward.decoder import Decoder
+from caraserve.gpu.quantized_linear import QuantizedLinear
+from caraserve.gpu.weights import Linear
 
 _STEPS = 16  # to each doubling of rows: where cuBLAS' choice changes is not documented
 
@@ -34,13 +38,19 @@ def product_rows(most: int) -> list[int]:
 
 
 def issue_products(decoder: Decoder, rows: int, stream: Stream) -> None:
-    """Multiplies `rows` rows by the weights of the first layer, whose shapes all layers have, and by the head's."""
+    """Multiplies `rows` rows by the head's weights, and by the first layer's, whose shapes all layers have; where
+    layers are quantised differently, by the first ones of each kind."""
     workspace, weights = decoder.workspace, decoder.weights
     activations, count = workspace.activations.first(rows), min(rows, len(workspace.logits))
+    first: dict[tuple[Any, ...], Linear | QuantizedLinear] = {}
+    for layer in weights.layers:
+        for group, linear in enumerate(layer.linears):
+            quantized = linear.inputs if isinstance(linear, QuantizedLinear) else None
+            first.setdefault((group, linear.weight.dtype, quantized), linear)
 
     def issue() -> None:
-        for linear, x, out in zip(weights.layers[0].linears, activations.inputs, activations.outputs, strict=True):
-            linear.apply(x, out)
+        for (group, *_), linear in first.items():
+            linear.apply(activations.inputs[group], activations.outputs[group], workspace.rounded)
         weights.head.apply(workspace.wanted[:count], workspace.logits[:count])
 
     decoder.driver.run(stream, issue)

@@ -33,13 +33,11 @@ struct Tables {
     const u64* address;
     const int* rank;
     const int* dtype;
-    const int* gate; // [slots] or null: not 0 where CPU workers compute this layer
     int slots;
 };
 
 DEVICE int stored_rank(const Tables& tables, const Item& item) {
-    const bool elsewhere = tables.gate != nullptr && tables.gate[item.slot] != 0;
-    return elsewhere ? 0 : (tables.rank[(item.place & 0xff) * tables.slots + item.slot] + 7) / 8 * 8;
+    return (tables.rank[(item.place & 0xff) * tables.slots + item.slot] + 7) / 8 * 8;
 }
 
 // Sums N values over a warp. In each step a lane passes half of its values on, until one is left; afterwards lane l
@@ -118,10 +116,10 @@ DEVICE void shrink_item(const Item& item, const Group& group, const u8* a, const
 
 // part[plane, row, projection, rank] = x[row, K of the plane] · A[rank, K of the plane]
 KERNEL __launch_bounds__(THREADS, 5) bgmv_shrink(
-    const u64* a_table, const int* rank_table, const int* dtype_table, const int* gate, int slots, const Item* items,
+    const u64* a_table, const int* rank_table, const int* dtype_table, int slots, const Item* items,
     const int* item_count, const Group* groups, const activation* x, int x_stride, int inputs, float* part,
     int part_rows, int projections, int max_rank) {
-    const Tables tables = {a_table, rank_table, dtype_table, gate, slots};
+    const Tables tables = {a_table, rank_table, dtype_table, slots};
     const int lane = threadIdx.x % 32;
     for (int at = blockIdx.x; at < *item_count; at += gridDim.x) {
         const Item item = items[at];
@@ -220,13 +218,13 @@ DEVICE void expand_item(const Item& item, const Group& group_rows, const int* ro
 
 // y[row, columns of the projection] += scale · (Σ planes of part) B
 KERNEL __launch_bounds__(THREADS, 5) bgmv_expand(
-    const u64* b_table, const int* rank_table, const int* dtype_table, const float* scale_table, const int* gate,
-    int slots, const Item* items, const int* item_count, const Group* groups, const float* part, int part_rows,
-    int projections, int max_rank, activation* y, int y_stride, int column0, int column1, int column2, int outputs0,
-    int outputs1, int outputs2) {
+    const u64* b_table, const int* rank_table, const int* dtype_table, const float* scale_table, int slots,
+    const Item* items, const int* item_count, const Group* groups, const float* part, int part_rows, int projections,
+    int max_rank, activation* y, int y_stride, int column0, int column1, int column2, int outputs0, int outputs1,
+    int outputs2) {
     __shared__ __align__(16) float shrunk[ROWS * MAX_RANK];
     __shared__ __align__(16) float sums[THREADS * 8];
-    const Tables tables = {b_table, rank_table, dtype_table, gate, slots};
+    const Tables tables = {b_table, rank_table, dtype_table, slots};
     for (int at = blockIdx.x; at < *item_count; at += gridDim.x) {
         const Item item = items[at];
         const Group group = groups[item.place >> 8];

@@ -72,7 +72,6 @@ class WeightTables:
     scale: int  # fp32
     dtype: int  # int32 [slots]
     slots: int
-    gate: int = 0  # int32 [slots], not 0: computed by CPU workers (outcomes of hand-offs); 0: no such table
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,7 @@ def shrink(grid: int, tables: WeightTables, items: WorkList, x: ActivationRows, 
     _check_rows(x)
     if not 0 < part.max_rank <= MAX_RANK:
         raise AssertionError(f"rank {part.max_rank} is more than the kernels hold")
-    table = pointers(tables.a, tables.rank, tables.dtype, tables.gate)
+    table = pointers(tables.a, tables.rank, tables.dtype)
     arguments = (*table, *ints(tables.slots), *pointers(items.address, items.count, items.groups, x.address))
     sizes = ints(part.rows, part.projections, part.max_rank)
     return Launch(
@@ -117,7 +116,7 @@ def expand(
 ) -> Launch:
     """Returns the launch that computes y += scale · part B."""
     _check_rows(y)
-    table = pointers(tables.b, tables.rank, tables.dtype, tables.scale, tables.gate)
+    table = pointers(tables.b, tables.rank, tables.dtype, tables.scale)
     arguments = (*table, *ints(tables.slots), *pointers(items.address, items.count, items.groups, part.address))
     sizes = ints(part.rows, part.projections, part.max_rank)
     target = (*pointers(y.address), *ints(y.stride), *_three(projections.columns), *_three(projections.outputs))
@@ -126,14 +125,13 @@ def expand(
 
 
 def publish(
-    grid: int, order: int, x: ActivationRows, host_x: int, host_stride: int, asked: int, counter: int, outcome: int
+    grid: int, order: int, x: ActivationRows, host_stride: int, asked: int, counter: int, outcome: int
 ) -> Launch:
     """Returns the launch that copies x to host memory, in its own dtype, and then signals the workers. `host_stride`:
     numbers between rows in host memory."""
     _check_rows(x)
-    sizes = ints(x.stride, x.columns)
-    target = (*pointers(host_x), *ints(host_stride), *pointers(asked, counter, outcome))
-    arguments = (*pointers(order, x.address), *sizes, *target)
+    sizes = ints(x.stride, x.columns, host_stride)
+    arguments = (*pointers(order, x.address), *sizes, *pointers(asked, counter, outcome))
     return Launch("handoff", "handoff_publish", grid, BYTES_THREADS, arguments)
 
 

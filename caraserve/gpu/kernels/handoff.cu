@@ -1,15 +1,16 @@
 // The device's side of a hand-off to CPU LoRA workers: publish x, wait, add the deltas. The words and their writers are
 // those of cpu/handoff.py, whose offsets are macros: REQUEST, DONE, INCARNATION, COUNT, SLICES and so on.
 //
-// A stream may wait for the hand-off's y_flag before `wait` runs, which then ends at once: stream memory operations
-// occupy no multiprocessor. Without them `wait` does the waiting.
-//
 // All decisions are made when the kernels run, not when they are launched. `publish` hands nothing off if the weights
-// have arrived, and makes the layer wait for its weights if a worker is missing; `wait` ends with the deltas or the
-// weights, whichever come first. `outcome`, on the device, is read by the kernels that follow.
+// have arrived, and makes the layer wait for its weights if no worker is named or one is missing; `wait` ends with the
+// deltas or the weights, whichever come first. `outcome`, on the device, is read by the kernels that follow.
+//
+// Only the work order differs between two chunks, so that a captured graph serves any of them. `wait` occupies one warp;
+// a stream memory operation would occupy none, but its address and value are fixed when it is captured.
 #include "common.cuh"
 
 constexpr int SLICE_WORDS = SLICE_BYTES / 8;
+constexpr u32 TURNS = 16; // of `wait` at the workers' words, about 30 µs, to one at the clock and the abort
 
 enum Outcome {
     BY_DEVICE = 0, // the weights have arrived: the layer's LoRA kernels run, and nothing is added
@@ -30,25 +31,27 @@ struct WorkerTask {
     i64 slice[SLICE_WORDS];
 };
 
-// One hand-off, written by the host. Everything that differs between two replays of a captured graph is in here.
+// One hand-off, written by the host. All zeros: the adapter has nothing here.
 struct WorkOrder {
-    i64 tasks;
+    i64 tasks;            // 0: no worker is asked
     i64 first;            // first row of x that workers read
     i64 rows;
     i64 deadline_ns;      // from the start of the wait
-    u64 ready;            // u32, written by the copy stream …
+    u64 ready;            // u32, written by the copy stream (0: the layer needs no weights) …
     i64 ready_generation; // … and its value once the layer's weights are on the device
     u64 status;           // u32 in host memory: the generation that was aborted
     i64 generation;
-    u64 x_flag;           // set to the generation when x is in host memory; 0: not used
+    u64 x_flag;           // set to the generation when x is in host memory (0: not used); the next word of 64 bits, when
+                          // the device goes on without the workers that it asked
     u64 y_flag;           // completion counter: set to the generation by the last worker, or here if no worker is asked
                           // (0: not used)
-    i64 spare[2];
+    u64 x;                // rows of x for the workers, in host memory
+    i64 spare;
     WorkerTask task[1];
 };
 
 DEVICE bool has_arrived(const WorkOrder& order) {
-    return load_acquire((const u32*)order.ready) == (u32)order.ready_generation;
+    return order.ready == 0 || load_acquire((const u32*)order.ready) == (u32)order.ready_generation;
 }
 
 DEVICE bool is_aborted(const WorkOrder& order) {
@@ -65,16 +68,17 @@ DEVICE bool is_free(const WorkerTask& task, const i64* asked) {
            load_acquire(word(task, DONE)) == load_acquire(word(task, REQUEST));
 }
 
-// Copies x to `to`, in host memory, and signals the workers. `asked`: by worker, the incarnation last asked.
-// `counter` is 0 between launches.
+// Copies x to host memory and signals the workers. `asked`: by worker, the incarnation last asked. `counter` is 0
+// between launches.
 KERNEL __launch_bounds__(256) handoff_publish(const WorkOrder* order, const activation* x, int x_stride, int inputs,
-                                              activation* to, int to_stride, i64* asked, u32* counter, int* outcome) {
-    __shared__ int arrived, last, busy, aborted;
+                                              int to_stride, i64* asked, u32* counter, int* outcome) {
+    __shared__ int arrived, last, missing, aborted;
     if (threadIdx.x == 0) arrived = has_arrived(*order);
     __syncthreads();
     // A block that finds the weights arrived does not copy: the last block will find them, too.
     constexpr u32 width = Activation::PER_LOAD;
     const u32 vectors = (inputs + 15) / 16 * 16 / width; // workers read 16 numbers at a time, zeros at the end
+    activation* const to = (activation*)order->x;
     const u32 end = arrived ? 0 : (u32)order->rows * vectors; // 32 bits: division by 64 would take longer than the copy
     for (u32 at = blockIdx.x * blockDim.x + threadIdx.x; at < end; at += gridDim.x * blockDim.x) {
         const i64 row = order->first + at / vectors;
@@ -87,15 +91,15 @@ KERNEL __launch_bounds__(256) handoff_publish(const WorkOrder* order, const acti
     __syncthreads();
     if (threadIdx.x == 0) {
         last = count_in(counter) == gridDim.x - 1;
-        busy = 0;
-        aborted = last && is_aborted(*order);
+        missing = order->tasks == 0;
         arrived = last && has_arrived(*order);
+        aborted = last && !arrived && is_aborted(*order);
     }
     __syncthreads();
     if (!last) return;
     const bool sends = threadIdx.x < order->tasks && !arrived && !aborted;
     const WorkerTask& task = order->task[sends ? threadIdx.x : 0];
-    if (sends && !is_free(task, asked)) busy = 1; // all threads write the same value
+    if (sends && !is_free(task, asked)) missing = 1; // all threads write the same value
     const bool asks = !arrived && !aborted;
     if (threadIdx.x == 0 && order->y_flag != 0 && asks) {
         *(i64*)(order->y_flag + COUNTER_LEFT) = order->tasks;
@@ -104,9 +108,9 @@ KERNEL __launch_bounds__(256) handoff_publish(const WorkOrder* order, const acti
     }
     __syncthreads();
     // Before the requests: x_flag starts the watchdog's deadline for the workers.
-    if (threadIdx.x == 0 && order->x_flag != 0 && asks && !busy)
+    if (threadIdx.x == 0 && order->x_flag != 0 && asks && !missing)
         store_release((i64*)order->x_flag, order->generation);
-    if (sends && !busy) {
+    if (sends && !missing) {
         for (int i = 0; i < SLICE_WORDS; i++) word(task, SLICES)[i] = task.slice[i];
         *word(task, COUNT) = 1;
         asked[task.worker] = load_acquire(word(task, INCARNATION));
@@ -115,8 +119,8 @@ KERNEL __launch_bounds__(256) handoff_publish(const WorkOrder* order, const acti
     }
     if (threadIdx.x == 0) {
         *counter = 0;
-        *outcome = arrived ? BY_DEVICE : aborted ? LOST : busy ? AWAITED : BY_WORKERS;
-        if (order->y_flag != 0 && (busy || !asks)) store_release((i64*)order->y_flag, order->generation);
+        *outcome = arrived ? BY_DEVICE : aborted ? LOST : missing ? AWAITED : BY_WORKERS;
+        if (order->y_flag != 0 && (missing || !asks)) store_release((i64*)order->y_flag, order->generation);
     }
 }
 
@@ -126,9 +130,10 @@ KERNEL __launch_bounds__(32) handoff_wait(const WorkOrder* order, int* outcome, 
     constexpr u32 everyone = 0xffffffffu;
     const u64 start = now_ns();
     int state = *outcome;
-    while (state == BY_WORKERS || state == AWAITED) {
-        // Read before the workers' words: results that are complete by then are used, however late.
-        const bool ended = now_ns() - start > (u64)order->deadline_ns || is_aborted(*order);
+    for (u32 turn = 1; state == BY_WORKERS || state == AWAITED; turn++) {
+        // Now and then, as each read of host memory delays the others; and before the workers' words: results that are
+        // complete by then are used, however late.
+        const bool ended = turn % TURNS == 0 && (now_ns() - start > (u64)order->deadline_ns || is_aborted(*order));
         const bool arrived = has_arrived(*order);
         bool done = state == BY_WORKERS;
         for (int i = threadIdx.x; i < order->tasks && state == BY_WORKERS; i += 32)
@@ -143,6 +148,8 @@ KERNEL __launch_bounds__(32) handoff_wait(const WorkOrder* order, int* outcome, 
     }
     __syncwarp(); // every thread has read `outcome`
     if (threadIdx.x == 0) {
+        if (state == BY_DEVICE && *outcome == BY_WORKERS && order->x_flag != 0)
+            store_release((i64*)order->x_flag + 1, order->generation);
         *outcome = state;
         if (state == LOST) *errors |= 1;
     }

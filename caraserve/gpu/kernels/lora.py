@@ -59,7 +59,7 @@ class SiteTables:
     rank: Tensor  # int32 [projections, slots] 0: not adapted
     scale: Tensor  # float32 [projections, slots]
     dtype: Tensor  # int32 [slots] value of the adapter's `Dtype`
-    gate: Tensor | None = None  # int32 [slots] not 0: CPU workers compute this layer of the slot's adapter
+    gate: Tensor | None = None  # int32 [1], the outcome of a hand-off: not 0: nothing is computed here
 
 
 def cut_segments(slots: Ints) -> tuple[Ints, Ints, Ints, Ints]:
@@ -82,10 +82,10 @@ def most_segments(tokens: int, adapters: int) -> int:
 
 
 @triton.jit
-def _rank(rank_table, gate, entry, slot, HAS_GATE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rank(rank_table, gate, entry, HAS_GATE: tl.constexpr):  # type: ignore[no-untyped-def]
     rank = tl.load(rank_table + entry)
     if HAS_GATE:
-        rank = tl.where(tl.load(gate + slot) != 0, 0, rank)
+        rank = tl.where(tl.load(gate) != 0, 0, rank)
     return rank
 
 
@@ -121,7 +121,7 @@ def shrink_kernel(  # type: ignore[no-untyped-def]
     segment, projection, plane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, slot = tl.load(segment_rows + segment), tl.load(segment_slot + segment)
     entry = projection * slots + slot
-    rank = _rank(rank_table, gate, entry, slot, HAS_GATE)
+    rank = _rank(rank_table, gate, entry, HAS_GATE)
     if rows > 0:
         lane = tl.arange(0, BM)
         is_row = lane < rows
@@ -157,7 +157,7 @@ def fold_kernel(  # type: ignore[no-untyped-def]
     next multiple of RANK_STEP."""
     segment, projection, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BM
     rows, slot = tl.load(segment_rows + segment), tl.load(segment_slot + segment)
-    rank = _rank(rank_table, gate, projection * slots + slot, slot, HAS_GATE)
+    rank = _rank(rank_table, gate, projection * slots + slot, HAS_GATE)
     if first < rows:
         lane = first + tl.arange(0, BM)
         is_row = lane < rows
@@ -207,7 +207,7 @@ def expand_kernel(  # type: ignore[no-untyped-def]
     before = tl.where(projection == 0, column0, tl.where(projection == 1, column1, column2))
     rows, slot = tl.load(segment_rows + segment), tl.load(segment_slot + segment)
     entry = projection * slots + slot
-    rank = _rank(rank_table, gate, entry, slot, HAS_GATE)
+    rank = _rank(rank_table, gate, entry, HAS_GATE)
     if (rows > 0) & (rank > 0) & (first < width):
         lane = tl.arange(0, BM)
         is_row = lane < rows

@@ -128,7 +128,7 @@ static int kernel; // -1: the device stops
 
 template <int BLOCK> static void run() {
     if (kernel == 0)
-        handoff_publish<BLOCK>(&order(), x, STRIDE, INPUTS, host_x, STRIDE, asked, &counter, &outcome);
+        handoff_publish<BLOCK>(&order(), x, STRIDE, INPUTS, STRIDE, asked, &counter, &outcome);
     else if (kernel == 1 && BLOCK == 0)
         handoff_wait<BLOCK>(&order(), &outcome, &errors);
     else if (kernel == 2)
@@ -166,7 +166,7 @@ static void write_order() {
     made.tasks = WORKERS, made.rows = ROWS, made.deadline_ns = 60'000'000'000;
     made.ready = address(&ready), made.ready_generation = ARRIVED;
     made.status = address(status_word()), made.generation = generation;
-    made.x_flag = address(x_flag()), made.y_flag = address(y_flag());
+    made.x_flag = address(x_flag()), made.y_flag = address(y_flag()), made.x = address(host_x);
     for (int worker = 0; worker < WORKERS; worker++) {
         WorkerTask& task = made.task[worker];
         const int rows = ROWS / WORKERS, first = rows * worker;

@@ -124,8 +124,34 @@ def test_weights_that_arrive_while_the_workers_compute_are_used(alone: Desk) -> 
         assert alone.wait() == BY_DEVICE
     finally:
         os.kill(alone.pid(), signal.SIGCONT)
+    assert alone.words.left[0] == alone.generation
     alone.add()
     assert alone.y.tobytes() == alone.before.tobytes()
+
+
+def test_without_workers_the_device_waits_for_the_weights(alone: Desk) -> None:
+    alone.begin(asks=False)
+    assert alone.publish() == AWAITED
+    threading.Timer(0.02, alone.arrived.fill, [ARRIVED]).start()
+    assert alone.wait() == BY_DEVICE
+    assert alone.words.left[0] != alone.generation
+    alone.begin(asks=False, deadline_ns=SHORT_NS)
+    alone.arrived[0] = 0
+    assert alone.publish() == AWAITED
+    assert alone.wait() == LOST
+    alone.add()
+    assert alone.y.tobytes() == alone.before.tobytes()
+
+
+def test_an_order_of_zeros_waits_for_nothing(alone: Desk) -> None:
+    """The adapter has no module there."""
+    alone.begin()
+    alone.order[:] = 0
+    assert alone.publish() == BY_DEVICE
+    assert alone.wait() == BY_DEVICE
+    alone.add()
+    assert alone.y.tobytes() == alone.before.tobytes()
+    assert alone.errors[0] == 0
 
 
 def test_a_late_worker_is_not_asked_again(alone: Desk) -> None:

@@ -95,22 +95,6 @@ def test_each_hand_offs_deadline_starts_when_the_device_waits() -> None:
     assert not world.watchdog.unwatch(chunk.sync_slot)
 
 
-def test_status_is_written_before_the_flags_that_end_waits() -> None:
-    world = World()
-    stored: list[int] = []
-    keep = world.store
-
-    def store(offset: int, value: int) -> None:
-        stored.append(offset)
-        keep(offset, value)
-
-    chunk, _ = waiting_chunk(world)
-    world.store = store  # type: ignore[method-assign]
-    world.watchdog.abort(chunk.sync_slot)
-    assert stored[0] == chunk.sync_slot.status
-    assert set(stored[1:]) == {flags.y_flag for flags in chunk.sync_slot.flags}
-
-
 def test_a_sync_slot_is_not_reused_until_no_worker_can_write_to_it() -> None:
     world = World(sync_slots=1)
     chunk, _ = waiting_chunk(world)

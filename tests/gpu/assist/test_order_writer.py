@@ -1,6 +1,7 @@
 """Work orders of a chunk: each worker's rows of x and deltas have a place of their own, in every dtype."""
 
-from itertools import pairwise
+from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from caraserve.bench.synthetic import Shape
 from caraserve.core.lora_layout import GROUPS
 from caraserve.cpu import handoff
 from caraserve.gpu.assist.handshake import SyncSlot, WorkerStatus
-from caraserve.gpu.assist.order_writer import WorkOrderWriter
+from caraserve.gpu.assist.order_writer import ChunkOrders, WorkOrderWriter
 from caraserve.gpu.assist.work_orders import work_order_bytes
 from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS, AssistedChunk
 from caraserve.gpu.memory.adapters import RegisteredMemory
@@ -23,6 +24,7 @@ from caraserve.model.spec import SITES
 from caraserve.profiling.microbench import adapter_spec
 
 LAYERS, WORKERS, ON_DEVICE = 2, 3, 1 << 40
+READY, GENERATION = (8, 16), 77
 SPEC = shape_spec(Shape(hidden=96, layers=LAYERS, intermediate=160, vocab=64, heads=6, kv_heads=2), 64)
 GROUPS_OF_ALL = range(len(GROUPS))
 HEAD_BYTES, TASK_HEAD_BYTES = work_order_bytes(0), work_order_bytes(1) - work_order_bytes(0) - handoff.SLICE_BYTES
@@ -33,29 +35,36 @@ def overlaps(spans: list[tuple[int, int]]) -> bool:
     return any(end > start for (_, end), (start, _) in pairwise(ordered))
 
 
-@pytest.mark.parametrize("dtype", Dtype)
-def test_each_worker_has_its_own_rows(dtype: Dtype) -> None:
-    region = HostRegion(SPEC, dtype, WORKERS, (4096, 4096), 4096, 1, (64, 64), 1 << 20)
-    try:
-        check_rows(region, dtype)
-    finally:
-        region.region.close()
+@pytest.fixture
+def region(dtype: Dtype) -> Iterator[HostRegion]:
+    made = HostRegion(SPEC, dtype, WORKERS, (4096, 4096), 4096, 1, (64, 64), 1 << 20)
+    yield made
+    made.region.close()
 
 
-def check_rows(region: HostRegion, dtype: Dtype) -> None:
+def write(
+    region: HostRegion, dtype: Dtype, sources: Sequence[LoraSource], groups: Sequence[Collection[int]], idle: int
+) -> ChunkOrders:
+    """Writes the work orders of a chunk in the second sync slot, `idle` of whose workers are idle, twice."""
     memory, buffers = RegisteredMemory(region.region.base, ON_DEVICE), region.hand_off_buffers[1]
     adapter: Any = SimpleNamespace(spec=adapter_spec(SPEC, Dtype.F16, 8, LAYERS, SITES), data=region.arena)
-    slot = SyncSlot.at(buffers.sync_slot, LAYERS * len(GROUPS))
-    chunk = AssistedChunk(1, slot, [LoraSource.WORKERS] * LAYERS, [GROUPS_OF_ALL] * LAYERS, (8, 16), 5)
-    statuses = [WorkerStatus(worker, 1, is_idle=True) for worker in range(WORKERS)]
+    slot = SyncSlot.at(buffers.sync_slot, LAYERS * len(GROUPS), GENERATION)
+    chunk = AssistedChunk(1, slot, sources, groups, READY, 5)
+    statuses = [WorkerStatus(worker, 1, is_idle=worker < idle) for worker in range(WORKERS)]
     writer = WorkOrderWriter(SPEC, region, memory, dtype)
-    written = writer.write(chunk, adapter, ASSISTED_CHUNK_TOKENS, statuses, lambda rank: 1)
-    assert [order.index for order in written] == list(range(LAYERS * len(GROUPS)))
-    for order in written:
-        group = order.index % len(GROUPS)
-        outputs = sum(SPEC.site_shape(site)[1] for site in GROUPS[group])
-        assert order.answer_bytes == dtype.itemsize * ASSISTED_CHUNK_TOKENS * outputs
-        tasks = order.words[HEAD_BYTES // 8 :].reshape(WORKERS, -1)
+    writer.write(chunk, adapter, ASSISTED_CHUNK_TOKENS, statuses, lambda rank: 1)
+    return writer.write(chunk, adapter, ASSISTED_CHUNK_TOKENS, statuses, lambda rank: 1)
+
+
+@pytest.mark.parametrize("dtype", Dtype)
+def test_each_worker_has_its_own_rows(region: HostRegion, dtype: Dtype) -> None:
+    buffers = region.hand_off_buffers[1]
+    written = write(region, dtype, [LoraSource.WORKERS] * LAYERS, [GROUPS_OF_ALL] * LAYERS, WORKERS)
+    outputs = sum(SPEC.site_shape(site)[1] for site in SITES)
+    assert written.answer_bytes == LAYERS * dtype.itemsize * ASSISTED_CHUNK_TOKENS * outputs
+    assert written.slices == LAYERS * len(GROUPS) * WORKERS
+    for group, layer in product(GROUPS_OF_ALL, range(LAYERS)):
+        tasks = written.words[group, layer, HEAD_BYTES // 8 :].reshape(WORKERS, -1)
         slices = tasks[:, TASK_HEAD_BYTES // 8 :]
         rows = slices[:, handoff.SLICE_ROWS]
         assert rows.sum() == ASSISTED_CHUNK_TOKENS
@@ -77,3 +86,42 @@ def check_places(starts: np.ndarray, sizes: np.ndarray, area: int, num_bytes: in
     assert not overlaps(spans)
     assert min(spans)[0] == area
     assert max(spans)[1] <= area + num_bytes
+
+
+@pytest.mark.parametrize("dtype", [Dtype.F32])
+def test_workers_are_asked_for_the_layers_whose_source_they_are(region: HostRegion, dtype: Dtype) -> None:
+    """The device waits for the weights of the other layers, and for nothing where the adapter has no module."""
+    sources = [LoraSource.WAIT, LoraSource.WORKERS]
+    written = write(region, dtype, sources, [{0, 2}, {0, 3}], idle=2)
+    assert written.slices == 2 * 2
+    for group, layer in product(GROUPS_OF_ALL, range(LAYERS)):
+        order = written.words[group, layer]
+        if group not in ({0, 2}, {0, 3})[layer]:
+            assert not order.any()
+            continue
+        tasks, _, rows, _, ready, wanted, status, generation, x_flag, y_flag, x = order[:11].tolist()
+        assert (ready, wanted, generation) == (READY[layer], 5, GENERATION)
+        assert status == ON_DEVICE + region.hand_off_buffers[1].sync_slot
+        if layer == 0:
+            assert (tasks, rows, x_flag, y_flag, x) == (0, 0, 0, 0, 0)
+        else:
+            assert (tasks, rows) == (2, ASSISTED_CHUNK_TOKENS)
+            assert x == ON_DEVICE + region.hand_off_buffers[1].x
+            assert len({status, x_flag, y_flag}) == 3
+
+
+@pytest.mark.parametrize("dtype", [Dtype.F32])
+def test_without_idle_workers_the_device_waits_for_every_layer(region: HostRegion, dtype: Dtype) -> None:
+    written = write(region, dtype, [LoraSource.WORKERS] * LAYERS, [GROUPS_OF_ALL] * LAYERS, idle=0)
+    assert (written.slices, written.answer_bytes) == (0, 0)
+    assert (written.words[:, :, 4] == READY).all()
+    assert not written.words[:, :, 0].any()
+
+
+@pytest.mark.parametrize("dtype", [Dtype.F32])
+def test_a_workers_numbers_rise_in_the_devices_order(region: HostRegion, dtype: Dtype) -> None:
+    """By one for each hand-off, also from one chunk to the next."""
+    written = write(region, dtype, [LoraSource.WORKERS] * LAYERS, [GROUPS_OF_ALL] * LAYERS, WORKERS)
+    numbers = written.words[:, :, HEAD_BYTES // 8 + 1]  # of the first worker, [groups, layers]
+    hand_offs = LAYERS * len(GROUPS)
+    assert numbers.T.ravel().tolist() == list(range(hand_offs + 1, 2 * hand_offs + 1))

@@ -47,6 +47,14 @@ def test_streams_do_not_wait_for_the_legacy_stream_and_have_their_priority(world
     assert min(streams) > 2**32  # handles are 64 bits wide
 
 
+def test_a_stream_can_be_destroyed(world: World) -> None:
+    stream = world.driver.create_stream(0)
+    world.driver.destroy_stream(stream)
+    assert world.stub.log[-1] == "cuStreamDestroy_v2"
+    with pytest.raises(DriverError, match="cuStreamDestroy_v2"):
+        world.driver.destroy_stream(Stream(5))
+
+
 def test_an_event_is_done_when_its_work_has_run(world: World) -> None:
     event = world.driver.create_event()
     assert world.stub.calls("cuEventCreate") == [(BLOCKING_SYNC_WITHOUT_TIMING,)]
@@ -306,6 +314,7 @@ class WaitingPass(DecoderPass):
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.handed_off = ()
 
     def embed(self, stream: Stream) -> None:
         self.world.driver.fill(self.world.device, 4096, stream)

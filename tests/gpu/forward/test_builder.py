@@ -61,7 +61,7 @@ def test_host_memory_that_cannot_be_pinned_is_an_error_that_names_the_flag(
 
 
 def test_a_device_without_free_memory_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def is_full(*sizes: Any) -> None:
+    def is_full(*sizes: Any, **named: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmany more lines")
 
     monkeypatch.setattr(assembling, "make_workspace", is_full)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
@@ -19,25 +20,31 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from caraserve.core.lora_layout import GROUPS
 from caraserve.gpu.driver.api import Event, Stream
 from caraserve.gpu.driver.late_kernels import LateKernels
-from caraserve.gpu.driver.streams import NOTHING
 from caraserve.gpu.forward.batch import PassShape
 from caraserve.gpu.forward.builder import BackendParts, GpuDevice, GpuSizes, build_parts
 from caraserve.gpu.forward.decoder import issue_pass
-from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS, AssistedChunk
+from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS
 from caraserve.gpu.forward.warm_up import product_rows
 from caraserve.gpu.kernels import attention, layers, lora, sampling
 from caraserve.gpu.memory import workspace
-from caraserve.gpu.memory.link_queue import LoraSource
 from caraserve.gpu.memory.masks import MaskedOutputs
+from caraserve.gpu.merged_weights import MergedDeviceWeights
 from caraserve.gpu.weights import Linear, dummy, load
-from caraserve.model.spec import parse_spec
+from caraserve.model.dtype import Dtype
+from caraserve.model.spec import SITES, parse_spec
+from caraserve.profiling.microbench import adapter_spec
 from tests.gpu.captures import Captures
+from tests.oracle.quantized import PER_TOKEN, compressed
 
 KERNELS = {  # all that are launched from Python
     name
     for module in (attention, layers, lora, sampling)
     for name, value in vars(module).items()
     if isinstance(value, JITFunction) and name.endswith("_kernel")
+}
+OF_QUANTISED = {  # those of models with quantised weights
+    "quantised in part": {"round_kernel", "product_kernel", "scale_kernel"},
+    "int8 weights": {"product_kernel"},
 }
 CPU, H100 = torch.device("cpu"), GPUTarget("cuda", 90, 32)
 TOKENS, ROWS, CONTEXT = 400, 80, 2000
@@ -46,7 +53,13 @@ SIZES = GpuSizes(
     host_bytes=1 << 20, pool_bytes=64 << 20, graph_bytes=0, lora_cpus=(0,),
 )  # fmt: skip
 QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
-MODELS: dict[str, dict[str, Any]] = {"head norms": {"model_type": "qwen3", "head_dim": 32}, "biases and windows": QWEN2}
+PARTLY = compressed("float", PER_TOKEN, ignore=("lm_head", "re:.*layers.[02].self_attn", "re:.*layers.1.mlp"))
+MODELS: dict[str, dict[str, Any]] = {
+    "head norms": {"model_type": "qwen3", "head_dim": 32},
+    "biases and windows": QWEN2,
+    "quantised in part": {"model_type": "llama", "attention_bias": True, "quantization_config": PARTLY},
+    "int8 weights": {"model_type": "llama", "quantization_config": compressed("int", None)},
+}
 
 
 class NoDevice(Captures[None]):
@@ -114,7 +127,8 @@ def met(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
         return launch
 
     monkeypatch.setattr(JITFunction, "__getitem__", record)
-    monkeypatch.setattr(Linear, "apply", lambda linear, x, out: None)
+    monkeypatch.setattr(Linear, "apply", lambda linear, x, out, rounded=None: None)
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *arguments, **named: None)
     monkeypatch.setattr(workspace, "_SCRATCH_BYTES", 1 << 20)  # so that many rows are decoded in several launches
     return keys
 
@@ -138,22 +152,14 @@ def iterations(parts: BackendParts) -> None:
 
 
 def assisted(parts: BackendParts) -> None:
-    """Issues assisted chunks whose layers are on the device or not."""
-    groups, count = range(len(GROUPS)), parts.spec.layers
-    sync_slot = parts.assisted._sync_slots.acquire()
-    assert sync_slot is not None
-    for first in LoraSource:
-        for tokens in (1, 7, 16, ASSISTED_CHUNK_TOKENS):
-            sources = [first if layer % 2 else LoraSource.WORKERS for layer in range(count)]
-            chunk = AssistedChunk(1, sync_slot, sources, [groups] * count, parts.images.ready_words(1), 1)
-            shape = PassShape(tokens, 0, 1, tokens % 2, 1, has_items=False, context=0)
-            steps = parts.lanes[1].decoder.make_pass(shape, hand_offs=parts.assisted._hand_offs(chunk))
-            for _ in parts.assisted._lane.issue(lambda stream: None, steps, chunk, NOTHING):
-                pass
+    """Issues assisted chunks kernel by kernel."""
+    decoder, stream = parts.lanes[1].decoder, Stream(1)
+    for tokens in (1, 7, 16, ASSISTED_CHUNK_TOKENS):
+        shape = PassShape(tokens, 0, 1, tokens % 2, 1, has_items=False, context=0)
+        issue_pass(decoder.make_pass(shape, hand_offs=parts.assisted._hand_offs), stream, parts.spec.layers)
     masked = MaskedOutputs(np.array([0]), has_scores=True, await_masks=lambda stream: None)
-    parts.lanes[1].decoder.sample_masked(masked, 0, 1, Stream(1))
-    parts.lanes[1].decoder.embed_prompts(1, Stream(1))
-    parts.assisted._sync_slots.release(sync_slot)
+    decoder.sample_masked(masked, 0, 1, stream)
+    decoder.embed_prompts(1, stream)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -162,7 +168,7 @@ def test_serving_meets_no_kernel_that_the_warm_up_has_not(model: str, count: int
     with parts_of(model, count) as parts:
         parts.warm_up(lambda: None)
         before = met.copy()
-        assert {kernel for kernel, _ in before} == KERNELS
+        assert {kernel for kernel, _ in before} == KERNELS | OF_QUANTISED.get(model, set())
         met.clear()
         iterations(parts)
         assisted(parts)
@@ -181,7 +187,7 @@ def test_a_tables_alignment_does_not_change_with_the_layer(met: set[tuple[str, s
 def test_products_of_all_sizes_are_computed_before_serving(monkeypatch: pytest.MonkeyPatch) -> None:
     multiplied: set[tuple[int, tuple[int, ...]]] = set()
 
-    def record(linear: Linear, x: Tensor, out: Tensor) -> None:
+    def record(linear: Linear, x: Tensor, out: Tensor, rounded: None = None) -> None:
         multiplied.add((len(x), tuple(linear.weight.shape)))
 
     monkeypatch.setattr(Linear, "apply", record)
@@ -193,6 +199,40 @@ def test_products_of_all_sizes_are_computed_before_serving(monkeypatch: pytest.M
         most = logits if linear is linears[-1] else TOKENS
         wanted = {rows for rows in product_rows(TOKENS) if rows <= most} | {most}
         assert {(rows, tuple(linear.weight.shape)) for rows in wanted} <= multiplied
+
+
+class Operations(TorchDispatchMode):
+    """Notes torch's operations with the dtypes and the layouts of their tensors, by which kernels are chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.met: set[tuple[str, ...]] = set()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        tensors = [each for each in (*arguments, *(named or {}).values()) if isinstance(each, Tensor)]
+        layouts = (f"{each.dtype} {each.dim()} {each.is_contiguous()}" for each in tensors)
+        self.met.add((str(operation), *layouts))
+        return operation(*arguments, **(named or {}))
+
+
+@pytest.mark.parametrize("dtype", Dtype)
+def test_a_first_merge_meets_no_operation_that_the_warm_up_has_not(dtype: Dtype) -> None:
+    sizes = {"vocab_size": 100, "hidden_size": 96, "intermediate_size": 112, "num_attention_heads": 2}
+    spec = parse_spec({"num_key_value_heads": 1, "num_hidden_layers": 3, **sizes, **MODELS["head norms"]})
+    base = load(spec, torch.bfloat16, CONTEXT, CPU, dummy(0, CPU))
+    merged = MergedDeviceWeights(spec, base, 64)
+    driver: Any = NoDevice()
+    with Operations() as before:
+        merged.warm_up(torch.full((1 << 18,), 0xFF, dtype=torch.uint8), driver, Stream(1))
+    for layer, warmed in zip(base.layers, merged.weights.layers, strict=True):
+        for linear, other in zip(layer.linears, warmed.linears, strict=True):
+            assert torch.equal(linear.weight, other.weight)
+    adapter = adapter_spec(spec, dtype, 16, spec.layers, SITES[2:])
+    image = torch.zeros(adapter.num_bytes, dtype=torch.uint8)
+    with Operations() as serving:
+        merged.merge(adapter, image, driver, Stream(1))
+    assert merged.merges == 1
+    assert serving.met <= before.met
 
 
 @pytest.mark.parametrize("most", [1, 16, 33, 100, 2048, 8192])

@@ -99,12 +99,3 @@ def test_empty_and_base_model_batches_change_nothing() -> None:
     got, _ = case.run(x, y, [0, 0, 0])
     assert got.tobytes() == y.astype(np.float32).astype(np.float64).tobytes()
     assert case.run(x[:0], y[:0], [])[0].shape == (0, 64)
-
-
-def test_rows_computed_by_workers_are_not_changed() -> None:
-    gate = np.array([0, 1, 0], np.int32)
-    case = LoraCase(32, (64,), [[0, 8, 16]], [Dtype.F32] * 3, gate=gate)
-    x, y = inputs(case, 2)
-    got, expected = case.run(x, y, [1, 2])
-    assert got[0].tobytes() == y[0].astype(np.float32).astype(np.float64).tobytes()
-    np.testing.assert_allclose(got[1], expected[1], atol=1e-5)

@@ -24,6 +24,8 @@ from caraserve.gpu.kernels.attention import (
 )
 from caraserve.gpu.kernels.layers import embed, rms_norm, rotate_and_append, silu_mul
 from caraserve.gpu.kernels.lora import PLANES, Segments, SiteTables, lora_expand, lora_shrink
+from caraserve.gpu.kernels.quantized import multiply, round_rows, scale_rows
+from caraserve.model.dtype import Code
 from tests.gpu.kernels.triton_launches import Launch, decoder_of, recording, usage
 
 SHARED_KIB = {80: 163, 86: 99, 90: 227, 100: 227}  # sm_89 has as much of everything as sm_86
@@ -52,7 +54,7 @@ def launch_lora(dtype: torch.dtype, ranks: int, *, gated: bool) -> None:
     segments = Segments(*(empty(TOKENS) for _ in range(4)))
     addresses = [empty(3, SLOTS, dtype=torch.int64) for _ in range(2)]
     scale = empty(3, SLOTS, dtype=torch.float32)
-    tables = SiteTables(*addresses, empty(3, SLOTS), scale, empty(SLOTS), empty(SLOTS) if gated else None)
+    tables = SiteTables(*addresses, empty(3, SLOTS), scale, empty(SLOTS), empty(1) if gated else None)
     lora_shrink(x, part, shrunk, segments, tables)
     lora_expand(y, shrunk, segments, tables, (0, HIDDEN, 2 * HIDDEN), (HIDDEN, HIDDEN, HIDDEN))
 
@@ -93,6 +95,14 @@ def launch_layers(dtype: torch.dtype) -> None:
     qkv, tokens = empty(TOKENS, (HEADS + 2 * KV_HEADS) * 128, dtype=dtype), TokenTables(empty(TOKENS), empty(TOKENS))
     rotate_and_append(qkv, *tables, tokens, make_cache(dtype, 128), (weight[:128], weight[128:256]), 1e-5)
     silu_mul(empty(TOKENS, 2 * INNER, dtype=dtype), empty(TOKENS, INNER, dtype=dtype))
+
+
+def launch_product(rows: int, code: Code, capability: int, *, rounded: bool) -> None:
+    """Launches a product of bf16 inputs, or of quantised ones."""
+    weight, scale = empty(HIDDEN, HIDDEN, dtype=torch.int8), empty(HIDDEN, dtype=torch.float32)
+    out, x_scale = empty(rows, HIDDEN, dtype=torch.bfloat16), empty(rows, dtype=torch.float32)
+    x = empty(rows, HIDDEN, dtype=torch.float16 if rounded else torch.bfloat16)
+    multiply(x, weight, out, scale, code, capability, x_scale if rounded else None, out[0])
 
 
 def check(recorded: list[Launch], capability: int) -> dict[str, Any]:
@@ -154,9 +164,39 @@ def test_fp32_and_high_ranks_fit_the_smallest_shared_memory(launches: list[Launc
     check(launches, 86)
 
 
-def test_lora_does_not_spill_on_the_newest_gpus(launches: list[Launch]) -> None:
+def test_lora_and_layers_do_not_spill_on_the_newest_gpus(launches: list[Launch]) -> None:
     launch_lora(torch.bfloat16, 64, gated=True)
+    launch_layers(torch.bfloat16)
     check(launches, 100)
+
+
+@pytest.mark.parametrize(
+    ("capability", "code", "rounded"), [(86, Code.F8_E4M3, False), (90, Code.F8_E4M3, True), (100, Code.I8, False)]
+)
+def test_products_with_quantised_weights_fit_and_do_not_spill(
+    launches: list[Launch], capability: int, code: Code, rounded: bool
+) -> None:
+    for rows in (16, 200):
+        launch_product(rows, code, capability, rounded=rounded)
+    compiled = [launch.compile(capability) for launch in launches]
+    for product in compiled:
+        used = usage(product)
+        assert used["shared"] <= SHARED_KIB[capability] * 1024
+        assert used["stack"] == 0
+        has_instructions = "cvt.rn.f16x2.e4m3x2" in product.asm["ptx"]
+        assert has_instructions == (code is Code.F8_E4M3 and capability >= 89)
+        # Loads of the next tile's weights are on their way while this one's are multiplied.
+        assert re.search(r"cp\.async\.wait_group\s+[1-9]", product.asm["ptx"])
+    many = compiled[-1].asm["ptx"]
+    assert {86: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[capability] in many
+
+
+def test_rounding_and_scaling_fit_and_do_not_spill(launches: list[Launch]) -> None:
+    x, scales = empty(TOKENS, INNER, dtype=torch.bfloat16), empty(TOKENS, dtype=torch.float32)
+    round_rows(x, empty(TOKENS, INNER, dtype=torch.float8_e4m3fn), scales, Code.F8_E4M3)
+    round_rows(x, empty(TOKENS, INNER, dtype=torch.float16), scales, Code.I8, scales[:1])
+    scale_rows(x, empty(INNER, dtype=torch.float32), scales, empty(INNER, dtype=torch.bfloat16))
+    check(launches, 90)
 
 
 def test_a_decoders_own_launches_fit_the_smallest_shared_memory(launches: list[Launch]) -> None:

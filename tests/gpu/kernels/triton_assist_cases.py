@@ -12,24 +12,28 @@ import pytest
 import torch
 
 from caraserve.core.lora_layout import GROUPS, AdapterSpec
+from caraserve.cpu.adapters import fill_entries
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.shared_memory import SharedRegion
+from caraserve.cpu.structs import LORA_ENTRY
 from caraserve.gpu.assist import work_orders
 from caraserve.gpu.driver.api import Stream
-from caraserve.gpu.forward.decoder import HandOff, decoder_layer
-from caraserve.gpu.forward.lora_pass import ChunkHandOffs
-from caraserve.gpu.memory.host_memory import x_stride
+from caraserve.gpu.forward.decoder import issue_pass
+from caraserve.gpu.forward.lora_pass import HandOffMemory
+from caraserve.gpu.memory.adapter_tables import GROUP_SITES
+from caraserve.gpu.memory.host_memory import inputs_of, x_stride
 from caraserve.lora.peft import inspect_adapter
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES
 from tests.gpu.desk import BLOCK_BYTES, BY_DEVICE, BY_WORKERS, LOST, PATIENCE_NS
 from tests.gpu.lora_case import address
-from tests.gpu.tiny_device import ADAPTER_SLOTS, DEVICE, STREAM, Request, TinyDevice, step
+from tests.gpu.tiny_device import DEVICE, STREAM, Request, TinyDevice, step
 from tests.oracle.models import ALL_TARGETS, VOCAB_SIZE, make_adapter, make_model
 from tests.oracle.oracle import Oracle
 
 TOKENS, WORKERS, SLOT, NAN = 9, 2, 2, 0xFF
 ARRIVED, GENERATION = 7, 5
+ORDER_WORDS = work_orders.work_order_bytes(WORKERS) // 8
 
 
 class Office:
@@ -43,17 +47,13 @@ class Office:
         self.device = TinyDevice(model)
         self.bound = self.device.bind(SLOT, self.adapter)
         self.spec: AdapterSpec = inspect_adapter(self.adapter, self.device.spec)
-        self.entries = self.device.spec.layers * len(GROUPS)
         self.region = SharedRegion(1 << 22)
         self.blocks = self.region.carve(WORKERS * BLOCK_BYTES)
         self.image = self.region.carve(self.spec.num_bytes)
-        widest = max(work_orders.delta_columns(self._modules(place))[1] for place in self.places)
+        widest = max(work_orders.delta_columns(self._outputs(group))[1] for group in range(len(GROUPS)))
         self.x = self.region.carve(4 * TOKENS * max(x_stride(self.device.spec, group) for group in range(len(GROUPS))))
         self.deltas = [self.region.carve(4 * TOKENS * widest) for _ in range(WORKERS)]
         self.words = self.region.carve(64 * (1 + self.device.spec.layers)).view(np.uint32)[::16]  # status, then layers
-        self.orders = [
-            self.region.carve(work_orders.work_order_bytes(WORKERS)).view(np.int64) for _ in range(self.entries)
-        ]
         if DEVICE.type == "cuda":
             cuda: Any = torch.cuda  # torch.cuda has no type annotations
             cuda.cudart().cudaHostRegister(self.region.base, self.region.num_bytes, 3)  # portable and mapped
@@ -64,17 +64,14 @@ class Office:
         self.workers.keep_awake(True)
         self.number = 0
 
-    @property
-    def places(self) -> list[tuple[int, int]]:
-        return [(layer, group) for layer in range(self.device.spec.layers) for group in range(len(GROUPS))]
-
     def open(self) -> None:
         """Resets: all bytes are available to the workers and none to the device; no layer has arrived."""
         self.image[:] = self.bound.host.data
         self.bound.image.fill_(NAN)
         self.words[:] = 0
-        self.state = torch.zeros(WORKERS * 2 + 4, dtype=torch.int32, device=DEVICE)  # asked, counter, errors
-        self.gate = torch.zeros(ADAPTER_SLOTS, dtype=torch.int32, device=DEVICE)
+        shape = len(GROUPS), self.device.spec.layers, ORDER_WORDS
+        strides = [x_stride(self.device.spec, group) for group in range(len(GROUPS))]
+        self.memory = HandOffMemory.empty(shape, WORKERS, strides, DEVICE)
 
     def arrive(self, layer: int) -> None:
         """Copies a layer's weights to the device and invalidates the workers' copy."""
@@ -86,7 +83,7 @@ class Office:
 
     @property
     def errors(self) -> int:
-        return int(self.state[WORKERS * 2 + 2])
+        return int(self.memory.flags[1])
 
     def prefill(self, request: Request) -> tuple[int | None, dict[int, set[int]]]:
         """Returns (token, outcomes of hand-offs by layer) of a whole prompt."""
@@ -94,67 +91,49 @@ class Office:
         rows = [request.row()]
         assert rows[0].count == TOKENS
         shape = self.device.fill(rows, all_prompt=True)
-        steps = self.device.decoder.make_pass(shape, hand_offs=self._terms())
+        self._write_orders()
+        steps = self.device.decoder.make_pass(shape, hand_offs=self.memory)
         outcomes: dict[int, set[int]] = {}
         add = steps.add_handed_off
 
-        def add_and_note(layer: int, group: int, hand_off: HandOff, stream: Stream) -> None:
-            add(layer, group, hand_off, stream)
-            outcomes.setdefault(layer, set()).add(int(self.gate[SLOT]))
+        def add_and_note(layer: int, group: int, stream: Stream) -> None:
+            add(layer, group, stream)
+            outcomes.setdefault(layer, set()).add(int(self.memory.outcome))
 
         steps.add_handed_off = add_and_note  # type: ignore[method-assign]
-        steps.embed(STREAM)
-        for layer in range(self.device.spec.layers):
-            indices = {group: layer * len(GROUPS) + group for group in range(len(GROUPS))}
-            hand_offs = {group: HandOff(index, *(0 for _ in range(6))) for group, index in indices.items()}
-            decoder_layer(steps, layer, STREAM, hand_offs=hand_offs)
-        steps.sample(STREAM)
+        issue_pass(steps, STREAM, self.device.spec.layers)
         return self.device.results(rows)[0].token_id, outcomes
 
-    def _modules(self, place: tuple[int, int]) -> list[work_orders.HostModule]:
-        layer, group = place
-        made, base = [], self.region.offset(address(self.image))
-        for site in GROUPS[group]:
-            outputs = self.device.spec.site_shape(site)[1]
-            found = [span for span in self.spec.spans if (span.layer, SITES[span.site]) == (layer, site)]
-            for span in found:
-                offsets = base + span.a_offset, base + span.b_offset
-                made.append(work_orders.HostModule(outputs, span.padded_rank, self.spec.dtype, span.scale, *offsets))
-            made += [] if found else [work_orders.HostModule(outputs)]
-        return made
+    def _modules(self, group: int) -> work_orders.HostModules:
+        entries = np.zeros((self.device.spec.layers, len(SITES)), LORA_ENTRY)
+        fill_entries(entries, self.spec, self.region.offset(address(self.image)))
+        sites = GROUP_SITES[group]
+        return work_orders.HostModules(entries[:, sites.start : sites.stop], self._outputs(group))
 
-    def _terms(self) -> ChunkHandOffs:
-        """Writes the work orders of all hand-offs and returns their buffers."""
+    def _outputs(self, group: int) -> list[int]:
+        return [self.device.spec.site_shape(site)[1] for site in GROUPS[group]]
+
+    def _write_orders(self) -> None:
+        """Writes the work orders of all hand-offs, in the order in which the device gets to them."""
         model, base = self.device.spec, self.region.base
-        for index, place in enumerate(self.places):
-            layer, group = place
-            self.number += 1
-            stride = x_stride(model, group)
-            region = work_orders.SharedInput(
-                base, self.region.offset(address(self.x)), stride, model.site_shape(GROUPS[group][0])[0], Dtype.F32, 0
+        slices, unused = work_orders.split_rows(TOKENS, -(-TOKENS // WORKERS), WORKERS), np.zeros(model.layers, int)
+        ready = np.array([address(self.words[1 + layer :]) for layer in range(model.layers)])
+        terms = work_orders.SyncAddresses(PATIENCE_NS, ready, ARRIVED, address(self.words), GENERATION, unused, unused)
+        tasks = [
+            work_orders.WorkerTask(
+                worker, address(self.blocks[worker * BLOCK_BYTES :]), *rows,
+                self.region.offset(address(self.deltas[worker])),
             )
-            arrived = address(self.words[1 + layer :])
-            terms = work_orders.SyncAddresses(PATIENCE_NS, arrived, ARRIVED, address(self.words), GENERATION)
-            slices = work_orders.split_rows(TOKENS, -(-TOKENS // WORKERS), WORKERS)
-            tasks = [
-                work_orders.WorkerTask(
-                    worker, address(self.blocks[worker * BLOCK_BYTES :]), self.number, *place_of,
-                    self.region.offset(address(self.deltas[worker])),
-                )
-                for worker, place_of in enumerate(slices)
-            ]  # fmt: skip
-            work_orders.write_work_order(self.orders[index], tasks, self._modules(place), region, terms)
-        at = self.state.data_ptr()
-        return ChunkHandOffs(
-            slot=SLOT,
-            gate=self.gate,
-            orders=[address(order) for order in self.orders],
-            host_x=[address(self.x)] * self.entries,
-            host_strides=[x_stride(model, group) for _, group in self.places],
-            asked=at,
-            counter=at + 8 * WORKERS,
-            errors=at + 8 * WORKERS + 8,
-        )
+            for worker, rows in enumerate(slices)
+        ]  # fmt: skip
+        for group in range(len(GROUPS)):
+            inputs, stride = inputs_of(model, group), x_stride(model, group)
+            x = work_orders.SharedInput(base, self.region.offset(address(self.x)), stride, inputs, Dtype.F32, 0)
+            numbers = self.number + 1 + group + len(GROUPS) * np.arange(model.layers)
+            both = np.tile(numbers[:, None], WORKERS)
+            made = work_orders.work_orders(tasks, both, self._modules(group), x, terms, ORDER_WORDS)
+            self.memory.orders[group] = torch.from_numpy(made)
+        self.number += model.layers * len(GROUPS)
 
     def close(self) -> None:
         self.workers.close()

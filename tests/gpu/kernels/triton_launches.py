@@ -36,6 +36,7 @@ TYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
+    torch.int8: "*i8",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -110,7 +111,7 @@ def launches_of(config: Mapping[str, Any], dtype: torch.dtype, capability: int) 
         recorded = recording(patch)
         decoder, base = decoder_of(config, dtype), PassShape(TOKENS, 7, 3, 9, 0, False, 2048)
         issue_pass(decoder.make_pass(base), Stream(0), decoder.spec.layers)
-        gate = torch.empty(SLOTS, dtype=torch.int32, device="meta")
+        gate = torch.empty(1, dtype=torch.int32, device="meta")
         decoder.lora.pass_over(replace(base, segments=4)).add(0, QKV, Stream(0), gate)
     return list({launch.identity: launch for launch in recorded}.values())
 
