@@ -18,6 +18,7 @@ from caraserve.gpu.forward.builder import GpuSizes
 from caraserve.model.dtype import Dtype
 from tests.gpu_device.correct_lora import check_bgmv, check_prefill_lora
 from tests.gpu_device.correct_model import check_attention, check_layers, check_rotation
+from tests.gpu_device.correct_quantized import check_quantized
 from tests.gpu_device.correct_sampling import check_sampling
 from tests.gpu_device.correct_words import check_words
 
@@ -28,6 +29,7 @@ CHECKS: dict[str, Check] = {
     "attention": check_attention,
     "rotation and KV append": check_rotation,
     "norm, SiLU, embedding": check_layers,
+    "quantised weights": check_quantized,
     "sampling": check_sampling,
     "small arrays and words": check_words,
 }

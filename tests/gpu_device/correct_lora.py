@@ -2,20 +2,15 @@
 
 import random
 
-import numpy as np
-import torch
-
 from caraserve.bench.gpu.accelerator import Accelerator
-from caraserve.bench.gpu.adapters import TOLERANCE, Adapters, DecodingRows, Site
+from caraserve.bench.gpu.adapters import SEGMENTS_TOLERANCE, TOLERANCE, Adapters, DecodingRows, SegmentedRows, Site
 from caraserve.bench.gpu.results import check_close, check_same_bits
 from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.core.lora_layout import MAX_RANK
-from caraserve.gpu.kernels.lora import PLANES, Segments, cut_segments, lora_expand, lora_shrink
 from caraserve.model.dtype import Dtype
 
 _RANKS = (0, 8, 8, 16, 24, 64, 128, 256)
 _MOST_SLOTS = 6
-_TENSOR_CORES = {Dtype.F32: 1e-4, Dtype.BF16: 2.0**-6, Dtype.F16: 2.0**-9}  # the shrunk values are rounded, too
 
 
 def check_bgmv(setup: CheckSetup, acc: Accelerator, case: int) -> float:
@@ -52,34 +47,17 @@ def check_prefill_lora(setup: CheckSetup, acc: Accelerator, case: int) -> float:
     y = acc.random(generator, tokens, site.width)
     expected = adapters.add_to(y, x, slots, 0)
     before = y.clone()
-    _prefill(acc, adapters, x, y, slots)
-    tolerance = _TENSOR_CORES[acc.dtype]
+    SegmentedRows(acc, adapters, slots, x, y, MAX_RANK).issue(0)  # the rank that a lane's buffers have
+    acc.settle()
+    tolerance = SEGMENTS_TOLERANCE[acc.dtype]
     worst = check_close(f"prefill LoRA, case {case}, {acc.dtype.name}", y, expected, tolerance)
     token = rng.randrange(tokens)
     one = slice(token, token + 1)
     alone = before[one].clone()
-    _prefill(acc, adapters, x[one].clone(), alone, [slots[token]])
+    SegmentedRows(acc, adapters, [slots[token]], x[one].clone(), alone, MAX_RANK).issue(0)
+    acc.settle()
     check_same_bits(f"prefill LoRA, case {case}", alone, y[one])
     return worst
-
-
-def _prefill(acc: Accelerator, adapters: Adapters, x: torch.Tensor, y: torch.Tensor, slots: list[int]) -> None:
-    site = adapters.site
-    parts = cut_segments(np.array(slots, np.int32))
-    order, first, rows, slot = (torch.from_numpy(part).to(acc.place) for part in parts)
-    if not len(first):
-        return
-    shape = (PLANES, len(slots), len(site.outputs), MAX_RANK)  # the shape that a lane's buffer has for any adapter
-    part = torch.full(shape, torch.nan, dtype=torch.float32, device=acc.place)
-    shrunk = torch.full(shape[1:], torch.nan, dtype=x.dtype, device=acc.place)
-    segments, tables = Segments(order, first, rows, slot), adapters.site_tables(0)
-
-    def both() -> None:
-        lora_shrink(x, part, shrunk, segments, tables)
-        lora_expand(y, shrunk, segments, tables, site.columns, site.outputs)
-
-    acc.run(both)
-    acc.settle()
 
 
 def _random_site(setup: CheckSetup, rng: random.Random) -> Site:

@@ -23,6 +23,7 @@ from caraserve.core.lora_layout import PANEL, HostAdapter
 from caraserve.cpu import handoff
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.shared_memory import PAGE_BYTES, SharedRegion
+from caraserve.cpu.structs import LORA_ENTRY
 from caraserve.errors import BackendFailed
 from caraserve.gpu.assist import work_orders
 from caraserve.gpu.kernels import cuda_launch
@@ -105,7 +106,7 @@ def run_rounds(bench: HandshakeBench, rounds: int, generator: torch.Generator, *
         order, outcome = on_device[index].data_ptr(), outcomes.data_ptr() + 4 * index
         rows = cuda_launch.ActivationRows(x[index].data_ptr(), _SHAPE.hidden, _SHAPE.hidden)
         state = request.data_ptr(), counted.data_ptr(), outcome
-        acc.launch(cuda_launch.publish(2, order, rows, bench.on_device(bench.host_x), _SHAPE.hidden, *state))
+        acc.launch(cuda_launch.publish(2, order, rows, _SHAPE.hidden, *state))
         if by_stream:
             generation = bench.rounds_done + index + 1
             acc.device.driver.wait_value(acc.stream, bench.on_device(bench.words[32:]), generation)
@@ -126,27 +127,20 @@ def _work_orders(bench: HandshakeBench, rounds: int, arrived: int) -> NDArray[np
     """Returns [rounds, words]: one work order, with the numbers of each round."""
     spans = {span.site: span for span in bench.adapter.spec.spans}
     image = bench.region.offset(int(bench.adapter.data.ctypes.data))
-    modules = [
-        work_orders.HostModule(
-            _SHAPE.hidden,
-            _RANK,
-            bench.adapter.spec.dtype,
-            spans[site].scale,
-            image + spans[site].a_offset,
-            image + spans[site].b_offset,
-        )
-        for site in range(len(_QKV))
-    ]
-    offset_of = bench.region.offset
-    task = work_orders.WorkerTask(
-        0, bench.on_device(bench.blocks), _NUMBER, 0, _ROWS, offset_of(int(bench.deltas.ctypes.data))
-    )
+    entries = np.zeros((1, len(_QKV)), LORA_ENTRY)
+    for site in range(len(_QKV)):
+        a, b = image + spans[site].a_offset, image + spans[site].b_offset
+        entries[0, site] = a, b, _RANK, bench.adapter.spec.dtype.value, spans[site].scale
+    modules, offset_of = work_orders.HostModules(entries, (_SHAPE.hidden,) * len(_QKV)), bench.region.offset
+    deltas = offset_of(int(bench.deltas.ctypes.data))
+    task = work_orders.WorkerTask(0, bench.on_device(bench.blocks), 0, _ROWS, deltas)
     x, wide_x = (offset_of(int(array.ctypes.data)) for array in (bench.host_x, bench.wide_x))
     region = work_orders.SharedInput(bench.base, x, _SHAPE.hidden, _SHAPE.hidden, bench.acc.dtype, wide_x)
     flags = [bench.on_device(bench.words[at:]) for at in (0, 16, 32)]
-    terms = work_orders.SyncAddresses(_PATIENCE_NS, arrived, 1, flags[0], _GENERATION, flags[1], flags[2])
-    order = np.zeros(work_orders.work_order_bytes(1) // 8, np.int64)
-    work_orders.write_work_order(order, [task], modules, region, terms)
+    ready, x_flag, y_flag = (np.array([address]) for address in (arrived, *flags[1:]))
+    terms = work_orders.SyncAddresses(_PATIENCE_NS, ready, 1, flags[0], _GENERATION, x_flag, y_flag)
+    words = work_orders.work_order_bytes(1) // 8
+    (order,) = work_orders.work_orders([task], np.array([[_NUMBER]]), modules, region, terms, words)
     made = np.tile(order, (rounds, 1))
     numbers = bench.rounds_done + 1 + np.arange(rounds)
     for placeholder in (_NUMBER, _GENERATION):

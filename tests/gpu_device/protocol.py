@@ -11,9 +11,9 @@ from caraserve.bench.gpu.held_link import HeldLink
 from caraserve.bench.gpu.results import Lines, StageResult, WrongResult
 from caraserve.bench.gpu.session import Prompt, Session, tokens, wait_for_load
 from caraserve.bench.gpu.setup import CheckSetup
+from caraserve.bench.gpu.warm import NOTHING_ARRIVES
 from caraserve.core.batch import Batch, ScheduledRow, StepResult
 from caraserve.core.lora_layout import HostAdapter
-from caraserve.core.machine_profile import SCHEMA, Decode, DecodePoint, LoraRate, Prefill, PrefillPoint, Profile
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.errors import BackendFailed
 from caraserve.gpu.backend import CudaBackend
@@ -27,20 +27,6 @@ _DECODES = 8
 _ROUNDS_SHARE = 0.3  # share of the stage's time for each way of waiting
 _BIRTH_S = 60.0
 _ADAPTER_SLOT, _BYSTANDER, _ASSISTED = 1, 0, 1
-# Predictions by which nothing arrives in time, and hand-offs are aborted only after a while.
-_PROFILE = Profile(
-    schema=SCHEMA,
-    machine="",
-    model="",
-    made_unix_s=0.0,
-    quick=True,
-    link_bytes_per_s=1.0,
-    link_latency_ms=0.0,
-    handoff_ms=20.0,
-    lora=(LoraRate(8, "qkv", 1e6, 0.0), LoraRate(8, "all", 1e6, 0.0)),
-    prefill=Prefill.fitted([PrefillPoint(1, 0, 1.0)]),
-    decode=Decode.fitted([DecodePoint(1, 0, 0, 1.0)]),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +177,7 @@ def _check_assisted_prompts(setup: CheckSetup, lines: Lines) -> tuple[int, Worke
     device = replace(opened, driver=link.driver)
     with cuda_backend(setup, model.spec, Dtype.F32, sizes, folder=model.folder, device=device, warm=True) as backend:
         backend.start_workers(lambda rank: 64)
-        backend.use(_PROFILE)
+        backend.use(NOTHING_ARRIVES)
         if not backend.workers.await_all(_BIRTH_S):
             raise BackendFailed("the CPU LoRA workers are not there")
         prompt = _AssistedPrompt(backend, link, model)

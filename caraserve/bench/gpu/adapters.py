@@ -12,13 +12,16 @@ from caraserve.bench.gpu.accelerator import Accelerator
 from caraserve.core.lora_layout import A_COLUMNS, ALIGN_BYTES, PANEL, RANK_STEP
 from caraserve.gpu.kernels import cuda_launch
 from caraserve.gpu.kernels.bgmv_work import PLANES, adapter_items, plan_items
-from caraserve.gpu.kernels.lora import SiteTables
+from caraserve.gpu.kernels.lora import PLANES as SEGMENT_PLANES
+from caraserve.gpu.kernels.lora import Segments, SiteTables, cut_segments, lora_expand, lora_shrink
 from caraserve.gpu.weights import TORCH_DTYPES
 from caraserve.model.dtype import Dtype
 from caraserve.util.units import align_up
 
-# Allowed error relative to max(1, |value|): the kernels add in fp32 and round the result once.
+# Allowed error relative to max(1, |value|): the kernels add in fp32 and round the result once; those of segments round
+# what shrink has made, too.
 TOLERANCE = {Dtype.F32: 3e-5, Dtype.BF16: 2.0**-8, Dtype.F16: 2.0**-10}
+SEGMENTS_TOLERANCE = {Dtype.F32: 1e-4, Dtype.BF16: 2.0**-6, Dtype.F16: 2.0**-9}
 _NOISE = 0.03  # standard deviation of weights: what adapters add to the output stays near 1
 _SCALE = 0.25
 
@@ -196,6 +199,32 @@ class DecodingRows:
         site = self.adapters.site
         spans = zip(site.columns, site.outputs, strict=True)
         return torch.cat([y[:, column : column + width] for column, width in spans], dim=1)
+
+
+class SegmentedRows:
+    """Rows of few adapters, as prompts and crowded decode batches have them: segments for the Triton kernels."""
+
+    def __init__(
+        self, acc: Accelerator, adapters: Adapters, row_slots: Sequence[int], x: Tensor, y: Tensor, max_rank: int
+    ) -> None:
+        """x: [rows, inputs]; y: [rows, outputs], changed in place; `max_rank`: of the buffers."""
+        self._acc, self._adapters, self._x, self._y = acc, adapters, x, y
+        order, first, rows, slot = (_on(acc, part) for part in cut_segments(np.array(row_slots, np.int32)))
+        self._segments = Segments(order, first, rows, slot)
+        shape = (SEGMENT_PLANES, len(row_slots), len(adapters.site.outputs), max_rank)
+        self._part = torch.full(shape, torch.nan, dtype=torch.float32, device=acc.place)
+        self._shrunk = torch.full(shape[1:], torch.nan, dtype=x.dtype, device=acc.place)
+
+    def issue(self, layer: int) -> None:
+        """Launches the kernels of one layer; nothing if no row has an adapter."""
+        site, tables = self._adapters.site, self._adapters.site_tables(layer)
+
+        def launch() -> None:
+            lora_shrink(self._x, self._part, self._shrunk, self._segments, tables)
+            lora_expand(self._y, self._shrunk, self._segments, tables, site.columns, site.outputs)
+
+        if len(self._segments.first):
+            self._acc.run(launch)
 
 
 def _on(acc: Accelerator, array: NDArray[np.int32]) -> Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,15 @@ from caraserve.bench.gpu.setup import TINY, CheckSetup
 from caraserve.bench.synthetic import Shape, llama_config, write_adapters, write_model
 from caraserve.core.backend import Backend
 from caraserve.core.lora_layout import ALIGN_BYTES, HostAdapter
-from caraserve.cpu.weights import folder_reader, load_model
+from caraserve.cpu.weights import load_model
 from caraserve.gpu.backend import CudaBackend
+from caraserve.gpu.checkpoint import load_checkpoint
 from caraserve.gpu.forward.builder import GpuDevice, GpuSizes
-from caraserve.gpu.weights import TORCH_DTYPES, Fill, dummy, from_reader, load
+from caraserve.gpu.memory.weight_transfer import TransferFigures
+from caraserve.gpu.weights import TORCH_DTYPES, Weights, dummy, load
 from caraserve.lora.peft import inspect_adapter, read_adapter
 from caraserve.model.dtype import Dtype
+from caraserve.model.folder_reader import FolderReader
 from caraserve.model.spec import SITES, ModelSpec, load_spec, parse_spec
 from caraserve.util.units import align_up
 
@@ -66,7 +70,8 @@ def cpu_backend(model: TinyModel, slots: int, adapter_slots: int, step_tokens: i
     from caraserve.cpu.backend import CpuBackend, CpuSizes  # here, because this import compiles kernels
 
     spec = model.spec
-    loaded = load_model(spec, Dtype.F32, TINY_CONTEXT, folder_reader(model.folder), lambda: None)
+    with FolderReader(model.folder) as read:
+        loaded = load_model(spec, Dtype.F32, TINY_CONTEXT, read, lambda: None)
     sizes = CpuSizes(
         threads=1,
         num_slots=slots,
@@ -92,17 +97,20 @@ def cuda_backend(
     sizes: GpuSizes,
     *,
     folder: Path | None = None,
+    weights: Weights | None = None,
     device: GpuDevice | None = None,
     warm: bool = True,
 ) -> Iterator[CudaBackend]:
-    """Yields a CUDA backend with the weights in `folder`, or random ones if it is None.
+    """Yields a CUDA backend with `weights`, with those in `folder`, or with random ones if both are None.
 
     `device` replaces the setup's device. With `warm`, CUDA graphs are captured first.
     """
     used = setup.open(dtype)[0] if device is None else device
     used.enter_thread()
-    fill: Fill = dummy(0, used.device) if folder is None else from_reader(folder_reader(folder), used.device)
-    weights = load(spec, TORCH_DTYPES[dtype], sizes.max_context, used.device, fill)
+    if weights is None and folder is not None:
+        weights, _ = load_folder(folder, spec, dtype, sizes, used)
+    elif weights is None:
+        weights = load(spec, TORCH_DTYPES[dtype], sizes.max_context, used.device, dummy(0, used.device))
     backend = CudaBackend(spec, weights, sizes, used)
     try:
         if warm:
@@ -110,6 +118,13 @@ def cuda_backend(
         yield backend
     finally:
         backend.close()
+
+
+def load_folder(
+    folder: Path, spec: ModelSpec, dtype: Dtype, sizes: GpuSizes, device: GpuDevice
+) -> tuple[Weights, TransferFigures]:
+    """Loads a checkpoint to the device, which has been entered, and measures that."""
+    return load_checkpoint(folder, device, partial(load, spec, TORCH_DTYPES[dtype], sizes.max_context))
 
 
 def shape_spec(shape: Shape, max_position: int) -> ModelSpec:

@@ -182,14 +182,14 @@ def _predicted(spec: AdapterSpec, warm_ms: float, link: float) -> dict[str, floa
 
 def _judge(points: Sequence[ColdPoint], lines: Lines) -> None:
     for point in points:
-        told = ", ".join(f"{mode} {exposed_ms:.2f}" for mode, exposed_ms in point.exposed_ms.items())
+        text = ", ".join(f"{mode} {exposed_ms:.2f}" for mode, exposed_ms in point.exposed_ms.items())
         expected, got = point.predicted_ms["pipelined"], point.exposed_ms["pipelined"]
         name = f"cold {point.targets} rank {point.rank}, {point.tokens} tokens: ms exposed"
         if max(expected, got) < _NOISE_MS:
-            lines.add(name, told)
+            lines.add(name, text)
         else:
             met = got <= _PIPELINED_TARGET * expected + _NOISE_MS
-            lines.add(name, told, f"pipelined ≈ {expected:.2f}", met)
+            lines.add(name, text, f"pipelined ≈ {expected:.2f}", met)
 
 
 # --- requests that decode meanwhile ---
@@ -206,8 +206,8 @@ def _bystanders(setup: CheckSetup, subject: MeasuredModel, link: HeldLink, lines
         return {}
     subject.fill(range(effort.bystanders), context)
     gaps = {name: Gaps.of(_gaps_ms(subject, adapter, context, name)) for name in ("warm", "overlapped", "pipelined")}
-    told = f"p50 {gaps['warm'].p50_ms:.2f}, p99 {gaps['warm'].p99_ms:.2f} ms"
-    lines.add(f"{effort.bystanders} requests decode while warm ones arrive", told)
+    text = f"p50 {gaps['warm'].p50_ms:.2f}, p99 {gaps['warm'].p99_ms:.2f} ms"
+    lines.add(f"{effort.bystanders} requests decode while warm ones arrive", text)
     for name in ("overlapped", "pipelined"):
         ratio = gaps[name].p99_ms / gaps["warm"].p99_ms
         lines.at_most(f"p99 of their gaps while cold ones do, {name} ÷ warm", ratio, _ITL_TARGET)
@@ -235,12 +235,12 @@ def _decode_gaps_ms(subject: MeasuredModel, context: int) -> list[float]:
     decodes = _decodes(subject, context)
     session, turns = subject.session, subject.setup.effort.decodes * subject.setup.effort.arrivals
     session.launch(decodes)
-    told = []
+    received_s = []
     for _ in range(turns):
         session.launch(decodes)
-        told.append(session.next().received_s)
-    told.append(session.next().received_s)
-    return [1000 * gap for gap in np.diff(told)]
+        received_s.append(session.next().received_s)
+    received_s.append(session.next().received_s)
+    return [1000 * gap for gap in np.diff(received_s)]
 
 
 def _decodes(subject: MeasuredModel, context: int) -> Batch:
@@ -261,7 +261,7 @@ def _gaps_ms(subject: MeasuredModel, adapter: HostAdapter, context: int, mode: s
     count = effort.cold_prompts[len(effort.cold_prompts) // 2]
     if mode == "warm":
         wait_for_load(subject.session.start_load(adapter, _SLOT))
-    session, told, started = subject.session, [], 0
+    session, received_s, started = subject.session, [], 0
     loading = None
     session.launch(decodes)
     for turn in range(spacing * effort.arrivals):
@@ -274,13 +274,13 @@ def _gaps_ms(subject: MeasuredModel, adapter: HostAdapter, context: int, mode: s
             started += 1
         else:
             session.launch(decodes)
-        told.append(session.next().received_s)
+        received_s.append(session.next().received_s)
         has_ended = turn % spacing == spacing - 1
         if loading is not None and (has_ended or (joins and mode == "overlapped")):
             wait_for_load(loading)
             subject.backend.unload_adapter(_SLOT)
             loading = None
-    told.append(session.next().received_s)
+    received_s.append(session.next().received_s)
     if mode == "warm":
         subject.backend.unload_adapter(_SLOT)
-    return [1000 * gap for gap in np.diff(told)]
+    return [1000 * gap for gap in np.diff(received_s)]

@@ -47,6 +47,10 @@ class HeldLink:
         self._streams.append(self._driver.create_stream(priority))
         return self._streams[-1]
 
+    def destroy_stream(self, stream: Stream) -> None:
+        self._streams.remove(stream)
+        self._driver.destroy_stream(stream)
+
     def copy_to_device(self, target: int, source: int, num_bytes: int, stream: Stream) -> None:
         if self._is_held and stream == self._streams[Lane.COPY]:
             self._driver.wait_value(stream, self._address, self._awaited)

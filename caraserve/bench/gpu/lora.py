@@ -4,22 +4,24 @@ One CUDA graph holds the LoRA work of many layers, each with its own weights, in
 The floor is the time in which the device copies as many bytes as the adapters have.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
 from caraserve.bench.gpu.accelerator import Accelerator
-from caraserve.bench.gpu.adapters import TOLERANCE, Adapters, DecodingRows, Site
+from caraserve.bench.gpu.adapters import SEGMENTS_TOLERANCE, TOLERANCE, Adapters, DecodingRows, SegmentedRows, Site
 from caraserve.bench.gpu.limits import copy_bytes_per_s
 from caraserve.bench.gpu.results import Lines, StageResult, check_close
 from caraserve.bench.gpu.setup import CheckSetup
+from caraserve.gpu.kernels.bgmv_work import MOST_ROWS
 from caraserve.model.dtype import Dtype
 from caraserve.util.units import ceil_div
 
 _PROJECTIONS = 3  # q, k and v
 _LAYERS_LEAST, _LAYERS_MOST = 4, 320
 _MIX = (8, 16, 32, 64)
+_CROWDED_RANK = 64
 _SHARE_TARGET = 0.8  # floor ÷ measured time at rank 64, where reading weights dominates
 _MIX_TARGET = 1.10
 
@@ -41,6 +43,18 @@ class LoraPoint:
 
 
 @dataclass(frozen=True, slots=True)
+class CrowdedPoint:
+    """The decode LoRA of q, k and v in one layer, with many rows of few adapters: by the kernels of segments, which
+    serve such rows, and by BGMV, which serves adapters of fewer rows."""
+
+    rows: int
+    adapters: int
+    rank: int
+    us: float
+    bgmv_us: float
+
+
+@dataclass(frozen=True, slots=True)
 class LoraFigures:
     """All points, and the ratios of the points with most rows."""
 
@@ -49,6 +63,7 @@ class LoraFigures:
     times_torch: dict[str, float]  # torch's time ÷ this project's, by point
     mix_over_sum: float | None  # mixed ranks ÷ the mean of the same ranks alone
     padded_over_mix: float | None  # the largest of these ranks alone ÷ mixed ranks
+    crowded: CrowdedPoint | None = None  # None: there was no time left
 
 
 def lora(setup: CheckSetup) -> StageResult[LoraFigures]:
@@ -56,7 +71,15 @@ def lora(setup: CheckSetup) -> StageResult[LoraFigures]:
     acc = setup.accelerator(Dtype.BF16)
     bytes_per_s = copy_bytes_per_s(setup, acc)
     points, lines = tuple(measure(setup, acc, bytes_per_s)), Lines()
-    return StageResult(_judge(setup, points, bytes_per_s, lines), lines.all)
+    figures = _judge(setup, points, bytes_per_s, lines)
+    if setup.left_s > 0:
+        crowded = _crowded(setup, acc)
+        figures = replace(figures, crowded=crowded)
+        lines.add(
+            f"LoRA n {crowded.rows}, adapters {crowded.adapters}, rank {crowded.rank}",
+            f"{crowded.us:.1f} µs by segments, {crowded.bgmv_us:.1f} µs by BGMV",
+        )
+    return StageResult(figures, lines.all)
 
 
 def measure(setup: CheckSetup, acc: Accelerator, bytes_per_s: float) -> Iterator[LoraPoint]:
@@ -95,6 +118,33 @@ def _point(setup: CheckSetup, acc: Accelerator, rows: int, ranks: tuple[int, ...
     floor_us = 1e6 * num_bytes / bytes_per_s
     torch_us = _bmm_us(setup, acc, rows, ranks[0], layers) if len(ranks) == 1 else None
     return LoraPoint(rows, ranks, us, num_bytes / 1e6, floor_us / us, torch_us)
+
+
+def _crowded(setup: CheckSetup, acc: Accelerator) -> CrowdedPoint:
+    """Times rows that are divided evenly among few adapters. Raises WrongResult."""
+    (rows, count), hidden = setup.effort.crowded, setup.effort.shape.hidden
+    rank = min(_CROWDED_RANK, max(setup.effort.lora_ranks))
+    assert rows // count > MOST_ROWS, "BGMV would serve these rows"
+    slots = [1 + row % count for row in range(rows)]
+    site = Site(hidden, (hidden,) * _PROJECTIONS, [[0, *[rank] * count]] * _PROJECTIONS, [acc.dtype] * (count + 1))
+    layers = min(max(_LAYERS_LEAST, ceil_div(2 * acc.l2_bytes, site.num_bytes(slots))), _LAYERS_MOST)
+    adapters = Adapters(acc, site, layers, setup.effort.lora_pool_bytes)
+    batch = DecodingRows(acc, adapters, slots)
+    segmented = SegmentedRows(acc, adapters, slots, batch.x, batch.y, batch.max_rank)
+    expected = batch.expected(0)
+    segmented.issue(0)
+    acc.settle()
+    name = f"LoRA of decode, {rows} rows of {count} adapters"
+    check_close(name, batch.results(), expected, SEGMENTS_TOLERANCE[acc.dtype])
+
+    def us(issue: Callable[[int], None]) -> float:
+        def step() -> None:
+            for layer in range(layers):
+                issue(layer)
+
+        return acc.median_us(step, setup.effort.replays) / layers
+
+    return CrowdedPoint(rows, count, rank, us(segmented.issue), us(batch.issue))
 
 
 def _bmm_us(setup: CheckSetup, acc: Accelerator, rows: int, rank: int, layers: int) -> float:

@@ -44,6 +44,7 @@ class CheckEffort:
     lora_pool_bytes: int = 1 << 30  # memory for the adapters of stage `lora`
     lora_rows: tuple[int, ...] = (1, 4, 16, 64)
     lora_ranks: tuple[int, ...] = (8, 16, 32, 64, 128)
+    crowded: tuple[int, int] = (64, 4)  # decoding rows, and the adapters among which they are divided
     batches: tuple[int, ...] = (1, 16, 64)
     contexts: tuple[int, ...] = (128, 512, 2048)
     prompts: tuple[int, ...] = (16, 64, 256, 1024, 2048)
@@ -51,6 +52,8 @@ class CheckEffort:
     cold_ranks: tuple[int, ...] = (16, 64, 256)
     cold_prompts: tuple[int, ...] = (16, 128, 1024)
     cold_repeats: int = 3
+    handover_prompts: tuple[int, ...] = (64, 256)
+    handover_rounds: int = 10
     gqa_shape: Shape = LLAMA3_8B  # of the model whose query heads share keys and values
     gqa_contexts: tuple[int, ...] = (512, 2048)
     long_context: int = 32 << 10
@@ -60,6 +63,7 @@ class CheckEffort:
     warm_prompts: tuple[int, ...] = (2, 3, 15, 16, 17, 64, 65, 129)
     warm_adapter_slots: int = 1025  # as the server has; a row of their tables is no multiple of 16 bytes
     sampled_rows: tuple[int, ...] = (1, 64)
+    product_rows: tuple[int, ...] = (1, 16, 64, 256, 2048)  # of products with quantised weights
     graph_bytes: int = 1 << 30
     model_pool_bytes: int | None = None  # for KV blocks and adapters; None: all free device memory
     bystanders: int = 32  # requests that decode while others arrive

@@ -33,21 +33,24 @@ class Stage:
         return function(setup)
 
 
+TOTAL_S = 580.0  # for all stages, which may take their whole budgets
 STAGES = (
     Stage("env", 12, "device, driver, packages"),
     Stage("build", 50, "all kernels compiled, in parallel, and loaded"),
-    Stage("correct", 80, "kernels beside fp64, a tiny model beside the CPU's", decides=True, package=CHECKS),
+    Stage("correct", 75, "kernels beside fp64, a tiny model beside the CPU's", decides=True, package=CHECKS),
     Stage("limits", 18, "copies, link, matrix product, launches"),
-    Stage("lora", 30, "LoRA of decode by rows and ranks"),
-    Stage("model", 50, "decode and prefill of a 7B shape, the host's share", is_timed=True),
+    Stage("lora", 28, "LoRA of decode by rows and ranks"),
+    Stage("model", 45, "decode and prefill of a 7B shape, the host's share", is_timed=True),
     Stage("warm", 25, "nothing is compiled after warm-up"),
-    Stage("server", 100, "`caraserve bench modes` on a 7B shape", is_timed=True),
+    Stage("server", 90, "`caraserve bench modes` on a 7B shape", is_timed=True),
     Stage("cold", 40, "what cold requests cost themselves and others", is_timed=True),
     Stage("protocol", 35, "hand-offs to CPU workers, workers stopped and killed", package=CHECKS),
+    Stage("handover", 25, "hand-offs beside explicit synchronisation (Toppings' figure 10)", is_timed=True),
     Stage("llama3", 40, "a Llama-3-8B shape, contexts up to 32K", is_timed=True),
     Stage("sampling", 12, "top-p and top-k over 128K tokens", is_timed=True),
-    Stage("startup", 24, "time and memory of a start, modules loaded eagerly and lazily"),
-    Stage("sanitizer", 45, "every kernel under compute-sanitizer"),
+    Stage("quantized", 20, "products with quantised weights beside bf16's", is_timed=True),
+    Stage("startup", 24, "time and memory of a start, modules loaded eagerly and lazily; its weights"),
+    Stage("sanitizer", 40, "every kernel under compute-sanitizer"),
 )
 
 # Run in processes of the stages build, startup and sanitizer.

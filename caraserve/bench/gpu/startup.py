@@ -1,5 +1,6 @@
 """Stage `startup`: time and device memory of a start, with CUDA's modules loaded eagerly and lazily."""
 
+import shutil
 import time
 from dataclasses import dataclass
 
@@ -8,8 +9,10 @@ import msgspec
 from caraserve.bench.gpu.processes import StageProcess
 from caraserve.bench.gpu.results import Lines, Outcome, StageResult
 from caraserve.bench.gpu.setup import CheckSetup
-from caraserve.bench.gpu.start_once import StartFigures
+from caraserve.bench.gpu.start_once import CHECKPOINT, StartFigures, model_spec
+from caraserve.bench.synthetic import write_repeating_weights
 from caraserve.errors import BackendFailed
+from caraserve.gpu.memory.weight_transfer import TransferFigures
 from caraserve.util.units import human_bytes
 
 _LOADINGS = ("EAGER", "LAZY")  # values of CUDA_MODULE_LOADING
@@ -31,8 +34,11 @@ class StartupFigures:
 
 
 def startup(setup: CheckSetup) -> StageResult[StartupFigures]:
-    """Starts a backend in a process for each way of loading. Raises BackendFailed when one does not start."""
+    """Starts a backend in a process for each way of loading, with weights from the page cache. Raises BackendFailed
+    when one does not start."""
     lines, starts = Lines(), dict[str, Start]()
+    checkpoint = setup.folder / CHECKPOINT
+    write_repeating_weights(checkpoint, model_spec(setup), "bfloat16")
     for loading in _LOADINGS:
         started_s = time.monotonic()
         folder = setup.folder / loading
@@ -45,4 +51,13 @@ def startup(setup: CheckSetup) -> StageResult[StartupFigures]:
         start = starts[loading] = Start(time.monotonic() - started_s, figures)
         value = f"{start.process_s:.1f} s, of which {figures.open_s:.1f} s device and {figures.warm_up_s:.1f} s warm-up"
         lines.add(f"a start, modules loaded {loading}", f"{value}; {human_bytes(figures.device_bytes)} on the device")
+        lines.add("its weights", _weights(setup, figures.weights))
+    shutil.rmtree(checkpoint)
     return StageResult(StartupFigures(starts), lines.all)
+
+
+def _weights(setup: CheckSetup, figures: TransferFigures) -> str:
+    """Returns the speed of a load, also beside the link's."""
+    if setup.limits is None:
+        return str(figures)
+    return f"{figures}; {figures.bytes_per_s / setup.limits.link_bytes_per_s:.0%} of the link's speed"

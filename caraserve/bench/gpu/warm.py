@@ -21,8 +21,8 @@ _RANK = 8
 _BIRTH_S = 60.0
 _LOADED, _ARRIVING = 1, 2  # adapter slots
 _LONGEST = 160  # tokens of a prompt: more than a chunk of an assisted prefill
-# Predictions by which no weights arrive in time, so that CPU workers are asked.
-_NOTHING_ARRIVES = Profile(
+# Predicts that no weights arrive in time, so that CPU workers are asked, and waits 20 ms before a hand-off is aborted.
+NOTHING_ARRIVES = Profile(
     schema=SCHEMA,
     machine="",
     model="",
@@ -66,7 +66,7 @@ def warm(setup: CheckSetup) -> StageResult[WarmFigures]:
     with cuda_backend(setup, spec, DTYPE, sizes, device=device) as backend:
         subject = MeasuredModel(setup, backend, spec, _LONGEST)
         backend.start_workers(lambda rank: 64)
-        backend.use(_NOTHING_ARRIVES)
+        backend.use(NOTHING_ARRIVES)
         if not backend.workers.await_all(_BIRTH_S):
             raise BackendFailed("the CPU LoRA workers are not there")
         fitting = subject.grow_contexts(slots)

@@ -22,7 +22,7 @@ from caraserve.bench.gpu.results import (
     check_same_bits,
 )
 from caraserve.bench.gpu.run import check, file_name
-from caraserve.bench.gpu.stages import STAGES, Stage, parse_stages
+from caraserve.bench.gpu.stages import STAGES, TOTAL_S, Stage, parse_stages
 
 ROOT = Path(__file__).parents[3]
 INTERPRETER = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -51,6 +51,7 @@ def test_every_stage_succeeds_on_an_emulated_device(tmp_path: Path) -> None:
     assert figures["protocol"]["cpu_layers"] == 2
     assert figures["protocol"]["wait_by_stream"]["rounds"] == figures["protocol"]["wait_by_kernel"]["rounds"] == 8
     assert {tuple(point["ranks"]) for point in figures["lora"]["points"]} == {(8,), (16,), (8, 16)}
+    assert (figures["lora"]["crowded"]["rows"], figures["lora"]["crowded"]["rank"]) == (9, 16)
     assert set(figures["cold"]["assumed"]) == {"handoff_ms", "core_lora_flop_per_s", "copy_s"}  # the link was measured
     assert set(figures["cold"]["itl"]) == {"warm", "overlapped", "pipelined", "alone", "link held"}
     assert {mode for point in figures["cold"]["exposed"] for mode in point["exposed_ms"]} == {
@@ -58,13 +59,18 @@ def test_every_stage_succeeds_on_an_emulated_device(tmp_path: Path) -> None:
         "pipelined",
         "assisted",
     }
+    assert [point["tokens"] for point in figures["handover"]["points"]] == [8]
     assert figures["server"]["beside_cached"]["auto"]["itl_p99"] == pytest.approx(1.1)
     assert figures["build"]["ahead"] == {"triton": 0, "raw": 0, "processes": 1, "errors": {}}
     assert (figures["warm"]["batches"], figures["warm"]["late_kernels"]) == (9, 0)
     assert (figures["llama3"]["long"]["tokens"], len(figures["llama3"]["long"]["chunk_ms"])) == (17, 2)
     assert set(figures["llama3"]["long"]["decode_ms"]) == {"1", "2"}
     assert [point["way"] for point in figures["sampling"]["points"]] == ["greedy", "top-p", "top-p and top-k"]
+    assert [point["rows"] for point in figures["quantized"]["points"]] == [1, 70]
     assert set(figures["startup"]["starts"]) == {"EAGER", "LAZY"}
+    transfers = [start["parts"]["weights"] for start in figures["startup"]["starts"].values()]
+    assert [transfer["num_bytes"] for transfer in transfers] == 2 * [2 * (2 * 30_848 + 2 * 160 * 64 + 64)]
+    assert done.stdout.count("of the link's speed") == 2
     assert figures["sanitizer"] == {"path": "", "runs": {}}
     assert "GPU check" in done.stdout
     assert "the sum of its parts" in done.stdout
@@ -254,3 +260,7 @@ def test_a_folder_without_the_wheels_is_refused(tmp_path: Path) -> None:
         done = command("--wheels", str(tmp_path))
         assert done.returncode == 1
         assert f"error: {tmp_path} has no wheels of" in done.stderr
+
+
+def test_all_stages_may_take_their_whole_budgets() -> None:
+    assert sum(stage.budget_s for stage in STAGES) <= TOTAL_S
