@@ -3,7 +3,9 @@
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from caraserve.config import EngineConfig, LoraConfig, ModelConfig
@@ -13,6 +15,7 @@ from caraserve.errors import ConfigError, ModelLoadError
 from caraserve.gpu.driver.detect import detect
 from caraserve.gpu.driver.environment import prepare_environment
 from caraserve.model.dtype import DTYPES, Dtype
+from caraserve.model.folder_reader import FolderReader
 from caraserve.model.spec import ModelSpec
 from caraserve.telemetry.progress import CompileProgress, progress
 from caraserve.telemetry.trace import Trace
@@ -21,6 +24,7 @@ from caraserve.util.units import human_bytes
 if TYPE_CHECKING:  # these modules import kernels, which are compiled after all checks
     from caraserve.cpu.lora_workers.pool import WorkerPool
     from caraserve.cpu.lora_workers.timing import RoundTrip
+    from caraserve.cpu.weights import Read
 
 log = logging.getLogger(__name__)
 
@@ -98,13 +102,11 @@ def _build_cpu_backend(
     kernels = CompileProgress()
     with kernels.shown() as compiled, counting(compiled):
         from caraserve.cpu.backend import CpuBackend, CpuSizes
-        from caraserve.cpu.weights import dummy_reader, folder_reader, load_model, progress_steps
+        from caraserve.cpu.weights import load_model, progress_steps
 
-    assert model.model is not None
     dtype, context = dtype_of(spec, model.dtype), _context(spec, model)
     kv_bytes, lora_cpus = _kv_bytes(spec, context, engine.kv_cache_bytes), _lora_cpus(lora)
-    read = dummy_reader(engine.seed, dtype) if model.load_format == "dummy" else folder_reader(model.model)
-    with progress("weights", progress_steps(spec)) as advance:
+    with progress("weights", progress_steps(spec)) as advance, _reader(spec, model, engine.seed, dtype) as read:
         loaded = load_model(spec, dtype, context, read, advance)
     seqs = engine.max_num_seqs or _CPU_SEQS
     sizes = CpuSizes(
@@ -124,27 +126,48 @@ def _build_cpu_backend(
     return backend
 
 
+@contextmanager
+def _reader(spec: ModelSpec, model: ModelConfig, seed: int, dtype: Dtype) -> Iterator["Read"]:
+    """Yields a reader of the checkpoint, or of random weights in `dtype`. Raises ModelLoadError, also when a file has
+    changed at the end."""
+    from caraserve.cpu.weights import dummy_reader
+
+    assert model.model is not None
+    if model.load_format == "dummy":
+        yield dummy_reader(seed, dtype)
+        return
+    with FolderReader(model.model, spec.quantization) as read:
+        yield read
+
+
 def build_cuda_backend(
     spec: ModelSpec, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, trace: Trace | None
 ) -> ServingBackend:
     """Returns a backend on the first visible GPU, with captured graphs; its LoRA workers are not started."""
-    from caraserve.cpu.weights import folder_reader
     from caraserve.gpu.backend import CudaBackend
+    from caraserve.gpu.checkpoint import load_checkpoint
     from caraserve.gpu.driver.modules import open_device
     from caraserve.gpu.forward.builder import GpuSizes
-    from caraserve.gpu.weights import TORCH_DTYPES, dummy, from_reader, load, progress_steps
+    from caraserve.gpu.weights import TORCH_DTYPES, dummy, load, progress_steps
 
     assert model.model is not None
+    if lora.mode.merges and spec.quantization is not None:
+        raise ConfigError(
+            "--loading-mode merged adds adapters to the weights, and quantised ones cannot hold the sum; give another "
+            "mode, or a checkpoint that is not quantised"
+        )
     dtype, context = dtype_of(spec, model.dtype), _context(spec, model)
     seqs, lora_cpus = engine.max_num_seqs or _GPU_SEQS, _lora_cpus(lora)
     sys.setswitchinterval(_SWITCH_S)
     device = open_device(dtype)
-    if model.load_format == "dummy":
-        fill = dummy(engine.seed, device.device)
-    else:
-        fill = from_reader(folder_reader(model.model), device.device)
+    load_weights, transfer = partial(load, spec, TORCH_DTYPES[dtype], context), None
     with progress("weights", progress_steps(spec)) as advance:
-        weights = load(spec, TORCH_DTYPES[dtype], context, device.device, fill, advance)
+        if model.load_format == "dummy":
+            weights = load_weights(device.device, dummy(engine.seed, device.device), advance)
+        else:
+            weights, transfer = load_checkpoint(model.model, device, load_weights, advance, spec.quantization)
+    if transfer is not None:
+        log.info("%s", transfer)
     sizes = GpuSizes(
         num_slots=seqs,
         adapter_slots=ADAPTER_SLOTS,

@@ -76,8 +76,10 @@ class SchemaComparison:
 
 def types_of(schema: _Schema) -> set[str]:
     """Returns the types of the values that may follow a schema; a number may be an integer."""
-    told = schema.get("type", list(JSON_TYPES))
-    types = {name for name in (told if isinstance(told, list) else [told]) if isinstance(name, str)}
+    types_given = schema.get("type", list(JSON_TYPES))
+    types = {
+        name for name in (types_given if isinstance(types_given, list) else [types_given]) if isinstance(name, str)
+    }
     if "number" in types:
         types.add("integer")
     listed = [schema["const"]] if "const" in schema else schema.get("enum")

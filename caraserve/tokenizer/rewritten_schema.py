@@ -82,15 +82,17 @@ def _list_property_names(node: _Schema, comparison: SchemaComparison) -> None:
     """Says `propertyNames` with `properties` or `patternProperties`."""
     if not isinstance(names := comparison.resolved(node.get("propertyNames")), dict):
         return
-    told, values = names.keys() - ANNOTATIONS - {"type"}, node.get("additionalProperties", True)
-    if names.get("type", "string") != "string" or (told and not {"properties", "patternProperties"}.isdisjoint(node)):
+    keywords, values = names.keys() - ANNOTATIONS - {"type"}, node.get("additionalProperties", True)
+    if names.get("type", "string") != "string" or (
+        keywords and not {"properties", "patternProperties"}.isdisjoint(node)
+    ):
         return
-    if told == {"pattern"} and isinstance(names["pattern"], str):
+    if keywords == {"pattern"} and isinstance(names["pattern"], str):
         node |= {"patternProperties": {names["pattern"]: values}, "additionalProperties": False}
-    elif told == {"enum"} and isinstance(names["enum"], list):
+    elif keywords == {"enum"} and isinstance(names["enum"], list):
         listed = {name: values for name in names["enum"] if isinstance(name, str)}
         node |= {"properties": listed, "additionalProperties": False}
-    elif told:
+    elif keywords:
         return
     del node["propertyNames"]
 
