@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from caraserve.bench.client.endpoint import Endpoint
-from caraserve.bench.records import Run
+from caraserve.bench.records import Run, Workload
 from caraserve.bench.report.summary import SloLimits, parse_slo
 from caraserve.bench.runner import BenchmarkRunner
 from caraserve.bench.workload.arrivals import parse_arrivals
-from caraserve.bench.workload.build import WorkloadSpec, build
+from caraserve.bench.workload.build import WorkloadSpec
 from caraserve.bench.workload.presets import Preset, find_preset, load_presets
 from caraserve.errors import ConfigError
 
@@ -84,26 +84,27 @@ def capacity_per_s(run: Run) -> float:
     return (last - first) / (done_s[last] - done_s[first])
 
 
-async def rate_here(
-    runner: BenchmarkRunner,
-    endpoint: Endpoint,
-    spec: WorkloadSpec,
-    names: Sequence[str],
-    preset_name: str | None,
-    notes: list[str],
-) -> float:
-    """Measures the capacity and returns the rate that compares with the setting's on its machine; NaN if interrupted.
+def probe_spec(spec: WorkloadSpec) -> WorkloadSpec:
+    """Returns the load that measures the capacity for requests like those of `spec`."""
+    return replace(spec, arrivals=parse_arrivals("burst"), rate=None, num_requests=PROBE_REQUESTS, duration_s=None)
 
-    Raises ConfigError when requests of the measurement fail.
-    """
-    probe = replace(spec, arrivals=parse_arrivals("burst"), rate=None, num_requests=PROBE_REQUESTS, duration_s=None)
-    run = await runner.play(endpoint, build(probe), names, "capacity", CONCURRENCY)
+
+async def measure_capacity(
+    runner: BenchmarkRunner, endpoint: Endpoint, workload: Workload, names: Sequence[str]
+) -> float:
+    """Sends the load of `probe_spec`; returns the requests per second, NaN if interrupted. Raises ConfigError when
+    requests fail."""
+    run = await runner.play(endpoint, workload, names, "capacity", CONCURRENCY)
     if runner.stopped.is_set():
         return math.nan
     try:
-        capacity = capacity_per_s(run)
+        return capacity_per_s(run)
     except ValueError as error:
         raise ConfigError(f"the capacity cannot be measured: {error}") from None
+
+
+def rate_here(capacity: float, preset_name: str | None, notes: list[str]) -> float:
+    """Returns the rate that compares with the setting's on its machine, for a measured capacity, and notes both."""
     preset = None if preset_name is None else find_preset(preset_name)
     share = share_of_capacity(preset)
     asked = f"The setting's {preset.rates.default:g} requests/s are" if preset and preset.rates else "The load is"

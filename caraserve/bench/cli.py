@@ -147,7 +147,7 @@ def _add_paper(kinds: Any) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     paper.add_argument("paper", choices=("toppings", "caraserve", "loraserve"))
-    paper.add_argument("--figure", required=True, metavar="N", help="as in the paper, or `all`")
+    paper.add_argument("--figure", required=True, metavar="N,…", help="as in the paper, or `all`")
     paper.add_argument("--duration-s", type=positive, default=300.0, metavar="S", help="of each run")
     paper.add_argument("--repeats", type=count, default=3, help="of each run on a server")
     paper.add_argument("--seed", type=int, default=0)

@@ -10,23 +10,24 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
-from caraserve.bench.capacity import objective, rate_here
+from caraserve.bench.capacity import measure_capacity, objective, probe_spec, rate_here
 from caraserve.bench.client.adapter_loads import adapter_loads
 from caraserve.bench.client.dialects import PromptEmbeds
-from caraserve.bench.client.endpoint import Endpoint, find_endpoint
+from caraserve.bench.client.endpoint import find_endpoint
 from caraserve.bench.client.player import LoadSettings
-from caraserve.bench.mode_servers import ModeServers
+from caraserve.bench.mode_loads import ModeLoads, mode_loads
+from caraserve.bench.mode_servers import ModeServers, WarmServer
 from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, with_rate
-from caraserve.bench.records import Run, ServerUse
+from caraserve.bench.records import Run, ServerUse, Workload
 from caraserve.bench.runner import BenchmarkRunner, interruptible
 from caraserve.bench.serve import Measurements, keep_measured
 from caraserve.bench.servers import (
-    OwnServer,
     Synthetic,
     api_key_in,
     busy_s,
@@ -36,11 +37,13 @@ from caraserve.bench.servers import (
     working_folder,
 )
 from caraserve.bench.synthetic import SHAPES
-from caraserve.bench.workload.build import WorkloadSpec, build
+from caraserve.bench.workload.build import WorkloadSpec
 from caraserve.errors import ConfigError
 from caraserve.gpu.driver.detect import detect
 
 BASELINE = "cached"
+# Requests per second of this machine, by all that they depend on: the model, options of its server, lengths and ranks.
+Capacities: TypeAlias = dict[tuple[object, ...], float]
 _ALL_ON_DEVICE = ("cached", "merged")
 _TRIES = 3
 _CALM_PATIENCE_S = 20
@@ -73,8 +76,13 @@ def modes_options(args: argparse.Namespace) -> tuple[ModesOptions, LoadOptions, 
     return options, LoadOptions.from_args(args), ReportOptions.from_args(args)
 
 
-async def bench_modes(options: ModesOptions, load: LoadOptions, report: ReportOptions) -> Measurements:
-    """Runs every mode in every repeat. Raises ConfigError or BackendFailed."""
+async def bench_modes(
+    options: ModesOptions, load: LoadOptions, report: ReportOptions, capacities: Capacities | None = None
+) -> Measurements:
+    """Runs every mode in every repeat. `capacities`: of earlier calls, to which a new one is added.
+
+    Raises ConfigError or BackendFailed.
+    """
     if BASELINE not in options.modes:
         raise ConfigError(f"--modes: all others are compared with {BASELINE}, which is missing")
     _check(options, load, report)
@@ -87,12 +95,13 @@ async def bench_modes(options: ModesOptions, load: LoadOptions, report: ReportOp
         bench = await asyncio.to_thread(_prepared, options, load, folder, measured.notes)
         spec = bench.spec
         if load.concurrency is None and load.request_rate is None and (load.auto_rate or load.rate_scale is None):
-            rate = await _rate(runner, bench, load, measured.notes)
+            rate = await _rate(runner, bench, load.preset, {} if capacities is None else capacities, measured.notes)
             spec = spec if runner.stopped.is_set() else with_rate(spec, rate)
         spec = load.sized(spec)
         if options.load_share is not None and not runner.stopped.is_set():
             bench = bench.with_link(spec.arrivals.rate(spec.rate) * spec.scale.rate, measured.notes)
-        measured.notes += build(spec).notes
+        bench = replace(bench, loads=mode_loads(spec, options.repeats))
+        measured.notes += bench.loads.repeats[0].notes
         for note in measured.notes:
             runner.log(note)
         variants = mode_variants(options)
@@ -102,8 +111,7 @@ async def bench_modes(options: ModesOptions, load: LoadOptions, report: ReportOp
                 turn = repeat % len(variants)
                 for variant in (*variants[turn:], *variants[:turn]):
                     if not runner.stopped.is_set():
-                        repeated = replace(spec, seed=load.seed + repeat)
-                        measured.runs.append(await _run(runner, bench, servers, variant, repeated, measured.notes))
+                        measured.runs.append(await _run(runner, bench, servers, variant, repeat, measured.notes))
     labels = [variant.label for variant in variants]
     measured.runs.sort(key=lambda run: (run.label != BASELINE, labels.index(run.label)))
     return measured
@@ -157,6 +165,7 @@ class _Prepared:
     made: Synthetic
     folder: Path  # for a registry of each server
     spec: WorkloadSpec
+    loads: ModeLoads
     resident: int
 
     @property
@@ -175,6 +184,11 @@ class _Prepared:
             f"keep the link busy for {self.options.load_share:.0%} of the time: {mean_bytes / load_s / 1e6:.3g} MB/s."
         )
         return replace(self, options=replace(self.options, emulate_link_mb_per_s=mean_bytes / load_s / 1e6))
+
+    def warm_up_names(self, variant: ModeVariant) -> list[str]:
+        """Returns the adapters that a server is to get requests for before the first run."""
+        resident = 0 if variant.mode in _ALL_ON_DEVICE else self.resident
+        return [self.made.names[index] for index in self.loads.warm_up_order(resident)]
 
     def arguments(self, variant: ModeVariant) -> tuple[str, ...]:
         """Returns the arguments of `caraserve serve` for a variant."""
@@ -197,10 +211,11 @@ def _prepared(options: ModesOptions, load: LoadOptions, folder: Path, notes: lis
     spec = load.spec()
     model, note = load.model(options.random_model)
     notes += [] if note is None else [note]
-    workload = build(spec if spec.rate is not None else with_rate(spec, math.inf))
-    count = len(workload.ranks)
-    context = load.max_model_len or longest(workload)
-    made = make_synthetic(folder, model, options.dtype, context, workload.ranks, TARGETS[options.targets])
+    loads = mode_loads(spec if spec.rate is not None else with_rate(spec, math.inf), 1)
+    ranks = loads.repeats[0].ranks
+    count = len(ranks)
+    context = load.max_model_len or longest(loads.repeats[0])
+    made = make_synthetic(folder, model, options.dtype, context, ranks, TARGETS[options.targets])
     resident = options.resident or max(1, count // 4)
     if resident > count:
         raise ConfigError(f"--resident {resident}: there are only {count} adapters")
@@ -215,7 +230,7 @@ def _prepared(options: ModesOptions, load: LoadOptions, folder: Path, notes: lis
         load_ms = mean_bytes / (link * 1e6) * 1000
         notes.append(f"The link to the device is emulated at {link:g} MB/s: {load_ms:.1f} ms for such an adapter.")
     spec = replace(spec, adapters=count, scale=replace(spec.scale, adapters=1.0), max_context=context)
-    return _Prepared(options, made, folder, spec, resident)
+    return _Prepared(options, made, folder, spec, loads, resident)
 
 
 async def _run(
@@ -223,42 +238,40 @@ async def _run(
     bench: _Prepared,
     servers: ModeServers[ModeVariant],
     variant: ModeVariant,
-    spec: WorkloadSpec,
+    repeat: int,
     notes: list[str],
 ) -> Run:
     """Returns a run that other programs did not disturb; after three tries, the least disturbed."""
     tries: list[tuple[float, Run]] = []
     while len(tries) < _TRIES and not runner.stopped.is_set():
-        tries.append(await _measured(runner, bench, servers, variant, spec))
+        async with servers.serve(variant) as warm:
+            if tries and variant.mode not in _ALL_ON_DEVICE:  # the last try has left its adapters on the device
+                await runner.warm_up(warm[1], bench.warm_up_names(variant)[-bench.resident :])
+            tries.append(await _measured(runner, bench, warm, bench.loads.repeats[repeat], variant.label))
         if tries[-1][0] <= bench.options.calm_cores:
             break
         runner.log(f"{variant.label}: other programs used {tries[-1][0]:.1f} cores meanwhile")
     elsewhere, run = min(tries, key=lambda each: (each[1].interrupted, each[0]))
     if elsewhere > bench.options.calm_cores:
         notes.append(
-            f"While {variant.label} was measured (seed {spec.seed}), other programs used {elsewhere:.1f} cores."
+            f"While {variant.label} was measured (repeat {repeat + 1}), other programs used {elsewhere:.1f} cores."
         )
     return run
 
 
 async def _measured(
-    runner: BenchmarkRunner,
-    bench: _Prepared,
-    servers: ModeServers[ModeVariant],
-    variant: ModeVariant,
-    spec: WorkloadSpec,
+    runner: BenchmarkRunner, bench: _Prepared, warm: WarmServer, workload: Workload, label: str
 ) -> tuple[float, Run]:
     """Measures one run on a warm server. Returns the cores that other programs used, and the run."""
-    async with servers.serve(variant) as (server, endpoint):
-        workload = build(spec)
-        await runner.await_loads(endpoint)  # of the warm-up, or of the last run
-        await _calm(bench.options.calm_cores)
-        loads = (await adapter_loads(endpoint)).ended
-        server_s, client_s, busy_before_s = server.cpu_s(), time.process_time(), busy_s()
-        run = await runner.play(endpoint, workload, bench.made.names, variant.label)
-        server_s, client_s = server.cpu_s() - server_s, time.process_time() - client_s
-        elsewhere_s = busy_s() - busy_before_s - server_s - client_s
-        loads = (await adapter_loads(endpoint)).ended - loads
+    server, endpoint = warm
+    await runner.await_loads(endpoint)  # of the warm-up, or of the last run
+    await _calm(bench.options.calm_cores)
+    loads = (await adapter_loads(endpoint)).ended
+    server_s, client_s, busy_before_s = server.cpu_s(), time.process_time(), busy_s()
+    run = await runner.play(endpoint, workload, bench.made.names, label)
+    server_s, client_s = server.cpu_s() - server_s, time.process_time() - client_s
+    elsewhere_s = busy_s() - busy_before_s - server_s - client_s
+    loads = (await adapter_loads(endpoint)).ended - loads
     if not run.wall_s:
         return 0.0, run
     link_share = None if bench.load_s is None else loads * bench.load_s / run.wall_s
@@ -275,38 +288,57 @@ async def _calm(cores: float) -> None:
 
 
 @asynccontextmanager
-async def _warm_server(
-    runner: BenchmarkRunner, bench: _Prepared, variant: ModeVariant
-) -> AsyncIterator[tuple[OwnServer, Endpoint]]:
-    """Starts a server that has read all adapters' files."""
+async def _warm_server(runner: BenchmarkRunner, bench: _Prepared, variant: ModeVariant) -> AsyncIterator[WarmServer]:
+    """Starts a server that has read the files of all adapters that runs use."""
     async with own_server(bench.arguments(variant), runner.stopped) as server:
         endpoint = await find_endpoint(server.url, "openai", api_key_in(bench.options.serve), bench.made.names)
-        await runner.warm_up(endpoint, bench.made.names)
+        await runner.warm_up(endpoint, bench.warm_up_names(variant))
         if bench.options.prompt_embeds:
             hidden = SHAPES[endpoint.base_model].hidden
             endpoint = replace(endpoint, dialect=PromptEmbeds(endpoint.base_model, hidden=hidden))
         yield server, endpoint
 
 
-async def _rate(runner: BenchmarkRunner, bench: _Prepared, load: LoadOptions, notes: list[str]) -> float:
+async def _rate(
+    runner: BenchmarkRunner, bench: _Prepared, preset: str | None, capacities: Capacities, notes: list[str]
+) -> float:
     """Returns the rate in requests per second; NaN when interrupted.
 
     With `cores_used`, it is the rate that keeps so many cores busy; otherwise the same share of this machine's capacity
     as the paper's rate was of its machine's.
     """
-    baseline = next(variant for variant in mode_variants(bench.options) if variant.label == BASELINE)
-    async with _warm_server(runner, bench, baseline) as (server, endpoint):
-        if bench.options.cores_used is None:
-            return await rate_here(runner, endpoint, bench.spec, bench.made.names, load.preset, notes)
-        alone = replace(with_rate(bench.spec, math.inf), num_requests=_ALONE_REQUESTS, duration_s=None)
+    if bench.options.cores_used is not None:
+        return await _rate_for_cores(runner, bench, bench.options.cores_used, notes)
+    options, spec = bench.options, bench.spec
+    model = (options.random_model or preset, options.dtype, options.targets, options.prompt_embeds, options.serve)
+    key = (*model, repr(spec.lengths), spec.ranks)
+    if key not in capacities:
+        loads = mode_loads(probe_spec(spec), 1)
+        async with _baseline(runner, replace(bench, loads=loads)) as (_, endpoint):
+            capacity = await measure_capacity(runner, endpoint, loads.repeats[0], bench.made.names)
+        if runner.stopped.is_set():
+            return math.nan
+        capacities[key] = capacity
+    return rate_here(capacities[key], preset, notes)
+
+
+async def _rate_for_cores(runner: BenchmarkRunner, bench: _Prepared, cores: float, notes: list[str]) -> float:
+    """Returns the rate that keeps so many cores busy, by the CPU time of requests sent one after another."""
+    loads = mode_loads(replace(with_rate(bench.spec, math.inf), num_requests=_ALONE_REQUESTS, duration_s=None), 1)
+    async with _baseline(runner, replace(bench, loads=loads)) as (server, endpoint):
         cpu_s = server.cpu_s()
-        await runner.play(endpoint, build(alone), bench.made.names, "calibration", concurrency=1)
+        await runner.play(endpoint, loads.repeats[0], bench.made.names, "calibration", concurrency=1)
         cpu_s = server.cpu_s() - cpu_s
     if runner.stopped.is_set():
         return math.nan
-    rate = bench.options.cores_used * _ALONE_REQUESTS / cpu_s
+    rate = cores * _ALONE_REQUESTS / cpu_s
     notes.append(
         f"A request alone takes {1000 * cpu_s / _ALONE_REQUESTS:.0f} ms of CPU here, so {rate:.3g} requests/s keep "
-        f"{bench.options.cores_used:g} cores busy."
+        f"{cores:g} cores busy."
     )
     return rate
+
+
+def _baseline(runner: BenchmarkRunner, bench: _Prepared) -> AbstractAsyncContextManager[WarmServer]:
+    variants = mode_variants(bench.options)
+    return _warm_server(runner, bench, next(variant for variant in variants if variant.label == BASELINE))

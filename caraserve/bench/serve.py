@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from caraserve.bench.capacity import objective, rate_here
+from caraserve.bench.capacity import measure_capacity, objective, probe_spec, rate_here
 from caraserve.bench.client.endpoint import Endpoint, find_endpoint
 from caraserve.bench.client.player import LoadSettings
 from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, with_rate
@@ -81,7 +81,9 @@ async def bench_serve(target: BenchTarget, load: LoadOptions, report: ReportOpti
         if load.auto_rate:
             async with _open_endpoint(target, cached, runner.stopped) as endpoint:
                 spec, names = _for_endpoint(load.spec(), load, target, endpoint, [])
-                rate = await rate_here(runner, endpoint, spec, names, load.preset, measured.notes)
+                capacity = await measure_capacity(runner, endpoint, build(probe_spec(spec)), names)
+            if not runner.stopped.is_set():
+                rate = rate_here(capacity, load.preset, measured.notes)
         if not runner.stopped.is_set():
             async with _open_endpoint(target, arguments, runner.stopped) as endpoint:
                 spec, names = _for_endpoint(load.spec(), load, target, endpoint, measured.notes)

@@ -8,6 +8,7 @@ from rich.console import Console
 from caraserve.bench.cli import bench_parser
 from caraserve.bench.gpu.lora import LoraPoint
 from caraserve.bench.lora.report import tables
+from caraserve.bench.mode_loads import mode_loads
 from caraserve.bench.modes import ModesOptions, ModeVariant, _Prepared, mode_variants
 from caraserve.bench.options import LoadOptions
 from caraserve.bench.servers import Synthetic
@@ -41,7 +42,7 @@ def test_with_one_kernel_the_label_is_the_mode() -> None:
 def test_the_kernel_is_passed_to_the_server(tmp_path: Path) -> None:
     chosen, made = options("--lora-kernel", "bgmv-padded"), Synthetic(("model",), (), ("a",), (1 << 20,))
     spec = LoadOptions.from_args(bench_parser().parse_args(["modes"])).spec()
-    prepared = _Prepared(chosen, made, tmp_path / "registry", spec, resident=1)
+    prepared = _Prepared(chosen, made, tmp_path / "registry", spec, mode_loads(spec, 1), resident=1)
     arguments = prepared.arguments(mode_variants(chosen)[0])
     assert arguments[arguments.index("--lora-kernel") + 1] == "bgmv-padded"
     assert "--lora-kernel" not in prepared.arguments(ModeVariant("cached", None, "cached"))

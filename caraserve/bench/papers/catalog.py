@@ -51,11 +51,14 @@ def load_figures() -> tuple[PaperFigure, ...]:
     return tuple(msgspec.convert(tomllib.loads(text)["figure"], list[PaperFigure]))
 
 
-def find_figures(paper: str, number: str) -> tuple[PaperFigure, ...]:
-    """Returns the paper's figure with this number, or those that any machine can run for `all`. Raises ConfigError."""
+def find_figures(paper: str, wanted: str) -> tuple[PaperFigure, ...]:
+    """Returns the paper's figures with these numbers, separated by commas, or those that any machine can run for `all`.
+    Raises ConfigError."""
     figures = {figure.number: figure for figure in load_figures() if figure.paper == paper}
-    if number == ALL:
+    if wanted == ALL:
         return tuple(figure for figure in figures.values() if figure.measure is not None and figure.needs is None)
-    if number not in figures:
-        raise unknown(f"figure of {PAPERS[paper]}", number, figures)
-    return (figures[number],)
+    numbers = wanted.split(",")
+    for number in numbers:
+        if number not in figures:
+            raise unknown(f"figure of {PAPERS[paper]}", number, figures)
+    return tuple(figures[number] for number in numbers)

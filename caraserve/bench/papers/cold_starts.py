@@ -2,12 +2,11 @@
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import replace
 
 from caraserve.bench.modes import BASELINE
 from caraserve.bench.papers.command import PaperOptions
 from caraserve.bench.papers.result import FigureData, Panel, Series, Value, cdf_series, mean_value, spread
-from caraserve.bench.papers.servers import LOAD_S_OF_RANK_64, preset_words, run_modes
+from caraserve.bench.papers.servers import LOAD_S_OF_RANK_64, run_modes, run_preset
 from caraserve.bench.records import RequestRecord, Run
 from caraserve.bench.report.ratios import by_label
 from caraserve.bench.report.summary import summarize
@@ -51,7 +50,7 @@ def interruptions(figure: Mapping[str, str], options: PaperOptions) -> FigureDat
     notes: dict[str, None] = {}
     values, panels = [], []
     for preset in figure["presets"].split(","):
-        measured = run_modes([*preset_words(preset, figure, options), "--adapters", str(_ADAPTERS)], options)
+        measured = run_preset(preset, figure, options, ("--adapters", str(_ADAPTERS)))
         notes |= dict.fromkeys(f"{preset}: {note}" for note in measured.notes)
         rate = preset.rpartition("-")[2]
         series = []
@@ -90,22 +89,24 @@ def load_times(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
 
 
 def iterations(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
-    """Sends a load to servers in several modes, and reports durations of prefills, with loads, and of decode steps."""
-    measured = run_modes(preset_words(figure["preset"], figure, replace(options, repeats=1)), options)
+    """Sends a load to servers in several modes, and reports durations of prefills, with loads, and of decode steps: the
+    mean of each repeat, and every one of the first repeat over time."""
+    measured = run_preset(figure["preset"], figure, options)
     values: list[Value] = []
-    prefills: list[Series] = []
-    decodes: list[Series] = []
-    for run in measured.runs:
-        done = [record for record in run.records if record.error is None]
-        at_s = tuple(round(record.due_s, 2) for record in done)
-        prefill_ms = [_phase(record, "prefill") + _phase(record, "load") + _phase(record, "stalled") for record in done]
-        decode_ms = [_phase(record, "decode") / max(1, record.output_tokens - 1) for record in done]
-        for name, times, lines in (("prefill with load", prefill_ms, prefills), ("decode step", decode_ms, decodes)):
-            lines.append(Series(run.label, tuple(round(ms, 2) for ms in times), at_s))
-            values.append(Value(f"{run.label}: {name}, mean", statistics.fmean(times), "ms"))
-    titles = (("Prefill, with loading", prefills), ("Decode step", decodes))
-    panels = tuple(Panel(title, "ms", tuple(lines), "time, s", points=True) for title, lines in titles)
-    return FigureData("measured", tuple(measured.notes), tuple(values), panels)
+    panels: list[Panel] = []
+    for title, name, time_ms in (
+        ("Prefill, with loading", "prefill with load", _prefill_ms),
+        ("Decode step", "decode step", _decode_step_ms),
+    ):
+        lines = []
+        for label, runs in by_label(measured.runs).items():
+            means = [statistics.fmean(map(time_ms, _done(run))) for run in runs]
+            values.append(mean_value(f"{label}: {name}, mean", means, "ms"))
+            first = _done(runs[0])
+            at_s = tuple(round(record.due_s, 2) for record in first)
+            lines.append(Series(label, tuple(round(time_ms(record), 2) for record in first), at_s))
+        panels.append(Panel(title, "ms", tuple(lines), "time, s", points=True))
+    return FigureData("measured", tuple(measured.notes), tuple(values), tuple(panels))
 
 
 def pipelining(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
@@ -137,6 +138,18 @@ def pipelining(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
 
 def _mean_e2e_s(run: Run) -> float:
     return statistics.fmean(record.e2e_s for record in run.records)
+
+
+def _done(run: Run) -> list[RequestRecord]:
+    return [record for record in run.records if record.error is None]
+
+
+def _prefill_ms(record: RequestRecord) -> float:
+    return _phase(record, "prefill") + _phase(record, "load") + _phase(record, "stalled")
+
+
+def _decode_step_ms(record: RequestRecord) -> float:
+    return _phase(record, "decode") / max(1, record.output_tokens - 1)
 
 
 def _median_ttft_s(run: Run) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from caraserve.bench.console import open_console, write_document
-from caraserve.bench.papers.catalog import ALL, PAPERS, PaperFigure, find_figures
+from caraserve.bench.papers.catalog import PAPERS, PaperFigure, find_figures
 from caraserve.bench.papers.plots import draw_panels
 from caraserve.bench.papers.result import SCHEMA, FigureData, FigureResult, Value, save_result
 from caraserve.bench.records import machine, versions
@@ -60,13 +60,12 @@ MEASURES: Mapping[str, str] = {
 
 
 def bench_paper(paper: str, wanted: str, options: PaperOptions, folder: Path, as_line: bool) -> int:
-    """Runs one figure of a paper, or all that any machine can. Raises ConfigError and BackendFailed."""
+    """Runs some figures of a paper, or all that any machine can. Raises ConfigError and BackendFailed."""
     figures = find_figures(paper, wanted)
-    if wanted != ALL and figures[0].measure is None:
-        reason = (
-            "is not measured yet" if figures[0].needs is None else f"cannot be run here: it needs {figures[0].needs}"
-        )
-        raise ConfigError(f"figure {wanted} of {PAPERS[paper]} {reason}")
+    for figure in figures:
+        if figure.measure is None:
+            reason = "is not measured yet" if figure.needs is None else f"cannot be run here: it needs {figure.needs}"
+            raise ConfigError(f"figure {figure.number} of {PAPERS[paper]} {reason}")
     make_folder(folder)
     console = open_console()
     results = []

@@ -2,11 +2,13 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 
 import uvloop
 
 from caraserve.bench.cli import bench_parser
-from caraserve.bench.modes import bench_modes, modes_options
+from caraserve.bench.modes import Capacities, bench_modes, modes_options
 from caraserve.bench.papers.command import PaperOptions
 from caraserve.bench.serve import Measurements
 from caraserve.bench.workload.presets import find_preset
@@ -17,6 +19,7 @@ from caraserve.errors import BackendFailed
 LOAD_S_OF_RANK_64 = 0.030
 _PART_S = 30.0  # some six times as long as a request takes
 _MODEL = ("--random-model", "100M", "--dtype", "float32")
+_CAPACITIES: Capacities = {}  # of this process: the machine's speed changes less than a figure's runs take
 
 
 def load_share(preset: str) -> float:
@@ -27,7 +30,19 @@ def load_share(preset: str) -> float:
     return setting.rates.default * LOAD_S_OF_RANK_64 * rank / 64
 
 
-def preset_words(preset: str, figure: Mapping[str, str], options: PaperOptions) -> list[str]:
+def run_preset(
+    preset: str, figure: Mapping[str, str], options: PaperOptions, words: Sequence[str] = ()
+) -> Measurements:
+    """Runs a setting in the figure's modes, with these arguments too; returns the runs of the modes that it shows.
+
+    Figures of one setting have the same modes, so that they share runs. Raises BackendFailed.
+    """
+    measured = run_modes([*_preset_words(preset, figure, options), *words], options, figure.get("serve", ""))
+    shown = figure.get("shown", figure["modes"]).split(",")
+    return replace(measured, runs=[run for run in measured.runs if run.label in shown])
+
+
+def _preset_words(preset: str, figure: Mapping[str, str], options: PaperOptions) -> list[str]:
     """Returns the arguments of `bench modes` for a setting: the duration in parts in which the modes alternate."""
     parts = max(1, round(options.duration_s / _PART_S))
     words = ["--preset", preset, "--modes", figure["modes"], "--scale", "0.02"]
@@ -36,10 +51,16 @@ def preset_words(preset: str, figure: Mapping[str, str], options: PaperOptions) 
 
 
 def run_modes(words: Sequence[str], options: PaperOptions, serve: str = "") -> Measurements:
-    """Runs `bench modes` with these arguments. Raises BackendFailed if it was cut off."""
-    args = bench_parser().parse_args(["modes", *_MODEL, "--seed", str(options.seed), *words])
-    args.serve_arguments = tuple(serve.split())
-    measured = uvloop.run(bench_modes(*modes_options(args)))
+    """Runs `bench modes` with these arguments; figures with the same arguments share the runs. Raises BackendFailed if
+    they were cut off."""
+    return _measured(("modes", *_MODEL, "--seed", str(options.seed), *words), tuple(serve.split()))
+
+
+@cache
+def _measured(words: tuple[str, ...], serve: tuple[str, ...]) -> Measurements:
+    args = bench_parser().parse_args(words)
+    args.serve_arguments = serve
+    measured = uvloop.run(bench_modes(*modes_options(args), _CAPACITIES))
     if measured.failure is not None or len(measured.runs) < args.repeats * len(args.modes):
         raise BackendFailed(f"the measurement was cut off: {measured.failure or 'interrupted'}")
     return measured

@@ -11,7 +11,7 @@ import numpy as np
 from caraserve.bench.modes import BASELINE
 from caraserve.bench.papers.command import PaperOptions
 from caraserve.bench.papers.result import FigureData, Panel, Series, Value, cdf_series, mean_value
-from caraserve.bench.papers.servers import preset_words, run_modes
+from caraserve.bench.papers.servers import run_preset
 from caraserve.bench.report.ratios import RATIO_METRICS, LabelRatios, by_label, ratios_to_first
 from caraserve.bench.report.summary import Columns, Summary, summarize
 from caraserve.bench.serve import Measurements
@@ -23,7 +23,7 @@ def loading_modes(figure: Mapping[str, str], options: PaperOptions) -> FigureDat
     values: list[Value] = []
     panels: list[Panel] = []
     for preset in figure["presets"].split(","):
-        measured = run_modes(preset_words(preset, figure, options), options, figure.get("serve", ""))
+        measured = run_preset(preset, figure, options)
         notes |= dict.fromkeys(f"{preset}: {note}" for note in measured.notes)
         summaries = [summarize(run, measured.slo) for run in measured.runs]
         values += _mode_values(preset, summaries)
