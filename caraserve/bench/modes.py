@@ -14,7 +14,6 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
 
 from caraserve.bench.capacity import measure_capacity, objective, probe_spec, rate_here
 from caraserve.bench.client.adapter_loads import adapter_loads
@@ -42,8 +41,6 @@ from caraserve.errors import ConfigError
 from caraserve.gpu.driver.detect import detect
 
 BASELINE = "cached"
-# Requests per second of this machine, by all that they depend on: the model, options of its server, lengths and ranks.
-Capacities: TypeAlias = dict[tuple[object, ...], float]
 _ALL_ON_DEVICE = ("cached", "merged")
 _TRIES = 3
 _CALM_PATIENCE_S = 20
@@ -76,13 +73,8 @@ def modes_options(args: argparse.Namespace) -> tuple[ModesOptions, LoadOptions, 
     return options, LoadOptions.from_args(args), ReportOptions.from_args(args)
 
 
-async def bench_modes(
-    options: ModesOptions, load: LoadOptions, report: ReportOptions, capacities: Capacities | None = None
-) -> Measurements:
-    """Runs every mode in every repeat. `capacities`: of earlier calls, to which a new one is added.
-
-    Raises ConfigError or BackendFailed.
-    """
+async def bench_modes(options: ModesOptions, load: LoadOptions, report: ReportOptions) -> Measurements:
+    """Runs every mode in every repeat. Raises ConfigError or BackendFailed."""
     if BASELINE not in options.modes:
         raise ConfigError(f"--modes: all others are compared with {BASELINE}, which is missing")
     _check(options, load, report)
@@ -95,7 +87,7 @@ async def bench_modes(
         bench = await asyncio.to_thread(_prepared, options, load, folder, measured.notes)
         spec = bench.spec
         if load.concurrency is None and load.request_rate is None and (load.auto_rate or load.rate_scale is None):
-            rate = await _rate(runner, bench, load.preset, {} if capacities is None else capacities, measured.notes)
+            rate = await _rate(runner, bench, load.preset, measured.notes)
             spec = spec if runner.stopped.is_set() else with_rate(spec, rate)
         spec = load.sized(spec)
         if options.load_share is not None and not runner.stopped.is_set():
@@ -185,10 +177,14 @@ class _Prepared:
         )
         return replace(self, options=replace(self.options, emulate_link_mb_per_s=mean_bytes / load_s / 1e6))
 
-    def warm_up_names(self, variant: ModeVariant) -> list[str]:
-        """Returns the adapters that a server is to get requests for before the first run."""
+    def used_names(self) -> list[str]:
+        """Returns the adapters that requests use."""
+        return [self.made.names[index] for index in self.loads.used()]
+
+    def held_names(self, variant: ModeVariant, repeat: int) -> list[str]:
+        """Returns the adapters to request before a repeat, so that every run of it begins with them on the device."""
         resident = 0 if variant.mode in _ALL_ON_DEVICE else self.resident
-        return [self.made.names[index] for index in self.loads.warm_up_order(resident)]
+        return [self.made.names[index] for index in self.loads.held_before(repeat, resident)]
 
     def arguments(self, variant: ModeVariant) -> tuple[str, ...]:
         """Returns the arguments of `caraserve serve` for a variant."""
@@ -245,8 +241,7 @@ async def _run(
     tries: list[tuple[float, Run]] = []
     while len(tries) < _TRIES and not runner.stopped.is_set():
         async with servers.serve(variant) as warm:
-            if tries and variant.mode not in _ALL_ON_DEVICE:  # the last try has left its adapters on the device
-                await runner.warm_up(warm[1], bench.warm_up_names(variant)[-bench.resident :])
+            await runner.warm_up(warm[1], bench.held_names(variant, repeat))
             tries.append(await _measured(runner, bench, warm, bench.loads.repeats[repeat], variant.label))
         if tries[-1][0] <= bench.options.calm_cores:
             break
@@ -264,7 +259,6 @@ async def _measured(
 ) -> tuple[float, Run]:
     """Measures one run on a warm server. Returns the cores that other programs used, and the run."""
     server, endpoint = warm
-    await runner.await_loads(endpoint)  # of the warm-up, or of the last run
     await _calm(bench.options.calm_cores)
     loads = (await adapter_loads(endpoint)).ended
     server_s, client_s, busy_before_s = server.cpu_s(), time.process_time(), busy_s()
@@ -292,16 +286,14 @@ async def _warm_server(runner: BenchmarkRunner, bench: _Prepared, variant: ModeV
     """Starts a server that has read the files of all adapters that runs use."""
     async with own_server(bench.arguments(variant), runner.stopped) as server:
         endpoint = await find_endpoint(server.url, "openai", api_key_in(bench.options.serve), bench.made.names)
-        await runner.warm_up(endpoint, bench.warm_up_names(variant))
+        await runner.warm_up(endpoint, bench.used_names())
         if bench.options.prompt_embeds:
             hidden = SHAPES[endpoint.base_model].hidden
             endpoint = replace(endpoint, dialect=PromptEmbeds(endpoint.base_model, hidden=hidden))
         yield server, endpoint
 
 
-async def _rate(
-    runner: BenchmarkRunner, bench: _Prepared, preset: str | None, capacities: Capacities, notes: list[str]
-) -> float:
+async def _rate(runner: BenchmarkRunner, bench: _Prepared, preset: str | None, notes: list[str]) -> float:
     """Returns the rate in requests per second; NaN when interrupted.
 
     With `cores_used`, it is the rate that keeps so many cores busy; otherwise the same share of this machine's capacity
@@ -309,17 +301,10 @@ async def _rate(
     """
     if bench.options.cores_used is not None:
         return await _rate_for_cores(runner, bench, bench.options.cores_used, notes)
-    options, spec = bench.options, bench.spec
-    model = (options.random_model or preset, options.dtype, options.targets, options.prompt_embeds, options.serve)
-    key = (*model, repr(spec.lengths), spec.ranks)
-    if key not in capacities:
-        loads = mode_loads(probe_spec(spec), 1)
-        async with _baseline(runner, replace(bench, loads=loads)) as (_, endpoint):
-            capacity = await measure_capacity(runner, endpoint, loads.repeats[0], bench.made.names)
-        if runner.stopped.is_set():
-            return math.nan
-        capacities[key] = capacity
-    return rate_here(capacities[key], preset, notes)
+    loads = mode_loads(probe_spec(bench.spec), 1)
+    async with _baseline(runner, replace(bench, loads=loads)) as (_, endpoint):
+        capacity = await measure_capacity(runner, endpoint, loads.repeats[0], bench.made.names)
+    return math.nan if runner.stopped.is_set() else rate_here(capacity, preset, notes)
 
 
 async def _rate_for_cores(runner: BenchmarkRunner, bench: _Prepared, cores: float, notes: list[str]) -> float:

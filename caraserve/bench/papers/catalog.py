@@ -57,7 +57,7 @@ def find_figures(paper: str, wanted: str) -> tuple[PaperFigure, ...]:
     figures = {figure.number: figure for figure in load_figures() if figure.paper == paper}
     if wanted == ALL:
         return tuple(figure for figure in figures.values() if figure.measure is not None and figure.needs is None)
-    numbers = wanted.split(",")
+    numbers = dict.fromkeys(number.strip() for number in wanted.split(","))
     for number in numbers:
         if number not in figures:
             raise unknown(f"figure of {PAPERS[paper]}", number, figures)

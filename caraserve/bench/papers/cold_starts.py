@@ -23,7 +23,7 @@ _BYTES_OF_RANK_64 = 5_898_240  # q, k and v of 12 layers of width 640 in fp16
 
 def staggered(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
     """Sends five equal requests for five adapters one after another, and divides their latencies by the last one's."""
-    same = ["--lora-assignment", "round-robin", "--adapters", "12", "--resident", "5", "--ranks", "128"]
+    same = ["--lora-assignment", "distinct", "--adapters", "12", "--resident", "5", "--ranks", "128"]
     same += ["--lengths", "fixed:128/32", "--num-prompts", str(_STAGGERED)]
     alone = run_modes([*same, "--modes", BASELINE, "--max-concurrency", "1", "--repeats", "1"], options)
     gap_s = statistics.median(record.e2e_s for record in alone.runs[0].records) / _GAPS_A_REQUEST

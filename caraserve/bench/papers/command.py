@@ -60,7 +60,8 @@ MEASURES: Mapping[str, str] = {
 
 
 def bench_paper(paper: str, wanted: str, options: PaperOptions, folder: Path, as_line: bool) -> int:
-    """Runs some figures of a paper, or all that any machine can. Raises ConfigError and BackendFailed."""
+    """Runs some figures of a paper, or all that any machine can. Raises ConfigError and BackendFailed, once the figures
+    before have been reported."""
     figures = find_figures(paper, wanted)
     for figure in figures:
         if figure.measure is None:
@@ -68,18 +69,21 @@ def bench_paper(paper: str, wanted: str, options: PaperOptions, folder: Path, as
             raise ConfigError(f"figure {figure.number} of {PAPERS[paper]} {reason}")
     make_folder(folder)
     console = open_console()
-    results = []
-    for figure in figures:
-        result = run_figure(figure, options)
-        results.append(result)
-        console.print(to_rich(value_table(figure, result)))
-        for sentence in result.data.setting:
-            console.print(f"- {sentence}")
-        for path in _save(folder, figure, result):
-            console.print(f"written: {path}")
-    if not can_draw():
-        console.print(NO_FIGURES)
-    write_document({"bench": "paper", "figures": msgspec.to_builtins(results)}, as_line)
+    results: list[FigureResult] = []
+    try:
+        for figure in figures:
+            result = run_figure(figure, options)
+            results.append(result)
+            console.print(to_rich(value_table(figure, result)))
+            for sentence in result.data.setting:
+                console.print(f"- {sentence}")
+            for path in _save(folder, figure, result):
+                console.print(f"written: {path}")
+    finally:
+        if results:
+            if not can_draw():
+                console.print(NO_FIGURES)
+            write_document({"bench": "paper", "figures": msgspec.to_builtins(results)}, as_line)
     return 0
 
 

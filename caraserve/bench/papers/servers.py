@@ -8,7 +8,7 @@ from functools import cache
 import uvloop
 
 from caraserve.bench.cli import bench_parser
-from caraserve.bench.modes import Capacities, bench_modes, modes_options
+from caraserve.bench.modes import bench_modes, modes_options
 from caraserve.bench.papers.command import PaperOptions
 from caraserve.bench.serve import Measurements
 from caraserve.bench.workload.presets import find_preset
@@ -19,7 +19,6 @@ from caraserve.errors import BackendFailed
 LOAD_S_OF_RANK_64 = 0.030
 _PART_S = 30.0  # some six times as long as a request takes
 _MODEL = ("--random-model", "100M", "--dtype", "float32")
-_CAPACITIES: Capacities = {}  # of this process: the machine's speed changes less than a figure's runs take
 
 
 def load_share(preset: str) -> float:
@@ -37,7 +36,7 @@ def run_preset(
 
     Figures of one setting have the same modes, so that they share runs. Raises BackendFailed.
     """
-    measured = run_modes([*_preset_words(preset, figure, options), *words], options, figure.get("serve", ""))
+    measured = _shared_runs((*_preset_words(preset, figure, options), *words), options, figure.get("serve", ""))
     shown = figure.get("shown", figure["modes"]).split(",")
     return replace(measured, runs=[run for run in measured.runs if run.label in shown])
 
@@ -51,16 +50,16 @@ def _preset_words(preset: str, figure: Mapping[str, str], options: PaperOptions)
 
 
 def run_modes(words: Sequence[str], options: PaperOptions, serve: str = "") -> Measurements:
-    """Runs `bench modes` with these arguments; figures with the same arguments share the runs. Raises BackendFailed if
-    they were cut off."""
-    return _measured(("modes", *_MODEL, "--seed", str(options.seed), *words), tuple(serve.split()))
-
-
-@cache
-def _measured(words: tuple[str, ...], serve: tuple[str, ...]) -> Measurements:
-    args = bench_parser().parse_args(words)
-    args.serve_arguments = serve
-    measured = uvloop.run(bench_modes(*modes_options(args), _CAPACITIES))
+    """Runs `bench modes` with these arguments. Raises BackendFailed if it was cut off."""
+    args = bench_parser().parse_args(["modes", *_MODEL, "--seed", str(options.seed), *words])
+    args.serve_arguments = tuple(serve.split())
+    measured = uvloop.run(bench_modes(*modes_options(args)))
     if measured.failure is not None or len(measured.runs) < args.repeats * len(args.modes):
         raise BackendFailed(f"the measurement was cut off: {measured.failure or 'interrupted'}")
     return measured
+
+
+@cache
+def _shared_runs(words: tuple[str, ...], options: PaperOptions, serve: str) -> Measurements:
+    """Runs `bench modes` for the first of several figures with the same arguments."""
+    return run_modes(words, options, serve)

@@ -7,13 +7,17 @@ from pathlib import Path
 import pytest
 
 from caraserve.bench.gpu.handover import HandOverFigures, HandOverPoint
-from caraserve.bench.papers import hand_over
+from caraserve.bench.modes import ModesOptions
+from caraserve.bench.options import LoadOptions
+from caraserve.bench.papers import hand_over, servers
 from caraserve.bench.papers.catalog import find_figures, load_figures
 from caraserve.bench.papers.command import MEASURES, PaperOptions, run_figure, value_rows
 from caraserve.bench.papers.fetches import DISK, MEMORY, PEER, by_rank, figure_data
 from caraserve.bench.papers.page import papers_page
 from caraserve.bench.papers.result import FigureResult, load_result, save_result
 from caraserve.bench.papers.servers import load_share
+from caraserve.bench.records import RequestRecord, Run
+from caraserve.bench.serve import Measurements
 from caraserve.bench.workload.presets import find_preset
 from caraserve.cli.main import main
 from caraserve.errors import ConfigError
@@ -35,8 +39,40 @@ def test_every_figure_has_a_measurement_that_exists_or_says_what_it_needs() -> N
         if figure.measure is not None:
             module, _, name = MEASURES[figure.measure].partition(":")
             assert callable(getattr(importlib.import_module(module), name))
-        for preset in filter(None, figure.options.get("presets", "").split(",")):
+        for preset in filter(None, ",".join(figure.options.get(key, "") for key in ("preset", "presets")).split(",")):
             find_preset(preset)
+
+
+def test_figures_show_modes_that_run_and_figures_of_one_setting_share_runs() -> None:
+    modes: dict[str, set[str]] = {}
+    for figure in load_figures():
+        options = figure.options
+        if "modes" in options:
+            assert set(options.get("shown", options["modes"]).split(",")) <= set(options["modes"].split(",")), (
+                figure.key
+            )
+            setting = options.get("preset", options.get("presets", figure.key))
+            modes.setdefault(setting + options.get("arguments", ""), set()).add(options["modes"])
+    assert [setting for setting, found in modes.items() if len(found) > 1] == []
+
+
+def test_figures_of_one_setting_are_measured_once_and_repeats_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+
+    async def measured(options: ModesOptions, load: LoadOptions, report: object) -> Measurements:
+        calls.append([str(load.preset), *options.modes])
+        records = (RequestRecord(0, "a", 8, 0.0, 0.0, 1.0, 4, 2, token_s=(0.5, 1.0)),)
+        return Measurements([Run(mode, records, 1.0) for mode in options.modes * options.repeats], None, [])
+
+    monkeypatch.setattr(servers, "bench_modes", measured)
+    _, iterations = find_figures("caraserve", "10,11")
+    for _ in range(2):
+        panels = run_figure(iterations, SHORT).data.panels
+        assert [line.label for line in panels[0].series] == ["cached", "ondemand", "auto"]
+    assert calls == [["caraserve-syn-9-r64", "cached", "ondemand", "assisted", "auto"]]
+    for _ in range(2):
+        servers.run_modes(["--modes", "cached"], SHORT)
+    assert len(calls) == 3
 
 
 def test_a_figure_of_a_paper_is_found_by_its_number_and_all_are_those_that_can_be_run() -> None:
@@ -45,6 +81,17 @@ def test_a_figure_of_a_paper_is_found_by_its_number_and_all_are_those_that_can_b
     assert "10" not in [figure.number for figure in find_figures("toppings", "all")], "it needs a GPU"
     with pytest.raises(ConfigError, match=r"'99' is not known; there are 3, "):
         find_figures("toppings", "99")
+    assert [figure.number for figure in find_figures("toppings", "8, 15,8")] == ["8", "15"]
+
+
+def test_figures_that_have_run_are_reported_when_a_later_one_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "paper", "toppings", "--figure", "6,10", "--save", str(tmp_path), "--json"]) != 0
+    out, err = capsys.readouterr()
+    assert [figure["number"] for figure in json.loads(out.splitlines()[-1])["figures"]] == ["6"]
+    assert err.startswith("error: ")
+    assert "GPU" in err
 
 
 def test_the_routing_example_sends_the_request_where_the_paper_does() -> None:
