@@ -258,25 +258,35 @@ class HostKernels:
 
     def __init__(self, driver: HostDriver, activation: Dtype) -> None:
         self._driver, self._activation = driver, activation
+        self._waits_s: dict[int, float] = {}  # start of a wait for weights, by its work order
 
     def launch(self, launch: Launch, stream: Stream) -> None:
         waits = launch.kernel == "handoff_wait"
         self._driver.issue(
             stream,
             lambda: emulator.run(launch, self._activation),
-            (lambda: self._has_come(*map(int, launch.arguments[:2]))) if waits else (lambda: True),
+            (lambda: self._ends_wait(*map(int, launch.arguments[:2]))) if waits else (lambda: True),
         )
 
-    def _has_come(self, order: int, outcome: int) -> bool:
+    def _ends_wait(self, order: int, outcome: int) -> bool:
         """True if the wait of a hand-off would end now."""
+        if ended := self._has_come(order, outcome):
+            self._waits_s.pop(order, None)
+        return ended
+
+    def _has_passed(self, order: int, deadline_ns: int) -> bool:
+        """True if a wait for weights has lasted for so long."""
+        return 1e9 * (time.monotonic() - self._waits_s.setdefault(order, time.monotonic())) > deadline_ns
+
+    def _has_come(self, order: int, outcome: int) -> bool:
         if _word(outcome) not in (BY_WORKERS, AWAITED):
             return True
-        tasks, *_, ready, wanted, status, generation = (ctypes.c_int64 * 8).from_address(order)
+        tasks, _, _, deadline_ns, ready, wanted, status, generation = (ctypes.c_int64 * 8).from_address(order)
         if _word(ready) == wanted or _word(status) == generation:
             return True
         if _word(outcome) == AWAITED:
             self._driver.check_issued(ready, wanted)
-            return False
+            return self._has_passed(order, deadline_ns)
         first, size = work_order_bytes(0), work_order_bytes(1) - work_order_bytes(0)
         asked = [(ctypes.c_int64 * 2).from_address(order + first + size * task) for task in range(tasks)]
         return all(ctypes.c_int64.from_address(block + handoff.DONE).value == number for block, number in asked)

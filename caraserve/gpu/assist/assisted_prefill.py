@@ -8,6 +8,7 @@ slots.
 """
 
 import contextlib
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 
 import numpy as np
+from numpy.typing import NDArray
 
 from caraserve.core.batch import Batch, RowResult, ScheduledRow, StepResult
 from caraserve.core.lora_layout import GROUPS, QKV
@@ -31,7 +33,7 @@ from caraserve.gpu.forward.batch import PassShape
 from caraserve.gpu.forward.decoder import issue_pass
 from caraserve.gpu.forward.graphs import QKV_ALONE
 from caraserve.gpu.forward.iteration import Done, LaneResources, copy_results, values_of
-from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS, AssistedChunk, AssistLane, chunk_ends
+from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS, AssistedChunk, AssistLane, capture, chunk_ends
 from caraserve.gpu.forward.lora_pass import HandOffMemory
 from caraserve.gpu.memory.adapters import BoundAdapter, DeviceImages, RegisteredMemory
 from caraserve.gpu.memory.copier import DeviceContext
@@ -41,8 +43,10 @@ from caraserve.gpu.memory.request_state import RequestSlots
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import ModelSpec
 
+log = logging.getLogger(__name__)
 _UNKNOWN_S = 0.002  # assumed time of a hand-off where none was measured
-_PATIENCE_S = 0.1  # assumed time of one that is measured
+_PATIENCE_S = 0.1  # assumed time of one that is measured, which the watchdog aborts after five times as long …
+_GIVE_UP_S = 0.6  # … and whose wait ends then, in each layer, if no worker was there to be asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,39 +371,75 @@ class AssistedPrefills:
         self.graphs.capture_all(stream, lambda: self._timelines.settle(Lane.ASSIST), advance)
 
     def time_hand_offs(self, slot: int, tokens: int) -> RoundTrip | None:
-        """Times hand-offs of q, k and v of all layers to one worker, one after another, with the kernels, words and
-        memory of serving, and returns their mean. The adapter in `slot` must be loaded; the device treats its layers as
-        missing. Returns None if a prompt is open, no worker is idle, or one fails."""
+        """Times hand-offs of q, k and v of all layers to one worker, one after another in a graph, with the kernels,
+        words and memory of serving, and returns their mean. The adapter in `slot` must be loaded; the device treats its
+        layers as missing. Returns None if a prompt is open, no worker is idle, or one fails. Raises DriverError."""
         statuses = [status for status in worker_statuses(self._workers) if status.incarnation and status.is_idle][:1]
         self._sync_slots.reclaim(worker_statuses(self._workers))
         if self.is_open or not statuses or (sync_slot := self._sync_slots.acquire()) is None:
             return None
-        bound, layers = self._images.bound[slot], range(self._spec.layers)
-        missing = successor(bound.generation)  # the ready words do not have this value
-        workers, groups = [LoraSource.WORKERS] * len(layers), [QKV_ALONE] * len(layers)
-        chunk = AssistedChunk(slot, sync_slot, workers, groups, self._images.ready_words(slot), missing)
-        orders = self._writer.write(chunk, bound.adapter, tokens, statuses, lambda rank: tokens)
-        self._ring.send(self._hand_offs.flags.data_ptr(), np.zeros(2, np.int32))
-        self._send_orders(orders, QKV_ALONE)
-        self._ring.flush()
+        self._watch_workers(True)
+        try:
+            bound, layers = self._images.bound[slot], self._spec.layers
+            missing = successor(bound.generation)  # the ready words do not have this value
+            workers, groups = [LoraSource.WORKERS] * layers, [QKV_ALONE] * layers
+            ready = self._images.ready_words(slot)
+            chunk = AssistedChunk(slot, sync_slot, workers, groups, ready, missing, wait_s=_GIVE_UP_S)
+            orders = self._writer.write(chunk, bound.adapter, tokens, statuses, lambda rank: tokens)
+            self._watchdog.watch(sync_slot, {index: _PATIENCE_S for _, _, index, _ in chunk.hand_offs()})
+            spent_s = self._run_hand_offs(orders, tokens)
+            return None if spent_s is None else self._mean_round_trip(chunk, spent_s)
+        finally:
+            self._watchdog.unwatch(sync_slot)
+            self._sync_slots.release(sync_slot, worker_statuses(self._workers))
+            self._watch_workers(False)
+
+    def _run_hand_offs(self, orders: ChunkOrders, tokens: int) -> float | None:
+        """Runs the hand-offs of q, k and v of all layers by these orders, as a graph: launched one by one, their
+        kernels would take as long as the launches. Returns the time in s, or None if the driver makes no graph."""
         shape = PassShape(tokens, 0, 1, 0, 1, has_items=False, context=0, groups=QKV_ALONE)
         steps, stream = self._decoder.make_pass(shape, hand_offs=self._hand_offs), self._timelines.streams[Lane.ASSIST]
+
+        def issue() -> None:
+            for layer in range(self._spec.layers):
+                steps.publish(layer, QKV, stream)
+                steps.add_handed_off(layer, QKV, stream)
+
+        def send(words: NDArray[np.int64]) -> None:
+            self._ring.send(self._hand_offs.flags.data_ptr(), np.zeros(2, np.int32))
+            self._ring.send(self._hand_offs.orders.data_ptr(), words)
+            self._ring.flush()
+
+        words = orders.words[: QKV + 1]
+        self._ring.send(self._batch.words.data_ptr(), self._host.empty())
+        send(np.zeros_like(words))
+        issue()  # all kernels are loaded before the capture; without orders nothing is handed off
         self._timelines.settle(Lane.ASSIST)
-        self._watch_workers(True)
-        self._watchdog.watch(sync_slot, {index: _PATIENCE_S for _, _, index, _ in chunk.hand_offs()})
+        try:
+            graph = capture(self._driver, stream, issue)
+        except DriverError as error:  # there may be no device memory left for one
+            log.warning("hand-offs to CPU workers were not timed: %s", error)
+            return None
+        send(words)
+        self._timelines.settle(Lane.ASSIST)
         started_s = time.perf_counter()
-        for layer in layers:
-            steps.publish(layer, QKV, stream)
-            steps.add_handed_off(layer, QKV, stream)
+        self._driver.launch_graph(graph, stream)
         self._timelines.settle(Lane.ASSIST)
         spent_s = time.perf_counter() - started_s
-        self._watchdog.unwatch(sync_slot)
+        self._driver.destroy_graph(graph)  # unless the device has failed, with which the graph ends, too
+        return spent_s
+
+    def _mean_round_trip(self, chunk: AssistedChunk, spent_s: float) -> RoundTrip | None:
+        """Returns the mean time of a chunk's hand-offs, or None if a worker was not asked for one, or
+        did not finish one."""
+        generation, layers = chunk.sync_slot.generation, self._spec.layers
         flags = [entry for _, _, _, entry in chunk.hand_offs()]
-        is_done = all(self._words.load(entry.y_flag) == sync_slot.generation for entry in flags)
+        # Without its worker the device sets y_flag itself; x_flag is set only if the worker was asked.
+        is_done = all(self._words.load(word) == generation for entry in flags for word in (entry.x_flag, entry.y_flag))
+        if not is_done or self._words.load(chunk.sync_slot.status) == generation:
+            return None
         compute_s = sum(self._words.load(entry.spent_ns) for entry in flags) / 1e9
-        self._sync_slots.release(sync_slot, () if is_done else worker_statuses(self._workers))
-        self._watch_workers(False)
-        return RoundTrip(spent_s / len(layers), compute_s / len(layers)) if is_done else None
+        return RoundTrip(spent_s / layers, compute_s / layers)
 
     # --- what a chunk is made of ---
 

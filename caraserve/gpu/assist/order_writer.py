@@ -30,8 +30,6 @@ from caraserve.gpu.memory.link_queue import LoraSource
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES, ModelSpec
 
-_WAIT_NS = 10_000_000_000  # for weights that are being copied, once no worker is waited for
-
 
 @dataclass(frozen=True, slots=True)
 class ChunkOrders:
@@ -124,7 +122,7 @@ class WorkOrderWriter:
             for offsets in ([each.x_flag for each in flags], [each.y_flag for each in flags])
         )
         return SyncAddresses(
-            deadline_ns=_WAIT_NS,
+            deadline_ns=int(1e9 * chunk.wait_s),
             ready=np.array(chunk.ready, np.int64)[layers],
             ready_generation=chunk.ready_generation,
             status=base + slot.status,

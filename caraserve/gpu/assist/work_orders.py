@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from caraserve.core.lora_layout import PANEL
 from caraserve.cpu import handoff
 from caraserve.cpu.structs import LORA_ENTRY
+from caraserve.gpu.kernels.cuda_launch import BYTES_THREADS
 from caraserve.model.dtype import Dtype
 from caraserve.util.units import align_up, ceil_div
 
@@ -25,7 +26,7 @@ _HEAD_WORDS, _TASK_HEAD_WORDS = 12, 7
 _SLICE_WORDS = handoff.SLICE_BYTES // 8
 _TASK_WORDS = _TASK_HEAD_WORDS + _SLICE_WORDS
 _ENTRY_WORDS, _SITE_WORDS = LORA_ENTRY.itemsize // 8, handoff.SITE_BYTES // 8
-MAX_TASKS = 256  # threads of the block that publishes them
+MAX_TASKS = BYTES_THREADS  # of the block that publishes them, one for each
 
 
 @dataclass(frozen=True, slots=True)

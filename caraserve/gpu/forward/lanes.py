@@ -59,13 +59,19 @@ def capture_pass(driver: Driver, steps: DecoderPass, stream: Stream, layers: int
         if gate is not None:
             driver.wait_value(stream, gate, layer + 1)
 
+    return CapturedPass(capture(driver, stream, lambda: issue_pass(steps, stream, layers, wait)), gate)
+
+
+def capture(driver: Driver, stream: Stream, issue: Callable[[], None]) -> Graph:
+    """Captures what `issue` issues on a stream. Raises DriverError, with no capture in progress, if the driver rejects
+    an operation."""
     driver.begin_capture(stream)
     try:
-        issue_pass(steps, stream, layers, wait)
+        issue()
     except BaseException:
         driver.abandon_capture(stream)
         raise
-    return CapturedPass(driver.end_capture(stream), gate)
+    return driver.end_capture(stream)
 
 
 class IterationLane:
@@ -134,6 +140,7 @@ class AssistedChunk:
     groups: Sequence[Collection[int]]  # by layer: the module groups that the adapter has
     ready: Sequence[int]  # by layer: device address of its ready word
     ready_generation: int
+    wait_s: float = 10.0  # for workers or weights, in each layer; then the chunk is void, and its prompt starts again
 
     def hand_offs(self) -> Iterator[tuple[int, int, int, HandOffFlags]]:
         """Yields (layer, module group, index, flags) of each hand-off that workers may be asked for, in the device's

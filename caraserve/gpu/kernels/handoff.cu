@@ -10,6 +10,7 @@
 #include "common.cuh"
 
 constexpr int SLICE_WORDS = SLICE_BYTES / 8;
+constexpr int PUBLISH_THREADS = 256; // at least as many as workers
 constexpr u32 TURNS = 16; // of `wait` at the workers' words, about 30 µs, to one at the clock and the abort
 
 enum Outcome {
@@ -60,19 +61,23 @@ DEVICE bool is_aborted(const WorkOrder& order) {
 
 DEVICE i64* word(const WorkerTask& task, int offset) { return (i64*)(task.block + offset); }
 
-// True if the worker is alive and its present process has finished all hand-offs.
-DEVICE bool is_free(const WorkerTask& task, const i64* asked) {
-    const i64 incarnation = load_acquire(word(task, INCARNATION));
-    if (incarnation == 0) return false;
-    return incarnation != asked[task.worker] ||
-           load_acquire(word(task, DONE)) == load_acquire(word(task, REQUEST));
+// What decides whether a worker may be asked.
+struct WorkerState {
+    i64 incarnation, done, request;
+};
+
+// True if the worker is alive and its present process has finished all hand-offs. `asked`: the incarnation last asked.
+DEVICE bool is_free(const WorkerState& state, i64 asked) {
+    return state.incarnation != 0 && (state.incarnation != asked || state.done == state.request);
 }
 
 // Copies x to host memory and signals the workers. `asked`: by worker, the incarnation last asked. `counter` is 0
 // between launches.
-KERNEL __launch_bounds__(256) handoff_publish(const WorkOrder* order, const activation* x, int x_stride, int inputs,
-                                              int to_stride, i64* asked, u32* counter, int* outcome) {
+KERNEL __launch_bounds__(PUBLISH_THREADS) handoff_publish(const WorkOrder* order, const activation* x, int x_stride,
+                                                          int inputs, int to_stride, i64* asked, u32* counter,
+                                                          int* outcome) {
     __shared__ int arrived, last, missing, aborted;
+    __shared__ WorkerState states[PUBLISH_THREADS];
     if (threadIdx.x == 0) arrived = has_arrived(*order);
     __syncthreads();
     // A block that finds the weights arrived does not copy: the last block will find them, too.
@@ -93,13 +98,20 @@ KERNEL __launch_bounds__(256) handoff_publish(const WorkOrder* order, const acti
         last = count_in(counter) == gridDim.x - 1;
         missing = order->tasks == 0;
         arrived = last && has_arrived(*order);
-        aborted = last && !arrived && is_aborted(*order);
     }
     __syncthreads();
     if (!last) return;
-    const bool sends = threadIdx.x < order->tasks && !arrived && !aborted;
+    // A read of host memory takes a round trip over the link, about 1 µs. So a thread reads one word, all at once.
+    const u32 tasks = (u32)order->tasks, words = arrived ? 0 : tasks * 3;
+    for (u32 i = threadIdx.x; i < words; i += blockDim.x) {
+        const int offset = i % 3 == 0 ? INCARNATION : i % 3 == 1 ? DONE : REQUEST;
+        ((i64*)states)[i] = load_acquire(word(order->task[i / 3], offset));
+    }
+    if (threadIdx.x == blockDim.x - 1) aborted = !arrived && is_aborted(*order);
+    __syncthreads();
+    const bool sends = threadIdx.x < tasks && !arrived && !aborted;
     const WorkerTask& task = order->task[sends ? threadIdx.x : 0];
-    if (sends && !is_free(task, asked)) missing = 1; // all threads write the same value
+    if (sends && !is_free(states[threadIdx.x], asked[task.worker])) missing = 1; // all threads write the same value
     const bool asks = !arrived && !aborted;
     if (threadIdx.x == 0 && order->y_flag != 0 && asks) {
         *(i64*)(order->y_flag + COUNTER_LEFT) = order->tasks;
@@ -113,8 +125,7 @@ KERNEL __launch_bounds__(256) handoff_publish(const WorkOrder* order, const acti
     if (sends && !missing) {
         for (int i = 0; i < SLICE_WORDS; i++) word(task, SLICES)[i] = task.slice[i];
         *word(task, COUNT) = 1;
-        asked[task.worker] = load_acquire(word(task, INCARNATION));
-        fence_system();
+        asked[task.worker] = load_acquire(word(task, INCARNATION)); // again: the process may have been replaced
         store_release(word(task, REQUEST), task.number);
     }
     if (threadIdx.x == 0) {

@@ -11,8 +11,8 @@
 #include <string.h>
 #include <vector>
 
-constexpr int BLOCKS = 3, THREADS = 8, WORKERS = 2, ROUNDS = 120;
-constexpr int ROWS = 6, INPUTS = 28, STRIDE = 32; // two worker's slices of three rows
+constexpr int BLOCKS = 3, THREADS = 8, WORKERS = 3, ROUNDS = 120; // more words of workers than threads
+constexpr int ROWS = 6, INPUTS = 28, STRIDE = 32; // three workers' slices of two rows
 constexpr unsigned ARRIVED = 7;
 
 static bool counter_relaxed, request_relaxed, done_relaxed, look_relaxed;
@@ -191,6 +191,10 @@ static int wrong_sums(bool by_workers) {
 
 static int check(int expected) { return (launch(2) != expected) + wrong_sums(expected == BY_WORKERS); }
 
+static void await_done(int worker) {
+    while (acquire(block_word(worker, DONE)) != acquire(block_word(worker, REQUEST))) sched_yield();
+}
+
 static int computed_by_workers(bool by_stream) {
     write_order();
     int wrong = launch(0) != BY_WORKERS;
@@ -219,10 +223,10 @@ static int arrived_meanwhile() {
         pthread_barrier_wait(&ended);
         wrong += (outcome != BY_DEVICE) + check(BY_DEVICE);
         release(&ready, 0);
-        while (acquire(block_word(0, DONE)) != acquire(block_word(0, REQUEST))) sched_yield();
+        for (int worker : {0, 2}) await_done(worker);
     }
     release(&parked[1], false);
-    while (acquire(block_word(1, DONE)) != acquire(block_word(1, REQUEST))) sched_yield();
+    await_done(1);
     return wrong;
 }
 
