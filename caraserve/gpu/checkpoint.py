@@ -36,8 +36,8 @@ def load_checkpoint(
 
     Calls `load` on torch's device without memory first, because threads read tensors before they are asked for: that
     shows their order, and finds what is missing before any is read but the scales of quantised modules, which are small
-    and kept. Raises ModelLoadError for files that cannot be read or change meanwhile, DriverError, and the errors of
-    `load`.
+    and kept. Raises ModelLoadError for files that cannot be read or change meanwhile, ConfigError if no host memory can
+    be pinned, DriverError, and the errors of `load`.
     """
     with FolderReader(folder, quantization) as reader:
         found: list[StoredTensor] = []

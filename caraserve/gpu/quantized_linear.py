@@ -17,6 +17,7 @@ from caraserve.model.quantization import Inputs, Scheme
 from caraserve.model.spec import ModelSpec
 
 TORCH_CODES = {Code.F8_E4M3: torch.float8_e4m3fn, Code.I8: torch.int8}
+_TORCH_COLUMNS = 16  # torch's fp8 product needs multiples of it in inputs and outputs
 FUSED_ROWS = 64  # up to here a product takes as long as reading the weights, and each launch beside it adds to that
 
 
@@ -67,7 +68,7 @@ class QuantizedLinear:
             return
         assert rounded is not None
         rows, width = x.shape
-        is_torchs = self.code is Code.F8_E4M3 and x.dtype is torch.bfloat16 and rows > self.fused_rows
+        is_torchs = rows > self.fused_rows and self._fits_torch(x.dtype)
         # Ours multiplies values: float16 has those of all codes.
         codes = rounded.room(rows, width, torch.float8_e4m3fn if is_torchs else torch.float16)
         round_rows(x, codes, rounded.scales, self.code, self.input_scale)
@@ -77,6 +78,11 @@ class QuantizedLinear:
             scale_rows(out, self.scale, row_scale, self.bias)
         else:
             self._multiply(codes, out, row_scale)
+
+    def _fits_torch(self, dtype: torch.dtype) -> bool:
+        """Returns whether torch has a product for these weights and inputs of this dtype."""
+        is_supported = self.code is Code.F8_E4M3 and dtype is torch.bfloat16
+        return is_supported and all(size % _TORCH_COLUMNS == 0 for size in self.weight.shape)
 
     def _multiply(self, x: Tensor, out: Tensor, row_scale: Tensor | None) -> None:
         codes = self.weight.view(torch.int8)

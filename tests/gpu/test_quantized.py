@@ -181,6 +181,20 @@ def test_products_of_many_rows_are_those_of_few(
     assert set(multiplied) == ({65} if rows == 65 and kind != "int8" else set())
 
 
+def test_torch_multiplies_no_widths_that_are_not_multiples_of_16(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, weights = loaded(quantize(source, tmp_path / "quantised", KINDS["fp8-per-output"]), torch.bfloat16)
+    rounded, linear = RoundedRows.empty(spec, 65, CPU), weights.quantized[0]
+    x = torch.randn(65, linear.weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+    whole, part = torch.empty(65, len(linear.weight)).bfloat16(), torch.empty(65, 40).bfloat16()
+    linear.apply(x, whole, rounded)
+    monkeypatch.delattr(torch, "_scaled_mm")
+    bias = None if linear.bias is None else linear.bias[:40]
+    replace(linear, weight=linear.weight[:40], scale=linear.scale[:40], bias=bias).apply(x, part, rounded)
+    torch.testing.assert_close(part.float(), whole[:, :40].float(), atol=0.02, rtol=0.02)
+
+
 def test_the_memory_of_quantised_weights_is_counted_exactly() -> None:
     section = compressed("float", None, ignore=("lm_head", "re:.*0.self_attn.v_proj", "re:.*1.mlp"))
     spec = parse_spec(CONFIG | {"quantization_config": section})

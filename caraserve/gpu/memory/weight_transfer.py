@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from caraserve.cpu.weights import huge_pages
-from caraserve.gpu.driver.api import Driver, Event
+from caraserve.errors import ConfigError, ModelLoadError
+from caraserve.gpu.driver.api import Driver, DriverError, Event
 from caraserve.gpu.forward.builder import GpuDevice
 from caraserve.gpu.quantized_linear import TORCH_CODES
 from caraserve.gpu.weights import TORCH_DTYPES
 from caraserve.model.folder_reader import StoredTensor
-from caraserve.util.units import ceil_div
+from caraserve.util.units import ceil_div, human_bytes
 
 _STORED = TORCH_DTYPES | TORCH_CODES
 _NAME = "caraserve-weights"
@@ -131,7 +132,8 @@ class WeightTransfer:
         piece_bytes: int = _PIECE_BYTES,
     ) -> None:
         """`tensors`: all that will be filled, in this order. `threads`: None for one per core, 2 to 8. `piece_bytes`: a
-        multiple of 4. Raises DriverError if no memory can be pinned."""
+        multiple of 4. Raises ConfigError if no host memory can be pinned, ModelLoadError without device
+        memory, and DriverError."""
         self._device, self._driver = device, device.driver
         self._num_bytes = sum(tensor.num_bytes for tensor in tensors)
         self._fills = [_Fill(tensor, ceil_div(tensor.num_bytes, piece_bytes)) for tensor in tensors]
@@ -144,7 +146,7 @@ class WeightTransfer:
             self._stream = self._driver.create_stream(0)
             stack.callback(self._driver.destroy_stream, self._stream)
             self._arrived = self._driver.create_event()
-            self._unconverted = torch.empty(piece_bytes, dtype=torch.uint8, device=device.device)
+            self._unconverted = _device_memory(piece_bytes, device.device)
             buffers = _pinned(self._driver, self._count * _BUFFERS, piece_bytes, stack)
             self._threads = [
                 Thread(target=self._work, args=(buffers[index :: self._count],), name=f"{_NAME}-{index}", daemon=True)
@@ -210,10 +212,16 @@ class WeightTransfer:
         self._driver.synchronize(self._arrived)
 
     def _stop(self) -> None:
+        """Ends the threads. An interrupt meanwhile is raised after their end: what they use is freed next."""
         self._progress.end()
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
+        interrupt: KeyboardInterrupt | None = None
+        while running := [thread for thread in self._threads if thread.is_alive()]:
+            try:
+                running[0].join()
+            except KeyboardInterrupt as raised:
+                interrupt = raised
+        if interrupt is not None:
+            raise interrupt
 
     def _work(self, buffers: Sequence[_Buffer]) -> None:
         """Reads pieces and issues their copies, in a thread of its own."""
@@ -281,11 +289,27 @@ def _pieces(fills: Sequence[_Fill], piece_bytes: int) -> Iterator[_Piece]:
             yield _Piece(fill, start, min(piece_bytes, fill.tensor.num_bytes - start))
 
 
+def _device_memory(num_bytes: int, device: torch.device) -> Tensor:
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        raise ModelLoadError(
+            f"the device has less than {human_bytes(num_bytes)} free, which loading the weights needs; another program "
+            "may be using it"
+        ) from error
+
+
 def _pinned(driver: Driver, count: int, num_bytes: int, stack: ExitStack) -> list[_Buffer]:
     """Returns pinned buffers, which last until the end of `stack` unpins them: copies may outlive the thread that uses
     a buffer."""
     memory = huge_pages(count * num_bytes)
-    address = driver.register_host(int(memory.ctypes.data), memory.nbytes)
+    try:
+        address = driver.register_host(int(memory.ctypes.data), memory.nbytes)
+    except DriverError as error:
+        raise ConfigError(
+            f"{human_bytes(memory.nbytes)} of host memory, into which weights are read, cannot be pinned ({error}); "
+            "free memory, or raise the limit of locked memory (ulimit -l)"
+        ) from error
     stack.callback(lambda: driver.unregister_host(int(memory.ctypes.data)))  # keeps the memory until then
     return [
         _Buffer(memory[start : start + num_bytes].data, address + start, driver.create_event())

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from caraserve.errors import ModelLoadError
+from caraserve.errors import ConfigError, ModelLoadError
 from caraserve.gpu.driver.api import DriverError
 from caraserve.gpu.memory.weight_transfer import TransferFigures, WeightTransfer
 from caraserve.model.folder_reader import FolderReader, StoredTensor
@@ -214,6 +214,40 @@ def test_an_interrupt_ends_all_threads(world: World, name: str) -> None:
         world.load(torch.bfloat16, 3, watching(see))
 
 
+def test_a_second_interrupt_leaves_no_thread_in_memory_that_is_freed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join, unregister = threading.Thread.join, HostDriver.unregister_host
+    is_reading, may_read = threading.Event(), threading.Event()
+    interrupts = [KeyboardInterrupt, KeyboardInterrupt]
+
+    def see(name: str) -> None:
+        if name == "t1":
+            is_reading.set()
+            may_read.wait(30.0)
+
+    def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
+        if thread.name.startswith("caraserve-weights"):
+            if interrupts:
+                raise interrupts.pop()
+            may_read.set()
+        join(thread, timeout)
+
+    def first(name: str) -> None:
+        assert is_reading.wait(30.0)
+        raise KeyboardInterrupt
+
+    def checked(driver: HostDriver, address: int) -> None:
+        assert not any(thread.name.startswith("caraserve-weights") for thread in threading.enumerate())
+        unregister(driver, address)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    monkeypatch.setattr(HostDriver, "unregister_host", checked)
+    with pytest.raises(KeyboardInterrupt):
+        world.load(torch.bfloat16, 3, watching(see), first)
+    assert not interrupts
+
+
 def test_an_interrupt_while_threads_are_started_ends_those_that_were(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,8 +276,19 @@ def test_memory_that_cannot_be_pinned_leaves_nothing_behind(world: World, monkey
         raise DriverError("out of memory")
 
     monkeypatch.setattr(HostDriver, "register_host", refuse)
-    with pytest.raises(DriverError, match="out of memory"):
+    with pytest.raises(ConfigError, match=r"MiB of host memory, .* cannot be pinned \(out of memory\); free memory"):
         world.load(torch.bfloat16, 2)
+
+
+def test_a_full_device_is_named_before_any_file_is_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **named: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with FolderReader(world.folder) as checkpoint:
+        stored = world.stored(checkpoint)
+        monkeypatch.setattr(torch, "empty", refuse)
+        with pytest.raises(ModelLoadError, match="the device has less than 256 B free"):
+            WeightTransfer(world.device, stored, threads=2, piece_bytes=PIECE_BYTES)
 
 
 def test_tensors_filled_in_another_order_are_a_defect(world: World) -> None:
