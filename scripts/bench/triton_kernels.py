@@ -22,12 +22,17 @@ RELEASES = ("3.5.1", "3.6.0", "3.7.1")
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}  # that a block may have
 LLAMA = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008}
 QWEN = {"model_type": "qwen3", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008}
-# Model shapes, and their dtypes: all kernels with grouped heads, a key-value head for each, and other head sizes.
+GROUPED = QWEN | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+_BITS = {"num_bits": 8, "type": "int", "symmetric": True}
+_INT8 = {
+    "targets": ["Linear"],
+    "weights": _BITS | {"strategy": "channel", "dynamic": False},
+    "input_activations": _BITS | {"strategy": "token", "dynamic": True},
+}
+# Model shapes, and their dtypes: all kernels with grouped heads, a key-value head for each, other head sizes, and
+# quantised weights.
 MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "32 heads of 128, 8 for keys": (
-        QWEN | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
-        ("bfloat16", "float32"),
-    ),
+    "32 heads of 128, 8 for keys": (GROUPED, ("bfloat16", "float32")),
     "32 heads of 128": (LLAMA | {"num_attention_heads": 32}, ("bfloat16",)),
     "32 heads of 64, 8 for keys": (
         QWEN | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64},
@@ -36,6 +41,22 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "16 heads of 256, 8 for keys": (
         QWEN | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256},
         ("bfloat16", "float32"),
+    ),
+    "fp8 weights": (
+        GROUPED | {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
+        ("bfloat16", "float32"),
+    ),
+    "int8 weights": (
+        GROUPED
+        | {
+            "quantization_config": {
+                "quant_method": "compressed-tensors",
+                "format": "int-quantized",
+                "config_groups": {"group_0": _INT8},
+                "ignore": ["lm_head"],
+            }
+        },
+        ("bfloat16",),
     ),
 }
 

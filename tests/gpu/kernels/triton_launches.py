@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from caraserve.core.lora_layout import QKV
+from caraserve.gpu import weights
 from caraserve.gpu.driver.api import Driver, Stream
 from caraserve.gpu.forward.batch import Capacity, PassShape, make_batch
 from caraserve.gpu.forward.decoder import Decoder, issue_pass
@@ -28,7 +29,6 @@ from caraserve.gpu.kernels.cuda_launch import Kernels
 from caraserve.gpu.memory.adapter_tables import AdapterTables
 from caraserve.gpu.memory.request_state import make_state
 from caraserve.gpu.memory.workspace import make_workspace
-from caraserve.gpu.weights import load
 from caraserve.model.spec import parse_spec
 
 TOKENS, SLOTS = 64, 48
@@ -107,7 +107,8 @@ def launches_of(config: Mapping[str, Any], dtype: torch.dtype, capability: int) 
     """Returns the distinct launches of a pass over decoding rows and prompts, and of the LoRA of q, k and v beside CPU
     workers, on a device of this compute capability. `config`: of a model, without its layers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "compute_capability", lambda device: capability)
+        for module in (attention, weights):
+            patch.setattr(module, "compute_capability", lambda device: capability)
         recorded = recording(patch)
         decoder, base = decoder_of(config, dtype), PassShape(TOKENS, 7, 3, 9, 0, False, 2048)
         issue_pass(decoder.make_pass(base), Stream(0), decoder.spec.layers)
@@ -120,12 +121,13 @@ def decoder_of(config: Mapping[str, Any], dtype: torch.dtype) -> Decoder:
     """Returns a decoder of two layers over tensors without memory."""
     nowhere = torch.device("meta")
     spec = parse_spec({**config, "num_hidden_layers": 2})
-    weights = load(spec, dtype, 2048, nowhere, lambda name, target: None)
+    loaded = weights.load(spec, dtype, 2048, nowhere, lambda name, target: None)
     state = make_state(spec, dtype, torch.empty(1 << 30, dtype=torch.uint8, device=nowhere), SLOTS, 2048)
     capacity = Capacity(TOKENS, SLOTS, TOKENS, attention.prefill_tile_tokens(dtype, spec.head_dim), SLOTS)
     parts = make_batch(spec, capacity, 64, nowhere), AdapterTables(spec, SLOTS, nowhere)
-    workspace = make_workspace(spec, dtype, capacity, 64, 2048, nowhere)
-    return Decoder(spec, weights, state, *parts, workspace, cast(Kernels, NoKernels()), cast(Driver, AtOnce()))
+    rounds = loaded.quantizes_inputs
+    workspace = make_workspace(spec, dtype, capacity, 64, 2048, nowhere, quantizes_inputs=rounds)
+    return Decoder(spec, loaded, state, *parts, workspace, cast(Kernels, NoKernels()), cast(Driver, AtOnce()))
 
 
 class NoKernels:
