@@ -98,10 +98,13 @@ async def build_engine(
     lora_config: LoraConfig,
     engine_config: EngineConfig,
     observers: EngineObservers | None = None,
+    *,
+    has_peers: bool = False,
 ) -> Served:
     """Builds all parts below HTTP and starts the engine's task; `stack` closes them in reverse order.
 
-    Raises ConfigError or ModelLoadError.
+    `has_peers`: the machine is profiled in every loading mode, as others route to it by its profile. Raises ConfigError
+    or ModelLoadError.
     """
     from caraserve.http.adapter_defaults import read_defaults
 
@@ -124,7 +127,7 @@ async def build_engine(
     backend = build_backend(spec, model_config, engine_config, lora_config, trace)
     stack.callback(backend.close)
     with progress("profile", 100) as advance:
-        profile = tuned(backend, spec, model_config, engine_config, lora_config, advance)
+        profile = tuned(backend, spec, model_config, engine_config, lora_config, advance, for_routing=has_peers)
     loop = asyncio.get_running_loop()
 
     def on_loop(call: Callable[[], None]) -> None:
@@ -287,7 +290,8 @@ async def serve(
         for one in sockets:
             stack.callback(one.close)
         observers = EngineObservers()
-        served = await build_engine(stack, model_config, lora_config, engine_config, observers)
+        has_peers = bool(cluster_config.peers)
+        served = await build_engine(stack, model_config, lora_config, engine_config, observers, has_peers=has_peers)
         for complaint in served.complaints:
             log.warning("%s", complaint)
         engine, metrics = served.engine, served.metrics

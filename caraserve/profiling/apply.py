@@ -40,14 +40,17 @@ def tuned(
     engine: EngineConfig,
     lora: LoraConfig,
     advance: Callable[[], None],
+    *,
+    for_routing: bool = False,
 ) -> Profile | None:
     """Returns the profile of this machine with this model: from a file, or measured quickly now and saved for later.
 
-    None if the loading mode needs no profile. Also starts the CPU LoRA workers. `advance` is called a hundred times
-    during a measurement. Raises ConfigError if the file of --profile is not a valid profile."""
+    None if neither the loading mode nor routing (`for_routing`) needs a profile and none is given. Also starts the CPU
+    LoRA workers. `advance` is called a hundred times during a measurement. Raises ConfigError if the file of --profile
+    is not a valid profile."""
     profile = None
     dtype = spec.dtype if model.dtype == "auto" else model.dtype
-    if lora.mode.is_layerwise:
+    if lora.mode.is_layerwise or for_routing or lora.profile is not None:
         try:
             padded = backend.pads_to_largest_rank
             key = machine_key(backend.accelerator), model_key(spec, dtype, engine.cpu_threads, padded=padded)
@@ -70,7 +73,8 @@ def tuned(
         except ConfigError as error:
             if lora.profile is not None:
                 raise
-            log.warning("this machine cannot be profiled, so adapters load as a whole: %s", error.message)
+            effect = "adapters load as a whole" if lora.mode.is_layerwise else "its speed is unknown to others"
+            log.warning("this machine cannot be profiled, so %s: %s", effect, error.message)
     if lora.emulate_link_mb_per_s is not None:
         backend.emulate_link(lora.emulate_link_mb_per_s * 1e6)
     return profile
@@ -119,7 +123,8 @@ def make_profile(
 
 def loading_rules(backend: "ServingBackend", spec: ModelSpec, profile: Profile | None, lora: LoraConfig) -> StartPolicy:
     """Returns the loading policy on this machine. Without a profile, layer-wise modes become `overlapped`, because it
-    cannot be predicted when a layer will be needed."""
+    cannot be predicted when a layer will be needed; other modes predict nothing."""
+    profile = profile if lora.mode.is_layerwise else None
     mode = LOADING_MODES["overlapped"] if profile is None and lora.mode.is_layerwise else lora.mode
     bytes_per_s = math.inf if profile is None else profile.link_bytes_per_s
     handoff_ms = None if profile is None else profile.handoff_ms

@@ -223,6 +223,27 @@ def test_a_profile_of_another_lora_kernel_is_refused(tmp_path: Path) -> None:
         tuned(backend, spec(), model_config(tmp_path), engine_config(), lora, lambda: None)
 
 
+def test_routing_has_the_machine_profiled_in_every_loading_mode(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    measure(_Untimed(LARGE), spec(), quick=True, progress=lambda share: None).save(path)
+
+    def found(mode: str, profile: Path | None, *, for_routing: bool) -> bool:
+        backend: Any = _Untimed(LARGE)
+        backend.start_workers = backend.use = lambda *values, **named: None
+        lora = lora_config({}, mode=mode, profile=profile)
+        made = tuned(
+            backend, spec(), model_config(tmp_path), engine_config(), lora, lambda: None, for_routing=for_routing
+        )
+        assert loading_rules(backend, spec(), made, lora).mode.name == mode
+        return made is not None
+
+    for mode in ("cached", "ondemand", "merged"):
+        assert not found(mode, None, for_routing=False), mode
+        assert found(mode, path, for_routing=False), mode
+        assert found(mode, path, for_routing=True), mode
+    assert found("auto", path, for_routing=False)
+
+
 @pytest.mark.parametrize(("beyond_ms", "kept_ms"), [(0.00095, None), (-0.01, None), (0.02, 0.02)])
 def test_a_hand_off_that_seems_faster_than_any_is_not_kept(
     beyond_ms: float, kept_ms: float | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
