@@ -5,6 +5,7 @@ import signal
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 from threading import Semaphore
 from typing import Any
@@ -129,3 +130,22 @@ def test_a_drain_that_times_out_ends_forwarded_streams_with_an_error(tmp_path: P
 
 def test_routing_without_peers_is_refused_in_a_line() -> None:
     assert "--peers" in refusal("--routing", "random")
+
+
+def test_requests_are_forwarded_in_modes_that_load_whole_adapters(tmp_path: Path) -> None:
+    """Instances in these modes need no profile to load adapters, but others route to them by it."""
+    modes = {"a": "cached", "b": "ondemand"}
+
+    def serving(name: str) -> tuple[str, ...]:
+        return "--loading-mode", modes[name], "--routing", "round-robin"
+
+    with fleet(free_ports(len(modes)), tmp_path, serving) as servers:
+        until(lambda: all(server.states() == dict.fromkeys(modes, "alive") for server in servers.values()), 4)
+        for one, other in permutations(servers.values()):
+            until(partial(forwards, one, other), 5)
+
+
+def forwards(one: Server, other: Server) -> bool:
+    """Sends a request to one instance; returns whether the other has answered one for it, now or before."""
+    whole(one, SHORT_ASKED[2])
+    return other.metric("caraserve:received_requests_total{") > 0
