@@ -45,12 +45,12 @@ def tuned(
 ) -> Profile | None:
     """Returns the profile of this machine with this model: from a file, or measured quickly now and saved for later.
 
-    None if neither the loading mode nor routing (`for_routing`) needs a profile and none is given. Also starts the CPU
-    LoRA workers. `advance` is called a hundred times during a measurement. Raises ConfigError if the file of --profile
-    is not a valid profile."""
+    None if neither the loading mode nor routing (`for_routing`) needs a profile. Also starts the CPU LoRA workers.
+    `advance` is called a hundred times during a measurement. Raises ConfigError if the file of --profile is not a valid
+    profile."""
     profile = None
     dtype = spec.dtype if model.dtype == "auto" else model.dtype
-    if lora.mode.is_layerwise or for_routing or lora.profile is not None:
+    if lora.mode.is_layerwise or for_routing:
         try:
             padded = backend.pads_to_largest_rank
             key = machine_key(backend.accelerator), model_key(spec, dtype, engine.cpu_threads, padded=padded)

@@ -239,7 +239,7 @@ def test_routing_has_the_machine_profiled_in_every_loading_mode(tmp_path: Path) 
 
     for mode in ("cached", "ondemand", "merged"):
         assert not found(mode, None, for_routing=False), mode
-        assert found(mode, path, for_routing=False), mode
+        assert not found(mode, path, for_routing=False), mode
         assert found(mode, path, for_routing=True), mode
     assert found("auto", path, for_routing=False)
 
