@@ -15,6 +15,7 @@ from torch import Tensor
 
 from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.forward.builder import GpuDevice
+from caraserve.gpu.forward.lanes import capture
 from caraserve.gpu.kernels.cuda_launch import Launch
 from caraserve.gpu.weights import TORCH_DTYPES
 from caraserve.model.dtype import Dtype
@@ -96,9 +97,7 @@ class Accelerator:
         driver = self.device.driver
         issue()
         self.settle()  # the first run has loaded all kernels: loading one during a capture would be an error
-        driver.begin_capture(self.stream)
-        issue()
-        graph = driver.end_capture(self.stream)
+        graph = capture(driver, self.stream, issue)
         driver.launch_graph(graph, self.stream)
         marks = [self.stopwatch.mark(self.stream)]
         for _ in range(replays):

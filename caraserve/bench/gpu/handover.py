@@ -76,8 +76,8 @@ def handover(setup: CheckSetup) -> StageResult[HandOverFigures]:
         workers = len(subject.backend.workers)
     link.close()
     for point in points:
-        told = f"{point.sync_free_ms:.2f} ms sync-free, {point.explicit_ms:.2f} ms with explicit synchronisation"
-        lines.add(f"prefill of {point.tokens} tokens with CPU workers", told)
+        text = f"{point.sync_free_ms:.2f} ms sync-free, {point.explicit_ms:.2f} ms with explicit synchronisation"
+        lines.add(f"prefill of {point.tokens} tokens with CPU workers", text)
         lines.at_least(f"… of {point.tokens} tokens, explicit ÷ sync-free", point.ratio, 1.0)
     return StageResult(HandOverFigures(_RANK, workers, _SLICE_TOKENS, ASSISTED_CHUNK_TOKENS, points), lines.all)
 

@@ -280,9 +280,8 @@ class AssistedPrefills:
 
         def metadata(stream: Stream) -> None:
             self._ring.send(self._batch.words.data_ptr(), self._batch_words)
-            self._ring.send(self._hand_offs.flags.data_ptr(), np.zeros(2, np.int32))
             self._slots.send_vectors((row,), self._decoder.hidden, self._ring)
-            self._send_orders(orders, shape.groups if graph is None else graph.shape.groups)
+            self._send_orders(orders.words, shape.groups if graph is None else graph.shape.groups)
             self._ring.flush()
 
         after = latest(at(Lane.COMPUTE, prompt.issued), self._images.pool.moved(slot))
@@ -405,14 +404,9 @@ class AssistedPrefills:
                 steps.publish(layer, QKV, stream)
                 steps.add_handed_off(layer, QKV, stream)
 
-        def send(words: NDArray[np.int64]) -> None:
-            self._ring.send(self._hand_offs.flags.data_ptr(), np.zeros(2, np.int32))
-            self._ring.send(self._hand_offs.orders.data_ptr(), words)
-            self._ring.flush()
-
-        words = orders.words[: QKV + 1]
         self._ring.send(self._batch.words.data_ptr(), self._host.empty())
-        send(np.zeros_like(words))
+        self._send_orders(np.zeros_like(orders.words), QKV_ALONE)
+        self._ring.flush()
         issue()  # all kernels are loaded before the capture; without orders nothing is handed off
         self._timelines.settle(Lane.ASSIST)
         try:
@@ -420,7 +414,8 @@ class AssistedPrefills:
         except DriverError as error:  # there may be no device memory left for one
             log.warning("hand-offs to CPU workers were not timed: %s", error)
             return None
-        send(words)
+        self._send_orders(orders.words, QKV_ALONE)
+        self._ring.flush()
         self._timelines.settle(Lane.ASSIST)
         started_s = time.perf_counter()
         self._driver.launch_graph(graph, stream)
@@ -430,8 +425,8 @@ class AssistedPrefills:
         return spent_s
 
     def _mean_round_trip(self, chunk: AssistedChunk, spent_s: float) -> RoundTrip | None:
-        """Returns the mean time of a chunk's hand-offs, or None if a worker was not asked for one, or
-        did not finish one."""
+        """Returns the mean time of a chunk's hand-offs, or None if a worker was not asked for one, or did
+        not finish one."""
         generation, layers = chunk.sync_slot.generation, self._spec.layers
         flags = [entry for _, _, _, entry in chunk.hand_offs()]
         # Without its worker the device sets y_flag itself; x_flag is set only if the worker was asked.
@@ -443,11 +438,12 @@ class AssistedPrefills:
 
     # --- what a chunk is made of ---
 
-    def _send_orders(self, orders: ChunkOrders, groups: Collection[int]) -> None:
-        """Sends the work orders of the module groups that a pass has. Those of others stay as an earlier chunk left
-        them."""
+    def _send_orders(self, words: NDArray[np.int64], groups: Collection[int]) -> None:
+        """Clears the flags of hand-offs, and sends the work orders of the module groups that a pass has: `words` of
+        ChunkOrders. Those of other groups stay as an earlier chunk left them."""
+        self._ring.send(self._hand_offs.flags.data_ptr(), np.zeros(2, np.int32))
         if groups:
-            self._ring.send(self._hand_offs.orders.data_ptr(), orders.words[: max(groups) + 1])
+            self._ring.send(self._hand_offs.orders.data_ptr(), words[: max(groups) + 1])
 
     def _sources(
         self, bound: BoundAdapter, slot: int, tokens: int, statuses: Sequence[WorkerStatus]
