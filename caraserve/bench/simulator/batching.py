@@ -248,8 +248,6 @@ def _next(batches, number, now):
             token_ranks,
             rank_max,
         )
-        if idle:
-            each_ms += machine.idle_start_ms
         one.each = max(1, round(each_ms * MS))
         one.stop = now + one.count * one.each
 

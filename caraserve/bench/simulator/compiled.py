@@ -74,7 +74,7 @@ MACHINE = np.dtype(
         ("model", _MODEL),
         ("links", _LINKS),
         *integers(*LIMITS, "device_adapter_bytes", "host_adapter_bytes"),
-        *floats("idle_start_ms"),
+        *floats("request_ms"),
     ]
 )
 REQUEST = np.dtype(

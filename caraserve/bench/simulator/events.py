@@ -151,7 +151,8 @@ def _deliver(fleet, slot, now, rng):
     else:
         adapter = fleet.batches.requests[index].adapter
         ready = now if adapter < 0 else adapter_cache.acquire(fleet.caches, number, adapter, now)
-        batching.deliver(fleet.batches, number, index, now, ready)
+        received = now + round(fleet.batches.machines[number].request_ms * MS)
+        batching.deliver(fleet.batches, number, index, now, max(ready, received))
     route.partial = False
     free_slot(fleet.route_slots, slot)
 

@@ -33,7 +33,7 @@ class Machine:
     device_adapter_bytes: int = 20 * 2**30
     host_adapter_bytes: int = 512 * 2**30
     rank_bytes: int = _RANK_BYTES
-    idle_start_ms: float = 0.0  # by which an iteration takes longer if the instance was idle before
+    request_ms: float = 0.0  # from a request's arrival until an iteration can take it, loads apart
     launches_ahead: int = 1  # iterations launched before the current one has ended; new requests join after them
 
 

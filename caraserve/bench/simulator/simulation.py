@@ -102,7 +102,7 @@ def make_batches(
             *(getattr(machine, name) for name in LIMITS),
             machine.device_adapter_bytes,
             machine.host_adapter_bytes,
-            machine.idle_start_ms,
+            machine.request_ms,
         )
         for machine in machines
     ]

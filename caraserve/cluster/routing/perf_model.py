@@ -54,12 +54,12 @@ def prefill_ms(
     return base_ms + token_ms * tokens + token_rank_ms * token_ranks + token_rank_max_ms * (tokens * rank_max)
 
 
-def mixed_ms(decoding_ms: float, beta_ms: float, prefilling_ms: float, base_ms: float) -> float:
-    """Returns the time of one iteration that decodes and prefills. It reads the weights and is launched once, so only
-    the larger of the two fixed parts counts."""
-    if decoding_ms == 0.0 or prefilling_ms == 0.0:
-        return decoding_ms + prefilling_ms
-    return decoding_ms + prefilling_ms - min(beta_ms, base_ms)
+def mixed_ms(decoding_ms: float, beta_ms: float, prefilling_ms: float) -> float:
+    """Returns the time of one iteration that decodes and prefills. It reads the weights and is launched once, which is
+    `beta_ms` of a decode iteration: beside prompts, decoding requests add only what is above that."""
+    if prefilling_ms == 0.0:
+        return decoding_ms
+    return max(decoding_ms, prefilling_ms + max(0.0, decoding_ms - beta_ms))
 
 
 def iteration_ms(
@@ -72,15 +72,16 @@ def iteration_ms(
     prompt_rank_max: float,
 ) -> float:
     """Returns the time of one iteration with a token of each decoding request, and `tokens` tokens of prompts."""
-    beta_ms, base_ms = model.beta_ms, model.prefill_base_ms
-    decoding_ms = decode_ms(model.alpha_ms, model.gamma_ms, beta_ms, model.padded, requests, rank_sum, rank_max)
+    decoding_ms = decode_ms(model.alpha_ms, model.gamma_ms, model.beta_ms, model.padded, requests, rank_sum, rank_max)
     token_ms, by_sum_ms, by_max_ms = (
         model.prefill_token_ms,
         model.prefill_token_rank_ms,
         model.prefill_token_rank_max_ms,
     )
-    prefilling_ms = prefill_ms(base_ms, token_ms, by_sum_ms, by_max_ms, tokens, token_ranks, prompt_rank_max)
-    return mixed_ms(decoding_ms, beta_ms, prefilling_ms, base_ms)
+    prefilling_ms = prefill_ms(
+        model.prefill_base_ms, token_ms, by_sum_ms, by_max_ms, tokens, token_ranks, prompt_rank_max
+    )
+    return mixed_ms(decoding_ms, model.beta_ms, prefilling_ms)
 
 
 def operating_point(

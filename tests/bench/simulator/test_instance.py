@@ -28,19 +28,17 @@ REQUESTS = st.lists(
     max_size=8,
 )
 MACHINES = st.builds(
-    lambda padded, prompts_ms, running, ahead, idle_start_ms, kv: replace(
+    lambda padded, prompts_ms, running, ahead, kv: replace(
         MACHINE,
         model=replace(PADDED, padded=padded, prefill_token_rank_max_ms=prompts_ms),
         max_running=running,
         launches_ahead=ahead,
-        idle_start_ms=idle_start_ms,
         kv_tokens=kv,
     ),
     st.booleans(),
     st.sampled_from([0.0, 0.01]),
     st.integers(1, 6),
     st.integers(0, 2),
-    st.sampled_from([0.0, 2.5]),
     st.sampled_from([60, 100, 10_000]),
 )
 
@@ -87,8 +85,9 @@ def test_a_run_ends_where_a_request_joins() -> None:
     assert instance.times() == [(10 * MS, 100 * MS), (40 * MS, 50 * MS)]
 
 
-def test_an_iteration_with_prefill_and_decode_has_the_fixed_time_once() -> None:
-    assert PADDED.iteration_ms(2, 72, 64, 10, 80) == PADDED.decode_ms(2, 72, 64) + PADDED.prefill_ms(10, 80) - 2.0
+def test_an_iteration_with_prefill_and_decode_reads_the_weights_once() -> None:
+    assert PADDED.iteration_ms(2, 72, 64, 10, 80) == PADDED.decode_ms(2, 72, 64) + PADDED.prefill_ms(10, 80) - 3.0
+    assert PADDED.iteration_ms(2, 72, 64, 1, 0) == PADDED.decode_ms(2, 72, 64), "a prompt never saves time"
     assert PADDED.iteration_ms(2, 72, 64, 0, 0) == PADDED.decode_ms(2, 72, 64)
     assert PADDED.iteration_ms(0, 0, 0, 10, 80) == PADDED.prefill_ms(10, 80)
 
