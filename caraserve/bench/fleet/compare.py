@@ -9,7 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.bench.fleet.instances import MAX_RUNNING
-from caraserve.bench.fleet.measure import ADAPTERS, FIXED, RANKS, Calibration, FleetRun, ServedRequest, load_spec
+from caraserve.bench.fleet.measure import (
+    ADAPTERS,
+    FIXED,
+    RANKS,
+    Calibration,
+    FleetRun,
+    Probe,
+    ServedRequest,
+    load_spec,
+)
 from caraserve.bench.records import PlannedRequest, Workload
 from caraserve.bench.simulator.compiled import MS
 from caraserve.bench.simulator.machines import Machine, paper_machine, profiled_machine
@@ -52,11 +61,10 @@ class Comparison:
     by_profile: Figures  # simulated by the profiles alone, without what a server does beside its model
 
 
-def machines(known: Calibration, instances: int, probes: Sequence[FleetRun]) -> list[Machine]:
+def machines(known: Calibration, instances: int, probes: Sequence[Probe]) -> list[Machine]:
     """Returns the simulated machines of a fleet's instances by their profiles: all adapters are on their devices, and
-    loads take no time. With `probes`, batches of 1, 2, 4, … equal requests, each served at once by idle instances, the
-    machines take the time of a server, whose event loop shares its core with the model; profiles are measured without
-    one."""
+    loads take no time. With `probes` the machines take the time of a server, whose event loop shares its core with the
+    model; profiles are measured without one."""
     like = replace(
         paper_machine("unpadded"), max_running=MAX_RUNNING, max_step_tokens=_STEP_TOKENS, kv_tokens=_KV_TOKENS
     )
@@ -74,7 +82,7 @@ def _as_served(
     machine: Machine, alpha_ms: float, gamma_ms: float, beta_ms: float, prefill_scale: float, first_ms: float
 ) -> Machine:
     """Returns a machine with these decode times, and with its prefill times multiplied. `first_ms`: the part of an
-    idle server's TTFT that does not grow with the prompt."""
+    idle server's TTFT that does not grow with the prompt; what the prefill does not take of it is the request's."""
     model = machine.model
     served = replace(
         model,
@@ -85,10 +93,10 @@ def _as_served(
         prefill_token_ms=model.prefill_token_ms * prefill_scale,
         prefill_token_rank_ms=model.prefill_token_rank_ms * prefill_scale,
     )
-    return replace(machine, model=served, idle_start_ms=max(0.0, first_ms - served.prefill_base_ms))
+    return replace(machine, model=served, request_ms=max(0.0, first_ms - served.prefill_base_ms))
 
 
-def _served_decode(probes: Sequence[FleetRun], alpha_ms: float) -> tuple[float, float]:
+def _served_decode(probes: Sequence[Probe], alpha_ms: float) -> tuple[float, float]:
     """Returns `gamma_ms` and `beta_ms` of decoding in a server."""
     times_ms = [
         fmean(1000 * (one.done_s - one.first_s) / (one.output_tokens - 1) for one in batch.requests)
@@ -99,7 +107,7 @@ def _served_decode(probes: Sequence[FleetRun], alpha_ms: float) -> tuple[float, 
     return gamma_ms, beta_ms
 
 
-def _served_prefill(probes: Sequence[FleetRun]) -> tuple[float, float]:
+def _served_prefill(probes: Sequence[Probe]) -> tuple[float, float]:
     """Returns the time of a prompt token in a server, and what TTFT has beyond that on an idle one."""
     times_ms = [fmean(1000 * (one.first_s - one.sent_s) for one in batch.requests) for batch in probes]
     tokens = [size * batch.requests[0].prompt_tokens for size, batch in zip(_sizes(probes), probes, strict=True)]
@@ -107,7 +115,7 @@ def _served_prefill(probes: Sequence[FleetRun]) -> tuple[float, float]:
     return token_ms, first_ms
 
 
-def _sizes(probes: Sequence[FleetRun]) -> list[float]:
+def _sizes(probes: Sequence[Probe]) -> list[float]:
     """Returns the requests that each instance had in each of the batches."""
     return [len(batch.requests) / batch.instances for batch in probes]
 
@@ -146,7 +154,7 @@ def compare(run: FleetRun, known: Calibration, seeds: Sequence[int] = (0,)) -> C
     )
     simulated, by_profile = (
         _mean([_simulated(run, machines(known, run.instances, probes), limit_ms, seed) for seed in seeds])
-        for probes in (known.probes, ())
+        for probes in (run.probes, ())
     )
     return Comparison(
         instances=run.instances,

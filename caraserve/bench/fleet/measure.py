@@ -10,7 +10,7 @@ import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,8 +38,9 @@ FIXED = "fixed"  # the client deals requests to the instances in turn, and each 
 _LENGTHS = "uniform:8-64/4-24"
 _CONCURRENCY = 16  # requests in flight for each instance while the capacity is measured
 _GENERATIONS = 3  # of requests, while the capacity is measured
-_BATCHES = (1, 2, 4, 8, 16)
-_BATCH_PROMPT, _BATCH_OUTPUT = 16, 32  # tokens
+_PROBES = ((1, 8), (1, 32), (1, 64), (2, 16), (4, 16), (8, 16), (16, 16))  # requests, tokens of each prompt
+_PROBE_OUTPUT = 12  # tokens
+_PROBE_ROUNDS = 2
 _COUNTED = ("forwarded_requests", "refused_requests", "missed_quotes", "routing_quotes_seconds", "model_refits")
 _COUNTER = re.compile(rf"^caraserve:((?:{'|'.join(_COUNTED)})_(?:total|sum|count))(?:{{.*}})? (\S+)$", re.MULTILINE)
 _IDLE_S = 5.0  # of measuring what instances do without requests
@@ -65,7 +66,7 @@ class Calibration:
 
     profiles: tuple[Profile, ...]  # of the instances, measured at the same time
     capacity_per_s: float  # requests of one instance in a busy fleet
-    probes: tuple["FleetRun", ...]  # batches of 1, 2, 4, … equal requests on every instance
+    probes: tuple["Probe", ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,14 @@ class ServedRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Probe:
+    """Requests of one shape that every instance of an idle fleet received at once and answered itself."""
+
+    instances: int
+    requests: tuple[ServedRequest, ...]  # of all instances
+
+
+@dataclass(frozen=True, slots=True)
 class FleetRun:
     """A load that a fleet has served."""
 
@@ -93,6 +102,7 @@ class FleetRun:
     idle_cores: float  # that all instances together use without requests, for gossip above all
     cores_used: float  # by all instances together during the load, on average
     counters: Mapping[str, float]  # of /metrics by name, summed over instances and labels: what the load added
+    probes: tuple[Probe, ...]  # of these instances just before the load; those of the calibration if they forward
 
 
 def load_spec(rate: float | None, *, seconds: float | None = None, requests: int | None = None) -> WorkloadSpec:
@@ -132,29 +142,21 @@ async def calibrate(model: FleetModel, measured: Sequence[Profile]) -> Calibrati
             await _warm_up(endpoints, made)
             load = build(load_spec(None, requests=_GENERATIONS * _CONCURRENCY * instances))
             run = await _play(endpoints, load, made, "capacity", _CONCURRENCY * instances)
-            idle_cores = await _idle_cores(servers)
-            probes = [await _probe(endpoints, made, requests, idle_cores) for requests in _probes(instances)]
-    return Calibration(tuple(measured), _capacity_per_s(run, _CONCURRENCY * instances) / instances, tuple(probes))
+            probes = await _probes(endpoints, made)
+    return Calibration(tuple(measured), _capacity_per_s(run, _CONCURRENCY * instances) / instances, probes)
 
 
-def _probes(instances: int) -> Iterator[list[PlannedRequest]]:
-    """Yields batches of equal requests, of several sizes, each on every instance at once."""
-    for batch in _BATCHES:
-        yield _on_all([(0.0, number % ADAPTERS, _BATCH_PROMPT, _BATCH_OUTPUT) for number in range(batch)], instances)
-
-
-def _on_all(each: Iterable[tuple[float, int, int, int]], instances: int) -> list[PlannedRequest]:
-    """Returns the same requests for every instance; of each the time, adapter, and lengths of prompt and answer."""
-    every = [one for one in each for _ in range(instances)]
-    return [PlannedRequest(index, *one) for index, one in enumerate(every)]
-
-
-async def _probe(
-    endpoints: Sequence[Endpoint], made: Synthetic, requests: Sequence[PlannedRequest], idle_cores: float
-) -> "FleetRun":
-    run = await _play(endpoints, Workload(tuple(requests), ()), made, "probe")
-    served = tuple(_served(run.records, made.names, len(endpoints)))
-    return FleetRun(len(endpoints), FIXED, 0.0, 0.0, served, idle_cores, 0.0, {})
+async def _probes(endpoints: Sequence[Endpoint], made: Synthetic) -> tuple[Probe, ...]:
+    """Sends every instance the same requests at once, one shape after the other. Takes half a minute."""
+    probes = []
+    for count, prompt_tokens in _PROBES * _PROBE_ROUNDS:
+        requests = tuple(
+            PlannedRequest(index, 0.0, index // len(endpoints), prompt_tokens, _PROBE_OUTPUT)
+            for index in range(count * len(endpoints))
+        )
+        run = await _play(endpoints, Workload(requests, ()), made, "probe")
+        probes.append(Probe(len(endpoints), tuple(_served(run.records, made.names, len(endpoints)))))
+    return tuple(probes)
 
 
 def _save(measured: Sequence[Profile], folder: Path) -> list[Path]:
@@ -200,6 +202,7 @@ async def measure_fleet(
             idle_cores = await _idle_cores(servers)
             for load in loads:
                 await asyncio.sleep(_SETTLE_S)
+                probes = await _probes(endpoints, made) if routing == FIXED else calibration.probes
                 rate = load * calibration.capacity_per_s * instances
                 workload = build(replace(load_spec(rate, seconds=seconds), seed=round(100 * load)))
                 before, before_s = await _counters(servers), sum(server.cpu_s() for server in servers)
@@ -207,7 +210,8 @@ async def measure_fleet(
                 used_s = sum(server.cpu_s() for server in servers) - before_s
                 served = tuple(_served(run.records, made.names, instances))
                 added = {name: value - before.get(name, 0.0) for name, value in (await _counters(servers)).items()}
-                yield FleetRun(instances, routing, load, rate, served, idle_cores, used_s / run.wall_s, added)
+                cores_used = used_s / run.wall_s
+                yield FleetRun(instances, routing, load, rate, served, idle_cores, cores_used, added, probes)
 
 
 async def _idle_cores(servers: Sequence[OwnServer]) -> float:

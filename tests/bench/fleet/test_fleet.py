@@ -1,5 +1,6 @@
 """Real fleets on one machine: instances keep to their share of a core, and simulations are of the same requests."""
 
+import math
 import os
 import subprocess
 import sys
@@ -11,7 +12,10 @@ import pytest
 from caraserve.bench.fleet import cpu_share
 from caraserve.bench.fleet.compare import compare, machines, slo_ms
 from caraserve.bench.fleet.cpu_share import cpu_shares
-from caraserve.bench.fleet.measure import FIXED, RANKS, Calibration, FleetRun, ServedRequest
+from caraserve.bench.fleet.measure import FIXED, RANKS, Calibration, FleetRun, Probe, ServedRequest
+from caraserve.bench.records import PlannedRequest, Workload
+from caraserve.bench.simulator.compiled import MS
+from caraserve.bench.simulator.simulation import Setting, Simulation
 from caraserve.core.machine_profile import SCHEMA, Decode, DecodePoint, LoraRate, Prefill, PrefillPoint, Profile
 from caraserve.errors import ConfigError
 
@@ -37,10 +41,10 @@ def profile(scale: float = 1.0) -> Profile:
     return Profile(SCHEMA, "m", "m", 0.0, True, *times, rates, Prefill.fitted(prefill), Decode.fitted(decode))
 
 
-def alone(routing: str = FIXED) -> FleetRun:
+def alone(routing: str = FIXED, probes: tuple[Probe, ...] = ()) -> FleetRun:
     """Returns a run of two instances in which requests of 10 prompt tokens and 5 output tokens never meet."""
     requests = tuple(ServedRequest(n % 2, 0, 10, 5, float(n), n + 0.020, n + 0.064) for n in range(20))
-    return FleetRun(2, routing, 0.1, 1.0, requests, 0.0, 0.1, {})
+    return FleetRun(2, routing, 0.1, 1.0, requests, 0.0, 0.1, {}, probes)
 
 
 @needs_groups
@@ -102,19 +106,42 @@ def test_a_simulated_fleet_has_adapters_of_all_ranks() -> None:
     assert found.simulated.attainment == 1.0
 
 
-def probe(size: int) -> FleetRun:
-    """Returns a batch on an idle server in which a prompt token takes 2 ms and a decode iteration 20 ms and 3 ms for
+def probe(size: int, prompt_tokens: int = 16) -> Probe:
+    """Returns requests to an idle server in which a prompt token takes 2 ms and a decode iteration 20 ms and 3 ms for
     each request. 45 ms of the time to the first token do not depend on the prompt."""
-    first_s, decode_s = 0.045 + 0.002 * 16 * size, 0.020 + 0.003 * size
-    request = ServedRequest(0, 0, 16, 11, 0.0, first_s, first_s + 10 * decode_s)
-    return FleetRun(1, FIXED, 0.0, 0.0, (request,) * size, 0.0, 0.0, {})
+    first_s, decode_s = 0.045 + 0.002 * prompt_tokens * size, 0.020 + 0.003 * size
+    request = ServedRequest(0, 0, prompt_tokens, 11, 0.0, first_s, first_s + 10 * decode_s)
+    return Probe(1, (request,) * size)
+
+
+PROBES = (*(probe(1, tokens) for tokens in (8, 32, 64)), *map(probe, (2, 4, 8)))
 
 
 def test_with_probes_machines_take_the_time_of_a_server() -> None:
-    probes = tuple(map(probe, (1, 2, 4, 8)))
+    probes = PROBES
     (machine,) = machines(Calibration((profile(),), 10.0, probes), 1, probes)
     model = machine.model
     assert (model.gamma_ms, model.beta_ms) == pytest.approx((3, 20), abs=0.1)
     assert model.prefill_token_ms == pytest.approx(2, abs=0.01)
     assert model.prefill_base_ms == pytest.approx(20, abs=0.1), "twice the profile's, like the time of a token"
-    assert machine.idle_start_ms == pytest.approx(25, abs=0.1), "the rest of 45 ms"
+    assert machine.request_ms == pytest.approx(25, abs=0.1), "the rest of 45 ms"
+
+
+def test_a_load_is_simulated_by_the_probes_of_its_own_fleet() -> None:
+    found = compare(alone(probes=PROBES), Calibration((profile(), profile()), 10.0, ()))
+    assert found.simulated.ttft_p50_ms == pytest.approx(45 + 2 * 10, abs=1)
+    assert found.by_profile.ttft_p50_ms == pytest.approx(20, abs=1)
+
+
+def test_requests_of_a_busy_server_take_as_long_to_arrive_as_those_of_an_idle_one() -> None:
+    (machine,) = machines(Calibration((profile(),), 10.0, ()), 1, ())
+    arrivals = tuple(PlannedRequest(n, 0.100 * n, n, 10, 50) for n in range(2))
+    first_ms = []
+    for request_ms in (0.0, 25.0):
+        setting = Setting((replace(machine, request_ms=request_ms),), "round-robin", math.inf)
+        simulation = Simulation(setting, Workload(arrivals, RANKS))
+        simulation.run()
+        first_ms.append((simulation.requests["first"] - simulation.requests["arrived"]) / MS)
+    idle_ms, busy_ms = first_ms[1] - first_ms[0]
+    assert idle_ms == pytest.approx(25)
+    assert busy_ms >= 25 - 11, "it joins between two iterations of 11 ms"
