@@ -113,17 +113,18 @@ def value_rows(figure: PaperFigure, result: FigureResult) -> Iterator[tuple[str,
         yield mine.what, NONE, shown_spread(mine)
 
 
-def shown(value: float, unit: str) -> str:
-    """Formats a value with its unit; ratios and counts have none."""
+def shown(value: float, unit: str, spread: float | None = None) -> str:
+    """Formats a value, its standard deviation over repeats and its unit; ratios and counts have no unit."""
+    numbers = [value] if spread is None else [value, spread]
     if unit == "%":
-        return f"{value:.1f} %"
-    return number(value) if unit in ("x", "") else f"{number(value)} {unit}"
+        return " ± ".join(f"{one:.1f}" for one in numbers) + " %"
+    text = " ± ".join(map(number, numbers))
+    return text if unit in ("x", "") else f"{text} {unit}"
 
 
 def shown_spread(value: Value) -> str:
-    """Formats a value of ours, with its standard deviation over repeats."""
-    text = shown(value.value, value.unit)
-    return text if value.spread is None else f"{text} ± {number(value.spread)}"
+    """Formats a value of ours."""
+    return shown(value.value, value.unit, value.spread)
 
 
 def _save(folder: Path, figure: PaperFigure, result: FigureResult) -> list[Path]:

@@ -1,11 +1,12 @@
 """Writes docs/papers.md: every figure of the papers, with saved results of ours beside the paper's values."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from caraserve.bench.papers.catalog import PAPERS, PaperFigure, load_figures
 from caraserve.bench.papers.command import value_rows
 from caraserve.bench.papers.result import FigureResult, load_result
+from caraserve.bench.workload.presets import load_presets
 
 _HEAD = """\
 # The papers' figures
@@ -59,8 +60,24 @@ def _section(figure: PaperFigure, result: FigureResult) -> Iterator[str]:
         yield "| --- | --- | --- |"
         yield from (f"| {what} | {theirs} | {ours} |" for what, theirs, ours in rows)
         yield ""
-    yield " ".join(result.data.setting) + "\n"
+    yield from _setting(result.data.setting)
     if figure.differs:
         yield f"Why it differs: {figure.differs}\n"
     if result.data.panels:
         yield f"![{figure.title}](images/papers/{figure.key}.png)\n"
+
+
+def _setting(sentences: Sequence[str]) -> Iterator[str]:
+    """Yields how a figure was run: a paragraph, and for figures of several presets a list of what differs."""
+    own: dict[str, list[str]] = {}
+    for sentence in sentences:
+        preset, colon, rest = sentence.partition(": ")
+        if colon and preset in load_presets():
+            own.setdefault(preset, []).append(rest)
+    for_all = [one for one in sentences if one.partition(": ")[0] not in own]
+    shared = [one for one in next(iter(own.values()), []) if all(one in others for others in own.values())]
+    yield " ".join(shared + for_all) + "\n"
+    differing = {preset: [one for one in of_it if one not in shared] for preset, of_it in own.items()}
+    if any(differing.values()):
+        yield from (f"- `{preset}`: {' '.join(of_it)}" for preset, of_it in differing.items())
+        yield ""

@@ -14,9 +14,9 @@ from caraserve.bench.papers.catalog import find_figures, load_figures
 from caraserve.bench.papers.command import MEASURES, PaperOptions, run_figure, value_rows
 from caraserve.bench.papers.fetches import DISK, MEMORY, PEER, by_rank, figure_data
 from caraserve.bench.papers.page import papers_page
-from caraserve.bench.papers.result import FigureResult, load_result, save_result
+from caraserve.bench.papers.result import SCHEMA, FigureData, FigureResult, Value, load_result, save_result
 from caraserve.bench.papers.servers import load_share
-from caraserve.bench.records import RequestRecord, Run
+from caraserve.bench.records import RequestRecord, Run, machine, versions
 from caraserve.bench.serve import Measurements
 from caraserve.bench.workload.presets import find_preset
 from caraserve.cli.main import main
@@ -141,6 +141,21 @@ def test_the_page_shows_the_saved_results() -> None:
     assert (ROOT / "docs/papers.md").read_text(encoding="utf-8") == papers_page(RESULTS), (
         "run scripts/bench/papers_page.py"
     )
+
+
+def test_a_figure_of_several_presets_lists_what_each_had_and_says_once_what_all_had(tmp_path: Path) -> None:
+    shared, own = "Lengths are Alpaca's.", "Loads take 1 ms."
+    presets = ("toppings-maf-128", "toppings-maf-256")
+    sentences = [f"{preset}: {one}" for preset in presets for one in (shared, f"{own[:-1]} of {preset}.")]
+    data = FigureData("measured", ("Three repeats.", *sentences), (Value("3/s lost", 2.5, "%", 0.25),), ())
+    save_result(
+        tmp_path / "toppings-4-left.json",
+        FigureResult(SCHEMA, "toppings", "4-left", 0, data, machine(), versions()),
+    )
+    page = papers_page(tmp_path)
+    assert "| 3/s lost | – | 2.5 ± 0.2 % |" in page
+    assert f"\n{shared} Three repeats.\n\n" in page
+    assert all(f"- `{preset}`: {own[:-1]} of {preset}.\n" in page for preset in presets)
 
 
 def test_fetches_are_reported_for_each_place_and_rank() -> None:
