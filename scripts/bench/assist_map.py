@@ -1,10 +1,11 @@
 """Maps where CPU workers that compute a cold adapter's first layers end a prefill earlier than waiting for the link.
 
-    .venv/bin/python scripts/bench/assist_map.py [--profile FILE --model 100M] [--save DIR]
+    .venv/bin/python scripts/bench/assist_map.py predict [--save DIR]
+    .venv/bin/python scripts/bench/assist_map.py measure [--save DIR]
 
-It asks the rule of `--loading-mode auto` about a request whose adapter begins to be copied as it arrives, on an idle
-server: over ranks, modules, prompt lengths, and links of a 64th, a 16th, a quarter and all of the speed. Without
-`--profile` the machines are an A100 and an H100 with Llama-2-7B in bfloat16, put together from published peaks:
+`predict` asks the rule of `--loading-mode auto` about a request whose adapter begins to be copied as it arrives, on an
+idle server: over ranks, modules, prompt lengths, and links of a 64th, a 16th, a quarter and all of the speed. The
+machines are an A100 and an H100 with Llama-2-7B in bfloat16, put together from published peaks:
 
              dense bf16    memory      PCIe, one way   a core's fp32          memory of a core
     A100     312 TFLOP/s   2.04 TB/s   32 GB/s (4.0)   72 GFLOP/s (EPYC 7742)    3.2 GB/s
@@ -13,21 +14,37 @@ server: over ranks, modules, prompt lengths, and links of a 64th, a 16th, a quar
 A peak counts by half for arithmetic and by 0.8 for memory and links; 16 cores are workers, and a hand-off takes 50 µs.
 So these are predictions, not measurements. A number is the share of the waiting request's time to the first token that
 assistance saves; a dash means that `auto` waits.
+
+`measure` sends cold requests one after another to servers of a random model of 100 million parameters on this machine,
+in modes `pipelined`, `assisted` and `auto`, over emulated links, and sets the rule's prediction beside the measured
+times. A link is named by the time that it takes for an adapter of rank 64 on q, k and v, in times of a prefill of 128
+tokens. It takes about 15 minutes on two cores, and the machine should do nothing else.
 """
 
 import argparse
-from collections.abc import Sequence
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from statistics import median
 
+import msgspec
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from caraserve.bench.options import TARGETS
+from caraserve.bench.papers.command import PaperOptions
+from caraserve.bench.papers.servers import run_modes
+from caraserve.bench.records import Run, machine, versions
 from caraserve.bench.report.files import make_folder, write_files
-from caraserve.bench.report.plots import new_figure, render
-from caraserve.bench.synthetic import SHAPES, llama_config
+from caraserve.bench.report.plots import INK, new_figure, render
+from caraserve.bench.servers import working_folder
+from caraserve.bench.synthetic import SHAPES, llama_config, write_model
 from caraserve.config import LOADING_MODES
 from caraserve.core.machine_profile import (
     ASSUMED_HANDOFF_MS,
@@ -47,6 +64,17 @@ from caraserve.profiling.microbench import adapter_spec
 _RANKS, _TOKENS, _LINKS = (8, 16, 32, 64, 128), (16, 64, 128, 256, 512, 1024), (1 / 64, 1 / 16, 1 / 4, 1)
 _COMPUTE_SHARE, _MEMORY_SHARE = 0.5, 0.8  # of a published peak
 _WORKERS = 16
+
+_MODEL, _DTYPE = "100M", "float32"  # of `run_modes`
+_MODES = ("cached", "pipelined", "assisted", "auto")
+_MEASURED_RANKS, _MEASURED_TOKENS = (8, 32, 64, 128), (16, 64, 256)
+_LOAD_TIMES = (0.25, 1.0, 4.0)
+# Every 12 requests have each rank with each length once, and room for one adapter of the largest rank makes all cold.
+_COLD = (
+    *("--modes", ",".join(_MODES), "--ranks", ",".join(map(str, _MEASURED_RANKS))),
+    *("--lora-assignment", "round-robin", "--adapters", "12", "--resident", "1"),
+    *("--num-prompts", "36", "--max-concurrency", "1", "--request-rate", "inf"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,31 +154,123 @@ class _Case:
 
 
 def main() -> None:
-    """Prints and draws the map of each machine."""
+    """Prints and draws the map of each machine, predicted or measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--profile", type=Path, metavar="FILE", help="a machine profile, instead of the published peaks"
-    )
-    parser.add_argument("--model", default="llama2-7b", choices=tuple(SHAPES), help="the model of the profile")
-    parser.add_argument("--workers", type=int, default=_WORKERS, help="CPU workers")
-    parser.add_argument("--save", type=Path, metavar="DIR", help="folder for assist_map.svg")
+    parser.add_argument("how", choices=("predict", "measure"))
+    parser.add_argument("--repeats", type=int, default=3, help="of each measurement")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="folder for the figure, and for the measured values")
     args = parser.parse_args()
-    spec = _spec(args.model if args.profile else "llama2-7b")
-    profiles = [gpu.profile(spec) for gpu in _GPUS] if args.profile is None else [load(args.profile)]
-    rows = list(product(("qkv", "all"), _RANKS))
-    maps = []
-    for profile in profiles:
-        for link in _LINKS:
-            shared = profile.machine.endswith(("-core", "-cores"))  # otherwise the key ends with the accelerator
-            cases = [_Case(profile, spec, shared, args.workers, targets, rank, link) for targets, rank in rows]
-            saved = [[case.saved(tokens) for tokens in _TOKENS] for case in cases]
-            maps.append((f"{profile.machine}, {link * profile.link_bytes_per_s / 1e9:.3g} GB/s", saved))
-    names = [f"{targets} rank {rank}" for targets, rank in rows]
-    for title, saved in maps:
-        _print(title, names, saved)
     if args.save is not None:
         make_folder(args.save)
-        write_files(args.save, {"assist_map.svg": _draw(maps, names)})
+    files = _predict() if args.how == "predict" else _measure(args.repeats)
+    if args.save is not None:
+        write_files(args.save, files)
+
+
+def _predict() -> dict[str, bytes]:
+    """Prints the maps of the published machines. Returns their figure."""
+    spec = _spec("llama2-7b")
+    rows = list(product(("qkv", "all"), _RANKS))
+    maps = []
+    for gpu in _GPUS:
+        profile = gpu.profile(spec)
+        for link in _LINKS:
+            cases = [_Case(profile, spec, False, _WORKERS, targets, rank, link) for targets, rank in rows]
+            saved = [[case.saved(tokens) for tokens in _TOKENS] for case in cases]
+            maps.append(_Map(f"{gpu.name}, {link * profile.link_bytes_per_s / 1e9:.3g} GB/s", _TOKENS, saved))
+    names = [f"{targets} rank {rank}" for targets, rank in rows]
+    for one in maps:
+        _print(one, names)
+    return {"assist_map.svg": _draw(maps, names, len(_LINKS))}
+
+
+@dataclass(frozen=True, slots=True)
+class _Map:
+    """The share of the TTFT that CPU workers save, by row and by tokens of the prompt."""
+
+    title: str
+    tokens: Sequence[int]
+    saved: Sequence[Sequence[float]]
+
+
+def _measure(repeats: int) -> dict[str, bytes]:
+    """Prints measured and predicted maps of this machine. Returns them as JSON, with their figure."""
+    with working_folder() as folder:
+        profile_file, lengths_file = folder / "profile.json", folder / "lengths.csv"
+        _profile_here(folder, profile_file)
+        profile, spec = load(profile_file), _spec(_MODEL)
+        lengths_file.write_text("prompt_tokens,output_tokens\n" + "".join(f"{each},2\n" for each in _MEASURED_TOKENS))
+        options = PaperOptions(duration_s=0.0, repeats=repeats, seed=0)
+        cells = []
+        for times, targets in product(_LOAD_TIMES, ("qkv", "all")):
+            words = ["--targets", targets, "--trace", f"lengths:{lengths_file}", "--repeats", str(repeats), *_COLD]
+            words += ["--emulate-link-mb-per-s", f"{_link_bytes_per_s(profile, spec, times) / 1e6:g}"]
+            runs = run_modes(words, options, f"--profile {profile_file}").runs
+            cells += _cells(profile, spec, times, targets, runs)
+    rows = list(product(("qkv", "all"), _MEASURED_RANKS))
+    found = {(cell.load_times, cell.targets, cell.rank, cell.tokens): cell for cell in cells}
+    maps = [
+        _Map(
+            f"{name}, a load takes {times:g} prefills",
+            _MEASURED_TOKENS,
+            [[value(found[times, *row, tokens]) for tokens in _MEASURED_TOKENS] for row in rows],
+        )
+        for name, value in (("measured", lambda cell: cell.saved), ("predicted", lambda cell: cell.predicted))
+        for times in _LOAD_TIMES
+    ]
+    names = [f"{targets} rank {rank}" for targets, rank in rows]
+    for one in maps:
+        _print(one, names)
+    document = {"bench": "assist map", "machine": machine(), "versions": versions(), "cells": cells}
+    indented = msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
+    return {"assist_map.json": indented, "assist_map.png": _draw(maps, names, len(_LOAD_TIMES))}
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """Cold requests of one kind. Times are medians in ms."""
+
+    load_times: float  # the link: the time of a load of rank 64 on q, k and v, in prefills of 128 tokens
+    targets: str
+    rank: int
+    tokens: int
+    requests: int  # in each mode
+    cached_ms: float
+    pipelined_ms: float
+    assisted_ms: float
+    auto_ms: float
+    predicted: float  # share of the TTFT that the rule expects CPU workers to save; 0: it waits for the link
+
+    @property
+    def saved(self) -> float:
+        """The measured share of the TTFT that CPU workers save; below 0 if they make it longer."""
+        return 1 - self.assisted_ms / self.pipelined_ms
+
+
+def _cells(profile: Profile, spec: ModelSpec, times: float, targets: str, runs: Sequence[Run]) -> Iterator[_Cell]:
+    ttft_ms: dict[tuple[str, int, int], list[float]] = defaultdict(list)
+    for run in runs:
+        for record in run.records:
+            if record.ttft_s is not None:
+                ttft_ms[run.label, record.rank or 0, record.prompt_tokens].append(1000 * record.ttft_s)
+    link = _link_bytes_per_s(profile, spec, times) / profile.link_bytes_per_s
+    for rank, tokens in product(_MEASURED_RANKS, _MEASURED_TOKENS):
+        medians = [median(ttft_ms[mode, rank, tokens]) for mode in _MODES]
+        predicted = _Case(profile, spec, True, len(os.sched_getaffinity(0)) - 1, targets, rank, link).saved(tokens)
+        count = len(ttft_ms[_MODES[0], rank, tokens])
+        yield _Cell(times, targets, rank, tokens, count, *medians, predicted)
+
+
+def _profile_here(folder: Path, file: Path) -> None:
+    write_model(folder / "model", SHAPES[_MODEL], _DTYPE, 1024, weights=False)
+    words = ("profile", str(folder / "model"), "--load-format", "dummy", "--dtype", _DTYPE, "--output", str(file))
+    subprocess.run([sys.executable, "-m", "caraserve", *words], check=True)
+
+
+def _link_bytes_per_s(profile: Profile, spec: ModelSpec, times: float) -> float:
+    """Returns the speed of a link on which a load of rank 64 on q, k and v takes `times` prefills of 128 tokens."""
+    adapter = adapter_spec(spec, Dtype.F16, 64, spec.layers, TARGETS["qkv"])
+    return adapter.num_bytes / (times * profile.prefill_ms(128, 0) / 1000)
 
 
 def _spec(model: str) -> ModelSpec:
@@ -158,26 +278,29 @@ def _spec(model: str) -> ModelSpec:
     return parse_spec(config | {"bos_token_id": 0, "eos_token_id": None, "tie_word_embeddings": False})
 
 
-def _print(title: str, names: Sequence[str], saved: Sequence[Sequence[float]]) -> None:
-    table = Table(title=title)
+def _print(one: _Map, names: Sequence[str]) -> None:
+    table = Table(title=one.title)
     table.add_column("modules", no_wrap=True)
-    for tokens in _TOKENS:
+    for tokens in one.tokens:
         table.add_column(f"{tokens} tokens", justify="right")
-    for name, row in zip(names, saved, strict=True):
+    for name, row in zip(names, one.saved, strict=True):
         table.add_row(name, *(f"{share:.0%}" if share else "–" for share in row))
     Console(width=100).print(table)
 
 
-def _draw(maps: Sequence[tuple[str, Sequence[Sequence[float]]]], names: Sequence[str]) -> bytes:
-    machines = len(maps) // len(_LINKS)
-    figure = new_figure(12, 3.5 * machines)
-    plots = figure.subplots(machines, len(_LINKS), sharex=True, sharey=True, squeeze=False)
-    for plot, (title, saved) in zip(plots.flat, maps, strict=True):
-        shown = plot.imshow([[100 * share for share in row] for row in saved], vmin=0, vmax=100, aspect="auto")
-        plot.set_title(title, fontsize=9)
-        plot.set_xticks(range(len(_TOKENS)), [str(tokens) for tokens in _TOKENS], fontsize=8)
+def _draw(maps: Sequence[_Map], names: Sequence[str], columns: int) -> bytes:
+    rows = len(maps) // columns
+    figure = new_figure(3 * columns + 1, 3.5 * rows)
+    plots = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    for plot, one in zip(plots.flat, maps, strict=True):
+        percent = [[100 * share for share in row] for row in one.saved]
+        shown = plot.imshow(percent, vmin=-60, vmax=60, cmap="RdBu", aspect="auto")
+        plot.set_title(one.title, fontsize=9)
+        plot.set_xticks(range(len(one.tokens)), [str(tokens) for tokens in one.tokens], fontsize=8)
         plot.set_yticks(range(len(names)), names, fontsize=8)
         plot.set_xlabel("prompt tokens", fontsize=9)
+        for (row, column), value in np.ndenumerate(np.array(percent)):
+            plot.text(column, row, f"{value:.0f}" if value else "–", ha="center", va="center", fontsize=7, color=INK)
     figure.colorbar(shown, ax=plots, label="TTFT saved by CPU workers, %")
     return render(figure)
 

@@ -56,6 +56,7 @@ MEASURES: Mapping[str, str] = {
     "cpu_threads": f"{_HERE}.cpu_lora:cpu_threads",
     "pipelining": f"{_HERE}.cold_starts:pipelining",
     "modes": f"{_HERE}.single_server:loading_modes",
+    "quarter_of_workers": f"{_HERE}.single_server:quarter_of_workers",
 }
 
 

@@ -1,6 +1,5 @@
 """Figures computed from a load or from the cost function alone: popularity of adapters, the routing example."""
 
-from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
@@ -8,26 +7,31 @@ import numpy as np
 from caraserve.bench.papers.command import PaperOptions
 from caraserve.bench.papers.result import FigureData, Panel, Series, Value
 from caraserve.bench.workload.popularity import parse_popularity
+from caraserve.bench.workload.traces import included_trace
 from caraserve.cluster.routing.cost import Arrival, Backlog, estimate
 from caraserve.cluster.routing.perf_model import PerfModel
 
-_ADAPTERS, _DRAWS = (128, 256, 512), 200_000
+_ADAPTERS, _GROUPS, _SHOWN = (128, 256, 512), 200, 64
+_DRAWS = 200_000
 _RANKS = (8, 16, 32, 64, 128)
 _SLO_MS = 36.0
 _PREFILL = (10.0, 0.1, 0.0)  # ms, ms a token, ms a token and rank: the example has no prefill times, and needs none
 
 
 def adapter_popularity(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
-    """Draws requests from the fitted MAF distribution and counts them by adapter, most first."""
+    """Draws random groups of functions of the included trace, and returns each group's calls by function, most
+    first: the mean over groups."""
+    rng = np.random.default_rng(options.seed)
     series, values = [], []
     for adapters in _ADAPTERS:
-        rng = np.random.default_rng(options.seed)
-        drawn = parse_popularity("maf").deal(rng, _DRAWS, 0.0, [64] * adapters)
-        shares = sorted((count / _DRAWS for count in Counter(drawn.tolist()).values()), reverse=True)
-        series.append(Series(f"{adapters} adapters", tuple(shares[:64]), tuple(range(1, len(shares[:64]) + 1))))
-        values.append(Value(f"{adapters} adapters: requests for the 10 most asked for", 100 * sum(shares[:10]), "%"))
+        groups = (included_trace().group(rng, adapters).calls.sum(axis=1, dtype=np.int64) for _ in range(_GROUPS))
+        shares = np.mean([np.sort(calls)[::-1] / calls.sum() for calls in groups], axis=0)
+        shown = tuple(round(float(share), 6) for share in shares[:_SHOWN])
+        series.append(Series(f"{adapters} adapters", shown, tuple(range(1, _SHOWN + 1))))
+        top = 100 * float(shares[:10].sum())
+        values.append(Value(f"{adapters} adapters: requests for the 10 most asked for", top, "%"))
     panel = Panel("Probability of an adapter", "share of requests", tuple(series), "adapter, most asked for first")
-    setting = f"{_DRAWS:,} requests from a log-normal distribution fitted to the functions of Azure's trace of 2019."
+    setting = f"The mean of {_GROUPS} random groups of {included_trace().source}, one day."
     return FigureData("simulated", (setting,), tuple(values), (panel,))
 
 

@@ -4,6 +4,7 @@ The paper's systems and the modes that stand for them: CACHED is `cached`; S-LoR
 `merged`; Toppings and CaraServe are `auto`, which may also wait for layers, and `assisted`, which never does.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -15,6 +16,9 @@ from caraserve.bench.papers.servers import run_preset
 from caraserve.bench.report.ratios import RATIO_METRICS, LabelRatios, by_label, ratios_to_first
 from caraserve.bench.report.summary import Columns, Summary, summarize
 from caraserve.bench.serve import Measurements
+from caraserve.errors import ConfigError
+
+_LEAST_CORES = 9  # one for the device, and eight for workers
 
 
 def loading_modes(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
@@ -30,6 +34,19 @@ def loading_modes(figure: Mapping[str, str], options: PaperOptions) -> FigureDat
         panels.append(_ratio_panel(preset, ratios_to_first(summaries)))
         panels += _cdf_panels(preset, measured)
     return FigureData("measured", tuple(notes), tuple(values), tuple(panels))
+
+
+def quarter_of_workers(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
+    """Does the same with a quarter of the CPU LoRA workers, so that each computes four times the tokens. Raises
+    ConfigError on a machine with too few cores for that."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < _LEAST_CORES:
+        raise ConfigError(
+            f"this figure needs {_LEAST_CORES} cores, so that a quarter of the CPU LoRA workers are still several; "
+            f"this machine has {len(cores)}"
+        )
+    workers = cores[1 : 1 + (len(cores) - 1) // 4]
+    return loading_modes({**figure, "serve": f"--lora-cpus {','.join(map(str, workers))}"}, options)
 
 
 def _mode_values(preset: str, summaries: Sequence[Summary]) -> Iterator[Value]:

@@ -10,7 +10,7 @@ from caraserve.bench.workload.arrivals import Arrivals, parse_arrivals
 from caraserve.bench.workload.lengths import Lengths, Pair, parse_lengths, shorten
 from caraserve.bench.workload.popularity import Popularity, parse_popularity
 from caraserve.bench.workload.presets import Preset
-from caraserve.bench.workload.traces import RateTrace, Trace
+from caraserve.bench.workload.traces import RateTrace, Trace, included_trace
 from caraserve.errors import ConfigError
 
 _MOST_REQUESTS = 10_000_000
@@ -95,20 +95,26 @@ def spec_from_preset(preset: Preset, *, trace: Trace | None = None, seed: int = 
     adapters, lengths = preset.adapters.default, preset.lengths.default
     arrivals, popularity = preset.arrivals.default, preset.popularity.default
     notes = preset.notes
+    of_arrivals: Trace | None = None
+    of_popularity: Trace | None = None
+    if arrivals == "trace":
+        of_arrivals = of_popularity = server_share(included_trace(), adapters, seed)
     if isinstance(trace, RateTrace):
         arrivals = popularity = "trace"
-        trace = server_share(trace, adapters, seed)
+        of_arrivals = of_popularity = server_share(trace, adapters, seed)
         notes = (*notes, f"Arrivals and adapters are those of {trace.source}.")
     elif trace is not None:
         lengths = "trace"
-        arrivals = arrivals if trace.at_s is None else "trace"
-        popularity = popularity if trace.adapters is None else "trace"
+        if trace.at_s is not None:
+            arrivals, of_arrivals = "trace", trace
+        if trace.adapters is not None:
+            popularity, of_popularity = "trace", trace
         notes = (*notes, f"Lengths, and arrivals and adapters if it has them, are those of {trace.source}.")
     return WorkloadSpec(
         lengths=parse_lengths(lengths, trace),
-        arrivals=parse_arrivals(arrivals, trace),
+        arrivals=parse_arrivals(arrivals, of_arrivals),
         rate=None if preset.rates is None else preset.rates.default,
-        popularity=parse_popularity(popularity, trace),
+        popularity=parse_popularity(popularity, of_popularity),
         adapters=adapters,
         ranks=preset.ranks.default,
         num_requests=preset.requests,

@@ -4,7 +4,8 @@
              adapter
 `mooncake`   JSON lines: timestamp in ms, input_length, output_length; or CSV with the second set of columns above
 `maf2019`    CSV with a row per function: columns that describe it, then its invocations in each minute, in columns
-             named 1, 2, … or m0, m1, …; each function stands for an adapter
+             named 1, 2, … or m0, m1, …; each function stands for an adapter. Without a file it is the sample that comes
+             with the package, whose source and licence are in `distributions.json`
 `lengths`    CSV: prompt_tokens, output_tokens
 """
 
@@ -12,6 +13,8 @@ import re
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TypeAlias
 
@@ -23,6 +26,7 @@ from caraserve.bench.workload.tables import MOST_TOKENS, CsvTable, Row, json_row
 from caraserve.errors import ConfigError
 
 MINUTE_S = 60.0
+INCLUDED = "maf2019"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,16 +69,31 @@ def parse_trace(text: str) -> Trace:
     name, colon, path = text.strip().partition(":")
     reader = READERS.get(name)
     if reader is None:
-        raise unknown("trace", text, (f"{known}:PATH" for known in READERS))
+        raise unknown("trace", text, _forms())
+    if name == INCLUDED and not colon:
+        return included_trace()
     if not colon or not path:
         raise ConfigError(f"trace {text!r}: write {name}:PATH")
     return reader(Path(path))
 
 
+@cache
+def included_trace() -> RateTrace:
+    """Returns the sample of Azure Functions 2019 that comes with the package: 1,250 functions, one day."""
+    with as_file(files("caraserve.bench.workload").joinpath("maf2019.csv.gz")) as path:
+        return replace(_read_functions(path), source="a sample of 1,250 functions of Azure Functions 2019")
+
+
+def _forms() -> Iterator[str]:
+    """Yields the notation of every trace."""
+    for name in READERS:
+        yield f"{name}[:PATH]" if name == INCLUDED else f"{name}:PATH"
+
+
 def needs_trace(kind: str, trace: Trace | None) -> Trace:
     """Returns the trace, or raises ConfigError with the notation for traces if it is None."""
     if trace is None:
-        raise ConfigError(f"{kind} 'trace' need a trace: {', '.join(f'{name}:PATH' for name in READERS)}")
+        raise ConfigError(f"{kind} 'trace' need a trace: {', '.join(_forms())}")
     return trace
 
 

@@ -9,7 +9,7 @@ import pytest
 from caraserve.bench.gpu.handover import HandOverFigures, HandOverPoint
 from caraserve.bench.modes import ModesOptions
 from caraserve.bench.options import LoadOptions
-from caraserve.bench.papers import hand_over, servers
+from caraserve.bench.papers import hand_over, servers, single_server
 from caraserve.bench.papers.catalog import find_figures, load_figures
 from caraserve.bench.papers.command import MEASURES, PaperOptions, run_figure, value_rows
 from caraserve.bench.papers.fetches import DISK, MEMORY, PEER, by_rank, figure_data
@@ -44,7 +44,7 @@ def test_every_figure_has_a_measurement_that_exists_or_says_what_it_needs() -> N
 
 
 def test_figures_show_modes_that_run_and_figures_of_one_setting_share_runs() -> None:
-    modes: dict[str, set[str]] = {}
+    modes: dict[tuple[str, str, bool], set[str]] = {}
     for figure in load_figures():
         options = figure.options
         if "modes" in options:
@@ -52,7 +52,8 @@ def test_figures_show_modes_that_run_and_figures_of_one_setting_share_runs() -> 
                 figure.key
             )
             setting = options.get("preset", options.get("presets", figure.key))
-            modes.setdefault(setting + options.get("arguments", ""), set()).add(options["modes"])
+            words = (setting, options.get("arguments", ""), figure.measure == "quarter_of_workers")
+            modes.setdefault(words, set()).add(options["modes"])
     assert [setting for setting, found in modes.items() if len(found) > 1] == []
 
 
@@ -176,6 +177,25 @@ def test_hand_overs_are_measured_only_on_a_gpu(
     monkeypatch.setattr(hand_over, "look", lambda: (None, ""))
     assert main(["bench", "paper", paper, "--figure", number]) == 2
     assert "needs a GPU: there is no NVIDIA driver on this machine" in capsys.readouterr().err
+
+
+def test_a_quarter_of_the_workers_are_several_or_the_figure_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served: list[str] = []
+
+    def measured(figure: dict[str, str], options: PaperOptions) -> FigureData:
+        served.append(figure["serve"])
+        return FigureData("measured", (), (), ())
+
+    monkeypatch.setattr(single_server, "loading_modes", measured)
+    for cores in (9, 17):
+        monkeypatch.setattr(single_server.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        result_of("toppings", "14-cpus")
+    assert served == ["--lora-cpus 1,2", "--lora-cpus 1,2,3,4"]
+    monkeypatch.setattr(single_server.os, "sched_getaffinity", lambda _: {0, 1})
+    assert main(["bench", "paper", "toppings", "--figure", "14-cpus"]) == 2
+    assert "this figure needs 9 cores" in capsys.readouterr().err
 
 
 def test_hand_overs_have_a_value_for_each_of_the_papers() -> None:

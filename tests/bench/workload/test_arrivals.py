@@ -93,7 +93,7 @@ def test_arrival_times_are_ascending(text: str, rate: float, count: int, gaps_s:
         ("gamma:nan", "BURSTINESS must be above 0"),
         ("gamma:x", "'x' is not a number"),
         ("poisson:2", "write poisson"),
-        ("trace", "need a trace: azure-llm:PATH, mooncake:PATH, maf2019:PATH"),
+        ("trace", r"need a trace: azure-llm:PATH, mooncake:PATH, maf2019\[:PATH\]"),
     ],
 )
 def test_invalid_texts_are_refused(text: str, why: str) -> None:

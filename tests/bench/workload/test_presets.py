@@ -9,6 +9,7 @@ from caraserve.bench.workload.arrivals import parse_arrivals
 from caraserve.bench.workload.lengths import parse_lengths
 from caraserve.bench.workload.popularity import parse_popularity
 from caraserve.bench.workload.presets import SweptValue, find_preset, load_presets
+from caraserve.bench.workload.traces import included_trace
 from caraserve.errors import ConfigError
 
 PRESETS = {preset.name: preset for preset in load_presets().values()}
@@ -56,9 +57,9 @@ def test_every_text_of_a_preset_parses() -> None:
         for lengths in preset.lengths.values:
             parse_lengths(lengths)
         for arrivals in preset.arrivals.values:
-            parse_arrivals(arrivals)
+            parse_arrivals(arrivals, included_trace())
         for popularity in preset.popularity.values:
-            parse_popularity(popularity)
+            parse_popularity(popularity, included_trace())
         assert preset.slo is None or re.fullmatch(r"(p95-)?(ttft|tpt):[\d.]+[sx]", preset.slo)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from caraserve.bench.workload import tables
 from caraserve.bench.workload.arrivals import parse_arrivals
+from caraserve.bench.workload.forms import distributions
 from caraserve.bench.workload.lengths import parse_lengths
 from caraserve.bench.workload.traces import RateTrace, RequestTrace, Trace, parse_trace, read_lengths
 from caraserve.errors import ConfigError
@@ -88,6 +89,17 @@ def test_functions_by_the_minute_without_those_never_called(tmp_path: Path) -> N
     assert calls(parse_trace(f"maf2019:{write(tmp_path, 'day.csv', MAF)}")) == [[0, 5, 1], [2, 0, 0]]
     reduced = write(tmp_path, "minutes.csv.gz", "function,m0,m1\n1,9,8\n2,0,1\n")
     assert calls(parse_trace(f"maf2019:{reduced}")) == [[9, 8], [0, 1]]
+
+
+def test_a_sample_of_azure_functions_comes_with_the_package_and_says_where_it_is_from() -> None:
+    trace = parse_trace("maf2019")
+    assert isinstance(trace, RateTrace)
+    assert trace.calls.shape == (1250, 1440)
+    by_function = trace.calls.sum(axis=1, dtype=np.int64)
+    assert by_function.tolist() == sorted(by_function.tolist(), reverse=True)
+    assert by_function.sum() / (24 * 3600) == pytest.approx(211.6, abs=0.1)
+    entry = distributions()["traces"]["maf2019"]
+    assert all(entry[field] for field in ("source", "licence", "attribution", "derived"))
 
 
 def test_lengths_of_any_file_that_has_them(tmp_path: Path) -> None:
@@ -183,6 +195,6 @@ def test_a_small_archive_cannot_fill_the_memory(tmp_path: Path, monkeypatch: pyt
 
 
 def test_an_unknown_format_is_refused_with_those_that_exist() -> None:
-    forms = "azure-llm:PATH, mooncake:PATH, maf2019:PATH, lengths:PATH"
+    forms = "azure-llm:PATH, mooncake:PATH, maf2019[:PATH], lengths:PATH"
     assert refused("burstgpt:x.csv") == f"trace 'burstgpt:x.csv' is not known; there are {forms}"
     assert refused("mooncake") == "trace 'mooncake': write mooncake:PATH"

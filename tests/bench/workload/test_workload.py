@@ -14,7 +14,7 @@ from caraserve.bench.workload.build import Scale, WorkloadSpec, build, spec_from
 from caraserve.bench.workload.lengths import parse_lengths
 from caraserve.bench.workload.popularity import parse_popularity
 from caraserve.bench.workload.presets import find_preset, load_presets
-from caraserve.bench.workload.traces import RateTrace, RequestTrace
+from caraserve.bench.workload.traces import RateTrace, RequestTrace, included_trace
 from caraserve.errors import ConfigError
 
 
@@ -154,6 +154,32 @@ def test_a_preset_replays_a_trace_of_functions() -> None:
     assert not early & late
     assert not [request for request in made.requests if 75 <= request.at_s < 225]
     assert made.notes[-1] == "Arrivals and adapters are those of day.csv."
+
+
+def test_a_production_preset_replays_a_group_of_the_included_functions() -> None:
+    preset = find_preset("toppings-maf-512")
+    made = build(spec_from_preset(preset, seed=4))
+    group = included_trace().group(np.random.Generator(np.random.PCG64(np.random.SeedSequence(4))), 512)
+    calls = group.calls.sum(axis=1, dtype=np.int64)
+    asked = np.bincount(np.array(column(made, "adapter")), minlength=512)
+    assert len(made.requests) == 2310  # 7.7 a second for 300 s
+    # Requests are as skewed as the group's calls: minute by minute, so a function's share of both is about the same.
+    assert np.corrcoef(asked, calls)[0, 1] > 0.95
+    per_minute = group.calls.sum(axis=0, dtype=np.int64)
+    at_minute = np.histogram([request.at_s for request in made.requests], bins=24, range=(0, 300))[0]
+    expected = per_minute.reshape(24, 60).sum(axis=1) * 2310 / per_minute.sum()
+    assert np.abs(at_minute - expected).max() < 5 * np.sqrt(expected.max())
+    assert not [note for note in made.notes if "log-normal" in note]
+
+
+def test_a_trace_of_requests_replaces_what_it_has_of_the_included_functions() -> None:
+    tokens = np.array([10, 20, 30])
+    preset = find_preset("toppings-maf-128")
+    made = build(spec_from_preset(preset, trace=RequestTrace("t.csv", tokens, tokens)))
+    assert [request.prompt_tokens for request in made.requests[:4]] == [10, 20, 30, 10]
+    plain = build(spec_from_preset(preset))
+    assert column(made, "adapter") == column(plain, "adapter")
+    assert [request.at_s for request in made.requests] == [request.at_s for request in plain.requests]
 
 
 def test_a_trace_by_the_minute_also_serves_fewer_adapters_than_it_has_functions() -> None:
