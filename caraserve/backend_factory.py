@@ -44,7 +44,7 @@ class ServingBackend(Backend, Protocol):
     accelerator: str  # the GPU's name; empty without one
     shares_cores: bool  # whether LoRA workers use cores that iterations need
     delta_itemsize: int  # bytes of each number that LoRA workers send over the link to the device
-    pads_to_largest_rank: bool  # whether adapters of a decode batch are computed at the largest rank in it
+    pads_to_largest_rank: bool  # whether adapters are computed at the largest rank in a batch
     workers: "WorkerPool"
 
     def start_workers(self, tokens_per_worker: Callable[[int], int]) -> None:

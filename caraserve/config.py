@@ -199,7 +199,7 @@ class LoraConfig(_FromArgs):
             "--lora-kernel",
             choices=LORA_KERNELS,
             default="bgmv",
-            help="bgmv-padded: compute adapters at the largest rank in a decode batch, as the papers' baseline does; a "
+            help="bgmv-padded: compute adapters at the largest rank in a batch, as the papers' baseline does; a "
             f"GPU then takes ranks up to {_PADDED_RANK}",
         )
         add(

@@ -261,15 +261,18 @@ async def _measured(
     server, endpoint = warm
     await _calm(bench.options.calm_cores)
     loads = (await adapter_loads(endpoint)).ended
-    server_s, client_s, busy_before_s = server.cpu_s(), time.process_time(), busy_s()
+    server_s, workers_s = server.cpu_s(), server.workers_cpu_s()
+    client_s, busy_before_s = time.process_time(), busy_s()
     run = await runner.play(endpoint, workload, bench.made.names, label)
-    server_s, client_s = server.cpu_s() - server_s, time.process_time() - client_s
+    server_s, workers_s = server.cpu_s() - server_s, server.workers_cpu_s() - workers_s
+    client_s = time.process_time() - client_s
     elsewhere_s = busy_s() - busy_before_s - server_s - client_s
     loads = (await adapter_loads(endpoint)).ended - loads
     if not run.wall_s:
         return 0.0, run
     link_share = None if bench.load_s is None else loads * bench.load_s / run.wall_s
-    return elsewhere_s / run.wall_s, replace(run, use=ServerUse(server_s / run.wall_s, loads, link_share))
+    use = ServerUse(server_s / run.wall_s, loads, link_share, workers_s / run.wall_s)
+    return elsewhere_s / run.wall_s, replace(run, use=use)
 
 
 async def _calm(cores: float) -> None:

@@ -69,6 +69,7 @@ class ServerUse:
     cpu_cores: float  # mean CPU time a second, of the server and its workers
     loads: int  # of adapters to the device
     link_share: float | None  # share of time in which the emulated link was busy; None: no link is emulated
+    worker_cores: float | None = None  # of `cpu_cores`, those of CPU LoRA workers; not in old reports
 
 
 @dataclass(frozen=True, slots=True)

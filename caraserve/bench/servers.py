@@ -107,6 +107,10 @@ class OwnServer:
         """Returns the CPU time that the server and its child processes have used so far, in s."""
         return sum(_processes(self.pid).values()) / os.sysconf("SC_CLK_TCK")
 
+    def workers_cpu_s(self) -> float:
+        """Returns the CPU time of its child processes alone, which are CPU LoRA workers, in s."""
+        return sum(ticks for pid, ticks in _processes(self.pid).items() if pid != self.pid) / os.sysconf("SC_CLK_TCK")
+
     def memory_bytes(self) -> int:
         """Returns the memory of the server and its child processes; what they share counts once."""
         found = 0

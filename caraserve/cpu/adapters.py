@@ -70,7 +70,8 @@ class DeviceAdapters:
     """The adapter table: binds images to slots. Slot 0 is the base model and stays empty. For the lane thread only."""
 
     def __init__(self, spec: ModelSpec, num_slots: int, *, padded: bool = False) -> None:
-        """`padded`: whether the kernels compute all adapters of a decode batch at the largest rank in it."""
+        """`padded`: whether kernels compute all adapters of an iteration at the largest rank of its decoding rows, or
+        of its prompts."""
         self._layers = spec.layers
         self._widest = align_up(max(max(spec.site_shape(site)) for site in SITES), PANEL)
         self._zeros = aligned_bytes(max(_ZEROS_BYTES, 8 * MAX_RANK * self._widest) if padded else 0)
@@ -104,19 +105,24 @@ class DeviceAdapters:
         adapted: NDArray[np.bool_] = self._entries["rank"][slot] > 0
         return adapted
 
-    def padding(self, slots: Sequence[int]) -> NDArray[np.int64]:
-        """Returns the padding of a decode batch, words of LORA_ENTRY [slots, layers, sites]: zeros that fill up every
-        module to the largest rank. Returns no words if nothing is padded; slot 0 never is.
+    def padding(self, slots: Sequence[int], are_prompts: Sequence[bool]) -> NDArray[np.int64]:
+        """Returns the padding of a batch, words of LORA_ENTRY [slots, layers, sites]: zeros that fill up every module
+        to the largest rank among the prompts, or among the rows that decode. Returns no words if nothing is padded.
 
         Neighbouring modules have different zeros, which are therefore read from memory as an adapter's weights are.
         """
-        largest = int(self.max_rank[slots].max(initial=0))
-        entries = self._entries[slots]  # a copy
-        ranks = entries["rank"]
-        if self._zeros.size == 0 or (ranks[ranks > 0] == largest).all():
+        if self._zeros.size == 0 or not slots:
             return np.zeros(0, np.int64)
-        entries["rank"] = np.where(ranks > 0, largest - ranks, 0)
-        module_bytes = 4 * largest * self._widest
+        highest, prompts = self.max_rank[list(slots)], np.array(are_prompts, np.bool_)
+        of_prompts, of_decoding = (int(highest[each].max(initial=0)) for each in (prompts, ~prompts))
+        largest = np.where(prompts, of_prompts, of_decoding)[:, None, None]
+        entries = self._entries[list(slots)]  # a copy
+        ranks = entries["rank"]
+        more = np.where(ranks > 0, largest - ranks, 0)
+        if not more.any():
+            return np.zeros(0, np.int64)
+        entries["rank"] = more
+        module_bytes = 4 * int(largest.max()) * self._widest
         offsets = np.arange(entries.size) * module_bytes % (self._zeros.size - module_bytes)
         entries["a"] = entries["b"] = (int(self._zeros.ctypes.data) + offsets).reshape(entries.shape)
         return entries.view(np.int64).reshape(-1)

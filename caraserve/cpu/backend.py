@@ -53,7 +53,7 @@ class CpuSizes:
     kv_cache_bytes: int
     host_bytes: int  # for the host cache
     lora_cpus: tuple[int, ...] = ()  # cores that CPU LoRA workers are pinned to
-    padded: bool = False  # whether adapters of a decode batch are computed at the largest rank in it
+    padded: bool = False  # whether adapters are computed at the largest rank among prompts, or among decoding rows
 
 
 class CpuBackend:

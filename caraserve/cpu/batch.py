@@ -102,7 +102,9 @@ def build_batch(batch: Batch, adapters: DeviceAdapters, prompt_tokens: Words, sh
         "segment_tokens": np.array([segment.tokens for segment in segments], np.int64),
         "segment_adapter": np.array([segment.adapter_slot for segment in segments], np.int64),
         "segment_assist": np.array([segment.assist for segment in segments], np.int64),
-        "padding": adapters.padding([segment.adapter_slot if segment.is_decode else 0 for segment in segments]),
+        "padding": adapters.padding(
+            [segment.adapter_slot for segment in segments], [not segment.is_decode for segment in segments]
+        ),
         "out_token": np.concatenate((wanted.token, wanted.embedded)),
         "out_kind": wanted.kind,
         "out_logprobs": wanted.logprobs,

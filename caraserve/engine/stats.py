@@ -18,7 +18,7 @@ from caraserve.telemetry.metrics import MAX_HOST_SERIES, EngineSnapshot
 
 # Predicts an iteration's ms from its requests that decode, their ranks' sum and largest, and from the tokens of prompts
 # and Σ tokens · rank of them.
-IterationTime: TypeAlias = Callable[[int, int, int, int, int], float]
+IterationTime: TypeAlias = Callable[[int, int, int, int, int, int], float]
 IterationObserver: TypeAlias = Callable[[Sequence[tuple[ActiveRequest, ScheduledRow]], float], None]  # rows, ms
 
 
@@ -114,8 +114,8 @@ class EngineLoad:
             return 0.0
         batch = min(slots, requests)
         rank_sum = sum(rank * count for rank, count in self.ranks.items())
-        decode_ms = iteration_ms(batch, rank_sum * batch // requests, max(self.ranks), 0, 0)
-        prefill_ms = iteration_ms(0, 0, 0, self.queued_tokens, self.queued_token_ranks)
+        decode_ms = iteration_ms(batch, rank_sum * batch // requests, max(self.ranks), 0, 0, 0)
+        prefill_ms = iteration_ms(0, 0, 0, self.queued_tokens, self.queued_token_ranks, max(self.ranks))
         return (prefill_ms + self.queued / batch * response_tokens * decode_ms) / 1000
 
 

@@ -155,13 +155,10 @@ class SyntheticRequests:
             raise ConfigError(f"one token takes {token_ms:.0f} ms, too long to measure more at a start")
         self._compute_contexts(limits.max_step_tokens // self._context)
 
-    def prefill(self, tokens: int, adapter: int) -> Measurement:
-        """Returns the measurement of a whole prompt with the adapter in slot `adapter`."""
-        return replace(
-            self._measurement([ScheduledRow(0, 0, tokens, adapter, samples=True)], burst=1),
-            kind="prefill",
-            tokens=tokens,
-        )
+    def prefill(self, tokens: int, *adapters: int) -> Measurement:
+        """Returns the measurement of one iteration over a whole prompt of `tokens` for each of `adapters` (slots)."""
+        rows = [ScheduledRow(slot, 0, tokens, adapter, samples=True) for slot, adapter in enumerate(adapters)]
+        return replace(self._measurement(rows, burst=1), kind="prefill", tokens=tokens * len(rows))
 
     def decode(self, adapters: Sequence[int], burst: int) -> Measurement:
         """Returns the measurement of one token for each of `adapters` (slots), `burst` times in a row."""

@@ -1,4 +1,4 @@
-"""The padding of a decode batch: how much each adapter computes after its own rank."""
+"""The padding of a batch: how much each adapter computes after its own rank."""
 
 import numpy as np
 import pytest
@@ -48,10 +48,15 @@ def padded_ranks(rows: list[tuple[int, int]], *, padded: bool = True) -> list[in
         ([(0, 1), (1, 1), (2, 1), (3, 1)], [64, 64, 64]),
         ([(1, 1), (2, 1), (3, 9)], [16, 16, 64]),
         ([(1, 9), (3, 1)], [8, 64]),
+        ([(0, 5), (1, 9), (2, 7)], [16, 16]),
+        ([(1, 1), (2, 1), (1, 9), (3, 9)], [16, 16, 64, 64]),
     ],
-    ids=["one rank", "two ranks", "with the base model", "beside a large prefill", "beside a small prefill"],
+    ids=[
+        *("one rank", "two ranks", "with the base model", "beside a large prefill", "beside a small prefill"),
+        *("two prefills", "both"),
+    ],
 )
-def test_every_adapter_of_a_decode_batch_is_computed_at_the_largest_rank_in_it(
+def test_adapters_are_computed_at_the_largest_rank_that_decodes_or_that_prefills(
     rows: list[tuple[int, int]], ranks: list[int]
 ) -> None:
     assert padded_ranks(rows) == ranks
@@ -63,7 +68,7 @@ def test_the_usual_kernel_computes_each_adapter_at_its_own_rank() -> None:
 
 def test_padding_lies_within_the_zeros() -> None:
     table = adapters()
-    entries = table.padding([1, 2, 3] * 300).view(LORA_ENTRY)
+    entries = table.padding([1, 2, 3] * 300, [False, True] * 450).view(LORA_ENTRY)
     start = int(table._zeros.ctypes.data)
     widest = 256
     ends = entries["a"] + 4 * entries["rank"] * widest

@@ -7,6 +7,7 @@ from caraserve.bench.modes import BASELINE
 from caraserve.bench.papers.command import PaperOptions
 from caraserve.bench.papers.result import FigureData, Panel, Series, Value, cdf_series, mean_value, spread
 from caraserve.bench.papers.servers import LOAD_S_OF_RANK_64, run_modes, run_preset
+from caraserve.bench.papers.single_server import parts_note
 from caraserve.bench.records import RequestRecord, Run
 from caraserve.bench.report.ratios import by_label
 from caraserve.bench.report.summary import summarize
@@ -51,7 +52,7 @@ def interruptions(figure: Mapping[str, str], options: PaperOptions) -> FigureDat
     values, panels = [], []
     for preset in figure["presets"].split(","):
         measured = run_preset(preset, figure, options, ("--adapters", str(_ADAPTERS)))
-        notes |= dict.fromkeys(f"{preset}: {note}" for note in measured.notes)
+        notes |= dict.fromkeys(f"{preset}: {note}" for note in (*measured.notes, parts_note(measured.runs)))
         rate = preset.rpartition("-")[2]
         series = []
         for label, repeats in by_label([summarize(run) for run in measured.runs]).items():
@@ -106,7 +107,7 @@ def iterations(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
             at_s = tuple(round(record.due_s, 2) for record in first)
             lines.append(Series(label, tuple(round(time_ms(record), 2) for record in first), at_s))
         panels.append(Panel(title, "ms", tuple(lines), "time, s", points=True))
-    return FigureData("measured", tuple(measured.notes), tuple(values), tuple(panels))
+    return FigureData("measured", (*measured.notes, parts_note(measured.runs)), tuple(values), tuple(panels))
 
 
 def pipelining(figure: Mapping[str, str], options: PaperOptions) -> FigureData:

@@ -48,14 +48,16 @@ MEASURES: Mapping[str, str] = {
     "rank_limits": f"{_HERE}.interference:rank_limits",
     "fetch_sources": f"{_HERE}.fetches:fetch_sources",
     "placement_example": f"{_HERE}.placement:placement_example",
-    "decode_by_rank": f"{_HERE}.decode_cost:decode_by_rank",
-    "decode_fits": f"{_HERE}.decode_cost:decode_fits",
+    "decode_by_rank": f"{_HERE}.kernel_cost:decode_by_rank",
+    "decode_fits": f"{_HERE}.kernel_cost:decode_fits",
+    "prefill_by_mix": f"{_HERE}.kernel_cost:prefill_by_mix",
     "ipc": f"{_HERE}.cpu_lora:ipc",
     "hand_overs": f"{_HERE}.hand_over:hand_overs",
     "core_time": f"{_HERE}.cpu_lora:core_time",
     "cpu_threads": f"{_HERE}.cpu_lora:cpu_threads",
     "pipelining": f"{_HERE}.cold_starts:pipelining",
     "modes": f"{_HERE}.single_server:loading_modes",
+    "use_of_cores": f"{_HERE}.single_server:use_of_cores",
     "quarter_of_workers": f"{_HERE}.single_server:quarter_of_workers",
 }
 

@@ -44,15 +44,17 @@ def routing_policies(figure: Mapping[str, str], options: PaperOptions) -> Figure
     panels: list[Panel] = []
     for preset in figure["presets"].split(","):
         for kernel, central in _ASSUMPTIONS:
-            runs = []
+            runs, ceilings = [], []
             for seed in range(options.seed, options.seed + options.repeats):
                 setting = Setting((), "auto", inf, scheduler="central" if central else "gossip", seed=seed)
                 seeded = replace(options, seed=seed)
                 (found,) = simulated(preset, routings, paper_machine(kernel), setting, seeded)
                 notes |= dict.fromkeys(found.notes)
                 runs.append([policy.at_size for policy in found.policies])
+                ceilings.append(100 * found.base.attainment)
             name = preset if kernel == "padded" and central else f"{preset}, {kernel}{'' if central else ', gossip'}"
             values += _policy_values(name, runs)
+            values.append(mean_value(f"{name} without adapters: attainment", ceilings, "%"))
             panels += _policy_panels(name, runs[0])
     notes[f"{options.repeats} seeds, {options.duration_s:g} s of simulated time each."] = None
     return FigureData("simulated", tuple(notes), tuple(values), tuple(panels))
@@ -64,6 +66,7 @@ def rate_sweep(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
     notes: dict[str, None] = {MACHINE_NOTE: None, _RATES_NOTE: None}
     values: list[Value] = []
     panels: list[Panel] = []
+    longest: dict[str, float] = {}  # ratio of a policy's latency to LoRAServe's, by policy
     for preset in figure["presets"].split(","):
         found = _over_rates(preset, LORASERVE, options)
         notes |= dict.fromkeys(found[0].notes)
@@ -75,7 +78,24 @@ def rate_sweep(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
                 values.append(
                     Value(f"{preset}: highest rate, loraserve ÷ {other}", highest["loraserve"] / highest[other])
                 )
+        kept = [one for one in found if one.rate <= highest["loraserve"]]
+        for other, ratios in _times_of_loraserve(kept, metric).items():
+            longest[other] = max(ratios, longest.get(other, 0.0))
+    what = "TTFT p95" if metric == "ttft" else "TBT"
+    values += [Value(f"{what} of {other} ÷ loraserve, largest", ratio) for other, ratio in longest.items()]
     return FigureData("simulated", tuple(notes), tuple(values), tuple(panels))
+
+
+def _times_of_loraserve(found: Sequence[FleetResult], metric: str) -> dict[str, float]:
+    """Returns each other policy's largest ratio to LoRAServe's latency at the same rate."""
+    name = "ttft_p95_ms" if metric == "ttft" else "tpot_mean_ms"
+    largest: dict[str, float] = {}
+    for one in found:
+        times_ms = {policy.at_size.routing: getattr(policy.at_size, name) for policy in one.policies}
+        for other, ms in times_ms.items():
+            if other != "loraserve" and isfinite(ms / times_ms["loraserve"]):
+                largest[other] = max(ms / times_ms["loraserve"], largest.get(other, 0.0))
+    return largest
 
 
 def scaling(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
@@ -137,11 +157,12 @@ def _policy_values(name: str, runs: Sequence[Sequence[SimulationResult]]) -> Ite
     for routing, seeds in policies.items():
         shares = [100 * one.attainment for one in seeds]
         yield mean_value(f"{name} {routing} attainment", shares, "%")
-    for routing, seeds in policies.items():
-        if routing != "rank-aware" and "rank-aware" in policies:
-            pairs = zip(policies["rank-aware"], seeds, strict=True)
-            ratios = [best.tpt_mean_ms / one.tpt_mean_ms for best, one in pairs]
-            yield mean_value(f"{name} TPT, rank-aware ÷ {routing}", ratios)
+    for what, measure in (("attainment", "attainment"), ("TPT", "tpt_mean_ms")):
+        for routing, seeds in policies.items():
+            if routing != "rank-aware" and "rank-aware" in policies:
+                pairs = zip(policies["rank-aware"], seeds, strict=True)
+                ratios = [getattr(best, measure) / getattr(one, measure) for best, one in pairs]
+                yield mean_value(f"{name} {what}, rank-aware ÷ {routing}", ratios)
 
 
 def _policy_panels(name: str, policies: Sequence[SimulationResult]) -> Iterator[Panel]:

@@ -13,6 +13,7 @@ from caraserve.bench.modes import BASELINE
 from caraserve.bench.papers.command import PaperOptions
 from caraserve.bench.papers.result import FigureData, Panel, Series, Value, cdf_series, mean_value
 from caraserve.bench.papers.servers import run_preset
+from caraserve.bench.records import Run
 from caraserve.bench.report.ratios import RATIO_METRICS, LabelRatios, by_label, ratios_to_first
 from caraserve.bench.report.summary import Columns, Summary, summarize
 from caraserve.bench.serve import Measurements
@@ -28,7 +29,7 @@ def loading_modes(figure: Mapping[str, str], options: PaperOptions) -> FigureDat
     panels: list[Panel] = []
     for preset in figure["presets"].split(","):
         measured = run_preset(preset, figure, options)
-        notes |= dict.fromkeys(f"{preset}: {note}" for note in measured.notes)
+        notes |= dict.fromkeys(f"{preset}: {note}" for note in (*measured.notes, parts_note(measured.runs)))
         summaries = [summarize(run, measured.slo) for run in measured.runs]
         values += _mode_values(preset, summaries)
         panels.append(_ratio_panel(preset, ratios_to_first(summaries)))
@@ -49,6 +50,30 @@ def quarter_of_workers(figure: Mapping[str, str], options: PaperOptions) -> Figu
     return loading_modes({**figure, "serve": f"--lora-cpus {','.join(map(str, workers))}"}, options)
 
 
+def use_of_cores(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
+    """Sends a load to a server in each mode, and reports what its process and its CPU LoRA workers computed."""
+    measured = run_preset(figure["preset"], figure, options)
+    values: list[Value] = []
+    for label, repeats in by_label([summarize(run) for run in measured.runs]).items():
+        uses = [one.use for one in repeats if one.use is not None]
+        workers = [use.worker_cores or 0.0 for use in uses]
+        server = [use.cpu_cores - use.worker_cores for use in uses if use.worker_cores is not None]
+        values.append(mean_value(f"{label}: server's process, of a core", [100 * cores for cores in server], "%"))
+        values.append(mean_value(f"{label}: CPU LoRA workers, of a core", [100 * cores for cores in workers], "%"))
+        times_ms = [one.cpu_lora_ms for one in repeats if one.cpu_lora_ms is not None]
+        if times_ms:
+            values.append(mean_value(f"{label}: CPU LoRA for a request", times_ms, "ms"))
+    return FigureData("measured", (*measured.notes, parts_note(measured.runs)), tuple(values), ())
+
+
+def parts_note(runs: Sequence[Run]) -> str:
+    """Says how often each mode ran, and how many requests it had."""
+    parts = len(next(iter(by_label(runs).values())))
+    counts = sorted({len(run.records) for run in runs})
+    requests = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"{parts} runs of {requests} requests in each mode, the modes in turn; ± is their standard deviation."
+
+
 def _mode_values(preset: str, summaries: Sequence[Summary]) -> Iterator[Value]:
     """Yields each mode's mean latencies over those of `cached`, and what it lost and used."""
     for line in ratios_to_first(summaries):
@@ -65,6 +90,9 @@ def _mode_values(preset: str, summaries: Sequence[Summary]) -> Iterator[Value]:
         cores = [one.use.cpu_cores for one in repeats if one.use is not None]
         if cores:
             yield mean_value(f"{preset} {label} CPU cores busy", cores, "")
+        times_ms = [one.cpu_lora_ms for one in repeats if one.cpu_lora_ms is not None]
+        if times_ms:
+            yield mean_value(f"{preset} {label} CPU LoRA for a request", times_ms, "ms")
 
 
 def _shares(what: str, shares: Iterable[float | None]) -> Iterator[Value]:

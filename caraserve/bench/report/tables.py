@@ -97,7 +97,8 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "CPU LoRA", f"{summary.cpu_lora_ms:.1f} ms for a request that CPU workers helped"
     if (use := summary.use) is not None:
         link = "" if use.link_share is None else f"; the link was busy for {percent(use.link_share)} of the time"
-        yield "used", f"{use.cpu_cores:.2f} cores, {use.loads:,} loads of adapters{link}"
+        workers = f", {use.worker_cores:.2f} of them by CPU LoRA workers" if use.worker_cores else ""
+        yield "used", f"{use.cpu_cores:.2f} cores{workers}, {use.loads:,} loads of adapters{link}"
     if (pauses := summary.interruptions) is not None:
         each = f"{pauses.median_per_request:g} median, {pauses.mean_per_request:.2f} mean"
         yield "decode interruptions", f"{each} a request; gaps above {number(pauses.threshold_ms)} ms"

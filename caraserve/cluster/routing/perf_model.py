@@ -47,8 +47,8 @@ def prefill_ms(
     """Returns the time of one iteration over prompts with `tokens` tokens in all; `token_ranks` is Σ tokens · rank, and
     `rank_max` the largest rank among them. No tokens take 0 ms.
 
-    This project's kernels work by segment, so one prompt's rank does not pad another's: `token_rank_max_ms` is 0. Of
-    padded kernels it is the time of each token for each unit of the largest rank."""
+    The usual kernels work by segment, so one prompt's rank does not pad another's: `token_rank_max_ms` is 0. Of padded
+    kernels it is the time of each token for each unit of the largest rank."""
     if tokens == 0:
         return 0.0
     return base_ms + token_ms * tokens + token_rank_ms * token_ranks + token_rank_max_ms * (tokens * rank_max)
@@ -132,7 +132,7 @@ class PerfModel:
     def of(cls, profile: Profile, kernel: Kernel = "measured", padded_rank: int | None = None) -> Self:
         """Builds the model from one of a profile's three fits. `padded_rank`: the rank that kernels compute for every
         adapter, whatever its own; a request's cost is then the same in any batch. Where the measured kernels pad to the
-        largest rank in the batch instead, it is not used."""
+        largest rank in the batch instead, prompts included, it is not used."""
         decode, prefill = profile.decode, profile.prefill
         line = {"unpadded": decode.unpadded, "padded": decode.padded}.get(kernel)
         alpha_ms, gamma_ms, beta_ms = (
@@ -143,7 +143,8 @@ class PerfModel:
         if padded_rank is not None and not padded:
             alpha_ms, gamma_ms = 0.0, gamma_ms + alpha_ms * padded_rank
             token_rank_ms, token_ms = 0.0, token_ms + token_rank_ms * padded_rank
-        return cls(alpha_ms, gamma_ms, beta_ms, padded, prefill.base_ms, token_ms, token_rank_ms)
+        by_rank_ms = (0.0, token_rank_ms) if kernel == "measured" and padded else (token_rank_ms, 0.0)
+        return cls(alpha_ms, gamma_ms, beta_ms, padded, prefill.base_ms, token_ms, *by_rank_ms)
 
     def decode_ms(self, requests: int, rank_sum: int, rank_max: int) -> float:
         """Predicts an iteration that computes one token for each of the batch's requests."""
@@ -227,13 +228,18 @@ class DriftWatch:
         self.model = model = PerfModel.of(profile, kernel, padded_rank)
         self.refits = 0
         self._with_requests = kernel == "measured"
+        self._pads_prompts = self._with_requests and model.padded
         decode_points = profile.decode.points
         self._decode = _Line(
             (model.alpha_ms, model.beta_ms, *([model.gamma_ms] if self._with_requests else [])),
             [self._decode_row(point.batch, point.rank_sum, point.rank_max) for point in decode_points],
         )
         self._prefill = _Line(
-            (model.prefill_base_ms, model.prefill_token_ms, model.prefill_token_rank_ms),
+            (
+                model.prefill_base_ms,
+                model.prefill_token_ms,
+                model.prefill_token_rank_ms + model.prefill_token_rank_max_ms,
+            ),
             [(1.0, point.tokens, point.tokens * point.rank) for point in profile.prefill.points],
         )
 
@@ -244,12 +250,14 @@ class DriftWatch:
         alpha_ms, beta_ms, *gamma_ms = self._decode.coefficients
         return self._take(alpha_ms=alpha_ms, beta_ms=beta_ms, gamma_ms=gamma_ms[0] if gamma_ms else 0.0)
 
-    def observe_prefill(self, tokens: int, token_ranks: int, ms: float) -> bool:
+    def observe_prefill(self, tokens: int, token_ranks: int, rank_max: int, ms: float) -> bool:
         """Records an iteration that only prefilled. Returns True if `model` has changed."""
-        if tokens == 0 or not self._prefill.observe((1.0, tokens, token_ranks), ms):
+        work = tokens * rank_max if self._pads_prompts else token_ranks
+        if tokens == 0 or not self._prefill.observe((1.0, tokens, work), ms):
             return False
         base_ms, token_ms, token_rank_ms = self._prefill.coefficients
-        return self._take(prefill_base_ms=base_ms, prefill_token_ms=token_ms, prefill_token_rank_ms=token_rank_ms)
+        by_rank = "prefill_token_rank_max_ms" if self._pads_prompts else "prefill_token_rank_ms"
+        return self._take(prefill_base_ms=base_ms, prefill_token_ms=token_ms, **{by_rank: token_rank_ms})
 
     def _take(self, **coefficients_ms: float) -> bool:
         """Replaces coefficients of the model. Returns False if the result is not valid: times of one kind of batch may

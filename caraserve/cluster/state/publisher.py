@@ -160,8 +160,9 @@ class Publisher:
         elif not any(decodes):
             tokens = sum(row.count for _, row in rows)
             token_ranks = sum(row.count * rank for (_, row), rank in zip(rows, ranks, strict=True))
-            self._count("prefill", drift.model.prefill_ms(tokens, token_ranks), ms)
-            refitted = drift.observe_prefill(tokens, token_ranks, ms)
+            sums = (tokens, token_ranks, max(ranks, default=0))
+            self._count("prefill", drift.model.prefill_ms(*sums), ms)
+            refitted = drift.observe_prefill(*sums, ms)
         else:
             return
         if refitted:

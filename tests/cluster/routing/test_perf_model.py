@@ -108,7 +108,22 @@ def test_a_measured_profile_of_padded_kernels_prices_a_batch_by_its_largest_rank
         assert model.padded
         assert model.decode_ms(*sums([8, 16])) == pytest.approx(padded.decode_ms([8, 16]))
         assert model.decode_ms(*sums([8, 16])) == model.decode_ms(*sums([16, 16]))
+        # Prompts of 50 tokens each: one of rank 8 beside one of rank 16 costs as much as two of rank 16.
+        assert model.prefill_ms(100, 50 * 8 + 50 * 16, 16) == pytest.approx(padded.prefill_ms(100, 16))
     assert not PerfModel.of(padded, "unpadded").padded
+
+
+def test_padded_prefills_are_refitted_by_their_largest_rank() -> None:
+    made = profile()
+    padded = dataclasses.replace(made, decode=dataclasses.replace(made.decode, is_padded=True))
+    watch = DriftWatch(padded)
+    chance = random.Random(2)
+    for _ in range(300):
+        tokens, largest = chance.randrange(16, 1024), chance.choice([8, 64])
+        watch.observe_prefill(tokens, tokens * 8, largest, 2 * padded.prefill_ms(tokens, largest))
+    assert watch.prefill_error < 0.02
+    assert watch.model.prefill_ms(500, 500 * 8, 64) == pytest.approx(2 * padded.prefill_ms(500, 64), rel=0.02)
+    assert watch.model.prefill_token_rank_ms == 0
 
 
 @given(st.lists(st.sampled_from([8, 16]), min_size=1, max_size=20))
@@ -237,7 +252,7 @@ def test_prefill_is_refitted_without_decode() -> None:
     chance = random.Random(2)
     for _ in range(300):
         tokens, rank = chance.randrange(16, 1024), chance.choice([0, 8, 64])
-        watch.observe_prefill(tokens, tokens * rank, 2 * profile().prefill_ms(tokens, rank))
+        watch.observe_prefill(tokens, tokens * rank, rank, 2 * profile().prefill_ms(tokens, rank))
     assert watch.prefill_error < 0.02
     assert watch.model.prefill_ms(500, 4000) == pytest.approx(2 * profile().prefill_ms(500, 8), rel=0.02)
     assert watch.model.decode_ms(8, 64, 8) == PerfModel.of(profile()).decode_ms(8, 64, 8)
@@ -246,7 +261,7 @@ def test_prefill_is_refitted_without_decode() -> None:
 @pytest.mark.parametrize("ms", [0.0, -1.0, math.nan, math.inf])
 def test_impossible_times_are_ignored(ms: float) -> None:
     watch = DriftWatch(profile())
-    assert not any(watch.observe_decode(4, 32, 8, ms) or watch.observe_prefill(10, 80, ms) for _ in range(300))
+    assert not any(watch.observe_decode(4, 32, 8, ms) or watch.observe_prefill(10, 80, 8, ms) for _ in range(300))
     assert watch.decode_error == watch.prefill_error == 0
 
 
@@ -254,7 +269,7 @@ def test_times_on_a_line_through_zero_do_not_replace_the_model() -> None:
     watch = DriftWatch(profile())
     for index in range(600):
         tokens = 1 + index % 7
-        watch.observe_prefill(tokens, tokens * 64, 1e-9 * tokens)
+        watch.observe_prefill(tokens, tokens * 64, 64, 1e-9 * tokens)
         watch.observe_decode(1, 64, 64, 1e-9)
     assert watch.refits == 0
     assert watch.model.prefill_ms(1, 0) > 0

@@ -1,8 +1,8 @@
-"""Figures of decode latency by rank: what is computed from the times, and batches that are really timed."""
+"""Figures of an iteration's time by rank: what is computed from the times, and batches that are really timed."""
 
 import pytest
 
-from caraserve.bench.papers.decode_cost import Ranks, decode_times, fitted_lines, rank_values
+from caraserve.bench.papers.kernel_cost import Ranks, batch_times, fitted_lines, mixed_prefills, rank_values
 from caraserve.bench.synthetic import Shape
 
 TINY = Shape(hidden=64, layers=1, intermediate=64, vocab=64, heads=1, kv_heads=1)
@@ -40,9 +40,31 @@ def test_batches_of_the_largest_size_are_compared() -> None:
 
 
 def test_every_batch_is_timed_with_both_kernels() -> None:
-    times = decode_times(TINY, MIXES[:4], 1)
+    times = batch_times(TINY, MIXES[:4], 1)
     assert {kernel: list(times_ms) for kernel, times_ms in times.items()} == {
         "padded": MIXES[:4],
         "unpadded": MIXES[:4],
     }
     assert min(ms for times_ms in times.values() for ms in times_ms.values()) > 0
+
+
+def test_a_model_of_each_kernel_predicts_prompts_of_mixed_ranks() -> None:
+    mixes: list[Ranks] = [(8, rank) for rank in (8, 16, 32, 64, 128)] + [(rank, rank) for rank in (16, 32, 64, 128)]
+    padded = {ranks: 40.0 + 0.1 * 2 * max(ranks) for ranks in mixes}
+    unpadded = {ranks: 40.0 + 0.1 * sum(ranks) for ranks in mixes}
+    found = {value.what: value.value for value in mixed_prefills({"padded": padded, "unpadded": unpadded}, ()).values}
+    assert found == {
+        "padded: ranks 8 and 128 ÷ 8 and 8": pytest.approx(65.6 / 41.6),
+        "padded: ranks 128 and 128 ÷ 8 and 8": pytest.approx(65.6 / 41.6),
+        "padded: largest error of the model": pytest.approx(0.0, abs=1e-9),
+        "unpadded: ranks 8 and 128 ÷ 8 and 8": pytest.approx(53.6 / 41.6),
+        "unpadded: ranks 128 and 128 ÷ 8 and 8": pytest.approx(65.6 / 41.6),
+        "unpadded: largest error of the model": pytest.approx(0.0, abs=1e-9),
+    }
+    swapped = {value.what: value.value for value in mixed_prefills({"padded": unpadded}, ()).values}
+    assert swapped["padded: largest error of the model"] > 20
+
+
+def test_prompts_are_timed_as_whole_prefills() -> None:
+    times = batch_times(TINY, [(8, 8), (8, 64)], 1, prompt_tokens=16)
+    assert all(list(times_ms) == [(8, 8), (8, 64)] for times_ms in times.values())

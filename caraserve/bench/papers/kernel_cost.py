@@ -1,4 +1,5 @@
-"""Figures of decode latency by the ranks in a batch, with the padded LoRA kernel and with the one that pads nothing."""
+"""Figures of an iteration's time by the ranks in a batch, with the padded LoRA kernel and with the one that pads
+nothing."""
 
 import os
 import random
@@ -28,10 +29,12 @@ _FIT_BATCHES, _FIT_MIXES = (4, 8, 12, 16, 20, 24, 28, 32), 4
 _ROUNDS, _BURST = 5, 3
 _CONTEXT_TOKENS, _CONTEXTS, _MAX_CONTEXT = 128, 8, 256
 _LINE_POINTS = 50
+_PROMPT_TOKENS, _PROMPT_RANKS, _PROMPT_ROUNDS = 128, (8, 16, 32, 64, 128), 15
+_ADAPTERS = "Each request has an adapter of its own on q, k and v, in fp16."
 _SETTING = (
     "A model of 100 million parameters in fp32 decodes one token for each request of a batch, on both cores; contexts "
     f"have {_CONTEXT_TOKENS} tokens.",
-    "Each request has an adapter of its own on q, k and v, in fp16.",
+    _ADAPTERS,
     f"Each time is the least of {_ROUNDS} rounds of {_BURST} iterations, kernels in turn: other work only adds to it.",
 )
 
@@ -40,7 +43,7 @@ def decode_by_rank(figure: Mapping[str, str], options: PaperOptions) -> FigureDa
     """Times batches of one rank and of mixed ranks with both kernels."""
     mixes = {size: _mixes(size) for size in _BATCHES}
     batches = [ranks for each in mixes.values() for ranks in each.values()]
-    times = decode_times(SHAPES["100M"], batches, _ROUNDS)
+    times = batch_times(SHAPES["100M"], batches, _ROUNDS)
     values, panels = [], []
     for kernel, times_ms in times.items():
         values += rank_values(kernel, times_ms)
@@ -67,7 +70,7 @@ def decode_fits(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
     """Fits lines to the latencies of random batches: over requests · largest rank with padding, over Σ rank without."""
     rng = random.Random(options.seed)
     batches = list(dict.fromkeys(_random_ranks(rng, size) for size, _ in product(_FIT_BATCHES, range(_FIT_MIXES))))
-    times = decode_times(SHAPES["100M"], batches, _ROUNDS)
+    times = batch_times(SHAPES["100M"], batches, _ROUNDS)
     return fitted_lines(times, (*_SETTING, f"{len(batches)} batches of 4 to 32 requests, ranks drawn from {_RANKS}."))
 
 
@@ -87,14 +90,56 @@ def fitted_lines(times: Mapping[str, TimesMs], setting: Sequence[str]) -> Figure
     return FigureData("measured", tuple(setting), tuple(values), tuple(panels))
 
 
-def decode_times(shape: Shape, batches: Sequence[Ranks], rounds: int) -> dict[str, TimesMs]:
-    """Returns the least time of one iteration of each batch, in ms, by kernel. Kernels alternate, and every other round
-    runs backwards."""
+def prefill_by_mix(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
+    """Times iterations over two prompts, one of rank 8 and one of each rank, with both kernels."""
+    batches = [(_RANKS[0], rank) for rank in _PROMPT_RANKS] + [(rank, rank) for rank in _PROMPT_RANKS[1:]]
+    times = batch_times(SHAPES["100M"], batches, _PROMPT_ROUNDS, prompt_tokens=_PROMPT_TOKENS)
+    setting = (
+        f"A model of 100 million parameters in fp32 prefills two prompts of {_PROMPT_TOKENS} tokens in one iteration, "
+        "on both cores.",
+        _ADAPTERS,
+        f"Each time is the least of {_PROMPT_ROUNDS}, kernels in turn.",
+    )
+    return mixed_prefills(times, setting)
+
+
+def mixed_prefills(times: Mapping[str, TimesMs], setting: Sequence[str]) -> FigureData:
+    """Returns what a prompt of each rank costs beside one of rank 8, and how well a line over both kernels' work,
+    fitted to prompts of equal rank, predicts it."""
+    low, high = _PROMPT_RANKS[0], _PROMPT_RANKS[-1]
+    values, panels = [], []
+    for kernel, times_ms in times.items():
+        values.append(Value(f"{kernel}: ranks {low} and {high} ÷ {low} and {low}", _ratio(times_ms, (low, high))))
+        values.append(Value(f"{kernel}: ranks {high} and {high} ÷ {low} and {low}", _ratio(times_ms, (high, high))))
+        equal = {ranks: ms for ranks, ms in times_ms.items() if len(set(ranks)) == 1}
+        fit = LineFit.fitted([float(sum(ranks)) for ranks in equal], list(equal.values()))
+        works = {(low, rank): 2 * rank if _KERNELS[kernel] else low + rank for rank in _PROMPT_RANKS}
+        predicted = {ranks: fit.alpha_ms * work + fit.beta_ms for ranks, work in works.items()}
+        error = max(abs(ms / times_ms[ranks] - 1) for ranks, ms in predicted.items())
+        values.append(Value(f"{kernel}: largest error of the model", 100 * error, "%"))
+        lines = (
+            Series("measured", tuple(times_ms[ranks] for ranks in works), _PROMPT_RANKS),
+            Series("model", tuple(predicted.values()), _PROMPT_RANKS),
+        )
+        panels.append(Panel(f"{kernel} kernel", f"prefill beside rank {low}, ms", lines, "rank of the other prompt"))
+    return FigureData("measured", tuple(setting), tuple(values), tuple(panels))
+
+
+def _ratio(times_ms: TimesMs, ranks: Ranks) -> float:
+    low = _PROMPT_RANKS[0]
+    return times_ms[ranks] / times_ms[low, low]
+
+
+def batch_times(
+    shape: Shape, batches: Sequence[Ranks], rounds: int, *, prompt_tokens: int | None = None
+) -> dict[str, TimesMs]:
+    """Returns the least time of one iteration of each batch, in ms, by kernel: over whole prompts of `prompt_tokens`,
+    or over one decoding token of each request. Kernels alternate, and every other round runs backwards."""
     with ExitStack() as stack:
         points = {
             (kernel, ranks): point
             for kernel, padded in _KERNELS.items()
-            for ranks, point in _measurements(stack, shape, batches, padded=padded).items()
+            for ranks, point in _measurements(stack, shape, batches, prompt_tokens, padded=padded).items()
         }
         order = [(kernel, ranks) for ranks in batches for kernel in _KERNELS]
         for turn in range(rounds):
@@ -104,7 +149,7 @@ def decode_times(shape: Shape, batches: Sequence[Ranks], rounds: int) -> dict[st
 
 
 def _measurements(
-    stack: ExitStack, shape: Shape, batches: Sequence[Ranks], *, padded: bool
+    stack: ExitStack, shape: Shape, batches: Sequence[Ranks], prompt_tokens: int | None, *, padded: bool
 ) -> dict[Ranks, Measurement]:
     """Starts a backend with as many adapters of each rank as a batch has, until `stack` ends. Returns the measurement
     of each batch."""
@@ -142,10 +187,14 @@ def _measurements(
         contexts=_CONTEXTS,
         most_token_ms=float("inf"),
     )
-    return {
-        ranks: requests.decode([slot for rank in slots for slot in slots[rank][: ranks.count(rank)]], _BURST)
-        for ranks in batches
-    }
+
+    def measurement(ranks: Ranks) -> Measurement:
+        adapters = [slot for rank in slots for slot in slots[rank][: ranks.count(rank)]]
+        return (
+            requests.decode(adapters, _BURST) if prompt_tokens is None else requests.prefill(prompt_tokens, *adapters)
+        )
+
+    return {ranks: measurement(ranks) for ranks in batches}
 
 
 def _mixes(size: int) -> dict[str, Ranks]:
