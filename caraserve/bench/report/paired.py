@@ -43,7 +43,7 @@ def paired_ratios(runs: Sequence[Run]) -> dict[str, dict[str, PairedRatio]]:
                 metric: np.concatenate([_ratios(mine[1], base[1], metric) for mine, base in pairs])
                 for metric in RATIO_METRICS
             }
-            found[label] = {metric: _with_interval(values) for metric, values in ratios.items() if values.size}
+            found[label] = {metric: with_interval(values) for metric, values in ratios.items() if values.size}
     return found
 
 
@@ -58,7 +58,7 @@ def _ratios(mine: Columns, base: Columns, metric: str) -> Floats:
     return values[np.isfinite(values)]
 
 
-def _with_interval(values: Floats) -> PairedRatio:
+def with_interval(values: Floats) -> PairedRatio:
     """Returns the median with the interval between order statistics, which assumes nothing of the distribution."""
     ordered = np.sort(values)
     below = max(0, math.floor(len(ordered) / 2 - _HALF_WIDTH * math.sqrt(len(ordered))))
