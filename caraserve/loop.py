@@ -216,7 +216,7 @@ class Engine:
         decode_s = self._decode_s
         if self._iteration_ms is not None:
             ranks = [rank_of(active.adapter, self.catalog) for active in self._queues.running]
-            decode_s = self._iteration_ms(batch, sum(ranks), max(ranks, default=0), 0, 0) / 1000
+            decode_s = self._iteration_ms(batch, sum(ranks), max(ranks, default=0), 0, 0, 0) / 1000
         return self._metrics.mean_answer_tokens() * decode_s
 
     async def drain(self, timeout_s: float) -> None:
