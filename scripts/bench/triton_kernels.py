@@ -76,7 +76,8 @@ def main() -> int:
         found = {release: with_release(release, folder / f"triton-{release}") for release in args.releases}
     TABLE.write_text(table(found), encoding="utf-8")
     complaints = [f"Triton {release}: {said}" for release, rows in found.items() for row in rows for said in wrong(row)]
-    print("\n".join(complaints))
+    for said in complaints:
+        print(said)
     return int(bool(complaints))
 
 
