@@ -94,7 +94,7 @@ def test_a_launch_that_begins_early_says_so_to_the_driver(
 
 
 @pytest.mark.usefixtures("any_driver")
-@pytest.mark.parametrize(("capability", "version"), [("80", 13020), ("89", 13020), ("90", 12020)])
+@pytest.mark.parametrize(("capability", "version"), [("89", 13020), ("90", 12020)])
 def test_older_devices_and_drivers_begin_no_launch_early(
     capability: str, version: int, monkeypatch: pytest.MonkeyPatch, world: World, cache: Path
 ) -> None:
