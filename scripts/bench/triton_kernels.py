@@ -3,7 +3,7 @@
     python scripts/bench/triton_kernels.py                  # downloads the releases; writes results/triton_kernels.md
     python scripts/bench/triton_kernels.py 3.6.0            # one release
 
-No GPU is needed. Fails if a kernel does not fit a block's shared memory.
+No GPU is needed. Fails if a kernel does not fit a block's shared memory, or spills registers to the stack.
 """
 
 import argparse
@@ -62,7 +62,7 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 def main() -> int:
-    """Returns the exit status: 1 if a kernel does not fit."""
+    """Returns the exit status: 1 if a kernel does not fit or spills."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("releases", nargs="*", default=RELEASES)
     parser.add_argument("--folder", type=Path, help="keeps the downloaded releases here")
@@ -75,10 +75,19 @@ def main() -> int:
         folder = args.folder or Path(temporary)
         found = {release: with_release(release, folder / f"triton-{release}") for release in args.releases}
     TABLE.write_text(table(found), encoding="utf-8")
-    too_large = [row for rows in found.values() for row in rows if row["shared"] > SHARED_KIB[row["capability"]] << 10]
-    for row in too_large:
-        print(f"{row['kernel']} of {row['model']} needs {row['shared']} bytes on sm_{row['capability']}")
-    return int(bool(too_large))
+    complaints = [f"Triton {release}: {said}" for release, rows in found.items() for row in rows for said in wrong(row)]
+    for said in complaints:
+        print(said)
+    return int(bool(complaints))
+
+
+def wrong(row: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what a kernel may not do."""
+    named = f"{row['kernel']} of {row['model']} on sm_{row['capability']}"
+    if row["shared"] > SHARED_KIB[row["capability"]] << 10:
+        yield f"{named} needs {row['shared']} bytes of shared memory, more than a block may have"
+    if row["stack"]:
+        yield f"{named} keeps {row['stack']} bytes on the stack"
 
 
 def with_release(release: str, folder: Path) -> list[dict[str, Any]]:

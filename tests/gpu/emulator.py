@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from caraserve.gpu.driver import nvrtc
 from caraserve.gpu.kernels.cuda_launch import Launch
@@ -57,6 +58,17 @@ def _library(source: str, activation: Dtype) -> ctypes.CDLL:
     files = {**nvrtc.sources(source), **headers, "main.cpp": "\n".join(main)}
     macros = [f"-D{name}={value}" for name, value in nvrtc.definitions(activation).items()]
     return ctypes.CDLL(str(shared_library("c++", (*_FLAGS, *macros), "main.cpp", files)))
+
+
+def run_early(launch: Launch, activation: Dtype, written: NDArray[np.float32], seed: int = 0) -> None:
+    """Runs a launch as if it began before the launch that wrote `written` had done so: until it waits for that, the
+    numbers are NaN."""
+    kept = written.copy()
+    written.view(np.uint32)[:] = 0xFFFFFFFF  # another NaN than those that may be in `written`
+    where = ctypes.c_void_p(written.ctypes.data), ctypes.c_void_p(kept.ctypes.data), ctypes.c_size_t(kept.nbytes)
+    _library(launch.source, activation).emulate_unwritten(*where)
+    run(launch, activation, seed)
+    assert written.tobytes() == kept.tobytes(), f"{launch.kernel} ends without waiting"
 
 
 def run(launch: Launch, activation: Dtype = Dtype.F32, seed: int = 0) -> None:

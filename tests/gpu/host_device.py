@@ -33,6 +33,7 @@ _STUCK_S = 60.0
 _LOOK_S = 0.0002  # between two reads of words that a worker in another process will write
 _AHEAD = 40  # most operations that a stream may run during one query of another stream
 _NO_NUMBER = 0xFF  # NaN, if every byte has this value
+BEFORE = {"bgmv_expand": "bgmv_shrink"}  # by kernel that begins early: the one beside which it may run
 
 
 @dataclass(slots=True)
@@ -71,6 +72,7 @@ class HostDriver(Captures[_Operation]):
         self._events: dict[int, list[bool]] = {}  # by event: whether its last record has run
         self._next = 0
         self._link_free_s = 0.0
+        self._newest: dict[Stream, str] = {}  # by stream: the raw kernel that was issued last, "" for anything else
         self.failed = False  # set by a test: the device has failed
         self.held: set[Lane] = set()  # set by a test: lanes that do not run
         self.link_bytes_per_s: float | None = None  # set by a test: bandwidth of the copy lane; None: unlimited
@@ -179,9 +181,12 @@ class HostDriver(Captures[_Operation]):
         self._next += 1
         return self._next
 
-    def issue(self, stream: Stream, run: Callable[[], None], ready: Callable[[], bool]) -> None:
-        """Issues a kernel that waits for a condition while other streams run."""
+    def issue(self, launch: Launch, stream: Stream, run: Callable[[], None], ready: Callable[[], bool]) -> None:
+        """Issues a raw kernel that waits for a condition while other streams run."""
+        before = self._newest.get(stream, "")
+        assert not launch.begins_early or before == BEFORE[launch.kernel], f"{launch.kernel} begins beside {before!r}"
         self._issue(stream, run, ready)
+        self._newest[stream] = launch.kernel
 
     def _issue(
         self,
@@ -191,6 +196,7 @@ class HostDriver(Captures[_Operation]):
         begin: Callable[[], Callable[[], bool]] | None = None,
     ) -> None:
         operation = _Operation(run, ready, begin)
+        self._newest[stream] = ""
         if self._captured(stream, operation):
             return
         with self._lock:
@@ -263,6 +269,7 @@ class HostKernels:
     def launch(self, launch: Launch, stream: Stream) -> None:
         waits = launch.kernel == "handoff_wait"
         self._driver.issue(
+            launch,
             stream,
             lambda: emulator.run(launch, self._activation),
             (lambda: self._ends_wait(*map(int, launch.arguments[:2]))) if waits else (lambda: True),

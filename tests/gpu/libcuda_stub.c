@@ -45,6 +45,8 @@ __attribute__((constructor)) static void begin(void) { stub_reset(); }
 const char* stub_log(void) { return driver.log; }
 void stub_attribute(int attribute, int value) { driver.attributes[attribute] = value; }
 void stub_busy(int busy) { driver.busy = busy; } // 1: events are pending
+size_t stub_launch_config_bytes(void) { return sizeof(CUlaunchConfig); }
+size_t stub_launch_attribute_bytes(void) { return sizeof(CUlaunchAttribute); }
 void stub_chunk_gap(long long gap) { driver.chunk_gap = gap; }
 int stub_kept_gil(void) { return driver.kept_gil; }
 int stub_unmet(void) { return driver.unmet; } // waits that would have blocked
@@ -315,6 +317,18 @@ CUresult cuStreamEndCapture(CUstream hStream, CUgraph* phGraph) {
     NEEDS(driver.capturing[index], CUDA_ERROR_STREAM_CAPTURE_UNMATCHED);
     driver.capturing[index] = NULL;
     *phGraph = handle(GRAPH);
+    return CUDA_SUCCESS;
+}
+// A function's handle is the number of its arguments. They follow in the log, each read as 8 bytes.
+CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction f, void** kernelParams, void** extra) {
+    IN_CONTEXT(" %u %u %u %u %u %u %u %u", config->gridDimX, config->gridDimY, config->gridDimZ, config->blockDimX,
+               config->blockDimY, config->blockDimZ, config->sharedMemBytes, config->numAttrs);
+    NEEDS(index_of(config->hStream, STREAM), CUDA_ERROR_INVALID_HANDLE);
+    NEEDS(extra == NULL, CUDA_ERROR_INVALID_VALUE);
+    for (unsigned i = 0; i < config->numAttrs; i++)
+        called("attribute", " %d %d", (int)config->attrs[i].id,
+               config->attrs[i].value.programmaticStreamSerializationAllowed);
+    for (uintptr_t i = 0; i < (uintptr_t)f; i++) called("argument", " %llu", *(unsigned long long*)kernelParams[i]);
     return CUDA_SUCCESS;
 }
 CUresult cuEventCreate(CUevent* phEvent, unsigned int Flags) {

@@ -11,7 +11,7 @@ from caraserve.gpu.kernels import cuda_launch
 from caraserve.gpu.kernels.bgmv_work import PLANES, adapter_items, plan_items
 from caraserve.model.dtype import Dtype, to_float32
 from caraserve.util.units import align_up
-from tests.gpu.emulator import run
+from tests.gpu.emulator import run, run_early
 
 NO_NUMBER = 0xFF  # NaN in every dtype, if every byte has this value
 
@@ -105,7 +105,7 @@ class LoraCase:
         ]
         plan = plan_items(slots, adapters, self.most_rank)
         max_rank = max(int(ranks.max()), 8)
-        part = np.full(PLANES * rows * len(self.outputs) * max_rank, np.nan, np.float32)
+        part: NDArray[np.float32] = np.full(PLANES * rows * len(self.outputs) * max_rank, np.nan, np.float32)
         planes = cuda_launch.ShrinkBuffer(address(part), rows, len(self.outputs), max_rank)
         for list_, launch in ((plan.shrink, "shrink"), (plan.expand, "expand")):
             count = np.array([len(list_)], np.int32)
@@ -116,7 +116,8 @@ class LoraCase:
             else:
                 target = cuda_launch.ActivationRows(address(y_data), y_stride, int(starts[-1]))
                 places = cuda_launch.Projections(tuple(starts[:-1].tolist()), self.outputs)
-                run(cuda_launch.expand(grid, self.tables(), items, planes, target, places), self.activation, seed)
+                made = cuda_launch.expand(grid, self.tables(), items, planes, target, places)
+                run_early(made, self.activation, part, seed)
         return np.concatenate([self._float(y_rows[:, span]) for span in spans], axis=1), expected
 
     def _float(self, values: NDArray[np.generic]) -> NDArray[np.float64]:

@@ -62,6 +62,11 @@ class Stub:
         assert self._library.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(num_bytes)) == 0
         return address.value
 
+    @property
+    def launch_bytes(self) -> tuple[int, int]:
+        """Bytes of a launch's configuration and of one attribute, by the header."""
+        return self._library.stub_launch_config_bytes(), self._library.stub_launch_attribute_bytes()
+
     def set_attribute(self, attribute: int, value: int) -> None:
         self._library.stub_attribute(attribute, value)
 

@@ -60,9 +60,10 @@ class Kernels:
         self._activation, self._real = activation, None
         self.watch: Callable[[Launch], None] | None = None  # called with every launch
         if DEVICE.type == "cuda":
+            from caraserve.gpu.driver.libcuda import Cuda
             from caraserve.gpu.driver.modules import CudaKernels
 
-            self._real = CudaKernels(activation)
+            self._real = CudaKernels(activation, Cuda())
 
     def launch(self, launch: Launch, stream: Stream) -> None:
         if self.watch is not None:

@@ -27,6 +27,7 @@ STREAM_MEM_OP_WAIT_VALUE_32 = 1
 STREAM_MEM_OP_WRITE_VALUE_32 = 2
 STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
 MEMORYTYPE_UNIFIED = 4
+LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 
 class Attribute(IntEnum):
@@ -76,7 +77,35 @@ class WordOperation(ctypes.Structure):
     ]
 
 
-_Handle = c_void_p  # contexts, streams, events, graphs
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute with the member `programmaticStreamSerializationAllowed` of its union."""
+
+    _fields_: ClassVar[Sequence[tuple[str, Any]]] = [
+        ("id", c_int),
+        ("pad", c_int),
+        ("allowed", c_int),
+        ("rest", c_ubyte * 60),  # of the union
+    ]
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_: ClassVar[Sequence[tuple[str, Any]]] = [
+        ("gridDimX", c_uint),
+        ("gridDimY", c_uint),
+        ("gridDimZ", c_uint),
+        ("blockDimX", c_uint),
+        ("blockDimY", c_uint),
+        ("blockDimZ", c_uint),
+        ("sharedMemBytes", c_uint),
+        ("hStream", c_void_p),
+        ("attrs", POINTER(LaunchAttribute)),
+        ("numAttrs", c_uint),
+    ]
+
+
+_Handle = c_void_p  # contexts, streams, events, graphs, functions
 _Address = c_uint64  # CUdeviceptr
 _Device = c_int
 _PROTOTYPES: dict[str, tuple[type, ...]] = {
@@ -105,6 +134,7 @@ _PROTOTYPES: dict[str, tuple[type, ...]] = {
     "cuStreamBatchMemOp_v2": (_Handle, c_uint, POINTER(WordOperation), c_uint),
     "cuStreamBeginCapture_v2": (_Handle, c_int),
     "cuStreamEndCapture": (_Handle, POINTER(_Handle)),
+    "cuLaunchKernelEx": (POINTER(LaunchConfig), _Handle, POINTER(c_void_p), POINTER(c_void_p)),
     "cuEventCreate": (POINTER(_Handle), c_uint),
     "cuEventRecord": (_Handle, _Handle),
     "cuEventQuery": (_Handle,),

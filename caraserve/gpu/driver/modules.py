@@ -1,20 +1,22 @@
 """Loads the raw CUDA kernels through CuPy and launches them on a given stream.
 
 CuPy is imported only when kernels are made, because it works only where there is a driver. It allocates nothing here:
-the caller owns all memory. Kernels are made before any stream waits for a word and before any capture: loading a module
-takes locks that the release of a waiting device may need.
+the caller owns all memory. It cannot set launch attributes, so kernels that begin early are launched by a call of the
+driver library. Kernels are made before any stream waits for a word and before any capture: loading a module takes locks
+that the release of a waiting device may need.
 """
 
+import ctypes
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from caraserve.errors import ConfigError
-from caraserve.gpu.driver import nvrtc
+from caraserve.gpu.driver import libcuda, nvrtc
 from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.cuda_driver import CudaDriver
-from caraserve.gpu.driver.libcuda import Cuda
+from caraserve.gpu.driver.libcuda import Cuda, LaunchAttribute, LaunchConfig
 from caraserve.gpu.forward.builder import GpuDevice
 from caraserve.gpu.kernels.cuda_launch import BLOCKS_PER_SM, Launch
 from caraserve.model.dtype import Dtype
@@ -23,6 +25,8 @@ from caraserve.util.cache_folder import cache_folder
 log = logging.getLogger(__name__)
 
 _OF_ACTIVATIONS = ("bgmv", "handoff", "sampling")
+_EARLY_CAPABILITY = 90  # first on which a kernel may begin before the one before it has ended
+_EARLY_DRIVER = 12030  # first version that captures such launches
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ class _Handle:
 class CudaKernels:
     """All raw kernels for one activation dtype, on the current device."""
 
-    def __init__(self, activation: Dtype, cache: Path | None = None) -> None:
+    def __init__(self, activation: Dtype, cuda: Cuda, cache: Path | None = None) -> None:
         """Compiles and loads the kernels. `cache`: folder in which machine code is kept between starts."""
         try:
             import cupy
@@ -44,20 +48,25 @@ class CudaKernels:
 
         runtime: Any = cupy.cuda.runtime
         device = cupy.cuda.Device()
-        library = nvrtc.load(runtime.driverGetVersion() // 1000)
+        version, capability = runtime.driverGetVersion(), device.compute_capability
+        library = nvrtc.load(version // 1000)
         folder = cache or cache_folder("cubins")
         self.multiprocessors: int = device.attributes["MultiProcessorCount"]
+        self._cuda = cuda
+        self._can_begin_early = int(capability) >= _EARLY_CAPABILITY and version >= _EARLY_DRIVER
         self._kernels: dict[str, Any] = {}
+        self._functions: dict[str, int] = {}  # CUfunction, by kernel
         self.registers: dict[str, int] = {}  # per thread, by kernel
         for source in nvrtc.SOURCES:
             dtype = activation if source in _OF_ACTIVATIONS else Dtype.F32
-            unit = nvrtc.Unit(source, dtype, f"sm_{device.compute_capability}")
+            unit = nvrtc.Unit(source, dtype, f"sm_{capability}")
             module = cupy.RawModule(path=str(nvrtc.cubin_file(unit, folder, library)))
             for name in nvrtc.kernels(source):
                 kernel = module.get_function(name)
                 if kernel.local_size_bytes:  # reading this loads the kernel
                     log.warning("%s spills registers on %s: it will be slower than it was measured", name, unit.arch)
                 self._kernels[name] = kernel
+                self._functions[name] = kernel.kernel.ptr
                 self.registers[name] = int(kernel.num_regs)
 
     @property
@@ -68,7 +77,20 @@ class CudaKernels:
     def launch(self, launch: Launch, stream: Stream) -> None:
         """Issues a launch on a stream, given by its CUstream; may be captured. The device must be current on the
         calling thread."""
+        if launch.begins_early and self._can_begin_early:
+            self._launch_early(launch, stream)
+            return
         self._kernels[launch.kernel]((launch.grid,), (launch.block,), launch.arguments, stream=_Handle(stream))
+
+    def _launch_early(self, launch: Launch, stream: Stream) -> None:
+        """Issues a launch that may begin before the one before it has ended."""
+        attribute = LaunchAttribute(libcuda.LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, allowed=1)
+        sizes = (launch.grid, 1, 1, launch.block, 1, 1, 0)
+        config = LaunchConfig(*sizes, stream, ctypes.pointer(attribute), 1)
+        values = ctypes.create_string_buffer(b"".join(each.tobytes().ljust(8, b"\0") for each in launch.arguments))
+        first, count = ctypes.addressof(values), len(launch.arguments)
+        addresses = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
+        self._cuda.call("cuLaunchKernelEx", ctypes.byref(config), self._functions[launch.kernel], addresses, None)
 
 
 def open_device(activation: Dtype) -> GpuDevice:
@@ -79,8 +101,9 @@ def open_device(activation: Dtype) -> GpuDevice:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.cuda.set_device(0)
-    kernels = CudaKernels(activation)
-    driver = CudaDriver(Cuda(), kernels)
+    cuda = Cuda()
+    kernels = CudaKernels(activation, cuda)
+    driver = CudaDriver(cuda, kernels)
     name = torch.cuda.get_device_name(0)
     return GpuDevice(
         driver,

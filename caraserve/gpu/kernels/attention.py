@@ -249,8 +249,13 @@ def prefill_shape(dtype: torch.dtype, head_dim: int, capability: int) -> dict[st
     is_small = capability in _SMALL_SHARED_MEMORY
     if head_dim > 128:
         return _shape(rows, 32, num_warps=8, num_stages=2 if is_small else 3)
-    # Before 9.0 the products' operands take registers, of which 64 keys would need more than there are.
-    return _shape(rows, 32 if is_small or capability < 90 else 64, num_warps=8, num_stages=3)
+    if is_small or capability < 90:  # the products' operands take registers, of which 64 keys need more than there are
+        keys = 32
+    elif capability >= 100 and 32 < head_dim <= 64:  # with 64 keys Triton 3.5 and 3.6 leave too few registers
+        keys = 128
+    else:
+        keys = 64
+    return _shape(rows, keys, num_warps=8, num_stages=3)
 
 
 def prefill_tile_tokens(dtype: torch.dtype, head_dim: int) -> int:

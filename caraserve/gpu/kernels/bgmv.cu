@@ -4,6 +4,9 @@
 // list, its length and the tables of weights are read on the device, so that one captured graph serves any batch.
 // K is always cut into four planes and every sum has one order, whatever else is in the batch: no atomics, nothing to
 // zero, and a row's bits depend on its own x and adapter alone. core/lora_layout.py defines the layout of weights.
+//
+// From compute capability 9.0 on, blocks of expand begin as those of shrink end. Until shrink has ended they read only
+// what no kernel writes meanwhile: items, tables and weights.
 #include "common.cuh"
 
 constexpr int THREADS = 128;
@@ -121,6 +124,7 @@ KERNEL __launch_bounds__(THREADS, 5) bgmv_shrink(
     int part_rows, int projections, int max_rank) {
     const Tables tables = {a_table, rank_table, dtype_table, slots};
     const int lane = threadIdx.x % 32;
+    admit_next_kernel();
     for (int at = blockIdx.x; at < *item_count; at += gridDim.x) {
         const Item item = items[at];
         const Group group = groups[item.place >> 8];
@@ -166,6 +170,7 @@ DEVICE void expand_item(const Item& item, const Group& group_rows, const int* ro
         weights[k] = make_uint4(0, 0, 0, 0);
         if (active) weights[k] = load_weights(b + k * PANEL_VECTORS * 16);
     }
+    await_previous_kernel();
 #pragma unroll
     for (int m = 0; m < ROWS; m++) {
         if (m >= rows) break;
@@ -248,4 +253,5 @@ KERNEL __launch_bounds__(THREADS, 5) bgmv_expand(
             expand_item<2>(item, group, row_numbers, b, stored, rank, from, plane, part_stride, y, y_stride, target, shrunk,
                            sums);
     }
+    await_previous_kernel(); // blocks without items, too: what follows waits for this kernel alone
 }

@@ -18,10 +18,11 @@ constexpr u32 EVERYONE = 0xffffffffu; // all lanes of a warp
 #define DEVICE static __device__ __forceinline__
 #define DEVICE_MEMBER __device__ __forceinline__
 
-// Weights are read once: they must not push activations out of L1.
+// Weights are read once: they must not push activations out of L1. Not `.nc`, although they are constant: the assembler
+// would move these loads behind `await_previous_kernel`.
 DEVICE uint4 load_weights(const void* at) {
     uint4 v;
-    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
         : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
     return v;
 }
@@ -57,6 +58,21 @@ DEVICE u32 count_in(u32* at) {
     u32 v;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(v) : "l"(at) : "memory");
     return v;
+}
+
+// Lets the next kernel of the stream begin beside this one, if its launch allows that (`Launch.begins_early`), once every
+// block of this one runs.
+DEVICE void admit_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Waits until the kernel before this one has ended and its writes are visible; at once if this one began after that.
+DEVICE void await_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" : : : "memory");
+#endif
 }
 
 DEVICE void nap() { asm volatile("nanosleep.u32 100;"); }

@@ -30,6 +30,7 @@ class Launch:
     grid: int
     block: int
     arguments: tuple[np.generic, ...]
+    begins_early: bool = False  # may begin before the launch just before it on the stream has ended, for which it waits
 
 
 class Kernels(Protocol):
@@ -114,14 +115,14 @@ def shrink(grid: int, tables: WeightTables, items: WorkList, x: ActivationRows, 
 def expand(
     grid: int, tables: WeightTables, items: WorkList, part: ShrinkBuffer, y: ActivationRows, projections: Projections
 ) -> Launch:
-    """Returns the launch that computes y += scale · part B."""
+    """Returns the launch that computes y += scale · part B. It must follow shrink's at once."""
     _check_rows(y)
     table = pointers(tables.b, tables.rank, tables.dtype, tables.scale)
     arguments = (*table, *ints(tables.slots), *pointers(items.address, items.count, items.groups, part.address))
     sizes = ints(part.rows, part.projections, part.max_rank)
     target = (*pointers(y.address), *ints(y.stride), *_three(projections.columns), *_three(projections.outputs))
     _check_columns(projections)
-    return Launch("bgmv", "bgmv_expand", grid, THREADS, (*arguments, *sizes, *target))
+    return Launch("bgmv", "bgmv_expand", grid, THREADS, (*arguments, *sizes, *target), begins_early=True)
 
 
 def publish(

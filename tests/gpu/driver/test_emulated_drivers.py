@@ -1,9 +1,11 @@
-"""The emulated drivers reject a wait for a word whose write has not been issued, which could hang a device."""
+"""The emulated drivers reject a wait for a word whose write has not been issued, which could hang a device. They reject
+a kernel that begins early after any other kernel than the one whose results it waits for."""
 
 import numpy as np
 import pytest
 
-from caraserve.gpu.driver.api import Graph
+from caraserve.gpu.driver.api import Graph, Stream
+from caraserve.gpu.kernels.cuda_launch import Launch
 from tests.gpu.captures import WaitBeforeWrite
 from tests.gpu.fake_driver import FakeDriver
 from tests.gpu.host_device import HostDriver
@@ -71,3 +73,34 @@ def test_host_and_workers_may_write_a_word_of_theirs_later(device: Device) -> No
     device.driver.unregister_host(device.host_word)
     with pytest.raises(WaitBeforeWrite):
         device.driver.wait_value(device.one, device.host_word, 1)
+
+
+# --- kernels that begin early ---
+
+SHRINK, EXPAND = Launch("bgmv", "bgmv_shrink", 1, 1, ()), Launch("bgmv", "bgmv_expand", 1, 1, (), begins_early=True)
+
+
+def launch(driver: HostDriver, kernel: Launch, ran: list[str]) -> None:
+    driver.issue(kernel, Stream(1), lambda: ran.append(kernel.kernel), lambda: True)
+
+
+def test_a_kernel_that_begins_early_runs_after_the_one_before_it() -> None:
+    driver, ran = HostDriver(), list[str]()
+    stream, event = driver.create_stream(0), driver.create_event()
+    launch(driver, SHRINK, ran)
+    launch(driver, EXPAND, ran)
+    driver.record(event, stream)
+    driver.synchronize(event)
+    assert ran == ["bgmv_shrink", "bgmv_expand"]
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["launched", "captured"])
+def test_a_kernel_may_begin_early_only_just_after_the_one_it_waits_for(captured: bool) -> None:
+    driver = HostDriver()
+    stream = driver.create_stream(0)
+    if captured:
+        driver.begin_capture(stream)
+    launch(driver, SHRINK, [])
+    driver.run(stream, lambda: None)
+    with pytest.raises(AssertionError, match="bgmv_expand begins beside ''"):
+        launch(driver, EXPAND, [])

@@ -7,14 +7,17 @@ from functools import cache
 import pytest
 
 from caraserve.gpu.driver import libcuda
-from caraserve.gpu.driver.libcuda import Attribute, Memcpy2D, WordOperation
-from tests.gpu.stub_driver import HEADER
+from caraserve.gpu.driver.libcuda import Attribute, LaunchAttribute, LaunchConfig, Memcpy2D, WordOperation
+from tests.gpu.stub_driver import HEADER, Stub
 
 WIDTHS = {"unsigned char": 1, "int": 4, "unsigned int": 4, "cuuint32_t": 4, "unsigned long long": 8, "size_t": 8}
 WIDTHS |= {"CUdeviceptr": 8, "CUdevice": 4, "CUresult": 4, "CUdevice_attribute": 4, "CUstreamCaptureMode": 4}
-HANDLES = {"CUcontext", "CUstream", "CUevent", "CUgraph", "CUgraphExec", "void *"}
+HANDLES = {"CUcontext", "CUstream", "CUevent", "CUgraph", "CUgraphExec", "CUfunction", "void *"}
 BLOCKS = {"const CUDA_MEMCPY2D": ctypes.sizeof(Memcpy2D), "char": 1, "const char *": 8}
-BLOCKS |= {"CUstreamBatchMemOpParams": ctypes.sizeof(WordOperation)}
+BLOCKS |= {
+    "CUstreamBatchMemOpParams": ctypes.sizeof(WordOperation),
+    "const CUlaunchConfig": ctypes.sizeof(LaunchConfig),
+}
 
 
 @cache
@@ -67,9 +70,15 @@ def test_attributes_have_the_numbers_in_the_header(attribute: Attribute) -> None
         "STREAM_MEM_OP_WRITE_VALUE_32",
         "STREAM_CAPTURE_MODE_THREAD_LOCAL",
         "MEMORYTYPE_UNIFIED",
+        "LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION",
     ],
 )
 def test_flags_have_the_values_in_the_header(name: str) -> None:
     found = re.search(rf"\bCU_{name}\s*(?:=\s*)?(0x\w+|\d+)", HEADER.read_text(encoding="utf-8"))
     assert found
     assert int(found[1], 0) == getattr(libcuda, name)
+
+
+def test_a_launchs_configuration_and_attributes_have_the_sizes_in_the_header(stub: Stub) -> None:
+    """test_modules.py shows that the fields are where the driver looks for them."""
+    assert (ctypes.sizeof(LaunchConfig), ctypes.sizeof(LaunchAttribute)) == stub.launch_bytes

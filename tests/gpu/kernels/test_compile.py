@@ -1,5 +1,6 @@
 """The CUDA sources compiled for every supported GPU: registers, and the memory operations that matter."""
 
+import re
 from functools import cache
 from itertools import groupby, product
 from pathlib import Path
@@ -73,6 +74,44 @@ def test_weights_are_read_in_wide_loads_that_bypass_l1(unit: Unit) -> None:
         runs = [len(list(run)) for is_load, run in groupby(used, lambda op: ".NA" in op) if is_load]
         assert min(runs) >= 8, name
         assert not [op for op in code if op.startswith(("ATOM", "RED", "LDL", "STL"))], name
+
+
+def reads(ptx: str, kernel: str, pointer: str) -> str:
+    """Returns a letter for each instruction of interest of a kernel, in order: `w` reads weights, `.` waits for the
+    kernel before it, `p` reads memory at addresses made from the parameter `pointer`."""
+    names = [declared.split()[-1].lstrip("*") for declared in nvrtc.kernels("bgmv")[kernel]]
+    body = ptx.partition(f".entry {kernel}(")[2].partition("\n}")[0]
+    lines = re.findall(r"^\s+(?:@\S+ )?([a-z][\w.:]+)\s+([^;]*);|(griddepcontrol\.wait);", body, re.MULTILINE)
+    made, found = {f"{kernel}_param_{names.index(pointer)}"}, ""
+    for _ in range(2):  # addresses that a loop makes from its last ones, too
+        found = ""
+        for operation, operands, waits in lines:
+            target, *sources = re.findall(r"[%\w]+", operands) or [""]
+            of_pointer = not made.isdisjoint(sources)
+            if waits or operation.startswith("ld.global"):
+                found += "." if waits else "w" if "no_allocate" in operation else "p" if of_pointer else ""
+            elif of_pointer and not operation.startswith("st."):
+                made.add(target)
+    return found
+
+
+@pytest.mark.parametrize("unit", BGMV, ids=named)
+def test_expand_waits_for_shrink_after_it_has_asked_for_weights_and_before_it_reads_planes(unit: Unit) -> None:
+    """For each of the three weight dtypes; blocks without items wait at the end."""
+    waits = int(unit.arch.removeprefix("sm_")) >= 90
+    pattern = r"(w{8}\.p+){3}\." if waits else r"(w{8}p+){3}"
+    assert re.fullmatch(pattern, reads(compiled(unit).ptx, "bgmv_expand", "part"))
+    code = instructions(compiled(unit).cubin)
+    asked = "".join(
+        "w" if ".NA" in op else "." if op == "ACQBULK" else "g" for op in code["bgmv_expand"] if is_read(op)
+    )
+    assert re.fullmatch(r"(g+w{8}\.){3}g+\." if waits else r"(g+w{8}){3}g+", asked)
+    admits = [at for at, op in enumerate(code["bgmv_shrink"]) if op == "PREEXIT" or ".NA" in op]
+    assert (code["bgmv_shrink"][admits[0]] == "PREEXIT") == waits
+
+
+def is_read(op: str) -> bool:
+    return op.startswith("LDG") or op == "ACQBULK"
 
 
 @pytest.mark.parametrize("unit", SAMPLING, ids=named)

@@ -1,7 +1,7 @@
 """Compiles every Triton kernel for each kind of GPU, as its wrapper launches it for a model of 7 billion parameters.
 
 No GPU is needed: launches are recorded and compiled ahead of time. A block may have 99 KiB of shared memory on sm_86
-and sm_89, 163 on sm_80 and 227 on sm_90 and sm_100.
+and sm_89, 163 on sm_80 and 227 on sm_90 and sm_100. test_triton_releases.py runs these tests with another release, too.
 """
 
 import re
@@ -28,7 +28,7 @@ from caraserve.gpu.kernels.quantized import multiply, round_rows, scale_rows
 from caraserve.model.dtype import Code
 from tests.gpu.kernels.triton_launches import Launch, decoder_of, recording, usage
 
-SHARED_KIB = {80: 163, 86: 99, 90: 227, 100: 227}  # sm_89 has as much of everything as sm_86
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}
 TOKENS, HIDDEN, INNER, HEADS, KV_HEADS, SLOTS, VOCAB = 64, 4096, 11008, 32, 8, 48, 32000
 
 
@@ -115,7 +115,7 @@ def check(recorded: list[Launch], capability: int) -> dict[str, Any]:
     return compiled
 
 
-@pytest.mark.parametrize("capability", [80, 86, 90])
+@pytest.mark.parametrize("capability", [80, 86, 89, 90])
 def test_bf16_kernels_fit_and_do_not_spill(launches: list[Launch], capability: int) -> None:
     launch_lora(torch.bfloat16, 64, gated=True)
     launch_attention(torch.bfloat16, 128)
@@ -147,7 +147,9 @@ def test_fp16_and_other_head_sizes_fit_the_smallest_shared_memory(
         check_attention_tiles(compiled["prefill_kernel"], launches[2])
 
 
-@pytest.mark.parametrize(("capability", "dim", "kv_heads"), [(90, 128, HEADS), (90, 256, 8), (100, 128, 8)])
+@pytest.mark.parametrize(
+    ("capability", "dim", "kv_heads"), [(90, 128, HEADS), (90, 256, 8), (100, 128, 8), (100, 64, 8)]
+)
 def test_attention_of_other_groups_and_head_sizes_does_not_spill_on_large_gpus(
     launches: list[Launch], capability: int, dim: int, kv_heads: int
 ) -> None:
@@ -171,7 +173,8 @@ def test_lora_and_layers_do_not_spill_on_the_newest_gpus(launches: list[Launch])
 
 
 @pytest.mark.parametrize(
-    ("capability", "code", "rounded"), [(86, Code.F8_E4M3, False), (90, Code.F8_E4M3, True), (100, Code.I8, False)]
+    ("capability", "code", "rounded"),
+    [(86, Code.F8_E4M3, False), (89, Code.F8_E4M3, True), (90, Code.F8_E4M3, True), (100, Code.I8, False)],
 )
 def test_products_with_quantised_weights_fit_and_do_not_spill(
     launches: list[Launch], capability: int, code: Code, rounded: bool
@@ -188,7 +191,7 @@ def test_products_with_quantised_weights_fit_and_do_not_spill(
         # Loads of the next tile's weights are on their way while this one's are multiplied.
         assert re.search(r"cp\.async\.wait_group\s+[1-9]", product.asm["ptx"])
     many = compiled[-1].asm["ptx"]
-    assert {86: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[capability] in many
+    assert {86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[capability] in many
 
 
 def test_rounding_and_scaling_fit_and_do_not_spill(launches: list[Launch]) -> None:
