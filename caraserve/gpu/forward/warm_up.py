@@ -84,8 +84,8 @@ def issue_planned(
         except (OSError, RuntimeError) as error:
             first, *_ = str(error).splitlines() or [type(error).__name__]
             raise ConfigError(
-                f"--attention-backend flashinfer: its kernels cannot be compiled ({first}); it needs nvcc and ninja, "
-                "or its package of compiled kernels, flashinfer-jit-cache"
+                f"--attention-backend flashinfer: its kernels cannot be compiled ({first}); it needs nvcc and a "
+                "C++ compiler, or its package of compiled kernels, flashinfer-jit-cache"
             ) from error
         flush()
         steps = decoder.make_pass(shape, planned=planned)
