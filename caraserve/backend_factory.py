@@ -91,6 +91,8 @@ def build_backend(
     if choice.device == "cuda":
         prepare_environment()
         return build_cuda_backend(spec, model, engine, lora, trace)
+    if engine.attention_backend == "flashinfer":
+        raise ConfigError("--attention-backend flashinfer needs a GPU, and this is a CPU; leave it out")
     return _build_cpu_backend(spec, model, engine, lora, trace)
 
 
@@ -148,6 +150,7 @@ def build_cuda_backend(
     from caraserve.gpu.checkpoint import load_checkpoint
     from caraserve.gpu.driver.modules import open_device
     from caraserve.gpu.forward.builder import GpuSizes
+    from caraserve.gpu.forward.flashinfer_prefill import check_flashinfer
     from caraserve.gpu.weights import TORCH_DTYPES, dummy, load, progress_steps
 
     assert model.model is not None
@@ -157,6 +160,8 @@ def build_cuda_backend(
             "mode, or a checkpoint that is not quantised"
         )
     dtype, context = dtype_of(spec, model.dtype), _context(spec, model)
+    if uses_flashinfer := engine.attention_backend == "flashinfer":
+        check_flashinfer(spec, dtype)
     seqs, lora_cpus = engine.max_num_seqs or _GPU_SEQS, _lora_cpus(lora)
     sys.setswitchinterval(_SWITCH_S)
     device = open_device(dtype)
@@ -179,6 +184,7 @@ def build_cuda_backend(
         pool_bytes=engine.kv_cache_bytes,
         padded_rank=lora.padded_rank,
         merging=lora.mode.merges,
+        flashinfer=uses_flashinfer,
         lora_cpus=lora_cpus,
     )
     backend = CudaBackend(spec, weights, sizes, device, trace)

@@ -40,6 +40,8 @@ PINNED_SHARE = 2  # all pinned adapters together take at most half of a cache, s
 _PADDED_RANK = 64  # rows that every module is stored with on a GPU with bgmv-padded
 _DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
 _LOAD_FORMATS = {"safetensors": "auto", "hf": "auto"}
+# Other servers' names. What only they have is computed by our kernels.
+_ATTENTION_BACKENDS = dict.fromkeys(("triton_attn", "flash_attn", "fa2", "fa3", "fa4"), "triton")
 _FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
 _SIZE: dict[str, Any] = {"type": size, "metavar": "SIZE"}
 _LIST: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
@@ -279,6 +281,7 @@ class EngineConfig(_FromArgs):
     cpu_threads: int | None
     seed: int
     trace: Path | None
+    attention_backend: str = "triton"
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -298,6 +301,14 @@ class EngineConfig(_FromArgs):
         add("--enable-prefix-caching", **_SWITCH, default=True, help="reuse KV blocks of equal prompt prefixes")
         add("--cpu-threads", type=at_least(1), help="compute threads (default: one less than the cores)")
         add("--seed", type=int, default=0, help="seed of requests without one, and of dummy weights")
+        add(
+            "--attention-backend",
+            type=lambda text: _ATTENTION_BACKENDS.get(text.lower(), text.lower()),
+            choices=("triton", "flashinfer"),
+            default="triton",
+            help="on a GPU; flashinfer: attend with large prompt chunks by FlashInfer, where no captured graph serves "
+            "them, so that a request's last bits depend on the others",
+        )
         add("--trace", **_FILE, help="write a Chrome trace, which Perfetto opens")
 
 

@@ -37,6 +37,7 @@ HOMES = {
     "torch": {"model", "gpu", "bench"},
     "cupy": {"gpu"},
     "triton": {"gpu"},
+    "flashinfer": {"gpu"},
     "numba": {"cpu"},
     "llvmlite": {"cpu"},
     "aiohttp": {"http", "cluster", "bench", "serve_cluster", "cli"},

@@ -119,7 +119,6 @@ FLAGS = (
     _refused("--kv-transfer-config", "one instance does prefill and decode"),
     _only("--scheduling-policy --schedule-policy", "fcfs", "tenants take turns; within a tenant the first comes first"),
     _any("--speculative-config", "output is the same without speculation"),
-    _any("--attention-backend", "there is one implementation"),
     # API
     _any("--reasoning-parser --tool-parser-plugin --guided-decoding-backend "
          "--structured-outputs-config", _TOOLS),

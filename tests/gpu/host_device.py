@@ -34,6 +34,7 @@ _LOOK_S = 0.0002  # between two reads of words that a worker in another process 
 _AHEAD = 40  # most operations that a stream may run during one query of another stream
 _NO_NUMBER = 0xFF  # NaN, if every byte has this value
 BEFORE = {"bgmv_expand": "bgmv_shrink"}  # by kernel that begins early: the one beside which it may run
+calling = threading.local()  # `driver` and `stream`, while a library is called
 
 
 @dataclass(slots=True)
@@ -158,6 +159,15 @@ class HostDriver(Captures[_Operation]):
 
     def run(self, stream: Stream, issue: Callable[[], None]) -> None:
         self._issue(stream, issue)
+
+    def call(self, stream: Stream, work: Callable[[], None]) -> None:
+        """Calls `work` at once: what it issues, it issues itself on the stream that `calling` names."""
+        assert not self.captures(stream), "a library is called in a capture"
+        calling.driver, calling.stream = self, stream
+        try:
+            work()
+        finally:
+            del calling.driver, calling.stream
 
     def launch_graph(self, graph: Graph, stream: Stream) -> None:
         self.replays += 1

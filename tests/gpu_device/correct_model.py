@@ -25,7 +25,7 @@ from caraserve.util.units import ceil_div
 _BLOCK = 16
 _EPS = 1e-5
 _ROUNDED = {Dtype.F32: 2e-5, Dtype.BF16: 2.0**-7, Dtype.F16: 2.0**-10}
-_ATTENTION = {Dtype.F32: 2e-5, Dtype.BF16: 2.0**-6, Dtype.F16: 2.0**-9}
+ATTENTION = {Dtype.F32: 2e-5, Dtype.BF16: 2.0**-6, Dtype.F16: 2.0**-9}
 _SLOTS = 4
 
 
@@ -64,14 +64,14 @@ def check_layers(setup: CheckSetup, acc: Accelerator, case: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Paged:
+class Paged:
     """Requests whose contexts are in blocks of random order. Everything past a context is NaN."""
 
     cache: PagedCache
     memory: Tensor  # [blocks, 2, block tokens, kv heads, dim]
 
     @classmethod
-    def random(cls, acc: Accelerator, generator: torch.Generator, context: int, kv_heads: int, dim: int) -> "_Paged":
+    def random(cls, acc: Accelerator, generator: torch.Generator, context: int, kv_heads: int, dim: int) -> "Paged":
         per_slot = ceil_div(context, _BLOCK)
         blocks = _SLOTS * per_slot
         memory = acc.random(generator, blocks, 2, _BLOCK, kv_heads, dim)
@@ -85,10 +85,10 @@ class _Paged:
             block = int(self.cache.block_table[slot, position // _BLOCK])
             self.memory[block, :, position % _BLOCK] = torch.nan
 
-    def attended(self, query: Tensor, slot: int, position: int) -> Tensor:
+    def attended(self, query: Tensor, slot: int, position: int, window: int = NO_WINDOW) -> Tensor:
         """Returns the attention of one token, [heads · dim], float64."""
         kv_heads, dim = self.memory.shape[3:]
-        seen = torch.arange(position + 1, device=query.device)
+        seen = torch.arange(max(0, position + 1 - window), position + 1, device=query.device)
         blocks = self.cache.block_table[slot].long()[seen // _BLOCK]
         keys, values = (self.memory[blocks, half, seen % _BLOCK].double() for half in range(2))
         queries = query.double().view(kv_heads, -1, dim)
@@ -102,7 +102,7 @@ def check_attention(setup: CheckSetup, acc: Accelerator, case: int) -> float:
     dim = shape.hidden // shape.heads
     kv_heads = shape.heads if case % 2 else max(1, shape.heads // 4)
     heads, context = shape.heads, setup.effort.context
-    paged = _Paged.random(acc, generator, context, kv_heads, dim)
+    paged = Paged.random(acc, generator, context, kv_heads, dim)
     ends = [context - 1, *(rng.randrange(1, context) for _ in range(_SLOTS - 1))]  # the first in several splits
     for slot, end in enumerate(ends):
         paged.poison(slot, end + 1)
@@ -115,7 +115,7 @@ def check_attention(setup: CheckSetup, acc: Accelerator, case: int) -> float:
     acc.run(lambda: attend_decode(q, paged.cache, tokens, rows, out, scratch, NO_WINDOW))
     acc.settle()
     expected = torch.stack([paged.attended(q[slot], slot, end) for slot, end in enumerate(ends)])
-    worst = check_close(f"decode attention, {acc.dtype.name}", out, expected, _ATTENTION[acc.dtype])
+    worst = check_close(f"decode attention, {acc.dtype.name}", out, expected, ATTENTION[acc.dtype])
     alone = torch.full_like(q, torch.nan)
     acc.run(lambda: attend_decode(q, paged.cache, tokens, rows[1:2], alone, scratch, NO_WINDOW))
     acc.settle()
@@ -123,7 +123,7 @@ def check_attention(setup: CheckSetup, acc: Accelerator, case: int) -> float:
     return max(worst, _check_prefill(acc, generator, paged, ends[0], heads * dim))
 
 
-def _check_prefill(acc: Accelerator, generator: torch.Generator, paged: _Paged, end: int, width: int) -> float:
+def _check_prefill(acc: Accelerator, generator: torch.Generator, paged: Paged, end: int, width: int) -> float:
     """Checks the last tokens of the first request as a chunk, in tiles."""
     most = prefill_tile_tokens(acc.torch_dtype, paged.cache.keys.shape[3])
     count = min(end + 1, most + most // 2)
@@ -137,14 +137,14 @@ def _check_prefill(acc: Accelerator, generator: torch.Generator, paged: _Paged, 
     acc.settle()
     wanted = sorted({0, count // 2, count - 1})
     expected = torch.stack([paged.attended(q[index], 0, end + 1 - count + index) for index in wanted])
-    return check_close(f"prefill attention, {acc.dtype.name}", out[wanted], expected, _ATTENTION[acc.dtype])
+    return check_close(f"prefill attention, {acc.dtype.name}", out[wanted], expected, ATTENTION[acc.dtype])
 
 
 def check_rotation(setup: CheckSetup, acc: Accelerator, case: int) -> float:
     """Checks rotary embedding of queries and keys, and the cached keys and values."""
     shape, generator = setup.effort.shape, acc.generator(case)
     dim, heads, kv_heads = shape.hidden // shape.heads, shape.heads, shape.kv_heads
-    paged = _Paged.random(acc, generator, 64, kv_heads, dim)
+    paged = Paged.random(acc, generator, 64, kv_heads, dim)
     paged.memory.fill_(torch.nan)
     slots, positions = [0, 2, 2, 3], [63, 0, 17, case % 64]
     qkv = acc.random(generator, len(slots), (heads + 2 * kv_heads) * dim)

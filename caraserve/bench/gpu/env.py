@@ -9,7 +9,10 @@ from caraserve.bench.records import machine, versions
 from caraserve.gpu.driver.detect import DeviceFacts
 from caraserve.util.units import human_bytes
 
-_PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "nvidia-cublas", "transformers", "peft", "pytest")
+_PACKAGES = (
+    *("cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "nvidia-cublas", "flashinfer-python"),
+    *("transformers", "peft", "pytest"),
+)
 
 
 @dataclass(frozen=True, slots=True)

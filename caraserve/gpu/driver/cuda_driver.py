@@ -245,6 +245,9 @@ class CudaDriver:
         self._torch.make_current(stream)
         issue()
 
+    def call(self, stream: Stream, work: Callable[[], None]) -> None:
+        self.run(stream, work)
+
     def begin_capture(self, stream: Stream) -> None:
         """Starts a capture; its restrictions on driver calls apply to this thread only."""
         self._captures[stream] = self._torch.allocations()

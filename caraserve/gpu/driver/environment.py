@@ -1,4 +1,5 @@
-"""What CUDA, Triton and CuPy find around them: environment variables, folders, a C compiler. Imports none of them."""
+"""What CUDA, Triton, CuPy and FlashInfer find around them: environment variables, folders, a C compiler. Imports none
+of them."""
 
 import os
 import shutil
@@ -22,7 +23,7 @@ DEBIAN = {
 
 
 def prepare_environment() -> None:
-    """Sets the environment variables that CUDA, Triton and CuPy read at their start.
+    """Sets the environment variables that CUDA, Triton, CuPy and FlashInfer read at their start.
 
     With fewer connections, streams that share a hardware queue would delay one another. Kernels are loaded when they
     are first needed, which the warm-up sees to: loading all of torch's at once would take seconds, and device memory
@@ -32,6 +33,7 @@ def prepare_environment() -> None:
     os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "LAZY"}
     os.environ["TRITON_CACHE_DIR"] = str(triton_cache())
     os.environ.setdefault("CUPY_CACHE_DIR", str(cache_folder("cupy")))
+    os.environ.setdefault("FLASHINFER_WORKSPACE_BASE", str(cache_folder("flashinfer")))
     if folder := library_folder():
         os.environ.setdefault("TRITON_LIBCUDA_PATH", str(folder))
 

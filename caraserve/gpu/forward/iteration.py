@@ -27,6 +27,7 @@ from caraserve.gpu.forward.batch import (
     result_bytes,
 )
 from caraserve.gpu.forward.decoder import Decoder, DecoderPass
+from caraserve.gpu.forward.flashinfer_prefill import FlashInferPrefill
 from caraserve.gpu.forward.graphs import Bucket, CapturedGraphs
 from caraserve.gpu.forward.lanes import IterationLane
 from caraserve.gpu.memory.adapters import BoundAdapter, DeviceImages
@@ -45,11 +46,18 @@ class PassSelector:
     only."""
 
     def __init__(
-        self, decoder: Decoder, images: DeviceImages, context: DeviceContext, merged: MergedDeviceWeights | None
+        self,
+        decoder: Decoder,
+        images: DeviceImages,
+        context: DeviceContext,
+        slots: RequestSlots,
+        merged: MergedDeviceWeights | None,
+        prefill: FlashInferPrefill | None,
     ) -> None:
         """`merged`: the weights that adapters are merged into, as large as the base's; None where mode `merged` is
-        off."""
+        off. `prefill`: None where our kernels alone attend."""
         self._decoder, self._images, self._context, self._merged = decoder, images, context, merged
+        self._slots, self._prefill = slots, prefill
 
     @property
     def merges(self) -> int:
@@ -75,7 +83,8 @@ class PassSelector:
     def for_batch(self, batch: Batch, shape: PassShape, masked: MaskedOutputs | None) -> DecoderPass:
         """Returns the pass of a batch that no graph serves."""
         weights = None if batch.merged is None else self._merging.weights
-        return self._decoder.make_pass(shape, weights=weights, masked=masked)
+        planned = None if self._prefill is None else self._prefill.plan(batch.rows, self._slots.block_table)
+        return self._decoder.make_pass(shape, weights=weights, masked=masked, planned=planned)
 
     def for_graph(self, bucket: Bucket, shape: PassShape) -> DecoderPass:
         """Returns the pass that a graph captures."""

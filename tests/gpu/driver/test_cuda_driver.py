@@ -254,8 +254,9 @@ def test_passes_that_are_launched_kernel_by_kernel_count_as_queued(world: World)
 # --- kernels and graphs ---
 
 
-def test_run_makes_the_stream_current_in_torch(world: World) -> None:
-    world.driver.run(world.stream, lambda: world.torch.current.append(-1))
+@pytest.mark.parametrize("way", ["run", "call"])
+def test_run_and_call_make_the_stream_current_in_torch(world: World, way: str) -> None:
+    getattr(world.driver, way)(world.stream, lambda: world.torch.current.append(-1))
     assert world.torch.current == [world.stream, -1]
 
 

@@ -1,4 +1,4 @@
-"""What CUDA, Triton and CuPy find around them."""
+"""What CUDA, Triton, CuPy and FlashInfer find around them."""
 
 import os
 import sys
@@ -13,6 +13,7 @@ SET = (
     "CUDA_MODULE_LOADING",
     "TRITON_CACHE_DIR",
     "CUPY_CACHE_DIR",
+    "FLASHINFER_WORKSPACE_BASE",
     "TRITON_LIBCUDA_PATH",
 )
 
@@ -36,7 +37,7 @@ def test_cuda_starts_with_many_connections_and_loads_what_is_launched(monkeypatc
 def test_all_caches_are_in_one_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     environment.prepare_environment()
     folder = tmp_path / "cache" / "caraserve"
-    assert {Path(os.environ[name]).parent for name in ("TRITON_CACHE_DIR", "CUPY_CACHE_DIR")} == {folder}
+    assert {Path(os.environ[name]).parent for name in SET[2:5]} == {folder}
     monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")  # by the user
     environment.prepare_environment()
     assert os.environ["TRITON_CACHE_DIR"] == "/elsewhere"
