@@ -5,9 +5,9 @@
 
 from pathlib import Path
 
-from caraserve.bench.papers.catalog import PAPERS, load_figures
-from caraserve.bench.papers.page import papers_page
-from caraserve.bench.papers.plots import draw_panels
+from caraserve.bench.papers.catalog import load_figures
+from caraserve.bench.papers.page import papers_page, same_before
+from caraserve.bench.papers.plots import draw_figure
 from caraserve.bench.papers.result import load_result
 
 ROOT = Path(__file__).parents[2]
@@ -17,11 +17,13 @@ def main() -> None:
     """Writes the page and a PNG for every result that has panels."""
     results, images = ROOT / "scripts/bench/results/papers", ROOT / "docs/images/papers"
     images.mkdir(parents=True, exist_ok=True)
+    paths = {figure.key: results / f"{figure.key}.json" for figure in load_figures()}
+    saved = {key: load_result(path) for key, path in paths.items() if path.exists()}
     for figure in load_figures():
-        path = results / f"{figure.key}.json"
-        if path.exists() and (panels := load_result(path).data.panels):
-            title = f"{PAPERS[figure.paper]}, figure {figure.number}: {figure.title}"
-            (images / f"{figure.key}.png").write_bytes(draw_panels(title, panels))
+        if figure.key in saved and same_before(figure.key, saved) is None:
+            drawing = draw_figure(figure, saved[figure.key])
+            if drawing is not None:
+                (images / f"{figure.key}.png").write_bytes(drawing)
     (ROOT / "docs/papers.md").write_text(papers_page(results), encoding="utf-8")
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from caraserve.bench.console import open_console, write_document
 from caraserve.bench.papers.catalog import PAPERS, PaperFigure, find_figures
-from caraserve.bench.papers.plots import draw_panels
+from caraserve.bench.papers.plots import draw_figure
 from caraserve.bench.papers.result import SCHEMA, FigureData, FigureResult, Value, save_result
 from caraserve.bench.records import machine, versions
 from caraserve.bench.report.files import make_folder, write_files
@@ -133,7 +133,5 @@ def shown_spread(value: Value) -> str:
 def _save(folder: Path, figure: PaperFigure, result: FigureResult) -> list[Path]:
     document = folder / f"{figure.key}.json"
     save_result(document, result)
-    if not can_draw() or not result.data.panels:
-        return [document]
-    title = f"{PAPERS[figure.paper]}, figure {figure.number}: {figure.title}"
-    return [document, *write_files(folder, {f"{figure.key}.png": draw_panels(title, result.data.panels)})]
+    drawing = draw_figure(figure, result) if can_draw() else None
+    return [document] if drawing is None else [document, *write_files(folder, {f"{figure.key}.png": drawing})]

@@ -1,15 +1,37 @@
 """Draws a figure's panels as PNG; the paper's values are hatched bars and dotted grey lines."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
-from caraserve.bench.papers.result import Panel
+from caraserve.bench.papers.catalog import PAPERS, PaperFigure
+from caraserve.bench.papers.result import FigureResult, Panel, Series
 from caraserve.bench.report.plots import INK, legend, line_style, new_figure, plain_name, render, style
 
 _PANEL_WIDTH, _HEIGHT, _COLUMNS = 4.6, 3.6, 3
 _THEIRS = "#8C8C8C"
 _GROUP_WIDTH = 0.8  # of all bars at one category
+
+
+def draw_figure(figure: PaperFigure, result: FigureResult) -> bytes | None:
+    """Returns a figure's panels, after one of the values that the paper prints; None without any."""
+    panels = (*_beside_the_paper(figure, result), *result.data.panels)
+    title = f"{PAPERS[figure.paper]}, figure {figure.number}: {figure.title}"
+    return draw_panels(title, panels) if panels else None
+
+
+def _beside_the_paper(figure: PaperFigure, result: FigureResult) -> Iterator[Panel]:
+    """Yields a panel with the paper's ratios beside ours, where both have at least two."""
+    ours = {value.what: value.value for value in result.data.values}
+    pairs = [(value, ours[value.what]) for value in figure.theirs if value.unit == "x" and value.what in ours]
+    if len(pairs) > 1:
+        names = [value.what.split() for value, _ in pairs]
+        shared = 0
+        while len({tuple(words[: shared + 1]) for words in names}) == 1:
+            shared += 1
+        paper = Series("the paper", tuple(value.value for value, _ in pairs), theirs=True)
+        here = Series("here", tuple(mine for _, mine in pairs))
+        yield Panel("Beside the paper", "ratio", (paper, here), "", tuple("\n".join(words[shared:]) for words in names))
 
 
 def draw_panels(title: str, panels: Sequence[Panel]) -> bytes:

@@ -52,7 +52,7 @@ class Panel:
 class FigureData:
     """What was measured or simulated for a figure."""
 
-    how: Literal["measured", "simulated", "predicted"]
+    how: Literal["measured", "simulated"]
     setting: tuple[str, ...]  # what was run, a sentence each: model, load, link, repeats
     values: tuple[Value, ...]
     panels: tuple[Panel, ...]
