@@ -16,8 +16,6 @@ import msgspec
 from caraserve.bench.lora import report as lora
 from caraserve.bench.lora.handoff import RoundTripPoint, ThreadsPoint
 from caraserve.bench.lora.kernels import KernelPoint
-from caraserve.bench.report.plots import ratio_bars
-from caraserve.bench.report.summary import Summary
 
 _ROOT = Path(__file__).parents[2]
 _RESULTS, _IMAGES = _ROOT / "scripts/bench/results", _ROOT / "docs/images"
@@ -31,17 +29,10 @@ def _lora(document: dict[str, Any]) -> bytes:
     )
 
 
-def _modes(document: dict[str, Any]) -> bytes:
-    figure = ratio_bars(msgspec.convert(document["runs"], list[Summary]))
-    assert figure is not None
-    return figure
-
-
 # By image: the result it shows, and what draws it.
 _FIGURES: dict[str, tuple[str, Callable[[dict[str, Any]], bytes]]] = {
     "engine_cpu": ("engine_cpu", lambda document: engine.draw(document["reports"])),
     "lora_cpu": ("lora_cpu", _lora),
-    "modes_cpu": ("modes_100m_cpu", _modes),
 }
 
 

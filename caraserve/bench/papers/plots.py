@@ -11,6 +11,7 @@ from caraserve.bench.report.plots import INK, legend, line_style, new_figure, pl
 _PANEL_WIDTH, _HEIGHT, _COLUMNS = 4.6, 3.6, 3
 _THEIRS = "#8C8C8C"
 _GROUP_WIDTH = 0.8  # of all bars at one category
+_LEVEL_NAMES = 5  # categories whose names stand side by side; more are turned
 
 
 def draw_figure(figure: PaperFigure, result: FigureResult) -> bytes | None:
@@ -31,7 +32,7 @@ def _beside_the_paper(figure: PaperFigure, result: FigureResult) -> Iterator[Pan
             shared += 1
         paper = Series("the paper", tuple(value.value for value, _ in pairs), theirs=True)
         here = Series("here", tuple(mine for _, mine in pairs))
-        yield Panel("Beside the paper", "ratio", (paper, here), "", tuple("\n".join(words[shared:]) for words in names))
+        yield Panel("Beside the paper", "ratio", (paper, here), "", tuple(" ".join(words[shared:]) for words in names))
 
 
 def draw_panels(title: str, panels: Sequence[Panel]) -> bytes:
@@ -83,5 +84,7 @@ def _bars(axes: Any, panel: Panel) -> None:
         colours = {"color": "white", "edgecolor": _THEIRS, "hatch": "///"} if series.theirs else {}
         colours = colours or {"color": line_style(next(ours))["color"]}
         axes.bar([x for x, _ in at], [y for _, y in at], width, label=plain_name(series.label), **colours)
-    axes.set_xticks(range(len(panel.categories)), panel.categories)
+    crowded = len(panel.categories) > _LEVEL_NAMES
+    turned = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if crowded else {}
+    axes.set_xticks(range(len(panel.categories)), panel.categories, **turned)
     axes.grid(False, axis="x")
