@@ -223,9 +223,9 @@ class CudaBackend:
     ) -> None:
         """Runs the launching thread. The thread builds the parts itself, because libraries keep memory for each thread
         that launches."""
-        device.enter_thread()
         _raise_priority()
         try:
+            device.enter_thread()
             self._parts = make()
         except Exception as error:
             made.put(error)

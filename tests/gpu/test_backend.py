@@ -5,12 +5,13 @@ import asyncio
 import json
 import random
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import triton
 from numpy.typing import NDArray
 
 from caraserve.config import LOADING_MODES, PRELOADED_MODES, LoraConfig
@@ -20,10 +21,12 @@ from caraserve.engine.queues import RequestQueues
 from caraserve.errors import ConfigError
 from caraserve.gpu.driver.api import DriverError, Stream
 from caraserve.gpu.driver.streams import Lane
-from caraserve.gpu.forward import graphs
+from caraserve.gpu.forward import graphs, iteration
 from caraserve.gpu.forward.batch import PassShape
 from caraserve.gpu.forward.lanes import CapturedPass
 from caraserve.gpu.kernels.bgmv_work import GROUP_RANK, WorkItems
+from caraserve.gpu.memory.adapters import DeviceImages
+from caraserve.loop import Engine
 from tests.gpu.host_backend import GRANULE_BYTES, PATIENCE_S, Host, serving
 from tests.gpu.host_device import HostDriver
 from tests.gpu.torch_kernels import torch_kernels
@@ -344,3 +347,61 @@ def test_samples_are_those_of_the_cpu_backend(subject: Subject) -> None:
             return await asyncio.gather(*(submit(engine, *each, max_tokens=8, **params) for each in asked))
 
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in asyncio.run(on_the_cpu())]
+
+
+def fail(*given: object, **named: object) -> None:
+    raise RuntimeError("not this time")
+
+
+def run_server(subject: Subject, use: Callable[[Engine, Host], Awaitable[None]]) -> None:
+    """Starts an engine and calls `use` with it; fails if that takes a minute, as when an answer never comes."""
+
+    async def serve() -> None:
+        room = 24 * GRANULE_BYTES
+        lora = lora_config(subject.adapters, mode="pipelined", device_bytes=room, host_bytes=4 * MIB)
+        config = engine_config(seqs=6, step_tokens=48, kv_bytes=room)
+        async with serving(model_config(subject.model, max_model_len=CONTEXT), lora, config) as (engine, host):
+            await use(engine, host)
+
+    asyncio.run(asyncio.wait_for(serve(), PATIENCE_S))
+
+
+@pytest.mark.parametrize("what", ["collect", "copy_results"])
+def test_an_iteration_whose_results_cannot_be_read_fails_its_requests_and_no_others(
+    subject: Subject, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = prompt_of(random.Random(5), 9)
+
+    async def use(engine: Engine, host: Host) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(iteration, what, fail)
+            for _ in range(4):  # more requests, with an iteration or two each, than there are blocks for results
+                assert (await submit(engine, prompt, "r8", max_tokens=2)).finish.reason == "error"
+        check(subject, [(prompt, "r8")], [await submit(engine, prompt, "r8", max_tokens=4)], 4)
+
+    run_server(subject, use)
+
+
+def test_an_adapter_that_cannot_be_placed_fails_its_request_and_is_placed_for_the_next(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = prompt_of(random.Random(6), 9)
+
+    async def use(engine: Engine, host: Host) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(DeviceImages, "_write_column", fail)
+            assert (await submit(engine, prompt, "r8", max_tokens=2)).finish.reason == "error"
+        check(subject, [(prompt, "r64")], [await submit(engine, prompt, "r64", max_tokens=4)], 4)
+
+    run_server(subject, use)
+
+
+def test_a_kernel_that_is_compiled_after_the_warm_up_is_counted(subject: Subject) -> None:
+    async def use(engine: Engine, host: Host) -> None:
+        hook = triton.knobs.runtime.jit_post_compile_hook
+        assert hook is not None
+        before = host.backend.late_kernels
+        hook(repr="late")
+        assert host.backend.late_kernels == before + 1
+
+    run_server(subject, use)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from caraserve.cpu.lora_workers import pool
-from caraserve.gpu.assist import chunk_graphs
+from caraserve.gpu.assist import assisted_prefill, chunk_graphs
 from caraserve.gpu.assist.assisted_prefill import AssistedPrefills
 from caraserve.gpu.driver.streams import Lane, Timelines
 from caraserve.gpu.forward import builder
@@ -494,3 +494,23 @@ def test_a_chunk_that_fails_after_its_launch_has_ended_before_its_memory_is_rele
             assert await at.help_with("half", 30) == LAYERS
 
     asyncio.run(serve())
+
+
+def test_a_chunk_whose_results_cannot_be_read_fails_its_request_and_no_other(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: object, **named: object) -> None:
+        raise RuntimeError("not this time")
+
+    async def serve() -> None:
+        async with office(subject) as at:
+            for what in ("collect", "copy_results", "append_tokens"):
+                for _ in range(4):  # more often than there are blocks for results, or slots for hand-offs
+                    at.driver.held = {Lane.COPY}
+                    monkeypatch.setattr(assisted_prefill, what, fail)
+                    assert (await at.ask("r8", 20)).finish.reason == "error", what
+                    monkeypatch.undo()
+                    at.driver.held = set()
+            assert await at.help_with("half", 30) == LAYERS
+
+    asyncio.run(asyncio.wait_for(serve(), PATIENCE_S))

@@ -29,7 +29,7 @@ from caraserve.gpu.assist.handshake import SyncSlot, SyncSlotPool, WatchdogThrea
 from caraserve.gpu.assist.order_writer import ChunkOrders, WorkOrderWriter
 from caraserve.gpu.driver.api import DriverError, Stream, successor
 from caraserve.gpu.driver.streams import Lane, at, latest
-from caraserve.gpu.forward.batch import PassShape
+from caraserve.gpu.forward.batch import PassShape, Results
 from caraserve.gpu.forward.decoder import issue_pass
 from caraserve.gpu.forward.graphs import QKV_ALONE
 from caraserve.gpu.forward.iteration import Done, LaneResources, copy_results, values_of
@@ -297,33 +297,41 @@ class AssistedPrefills:
 
     def _return_results(self, chunk: _Chunk) -> None:
         stream = self._timelines.streams[Lane.ASSIST]
+        prompt_tokens = self._slots.prompt_tokens.copy()
         results, address = self._results.acquire()
-        copy_results(self._decoder, chunk.outputs, results, address, stream)
         errors = results.block[-4:].view(np.int32)
         where = address + results.block.nbytes - 4
-        self._driver.copy_to_host(where, self._hand_offs.errors, 4, stream)
-        prompt_tokens = self._slots.prompt_tokens.copy()
 
         def finished(failure: DriverError | None) -> None:
-            made = None
-            if failure is None:
-                found = values_of(self._decoder, chunk.outputs, results)
-                batch = Batch((), (), (chunk.row,))
-                (made,) = collect(batch, chunk.outputs, found, prompt_tokens, failures=chunk.failures)
+            outcome: RowResult | Exception
+            try:
+                outcome = self._row_result(chunk, results, prompt_tokens) if failure is None else failure
+            except Exception as error:  # the engine waits for an outcome, so it gets this one
+                outcome = error
             is_void = bool(errors[0])
             self._results.release(results, address)
-            self._returned.put(lambda: self._on_chunk_finished(chunk, failure, made, is_void=is_void))
+            self._returned.put(lambda: self._on_chunk_finished(chunk, outcome, is_void=is_void))
             self._wake()
 
-        self._waiter.when_done(stream, finished)
+        try:
+            copy_results(self._decoder, chunk.outputs, results, address, stream)
+            self._driver.copy_to_host(where, self._hand_offs.errors, 4, stream)
+            self._waiter.when_done(stream, finished)
+        except Exception:
+            self._results.release(results, address)
+            raise
 
-    def _on_chunk_finished(
-        self, chunk: _Chunk, failure: DriverError | None, made: RowResult | None, *, is_void: bool
-    ) -> None:
+    def _row_result(self, chunk: _Chunk, results: Results, prompt_tokens: NDArray[np.int64]) -> RowResult:
+        found = values_of(self._decoder, chunk.outputs, results)
+        batch = Batch((), (), (chunk.row,))
+        (made,) = collect(batch, chunk.outputs, found, prompt_tokens, failures=chunk.failures)
+        return made
+
+    def _on_chunk_finished(self, chunk: _Chunk, outcome: RowResult | Exception, *, is_void: bool) -> None:
         self._in_flight.remove(chunk)
         was_aborted = self._watchdog.unwatch(chunk.sync_slot)
         prompt, sync_slot = chunk.prompt, chunk.sync_slot
-        has_failed = was_aborted or is_void or failure is not None
+        has_failed = was_aborted or is_void or isinstance(outcome, Exception)
         asked = [
             (index, flags)
             for index, flags in enumerate(sync_slot.flags)
@@ -334,17 +342,21 @@ class AssistedPrefills:
         prompt.cpu_lora_ms += sum(self._words.load(flags.spent_ns) for _, flags in done) / 1e6
         late = worker_statuses(self._workers) if has_failed or len(done) < len(asked) else ()
         self._release(chunk.row.adapter_slot, sync_slot, late)
-        if failure is not None:
-            prompt.done(failure)
+        if isinstance(outcome, Exception):
+            prompt.done(outcome)
         elif was_aborted or is_void:
             self.counts.void_chunks += 1
             self._finish(prompt, RowResult(None, needs_retry=True))
         elif prompt.ends:
             self._waiting.append(prompt)
         else:
-            assert made is not None
-            append_tokens((chunk.row,), (made,))
-            self._finish(prompt, replace(made, cpu_layers=len(prompt.cpu_layers), cpu_lora_ms=prompt.cpu_lora_ms))
+            try:
+                append_tokens((chunk.row,), (outcome,))
+            except Exception as error:  # of a grammar; the engine waits for an outcome, so it gets this one
+                prompt.done(error)
+            else:
+                layers = len(prompt.cpu_layers)
+                self._finish(prompt, replace(outcome, cpu_layers=layers, cpu_lora_ms=prompt.cpu_lora_ms))
 
     @staticmethod
     def _finish(prompt: _Prompt, result: RowResult) -> None:

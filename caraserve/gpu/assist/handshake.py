@@ -20,6 +20,7 @@ set adds nothing, nor do later ones, unless the workers were faster or the weigh
 computes the prompt again without CPU workers.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +30,8 @@ from typing import Protocol
 from caraserve.cpu.handoff import COUNTER_SPENT_NS
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.gpu.driver.api import has_reached, successor
+
+log = logging.getLogger(__name__)
 
 _LINE = 64
 CHECK_S = 0.001  # between two checks while a chunk is in flight
@@ -236,7 +239,7 @@ class WatchdogThread:
         self._watchdog, self._workers, self._statuses = Watchdog(words), workers, statuses
         self._lock = threading.Lock()
         self._needed = threading.Event()
-        self._closing = False
+        self._closing = self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="caraserve-watchdog", daemon=True)
         self._thread.start()
 
@@ -273,5 +276,10 @@ class WatchdogThread:
     def _look(self) -> bool:
         with self._lock:
             if self._watchdog.is_watching:
-                self._watchdog.check(time.monotonic(), self._statuses(self._workers))
+                try:
+                    self._watchdog.check(time.monotonic(), self._statuses(self._workers))
+                except Exception:  # the thread goes on: without it each layer would wait for its own limit of 10 s
+                    if not self._has_failed:  # a look every millisecond would flood the log
+                        log.exception("the watchdog cannot check the workers; it tries again")
+                    self._has_failed = True
             return self._watchdog.is_watching and not self._closing

@@ -229,32 +229,39 @@ class IterationRunner:
         done: Done,
     ) -> None:
         stream = self._timelines.streams[Lane.COMPUTE]
-        results, address = self._results.acquire()
-        copy_results(self._decoder, outputs, results, address, stream)
         prompt_tokens = self._slots.prompt_tokens.copy()
+        results, address = self._results.acquire()
+
+        def step_result(started_s: float, done_s: float) -> StepResult:
+            if self._trace is not None:
+                name = f"{batch.num_tokens} tokens of {len(batch.rows)} requests"
+                self._trace.span("device", name, int(started_s * 1e9), int(done_s * 1e9))
+            found = values_of(self._decoder, outputs, results)
+            loads = {
+                slot: ColdStartCost(waited_ms=1000 * stall_s(started_s, done_s, self._layers, bound.arrivals))
+                for slot, bound in arriving.items()
+            }
+            rows = collect(batch, outputs, found, prompt_tokens, loads, failures)
+            append_tokens(batch.rows, rows)
+            return StepResult(rows, started_s, done_s)
 
         def ended(failure: DriverError | None) -> None:
             done_s = time.monotonic()
             started_s, self._ended_s = max(launched_s, self._ended_s), done_s
             outcome: StepResult | Exception
-            if failure is not None:
-                outcome = failure
-            else:
-                found = values_of(self._decoder, outputs, results)
-                loads = {
-                    slot: ColdStartCost(waited_ms=1000 * stall_s(started_s, done_s, self._layers, bound.arrivals))
-                    for slot, bound in arriving.items()
-                }
-                rows = collect(batch, outputs, found, prompt_tokens, loads, failures)
-                append_tokens(batch.rows, rows)
-                outcome = StepResult(rows, started_s, done_s)
+            try:
+                outcome = step_result(started_s, done_s) if failure is None else failure
+            except Exception as error:  # the engine waits for an outcome, so it gets this one
+                outcome = error
             self._results.release(results, address)
-            if self._trace is not None:
-                name = f"{batch.num_tokens} tokens of {len(batch.rows)} requests"
-                self._trace.span("device", name, int(started_s * 1e9), int(done_s * 1e9))
             done(outcome)
 
-        self._waiter.when_done(stream, ended)
+        try:
+            copy_results(self._decoder, outputs, results, address, stream)
+            self._waiter.when_done(stream, ended)
+        except Exception:
+            self._results.release(results, address)
+            raise
 
 
 def stall_s(started_s: float, done_s: float, layers: int, arrivals: list[tuple[int, float]]) -> float:

@@ -53,6 +53,7 @@ class BoundAdapter:
     generation: int = 0
     is_placed: bool = False
     is_loading: bool = True
+    failure: Exception | None = None  # why it cannot be used; its load has ended with it
     used: Marks = NOTHING  # after the last iteration or prefill that reads it
     arrivals: list[tuple[int, float]] = field(default_factory=list)  # (first layer of group, when seen)
     any_groups: frozenset[int] = field(init=False)  # of all layers together
@@ -107,6 +108,7 @@ class DeviceImages:
             try:
                 return self._place(slot, layer_groups(adapter.spec.layer_ends, group_ends, first_layer))
             except Exception as error:
+                self.bound[slot].failure = error
                 self._end_load(slot, error)
                 return True
 
@@ -165,7 +167,11 @@ class DeviceImages:
         return bool(self._waiting or self._loading)
 
     def are_placed(self, slots: Collection[int]) -> bool:
-        """True if all these adapters have device memory. If not, `poll` until they have."""
+        """True if all these adapters have device memory. If not, `poll` until they have. Raises the failure of one
+        that cannot be placed: nothing would ever give it memory, and its layers would never arrive."""
+        for slot in slots:
+            if (failure := self.bound[slot].failure) is not None:
+                raise failure
         return all(self.bound[slot].is_placed for slot in slots)
 
     def arriving(self, slots: Collection[int]) -> list[int]:
