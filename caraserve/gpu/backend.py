@@ -12,12 +12,12 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, StepResult
-from caraserve.core.lora_layout import GROUPS, QKV, AdapterSpec, HostAdapter
-from caraserve.core.machine_profile import ASSUMED_HANDOFF_MS, Profile
+from caraserve.core.lora_layout import AdapterSpec, HostAdapter
+from caraserve.core.machine_profile import Profile
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.lora_workers.timing import RoundTrip
 from caraserve.errors import ConfigError
-from caraserve.gpu.assist.assisted_prefill import AssistPredictions
+from caraserve.gpu.assist.predictions import measured_predictions
 from caraserve.gpu.driver.late_kernels import LateKernels
 from caraserve.gpu.driver.streams import Lane
 from caraserve.gpu.forward.builder import BackendParts, GpuDevice, GpuSizes, build_parts
@@ -43,10 +43,9 @@ class CudaBackend:
     ) -> None:
         self.device_name = self.accelerator = device.name
         self.pads_to_largest_rank = sizes.padded_rank is not None
-        self._layers = spec.layers
+        self._spec = spec
         self._late_kernels = LateKernels()
         self.delta_itemsize = weights.dtype.itemsize
-        self._qkv_delta_bytes = self.delta_itemsize * sum(spec.site_shape(site)[1] for site in GROUPS[QKV])
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         made: SimpleQueue[BackendParts | Exception] = SimpleQueue()
 
@@ -99,19 +98,7 @@ class CudaBackend:
     def use(self, profile: Profile, *, slice_tokens: int | None = None) -> None:
         """Uses the measured times of this machine to predict hand-offs and prefills. Slices of hand-offs follow them,
         or have up to `slice_tokens`."""
-        layers = self._layers
-        handoff_ms = ASSUMED_HANDOFF_MS if profile.handoff_ms is None else profile.handoff_ms
-        workers = max(1, len(self.workers))
-
-        def hand_off_s(tokens: int, rank: int) -> float:
-            link_s = tokens * self._qkv_delta_bytes / profile.link_bytes_per_s  # of the deltas, which the device reads
-            return (handoff_ms + profile.cpu_lora_ms(tokens, rank, "qkv") / workers) / 1000 + link_s
-
-        predictions = AssistPredictions(
-            layer_s=lambda tokens: profile.prefill_ms(tokens, 0) / 1000 / layers,
-            hand_off_s=hand_off_s,
-            tokens_per_worker=profile.tokens_per_worker if slice_tokens is None else lambda rank: slice_tokens,
-        )
+        predictions = measured_predictions(profile, self._spec, self.delta_itemsize, slice_tokens)
         self._parts.assisted.set_predictions(predictions)
         self._parts.context.queue.bytes_per_s = profile.link_bytes_per_s
 

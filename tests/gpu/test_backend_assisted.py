@@ -113,7 +113,7 @@ class Office:
 
     def patient(self, hand_off_s: float) -> None:
         """Sets the predicted time of a hand-off; the watchdog aborts after about five times that."""
-        self.assisted.set_predictions(replace(self.assisted.predictions, hand_off_s=lambda tokens, rank: hand_off_s))
+        self.assisted.set_predictions(replace(self.assisted.predictions, hand_offs_s=lambda work: hand_off_s))
 
     async def check(self, name: str | None, tokens: int, answer: "asyncio.Task[Answer]", seed: int = 0) -> int:
         """Waits for the answer and checks it. Returns the number of layers that workers computed."""

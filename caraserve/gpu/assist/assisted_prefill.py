@@ -25,8 +25,16 @@ from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.lora_workers.timing import RoundTrip
 from caraserve.errors import GrammarFailed
 from caraserve.gpu.assist.chunk_graphs import ChunkGraphs
-from caraserve.gpu.assist.handshake import SyncSlot, SyncSlotPool, WatchdogThread, WorkerStatus, worker_statuses
+from caraserve.gpu.assist.handshake import (
+    SyncSlot,
+    SyncSlotPool,
+    WatchdogThread,
+    WorkerStatus,
+    idle_workers,
+    worker_statuses,
+)
 from caraserve.gpu.assist.order_writer import ChunkOrders, WorkOrderWriter
+from caraserve.gpu.assist.predictions import AssistPredictions
 from caraserve.gpu.driver.api import DriverError, Stream, successor
 from caraserve.gpu.driver.streams import Lane, at, latest
 from caraserve.gpu.forward.batch import PassShape, Results
@@ -44,19 +52,8 @@ from caraserve.model.dtype import Dtype
 from caraserve.model.spec import ModelSpec
 
 log = logging.getLogger(__name__)
-_UNKNOWN_S = 0.002  # assumed time of a hand-off where none was measured
 _PATIENCE_S = 0.1  # assumed time of one that is measured, which the watchdog aborts after five times as long …
 _GIVE_UP_S = 0.6  # … and whose wait ends then, in each layer, if no worker was there to be asked
-
-
-@dataclass(frozen=True, slots=True)
-class AssistPredictions:
-    """Predicted times of this machine; the defaults are used until it has been measured. They affect speed only, never
-    results."""
-
-    layer_s: Callable[[int], float] = lambda tokens: 0.0  # of one layer, by the prefill's number of tokens
-    hand_off_s: Callable[[int, int], float] = lambda tokens, rank: _UNKNOWN_S  # of one module group, by tokens and rank
-    tokens_per_worker: Callable[[int], int] = lambda rank: 64  # most tokens in a slice, by rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +273,8 @@ class AssistedPrefills:
         self.counts.slices += orders.slices
         self._answers[sync_slot.offset] = orders.answer_bytes
         self._queue.await_answers(orders.answer_bytes)
-        self._watchdog.watch(sync_slot, {index: self._hand_off_s(row, bound) for _, _, index, _ in chunk.hand_offs()})
+        expected_s = self._hand_offs_s(row.count, bound, statuses)
+        self._watchdog.watch(sync_slot, {index: expected_s for _, _, index, _ in chunk.hand_offs()})
 
         def metadata(stream: Stream) -> None:
             self._ring.send(self._batch.words.data_ptr(), self._batch_words)
@@ -450,6 +448,11 @@ class AssistedPrefills:
 
     # --- what a chunk is made of ---
 
+    def _hand_offs_s(self, tokens: int, bound: BoundAdapter, statuses: Sequence[WorkerStatus]) -> float:
+        """Predicts the time of a layer's hand-offs to the workers that are idle now."""
+        has_all, workers = bound.any_groups != QKV_ALONE, len(idle_workers(statuses))
+        return self.predictions.hand_offs_s(self.predictions.work_of(tokens, bound.stored.rank, has_all, workers))
+
     def _send_orders(self, words: NDArray[np.int64], groups: Collection[int]) -> None:
         """Clears the flags of hand-offs, and sends the work orders of the module groups that a pass has: `words` of
         ChunkOrders. Those of other groups stay as an earlier chunk left them."""
@@ -464,8 +467,8 @@ class AssistedPrefills:
         now_s, layer_s = time.monotonic(), self.predictions.layer_s(tokens)
         expected = self._queue.arrivals(slot, now_s)
         issued_s = self._queue.arrival_of_issued(now_s)
-        can_help = any(status.incarnation is not None and status.is_idle for status in statuses)
-        stall_s = self.predictions.hand_off_s(tokens, bound.stored.rank) if can_help else None
+        can_help = bool(idle_workers(statuses))
+        stall_s = self._hand_offs_s(tokens, bound, statuses) if can_help else None
         found = []
         for layer in range(self._spec.layers):
             group = self._copier.group_of(slot, layer)
@@ -478,6 +481,3 @@ class AssistedPrefills:
                 )
             )
         return found
-
-    def _hand_off_s(self, row: ScheduledRow, bound: BoundAdapter) -> float:
-        return self.predictions.hand_off_s(row.count, bound.stored.rank)

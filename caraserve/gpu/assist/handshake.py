@@ -226,6 +226,11 @@ def worker_statuses(workers: WorkerPool) -> list[WorkerStatus]:
     ]
 
 
+def idle_workers(statuses: Sequence[WorkerStatus]) -> list[int]:
+    """Returns the indices of the workers that can be asked for a hand-off now."""
+    return [status.worker for status in statuses if status.incarnation is not None and status.is_idle]
+
+
 class WatchdogThread:
     """Runs a `Watchdog` on a thread while chunks are in flight; `watch` and `unwatch` are called from another
     thread."""

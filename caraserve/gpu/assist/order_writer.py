@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from caraserve.core.lora_layout import GROUPS, HostAdapter
 from caraserve.cpu.adapters import fill_entries
 from caraserve.cpu.structs import LORA_ENTRY
-from caraserve.gpu.assist.handshake import WorkerStatus
+from caraserve.gpu.assist.handshake import WorkerStatus, idle_workers
 from caraserve.gpu.assist.work_orders import (
     HostModules,
     Int64s,
@@ -72,7 +72,7 @@ class WorkOrderWriter:
     ) -> ChunkOrders:
         """Returns the work orders of a chunk of `tokens` tokens. Idle workers are asked for the layers whose source
         they are; the device waits for the weights of the others."""
-        idle = [status.worker for status in statuses if status.incarnation is not None and status.is_idle]
+        idle = idle_workers(statuses)
         slices = split_rows(tokens, tokens_per_worker(adapter.spec.rank), max(1, len(idle)))
         parts = [_Part(worker, *rows) for worker, rows in zip(idle, slices, strict=False)]
         is_helped = np.array([source is LoraSource.WORKERS and bool(parts) for source in chunk.sources])

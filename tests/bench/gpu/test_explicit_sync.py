@@ -107,7 +107,7 @@ def oracle_and_bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple
             host.backend.start_workers(lambda rank: 64)
             assert host.backend.workers.await_all(PATIENCE_S)
             assisted = host.parts.assisted
-            assisted.set_predictions(replace(assisted.predictions, hand_off_s=lambda tokens, rank: PATIENCE_S))
+            assisted.set_predictions(replace(assisted.predictions, hand_offs_s=lambda work: PATIENCE_S))
             host.parts.context.queue.bytes_per_s = 1e-6
             host.driver.held = {Lane.COPY}
             host.backend.load_adapter(host_tier(host, adapters, model)[ADAPTER], SLOT, lambda failure: None)
