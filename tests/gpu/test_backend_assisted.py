@@ -3,38 +3,29 @@ can stop: which side computes a layer, and what happens if workers die, stop or 
 
 import asyncio
 import os
-import random
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 
 from caraserve.cpu.lora_workers import pool
-from caraserve.gpu.assist import assisted_prefill, chunk_graphs
+from caraserve.gpu.assist import assisted_prefill
 from caraserve.gpu.assist.assisted_prefill import AssistedPrefills
 from caraserve.gpu.driver.streams import Lane, Timelines
 from caraserve.gpu.forward import builder
-from caraserve.loop import Engine
 from caraserve.model.spec import load_spec
 from tests.fake_grammar import FakeGrammar
-from tests.gpu.host_backend import NO_NUMBER, Host, note_calls, serving
+from tests.gpu.assisted_engine import LAYERS, PATIENCE_S, TOKENS, assisted_engine, prompt_of
+from tests.gpu.host_backend import NO_NUMBER, note_calls
 from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle import models
-from tests.oracle.oracle import Oracle
 from tests.oracle.subject import KINDS, Subject, make_subject
 from tests.oracle.vectors import vectors_of_tokens, with_vectors
-from tests.serving import MIB, Answer, embed, engine_config, lora_config, model_config, submit
+from tests.serving import embed, submit
 
-LAYERS, CONTEXT = 2, 256
-CORES = tuple(sorted(os.sched_getaffinity(0)))
-PATIENCE_S = 60.0
 STUCK_S = pool._STUCK_S
 LONG = 150  # tokens: two chunks
-TOKENS = 3
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,104 +48,12 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "_CHUNKS_SHARE", 1.0)
 
 
-@dataclass
-class Office:
-    """A serving engine, its device and its workers."""
-
-    engine: Engine
-    host: Host
-    oracle: Oracle
-
-    @property
-    def assisted(self) -> AssistedPrefills:
-        return self.host.parts.assisted
-
-    @property
-    def driver(self) -> Any:
-        return self.host.driver
-
-    def pids(self) -> list[int]:
-        return [state.pid for state in self.host.backend.workers.states() if state.pid is not None]
-
-    def strike(self, blow: signal.Signals) -> None:
-        """Sends a signal to all workers."""
-        for pid in self.pids():
-            os.kill(pid, blow)
-
-    def ask(self, name: str | None, tokens: int, seed: int = 0, **params: Any) -> "asyncio.Task[Answer]":
-        return submit(self.engine, prompt_of(tokens, seed), name, max_tokens=TOKENS, **params)
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        """Polls a condition between two jobs of the launching thread, so that no job is seen half done."""
-        async with asyncio.timeout(PATIENCE_S):
-            while not await asyncio.to_thread(self.host.on_launching_thread, holds):  # noqa: ASYNC110 (no event of ours)
-                await asyncio.sleep(0.001)
-
-    async def until_asked(self) -> None:
-        """Waits until workers have been asked for a layer."""
-        await self.until(lambda: any(state.is_busy for state in self.host.backend.workers.states()))
-
-    async def until_launched(self, prompts: int = 1) -> None:
-        """Waits until chunks are on the lane, with their work orders written."""
-        await self.until(lambda: len(self.assisted._in_flight) >= prompts)
-
-    async def until_loaded(self) -> None:
-        await self.until(lambda: not any(bound.is_loading for bound in self.host.parts.images.bound.values()))
-
-    async def help_with(self, name: str, tokens: int, seed: int = 0) -> int:
-        """Runs a prompt that only workers can compute, then loads its weights again. Returns the layers that workers
-        computed."""
-        before = self.assisted.counts.slices
-        self.driver.held = {Lane.COPY}
-        answer = self.ask(name, tokens, seed)
-        await self.until(lambda: not self.assisted.is_open and self.assisted.counts.slices > before)
-        self.driver.held = set()
-        return await self.check(name, tokens, answer, seed)
-
-    def patient(self, hand_off_s: float) -> None:
-        """Sets the predicted time of a hand-off; the watchdog aborts after about five times that."""
-        self.assisted.set_predictions(replace(self.assisted.predictions, hand_offs_s=lambda work: hand_off_s))
-
-    async def check(self, name: str | None, tokens: int, answer: "asyncio.Task[Answer]", seed: int = 0) -> int:
-        """Waits for the answer and checks it. Returns the number of layers that workers computed."""
-        done = await asyncio.wait_for(answer, PATIENCE_S)
-        assert done.finish.reason == "length", done.finish
-        assert len(done.token_ids) == TOKENS
-        self.oracle.check_greedy(prompt_of(tokens, seed), name, done.token_ids)
-        assert (done.finish.phases.cpu_lora_ms > 0) == (done.finish.phases.cpu_layers > 0)
-        return done.finish.phases.cpu_layers
-
-
-def prompt_of(tokens: int, seed: int = 0) -> list[int]:
-    return models.prompt_of(random.Random(f"{tokens} {seed}"), tokens)
-
-
-@asynccontextmanager
-async def office(subject: Subject, *, captured: bool = True, **device: Any) -> AsyncIterator[Office]:
-    """Yields an engine in which weights are predicted never to arrive, so that idle workers compute every layer.
-    `captured`: chunks are graphs; nothing else is."""
-    model, adapters, oracle = subject
-    device |= {"graph_bytes": chunk_graphs.expected_bytes(LAYERS) if captured else 0}
-    lora = lora_config(adapters, mode="assisted", device_bytes=2 * MIB, host_bytes=4 * MIB, lora_cpus=CORES)
-    settings = engine_config(seqs=6, step_tokens=256, kv_bytes=2 * MIB)
-    async with serving(model_config(model, max_model_len=CONTEXT), lora, settings, **device) as (engine, host):
-        assert host.backend.workers.await_all(PATIENCE_S)
-        made = Office(engine, host, oracle)
-        made.patient(5.0)
-        host.parts.context.queue.bytes_per_s = 1e-6
-        try:
-            yield made
-        finally:
-            made.driver.held.clear()
-            made.strike(signal.SIGCONT)
-
-
 @pytest.mark.parametrize("captured", [True, False], ids=["graphs", "kernel by kernel"])
 def test_workers_compute_every_layer_while_nothing_arrives(subject: Subject, captured: bool) -> None:
     """Prompts of one chunk and of two, one after another; later ones start when workers are idle again."""
 
     async def serve() -> None:
-        async with office(subject, captured=captured) as at:
+        async with assisted_engine(subject, captured=captured) as at:
             for name, tokens in (("r8", 20), ("half", LONG), ("r13", 1), ("mixed", 40)):
                 assert await at.help_with(name, tokens) == LAYERS
             assert at.host.backend.modules_redone == 0
@@ -167,7 +66,7 @@ def test_all_tokens_of_a_prompt_are_scored(subject: Subject) -> None:
     """In several batches, because one batch cannot score so many tokens."""
 
     async def serve() -> None:
-        async with office(subject) as at:
+        async with assisted_engine(subject) as at:
             at.driver.held = {Lane.COPY}
             answer = at.ask("r8", LONG, prompt_logprobs=0)
             await at.until(lambda: not at.assisted.is_open and at.assisted.counts.slices > 0)
@@ -185,7 +84,7 @@ def test_a_prompt_that_workers_help_with_is_embedded(subject: Subject) -> None:
     """Only the last of its two chunks has the embedding."""
 
     async def serve() -> None:
-        async with office(subject) as at:
+        async with assisted_engine(subject) as at:
             at.driver.held = {Lane.COPY}
             prompt = prompt_of(LONG)
             done = await asyncio.wait_for(embed(at.engine, prompt, "r8"), PATIENCE_S)
@@ -200,7 +99,7 @@ def test_vectors_stand_in_prompts_that_workers_help_with(subject: Subject) -> No
     """In both chunks."""
 
     async def serve() -> None:
-        async with office(subject) as at:
+        async with assisted_engine(subject) as at:
             at.driver.held = {Lane.COPY}
             mixed, embeds = with_vectors(prompt_of(LONG), range(3, LONG), vectors_of_tokens(subject.model))
             answer = submit(at.engine, mixed, "r8", prompt_embeds=embeds, max_tokens=TOKENS)
@@ -219,7 +118,7 @@ def test_grammars_limit_the_first_token_of_prompts_that_workers_help_with(subjec
     """Two in flight, whose masks differ; the later one has two chunks, and only the last samples."""
 
     async def serve() -> None:
-        async with office(subject) as at:
+        async with assisted_engine(subject) as at:
             at.driver.held = {Lane.COPY, Lane.ASSIST}
             wanted = [("r8", 20, [7, 8, 9]), ("half", LONG, [13, 12, 11])]
             answers = [
@@ -243,7 +142,7 @@ def test_two_assisted_prefills_are_launched_before_the_first_has_begun(subject: 
     """Both are launched before the device has begun the first one."""
 
     async def serve() -> None:
-        async with office(subject) as at:
+        async with assisted_engine(subject) as at:
             at.driver.held = {Lane.COPY, Lane.ASSIST}
             asked = [("r8", 20), ("half", 40)]
             answers = [at.ask(*each) for each in asked]
@@ -262,7 +161,7 @@ def test_weights_that_arrive_before_the_device_reaches_the_layer_are_used(subjec
     """Work orders are written, but the workers' input is NaN by then, which shows that they are not asked."""
 
     async def serve() -> None:
-        async with office(subject) as at:
+        async with assisted_engine(subject) as at:
             at.driver.held = {Lane.COPY, Lane.ASSIST}  # weights that arrive before the launch leave nothing to assist
             answer = at.ask("r8", 20)
             await at.until_launched()
@@ -279,7 +178,7 @@ def test_weights_that_arrive_before_the_device_reaches_the_layer_are_used(subjec
 
 def test_over_a_slow_link_layers_come_from_workers_and_device(subject: Subject) -> None:
     async def serve() -> None:
-        async with office(subject, last=Lane.COPY) as at:
+        async with assisted_engine(subject, last=Lane.COPY) as at:
             at.driver.link_bytes_per_s = 1e6
             at.driver.held = {Lane.COPY}
             asked = [(name, tokens) for name in ("r8", "half", "mixed", "r13") for tokens in (30, 3)]
@@ -296,17 +195,17 @@ def test_weights_that_arrive_end_the_wait_for_a_late_worker(subject: Subject) ->
     """The worker may still write to the chunk's sync slot, which is not used again before it has answered."""
 
     async def serve() -> None:
-        async with office(subject) as at:
-            at.patient(PATIENCE_S)
+        async with assisted_engine(subject) as at:
+            at.predict_hand_offs(PATIENCE_S)
             at.driver.held = {Lane.COPY}
-            at.strike(signal.SIGSTOP)
+            at.signal_workers(signal.SIGSTOP)
             answer = at.ask("r8", 20)
             await at.until_asked()
             at.driver.held = set()
             assert await at.check("r8", 20, answer) == 0
             sync_slots = at.assisted._sync_slots
             assert len(sync_slots._quarantine) == 1
-            at.strike(signal.SIGCONT)
+            at.signal_workers(signal.SIGCONT)
             await at.until(lambda: not any(state.is_busy for state in at.host.backend.workers.states()))
             assert await at.help_with("half", 30) == LAYERS
             assert not sync_slots._quarantine
@@ -317,17 +216,17 @@ def test_weights_that_arrive_end_the_wait_for_a_late_worker(subject: Subject) ->
 
 def test_decoding_continues_while_a_chunk_waits_for_workers(subject: Subject) -> None:
     async def serve() -> None:
-        async with office(subject) as at:
-            at.patient(PATIENCE_S)
+        async with assisted_engine(subject) as at:
+            at.predict_hand_offs(PATIENCE_S)
             at.driver.held = {Lane.COPY}
-            at.strike(signal.SIGSTOP)
+            at.signal_workers(signal.SIGSTOP)
             stuck = at.ask("r8", 20)
             await at.until_asked()
             for tokens in (1, 40):
                 assert await at.check(None, tokens, at.ask(None, tokens)) == 0
             assert not stuck.done()
             assert at.assisted.is_open
-            at.strike(signal.SIGCONT)
+            at.signal_workers(signal.SIGCONT)
             await at.until(lambda: not at.assisted.is_open)
             at.driver.held = set()
             assert await at.check("r8", 20, stuck) == LAYERS
@@ -344,15 +243,15 @@ def test_a_prompt_whose_workers_fail_is_computed_again_without_them(
         monkeypatch.setattr(pool, "_STUCK_S", STUCK_S)
 
     async def serve() -> None:
-        async with office(subject) as at:
-            at.patient(5.0 if blow is signal.SIGKILL else 0.0)
+        async with assisted_engine(subject) as at:
+            at.predict_hand_offs(5.0 if blow is signal.SIGKILL else 0.0)
             at.driver.held = {Lane.COPY}
             beside = [at.ask(None, tokens) for tokens in (1, 90)]
-            at.strike(signal.SIGSTOP)
+            at.signal_workers(signal.SIGSTOP)
             answer = at.ask("half", LONG)
             if blow is signal.SIGKILL:
                 await at.until_asked()
-                at.strike(blow)
+                at.signal_workers(blow)
             await at.until(lambda: at.host.backend.modules_redone > 0)
             at.driver.held = set()
             assert await at.check("half", LONG, answer) == 0
@@ -361,7 +260,7 @@ def test_a_prompt_whose_workers_fail_is_computed_again_without_them(
                 await at.check(None, tokens, other)
             await at.until(lambda: sum(s.deaths for s in at.host.backend.workers.states()) > 0)
             assert await asyncio.to_thread(at.host.backend.workers.await_all, PATIENCE_S)
-            at.patient(5.0)
+            at.predict_hand_offs(5.0)
             assert await at.help_with("mixed", 30) == LAYERS
 
     asyncio.run(serve())
@@ -371,7 +270,7 @@ def test_a_layer_whose_worker_has_died_waits_for_its_weights(subject: Subject) -
     """The work order names the worker, but it is dead when the device reaches the layer, and has not been replaced."""
 
     async def serve() -> None:
-        async with office(subject) as at:
+        async with assisted_engine(subject) as at:
             fork_server = at.host.backend.workers._fork_server
             assert fork_server is not None
             at.driver.held = {Lane.COPY, Lane.ASSIST}
@@ -379,7 +278,7 @@ def test_a_layer_whose_worker_has_died_waits_for_its_weights(subject: Subject) -
             await at.until_launched()
             os.kill(fork_server.pid, signal.SIGSTOP)
             try:
-                at.strike(signal.SIGKILL)
+                at.signal_workers(signal.SIGKILL)
                 await at.until(lambda: not at.pids())
                 at.driver.held = {Lane.COPY}
                 assert await at.check(None, 7, at.ask(None, 7)) == 0
@@ -397,11 +296,11 @@ def test_without_workers_every_layer_waits(subject: Subject) -> None:
     """There are none from the start, so work orders name no worker."""
 
     async def serve() -> None:
-        async with office(subject) as at:
+        async with assisted_engine(subject) as at:
             fork_server = at.host.backend.workers._fork_server
             assert fork_server is not None
             os.kill(fork_server.pid, signal.SIGSTOP)
-            at.strike(signal.SIGKILL)
+            at.signal_workers(signal.SIGKILL)
             await at.until(lambda: not at.pids())
             at.driver.held = {Lane.COPY}
             answers = [at.ask(name, 25) for name in ("r8", "half")]
@@ -418,7 +317,7 @@ def test_without_workers_every_layer_waits(subject: Subject) -> None:
 
 def test_generations_of_chunks_wrap(subject: Subject) -> None:
     async def serve() -> None:
-        async with office(subject) as at:
+        async with assisted_engine(subject) as at:
             for sync_slot in at.assisted._sync_slots._free:
                 sync_slot.generation = (1 << 32) - 2
             for number, name in enumerate(("r8", "half", "mixed", "r13")):
@@ -433,10 +332,10 @@ def test_a_cancelled_assisted_prefill_leaves_nothing_behind(subject: Subject) ->
     """Its slot and its blocks are released only after the device has finished with them."""
 
     async def serve() -> None:
-        async with office(subject) as at:
-            at.patient(PATIENCE_S)
+        async with assisted_engine(subject) as at:
+            at.predict_hand_offs(PATIENCE_S)
             at.driver.held = {Lane.COPY}
-            at.strike(signal.SIGSTOP)
+            at.signal_workers(signal.SIGSTOP)
             answer = at.ask("half", LONG)
             await at.until_asked()
             answer.cancel()
@@ -444,7 +343,7 @@ def test_a_cancelled_assisted_prefill_leaves_nothing_behind(subject: Subject) ->
             assert await at.check(None, 60, at.ask(None, 60)) == 0
             at.engine.check()
             assert len(at.engine._side_batches.finished) == 1
-            at.strike(signal.SIGCONT)
+            at.signal_workers(signal.SIGCONT)
             await at.until(lambda: not at.engine._side_batches.finished)
             at.driver.held = set()
             assert await at.check("half", 12, at.ask("half", 12)) == 0
@@ -457,7 +356,7 @@ def test_workers_answers_count_as_in_flight_until_the_chunk_has_ended(subject: S
     outputs = sum(spec.site_shape(site)[1] for site in models.ALL_TARGETS)
 
     async def serve() -> None:
-        async with office(subject) as at:
+        async with assisted_engine(subject) as at:
             queue = at.host.parts.context.queue
             at.driver.held = {Lane.COPY, Lane.ASSIST}
             answer = at.ask("r8", 20)
@@ -484,7 +383,7 @@ def test_a_chunk_that_fails_after_its_launch_has_ended_before_its_memory_is_rele
         raise RuntimeError("no results today")
 
     async def serve() -> None:
-        async with office(subject) as at:
+        async with assisted_engine(subject) as at:
             at.driver.held = {Lane.COPY}
             monkeypatch.setattr(AssistedPrefills, "_return_results", fail)
             assert (await at.ask("r8", 20)).finish.reason == "error"
@@ -503,7 +402,7 @@ def test_a_chunk_whose_results_cannot_be_read_fails_its_request_and_no_other(
         raise RuntimeError("not this time")
 
     async def serve() -> None:
-        async with office(subject) as at:
+        async with assisted_engine(subject) as at:
             for what in ("collect", "copy_results", "append_tokens"):
                 for _ in range(4):  # more often than there are blocks for results, or slots for hand-offs
                     at.driver.held = {Lane.COPY}
