@@ -58,7 +58,7 @@ class ServingBackend(Backend, Protocol):
         """Slows loads down to a bandwidth from now on. Raises ConfigError if the backend cannot."""
 
     def time_hand_off(self, slot: int, tokens: int) -> "RoundTrip | None":
-        """Times one hand-off to the workers with the adapter in `slot`; None if no worker was free, and on GPUs."""
+        """Times one hand-off to the workers with the adapter in `slot`; None if no worker was free."""
 
     @property
     def slices_handed_off(self) -> int: ...

@@ -257,7 +257,7 @@ class Engine:
             pending = launched
 
     async def _expire(self) -> None:
-        """Ends requests that were cancelled, and those whose adapter cannot be loaded."""
+        """Ends requests that were cancelled, those whose adapter cannot be loaded, and all if the device has failed."""
         cancelled, self._cancelled = self._cancelled[:_CANCELLED_AT_ONCE], self._cancelled[_CANCELLED_AT_ONCE:]
         for active in cancelled:
             if not active.is_finished:
@@ -265,6 +265,12 @@ class Engine:
         if self._cancelled:  # one response may have had thousands of requests
             self._wake.set()
             await asyncio.sleep(0)  # without an iteration under way, this is where other tasks run
+        if (cause := self.catalog.manager.device_loader.failure) is not None:
+            self.failure = self.failure or str(cause)
+        if self.failure is not None:
+            for active in [*self._queues.waiting, *self._queues.loading, *self._queues.running]:
+                if not active.is_finished:  # one that a side batch still computes stays in its queue until that ends
+                    self._finish(active, "error", error=BackendFailed(f"the device has failed: {self.failure}"))
         for active in [*self._queues.loading, *self._queues.running]:
             if active.adapter is not None and active.adapter.tier is AdapterTier.FAILED:
                 if active.published:  # a batch under way may read an image evicted by then: its blocks are not reused

@@ -93,6 +93,7 @@ class FakeBackend:
     lane: deque[Callable[[], None]] = field(default_factory=deque)
     copies: list[Callable[[bool], None]] = field(default_factory=list)  # beside the lane; each ends as one of its jobs
     resizes: list[Callable[[], None]] = field(default_factory=list)  # growths of the KV pool under way
+    resize_failure: Exception | None = None  # ends every growth
     asides: list[Aside] = field(default_factory=list)  # begun; `end_aside` ends each
     arriving: set[int] = field(default_factory=set)  # slots
     streamed: dict[int, Streamed] = field(default_factory=dict)  # by adapter slot, until all layers are in host memory
@@ -183,7 +184,7 @@ class FakeBackend:
     def _result(self, *rows: RowResult) -> StepResult:
         return StepResult(rows, self.now_s - 1.0, self.now_s)
 
-    def resize_kv(self, blocks: int, done: Callable[[], None]) -> None:
+    def resize_kv(self, blocks: int, done: Callable[[Exception | None], None]) -> None:
         if self.limits.shared is None or self.kv_claimed != self.kv_blocks:
             self.faults.append("KV blocks are asked for at the wrong time")
         self.kv_claimed = blocks
@@ -191,8 +192,9 @@ class FakeBackend:
         if blocks > self.kv_blocks:
 
             def granted() -> None:
-                self.kv_blocks = blocks
-                done()
+                if self.resize_failure is None:
+                    self.kv_blocks = blocks
+                done(self.resize_failure)
 
             self.resizes.append(granted)
             return
@@ -203,7 +205,7 @@ class FakeBackend:
                 del self._entries[place]
 
         self.lane.append(lose)
-        done()
+        done(None)
 
     def _check_memory(self) -> None:
         shared = self.limits.shared

@@ -97,10 +97,10 @@ class Backend(Protocol):
         """Frees the vectors that the request in request slot `slot` started with, once every batch launched so far has
         run. The request has ended or starts again with them."""
 
-    def resize_kv(self, blocks: int, done: Callable[[], None]) -> None:
+    def resize_kv(self, blocks: int, done: Callable[[Exception | None], None]) -> None:
         """Sets the KV blocks to [0, blocks), where memory is shared. A smaller number applies to batches launched from
-        now on, and adapters may take the memory at once. A larger one applies from `done` on, because adapters may
-        have to be moved first."""
+        now on, and adapters may take the memory at once. A larger one applies from `done(None)` on, because adapters
+        may have to be moved first. `done(error)`: the device has failed, and there are no more blocks than before."""
 
     def close(self) -> None:
         """Ends the backend's threads, after every batch launched before has ended with a result or an error."""

@@ -217,7 +217,7 @@ class CpuBackend:
         """Frees the vectors on the lane, after all launched batches."""
         self._lane_calls.put(lambda: self._free_vectors(slot))
 
-    def resize_kv(self, blocks: int, done: Callable[[], None]) -> None:
+    def resize_kv(self, blocks: int, done: Callable[[Exception | None], None]) -> None:
         """Raises AssertionError: KV blocks and adapters have separate memory here."""
         raise AssertionError(f"{blocks} KV blocks: this backend always has {self.limits.num_blocks}")
 

@@ -192,7 +192,7 @@ class CudaBackend:
         """Frees the vectors, which are copied to the device as a batch is launched."""
         self._jobs.put(lambda: self._parts.slots.free_vectors(slot))
 
-    def resize_kv(self, blocks: int, done: Callable[[], None]) -> None:
+    def resize_kv(self, blocks: int, done: Callable[[Exception | None], None]) -> None:
         """Resizes the KV cache; `done` is called on the launching thread."""
         self._jobs.put(lambda: self._parts.images.resize_kv(blocks, done))
 

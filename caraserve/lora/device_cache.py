@@ -55,7 +55,7 @@ class DeviceCache:
         adapter.slot = self._free_slots.pop()
         self._adapters[adapter.digest] = adapter
         if self._memory.add_adapter(adapter.device_bytes):
-            self._backend.resize_kv(self._memory.pool.num_blocks, lambda: None)
+            self._backend.resize_kv(self._memory.pool.num_blocks, lambda error: None)  # blocks are only taken away
 
     def remove(self, adapter: Adapter) -> None:
         """Frees the slot and the memory of an adapter that has left the device."""
@@ -78,9 +78,10 @@ class DeviceCache:
         idle_bytes = sum(self._memory.takes(adapter.device_bytes) for adapter in self._idle())
         return self._memory.blocks_without(idle_bytes) - self._memory.pool.num_blocks
 
-    def grow_kv(self, more: int, evict: Callable[[Adapter], None], done: Callable[[], None]) -> None:
+    def grow_kv(self, more: int, evict: Callable[[Adapter], None], done: Callable[[Exception | None], None]) -> None:
         """Asks the backend for `more` KV blocks, or as many of them as there can be, and evicts idle adapters for them.
-        Does nothing while the backend is still making room for blocks. `done`: called when it has made room."""
+        Does nothing while the backend is still making room for blocks. `done`: called when it has made room or has
+        failed."""
         if self._memory.is_growing or (more := min(more, self.growable())) <= 0:
             return
         blocks = self._memory.pool.num_blocks + more

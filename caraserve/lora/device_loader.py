@@ -48,6 +48,7 @@ class DeviceLoader:
         on_loop: Callable[[Callable[[], None]], None],
     ) -> None:
         self.under_way = 0
+        self.failure: Exception | None = None  # the error because of which the KV cache cannot grow
         self._backend, self._memory, self._host_cache, self._device_cache, self._arrivals = (
             backend,
             memory,
@@ -235,11 +236,18 @@ class DeviceLoader:
         """Asks the backend for `needed` KV blocks, and for `ahead` more if no adapter waits for memory. Evicts idle
         adapters for them. Does nothing while the backend is still making room for blocks."""
         ahead = 0 if self.claims_memory else ahead
-        self._device_cache.grow_kv(needed + ahead, self._evict, lambda: self._on_loop(self._kv_grown))
 
-    def _kv_grown(self) -> None:
-        self._memory.grown()
-        self.schedule_pending()
+        def done(error: Exception | None) -> None:
+            self._on_loop(lambda: self._kv_grown(error))
+
+        self._device_cache.grow_kv(needed + ahead, self._evict, done)
+
+    def _kv_grown(self, error: Exception | None) -> None:
+        if error is None:
+            self._memory.grown()
+            self.schedule_pending()
+        else:
+            self.failure = error
         self._owner.changed()
 
     def drop(self, adapter: Adapter) -> None:

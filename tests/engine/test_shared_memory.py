@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from caraserve.core.batch import DeviceLost
+from caraserve.errors import BackendFailed
 from caraserve.lora.device_loader import MAX_BYPASSES
 from tests.engine_world import Asked, World, in_world, turn
 
@@ -94,6 +96,18 @@ def test_blocks_are_requested_an_iteration_ahead_of_need() -> None:
         assert here.backend.kv_blocks >= 10
 
     in_world(test, spare_bytes=900, blocks=6, device_adapters=4)
+
+
+def test_all_requests_end_and_none_is_accepted_when_the_pool_cannot_grow() -> None:
+    async def test(here: World) -> None:
+        here.backend.resize_failure = DeviceLost("it has fallen off the bus")
+        tasks = [here.ask(range(index, index + 20), None, max_tokens=20)[1] for index in range(3)]
+        await here.until_done(tasks)
+        assert [task.result().finish.reason for task in tasks] == ["error"] * 3
+        with pytest.raises(BackendFailed, match="it has fallen off the bus"):
+            here.ask(range(5), None, max_tokens=1)
+
+    in_world(test, spare_bytes=400, blocks=5, device_adapters=4)
 
 
 def test_running_requests_get_their_blocks_before_an_adapter_that_waits() -> None:

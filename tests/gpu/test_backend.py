@@ -26,6 +26,7 @@ from caraserve.gpu.forward.batch import PassShape
 from caraserve.gpu.forward.lanes import CapturedPass
 from caraserve.gpu.kernels.bgmv_work import GROUP_RANK, WorkItems
 from caraserve.gpu.memory.adapters import DeviceImages
+from caraserve.gpu.memory.pool import DevicePool
 from caraserve.loop import Engine
 from tests.gpu.host_backend import GRANULE_BYTES, PATIENCE_S, Host, serving
 from tests.gpu.host_device import HostDriver
@@ -392,6 +393,20 @@ def test_an_adapter_that_cannot_be_placed_fails_its_request_and_is_placed_for_th
             patch.setattr(DeviceImages, "_write_column", fail)
             assert (await submit(engine, prompt, "r8", max_tokens=2)).finish.reason == "error"
         check(subject, [(prompt, "r64")], [await submit(engine, prompt, "r64", max_tokens=4)], 4)
+
+    run_server(subject, use)
+
+
+def test_requests_end_if_the_kv_cache_cannot_grow(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(engine: Engine, host: Host) -> None:
+        for name in subject.adapters:  # idle adapters take most of the memory
+            assert (await submit(engine, prompt_of(random.Random(7), 9), name, max_tokens=1)).finish.reason == "length"
+        monkeypatch.setattr(DevicePool, "resize_kv", fail)
+        answers = await asyncio.gather(*(submit(engine, prompt_of(random.Random(seed), 90), None) for seed in range(6)))
+        assert {answer.finish.reason for answer in answers} == {"error"}
+        assert engine.failure == "not this time"
+        while host.parts.lanes[0].results._free.qsize() < 3:  # noqa: ASYNC110  the last iteration has no event
+            await asyncio.sleep(0.001)
 
     run_server(subject, use)
 

@@ -100,7 +100,7 @@ class World:
         self.slots: dict[str, int] = {}
         self.loading: set[str] = set()
         self.loads: SimpleQueue[tuple[str, Exception | None]] = SimpleQueue()
-        self.grown: SimpleQueue[None] = SimpleQueue()
+        self.grown: SimpleQueue[Exception | None] = SimpleQueue()
         self.requests: dict[int, Served] = {}
         self.ended: list[Served] = []
 
@@ -110,7 +110,7 @@ class World:
         while not self.loads.empty():
             self.loaded()
         if self.room.is_growing and not self.grown.empty():
-            self.grown.get()
+            assert self.grown.get() is None
             self.room.grown()
         self.room.check()
         self.host.on_launching_thread(self.host.parts.images.pool.check)
@@ -121,7 +121,7 @@ class World:
         if name in self.slots or self.room.excess(num_bytes):
             return
         if self.room.add_adapter(num_bytes):
-            self.host.backend.resize_kv(self.room._kv_blocks, lambda: None)
+            self.host.backend.resize_kv(self.room._kv_blocks, lambda error: None)
         self.slots[name] = min(set(range(1, ADAPTER_SLOTS)) - set(self.slots.values()))
         self.loading.add(name)
         self.host.backend.load_adapter(
@@ -145,7 +145,7 @@ class World:
         blocks = self.room._kv_blocks + self.rng.randrange(1, 40)
         if not self.room.is_growing and not self.room.excess_for_blocks(blocks):
             self.room.grow(blocks)
-            self.host.backend.resize_kv(blocks, lambda: self.grown.put(None))
+            self.host.backend.resize_kv(blocks, self.grown.put)
 
     def start(self) -> None:
         free = sorted(set(range(SLOTS)) - set(self.requests))
@@ -331,7 +331,7 @@ def test_kv_reuses_an_adapters_bytes_only_after_other_lanes_have_read_them(subje
         host.driver.held = {Lane.ASSIST}
         host.on_launching_thread(read_aside)
         host.backend.unload_adapter(1)
-        host.backend.resize_kv(images.pool.num_bytes // KV_BLOCK_BYTES, lambda: None)
+        host.backend.resize_kv(images.pool.num_bytes // KV_BLOCK_BYTES, lambda error: None)
         host.backend.launch(prompt_plan(0, base_prompt(0), [place // KV_BLOCK_BYTES]), results.put)
         host.on_launching_thread(lambda: None)
         host.driver.held = set()

@@ -1,8 +1,8 @@
 """Stage `correct`: compares every kernel with fp64 on random cases, and a whole model with the CPU backend.
 
 Memory that a kernel must not read, and memory that it must write, is filled with NaN. The bits of a row computed alone
-and in a batch are compared for all kernels of this project; cuBLAS, which computes the base model's products, does not
-guarantee equal bits.
+and in a batch are compared for LoRA and decode attention, and those of a prompt's attention for two chunkings; cuBLAS,
+which computes the base model's products, does not guarantee equal bits.
 """
 
 from collections.abc import Callable

@@ -124,17 +124,24 @@ def check_attention(setup: CheckSetup, acc: Accelerator, case: int) -> float:
 
 
 def _check_prefill(acc: Accelerator, generator: torch.Generator, paged: Paged, end: int, width: int) -> float:
-    """Checks the last tokens of the first request as a chunk, in tiles."""
+    """Checks the last tokens of the first request as chunks, in tiles, and that their bits do not depend on the cut."""
     most = prefill_tile_tokens(acc.torch_dtype, paged.cache.keys.shape[3])
     count = min(end + 1, most + most // 2)
     q = acc.random(generator, count, width)
-    out = torch.full_like(q, torch.nan)
-    firsts = list(range(0, count, most))
-    counts = [min(most, count - first) for first in firsts]
-    first, taken = (torch.tensor(part, dtype=torch.int32, device=acc.place) for part in ([*firsts, 0], [*counts, 0]))
     tokens = _tables(acc, [0] * count, list(range(end + 1 - count, end + 1)))
-    acc.run(lambda: attend_prefill(q, paged.cache, tokens, first, taken, out, NO_WINDOW))
-    acc.settle()
+
+    def attended_in_tiles_of(size: int) -> Tensor:
+        firsts = list(range(0, count, size))
+        counts = [min(size, count - first) for first in firsts]
+        tiles = (torch.tensor([*part, 0], dtype=torch.int32, device=acc.place) for part in (firsts, counts))
+        first, taken = tiles  # an unused tile is last
+        out = torch.full_like(q, torch.nan)
+        acc.run(lambda: attend_prefill(q, paged.cache, tokens, first, taken, out, NO_WINDOW))
+        acc.settle()
+        return out
+
+    out = attended_in_tiles_of(most)
+    check_same_bits("prefill attention of another chunking", attended_in_tiles_of(max(1, most * 5 // 8)), out)
     wanted = sorted({0, count // 2, count - 1})
     expected = torch.stack([paged.attended(q[index], 0, end + 1 - count + index) for index in wanted])
     return check_close(f"prefill attention, {acc.dtype.name}", out[wanted], expected, ATTENTION[acc.dtype])

@@ -56,7 +56,7 @@ class Device:
     def recall(self, slot: int) -> None:
         raise AssertionError("no plan waits here")
 
-    def resize_kv(self, blocks: int, done: Callable[[], None]) -> None:
+    def resize_kv(self, blocks: int, done: Callable[[Exception | None], None]) -> None:
         raise AssertionError("KV blocks have memory of their own here")
 
     def device_bytes(self, spec: AdapterSpec) -> int:

@@ -44,9 +44,10 @@ class Session:
     def grow_kv(self, slots: int) -> None:
         """Grows the KV cache to `slots` requests if KV blocks and adapters share the backend's memory."""
         if self.backend.limits.shared is not None:
-            grown: SimpleQueue[None] = SimpleQueue()
-            self.backend.resize_kv(slots * self._blocks_each, lambda: grown.put(None))
-            wait_for(grown, _PATIENCE_S)
+            grown: SimpleQueue[Exception | None] = SimpleQueue()
+            self.backend.resize_kv(slots * self._blocks_each, grown.put)
+            if (error := wait_for(grown, _PATIENCE_S)) is not None:
+                raise BackendFailed(f"the KV cache could not grow: {error}")
 
     def load(self, adapter: HostAdapter, slot: int, group_ends: Sequence[int] = ()) -> float:
         """Copies an adapter to a slot; returns the time until it was complete, in s."""

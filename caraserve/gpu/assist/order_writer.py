@@ -22,7 +22,7 @@ from caraserve.gpu.assist.work_orders import (
     work_order_bytes,
     work_orders,
 )
-from caraserve.gpu.forward.lanes import AssistedChunk
+from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS, AssistedChunk
 from caraserve.gpu.memory.adapter_tables import GROUP_SITES
 from caraserve.gpu.memory.adapters import RegisteredMemory
 from caraserve.gpu.memory.host_memory import HostRegion, inputs_of, x_stride
@@ -60,7 +60,8 @@ class WorkOrderWriter:
         self._outputs = [[spec.site_shape(site)[1] for site in group] for group in GROUPS]
         self._numbers: dict[int, int] = {}  # by worker, of its last hand-off
         self._blocks = memory.on_device(int(region.blocks.ctypes.data))
-        self.order_words = work_order_bytes(max(1, len(region.blocks) // region.block_bytes)) // 8
+        workers = len(region.blocks) // region.block_bytes
+        self.order_words = work_order_bytes(max(1, min(workers, ASSISTED_CHUNK_TOKENS))) // 8  # a token is one worker's
 
     def write(
         self,

@@ -109,7 +109,7 @@ class Driver(Protocol):
     def run(self, stream: Stream, issue: Callable[[], None]) -> None:
         """Calls `issue` with `stream` as the current stream, for torch, Triton and the launcher of the raw kernels.
         `issue` only launches kernels: it neither allocates device memory nor waits for the device, because it may be
-        captured."""
+        captured. Raises what `issue` raises, as DriverError if the device has failed."""
 
     def call(self, stream: Stream, work: Callable[[], None]) -> None:
         """Calls `work` with `stream` as the current stream, as `run` does, for a library that prepares on the host what

@@ -243,7 +243,13 @@ class CudaDriver:
         self._enter()
         self._queues.issue(stream, _LAUNCHES_OF_A_STEP)
         self._torch.make_current(stream)
-        issue()
+        try:
+            issue()
+        except DriverError:
+            raise
+        except Exception:  # of CuPy, Triton or torch, which name a failed device in their own ways
+            self._cuda.memory()  # raises DriverError if the device has failed for good
+            raise
 
     def call(self, stream: Stream, work: Callable[[], None]) -> None:
         self.run(stream, work)

@@ -2,7 +2,8 @@
 
 Inputs are multiplied as they are, or quantised first, row by row (`round_rows`). Codes become numbers in registers,
 exactly, and sums are fp32; scales are applied to the sums, in fp32, before the result is rounded once. So a result is
-that of the dequantised weights, but for the order of rounding. A row's sums do not depend on the other rows.
+that of the dequantised weights, but for the order of rounding. The order of a row's sums depends on the number of rows
+in the batch, which chooses the tiles (`product_shape`), and on nothing else of the other rows.
 
 An fp8 code becomes a float16 by moving its bits, or by the GPU's own instruction from compute capability 8.9 on. The
 moved bits stand for 1/256 of the value, because the two types' exponents differ in bias by 8.

@@ -127,18 +127,22 @@ class DeviceImages:
         if bound.is_placed:
             self.pool.release(slot, bound.used)
 
-    def resize_kv(self, blocks: int, done: Callable[[], None]) -> None:
+    def resize_kv(self, blocks: int, done: Callable[[Exception | None], None]) -> None:
         """Resizes the KV cache, as core/backend.py defines. Removed blocks are reused only after all iterations
         issued."""
 
         def resize() -> bool:
             until = at(Lane.COMPUTE, self._timelines.issued()[Lane.COMPUTE])
-            grant = self.pool.resize_kv(blocks, until=until, moved=self._timelines.next(Lane.COMPUTE))
-            if grant is None:
-                return False
-            issue_moves(self._driver, self._timelines, self.memory.data_ptr(), grant, self._relocate)
-            self._timelines.wait(Lane.COMPUTE, grant.after)
-            done()
+            try:
+                grant = self.pool.resize_kv(blocks, until=until, moved=self._timelines.next(Lane.COMPUTE))
+                if grant is None:
+                    return False
+                issue_moves(self._driver, self._timelines, self.memory.data_ptr(), grant, self._relocate)
+                self._timelines.wait(Lane.COMPUTE, grant.after)
+            except Exception as error:  # requests that wait for these blocks must end
+                done(error)
+            else:
+                done(None)
             return True
 
         if blocks < self.pool.kv_blocks:

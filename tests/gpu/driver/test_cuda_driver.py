@@ -254,6 +254,18 @@ def test_passes_that_are_launched_kernel_by_kernel_count_as_queued(world: World)
 # --- kernels and graphs ---
 
 
+def refuse() -> None:
+    raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+
+def test_an_error_of_a_launch_is_the_drivers_if_the_device_has_failed(world: World) -> None:
+    with pytest.raises(RuntimeError, match="Triton Error"):
+        world.driver.run(world.stream, refuse)
+    world.stub.fail("cuMemGetInfo_v2", 700)
+    with pytest.raises(DriverError, match="cuMemGetInfo_v2: other"):
+        world.driver.run(world.stream, refuse)
+
+
 @pytest.mark.parametrize("way", ["run", "call"])
 def test_run_and_call_make_the_stream_current_in_torch(world: World, way: str) -> None:
     getattr(world.driver, way)(world.stream, lambda: world.torch.current.append(-1))
