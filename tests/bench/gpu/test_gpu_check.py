@@ -76,6 +76,13 @@ def test_every_stage_succeeds_on_an_emulated_device(tmp_path: Path) -> None:
     assert "the sum of its parts" in done.stdout
 
 
+def test_what_the_sanitizer_runs_succeeds_on_an_emulated_device(tmp_path: Path) -> None:
+    done = rehearse(tmp_path, "--only", "every_kernel")
+    assert done.returncode == 0, done.stdout + done.stderr
+    stage = json.loads((tmp_path / "result.json").read_text())["stages"]["every_kernel"]
+    assert {"decode LoRA", "attention", "sampling", "hand-offs"} < set(stage["figures"]["checks"])
+
+
 def test_a_kernel_that_does_nothing_is_found_and_wrong_kernels_are_not_timed(tmp_path: Path) -> None:
     """`lora` checks what it times; the others rely on `correct`."""
     done = rehearse(tmp_path, "--only", "lora,correct,model,limits", "--without", "bgmv_expand")
