@@ -25,8 +25,8 @@ class PaperValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperFigure:
-    """A figure or table of a paper. `measure` and `needs` are both None where no measurement is written yet. With both,
-    the measurement raises ConfigError on a machine that lacks what it needs."""
+    """A figure or table of a paper: measured, not to be run here, or with all its values in other figures. With both
+    `measure` and `needs`, the measurement raises ConfigError on a machine that lacks what it needs."""
 
     paper: str  # a key of PAPERS
     number: str  # as in the paper: 14, or 4-left
@@ -35,6 +35,7 @@ class PaperFigure:
     measure: str | None = None  # a name in `command.MEASURES`
     options: Mapping[str, str] = field(default_factory=dict)  # of the measurement
     needs: str | None = None  # what this machine lacks to measure or simulate it
+    within: tuple[str, ...] = ()  # numbers of the figures that have its values
     theirs: tuple[PaperValue, ...] = ()
     differs: str = ""  # why our values differ
 

@@ -68,7 +68,9 @@ def bench_paper(paper: str, wanted: str, options: PaperOptions, folder: Path, as
     figures = find_figures(paper, wanted)
     for figure in figures:
         if figure.measure is None:
-            reason = "is not measured yet" if figure.needs is None else f"cannot be run here: it needs {figure.needs}"
+            reason = f"cannot be run here: it needs {figure.needs}"
+            if figure.within:
+                reason = f"has the values of others: --figure {','.join(figure.within)}"
             raise ConfigError(f"figure {figure.number} of {PAPERS[paper]} {reason}")
     make_folder(folder)
     console = open_console()

@@ -47,10 +47,10 @@ def _overview(saved: Mapping[str, FigureResult]) -> Iterator[str]:
         command = f"`bench paper {figure.paper} --figure {figure.number}`"
         if figure.key in saved:
             here = f"[{saved[figure.key].data.how}](#{figure.key})"
+        elif figure.within:
+            here = "in " + ", ".join(f"[{number}](#{figure.paper}-{number})" for number in figure.within)
         elif figure.needs is not None:
             here = f"not run: needs {figure.needs}" + (f"; {command}" if figure.measure else "")
-        elif figure.measure is None:
-            here = "not measured yet"
         else:
             here = f"not run yet: {command}"
         yield f"| {PAPERS[figure.paper]} | {figure.number} | {figure.title} | {here} |"

@@ -15,10 +15,15 @@ _LEVEL_NAMES = 5  # categories whose names stand side by side; more are turned
 
 
 def draw_figure(figure: PaperFigure, result: FigureResult) -> bytes | None:
-    """Returns a figure's panels, after one of the values that the paper prints; None without any."""
-    panels = (*_beside_the_paper(figure, result), *result.data.panels)
+    """Returns a figure's panels as PNG; None without any."""
+    panels = figure_panels(figure, result)
     title = f"{PAPERS[figure.paper]}, figure {figure.number}: {figure.title}"
     return draw_panels(title, panels) if panels else None
+
+
+def figure_panels(figure: PaperFigure, result: FigureResult) -> tuple[Panel, ...]:
+    """Returns a figure's panels, after one of the values that the paper prints."""
+    return (*_beside_the_paper(figure, result), *result.data.panels)
 
 
 def _beside_the_paper(figure: PaperFigure, result: FigureResult) -> Iterator[Panel]:

@@ -1,5 +1,6 @@
 """Runs `bench modes` for a figure, on servers with a random model of 100 million parameters."""
 
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -34,11 +35,27 @@ def run_preset(
 ) -> Measurements:
     """Runs a setting in the figure's modes, with these arguments too; returns the runs of the modes that it shows.
 
-    Figures of one setting have the same modes, so that they share runs. Raises BackendFailed.
+    Half of the cores stand for the GPU, the others for its host's CPUs: workers take no time from the model, as on the
+    papers' machines. Figures of one setting have the same modes, so that they share runs. Raises BackendFailed.
     """
-    measured = _shared_runs((*_preset_words(preset, figure, options), *words), options, figure.get("serve", ""))
+    device, host = split_cores(sorted(os.sched_getaffinity(0)))
+    serve = f"--cpu-threads {len(device)} {figure.get('serve') or worker_cores(host)}"
+    measured = _shared_runs((*_preset_words(preset, figure, options), *words), options, serve)
     shown = figure.get("shown", figure["modes"]).split(",")
-    return replace(measured, runs=[run for run in measured.runs if run.label in shown])
+    note = f"The model has {len(device)} of {len(device) + len(host)} cores, CPU LoRA workers have the others."
+    runs = [run for run in measured.runs if run.label in shown]
+    return replace(measured, runs=runs, notes=[note, *measured.notes])
+
+
+def split_cores(cores: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """Returns the cores that stand for the GPU, and those of its host's CPUs; a single core is both."""
+    half = max(1, len(cores) // 2)
+    return cores[:half], cores[half:] or cores
+
+
+def worker_cores(cores: Sequence[int]) -> str:
+    """Returns the server's argument that gives CPU LoRA workers these cores."""
+    return f"--lora-cpus {','.join(map(str, cores))}"
 
 
 def _preset_words(preset: str, figure: Mapping[str, str], options: PaperOptions) -> list[str]:

@@ -12,14 +12,14 @@ import numpy as np
 from caraserve.bench.modes import BASELINE
 from caraserve.bench.papers.command import PaperOptions
 from caraserve.bench.papers.result import FigureData, Panel, Series, Value, cdf_series, mean_value
-from caraserve.bench.papers.servers import run_preset
+from caraserve.bench.papers.servers import run_preset, split_cores, worker_cores
 from caraserve.bench.records import Run
 from caraserve.bench.report.ratios import RATIO_METRICS, LabelRatios, by_label, ratios_to_first
 from caraserve.bench.report.summary import Columns, Summary, summarize
 from caraserve.bench.serve import Measurements
 from caraserve.errors import ConfigError
 
-_LEAST_CORES = 9  # one for the device, and eight for workers
+_LEAST_CORES = 16  # eight for the device, and eight for workers
 
 
 def loading_modes(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
@@ -46,8 +46,8 @@ def quarter_of_workers(figure: Mapping[str, str], options: PaperOptions) -> Figu
             f"this figure needs {_LEAST_CORES} cores, so that a quarter of the CPU LoRA workers are still several; "
             f"this machine has {len(cores)}"
         )
-    workers = cores[1 : 1 + (len(cores) - 1) // 4]
-    return loading_modes({**figure, "serve": f"--lora-cpus {','.join(map(str, workers))}"}, options)
+    _, host = split_cores(cores)
+    return loading_modes({**figure, "serve": worker_cores(host[: len(host) // 4])}, options)
 
 
 def use_of_cores(figure: Mapping[str, str], options: PaperOptions) -> FigureData:

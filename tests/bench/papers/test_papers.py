@@ -32,10 +32,12 @@ def result_of(paper: str, number: str) -> FigureResult:
     return run_figure(figure, SHORT)
 
 
-def test_every_figure_has_a_measurement_that_exists_or_says_what_it_needs() -> None:
+def test_every_figure_has_a_measurement_that_exists_or_says_why_not() -> None:
     keys = [figure.key for figure in load_figures()]
     assert len(keys) == len(set(keys))
     for figure in load_figures():
+        assert figure.measure or figure.needs or figure.within, figure.key
+        find_figures(figure.paper, ",".join(figure.within) or figure.number)
         if figure.measure is not None:
             module, _, name = MEASURES[figure.measure].partition(":")
             assert callable(getattr(importlib.import_module(module), name))
@@ -59,18 +61,22 @@ def test_figures_show_modes_that_run_and_figures_of_one_setting_share_runs() -> 
 
 def test_figures_of_one_setting_are_measured_once_and_repeats_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[list[str]] = []
+    served: list[tuple[str, ...]] = []
 
     async def measured(options: ModesOptions, load: LoadOptions, report: object) -> Measurements:
         calls.append([str(load.preset), *options.modes])
+        served.append(options.serve)
         records = (RequestRecord(0, "a", 8, 0.0, 0.0, 1.0, 4, 2, token_s=(0.5, 1.0)),)
         return Measurements([Run(mode, records, 1.0) for mode in options.modes * options.repeats], None, [])
 
     monkeypatch.setattr(servers, "bench_modes", measured)
+    monkeypatch.setattr(servers.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     _, iterations = find_figures("caraserve", "10,11")
     for _ in range(2):
         panels = run_figure(iterations, SHORT).data.panels
         assert [line.label for line in panels[0].series] == ["cached", "ondemand", "auto"]
     assert calls == [["caraserve-syn-9-r64", "cached", "ondemand", "assisted", "auto"]]
+    assert served == [("--cpu-threads", "2", "--lora-cpus", "2,3")], "half of the cores stand for the GPU"
     for _ in range(2):
         servers.run_modes(["--modes", "cached"], SHORT)
     assert len(calls) == 3
@@ -129,12 +135,18 @@ def test_the_command_saves_a_figure_and_prints_it_as_json(tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize(
-    ("number", "complaint"), [("7", "it needs a trace"), ("0", "is not known")], ids=["needs", "unknown"]
+    ("paper", "number", "complaint"),
+    [
+        ("loraserve", "7", "it needs a trace"),
+        ("loraserve", "0", "is not known"),
+        ("toppings", "1-right", "has the values of others: --figure 18,19"),
+    ],
+    ids=["needs", "unknown", "within others"],
 )
 def test_figures_that_cannot_be_run_are_refused_with_the_reason(
-    number: str, complaint: str, capsys: pytest.CaptureFixture[str]
+    paper: str, number: str, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "paper", "loraserve", "--figure", number]) == 2
+    assert main(["bench", "paper", paper, "--figure", number]) == 2
     assert complaint in capsys.readouterr().err
 
 
@@ -189,13 +201,13 @@ def test_a_quarter_of_the_workers_are_several_or_the_figure_is_refused(
         return FigureData("measured", (), (), ())
 
     monkeypatch.setattr(single_server, "loading_modes", measured)
-    for cores in (9, 17):
+    for cores in (16, 32):
         monkeypatch.setattr(single_server.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         result_of("toppings", "14-cpus")
-    assert served == ["--lora-cpus 1,2", "--lora-cpus 1,2,3,4"]
+    assert served == ["--lora-cpus 8,9", "--lora-cpus 16,17,18,19"]
     monkeypatch.setattr(single_server.os, "sched_getaffinity", lambda _: {0, 1})
     assert main(["bench", "paper", "toppings", "--figure", "14-cpus"]) == 2
-    assert "this figure needs 9 cores" in capsys.readouterr().err
+    assert "this figure needs 16 cores" in capsys.readouterr().err
 
 
 def test_hand_overs_have_a_value_for_each_of_the_papers() -> None:

@@ -1,0 +1,48 @@
+"""The page of the papers' figures, and the plots on it."""
+
+from pathlib import Path
+
+from caraserve.bench.papers.catalog import find_figures
+from caraserve.bench.papers.page import papers_page
+from caraserve.bench.papers.plots import figure_panels
+from caraserve.bench.papers.result import SCHEMA, FigureData, FigureResult, Value, save_result
+from caraserve.bench.records import machine, versions
+
+
+def result(number: str, *values: Value) -> FigureResult:
+    data = FigureData("measured", ("Three repeats.",), values, ())
+    return FigureResult(SCHEMA, "toppings", number, 0, data, machine(), versions())
+
+
+def s3(mode: str, ratio: float) -> Value:
+    return Value(f"toppings-s3 {mode} TTFT", ratio)
+
+
+def test_values_that_no_paper_prints_are_folded_when_they_are_many(tmp_path: Path) -> None:
+    others = [s3(f"mode {number}", 1.0 + number) for number in range(9)]
+    save_result(tmp_path / "toppings-14-s3.json", result("14-s3", s3("ondemand", 2.5), *others))
+    page = papers_page(tmp_path)
+    shown, _, folded = page.partition(" other values</summary>")
+    assert "| toppings-s3 ondemand TTFT | 1.820 | 2.500 |" in shown
+    assert "mode 0" not in shown
+    assert "| toppings-s3 mode 0 TTFT | – | 1.000 |" in folded
+
+
+def test_an_equal_result_is_shown_once(tmp_path: Path) -> None:
+    for number in ("8", "14-s3"):
+        save_result(tmp_path / f"toppings-{number}.json", result(number, s3("auto", 1.25)))
+    page = papers_page(tmp_path)
+    assert page.count("1.250") == 1
+    assert "The result is that of [toppings-8](#toppings-8)." in page
+
+
+def test_a_figure_whose_values_are_in_others_links_them(tmp_path: Path) -> None:
+    row = next(line for line in papers_page(tmp_path).splitlines() if "| 1-right |" in line)
+    assert row.endswith("| in [18](#toppings-18), [19](#toppings-19) |")
+
+
+def test_ratios_of_the_paper_are_drawn_beside_ours() -> None:
+    (figure,) = find_figures("toppings", "14-s3")
+    (panel,) = figure_panels(figure, result("14-s3", s3("ondemand", 2.5), s3("auto", 1.1), s3("cached", 1.0)))
+    assert [(series.label, series.y) for series in panel.series] == [("the paper", (1.82, 1.06)), ("here", (2.5, 1.1))]
+    assert panel.categories == ("ondemand TTFT", "auto TTFT")
