@@ -269,8 +269,7 @@ class Engine:
             self.failure = self.failure or str(cause)
         if self.failure is not None:
             for active in [*self._queues.waiting, *self._queues.loading, *self._queues.running]:
-                if not active.is_finished:  # one that a side batch still computes stays in its queue until that ends
-                    self._finish(active, "error", error=BackendFailed(f"the device has failed: {self.failure}"))
+                self._finish(active, "error", error=BackendFailed(f"the device has failed: {self.failure}"))
         for active in [*self._queues.loading, *self._queues.running]:
             if active.adapter is not None and active.adapter.tier is AdapterTier.FAILED:
                 if active.published:  # a batch under way may read an image evicted by then: its blocks are not reused

@@ -141,7 +141,7 @@ class LoadOptions:
         """
         trace = parse_trace(self.trace) if self.trace is not None else None
         if self.preset is not None:
-            spec = spec_from_preset(find_preset(self.preset), trace=trace, seed=self.seed)
+            spec = spec_from_preset(find_preset(self.preset), trace=trace, seed=self.seed, adapters=self.adapters)
         else:
             spec = _plain_spec(trace, self.adapters or _ADAPTERS, self.seed)
         spec = self._changed(spec, trace)
@@ -165,8 +165,6 @@ class LoadOptions:
             spec = replace(spec, num_requests=self.num_prompts, duration_s=None)
         elif self.duration_s is not None:
             spec = replace(spec, num_requests=None, duration_s=self.duration_s)
-        if self.adapters is not None:
-            spec = replace(spec, adapters=self.adapters)
         if self.ranks is not None:
             spec = replace(spec, ranks=self.ranks)
         return replace(spec, max_context=self.max_model_len)

@@ -1,5 +1,6 @@
 """The CPU backend: a lane thread that runs batches in order, a copy thread for adapters, processes of LoRA workers."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -60,7 +61,6 @@ class CpuBackend:
     """Runs batches in launch order on a lane thread and its team; implements `core.backend.Backend`."""
 
     device_name, accelerator = "the CPU", ""
-    shares_cores = True  # CPU LoRA workers compute where iterations do
     delta_itemsize = 0  # there is no link
 
     def __init__(self, spec: ModelSpec, loaded: LoadedModel, sizes: CpuSizes, trace: Trace | None = None) -> None:
@@ -76,6 +76,7 @@ class CpuBackend:
             embedding_size=spec.hidden,
         )
         self._spec, self._loaded, self._trace = spec, loaded, trace
+        self.shares_cores = sizes.threads + len(sizes.lora_cpus) > len(os.sched_getaffinity(0))
         self._merged: CpuMergedWeights | None = None  # made at its first use: it takes as much memory as the base model
         self._adapters = DeviceAdapters(spec, sizes.adapter_slots, padded=sizes.padded)
         self.pads_to_largest_rank = sizes.padded

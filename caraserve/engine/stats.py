@@ -16,8 +16,8 @@ from caraserve.lora.replicated_settings import SettingObserver
 from caraserve.lora.uploads import RemovalObserver
 from caraserve.telemetry.metrics import MAX_HOST_SERIES, EngineSnapshot
 
-# Predicts an iteration's ms from its requests that decode, their ranks' sum and largest, and from the tokens of prompts
-# and Σ tokens · rank of them.
+# Predicts an iteration's ms from its requests that decode, their ranks' sum and largest, and from the tokens of
+# prompts, Σ tokens · rank of them, and their largest rank.
 IterationTime: TypeAlias = Callable[[int, int, int, int, int, int], float]
 IterationObserver: TypeAlias = Callable[[Sequence[tuple[ActiveRequest, ScheduledRow]], float], None]  # rows, ms
 

@@ -26,6 +26,7 @@ from caraserve.gpu.forward.batch import PassShape
 from caraserve.gpu.forward.lanes import CapturedPass
 from caraserve.gpu.kernels.bgmv_work import GROUP_RANK, WorkItems
 from caraserve.gpu.memory.adapters import DeviceImages
+from caraserve.gpu.memory.copier import AdapterCopier
 from caraserve.gpu.memory.pool import DevicePool
 from caraserve.loop import Engine
 from tests.gpu.host_backend import GRANULE_BYTES, PATIENCE_S, Host, serving
@@ -354,6 +355,16 @@ def fail(*given: object, **named: object) -> None:
     raise RuntimeError("not this time")
 
 
+def lose_device(*given: object) -> None:
+    raise DriverError("the device is lost")
+
+
+async def until_idle(host: Host) -> None:
+    """Waits for the last iteration, whose requests have ended before it."""
+    while host.parts.lanes[0].results._free.qsize() < 3:  # noqa: ASYNC110  it has no event
+        await asyncio.sleep(0.001)
+
+
 def run_server(subject: Subject, use: Callable[[Engine, Host], Awaitable[None]]) -> None:
     """Starts an engine and calls `use` with it; fails if that takes a minute, as when an answer never comes."""
 
@@ -405,8 +416,25 @@ def test_requests_end_if_the_kv_cache_cannot_grow(subject: Subject, monkeypatch:
         answers = await asyncio.gather(*(submit(engine, prompt_of(random.Random(seed), 90), None) for seed in range(6)))
         assert {answer.finish.reason for answer in answers} == {"error"}
         assert engine.failure == "not this time"
-        while host.parts.lanes[0].results._free.qsize() < 3:  # noqa: ASYNC110  the last iteration has no event
+        await until_idle(host)
+
+    run_server(subject, use)
+
+
+def test_requests_end_if_the_device_fails_while_the_kv_cache_waits_for_room(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def use(engine: Engine, host: Host) -> None:
+        for name in subject.adapters:  # idle adapters take most of the memory
+            assert (await submit(engine, prompt_of(random.Random(7), 9), name, max_tokens=1)).finish.reason == "length"
+        monkeypatch.setattr(DevicePool, "resize_kv", lambda *given, **named: None)
+        answers = [submit(engine, prompt_of(random.Random(seed), 90), None) for seed in range(6)]
+        while not host.parts.images._waiting:  # noqa: ASYNC110  nothing tells that the cache waits
             await asyncio.sleep(0.001)
+        monkeypatch.setattr(AdapterCopier, "poll", lose_device)
+        assert {answer.finish.reason for answer in await asyncio.gather(*answers)} == {"error"}
+        assert engine.failure == "the device is lost"
+        await until_idle(host)
 
     run_server(subject, use)
 

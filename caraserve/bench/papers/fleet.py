@@ -44,17 +44,17 @@ def routing_policies(figure: Mapping[str, str], options: PaperOptions) -> Figure
     panels: list[Panel] = []
     for preset in figure["presets"].split(","):
         for kernel, central in _ASSUMPTIONS:
-            runs, ceilings = [], []
+            runs, bare = [], []
             for seed in range(options.seed, options.seed + options.repeats):
                 setting = Setting((), "auto", inf, scheduler="central" if central else "gossip", seed=seed)
                 seeded = replace(options, seed=seed)
                 (found,) = simulated(preset, routings, paper_machine(kernel), setting, seeded)
                 notes |= dict.fromkeys(found.notes)
                 runs.append([policy.at_size for policy in found.policies])
-                ceilings.append(100 * found.base.attainment)
+                bare.append(100 * found.base.attainment)
             name = preset if kernel == "padded" and central else f"{preset}, {kernel}{'' if central else ', gossip'}"
             values += _policy_values(name, runs)
-            values.append(mean_value(f"{name} without adapters: attainment", ceilings, "%"))
+            values.append(mean_value(f"{name} without adapters: attainment", bare, "%"))
             panels += _policy_panels(name, runs[0])
     notes[f"{options.repeats} seeds, {options.duration_s:g} s of simulated time each."] = None
     return FigureData("simulated", tuple(notes), tuple(values), tuple(panels))

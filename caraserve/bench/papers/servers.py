@@ -35,14 +35,15 @@ def run_preset(
 ) -> Measurements:
     """Runs a setting in the figure's modes, with these arguments too; returns the runs of the modes that it shows.
 
-    Half of the cores stand for the GPU, the others for its host's CPUs: workers take no time from the model, as on the
-    papers' machines. Figures of one setting have the same modes, so that they share runs. Raises BackendFailed.
+    Half of the cores stand for the GPU, the others for its host's CPUs: workers take next to no time from the model, as
+    on the papers' machines. Figures of one setting have the same modes, so that they share runs. Raises BackendFailed.
     """
     device, host = split_cores(sorted(os.sched_getaffinity(0)))
     serve = f"--cpu-threads {len(device)} {figure.get('serve') or worker_cores(host)}"
     measured = _shared_runs((*_preset_words(preset, figure, options), *words), options, serve)
     shown = figure.get("shown", figure["modes"]).split(",")
-    note = f"The model has {len(device)} of {len(device) + len(host)} cores, CPU LoRA workers have the others."
+    cores = len({*device, *host})
+    note = f"The model has {len(device)} of {cores} cores, CPU LoRA workers have the others."
     runs = [run for run in measured.runs if run.label in shown]
     return replace(measured, runs=runs, notes=[note, *measured.notes])
 

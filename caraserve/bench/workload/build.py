@@ -87,12 +87,15 @@ def build(spec: WorkloadSpec) -> Workload:
     return Workload(requests, ranks, (*spec.notes, *_scale_notes(spec, rate, count, adapters), *shortened))
 
 
-def spec_from_preset(preset: Preset, *, trace: Trace | None = None, seed: int = 0) -> WorkloadSpec:
-    """Returns the preset's default values as a specification; use `dataclasses.replace` to change any of them.
+def spec_from_preset(
+    preset: Preset, *, trace: Trace | None = None, seed: int = 0, adapters: int | None = None
+) -> WorkloadSpec:
+    """Returns the preset's default values as a specification; use `dataclasses.replace` to change any of them but the
+    number of adapters, which decides what is taken of a trace of rates.
 
     A trace replaces the preset's arrivals, lengths and adapters as far as the trace has them; the preset's rate stays.
     """
-    adapters, lengths = preset.adapters.default, preset.lengths.default
+    adapters, lengths = adapters or preset.adapters.default, preset.lengths.default
     arrivals, popularity = preset.arrivals.default, preset.popularity.default
     notes = preset.notes
     of_arrivals: Trace | None = None

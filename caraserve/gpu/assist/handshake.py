@@ -38,7 +38,7 @@ CHECK_S = 0.001  # between two checks while a chunk is in flight
 _TIMEOUT_FACTOR, _TIMEOUT_MARGIN_S = (
     5.0,
     0.002,
-)  # a hand-off may take 5 times its prediction and 2 ms more
+)  # a hand-off may take 5 times its layer's prediction and 2 ms more
 DEATH_GRACE_S = 0.003  # for the other workers to redo the part of one that died
 
 
@@ -177,7 +177,8 @@ class Watchdog:
         return bool(self._watched)
 
     def watch(self, sync_slot: SyncSlot, expected_s: dict[int, float]) -> None:
-        """Watches a chunk that is about to be launched. `expected_s`: predicted time of each hand-off, by index."""
+        """Watches a chunk that is about to be launched. `expected_s`: by hand-off, the predicted time of all
+        hand-offs of its layer."""
         self._watched.append(_Watched(sync_slot, expected_s))
 
     def unwatch(self, sync_slot: SyncSlot) -> bool:
@@ -284,7 +285,9 @@ class WatchdogThread:
                 try:
                     self._watchdog.check(time.monotonic(), self._statuses(self._workers))
                 except Exception:  # the thread goes on: without it each layer would wait for its own limit of 10 s
-                    if not self._has_failed:  # a look every millisecond would flood the log
+                    if not self._has_failed:  # one message, though it looks every millisecond
                         log.exception("the watchdog cannot check the workers; it tries again")
                     self._has_failed = True
+                else:
+                    self._has_failed = False
             return self._watchdog.is_watching and not self._closing

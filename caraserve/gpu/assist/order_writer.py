@@ -61,7 +61,8 @@ class WorkOrderWriter:
         self._numbers: dict[int, int] = {}  # by worker, of its last hand-off
         self._blocks = memory.on_device(int(region.blocks.ctypes.data))
         workers = len(region.blocks) // region.block_bytes
-        self.order_words = work_order_bytes(max(1, min(workers, ASSISTED_CHUNK_TOKENS))) // 8  # a token is one worker's
+        most = max(1, min(workers, ASSISTED_CHUNK_TOKENS))  # a worker has at least one token
+        self.order_words = work_order_bytes(most) // 8
 
     def write(
         self,

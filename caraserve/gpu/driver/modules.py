@@ -76,11 +76,15 @@ class CudaKernels:
 
     def launch(self, launch: Launch, stream: Stream) -> None:
         """Issues a launch on a stream, given by its CUstream; may be captured. The device must be current on the
-        calling thread."""
+        calling thread. Raises DriverError if the device has failed."""
         if launch.begins_early and self._can_begin_early:
             self._launch_early(launch, stream)
             return
-        self._kernels[launch.kernel]((launch.grid,), (launch.block,), launch.arguments, stream=_Handle(stream))
+        try:
+            self._kernels[launch.kernel]((launch.grid,), (launch.block,), launch.arguments, stream=_Handle(stream))
+        except Exception:  # of CuPy, which has its own names for what has failed
+            self._cuda.memory()  # raises DriverError if the device has failed for good
+            raise
 
     def _launch_early(self, launch: Launch, stream: Stream) -> None:
         """Issues a launch that may begin before the one before it has ended."""

@@ -97,7 +97,7 @@ class PlannedPrefill:
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class _WrapperSet:
     """What one plan occupies until its copies have run. `lists`: int32 [_LISTS, requests + 1], pinned."""
 
     wrappers: Mapping[int, Any]
@@ -106,14 +106,14 @@ class _Turn:
 
 
 class FlashInferPrefill:
-    """Plans batches, one turn after another. Used by the launching thread only."""
+    """Plans batches, with each set of wrappers in turn. Used by the launching thread only."""
 
     def __init__(
         self,
         spec: ModelSpec,
         dtype: torch.dtype,
         table_shape: tuple[int, int],
-        turns: int,
+        sets: int,
         driver: Driver,
         stream: Stream,
         device: torch.device,
@@ -129,49 +129,50 @@ class FlashInferPrefill:
         windows = sorted({window or NO_WINDOW for window in spec.windows})
         most = 2 * table_shape[0]  # a chunk in each slot, and rows that decode between any two
 
-        def turn() -> _Turn:
+        def new_set() -> _WrapperSet:
             wrappers = {window: flashinfer.BatchPrefillWithPagedKVCacheWrapper(partial, "NHD") for window in windows}
             lists = torch.zeros((_LISTS, most + 1), dtype=torch.int32, pin_memory=device.type == "cuda")
-            return _Turn(wrappers, lists, driver.create_event())
+            return _WrapperSet(wrappers, lists, driver.create_event())
 
-        self._turns = deque(turn() for _ in range(turns))
+        self._sets = deque(new_set() for _ in range(sets))
 
     @property
-    def turns(self) -> int:
-        return len(self._turns)
+    def sets(self) -> int:
+        """Returns the number of sets of wrappers, which is that of plans in flight."""
+        return len(self._sets)
 
     def plan(self, rows: Sequence[ScheduledRow], table: Ints) -> PlannedPrefill | None:
         """Plans a batch that no graph serves, or returns None if its chunks are too small. `table`: int32 [slots, most
-        blocks of a request]. Waits only if as many earlier plans as there are turns have not been copied."""
+        blocks of a request]. Waits only if as many earlier plans as there are sets of wrappers have not been copied."""
         first, requests = chunk_requests(rows)
         tokens = sum(request.tokens for request in requests)
         if not requests or tokens < LEAST_TOKENS * len(requests):
             return None
-        turn = self._next_turn()
+        chosen = self._next_set()
         blocks = [request.blocks(table) for request in requests]
         self._send(self.blocks.data_ptr(), np.concatenate(blocks))
         contexts = np.array([request.context for request in requests])
-        lists = turn.lists.numpy()
+        lists = chosen.lists.numpy()
         lists[0, 1 : len(requests) + 1] = np.cumsum([request.tokens for request in requests])
         lists[1, 1 : len(requests) + 1] = np.cumsum([len(each) for each in blocks])
         lists[2, : len(requests)] = (contexts - 1) % BLOCK_TOKENS + 1
         lists[3, : len(requests)] = contexts
-        self._driver.call(self._stream, lambda: self._plan(turn, len(requests)))
-        self._driver.record(turn.copied, self._stream)
-        return PlannedPrefill(first, first + tokens, turn.wrappers)
+        self._driver.call(self._stream, lambda: self._plan(chosen, len(requests)))
+        self._driver.record(chosen.copied, self._stream)
+        return PlannedPrefill(first, first + tokens, chosen.wrappers)
 
-    def _next_turn(self) -> _Turn:
-        turn = self._turns[0]
-        self._turns.rotate(-1)
-        if not self._driver.is_done(turn.copied):
-            self._driver.synchronize(turn.copied)
-        return turn
+    def _next_set(self) -> _WrapperSet:
+        oldest = self._sets[0]
+        self._sets.rotate(-1)
+        if not self._driver.is_done(oldest.copied):
+            self._driver.synchronize(oldest.copied)
+        return oldest
 
-    def _plan(self, turn: _Turn, requests: int) -> None:
-        query_ends, block_ends = turn.lists[0, : requests + 1], turn.lists[1, : requests + 1]
-        in_last, contexts = turn.lists[2, :requests], turn.lists[3, :requests]
+    def _plan(self, chosen: _WrapperSet, requests: int) -> None:
+        query_ends, block_ends = chosen.lists[0, : requests + 1], chosen.lists[1, : requests + 1]
+        in_last, contexts = chosen.lists[2, :requests], chosen.lists[3, :requests]
         blocks, spec = self.blocks[: int(block_ends[-1])], self._spec
-        for window, wrapper in turn.wrappers.items():
+        for window, wrapper in chosen.wrappers.items():
             wrapper.plan(
                 query_ends,
                 block_ends,

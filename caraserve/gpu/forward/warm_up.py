@@ -78,7 +78,7 @@ def issue_planned(
     row = ScheduledRow(0, 0, LEAST_TOKENS, BASE_ADAPTER_SLOT, samples=False)
     shape = PassShape(LEAST_TOKENS, 0, 1, 0, 0, has_items=False, context=0)
     layers = {window: layer for layer, window in enumerate(decoder.windows)}.values()
-    for _ in range(prefill.turns):
+    for _ in range(prefill.sets):
         try:
             planned = prefill.plan((row,), table)
         except (OSError, RuntimeError) as error:

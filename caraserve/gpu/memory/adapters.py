@@ -5,6 +5,7 @@ copied, or that an assisted prefill reads, cannot move, so contiguous memory may
 enough in total. Then the load waits until a pinned adapter is unpinned, and a batch that names the adapter waits too.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from caraserve.gpu.memory.link_queue import LayerGroup, layer_groups
 from caraserve.gpu.memory.pool import DevicePool, Move
 from caraserve.model.spec import SITES, ModelSpec
 from caraserve.util.units import align_up
+
+log = logging.getLogger(__name__)
 
 Loaded = Callable[[Exception | None], None]
 
@@ -62,6 +65,14 @@ class BoundAdapter:
         self.any_groups = frozenset().union(*self.groups)
 
 
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """What waits for memory. `succeeds`: tries it, and returns whether it is done; `fail`: gives it up."""
+
+    succeeds: Callable[[], bool]
+    fail: Callable[[Exception], None]
+
+
 class DeviceImages:
     """The adapter images on the device. Used by the launching thread only."""
 
@@ -91,7 +102,7 @@ class DeviceImages:
         self.bound: dict[int, BoundAdapter] = {}
         self._items: dict[tuple[int, int], tuple[AdapterItems, ...]] = {}  # by slot and most rank, by module group
         self.bindings = 0  # changes with every binding of a slot
-        self._waiting: deque[Callable[[], bool]] = deque()  # attempts that found no contiguous memory, in order
+        self._waiting: deque[_Attempt] = deque()  # found no contiguous memory, in order
         self._loading: dict[int, Loaded] = {}  # callbacks, by slot
 
     # --- called by the adapter manager ---
@@ -108,11 +119,10 @@ class DeviceImages:
             try:
                 return self._place(slot, layer_groups(adapter.spec.layer_ends, group_ends, first_layer))
             except Exception as error:
-                self.bound[slot].failure = error
-                self._end_load(slot, error)
+                self._fail_load(slot, error)
                 return True
 
-        self._retry_until_placed(place)
+        self._retry_until_placed(_Attempt(place, lambda failure: self._fail_load(slot, failure)))
 
     def stored(self, spec: AdapterSpec) -> AdapterSpec:
         """Returns an adapter's layout in the pool. Raises AdapterRejected for a rank above the padded one.
@@ -140,6 +150,7 @@ class DeviceImages:
                 issue_moves(self._driver, self._timelines, self.memory.data_ptr(), grant, self._relocate)
                 self._timelines.wait(Lane.COMPUTE, grant.after)
             except Exception as error:  # requests that wait for these blocks must end
+                log.exception("the KV cache cannot be resized to %d blocks", blocks)
                 done(error)
             else:
                 done(None)
@@ -148,7 +159,7 @@ class DeviceImages:
         if blocks < self.pool.kv_blocks:
             resize()
         else:
-            self._retry_until_placed(resize)
+            self._retry_until_placed(_Attempt(resize, done))
 
     # --- called at launches ---
 
@@ -156,14 +167,16 @@ class DeviceImages:
         """Records what has arrived, issues what comes next, and retries loads that found no memory."""
         self._copier.poll()
         self.pool.drop_passed(self._timelines.known)
-        while self._waiting and self._waiting[0]():
+        while self._waiting and self._waiting[0].succeeds():
             self._waiting.popleft()
 
     def fail(self, failure: Exception) -> None:
-        """Fails all loads; called when the device has failed."""
-        self._waiting.clear()
+        """Fails all loads, and resizes that wait for memory; called when the device has failed."""
+        waiting, self._waiting = self._waiting, deque()
+        for attempt in waiting:
+            attempt.fail(failure)
         for slot in list(self._loading):
-            self._end_load(slot, failure)
+            self._fail_load(slot, failure)
 
     @property
     def is_busy(self) -> bool:
@@ -218,9 +231,15 @@ class DeviceImages:
 
     # --- inside ---
 
-    def _retry_until_placed(self, attempt: Callable[[], bool]) -> None:
-        if self._waiting or not attempt():
+    def _retry_until_placed(self, attempt: "_Attempt") -> None:
+        if self._waiting or not attempt.succeeds():
             self._waiting.append(attempt)
+
+    def _fail_load(self, slot: int, failure: Exception) -> None:
+        """Ends a load with an error: its layers will not arrive, so no iteration may read the adapter."""
+        bound = self.bound[slot]
+        bound.failure, bound.used = failure, latest(bound.used, self._copier.cancel(slot))
+        self._end_load(slot, failure)
 
     def _end_load(self, slot: int, failure: Exception | None) -> None:
         self.bound[slot].is_loading = False

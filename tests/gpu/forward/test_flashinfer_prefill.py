@@ -80,14 +80,14 @@ def test_layers_of_different_windows_have_plans_of_their_own(used: Used) -> None
 class Iterations:
     """Plans batches of one chunk each, of different lengths, and attends before any has run."""
 
-    def __init__(self, turns: int) -> None:
+    def __init__(self, sets: int) -> None:
         self.driver = HostDriver()
         generator = torch.Generator().manual_seed(0)
         shape = (SLOTS * MOST_BLOCKS, 16, SPEC.kv_heads, SPEC.head_dim)
         keys, values = (torch.randn(shape, generator=generator) for _ in range(2))
         self.table: Ints = np.random.default_rng(0).permutation(shape[0]).astype(np.int32).reshape(SLOTS, MOST_BLOCKS)
         self.cache = PagedCache(keys, values, torch.from_numpy(self.table))
-        self.prefill: FlashInferPrefill = prefill_on(self.driver, SPEC, self.table, turns)
+        self.prefill: FlashInferPrefill = prefill_on(self.driver, SPEC, self.table, sets)
         self.q = torch.randn((200, SPEC.heads * SPEC.head_dim), generator=generator)
 
     def attend(self, number: int) -> torch.Tensor:
@@ -113,7 +113,7 @@ def check(together: Iterations, count: int) -> None:
     is planned."""
     outs = [together.attend(number) for number in range(count)]
     together.settle()
-    apart = Iterations(turns=1)
+    apart = Iterations(sets=1)
     for number, out in enumerate(outs):
         torch.testing.assert_close(out, apart.alone(number), equal_nan=True)
 
@@ -127,14 +127,14 @@ def late(used: Used, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("count", [3, 9])
 def test_a_plan_is_overwritten_only_after_it_was_copied(count: int) -> None:
-    check(Iterations(turns=3), count)
+    check(Iterations(sets=3), count)
 
 
 @pytest.mark.usefixtures("late")
 def test_as_many_plans_as_there_are_turns_are_made_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[str] = []
     note_calls(monkeypatch, HostDriver, "synchronize", waits)
-    iterations = Iterations(turns=3)
+    iterations = Iterations(sets=3)
     for number in range(3):
         iterations.attend(number)
     assert waits == []
@@ -147,7 +147,7 @@ def test_the_emulated_device_finds_a_plan_that_is_overwritten_too_early(monkeypa
     """So the tests above would fail."""
     monkeypatch.setattr(HostDriver, "is_done", lambda driver, event: True)
     with pytest.raises(Exception, match=r"an operation failed|not close"):
-        check(Iterations(turns=2), 3)
+        check(Iterations(sets=2), 3)
 
 
 # --- when it is refused ---
