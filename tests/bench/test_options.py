@@ -102,3 +102,10 @@ def test_a_preset_brings_its_papers_objective() -> None:
     assert objective(None, None, "slora-a10g-s1").slo == SloLimits(ttft_ms=6000)
     assert objective(None, None, "toppings-testbed-30").scale == 1.5
     assert objective("ttft:5", None, "slora-a10g-s1").slo == SloLimits(ttft_ms=5)
+
+
+@pytest.mark.parametrize("adapters", [64, 256])
+def test_another_number_of_adapters_takes_as_many_functions_of_the_trace(adapters: int) -> None:
+    made = build(load("--preset", "toppings-maf-128", "--adapters", str(adapters), "--num-prompts", "400").spec())
+    assert len(made.ranks) == adapters
+    assert adapters // 8 < max(request.adapter for request in made.requests if request.adapter is not None) < adapters

@@ -335,6 +335,16 @@ def test_a_killed_fork_server_is_replaced_with_its_workers() -> None:
         assert hand_off(backend, adapter).tobytes() == before.tobytes()
 
 
+def test_workers_share_cores_with_iterations_unless_there_is_a_core_for_each(
+    monkeypatch: pytest.MonkeyPatch, alone: CpuBackend
+) -> None:
+    assert alone.shares_cores == (len(USABLE_CORES) < 2), "one thread and one worker"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda _: {USABLE_CORES[0]})
+        with serving(1) as backend:
+            assert backend.shares_cores
+
+
 def test_a_worker_that_keeps_dying_is_replaced_at_growing_intervals() -> None:
     with serving(1) as backend:
         waits_s = []

@@ -9,7 +9,7 @@ import pytest
 
 from caraserve.errors import ConfigError
 from caraserve.gpu.driver import nvrtc
-from caraserve.gpu.driver.api import Stream
+from caraserve.gpu.driver.api import DriverError, Stream
 from caraserve.gpu.driver.libcuda import Cuda
 from caraserve.gpu.driver.modules import CudaKernels
 from caraserve.gpu.kernels import cuda_launch
@@ -103,6 +103,22 @@ def test_older_devices_and_drivers_begin_no_launch_early(
     CudaKernels(Dtype.BF16, Cuda(world.stub.path), cache).launch(EXPAND, world.stream)
     assert calls == [("bgmv_expand", (660,), (128,), EXPAND.arguments, world.stream)]
     assert not world.stub.calls("cuLaunchKernelEx")
+
+
+def test_an_error_of_a_launch_is_the_drivers_if_the_device_has_failed(
+    monkeypatch: pytest.MonkeyPatch, stub: Stub, cuda: Cuda, cache: Path
+) -> None:
+    def refuse(*given: object, **named: object) -> None:
+        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    monkeypatch.setitem(sys.modules, "cupy", cupy([]))
+    monkeypatch.setattr(Kernel, "__call__", refuse)
+    kernels = CudaKernels(Dtype.BF16, cuda, cache)
+    with pytest.raises(RuntimeError, match="ILLEGAL_ADDRESS"):
+        kernels.launch(cuda_launch.wait(1, 2, 3), Stream(1))
+    stub.fail("cuMemGetInfo_v2", 700)
+    with pytest.raises(DriverError, match="cuMemGetInfo_v2: other"):
+        kernels.launch(cuda_launch.wait(1, 2, 3), Stream(1))
 
 
 def test_every_kernel_is_loaded_before_the_first_launch(
