@@ -17,8 +17,8 @@ This page is made by `scripts/bench/papers_page.py` from the results in `scripts
 JSON and a plot.
 
 Papers measure 7B to 70B models on A100 and A10 GPUs. Here a random model of 100 million parameters runs on two CPU
-cores, with an emulated link to its memory. Where a figure says so, one core stands for the GPU and CPU LoRA workers have
-the other; otherwise the model has both, and workers take time from it. Two ratios are kept: the rate of requests
+cores, with an emulated link to its memory. Where a figure says so, one core stands for the GPU and CPU LoRA workers
+have the other; otherwise the model has both, and workers take time from it. Two ratios are kept: the rate of requests
 to the rate that the machine can serve, and the time to load an adapter times the rate. A third is about the same
 without scaling: 16 adapters of rank 64 on q, k and v make a decode iteration about a tenth longer, there (Toppings,
 figure 6) and here (figure 5). So ratios compare, and milliseconds do not. Fleets are simulated where the papers

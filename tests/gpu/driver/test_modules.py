@@ -106,17 +106,17 @@ def test_older_devices_and_drivers_begin_no_launch_early(
 
 
 def test_an_error_of_a_launch_is_the_drivers_if_the_device_has_failed(
-    monkeypatch: pytest.MonkeyPatch, stub: Stub, cuda: Cuda, cache: Path
+    monkeypatch: pytest.MonkeyPatch, world: World, cache: Path
 ) -> None:
     def refuse(*given: object, **named: object) -> None:
         raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
 
     monkeypatch.setitem(sys.modules, "cupy", cupy([]))
     monkeypatch.setattr(Kernel, "__call__", refuse)
-    kernels = CudaKernels(Dtype.BF16, cuda, cache)
+    kernels = CudaKernels(Dtype.BF16, Cuda(world.stub.path), cache)
     with pytest.raises(RuntimeError, match="ILLEGAL_ADDRESS"):
         kernels.launch(cuda_launch.wait(1, 2, 3), Stream(1))
-    stub.fail("cuMemGetInfo_v2", 700)
+    world.stub.fail("cuMemGetInfo_v2", 700)
     with pytest.raises(DriverError, match="cuMemGetInfo_v2: other"):
         kernels.launch(cuda_launch.wait(1, 2, 3), Stream(1))
 
