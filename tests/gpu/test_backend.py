@@ -361,6 +361,7 @@ def lose_device(*given: object) -> None:
 
 async def until_idle(host: Host) -> None:
     """Waits for the last iteration, whose requests have ended before it."""
+    await asyncio.to_thread(host.on_launching_thread, lambda: None)  # the iteration may still be in the queue
     while host.parts.lanes[0].results._free.qsize() < 3:  # noqa: ASYNC110  it has no event
         await asyncio.sleep(0.001)
 
