@@ -352,14 +352,14 @@ class Engine:
                 continue
             active.record_waits(result, others_ms)
             self._observe_choice(active, outcome.done_s)
-            if result.grammar_failure is not None:
-                self._finish(active, "error", error=result.grammar_failure)
-            elif result.is_finite:
-                self._record_row(active, row, result, outcome.done_s)
-            else:
+            if not result.is_finite:
                 self._slots.pool.forget(active.request.blocks)  # no later request may reuse its blocks
                 name = active.request.inputs.adapter or self.base_name
-                self._finish(active, "error", error=NonFiniteLogits(name))
+                self._finish(active, "error", error=result.failure or NonFiniteLogits(name))
+            elif result.failure is not None:
+                self._finish(active, "error", error=result.failure)
+            else:
+                self._record_row(active, row, result, outcome.done_s)
             yield
 
     def _record_row(self, active: ActiveRequest, row: ScheduledRow, result: RowResult, done_s: float) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from caraserve.core.request import TokenLogprob
-from caraserve.errors import GrammarFailed
+from caraserve.errors import CaraServeError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -126,8 +126,8 @@ class RowResult:
     `needs_retry`: nothing was computed, because CPU workers failed, layers did not arrive, or the wait for them was
     cancelled. The row is to be launched again, without CPU workers. `is_finite`: False if a logit of the row, or a
     number of its embedding, is infinite or not a number; the row has no token, no scores and no embedding then.
-    `grammar_failure`: the request's grammar failed; the row's token is undefined then. `embedding`: float32 [hidden],
-    if the row embeds.
+    `failure`: the request's grammar failed, and the row's token is undefined; or its adapter could not be copied, and
+    the row, which is not finite then, has computed nothing. `embedding`: float32 [hidden], if the row embeds.
     """
 
     token_id: int | None
@@ -138,7 +138,7 @@ class RowResult:
     cpu_lora_ms: float = 0.0
     needs_retry: bool = False
     is_finite: bool = True
-    grammar_failure: GrammarFailed | None = None
+    failure: CaraServeError | None = None
     embedding: bytes | None = None
 
 

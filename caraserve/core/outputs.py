@@ -123,7 +123,7 @@ def collect(
                 cost.waited_ms,
                 cost.token_cpu_lora_ms * row.count,
                 is_finite=is_finite,
-                grammar_failure=failure,
+                failure=failure,
                 embedding=embedding,
             )
         )

@@ -7,16 +7,16 @@ adapter. `builder.py` makes the parts.
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 
-from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, StepResult
+from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, RowResult, StepResult
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.core.machine_profile import Profile
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.lora_workers.timing import RoundTrip
-from caraserve.errors import ConfigError
+from caraserve.errors import ConfigError, CopyFailed
 from caraserve.gpu.assist.predictions import measured_predictions
 from caraserve.gpu.driver.late_kernels import LateKernels
 from caraserve.gpu.driver.streams import Lane
@@ -245,7 +245,11 @@ class CudaBackend:
     def _launch(self, batch: Batch, done: Done) -> None:
         try:
             self._parts.slots.apply(batch)  # even if this fails: slots and blocks of other requests come only once
-            self._await_places({row.adapter_slot for row in batch.rows} - {BASE_ADAPTER_SLOT})
+            failures = self._await_places({row.adapter_slot for row in batch.rows} - {BASE_ADAPTER_SLOT})
+            if failures and (batch.is_side_batch or batch.merged is not None):
+                raise next(iter(failures.values()))  # of the adapter of all rows
+            if failures:
+                batch, done = _without(failures, batch, done)
             if batch.is_side_batch:
                 self._parts.assisted.launch(batch, done)
             else:
@@ -254,12 +258,34 @@ class CudaBackend:
             failure = error  # Python deletes an exception's name after its clause
             self._parts.lanes[0].waiter.after_those(lambda: done(failure))
 
-    def _await_places(self, slots: set[int]) -> None:
-        """Waits until the adapters have device memory, which at this point is almost always true."""
-        while not self._parts.images.are_placed(slots):
+    def _await_places(self, slots: set[int]) -> dict[int, Exception]:
+        """Waits until the adapters have device memory, which at this point is almost always true. Returns the failures
+        of those that cannot be copied, by slot."""
+        while not self._parts.images.are_settled(slots):
             self._parts.context.timelines.settle(Lane.COPY)
             self._parts.assisted.await_return(_POLL_S)
             self._parts.poll()
+        return self._parts.images.failures(slots)
+
+
+def _without(failures: Mapping[int, Exception], batch: Batch, done: Done) -> tuple[Batch, Done]:
+    """Returns an iteration and its callback, without the adapters in `failures`: their rows compute the base model, so
+    that the others lose nothing, and fail."""
+
+    lost = [row for row in batch.rows if row.adapter_slot in failures]
+    kept = [row for row in batch.rows if row.adapter_slot not in failures]
+    rows = [replace(row, adapter_slot=BASE_ADAPTER_SLOT) for row in lost] + kept  # in the order of adapter slots
+
+    def with_failures(outcome: StepResult | Exception) -> None:
+        if isinstance(outcome, StepResult):
+            found = {row.slot: result for row, result in zip(rows, outcome.rows, strict=True)}
+            for row in lost:
+                failure = CopyFailed(failures[row.adapter_slot])
+                found[row.slot] = RowResult(None, is_finite=False, failure=failure)
+            outcome = replace(outcome, rows=tuple(found[row.slot] for row in batch.rows))
+        done(outcome)
+
+    return replace(batch, rows=tuple(rows)), with_failures
 
 
 def _whole_images_only() -> AssertionError:

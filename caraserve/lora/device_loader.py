@@ -12,7 +12,7 @@ from typing import Protocol
 
 from caraserve.core.backend import Backend
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
-from caraserve.errors import AdapterRejected, CaraServeError
+from caraserve.errors import AdapterRejected, CaraServeError, CopyFailed
 from caraserve.kv.memory_budget import MemoryBudget
 from caraserve.lora.adapter import Adapter, AdapterTier, CacheCounters
 from caraserve.lora.arrival_estimates import ArrivalEstimates
@@ -145,8 +145,7 @@ class DeviceLoader:
             self._set_back(adapter)
         elif error is not None:
             self._leave(adapter)
-            failure = CaraServeError(f"the adapter could not be copied to the device: {error}")
-            self._owner.not_copied(adapter, adapter.error or failure)
+            self._owner.not_copied(adapter, adapter.error or CopyFailed(error))
         else:
             adapter.move_to(AdapterTier.DEVICE)
             adapter.groups = ()

@@ -5,6 +5,7 @@ import asyncio
 import json
 import random
 import re
+import threading
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,10 +16,11 @@ import triton
 from numpy.typing import NDArray
 
 from caraserve.config import LOADING_MODES, PRELOADED_MODES, LoraConfig
-from caraserve.core.batch import Batch
+from caraserve.core.batch import Batch, StepResult
 from caraserve.engine.active_request import ActiveRequest
 from caraserve.engine.queues import RequestQueues
-from caraserve.errors import ConfigError
+from caraserve.errors import ConfigError, CopyFailed
+from caraserve.gpu.backend import Done
 from caraserve.gpu.driver.api import DriverError, Stream
 from caraserve.gpu.driver.streams import Lane
 from caraserve.gpu.forward import graphs, iteration
@@ -405,6 +407,46 @@ def test_an_adapter_that_cannot_be_placed_fails_its_request_and_is_placed_for_th
             patch.setattr(DeviceImages, "_write_column", fail)
             assert (await submit(engine, prompt, "r8", max_tokens=2)).finish.reason == "error"
         check(subject, [(prompt, "r64")], [await submit(engine, prompt, "r64", max_tokens=4)], 4)
+
+    run_server(subject, use)
+
+
+def test_an_adapter_that_cannot_be_placed_fails_no_request_beside_its_own(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Asked] = [(prompt_of(random.Random(seed), 9), name) for seed, name in enumerate([None, "r64", "mixed"])]
+    write, is_launched = DeviceImages._write_column, threading.Event()
+
+    def fail_for_r8(images: DeviceImages, slot: int, base: int) -> None:
+        if images.bound[slot].adapter.spec.rank == 8:
+            assert is_launched.wait(PATIENCE_S)
+            fail()
+        write(images, slot, base)
+
+    async def use(engine: Engine, host: Host) -> None:
+        launch = host.backend.launch
+        failures: list[object] = []
+
+        def watched(batch: Batch, done: Done) -> None:
+            def observed(outcome: StepResult | Exception) -> None:
+                assert isinstance(outcome, StepResult)
+                failures.extend(row.failure for row in outcome.rows if not row.is_finite)
+                done(outcome)
+
+            launch(batch, observed)
+            if len({row.adapter_slot for row in batch.rows}) == len(asked) + 1:
+                is_launched.set()
+
+        for prompt, name in asked:  # all others are on the device
+            await submit(engine, prompt, name, max_tokens=1)
+        monkeypatch.setattr(DeviceImages, "_write_column", fail_for_r8)
+        monkeypatch.setattr(host.backend, "launch", watched)
+        others = [asyncio.ensure_future(submit(engine, prompt, name, max_tokens=40)) for prompt, name in asked]
+        lost = await submit(engine, prompt_of(random.Random(8), 30), "r8", max_tokens=4)
+        assert isinstance(lost.finish.error, CopyFailed)
+        assert lost.token_ids == []
+        check(subject, asked, await asyncio.gather(*others), 40)
+        assert {type(failure) for failure in failures} == {CopyFailed}
 
     run_server(subject, use)
 

@@ -206,7 +206,7 @@ class AssistedPrefills:
             self._waiting.popleft().done(failure)
 
     def _begin_next(self) -> None:
-        if not self._waiting or not self._images.are_placed([self._waiting[0].batch.rows[0].adapter_slot]):
+        if not self._waiting:
             return
         statuses = worker_statuses(self._workers)
         self._sync_slots.reclaim(statuses)

@@ -183,13 +183,14 @@ class DeviceImages:
         """True if `poll` must be called again soon."""
         return bool(self._waiting or self._loading)
 
-    def are_placed(self, slots: Collection[int]) -> bool:
-        """True if all these adapters have device memory. If not, `poll` until they have. Raises the failure of one
-        that cannot be placed: nothing would ever give it memory, and its layers would never arrive."""
-        for slot in slots:
-            if (failure := self.bound[slot].failure) is not None:
-                raise failure
-        return all(self.bound[slot].is_placed for slot in slots)
+    def are_settled(self, slots: Collection[int]) -> bool:
+        """True if each of these adapters has device memory or cannot be copied. If not, `poll` until they are."""
+        return all(self.bound[slot].is_placed or self.bound[slot].failure is not None for slot in slots)
+
+    def failures(self, slots: Collection[int]) -> dict[int, Exception]:
+        """Returns, by slot, why an adapter cannot be used: its layers, or some of them, will never arrive."""
+        found = {slot: self.bound[slot].failure for slot in slots}
+        return {slot: failure for slot, failure in found.items() if failure is not None}
 
     def arriving(self, slots: Collection[int]) -> list[int]:
         """Returns the slots with layers that may be missing."""
