@@ -63,8 +63,8 @@ class Comparison:
 
 def machines(known: Calibration, instances: int, probes: Sequence[Probe]) -> list[Machine]:
     """Returns the simulated machines of a fleet's instances by their profiles: all adapters are on their devices, and
-    loads take no time. With `probes` the machines take the time of a server, whose event loop shares its core with the
-    model; profiles are measured without one."""
+    loads take no time. With `probes` each machine takes the time of its own server, whose event loop shares its core
+    with the model; profiles are measured without one."""
     like = replace(
         paper_machine("unpadded"), max_running=MAX_RUNNING, max_step_tokens=_STEP_TOKENS, kv_tokens=_KV_TOKENS
     )
@@ -72,18 +72,20 @@ def machines(known: Calibration, instances: int, probes: Sequence[Probe]) -> lis
     if not probes:
         return each
     alpha_ms = fmean(machine.model.alpha_ms for machine in each)
+    return [_as_served(machine, alpha_ms, _of(number, probes)) for number, machine in enumerate(each)]
+
+
+def _as_served(machine: Machine, alpha_ms: float, probes: Sequence[Probe]) -> Machine:
+    """Returns a machine with the times of the server whose requests the probes have: decode times, with `alpha_ms` for
+    each unit of rank, and prefill times in proportion to the profile's. What an idle server's TTFT has beyond the
+    prefill is the time of the request.
+
+    A few decoding requests cost little, because their products with the weights end before the weights are read. In an
+    iteration with prompts they are like further tokens of the prompts, each of which takes its time."""
+    model = machine.model
     gamma_ms, beta_ms = _served_decode(probes, alpha_ms)
     token_ms, first_ms = _served_prefill(probes)
-    scale = token_ms / fmean(_prompt_token_ms(machine.model) for machine in each)
-    return [_as_served(machine, alpha_ms, gamma_ms, beta_ms, scale, first_ms) for machine in each]
-
-
-def _as_served(
-    machine: Machine, alpha_ms: float, gamma_ms: float, beta_ms: float, prefill_scale: float, first_ms: float
-) -> Machine:
-    """Returns a machine with these decode times, and with its prefill times multiplied. `first_ms`: the part of an
-    idle server's TTFT that does not grow with the prompt; what the prefill does not take of it is the request's."""
-    model = machine.model
+    prefill_scale = token_ms / _prompt_token_ms(model)
     served = replace(
         model,
         alpha_ms=alpha_ms,
@@ -93,31 +95,44 @@ def _as_served(
         prefill_token_ms=model.prefill_token_ms * prefill_scale,
         prefill_token_rank_ms=model.prefill_token_rank_ms * prefill_scale,
     )
-    return replace(machine, model=served, request_ms=max(0.0, first_ms - served.prefill_base_ms))
+    request_ms = max(0.0, first_ms - served.prefill_base_ms)
+    return replace(machine, model=served, request_ms=request_ms, beside_prompt_ms=served.prefill_token_ms)
+
+
+def _of(instance: int, probes: Sequence[Probe]) -> list[Probe]:
+    """Returns what one instance served of the probes."""
+    return [Probe(1, tuple(one for one in batch.requests if one.instance == instance)) for batch in probes]
 
 
 def _served_decode(probes: Sequence[Probe], alpha_ms: float) -> tuple[float, float]:
     """Returns `gamma_ms` and `beta_ms` of decoding in a server."""
     times_ms = [
-        fmean(1000 * (one.done_s - one.first_s) / (one.output_tokens - 1) for one in batch.requests)
-        - alpha_ms * sum(map(rank_of, batch.requests)) / batch.instances
-        for batch in probes
+        fmean(1000 * (one.done_s - one.first_s) / (one.output_tokens - 1) for one in batch.requests) for batch in probes
     ]
-    (gamma_ms, beta_ms), _ = fit_times([_sizes(probes), [1.0] * len(probes)], times_ms)
-    return gamma_ms, beta_ms
+    ranks_ms = [alpha_ms * sum(map(rank_of, batch.requests)) for batch in probes]
+    return _fit(_sizes(probes), times_ms, ranks_ms)
 
 
 def _served_prefill(probes: Sequence[Probe]) -> tuple[float, float]:
     """Returns the time of a prompt token in a server, and what TTFT has beyond that on an idle one."""
     times_ms = [fmean(1000 * (one.first_s - one.sent_s) for one in batch.requests) for batch in probes]
     tokens = [size * batch.requests[0].prompt_tokens for size, batch in zip(_sizes(probes), probes, strict=True)]
-    (token_ms, first_ms), _ = fit_times([tokens, [1.0] * len(probes)], times_ms)
-    return token_ms, first_ms
+    return _fit(tokens, times_ms, [0.0] * len(probes))
+
+
+def _fit(sizes: Sequence[float], times_ms: Sequence[float], known_ms: Sequence[float]) -> tuple[float, float]:
+    """Returns the slope and the constant of times over sizes, beside parts that are known. Errors are relative to the
+    time, so that small batches, which are most of a load's, count as much as large ones."""
+    ones = [1.0] * len(times_ms)
+    columns = [[each / ms for each, ms in zip(column, times_ms, strict=True)] for column in (sizes, ones)]
+    rest = [(ms - known) / ms for ms, known in zip(times_ms, known_ms, strict=True)]
+    (slope, constant), _ = fit_times(columns, rest)
+    return slope, constant
 
 
 def _sizes(probes: Sequence[Probe]) -> list[float]:
-    """Returns the requests that each instance had in each of the batches."""
-    return [len(batch.requests) / batch.instances for batch in probes]
+    """Returns the requests of each batch."""
+    return [float(len(batch.requests)) for batch in probes]
 
 
 def _prompt_token_ms(model: PerfModel) -> float:

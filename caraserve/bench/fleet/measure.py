@@ -102,7 +102,7 @@ class FleetRun:
     idle_cores: float  # that all instances together use without requests, for gossip above all
     cores_used: float  # by all instances together during the load, on average
     counters: Mapping[str, float]  # of /metrics by name, summed over instances and labels: what the load added
-    probes: tuple[Probe, ...]  # of these instances just before the load; those of the calibration if they forward
+    probes: tuple[Probe, ...]  # of these instances just before and after the load; of the calibration if they forward
 
 
 def load_spec(rate: float | None, *, seconds: float | None = None, requests: int | None = None) -> WorkloadSpec:
@@ -200,9 +200,9 @@ async def measure_fleet(
             endpoints = await endpoints_of(servers)
             await _warm_up(endpoints, made)
             idle_cores = await _idle_cores(servers)
+            probed = await _probes(endpoints, made) if routing == FIXED else calibration.probes
             for load in loads:
                 await asyncio.sleep(_SETTLE_S)
-                probes = await _probes(endpoints, made) if routing == FIXED else calibration.probes
                 rate = load * calibration.capacity_per_s * instances
                 workload = build(replace(load_spec(rate, seconds=seconds), seed=round(100 * load)))
                 before, before_s = await _counters(servers), sum(server.cpu_s() for server in servers)
@@ -211,6 +211,10 @@ async def measure_fleet(
                 served = tuple(_served(run.records, made.names, instances))
                 added = {name: value - before.get(name, 0.0) for name, value in (await _counters(servers)).items()}
                 cores_used = used_s / run.wall_s
+                probes = probed
+                if routing == FIXED:  # the machine's speed changes by a tenth within minutes
+                    probed = await _probes(endpoints, made)
+                    probes += probed
                 yield FleetRun(instances, routing, load, rate, served, idle_cores, cores_used, added, probes)
 
 

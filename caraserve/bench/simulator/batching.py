@@ -248,6 +248,8 @@ def _next(batches, number, now):
             token_ranks,
             rank_max,
         )
+        if tokens:
+            each_ms += machine.beside_prompt_ms * one.num_decoding
         one.each = max(1, round(each_ms * MS))
         one.stop = now + one.count * one.each
 

@@ -74,7 +74,7 @@ MACHINE = np.dtype(
         ("model", _MODEL),
         ("links", _LINKS),
         *integers(*LIMITS, "device_adapter_bytes", "host_adapter_bytes"),
-        *floats("request_ms"),
+        *floats("request_ms", "beside_prompt_ms"),
     ]
 )
 REQUEST = np.dtype(

@@ -34,6 +34,7 @@ class Machine:
     host_adapter_bytes: int = 512 * 2**30
     rank_bytes: int = _RANK_BYTES
     request_ms: float = 0.0  # from a request's arrival until an iteration can take it, loads apart
+    beside_prompt_ms: float = 0.0  # that a decoding request takes longer in an iteration with prompts than without
     launches_ahead: int = 1  # iterations launched before the current one has ended; new requests join after them
 
 

@@ -103,6 +103,7 @@ def make_batches(
             machine.device_adapter_bytes,
             machine.host_adapter_bytes,
             machine.request_ms,
+            machine.beside_prompt_ms,
         )
         for machine in machines
     ]

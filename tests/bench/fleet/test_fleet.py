@@ -107,29 +107,34 @@ def test_a_simulated_fleet_has_adapters_of_all_ranks() -> None:
 
 
 def probe(size: int, prompt_tokens: int = 16) -> Probe:
-    """Returns requests to an idle server in which a prompt token takes 2 ms and a decode iteration 20 ms and 3 ms for
-    each request. 45 ms of the time to the first token do not depend on the prompt."""
-    first_s, decode_s = 0.045 + 0.002 * prompt_tokens * size, 0.020 + 0.003 * size
-    request = ServedRequest(0, 0, prompt_tokens, 11, 0.0, first_s, first_s + 10 * decode_s)
-    return Probe(1, (request,) * size)
+    """Returns requests to two idle servers. In the first a prompt token takes 2 ms and a decode iteration 20 ms and
+    3 ms for each request, and 45 ms of the time to the first token do not depend on the prompt. The second takes twice
+    as long for everything."""
+    requests = []
+    for instance, times in enumerate((1, 2)):
+        first_s, decode_s = times * (0.045 + 0.002 * prompt_tokens * size), times * (0.020 + 0.003 * size)
+        requests += [ServedRequest(instance, 0, prompt_tokens, 11, 0.0, first_s, first_s + 10 * decode_s)] * size
+    return Probe(2, tuple(requests))
 
 
 PROBES = (*(probe(1, tokens) for tokens in (8, 32, 64)), *map(probe, (2, 4, 8)))
 
 
-def test_with_probes_machines_take_the_time_of_a_server() -> None:
-    probes = PROBES
-    (machine,) = machines(Calibration((profile(),), 10.0, probes), 1, probes)
+def test_with_probes_each_machine_takes_the_time_of_its_server() -> None:
+    machine, other = machines(Calibration((profile(), profile()), 10.0, PROBES), 2, PROBES)
+    assert other.model.beta_ms == pytest.approx(40, abs=0.1)
+    assert other.request_ms == pytest.approx(2 * machine.request_ms, abs=0.1)
     model = machine.model
     assert (model.gamma_ms, model.beta_ms) == pytest.approx((3, 20), abs=0.1)
     assert model.prefill_token_ms == pytest.approx(2, abs=0.01)
     assert model.prefill_base_ms == pytest.approx(20, abs=0.1), "twice the profile's, like the time of a token"
     assert machine.request_ms == pytest.approx(25, abs=0.1), "the rest of 45 ms"
+    assert machine.beside_prompt_ms == model.prefill_token_ms, "beside prompts its token is like one of theirs"
 
 
 def test_a_load_is_simulated_by_the_probes_of_its_own_fleet() -> None:
     found = compare(alone(probes=PROBES), Calibration((profile(), profile()), 10.0, ()))
-    assert found.simulated.ttft_p50_ms == pytest.approx(45 + 2 * 10, abs=1)
+    assert found.simulated.ttft_p50_ms == pytest.approx(1.5 * (45 + 2 * 10), abs=1), "between those of both servers"
     assert found.by_profile.ttft_p50_ms == pytest.approx(20, abs=1)
 
 

@@ -60,6 +60,7 @@ def play(machine: Machine, requests: list[Plain]) -> list[tuple[int, int, int, i
         token_ranks = sum(count * one.rank for one, count in chunks)
         prompt_rank = max((one.rank for one, _ in chunks), default=0)
         each_ms = model.iteration_ms(len(decoding), sum(ranks), max(ranks, default=0), tokens, token_ranks, prompt_rank)
+        each_ms += machine.beside_prompt_ms * len(decoding) * (tokens > 0)
         duration = max(1, round(each_ms * 1_000_000))
         iterations.append((now, duration, len(decoding), tokens))
         end = now + duration

@@ -28,15 +28,17 @@ REQUESTS = st.lists(
     max_size=8,
 )
 MACHINES = st.builds(
-    lambda padded, prompts_ms, running, ahead, kv: replace(
+    lambda padded, prompts_ms, beside_ms, running, ahead, kv: replace(
         MACHINE,
         model=replace(PADDED, padded=padded, prefill_token_rank_max_ms=prompts_ms),
+        beside_prompt_ms=beside_ms,
         max_running=running,
         launches_ahead=ahead,
         kv_tokens=kv,
     ),
     st.booleans(),
     st.sampled_from([0.0, 0.01]),
+    st.sampled_from([0.0, 0.5]),
     st.integers(1, 6),
     st.integers(0, 2),
     st.sampled_from([60, 100, 10_000]),
