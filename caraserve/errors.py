@@ -27,8 +27,8 @@
     ├── Unreachable                503  no instance that can be reached has the adapter's bytes; `retry_after_s`
     ├── InstanceLost               502  the instance that was answering has gone
     ├── DeadlineExceeded           504  the client's deadline has passed
-    ├── CopyFailed                 500  an adapter could not be copied to the device
     └── BackendFailed              500  an iteration failed on the device
+        └── CopyFailed             500  an adapter could not be copied to the device
 
 Each class carries the HTTP status and OpenAI's `type` and `code`. This module imports nothing of the package.
 """
@@ -256,16 +256,14 @@ class DeadlineExceeded(CaraServeError):
     code = "deadline_exceeded"
 
 
-class CopyFailed(CaraServeError):
-    """An adapter could not be copied to the device; requests for other adapters go on."""
-
-    code = "adapter_copy_failed"
-
-    def __init__(self, cause: Exception) -> None:
-        super().__init__(f"the adapter could not be copied to the device: {cause}")
-
-
 class BackendFailed(CaraServeError):
     """An iteration failed on the device; the requests in it are lost, others go on."""
 
     code = "backend_failed"
+
+
+class CopyFailed(BackendFailed):
+    """An adapter could not be copied to the device; requests for other adapters go on."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(f"the adapter could not be copied to the device: {cause}")

@@ -272,8 +272,6 @@ class Engine:
                 self._finish(active, "error", error=BackendFailed(f"the device has failed: {self.failure}"))
         for active in [*self._queues.loading, *self._queues.running]:
             if active.adapter is not None and active.adapter.tier is AdapterTier.FAILED:
-                if active.published:  # a batch under way may read an image evicted by then: its blocks are not reused
-                    self._slots.pool.forget_all()
                 self._finish(active, "error", error=active.adapter.error)
 
     def _admit(self, begins_s: float) -> None:

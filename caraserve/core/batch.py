@@ -127,7 +127,7 @@ class RowResult:
     cancelled. The row is to be launched again, without CPU workers. `is_finite`: False if a logit of the row, or a
     number of its embedding, is infinite or not a number; the row has no token, no scores and no embedding then.
     `failure`: the request's grammar failed, and the row's token is undefined; or its adapter could not be copied, and
-    the row, which is not finite then, has computed nothing. `embedding`: float32 [hidden], if the row embeds.
+    the row, which is not finite then, was not computed. `embedding`: float32 [hidden], if the row embeds.
     """
 
     token_id: int | None

@@ -148,7 +148,8 @@ class SideBatches:
                 if not (self._limits.assisted_batches and active.can_run):
                     requeue(active)
             else:
-                self._slots.publish(active)
+                if outcome.rows[0].is_finite:
+                    self._slots.publish(active)
                 to_record.append((launched, outcome))
         return to_record
 

@@ -7,6 +7,7 @@ adapter. `builder.py` makes the parts.
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from queue import Empty, SimpleQueue
@@ -246,11 +247,14 @@ class CudaBackend:
         try:
             self._parts.slots.apply(batch)  # even if this fails: slots and blocks of other requests come only once
             failures = self._await_places({row.adapter_slot for row in batch.rows} - {BASE_ADAPTER_SLOT})
-            if failures and (batch.is_side_batch or batch.merged is not None):
-                raise next(iter(failures.values()))  # of the adapter of all rows
             if failures:
                 batch, done = _without(failures, batch, done)
-            if batch.is_side_batch:
+            if not batch.rows:
+                self._parts.context.ring.flush()
+                self._parts.context.timelines.mark(Lane.COMPUTE)  # raises DriverError if the device has failed
+                now_s = time.monotonic()
+                self._parts.lanes[0].waiter.after_those(lambda: done(StepResult((), now_s, now_s)))
+            elif batch.is_side_batch:
                 self._parts.assisted.launch(batch, done)
             else:
                 self._parts.iterations.launch(batch, done)
@@ -269,23 +273,23 @@ class CudaBackend:
 
 
 def _without(failures: Mapping[int, Exception], batch: Batch, done: Done) -> tuple[Batch, Done]:
-    """Returns an iteration and its callback, without the adapters in `failures`: their rows compute the base model, so
-    that the others lose nothing, and fail."""
-
-    lost = [row for row in batch.rows if row.adapter_slot in failures]
-    kept = [row for row in batch.rows if row.adapter_slot not in failures]
-    rows = [replace(row, adapter_slot=BASE_ADAPTER_SLOT) for row in lost] + kept  # in the order of adapter slots
+    """Returns a batch without the rows of the adapters in `failures`, and a callback that adds these rows' failures to
+    its result."""
+    kept = tuple(row for row in batch.rows if row.adapter_slot not in failures)
 
     def with_failures(outcome: StepResult | Exception) -> None:
         if isinstance(outcome, StepResult):
-            found = {row.slot: result for row, result in zip(rows, outcome.rows, strict=True)}
-            for row in lost:
-                failure = CopyFailed(failures[row.adapter_slot])
-                found[row.slot] = RowResult(None, is_finite=False, failure=failure)
-            outcome = replace(outcome, rows=tuple(found[row.slot] for row in batch.rows))
+            computed = iter(outcome.rows)
+            rows = [
+                RowResult(None, is_finite=False, failure=CopyFailed(failure))
+                if (failure := failures.get(row.adapter_slot)) is not None
+                else next(computed)
+                for row in batch.rows
+            ]
+            outcome = replace(outcome, rows=tuple(rows))
         done(outcome)
 
-    return replace(batch, rows=tuple(rows)), with_failures
+    return replace(batch, rows=kept, is_side_batch=batch.is_side_batch and bool(kept)), with_failures
 
 
 def _whole_images_only() -> AssertionError:

@@ -144,6 +144,8 @@ class DeviceLoader:
         if adapter.is_leaving and adapter.error is None:
             self._set_back(adapter)
         elif error is not None:
+            if adapter.error is None:  # iterations named it: blocks that they were to fill are published already
+                self._memory.pool.forget_all()
             self._leave(adapter)
             self._owner.not_copied(adapter, adapter.error or CopyFailed(error))
         else:

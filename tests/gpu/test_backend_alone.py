@@ -12,10 +12,12 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from caraserve.core.batch import Batch, BlockGrant, ScheduledRow, SlotSampling, SlotStart, StepResult
+from caraserve.core.batch import Batch, BlockGrant, DeviceLost, ScheduledRow, SlotSampling, SlotStart, StepResult
 from caraserve.core.lora_layout import HostAdapter
+from caraserve.errors import CopyFailed
 from caraserve.gpu.driver.api import DriverError
 from caraserve.gpu.driver.streams import Lane
+from caraserve.gpu.memory.adapters import DeviceImages
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS
 from caraserve.kv.memory_budget import MemoryBudget
 from tests.gpu.host_backend import KV_BLOCK_BYTES, PATIENCE_S, Host, alone, host_tier
@@ -290,6 +292,79 @@ def test_a_failing_device_ends_every_batch_and_load_with_an_error(subject: Subje
         host.on_launching_thread(lambda: None)
         assert not host.parts.is_busy
         assert not host.parts.images.bound
+
+
+def fail_for(slot: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes loads to an adapter slot fail once they have memory."""
+    write = DeviceImages._write_column
+
+    def write_or_fail(images: DeviceImages, written: int, base: int) -> None:
+        if written == slot:
+            raise RuntimeError("not this time")
+        write(images, written, base)
+
+    monkeypatch.setattr(DeviceImages, "_write_column", write_or_fail)
+
+
+def test_a_load_that_fails_leaves_its_memory_to_the_next_of_its_batch(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch waits for the second load, and is before `unload_adapter` of the first in the thread's queue."""
+    model, adapters, oracle = subject
+    results: SimpleQueue[Outcome] = SimpleQueue()
+    with alone(model) as host:
+        tier, pool = host_tier(host, adapters, model), host.parts.images.pool
+        room = max(pool.takes(tier[name].spec.num_bytes) for name in ("r8", "big"))
+        host.backend.resize_kv((pool.num_bytes - room) // KV_BLOCK_BYTES, lambda error: None)
+        fail_for(1, monkeypatch)
+        for slot, name in ((1, "r8"), (2, "big")):
+            host.backend.load_adapter(tier[name], slot, lambda failure: None)
+        first, second = (prompt_plan(slot, base_prompt(slot), [slot], adapter=slot) for slot in (1, 2))
+        both = Batch(first.starts + second.starts, first.grants + second.grants, first.rows + second.rows)
+        host.backend.launch(both, results.put)
+        outcome = results.get(timeout=PATIENCE_S)
+        assert isinstance(outcome, StepResult)
+        lost, computed = outcome.rows
+        assert isinstance(lost.failure, CopyFailed)
+        assert not lost.is_finite
+        assert computed.token_id is not None
+        oracle.check_greedy(base_prompt(2), "big", [computed.token_id])
+
+
+@pytest.mark.parametrize("is_side_batch", [False, True])
+def test_a_batch_of_one_adapter_that_cannot_be_placed_has_rows_that_failed(
+    subject: Subject, is_side_batch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, adapters, oracle = subject
+    results: SimpleQueue[Outcome] = SimpleQueue()
+    with alone(model, lora_cpus=(min(os.sched_getaffinity(0)),)) as host:
+        image = host_tier(host, {"r8": adapters["r8"]}, model)["r8"]
+        with monkeypatch.context() as patch:
+            fail_for(1, patch)
+            host.backend.load_adapter(image, 1, lambda failure: None)
+            host.backend.launch(prompt_plan(0, [7], [0], adapter=1, is_side_batch=is_side_batch), results.put)
+            outcome = results.get(timeout=PATIENCE_S)
+        assert isinstance(outcome, StepResult)
+        (row,) = outcome.rows
+        assert (type(row.failure), row.is_finite) == (CopyFailed, False)
+        host.backend.launch(base_plan(1), results.put)
+        check_base(oracle, 1, results.get(timeout=PATIENCE_S))
+
+
+def test_no_batch_runs_after_adapters_could_not_be_moved(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, adapters, _ = subject
+    ended: SimpleQueue[Outcome | None] = SimpleQueue()
+    with alone(model) as host:
+        image = host_tier(host, {"r8": adapters["r8"]}, model)["r8"]
+
+        def fail(*given: object) -> None:
+            raise RuntimeError("moved half of it")
+
+        monkeypatch.setattr("caraserve.gpu.memory.adapters.issue_moves", fail)
+        host.backend.load_adapter(image, 1, ended.put)
+        assert isinstance(ended.get(timeout=PATIENCE_S), RuntimeError)
+        host.backend.launch(base_plan(0), ended.put)
+        assert isinstance(ended.get(timeout=PATIENCE_S), DeviceLost)
 
 
 def test_a_slot_may_be_bound_to_another_adapter_between_equal_batches(subject: Subject) -> None:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from caraserve.core.batch import BASE_ADAPTER_SLOT
+from caraserve.core.batch import BASE_ADAPTER_SLOT, DeviceLost
 from caraserve.core.lora_layout import GROUPS, MAX_RANK, RANK_STEP, AdapterSpec, HostAdapter
 from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, at, latest
@@ -25,7 +25,7 @@ from caraserve.gpu.memory import padding
 from caraserve.gpu.memory.adapter_tables import GROUP_SITES, AdapterTables, column
 from caraserve.gpu.memory.copier import CopyRequest, DeviceContext
 from caraserve.gpu.memory.link_queue import LayerGroup, layer_groups
-from caraserve.gpu.memory.pool import DevicePool, Move
+from caraserve.gpu.memory.pool import DevicePool, Grant, Move
 from caraserve.model.spec import SITES, ModelSpec
 from caraserve.util.units import align_up
 
@@ -104,6 +104,7 @@ class DeviceImages:
         self.bindings = 0  # changes with every binding of a slot
         self._waiting: deque[_Attempt] = deque()  # found no contiguous memory, in order
         self._loading: dict[int, Loaded] = {}  # callbacks, by slot
+        self._lost: DeviceLost | None = None
 
     # --- called by the adapter manager ---
 
@@ -120,6 +121,9 @@ class DeviceImages:
                 return self._place(slot, layer_groups(adapter.spec.layer_ends, group_ends, first_layer))
             except Exception as error:
                 self._fail_load(slot, error)
+                if (bound := self.bound[slot]).is_placed:  # or loads queued before `unload` would wait for its bytes
+                    bound.is_placed = False
+                    self.pool.release(slot, bound.used)
                 return True
 
         self._retry_until_placed(_Attempt(place, lambda failure: self._fail_load(slot, failure)))
@@ -147,7 +151,7 @@ class DeviceImages:
                 grant = self.pool.resize_kv(blocks, until=until, moved=self._timelines.next(Lane.COMPUTE))
                 if grant is None:
                     return False
-                issue_moves(self._driver, self._timelines, self.memory.data_ptr(), grant, self._relocate)
+                self._move(grant)
                 self._timelines.wait(Lane.COMPUTE, grant.after)
             except Exception as error:  # requests that wait for these blocks must end
                 log.exception("the KV cache cannot be resized to %d blocks", blocks)
@@ -170,8 +174,9 @@ class DeviceImages:
         while self._waiting and self._waiting[0].succeeds():
             self._waiting.popleft()
 
-    def fail(self, failure: Exception) -> None:
+    def fail(self, failure: DeviceLost) -> None:
         """Fails all loads, and resizes that wait for memory; called when the device has failed."""
+        self._lost = failure
         waiting, self._waiting = self._waiting, deque()
         for attempt in waiting:
             attempt.fail(failure)
@@ -188,7 +193,10 @@ class DeviceImages:
         return all(self.bound[slot].is_placed or self.bound[slot].failure is not None for slot in slots)
 
     def failures(self, slots: Collection[int]) -> dict[int, Exception]:
-        """Returns, by slot, why an adapter cannot be used: its layers, or some of them, will never arrive."""
+        """Returns, by slot, why an adapter cannot be used: its layers, or some of them, will never arrive. Raises
+        DeviceLost when no batch can be launched any more."""
+        if self._lost is not None:
+            raise self._lost
         found = {slot: self.bound[slot].failure for slot in slots}
         return {slot: failure for slot, failure in found.items() if failure is not None}
 
@@ -254,7 +262,7 @@ class DeviceImages:
             return False
         bound.is_placed = True
         base = self.memory.data_ptr()
-        issue_moves(self._driver, self._timelines, base, grant, self._relocate)
+        self._move(grant)
         self._write_column(slot, base + grant.start)
 
         def arrived() -> None:
@@ -276,6 +284,15 @@ class DeviceImages:
         )
         bound.generation = self._copier.load(image, arrived)
         return True
+
+    def _move(self, grant: Grant) -> None:
+        """Moves other adapters out of the way. If that fails, no batch can be launched any more: they are at other
+        places than the tables say."""
+        try:
+            issue_moves(self._driver, self._timelines, self.memory.data_ptr(), grant, self._relocate)
+        except Exception as error:
+            self._lost = DeviceLost(f"adapters could not be moved: {error}")
+            raise
 
     def _rows(self, bound: BoundAdapter, group: LayerGroup) -> list[padding.RowCopy]:
         layers = range(group.first_layer, group.end_layer)
