@@ -24,11 +24,12 @@ from caraserve.engine.active_request import ActiveRequest, TokenStream
 from caraserve.engine.batch_launcher import BatchLauncher, LaunchedBatch
 from caraserve.engine.batch_timeline import BatchTimeline
 from caraserve.engine.executor import Executor, Iteration
+from caraserve.engine.iteration_times import IterationTime, IterationTimes, IterationWork
 from caraserve.engine.merge_policy import MergePolicy
 from caraserve.engine.queues import RequestQueues
 from caraserve.engine.request_slots import RequestSlots
 from caraserve.engine.side_batches import SideBatches
-from caraserve.engine.stats import EngineLoad, IterationObserver, IterationTime, rank_of, snapshot_of
+from caraserve.engine.stats import EngineLoad, IterationObserver, rank_of, snapshot_of
 from caraserve.errors import (
     BackendFailed,
     CaraServeError,
@@ -92,8 +93,7 @@ class Engine:
         self._unfinished = 0
         self._tokens_per_s = 0.0
         self._predicted_s = (0.0, 0.0)  # when to predict the wait in the queue again, and the last prediction
-        self._decode_s = 0.0  # duration of an iteration without prefill, moving average
-        self._newest_s = 0.0  # when the iteration launched last was expected to begin
+        self._times = IterationTimes(iteration_ms)
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         limits, manager = backend.limits, catalog.manager
@@ -164,7 +164,7 @@ class Engine:
         active = self._make_active(inputs, adapter)
         self._queues.waiting.push(inputs.tenant, active)
         # Loads start without waiting for the iteration under way.
-        self._queues.admit(max(self._now(), self._newest_s + self._decode_s), self._decode_s)
+        self._queues.admit(self._times.next_begin_s(self._now()), self._times.decode_s)
         self._wake.set()
         return active
 
@@ -213,7 +213,7 @@ class Engine:
     def predicted_answer_s(self) -> float:
         """Predicts the time of one more answer, from its first token to its last."""
         batch = len(self._queues.running) + 1
-        decode_s = self._decode_s
+        decode_s = self._times.decode_s
         if self._iteration_ms is not None:
             ranks = [rank_of(active.adapter, self.catalog) for active in self._queues.running]
             decode_s = self._iteration_ms(batch, sum(ranks), max(ranks, default=0), 0, 0, 0) / 1000
@@ -243,12 +243,10 @@ class Engine:
         while True:
             self._wake.clear()
             await self._expire()
-            begins_s = self._next_begins_s(pending)
+            begins_s = self._times.next_begin_s(self._now())
             self._admit(begins_s)
             iteration = self._schedule(begins_s)
-            launched = self._execute(iteration, begins_s)
-            if launched is not None:
-                self._newest_s = launched.begins_s
+            launched = self._execute(iteration)
             if pending is not None:
                 await self._process_output(pending)  # may free slots for the next turn
             elif launched is None:
@@ -276,8 +274,8 @@ class Engine:
 
     def _admit(self, begins_s: float) -> None:
         """Moves requests from waiting to loading, and from loading to running, as far as slots and memory allow."""
-        self._queues.admit(begins_s, self._decode_s)
-        self._queues.start(begins_s, self._decode_s)
+        self._queues.admit(begins_s, self._times.decode_s)
+        self._queues.start(begins_s, self._times.decode_s)
 
     def _schedule(self, begins_s: float) -> Iteration | None:
         """Chooses what the next iteration computes. None: a load stops all iterations (`exclusive_loads`)."""
@@ -285,9 +283,13 @@ class Engine:
             return None
         return self._executor.schedule(begins_s)
 
-    def _execute(self, iteration: Iteration | None, begins_s: float) -> LaunchedBatch | None:
+    def _execute(self, iteration: Iteration | None) -> LaunchedBatch | None:
         """Launches an iteration and side batches. None: no iteration was launched."""
-        return None if iteration is None else self._executor.execute(iteration, begins_s)
+        launched = None if iteration is None else self._executor.execute(iteration)
+        if launched is not None:
+            work = IterationWork.of(launched.rows, lambda active: rank_of(active.adapter, self.catalog))
+            self._times.launch(work, self._now())
+        return launched
 
     async def _process_output(self, launched: LaunchedBatch) -> None:
         """Waits for an iteration and passes its results to the requests. Side batches that end before it are processed
@@ -295,11 +297,13 @@ class Engine:
         while (outcome := await self._executor.result_of(launched)) is None:
             self._process_side_batches()
         if isinstance(outcome, Exception):
+            self._times.end(self._now(), None)
             self._fail_iteration(launched, outcome)
             return
         duration_s = outcome.done_s - outcome.started_s
-        if launched.num_tokens == len(launched.rows):
-            self._decode_s += 0.2 * (duration_s - self._decode_s)
+        is_typical = not any(row.waited_ms or row.cpu_layers for row in outcome.rows)
+        error_s = self._times.end(outcome.done_s, outcome.started_s, is_typical=is_typical)
+        self._metrics.observe_begin(error_s)
         self._tokens_per_s += 0.1 * (launched.num_tokens / max(duration_s, 1e-6) - self._tokens_per_s)
         for observe in self._observers:
             observe(launched.rows, 1000 * duration_s)
@@ -319,11 +323,6 @@ class Engine:
                 for _ in self._record_results(launched, outcome, took_ms):
                     pass
         self._update_idle()
-
-    def _next_begins_s(self, pending: LaunchedBatch | None) -> float:
-        """Returns when an iteration launched now will begin: not before the one under way is expected to end."""
-        now_s = self._now()
-        return now_s if pending is None else max(now_s, pending.begins_s + self._decode_s)
 
     async def _sleep(self, interrupted: list[ActiveRequest]) -> None:
         """Waits until a request, an adapter or a side batch has changed, or a request may start whose adapter is being

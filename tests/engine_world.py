@@ -14,6 +14,7 @@ from caraserve.core.lora_layout import aligned_bytes
 from caraserve.core.request import Finish, GenerateRequest, SamplingParams, TokenDelta
 from caraserve.cpu.shared_memory import Arena
 from caraserve.engine.active_request import TokenStream
+from caraserve.engine.iteration_times import IterationTime
 from caraserve.engine.merge_policy import MergePolicy
 from caraserve.kv.memory_budget import MemoryBudget
 from caraserve.loop import Engine
@@ -37,6 +38,7 @@ class _Metrics:
         self.preemptions = self.first_tokens = 0
         self.choices: list[tuple[str, float, float]] = []
         self.iterations_ms: list[float] = []
+        self.begin_errors_s: list[float] = []
 
     def observe_choice(self, choice: str, predicted_ms: float, observed_ms: float) -> None:
         self.choices.append((choice, predicted_ms, observed_ms))
@@ -46,6 +48,9 @@ class _Metrics:
 
     def observe_iteration(self, num_tokens: int, ms: float) -> None:
         self.iterations_ms.append(ms)
+
+    def observe_begin(self, error_s: float) -> None:
+        self.begin_errors_s.append(error_s)
 
     def observe_first_token(self, seconds: float) -> None:
         self.first_tokens += 1
@@ -223,10 +228,11 @@ async def world(
     assisted_batches: int = 0,
     streamed_batches: int = 0,
     clock_step_s: float = 0.0,
+    iteration_ms: IterationTime | None = None,
 ) -> AsyncIterator[World]:
     """Builds a world. `spare_bytes`: memory beyond `blocks` blocks and the largest adapter, where they share it.
     `streamed_batches`: if above 0, adapters have several layers, which are downloaded one by one. `clock_step_s`: time
-    that passes with each reading of the engine's clock."""
+    that passes with each reading of the engine's clock. `iteration_ms`: the engine's performance model."""
     limits = Limits(
         num_blocks=blocks,
         block_tokens=BLOCK_TOKENS,
@@ -273,6 +279,7 @@ async def world(
         metrics=metrics,
         exclusive_loads=exclusive,
         merging=MergePolicy(slots, credits_each=2.0) if mode == "merged" else None,  # so few credits are soon used up
+        iteration_ms=iteration_ms,
         now=now,
     )
     running = asyncio.create_task(engine.run())

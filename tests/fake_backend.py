@@ -105,6 +105,7 @@ class FakeBackend:
     kv_claimed: int = 0  # those that room is being made for included
     images: dict[int, HostAdapter] = field(default_factory=dict)  # by slot, as passed to `load_adapter`
     now_s: float = 0.0
+    takes_s: Callable[[Batch], float] = lambda _: 1.0  # an iteration's time
     outcomes: Counter[str] = field(default_factory=Counter)  # of side batches
     _bound_streams: dict[int, Streamed] = field(default_factory=dict)  # by adapter slot
     _under_way: list[Batch] = field(default_factory=list)  # side batches, begun or not
@@ -178,11 +179,13 @@ class FakeBackend:
         for position in range(row.start, row.start + row.count):
             self._entries[self._place(row.slot, position)] = -position
         aside.done(
-            self._result(RowResult(None, needs_retry=True)) if outcome == "void" else RuntimeError("the lane failed")
+            self._result(self.now_s - 1.0, RowResult(None, needs_retry=True))
+            if outcome == "void"
+            else RuntimeError("the lane failed")
         )
 
-    def _result(self, *rows: RowResult) -> StepResult:
-        return StepResult(rows, self.now_s - 1.0, self.now_s)
+    def _result(self, began_s: float, *rows: RowResult) -> StepResult:
+        return StepResult(rows, began_s, self.now_s)
 
     def resize_kv(self, blocks: int, done: Callable[[Exception | None], None]) -> None:
         if self.limits.shared is None or self.kv_claimed != self.kv_blocks:
@@ -331,8 +334,9 @@ class FakeBackend:
                     self._history[row.slot] = [*self._history[row.slot][: row.start + row.count], 0]
             return RuntimeError("the device failed")
         self._check_merged(plan)
-        self.now_s += 1.0
-        return self._result(*map(self._run_row, plan.rows))
+        began_s = self.now_s
+        self.now_s += self.takes_s(plan)
+        return self._result(began_s, *map(self._run_row, plan.rows))
 
     def _check_merged(self, plan: Batch) -> None:
         """Checks that merged weights are used only for rows of one adapter, which has arrived."""

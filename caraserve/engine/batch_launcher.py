@@ -19,7 +19,6 @@ class LaunchedBatch:
     rows: tuple[tuple[ActiveRequest, ScheduledRow], ...]
     result: "asyncio.Future[StepResult | Exception]"
     num_tokens: int
-    begins_s: float  # expected
 
 
 class BatchLauncher:
@@ -32,15 +31,13 @@ class BatchLauncher:
     def launch(
         self,
         entries: Sequence[tuple[ActiveRequest, Scheduled]],
-        begins_s: float,
         *,
         merged: int | None = None,
         is_side_batch: bool = False,
     ) -> LaunchedBatch:
         """Launches a batch of scheduled rows, and counts their tokens as computed. The batch also announces to the
         device all slots and blocks that requests got since the last launch. CPU workers may help the rows of requests
-        with `assist`: in side batches only, where the device has assisted ones. `begins_s`: when it is expected to
-        begin."""
+        with `assist`: in side batches only, where the device has assisted ones."""
         starts, reused = self._slots.take_new()
         scheduled = [entry for _, entry in entries]
         may_assist = is_side_batch or not self._backend.limits.assisted_batches
@@ -60,7 +57,7 @@ class BatchLauncher:
 
         self._backend.launch(batch, done)
         requests = [active for active, _ in entries]
-        return LaunchedBatch(tuple(zip(requests, rows, strict=True)), result, batch.num_tokens, begins_s)
+        return LaunchedBatch(tuple(zip(requests, rows, strict=True)), result, batch.num_tokens)
 
 
 def _row(active: ActiveRequest, row: ScheduledRow, *, may_assist: bool) -> ScheduledRow:

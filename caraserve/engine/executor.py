@@ -73,18 +73,18 @@ class Executor:
         served = [able[index] for index in choice.serve]
         return [*served, *(active for active in running if active not in served)], len(served), choice.merged
 
-    def execute(self, iteration: Iteration, begins_s: float) -> LaunchedBatch | None:
+    def execute(self, iteration: Iteration) -> LaunchedBatch | None:
         """Launches side batches and the iteration, asks for more KV blocks if some are lacking, and recalls streamed
         prefills whose blocks other requests need. Returns None if the iteration has no rows.
 
         Side batches are launched first, with the blocks that the iteration leaves: they begin after all iterations
         launched before them, so they would otherwise wait for this one too."""
-        lacking = self._side_batches.launch_pending(self._queues.running, self._queues.requeue, begins_s)
+        lacking = self._side_batches.launch_pending(self._queues.running, self._queues.requeue)
         self._queues.grow_kv(iteration.lacking_blocks + lacking)
         self._side_batches.recall(all_requests=iteration.is_short or self._queues.is_short)
         if not iteration.entries:
             return None
-        launched = self._launcher.launch(iteration.entries, begins_s, merged=iteration.merged)
+        launched = self._launcher.launch(iteration.entries, merged=iteration.merged)
         for active, _ in iteration.entries:
             self._slots.publish(active)
         return launched

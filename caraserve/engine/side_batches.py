@@ -81,7 +81,7 @@ class SideBatches:
 
     # --- launching ---
 
-    def launch_pending(self, running: Sequence[ActiveRequest], requeue: Requeue, begins_s: float) -> int:
+    def launch_pending(self, running: Sequence[ActiveRequest], requeue: Requeue) -> int:
         """Launches a side batch for each running request that needs one and has the blocks. Returns how many blocks
         the others lack, as far as the pool can grow by them."""
         lacking = 0
@@ -92,18 +92,18 @@ class SideBatches:
             if active.can_run or active.is_streamed:
                 entry = plan_side_batch(active.request, active.adapter_slot, self._slots.pool, self._limits)
             if isinstance(entry, Scheduled):
-                self._launch(active, entry, begins_s)
+                self._launch(active, entry)
             elif not active.can_run:
                 requeue(active)  # or it would keep its blocks for as long as the download takes
             elif lacking + entry <= self._slots.growable():
                 lacking += entry
         return lacking
 
-    def _launch(self, active: ActiveRequest, entry: Scheduled, begins_s: float) -> None:
+    def _launch(self, active: ActiveRequest, entry: Scheduled) -> None:
         assert active.adapter is not None
         active.in_side_batch = True
         self._manager.pin_image(active.adapter)
-        launched = self._launcher.launch([(active, entry)], begins_s, is_side_batch=True)
+        launched = self._launcher.launch([(active, entry)], is_side_batch=True)
         launched.result.add_done_callback(lambda _: self._wake())
         self._under_way.append(launched)
 

@@ -8,6 +8,7 @@ from typing import TypeAlias
 from caraserve.core.backend import Limits
 from caraserve.core.batch import ScheduledRow
 from caraserve.engine.active_request import ActiveRequest
+from caraserve.engine.iteration_times import IterationTime
 from caraserve.engine.queues import RequestQueues
 from caraserve.lora.adapter import Adapter
 from caraserve.lora.catalog import AdapterObserver, Catalog
@@ -16,9 +17,6 @@ from caraserve.lora.replicated_settings import SettingObserver
 from caraserve.lora.uploads import RemovalObserver
 from caraserve.telemetry.metrics import MAX_HOST_SERIES, EngineSnapshot
 
-# Predicts an iteration's ms from its requests that decode, their ranks' sum and largest, and from the tokens of
-# prompts, Σ tokens · rank of them, and their largest rank.
-IterationTime: TypeAlias = Callable[[int, int, int, int, int, int], float]
 IterationObserver: TypeAlias = Callable[[Sequence[tuple[ActiveRequest, ScheduledRow]], float], None]  # rows, ms
 
 

@@ -3,6 +3,7 @@
 Call points, all on the event loop's thread and all within 2 µs, so the engine may call them for each token:
 
     observe_iteration     after each iteration, with the tokens it computed
+    observe_begin         after each iteration, with the error of its predicted begin
     observe_first_token   when a request's first token is there, with the time since its arrival
     observe_token_gap     for each later token, with the time since the one before
     observe_finish        once for each request that ends, however it ends
@@ -42,6 +43,7 @@ _SHORT_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
     *(1, 2.5, 5, 10, 20, 40, 80),
 )
+_ERRORS_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 _LONG_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}  # ours → vLLM's
 
@@ -110,6 +112,11 @@ _FAMILIES = (
         "Time from the request for an adapter to its arrival on the device.",
     ),
     ("caraserve:iteration_seconds", "histogram", "Time of an iteration on the device."),
+    (
+        "caraserve:iteration_begin_error_seconds",
+        "histogram",
+        "Time between the predicted and the real begin of an iteration.",
+    ),
     ("caraserve:adapter_stall_seconds", "histogram", "Time in which a request's iterations waited for its weights."),
     (
         "caraserve:adapter_interruption_seconds",
@@ -140,6 +147,7 @@ _HISTOGRAMS: dict[str, Sequence[float]] = {
     "vllm:request_params_max_tokens": _TOKENS,
     "vllm:request_max_num_generation_tokens": _TOKENS,
     "caraserve:iteration_seconds": _SHORT_S,
+    "caraserve:iteration_begin_error_seconds": _ERRORS_S,
     "caraserve:adapter_stall_seconds": _SHORT_S,
     "caraserve:adapter_interruption_seconds": _SHORT_S,
     "caraserve:request_cpu_lora_seconds": _SHORT_S,
@@ -212,6 +220,7 @@ class Metrics:
         self._histograms["vllm:time_per_output_token_seconds"] = self._token_gap_s
         self._iteration_tokens = self._histograms["vllm:iteration_tokens_total"]
         self._iteration_s = self._histograms["caraserve:iteration_seconds"]
+        self._begin_errors_s = self._histograms["caraserve:iteration_begin_error_seconds"]
         self._waits_s = Histogram(_LONG_S)  # of requests for their adapters
         self._load_s = Histogram(_SHORT_S)
         self._cpu_layers = 0
@@ -227,6 +236,10 @@ class Metrics:
         self.computed_tokens += num_tokens
         self._iteration_tokens.observe(num_tokens)
         self._iteration_s.observe(ms / 1000)
+
+    def observe_begin(self, error_s: float) -> None:
+        """Counts the error of an iteration's predicted begin. `error_s`: real minus predicted."""
+        self._begin_errors_s.observe(abs(error_s))
 
     def observe_first_token(self, seconds: float) -> None:
         self._first_token_s.observe(seconds)

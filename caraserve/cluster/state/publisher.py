@@ -19,6 +19,7 @@ from caraserve.cluster.state.advertised import AdvertisedTiers, backlog_of, load
 from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter, ServingStatus
 from caraserve.core.batch import ScheduledRow
 from caraserve.engine.active_request import ActiveRequest
+from caraserve.engine.iteration_times import IterationWork
 from caraserve.engine.stats import rank_of
 from caraserve.errors import CaraServeError
 from caraserve.loop import Engine
@@ -151,18 +152,15 @@ class Publisher:
         drift = self._drift
         if drift is None:
             return
-        ranks = [rank_of(opened.adapter, self._engine.catalog) for opened, _ in rows]
-        decodes = [row.start >= opened.request.prompt_tokens for opened, row in rows]
-        if all(decodes):
-            sums = (len(rows), sum(ranks), max(ranks, default=0))
-            self._count("decode", drift.model.decode_ms(*sums), ms)
-            refitted = drift.observe_decode(*sums, ms)
-        elif not any(decodes):
-            tokens = sum(row.count for _, row in rows)
-            token_ranks = sum(row.count * rank for (_, row), rank in zip(rows, ranks, strict=True))
-            sums = (tokens, token_ranks, max(ranks, default=0))
-            self._count("prefill", drift.model.prefill_ms(*sums), ms)
-            refitted = drift.observe_prefill(*sums, ms)
+        work = IterationWork.of(rows, lambda active: rank_of(active.adapter, self._engine.catalog))
+        if work.tokens == 0:
+            decode = work.requests, work.rank_sum, work.rank_max
+            self._count("decode", drift.model.decode_ms(*decode), ms)
+            refitted = drift.observe_decode(*decode, ms)
+        elif work.requests == 0:
+            prefill = work.tokens, work.token_ranks, work.prompt_rank_max
+            self._count("prefill", drift.model.prefill_ms(*prefill), ms)
+            refitted = drift.observe_prefill(*prefill, ms)
         else:
             return
         if refitted:
