@@ -2,7 +2,9 @@
 
 import os
 import platform
+import subprocess
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -88,7 +90,7 @@ _COMPUTING = ("numpy", "numba", "torch", "cupy-cuda12x", "triton")
 
 
 def machine() -> dict[str, str | int]:
-    """Returns the CPU model, the number of cores that this process may use, and the system."""
+    """Returns the CPU model, the number of cores that this process may use, the system, and today's date (UTC)."""
     names = [
         line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     ]
@@ -96,15 +98,29 @@ def machine() -> dict[str, str | int]:
         "cpu": names[0] if names else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "system": platform.platform(),
+        "date": datetime.now(UTC).date().isoformat(),
     }
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python, this package and the installed numerical packages."""
-    found = {"caraserve": caraserve.__version__, "python": platform.python_version()}
+    """Returns the versions of Python, this package and the installed numerical packages, and the commit of a package
+    that runs from its repository."""
+    found = {"caraserve": caraserve.__version__, "python": platform.python_version(), **_commit()}
     for package in _COMPUTING:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
     return found
+
+
+def _commit() -> dict[str, str]:
+    root = Path(caraserve.__file__).parents[1]
+    if not (root / ".git").exists():
+        return {}
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        found = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return {"commit": found.stdout.strip()}

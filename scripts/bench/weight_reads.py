@@ -22,7 +22,7 @@ from statistics import median
 import torch
 
 from caraserve.bench.gpu.backends import shape_spec
-from caraserve.bench.records import machine
+from caraserve.bench.records import machine, versions
 from caraserve.bench.servers import drop_cached
 from caraserve.bench.synthetic import SHAPES, WEIGHTS_NAME, write_repeating_weights
 from caraserve.cpu.weights import huge_pages
@@ -52,7 +52,7 @@ def main() -> None:
         model = Path(folder) / "model"
         write_repeating_weights(model, spec, "bfloat16")
         found = {state: _measure(spec, model, args.rounds, state) for state in ("page cache", "disk")}
-    print(json.dumps({"machine": machine(), "gb_per_s": found}))
+    print(json.dumps({"machine": machine(), "versions": versions(), "gb_per_s": found}))
 
 
 def _measure(spec: ModelSpec, folder: Path, rounds: int, state: str) -> dict[str, float]:

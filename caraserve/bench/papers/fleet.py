@@ -45,10 +45,9 @@ def routing_policies(figure: Mapping[str, str], options: PaperOptions) -> Figure
     for preset in figure["presets"].split(","):
         for kernel, central in _ASSUMPTIONS:
             runs, bare = [], []
-            for seed in range(options.seed, options.seed + options.repeats):
-                setting = Setting((), "auto", inf, scheduler="central" if central else "gossip", seed=seed)
-                seeded = replace(options, seed=seed)
-                (found,) = simulated(preset, routings, paper_machine(kernel), setting, seeded)
+            for one in seeded(options):
+                setting = Setting((), "auto", inf, scheduler="central" if central else "gossip", seed=one.seed)
+                (found,) = simulated(preset, routings, paper_machine(kernel), setting, one)
                 notes |= dict.fromkeys(found.notes)
                 runs.append([policy.at_size for policy in found.policies])
                 bare.append(100 * found.base.attainment)
@@ -56,34 +55,48 @@ def routing_policies(figure: Mapping[str, str], options: PaperOptions) -> Figure
             values += _policy_values(name, runs)
             values.append(mean_value(f"{name} without adapters: attainment", bare, "%"))
             panels += _policy_panels(name, runs[0])
-    notes[f"{options.repeats} seeds, {options.duration_s:g} s of simulated time each."] = None
+    notes[seeds_note(options)] = None
     return FigureData("simulated", tuple(notes), tuple(values), tuple(panels))
 
 
 def rate_sweep(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
-    """Simulates LoRAServe's policies over rates: latency tails, and the highest rate within the SLO."""
+    """Simulates LoRAServe's policies over rates, with several seeds: latency tails, and the highest rate within the
+    SLO. Lines are the first seed's."""
     metric = figure.get("metric", "ttft")
     notes: dict[str, None] = {MACHINE_NOTE: None, _RATES_NOTE: None}
     values: list[Value] = []
     panels: list[Panel] = []
     longest: dict[str, float] = {}  # ratio of a policy's latency to LoRAServe's, by policy
     for preset in figure["presets"].split(","):
-        found = _over_rates(preset, LORASERVE, options)
-        notes |= dict.fromkeys(found[0].notes)
-        panels.append(_rate_panel(preset, metric, found))
-        highest = _highest_rates(found)
-        values += [Value(f"{preset} {name}: highest rate within the SLO", rate, "/s") for name, rate in highest.items()]
+        seeds = [_over_rates(preset, LORASERVE, one) for one in seeded(options)]
+        notes |= dict.fromkeys(seeds[0][0].notes)
+        panels.append(_rate_panel(preset, metric, seeds[0]))
+        highest = [_highest_rates(found) for found in seeds]
+        for name in LORASERVE:
+            rates = [one[name] for one in highest]
+            values.append(mean_value(f"{preset} {name}: highest rate within the SLO", rates, "/s"))
         for other in ("rank-aware", "s-lora-random"):
-            if highest[other]:
-                values.append(
-                    Value(f"{preset}: highest rate, loraserve ÷ {other}", highest["loraserve"] / highest[other])
-                )
-        kept = [one for one in found if one.rate <= highest["loraserve"]]
-        for other, ratios in _times_of_loraserve(kept, metric).items():
-            longest[other] = max(ratios, longest.get(other, 0.0))
+            if all(one[other] for one in highest):
+                ratios = [one["loraserve"] / one[other] for one in highest]
+                values.append(mean_value(f"{preset}: highest rate, loraserve ÷ {other}", ratios))
+        for found, rates_of in zip(seeds, highest, strict=True):
+            kept = [one for one in found if one.rate <= rates_of["loraserve"]]
+            for other, ratio in _times_of_loraserve(kept, metric).items():
+                longest[other] = max(ratio, longest.get(other, 0.0))
     what = "TTFT p95" if metric == "ttft" else "TBT"
     values += [Value(f"{what} of {other} ÷ loraserve, largest", ratio) for other, ratio in longest.items()]
+    notes[seeds_note(options)] = None
     return FigureData("simulated", tuple(notes), tuple(values), tuple(panels))
+
+
+def seeded(options: PaperOptions) -> list[PaperOptions]:
+    """Returns the options of each repeat, which has a seed of its own."""
+    return [replace(options, seed=options.seed + index) for index in range(options.repeats)]
+
+
+def seeds_note(options: PaperOptions) -> str:
+    """Returns a sentence about the repeats."""
+    return f"{options.repeats} seeds, {options.duration_s:g} s of simulated time each."
 
 
 def _times_of_loraserve(found: Sequence[FleetResult], metric: str) -> dict[str, float]:
@@ -99,24 +112,27 @@ def _times_of_loraserve(found: Sequence[FleetResult], metric: str) -> dict[str, 
 
 
 def scaling(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
-    """Simulates LoRAServe on 4, 8 and 12 servers, with adapters in proportion, over rates."""
+    """Simulates LoRAServe on 4, 8 and 12 servers, with adapters in proportion, over rates, with several seeds. Lines
+    are the first seed's."""
     notes: dict[str, None] = {MACHINE_NOTE: None, _RATES_NOTE: None}
-    highest: dict[int, float] = {}
+    highest: dict[int, list[float]] = {}
     series = []
     for preset in figure["presets"].split(","):
         servers = find_preset(preset).servers
-        found = _over_rates(preset, ("loraserve",), options)
-        notes |= dict.fromkeys(found[0].notes)
-        highest[servers] = _highest_rates(found)["loraserve"]
-        tails = tuple(finite(one.policies[0].at_size.ttft_p95_ms, 1e-3) for one in found)
-        series.append(Series(f"{servers} servers", tails, tuple(one.rate for one in found)))
-    values = [Value(f"{servers} servers: highest rate within the SLO", rate, "/s") for servers, rate in highest.items()]
-    least = min(highest)
-    values += [
-        Value(f"highest rate, {servers} servers ÷ {least}", rate / highest[least])
-        for servers, rate in highest.items()
-        if servers != least and highest[least]
+        seeds = [_over_rates(preset, ("loraserve",), one) for one in seeded(options)]
+        notes |= dict.fromkeys(seeds[0][0].notes)
+        highest[servers] = [_highest_rates(found)["loraserve"] for found in seeds]
+        tails = tuple(finite(one.policies[0].at_size.ttft_p95_ms, 1e-3) for one in seeds[0])
+        series.append(Series(f"{servers} servers", tails, tuple(one.rate for one in seeds[0])))
+    values = [
+        mean_value(f"{servers} servers: highest rate within the SLO", rates, "/s") for servers, rates in highest.items()
     ]
+    least = min(highest)
+    for servers, rates in highest.items():
+        if servers != least and all(highest[least]):
+            ratios = [rate / fewest for rate, fewest in zip(rates, highest[least], strict=True)]
+            values.append(mean_value(f"highest rate, {servers} servers ÷ {least}", ratios))
+    notes[seeds_note(options)] = None
     panel = Panel("LoRAServe", "TTFT p95, s", tuple(series), "requests/s")
     return FigureData("simulated", tuple(notes), tuple(values), (panel,))
 

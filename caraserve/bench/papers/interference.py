@@ -14,11 +14,14 @@ from caraserve.bench.papers.fleet import (
     finite,
     load_of,
     loraserve_setting,
+    seeded,
+    seeds_note,
     simulated,
 )
-from caraserve.bench.papers.result import FigureData, Panel, Series, Value
+from caraserve.bench.papers.result import FigureData, Panel, Series, Value, mean_value
 from caraserve.bench.simulator.compiled import MS
 from caraserve.bench.simulator.simulation import Setting, Simulation
+from caraserve.bench.simulator.sweep import FleetResult, SimulationResult
 from caraserve.bench.workload.build import WorkloadSpec, build
 
 _RANKS = (8, 16, 32, 64, 128)
@@ -73,31 +76,39 @@ def rank_limits(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
 
 
 def servers(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
-    """Simulates a fleet under each policy, and shows every server's tails and the adapters that it held."""
+    """Simulates a fleet under each policy, with several seeds, and shows every server's tails and the adapters that it
+    held. Bars are the first seed's."""
     preset = figure["presets"]
-    spec = load_of(preset, options)
-    rate = _SIMULATED_RATE * float(figure["share"]) * (spec.rate or 0.0)
-    (found,) = simulated(preset, LORASERVE, LORASERVE_MACHINE, loraserve_setting(preset, options), options, rate)
-    names = tuple(f"server {number + 1}" for number in range(found.instances))
+    rate = _SIMULATED_RATE * float(figure["share"]) * (load_of(preset, options).rate or 0.0)
+    seeds: list[FleetResult] = []
+    for one in seeded(options):
+        seeds += simulated(preset, LORASERVE, LORASERVE_MACHINE, loraserve_setting(preset, one), one, rate)
+    runs = [{policy.at_size.routing: policy.at_size for policy in found.policies} for found in seeds]
+    names = tuple(f"server {number + 1}" for number in range(seeds[0].instances))
     tails, held, values = [], [], []
-    for policy in found.policies:
-        run = policy.at_size
-        tails.append(Series(run.routing, tuple(finite(one.ttft_p95_ms, 1e-3) for one in run.by_instance)))
-        held.append(Series(run.routing, tuple(float(one.adapters_most) for one in run.by_instance)))
-        values.append(Value(f"{run.routing}: TTFT p95", run.ttft_p95_ms / 1000, "s"))
-        values.append(Value(f"{run.routing}: adapters held by a server", run.adapters_held_mean, ""))
-    of = {policy.at_size.routing: policy.at_size for policy in found.policies}
-    pairs = zip(of["rank-aware"].by_instance, of["loraserve"].by_instance, strict=True)
-    largest = max(theirs.adapters_most / max(1, ours.adapters_most) for theirs, ours in pairs)
-    values.append(Value("most adapters of a server, rank-aware ÷ loraserve, largest", largest))
-    stored = of["rank-aware"].adapters_held_mean / of["loraserve"].adapters_held_mean
-    values.append(Value("adapters stored, rank-aware ÷ loraserve, mean", stored))
+    for name, run in runs[0].items():
+        tails.append(Series(name, tuple(finite(one.ttft_p95_ms, 1e-3) for one in run.by_instance)))
+        held.append(Series(name, tuple(float(one.adapters_most) for one in run.by_instance)))
+        values.append(mean_value(f"{name}: TTFT p95", [one[name].ttft_p95_ms / 1000 for one in runs], "s"))
+        counts = [one[name].adapters_held_mean for one in runs]
+        values.append(mean_value(f"{name}: adapters held by a server", counts, ""))
+    largest = [_largest_ratio(one["rank-aware"], one["loraserve"]) for one in runs]
+    values.append(mean_value("most adapters of a server, rank-aware ÷ loraserve, largest", largest))
+    stored = [one["rank-aware"].adapters_held_mean / one["loraserve"].adapters_held_mean for one in runs]
+    values.append(mean_value("adapters stored, rank-aware ÷ loraserve, mean", stored))
     panels = (
         Panel("Tails", "TTFT p95, s", tuple(tails), categories=names),
         Panel("Adapters", "most held at a time", tuple(held), categories=names),
     )
     kept = [value for value in values if isfinite(value.value)]
-    return FigureData("simulated", (MACHINE_NOTE, _NOTE, f"{rate:.3g} requests/s.", *found.notes), tuple(kept), panels)
+    notes = (MACHINE_NOTE, _NOTE, f"{rate:.3g} requests/s.", *seeds[0].notes, seeds_note(options))
+    return FigureData("simulated", notes, tuple(kept), panels)
+
+
+def _largest_ratio(theirs: SimulationResult, ours: SimulationResult) -> float:
+    """Returns the largest ratio of the most adapters that one server held at a time."""
+    pairs = zip(theirs.by_instance, ours.by_instance, strict=True)
+    return max(one.adapters_most / max(1, other.adapters_most) for one, other in pairs)
 
 
 def _tail_of_first(spec: WorkloadSpec) -> float:

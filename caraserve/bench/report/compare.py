@@ -80,6 +80,6 @@ def _differences(a: SavedReport, b: SavedReport) -> Iterator[tuple[str, str, str
     for kind in ("machine", "versions", "arguments"):
         in_a, in_b = getattr(a, kind), getattr(b, kind)
         for name in sorted({*in_a, *in_b}):
-            if name != "save" and in_a.get(name) != in_b.get(name):
+            if name not in ("save", "date") and in_a.get(name) != in_b.get(name):
                 x, y = (NONE if side.get(name) is None else str(side[name]) for side in (in_a, in_b))
                 yield f"{kind}: {name}", x, y

@@ -93,7 +93,8 @@ class SimPlanner:
             idle = adapters[number]
             adapters[number] = AdapterDemand(idle.name, idle.rank, idle.num_bytes, rate)
         padded = any(machine.model.padded for machine in self._setting.machines)
-        return make_plan(self._setting.routing, adapters, self._servers, self._points, self._epoch, self.plan, padded)
+        setting, seed = self._setting, self._setting.seed
+        return make_plan(setting.routing, adapters, self._servers, self._points, self._epoch, self.plan, padded, seed)
 
     def _arrays(self, plan: PlacementPlan) -> Plan:
         shares, count = plan.shares.among(self._adapters, self._names), len(self._names)

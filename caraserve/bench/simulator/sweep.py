@@ -233,7 +233,7 @@ def simulate(
         for instances in sizes or (fleet.instances,):
             sized = replace(fleet, instances=instances)
             bare = base(sized, workload, slo_scale)
-            points = None
+            points = fleet.setting.operating_points
             if fleet.profiles_points:
                 points = profiled_points(fleet.machines[0], workload, fleet.setting.ttft_ms)
             setting = replace(sized.setting, slo_ms=bare.slo_ms, operating_points=points)

@@ -152,11 +152,12 @@ def make_plan(
     epoch: int,
     previous: PlacementPlan | None = None,
     padded: bool = True,
+    seed: int = 0,
 ) -> PlacementPlan | None:
     """Makes the plan for a routing, or returns None if it needs none. `padded`: whether the largest rank in a batch
-    slows down the other requests in it."""
+    slows down the other requests in it. `seed`: of a random plan."""
     if routing == "s-lora-random":
-        return random_plan([*adapters], [*servers], epoch)
+        return random_plan([*adapters], [*servers], epoch, seed)
     if routing == "s-lora-contiguous":
         return contiguous_plan([*adapters], [*servers], epoch)
     if routing in ("auto", "loraserve"):

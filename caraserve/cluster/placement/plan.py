@@ -135,12 +135,23 @@ def planners(epoch: int, members: Iterable[str]) -> list[str]:
 # --- static assignments: S-LoRA on several servers, the baselines of LoRAServe ---
 
 
-def random_plan(adapters: Iterable[AdapterDemand], servers: Iterable[Server], epoch: int = 0) -> PlacementPlan:
-    """Makes the plan of S-LoRA Random: each adapter on one server, by hash, whatever its rank or demand."""
+def random_plan(
+    adapters: Iterable[AdapterDemand], servers: Iterable[Server], epoch: int = 0, seed: int = 0
+) -> PlacementPlan:
+    """Makes the plan of S-LoRA Random: each adapter on one server, whatever its rank or demand, and equal counts on all
+    servers, give or take one. An adapter is on the first server of its own order, by hash, that is not full, so that a
+    new adapter moves few others. `seed`: chooses one of many such plans."""
     known, names = [*adapters], [server.name for server in servers]
-    first = homes([adapter.name for adapter in known], names, 1)[:, 0].tolist()
+    orders = homes([f"{seed}/{adapter.name}" if seed else adapter.name for adapter in known], names, len(names))
     alone = [(Share(name, 1.0),) for name in names]
-    shares = {adapter.name: alone[at] for adapter, at in zip(known, first, strict=True)}
+    each, extra = divmod(len(known), len(names))
+    counts = [0] * len(names)
+    shares: dict[str, tuple[Share, ...]] = {}
+    for adapter, order in zip(known, orders.tolist(), strict=True):
+        at = next(index for index in order if counts[index] < each + (extra > 0))
+        extra -= counts[at] == each
+        counts[at] += 1
+        shares[adapter.name] = alone[at]
     return PlacementPlan.made(epoch, shares, _largest_ranks(known, shares, names))
 
 

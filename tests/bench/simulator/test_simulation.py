@@ -332,6 +332,15 @@ def test_profiled_points_are_the_load_at_which_the_tail_meets_the_slo() -> None:
         profiled_points(MACHINE, replace(LOAD, requests=LOAD.requests[:1] * 0), 1000.0)
 
 
+def test_plans_use_the_operating_points_of_the_setting() -> None:
+    digests = set()
+    for points in (None, {8: 1.0, 16: 1e4, 32: 1e4, 64: 1e4}):
+        setting = Setting((), "auto", float("inf"), first_plan_s=0.2, operating_points=points)
+        (found,) = simulate(FleetSpec((MACHINE,), 3, setting), load_spec(duration_s=3.0), ("loraserve",))
+        digests.add(found.policies[0].at_size.digest)
+    assert len(digests) == 2
+
+
 # --- the papers' scheduler ---
 
 

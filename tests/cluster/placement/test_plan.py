@@ -57,6 +57,27 @@ def test_a_random_plan_places_an_adapter_on_the_first_of_its_order(names: set[st
     assert plan.instances(adapter) == (order[0],)
 
 
+@given(st.integers(1, 9), st.integers(0, 60), st.integers(0, 3))
+def test_a_random_plan_places_as_many_adapters_on_each_server_give_or_take_one(
+    servers: int, adapters: int, seed: int
+) -> None:
+    names = [f"s{index}" for index in range(servers)]
+    demand = [AdapterDemand(f"a{index}", 8, 10) for index in range(adapters)]
+    plan = random_plan(demand, [Server(name, 100) for name in names], seed=seed)
+    counts = Counter(shares[0].instance for shares in plan.shares.values())
+    assert {counts[name] for name in names} <= {adapters // servers, adapters // servers + 1}
+    assert counts.total() == adapters
+
+
+def test_random_plans_of_different_seeds_differ_and_a_new_adapter_moves_few_others() -> None:
+    servers = [Server(f"s{index}", 100) for index in range(4)]
+    demand = [AdapterDemand(f"a{index}", 8, 10) for index in range(40)]
+    plan = random_plan(demand, servers)
+    assert plan.shares != random_plan(demand, servers, seed=1).shares
+    grown = random_plan([*demand, AdapterDemand("another", 8, 10)], servers)
+    assert sum(plan.instances(one.name) != grown.instances(one.name) for one in demand) <= 4
+
+
 @pytest.mark.parametrize(
     ("previous", "latest", "expected"),
     [
