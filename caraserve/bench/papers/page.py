@@ -23,6 +23,9 @@ to the rate that the machine can serve, and the time to load an adapter times th
 without scaling: 16 adapters of rank 64 on q, k and v make a decode iteration about a tenth longer, there (Toppings,
 figure 6) and here (figure 5). So ratios compare, and milliseconds do not. Fleets are simulated where the papers
 simulated them.
+
+Each figure names the machine, the day and the commit of its run. Results older than 27 November 2026 have the day and
+the commit with which they were added to the repository.
 """
 
 _MOST_OTHERS = 8  # values that the paper does not print, shown beside those that it does
@@ -76,10 +79,20 @@ def _section(figure: PaperFigure, saved: Mapping[str, FigureResult]) -> Iterator
     elif rows:
         yield from _table(result, paired + others)
     yield from _setting(result.data.setting)
+    yield _origin(result)
     if figure.differs:
         yield f"Why it differs: {figure.differs}\n"
     if result.data.panels:
         yield f"![{figure.title}](images/papers/{figure.key}.png)\n"
+
+
+def _origin(result: FigureResult) -> str:
+    """Returns a sentence about the machine, the day and the commit of a run. What was simulated does not depend on the
+    machine."""
+    machine = result.machine
+    where = "Simulated" if result.data.how == "simulated" else f"Measured on {machine['cpu']}, {machine['cores']} cores"
+    commit = f", commit {result.versions['commit']}" if "commit" in result.versions else ""
+    return f"{where}, {machine['date']}{commit}.\n" if "date" in machine else f"{where}{commit}.\n"
 
 
 def same_before(key: str, saved: Mapping[str, FigureResult]) -> str | None:

@@ -1,5 +1,8 @@
 """The page of the papers' figures, and the plots on it."""
 
+import subprocess
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
 from caraserve.bench.papers.catalog import find_figures
@@ -26,6 +29,24 @@ def test_values_that_no_paper_prints_are_folded_when_they_are_many(tmp_path: Pat
     assert "| toppings-s3 ondemand TTFT | 1.820 | 2.500 |" in shown
     assert "mode 0" not in shown
     assert "| toppings-s3 mode 0 TTFT | – | 1.000 |" in folded
+
+
+def test_a_figure_names_the_machine_the_day_and_the_commit_of_its_run(tmp_path: Path) -> None:
+    made = replace(
+        result("8", s3("auto", 1.0)),
+        machine={"cpu": "EPYC", "cores": 2, "date": "2026-11-27"},
+        versions={"caraserve": "0.2.0", "commit": "c5b5cb7"},
+    )
+    save_result(tmp_path / "toppings-8.json", made)
+    assert "\nMeasured on EPYC, 2 cores, 2026-11-27, commit c5b5cb7.\n" in papers_page(tmp_path)
+
+
+def test_every_result_has_the_day_and_in_a_repository_the_commit() -> None:
+    assert date.fromisoformat(str(machine()["date"])) >= date(2026, 11, 27)
+    root = Path(__file__).parents[3]
+    if (root / ".git").exists():
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True).stdout
+        assert head.startswith(versions()["commit"].removesuffix("-dirty"))
 
 
 def test_an_equal_result_is_shown_once(tmp_path: Path) -> None:
