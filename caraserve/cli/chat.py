@@ -14,7 +14,7 @@ from contextlib import aclosing
 
 from rich.console import Console
 
-from caraserve.cli.chat_client import ChatClient, Models, Timing
+from caraserve.cli.chat_client import ChatClient, Models, Piece, Timing
 from caraserve.errors import CaraServeError
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model's text must not control the terminal
@@ -50,18 +50,23 @@ class Chat:
         return True
 
     async def _answer(self, text: str) -> None:
-        """Prints the answer to `text` as it arrives. Whatever has arrived becomes part of the conversation."""
+        """Prints the answer to `text` as it arrives, and dimmed the reasoning before it. What has arrived of the answer
+        becomes part of the conversation; reasoning does not, as models are trained without that of earlier turns."""
         self._messages.append({"role": "user", "content": text})
         timing = Timing(time.monotonic())
-        pieces: list[str] = []
+        pieces: list[Piece] = []
         try:
             async with aclosing(self._client.answer(self.model, self._messages, timing)) as answer:
                 async for piece in answer:
+                    if pieces and pieces[-1].is_reasoning and not piece.is_reasoning:
+                        self._console.out("")
                     pieces.append(piece)
-                    self._console.out(_CONTROL.sub("", piece), end="", highlight=False)
+                    style = "dim" if piece.is_reasoning else None
+                    self._console.out(_CONTROL.sub("", piece.text), end="", style=style, highlight=False)
         finally:
             if pieces:
-                self._messages.append({"role": "assistant", "content": "".join(pieces)})
+                said = "".join(piece.text for piece in pieces if not piece.is_reasoning)
+                self._messages.append({"role": "assistant", "content": said})
                 self._console.out("")
             else:
                 self._messages.pop()
@@ -145,4 +150,6 @@ def _summary(model: str, timing: Timing) -> str:
         parts.append(f"TTFT {timing.ttft_ms:.0f} ms")
     if timing.tokens_per_s is not None:
         parts.append(f"{timing.tokens_per_s:.1f} tokens/s")
+    if timing.is_cut:
+        parts.append("cut off at the most tokens that it may have")
     return f"[{model}: {', '.join(parts) or 'an empty answer'}]"

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import aiohttp
 
@@ -24,6 +24,7 @@ class Timing:
     first_s: float | None = None
     last_s: float | None = None
     tokens: int | None = None  # None: the server has not said
+    is_cut: bool = False  # whether the answer has reached the most tokens that it may have
 
     @property
     def ttft_ms(self) -> float | None:
@@ -36,6 +37,13 @@ class Timing:
         if self.tokens is None or self.tokens < 2 or self.first_s is None or self.last_s is None:
             return None
         return (self.tokens - 1) / (self.last_s - self.first_s) if self.last_s > self.first_s else None
+
+
+class Piece(NamedTuple):
+    """Some text of an answer, or of the reasoning before it."""
+
+    text: str
+    is_reasoning: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +85,8 @@ class ChatClient:
             raise CaraServeError(f"{self._url} lists no model that may be used")
         return Models(bases[0] if bases else adapters[0], adapters)
 
-    async def answer(self, model: str, messages: Sequence[Mapping[str, str]], timing: Timing) -> AsyncGenerator[str]:
-        """Yields the pieces of an answer's text as they arrive, and notes their times. Closing the iterator ends the
+    async def answer(self, model: str, messages: Sequence[Mapping[str, str]], timing: Timing) -> AsyncGenerator[Piece]:
+        """Yields the pieces of an answer as they arrive, and notes their times. Closing the iterator ends the
         answer on the server."""
         body = {"model": model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
         async with self._request("POST", "/v1/chat/completions", json=body) as response:
@@ -88,10 +96,14 @@ class ChatClient:
                 if (usage := data.get("usage")) is not None:
                     timing.tokens = usage["completion_tokens"]
                 for choice in data.get("choices", ()):
-                    if text := choice["delta"].get("content"):
-                        timing.last_s = time.monotonic()
-                        timing.first_s = timing.first_s or timing.last_s
-                        yield text
+                    timing.is_cut = choice.get("finish_reason") == "length"
+                    delta = choice["delta"]
+                    reasoning = delta.get("reasoning_content") or delta.get("reasoning")  # servers send one, or both
+                    for text, is_reasoning in ((reasoning, True), (delta.get("content"), False)):
+                        if text:
+                            timing.last_s = time.monotonic()
+                            timing.first_s = timing.first_s or timing.last_s
+                            yield Piece(text, is_reasoning)
 
     @asynccontextmanager
     async def _request(self, method: str, path: str, **options: Any) -> AsyncIterator[aiohttp.ClientResponse]:

@@ -13,9 +13,10 @@ from rich.console import Console
 
 from caraserve.cli.chat import Chat
 from caraserve.cli.chat_client import ChatClient, Timing
-from caraserve.core.request import TokenDelta
+from caraserve.core.request import GenerateRequest, TokenDelta
 from caraserve.errors import CaraServeError
-from tests.http.fake_engine import FakeEngine, FakeStream, spell
+from tests.http.apis.test_reasoning import WITHOUT_SWITCH
+from tests.http.fake_engine import FakeEngine, FakeStream, FakeTokenizer, finish, spell
 from tests.http.serving import serving
 from tests.processes import free_ports
 
@@ -70,6 +71,30 @@ async def test_the_conversation_continues_with_another_adapter_until_it_is_clear
         "user:three;assistant:",
     ]
     assert [request.adapter for request in engine.requests] == ["a", "b", "b"]
+
+
+async def test_reasoning_is_printed_but_not_sent_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeTokenizer, "reasoning_format", WITHOUT_SWITCH)
+    texts = iter(("<think>\nIt greets.\n</think>\n\nHi!", "<think>\nNow wh"))
+    engine = FakeEngine(script=lambda request: spell(request, next(texts)))
+    async with chatting(engine) as (chat, screen):
+        for line in ("one", "two"):
+            await chat.handle(line)
+    reasoning, answer, _, cut, *_ = [line for line in screen.text.splitlines() if line]
+    assert (reasoning, answer, cut) == ("It greets.", "Hi!", "Now wh")
+    assert "cut off" not in screen.text.splitlines()[2]
+    assert prompt(engine.streams[1]) == "user:one;assistant:Hi!;user:two;assistant:"
+
+
+async def test_an_answer_that_reaches_the_most_tokens_is_said_to_be_cut_off() -> None:
+    engine = FakeEngine(script=lambda request: cut(request))
+    async with chatting(engine) as (chat, screen):
+        await chat.handle("one")
+    assert screen.text.splitlines()[-1].endswith("cut off at the most tokens that it may have]")
+
+
+def cut(request: GenerateRequest) -> list[TokenDelta]:
+    return [TokenDelta("par", (1,)), TokenDelta("", (), finish=finish(request, 1, "length"))]
 
 
 async def test_adapters_are_listed_by_a_part_of_their_names() -> None:
