@@ -27,6 +27,7 @@ from caraserve.engine.executor import Executor, Iteration
 from caraserve.engine.iteration_times import IterationTime, IterationTimes, IterationWork
 from caraserve.engine.merge_policy import MergePolicy
 from caraserve.engine.queues import RequestQueues
+from caraserve.engine.request_counts import RequestCounts
 from caraserve.engine.request_slots import RequestSlots
 from caraserve.engine.side_batches import SideBatches
 from caraserve.engine.stats import EngineLoad, IterationObserver, rank_of, snapshot_of
@@ -84,6 +85,7 @@ class Engine:
         self.draining = False
         self.failure: str | None = None  # the error after which no request can be answered
         self.timeline = BatchTimeline()
+        self.request_counts = RequestCounts()
         self._observers, self._iteration_ms = observers, iteration_ms
         self._backend, self._limits = backend, backend.limits
         self._config, self._metrics, self._now = config, metrics, now
@@ -436,6 +438,7 @@ class Engine:
         stream = TokenStream(lambda: self._cancel(active), served_by, lambda: request.phases(self._now()))
         active = ActiveRequest(request, stream, detokenizer, adapter)
         self._unfinished += 1
+        self.request_counts.begin(inputs.adapter, self._now())
         self._idle.clear()
         return active
 
@@ -459,6 +462,7 @@ class Engine:
         """Removes a request from its queue, releases its resources and sends its last delta."""
         self._queues.remove(active)
         self._unfinished -= 1
+        self.request_counts.end(active.request.inputs.adapter)
         self._update_idle()
         finish = active.finish(
             reason,

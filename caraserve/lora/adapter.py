@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from math import log
 from pathlib import Path
 from typing import TypeAlias
 
@@ -162,10 +161,6 @@ class Adapter:
     def rate_at(self, now_s: float) -> float:
         """Returns the number of its admissions, each weighted by half for every 60 s since then."""
         return float(self.rate * 0.5 ** ((now_s - self.rated_s) / _HALF_LIFE_S))
-
-    def requests_per_minute(self, now_s: float) -> float:
-        """Returns the mean of recent minutes, from the rate: at n admissions a minute it settles at n / ln 2."""
-        return 60.0 / _HALF_LIFE_S * log(2) * self.rate_at(now_s)
 
     def count_admission(self, now_s: float) -> None:
         """Adds one admission to the rate."""

@@ -11,6 +11,7 @@ import numpy as np
 from caraserve.core.reasoning_grammar import ReasoningTokens
 from caraserve.core.request import Finish, FinishReason, GenerateRequest, Phases, TokenDelta, TokenLogprob
 from caraserve.engine.batch_timeline import BatchTimeline
+from caraserve.engine.request_counts import RequestCounts
 from caraserve.errors import CaraServeError, ContextLengthExceeded, InvalidRequest, NotFound
 from caraserve.lora.adapter import Adapter, EndedLoad
 from caraserve.tokenizer.adapter_templates import AdapterTemplates
@@ -247,6 +248,7 @@ class FakeEngine:
     refusals: dict[int, Exception] = field(default_factory=dict)
     shown: FakeSnapshot = field(default_factory=FakeSnapshot)
     timeline: BatchTimeline = field(default_factory=BatchTimeline)
+    request_counts: RequestCounts = field(default_factory=RequestCounts)
     catalog: Any = field(default_factory=FakeCatalog)
     loaded: dict[str, FakeAdapter] = field(default_factory=lambda: {n: FakeAdapter(n, f"/adapters/{n}") for n in "ab"})
     streams: list[FakeStream] = field(default_factory=list)

@@ -21,7 +21,6 @@ from caraserve.http.context import CLIENT, CONTEXT, Context
 from caraserve.http.management.adapters import tier_of
 from caraserve.http.responses import json_response
 from caraserve.lora.adapter import Adapter, AdapterTier
-from caraserve.lora.settings import AdapterSettings
 from caraserve.util.tasks import in_turns, slices
 
 _SHOWN_ROWS = 20  # of the timeline
@@ -85,7 +84,7 @@ async def adapter_stats(request: web.Request) -> web.Response:
     context, client, now_s = request.app[CONTEXT], request[CLIENT], time.monotonic()
     contains, wanted = _filters(request)
     counts: Counter[str] = Counter(dict.fromkeys(TIER_FILTERS, 0))
-    find, sees_all, table = context.engine.catalog.manager.find, client.may_use_all, _Table()
+    find, sees_all, table = context.engine.catalog.manager.find, client.may_use_all, _Table(context)
     async for some in in_turns(slices(_listed(context), _SLICE)):  # 100 take 0.3 ms
         for info in some:
             if not (sees_all or client.may_use(info.name)):
@@ -97,7 +96,7 @@ async def adapter_stats(request: web.Request) -> web.Response:
             counts["loading"] += is_loading
             if (wanted in ("", tier) or (wanted == "loading" and is_loading)) and contains in info.name.lower():
                 table.add(info, adapter, tier, now_s)
-    return json_response({"counts": counts, "matching": table.matching, "adapters": table.entries(context, now_s)})
+    return json_response({"counts": counts, "matching": table.matching, "adapters": table.entries(now_s)})
 
 
 _Place = tuple[bool, float, int, int, str]
@@ -107,8 +106,9 @@ _Row = tuple[_Place, ListedAdapter, Adapter | None]
 class _Table:
     """The first adapters of those that are added, without a list of all."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: Context) -> None:
         self.matching = 0
+        self._context, self._counts = context, context.engine.request_counts
         self._first: list[_Row] = []
         self._beyond: _Place | None = None  # the place of the last row that was kept
 
@@ -118,8 +118,8 @@ class _Table:
         if adapter is None:
             place = True, 0.0, 0, TIER_FILTERS.index(tier), info.name
         else:
-            rate = adapter.rate_at(now_s) if adapter.rate else 0.0
-            place = adapter.tier not in _LOADING, -rate, -adapter.pins, TIER_FILTERS.index(tier), info.name
+            rate, unfinished = self._counts.per_minute(info.name, now_s), self._counts.unfinished(info.name)
+            place = adapter.tier not in _LOADING, -rate, -unfinished, TIER_FILTERS.index(tier), info.name
         if self._beyond is not None and place > self._beyond:
             return
         self._first.append((place, info, adapter))
@@ -130,9 +130,9 @@ class _Table:
     def _sorted(self) -> list[_Row]:
         return sorted(self._first, key=operator.itemgetter(0))[:_SHOWN_ADAPTERS]
 
-    def entries(self, context: Context, now_s: float) -> list["_Entry"]:
+    def entries(self, now_s: float) -> list["_Entry"]:
         """Returns the lines of the table."""
-        return [_Entry.of(info, adapter, settings_of(context, info.name), now_s) for _, info, adapter in self._sorted()]
+        return [_Entry.of(info, adapter, self._context, now_s) for _, info, adapter in self._sorted()]
 
 
 def _listed(context: Context) -> Iterator[ListedAdapter]:
@@ -161,8 +161,9 @@ class _Entry:
     per_minute: float = 0.0
 
     @classmethod
-    def of(cls, info: ListedAdapter, adapter: Adapter | None, settings: AdapterSettings, now_s: float) -> Self:
+    def of(cls, info: ListedAdapter, adapter: Adapter | None, context: Context, now_s: float) -> Self:
         """Describes an adapter; `adapter` is None for one that only other instances have."""
+        settings, requests = settings_of(context, info.name), context.engine.request_counts
         known = info.name, info.rank, info.num_bytes, tier_of(adapter)
         chosen = settings.pinned, settings.labels, settings.defaults.chat_template is not None
         if adapter is None:
@@ -170,8 +171,9 @@ class _Entry:
         layers = None
         if (partial := adapter.partial) is not None:
             layers = partial.layers, len(partial.image.spec.layer_ends)
-        per_minute = round(adapter.requests_per_minute(now_s), 1)
-        return cls(*known, _LOADING.get(adapter.tier), layers, *chosen, adapter.pins, per_minute)
+        per_minute = round(requests.per_minute(info.name, now_s), 1)
+        unfinished = requests.unfinished(info.name)
+        return cls(*known, _LOADING.get(adapter.tier), layers, *chosen, unfinished, per_minute)
 
 
 def _filters(request: web.Request) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from caraserve.engine.request_counts import RequestCounts
 from caraserve.http.access.client import Client as Sender
 from caraserve.http.management.page import PAGE_PATHS
 from caraserve.lora.adapter import Adapter, AdapterTier, EndedLoad, PartialImage, RemoteSource, Source
@@ -129,13 +130,14 @@ async def test_every_adapter_is_in_one_tier_the_loading_ones_first() -> None:
 async def test_an_adapter_has_its_size_requests_rate_and_progress() -> None:
     engine = engine_with(a=AdapterTier.STREAMING, b=AdapterTier.DISK)
     adapter = engine.catalog.adapters["digest of a"]
-    adapter.pins = 3
     image: Any = type("Image", (), {"spec": type("Spec", (), {"layer_ends": (1, 2, 3, 4)})})
     adapter.partial = PartialImage(image, 0.0, layers=3)
-    busy = engine.catalog.adapters["digest of b"]
     now_s = time.monotonic()
+    for name, requests in (("a", 3), ("b", 1000)):
+        for _ in range(requests):
+            engine.request_counts.begin(name, now_s)
     for _ in range(1000):
-        busy.count_admission(now_s)
+        engine.request_counts.end("b")
     async with serving(engine) as client:
         first, second = (await client.get("/stats/adapters")).json["adapters"]
     assert first == {
@@ -149,16 +151,38 @@ async def test_an_adapter_has_its_size_requests_rate_and_progress() -> None:
         "labels": {},
         "own_chat_template": False,
         "requests": 3,
-        "per_minute": 0.0,
+        "per_minute": 2.1,
     }
+    assert second["requests"] == 0
     assert 600 < second["per_minute"] <= 693.2  # 1000 · ln 2, less what has decayed meanwhile
 
 
+async def test_names_of_one_adapter_have_counts_of_their_own() -> None:
+    engine = engine_with(a=AdapterTier.DEVICE, b=AdapterTier.DEVICE)
+    engine.loaded["b"] = FakeAdapter("b", "/x", digest="digest of a")
+    engine.request_counts.begin("a", time.monotonic())
+    async with serving(engine) as client:
+        found = (await client.get("/stats/adapters")).json["adapters"]
+    assert [(one["name"], one["requests"]) for one in found] == [("a", 1), ("b", 0)]
+
+
 def test_a_constant_rate_is_the_mean_of_recent_minutes() -> None:
-    adapter = Adapter("d", Path("/x"), 1)
+    counts = RequestCounts()
     for second in range(1000):
-        adapter.count_admission(float(second))
-    assert adapter.requests_per_minute(1000.0) == pytest.approx(60.0, rel=0.01)
+        counts.begin("a", float(second))
+        counts.end("a")
+    assert counts.per_minute("a", 1000.0) == pytest.approx(60.0, rel=0.01)
+    assert counts.unfinished("a") == 0
+
+
+def test_names_without_requests_for_some_minutes_are_forgotten() -> None:
+    counts = RequestCounts()
+    for number in range(10_000):
+        counts.begin(f"name {number}", float(number))
+        counts.end(f"name {number}")
+    counts.begin("kept", 0.0)
+    assert len(counts._counts) < 5_000
+    assert counts.unfinished("kept") == 1
 
 
 async def test_thousands_of_adapters_give_a_short_list_and_all_counts() -> None:

@@ -1,6 +1,6 @@
 // The table of adapters. The server filters and sorts, and sends at most 100 of however many there are.
 
-import { getJson } from "./api.js";
+import { getJson, reasonOf } from "./api.js";
 import { byId, count, element, setText, size } from "./text.js";
 
 const TIERS = ["", "device", "host", "disk", "peer", "upload", "loading"];
@@ -48,7 +48,7 @@ export class AdapterTable {
       const found = await getJson("stats/adapters", { contains: byId("contains").value, tier: this.#tier });
       if (asked === this.#asked) this.#show(found);
     } catch (error) {
-      setText("shown", error.message);
+      setText("shown", reasonOf(error));
     }
     if (asked === this.#asked) this.#later(this.#pauseMs);
     return undefined;
@@ -77,7 +77,9 @@ export class AdapterTable {
     // Moving a row would take the focus from its box, so a table in use keeps its order.
     if (keeps) body.append(...[...rows].filter(([name]) => !old.has(name)).map(([, row]) => row.line));
     else if (!isSame) body.replaceChildren(...[...rows.values()].map(row => row.line));
-    setText("shown", matching > adapters.length ? `${adapters.length} of ${count(matching)}: filter by name` : "");
+    const isFiltered = Boolean(this.#tier || byId("contains").value);
+    const more = matching > adapters.length ? `${adapters.length} of ${count(matching)}: filter by name` : "";
+    setText("shown", more || (isFiltered ? `${count(matching)} of ${count(all)} match` : ""));
     this.mark();
   }
 

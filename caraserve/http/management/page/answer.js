@@ -1,6 +1,6 @@
 // One answer in the comparison: its text as it arrives, its times, and what the server says of its phases.
 
-import { lines, post } from "./api.js";
+import { lines, post, reasonOf } from "./api.js";
 import { count, duration, element } from "./text.js";
 
 const PHASES = ["queued", "load", "prefill", "decode"];  // one after another; the others overlap with them
@@ -13,7 +13,10 @@ export class Answer {
     this.status = element("p", "soft", tier);
     this.text = element("div", "text");
     this.text.tabIndex = 0;
-    this.words = this.text.appendChild(document.createTextNode(""));
+    this.reasoning = element("div", "reasoning soft");
+    this.reasoning.hidden = true;
+    this.words = element("div");
+    this.text.append(this.reasoning, this.words);
     this.facts = element("dl");
     this.bar = element("div", "phases");
     this.bar.setAttribute("aria-hidden", "true");  // the list of facts has the same
@@ -23,7 +26,7 @@ export class Answer {
 
   async run(path, body, signal) {
     const began = performance.now();
-    let first = null, last = null, tokens = null, phases = "";
+    let first = null, last = null, tokens = null, phases = "", finish = null;
     this.card.setAttribute("aria-busy", "true");
     try {
       const answer = await post(path, body, signal);
@@ -36,21 +39,27 @@ export class Answer {
         const event = JSON.parse(line.slice(6));
         if (event.error) throw new Error(event.error.message);
         tokens = event.usage?.completion_tokens ?? tokens;
-        const choice = event.choices?.[0];
-        const piece = choice?.delta?.content ?? choice?.text;
-        if (!piece) continue;
+        const choice = event.choices?.[0], delta = choice?.delta;
+        finish = choice?.finish_reason ?? finish;
+        const reasoning = delta?.reasoning_content ?? delta?.reasoning;  // servers send one, or both
+        const piece = delta?.content ?? choice?.text;
+        if (!reasoning && !piece) continue;
         last = performance.now();
         if (first === null) this.#fact("TTFT", duration((first = last) - began));
-        this.words.appendData(piece);
+        if (reasoning) {
+          this.reasoning.hidden = false;
+          this.reasoning.append(reasoning);
+        }
+        if (piece) this.words.append(piece);
       }
       if (tokens > 1) this.#fact("TPOT", duration((last - first) / (tokens - 1)));
       if (tokens !== null) this.#fact("tokens", count(tokens));
       this.#fact("total", duration(performance.now() - began));
       if (phases) this.#showPhases(phases);
-      this.#say("complete");
+      this.#say(finish === "length" ? "cut off at max. tokens" : "complete");
     } catch (error) {
       if (signal.aborted) this.#say("stopped");
-      else this.#fail(error.message);
+      else this.#fail(reasonOf(error));
     }
     this.card.removeAttribute("aria-busy");
   }

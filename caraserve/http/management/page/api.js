@@ -41,6 +41,9 @@ async function send(path, options = {}) {
   }
 }
 
+// The text of an error for the user; browsers have only "Failed to fetch", in words of their own, for a server that is gone.
+export const reasonOf = error => error instanceof TypeError ? "the server is not reachable" : error.message;
+
 async function reason(answer) {
   try {
     return (await answer.json()).error.message;

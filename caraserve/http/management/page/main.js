@@ -1,13 +1,14 @@
 // Polls the server once a second while the page is visible, and gives each part its numbers.
 
 import { AdapterTable } from "./adapters.js";
-import { getJson } from "./api.js";
+import { getJson, reasonOf } from "./api.js";
 import { Comparison } from "./compare.js";
 import { byId, count, duration, element, setText } from "./text.js";
 import { drawTimeline } from "./timeline.js";
 
 const PAUSE_MS = 1000;
 let before = null;  // tokens computed, and when
+let hasNumbers = false;
 
 const comparison = new Comparison(() => table?.mark());
 let table = null;
@@ -15,6 +16,13 @@ let table = null;
 function showState(text, isBad) {
   setText("state", text);
   byId("state").classList.toggle("bad", isBad);
+}
+
+// Numbers of a server that no longer answers are marked as old.
+function showGone(text) {
+  showState(`${text}; the numbers are old`, true);
+  document.body.classList.add("gone");
+  before = null;
 }
 
 function showNumbers(stats) {
@@ -31,6 +39,8 @@ function showNumbers(stats) {
   const now = performance.now();
   if (before) setText("rate", count(Math.max(0, Math.round(1000 * (stats.computed_tokens - before.tokens) / (now - before.now)))));
   before = { tokens: stats.computed_tokens, now };
+  hasNumbers = true;
+  document.body.classList.remove("gone");
   showState(stats.draining ? "stopping" : "serving", stats.draining);
 }
 
@@ -66,7 +76,8 @@ async function poll() {
   try {
     await refresh();
   } catch (error) {
-    showState(error instanceof TypeError ? "not reachable" : error.message, true);
+    if (hasNumbers) showGone(reasonOf(error));
+    else showState(reasonOf(error), true);
   }
   setTimeout(poll, PAUSE_MS);
 }

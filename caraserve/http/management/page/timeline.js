@@ -2,7 +2,7 @@
 
 import { byId, count } from "./text.js";
 
-const ROW = 24, GAP = 4, LABEL = 130, RIGHT = 8;
+const ROW = 24, GAP = 4, LEAST_LABEL = 90, RIGHT = 8, LEAST_TICK = 60;
 
 export function drawTimeline({ interval_ms, intervals, rows, others }, loads) {
   const canvas = byId("timeline"), shown = others.cells.length ? [...rows, { ...others, adapter: "others" }] : rows;
@@ -18,18 +18,22 @@ export function drawTimeline({ interval_ms, intervals, rows, others }, loads) {
   paint.scale(scale, scale);
   paint.font = `13px ${style.fontFamily}`;
   paint.textBaseline = "middle";
-  const step = (width - LABEL - RIGHT) / intervals;
+  // The longest name, but at most two fifths of the width; the pointer over a row shows the whole name.
+  const widest = Math.max(0, ...shown.map(row => paint.measureText(row.adapter).width)) + 12;
+  const label = Math.min(Math.max(LEAST_LABEL, widest), 0.4 * width);
+  canvas.onpointermove = event => { canvas.title = shown[Math.floor(event.offsetY / ROW)]?.adapter ?? ""; };
+  const step = (width - label - RIGHT) / intervals;
   const most = Math.max(1, ...shown.flatMap(row => row.cells.map(([, prefill, decode]) => prefill + decode)));
   shown.forEach((row, place) => {
     const bottom = (place + 1) * ROW - GAP;
     paint.fillStyle = text;
-    paint.fillText(shortened(paint, row.adapter, LABEL - 12), 0, bottom - (ROW - GAP) / 2);
+    paint.fillText(shortened(paint, row.adapter, label - 12), 0, bottom - (ROW - GAP) / 2);
     paint.fillStyle = soft;
     paint.globalAlpha = 0.35;
-    paint.fillRect(LABEL, bottom, width - LABEL - RIGHT, 1);
+    paint.fillRect(label, bottom, width - label - RIGHT, 1);
     paint.globalAlpha = 1;
     for (const [at, prefill, decode] of row.cells) {
-      const x = LABEL + at * step, full = ROW - GAP - 2;
+      const x = label + at * step, full = ROW - GAP - 2;
       // Square roots, with two pixels at least: one decoded token stays visible beside a long prompt.
       const tall = Math.max(2, full * Math.sqrt((prefill + decode) / most)), lower = tall * decode / (prefill + decode);
       paint.fillStyle = colours.decode;
@@ -39,13 +43,14 @@ export function drawTimeline({ interval_ms, intervals, rows, others }, loads) {
     }
     paint.fillStyle = colours.load;
     for (const load of loads.filter(one => one.adapter === row.adapter)) {
-      const start = LABEL + Math.max(0, load.began) * step, end = LABEL + load.ended * step;
+      const start = label + Math.max(0, load.began) * step, end = label + load.ended * step;
       paint.fillRect(start, bottom + 1, Math.max(3, end - start), 3);
     }
   });
   paint.fillStyle = soft;
-  for (const seconds of [60, 45, 30, 15, 0]) {
-    const x = LABEL + (intervals - seconds * 1000 / interval_ms) * step;
+  const ticks = 15000 / interval_ms * step < LEAST_TICK ? [60, 30, 0] : [60, 45, 30, 15, 0];
+  for (const seconds of ticks) {
+    const x = label + (intervals - seconds * 1000 / interval_ms) * step;
     paint.textAlign = seconds === 0 ? "right" : "left";
     paint.fillText(seconds ? `−${seconds} s` : "now", x, height - 7);
   }
