@@ -42,6 +42,7 @@ def _refused(names: str, instead: str, takes: Literal["nothing", "one", "several
 SAME = {
     # vLLM
     "--kv-cache-memory-bytes": "--kv-cache-bytes",
+    "--shutdown-timeout": "--drain-timeout",
     "--enable-log-requests": "--log-requests",
     "--disable-log-requests": "--no-log-requests",
     "--no-enable-log-requests": "--no-log-requests",
