@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,9 +67,10 @@ def ran(language: str, text: str, url: str) -> str:
     """Runs one block in the current folder; returns what it printed."""
     text = text.replace(URL, url)
     if language == "python":
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(text, "<page>", "exec"), {"__name__": "__main__"})
+        names: dict[str, Any] = {}
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(compile(text, "<page>", "exec"), names)
+        names["client"].close()
         return printed.getvalue()
     lines = [line for line in text.replace("\\\n", " ").splitlines() if line]
     assert all(line.startswith((*RUN, *NOT_RUN)) for line in lines), lines
