@@ -346,7 +346,7 @@ async def serve(
         _announce(served, http_config, port)
         await _stopped(stop, cluster.node if cluster else None)
         log.info(
-            "draining: no new requests; up to %.0f s for those running, or until a second signal, such as Ctrl-C",
+            "draining: no new requests; up to %.0f s for those running, which a second Ctrl-C or SIGTERM ends at once",
             http_config.drain_timeout_s,
         )
         await _drain(engine, router, http_config.drain_timeout_s)

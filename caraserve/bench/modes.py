@@ -260,7 +260,7 @@ async def _run(
             tries.append(await _measured(runner, bench, warm, bench.loads.repeats[repeat], variant.label))
         if tries[-1][0] <= bench.options.calm_cores:
             break
-        again = f"; the run is made again, time {len(tries) + 1} of {_TRIES}" if len(tries) < _TRIES else ""
+        again = f"; the run is made again: try {len(tries) + 1} of {_TRIES}" if len(tries) < _TRIES else ""
         runner.log(f"{variant.label}: other programs used {tries[-1][0]:.1f} cores meanwhile{again}")
     elsewhere, run = min(tries, key=lambda each: (each[1].interrupted, each[0]))
     if elsewhere > bench.options.calm_cores:

@@ -60,7 +60,7 @@ class TimeLeft:
 
 
 def shown_duration(seconds: float) -> str:
-    """`45 s`, `12 min`, `1 h 30 min`."""
+    """Formats a time: `45 s`, `12 min`, `1 h 30 min`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

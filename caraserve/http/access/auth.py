@@ -100,7 +100,7 @@ def _host_name(url: str) -> str:
 
 
 def _is_allowed_host(address: str, allowed_origins: Collection[str]) -> bool:
-    """Whether the header Host is the host and port of an allowed origin; without a port, of the origin's scheme."""
+    """Returns whether the header Host is the host and port of an allowed origin; no port is that of its scheme."""
     if "*" in allowed_origins:
         return True
     for origin in allowed_origins:
@@ -111,6 +111,7 @@ def _is_allowed_host(address: str, allowed_origins: Collection[str]) -> bool:
 
 
 def _host_and_port(url: str) -> tuple[str, int] | None:
+    """Returns the host and the port of a URL; None if it is not valid."""
     try:
         parts = urlsplit(url)
         return parts.hostname or "", parts.port or _PORTS.get(parts.scheme, 0)
