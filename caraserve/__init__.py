@@ -1,3 +1,3 @@
 """CaraServe: one endpoint for one base model and thousands of LoRA adapters."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -44,6 +44,8 @@ _LOAD_FORMATS = {"safetensors": "auto", "hf": "auto"}
 _ATTENTION_BACKENDS = dict.fromkeys(("triton_attn", "flash_attn", "fa2", "fa3", "fa4"), "triton")
 _FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
 _SIZE: dict[str, Any] = {"type": size, "metavar": "SIZE"}
+_COUNT: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
+_TOKENS: dict[str, Any] = {"type": tokens, "metavar": "TOKENS"}
 _LIST: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
 _SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
 # For so long removals of names and settings are remembered. With one day, a cluster that is off over a weekend would
@@ -134,7 +136,9 @@ class ModelConfig(_FromArgs):
             default="auto",
             help="dummy: random weights; only config.json is read",
         )
-        add("--max-model-len", type=tokens, metavar="TOKENS", help="limit of prompt plus output, such as 4096 or 4k")
+        add(
+            "--max-model-len", **_TOKENS, help="limit of prompt plus output, as 4k (default: the model's, at most 8192)"
+        )
         add("--chat-template", **_FILE, help="Jinja template to use instead of the model's")
         add(
             "--tool-call-parser",
@@ -218,20 +222,18 @@ class LoraConfig(_FromArgs):
         )
         add(
             "--tokens-per-cpu",
-            type=at_least(1),
-            metavar="TOKENS",
+            **_TOKENS,
             help="most tokens of a prompt that one CPU LoRA worker computes (default: at the knee of its profile)",
         )
         add(
             "--emulate-link-mb-per-s",
             type=at_least(0.001, float),
             metavar="MB",
-            help="limit loading to this bandwidth in MB/s, to compare loading modes on a CPU",
+            help="limit loading to this bandwidth in MB/s, to compare loading modes on a CPU (default: no limit)",
         )
         add(
             "--pipeline-groups",
-            type=at_least(1),
-            metavar="N",
+            **_COUNT,
             help="copy an adapter in N groups of layers, in layer-wise loading modes (default: by predicted times)",
         )
         add(
@@ -261,8 +263,7 @@ class LoraConfig(_FromArgs):
         )
         add(
             "--max-loras",
-            type=at_least(1),
-            metavar="N",
+            **_COUNT,
             help="number of adapter slots to report to routers; a batch may mix more adapters (default: 1024)",
         )
 
@@ -294,12 +295,17 @@ class EngineConfig(_FromArgs):
             metavar="SHARE",
             help="share of the GPU's memory to use",
         )
-        add("--max-num-seqs", type=at_least(1), help="maximum requests in one iteration (default: 64, on a GPU 256)")
-        add("--max-num-batched-tokens", type=at_least(1), help="maximum tokens in one iteration")
-        add("--max-queue", type=at_least(1), default=4096, help="maximum waiting requests; above it, answer 429")
-        add("--kv-cache-bytes", **_SIZE, help="memory for the KV cache; on a GPU it holds adapters too")
+        add("--max-num-seqs", **_COUNT, help="maximum requests in one iteration (default: 64, on a GPU 256)")
+        add("--max-num-batched-tokens", **_TOKENS, help="maximum tokens in one iteration (default: 256, on a GPU 2048)")
+        add("--max-queue", **_COUNT, default=4096, help="maximum waiting requests; above it, answer 429")
+        add(
+            "--kv-cache-bytes",
+            **_SIZE,
+            help="memory for the KV cache; on a GPU it holds adapters too (default: 30 %% of the free memory, at most "
+            "8GiB; on a GPU what --gpu-memory-utilization leaves beside the weights)",
+        )
         add("--enable-prefix-caching", **_SWITCH, default=True, help="reuse KV blocks of equal prompt prefixes")
-        add("--cpu-threads", type=at_least(1), help="compute threads (default: one less than the cores)")
+        add("--cpu-threads", **_COUNT, help="compute threads (default: one less than the cores, but both of two)")
         add("--seed", type=int, default=0, help="seed of requests without one, and of dummy weights")
         add(
             "--attention-backend",
@@ -368,19 +374,14 @@ class HttpConfig(_FromArgs):
             **_LIST,
             type=origin,
             metavar="ORIGIN",
-            help="web origins to allow (CORS), such as https://chat.example; * for all",
+            help="web origins to allow (CORS), such as https://chat.example; * for all. Without keys, a server on a "
+            "loopback address is also reached by the host names of these",
         )
         add("--ssl-certfile", **_FILE, help="certificate, PEM; serve over TLS")
         add("--ssl-keyfile", **_FILE, help="private key, PEM (default: in --ssl-certfile)")
         add("--ssl-ca-certs", **_FILE, help="CA, PEM; require a client certificate signed by it")
-        add("--max-body-bytes", **_SIZE, default=16 << 20, help="answer 413 to larger request bodies")
-        add(
-            "--max-connections",
-            type=at_least(1),
-            default=4096,
-            metavar="N",
-            help="maximum open connections; above it, answer 503",
-        )
+        add("--max-body-bytes", **_SIZE, default=16 << 20, help="answer 413 to larger request bodies (default: 16MiB)")
+        add("--max-connections", **_COUNT, default=4096, help="maximum open connections; above it, answer 503")
         add(
             "--drain-timeout",
             dest="drain_timeout_s",

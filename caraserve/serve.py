@@ -44,7 +44,7 @@ from caraserve.lora.uploads import AdapterUploads
 from caraserve.model.digest import model_digest
 from caraserve.model.spec import ModelSpec, load_spec
 from caraserve.profiling.apply import loading_rules, tuned
-from caraserve.start_checks import check_names, check_paths, client_tls
+from caraserve.start_checks import check_names, check_paths, client_tls, exposure
 from caraserve.telemetry.background import BackgroundTasks
 from caraserve.telemetry.metrics import Metrics, WorkerCounts
 from caraserve.telemetry.progress import progress
@@ -126,7 +126,7 @@ async def build_engine(
         stack.callback(trace.close)
     backend = build_backend(spec, model_config, engine_config, lora_config, trace)
     stack.callback(backend.close)
-    with progress("profile", 100) as advance:
+    with progress("measuring this machine", 100, done="machine measured") as advance:
         profile = tuned(backend, spec, model_config, engine_config, lora_config, advance, for_routing=has_peers)
     loop = asyncio.get_running_loop()
 
@@ -341,9 +341,14 @@ async def serve(
             await cluster.start(stack, app, http_config, port, metrics, served.profile)
             rereads.append(cluster.node.reread_secrets)
         settle_garbage_collector()
+        if warning := exposure(http_config):
+            log.warning("%s", warning)
         _announce(served, http_config, port)
         await _stopped(stop, cluster.node if cluster else None)
-        log.info("draining: no new requests; up to %.0f s for those running", http_config.drain_timeout_s)
+        log.info(
+            "draining: no new requests; up to %.0f s for those running, which a second Ctrl-C or SIGTERM ends at once",
+            http_config.drain_timeout_s,
+        )
         await _drain(engine, router, http_config.drain_timeout_s)
         if cluster is not None and cluster.node.ended.done():
             cluster.node.ended.result()

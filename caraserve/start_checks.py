@@ -1,7 +1,9 @@
 """Checks of paths, names and certificates before weights are read."""
 
 import ssl
+from pathlib import Path
 
+from caraserve.cluster.membership.dns import is_loopback
 from caraserve.config import ClusterConfig, HttpConfig, LoraConfig, ModelConfig, check_adapter_name
 from caraserve.errors import ConfigError
 from caraserve.lora.peft_config import CONFIG_NAME
@@ -11,14 +13,34 @@ def check_paths(model: ModelConfig, lora: LoraConfig) -> None:
     """Raises ConfigError for a configured file or folder that does not exist."""
     if model.chat_template is not None and not model.chat_template.is_file():
         raise ConfigError(f"--chat-template {str(model.chat_template)!r} is not a file")
-    if lora.adapters_dir is not None and not lora.adapters_dir.is_dir():
-        raise ConfigError(f"--adapters-dir {str(lora.adapters_dir)!r} is not a folder")
+    if lora.adapters_dir is not None and (problem := _why_no_folder(lora.adapters_dir)):
+        raise ConfigError(f"--adapters-dir {problem}; make the folder, or give another one")
     for root in lora.allow_adapter_path:
-        if not root.is_dir():
-            raise ConfigError(f"--allow-adapter-path {str(root)!r} is not a folder")
+        if problem := _why_no_folder(root):
+            raise ConfigError(f"--allow-adapter-path {problem}; make the folder, or give another one")
     for module in lora.lora_modules:
-        if not (module.path / CONFIG_NAME).is_file():
-            raise ConfigError(f"adapter {module.name!r}: {str(module.path)!r} has no {CONFIG_NAME}; give a PEFT folder")
+        problem = _why_no_folder(module.path)
+        if not problem and not (module.path / CONFIG_NAME).is_file():
+            problem = f"{str(module.path)!r} has no {CONFIG_NAME}"
+        if problem:
+            raise ConfigError(f"adapter {module.name!r}: {problem}; give a PEFT folder")
+
+
+def _why_no_folder(path: Path) -> str:
+    """Returns why a path is no folder; "" if it is one."""
+    if path.is_dir():
+        return ""
+    return f"{str(path)!r} {'is a file, not a folder' if path.exists() else 'does not exist'}"
+
+
+def exposure(http: HttpConfig) -> str:
+    """Returns a warning if other machines can connect without a key or a certificate; otherwise ""."""
+    if http.needs_keys or http.ssl_ca_certs is not None or is_loopback(http.host):
+        return ""
+    return (
+        f"--host {http.host} lets other machines use this server, and none needs a key: --api-key and --admin-key ask "
+        "for one, --host 127.0.0.1 listens to this machine only"
+    )
 
 
 def check_names(model: ModelConfig, lora: LoraConfig, base_names: tuple[str, ...]) -> None:

@@ -14,6 +14,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,11 @@ from tests.serving import engine_config, lora_config, model_config, running
 
 READY = re.compile(r"ready at (http://127\.0\.0\.1:\d+)")
 QUESTION = [{"role": "user", "content": "Tell me about the sea."}]
+SEA = (
+    "THE SEA COVERS MOST OF OUR PLANET|ITS WATER IS SALTY BECAUSE RIVERS CARRY SALT TO IT"
+    "|THE MOON PULLS THE WATER AND MAKES THE TIDES|WHALES SING IN THE DEEP, WHERE NO LIGHT CAN REACH"
+)
+CHEF = re.compile(rf"YES, CHEF! ONE ORDER OF SEA! (?:(?:{SEA})! ){{3}}NOW MOVE, MOVE, MOVE!")
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,21 @@ def test_the_demo_prints_its_url_its_adapters_and_a_command_to_copy(server: Serv
 def test_the_printed_command_works(server: Server) -> None:
     command = server.lines[-1].removeprefix("try:").strip()
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60)
-    assert json.loads(done.stdout)["choices"][0]["message"]["content"]
+    assert CHEF.fullmatch(json.loads(done.stdout)["choices"][0]["message"]["content"])
+
+
+def test_the_demo_makes_whole_sentences_where_a_request_says_nothing_of_sampling(server: Server) -> None:
+    """At OpenAI's default temperature of 1, half of these answers would be garbled."""
+    client = server.client()
+
+    def ask(seed: int) -> str | None:
+        made = client.chat.completions.create(model="chef", messages=QUESTION, seed=seed)  # type: ignore[arg-type]
+        return made.choices[0].message.content
+
+    with ThreadPoolExecutor(16) as pool:
+        answers = set(pool.map(ask, range(16)))
+    assert all(answer is not None and CHEF.fullmatch(answer) for answer in answers), answers
+    assert len(answers) > 1  # it is sampled
 
 
 def test_every_adapter_gives_its_own_answer(server: Server) -> None:

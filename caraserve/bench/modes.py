@@ -14,6 +14,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import mean
 
 from caraserve.bench.capacity import measure_capacity, objective, probe_spec, rate_here
 from caraserve.bench.client.adapter_loads import adapter_loads
@@ -36,6 +37,7 @@ from caraserve.bench.servers import (
     working_folder,
 )
 from caraserve.bench.synthetic import SHAPES
+from caraserve.bench.time_left import TimeLeft
 from caraserve.bench.workload.build import WorkloadSpec
 from caraserve.errors import ConfigError
 from caraserve.gpu.driver.detect import detect
@@ -43,6 +45,7 @@ from caraserve.gpu.driver.detect import detect
 BASELINE = "cached"
 _ALL_ON_DEVICE = ("cached", "merged")
 _TRIES = 3
+_SERVER_START_S = 15.0  # about, with a model of 100 million parameters
 _CALM_PATIENCE_S = 20
 _ALONE_REQUESTS = 12  # sent one after another, to measure the CPU time of one
 
@@ -97,6 +100,9 @@ async def bench_modes(options: ModesOptions, load: LoadOptions, report: ReportOp
         for note in measured.notes:
             runner.log(note)
         variants = mode_variants(options)
+        runner.time_left = _time_left(bench.loads, len(variants), closed=load.concurrency is not None)
+        if not runner.stopped.is_set():
+            runner.log(runner.time_left.outline())
         start = partial(_warm_server, runner, bench)
         async with ModeServers(start, len(variants), _run_together(options)) as servers:
             for repeat in range(options.repeats):
@@ -104,9 +110,18 @@ async def bench_modes(options: ModesOptions, load: LoadOptions, report: ReportOp
                 for variant in (*variants[turn:], *variants[:turn]):
                     if not runner.stopped.is_set():
                         measured.runs.append(await _run(runner, bench, servers, variant, repeat, measured.notes))
+                        runner.time_left.run_ended()
     labels = [variant.label for variant in variants]
     measured.runs.sort(key=lambda run: (run.label != BASELINE, labels.index(run.label)))
     return measured
+
+
+def _time_left(loads: ModeLoads, variants: int, *, closed: bool) -> TimeLeft:
+    """Returns the prediction before the first run. In a closed loop, or if all requests arrive at once, answers decide
+    how long a run takes."""
+    load_s = mean(load.requests[-1].at_s for load in loads.repeats)
+    open_s = None if closed or load_s == 0 else load_s
+    return TimeLeft(variants, len(loads.repeats), open_s, variants * _SERVER_START_S, time.monotonic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +260,8 @@ async def _run(
             tries.append(await _measured(runner, bench, warm, bench.loads.repeats[repeat], variant.label))
         if tries[-1][0] <= bench.options.calm_cores:
             break
-        runner.log(f"{variant.label}: other programs used {tries[-1][0]:.1f} cores meanwhile")
+        again = f"; the run is made again: try {len(tries) + 1} of {_TRIES}" if len(tries) < _TRIES else ""
+        runner.log(f"{variant.label}: other programs used {tries[-1][0]:.1f} cores meanwhile{again}")
     elsewhere, run = min(tries, key=lambda each: (each[1].interrupted, each[0]))
     if elsewhere > bench.options.calm_cores:
         notes.append(
@@ -305,6 +321,7 @@ async def _rate(runner: BenchmarkRunner, bench: _Prepared, preset: str | None, n
     if bench.options.cores_used is not None:
         return await _rate_for_cores(runner, bench, bench.options.cores_used, notes)
     loads = mode_loads(probe_spec(bench.spec), 1)
+    runner.log("First this machine's capacity is measured: the rate follows from it, and the time of all runs.")
     async with _baseline(runner, replace(bench, loads=loads)) as (_, endpoint):
         capacity = await measure_capacity(runner, endpoint, loads.repeats[0], bench.made.names)
     return math.nan if runner.stopped.is_set() else rate_here(capacity, preset, notes)

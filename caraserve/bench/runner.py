@@ -1,4 +1,7 @@
-"""Performs the runs of a benchmark, with a progress bar. Ctrl-C ends the current run and prevents further ones."""
+"""Performs the runs of a benchmark, and shows their progress: as a bar on a terminal, as a line every 30 s elsewhere.
+
+Ctrl-C ends the current run and prevents further ones.
+"""
 
 import asyncio
 import contextlib
@@ -16,13 +19,15 @@ from caraserve.bench.client.adapter_loads import adapter_loads
 from caraserve.bench.client.endpoint import Endpoint
 from caraserve.bench.client.player import LoadSettings, Player, RunProgress, report_progress
 from caraserve.bench.records import PlannedRequest, Run, Workload
+from caraserve.bench.time_left import TimeLeft
 
 _SHOW_S = 1.0  # period of drawing, which delays requests by 1 to 2 ms
+_LOG_S = 30.0  # between lines about a run where stderr is no terminal
 _LOADS_S = 0.05  # between two looks at the loads under way
 _WARM_TOKENS = 8  # prompt tokens of the request that makes the server read an adapter
 
 
-def _text(live: RunProgress, started_s: float) -> str:
+def _text(live: RunProgress, started_s: float, time_left: TimeLeft | None) -> str:
     """Returns the text beside the progress bar."""
     rate = live.done / max(time.monotonic() - started_s, 1e-9)
     parts = [f"{live.done}/{live.total}", f"{rate:.1f} requests/s"]
@@ -31,6 +36,8 @@ def _text(live: RunProgress, started_s: float) -> str:
         parts.append(f"TTFT p50 {p50:.0f} ms, p99 {p99:.0f} ms")
     if live.failed:
         parts.append(f"{live.failed} failed")
+    if time_left is not None:
+        parts.append(time_left.position())
     return " · ".join(parts)
 
 
@@ -42,6 +49,7 @@ class BenchmarkRunner:
         self._player: Player | None = None
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self.stopped = asyncio.Event()
+        self.time_left: TimeLeft | None = None  # of all runs, shown with each; None: unknown
 
     def log(self, text: str) -> None:
         """Prints a line to stderr."""
@@ -63,7 +71,7 @@ class BenchmarkRunner:
             if self.stopped.is_set():
                 return Run(label, (), 0.0, interrupted=True)
             if not self._console.is_terminal:
-                self.log(f"{label}: sending {player.live.total} requests")
+                self.log(f"{label}: sending {player.live.total} requests{self._position()}")
             with self._showing(label, player.live) as shown:
                 watching = asyncio.create_task(report_progress(player, shown, _SHOW_S))
                 try:
@@ -96,20 +104,33 @@ class BenchmarkRunner:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.stopped.wait(), _LOADS_S)
 
+    def _position(self) -> str:
+        return "" if self.time_left is None else f"; {self.time_left.position()}"
+
     def _fresh(self, concurrency: int | None) -> LoadSettings:
         """Returns settings with a new seed: an earlier run's prompts would hit the server's prefix cache."""
         return replace(self._settings, max_concurrency=concurrency, seed=secrets.randbits(63))
 
     @contextmanager
     def _showing(self, label: str, live: RunProgress) -> Iterator[Callable[[RunProgress], None]]:
-        """Yields a function that updates the progress bar, from the event loop's thread."""
+        """Yields a function that shows progress, from the event loop's thread."""
         columns = TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[text]}")
-        started_s, terminal = time.monotonic(), self._console.is_terminal
-        with Progress(
-            *columns, console=self._console, transient=True, auto_refresh=False, disable=not terminal
-        ) as progress:
-            task = progress.add_task(label, total=live.total, text=_text(live, started_s))
-            yield lambda live: progress.update(task, completed=live.done, text=_text(live, started_s), refresh=True)
+        started_s = logged_s = time.monotonic()
+        if not self._console.is_terminal:
+
+            def log(live: RunProgress) -> None:
+                nonlocal logged_s
+                if (now_s := time.monotonic()) - logged_s >= _LOG_S:
+                    logged_s = now_s
+                    self.log(f"{label}: {_text(live, started_s, self.time_left)}")
+
+            yield log
+            return
+        with Progress(*columns, console=self._console, transient=True, auto_refresh=False) as progress:
+            task = progress.add_task(label, total=live.total, text=_text(live, started_s, self.time_left))
+            yield lambda live: progress.update(
+                task, completed=live.done, text=_text(live, started_s, self.time_left), refresh=True
+            )
 
 
 @contextmanager

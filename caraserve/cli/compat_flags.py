@@ -42,6 +42,7 @@ def _refused(names: str, instead: str, takes: Literal["nothing", "one", "several
 SAME = {
     # vLLM
     "--kv-cache-memory-bytes": "--kv-cache-bytes",
+    "--shutdown-timeout": "--drain-timeout",
     "--enable-log-requests": "--log-requests",
     "--disable-log-requests": "--no-log-requests",
     "--no-enable-log-requests": "--no-log-requests",
@@ -64,7 +65,9 @@ SAME = {
 _ONE_PROCESS = "one process serves one GPU, or the CPU; to use more, start an instance for each with --peers"
 _OWN_LOG = "the log is this server's own; see --log-level and --log-format"
 _GRAPHS = "graphs are captured where they help"
-_TOOLS = "requests decide about tools and constraints"
+_TOOLS = "a request's tools and tool_choice decide"
+_GRAMMARS = "llguidance enforces schemas, expressions and grammars"
+_ROUTES = "one server generates text and answers /v1/embeddings, /v1/score and /v1/rerank, without an option"
 _ADAPTER_MEMORY = "adapters are bounded by bytes, not by number: see --max-host-adapters-bytes"
 _CORS = "--allowed-origins alone decides"
 
@@ -72,29 +75,34 @@ FLAGS = (
     # LoRA
     _switch("--enable-lora", "adapters are always served"),
     _any("--max-cpu-loras --max-loaded-loras", _ADAPTER_MEMORY),
-    _any("--lora-dtype", "adapters are kept in the dtype of the base weights"),
-    _any("--lora-target-modules", "an adapter may have any of the modules that can be served", "several"),
+    _any("--lora-dtype", "an adapter keeps the dtype of its own files"),
+    _any("--lora-target-modules", "every adapter is applied to all modules that it was trained for", "several"),
     _any("--lora-extra-vocab-size", "adapters that add tokens are refused one by one"),
-    _any("--lora-backend --lora-eviction-policy --max-lora-chunk-size", "one method serves any mix of ranks"),
-    _switch("--fully-sharded-loras --specialize-active-lora", "each adapter of a batch costs its own rank only"),
+    _any("--lora-backend --max-lora-chunk-size", "the same kernels serve any mix of ranks; see --lora-kernel"),
+    _any("--lora-eviction-policy", "adapters leave a cache by how often they are requested and how long a load takes"),
+    _switch("--fully-sharded-loras", "an adapter is on one device, so there is nothing to shard"),
+    _switch("--specialize-active-lora", "each adapter of a batch costs its own rank only"),
     _switch("--enable-lora-bias", "adapters with biases are refused one by one"),
-    _switch("--enable-lora-overlap-loading", "see --loading-mode"),
+    _switch("--enable-lora-overlap-loading", "other requests go on while an adapter loads; see --loading-mode"),
     _switch("--lora-strict-loading", "adapters that cannot be applied exactly are always refused"),
     # Which model
     _switch("--trust-remote-code", "code of a checkpoint is never run; models that need it are refused"),
     _any("--download-dir --hf-token", "nothing is downloaded"),
-    _only("--revision --code-revision --tokenizer-revision", "main", "a local folder has one revision; fetch it with "
+    _any("--code-revision", "code of a checkpoint is never run"),
+    _only("--revision --tokenizer-revision", "main", "a local folder has one revision; fetch it with "
           "`hf download MODEL --revision REVISION --local-dir DIR` and serve DIR"),
     _refused("--tokenizer --hf-config-path", "tokenizer and config.json are read from the model's folder"),
     _refused("--hf-overrides --rope-scaling --rope-theta", "edit config.json in the model's folder"),
-    _only("--quantization -q", "none None null compressed-tensors", "leave it out: the checkpoint is served as its "
-          "config.json says, quantised or not", "config.json says how the checkpoint is quantised"),
+    _only("--quantization -q", "none None null compressed-tensors", "weights are not quantised at the start; a "
+          "checkpoint that is in fp8 or int8 already is recognised by its config.json, without this option, and other "
+          "formats are not read", "config.json says how the checkpoint is quantised"),
     _only("--tokenizer-mode", "auto hf fast", "only tokenizer.json is read"),
     _only("--config-format", "auto hf", "only config.json is read"),
     _any("--model-impl --vllm-model-impl", "there is one implementation"),
-    _only("--task --runner", "auto generate text-generation text_generation", "only text generation is served"),
-    _only("--convert", "auto none", "only text generation is served"),
-    _only("--backend", "auto vllm", "leave it out"),
+    _only("--task --runner", "auto generate text-generation text_generation embed embedding score pooling",
+          f"classification, reward models and transcription are not served; {_ROUTES}", _ROUTES),
+    _only("--convert", "auto none embed", f"classifiers are not served; {_ROUTES}", _ROUTES),
+    _only("--backend", "auto vllm", "this server computes the model itself, by no other library: leave the option out"),
     _only("--generation-config", "auto", "defaults of sampling are those of generation_config.json; send others with "
           "each request"),
     _refused("--override-generation-config", "edit generation_config.json, or send the fields with each request"),
@@ -103,32 +111,42 @@ FLAGS = (
     _only("--tensor-parallel-size -tp --tp --tp-size --pipeline-parallel-size -pp --pp-size --data-parallel-size -dp "
           "--dp-size --data-parallel-size-local --nnodes --api-server-count --prefill-context-parallel-size "
           "--decode-context-parallel-size", "1", _ONE_PROCESS, "it is the only size here"),
-    _any("--distributed-executor-backend --worker-use-ray", "one process serves"),
-    _switch("--enable-expert-parallel --disable-custom-all-reduce --disable-frontend-multiprocessing "
+    _any("--distributed-executor-backend", "one process serves"),
+    _switch("--worker-use-ray --enable-expert-parallel --disable-custom-all-reduce --disable-frontend-multiprocessing "
             "--async-scheduling", "one process serves, and schedules a batch while the one before runs"),
     _switch("--enforce-eager --disable-cuda-graph", _GRAPHS),
     _any("--compilation-config -O --optimization-level --max-seq-len-to-capture --cuda-graph-sizes --cuda-graph-max-bs",
          _GRAPHS),
     _switch("--enable-chunked-prefill", "prompts are always computed in chunks, see --max-num-batched-tokens"),
-    _any("--num-scheduler-steps --max-num-partial-prefills --max-long-partial-prefills --long-prefill-token-threshold",
-         "requests join and leave at every iteration"),
-    _any("--block-size --swap-space --prefix-caching-hash-algo", "KV blocks need no such setting"),
+    _any("--num-scheduler-steps", "requests join and leave at every iteration"),
+    _any("--max-num-partial-prefills --max-long-partial-prefills --long-prefill-token-threshold",
+         "prompts of any number share the tokens of an iteration, see --max-num-batched-tokens"),
+    _any("--block-size", "a KV block always has 16 tokens"),
+    _any("--swap-space", "a preempted request is computed again, not swapped"),
+    _any("--prefix-caching-hash-algo", "blocks of equal prefixes are found by the server's own hash"),
     _only("--cpu-offload-gb", "0 0.0", "weights stay on their device"),
     _only("--kv-cache-dtype", "auto", "keys and values are not quantised; see --kv-cache-bytes"),
     _refused("--num-gpu-blocks-override", "use --kv-cache-bytes"),
     _refused("--kv-transfer-config", "one instance does prefill and decode"),
-    _only("--scheduling-policy --schedule-policy", "fcfs", "tenants take turns; within a tenant the first comes first"),
+    _only("--scheduling-policy --schedule-policy", "fcfs", "tenants take turns; of a user's requests those with a "
+          "lower `priority` go first, then those that came first", "tenants take turns; of a user's requests the first "
+          "goes first, unless they have a `priority`"),
     _any("--speculative-config", "output is the same without speculation"),
     # API
-    _any("--reasoning-parser --tool-parser-plugin --guided-decoding-backend "
-         "--structured-outputs-config", _TOOLS),
-    _switch("--enable-auto-tool-choice --enable-reasoning --exclude-tools-when-tool-choice-none", _TOOLS),
+    _any("--reasoning-parser", "the marks of reasoning are those of the model's chat template"),
+    _switch("--enable-reasoning", "reasoning is apart from the answer wherever the chat template has marks for it"),
+    _any("--tool-parser-plugin", "no code is loaded; see --tool-call-parser for the formats that are known"),
+    _any("--guided-decoding-backend --structured-outputs-config", _GRAMMARS),
+    _switch("--enable-auto-tool-choice --exclude-tools-when-tool-choice-none", _TOOLS),
     _only("--max-logprobs", " ".join(map(str, range(21))), "at most 20 are served", "up to 20 are served"),
     _only("--response-role", "assistant", "the role is always assistant"),
     _only("--chat-template-content-format", "auto string", "templates get text"),
     _refused("--default-chat-template-kwargs", "send chat_template_kwargs with each request"),
-    _switch("--enable-prompt-tokens-details --enable-request-id-headers --enable-server-load-tracking "
-            "--enable-offline-docs --disable-fastapi-docs", "it changes nothing here"),
+    _switch("--enable-prompt-tokens-details", "usage always has prompt_tokens_details"),
+    _switch("--enable-request-id-headers", "every response has the header x-request-id"),
+    _switch("--enable-server-load-tracking", "/load is always served"),
+    _switch("--enable-offline-docs", "/docs needs no other server"),
+    _switch("--disable-fastapi-docs", "/docs is always served, and needs a key where clients do"),
     _refused("--enable-force-include-usage --return-tokens-as-token-ids", "clients ask for it in the request",
              "nothing"),
     _refused("--root-path --fastapi-root-path", "have the proxy strip the prefix"),
@@ -139,8 +157,9 @@ FLAGS = (
     _only("--ssl-cert-reqs", "0 2", "with --ssl-ca-certs a client needs a certificate, without it none"),
     _switch("--enable-ssl-refresh", "the certificate is read at the start: restart to change it"),
     # Log and traces
-    _switch("--disable-log-stats --disable-uvicorn-access-log "
-            "--enable-log-outputs --enable-log-deltas", _OWN_LOG),
+    _switch("--disable-uvicorn-access-log", "the log has one line for each request; --no-log-requests turns it off"),
+    _switch("--enable-log-outputs --enable-log-deltas", "the log never has the text of answers"),
+    _switch("--disable-log-stats", "statistics are at /metrics, not in the log"),
     _any("--uvicorn-log-level --log-config-file --max-log-len --disable-access-log-for-endpoints --log-level-http",
          _OWN_LOG),
     _switch("--enable-metrics", "/metrics is always served"),
@@ -160,5 +179,5 @@ VARIABLES = {
     "NIM_SERVER_PORT": "--port",
 }
 VARIABLE_NOTES = {
-    "NIM_PEFT_REFRESH_INTERVAL": "the folder is read at the start; load later ones with POST /v1/load_lora_adapter",
+    "NIM_PEFT_REFRESH_INTERVAL": "--adapters-dir is looked at every second, and changes count within about three",
 }

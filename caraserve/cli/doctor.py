@@ -27,7 +27,7 @@ from caraserve.model.safetensors_reader import TensorFileError, weight_files
 from caraserve.model.spec import load_spec
 from caraserve.serve import base_names, with_demo
 from caraserve.serve_cluster import check_cluster
-from caraserve.start_checks import check_names, check_paths, client_tls
+from caraserve.start_checks import check_names, check_paths, client_tls, exposure
 from caraserve.tokenizer.tokenizer import load_tokenizer
 from caraserve.util.cache_folder import cache_folder, why_unwritable
 from caraserve.util.units import human_bytes
@@ -212,6 +212,8 @@ def _configured(machine: Machine, configs: Configs) -> Iterator[Finding]:
     on_cpu = machine.gpu is None or configs.engine.device == "cpu"
     room_bytes = min(machine.free_bytes, machine.limit_bytes or machine.free_bytes) if on_cpu else None
     yield _checked("address", lambda: _address(configs.http, configs.cluster))
+    if warning := exposure(configs.http):
+        yield Finding("access", "warning", warning)
     yield _checked("model", lambda: _model(model, room_bytes))
     yield _checked("adapters", lambda: _adapters(model, lora))
 

@@ -2,12 +2,12 @@
 
 import json
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from caraserve.errors import ModelLoadError
+from caraserve.model.not_a_model import why_no_model
 from caraserve.model.quantization import Quantization, parse_quantization
 
 # The seven linear modules of a decoder layer that an adapter may change, in the order of use.
@@ -89,25 +89,17 @@ class ModelSpec:
 def load_spec(folder: Path) -> ModelSpec:
     """Reads `folder/config.json`. Raises ModelLoadError naming the file or field that cannot be served."""
     path = folder / "config.json"
-    if not folder.is_dir():
-        raise ModelLoadError(f"model folder {str(folder)!r} does not exist; {_instead_of(str(folder))}")
     try:
+        if problem := why_no_model(folder):
+            raise ModelLoadError(problem)
         config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelLoadError(f"{str(folder)!r} has no config.json; is it a Hugging Face model folder?") from None
+    except OSError as error:
+        raise ModelLoadError(f"{error.filename or path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ModelLoadError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise ModelLoadError(f"{path} must hold a JSON object")
     return parse_spec(config)
-
-
-def _instead_of(folder: str) -> str:
-    """Returns advice for a model folder that does not exist."""
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", folder):
-        return "give a folder that holds config.json"
-    name = folder.partition("/")[2]
-    return f"for a model of the Hugging Face Hub, run `hf download {folder} --local-dir {name}` and serve {name}"
 
 
 def parse_spec(config: dict[str, Any]) -> ModelSpec:

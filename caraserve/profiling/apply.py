@@ -101,11 +101,7 @@ def make_profile(
             return None
         if (measured_ms := 1000 * median(spent_s)) >= LEAST_HANDOFF_MS:
             return measured_ms
-        log.warning(
-            "a hand-off to a CPU worker seems to take %.5f ms beyond its compute; less than %g ms is a mistake of the "
-            "measurement, so it is not kept",
-            *(measured_ms, LEAST_HANDOFF_MS),
-        )
+        log.debug("a hand-off of %.5f ms is a mistake of the measurement: less than %g", measured_ms, LEAST_HANDOFF_MS)
         return None
 
     return measure(
@@ -131,7 +127,10 @@ def loading_rules(backend: "ServingBackend", spec: ModelSpec, profile: Profile |
     if handoff_ms is None:
         handoff_ms = ASSUMED_HANDOFF_MS
         if mode.chooses and len(backend.workers) > 0:
-            log.info("a hand-off to a CPU worker was not measured: auto assumes %.2f ms", handoff_ms)
+            log.info(
+                "the delay of CPU LoRA workers was not measured: auto assumes %.2f ms; `caraserve profile` measures it",
+                handoff_ms,
+            )
     return StartPolicy(
         mode=mode,
         layers=spec.layers,

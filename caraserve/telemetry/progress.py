@@ -21,13 +21,23 @@ def terminal_bar() -> Progress:
 
 
 @contextlib.contextmanager
-def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
-    """Yields a function to call `total` times, and logs the time that the work took."""
-    started_s = time.monotonic()
+def progress(label: str, total: int, *, done: str | None = None) -> Iterator[Callable[[], None]]:
+    """Yields a function to call `total` times, and logs the time that the work took, unless there was none.
+
+    `done`: what the line says of finished work; None: that `label` is loaded.
+    """
+    started_s, is_begun = time.monotonic(), False
     with terminal_bar() as bar:
         task = bar.add_task(label, total=total)
-        yield lambda: bar.advance(task)
-    log.info("%s loaded in %.1f s", label, time.monotonic() - started_s)
+
+        def advance() -> None:
+            nonlocal is_begun
+            is_begun = True
+            bar.advance(task)
+
+        yield advance
+    if is_begun:
+        log.info("%s in %.1f s", done or f"{label} loaded", time.monotonic() - started_s)
 
 
 class CompileProgress:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from caraserve.bench.console import write_document
 from caraserve.cli.main import main
 
 FAKE = Path(__file__).with_name("fake_endpoint.py")
@@ -99,6 +100,19 @@ def test_each_rate_is_a_run(url: str) -> None:
     assert len(document["runs"]) == 2  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("is_terminal", "asked", "shown"), [(True, False, False), (True, True, True), (False, False, True)]
+)
+def test_the_report_as_json_is_for_programs(
+    is_terminal: bool, asked: bool, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = StringIO()
+    monkeypatch.setattr(printed, "isatty", lambda: is_terminal)
+    with redirect_stdout(printed):
+        write_document({"runs": []}, asked)
+    assert bool(printed.getvalue()) == shown
+
+
 def test_without_an_endpoint_a_server_is_started_and_ended() -> None:
     mark = uuid.uuid4().hex
     arguments = ("serve", *QUICK, "--slo-scale", "100", "--", "--loading-mode", "ondemand", "--cpu-threads", "1")
@@ -167,6 +181,8 @@ def test_modes_are_compared_with_cached(tmp_path: Path) -> None:
     assert [run["label"] for run in document["runs"]] == ["cached", "pipelined", "merged"]  # type: ignore[attr-defined]
     assert all(run["failed"] == 0 for run in document["runs"])  # type: ignore[attr-defined]
     assert "50 MB/s" in done.stderr
+    assert "3 modes, 1 repeat: 3 runs of " in done.stderr
+    assert "pipelined: sending 12 requests; run 2 of 3 in repeat 1 of 1, about " in done.stderr
     again = bench("compare", str(tmp_path / "modes.json"), str(tmp_path / "modes.json"))
     assert again.returncode == 0, again.stderr
     assert "1.000" in again.stdout

@@ -113,6 +113,11 @@ def test_a_port_in_use_is_a_problem() -> None:
     assert (finding.state, "another process" in finding.found) == ("problem", True)
 
 
+def test_a_server_that_others_may_use_without_a_key_is_warned_of() -> None:
+    finding = found("access", "--host", "0.0.0.0", "--port", "0")
+    assert (finding.state, "--api-key" in finding.found) == ("warning", True)
+
+
 def test_a_cluster_without_a_secret_is_a_problem() -> None:
     finding = found("address", "--peers", "10.0.0.1:8000")
     assert (finding.state, "--cluster-secret-file" in finding.found) == ("problem", True)

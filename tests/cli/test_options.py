@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from caraserve import demo
+from caraserve import backend_factory, demo
 from caraserve.cli import main
 from caraserve.cli.compat_flags import FLAGS, SAME, VARIABLES
 from caraserve.cli.options import OptionParser
 from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, LoraModule, ModelConfig
 from caraserve.errors import ConfigError
+from caraserve.lora.folder_watch import _POLL_S
 from caraserve.start_checks import check_names
 
 MODEL, POET, CHEF = "/models/llama", "/adapters/poet", "/adapters/chef"
@@ -120,7 +121,11 @@ def test_only_options_without_effect_are_noted_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("words", "instead"),
     [
-        (["--quantization", "awq"], "config.json"),
+        (["--quantization", "awq"], "other formats are not read"),
+        (["--quantization", "fp8"], "not quantised at the start"),
+        (["--task", "classify"], "classification"),
+        (["--backend", "huggingface"], "by no other library"),
+        (["--scheduling-policy", "priority"], "`priority`"),
         (["-tp", "2"], "--peers"),
         (["--tensor-parallel-size=8"], "--peers"),
         (["--kv-cache-dtype", "fp8"], "--kv-cache-bytes"),
@@ -136,6 +141,38 @@ def test_unsupported_options_are_refused_with_advice(words: list[str], instead: 
     message = refusal(*words)
     assert message.startswith(" ".join(words).replace("=", " "))
     assert instead in message
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--task", "embed"], "/v1/embeddings"),
+        (["--runner", "pooling"], "/v1/embeddings"),
+        (["--reasoning-parser", "deepseek_r1"], "chat template"),
+        (["--tool-parser-plugin", "x.py"], "no code is loaded"),
+        (["--guided-decoding-backend", "xgrammar"], "llguidance"),
+        (["--lora-dtype", "bfloat16"], "its own files"),
+        (["--lora-eviction-policy", "lru"], "how often they are requested"),
+        (["--lora-target-modules", "q_proj"], "all modules that it was trained for"),
+        (["--swap-space", "4"], "computed again"),
+        (["--long-prefill-token-threshold", "2048"], "--max-num-batched-tokens"),
+        (["--worker-use-ray"], "one process serves"),
+        (["--disable-fastapi-docs"], "/docs is always served"),
+        (["--disable-uvicorn-access-log"], "--no-log-requests"),
+    ],
+    ids=lambda part: " ".join(part) if isinstance(part, list) else None,
+)
+def test_an_option_without_effect_has_its_own_reason(words: list[str], why: str) -> None:
+    (note,) = parsed(*words).notes
+    assert note.startswith(f"{' '.join(words)} has no effect: ")
+    assert why in note
+
+
+def test_the_interval_of_nims_refresh_is_noted_with_the_real_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NIM_PEFT_REFRESH_INTERVAL", "60")
+    (note,) = parsed().notes
+    assert "every second" in note
+    assert _POLL_S == 1.0
 
 
 def test_no_entry_of_the_table_is_an_option_of_ours() -> None:
@@ -179,6 +216,10 @@ def test_an_unknown_option_names_the_nearest(word: str, near: str) -> None:
         (["--no-enable-prefix-caching"], "enable_prefix_caching", False),
         (["--served-model-name", "a", "b"], "served_model_name", ["a", "b"]),
         (["--kv-cache-memory-bytes", "1MiB"], "kv_cache_bytes", 1 << 20),
+        (["--max-num-batched-tokens", "2k"], "max_num_batched_tokens", 2000),
+        (["--max-num-batched-tokens", "2K"], "max_num_batched_tokens", 2048),
+        (["--tokens-per-cpu", "1k"], "tokens_per_cpu", 1000),
+        (["--shutdown-timeout", "10"], "drain_timeout_s", 10.0),
     ],
     ids=lambda part: " ".join(part) if isinstance(part, list) else None,
 )
@@ -371,6 +412,28 @@ def test_help_states_each_default_once() -> None:
     assert "(default: 127.0.0.1)" in text
     assert "(default: None)" not in text
     assert "(default: [])" not in text
+
+
+def test_help_states_the_default_of_every_number_and_names_its_unit() -> None:
+    """Numbers whose default depends on the machine have it in their text."""
+    takes = [action for action in parser()._actions if action.nargs != 0 and action.choices is None]
+    assert [action.dest for action in takes if "_" in (action.metavar or action.dest)] == []
+    numbers = {"TOKENS", "N", "SIZE", "MB", "MS", "SECONDS", "SHARE", "RANK", "LIST"}
+    unsaid = [
+        action.option_strings[0]
+        for action in takes
+        if action.metavar in numbers and action.default is None and "default" not in (action.help or "")
+    ]
+    assert unsaid == []
+
+
+def test_help_states_the_defaults_that_the_backends_use() -> None:
+    text = " ".join(parser().format_help().split())
+    assert f"at most {backend_factory._DEFAULT_CONTEXT_TOKENS})" in text
+    assert f"(default: {backend_factory._CPU_SEQS}, on a GPU {backend_factory._GPU_SEQS})" in text
+    assert f"(default: {backend_factory._CPU_STEP_TOKENS}, on a GPU {backend_factory._GPU_STEP_TOKENS})" in text
+    most_gib = backend_factory._KV_MOST_BYTES >> 30
+    assert f"{backend_factory._KV_SHARE:.0%} of the free memory, at most {most_gib}GiB".replace("%", " %") in text
 
 
 def test_an_unknown_command_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,6 +102,8 @@ def test_command_lines_of_other_servers_guides_work_without_torch(
             request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request, timeout=30) as answer:
                 assert json.load(answer)["usage"]["completion_tokens"] == 2
+        process.send_signal(signal.SIGINT)
+        assert "30 s for those running, which a second Ctrl-C" in read_until(process, "draining")[-1]
     finally:
         end(process)
 

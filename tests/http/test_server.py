@@ -1,6 +1,7 @@
 """The server around the API: access, probes, request ids, start and stop, the page."""
 
 import asyncio
+import re
 import socket
 from contextlib import AsyncExitStack
 
@@ -64,6 +65,35 @@ async def test_web_pages_of_other_origins_cannot_use_a_local_server_without_keys
         answer = await client.complete(headers=headers)
     assert (answer.status, answer.error["type"]) == (403, "permission_error")
     assert not fake.streams
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "is_allowed"),
+    [
+        ("http://vm:8000", "vm:8000", True),
+        ("http://vm:8000", "VM:8000", True),
+        ("http://vm", "vm:80", True),
+        ("https://chat.example", "chat.example", True),
+        ("*", "vm:8000", True),
+        ("http://vm:8000", "vm:8001", False),
+        ("http://vm:8000", "evil.example:8000", False),
+        ("https://chat.example", "chat.example:8000", False),
+        ("https://chat.example", "chat.example:x", False),
+    ],
+)
+async def test_a_local_server_without_keys_has_the_names_of_its_allowed_origins(
+    origin: str, host: str, is_allowed: bool
+) -> None:
+    async with serving(FakeEngine(), allowed_origins=(origin,)) as client:
+        assert (await client.complete(headers={"Host": host})).status == (200 if is_allowed else 403)
+
+
+async def test_the_refusal_of_a_name_says_which_option_allows_it() -> None:
+    async with serving(FakeEngine()) as client:
+        message = (await client.complete(headers={"Host": "vm:8000"})).error["message"]
+    (origin,) = re.findall(r"--allowed-origins (\S+)", message)
+    async with serving(FakeEngine(), allowed_origins=(origin,)) as client:
+        assert (await client.complete(headers={"Host": "vm:8000"})).status == 200
 
 
 async def test_local_web_pages_may_use_a_local_server() -> None:

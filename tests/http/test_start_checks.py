@@ -6,6 +6,7 @@ import ssl
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import aiohttp
 import pytest
@@ -18,7 +19,7 @@ from caraserve.http.app import make_app, start_http
 from caraserve.http.server import bind
 from caraserve.model.spec import load_spec
 from caraserve.serve import _announce
-from caraserve.start_checks import check_paths, client_tls
+from caraserve.start_checks import check_paths, client_tls, exposure
 from tests.http.fake_engine import FakeEngine
 from tests.http.serving import http_config, new_metrics, serving
 from tests.serving import engine_config, lora_config, model_config, running
@@ -75,6 +76,30 @@ def test_a_missing_path_is_named(wrong: str, tmp_path: Path) -> None:
         model = dataclasses.replace(model, chat_template=missing)
     with pytest.raises(ConfigError, match=str(missing)):
         check_paths(model, lora)
+    missing.touch()
+    if wrong != "template":
+        with pytest.raises(ConfigError, match=f"{missing}' is a file, not a folder"):
+            check_paths(model, lora)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_open"),
+    [
+        ({}, False),
+        ({"host": "localhost"}, False),
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "::"}, True),
+        ({"host": "gpu-7.example"}, True),
+        ({"host": "0.0.0.0", "api_key": ("sesame",)}, False),
+        ({"host": "0.0.0.0", "admin_key": ("sesame",)}, False),
+        ({"host": "0.0.0.0", "ssl_ca_certs": Path("ca.pem")}, False),
+    ],
+    ids=str,
+)
+def test_a_server_that_other_machines_may_use_without_a_key_warns(settings: dict[str, Any], is_open: bool) -> None:
+    warning = exposure(http_config(**settings))
+    assert bool(warning) == is_open
+    assert not is_open or ("--api-key" in warning and settings["host"] in warning)
 
 
 def certificate(folder: Path, name: str) -> Path:

@@ -1,5 +1,9 @@
-"""As much of kustomize as `scripts/k8s` uses: resources, components, JSON patches, generators. It refuses the rest."""
+"""As much of kustomize as `scripts/k8s` uses: resources, components, JSON patches, generators, namespaces, images.
 
+It refuses the rest. `test_kustomize.py` compares it with kubectl's own.
+"""
+
+import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,11 +18,13 @@ _KEYS |= {"secretGenerator", "configMapGenerator"}
 
 @dataclass
 class Built:
-    """What one folder comes to. `secrets` and `config_maps`: generated, by name, with the files in them."""
+    """What one folder comes to. `secrets` and `config_maps`: generated, by name, with the files in them. `options`: the
+    literals of generated config maps, by name."""
 
     documents: list[Document] = field(default_factory=list)
     secrets: dict[str, list[str]] = field(default_factory=dict)
     config_maps: dict[str, list[Path]] = field(default_factory=dict)
+    options: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def of(self, kind: str) -> list[Document]:
         return [document for document in self.documents if document["kind"] == kind]
@@ -43,11 +49,18 @@ def build(folder: Path, into: Built | None = None) -> Built:
     for generator in config.get("secretGenerator", ()):
         built.secrets[generator["name"]] = list(generator["files"])
     for generator in config.get("configMapGenerator", ()):
-        built.config_maps[generator["name"]] = [folder / name for name in generator["files"]]
+        _generate(built, folder, generator)
     for patch in config.get("patches", ()):
         target = built.one(patch["target"]["kind"], patch["target"]["name"])
         for change in yaml.safe_load(patch["patch"]):
-            _add(target, change)
+            _change(target, change)
+    for document in built.documents:
+        if "namespace" in config:
+            document["metadata"]["namespace"] = config["namespace"]
+            for subject in document.get("subjects", ()):
+                subject["namespace"] = config["namespace"]
+    for image in config.get("images", ()):
+        _tag(built, image["name"], image["newTag"])
     return built
 
 
@@ -55,14 +68,45 @@ def documents(path: Path) -> list[Document]:
     return [document for document in yaml.safe_load_all(path.read_text(encoding="utf-8")) if document is not None]
 
 
-def _add(document: Document, change: Document) -> None:
-    """RFC 6902's `add` of a field, or to the end of a list."""
-    assert change["op"] == "add", f"{change['op']} is not understood here"
+def pod_of(workload: Document) -> Document:
+    """Returns the specification of a workload's pods."""
+    pod: Document = workload["spec"]["template"]["spec"]
+    return pod
+
+
+def containers_of(workload: Document) -> list[Document]:
+    """Returns the containers of a workload's pods, those that run first at the front."""
+    pod = pod_of(workload)
+    return [*pod.get("initContainers", ()), *pod["containers"]]
+
+
+def _generate(built: Built, folder: Path, generator: Document) -> None:
+    name, literals = generator["name"], dict(one.split("=", 1) for one in generator.get("literals", ()))
+    if generator.get("behavior") == "merge":
+        assert "files" not in generator, "merged files are not understood here"
+        built.options[name] |= literals
+        return
+    assert name not in built.config_maps
+    built.config_maps[name] = [folder / file for file in generator.get("files", ())]
+    built.options[name] = literals
+
+
+def _tag(built: Built, name: str, tag: str) -> None:
+    for workload in (*built.of("StatefulSet"), *built.of("Deployment")):
+        for container in containers_of(workload):
+            if container["image"].partition(":")[0] == name:
+                container["image"] = f"{name}:{tag}"
+
+
+def _change(document: Document, change: Document) -> None:
+    """RFC 6902's `replace`, and its `add` of a field, or to the end of a list."""
+    assert change["op"] in ("add", "replace"), f"{change['op']} is not understood here"
     *way, last = [part.replace("~1", "/").replace("~0", "~") for part in change["path"].removeprefix("/").split("/")]
     here: Any = document
     for part in way:
         here = here[int(part)] if isinstance(here, list) else here[part]
+    assert change["op"] == "add" or last in here, f"{change['path']} is not there"
     if last == "-":
-        here.append(change["value"])
+        here.append(copy.deepcopy(change["value"]))
     else:
-        here[last] = change["value"]
+        here[last] = copy.deepcopy(change["value"])

@@ -37,7 +37,7 @@ def listed(item: Schema, most: int | None = None) -> Schema:
 
 
 def kind(name: str, api: str, spec: Schema) -> Schema:
-    meta = closed({"name": NAME}, {"labels": LABELS})
+    meta = closed({"name": NAME, "namespace": NAME}, {"labels": LABELS})
     return closed({"apiVersion": {"const": api}, "kind": {"const": name}, "metadata": meta, "spec": spec})
 
 

@@ -11,7 +11,7 @@ from caraserve.core.request import Finish, GenerateRequest, Phases, SamplingPara
 from tests.http.fake_engine import FakeSnapshot
 from tests.http.serving import new_metrics
 
-DASHBOARD = Path(__file__).parents[2] / "scripts" / "k8s" / "monitoring" / "grafana-dashboard.json"
+DASHBOARD = Path(__file__).parents[2] / "scripts" / "k8s" / "components" / "monitoring" / "grafana-dashboard.json"
 
 # What the dashboards in vLLM's repository (examples/online_serving) query, older versions of them included.
 VLLM = [

@@ -1,26 +1,35 @@
 """The manifests in scripts/k8s: valid by their schemas, at one with one another and with the server they start."""
 
 import copy
-from collections.abc import Iterator
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jsonschema
 import kubernetes_validate
 import pytest
-import yaml
 
+from caraserve import demo
 from caraserve.cli.main import _parser
 from caraserve.cluster.routing.cost import Backlog
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.price_metrics import price_families
+from caraserve.config import LOADING_MODES
 from caraserve.gpu.driver import environment
 from caraserve.http.app import make_app
 from caraserve.http.context import HttpTimings
+from caraserve.util.units import parse_bytes
 from tests.http.fake_engine import FakeEngine, FakeSnapshot
 from tests.http.serving import http_config, new_metrics
-from tests.k8s.kustomize import Built, Document, build, documents
+from tests.k8s.kustomize import Built, Document, build, containers_of, documents, pod_of
 from tests.k8s.schemas import CUSTOM, PICKER_CONFIG
 
 ROOT = Path(__file__).parents[2]
@@ -29,29 +38,48 @@ FOLDER = ROOT / "scripts" / "k8s"
 KUBERNETES = ("1.30", "1.37")
 
 
+# Each can be applied by itself; the last has all components.
+FOLDERS = ("base", "overlays/kind", "overlays/gpu", "overlays/gateway", "overlays/monitoring", "overlays/all")
+
+
 @cache
+def built(folder: str) -> Built:
+    return build(FOLDER / folder)
+
+
 def whole() -> Built:
-    return build(FOLDER)
+    return built(FOLDERS[-1])
 
 
 def named(document: Document) -> str:
     return f"{document['kind']}/{document['metadata']['name']}"
 
 
-def pod() -> Document:
-    spec: Document = whole().one("StatefulSet")["spec"]["template"]["spec"]
-    return spec
+def pod(folder: str = FOLDERS[-1]) -> Document:
+    return pod_of(built(folder).one("StatefulSet"))
 
 
-def server() -> Document:
-    (container,) = pod()["containers"]
+def server(folder: str = FOLDERS[-1]) -> Document:
+    (container,) = pod(folder)["containers"]
     return dict(container)
 
 
-def arguments() -> Any:
-    """What the server makes of the manifest's arguments, with the variables that Kubernetes puts in."""
-    values = [argument.replace("$(POD_NAME)", "caraserve-0") for argument in server()["args"]]
-    return _parser().parse_args(values)
+def init_container() -> Document:
+    (container,) = pod()["initContainers"]
+    return dict(container)
+
+
+def options(folder: str = FOLDERS[-1]) -> Mapping[str, str]:
+    """The variables of the generated config map."""
+    return built(folder).options["caraserve-options"]
+
+
+def arguments(folder: str = FOLDERS[-1]) -> Any:
+    """What the server makes of the manifest's arguments and variables, as Kubernetes puts variables into arguments."""
+    variables = {"POD_NAME": "caraserve-0", **options(folder)}
+    values = [re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], each) for each in server(folder)["args"]]
+    with patch.dict(os.environ, variables):
+        return _parser().parse_args(values)
 
 
 def picker_config() -> Document:
@@ -69,9 +97,27 @@ def test_kubernetes_accepts_it(document: Document, version: str) -> None:
     kubernetes_validate.validate(document, version, strict=True)
 
 
-@pytest.mark.parametrize("folder", ["base", "."])
-def test_the_base_stands_alone_and_the_whole_with_its_patches(folder: str) -> None:
-    kubernetes_validate.validate(build(FOLDER / folder).one("StatefulSet"), KUBERNETES[-1], strict=True)
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_each_folder_stands_alone_with_its_patches(folder: str) -> None:
+    kubernetes_validate.validate(built(folder).one("StatefulSet"), KUBERNETES[-1], strict=True)
+    assert {document["metadata"]["namespace"] for document in built(folder).documents} == {"caraserve"}
+
+
+@pytest.mark.parametrize("folder", ["base", "overlays/kind"])
+def test_a_plain_cluster_has_all_that_is_asked_of_it(folder: str) -> None:
+    """No kinds of others, no GPU, and no volume but those that every cluster with a default storage class makes."""
+    assert not CUSTOM.keys() & {document["kind"] for document in built(folder).documents}
+    assert all("nvidia.com/gpu" not in str(one["resources"]) for one in containers_of(built(folder).one("StatefulSet")))
+    claims = built(folder).one("StatefulSet")["spec"]["volumeClaimTemplates"]
+    assert [claim["spec"]["accessModes"] for claim in claims] == [["ReadWriteOnce"]]
+    assert all("storageClassName" not in claim["spec"] for claim in claims)
+    assert not built(folder).of("PersistentVolumeClaim")
+
+
+def test_the_small_fleet_fits_a_laptop_and_needs_no_network() -> None:
+    replicas = built("overlays/kind").one("StatefulSet")["spec"]["replicas"]
+    assert replicas * memory_bytes(server("overlays/kind")) <= 2 << 30
+    assert options("overlays/kind")["MODEL"] == "demo"
 
 
 @pytest.mark.parametrize("document", [d for d in whole().documents if d["kind"] in CUSTOM], ids=named)
@@ -102,7 +148,7 @@ def test_every_manifest_is_part_of_the_whole() -> None:
 
 
 def test_the_server_knows_every_argument() -> None:
-    assert arguments().model == Path("/models/base")
+    assert arguments().model == Path("/data/models") / options()["MODEL"]
 
 
 def test_ports_are_those_that_the_server_listens_on() -> None:
@@ -148,13 +194,42 @@ def test_the_picker_follows_a_stream_to_its_end() -> None:
     assert picker["terminationGracePeriodSeconds"] >= pod()["terminationGracePeriodSeconds"]
 
 
-def test_paths_in_the_arguments_lie_on_volumes() -> None:
+def test_paths_in_the_arguments_lie_on_volumes_that_are_written_to_where_the_server_writes() -> None:
+    """Uploads go to --adapters-dir."""
     mounts = {mount["mountPath"]: mount.get("readOnly", False) for mount in server()["volumeMounts"]}
-    read = [arguments().model, arguments().adapters_dir, arguments().cluster_secret_file]
+    read = [arguments().model, arguments().cluster_secret_file]
     assert all(any(path.is_relative_to(mount) for mount in mounts) for path in read)
-    written = [arguments().registry, *(Path(e["value"]) for e in server()["env"] if e["name"] == "XDG_CACHE_HOME")]
+    cache = [Path(variable["value"]) for variable in server()["env"] if variable["name"] == "XDG_CACHE_HOME"]
+    written = [arguments().adapters_dir, arguments().registry, *cache]
     writable = [mount for mount, read_only in mounts.items() if not read_only]
     assert all(any(path.is_relative_to(mount) for mount in writable) for path in written)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_variables_are_options_or_are_read_by_the_script_that_fills_the_volume(folder: str) -> None:
+    others = {name for name in options(folder) if not name.startswith("CARASERVE_")}
+    assert others == {"MODEL", "ADAPTERS"}
+    known = {f"CARASERVE_{name[2:].upper().replace('-', '_')}" for name in serve_options()}
+    assert options(folder).keys() - others <= known
+
+
+@pytest.mark.parametrize("folder", ["base", "overlays/kind"])
+def test_on_a_cpu_caches_and_threads_fit_the_container(folder: str) -> None:
+    """By default they follow the free memory and the cores of the node."""
+    assert arguments(folder).cpu_threads <= max(1, int(server(folder)["resources"]["limits"].get("cpu", 1)))
+    assert not LOADING_MODES[arguments(folder).loading_mode].uses_workers
+    used_bytes = arguments(folder).kv_cache_bytes + arguments(folder).max_host_adapters_bytes
+    assert used_bytes <= memory_bytes(server(folder)) / 2
+
+
+def memory_bytes(container: Document) -> int:
+    """The memory that a container may use."""
+    return parse_bytes(container["resources"]["limits"]["memory"] + "B")
+
+
+def serve_options() -> set[str]:
+    parser = _parser()._subparsers._group_actions[0].choices["serve"]  # type: ignore[union-attr, index]
+    return {name for action in parser._actions for name in action.option_strings if name.startswith("--")}
 
 
 @pytest.mark.parametrize("workload", [*whole().of("StatefulSet"), *whole().of("Deployment")], ids=named)
@@ -162,12 +237,75 @@ def test_what_is_mounted_is_a_volume_and_the_other_way_round(workload: Document)
     spec = workload["spec"]["template"]["spec"]
     volumes = {volume["name"] for volume in spec["volumes"]}
     volumes |= {claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", ())}
-    assert {mount["name"] for container in spec["containers"] for mount in container["volumeMounts"]} == volumes
+    mounted = {mount["name"] for container in containers_of(workload) for mount in container["volumeMounts"]}
+    assert mounted == volumes
 
 
 def test_the_root_file_system_is_read_only_so_there_is_another_place_for_temporary_files() -> None:
-    assert server()["securityContext"]["readOnlyRootFilesystem"]
-    assert "/tmp" in {mount["mountPath"] for mount in server()["volumeMounts"]}
+    for container in (init_container(), server()):
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+        assert "/tmp" in {mount["mountPath"] for mount in container["volumeMounts"]}
+
+
+# --- what fills a pod's volume ---
+
+HUB = """#!/bin/sh
+# Stands for `hf download REPOSITORY --local-dir FOLDER …`.
+echo "$@" >> "$CALLS"
+echo "$2" > "$4/config.json"
+[ "$2" != org/cut-off ]
+"""
+
+
+def fill(tmp_path: Path, **variables: str) -> tuple[int, list[str]]:
+    """Runs the script as a pod does, with a stand-in for the hub; returns its exit code and what it fetched so far."""
+    hub = tmp_path / "bin" / "hf"
+    hub.parent.mkdir(exist_ok=True)
+    hub.write_text(HUB)
+    hub.chmod(hub.stat().st_mode | stat.S_IXUSR)
+    calls = tmp_path / "calls"
+    calls.touch()
+    (path,) = built("base").config_maps["caraserve-fill"]
+    path_variable = f"{hub.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {"PATH": path_variable, "CALLS": str(calls), "DATA": str(tmp_path / "data"), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["sh", str(path)], env=environment | variables, cwd=tmp_path, check=False)
+    return done.returncode, [line.split()[1] for line in calls.read_text().splitlines()]
+
+
+def test_the_script_runs_from_its_volume_with_the_servers_image_and_variables() -> None:
+    (path,) = built("base").config_maps["caraserve-fill"]
+    (mount,) = [mount for mount in init_container()["volumeMounts"] if mount["name"] == "fill"]
+    assert init_container()["command"] == ["sh", f"{mount['mountPath']}/{path.name}"]
+    assert init_container()["image"] == server()["image"]
+    assert init_container()["envFrom"] == server()["envFrom"]
+    assert shutil.which("hf", path=Path(sys.executable).parent)  # a package that the server needs brings it
+
+
+def test_a_model_and_adapters_are_fetched_once(tmp_path: Path) -> None:
+    variables = {"MODEL": "org/model", "ADAPTERS": "sql=org/sql-lora poet=org/poet"}
+    assert fill(tmp_path, **variables) == (0, ["org/model", "org/sql-lora", "org/poet"])
+    assert fill(tmp_path, **variables) == (0, ["org/model", "org/sql-lora", "org/poet"])
+    found = {str(path.relative_to(tmp_path / "data")) for path in (tmp_path / "data").rglob("config.json")}
+    assert found == {"models/org/model/config.json", "adapters/sql/config.json", "adapters/poet/config.json"}
+
+
+def test_what_was_cut_off_is_fetched_again_and_is_no_adapter_meanwhile(tmp_path: Path) -> None:
+    variables = {"MODEL": "org/model", "ADAPTERS": "sql=org/cut-off"}
+    code, _ = fill(tmp_path, **variables)
+    assert code != 0
+    assert [path.name for path in (tmp_path / "data" / "adapters").iterdir()] == [".sql"]
+    assert fill(tmp_path, **variables)[1] == ["org/model", "org/cut-off", "org/cut-off"]
+
+
+def test_the_demo_comes_from_the_image_and_uploads_stay(tmp_path: Path) -> None:
+    assert fill(tmp_path, **options("overlays/kind")) == (0, [])
+    adapters = tmp_path / "data" / "adapters"
+    assert {path.name for path in adapters.iterdir()} == set(demo.ADAPTER_NAMES)
+    assert (tmp_path / "data" / "models" / "demo" / "config.json").exists()
+    (adapters / "mine").mkdir()
+    shutil.rmtree(adapters / "poet")
+    assert fill(tmp_path, **options("overlays/kind")) == (0, [])
+    assert {path.name for path in adapters.iterdir()} == {*demo.ADAPTER_NAMES, "mine"} - {"poet"}
 
 
 # --- one another ---
@@ -199,7 +337,10 @@ def pod_references(spec: Document) -> Iterator[tuple[str, str]]:
             yield "ConfigMap", volume["configMap"]["name"]
         if "persistentVolumeClaim" in volume:
             yield "PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]
-    for variable in [variable for container in spec["containers"] for variable in container.get("env", ())]:
+    containers = [*spec.get("initContainers", ()), *spec["containers"]]
+    for source in [source for container in containers for source in container.get("envFrom", ())]:
+        yield "ConfigMap", source["configMapRef"]["name"]
+    for variable in [variable for container in containers for variable in container.get("env", ())]:
         secret = variable.get("valueFrom", {}).get("secretKeyRef")
         if secret is not None and not secret.get("optional"):
             yield "Secret", secret["name"]
@@ -258,15 +399,15 @@ def test_the_pool_leads_to_the_servers_port_and_the_pickers() -> None:
 
 def test_only_one_of_them_routes() -> None:
     """With a picker in front, instances answer what they get; without, they choose among themselves."""
-    (base,) = build(FOLDER / "base").one("StatefulSet")["spec"]["template"]["spec"]["containers"]
     assert arguments().routing == "local"
-    assert not [argument for argument in base["args"] if argument.startswith("--routing")]
+    assert arguments("base").routing is None
 
 
 def test_the_gpu_is_asked_for_once_and_only_with_its_component() -> None:
     assert server()["resources"]["limits"]["nvidia.com/gpu"] == "1"
-    (base,) = build(FOLDER / "base").one("StatefulSet")["spec"]["template"]["spec"]["containers"]
-    assert base["resources"]["limits"] == base["resources"]["requests"]  # guaranteed, whole cores
+    assert (arguments().device, arguments("base").device) == ("cuda", "auto")
+    for container in containers_of(built("base").one("StatefulSet")):
+        assert container["resources"]["limits"] == container["resources"]["requests"]  # guaranteed, whole cores
 
 
 # --- the picker's configuration ---
@@ -346,7 +487,10 @@ def test_an_image_for_gpus_has_what_triton_compiles_c_with() -> None:
     assert f"--no-install-recommends {environment.DEBIAN['a C compiler']} " in last
 
 
-def test_the_images_of_the_folders_are_those_that_the_dockerfile_says_how_to_build() -> None:
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_images_of_the_folders_are_those_that_the_dockerfile_says_how_to_build(folder: str) -> None:
+    """With a tag that is not `latest`, Kubernetes takes an image that was loaded into the node."""
     text = (FOLDER / "Dockerfile").read_text(encoding="utf-8")
-    (gpu,) = yaml.safe_load((FOLDER / "gpu" / "kustomization.yaml").read_text(encoding="utf-8"))["images"]
-    assert f"-t {gpu['name']}:{gpu['newTag']} " in text
+    images = {one["image"] for one in containers_of(built(folder).one("StatefulSet"))}
+    assert len(images) == 1
+    assert f"-t {min(images)} " in text

@@ -253,7 +253,7 @@ def test_a_hand_off_that_seems_faster_than_any_is_not_kept(
     monkeypatch.setattr(_Untimed, "time_hand_off", lambda backend, slot, tokens: timed)
     made = make_profile(backend, spec(), "bfloat16", None, quick=True, progress=lambda share: None)
     assert made.handoff_ms == (None if kept_ms is None else pytest.approx(kept_ms))
-    assert ("mistake of the measurement" in caplog.text) == (kept_ms is None)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]  # there is nothing to do about it
 
 
 def test_without_a_measured_hand_off_auto_logs_its_assumption(

@@ -2,7 +2,7 @@
 
 Without keys, a server on the loopback interface trusts every process on the machine, but not the web pages in its
 browsers. Such a page can reach the server by DNS rebinding (its own name resolves to 127.0.0.1: wrong Host) or by a
-plain cross-site request (wrong Origin).
+plain cross-site request (wrong Origin). Origins of --allowed-origins are trusted, and so are the host names in them.
 """
 
 import ipaddress
@@ -24,6 +24,7 @@ PROBES = frozenset({"/health", "/ready", "/ping"})  # never need a key
 # with requests of all sites, so no route that changes anything accepts a password.
 _PASSWORD_PATHS = frozenset({"/docs", "/openapi.json"})
 _ALL_ADAPTERS_PATHS = frozenset({"/metrics", "/v1/cluster/adapters"})  # of pages with all adapters' names
+_PORTS = {"http": 80, "https": 443}
 _MAX_AGE_S = 600  # for which a browser may keep the response to a preflight
 _EXPOSED = ", ".join(
     [
@@ -77,9 +78,13 @@ def _given_key(request: web.Request) -> str:
 
 
 def _check_local_origin(request: web.Request, allowed_origins: Collection[str]) -> None:
-    host = _host_name(f"//{request.headers.get('Host', 'localhost')}")
-    if not _is_address(host) and not _is_local(host):
-        raise Forbidden(f"Host {host[:100]!r} is not this machine's name; use localhost, or start with --api-key.")
+    address = request.headers.get("Host", "localhost")
+    host = _host_name(f"//{address}")
+    if not _is_address(host) and not _is_local(host) and not _is_allowed_host(address, allowed_origins):
+        raise Forbidden(
+            f"Host {host[:100]!r} is not this machine's name; use localhost, or start the server with "
+            f"--allowed-origins {request.scheme}://{address[:100]} or with --api-key."
+        )
     origin = request.headers.get("Origin")
     if origin is None or "*" in allowed_origins or origin.lower() in allowed_origins:
         return
@@ -92,6 +97,26 @@ def _host_name(url: str) -> str:
         return urlsplit(url).hostname or ""
     except ValueError:
         return ""
+
+
+def _is_allowed_host(address: str, allowed_origins: Collection[str]) -> bool:
+    """Returns whether the header Host is the host and port of an allowed origin; no port is that of its scheme."""
+    if "*" in allowed_origins:
+        return True
+    for origin in allowed_origins:
+        scheme = origin.partition("://")[0]
+        if _host_and_port(origin) == _host_and_port(f"{scheme}://{address}"):
+            return True
+    return False
+
+
+def _host_and_port(url: str) -> tuple[str, int] | None:
+    """Returns the host and the port of a URL; None if it is not valid."""
+    try:
+        parts = urlsplit(url)
+        return parts.hostname or "", parts.port or _PORTS.get(parts.scheme, 0)
+    except ValueError:
+        return None
 
 
 def _is_address(host: str) -> bool:
