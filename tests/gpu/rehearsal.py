@@ -62,6 +62,7 @@ SMALL = CheckEffort(
     rounds=8,
     rounds_at_once=4,
     kills=1,
+    memory_bytes=1 << 18,
     copy_bytes=1 << 17,
     gemm=16,
     replays=1,

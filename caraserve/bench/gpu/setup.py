@@ -37,7 +37,8 @@ class CheckEffort:
     rounds: int = 100_000  # hand-offs to CPU workers
     rounds_at_once: int = 1000
     kills: int = 5  # workers that are killed during a hand-off
-    copy_bytes: int = 256 << 20  # size of the largest copy that is timed
+    memory_bytes: int = 4 << 30  # read, and copied on the device, to time its memory
+    copy_bytes: int = 256 << 20  # size of the largest copy over the link that is timed
     gemm: int = 8192  # side of the square matrices
     replays: int = 50  # of each CUDA graph
     empty_kernels: int = 100  # in the graph that shows what a launch costs

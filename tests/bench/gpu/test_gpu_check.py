@@ -52,7 +52,13 @@ def test_every_stage_succeeds_on_an_emulated_device(tmp_path: Path) -> None:
     assert figures["protocol"]["wait_by_stream"]["rounds"] == figures["protocol"]["wait_by_kernel"]["rounds"] == 8
     assert {tuple(point["ranks"]) for point in figures["lora"]["points"]} == {(8,), (16,), (8, 16)}
     assert (figures["lora"]["crowded"]["rows"], figures["lora"]["crowded"]["rank"]) == (9, 16)
-    assert set(figures["cold"]["assumed"]) == {"handoff_ms", "core_lora_flop_per_s", "copy_s"}  # the link was measured
+    assert "link_bytes_per_s" not in figures["cold"]["assumed"]
+    assert figures["cold"]["link_bytes_per_s"] == max(figures["limits"]["to_device_bytes_per_s"].values())
+    by_targets = {point["targets"]: point for point in figures["cold"]["exposed"]}
+    assert by_targets["all"]["warm_all_ms"] == by_targets["all"]["warm_ms"]
+    assert by_targets["qkv"]["warm_all_ms"] != by_targets["qkv"]["warm_ms"]
+    assert done.stdout.count("beyond a warm graph of all modules") == 1
+    assert {"launch", "results"} < set(figures["model"]["host"]["cpu_us"])
     assert set(figures["cold"]["itl"]) == {"warm", "overlapped", "pipelined", "alone", "link held"}
     assert {mode for point in figures["cold"]["exposed"] for mode in point["exposed_ms"]} == {
         "ondemand",
