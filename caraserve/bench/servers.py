@@ -205,14 +205,20 @@ class Interrupted(Exception):
 
 @asynccontextmanager
 async def own_server(
-    arguments: Sequence[str], stopped: asyncio.Event, *, port: int = 0, join: Callable[[], None] = lambda: None
+    arguments: Sequence[str],
+    stopped: asyncio.Event,
+    *,
+    port: int = 0,
+    join: Callable[[], None] = lambda: None,
+    caraserve: Sequence[str] = (sys.executable, "-m", "caraserve"),
 ) -> AsyncIterator[OwnServer]:
     """Starts a server and yields it when it is ready; ends it on exit.
 
-    `port` 0 is any free one. `join` is called in the new process, before the server starts: it may confine it. Raises
-    BackendFailed with the end of its output if it does not get ready, Interrupted if `stopped` is set before.
+    `port` 0 is any free one. `join` is called in the new process, before the server starts: it may confine it.
+    `caraserve`: the command. Raises BackendFailed with the end of its output if it does not get ready, Interrupted if
+    `stopped` is set before.
     """
-    command = [sys.executable, "-m", "caraserve", "serve", *arguments, "--port", str(port)]
+    command = [*caraserve, "serve", *arguments, "--port", str(port)]
 
     def prepare() -> None:
         end_with_parent()

@@ -1,14 +1,16 @@
 """The setup of a stage: device, problem sizes, time limit, and the limits that were measured."""
 
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 from caraserve.bench.gpu.accelerator import Accelerator, Stopwatch
 from caraserve.bench.gpu.device_limits import DeviceLimits
-from caraserve.bench.gpu.processes import StageProcess, find_sanitizer, run_bench_modes, run_process
+from caraserve.bench.gpu.processes import SAVED, StageProcess, find_sanitizer, run_bench_modes, run_process
 from caraserve.bench.gpu.results import StageReport
 from caraserve.bench.synthetic import SHAPES, Shape
 from caraserve.gpu.driver.detect import DeviceFacts, device_facts
@@ -19,6 +21,7 @@ from caraserve.model.dtype import Dtype
 Opened = tuple[GpuDevice, Stopwatch]
 LLAMA3_8B = Shape(hidden=4096, layers=32, intermediate=14336, vocab=128256, heads=32, kv_heads=8)
 TINY = Shape(hidden=64, layers=2, intermediate=96, vocab=512, heads=4, kv_heads=2)
+DEMO = Shape(hidden=192, layers=4, intermediate=512, vocab=1536, heads=6, kv_heads=2)  # of the bundled demo
 # As deep as a large model: the addresses of tables differ in alignment from layer to layer.
 NARROW = Shape(hidden=512, layers=32, intermediate=1024, vocab=32000, heads=8, kv_heads=2)
 
@@ -70,12 +73,96 @@ class CheckEffort:
     bystanders: int = 32  # requests that decode while others arrive
     arrivals: int = 12  # requests that arrive during these decodes
     host_bytes: int = 2 << 30  # host memory for adapters
+    sanitizers: tuple[str, ...] = ("memcheck", "synccheck", "racecheck")  # tools of compute-sanitizer
+    demo_prompts: int = 4  # for the base model and each adapter
+    demo_tokens: int = 48  # of each answer
+    demo_streams: int = 64  # at once
+    demo_servers: tuple[tuple[str, str], ...] = (  # --dtype and --loading-mode
+        ("float32", "auto"),
+        ("bfloat16", "assisted"),
+        ("bfloat16", "ondemand"),
+    )
+    fleet_shape: Shape = LLAMA3_8B
+    fleet_dtype: str = "bfloat16"
+    fleet_adapters: int = 32
+    fleet_streams: tuple[int, ...] = (1, 16, 64, 128, 256)
+    fleet_tokens: int = 128  # of each prompt and of each answer
+    # Arguments of `caraserve bench modes` in stages `server` and `modes`, and of its servers. Every request is to find
+    # its adapter gone, and running requests hold theirs: with fewer on the device requests would wait for one another.
+    server: tuple[str, ...] = (
+        *("--random-model", "llama2-7b", "--adapters", "32", "--resident", "24"),
+        *("--modes", "cached,auto", "--duration-s", "15"),
+    )
+    modes: tuple[str, ...] = (
+        *("--random-model", "llama2-7b", "--adapters", "24", "--resident", "16"),
+        *("--modes", "cached,auto,pipelined,ondemand,assisted", "--duration-s", "12"),  # the most wanted first
+    )
+    serve: tuple[str, ...] = (
+        *("--max-num-seqs", "64", "--max-num-batched-tokens", "1024"),
+        *("--max-host-adapters-bytes", "12GiB"),  # all adapters, and those that a profile is measured with
+    )
     compiled: tuple[tuple[Shape, Dtype], ...] = (  # models whose kernels stage `build` compiles in parallel
         (SHAPES["llama2-7b"], Dtype.BF16),
         (LLAMA3_8B, Dtype.BF16),
         (TINY, Dtype.F32),
         (SHAPES["llama2-7b"], Dtype.F32),
         (SHAPES["llama2-7b"], Dtype.F16),
+    )
+
+
+def smoke_effort() -> CheckEffort:
+    """Returns sizes with which every stage takes seconds, in processes that share the device, and that need the kernels
+    of the full sizes: widths are the same, and layers few."""
+    seven, eight = replace(SHAPES["llama2-7b"], layers=2), replace(LLAMA3_8B, layers=2)
+    return CheckEffort(
+        shape=seven,
+        cases=2,
+        context=600,
+        tiny_new=8,
+        dtypes=(Dtype.BF16, Dtype.F32),
+        rounds=2000,
+        rounds_at_once=500,
+        kills=1,
+        memory_bytes=1 << 30,
+        copy_bytes=16 << 20,
+        gemm=2048,
+        replays=5,
+        lora_pool_bytes=256 << 20,
+        lora_rows=(1, 16),
+        lora_ranks=(8, 64),
+        batches=(1, 4, 16),
+        contexts=(128, 512),
+        prompts=(16, 256, 1024),
+        decodes=4,
+        cold_ranks=(16, 64),
+        cold_prompts=(16, 128),
+        cold_repeats=1,
+        handover_prompts=(64,),
+        handover_rounds=2,
+        gqa_shape=eight,
+        gqa_contexts=(512,),
+        long_context=4096,
+        long_batches=(1,),
+        warm_shape=replace(NARROW, layers=4),
+        warm_batches=(1, 4, 16, 33),
+        warm_prompts=(2, 17, 65),
+        sampled_rows=(1, 16),
+        product_rows=(1, 70),
+        graph_bytes=128 << 20,
+        model_pool_bytes=2 << 30,
+        bystanders=8,
+        arrivals=3,
+        host_bytes=512 << 20,
+        sanitizers=("memcheck",),
+        server=(
+            *("--random-model", "10M", "--adapters", "6", "--resident", "4"),
+            *("--modes", "cached,auto", "--duration-s", "3"),
+        ),
+        serve=("--max-num-seqs", "16", "--gpu-memory-utilization", "0.1"),
+        compiled=(
+            *((shape, Dtype.BF16) for shape in (seven, eight, SHAPES["10M"], DEMO)),
+            *((shape, Dtype.F32) for shape in (seven, TINY, DEMO)),
+        ),
     )
 
 
@@ -93,6 +180,7 @@ class CheckSetup:
     bench_modes: Callable[[Sequence[str], float], None] = run_bench_modes
     run_part: Callable[[StageProcess], StageReport] = run_process
     sanitizer: str = ""  # path of compute-sanitizer; "" where it is not installed
+    caraserve: tuple[str, ...] = (sys.executable, "-m", "caraserve")  # the command, for servers
     started_s: float = field(default_factory=time.monotonic)
 
     def accelerator(self, dtype: Dtype) -> Accelerator:
@@ -100,6 +188,13 @@ class CheckSetup:
         device, stopwatch = self.open(dtype)
         made = Accelerator(device, dtype, stopwatch, device.driver.create_stream(0), self.facts.l2_bytes)
         made.enter()
+        return made
+
+    @property
+    def saved(self) -> Path:
+        """The folder of files that are kept beside the results; makes it."""
+        made = self.folder / SAVED
+        made.mkdir(exist_ok=True)
         return made
 
     @property
@@ -113,10 +208,29 @@ class CheckSetup:
         return tuple((usable[1:] or usable)[:most])
 
 
+class MakeSetup(Protocol):
+    """Makes the setup of a stage in its process."""
+
+    def __call__(
+        self,
+        folder: Path,
+        budget_s: float,
+        limits: DeviceLimits | None,
+        server_arguments: tuple[str, ...],
+        *,
+        is_smoke: bool,
+    ) -> CheckSetup: ...
+
+
 def real_setup(
-    folder: Path, budget_s: float, limits: DeviceLimits | None, server_arguments: tuple[str, ...]
+    folder: Path,
+    budget_s: float,
+    limits: DeviceLimits | None,
+    server_arguments: tuple[str, ...],
+    *,
+    is_smoke: bool = False,
 ) -> CheckSetup:
-    """Returns a setup with this machine's GPU and full problem sizes. Raises OSError or DriverError without a GPU."""
+    """Returns a setup with this machine's GPU. Raises OSError or DriverError without one."""
 
     def open_(dtype: Dtype) -> Opened:
         from caraserve.gpu.driver.modules import open_device  # needs CuPy
@@ -126,10 +240,11 @@ def real_setup(
     return CheckSetup(
         open_,
         device_facts(Cuda()),
-        CheckEffort(),
+        smoke_effort() if is_smoke else CheckEffort(),
         folder,
         budget_s,
         limits,
         server_arguments,
+        run_part=lambda process: run_process(replace(process, is_smoke=is_smoke)),
         sanitizer=find_sanitizer(),
     )
