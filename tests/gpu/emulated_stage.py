@@ -16,15 +16,10 @@ from tests.gpu.rehearsal import emulated_setup, opener, prepare_interpreter
 
 
 def make_setup(
-    folder: Path,
-    budget_s: float,
-    limits: DeviceLimits | None,
-    server_arguments: tuple[str, ...],
-    *,
-    is_smoke: bool = False,
+    folder: Path, budget_s: float, limits: DeviceLimits | None, more: tuple[str, ...], *, is_smoke: bool = False
 ) -> CheckSetup:
     """Returns the setup of the stage. Sizes are always those that an emulation can manage."""
-    return emulated_setup(folder, budget_s, limits, server_arguments, opener(), run_part)
+    return emulated_setup(folder, budget_s, limits, more, opener(), run_part)
 
 
 def run_part(process: StageProcess) -> StageReport:

@@ -16,7 +16,7 @@ from caraserve.bench.gpu.results import Lines, StageResult
 from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.bench.options import TARGETS
 from caraserve.bench.records import PlannedRequest, Run, Workload
-from caraserve.bench.report.summary import Summary, summarize
+from caraserve.bench.report.summary import summarize
 from caraserve.bench.runner import BenchmarkRunner
 from caraserve.bench.servers import own_server
 from caraserve.bench.synthetic import write_adapters, write_model
@@ -68,20 +68,19 @@ def fleet(setup: CheckSetup) -> StageResult[FleetFigures]:
 
 
 async def _measured(setup: CheckSetup, arguments: Sequence[str], lines: Lines) -> list[FleetPoint]:
-    points = list[FleetPoint]()
-    streams = sorted(setup.effort.fleet_streams)
+    points, streams = list[FleetPoint](), sorted(setup.effort.fleet_streams)
     few = sorted({streams[0], streams[len(streams) // 2], streams[-1]})
     runner = BenchmarkRunner(LoadSettings(0, True, None))
     async with own_server(arguments, runner.stopped, caraserve=setup.caraserve) as server:
         endpoint = await find_endpoint(server.url, "openai", None, None)
-        for has_adapters, counts in ((False, few), (True, streams)):
-            for count in counts:
-                if points and setup.left_s < 0:
-                    break
-                before = _threads_s(server.pid)
-                run = await _run(setup, runner, endpoint, count, has_adapters=has_adapters)
-                points.append(_point(run, count, has_adapters, _spent_us(server.pid, before, run)))
-                lines.add(_name(setup, points[-1]), _text(points[-1]))
+        for count, has_adapters in [*((each, False) for each in few), *((each, True) for each in streams)]:
+            if points and setup.left_s < 0:
+                break
+            before_s = _threads_s(server.pid)
+            run = await _run(setup, runner, endpoint, count, has_adapters=has_adapters)
+            points.append(_point(run, count, has_adapters, _spent_us(server.pid, before_s, run)))
+            of = f"{len(endpoint.adapters)} adapters" if has_adapters else "the base model"
+            lines.add(f"{count} streams of {of}", _text(points[-1]))
     return points
 
 
@@ -103,16 +102,12 @@ async def _run(
 
 
 def _point(run: Run, streams: int, has_adapters: bool, thread_us: tuple[float, ...]) -> FleetPoint:
-    summary: Summary = summarize(run)
-    ttft, tpot = summary.latency.ttft, summary.latency.tpot
-    return FleetPoint(
-        has_adapters,
-        streams,
-        summary.output_tokens_per_s,
-        dict(ttft.percentiles_ms) if ttft else {},
-        dict(tpot.percentiles_ms) if tpot else {},
-        thread_us,
+    summary = summarize(run)
+    ttft, tpot = (
+        {} if latency is None else dict(latency.percentiles_ms)
+        for latency in (summary.latency.ttft, summary.latency.tpot)
     )
+    return FleetPoint(has_adapters, streams, summary.output_tokens_per_s, ttft, tpot, thread_us)
 
 
 def _threads_s(pid: int) -> dict[int, float]:
@@ -130,11 +125,6 @@ def _spent_us(pid: int, before_s: dict[int, float], run: Run) -> tuple[float, ..
     spent = {number: 1e6 * (at_s - before_s.get(number, 0.0)) / tokens for number, at_s in _threads_s(pid).items()}
     main_us = spent.pop(pid)
     return main_us, *sorted(spent.values(), reverse=True)[: _THREADS - 1]
-
-
-def _name(setup: CheckSetup, point: FleetPoint) -> str:
-    of = f"{setup.effort.fleet_adapters} adapters" if point.adapters else "the base model"
-    return f"{point.streams} streams of {of}"
 
 
 def _text(point: FleetPoint) -> str:

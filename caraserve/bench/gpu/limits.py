@@ -8,7 +8,6 @@ read reached 4.4.
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -30,21 +29,9 @@ _MEMORY_SHARE = 4  # of free memory, one part for the read, and two for the copy
 _WORD_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class MemorySpeeds:
-    """Bytes per second of the device's memory, by what uses it."""
-
-    read: float
-    copy: float
-    product: float
-
-
 def memory_bytes_per_s(setup: CheckSetup, acc: Accelerator) -> float:
     """Returns the highest speed at which the device uses its memory; measures it if it is not yet known."""
-    if setup.limits is not None:
-        return setup.limits.memory_bytes_per_s
-    found = _memory(setup, acc)
-    return max(found.read, found.copy, found.product)
+    return max(_memory(setup, acc)) if setup.limits is None else setup.limits.memory_bytes_per_s
 
 
 def link_bytes_per_s(setup: CheckSetup, acc: Accelerator) -> float:
@@ -59,11 +46,11 @@ def limits(setup: CheckSetup) -> StageResult[DeviceLimits]:
     """Measures the limits. Raises WrongResult when bytes come back from the device changed."""
     acc = setup.accelerator(Dtype.BF16)
     effort, lines = setup.effort, Lines()
-    memory = _memory(setup, acc)
+    read, copy, product = _memory(setup, acc)
     size = human_bytes(_memory_bytes(setup))
-    lines.add(f"read of {size} of the device's memory", f"{memory.read / 1e12:.2f} TB/s")
-    lines.add(f"copy of {size} on the device, read and written", f"{memory.copy / 1e12:.2f} TB/s")
-    lines.add("cuBLAS's matrix-vector product, weights read", f"{memory.product / 1e12:.2f} TB/s")
+    lines.add(f"read of {size} of the device's memory", f"{read / 1e12:.2f} TB/s")
+    lines.add(f"copy of {size} on the device, read and written", f"{copy / 1e12:.2f} TB/s")
+    lines.add("cuBLAS's matrix-vector product, weights read", f"{product / 1e12:.2f} TB/s")
     with _pinned(setup, acc) as (region, base):
         _check_link(setup, acc, region, base)
         there, back = _link(setup, acc, base)
@@ -76,10 +63,8 @@ def limits(setup: CheckSetup) -> StageResult[DeviceLimits]:
     in_graph_us, alone_us = _launches_us(setup, acc)
     lines.at_most(f"µs for each of {effort.empty_kernels} empty kernels in a graph", in_graph_us, _GAP_TARGET_US)
     lines.add("the same, launched one by one", f"{alone_us:.2f} µs")
-    return StageResult(
-        DeviceLimits(memory.read, memory.copy, memory.product, there, back, both, flops, in_graph_us, alone_us),
-        lines.all,
-    )
+    figures = DeviceLimits(read, copy, product, there, back, both, flops, in_graph_us, alone_us)
+    return StageResult(figures, lines.all)
 
 
 def _memory_bytes(setup: CheckSetup) -> int:
@@ -87,12 +72,12 @@ def _memory_bytes(setup: CheckSetup) -> int:
     return min(setup.effort.memory_bytes, setup.facts.free_bytes // _MEMORY_SHARE) // _WORD_BYTES * _WORD_BYTES
 
 
-def _memory(setup: CheckSetup, acc: Accelerator) -> MemorySpeeds:
-    """Measures the memory, and returns what it has taken to the driver: later stages take all that is free."""
-    read, copy = _read_and_copy(setup, acc)
-    product = _product(setup, acc)
+def _memory(setup: CheckSetup, acc: Accelerator) -> tuple[float, float, float]:
+    """Returns the memory's bytes per second in a read, a copy and a product. Returns the memory that torch has taken
+    for them to the driver: backends take all that is free."""
+    found = *_read_and_copy(setup, acc), _product(setup, acc)
     torch.cuda.empty_cache()
-    return MemorySpeeds(read, copy, product)
+    return found
 
 
 def _read_and_copy(setup: CheckSetup, acc: Accelerator) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Packs a folder into files of limited size, and back: a machine that is lent for a call may return no larger ones."""
+"""Packs folders into files of limited size, and back: a machine that is lent for a call may return no larger ones."""
 
 import io
 import tarfile
@@ -14,12 +14,13 @@ def pack(folders: Iterable[Path], root: Path, target: Path, name: str, piece_byt
     for old in _pieces(target, name):
         old.unlink()
     there = [folder for folder in folders if folder.is_dir()]
-    if not there:
-        return []
-    target.mkdir(parents=True, exist_ok=True)
-    with _Cut(target, name, piece_bytes) as cut, tarfile.open(fileobj=cut, mode="w|gz") as archive:
+    whole = io.BytesIO()
+    with tarfile.open(fileobj=whole, mode="w:gz", compresslevel=6) as archive:
         for folder in there:
             archive.add(folder, folder.relative_to(root))
+    target.mkdir(parents=True, exist_ok=True)
+    for number, start in enumerate(range(0, len(whole.getbuffer()) if there else 0, piece_bytes)):
+        (target / f"{name}.tgz.{number:02}").write_bytes(whole.getbuffer()[start : start + piece_bytes])
     return _pieces(target, name)
 
 
@@ -36,37 +37,3 @@ def unpack(source: Path, name: str, root: Path) -> None:
 
 def _pieces(folder: Path, name: str) -> list[Path]:
     return sorted(folder.glob(f"{name}.tgz.[0-9][0-9]"))
-
-
-class _Cut(io.RawIOBase):
-    """A stream that is written to one file after another, none larger than `piece_bytes`."""
-
-    def __init__(self, folder: Path, name: str, piece_bytes: int) -> None:
-        self._folder, self._name, self._most = folder, name, piece_bytes
-        self._count = self._left = 0
-        self._file: io.BufferedWriter | None = None
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: "bytes | memoryview") -> int:  # type: ignore[override]
-        view = memoryview(data)
-        while view:
-            if not self._left:
-                self._next()
-            assert self._file is not None
-            written = self._file.write(view[: self._left])
-            self._left -= written
-            view = view[written:]
-        return len(data)
-
-    def _next(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file = (self._folder / f"{self._name}.tgz.{self._count:02}").open("wb")
-        self._count, self._left = self._count + 1, self._most
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        super().close()

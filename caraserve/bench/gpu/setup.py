@@ -90,17 +90,14 @@ class CheckEffort:
     # Arguments of `caraserve bench modes` in stages `server` and `modes`, and of its servers. Every request is to find
     # its adapter gone, and running requests hold theirs: with fewer on the device requests would wait for one another.
     server: tuple[str, ...] = (
-        *("--random-model", "llama2-7b", "--adapters", "32", "--resident", "24"),
-        *("--modes", "cached,auto", "--duration-s", "15"),
+        *("--random-model=llama2-7b", "--adapters=32", "--resident=24", "--duration-s=15", "--modes=cached,auto"),
     )
     modes: tuple[str, ...] = (
-        *("--random-model", "llama2-7b", "--adapters", "24", "--resident", "16"),
-        *("--modes", "cached,auto,pipelined,ondemand,assisted", "--duration-s", "12"),  # the most wanted first
+        *("--random-model=llama2-7b", "--adapters=24", "--resident=16", "--duration-s=12"),
+        "--modes=cached,auto,pipelined,ondemand,assisted",  # the most wanted first
     )
-    serve: tuple[str, ...] = (
-        *("--max-num-seqs", "64", "--max-num-batched-tokens", "1024"),
-        *("--max-host-adapters-bytes", "12GiB"),  # all adapters, and those that a profile is measured with
-    )
+    # Host memory for all adapters and for those that a profile is measured with.
+    serve: tuple[str, ...] = ("--max-num-seqs=64", "--max-num-batched-tokens=1024", "--max-host-adapters-bytes=12GiB")
     compiled: tuple[tuple[Shape, Dtype], ...] = (  # models whose kernels stage `build` compiles in parallel
         (SHAPES["llama2-7b"], Dtype.BF16),
         (LLAMA3_8B, Dtype.BF16),
@@ -113,57 +110,23 @@ class CheckEffort:
 def smoke_effort() -> CheckEffort:
     """Returns sizes with which every stage takes seconds, in processes that share the device, and that need the kernels
     of the full sizes: widths are the same, and layers few."""
-    seven, eight = replace(SHAPES["llama2-7b"], layers=2), replace(LLAMA3_8B, layers=2)
+    seven, eight, ten = replace(SHAPES["llama2-7b"], layers=2), replace(LLAMA3_8B, layers=2), SHAPES["10M"]
     return CheckEffort(
-        shape=seven,
-        cases=2,
-        context=600,
-        tiny_new=8,
-        dtypes=(Dtype.BF16, Dtype.F32),
-        rounds=2000,
-        rounds_at_once=500,
-        kills=1,
-        memory_bytes=1 << 30,
-        copy_bytes=16 << 20,
-        gemm=2048,
-        replays=5,
-        lora_pool_bytes=256 << 20,
-        lora_rows=(1, 16),
-        lora_ranks=(8, 64),
-        batches=(1, 4, 16),
-        contexts=(128, 512),
-        prompts=(16, 256, 1024),
-        decodes=4,
-        cold_ranks=(16, 64),
-        cold_prompts=(16, 128),
-        cold_repeats=1,
-        handover_prompts=(64,),
-        handover_rounds=2,
-        gqa_shape=eight,
-        gqa_contexts=(512,),
-        long_context=4096,
-        long_batches=(1,),
-        warm_shape=replace(NARROW, layers=4),
-        warm_batches=(1, 4, 16, 33),
-        warm_prompts=(2, 17, 65),
-        sampled_rows=(1, 16),
-        product_rows=(1, 70),
-        graph_bytes=128 << 20,
-        model_pool_bytes=2 << 30,
-        bystanders=8,
-        arrivals=3,
-        host_bytes=512 << 20,
-        sanitizers=("memcheck",),
-        server=(
-            *("--random-model", "10M", "--adapters", "6", "--resident", "4"),
-            *("--modes", "cached,auto", "--duration-s", "3"),
-        ),
+        shape=seven, gqa_shape=eight, warm_shape=replace(NARROW, layers=4), dtypes=(Dtype.BF16, Dtype.F32),
+        cases=2, context=600, tiny_new=8, rounds=2000, rounds_at_once=500, kills=1, replays=5, decodes=4,
+        memory_bytes=1 << 30, copy_bytes=16 << 20, gemm=2048, graph_bytes=128 << 20, model_pool_bytes=2 << 30,
+        host_bytes=512 << 20, lora_pool_bytes=256 << 20, lora_rows=(1, 16), lora_ranks=(8, 64),
+        batches=(1, 4, 16), contexts=(128, 512), prompts=(16, 256, 1024), gqa_contexts=(512,), long_context=4096,
+        long_batches=(1,), cold_ranks=(16, 64), cold_prompts=(16, 128), cold_repeats=1, bystanders=8, arrivals=3,
+        handover_prompts=(64,), handover_rounds=2, warm_batches=(1, 4, 16, 33), warm_prompts=(2, 17, 65),
+        sampled_rows=(1, 16), product_rows=(1, 70), sanitizers=("memcheck",),
+        server=("--random-model=10M", "--adapters=6", "--resident=4", "--modes=cached,auto", "--duration-s=3"),
         serve=("--max-num-seqs", "16", "--gpu-memory-utilization", "0.1"),
         compiled=(
-            *((shape, Dtype.BF16) for shape in (seven, eight, SHAPES["10M"], DEMO)),
+            *((shape, Dtype.BF16) for shape in (seven, eight, ten, DEMO)),
             *((shape, Dtype.F32) for shape in (seven, TINY, DEMO)),
         ),
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,26 +172,16 @@ class CheckSetup:
 
 
 class MakeSetup(Protocol):
-    """Makes the setup of a stage in its process."""
+    """Makes the setup of a stage in its process, with small sizes if it `is_smoke`."""
 
     def __call__(
-        self,
-        folder: Path,
-        budget_s: float,
-        limits: DeviceLimits | None,
-        server_arguments: tuple[str, ...],
-        *,
-        is_smoke: bool,
-    ) -> CheckSetup: ...
+        self, folder: Path, budget_s: float, limits: DeviceLimits | None, more: tuple[str, ...], *, is_smoke: bool
+    ) -> CheckSetup:
+        """`more`: arguments of `caraserve bench modes`."""
 
 
 def real_setup(
-    folder: Path,
-    budget_s: float,
-    limits: DeviceLimits | None,
-    server_arguments: tuple[str, ...],
-    *,
-    is_smoke: bool = False,
+    folder: Path, budget_s: float, limits: DeviceLimits | None, more: tuple[str, ...], *, is_smoke: bool = False
 ) -> CheckSetup:
     """Returns a setup with this machine's GPU. Raises OSError or DriverError without one."""
 
@@ -244,7 +197,7 @@ def real_setup(
         folder,
         budget_s,
         limits,
-        server_arguments,
+        more,
         run_part=lambda process: run_process(replace(process, is_smoke=is_smoke)),
         sanitizer=find_sanitizer(),
     )
