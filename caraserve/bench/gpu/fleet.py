@@ -5,6 +5,7 @@ few streams show that, too. The server's CPU time by thread tells what limits it
 """
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -114,8 +115,9 @@ def _threads_s(pid: int) -> dict[int, float]:
     """Returns the CPU time of each thread of a process so far in s, by its number; the main thread's is `pid`."""
     found = {}
     for folder in Path(f"/proc/{pid}/task").iterdir():
-        fields = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        found[int(folder.name)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        with contextlib.suppress(OSError):  # the thread has ended meanwhile
+            fields = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+            found[int(folder.name)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return found
 
 

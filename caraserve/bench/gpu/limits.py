@@ -73,10 +73,9 @@ def _memory_bytes(setup: CheckSetup) -> int:
 
 
 def _memory(setup: CheckSetup, acc: Accelerator) -> tuple[float, float, float]:
-    """Returns the memory's bytes per second in a read, a copy and a product. Returns the memory that torch has taken
-    for them to the driver: backends take all that is free."""
+    """Returns the memory's bytes per second in a read, a copy and a product."""
     found = *_read_and_copy(setup, acc), _product(setup, acc)
-    torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # backends take all memory that the driver has
     return found
 
 
@@ -114,7 +113,7 @@ def _product(setup: CheckSetup, acc: Accelerator) -> float:
         for each in weights:
             torch.mm(x, each.t(), out=y)
 
-    us = acc.median_us(partial(acc.run, multiply), min(setup.effort.replays, _COPIES))
+    us = acc.median_ungraphed_us(partial(acc.run, multiply), min(setup.effort.replays, _COPIES))
     return 1e6 * len(weights) * num_bytes / us
 
 

@@ -104,6 +104,8 @@ class CheckEffort:
         (TINY, Dtype.F32),
         (SHAPES["llama2-7b"], Dtype.F32),
         (SHAPES["llama2-7b"], Dtype.F16),
+        (DEMO, Dtype.BF16),
+        (DEMO, Dtype.F32),
     )
 
 
