@@ -87,12 +87,13 @@ def test_gpu_check_takes_these_arguments(arguments: list[str]) -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "gpu_check"))
     args = script["parser"]().parse_args(arguments)
     assert all(stages.parse_stages(names) for names in (args.only, args.skip) if names is not None)
+    assert args.speed is None or stages.parse_speed(args.speed)
 
 
 def test_the_table_of_stages_is_the_one_that_runs() -> None:
     page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `(\w+)` \| (\d+) \|", page, flags=re.MULTILINE)
-    assert listed == [(stage.name, str(stage.budget_s)) for stage in stages.STAGES]
+    assert listed == [(stage.name, str(stage.budget_s)) for stage in (*stages.STAGES, *stages.LOADS)]
 
 
 @pytest.mark.parametrize("option", sorted(set(re.findall(r"`(--[\w-]+)`", TEXT))))

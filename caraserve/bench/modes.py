@@ -31,6 +31,7 @@ from caraserve.bench.servers import (
     Synthetic,
     api_key_in,
     busy_s,
+    device_of,
     longest,
     make_synthetic,
     own_server,
@@ -40,7 +41,6 @@ from caraserve.bench.synthetic import SHAPES
 from caraserve.bench.time_left import TimeLeft
 from caraserve.bench.workload.build import WorkloadSpec
 from caraserve.errors import ConfigError
-from caraserve.gpu.driver.detect import detect
 
 BASELINE = "cached"
 _ALL_ON_DEVICE = ("cached", "merged")
@@ -159,9 +159,7 @@ def _check(options: ModesOptions, load: LoadOptions, report: ReportOptions) -> N
 
 def _run_together(options: ModesOptions) -> bool:
     """Returns whether servers of several modes can run at the same time: not on a GPU, whose memory each one takes."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--device", default="auto")
-    return detect(parser.parse_known_args(options.serve)[0].device).device == "cpu"
+    return device_of(options.serve) == "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +177,13 @@ class _Prepared:
     def load_s(self) -> float | None:
         """The mean time to copy an adapter over the emulated link; None: none is emulated."""
         link = self.options.emulate_link_mb_per_s
-        return None if link is None else self.made.room_bytes() / max(1, len(self.made.names)) / (link * 1e6)
+        return None if link is None else self.made.num_bytes / max(1, len(self.made.names)) / (link * 1e6)
 
     def with_link(self, rate: float, notes: list[str]) -> "_Prepared":
         """Returns the same with a link that is busy for `load_share` of the time if every request loads an adapter."""
         assert self.options.load_share is not None
         load_s = self.options.load_share / rate
-        mean_bytes = self.made.room_bytes() / max(1, len(self.made.names))
+        mean_bytes = self.made.num_bytes / max(1, len(self.made.names))
         notes.append(
             f"Loading an adapter takes {1000 * load_s:.0f} ms, so that the loads of all requests at {rate:.3g}/s would "
             f"keep the link busy for {self.options.load_share:.0%} of the time: {mean_bytes / load_s / 1e6:.3g} MB/s."
@@ -226,12 +224,12 @@ def _prepared(options: ModesOptions, load: LoadOptions, folder: Path, notes: lis
     ranks = loads.repeats[0].ranks
     count = len(ranks)
     context = load.max_model_len or longest(loads.repeats[0])
-    made = make_synthetic(folder, model, options.dtype, context, ranks, TARGETS[options.targets])
+    made = make_synthetic(folder, model, options.dtype, context, ranks, TARGETS[options.targets], options.serve)
     resident = options.resident or max(1, count // 4)
     if resident > count:
         raise ConfigError(f"--resident {resident}: there are only {count} adapters")
     link = options.emulate_link_mb_per_s
-    mean_bytes = made.room_bytes() / max(1, count)
+    mean_bytes = made.num_bytes / max(1, count)
     notes.append(
         f"{model} with random weights in {options.dtype}; {count} adapters of "
         f"{mean_bytes / 1e6:.1f} MB on average, {resident} of them on the device at once except in "

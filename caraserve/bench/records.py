@@ -98,14 +98,16 @@ def machine() -> dict[str, str | int]:
         "cpu": names[0] if names else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "system": platform.platform(),
-        "date": datetime.now(UTC).date().isoformat(),
+        "date": today(),
     }
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python, this package and the installed numerical packages, and the commit of a package
-    that runs from its repository."""
-    found = {"caraserve": caraserve.__version__, "python": platform.python_version(), **_commit()}
+    """Returns the versions of Python, this package and the installed numerical packages, and the commit if it is
+    known."""
+    found = {"caraserve": caraserve.__version__, "python": platform.python_version()}
+    if (made_by := commit()) is not None:
+        found["commit"] = made_by
     for package in _COMPUTING:
         try:
             found[package] = version(package)
@@ -114,13 +116,22 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _commit() -> dict[str, str]:
+def today() -> str:
+    """Returns the date (UTC)."""
+    return datetime.now(UTC).date().isoformat()
+
+
+def commit() -> str | None:
+    """Returns the commit of a package that runs from its repository, with a sign if files differ from it, or what
+    CARASERVE_COMMIT says: a copy of a checkout has no repository. None: unknown."""
+    if named := os.environ.get("CARASERVE_COMMIT"):
+        return named
     root = Path(caraserve.__file__).parents[1]
     if not (root / ".git").exists():
-        return {}
+        return None
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     try:
         found = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
-        return {}
-    return {"commit": found.stdout.strip()}
+        return None
+    return found.stdout.strip()

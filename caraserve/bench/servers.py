@@ -21,6 +21,8 @@ from caraserve.bench.records import Workload
 from caraserve.bench.synthetic import SHAPES, write_adapters, write_model
 from caraserve.core.lora_layout import lay_out
 from caraserve.errors import BackendFailed, ConfigError
+from caraserve.gpu.driver.detect import detect
+from caraserve.gpu.memory.pool import GRANULE_BYTES
 from caraserve.model.dtype import Dtype
 from caraserve.util.units import align_up
 
@@ -50,20 +52,27 @@ class Synthetic:
     model_arguments: tuple[str, ...]  # of `caraserve serve`, for the model alone
     adapter_arguments: tuple[str, ...]  # the same for the adapters; empty without any
     names: tuple[str, ...]  # of the adapters
-    sizes: tuple[int, ...]  # bytes that each adapter needs on the device
+    sizes: tuple[int, ...]  # bytes of each adapter
+    granule_bytes: int = 1  # an adapter takes whole granules of the device's memory
 
     @property
     def arguments(self) -> tuple[str, ...]:
         """The arguments of `caraserve serve` for a server of the model and the adapters."""
         return self.model_arguments + self.adapter_arguments
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all adapters."""
+        return sum(self.sizes)
+
     def room_bytes(self, count: int | None = None) -> int:
-        """Returns the bytes that any `count` of the adapters need on the device; None means all."""
-        return max(1, sum(sorted(self.sizes, reverse=True)[:count]))
+        """Returns the bytes that any `count` of the adapters take on the device; None means all."""
+        taken = sorted((align_up(size, self.granule_bytes) for size in self.sizes), reverse=True)
+        return max(1, sum(taken[:count]))
 
     def host_room(self) -> tuple[str, str]:
         """Returns the option for a host cache that fits all adapters, and those that a profile is measured with."""
-        return "--max-host-adapters-bytes", str(2 * self.room_bytes() + (256 << 20))
+        return "--max-host-adapters-bytes", str(2 * self.num_bytes + (256 << 20))
 
 
 def longest(workload: Workload) -> int:
@@ -71,15 +80,30 @@ def longest(workload: Workload) -> int:
     return align_up(max(each.prompt_tokens + each.output_tokens for each in workload.requests), 64) + 64
 
 
+def device_of(serve: Sequence[str]) -> str:
+    """Returns the device of a server with these arguments: `cpu` or `cuda`. Raises ConfigError for one that cannot be
+    used."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--device", default="auto")
+    return detect(parser.parse_known_args(list(serve))[0].device).device
+
+
 def make_synthetic(
-    folder: Path, model: str, dtype: str, max_position: int, ranks: Sequence[int], targets: Sequence[str]
+    folder: Path,
+    model: str,
+    dtype: str,
+    max_position: int,
+    ranks: Sequence[int],
+    targets: Sequence[str],
+    serve: Sequence[str] = (),
 ) -> Synthetic:
     """Writes a model of one of SHAPES without weights, and an adapter for each rank given.
 
-    Raises ConfigError for an unknown shape or a full disk.
+    `serve`: arguments that its servers get besides. Raises ConfigError for an unknown shape or a full disk.
     """
     if model not in SHAPES:
         raise ConfigError(f"no model is called {model!r}; there are {', '.join(SHAPES)}")
+    granule_bytes = GRANULE_BYTES if device_of(serve) == "cuda" else 1
     try:
         spec = write_model(folder / "model", SHAPES[model], dtype, max_position, weights=False)
         paths = write_adapters(
@@ -93,7 +117,7 @@ def make_synthetic(
     }
     of_model = (str(folder / "model"), "--load-format", "dummy", "--served-model-name", model, "--dtype", dtype)
     of_adapters = ("--adapters-dir", str(folder / "adapters")) if paths else ()
-    return Synthetic(of_model, of_adapters, tuple(paths), tuple(bytes_of[rank] for rank in ranks))
+    return Synthetic(of_model, of_adapters, tuple(paths), tuple(bytes_of[rank] for rank in ranks), granule_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,14 +205,20 @@ class Interrupted(Exception):
 
 @asynccontextmanager
 async def own_server(
-    arguments: Sequence[str], stopped: asyncio.Event, *, port: int = 0, join: Callable[[], None] = lambda: None
+    arguments: Sequence[str],
+    stopped: asyncio.Event,
+    *,
+    port: int = 0,
+    join: Callable[[], None] = lambda: None,
+    caraserve: Sequence[str] = (sys.executable, "-m", "caraserve"),
 ) -> AsyncIterator[OwnServer]:
     """Starts a server and yields it when it is ready; ends it on exit.
 
-    `port` 0 is any free one. `join` is called in the new process, before the server starts: it may confine it. Raises
-    BackendFailed with the end of its output if it does not get ready, Interrupted if `stopped` is set before.
+    `port` 0 is any free one. `join` is called in the new process, before the server starts: it may confine it.
+    `caraserve`: the command. Raises BackendFailed with the end of its output if it does not get ready, Interrupted if
+    `stopped` is set before.
     """
-    command = [sys.executable, "-m", "caraserve", "serve", *arguments, "--port", str(port)]
+    command = [*caraserve, "serve", *arguments, "--port", str(port)]
 
     def prepare() -> None:
         end_with_parent()

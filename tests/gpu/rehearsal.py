@@ -1,4 +1,5 @@
-"""Runs the stages of `scripts/gpu_check` on a device emulated on the host, at sizes that take seconds.
+"""Runs the stages of `scripts/gpu_check` on a device emulated on the host, at sizes that take seconds: all in this
+process, which saves their imports.
 
 Triton's interpreter must have been selected before this module is imported.
 """
@@ -18,9 +19,10 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from caraserve.bench.cli import bench_parser
 from caraserve.bench.gpu.__main__ import run_stage
 from caraserve.bench.gpu.accelerator import Mark
-from caraserve.bench.gpu.device_limits import known_limits
+from caraserve.bench.gpu.device_limits import DeviceLimits, known_limits
 from caraserve.bench.gpu.processes import Known, StageProcess
 from caraserve.bench.gpu.results import StageReport
+from caraserve.bench.gpu.results_file import ResultsFile
 from caraserve.bench.gpu.run import check
 from caraserve.bench.gpu.setup import CheckEffort, CheckSetup, Opened
 from caraserve.bench.gpu.stages import STAGES, Stage, find_stage
@@ -62,6 +64,7 @@ SMALL = CheckEffort(
     rounds=8,
     rounds_at_once=4,
     kills=1,
+    memory_bytes=1 << 18,
     copy_bytes=1 << 17,
     gemm=16,
     replays=1,
@@ -95,6 +98,18 @@ SMALL = CheckEffort(
     warm_adapter_slots=5,
     sampled_rows=(2,),
     product_rows=(1, 70),
+    demo_prompts=1,
+    demo_tokens=3,
+    demo_streams=3,
+    demo_servers=(("float32", "ondemand"),),
+    fleet_shape=Shape(hidden=64, layers=1, intermediate=96, vocab=512, heads=4, kv_heads=2),
+    fleet_dtype="float32",
+    fleet_adapters=2,
+    fleet_streams=(1, 3),
+    fleet_tokens=4,
+    server=("--num-prompts", "4", "--modes", "cached,auto"),
+    modes=("--num-prompts", "4", "--modes", "cached,auto"),
+    serve=("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-model-len", "128"),
 )
 
 
@@ -149,7 +164,7 @@ def told(argv: Sequence[str], timeout_s: float) -> None:
         for mode, gap_s in zip(args.modes, (0.010, 0.011), strict=True)
     ]
     summaries = [summarize(run, None, (50.0, 99.0)) for run in runs]
-    args.save.mkdir()
+    args.save.mkdir(parents=True)
     (args.save / "modes.json").write_text(json.dumps(document("modes", summaries, {}, [])), encoding="utf-8")
 
 
@@ -171,9 +186,7 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(stage.name for stage in STAGES))
     parser.add_argument("--without", default="", help="a raw kernel that is not launched")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    speed_up()
-    InterpreterBuilder.create_dot = dot
+    prepare_interpreter()
     open_ = opener(args.without)
 
     def run(stage: Stage, known: Known) -> StageReport:
@@ -181,21 +194,41 @@ def main() -> int:
 
     def run_here(process: StageProcess) -> StageReport:
         process.folder.mkdir(parents=True)
-        setup = CheckSetup(
-            open_,
-            FACTS,
-            SMALL,
-            process.folder,
-            process.budget_s,
-            known_limits(process.known),
-            server_arguments=("--modes", "cached,auto", "--num-prompts", "4"),
-            bench_modes=told,
-            run_part=run_here,
-        )
+        setup = emulated_setup(process.folder, process.budget_s, known_limits(process.known), (), open_, run_here)
         return run_stage(find_stage(process.name), lambda: setup)
 
     chosen = [find_stage(name) for name in args.only.split(",")]
-    return check(chosen, run, args.folder / "result.json", 1000.0)
+    return check(chosen, run, ResultsFile(args.folder / "result.json", {}), 1000.0)
+
+
+def prepare_interpreter() -> None:
+    """Makes Triton's interpreter faster, and its products of bf16 right."""
+    torch.set_num_threads(1)
+    speed_up()
+    InterpreterBuilder.create_dot = dot
+
+
+def emulated_setup(
+    folder: Path,
+    budget_s: float,
+    limits: DeviceLimits | None,
+    server_arguments: tuple[str, ...],
+    open_: Callable[[Dtype], Opened],
+    run_part: Callable[[StageProcess], StageReport],
+) -> CheckSetup:
+    """Returns the setup of a stage on an emulated device. `bench modes` is not run: its servers would take minutes."""
+    return CheckSetup(
+        open_,
+        FACTS,
+        SMALL,
+        folder,
+        budget_s,
+        limits,
+        server_arguments,
+        bench_modes=told,
+        run_part=run_part,
+        caraserve=(sys.executable, "-m", "tests.gpu.serve_emulated"),
+    )
 
 
 if __name__ == "__main__":

@@ -17,27 +17,30 @@ import msgspec
 from caraserve.bench.gpu.device_limits import known_limits
 from caraserve.bench.gpu.processes import KNOWN, REPORT, Known
 from caraserve.bench.gpu.results import Outcome, StageReport, WrongResult
-from caraserve.bench.gpu.setup import CheckSetup, real_setup
+from caraserve.bench.gpu.setup import CheckSetup, MakeSetup, real_setup
 from caraserve.bench.gpu.stages import Stage, find_stage
 from caraserve.gpu.driver.environment import prepare_environment
 
 
-def main() -> int:
+def main(make_setup: MakeSetup = real_setup) -> int:
     """Runs the stage and writes its report. Returns exit code 0 whenever there is a report, also of a failure."""
     parser = argparse.ArgumentParser(prog="caraserve.bench.gpu")
     parser.add_argument("--stage", required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--budget-s", type=float, required=True)
     parser.add_argument("--module-loading", help="value of CUDA_MODULE_LOADING, instead of this project's")
+    parser.add_argument("--smoke", action="store_true", help="small sizes")
     parser.add_argument("server", nargs="*", help="more arguments of `caraserve bench modes`")
     args = parser.parse_args()
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
     prepare_environment()
     if args.module_loading:
         os.environ["CUDA_MODULE_LOADING"] = args.module_loading
-    stage = find_stage(args.stage)
-    known = msgspec.json.decode((args.folder / KNOWN).read_bytes(), type=Known)
-    report = run_stage(stage, lambda: real_setup(args.folder, args.budget_s, known_limits(known), tuple(args.server)))
+    limits = known_limits(msgspec.json.decode((args.folder / KNOWN).read_bytes(), type=Known))
+    report = run_stage(
+        find_stage(args.stage),
+        lambda: make_setup(args.folder, args.budget_s, limits, tuple(args.server), is_smoke=args.smoke),
+    )
     # Written under another name and renamed when complete: the parent never reads half a report.
     made = args.folder / f"{REPORT}.new"
     made.write_bytes(msgspec.json.encode(report))

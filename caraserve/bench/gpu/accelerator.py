@@ -4,7 +4,7 @@ All work, also torch's, is issued on one stream. Call `settle` before reading re
 work; an emulated device runs the work only then.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -104,6 +104,19 @@ class Accelerator:
             driver.launch_graph(graph, self.stream)
             marks.append(self.stopwatch.mark(self.stream))
         self.settle()
-        times = [self.stopwatch.between_us(start, end) for start, end in pairwise(marks)]
         driver.destroy_graph(graph)
-        return median(times)
+        return self._median_us(marks)
+
+    def median_ungraphed_us(self, issue: Callable[[], None], repeats: int) -> float:
+        """Runs the work once, then times it launched from Python. For work that takes far longer than its launch, and
+        work that allocates memory, which a graph must not."""
+        issue()
+        marks = [self.stopwatch.mark(self.stream)]
+        for _ in range(repeats):
+            issue()
+            marks.append(self.stopwatch.mark(self.stream))
+        self.settle()
+        return self._median_us(marks)
+
+    def _median_us(self, marks: Sequence[Mark]) -> float:
+        return median(self.stopwatch.between_us(start, end) for start, end in pairwise(marks))

@@ -1,6 +1,8 @@
 """Stage `cold`: measures how much a cold start delays its own request and other running requests.
 
-The exposed time is the time from the start of load and prefill to the first token, minus that of a warm prompt.
+The exposed time is the time from the start of load and prefill to the first token, minus that of a warm prompt. A warm
+prompt of an adapter of q, k and v takes a graph with LoRA for these modules alone. While layers arrive there is only a
+graph with LoRA for all modules, so the exposed time is also measured from a warm prompt that takes such a graph.
 `ondemand` and `overlapped` are equal for the request itself, which waits for the whole adapter in both; they differ for
 the requests that decode meanwhile.
 """
@@ -15,18 +17,18 @@ import numpy as np
 
 from caraserve.bench.gpu.backends import DTYPE
 from caraserve.bench.gpu.held_link import HeldLink
+from caraserve.bench.gpu.limits import link_bytes_per_s
 from caraserve.bench.gpu.measured_model import MeasuredModel, measured_model
 from caraserve.bench.gpu.results import Lines, StageResult
 from caraserve.bench.gpu.session import wait_for_load
 from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.core import machine_profile as profiles
 from caraserve.core.batch import Batch, ScheduledRow
-from caraserve.core.lora_layout import AdapterSpec, HostAdapter
-from caraserve.model.spec import SITES
+from caraserve.core.lora_layout import RANK_STEP, AdapterSpec, HostAdapter, lay_out
+from caraserve.model.spec import SITES, ModelSpec
 
 _SITES: dict[profiles.Targets, Sequence[str]] = {"qkv": SITES[:3], "all": SITES}
 _MODES = ("ondemand", "pipelined", "assisted")
-_UNKNOWN_LINK_BYTES_PER_S = 25e9
 _CORE_FLOP_PER_S = 60e9  # assumed speed of the LoRA kernel on one core
 _COPY_S = 6e-6  # assumed time to issue a copy of any size
 _PIPELINED_TARGET = 1.2  # times the predicted exposed time
@@ -39,14 +41,18 @@ _WORKERS = 8
 
 @dataclass(frozen=True, slots=True)
 class ColdPoint:
-    """Times of one adapter with one prompt; exposed times are in ms, by loading mode, and predicted for two modes."""
+    """Times of one adapter with one prompt; exposed times are by loading mode, and predicted for two modes.
+
+    `warm_all_ms`: a warm prompt by a graph with LoRA for all modules; the same as `warm_ms` for an adapter of them all.
+    """
 
     targets: str
     rank: int
     tokens: int
     mbytes: float
     warm_ms: float
-    exposed_ms: dict[str, float]
+    warm_all_ms: float
+    exposed_ms: dict[str, float]  # beyond `warm_ms`
     predicted_ms: dict[str, float]
 
 
@@ -66,6 +72,7 @@ class Gaps:
 class ColdFigures:
     """All points, and the gaps of running requests by what happens beside them."""
 
+    link_bytes_per_s: float
     assumed: dict[str, float]  # used by predictions and not measured
     exposed: tuple[ColdPoint, ...]
     itl: dict[str, Gaps]
@@ -74,30 +81,29 @@ class ColdFigures:
 def cold(setup: CheckSetup) -> StageResult[ColdFigures]:
     """Measures exposed times and interruptions; results are checked in stage `correct`."""
     effort, lines = setup.effort, Lines()
-    link_bytes_per_s = setup.limits.link_bytes_per_s if setup.limits else _UNKNOWN_LINK_BYTES_PER_S
+    acc = setup.accelerator(DTYPE)
+    link_speed = link_bytes_per_s(setup, acc)
     context = max(*effort.cold_prompts, 2 * min(effort.contexts))
     assumed = {"handoff_ms": profiles.ASSUMED_HANDOFF_MS, "core_lora_flop_per_s": _CORE_FLOP_PER_S, "copy_s": _COPY_S}
-    if setup.limits is None:
-        assumed["link_bytes_per_s"] = link_bytes_per_s
+    lines.add("host to device", f"{link_speed / 1e9:.1f} GB/s")
     lines.add("assumed by predictions, not measured", ", ".join(f"{what} {each:g}" for what, each in assumed.items()))
-    opened = setup.open(DTYPE)[0]
-    link = HeldLink(opened.driver)
-    device, adapter_slots = replace(opened, driver=link.driver), effort.arrivals + 2
+    link = HeldLink(acc.device.driver)
+    device, adapter_slots = replace(acc.device, driver=link.driver), effort.arrivals + 2
     with measured_model(
         setup, effort.bystanders + 1, context, adapter_slots, workers=_WORKERS, device=device
     ) as subject:
         subject.session.grow_kv(effort.bystanders + 1)
         subject.backend.start_workers(lambda rank: 64)
         subject.backend.workers.await_all(_BIRTH_S)
-        subject.backend.use(_profile(setup, subject, link_bytes_per_s))
+        subject.backend.use(_profile(setup, subject, link_speed))
         points = []
         for rank in effort.cold_ranks:
             for targets, sites in _SITES.items():
-                points += _points(setup, subject, targets, sites, rank, link_bytes_per_s)
+                points += _points(setup, subject, targets, sites, rank, link_speed)
         _judge(points, lines)
         gaps = _bystanders(setup, subject, link, lines)
     link.close()
-    return StageResult(ColdFigures(assumed, tuple(points), gaps), lines.all)
+    return StageResult(ColdFigures(link_speed, assumed, tuple(points), gaps), lines.all)
 
 
 def _profile(setup: CheckSetup, subject: MeasuredModel, link: float) -> profiles.Profile:
@@ -129,16 +135,33 @@ def _points(
 ) -> list[ColdPoint]:
     subject.forget_adapters()
     adapter, points = subject.adapter(rank, sites), []
+    whole = subject.put(_with_one_more(subject.spec, rank, sites)) if targets == "qkv" else adapter
     for count in setup.effort.cold_prompts:
-        if adapter is None or setup.left_s < setup.budget_s / 4:
+        if adapter is None or whole is None or setup.left_s < setup.budget_s / 4:
             break
-        wait_for_load(subject.session.start_load(adapter, _SLOT))
-        warm_ms = _median(setup, partial(_asked_ms, subject, count))
-        subject.backend.unload_adapter(_SLOT)
+        warm_ms = _warm_ms(setup, subject, adapter, count)
+        warm_all_ms = warm_ms if whole is adapter else _warm_ms(setup, subject, whole, count)
         exposed = {mode: _median(setup, partial(_cold_ms, subject, adapter, count, mode)) - warm_ms for mode in _MODES}
         predicted = _predicted(adapter.spec, warm_ms, link)
-        points.append(ColdPoint(targets, rank, count, adapter.spec.num_bytes / 1e6, warm_ms, exposed, predicted))
+        mbytes = adapter.spec.num_bytes / 1e6
+        points.append(ColdPoint(targets, rank, count, mbytes, warm_ms, warm_all_ms, exposed, predicted))
     return points
+
+
+def _with_one_more(model: ModelSpec, rank: int, sites: Sequence[str]) -> AdapterSpec:
+    """Returns the spec of an adapter of these modules and of one more in the first layer, of the least rank: prompts
+    take the graph of all modules for it, and compute no more LoRA than without that module."""
+    modules = {(layer, site): (rank, 1.0) for layer in range(model.layers) for site in sites}
+    spans, layer_ends = lay_out(model, DTYPE, modules | {(0, SITES[-1]): (RANK_STEP, 1.0)})
+    return AdapterSpec(f"{rank} and one more", DTYPE, rank, (*sites, SITES[-1]), layer_ends, spans)
+
+
+def _warm_ms(setup: CheckSetup, subject: MeasuredModel, adapter: HostAdapter, count: int) -> float:
+    """Returns the time of a prompt whose adapter is loaded."""
+    wait_for_load(subject.session.start_load(adapter, _SLOT))
+    warm_ms = _median(setup, partial(_asked_ms, subject, count))
+    subject.backend.unload_adapter(_SLOT)
+    return warm_ms
 
 
 def _median(setup: CheckSetup, once_ms: Callable[[], float]) -> float:
@@ -183,6 +206,9 @@ def _predicted(spec: AdapterSpec, warm_ms: float, link: float) -> dict[str, floa
 def _judge(points: Sequence[ColdPoint], lines: Lines) -> None:
     for point in points:
         text = ", ".join(f"{mode} {exposed_ms:.2f}" for mode, exposed_ms in point.exposed_ms.items())
+        if more_ms := point.warm_all_ms - point.warm_ms:
+            beyond = ", ".join(f"{mode} {exposed_ms - more_ms:.2f}" for mode, exposed_ms in point.exposed_ms.items())
+            text += f"; beyond a warm graph of all modules {beyond}"
         expected, got = point.predicted_ms["pipelined"], point.exposed_ms["pipelined"]
         name = f"cold {point.targets} rank {point.rank}, {point.tokens} tokens: ms exposed"
         if max(expected, got) < _NOISE_MS:

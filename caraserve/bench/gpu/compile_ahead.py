@@ -30,7 +30,8 @@ _MODULES = ["caraserve.gpu.triton_builds", "caraserve.gpu.forward.decoder"]  # i
 
 @dataclass(frozen=True, slots=True)
 class CompiledFigures:
-    """How many variants were compiled, or were there already, and the errors, by what was compiled."""
+    """How many variants were compiled, or were there already, and the errors, by what was compiled. CPU LoRA workers
+    are compiled beside them."""
 
     triton: int
     raw: int
@@ -61,11 +62,19 @@ def compiled(
     with ProcessPoolExecutor(processes, context, compile_only, (capability,)) as pool:
         # The raw kernels first: they take longest.
         jobs: dict[Future[None], str] = {pool.submit(_compile_unit, unit, cuda): unit.source for unit in units}
+        jobs |= {pool.submit(_compile_worker): "CPU LoRA workers"} if units else {}
         jobs |= {pool.submit(compile_build, build): build.kernel for build in builds}
         for job in as_completed(jobs):
             if (error := job.exception()) is not None:
                 errors[jobs[job]] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     return errors
+
+
+def _compile_worker() -> None:
+    """Compiles what CPU LoRA workers run; a first server would otherwise be ready before them."""
+    from caraserve.cpu.lora_workers.worker import compile_worker
+
+    compile_worker()
 
 
 def _compile_unit(unit: nvrtc.Unit, cuda: int) -> None:

@@ -1,4 +1,4 @@
-"""Points of decode and prefill of a measured model, beside what the device's copies and products allow."""
+"""Points of decode and prefill of a measured model, beside what the device's memory and products allow."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class DecodePoint:
     context: int
     base_ms: float
     lora_ms: float
-    share_of_floor: float  # time of copying as many bytes as the base must read ÷ base_ms
+    share_of_floor: float  # floor ÷ base_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class PrefillPoint:
 
 
 def floor_ms(spec: ModelSpec, tokens: int, bytes_per_s: float) -> float:
-    """Returns the time in which the device copies as many bytes as an iteration must read: all weights but the
-    embeddings, and the keys and values of `tokens` tokens."""
+    """Returns the time in which the device reads what an iteration must: all weights but the embeddings, and the keys
+    and values of `tokens` tokens."""
     weights = (spec.num_parameters - spec.vocab_size * spec.hidden) * DTYPE.itemsize
     return 1000 * (weights + tokens * spec.kv_bytes_per_token(DTYPE.itemsize)) / bytes_per_s
 

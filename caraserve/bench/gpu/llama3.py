@@ -12,7 +12,7 @@ from caraserve.bench.gpu.iterations import (
     load_adapters,
     prefill_points,
 )
-from caraserve.bench.gpu.limits import copy_bytes_per_s
+from caraserve.bench.gpu.limits import memory_bytes_per_s
 from caraserve.bench.gpu.measured_model import MeasuredModel, measured_model
 from caraserve.bench.gpu.results import Lines, StageResult
 from caraserve.bench.gpu.setup import CheckSetup
@@ -42,7 +42,7 @@ class Llama3Figures:
 def llama3(setup: CheckSetup) -> StageResult[Llama3Figures]:
     """Measures decode and prefill with one backend, whose longest context is the long one."""
     effort, lines = setup.effort, Lines()
-    bytes_per_s = copy_bytes_per_s(setup, setup.accelerator(DTYPE))
+    bytes_per_s = memory_bytes_per_s(setup, setup.accelerator(DTYPE))
     slots, context = max(effort.batches), max(effort.gqa_contexts)
     with measured_model(
         setup, slots, effort.long_context, max(slots, len(RANKS)) + 1, shape=effort.gqa_shape

@@ -1,7 +1,7 @@
 """Stage `lora`: measures the decode LoRA kernels; `caraserve bench lora` uses it for its GPU part.
 
 One CUDA graph holds the LoRA work of many layers, each with its own weights, in total more than the L2 cache can hold.
-The floor is the time in which the device copies as many bytes as the adapters have.
+The floor is the time in which the device reads as many bytes as the adapters have, at its memory's highest speed.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ import torch
 
 from caraserve.bench.gpu.accelerator import Accelerator
 from caraserve.bench.gpu.adapters import SEGMENTS_TOLERANCE, TOLERANCE, Adapters, DecodingRows, SegmentedRows, Site
-from caraserve.bench.gpu.limits import copy_bytes_per_s
+from caraserve.bench.gpu.limits import memory_bytes_per_s
 from caraserve.bench.gpu.results import Lines, StageResult, check_close
 from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.gpu.kernels.bgmv_work import MOST_ROWS
@@ -58,7 +58,7 @@ class CrowdedPoint:
 class LoraFigures:
     """All points, and the ratios of the points with most rows."""
 
-    copy_bytes_per_s: float
+    memory_bytes_per_s: float
     points: tuple[LoraPoint, ...]
     times_torch: dict[str, float]  # torch's time ÷ this project's, by point
     mix_over_sum: float | None  # mixed ranks ÷ the mean of the same ranks alone
@@ -69,7 +69,7 @@ class LoraFigures:
 def lora(setup: CheckSetup) -> StageResult[LoraFigures]:
     """Measures all points. Raises WrongResult for wrong results; each point is checked before it is timed."""
     acc = setup.accelerator(Dtype.BF16)
-    bytes_per_s = copy_bytes_per_s(setup, acc)
+    bytes_per_s = memory_bytes_per_s(setup, acc)
     points, lines = tuple(measure(setup, acc, bytes_per_s)), Lines()
     figures = _judge(setup, points, bytes_per_s, lines)
     if setup.left_s > 0:
@@ -172,7 +172,7 @@ def _judge(setup: CheckSetup, points: tuple[LoraPoint, ...], bytes_per_s: float,
     alone = {point.ranks[0]: point for point in points if point.rows == most and len(point.ranks) == 1}
     times_torch: dict[str, float] = {}
     for rank, point in alone.items():
-        text = f"{point.us:.1f} µs, {point.share_of_floor:.0%} of copying"
+        text = f"{point.us:.1f} µs, {point.share_of_floor:.0%} of the floor"
         if rank == 64:
             lines.add(f"LoRA {point.name}", text, f"≥ {_SHARE_TARGET:.0%}", point.share_of_floor >= _SHARE_TARGET)
         else:

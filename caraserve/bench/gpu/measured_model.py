@@ -12,11 +12,12 @@ from caraserve.bench.gpu.session import Prompt, Session, tokens
 from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.bench.synthetic import Shape
 from caraserve.core.batch import Batch, ScheduledRow
-from caraserve.core.lora_layout import HostAdapter
+from caraserve.core.lora_layout import ALIGN_BYTES, AdapterSpec, HostAdapter
 from caraserve.gpu.backend import CudaBackend
 from caraserve.gpu.forward.builder import GpuDevice, GpuSizes
 from caraserve.model.spec import ModelSpec
 from caraserve.profiling.microbench import adapter_spec, random_adapter
+from caraserve.util.units import align_up
 
 _THREADS = "caraserve-"  # the first part of the names of a backend's threads
 _SETTLING = 2  # first iterations that are not counted: they start before later ones are queued
@@ -34,12 +35,15 @@ class MeasuredModel:
 
     def adapter(self, rank: int, sites: Sequence[str]) -> HostAdapter | None:
         """Puts a new random adapter into host memory; returns None when there is no room left."""
+        return self.put(adapter_spec(self.spec, DTYPE, rank, self.spec.layers, sites))
+
+    def put(self, spec: AdapterSpec) -> HostAdapter | None:
+        """Puts a new random adapter with this spec into host memory; returns None when there is no room left."""
         memory = self.backend.host_memory[self._host_at :]
-        if memory.nbytes < 4 * rank * self.spec.num_parameters // self.spec.hidden:
+        if memory.nbytes < spec.num_bytes:
             return None
-        made = random_adapter(self.spec, adapter_spec(self.spec, DTYPE, rank, self.spec.layers, sites), memory)
-        self._host_at += made.spec.num_bytes + 64 - made.spec.num_bytes % 64
-        return made
+        self._host_at += align_up(spec.num_bytes, ALIGN_BYTES)
+        return random_adapter(self.spec, spec, memory)
 
     def forget_adapters(self) -> None:
         """Lets later adapters overwrite the host memory of these. None of these may still be on the device."""
@@ -76,11 +80,12 @@ class MeasuredModel:
         ended = self.session.run(*[plan] * (self.setup.effort.decodes + _SETTLING))[_SETTLING:]
         return median(1000 * (each.result.done_s - each.result.started_s) for each in ended)
 
-    def host_us(self, context: int, adapters: Sequence[int]) -> float:
-        """Returns the CPU time in µs that the backend's threads spend on a decode iteration as in `decode_ms`."""
+    def host_us(self, context: int, adapters: Sequence[int]) -> dict[str, float]:
+        """Returns the CPU time in µs that each of the backend's threads spends on a decode iteration as in
+        `decode_ms`, by the thread's name."""
         before_s, count = _cpu_s(), self.setup.effort.decodes + _SETTLING
         self.decode_ms(context, adapters)
-        return 1e6 * (_cpu_s() - before_s) / count
+        return {name: 1e6 * (cpu_s - before_s.get(name, 0.0)) / count for name, cpu_s in _cpu_s().items()}
 
     def prefill_ms(self, count: int, adapter: int, slot: int = 0) -> float:
         """Returns the median time of an iteration that prefills a prompt of `count` tokens."""
@@ -159,7 +164,10 @@ def busy_python_thread() -> Iterator[None]:
         sys.setswitchinterval(before_s)
 
 
-def _cpu_s() -> float:
-    """Returns the CPU time of the backend's threads so far, in s."""
-    mine = [thread for thread in threading.enumerate() if thread.name.startswith(_THREADS) and thread.ident]
-    return sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0)) for thread in mine)
+def _cpu_s() -> dict[str, float]:
+    """Returns the CPU time of the backend's threads so far in s, by name."""
+    return {
+        thread.name.removeprefix(_THREADS): time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+        for thread in threading.enumerate()
+        if thread.name.startswith(_THREADS) and thread.ident is not None
+    }

@@ -1,8 +1,8 @@
 """Stage `model`: iterations of a 7-billion-parameter shape with random weights, with and without adapters, and what
 they cost the host.
 
-The floor of an iteration is the time in which the device copies as many bytes as it must read: all weights but the
-embeddings, and the keys and values of all contexts.
+The floor of an iteration is the time in which the device reads what it must, at its memory's highest speed: all
+weights but the embeddings, and the keys and values of all contexts. Stage `limits` has that speed.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from caraserve.bench.gpu.iterations import (
     load_adapters,
     prefill_points,
 )
-from caraserve.bench.gpu.limits import copy_bytes_per_s
+from caraserve.bench.gpu.limits import memory_bytes_per_s
 from caraserve.bench.gpu.measured_model import MeasuredModel, busy_python_thread, measured_model
 from caraserve.bench.gpu.results import Lines, StageResult
 from caraserve.bench.gpu.setup import CheckSetup
@@ -44,7 +44,7 @@ class HostCost:
     """A decode iteration of `batch` requests, each with an adapter."""
 
     batch: int
-    cpu_us: float  # CPU time of the backend's threads
+    cpu_us: dict[str, float]  # CPU time of the backend's threads, by name
     ms: float
     busy_ms: float  # the same beside a thread that always runs Python
 
@@ -64,7 +64,7 @@ class ModelFigures:
 def model(setup: CheckSetup) -> StageResult[ModelFigures]:
     """Measures decode and prefill iterations; results are checked in stage `correct`."""
     effort, lines = setup.effort, Lines()
-    bytes_per_s = copy_bytes_per_s(setup, setup.accelerator(DTYPE))
+    bytes_per_s = memory_bytes_per_s(setup, setup.accelerator(DTYPE))
     slots, context = max(effort.batches), max(effort.contexts)
     with measured_model(setup, slots, context, max(slots, len(RANKS)) + 1) as subject:
         fitting = subject.grow_contexts(slots)
@@ -108,6 +108,8 @@ def _host(subject: MeasuredModel, mixed: Sequence[int], lines: Lines) -> HostCos
     cpu_us, ms = subject.host_us(context, mixed), subject.decode_ms(context, mixed)
     with busy_python_thread():
         busy_ms = subject.decode_ms(context, mixed)
-    lines.at_most(f"host's CPU time an iteration at batch {len(mixed)}, µs", cpu_us, _HOST_TARGET_US, ".0f")
+    total_us = sum(cpu_us.values())
+    lines.at_most(f"host's CPU time an iteration at batch {len(mixed)}, µs", total_us, _HOST_TARGET_US, ".0f")
+    lines.add("… by thread", ", ".join(f"{name} {us:.0f}" for name, us in cpu_us.items()))
     lines.at_most("the same iteration beside a busy Python thread ÷ alone", busy_ms / ms, _BUSY_TARGET)
     return HostCost(len(mixed), cpu_us, ms, busy_ms)

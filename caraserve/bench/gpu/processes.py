@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -21,7 +21,10 @@ from caraserve.errors import BackendFailed
 
 GRACE_S = 15.0  # a stage skips points when its budget is spent, and is killed this much later
 KNOWN, REPORT = "known.json", "report.json"  # files in the folder of a process
+SAVED, LOG = "saved", "output.log"  # a folder of files that are kept beside the report, and one of them
+_LAST_LINES = 25
 
+_RUNNING: "set[subprocess.Popen[bytes]]" = set()
 Known = dict[str, dict[str, Any]]  # figures of earlier stages, JSON, by stage
 
 
@@ -30,6 +33,7 @@ class StageProcess:
     """How a stage is run, or with `is_part` a part of one in a process of the stage's. `folder` does not exist yet.
 
     `prefix`: a command that runs the process. `module_loading`: value of CUDA_MODULE_LOADING; "" for this project's.
+    `module`: what Python runs. `is_quiet`: its output goes to a file, whose end is printed if it does not end well.
     """
 
     name: str
@@ -41,6 +45,9 @@ class StageProcess:
     prefix: Sequence[str] = ()
     module_loading: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
+    module: str = "caraserve.bench.gpu"
+    is_smoke: bool = False
+    is_quiet: bool = False
 
 
 def run_process(process: StageProcess) -> StageReport:
@@ -48,14 +55,26 @@ def run_process(process: StageProcess) -> StageReport:
     so."""
     process.folder.mkdir()
     (process.folder / KNOWN).write_bytes(msgspec.json.encode(process.known))
-    command = [*process.prefix, sys.executable, "-m", "caraserve.bench.gpu", "--stage", process.name]
+    command = [*process.prefix, sys.executable, "-m", process.module, "--stage", process.name]
     command += ["--folder", str(process.folder), "--budget-s", str(process.budget_s)]
+    if process.is_smoke:
+        command += ["--smoke"]
     if process.module_loading:
         command += ["--module-loading", process.module_loading]
     command += ["--", *process.server_arguments]
     report = process.folder / REPORT
     most_s = process.budget_s if process.is_part else process.budget_s + GRACE_S
-    return await_report(command, report, most_s, is_part=process.is_part, environment=process.environment)
+    log_file = process.folder / SAVED / LOG
+    if process.is_quiet:
+        log_file.parent.mkdir()
+    with log_file.open("wb") if process.is_quiet else contextlib.nullcontext() as log:
+        found = await_report(
+            command, report, most_s, is_part=process.is_part, environment=process.environment, output=log
+        )
+    if process.is_quiet and found.outcome is not Outcome.DONE:
+        said = log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:]
+        sys.stderr.write("".join(f"{process.name} | {line}\n" for line in said))
+    return found
 
 
 def await_report(
@@ -66,26 +85,42 @@ def await_report(
     is_part: bool = False,
     pass_fds: Sequence[int] = (),
     environment: Mapping[str, str] | None = None,
+    output: BinaryIO | None = None,
 ) -> StageReport:
     """Runs a command for at most `most_s` and reads its report from `file`; then kills all that it has started.
 
     A command has a session of its own; with `is_part` it has a group in the caller's session, whose end is its end.
+    `output`: where it writes to; None: where this process does.
     """
     variables = {**os.environ, **(environment or {})}
     group = 0 if is_part else None
     process = subprocess.Popen(
-        command, start_new_session=not is_part, process_group=group, pass_fds=pass_fds, env=variables
+        command,
+        start_new_session=not is_part,
+        process_group=group,
+        pass_fds=pass_fds,
+        env=variables,
+        stdout=output,
+        stderr=output,
     )
+    _RUNNING.add(process)
     try:
         code = process.wait(most_s)
     except subprocess.TimeoutExpired:
         return StageReport(Outcome.KILLED, f"it took longer than {most_s:.0f} s and was killed")
     finally:
+        _RUNNING.discard(process)
         _end_all(process)
     if not file.exists():
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
         return StageReport(Outcome.FAILED, f"its process {how} before it had a report; its last words are above")
     return msgspec.json.decode(file.read_bytes(), type=StageReport)
+
+
+def end_running() -> None:
+    """Kills all processes that `await_report` waits for in other threads, with what they have started."""
+    for process in list(_RUNNING):
+        _end_all(process)
 
 
 def _end_all(process: "subprocess.Popen[bytes]") -> None:

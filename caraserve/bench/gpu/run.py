@@ -1,23 +1,23 @@
-"""Runs the stages one after another within the time for all, and writes and prints each one's results at once."""
+"""Runs the stages one after another within the time for all, or several at once, and writes and prints each one's
+results at once."""
 
-import json
-import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 
 from rich.console import Console
 from rich.table import Table
 
-from caraserve.bench.gpu.processes import GRACE_S, Known, StageProcess, run_process
+from caraserve.bench.gpu.processes import GRACE_S, Known, StageProcess, end_running, run_process
 from caraserve.bench.gpu.results import Outcome, StageReport
+from caraserve.bench.gpu.results_file import ResultsFile
 from caraserve.bench.gpu.stages import Stage
 
 _WIDTH = 140
 _LEAST_SHARE = 0.5  # of a stage's budget; with less time left it is not begun
-RESULTS = Path("scripts/bench/results")
 
 RunStage = Callable[[Stage, Known], StageReport]
 
@@ -35,79 +35,98 @@ class StageRun:
         return self.stage.decides and self.report.outcome is Outcome.WRONG
 
 
-def process_runner(folder: Path, server_arguments: Sequence[str]) -> RunStage:
-    """Returns a function that runs each stage in a process with a folder of its own in `folder`."""
+def _console() -> Console:
+    width = None if sys.stdout.isatty() else _WIDTH
+    return Console(width=width, highlight=False, markup=False, soft_wrap=True)
+
+
+def process_runner(like: StageProcess) -> RunStage:
+    """Returns a function that runs each stage in a process as `like`, with a folder of its own in that one's."""
 
     def run(stage: Stage, known: Known) -> StageReport:
-        mine = folder / stage.name
-        return run_process(
-            StageProcess(stage.name, mine, stage.budget_s, known=known, server_arguments=server_arguments)
-        )
+        mine = replace(like, name=stage.name, folder=like.folder / stage.name, budget_s=stage.budget_s, known=known)
+        return run_process(mine)
 
     return run
 
 
-def check(stages: Sequence[Stage], run: RunStage, file: Path, budget_s: float) -> int:
-    """Runs the stages. After each, prints its results and writes all so far to `file`.
+def check(
+    stages: Sequence[Stage],
+    run: RunStage,
+    results: ResultsFile,
+    budget_s: float,
+    *,
+    at_once: int = 1,
+    time_anyway: bool = False,
+) -> int:
+    """Runs the stages, up to `at_once` of them at a time. After each, prints its results and adds them to `results`.
 
     A stage gets its budget or the time left, if that is less, and is killed `GRACE_S` after that at the latest: no
-    stage ends after `budget_s`. Returns exit code 1 if any stage did not end well.
+    stage ends after `budget_s`. Stages are timed also after wrong results with `time_anyway`. Returns exit code 1 if
+    any stage did not end well.
     """
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False, soft_wrap=True)
-    started_s, ran = time.monotonic(), list[StageRun]()
-    for stage in stages:
-        begun_s = time.monotonic()
-        left_s = budget_s - (begun_s - started_s)
-        limited = replace(stage, budget_s=min(stage.budget_s, left_s - GRACE_S))
-        if reason := _obstacle(stage, limited, ran, left_s):
-            report = StageReport(Outcome.NOT_BEGUN, reason)
-        else:
-            console.print(f"{stage.name}: {stage.description} …")
-            report = run(limited, {each.stage.name: each.report.figures for each in ran})
-        ran.append(StageRun(stage, report, time.monotonic() - begun_s))
-        _write(ran, file)
-        console.print(_table(ran[-1]))
-    console.print(_summary(ran))
-    console.print(f"{time.monotonic() - started_s:.0f} s in all; written to {file}")
+    runs = _Runs(run, results, time.monotonic() + budget_s, time_anyway)
+    started_s = time.monotonic()
+    if at_once == 1:
+        for stage in stages:
+            runs.run(stage)
+    else:
+        for stage in (stage for stage in stages if stage.is_alone):
+            runs.run(stage)
+        _run_together(runs, [stage for stage in stages if not stage.is_alone], at_once)
+    ran = sorted(runs.ran, key=lambda each: stages.index(each.stage))
+    runs.console.print(_summary(ran))
+    runs.console.print(f"{time.monotonic() - started_s:.0f} s in all; written to {results.path}")
     return int(any(each.report.outcome is not Outcome.DONE for each in ran))
 
 
-def _obstacle(stage: Stage, limited: Stage, ran: Sequence[StageRun], left_s: float) -> str:
-    """Returns why a stage cannot begin, or "" if it can."""
-    wrong = next((each.stage.name for each in ran if each.is_wrong), None)
-    if wrong is not None and stage.is_timed:
-        return f"{wrong} found wrong results, so speeds mean nothing"
-    if limited.budget_s < _LEAST_SHARE * stage.budget_s:
-        return f"{max(left_s, 0):.0f} s are left for all, and it needs {_LEAST_SHARE * stage.budget_s + GRACE_S:.0f}"
-    return ""
+def _run_together(runs: "_Runs", stages: Sequence[Stage], at_once: int) -> None:
+    with ThreadPoolExecutor(at_once) as pool:
+        try:
+            list(pool.map(runs.run, stages))
+        except BaseException:  # Ctrl-C: the pool would wait for all stages
+            pool.shutdown(wait=False, cancel_futures=True)
+            end_running()
+            raise
 
 
-def file_name(device: str) -> str:
-    """Returns the name of the results file for a device with this name."""
-    words = re.findall(r"[a-z0-9]+", device.lower().replace("nvidia", ""))
-    return f"gpu_check_{'_'.join(words)}.json"
+@dataclass(slots=True)
+class _Runs:
+    """What has run so far. Threads may run stages at the same time."""
 
+    start: RunStage
+    results: ResultsFile
+    until_s: float
+    time_anyway: bool
+    ran: list[StageRun] = field(default_factory=list)
+    console: Console = field(default_factory=_console)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-def _write(ran: Sequence[StageRun], file: Path) -> None:
-    """Writes all results so far as JSON. Another file is renamed, so that a reader never finds half of them."""
-    document = {
-        "check": "gpu",
-        "schema": 2,
-        "stages": {
-            each.stage.name: {
-                "s": round(each.spent_s, 1),
-                "outcome": each.report.outcome,
-                "error": each.report.error,
-                "figures": each.report.figures,
-                "lines": [[line.what, line.value, line.target, line.met] for line in each.report.lines],
-            }
-            for each in ran
-        },
-    }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    made = file.with_name(f"{file.name}.new")
-    made.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    made.replace(file)
+    def run(self, stage: Stage) -> None:
+        """Runs a stage if nothing prevents it, and reports on it."""
+        begun_s = time.monotonic()
+        left_s = self.until_s - begun_s
+        limited = replace(stage, budget_s=min(stage.budget_s, left_s - GRACE_S))
+        with self._lock:
+            known = {each.stage.name: each.report.figures for each in self.ran}
+            reason = self._obstacle(stage, limited, left_s)
+            if not reason:
+                self.console.print(f"{stage.name}: {stage.description} …")
+        report = StageReport(Outcome.NOT_BEGUN, reason) if reason else self.start(limited, known)
+        with self._lock:
+            self.ran.append(StageRun(stage, report, time.monotonic() - begun_s))
+            self.results.add(stage.name, report, self.ran[-1].spent_s)
+            self.console.print(_table(self.ran[-1]))
+
+    def _obstacle(self, stage: Stage, limited: Stage, left_s: float) -> str:
+        """Returns why a stage cannot begin, or "" if it can."""
+        wrong = next((each.stage.name for each in self.ran if each.is_wrong), None)
+        if wrong is not None and stage.is_timed and not self.time_anyway:
+            return f"{wrong} found wrong results, so speeds mean nothing"
+        if limited.budget_s < _LEAST_SHARE * stage.budget_s:
+            needed_s = _LEAST_SHARE * stage.budget_s + GRACE_S
+            return f"{max(left_s, 0):.0f} s are left for all, and it needs {needed_s:.0f}"
+        return ""
 
 
 def _table(run: StageRun) -> Table:

@@ -1,4 +1,4 @@
-"""Stage `server`: runs the whole server under a paper's load, in several loading modes.
+"""Stages `server` and `modes`: the whole server under a paper's load, in two loading modes and in all.
 
 The gaps between running requests' tokens are compared with those in mode `cached` under the same requests: the
 difference is the effect of cold starts on running requests.
@@ -17,7 +17,9 @@ from caraserve.errors import BackendFailed
 _BASELINE = "cached"
 _TTFT_TARGET, _GAP_TARGET = 1.02, 1.05
 _KEPT_S = 5.0  # of the stage's time, kept for reading the report
-_ON_THE_GPU = ("--", "--device", "cuda")  # without it, a server that finds no GPU would use the CPU
+# An adapter of all modules of a 7B shape and rank 64 takes a link of PCIe 5 as long as a decode iteration takes.
+_LOAD = ("--preset", "toppings-s3", "--targets", "all", "--request-rate", "9", "--repeats", "1", "--calm-cores", "64")
+_ON_THE_GPU = ("--device", "cuda")  # without it, a server that finds no GPU would use the CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +41,15 @@ class ServerFigures:
 
 
 def server(setup: CheckSetup) -> StageResult[ServerFigures]:
+    """Compares `auto` with `cached`. Raises BackendFailed when the benchmark fails."""
+    return measure(setup, setup.effort.server)
+
+
+def measure(setup: CheckSetup, load: Sequence[str]) -> StageResult[ServerFigures]:
     """Runs `caraserve bench modes` and reads its report. Raises BackendFailed when the benchmark fails."""
-    folder, lines = setup.folder / "report", Lines()
-    setup.bench_modes(arguments(setup.server_arguments, folder), setup.left_s - _KEPT_S)
+    folder, lines = setup.saved / "report", Lines()
+    argv = arguments(load, setup.effort.serve, setup.server_arguments, folder)
+    setup.bench_modes(argv, setup.left_s - _KEPT_S)
     try:
         report = json.loads((folder / "modes.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -51,12 +59,11 @@ def server(setup: CheckSetup) -> StageResult[ServerFigures]:
     return StageResult(figures, lines.all)
 
 
-def arguments(more: Sequence[str], folder: Path) -> list[str]:
-    """Returns the arguments of `caraserve bench modes`. Those in `more` come last and so replace the defaults here."""
-    ours = ["--preset", "toppings-s3", "--random-model", "llama2-7b", "--repeats", "1", "--calm-cores", "64"]
-    own = list(more)
-    at = own.index("--") if "--" in own else len(own)
-    return [*ours, *own[:at], "--save", str(folder), *(own[at:] or _ON_THE_GPU)]
+def arguments(load: Sequence[str], serve: Sequence[str], more: Sequence[str], folder: Path) -> list[str]:
+    """Returns the arguments of `caraserve bench modes`. Those in `more`, also those after `--` there, come last and so
+    replace the others."""
+    at = list(more).index("--") if "--" in more else len(more)
+    return [*_LOAD, *load, *more[:at], "--save", str(folder), "--", *_ON_THE_GPU, *serve, *more[at + 1 :]]
 
 
 def _judge(runs: Sequence[dict[str, Any]], lines: Lines) -> dict[str, BesideCached]:

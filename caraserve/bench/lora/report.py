@@ -47,7 +47,7 @@ def tables(
     ]
     heads = ("cores", "rank", "workers, ms", "torch, ms", "torch ÷ workers")
     yield from _table("256 tokens, fp32: CPU LoRA workers beside torch's threads", heads, rows)
-    heads = ("rows", "rank", "µs", "MB", "of its copying bandwidth", "× torch.bmm")
+    heads = ("rows", "rank", "µs", "MB", "of the memory's bandwidth", "× torch.bmm")
     rows = [
         (
             *(str(at.rows), "+".join(map(str, at.ranks)), f"{at.us:.1f}", f"{at.mbytes:.1f}"),

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from caraserve.bench.cli import LORA_PARTS
 from caraserve.bench.console import open_console, write_document
-from caraserve.bench.gpu.limits import copy_bytes_per_s
+from caraserve.bench.gpu.limits import memory_bytes_per_s
 from caraserve.bench.gpu.lora import LoraPoint
 from caraserve.bench.gpu.lora import measure as measure_gpu
 from caraserve.bench.gpu.results import WrongResult
@@ -172,7 +172,7 @@ def gpu_points(setup: CheckSetup) -> list[LoraPoint]:
     `scripts/gpu_check`. Raises BackendFailed for wrong results."""
     acc = setup.accelerator(Dtype.BF16)
     try:
-        return list(measure_gpu(setup, acc, copy_bytes_per_s(setup, acc)))
+        return list(measure_gpu(setup, acc, memory_bytes_per_s(setup, acc)))
     except WrongResult as error:
         raise BackendFailed(f"the GPU's LoRA kernels are wrong: {error}") from error
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from caraserve.bench.papers.catalog import PAPERS, PaperFigure, load_figures
 from caraserve.bench.papers.command import value_rows
+from caraserve.bench.papers.on_gpu import gpu_section
 from caraserve.bench.papers.result import FigureResult, load_result
 from caraserve.bench.report.tables import NONE
 from caraserve.bench.workload.presets import load_presets
@@ -22,7 +23,7 @@ have the other; otherwise the model has both, and workers take time from it. Two
 to the rate that the machine can serve, and the time to load an adapter times the rate. A third is about the same
 without scaling: 16 adapters of rank 64 on q, k and v make a decode iteration about a tenth longer, there (Toppings,
 figure 6) and here (figure 5). So ratios compare, and milliseconds do not. Fleets are simulated where the papers
-simulated them.
+simulated them. What a GPU has shown comes first.
 
 Each figure names the machine, the day and the commit of its run. Results older than 27 November 2026 have the day and
 the commit with which they were added to the repository.
@@ -35,7 +36,7 @@ def papers_page(results: Path) -> str:
     """Returns the page as Markdown. Raises ConfigError for a damaged result."""
     found = {figure.key: results / f"{figure.key}.json" for figure in load_figures()}
     saved = {key: load_result(path) for key, path in found.items() if path.exists()}
-    parts = [_HEAD, *_overview(saved)]
+    parts = [_HEAD, *gpu_section(results.parent / "gpu_h200"), "## All figures\n", *_overview(saved)]
     for paper, name in PAPERS.items():
         parts.append(f"\n## {name}\n")
         for figure in load_figures():

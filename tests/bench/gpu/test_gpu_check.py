@@ -2,15 +2,21 @@
 
 import json
 import os
+import random
 import re
+import runpy
+import shlex
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
+from caraserve.bench.gpu import packages
+from caraserve.bench.gpu.pieces import pack, unpack
 from caraserve.bench.gpu.processes import GRACE_S, Known, await_report
 from caraserve.bench.gpu.results import (
     Lines,
@@ -21,8 +27,11 @@ from caraserve.bench.gpu.results import (
     check_close,
     check_same_bits,
 )
-from caraserve.bench.gpu.run import check, file_name
-from caraserve.bench.gpu.stages import STAGES, TOTAL_S, Stage, parse_stages
+from caraserve.bench.gpu.results_file import ResultsFile, file_name, origin
+from caraserve.bench.gpu.run import check
+from caraserve.bench.gpu.stages import LOADS, STAGES, TOTAL_S, Stage, parse_speed, parse_stages
+from caraserve.gpu.driver.detect import Gpu
+from caraserve.util.cache_folder import cache_folder
 
 ROOT = Path(__file__).parents[3]
 INTERPRETER = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -34,12 +43,13 @@ def rehearse(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]
     return subprocess.run(command, cwd=ROOT, env=os.environ | INTERPRETER, capture_output=True, text=True)
 
 
-def test_every_stage_succeeds_on_an_emulated_device(tmp_path: Path) -> None:
-    done = rehearse(tmp_path)
+def test_every_stage_and_what_the_sanitizer_runs_succeed_on_an_emulated_device(tmp_path: Path) -> None:
+    names = [*(stage.name for stage in STAGES), "every_kernel"]
+    done = rehearse(tmp_path, "--only", ",".join(names))
     assert done.returncode == 0, done.stdout + done.stderr
     text = (tmp_path / "result.json").read_text()
     stages = json.loads(text)["stages"]
-    assert list(stages) == [stage.name for stage in STAGES]
+    assert list(stages) == names
     assert {name: (stage["outcome"], stage["error"]) for name, stage in stages.items()} == dict.fromkeys(
         stages, ("done", "")
     )
@@ -52,7 +62,13 @@ def test_every_stage_succeeds_on_an_emulated_device(tmp_path: Path) -> None:
     assert figures["protocol"]["wait_by_stream"]["rounds"] == figures["protocol"]["wait_by_kernel"]["rounds"] == 8
     assert {tuple(point["ranks"]) for point in figures["lora"]["points"]} == {(8,), (16,), (8, 16)}
     assert (figures["lora"]["crowded"]["rows"], figures["lora"]["crowded"]["rank"]) == (9, 16)
-    assert set(figures["cold"]["assumed"]) == {"handoff_ms", "core_lora_flop_per_s", "copy_s"}  # the link was measured
+    assert "link_bytes_per_s" not in figures["cold"]["assumed"]
+    assert figures["cold"]["link_bytes_per_s"] == max(figures["limits"]["to_device_bytes_per_s"].values())
+    by_targets = {point["targets"]: point for point in figures["cold"]["exposed"]}
+    assert by_targets["all"]["warm_all_ms"] == by_targets["all"]["warm_ms"]
+    assert by_targets["qkv"]["warm_all_ms"] != by_targets["qkv"]["warm_ms"]
+    assert any("beyond a warm graph of all modules" in line[1] for line in stages["cold"]["lines"])
+    assert {"launch", "results"} < set(figures["model"]["host"]["cpu_us"])
     assert set(figures["cold"]["itl"]) == {"warm", "overlapped", "pipelined", "alone", "link held"}
     assert {mode for point in figures["cold"]["exposed"] for mode in point["exposed_ms"]} == {
         "ondemand",
@@ -72,15 +88,14 @@ def test_every_stage_succeeds_on_an_emulated_device(tmp_path: Path) -> None:
     assert [transfer["num_bytes"] for transfer in transfers] == 2 * [2 * (2 * 30_848 + 2 * 160 * 64 + 64)]
     assert done.stdout.count("of the link's speed") == 2
     assert figures["sanitizer"] == {"path": "", "runs": {}}
+    assert {"decode LoRA", "attention", "sampling", "hand-offs"} < set(figures["every_kernel"]["checks"])
+    served = figures["demo"]["servers"]
+    assert [(each["dtype"], each["mode"], each["answers"], each["at_once"]) for each in served] == [
+        ("float32", "ondemand", 6, 3)
+    ]
+    assert served[0]["ties"] == 0
     assert "GPU check" in done.stdout
     assert "the sum of its parts" in done.stdout
-
-
-def test_what_the_sanitizer_runs_succeeds_on_an_emulated_device(tmp_path: Path) -> None:
-    done = rehearse(tmp_path, "--only", "every_kernel")
-    assert done.returncode == 0, done.stdout + done.stderr
-    stage = json.loads((tmp_path / "result.json").read_text())["stages"]["every_kernel"]
-    assert {"decode LoRA", "attention", "sampling", "hand-offs"} < set(stage["figures"]["checks"])
 
 
 def test_a_kernel_that_does_nothing_is_found_and_wrong_kernels_are_not_timed(tmp_path: Path) -> None:
@@ -147,7 +162,7 @@ def test_every_stages_results_are_printed_and_written_before_the_next_begins(
             assert "KILLED" in capsys.readouterr().out
         return reports[stage.name]
 
-    assert check([FIRST, SECOND], run, file, 100.0) == 1
+    assert check([FIRST, SECOND], run, ResultsFile(file, {}), 100.0) == 1
     stages = json.loads(file.read_text())["stages"]
     assert (stages["first"]["error"], stages["second"]["figures"]) == (reports["first"].error, {"x": 1})
     assert "a speed" in capsys.readouterr().out
@@ -162,7 +177,7 @@ def test_no_stage_ends_after_the_time_for_all(tmp_path: Path) -> None:
         return StageReport(Outcome.DONE, "", {"of": stage.name}, (ResultLine("a", "b", "≥ 2", False),))
 
     stages = [Stage("whole", 60.0, "says"), Stage("shorter", 150.0, "says"), Stage("none", 190.0, "says")]
-    assert check(stages, run, tmp_path / "x.json", 100.0) == 1
+    assert check(stages, run, ResultsFile(tmp_path / "x.json", {}), 100.0) == 1
     assert budgets == {"whole": 60.0, "shorter": pytest.approx(100.0 - GRACE_S, abs=1.0)}
     reported = json.loads((tmp_path / "x.json").read_text())["stages"]
     assert reported["none"]["error"] == "100 s are left for all, and it needs 110"
@@ -176,12 +191,13 @@ def test_later_stages_get_earlier_figures(tmp_path: Path) -> None:
         seen.append(known)
         return StageReport(Outcome.DONE, "", {"of": stage.name})
 
-    assert check([FIRST, SECOND], run, tmp_path / "x.json", 100.0) == 0
+    assert check([FIRST, SECOND], run, ResultsFile(tmp_path / "x.json", {}), 100.0) == 0
     assert seen == [{}, {"first": {"of": "first"}}]
 
 
+@pytest.mark.parametrize("anyway", [False, True])
 @pytest.mark.parametrize("outcome", [Outcome.KILLED, Outcome.FAILED, Outcome.WRONG])
-def test_only_wrong_results_stop_stages_that_time(outcome: Outcome, tmp_path: Path) -> None:
+def test_only_wrong_results_stop_stages_that_time(outcome: Outcome, anyway: bool, tmp_path: Path) -> None:
     deciding, timed = Stage("first", 10.0, "says", decides=True), Stage("second", 10.0, "says", is_timed=True)
     begun: list[str] = []
 
@@ -189,19 +205,92 @@ def test_only_wrong_results_stop_stages_that_time(outcome: Outcome, tmp_path: Pa
         begun.append(stage.name)
         return StageReport(outcome if stage.name == "first" else Outcome.DONE, "reason")
 
-    check([deciding, timed], run, tmp_path / "x.json", 100.0)
-    assert ("second" in begun) == (outcome is not Outcome.WRONG)
+    check([deciding, timed], run, ResultsFile(tmp_path / "x.json", {}), 100.0, time_anyway=anyway)
+    assert ("second" in begun) == (outcome is not Outcome.WRONG or anyway)
+
+
+def test_several_stages_run_at_once_after_those_that_others_need(tmp_path: Path) -> None:
+    """Each stage that is not alone waits until as many as may run at once have begun."""
+    together, most, begun = threading.Barrier(2, timeout=60.0), [0], list[str]()
+    running, lock = set[str](), threading.Lock()
+
+    def run(stage: Stage, known: Known) -> StageReport:
+        with lock:
+            begun.append(stage.name)
+            running.add(stage.name)
+            most[0] = max(most[0], len(running))
+            assert stage.is_alone is (running == {"alone"})
+        if not stage.is_alone:
+            together.wait()
+        with lock:
+            running.remove(stage.name)
+        return StageReport(Outcome.DONE, "", {"of": stage.name})
+
+    names = ("first", "alone", "second", "third", "fourth")
+    stages = [Stage(name, 10.0, "says", is_alone=name == "alone") for name in names]
+    assert check(stages, run, ResultsFile(tmp_path / "x.json", {}), 100.0, at_once=2) == 0
+    assert (begun[0], most, set(begun)) == ("alone", [2], set(names))
+    assert set(json.loads((tmp_path / "x.json").read_text())["stages"]) == set(names)
+
+
+def test_a_later_run_replaces_its_own_stages_alone(tmp_path: Path) -> None:
+    """A stage that is not begun the second time keeps its result, which says of which commit it is."""
+    file = tmp_path / "x.json"
+
+    def results(commit: str) -> ResultsFile:
+        return ResultsFile(file, {"commit": commit})
+
+    def report(**figures: int) -> StageReport:
+        return StageReport(Outcome.DONE, "", figures)
+
+    results("old").add("first", report(x=1), 1.0)
+    results("old").add("second", report(x=2), 1.0)
+    later = results("new")
+    later.add("second", report(x=3), 2.0)
+    later.add("first", StageReport(Outcome.NOT_BEGUN, "no time"), 0.0)
+    found = json.loads(file.read_text())["stages"]
+    assert {name: (each["commit"], each["figures"]["x"]) for name, each in found.items()} == {
+        "first": ("old", 1),
+        "second": ("new", 3),
+    }
+
+
+def test_results_of_an_older_form_are_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    file.write_text('{"check": "gpu", "schema": 2, "stages": {"first": {}}}')
+    ResultsFile(file, {}).add("second", StageReport(Outcome.DONE), 1.0)
+    assert list(json.loads(file.read_text())["stages"]) == ["second"]
+
+
+def test_results_name_card_driver_commit_and_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CARASERVE_COMMIT", "1949c8b")
+    made = origin(Gpu("NVIDIA H200", 90, 13000))
+    assert (made["device"], made["commit"]) == ("NVIDIA H200", "1949c8b")
+    assert made["driver"].endswith("CUDA 13.0") or made["driver"].endswith("(CUDA 13.0)")
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", made["date"])
+
+
+def test_without_a_repository_the_commit_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CARASERVE_COMMIT", raising=False)
+    monkeypatch.setattr("caraserve.__file__", str(tmp_path / "caraserve/__init__.py"))
+    assert origin(Gpu("any", 90, 13000))["commit"] == "unknown"
 
 
 def test_the_file_is_named_after_the_device() -> None:
-    assert file_name("NVIDIA H200") == "gpu_check_h200.json"
-    assert file_name("NVIDIA A100-SXM4-80GB") == "gpu_check_a100_sxm4_80gb.json"
+    assert file_name("check", "NVIDIA H200") == "gpu_check_h200.json"
+    assert file_name("smoke", "NVIDIA A100-SXM4-80GB") == "gpu_smoke_a100_sxm4_80gb.json"
 
 
 def test_stages_are_chosen_by_name() -> None:
     assert [stage.name for stage in parse_stages("lora,env")] == ["lora", "env"]
     with pytest.raises(ValueError, match="'speed' is no stage; there are env, build"):
         parse_stages("env,speed")
+
+
+def test_speed_has_the_long_loads_and_what_bounds_them() -> None:
+    assert [stage.name for stage in parse_speed("limits,fleet,modes")] == ["limits", "lora", "model", "fleet", "modes"]
+    with pytest.raises(ValueError, match="'server' is no part of --speed; there are limits, fleet, modes"):
+        parse_speed("server")
 
 
 # --- what is right ---
@@ -239,35 +328,84 @@ def test_a_target_is_met_or_missed() -> None:
 # --- the command ---
 
 
-def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
+def command(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     script = ROOT / "scripts" / "gpu_check"
-    return subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True)
+    env = os.environ | environment
+    return subprocess.run([sys.executable, str(script), *arguments], env=env, capture_output=True, text=True)
 
 
-def test_help_names_every_stage_and_how_wheels_are_fetched() -> None:
+def test_help_names_every_stage_and_how_all_packages_are_fetched() -> None:
     said = command("--help").stdout
-    assert re.findall(r"^  (\w+) +\d+ s  ", said, re.MULTILINE) == [stage.name for stage in STAGES]
-    assert "pip download" in said
+    assert re.findall(r"^  (\w+) +\d+ s  ", said, re.MULTILINE) == [stage.name for stage in (*STAGES, *LOADS)]
+    (fetch,) = (line for line in said.splitlines() if "pip download" in line)
+    wanted = packages.required(ROOT / "pyproject.toml")[0]
+    assert shlex.split(fetch)[-len(wanted) :] == [packages.shown(each) for each in wanted]
+    assert "--platform manylinux_2_31_x86_64" in fetch  # llguidance has no wheels for an older C library
 
 
-def test_missing_packages_are_reported_in_one_line() -> None:
-    missing = command("--list-missing").stdout.split()
-    assert "torch" not in missing
-    if missing != ["nothing", "is", "missing"]:
-        done = command()
-        assert done.returncode == 1
-        assert (
-            done.stderr.strip()
-            == f"error: this Python lacks {', '.join(missing)}; bring their wheels in a folder: --wheels DIR"
-        )
+def test_missing_packages_are_reported_with_the_command_that_fetches_them(tmp_path: Path) -> None:
+    missing = packages.missing([each for each in packages.required(ROOT / "pyproject.toml") for each in each])
+    listed = command("--list-missing").stdout
+    if not missing:
+        assert listed == "nothing is missing\n"
+        return
+    names, fetch = listed.strip().split("\n")
+    assert names.split(", ") == [packages.shown(each) for each in missing]
+    done = command()
+    assert (done.returncode, done.stderr.strip().split("\n")) == (
+        1,
+        [f"error: this Python lacks {names}; bring their wheels in a folder: --wheels DIR", fetch],
+    )
+    done = command("--wheels", str(tmp_path))
+    assert done.returncode == 1
+    assert f"error: {tmp_path} has no wheels of {names} that fit this Python\n{fetch}" in done.stderr
 
 
-def test_a_folder_without_the_wheels_is_refused(tmp_path: Path) -> None:
-    if command("--list-missing").stdout.strip() != "nothing is missing":
-        done = command("--wheels", str(tmp_path))
-        assert done.returncode == 1
-        assert f"error: {tmp_path} has no wheels of" in done.stderr
+def test_smoke_writes_results_logs_and_kernels_in_pieces_to_where_out_says(tmp_path: Path) -> None:
+    out, cache = tmp_path / "out", tmp_path / "cache" / "caraserve"
+    cache.mkdir(parents=True)
+    cache_folder("kernels").mkdir(parents=True, exist_ok=True)
+    (cache / "kernels").symlink_to(cache_folder("kernels"))  # compiled already, and packed as a link
+    done = command("--smoke", "--emulated", "--only", "env", OUT=str(out), XDG_CACHE_HOME=str(cache.parent))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(file.name for file in out.iterdir()) == [
+        *("cache.tgz.00", "gpu_smoke_emulated.json", "gpu_smoke_emulated.tgz.00")
+    ]
+    (stage,) = json.loads((out / "gpu_smoke_emulated.json").read_text())["stages"].values()
+    assert (stage["outcome"], stage["device"]) == ("done", "emulated")
+    unpack(out, "gpu_smoke_emulated", tmp_path / "logs")
+    assert (tmp_path / "logs" / "env" / "saved" / "output.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--speed", "limits", "--only", "env"), "--speed and --only both name what is run; give one of them"),
+        (("--only", "speed"), "'speed' is no stage; there are env"),
+        (("--cache", "nowhere"), "nowhere has no cache.tgz.00"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments: tuple[str, ...], told: str, tmp_path: Path) -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "gpu_check"))
+    with pytest.raises(SystemExit, match=f"^error: {told}[^\n]*$"):
+        script["run"](script["parser"]().parse_args(["--emulated", *arguments]), tmp_path)
 
 
 def test_all_stages_may_take_their_whole_budgets() -> None:
     assert sum(stage.budget_s for stage in STAGES) <= TOTAL_S
+
+
+def test_a_folder_is_packed_into_pieces_and_back(tmp_path: Path) -> None:
+    root, out = tmp_path / "root", tmp_path / "out"
+    content = random.Random(0).randbytes(10_000)  # which cannot be compressed
+    (root / "a" / "b").mkdir(parents=True)
+    (root / "a" / "b" / "file").write_bytes(content)
+    out.mkdir()
+    (out / "x.tgz.07").write_text("of an earlier call")
+    pieces = pack([root / "a", root / "none"], root, out, "x", piece_bytes=4000)
+    assert [piece.name for piece in pieces] == ["x.tgz.00", "x.tgz.01", "x.tgz.02"]
+    assert sorted(out.iterdir()) == pieces
+    assert all(piece.stat().st_size <= 4000 for piece in pieces)
+    unpack(out, "x", tmp_path / "again")
+    assert (tmp_path / "again" / "a" / "b" / "file").read_bytes() == content
+    assert pack([root / "none"], root, out, "x") == []

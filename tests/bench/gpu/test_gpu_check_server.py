@@ -12,6 +12,7 @@ from caraserve.bench.cli import bench_parser
 from caraserve.bench.gpu.processes import run_bench_modes
 from caraserve.bench.gpu.results import StageResult
 from caraserve.bench.gpu.server import BesideCached, ServerFigures, arguments, server
+from caraserve.bench.gpu.setup import CheckEffort, smoke_effort
 from caraserve.errors import BackendFailed
 
 
@@ -26,18 +27,31 @@ def judged(tmp_path: Path, *runs: Mapping[str, Any]) -> StageResult[ServerFigure
         folder.mkdir()
         (folder / "modes.json").write_text(json.dumps({"runs": runs, "notes": [], "arguments": {}}))
 
-    setup: Any = SimpleNamespace(folder=tmp_path, server_arguments=(), left_s=100.0, bench_modes=bench_modes)
+    setup: Any = SimpleNamespace(
+        effort=CheckEffort(), saved=tmp_path, server_arguments=(), left_s=100.0, bench_modes=bench_modes
+    )
     return server(setup)
 
 
-def test_own_arguments_replace_defaults_and_servers_use_the_gpu(tmp_path: Path) -> None:
-    argv = arguments(("--modes", "cached,auto", "--repeats", "2"), tmp_path)
+@pytest.mark.parametrize("effort", [CheckEffort(), smoke_effort()], ids=["full", "smoke"])
+def test_own_arguments_replace_defaults_and_servers_use_the_gpu(effort: CheckEffort, tmp_path: Path) -> None:
+    argv = arguments(effort.server, effort.serve, ("--repeats", "2", "--", "--seed", "7"), tmp_path)
     at = argv.index("--")
     args = bench_parser().parse_args(["modes", *argv[:at]])
-    assert (args.preset, args.random_model, args.repeats) == ("toppings-s3", "llama2-7b", 2)
-    assert argv[at:] == ["--", "--device", "cuda"]
-    own = arguments(("--repeats", "1", "--", "--device", "cpu"), tmp_path)
-    assert own[own.index("--") :] == ["--", "--device", "cpu"]
+    assert (args.preset, args.targets, args.repeats, args.save) == ("toppings-s3", "all", 2, tmp_path)
+    assert (args.modes[0], args.resident < args.adapters) == ("cached", True)
+    assert argv[at + 1 :] == ["--device", "cuda", *effort.serve, "--seed", "7"]
+
+
+def test_the_server_holds_three_quarters_of_32_adapters_of_all_modules() -> None:
+    """Running requests hold theirs: with a quarter on the device, they would wait for one another."""
+    args = bench_parser().parse_args(["modes", *arguments(CheckEffort().server, (), (), Path("x"))[:-3]])
+    assert (args.adapters, args.resident, args.random_model) == (32, 24, "llama2-7b")
+
+
+def test_of_all_modes_those_that_are_most_wanted_run_first() -> None:
+    args = bench_parser().parse_args(["modes", *CheckEffort().modes])
+    assert args.modes == ("cached", "auto", "pipelined", "ondemand", "assisted")
 
 
 def test_running_requests_are_compared_with_those_of_cached(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from caraserve.bench.gpu.processes import StageProcess
 from caraserve.bench.gpu.results import Outcome, StageReport, WrongResult
-from caraserve.bench.gpu.sanitizer import SanitizerRun, sanitizer
+from caraserve.bench.gpu.sanitizer import SanitizerRun, kernel_names, sanitizer
 
 DONE, KILLED = StageReport(Outcome.DONE), StageReport(Outcome.KILLED, "it took longer than 30 s and was killed")
 CLEAN = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
@@ -23,13 +23,15 @@ HAZARDS = "========= COMPUTE-SANITIZER\n========= RACECHECK SUMMARY: 2 hazards d
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Callable[..., Any]:
-    """Returns a function that runs the stage; its arguments are each tool's log and report."""
+    """Returns a function that runs the stage; its arguments are the log and report of each tool, or of a kernel."""
 
-    def run(**said: tuple[str, StageReport]) -> Any:
+    def run(left_s: float = 30.0, **said: tuple[str, StageReport]) -> Any:
         def run_part(process: StageProcess) -> StageReport:
             prefix = list(process.prefix)
             tool = prefix[prefix.index("--tool") + 1]
-            log, report = said.get(tool, (CLEAN, DONE))
+            name = prefix[prefix.index("--kernel-name") + 1].removeprefix("kns=") if tool == "racecheck" else tool
+            assert ("--kernel-name" in prefix) == (tool == "racecheck")
+            log, report = said.get(name, (CLEAN, DONE))
             assert prefix[0] == "/bin/compute-sanitizer"
             assert process.name == "every_kernel"
             if log:
@@ -37,17 +39,31 @@ def stage(tmp_path: Path) -> Callable[..., Any]:
             return report
 
         setup: Any = SimpleNamespace(
-            sanitizer="/bin/compute-sanitizer", folder=tmp_path, left_s=30.0, run_part=run_part
+            sanitizer="/bin/compute-sanitizer",
+            folder=tmp_path,
+            saved=tmp_path,
+            left_s=left_s,
+            run_part=run_part,
+            effort=SimpleNamespace(sanitizers=("memcheck", "synccheck", "racecheck")),
         )
         return sanitizer(setup)
 
     return run
 
 
-def test_every_tool_runs_over_every_kernel(stage: Callable[..., Any]) -> None:
+def test_two_tools_run_over_all_kernels_and_racecheck_over_one_at_a_time(stage: Callable[..., Any]) -> None:
     result = stage()
-    assert result.figures.runs == dict.fromkeys(("memcheck", "synccheck", "racecheck"), SanitizerRun(0, ""))
+    names = ("memcheck", "synccheck", *(f"racecheck {kernel}" for kernel in kernel_names()))
+    assert result.figures.runs == dict.fromkeys(names, SanitizerRun(0, ""))
     assert [line.met for line in result.lines] == [True, True, True]
+    assert result.lines[-1].value == f"0 findings in {len(kernel_names())} runs"
+
+
+def test_the_kernels_are_the_raw_ones_and_triton_s() -> None:
+    some = {"bgmv_shrink", "handoff_wait", "sample_tokens", "prefill_kernel", "expand_kernel", "product_kernel"}
+    assert some < set(kernel_names())
+    assert len(set(kernel_names())) == len(kernel_names())
+    assert "empty_kernel" not in kernel_names()  # which only measurements launch
 
 
 def test_an_access_out_of_bounds_is_a_wrong_result(stage: Callable[..., Any]) -> None:
@@ -56,9 +72,10 @@ def test_an_access_out_of_bounds_is_a_wrong_result(stage: Callable[..., Any]) ->
 
 
 def test_hazards_miss_their_target(stage: Callable[..., Any]) -> None:
-    result = stage(racecheck=(HAZARDS, DONE))
-    assert result.figures.runs["racecheck"].findings == 2
+    result = stage(bgmv_expand=(HAZARDS, DONE))
+    assert result.figures.runs["racecheck bgmv_expand"].findings == 2
     assert [line.met for line in result.lines] == [True, True, False]
+    assert "racecheck bgmv_expand" in result.lines[-1].value
 
 
 @pytest.mark.parametrize("log", ["", CLEAN])
@@ -66,6 +83,20 @@ def test_a_run_that_does_not_end_counts_for_nothing(log: str, stage: Callable[..
     result = stage(synccheck=(log, KILLED))
     assert result.figures.runs["synccheck"] == SanitizerRun(None, KILLED.error)
     assert [line.met for line in result.lines] == [True, False, True]
+
+
+def test_a_kernel_that_takes_too_long_does_not_hide_what_others_have(stage: Callable[..., Any]) -> None:
+    result = stage(merge_kernel=("", KILLED), bgmv_expand=(HAZARDS, DONE))
+    late, found = result.lines[2:]
+    assert (late.met, found.met) == (False, False)
+    assert f"racecheck merge_kernel: {KILLED.error}" in late.value
+    assert found.value.startswith(f"2 findings in {len(kernel_names()) - 1} runs")
+
+
+def test_what_cannot_begin_in_time_is_named(stage: Callable[..., Any]) -> None:
+    result = stage(left_s=0.0)
+    assert set(result.figures.runs.values()) == {SanitizerRun(None, "the stage's time was up")}
+    assert [line.met for line in result.lines] == [False, False, False]
 
 
 def test_without_the_tool_the_stage_says_so() -> None:

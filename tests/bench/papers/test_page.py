@@ -6,10 +6,13 @@ from datetime import date
 from pathlib import Path
 
 from caraserve.bench.papers.catalog import find_figures
+from caraserve.bench.papers.on_gpu import gpu_section
 from caraserve.bench.papers.page import papers_page
 from caraserve.bench.papers.plots import figure_panels
 from caraserve.bench.papers.result import SCHEMA, FigureData, FigureResult, Value, save_result
 from caraserve.bench.records import machine, versions
+
+ROOT = Path(__file__).parents[3]
 
 
 def result(number: str, *values: Value) -> FigureResult:
@@ -67,3 +70,15 @@ def test_ratios_of_the_paper_are_drawn_beside_ours() -> None:
     (panel,) = figure_panels(figure, result("14-s3", s3("ondemand", 2.5), s3("auto", 1.1), s3("cached", 1.0)))
     assert [(series.label, series.y) for series in panel.series] == [("the paper", (1.82, 1.06)), ("here", (2.5, 1.1))]
     assert panel.categories == ("ondemand TTFT", "auto TTFT")
+
+
+def test_what_a_gpu_has_shown_is_on_the_page_and_read_from_the_results() -> None:
+    section = "\n".join(gpu_section(ROOT / "scripts/bench/results/gpu_h200"))
+    assert section in (ROOT / "docs/papers.md").read_text(encoding="utf-8")
+    assert "22.4 ms with all adapters on the device, 28.0 with `pipelined`, 31.9 with `ondemand` and 35.2" in section
+    assert "Of 18 cold prompts that were measured alone, `assisted` was slower than `pipelined` in 17." in section
+    assert "grows by 19 %" in section
+
+
+def test_without_results_of_a_gpu_the_page_has_no_such_part(tmp_path: Path) -> None:
+    assert list(gpu_section(tmp_path)) == []
