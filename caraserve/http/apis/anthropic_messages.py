@@ -14,6 +14,7 @@ from caraserve.http.api_request import ApiRequest
 from caraserve.http.apis import translated_fields as body
 from caraserve.http.apis.answer_blocks import AnswerBlocks
 from caraserve.http.apis.anthropic_messages_writer import MessagesWriter
+from caraserve.http.apis.call_arguments import read_arguments
 from caraserve.http.apis.chat import MAX_NUMBERS, chat_ids, parse_chat_fields
 from caraserve.http.apis.chat_format import ChatFormat
 from caraserve.http.apis.chat_translation import (
@@ -152,7 +153,7 @@ async def _add_message(messages: list[dict[str, Any]], message: dict[str, Any], 
         if kind == "text":
             texts.append(checked_text(block, "text", where, "messages"))
         elif kind == "tool_use" and role == "assistant":
-            calls.append(_call(block, where))
+            calls.append(await _call(block, where))
         elif kind == "tool_result" and role == "user":
             messages += _user_message(texts)
             texts = []
@@ -180,8 +181,8 @@ def _user_message(texts: list[str]) -> Iterator[dict[str, Any]]:
         yield {"role": "user", "content": "\n".join(texts)}
 
 
-def _call(block: dict[str, Any], name: str) -> dict[str, Any]:
-    arguments = checked_object(block.get("input"), f"{name}.input", "messages")
+async def _call(block: dict[str, Any], name: str) -> dict[str, Any]:
+    arguments = await read_arguments(block.get("input"), f"{name}.input", "messages")
     function = {"name": checked_text(block, "name", name, "messages"), "arguments": arguments}
     return {"id": checked_text(block, "id", name, "messages"), "type": "function", "function": function}
 
@@ -189,7 +190,7 @@ def _call(block: dict[str, Any], name: str) -> dict[str, Any]:
 async def _tool_message(block: dict[str, Any], name: str) -> dict[str, Any]:
     """The message with a tool's result. `is_error` is left for the template."""
     content = block.get("content")
-    text = "" if content is None else await joined_text(content, f"{name}.content", _TEXT, "messages")
+    text = await joined_text(content, f"{name}.content", _TEXT, "messages", may_be_absent=True)
     message = {"role": "tool", "tool_call_id": checked_text(block, "tool_use_id", name, "messages"), "content": text}
     return message | ({"is_error": True} if block.get("is_error") is True else {})
 

@@ -37,9 +37,13 @@ def skip_unread(fields: Fields, chat: Fields, names: Mapping[str, str]) -> None:
         fields.skip(names.get(name, name))
 
 
-async def joined_text(content: object, name: str, kinds: Mapping[str, str], param: str) -> str:
-    """Content as one string: a string, or a list of parts with text. `kinds`: the key of the text by the type of the
-    part. Raises InvalidRequest."""
+async def joined_text(
+    content: object, name: str, kinds: Mapping[str, str], param: str, *, may_be_absent: bool = False
+) -> str:
+    """Content as one string, with which templates concatenate: a string, or a list of parts with text. `kinds`: the
+    key of the text by the type of the part. Empty for none if it `may_be_absent`. Raises InvalidRequest."""
+    if content is None and may_be_absent:
+        return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -13,7 +13,8 @@ from caraserve.http.access.client import Client
 from caraserve.http.api_request import ApiRequest
 from caraserve.http.apis import translated_fields as body
 from caraserve.http.apis.answer_blocks import AnswerBlocks
-from caraserve.http.apis.chat import ParsedChat, parse_chat_fields, parsed_arguments
+from caraserve.http.apis.call_arguments import read_arguments
+from caraserve.http.apis.chat import ParsedChat, parse_chat_fields
 from caraserve.http.apis.chat_translation import (
     checked_choice,
     checked_object,
@@ -130,8 +131,9 @@ async def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], name: 
     kind = item.get("type") or "message"
     if kind == "message":
         role = checked_choice(item.get("role"), _ROLES, f"{name}.role", "input")
-        content = await joined_text(item.get("content"), f"{name}.content", _PARTS, "input")
-        begun = _assistant(messages) if role == "assistant" else None
+        is_answer = role == "assistant"
+        content = await joined_text(item.get("content"), f"{name}.content", _PARTS, "input", may_be_absent=is_answer)
+        begun = _assistant(messages) if is_answer else None
         if begun is not None and begun["content"] is None and "tool_calls" not in begun:
             begun["content"] = content  # after its reasoning
         else:
@@ -139,13 +141,13 @@ async def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], name: 
     elif kind == "function_call":
         function = {
             "name": checked_text(item, "name", name, "input"),
-            "arguments": parsed_arguments(item.get("arguments"), f"{name}.arguments", "input"),
+            "arguments": await read_arguments(item.get("arguments"), f"{name}.arguments", "input"),
         }
         call = {"id": checked_text(item, "call_id", name, "input"), "type": "function", "function": function}
         _assistant(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         call_id = checked_text(item, "call_id", name, "input")
-        content = await joined_text(item.get("output"), f"{name}.output", _PARTS, "input")
+        content = await joined_text(item.get("output"), f"{name}.output", _PARTS, "input", may_be_absent=True)
         messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
     elif kind == "reasoning":
         if item.get("content"):
