@@ -104,6 +104,7 @@ class ModelConfig(_FromArgs):
     max_model_len: int | None
     chat_template: Path | None
     tool_call_parser: str | None
+    exclude_tools_when_tool_choice_none: bool = False
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,8 +140,9 @@ class ModelConfig(_FromArgs):
         add(
             "--tool-call-parser",
             choices=("hermes", "llama3_json", "llama4_json", "mistral", "qwen", "qwen25", "llama3"),
-            help="how the model writes calls of tools (default: as its chat template does)",
+            help="how the model writes calls of tools (default: as its template does); one without tools gets text",
         )
+        add("--exclude-tools-when-tool-choice-none", action="store_true", help="no tools in prompts if none is called")
 
 
 @dataclass(frozen=True, slots=True)

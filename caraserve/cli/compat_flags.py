@@ -122,7 +122,7 @@ FLAGS = (
     # API
     _any("--reasoning-parser --tool-parser-plugin --guided-decoding-backend "
          "--structured-outputs-config", _TOOLS),
-    _switch("--enable-auto-tool-choice --enable-reasoning --exclude-tools-when-tool-choice-none", _TOOLS),
+    _switch("--enable-auto-tool-choice --enable-reasoning", _TOOLS),
     _only("--max-logprobs", " ".join(map(str, range(21))), "at most 20 are served", "up to 20 are served"),
     _only("--response-role", "assistant", "the role is always assistant"),
     _only("--chat-template-content-format", "auto string", "templates get text"),

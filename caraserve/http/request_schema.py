@@ -362,12 +362,11 @@ RERANK = _table(
 )
 
 TOKENIZE = KnownFields(
-    _SELECTING | _TEMPLATE | _served(body.TEXT_PROMPT, body.ADD_SPECIAL_TOKENS, body.RETURN_TOKEN_STRS),
+    _SELECTING | _TEMPLATE | _served(body.TEXT_PROMPT, body.ADD_SPECIAL_TOKENS, body.RETURN_TOKEN_STRS, body.TOOLS),
     _WEIGHTS
     | _instead(content=("prompt", ()), text=("prompt", ()), add_special=("add_special_tokens", ()))
     | _instead(with_pieces=("return_token_strs", False), return_tokens=("return_token_strs", False))
-    | {name: _REFUSED[name] for name in ("chat_template", "documents", "mm_processor_kwargs", "inputs", "suffix")}
-    | _refused("tools are not supported; leave it out", tools=([],)),
+    | {name: _REFUSED[name] for name in ("chat_template", "documents", "mm_processor_kwargs", "inputs", "suffix")},
     _IGNORED,
 )
 

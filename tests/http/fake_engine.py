@@ -50,6 +50,8 @@ class FakeTokenizer:
     info: Mapping[str, Any] = {"tokenizer_class": "Bytes", "eos_token": "</s>"}
     grammars = FakeGrammars()
     tool_format: ToolFormat | None = HERMES
+    renders_tools = True
+    excludes_unused_tools = False
     reasoning_format: ReasoningFormat | None = None
     infill_format: InfillFormat | None = InfillFormat("<P>", "<S>", "<M>")
 

@@ -72,7 +72,7 @@ async def parse_message(fields: Fields, engine: Engine, find: Find, client: Clie
     except ContextLengthExceeded as error:  # the first words are Anthropic's, by which clients know what to do
         raise ContextLengthExceeded(f"prompt is too long: {error.message}", param=error.param) from None
     skip_unread(fields, chat_fields, _NAMES)
-    blocks = AnswerBlocks(chat.tools, chat.reasoning)
+    blocks = AnswerBlocks(chat.tools.callable, chat.reasoning)
     fills_context = chat.requests[0].params.max_tokens < limit
     progress = None if chat.reasoning is None else chat.reasoning.progress(chat.requests[0].params, engine.tokenizer)
     writer = MessagesWriter(message_id, chat.common.model, blocks, progress, fills_context=fills_context)
@@ -92,7 +92,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     with client_names(_NAMES):
         chat = Fields(values)
         try:
-            ids = await chat_ids(chat, chat_format, most, parse_tools(chat, chat_format))
+            ids = await chat_ids(chat, chat_format, most, parse_tools(chat, chat_format).in_prompt)
         except ContextLengthExceeded:
             raise InvalidRequest(f"messages have more than {most} tokens; send fewer.", param="messages") from None
     note_ignored(request, fields)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from caraserve.core.request import Finish, GenerateRequest, TokenDelta, TokenLogprob
@@ -26,7 +27,7 @@ from caraserve.http.apis.completions import (
 )
 from caraserve.http.apis.reasoning import Reasoning, add_tokens, parse_reasoning, template_arguments
 from caraserve.http.apis.structured_output import parse_grammar
-from caraserve.http.apis.tool_calls import ToolCallWriter, Tools, parse_tools
+from caraserve.http.apis.tool_calls import ChatTools, ToolCallWriter, parse_tools
 from caraserve.http.apis.truncation import parse_truncation
 from caraserve.http.request_schema import CHAT, check_fields
 from caraserve.http.validation import Fields, shown
@@ -40,7 +41,8 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_MESSAGES = 4096
 _TEXT_PARTS = {"text": "text"}  # of a content that is a list: the key of the text by the type of the part
 _OWN_PARTS = {**_TEXT_PARTS, "refusal": "refusal"}  # in messages of the assistant
-_REASONING = ("reasoning_content", "reasoning")  # keys of a message; templates know the first, vLLM writes the second
+# Keys of a message and of a delta. Templates know the first; vLLM writes the second, which newer clients read.
+_REASONING = ("reasoning_content", "reasoning")
 MAX_NUMBERS = 1 << 16  # in lists of a body, of which a chat has few; a template takes 5 ms to write them as JSON
 
 
@@ -49,7 +51,7 @@ async def parse_chat(fields: Fields, engine: Engine, find: Find, client: Client)
     check_fields(fields, CHAT)
     response_id = f"chatcmpl-{uuid.uuid4().hex}"
     chat = await parse_chat_fields(fields, engine, find, client, response_id)
-    delivery, model, tools = chat.common.delivery, chat.common.model, chat.tools
+    delivery, model, tools = chat.common.delivery, chat.common.model, chat.tools.callable
     names = TokenNames(engine.tokenizer, by_id=delivery.tokens_as_ids)
     choices = [
         ChatChoice(
@@ -74,7 +76,7 @@ class ParsedChat:
     """The engine requests of a chat, and what the writer of its answer needs."""
 
     common: CommonFields
-    tools: Tools | None
+    tools: ChatTools
     reasoning: Reasoning | None
     requests: tuple[GenerateRequest, ...]
 
@@ -100,11 +102,11 @@ async def parse_chat_fields(
     reserved_tokens = (own_default or DEFAULT_MAX_TOKENS) if asked_tokens is None else asked_tokens
     truncation = parse_truncation(fields, engine, reserved_tokens)
     with truncation.refusing("messages"):
-        ids = tuple(truncation.cut(await chat_ids(fields, chat_format, truncation.most_encoded, tools)))
+        ids = tuple(truncation.cut(await chat_ids(fields, chat_format, truncation.most_encoded, tools.in_prompt)))
     reasoning = parse_reasoning(fields, chat_format, ids)
-    kept = [part.kept_special_ids for part in (tools, reasoning) if part is not None]
+    kept = [part.kept_special_ids for part in (tools.callable, reasoning) if part is not None]
     params = dataclasses.replace(params, logprobs=_logprobs(fields), kept_special_ids=frozenset[int]().union(*kept))
-    constraint = None if tools is None else tools.constraint
+    constraint = None if tools.callable is None else tools.callable.constraint
     params = dataclasses.replace(params, grammar=await parse_grammar(fields, engine, params, constraint, reasoning))
     most_scored = validation.most_scored_tokens(common.n, params.logprobs)
     limits = most_scored, own_default if default_max_tokens is None else default_max_tokens
@@ -120,9 +122,11 @@ async def parse_chat_fields(
     return ParsedChat(common, tools, reasoning, tuple(requests))
 
 
-async def chat_ids(fields: Fields, chat_format: ChatFormat, max_tokens: int, tools: Tools | None = None) -> list[int]:
-    """The prompt of `messages` and the template's arguments, as token ids. Raises InvalidRequest, and
-    ContextLengthExceeded when it has more than `max_tokens`."""
+async def chat_ids(
+    fields: Fields, chat_format: ChatFormat, max_tokens: int, tools: Sequence[dict[str, Any]] = ()
+) -> list[int]:
+    """The prompt of `messages` and the template's arguments, as token ids. `tools`: as the template gets them. Raises
+    InvalidRequest, and ContextLengthExceeded when it has more than `max_tokens`."""
     messages = await parse_messages(fields)
     continued = body_fields.CONTINUE_FINAL_MESSAGE.read(fields)
     generation_prompt = body_fields.ADD_GENERATION_PROMPT.read(fields, default=not continued)
@@ -135,7 +139,7 @@ async def chat_ids(fields: Fields, chat_format: ChatFormat, max_tokens: int, too
         add_generation_prompt=generation_prompt,
         continue_final_message=continued,
         kwargs=template_arguments(fields, chat_format.reasoning_format),
-        tools=None if tools is None else tools.for_template,
+        tools=tools or None,
         max_tokens=max_tokens,
     )
     if not ids:
@@ -256,7 +260,7 @@ class ChatChoice:
         if self._tool_calls is not None:
             parts = self._tool_calls.deltas(text, delta.finish is not None)
         if reasoning:
-            parts.insert(0, {"reasoning_content": reasoning})
+            parts.insert(0, dict.fromkeys(_REASONING, reasoning))
         if not parts and (delta.logprobs or (self._return_token_ids and delta.token_ids)):
             parts = [{"content": ""}]
         new = [self._chunk(part) for part in parts]
@@ -285,7 +289,7 @@ class ChatChoice:
         if self._tool_calls is not None:
             message = await self._tool_calls.message(text)
         if reasoning:
-            message |= {"reasoning_content": reasoning, "content": message["content"] or None}
+            message |= {**dict.fromkeys(_REASONING, reasoning), "content": message["content"] or None}
         before = {"index": self._index, "message": message}
         after = self._finish_fields(answer.finish)
         if self._return_token_ids:

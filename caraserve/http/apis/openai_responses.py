@@ -61,7 +61,7 @@ async def parse_response(fields: Fields, engine: Engine, find: Find, client: Cli
     head = _response_head(response_id, fields, values, chat, metadata)
     params = chat.requests[0].params
     progress = None if chat.reasoning is None else chat.reasoning.progress(params, engine.tokenizer)
-    writer = ResponsesWriter(head, AnswerBlocks(chat.tools, chat.reasoning), progress)
+    writer = ResponsesWriter(head, AnswerBlocks(chat.tools.callable, chat.reasoning), progress)
     return ApiRequest(chat.requests, 1, chat.common.delivery.stream, writer)
 
 
@@ -70,7 +70,6 @@ def _response_head(
 ) -> dict[str, Any]:
     """The fields of the response object that are known before the answer."""
     params = chat.requests[0].params
-    tools = () if chat.tools is None else chat.tools.for_template
     return {
         "id": response_id,
         "object": "response",
@@ -87,7 +86,10 @@ def _response_head(
         "temperature": params.temperature,
         "text": {"format": fields.mapping("text").get("format") or {"type": "text"}},
         "tool_choice": fields.raw("tool_choice") or "auto",
-        "tools": [{"type": "function", "strict": None, "parameters": None, **tool["function"]} for tool in tools],
+        "tools": [
+            {"type": "function", "strict": None, "parameters": None, **tool["function"]}
+            for tool in chat.tools.in_prompt
+        ],
         "top_p": params.top_p,
         "truncation": "disabled",
     }

@@ -195,11 +195,6 @@ async def test_an_empty_list_of_tool_calls_is_not_passed_to_the_template(none: o
     assert message == {"role": "assistant", "content": "hello"}
 
 
-async def test_tools_are_accepted_with_tool_choice_none() -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    assert "tool:" not in await prompt_of(tools=tools, tool_choice="none")
-
-
 async def test_token_ids_on_request() -> None:
     async with serving(FakeEngine()) as client:
         answer = (await client.chat(return_token_ids=True)).json
