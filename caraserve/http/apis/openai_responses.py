@@ -54,10 +54,10 @@ async def parse_response(fields: Fields, engine: Engine, find: Find, client: Cli
     values = await _chat_values(fields)
     metadata = _metadata(fields)
     response_id = f"resp_{uuid.uuid4().hex}"
-    chat_fields = Fields(values)
-    with client_names(_NAMES):
+    chat_fields = Fields(values, _NAMES)
+    with client_names(chat_fields):
         chat = await parse_chat_fields(chat_fields, engine, find, client, response_id)
-    skip_unread(fields, chat_fields, _NAMES)
+    skip_unread(fields, chat_fields)
     head = _response_head(response_id, fields, values, chat, metadata)
     params = chat.requests[0].params
     progress = None if chat.reasoning is None else chat.reasoning.progress(params, engine.tokenizer)

@@ -264,6 +264,7 @@ async def test_messages_name_fields_of_this_api() -> None:
         ({"output_format": {}}, "text.format"),
         ({"max_new_tokens": 5}, "max_output_tokens"),
         ({"reasoning_effort": "low"}, "reasoning.effort"),
+        ({"chat_template_kwargs": {"broken": True}}, "input has tool_calls"),
     ):
         assert named in (await answered(**fields)).error["message"]
 
