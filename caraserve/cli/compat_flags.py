@@ -123,7 +123,8 @@ FLAGS = (
     _any("--reasoning-parser --tool-parser-plugin --guided-decoding-backend "
          "--structured-outputs-config", _TOOLS),
     _switch("--enable-auto-tool-choice --enable-reasoning", _TOOLS),
-    _only("--max-logprobs", " ".join(map(str, range(21))), "at most 20 are served", "up to 20 are served"),
+    _only("--max-logprobs", " ".join(map(str, range(101))), "at most 100 are served, 20 to tokens of an answer",
+          "up to 20 are served, to tokens of a prompt up to 100"),
     _only("--response-role", "assistant", "the role is always assistant"),
     _only("--chat-template-content-format", "auto string", "templates get text"),
     _refused("--default-chat-template-kwargs", "send chat_template_kwargs with each request"),

@@ -128,7 +128,7 @@ def test_only_options_without_effect_are_noted_with_the_reason() -> None:
         (["--revision", "v2"], "hf download"),
         (["--tokenizer", "other"], "model's folder"),
         (["--otlp-traces-url", "http://x"], "--otlp-traces-endpoint"),
-        (["--max-logprobs", "50"], "at most 20"),
+        (["--max-logprobs", "500"], "at most 100"),
     ],
     ids=lambda part: " ".join(part) if isinstance(part, list) else None,
 )

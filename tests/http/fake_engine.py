@@ -173,7 +173,7 @@ def scored(token_id: int, alternatives: int) -> TokenLogprob:
     if alternatives > 2:
         top_logprobs[-1] = float("-inf")
     top_ids = [(token_id + place) % 256 for place in range(alternatives)]
-    return TokenLogprob(token_id, -0.5, tuple(top_ids), tuple(top_logprobs))
+    return TokenLogprob(token_id, -0.5, tuple(top_ids), tuple(top_logprobs), rank=1)
 
 
 class FakeStream:
