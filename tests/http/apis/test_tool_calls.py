@@ -155,6 +155,18 @@ async def test_the_template_gets_the_tools_also_if_none_may_be_called(fields: di
     assert grammar is None
 
 
+@pytest.mark.parametrize("choice", ["auto", "none"])
+async def test_tokenize_counts_a_chat_with_its_tools(choice: str) -> None:
+    body = {"messages": MESSAGES, "tools": [WEATHER, TIME]}
+    async with serving(engine("x")) as client:
+        counted = (await client.post("/tokenize", body)).json
+        asked = (await client.chat(**body, tool_choice=choice, return_token_ids=True)).json
+        wrong = await client.post("/tokenize", body | {"tools": [{}]})
+    assert counted["tokens"] == asked["prompt_token_ids"]
+    assert counted["count"] == asked["usage"]["prompt_tokens"]
+    assert (wrong.status, wrong.error["param"]) == (400, "tools")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_that_may_call_nothing_is_text(stream: bool) -> None:
     answer = await answered(engine(CALL), tool_choice="none", stream=stream)
