@@ -178,10 +178,11 @@ MESSAGES = OtherField(
             role=one_of("system", "developer", "user", "assistant", "tool"),
             content=any_of(
                 _TEXT,
-                {"type": "array", "items": object_of(("type", "text"), type={"const": "text"}, text=_TEXT)},
+                {"type": "array", "items": object_of(("type",), type=one_of("text", "refusal"), text=_TEXT)},
                 {"type": "null"},
             ),
             reasoning_content=or_null(_TEXT),
+            reasoning=or_null(_TEXT),
             tool_calls={"type": "array", "items": object_of(("function",), function=object_of(("name",), name=_TEXT))},
         ),
     },

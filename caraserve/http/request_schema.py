@@ -95,7 +95,6 @@ def _instead(**fields: tuple[str, object]) -> dict[str, Refused]:
 
 _INSTEAD = re.compile(r"send (\w+) instead")
 
-
 NO_CONSTRAINTS = "send response_format or structured_outputs to constrain the answer"
 _NO_SUCH_SAMPLER = "this way of sampling is not implemented; leave it out"
 _NO_REASONING = 'send reasoning_effort, or chat_template_kwargs, such as {"enable_thinking": false}'
@@ -424,6 +423,7 @@ ADAPTER_SETTINGS = KnownFields(
     _instead(pin=("pinned", ()), tags=("labels", ()), template=("chat_template", ()), stop_sequences=("stop", ()))
     | _refused("send it in sampling", *ADAPTER_SAMPLING.served)
     | _refused("an adapter has no default for it; leave it out", *(CHAT.served - {"stop"} - ADAPTER_SAMPLING.served)),
+    weights_advice=_LEAVE_OUT,
 )
 
 ALIAS = KnownFields(

@@ -77,6 +77,9 @@ DEVICE u64 sum_before(u64 v, Shared& shared, u64& total) {
 
 template <class T> DEVICE bool in_vectors(const T* row) { return (u64)row % (WIDTH * sizeof(T)) == 0; }
 
+template <class T> DEVICE float value_at(const T* row, int at) { return Activation::widen(row[at]); }
+DEVICE float value_at(const float* row, int at) { return row[at]; }
+
 // Reads the values first, first + step, …; those from `end` on are -∞.
 template <class T> DEVICE void read(const T* row, int first, int step, int end, float (&to)[WIDTH]) {
     if (step == 1 && first + WIDTH <= end) {
@@ -88,12 +91,7 @@ template <class T> DEVICE void read(const T* row, int first, int step, int end, 
 #pragma unroll
         for (int i = 0; i < WIDTH; i++) {
             const int at = first + i * step;
-            to[i] = -infinity();
-            if constexpr (sizeof(T) == sizeof(float)) {
-                if (at < end) to[i] = row[at];
-            } else {
-                if (at < end) to[i] = Activation::widen(row[at]);
-            }
+            to[i] = at < end ? value_at(row, at) : -infinity();
         }
     }
 }
@@ -429,17 +427,9 @@ DEVICE void merge(u64& kept, u64 (&lists)[MOST_WARPS][32]) {
     }
 }
 
-template <class T> DEVICE float value_at(const T* row, int at) {
-    if constexpr (sizeof(T) == sizeof(float))
-        return row[at];
-    else
-        return Activation::widen(row[at]);
-}
-
 // Finds the best values of a row below `ceiling`, up to 32, of which the first `count` matter, and calls f(value, index)
 // for all values. Each warp gets a list of those that it has met. `bound` is of the block.
-template <class T, class F>
-DEVICE u64 best_below(u64 ceiling, const T* row, int count, int vocab, u32& bound, F f) {
+template <class T, class F> DEVICE u64 best_below(u64 ceiling, const T* row, int count, int vocab, u32& bound, F f) {
     u64 kept = ranked(-infinity(), 0), last = kept; // the last of the best `count`
     if (threadIdx.x == 0) bound = 0; // some warp has `count` values that are not below it, as in `ranked`, no index
     __syncthreads();
@@ -489,26 +479,21 @@ KERNEL __launch_bounds__(1024, 1) score_tokens(
         better += v > value || (v == value && at < token);
     });
     const u64 sums = reduce((u64)better << 32 | __float_as_uint(total), 0, shared, [](u64 a, u64 b) {
-        const float sum = __uint_as_float((u32)a) + __uint_as_float((u32)b);
-        return ((a >> 32) + (b >> 32)) << 32 | (u64)__float_as_uint(sum);
+        return ((a >> 32) + (b >> 32)) << 32 | __float_as_uint(__uint_as_float((u32)a) + __uint_as_float((u32)b));
     });
     const float norm = best.value + logf(__uint_as_float((u32)sums));
     if (threadIdx.x == 0) {
         chosen[output] = best.finite ? token : NOT_FINITE; // also for a token that was known before
-        logprob[output] = value - norm;
-        rank[output] = (int)(sums >> 32) + 1;
+        logprob[output] = value - norm, rank[output] = (int)(sums >> 32) + 1;
     }
     for (int first = 0; first < count; first += 32) {
         if (first > 0) {
             __syncthreads(); // all lists are merged
-            const u64 ceiling = lists[0][31];
-            kept = best_below(ceiling, row, min(count - first, 32), vocab, bound, [](float, int) {});
+            kept = best_below(lists[0][31], row, min(count - first, 32), vocab, bound, [](float, int) {});
         }
         merge(kept, lists);
         const int at = output * top_row + (first + lane) * top_place;
-        if ((int)threadIdx.x < min(count - first, 32)) {
-            top_ids[at] = index_of(kept);
-            top_logprobs[at] = value_of(kept) - norm;
-        }
+        if ((int)threadIdx.x < min(count - first, 32))
+            top_ids[at] = index_of(kept), top_logprobs[at] = value_of(kept) - norm;
     }
 }
