@@ -140,9 +140,9 @@ class ModelConfig(_FromArgs):
         add(
             "--tool-call-parser",
             choices=("hermes", "llama3_json", "llama4_json", "mistral", "qwen", "qwen25", "llama3"),
-            help="how the model writes calls of tools (default: as its template does); one without tools gets text",
+            help="how the model writes calls of tools (default: as its template); a template without tools gets text",
         )
-        add("--exclude-tools-when-tool-choice-none", action="store_true", help="no tools in prompts if none is called")
+        add("--exclude-tools-when-tool-choice-none", action="store_true", help="leave out tools if none may be called")
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,9 @@ def bound_integers(schema: Any) -> Any:
         return schema
     # One definition for all equal ones: a range is a large expression, and 500 of them would be too many.
     names: dict[str, str] = {}
-    prefix = max([0, *map(len, definitions)]) * "_" + "integer"  # longer than any other name
+    prefix = "integer"
+    while any(name.startswith(prefix) for name in definitions):
+        prefix = f"_{prefix}"
 
     def bound(node: _Schema) -> _Schema:
         bounded = _bounded(node)
