@@ -387,3 +387,9 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixtur
 def test_a_hub_model_is_refused_with_the_download_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["serve", "meta-llama/Llama-3.1-8B", "--port", "0"]) == 1
     assert "hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B" in capsys.readouterr().err
+
+
+def test_prompts_lack_unused_tools_only_where_the_operator_asks() -> None:
+    for words, expected in (([], False), (["--exclude-tools-when-tool-choice-none"], True)):
+        config = ModelConfig.from_args(parser().parse_args([MODEL, *words]))
+        assert config.exclude_tools_when_tool_choice_none is expected
