@@ -371,7 +371,7 @@ def test_rows_of_many_warps() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("wanted", [0, 1, 7, MAX_LOGPROBS, 32, 33, 64, 65, MAX_PROMPT_LOGPROBS])
+@pytest.mark.parametrize("wanted", [0, 1, MAX_LOGPROBS, 32, 65, MAX_PROMPT_LOGPROBS])
 def test_the_best_tokens_and_the_rank_are_those_of_a_stable_sort(kind: str, wanted: int) -> None:
     rows = np.stack([adversarial(kind, VOCAB, np.random.default_rng(seed)) for seed in (wanted, wanted + 1)])
     logits, outputs = torch.from_numpy(rows), make_outputs([0, 1], [SAMPLE, SCORE], [wanted] * 2, MAX_PROMPT_LOGPROBS)
