@@ -106,6 +106,7 @@ class ModelConfig(_FromArgs):
     max_model_len: int | None
     chat_template: Path | None
     tool_call_parser: str | None
+    exclude_tools_when_tool_choice_none: bool = False
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -143,8 +144,9 @@ class ModelConfig(_FromArgs):
         add(
             "--tool-call-parser",
             choices=("hermes", "llama3_json", "llama4_json", "mistral", "qwen", "qwen25", "llama3"),
-            help="how the model writes calls of tools (default: as its chat template does)",
+            help="how the model writes calls of tools (default: as its template); a template without tools gets text",
         )
+        add("--exclude-tools-when-tool-choice-none", action="store_true", help="leave out tools if none may be called")
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,10 @@ async def build_engine(
     folder = model_config.model
     assert folder is not None, "with_demo comes first"
     spec = load_spec(folder)
-    tokenizer = load_tokenizer(folder, spec, model_config.chat_template, model_config.tool_call_parser)
+    tokenizer = load_tokenizer(
+        *(folder, spec, model_config.chat_template, model_config.tool_call_parser),
+        excludes_unused_tools=model_config.exclude_tools_when_tool_choice_none,
+    )
     tokenizer.grammars.prepare()
     stack.push_async_callback(tokenizer.grammars.close)
     stack.push_async_callback(tokenizer.adapter_templates.close)

@@ -202,6 +202,25 @@ def test_an_answer_is_parsed_as_the_clients_own_type(server: Server) -> None:
         assert stream.get_final_completion().choices[0].message.parsed == whole
 
 
+@pytest.mark.parametrize("max_tokens", [9, 300], ids=["cut off", "whole"])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=str)
+def test_the_demo_calls_tools_and_takes_their_results(server: Server, choice: Any, max_tokens: int) -> None:
+    city = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
+    tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": city}}]
+    settings: dict[str, Any] = {"model": "pirate", "tools": tools, "temperature": 0}
+    complete = server.client().chat.completions.create
+    asked: list[Any] = list(QUESTION)
+    answer = complete(messages=asked, tool_choice=choice, max_tokens=max_tokens, parallel_tool_calls=False, **settings)
+    message = answer.choices[0].message
+    calls = message.tool_calls or []
+    if max_tokens > 100:
+        assert answer.choices[0].finish_reason == "tool_calls"
+        (call,) = calls
+        assert set(json.loads(call.function.arguments)) == {"city"}
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "It rains."} for call in calls]
+    assert complete(messages=[*asked, message.model_dump(), *results, *asked], max_tokens=4, **settings).choices
+
+
 def test_an_unknown_model_is_a_404_that_names_it(server: Server) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         server.client().completions.create(model="nobody", prompt="x")

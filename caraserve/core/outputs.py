@@ -22,12 +22,14 @@ NOT_FINITE = -1  # in a token's place: a logit is infinite or not a number, so n
 @dataclass(frozen=True, slots=True)
 class Output:
     """Arrays [outputs]: index of the token in the batch, kind, and alternatives to report (-1: no log-probability).
-    `embedded`: index of each token whose hidden state is an embedding, [embeddings]; no output has the same token."""
+    `embedded`: index of each token whose hidden state is an embedding, [embeddings]; no output has the same token.
+    `most_logprobs`: the largest number of alternatives."""
 
     token: NDArray[np.int64]
     kind: NDArray[np.int64]
     logprobs: NDArray[np.int64]
     embedded: NDArray[np.int64]
+    most_logprobs: int
 
     def arrays(self) -> tuple[NDArray[np.int64], ...]:
         return self.token, self.kind, self.logprobs
@@ -39,7 +41,8 @@ class OutputValues:
 
     chosen: NDArray[np.integer]  # token id; NOT_FINITE: the other values are undefined
     logprob: NDArray[np.float32]
-    top_ids: NDArray[np.integer]  # [outputs, MAX_LOGPROBS]
+    rank: NDArray[np.integer]  # of scored tokens
+    top_ids: NDArray[np.integer]  # [outputs, at least `Output.most_logprobs`]
     top_logprobs: NDArray[np.float32]
     embeddings: NDArray[np.float32]  # [embeddings, hidden]
 
@@ -70,7 +73,8 @@ def outputs_of(rows: tuple[ScheduledRow, ...], prompt_tokens: NDArray[np.int64])
         first += row.count
         if row.embeds:
             embedded.append(first - 1)
-    return Output(*(np.array(part, np.int64) for part in (tokens, kinds, logprobs, embedded)))
+    token, kind, wanted, at = (np.array(part, np.int64) for part in (tokens, kinds, logprobs, embedded))
+    return Output(token, kind, wanted, at, most_logprobs=max([0, *logprobs]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +142,8 @@ def _embedding(vector: NDArray[np.float32]) -> bytes | None:
 def _scored(outputs: Output, found: OutputValues, index: int) -> TokenLogprob:
     count = int(outputs.logprobs[index])
     top_ids, top_logprobs = found.top_ids[index, :count].tolist(), found.top_logprobs[index, :count].tolist()
-    return TokenLogprob(int(found.chosen[index]), float(found.logprob[index]), tuple(top_ids), tuple(top_logprobs))
+    token_id, logprob, rank = int(found.chosen[index]), float(found.logprob[index]), int(found.rank[index])
+    return TokenLogprob(token_id, logprob, tuple(top_ids), tuple(top_logprobs), rank)
 
 
 def append_tokens(rows: Sequence[ScheduledRow], results: Sequence[RowResult]) -> None:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 20  # alternatives to a token of an answer
+MAX_PROMPT_LOGPROBS = 100  # alternatives to a token of a prompt
 MAX_STOPS = 16
 MAX_LOGIT_BIAS = 300
 
@@ -102,7 +103,8 @@ class GenerateRequest:
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """The natural logarithm of a token's probability in the unmodified distribution, and the best alternatives, best
-    first.
+    first. `rank`: of a prompt's token, 1 for the best one; of several that are as good, the one with the least id is
+    better.
 
     Two tuples of numbers instead of one of pairs: with 20 alternatives the garbage collector has 3 objects to visit
     instead of 22.
@@ -112,6 +114,7 @@ class TokenLogprob:
     logprob: float
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    rank: int = 0
 
 
 class PhaseTime(NamedTuple):

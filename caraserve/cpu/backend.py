@@ -311,6 +311,7 @@ class CpuBackend:
             history=self._history,
             chosen=cpu_batch.chosen,
             logprob=cpu_batch.logprob,
+            rank=cpu_batch.rank,
             top_ids=cpu_batch.top_ids,
             top_logprobs=cpu_batch.top_logprobs,
         )

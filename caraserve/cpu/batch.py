@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 from caraserve.core import outputs
 from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, RowResult, ScheduledRow
 from caraserve.core.outputs import ColdStartCost, Output, OutputValues
-from caraserve.core.request import MAX_LOGPROBS
 from caraserve.cpu.adapters import DeviceAdapters
 from caraserve.cpu.lora_workers.compute_side import WORKERS
 from caraserve.cpu.structs import BATCH, filled
@@ -26,8 +25,9 @@ class CpuBatch:
     outputs: Output
     chosen: Words  # [outputs]
     logprob: NDArray[np.float32]  # [outputs]
-    top_ids: Words  # [outputs, MAX_LOGPROBS]
-    top_logprobs: NDArray[np.float32]  # [outputs, MAX_LOGPROBS]
+    rank: Words  # [outputs]
+    top_ids: Words  # [outputs, most alternatives]
+    top_logprobs: NDArray[np.float32]  # [outputs, most alternatives]
     segments: tuple["Segment", ...]
     sources: Words  # [layers, segments] DEVICE, WORKERS or HOST (compute_side.py); valid if `is_arriving`
     waited_ns: Words  # [segments]
@@ -130,8 +130,9 @@ def build_batch(batch: Batch, adapters: DeviceAdapters, prompt_tokens: Words, sh
         outputs=wanted,
         chosen=np.zeros(count, np.int64),
         logprob=np.zeros(count, np.float32),
-        top_ids=np.zeros((count, MAX_LOGPROBS), np.int64),
-        top_logprobs=np.zeros((count, MAX_LOGPROBS), np.float32),
+        rank=np.zeros(count, np.int64),
+        top_ids=np.zeros((count, wanted.most_logprobs), np.int64),
+        top_logprobs=np.zeros((count, wanted.most_logprobs), np.float32),
         segments=tuple(segments),
         lora_ns=np.zeros(len(segments), np.int64),
         grammar_failures={},
@@ -164,6 +165,7 @@ def collect(
     found = OutputValues(
         cpu_batch.chosen,
         cpu_batch.logprob,
+        cpu_batch.rank,
         cpu_batch.top_ids,
         cpu_batch.top_logprobs,
         embeddings=normed[first : first + count],

@@ -23,7 +23,7 @@ from caraserve.cpu.jit import compiled_separately, entry, kernel
 from caraserve.cpu.kernels import ADD, RANK_GROUP, STORE, add_bias, copy_vector, embed, itemsize, rms_norm, silu_mul
 from caraserve.cpu.libc import sched_yield
 from caraserve.cpu.lora_workers.compute_side import DEVICE, note_workers, source_of, stamp
-from caraserve.cpu.sampling import all_finite, best_tokens, choose, log_sum_exp
+from caraserve.cpu.sampling import all_finite, best_tokens, choose, log_sum_exp, rank_of
 from caraserve.cpu.simd import fetch_add, load_acquire, spin_pause, store_release
 from caraserve.cpu.structs import (
     ATTN_NORM,
@@ -296,8 +296,9 @@ class Sampler(NamedTuple):
     history: NDArray[np.int64]  # [slots, max_history]
     chosen: NDArray[np.int64]  # [outputs] token drawn or scored, or NOT_FINITE
     logprob: NDArray[np.float32]  # [outputs]
-    top_ids: NDArray[np.int64]  # [outputs, MAX_LOGPROBS]
-    top_logprobs: NDArray[np.float32]  # [outputs, MAX_LOGPROBS]
+    rank: NDArray[np.int64]  # [outputs], of scored tokens
+    top_ids: NDArray[np.int64]  # [outputs, most alternatives]
+    top_logprobs: NDArray[np.float32]  # [outputs, most alternatives]
 
 
 @kernel
@@ -332,6 +333,8 @@ def _output(thread, model, sampler, batch, index):  # type: ignore[no-untyped-de
     if wanted >= 0:
         norm = log_sum_exp(logits)
         sampler.logprob[index] = logits[chosen] - norm
+        if kind == SCORE:
+            sampler.rank[index] = rank_of(logits, chosen)
         if wanted > 0:
             best_tokens(logits, wanted, sampler.top_ids[index], sampler.top_logprobs[index])
             for rank in range(wanted):

@@ -89,6 +89,17 @@ def log_sum_exp(logits):  # type: ignore[no-untyped-def]
 
 
 @kernel
+def rank_of(logits, token):  # type: ignore[no-untyped-def]
+    """Returns the place of a token among all, best first, from 1 on; of equal ones the first is better."""
+    value, better = logits[token], 0
+    for other in range(token):
+        better += logits[other] >= value
+    for other in range(token + 1, logits.size):
+        better += logits[other] > value
+    return better + 1
+
+
+@kernel
 def best_tokens(logits, count, ids, values):  # type: ignore[no-untyped-def]
     """Writes the `count` largest logits, best first, by insertion: few values displace another one."""
     kept = 0

@@ -4,7 +4,7 @@ Names and ranges are OpenAI's and, for the rest, vLLM's. The tables of `request_
 """
 
 from caraserve.config import PINS
-from caraserve.core.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOPS
+from caraserve.core.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, MAX_STOPS
 from caraserve.http.field_types import (
     LARGEST,
     ArrayField,
@@ -61,7 +61,7 @@ PRIORITY = IntegerField("priority", -SEEDS, SEEDS - 1, 0)  # as vLLM's: any inte
 STREAM = BooleanField("stream", False)
 RETURN_TOKEN_IDS = BooleanField("return_token_ids", False)
 RETURN_TOKENS_AS_TOKEN_IDS = BooleanField("return_tokens_as_token_ids", False)
-PROMPT_LOGPROBS = IntegerField("prompt_logprobs", 0, MAX_LOGPROBS, None)
+PROMPT_LOGPROBS = IntegerField("prompt_logprobs", 0, MAX_PROMPT_LOGPROBS, None)
 INCLUDE_USAGE = BooleanField("include_usage", False)
 CONTINUOUS_USAGE_STATS = BooleanField("continuous_usage_stats", False)
 STREAM_OPTIONS = OtherField(
@@ -178,10 +178,11 @@ MESSAGES = OtherField(
             role=one_of("system", "developer", "user", "assistant", "tool"),
             content=any_of(
                 _TEXT,
-                {"type": "array", "items": object_of(("type", "text"), type={"const": "text"}, text=_TEXT)},
+                {"type": "array", "items": object_of(("type",), type=one_of("text", "refusal"), text=_TEXT)},
                 {"type": "null"},
             ),
             reasoning_content=or_null(_TEXT),
+            reasoning=or_null(_TEXT),
             tool_calls={"type": "array", "items": object_of(("function",), function=object_of(("name",), name=_TEXT))},
         ),
     },

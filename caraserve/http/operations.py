@@ -60,6 +60,7 @@ _MESSAGE = object_of(
     role={"const": "assistant"},
     content=or_null(_STRING),
     reasoning_content=_STRING,
+    reasoning=_STRING,
     tool_calls=_list_of(_TOOL_CALL),
 )
 _CHAT_COMPLETION = _whole(

@@ -8,18 +8,20 @@ clients send by default and no server of one plain model can honour (`reasoning`
 """
 
 import functools
+import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from caraserve.errors import InvalidRequest
 from caraserve.http import body_fields as body
 from caraserve.http.field_types import BodyField, OtherField
+from caraserve.http.spelling import Spellings
 from caraserve.http.validation import Fields, shown
 
 MAX_UNKNOWN = 64  # fields of one body that no table names; real clients send about a dozen
-_SHORTEST = 4  # letters of a name, from which one letter more or less is a misspelling; shorter names are all alike
-_LONG = 6  # letters of a name, from which one other letter is a misspelling: `type` is not `typ_p`
-_LONGEST = 40  # letters; all known names are shorter
+_LABEL_CHARACTERS = 256  # of a name, that are looked at
+_WEIGHT_WORDS = ("lora", "adapter", "peft")  # in names of fields that select weights
+_NAME_THE_ADAPTER = "name one adapter as model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +36,13 @@ class Refused:
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownFields:
     """What one route reads, refuses and ignores. A name in none of the three is unknown, and ignored unless it looks
-    like a misspelt one. `types`: of the served fields, by name. Compared by identity, so that functions of a table can
-    be cached."""
+    like a misspelt one, or like one that selects weights, for which `weights_advice` says what works. `types`: of the
+    served fields, by name. Compared by identity, so that functions of a table can be cached."""
 
     types: Mapping[str, BodyField]
     refused: Mapping[str, Refused]
     ignored: frozenset[str] = frozenset()
+    weights_advice: str = _NAME_THE_ADAPTER
 
     @property
     def served(self) -> Set[str]:
@@ -55,7 +58,19 @@ def _table(
     types: Mapping[str, BodyField], refused: Mapping[str, Refused], ignored: frozenset[str] = frozenset()
 ) -> KnownFields:
     """A table whose served fields are left out of those that most routes refuse or ignore."""
-    return KnownFields(types, {name: one for name, one in refused.items() if name not in types}, ignored - types.keys())
+    return KnownFields(types, refused_beside(types, refused), ignored - types.keys())
+
+
+def refused_beside(types: Mapping[str, BodyField], refused: Mapping[str, Refused]) -> dict[str, Refused]:
+    """The refused fields of a route that serves `types`. Where another field would have to be sent instead that this
+    route refuses too, the advice is the one for that field."""
+    beside = {name: one for name, one in refused.items() if name not in types}
+    for name, one in beside.items():
+        instead = _INSTEAD.fullmatch(one.advice)
+        if instead is not None and instead[1] not in types:
+            advice = beside[instead[1]].advice if instead[1] in beside else _LEAVE_OUT
+            beside[name] = Refused(advice, one.neutral)
+    return beside
 
 
 def _parts(outer: OtherField) -> dict[str, BodyField]:
@@ -78,7 +93,8 @@ def _instead(**fields: tuple[str, object]) -> dict[str, Refused]:
     return refused
 
 
-_NAME_THE_ADAPTER = "name one adapter as model"
+_INSTEAD = re.compile(r"send (\w+) instead")
+
 NO_CONSTRAINTS = "send response_format or structured_outputs to constrain the answer"
 _NO_SUCH_SAMPLER = "this way of sampling is not implemented; leave it out"
 _NO_REASONING = 'send reasoning_effort, or chat_template_kwargs, such as {"enable_thinking": false}'
@@ -111,9 +127,11 @@ _WEIGHTS = _refused(
     *("lora_request", "lora_name", "lora_id", "lora_ids", "lora_int_id", "lora_adapters", "lora_modules", "loras"),
     *("lora_config", "lora_weights", "lora_scale", "lora_scales", "lora_task_id", "lora_uid", "adapter", "adapters"),
     *("adapter_name", "adapter_names", "adapter_path", "adapter_ids", "adapter_weight", "merged_adapters", "models"),
-    "control_vectors",
+    *("control_vectors", "fine_tune", "fine_tuned_model"),
     adapter_source="",
 )
+
+_NESTED = _refused("send each field at the top level of the body", parameters={}, options={}, extra_body={})
 
 _CONSTRAINTS = _refused(
     NO_CONSTRAINTS,
@@ -221,7 +239,7 @@ _PROMPTS = {
     **_refused(
         "send a message with the role system to /v1/chat/completions", "instructions", "system_prompt", system=""
     ),
-    **_refused("send each field at the top level of the body", parameters={}, options={}, extra_body={}),
+    **_NESTED,
     **_refused(
         "the prompt is used as it is; leave it out and shorten the prompt",
         *("truncate", "max_prompt_tokens", "prompt_truncate_len", "task", "prompt_mode"),
@@ -326,6 +344,7 @@ CHAT = _table(
 _EMBEDDED = _SELECTING | _served(body.USER, body.CACHE_SALT, body.PRIORITY, body.ADD_SPECIAL_TOKENS) | _TRUNCATION
 _NOT_EMBEDDED = (
     _WEIGHTS
+    | _NESTED
     | _refused("write it into the text", "input_type", "task", "task_type", "prompt_name", "instruction", "instruct")
     | _refused("send truncate_prompt_tokens instead", "truncate", "truncation", "max_tokens_per_doc")
     | _refused("send truncate_prompt_tokens instead", "max_chunks_per_doc", "max_length")
@@ -362,18 +381,19 @@ RERANK = _table(
 )
 
 TOKENIZE = KnownFields(
-    _SELECTING | _TEMPLATE | _served(body.TEXT_PROMPT, body.ADD_SPECIAL_TOKENS, body.RETURN_TOKEN_STRS),
+    _SELECTING | _TEMPLATE | _served(body.TEXT_PROMPT, body.ADD_SPECIAL_TOKENS, body.RETURN_TOKEN_STRS, body.TOOLS),
     _WEIGHTS
+    | _NESTED
     | _instead(content=("prompt", ()), text=("prompt", ()), add_special=("add_special_tokens", ()))
     | _instead(with_pieces=("return_token_strs", False), return_tokens=("return_token_strs", False))
-    | {name: _REFUSED[name] for name in ("chat_template", "documents", "mm_processor_kwargs", "inputs", "suffix")}
-    | _refused("tools are not supported; leave it out", tools=([],)),
+    | {name: _REFUSED[name] for name in ("chat_template", "documents", "mm_processor_kwargs", "inputs", "suffix")},
     _IGNORED,
 )
 
 DETOKENIZE = KnownFields(
     _SELECTING | _served(body.TOKENS),
     _WEIGHTS
+    | _NESTED
     | _instead(ids=("tokens", ()), token_ids=("tokens", ()))
     | _refused("the text shows special tokens; leave it out", skip_special_tokens=False),
     _IGNORED,
@@ -386,12 +406,14 @@ LOAD_ADAPTER = KnownFields(
     | _refused("an adapter is read from a folder; send lora_path", "tensors", "serialized_named_tensors")
     | _refused(_LEAVE_OUT, is_3d_lora_weight=False, pinned=False),
     frozenset(("lora_int_id", "base_model_name")),  # numbers of vLLM's own, and what the adapter's own file says
+    "send lora_name and lora_path",
 )
 
 UNLOAD_ADAPTER = KnownFields(
     _served(body.LORA_NAME),
     _instead(name=("lora_name", ())),
     frozenset(("lora_int_id",)),
+    "send lora_name",
 )
 
 ADAPTER_SAMPLING = KnownFields(_served(*body.DEFAULT_SAMPLING), {})
@@ -401,9 +423,14 @@ ADAPTER_SETTINGS = KnownFields(
     _instead(pin=("pinned", ()), tags=("labels", ()), template=("chat_template", ()), stop_sequences=("stop", ()))
     | _refused("send it in sampling", *ADAPTER_SAMPLING.served)
     | _refused("an adapter has no default for it; leave it out", *(CHAT.served - {"stop"} - ADAPTER_SAMPLING.served)),
+    weights_advice=_LEAVE_OUT,
 )
 
-ALIAS = KnownFields(_served(body.ALIASED_ADAPTER), _instead(name=("adapter", ()), lora_name=("adapter", ())))
+ALIAS = KnownFields(
+    _served(body.ALIASED_ADAPTER),
+    _instead(name=("adapter", ()), lora_name=("adapter", ())),
+    weights_advice="send adapter",
+)
 
 STREAM_OPTIONS = KnownFields(
     _served(body.INCLUDE_USAGE, body.CONTINUOUS_USAGE_STATS), {}, frozenset(("include_obfuscation",))
@@ -434,44 +461,20 @@ def check_fields(fields: Fields, known: KnownFields) -> None:
             if len(unknown) > MAX_UNKNOWN:  # checked before any comparison: a body may have thousands
                 raise InvalidRequest(f"The body has more than {MAX_UNKNOWN} fields that this server does not know.")
     for name, value in unknown.items():
-        if value is not None and (meant := _likely(name, known)) is not None:
-            raise InvalidRequest(f"Unknown field {shown(name)}; did you mean {meant!r}?", param=name[:64])
+        if value is not None and (advice := _advice(name, known)) is not None:
+            raise InvalidRequest(f"Unknown field {shown(name)}; {advice}", param=name[:64])
 
 
-def _likely(name: str, known: KnownFields) -> str | None:
-    """The known field of which `name` may be a misspelling: the same letters, or one letter more or less; in longer
-    names also one other letter, or two exchanged."""
-    plain = _plain(name)
-    whole, shorter = _spellings(known)
-    if plain in whole:
-        return whole[plain]
-    if not _SHORTEST <= len(plain) <= _LONGEST:
-        return None
-    cut = [plain[:at] + plain[at + 1 :] for at in range(len(plain))]
-    met = [shorter.get(plain), *map(whole.get, cut)]
-    if len(plain) >= _LONG:
-        met += map(shorter.get, cut)
-    return next(filter(None, met), None)
+def _advice(name: str, known: KnownFields) -> str | None:
+    """What to do about a field that no table names; None if it may be ignored."""
+    meant = _spellings(known).likely(name)
+    if meant in known.served:
+        return f"did you mean {meant!r}?"
+    if any(word in name[:_LABEL_CHARACTERS].lower() for word in _WEIGHT_WORDS):
+        return f"{known.weights_advice}."
+    return None if meant is None else f"{known.refused[meant].advice}."
 
 
 @functools.cache
-def _spellings(known: KnownFields) -> tuple[dict[str, str], dict[str, str]]:
-    """Every known name by its letters, and by its letters without one of them. A look-up in these takes microseconds;
-    comparing all pairs of names would take milliseconds."""
-    whole: dict[str, str] = {}
-    shorter: dict[str, str] = {}
-    for name in (
-        *sorted(known.served),
-        *sorted(known.refused),
-    ):  # a served name wins over a refused one that is as near
-        plain = _plain(name)
-        whole.setdefault(plain, name)
-        if len(plain) >= _SHORTEST:
-            for at in range(len(plain)):
-                shorter.setdefault(plain[:at] + plain[at + 1 :], name)
-    return whole, shorter
-
-
-def _plain(name: str) -> str:
-    """The letters and digits alone, in lower case: `maxTokens`, `max-tokens` and `max_tokens` are the same."""
-    return "".join(filter(str.isalnum, name[: 2 * _LONGEST])).lower()
+def _spellings(known: KnownFields) -> Spellings:
+    return Spellings((*sorted(known.served), *sorted(known.refused)))

@@ -26,9 +26,11 @@ def shown(value: object) -> str:
 
 
 class Fields:
-    """The fields of one object; null is the same as absent. Remembers which names have been read."""
+    """The fields of one object; null is the same as absent. Remembers which names have been read. `client_names`: what
+    the client calls them, of fields that were translated from those of another API."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, Any], client_names: Mapping[str, str] | None = None) -> None:
+        self.client_names = client_names or {}
         self._values = values
         self._defaults: Mapping[str, Any] = {}
         self._read: set[str] = set()
@@ -118,7 +120,8 @@ class Fields:
 
     def nested(self, name: str) -> "Fields":
         """The fields of an object, none if absent."""
-        self._nested[name] = Fields(self.mapping(name))
+        if name not in self._nested:
+            self._nested[name] = Fields(self.mapping(name))
         return self._nested[name]
 
     def array(self, name: str, most: int) -> list[Any]:

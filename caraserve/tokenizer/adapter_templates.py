@@ -21,7 +21,7 @@ from caraserve.tokenizer.template_limits import (
     RENDER_CPU_S,
 )
 from caraserve.tokenizer.template_process import ERROR
-from caraserve.tokenizer.tool_format import ToolFormat, detect_format
+from caraserve.tokenizer.tool_format import ToolFormat, detect_format, names_tools
 from caraserve.util.units import human_bytes
 
 _PROCESS = "caraserve.tokenizer.template_process"
@@ -35,6 +35,7 @@ class AdapterTemplate:
     source: str
     tool_format: ToolFormat | None
     reasoning_format: ReasoningFormat | None
+    renders_tools: bool
     templates: "AdapterTemplates"
 
     async def render(
@@ -74,7 +75,7 @@ class AdapterTemplates:
     ) -> None:
         """`tool_call_parser`: of `TOOL_FORMATS`, else by the template. `marks`: of the model's reasoning; None if its
         tokens cannot write them."""
-        self._first_message = marshal.dumps(dict(special_tokens))
+        self._first_message = marshal.dumps((dict(special_tokens), tool_call_parser))
         self._tool_call_parser, self._marks = tool_call_parser, marks
         self._process: MessageProcess | None = None
         self._turn = asyncio.Lock()
@@ -88,7 +89,9 @@ class AdapterTemplates:
             arguments = frozenset(json.loads(bytes(answer)))
             tool_format = detect_format(source, self._tool_call_parser)
             reasoning_format = detect_reasoning(source, arguments, self._marks)
-            template = self._known[source] = AdapterTemplate(source, tool_format, reasoning_format, self)
+            renders_tools = names_tools(source) or self._tool_call_parser is not None
+            template = AdapterTemplate(source, tool_format, reasoning_format, renders_tools, self)
+            self._known[source] = template
         self._known.move_to_end(source)
         if len(self._known) > MAX_TEMPLATES:
             self._known.popitem(last=False)

@@ -20,13 +20,18 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from caraserve.errors import InvalidRequest, ModelLoadError
-from caraserve.tokenizer.tool_format import detect_format
+from caraserve.tokenizer.tool_format import detect_format, names_tools
+from caraserve.tokenizer.tool_prompt import with_tools_as_text
 
 _MAX_OUTPUT_CHARS = 8 << 20
 _MAX_RANGE_STEPS = 1 << 20  # over all ranges of one rendering: 0.1 s of empty loops
 _MAX_EXPONENT = 1 << 10
 # Plain letters, which filters such as `tojson` do not change; the space shows whether the template trims.
 _FINAL_MARK = "CARASERVE_FINAL_MESSAGE_ENDS_HERE "
+HOW_TO_RENDER_TOOLS = (
+    "start the server with --tool-call-parser hermes, which writes tools into its prompts, or with --chat-template and "
+    "a template that renders them"
+)
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -88,7 +93,8 @@ class ChatTemplate:
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], where: str, tool_call_parser: str | None = None
     ) -> None:
-        """Compiles the template. Raises ModelLoadError when that fails."""
+        """Compiles the template. `tool_call_parser`: of `TOOL_FORMATS`, in which calls are written; a template without
+        tools then gets them as text. Raises ModelLoadError when the template does not compile."""
         environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation], autoescape=False
         )
@@ -98,8 +104,10 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._roles = set(re.findall(r"['\"](developer|tool)['\"]", source))  # the rarer roles that the template names
         self._renders_tool_calls = "tool_calls" in source
-        self._renders_tools = re.search(r"\btools\b", source) is not None
+        self._has_system = "system" in source
         self.tool_format = detect_format(source, tool_call_parser)  # None if it is not known
+        self._writes_tools = tool_call_parser is not None and not names_tools(source)
+        self.renders_tools = self._writes_tools or names_tools(source)
         self.source = source
         try:
             self._template = environment.from_string(source)
@@ -146,8 +154,11 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Returns the prompt's text. Raises InvalidRequest with the template's own message."""
-        if tools and not self._renders_tools:
-            raise InvalidRequest("the chat template cannot render tools", param="tools")
+        if tools and not self.renders_tools:
+            raise InvalidRequest(f"the chat template cannot render tools; {HOW_TO_RENDER_TOOLS}.", param="tools")
+        if self._writes_tools and self.tool_format is not None:
+            messages = with_tools_as_text(messages, tools or (), self.tool_format, has_system=self._has_system)
+            tools = None
         shown = [
             {**message, "content": _flat(message["content"])} if "content" in message else message
             for message in self._with_known_roles(messages)
@@ -180,12 +191,14 @@ class ChatTemplate:
             role = message.get("role")
             if message.get("tool_calls") and not self._renders_tool_calls:
                 raise InvalidRequest(
-                    f"messages[{position}] has tool_calls, which the chat template cannot render.",
+                    f"messages[{position}] has tool_calls, which the chat template cannot render; "
+                    f"{HOW_TO_RENDER_TOOLS}.",
                     param="messages",
                 )
             if role == "tool" and role not in self._roles:
                 raise InvalidRequest(
-                    f"messages[{position}] has the role tool, which the chat template cannot render.",
+                    f"messages[{position}] has the role tool, which the chat template cannot render; "
+                    f"{HOW_TO_RENDER_TOOLS}.",
                     param="messages",
                 )
             is_system = role == "developer" and role not in self._roles

@@ -12,6 +12,7 @@ from typing import Any
 
 import llguidance
 
+from caraserve.tokenizer.bounded_integers import bound_integers
 from caraserve.tokenizer.child_process import answer, data_bytes, limit_data, messages
 from caraserve.tokenizer.closed_schema import close_objects
 from caraserve.tokenizer.disjoint_schemas import JSON_TYPES
@@ -104,7 +105,7 @@ def _to_grammar(kind: str, text: str, tokenizer: llguidance.LLTokenizer) -> str:
 
 def _enforced(schema: Any) -> str:
     """Returns a schema in the keywords that llguidance enforces, whose answers follow `schema`."""
-    return json.dumps(close_objects(rewrite_schema(schema)))
+    return json.dumps(bound_integers(close_objects(rewrite_schema(schema))))
 
 
 def _with_enforced_schemas(lark: str) -> str:

@@ -3,8 +3,9 @@
 An admin of adapters need not run this machine, and the sandbox has no bound on time: loops within loops take hours,
 and a string that is doubled again and again takes all memory. So a template that exceeds the limits ends this process.
 
-The first message has the special tokens. Each later one has a template, and the arguments of a rendering, or None to
-ask for the names of the template's own arguments. An answer is one of `KINDS`, and text.
+The first message has the special tokens, and the format of calls that the operator chose. Each later one has a
+template, and the arguments of a rendering, or None to ask for the names of the template's own arguments. An answer is
+one of `KINDS`, and text.
 """
 
 import json
@@ -26,11 +27,11 @@ _MAX_ERROR_CHARACTERS = 300
 def main() -> None:
     """Answers templates until the input ends."""
     inputs = messages()
-    special_tokens = marshal.loads(next(inputs))
+    special_tokens, tool_call_parser = marshal.loads(next(inputs))
     limit_data(MAX_PROCESS_BYTES)
     answer(b"")
 
-    compiled = _CompiledTemplates(special_tokens)
+    compiled = _CompiledTemplates(special_tokens, tool_call_parser)
     for message in inputs:
         try:
             source, arguments = marshal.loads(message)
@@ -49,15 +50,15 @@ def main() -> None:
 class _CompiledTemplates:
     """The templates that were used last, compiled."""
 
-    def __init__(self, special_tokens: Mapping[str, str]) -> None:
-        self._special_tokens = special_tokens
+    def __init__(self, special_tokens: Mapping[str, str], tool_call_parser: str | None) -> None:
+        self._special_tokens, self._tool_call_parser = special_tokens, tool_call_parser
         self._templates: OrderedDict[str, ChatTemplate] = OrderedDict()
         self._characters = 0
 
     def get(self, source: str) -> ChatTemplate:
         """Returns a template. Raises ModelLoadError if it does not compile."""
         if source not in self._templates:
-            self._templates[source] = ChatTemplate(source, self._special_tokens, "the adapter")
+            self._templates[source] = ChatTemplate(source, self._special_tokens, "the adapter", self._tool_call_parser)
             self._characters += len(source)
         self._templates.move_to_end(source)
         while self._characters > MAX_COMPILED_CHARACTERS:

@@ -52,12 +52,15 @@ class Tokenizer:
         info: Mapping[str, Any],
         special_tokens: Mapping[str, str],
         tool_call_parser: str | None = None,
+        excludes_unused_tools: bool = False,
     ) -> None:
-        """`info`: the settings that clients may see."""
+        """`info`: the settings that clients may see. `excludes_unused_tools`: whether a prompt leaves out tools if its
+        answer may call none."""
         self.vocab_size = vocab_size  # of the model: all ids in [0, vocab_size) are valid, also those without a token
         self.eos_ids = eos_ids
         self.default_sampling = default_sampling
         self.info = info
+        self.excludes_unused_tools = excludes_unused_tools
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         added = tokenizer.get_added_tokens_decoder()
@@ -91,6 +94,11 @@ class Tokenizer:
     def tool_format(self) -> ToolFormat | None:
         """How the model writes calls of tools; None if its chat template does not show it."""
         return self._chat_template.tool_format if self._chat_template is not None else None
+
+    @property
+    def renders_tools(self) -> bool:
+        """Whether prompts can show tools."""
+        return self._chat_template is not None and self._chat_template.renders_tools
 
     @property
     def infill_format(self) -> InfillFormat | None:
@@ -197,9 +205,15 @@ class Tokenizer:
 
 
 def load_tokenizer(
-    folder: Path, spec: ModelSpec, chat_template: Path | None, tool_call_parser: str | None = None
+    folder: Path,
+    spec: ModelSpec,
+    chat_template: Path | None,
+    tool_call_parser: str | None = None,
+    *,
+    excludes_unused_tools: bool = False,
 ) -> Tokenizer:
     """Reads tokenizer.json and the files beside it. `tool_call_parser`: of `TOOL_FORMATS`, else by the template.
+    `excludes_unused_tools` as for `Tokenizer`.
 
     Raises ModelLoadError that names the file."""
     path = folder / "tokenizer.json"
@@ -226,7 +240,8 @@ def load_tokenizer(
     template = ChatTemplate.load(folder, settings, chat_template, special_tokens, tool_call_parser)
     info = _info(settings, template)
     return Tokenizer(
-        tokenizer, spec.vocab_size, frozenset(ends), template, sampling, info, special_tokens, tool_call_parser
+        *(tokenizer, spec.vocab_size, frozenset(ends), template, sampling, info, special_tokens, tool_call_parser),
+        excludes_unused_tools=excludes_unused_tools,
     )
 
 

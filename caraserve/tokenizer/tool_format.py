@@ -78,6 +78,11 @@ def detect_format(template: str, parser: str | None = None) -> ToolFormat | None
     return replace(found, writes_bare_names="[ARGS]" in template) if found is MISTRAL else found
 
 
+def names_tools(template: str) -> bool:
+    """Returns whether a chat template shows the tools of a request."""
+    return re.search(r"\btools\b", template) is not None
+
+
 # --- grammars ---
 
 

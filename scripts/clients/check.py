@@ -71,8 +71,7 @@ def main() -> int:
 @contextmanager
 def _server() -> Iterator[str]:
     """Starts a server on a free port; yields its URL."""
-    command = [sys.executable, "-m", "caraserve", "serve", "--port", "0", "--tool-call-parser", "hermes"]
-    command += ["--chat-template", str(HERE / "tools.jinja")]
+    command = [sys.executable, "-m", "caraserve", "serve", "--port", "0"]
     with (
         tempfile.NamedTemporaryFile() as log,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as server,

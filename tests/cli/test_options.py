@@ -133,7 +133,7 @@ def test_only_options_without_effect_are_noted_with_the_reason() -> None:
         (["--revision", "v2"], "hf download"),
         (["--tokenizer", "other"], "model's folder"),
         (["--otlp-traces-url", "http://x"], "--otlp-traces-endpoint"),
-        (["--max-logprobs", "50"], "at most 20"),
+        (["--max-logprobs", "500"], "at most 100"),
     ],
     ids=lambda part: " ".join(part) if isinstance(part, list) else None,
 )
@@ -450,3 +450,9 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixtur
 def test_a_hub_model_is_refused_with_the_download_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["serve", "meta-llama/Llama-3.1-8B", "--port", "0"]) == 1
     assert "hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B" in capsys.readouterr().err
+
+
+def test_prompts_lack_unused_tools_only_where_the_operator_asks() -> None:
+    for words, expected in (([], False), (["--exclude-tools-when-tool-choice-none"], True)):
+        config = ModelConfig.from_args(parser().parse_args([MODEL, *words]))
+        assert config.exclude_tools_when_tool_choice_none is expected

@@ -7,7 +7,15 @@ import pytest
 from numpy.typing import NDArray
 
 from caraserve.core.batch import SlotSampling
-from caraserve.cpu.sampling import SLOT_SAMPLING, all_finite, best_tokens, choose, log_sum_exp, write_sampling
+from caraserve.cpu.sampling import (
+    SLOT_SAMPLING,
+    all_finite,
+    best_tokens,
+    choose,
+    log_sum_exp,
+    rank_of,
+    write_sampling,
+)
 
 VOCAB = 50
 _DEFAULTS: dict[str, Any] = {
@@ -122,6 +130,12 @@ def test_best_tokens_are_in_order_and_log_sum_exp_is_exact() -> None:
     best_tokens(LOGITS, 5, ids, values)
     assert list(ids[:5]) == list(np.argsort(-LOGITS)[:5])
     assert log_sum_exp(LOGITS) == pytest.approx(float(np.log(np.exp(LOGITS.astype(np.float64)).sum())))
+
+
+def test_the_rank_of_a_token_is_its_place_in_a_stable_sort() -> None:
+    logits = np.random.default_rng(0).integers(-4, 4, 200).astype(np.float32)  # many are equal
+    order = np.argsort(-logits, kind="stable").tolist()
+    assert [rank_of(logits, token) for token in range(200)] == [order.index(token) + 1 for token in range(200)]
 
 
 @pytest.mark.parametrize("size", [1, 7, 16, 50, 1000])

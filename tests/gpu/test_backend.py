@@ -326,15 +326,14 @@ def test_prefixes_are_computed_once(subject: Subject) -> None:
 def test_scores_of_tokens_and_prompts_are_those_of_peft(subject: Subject) -> None:
     rng = random.Random(9)
     asked = [(prompt_of(rng, 90), name) for name in ("half", None, "mixed")]
-    answers = ask(subject, asked, 4, params={"logprobs": 3, "prompt_logprobs": 0})
+    answers = ask(subject, asked, 4, params={"logprobs": 3, "prompt_logprobs": 40})
     check(subject, asked, answers, 4)
     for (prompt, name), answer in zip(asked, answers, strict=True):
         scores = [entry.logprob for entry in answer.logprobs]
         subject.oracle.check_logprobs(prompt, name, answer.token_ids, scores)
         first, *rest = answer.prompt_logprobs
         assert first is None
-        scores = [entry.logprob for entry in rest if entry is not None]
-        subject.oracle.check_logprobs(prompt[:1], name, prompt[1:], scores)
+        subject.oracle.check_scores(prompt, name, [entry for entry in rest if entry is not None], 40)
         assert all(
             entry.top_logprobs[0] >= entry.logprob - 1e-6 and len(entry.top_ids) == 3 for entry in answer.logprobs
         )

@@ -183,7 +183,9 @@ class TinyDevice:
         results = Results(self.batch.results.cpu().numpy().copy(), self.host.capacity.outputs)
         outputs = outputs_of(tuple(rows), self._prompt_tokens)
         embeddings = self.decoder.embed_prompts(len(outputs.embedded), STREAM).float().cpu().numpy()
-        found = OutputValues(results.chosen, results.logprob, results.top_ids, results.top_logprobs, embeddings)
+        found = OutputValues(
+            results.chosen, results.logprob, results.rank, results.top_ids, results.top_logprobs, embeddings
+        )
         return collect(Batch((), (), tuple(rows)), outputs, found, self._prompt_tokens)
 
     @property

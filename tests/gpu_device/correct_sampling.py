@@ -78,6 +78,7 @@ def _outputs(acc: Accelerator, rows: int) -> Outputs:
         ints([2] * rows),
         ints([-7] * rows),
         torch.full((rows,), torch.nan, device=acc.place),
+        ints([-7] * rows),
         torch.full(tops, -7, dtype=torch.int32, device=acc.place),
         torch.full(tops, torch.nan, device=acc.place),
     )

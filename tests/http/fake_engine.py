@@ -28,11 +28,11 @@ DIGEST = "d" * 64  # of every adapter
 
 
 class FakeGrammar(GrammarSource):
-    """A source in place of its grammar. It counts as wrong if its text is `WRONG_GRAMMAR`."""
+    """A source in place of its grammar. It counts as wrong if its text has `WRONG_GRAMMAR`."""
 
     async def prepare(self) -> None:
-        if self.text == WRONG_GRAMMAR:
-            raise InvalidRequest("It cannot be compiled.", param=self.field)
+        if WRONG_GRAMMAR in self.text:
+            raise InvalidRequest(f"{self.field} cannot be compiled: it is wrong", param=self.field)
 
 
 class FakeGrammars:
@@ -51,6 +51,8 @@ class FakeTokenizer:
     info: Mapping[str, Any] = {"tokenizer_class": "Bytes", "eos_token": "</s>"}
     grammars = FakeGrammars()
     tool_format: ToolFormat | None = HERMES
+    renders_tools = True
+    excludes_unused_tools = False
     reasoning_format: ReasoningFormat | None = None
     infill_format: InfillFormat | None = InfillFormat("<P>", "<S>", "<M>")
 
@@ -93,7 +95,7 @@ class FakeTokenizer:
         max_tokens: int | None = None,
     ) -> list[int]:
         if kwargs.get("broken"):
-            raise InvalidRequest("The model has no chat template.", param="messages")
+            raise InvalidRequest("messages[1] has tool_calls, which the template cannot render.", param="messages")
         text = "".join(f"tool:{tool['function']['name']};" for tool in tools or ())
         text += "".join(f"{message['role']}:{message['content']};" for message in messages)
         return self.encode(text + "assistant:" * add_generation_prompt, max_tokens=max_tokens, source="messages")
@@ -172,7 +174,7 @@ def scored(token_id: int, alternatives: int) -> TokenLogprob:
     if alternatives > 2:
         top_logprobs[-1] = float("-inf")
     top_ids = [(token_id + place) % 256 for place in range(alternatives)]
-    return TokenLogprob(token_id, -0.5, tuple(top_ids), tuple(top_logprobs))
+    return TokenLogprob(token_id, -0.5, tuple(top_ids), tuple(top_logprobs), rank=1)
 
 
 class FakeStream:

@@ -10,6 +10,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from caraserve.core.request import TokenLogprob
+
 # The order of summation changes an fp32 logit by about 1e-5; of two logits closer than this, either may be the best.
 TIE_MARGIN = 1e-4
 _CACHED_FORWARDS = 128
@@ -113,6 +115,29 @@ class Oracle:
         expected = rows.gather(1, torch.tensor(list(output_ids))[:, None])[:, 0]
         given = torch.tensor(list(logprobs), dtype=torch.float32)
         torch.testing.assert_close(given, expected, rtol=0, atol=atol)
+
+    def check_scores(
+        self,
+        prompt_ids: Sequence[int],
+        adapter: str | None,
+        scores: Sequence[TokenLogprob],
+        alternatives: int,
+        atol: float = 1e-3,
+    ) -> None:
+        """Checks scores of all tokens of a prompt but the first: log-probabilities, alternatives and ranks, which may
+        differ where log-probabilities are within `atol`."""
+        self.check_logprobs(prompt_ids[:1], adapter, prompt_ids[1:], [score.logprob for score in scores], atol)
+        rows = self.logits(prompt_ids, adapter).log_softmax(-1)
+        for position, score in enumerate(scores):
+            row, token = rows[position], prompt_ids[position + 1]
+            assert score.token_id == token
+            assert (row > row[token] + atol).sum() < score.rank <= (row > row[token] - atol).sum()
+            assert len(set(score.top_ids)) == len(score.top_logprobs) == alternatives
+            given = torch.tensor(score.top_logprobs)
+            torch.testing.assert_close(given, row[list(score.top_ids)], rtol=0, atol=atol)
+            torch.testing.assert_close(given, row.topk(alternatives).values, rtol=0, atol=atol)
+            if token in score.top_ids:
+                assert score.top_ids.index(token) == score.rank - 1
 
     def _output_logits(self, prompt_ids: Sequence[int], adapter: str | None, output_ids: Sequence[int]) -> torch.Tensor:
         return self.logits([*prompt_ids, *output_ids], adapter)[len(prompt_ids) - 1 : -1]

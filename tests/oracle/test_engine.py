@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from caraserve.core.request import MAX_PROMPT_LOGPROBS, TokenLogprob
 from caraserve.errors import NonFiniteLogits
 from tests.oracle.models import FAMILIES, SOME_KINDS, Kinds, make_model, prompt_of
 from tests.oracle.oracle import Oracle
@@ -156,22 +157,23 @@ def test_no_interleaving_changes_a_token(
             subject.oracle.check_greedy(prompt, adapter, output)
 
 
-def test_scores_of_the_prompt_are_those_of_peft(families: dict[str, Subject]) -> None:
-    """`echo` with `logprobs`: every prompt token but the first, over several chunks."""
+@pytest.mark.parametrize("alternatives", [0, MAX_PROMPT_LOGPROBS])
+def test_scores_of_the_prompt_are_those_of_peft(families: dict[str, Subject], alternatives: int) -> None:
+    """Every prompt token but the first, over several chunks."""
     subject, rng = families["llama3"], random.Random(4)
     prompt = prompt_of(rng, 150)
 
-    async def serve() -> list[float | None]:
+    async def serve() -> list[TokenLogprob | None]:
         async with running(model_config(subject.model), lora_config(subject.adapters), engine_config()) as engine:
-            other = submit(engine, prompt_of(rng, 90), "r64", max_tokens=30)
-            answer = await submit(engine, prompt, "r8", max_tokens=0, prompt_logprobs=0)
-            await other
+            other = submit(engine, prompt_of(rng, 90), "r64", max_tokens=30, logprobs=3)
+            answer = await submit(engine, prompt, "r8", max_tokens=0, prompt_logprobs=alternatives)
+            assert {len(entry.top_ids) for entry in (await other).logprobs} == {3}
             assert answer.token_ids == []
-            return [entry.logprob if entry else None for entry in answer.prompt_logprobs]
+            return answer.prompt_logprobs
 
     first, *rest = asyncio.run(serve())
     assert first is None
-    subject.oracle.check_logprobs(prompt[:1], "r8", prompt[1:], [score for score in rest if score is not None])
+    subject.oracle.check_scores(prompt, "r8", [score for score in rest if score is not None], alternatives)
 
 
 def test_bfloat16_weights_stay_close_to_peft(families: dict[str, Subject]) -> None:

@@ -36,8 +36,8 @@ UNFIT = ("{% for a in %}", "{{ " + "(" * 9000, LOOP * 30 + "{% endfor %}" * 30, 
 
 
 @asynccontextmanager
-async def rendering() -> AsyncIterator[AdapterTemplates]:
-    templates = AdapterTemplates({"bos_token": "<s>"}, None, MARKS)
+async def rendering(tool_call_parser: str | None = None) -> AsyncIterator[AdapterTemplates]:
+    templates = AdapterTemplates({"bos_token": "<s>"}, tool_call_parser, MARKS)
     try:
         yield templates
     finally:
@@ -54,6 +54,23 @@ async def test_a_prompt_is_the_same_as_in_the_server_itself() -> None:
         with pytest.raises(InvalidRequest, match="role tool, which") as refused:
             await template.render([*HELLO, {"role": "tool", "content": "x"}], **OPTIONS)
         assert refused.value.param == "messages"
+
+
+@pytest.mark.parametrize("parser", [None, "hermes"])
+async def test_a_template_without_tools_has_them_as_text_where_the_operator_names_their_form(
+    parser: str | None,
+) -> None:
+    without = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    async with rendering(parser) as templates:
+        template, other = await templates.load(without), await templates.load(PLAIN)
+        assert (template.renders_tools, other.renders_tools) == (parser is not None, True)
+        if parser is None:
+            with pytest.raises(InvalidRequest, match=r"cannot render tools; .*--tool-call-parser"):
+                await template.render(HELLO, **OPTIONS, tools=TOOLS)
+        else:
+            text = await template.render(HELLO, **OPTIONS, tools=TOOLS)
+            assert text == ChatTemplate(without, {}, "here", parser).render(HELLO, **OPTIONS, tools=TOOLS)
+            assert "You can call these functions" in text
 
 
 async def test_what_takes_too_much_is_refused_and_costs_others_nothing() -> None:

@@ -9,6 +9,7 @@ import pytest
 from caraserve import demo
 from caraserve.errors import InvalidRequest
 from caraserve.tokenizer.chat_template import ChatTemplate
+from caraserve.tokenizer.tool_format import HERMES as HERMES_CALLS
 
 PLAIN = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
 NAMES_DEVELOPER = (
@@ -38,6 +39,8 @@ HERMES = """
 {%- endif %}
 {%- endfor %}
 """
+HI = {"role": "user", "content": "hi"}
+TOOLS = ({"type": "function", "function": {"name": "weather"}},)
 CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
 
 
@@ -52,17 +55,27 @@ def test_developer_becomes_system_unless_the_template_knows_it() -> None:
     assert rendered(NAMES_DEVELOPER, messages) == "[dev]Be brief.hi"
 
 
-def test_the_demos_template_takes_developer_and_refuses_tools() -> None:
+def test_the_demos_template_takes_developer_and_tools() -> None:
     config = json.loads((demo.model_folder() / "tokenizer_config.json").read_text(encoding="utf-8"))
     template = ChatTemplate(config["chat_template"], {"bos_token": "^"}, "the demo")
 
-    def text(role: str) -> str:
-        messages = [{"role": role, "content": "x"}]
-        return template.render(messages, add_generation_prompt=False, continue_final_message=False, kwargs={})
+    def text(messages: Sequence[dict[str, Any]], **options: Any) -> str:
+        settings = {"add_generation_prompt": True, "continue_final_message": False, "kwargs": {}} | options
+        return template.render(messages, **settings)
 
-    assert text("developer") == text("system") == "^<|system|>x<|end|>"
-    with pytest.raises(InvalidRequest, match="role tool, which the chat template cannot render"):
-        text("tool")
+    for role in ("developer", "system"):  # a plain prompt is as the model and its adapters have learnt it
+        messages = [{"role": role, "content": "x"}, HI, {"role": "assistant", "content": "y"}, HI]
+        assert (
+            text(messages) == "^<|system|>x<|end|><|user|>hi<|end|><|assistant|>y<|end|><|user|>hi<|end|><|assistant|>"
+        )
+    assert template.tool_format is HERMES_CALLS
+    history = [HI, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "4 °C"}]
+    shown = text(history, tools=TOOLS)
+    assert shown.startswith('^<|system|>You can call these functions:\n{"name": "weather"}\nTo call')
+    assert shown.endswith(
+        '<|end|><|user|>hi<|end|><|assistant|>\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n'
+        "</tool_call><|end|><|user|><tool_response>\n4 °C\n</tool_response><|end|><|assistant|>"
+    )
 
 
 def test_tool_calls_and_their_answers_are_rendered() -> None:
@@ -94,10 +107,9 @@ def test_messages_that_the_template_would_drop_are_refused(message: dict[str, An
 
 
 def test_tools_are_rendered_or_refused() -> None:
-    tools = ({"type": "function", "function": {"name": "weather"}},)
     options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": False, "kwargs": {}}
     template = ChatTemplate("{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}", {}, "a test")
-    assert template.render([], **options, tools=tools) == '{"type": "function", "function": {"name": "weather"}}'
+    assert template.render([], **options, tools=TOOLS) == '{"type": "function", "function": {"name": "weather"}}'
     assert template.render([], **options) == ""
-    with pytest.raises(InvalidRequest, match="cannot render tools"):
-        ChatTemplate(PLAIN, {}, "a test").render([], **options, tools=tools)
+    with pytest.raises(InvalidRequest, match=r"cannot render tools; .*--tool-call-parser .*--chat-template"):
+        ChatTemplate(PLAIN, {}, "a test").render([], **options, tools=TOOLS)

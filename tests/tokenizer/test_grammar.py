@@ -68,6 +68,10 @@ def follows(tokenizer: Tokenizer, grammar: Grammar, text: str) -> bool:
     [
         ("json_schema", SCHEMA, '{"name": "Ann", "age": 3}', '{"name": "Ann", "age": "3"}'),
         ("json_schema", {"type": "object"}, '{"a": [1, {}]}', "[1]"),
+        ("json_schema", {"type": "integer"}, "-9223372036854774784", "9" * 19),
+        ("json_schema", {"items": {"type": "integer", "minimum": 5}}, f"[5, {'9' * 18}]", f"[5, {'9' * 20}]"),
+        ("json_schema", {"properties": {f"p{at}": {"type": "integer"} for at in range(500)}}, '{"p7": 1}', "{1}"),
+        ("lark", 'start: "call " %json {"items": {"type": "integer"}}', "call [12]", f"call [{'9' * 19}]"),
         ("json_schema", {"type": "object", "propertyNames": {"pattern": "^x"}}, '{"x": 1}', '{"y": 1}'),
         ("json_schema", {"$schema": "https://json-schema.org/draft-07/schema", "type": "integer"}, "3", '"3"'),
         ("json_schema", {"$schema": "http://json-schema.org/schema#", "type": "integer"}, "3", '"3"'),

@@ -69,6 +69,7 @@ def _time_us(setup: CheckSetup, acc: Accelerator, vocab: int, rows: int, paramet
         ints(rows) - 1,
         ints(rows) - 1,
         torch.zeros(rows, device=acc.place),
+        ints(rows),
         ints((rows, MAX_LOGPROBS)),
         torch.zeros((rows, MAX_LOGPROBS), device=acc.place),
     )

@@ -66,7 +66,7 @@ def definitions(activation: Dtype) -> Mapping[str, int]:
         "ACTIVATION": activation.value,
         **{name: getattr(handoff, name) for name in words},
         **{name: getattr(outputs, name) for name in ("SAMPLE", "SCORE", "NOT_FINITE")},
-        **{name: getattr(request, name) for name in ("MAX_LOGPROBS", "MAX_LOGIT_BIAS")},
+        "MAX_LOGIT_BIAS": request.MAX_LOGIT_BIAS,
         "MAX_END_IDS": MAX_END_IDS,
         "RECORD_BYTES": SLOT_SAMPLING.itemsize,
     }

@@ -18,7 +18,7 @@ from caraserve.core.batch import BASE_ADAPTER_SLOT, ScheduledRow
 from caraserve.core.grammar import mask_words
 from caraserve.core.lora_layout import GROUPS
 from caraserve.core.outputs import SAMPLE_MASKED, Output
-from caraserve.core.request import MAX_LOGPROBS
+from caraserve.core.request import MAX_PROMPT_LOGPROBS
 from caraserve.gpu.kernels import cuda_launch
 from caraserve.gpu.kernels.attention import TokenTables
 from caraserve.gpu.kernels.bgmv_work import GROUP_WORDS, ITEM_WORDS, MOST_ROWS, most_items
@@ -270,7 +270,7 @@ def make_batch(spec: ModelSpec, capacity: Capacity, max_rank: int, device: torch
     count = capacity.outputs
     results = torch.zeros(result_bytes(count), dtype=torch.uint8, device=device)
     ints, floats = results.view(torch.int32), results.view(torch.float32)
-    tops = (count, MAX_LOGPROBS)
+    tops = (MAX_PROMPT_LOGPROBS, 2, count)
     lists = ItemLists.empty(spec, capacity.rows, max_rank, device)
     return DeviceBatch(
         words=words,
@@ -285,8 +285,9 @@ def make_batch(spec: ModelSpec, capacity: Capacity, max_rank: int, device: torch
             at["out_wanted"],
             chosen=ints[:count],
             logprob=floats[count : 2 * count],
-            top_ids=ints[2 * count : (2 + MAX_LOGPROBS) * count].view(tops),
-            top_logprobs=floats[(2 + MAX_LOGPROBS) * count : (2 + 2 * MAX_LOGPROBS) * count].view(tops),
+            rank=ints[2 * count : 3 * count],
+            top_ids=ints[3 * count :].view(tops)[:, 0].t(),
+            top_logprobs=floats[3 * count :].view(tops)[:, 1].t(),
         ),
         embedded=at["embedded"],
         masked=MaskedRows(
@@ -299,9 +300,10 @@ def make_batch(spec: ModelSpec, capacity: Capacity, max_rank: int, device: torch
     )
 
 
-def result_bytes(outputs: int) -> int:
-    """Returns the bytes of the results of `outputs` outputs."""
-    return 4 * outputs * (2 + 2 * MAX_LOGPROBS)
+def result_bytes(outputs: int, alternatives: int = MAX_PROMPT_LOGPROBS) -> int:
+    """Returns the bytes of the results of `outputs` outputs with so many alternatives. Those of one place follow those
+    of the place before, for all outputs, so that fewer of them are a beginning of all results."""
+    return 4 * outputs * (3 + 2 * alternatives)
 
 
 @dataclass(slots=True)
@@ -313,14 +315,14 @@ class Results:
     outputs: int
     chosen: NDArray[np.int32] = field(init=False)
     logprob: NDArray[np.float32] = field(init=False)
-    top_ids: NDArray[np.int32] = field(init=False)  # [outputs, MAX_LOGPROBS]
+    rank: NDArray[np.int32] = field(init=False)
+    top_ids: NDArray[np.int32] = field(init=False)  # [outputs, MAX_PROMPT_LOGPROBS]
     top_logprobs: NDArray[np.float32] = field(init=False)
 
     def __post_init__(self) -> None:
-        count = self.outputs
+        count, end = self.outputs, result_bytes(self.outputs) // 4
+        tops = (MAX_PROMPT_LOGPROBS, 2, count)
         ints, floats = self.block.view(np.int32), self.block.view(np.float32)
-        self.chosen, self.logprob = ints[:count], floats[count : 2 * count]
-        self.top_ids = ints[2 * count : (2 + MAX_LOGPROBS) * count].reshape(count, MAX_LOGPROBS)
-        self.top_logprobs = floats[(2 + MAX_LOGPROBS) * count : (2 + 2 * MAX_LOGPROBS) * count].reshape(
-            count, MAX_LOGPROBS
-        )
+        self.chosen, self.logprob, self.rank = ints[:count], floats[count : 2 * count], ints[2 * count : 3 * count]
+        self.top_ids = ints[3 * count : end].reshape(tops)[:, 0].T
+        self.top_logprobs = floats[3 * count : end].reshape(tops)[:, 1].T

@@ -112,14 +112,11 @@ class LaneResources:
 
 Done = Callable[[StepResult | Exception], None]
 
-_CHOSEN_AND_LOGPROB_BYTES = 8  # of an output; the alternatives of all outputs follow
-
 
 def copy_results(decoder: Decoder, outputs: Output, results: Results, address: int, stream: Stream) -> None:
-    """Copies results of the last pass to the host; alternative tokens only if a request wants them."""
+    """Copies results of the last pass to the host; of alternative tokens as many as a request wants."""
     batch, driver = decoder.batch, decoder.driver
-    has_tops = bool((outputs.logprobs > 0).any())
-    num_bytes = batch.results.numel() if has_tops else _CHOSEN_AND_LOGPROB_BYTES * results.outputs
+    num_bytes = result_bytes(results.outputs, outputs.most_logprobs)
     driver.copy_to_host(address, batch.results.data_ptr(), num_bytes, stream)
     if count := len(outputs.embedded):
         embeddings = decoder.embed_prompts(count, stream)
@@ -132,7 +129,9 @@ def values_of(decoder: Decoder, outputs: Output, results: Results) -> OutputValu
     first = result_bytes(results.outputs)
     stored = results.block[first : first + dtype.itemsize * shape[0] * shape[1]]
     embeddings = torch.from_numpy(stored).view(dtype).view(shape).float().numpy()
-    return OutputValues(results.chosen, results.logprob, results.top_ids, results.top_logprobs, embeddings)
+    return OutputValues(
+        results.chosen, results.logprob, results.rank, results.top_ids, results.top_logprobs, embeddings
+    )
 
 
 class BatchLists:

@@ -77,6 +77,9 @@ DEVICE u64 sum_before(u64 v, Shared& shared, u64& total) {
 
 template <class T> DEVICE bool in_vectors(const T* row) { return (u64)row % (WIDTH * sizeof(T)) == 0; }
 
+template <class T> DEVICE float value_at(const T* row, int at) { return Activation::widen(row[at]); }
+DEVICE float value_at(const float* row, int at) { return row[at]; }
+
 // Reads the values first, first + step, …; those from `end` on are -∞.
 template <class T> DEVICE void read(const T* row, int first, int step, int end, float (&to)[WIDTH]) {
     if (step == 1 && first + WIDTH <= end) {
@@ -88,12 +91,7 @@ template <class T> DEVICE void read(const T* row, int first, int step, int end, 
 #pragma unroll
         for (int i = 0; i < WIDTH; i++) {
             const int at = first + i * step;
-            to[i] = -infinity();
-            if constexpr (sizeof(T) == sizeof(float)) {
-                if (at < end) to[i] = row[at];
-            } else {
-                if (at < end) to[i] = Activation::widen(row[at]);
-            }
+            to[i] = at < end ? value_at(row, at) : -infinity();
         }
     }
 }
@@ -429,26 +427,17 @@ DEVICE void merge(u64& kept, u64 (&lists)[MOST_WARPS][32]) {
     }
 }
 
-// Each block scores one row: log-probabilities under the unmodified distribution.
-KERNEL __launch_bounds__(1024, 1) score_tokens(
-    const activation* logits, int logits_stride, const int* out_token, const int* wanted, int* chosen, float* logprob,
-    int* top_ids, float* top_logprobs, const int* masked, int vocab) {
-    __shared__ Shared shared;
-    __shared__ u64 lists[MOST_WARPS][32];
-    __shared__ u32 bound; // some warp has `count` values that are not below it: it, without an index, as in `ranked`
-    const int output = masked == nullptr ? blockIdx.x : masked[blockIdx.x];
-    const int count = wanted[output], token = chosen[output], lane = threadIdx.x % 32;
-    if (out_token[output] < 0 || count < 0 || token < 0) return;
-    const activation* row = logits + (i64)output * logits_stride;
-    Best best = {-infinity(), 0, true};
+// Finds the best values of a row below `ceiling`, up to 32, of which the first `count` matter, and calls f(value, index)
+// for all values. Each warp gets a list of those that it has met. `bound` is of the block.
+template <class T, class F> DEVICE u64 best_below(u64 ceiling, const T* row, int count, int vocab, u32& bound, F f) {
     u64 kept = ranked(-infinity(), 0), last = kept; // the last of the best `count`
-    if (threadIdx.x == 0) bound = 0;
+    if (threadIdx.x == 0) bound = 0; // some warp has `count` values that are not below it, as in `ranked`, no index
     __syncthreads();
     const auto meet = [&](const float (&values)[WIDTH], int first, int step) {
         float most = -infinity();
 #pragma unroll
         for (int i = 0; i < WIDTH; i++) {
-            if (first + i * step < vocab) best.meet(values[i], first + i * step);
+            if (first + i * step < vocab) f(values[i], first + i * step);
             most = max(most, values[i]);
         }
         const u32 least = max((u32)(last >> 32), *(volatile u32*)&bound);
@@ -457,31 +446,54 @@ KERNEL __launch_bounds__(1024, 1) score_tokens(
 #pragma unroll
         for (int i = 0; i < WIDTH; i++) {
             const u64 rank = ranked(values[i], first + i * step);
-            for (u32 left = __ballot_sync(EVERYONE, rank > last); left != 0; left &= left - 1)
+            for (u32 left = __ballot_sync(EVERYONE, rank > last && rank < ceiling); left != 0; left &= left - 1)
                 insert(kept, shuffle(rank, __ffs((int)left) - 1));
             last = shuffle(kept, count - 1);
         }
-        if (lane == 0 && last != before) atomicMax(&bound, (u32)(last >> 32));
+        if (threadIdx.x % 32 == 0 && last != before) atomicMax(&bound, (u32)(last >> 32));
     };
     each_tile<2>(row, threadIdx.x / 32 * TILE, vocab, blockDim.x * WIDTH, meet);
+    return kept;
+}
+
+// Each block scores one row under the unmodified distribution: the token's log-probability and rank, and the best
+// `wanted` tokens, of which each pass over the row finds 32.
+KERNEL __launch_bounds__(1024, 1) score_tokens(
+    const activation* logits, int logits_stride, const int* out_token, const int* wanted, int* chosen, float* logprob,
+    int* rank, int* top_ids, float* top_logprobs, int top_row, int top_place, const int* masked, int vocab) {
+    __shared__ Shared shared;
+    __shared__ u64 lists[MOST_WARPS][32];
+    __shared__ u32 bound;
+    const int output = masked == nullptr ? blockIdx.x : masked[blockIdx.x];
+    const int count = wanted[output], token = chosen[output], lane = threadIdx.x % 32;
+    if (out_token[output] < 0 || count < 0 || token < 0) return;
+    const activation* row = logits + (i64)output * logits_stride;
+    Best best = {-infinity(), 0, true};
+    u64 kept = best_below(~0ull, row, min(count, 32), vocab, bound, [&](float v, int at) { best.meet(v, at); });
     best.share(shared);
+    const float value = value_at(row, token);
     float total = 0.0f;
-    each(row, vocab, [&](float v, int) { total += exp_of(v - best.value); });
-    const u64 bits = reduce(__float_as_uint(total), 0, shared, [](u64 a, u64 b) {
-        return (u64)__float_as_uint(__uint_as_float((u32)a) + __uint_as_float((u32)b));
+    u32 better = 0; // of equal values the first is better
+    each(row, vocab, [&](float v, int at) {
+        total += exp_of(v - best.value);
+        better += v > value || (v == value && at < token);
     });
-    const float norm = best.value + logf(__uint_as_float((u32)bits));
+    const u64 sums = reduce((u64)better << 32 | __float_as_uint(total), 0, shared, [](u64 a, u64 b) {
+        return ((a >> 32) + (b >> 32)) << 32 | __float_as_uint(__uint_as_float((u32)a) + __uint_as_float((u32)b));
+    });
+    const float norm = best.value + logf(__uint_as_float((u32)sums));
     if (threadIdx.x == 0) {
         chosen[output] = best.finite ? token : NOT_FINITE; // also for a token that was known before
-        if constexpr (sizeof(activation) == sizeof(float))
-            logprob[output] = row[token] - norm;
-        else
-            logprob[output] = Activation::widen(row[token]) - norm;
+        logprob[output] = value - norm, rank[output] = (int)(sums >> 32) + 1;
     }
-    if (count == 0) return;
-    merge(kept, lists);
-    if ((int)threadIdx.x < count) {
-        top_ids[output * MAX_LOGPROBS + lane] = index_of(kept);
-        top_logprobs[output * MAX_LOGPROBS + lane] = value_of(kept) - norm;
+    for (int first = 0; first < count; first += 32) {
+        if (first > 0) {
+            __syncthreads(); // all lists are merged
+            kept = best_below(lists[0][31], row, min(count - first, 32), vocab, bound, [](float, int) {});
+        }
+        merge(kept, lists);
+        const int at = output * top_row + (first + lane) * top_place;
+        if ((int)threadIdx.x < min(count - first, 32))
+            top_ids[at] = index_of(kept), top_logprobs[at] = value_of(kept) - norm;
     }
 }

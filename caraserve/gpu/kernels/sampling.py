@@ -6,8 +6,9 @@ integers in units of 2^-44 of the best token's weight, so sums are exact in any 
 can differ only where a draw falls within some millionths of a boundary.
 
 Nothing is sorted: top-k and top-p find their threshold by radix selection. Three passes over a row of weights, which
-the L2 cache holds, make histograms of 11, 11 and 8 bits of the weights in shared memory. The best tokens to report are
-kept in each warp's registers during the pass that finds the largest logit.
+the L2 cache holds, make histograms of 11, 11 and 8 bits of the weights in shared memory. The best tokens to report, up
+to 32, are kept in each warp's registers during the pass that finds the largest logit; for each 32 more, which only
+tokens of prompts may have, there is another pass.
 """
 
 from dataclasses import dataclass
@@ -42,8 +43,9 @@ class Outputs:
     wanted: Tensor  # int32 [outputs] alternatives to report; 0: the token's log-probability only, -1: nothing
     chosen: Tensor  # int32 [outputs], NOT_FINITE where no token can be chosen
     logprob: Tensor  # float32 [outputs]
-    top_ids: Tensor  # int32 [outputs, MAX_LOGPROBS]
-    top_logprobs: Tensor  # float32 [outputs, MAX_LOGPROBS]
+    rank: Tensor  # int32 [outputs] of the chosen token, 1 for the best one
+    top_ids: Tensor  # int32 [outputs, most alternatives]
+    top_logprobs: Tensor  # float32 [outputs, most alternatives], with the strides of `top_ids`
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +84,13 @@ def sample(
 
 
 def score(logits: Tensor, outputs: Outputs, masked: MaskedRows | None = None) -> Launch:
-    """Returns the launch that writes log-probabilities of `outputs.chosen` and of the best alternatives, where wanted;
-    with `masked`, for these rows only."""
+    """Returns the launch that writes log-probabilities and ranks of `outputs.chosen`, and the best alternatives, where
+    wanted; with `masked`, for these rows only."""
     vocab, rows = logits.shape[1], len(logits) if masked is None else len(masked.outputs)
     arguments = (
         *(*_row_pointer(logits), *_addresses(outputs.token, outputs.wanted, outputs.chosen, outputs.logprob)),
-        *_addresses(outputs.top_ids, outputs.top_logprobs),
+        *_addresses(outputs.rank, outputs.top_ids, outputs.top_logprobs),
+        *ints(*outputs.top_ids.stride()),
         *(*pointers(0 if masked is None else masked.outputs.data_ptr()), *ints(vocab)),
     )
     return Launch("sampling", "score_tokens", rows, _threads(vocab), arguments)

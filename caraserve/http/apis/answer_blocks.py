@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from caraserve.http.apis.reasoning import Reasoning
-from caraserve.http.apis.tool_calls import Tools, new_call_id
+from caraserve.http.apis.tool_calls import CallableTools, new_call_id
 from caraserve.tokenizer.tool_format import CallStart, TextPart, ToolCallParser, ToolEvent, pieces
 from caraserve.util.tasks import in_turns
 
@@ -39,7 +39,7 @@ class BlockChange(NamedTuple):
 class AnswerBlocks:
     """The blocks of one answer, whose text may come in pieces. There is one at least, an empty text if need be."""
 
-    def __init__(self, tools: Tools | None, reasoning: Reasoning | None) -> None:
+    def __init__(self, tools: CallableTools | None, reasoning: Reasoning | None) -> None:
         self._tools = tools
         self._reasoning = None if reasoning is None else reasoning.parser()
         self._shows_reasoning = reasoning is not None and reasoning.is_shown

@@ -14,6 +14,7 @@ from caraserve.http.api_request import ApiRequest
 from caraserve.http.apis import translated_fields as body
 from caraserve.http.apis.answer_blocks import AnswerBlocks
 from caraserve.http.apis.anthropic_messages_writer import MessagesWriter
+from caraserve.http.apis.call_arguments import read_arguments
 from caraserve.http.apis.chat import MAX_NUMBERS, chat_ids, parse_chat_fields
 from caraserve.http.apis.chat_format import ChatFormat
 from caraserve.http.apis.chat_translation import (
@@ -38,8 +39,6 @@ from caraserve.tokenizer.reasoning import SWITCHES, ReasoningFormat
 from caraserve.util.tasks import in_turns
 
 _NAMES = {
-    "response_format.json_schema": "output_config.format",
-    "response_format": "output_config.format",
     "].function.parameters": "].input_schema",
     "].function.": "].",
     "thinking_token_budget": "thinking.budget_tokens",
@@ -63,15 +62,15 @@ async def parse_message(fields: Fields, engine: Engine, find: Find, client: Clie
         raise InvalidRequest("max_tokens is required.", param="max_tokens")
     values = await _chat_values(fields)
     values |= _thinking(fields, (await _chat_format(values, engine, find, client)).reasoning_format)
-    message_id, chat_fields = f"msg_{uuid.uuid4().hex}", Fields(values)
+    message_id, chat_fields = f"msg_{uuid.uuid4().hex}", Fields(values, _names(fields))
     try:
-        with client_names(_NAMES):
+        with client_names(chat_fields):
             # A limit beyond the context is lowered: clients, who must send one, choose it for models with a larger one.
             chat = await parse_chat_fields(chat_fields, engine, find, client, message_id, default_max_tokens=limit)
     except ContextLengthExceeded as error:  # the first words are Anthropic's, by which clients know what to do
         raise ContextLengthExceeded(f"prompt is too long: {error.message}", param=error.param) from None
-    skip_unread(fields, chat_fields, _NAMES)
-    blocks = AnswerBlocks(chat.tools, chat.reasoning)
+    skip_unread(fields, chat_fields)
+    blocks = AnswerBlocks(chat.tools.callable, chat.reasoning)
     fills_context = chat.requests[0].params.max_tokens < limit
     progress = None if chat.reasoning is None else chat.reasoning.progress(chat.requests[0].params, engine.tokenizer)
     writer = MessagesWriter(message_id, chat.common.model, blocks, progress, fills_context=fills_context)
@@ -88,10 +87,10 @@ async def count_tokens(request: web.Request) -> web.Response:
     chat_format = await _chat_format(values, engine, adapter_finder(request), request[CLIENT])
     values |= _thinking(fields, chat_format.reasoning_format)
     most = max(body_fields.MAX_TOKENIZED, engine.max_model_len)
-    with client_names(_NAMES):
-        chat = Fields(values)
+    chat = Fields(values, _names(fields))
+    with client_names(chat):
         try:
-            ids = await chat_ids(chat, chat_format, most, parse_tools(chat, chat_format))
+            ids = await chat_ids(chat, chat_format, most, parse_tools(chat, chat_format).in_prompt)
         except ContextLengthExceeded:
             raise InvalidRequest(f"messages have more than {most} tokens; send fewer.", param="messages") from None
     note_ignored(request, fields)
@@ -152,7 +151,7 @@ async def _add_message(messages: list[dict[str, Any]], message: dict[str, Any], 
         if kind == "text":
             texts.append(checked_text(block, "text", where, "messages"))
         elif kind == "tool_use" and role == "assistant":
-            calls.append(_call(block, where))
+            calls.append(await _call(block, where))
         elif kind == "tool_result" and role == "user":
             messages += _user_message(texts)
             texts = []
@@ -180,8 +179,8 @@ def _user_message(texts: list[str]) -> Iterator[dict[str, Any]]:
         yield {"role": "user", "content": "\n".join(texts)}
 
 
-def _call(block: dict[str, Any], name: str) -> dict[str, Any]:
-    arguments = checked_object(block.get("input"), f"{name}.input", "messages")
+async def _call(block: dict[str, Any], name: str) -> dict[str, Any]:
+    arguments = await read_arguments(block.get("input"), f"{name}.input", "messages")
     function = {"name": checked_text(block, "name", name, "messages"), "arguments": arguments}
     return {"id": checked_text(block, "id", name, "messages"), "type": "function", "function": function}
 
@@ -189,7 +188,7 @@ def _call(block: dict[str, Any], name: str) -> dict[str, Any]:
 async def _tool_message(block: dict[str, Any], name: str) -> dict[str, Any]:
     """The message with a tool's result. `is_error` is left for the template."""
     content = block.get("content")
-    text = "" if content is None else await joined_text(content, f"{name}.content", _TEXT, "messages")
+    text = await joined_text(content, f"{name}.content", _TEXT, "messages", may_be_absent=True)
     message = {"role": "tool", "tool_call_id": checked_text(block, "tool_use_id", name, "messages"), "content": text}
     return message | ({"is_error": True} if block.get("is_error") is True else {})
 
@@ -220,15 +219,26 @@ def _tool_choice(choice: Fields) -> Any:
 
 
 def _response_format(fields: Fields) -> dict[str, Any] | None:
-    given = fields.nested("output_config").mapping("format") or fields.mapping("output_format")
+    name, given = _format(fields)
     if not given:
         return None
     if given.get("type") != "json_schema":
-        raise InvalidRequest(
-            f"output_config.format.type must be json_schema, not {shown(given.get('type'))}.",
-            param="output_config.format",
-        )
+        raise InvalidRequest(f"{name}.type must be json_schema, not {shown(given.get('type'))}.", param=name)
     return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
+
+
+def _format(fields: Fields) -> tuple[str, dict[str, Any]]:
+    """The format of the answer, and the field that has it: the newer one, or the older one."""
+    if newer := fields.nested("output_config").mapping("format"):
+        return "output_config.format", newer
+    older = fields.mapping("output_format")
+    return "output_format" if older else "output_config.format", older
+
+
+def _names(fields: Fields) -> dict[str, str]:
+    """What the client calls the fields of the chat that a body stands for."""
+    name, _ = _format(fields)
+    return {"response_format.json_schema": name, "response_format": name, **_NAMES}
 
 
 def _thinking(fields: Fields, reasoning_format: ReasoningFormat | None) -> dict[str, Any]:

@@ -1,12 +1,9 @@
 """POST /v1/chat/completions: makes a prompt of messages by the model's template, writes deltas in OpenAI's shape."""
 
-import contextlib
 import dataclasses
 import uuid
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
-
-import orjson
 
 from caraserve.core.request import Finish, GenerateRequest, TokenDelta, TokenLogprob
 from caraserve.errors import InvalidRequest
@@ -15,7 +12,9 @@ from caraserve.http.access.adapter_choice import Find
 from caraserve.http.access.client import Client
 from caraserve.http.adapter_defaults import default_limit
 from caraserve.http.api_request import ApiRequest
+from caraserve.http.apis.call_arguments import read_arguments
 from caraserve.http.apis.chat_format import ChatFormat
+from caraserve.http.apis.chat_translation import joined_text
 from caraserve.http.apis.choices import ChoicesWriter, PromptLogprobs, ResponseHeads, TokenNames, finite
 from caraserve.http.apis.completions import (
     DEFAULT_MAX_TOKENS,
@@ -28,7 +27,7 @@ from caraserve.http.apis.completions import (
 )
 from caraserve.http.apis.reasoning import Reasoning, add_tokens, parse_reasoning, template_arguments
 from caraserve.http.apis.structured_output import parse_grammar
-from caraserve.http.apis.tool_calls import ToolCallWriter, Tools, parse_tools
+from caraserve.http.apis.tool_calls import ChatTools, ToolCallWriter, parse_tools
 from caraserve.http.apis.truncation import parse_truncation
 from caraserve.http.request_schema import CHAT, check_fields
 from caraserve.http.validation import Fields, shown
@@ -40,8 +39,10 @@ from caraserve.util.tasks import in_turns
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_MESSAGES = 4096
-_REASONING = ("reasoning_content", "reasoning")  # keys of a message; templates know the first, vLLM writes the second
-_MAX_ARGUMENTS_CHARACTERS = 64 << 10  # of one tool call: 4 ms to parse
+_TEXT_PARTS = {"text": "text"}  # of a content that is a list: the key of the text by the type of the part
+_OWN_PARTS = {**_TEXT_PARTS, "refusal": "refusal"}  # in messages of the assistant
+# Keys of a message and of a delta. Templates know the first; vLLM writes the second, which newer clients read.
+_REASONING = ("reasoning_content", "reasoning")
 MAX_NUMBERS = 1 << 16  # in lists of a body, of which a chat has few; a template takes 5 ms to write them as JSON
 
 
@@ -50,7 +51,7 @@ async def parse_chat(fields: Fields, engine: Engine, find: Find, client: Client)
     check_fields(fields, CHAT)
     response_id = f"chatcmpl-{uuid.uuid4().hex}"
     chat = await parse_chat_fields(fields, engine, find, client, response_id)
-    delivery, model, tools = chat.common.delivery, chat.common.model, chat.tools
+    delivery, model, tools = chat.common.delivery, chat.common.model, chat.tools.callable
     names = TokenNames(engine.tokenizer, by_id=delivery.tokens_as_ids)
     choices = [
         ChatChoice(
@@ -75,7 +76,7 @@ class ParsedChat:
     """The engine requests of a chat, and what the writer of its answer needs."""
 
     common: CommonFields
-    tools: Tools | None
+    tools: ChatTools
     reasoning: Reasoning | None
     requests: tuple[GenerateRequest, ...]
 
@@ -101,11 +102,11 @@ async def parse_chat_fields(
     reserved_tokens = (own_default or DEFAULT_MAX_TOKENS) if asked_tokens is None else asked_tokens
     truncation = parse_truncation(fields, engine, reserved_tokens)
     with truncation.refusing("messages"):
-        ids = tuple(truncation.cut(await chat_ids(fields, chat_format, truncation.most_encoded, tools)))
+        ids = tuple(truncation.cut(await chat_ids(fields, chat_format, truncation.most_encoded, tools.in_prompt)))
     reasoning = parse_reasoning(fields, chat_format, ids)
-    kept = [part.kept_special_ids for part in (tools, reasoning) if part is not None]
+    kept = [part.kept_special_ids for part in (tools.callable, reasoning) if part is not None]
     params = dataclasses.replace(params, logprobs=_logprobs(fields), kept_special_ids=frozenset[int]().union(*kept))
-    constraint = None if tools is None else tools.constraint
+    constraint = None if tools.callable is None else tools.callable.constraint
     params = dataclasses.replace(params, grammar=await parse_grammar(fields, engine, params, constraint, reasoning))
     most_scored = validation.most_scored_tokens(common.n, params.logprobs)
     limits = most_scored, own_default if default_max_tokens is None else default_max_tokens
@@ -121,9 +122,11 @@ async def parse_chat_fields(
     return ParsedChat(common, tools, reasoning, tuple(requests))
 
 
-async def chat_ids(fields: Fields, chat_format: ChatFormat, max_tokens: int, tools: Tools | None = None) -> list[int]:
-    """The prompt of `messages` and the template's arguments, as token ids. Raises InvalidRequest, and
-    ContextLengthExceeded when it has more than `max_tokens`."""
+async def chat_ids(
+    fields: Fields, chat_format: ChatFormat, max_tokens: int, tools: Sequence[dict[str, Any]] = ()
+) -> list[int]:
+    """The prompt of `messages` and the template's arguments, as token ids. `tools`: as the template gets them. Raises
+    InvalidRequest, and ContextLengthExceeded when it has more than `max_tokens`."""
     messages = await parse_messages(fields)
     continued = body_fields.CONTINUE_FINAL_MESSAGE.read(fields)
     generation_prompt = body_fields.ADD_GENERATION_PROMPT.read(fields, default=not continued)
@@ -136,7 +139,7 @@ async def chat_ids(fields: Fields, chat_format: ChatFormat, max_tokens: int, too
         add_generation_prompt=generation_prompt,
         continue_final_message=continued,
         kwargs=template_arguments(fields, chat_format.reasoning_format),
-        tools=None if tools is None else tools.for_template,
+        tools=tools or None,
         max_tokens=max_tokens,
     )
     if not ids:
@@ -160,18 +163,13 @@ async def _message(message: object, name: str) -> dict[str, Any]:
     if role not in _ROLES:
         raise InvalidRequest(f"{name}.role must be one of {', '.join(_ROLES)}, not {shown(role)}.", param="messages")
     calls = await _tool_calls(message, name)
-    if isinstance(content, list):
-        numbered = in_turns(enumerate(content))
-        content = "\n".join([_text_part(part, f"{name}.content[{index}]") async for index, part in numbered])
+    if content is None and role == "assistant":
+        content = message.get("refusal")
+    kinds = _OWN_PARTS if role == "assistant" else _TEXT_PARTS
+    # What follows a prompt may have none: an answer that was cut off in its reasoning, a tool that returns nothing.
+    may_be_absent = role in ("assistant", "tool")
+    content = await joined_text(content, f"{name}.content", kinds, "messages", may_be_absent=may_be_absent)
     reasoning = _reasoning(message, name)
-    if content is None and (calls or reasoning):
-        content = ""  # templates concatenate it with strings
-    if not isinstance(content, str):
-        raise InvalidRequest(
-            f"{name}.content must be a string or a list of text parts, not {shown(content)}; only an assistant's "
-            "message with tool_calls or reasoning_content may have none.",
-            param="messages",
-        )
     kept = {key: value for key, value in message.items() if key not in ("tool_calls", *_REASONING)}
     more = {"tool_calls": calls, _REASONING[0]: reasoning}
     return kept | {"content": content} | {key: value for key, value in more.items() if value}
@@ -192,41 +190,24 @@ async def _tool_calls(message: dict[str, Any], name: str) -> list[dict[str, Any]
     """The tool calls of an assistant's message, with arguments as objects: templates write these as JSON."""
     if message.get("function_call") is not None:
         raise InvalidRequest(f"{name}.function_call is not supported; send tool_calls.", param="messages")
-    calls = message.get("tool_calls") or []
+    calls = [] if message.get("tool_calls") is None else message["tool_calls"]
     if calls and message["role"] != "assistant":
         raise InvalidRequest(f"{name}.tool_calls belong to messages of the assistant.", param="messages")
     if not isinstance(calls, list):
         raise InvalidRequest(f"{name}.tool_calls must be a list, not {shown(calls)}.", param="messages")
     numbered = in_turns(enumerate(calls))
-    return [_tool_call(call, f"{name}.tool_calls[{index}]") async for index, call in numbered]
+    return [await _tool_call(call, f"{name}.tool_calls[{index}]") async for index, call in numbered]
 
 
-def _tool_call(call: object, name: str) -> dict[str, Any]:
+async def _tool_call(call: object, name: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequest(
             f'{name} must be {{"id": …, "type": "function", "function": {{"name": …, "arguments": …}}}}.',
             param="messages",
         )
-    arguments = parsed_arguments(function.get("arguments"), f"{name}.function.arguments", "messages")
+    arguments = await read_arguments(function.get("arguments"), f"{name}.function.arguments", "messages")
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def parsed_arguments(arguments: object, name: str, param: str) -> dict[str, Any]:
-    """The arguments of a call, given as a JSON object or as its text. Raises InvalidRequest."""
-    arguments = arguments or {}
-    if isinstance(arguments, str) and len(arguments) <= _MAX_ARGUMENTS_CHARACTERS:
-        with contextlib.suppress(ValueError):
-            arguments = orjson.loads(arguments)  # refuses NaN and half characters, which could not be written again
-    if not isinstance(arguments, dict):
-        raise InvalidRequest(f"{name} must be a JSON object, as a string, not {shown(arguments)}.", param=param)
-    return arguments
-
-
-def _text_part(part: object, name: str) -> str:
-    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise InvalidRequest(f'{name} must be {{"type": "text", "text": …}}; only text is served.', param="messages")
-    return str(part["text"])
 
 
 def _logprobs(fields: Fields) -> int | None:
@@ -279,7 +260,7 @@ class ChatChoice:
         if self._tool_calls is not None:
             parts = self._tool_calls.deltas(text, delta.finish is not None)
         if reasoning:
-            parts.insert(0, {"reasoning_content": reasoning})
+            parts.insert(0, dict.fromkeys(_REASONING, reasoning))
         if not parts and (delta.logprobs or (self._return_token_ids and delta.token_ids)):
             parts = [{"content": ""}]
         new = [self._chunk(part) for part in parts]
@@ -308,7 +289,7 @@ class ChatChoice:
         if self._tool_calls is not None:
             message = await self._tool_calls.message(text)
         if reasoning:
-            message |= {"reasoning_content": reasoning, "content": message["content"] or None}
+            message |= {**dict.fromkeys(_REASONING, reasoning), "content": message["content"] or None}
         before = {"index": self._index, "message": message}
         after = self._finish_fields(answer.finish)
         if self._return_token_ids:

@@ -42,6 +42,11 @@ class ChatFormat:
         return self.tokenizer.tool_format if self.template is None else self.template.tool_format
 
     @property
+    def renders_tools(self) -> bool:
+        """Whether the prompt can show tools."""
+        return self.tokenizer.renders_tools if self.template is None else self.template.renders_tools
+
+    @property
     def reasoning_format(self) -> ReasoningFormat | None:
         """How the answer writes its reasoning; None if it has none."""
         return self.tokenizer.reasoning_format if self.template is None else self.template.reasoning_format

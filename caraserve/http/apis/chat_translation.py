@@ -4,6 +4,7 @@ Their bodies become the fields of a chat, which `chat.py` reads, so that all API
 prompts. Errors are translated back, so that they name the client's own fields.
 """
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,8 @@ from caraserve.http.request_schema import CHAT, KnownFields
 from caraserve.http.validation import Fields, shown
 from caraserve.util.tasks import in_turns
 
+_MESSAGE = re.compile(r"\bmessages\[\d+\]")
+
 
 def shared_values(fields: Fields, known: KnownFields) -> dict[str, Any]:
     """The values of the fields that a table has in common with that of chat completions."""
@@ -20,26 +23,31 @@ def shared_values(fields: Fields, known: KnownFields) -> dict[str, Any]:
 
 
 @contextmanager
-def client_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Replaces names of chat fields in errors by the client's, in the order of `names`."""
+def client_names(chat: Fields) -> Iterator[None]:
+    """Replaces names of chat fields in errors by the client's, in the order of `client_names`. Positions are left out,
+    for the messages are not numbered as the client's."""
     try:
         yield
     except InvalidRequest as error:
-        message, param = error.message, error.param or ""
-        for ours, theirs in names.items():
+        message, param = _MESSAGE.sub("messages", error.message), error.param or ""
+        for ours, theirs in chat.client_names.items():
             message, param = message.replace(ours, theirs), param.replace(ours, theirs)
         raise type(error)(message, param=param or None) from None
 
 
-def skip_unread(fields: Fields, chat: Fields, names: Mapping[str, str]) -> None:
+def skip_unread(fields: Fields, chat: Fields) -> None:
     """Lists what was not used of the chat among the client's fields, by the client's names."""
     for name in chat.unread():
-        fields.skip(names.get(name, name))
+        fields.skip(chat.client_names.get(name, name))
 
 
-async def joined_text(content: object, name: str, kinds: Mapping[str, str], param: str) -> str:
-    """Content as one string: a string, or a list of parts with text. `kinds`: the key of the text by the type of the
-    part. Raises InvalidRequest."""
+async def joined_text(
+    content: object, name: str, kinds: Mapping[str, str], param: str, *, may_be_absent: bool = False
+) -> str:
+    """Content as one string, with which templates concatenate: a string, or a list of parts with text. `kinds`: the
+    key of the text by the type of the part. Empty for none if it `may_be_absent`. Raises InvalidRequest."""
+    if content is None and may_be_absent:
+        return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

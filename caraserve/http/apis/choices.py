@@ -82,14 +82,14 @@ class PromptLogprobs:
         return [*first, *(self._entry(scored) for scored in delta.prompt_logprobs if scored is not None)]
 
     def _entry(self, scored: TokenLogprob) -> dict[str, Any]:
-        ranks = {token_id: rank for rank, token_id in enumerate(scored.top_ids, start=1)}
-        entry = {str(scored.token_id): self._shape(scored.token_id, scored.logprob, ranks.get(scored.token_id))}
+        entry = {str(scored.token_id): self._shape(scored.token_id, scored.logprob, scored.rank)}
         best = zip(scored.top_ids[: self._alternatives], scored.top_logprobs, strict=False)
-        for token_id, logprob in best:
-            entry.setdefault(str(token_id), self._shape(token_id, logprob, ranks[token_id]))
+        for rank, (token_id, logprob) in enumerate(best, start=1):
+            if token_id != scored.token_id:
+                entry[str(token_id)] = self._shape(token_id, logprob, rank)
         return entry
 
-    def _shape(self, token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
+    def _shape(self, token_id: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": self._names.of(token_id)}
 
 

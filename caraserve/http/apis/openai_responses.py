@@ -13,7 +13,8 @@ from caraserve.http.access.client import Client
 from caraserve.http.api_request import ApiRequest
 from caraserve.http.apis import translated_fields as body
 from caraserve.http.apis.answer_blocks import AnswerBlocks
-from caraserve.http.apis.chat import ParsedChat, parse_chat_fields, parsed_arguments
+from caraserve.http.apis.call_arguments import read_arguments
+from caraserve.http.apis.chat import ParsedChat, parse_chat_fields
 from caraserve.http.apis.chat_translation import (
     checked_choice,
     checked_object,
@@ -53,14 +54,14 @@ async def parse_response(fields: Fields, engine: Engine, find: Find, client: Cli
     values = await _chat_values(fields)
     metadata = _metadata(fields)
     response_id = f"resp_{uuid.uuid4().hex}"
-    chat_fields = Fields(values)
-    with client_names(_NAMES):
+    chat_fields = Fields(values, _NAMES)
+    with client_names(chat_fields):
         chat = await parse_chat_fields(chat_fields, engine, find, client, response_id)
-    skip_unread(fields, chat_fields, _NAMES)
+    skip_unread(fields, chat_fields)
     head = _response_head(response_id, fields, values, chat, metadata)
     params = chat.requests[0].params
     progress = None if chat.reasoning is None else chat.reasoning.progress(params, engine.tokenizer)
-    writer = ResponsesWriter(head, AnswerBlocks(chat.tools, chat.reasoning), progress)
+    writer = ResponsesWriter(head, AnswerBlocks(chat.tools.callable, chat.reasoning), progress)
     return ApiRequest(chat.requests, 1, chat.common.delivery.stream, writer)
 
 
@@ -69,7 +70,6 @@ def _response_head(
 ) -> dict[str, Any]:
     """The fields of the response object that are known before the answer."""
     params = chat.requests[0].params
-    tools = () if chat.tools is None else chat.tools.for_template
     return {
         "id": response_id,
         "object": "response",
@@ -86,7 +86,10 @@ def _response_head(
         "temperature": params.temperature,
         "text": {"format": fields.mapping("text").get("format") or {"type": "text"}},
         "tool_choice": fields.raw("tool_choice") or "auto",
-        "tools": [{"type": "function", "strict": None, "parameters": None, **tool["function"]} for tool in tools],
+        "tools": [
+            {"type": "function", "strict": None, "parameters": None, **tool["function"]}
+            for tool in chat.tools.in_prompt
+        ],
         "top_p": params.top_p,
         "truncation": "disabled",
     }
@@ -130,8 +133,9 @@ async def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], name: 
     kind = item.get("type") or "message"
     if kind == "message":
         role = checked_choice(item.get("role"), _ROLES, f"{name}.role", "input")
-        content = await joined_text(item.get("content"), f"{name}.content", _PARTS, "input")
-        begun = _assistant(messages) if role == "assistant" else None
+        is_answer = role == "assistant"
+        content = await joined_text(item.get("content"), f"{name}.content", _PARTS, "input", may_be_absent=is_answer)
+        begun = _assistant(messages) if is_answer else None
         if begun is not None and begun["content"] is None and "tool_calls" not in begun:
             begun["content"] = content  # after its reasoning
         else:
@@ -139,13 +143,13 @@ async def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], name: 
     elif kind == "function_call":
         function = {
             "name": checked_text(item, "name", name, "input"),
-            "arguments": parsed_arguments(item.get("arguments"), f"{name}.arguments", "input"),
+            "arguments": await read_arguments(item.get("arguments"), f"{name}.arguments", "input"),
         }
         call = {"id": checked_text(item, "call_id", name, "input"), "type": "function", "function": function}
         _assistant(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         call_id = checked_text(item, "call_id", name, "input")
-        content = await joined_text(item.get("output"), f"{name}.output", _PARTS, "input")
+        content = await joined_text(item.get("output"), f"{name}.output", _PARTS, "input", may_be_absent=True)
         messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
     elif kind == "reasoning":
         if item.get("content"):

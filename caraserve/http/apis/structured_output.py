@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -67,10 +68,13 @@ def _grammar_source(fields: Fields, params: SamplingParams, with_calls: Combine 
         *_structured_outputs(fields),
         *(source for name, kind in _PLAIN_FIELDS.items() for source in _source(kind, fields.raw(name), name)),
     ]
-    if len(sources) > 1:
-        one, other = sources[0].field, sources[1].field
-        raise InvalidRequest(f"{one} and {other} both constrain the answer; send one of them.", param=one)
     source = sources[0] if sources else None
+    for other in sources[1:]:  # some clients send one grammar under an older and a newer name
+        if (other.kind, other.text) != (sources[0].kind, sources[0].text):
+            raise InvalidRequest(
+                f"{sources[0].field} and {other.field} both constrain the answer; send one of them.",
+                param=sources[0].field,
+            )
     if with_calls is not None:
         source = with_calls(source)
     if source is None:
@@ -78,7 +82,8 @@ def _grammar_source(fields: Fields, params: SamplingParams, with_calls: Combine 
     if params.ignore_eos or params.min_tokens > 0:
         name = "ignore_eos" if params.ignore_eos else "min_tokens"
         raise InvalidRequest(f"{name} contradicts {source.field}, whose grammar ends the answer.", param=name)
-    return source
+    # It is compiled later: an error then names the field that the client has sent.
+    return replace(source, field=fields.client_names.get(source.field, source.field))
 
 
 def _response_format(fields: Fields) -> Iterator[GrammarSource]:

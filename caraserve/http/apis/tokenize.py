@@ -8,6 +8,7 @@ from caraserve.http.access.adapter_choice import adapter_finder, choose_adapter
 from caraserve.http.apis.chat import chat_ids
 from caraserve.http.apis.chat_format import ChatFormat
 from caraserve.http.apis.completions import decode, encode
+from caraserve.http.apis.tool_calls import for_template, parse_functions
 from caraserve.http.context import CLIENT, CONTEXT
 from caraserve.http.request_schema import DETOKENIZE, TOKENIZE, check_fields
 from caraserve.http.responses import json_response, note_ignored, read_object
@@ -26,7 +27,8 @@ async def tokenize(request: web.Request) -> web.Response:
     most = max(body_fields.MAX_TOKENIZED, engine.max_model_len)
     try:
         if fields.raw("messages") is not None:
-            ids = await chat_ids(fields, await ChatFormat.of_adapter(engine.tokenizer, adapter), most)
+            chat_format, tools = await ChatFormat.of_adapter(engine.tokenizer, adapter), parse_functions(fields)
+            ids = await chat_ids(fields, chat_format, most, for_template(tools))
         else:
             prompt = body_fields.TEXT_PROMPT.read(fields)
             if prompt is None:

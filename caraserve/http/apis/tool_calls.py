@@ -3,7 +3,7 @@
 import json
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from caraserve.http.apis.chat_format import ChatFormat
 from caraserve.http.apis.completions import finish_fields
 from caraserve.http.apis.structured_output import json_text
 from caraserve.http.validation import Fields, shown
+from caraserve.tokenizer.chat_template import HOW_TO_RENDER_TOOLS
 from caraserve.tokenizer.grammar import GrammarSource
 from caraserve.tokenizer.grammar_limits import WHITESPACE
 from caraserve.tokenizer.tool_format import (
@@ -51,17 +52,15 @@ class _Function:
 
 
 @dataclass(frozen=True, slots=True)
-class Tools:
+class CallableTools:
     """The functions that a chat's answer may call.
 
-    `for_template`: all functions as a chat template gets them. `functions`: those that may be called. `must_call`:
-    whether the answer is a call. `kept_special_ids`: special tokens that belong to the text of calls. `most_calls`:
-    None without a limit.
+    `functions`: those that may be called. `must_call`: whether the answer is a call. `kept_special_ids`: special tokens
+    that belong to the text of calls. `most_calls`: None without a limit.
     """
 
     tool_format: ToolFormat
     special_id: Callable[[str], int | None]
-    for_template: tuple[dict[str, Any], ...]
     functions: tuple[_Function, ...]
     must_call: bool
     kept_special_ids: frozenset[int]
@@ -95,6 +94,15 @@ class Tools:
         return GrammarSource("lark", text, own_field if source is None else source.field)
 
 
+@dataclass(frozen=True, slots=True)
+class ChatTools:
+    """The tools of a chat. `in_prompt`: as its template gets them. `callable`: what its answer may call; None if it
+    calls nothing."""
+
+    in_prompt: tuple[dict[str, Any], ...] = ()
+    callable: CallableTools | None = None
+
+
 def _answer_schema(source: GrammarSource) -> str:
     """The JSON schema of a constraint as a part of a Lark grammar, where white space is bounded as in calls."""
     try:
@@ -106,31 +114,56 @@ def _answer_schema(source: GrammarSource) -> str:
     return json_text({**_SPACES, **schema}, source.field)
 
 
-def parse_tools(fields: Fields, chat_format: ChatFormat) -> Tools | None:
-    """Reads `tools`, `tool_choice` and `parallel_tool_calls`; None if the answer calls nothing. Raises InvalidRequest
-    that names the field."""
+def parse_tools(fields: Fields, chat_format: ChatFormat) -> ChatTools:
+    """Reads `tools`, `tool_choice` and `parallel_tool_calls`. Raises InvalidRequest that names the field."""
     _refuse_functions(fields)
     functions = parse_functions(fields)
     choice = _parse_choice(fields, functions)
     several = body_fields.PARALLEL_TOOL_CALLS.read(fields)
-    if not functions or choice == "none":
-        return None
+    if not functions:
+        return ChatTools()
+    in_prompt = for_template(functions)
+    if choice == "none":
+        return _unused(fields, chat_format, in_prompt)
     tokenizer = chat_format.tokenizer
     if (tool_format := chat_format.tool_format) is None:
-        raise InvalidRequest(
-            "the chat template cannot render tools, or writes calls in an unknown format; leave tools out, or "
-            "start the server with --tool-call-parser.",
-            param="tools",
-        )
+        raise InvalidRequest(_why_no_tools(chat_format), param="tools")
     kept = (tokenizer.special_id(text) for text in tool_format.special_tokens)
-    return Tools(
-        tool_format,
-        tokenizer.special_id,
-        tuple(function.for_template() for function in functions),
-        tuple(functions) if isinstance(choice, str) else (choice,),
-        choice != "auto",
-        frozenset(token_id for token_id in kept if token_id is not None),
-        None if several and isinstance(choice, str) else 1,  # a named function is called once
+    return ChatTools(
+        in_prompt,
+        CallableTools(
+            tool_format,
+            tokenizer.special_id,
+            tuple(functions) if isinstance(choice, str) else (choice,),
+            choice != "auto",
+            frozenset(token_id for token_id in kept if token_id is not None),
+            None if several and isinstance(choice, str) else 1,  # a named function is called once
+        ),
+    )
+
+
+def for_template(functions: Sequence[_Function]) -> tuple[dict[str, Any], ...]:
+    """Returns functions as a chat template gets them."""
+    return tuple(function.for_template() for function in functions)
+
+
+def _unused(fields: Fields, chat_format: ChatFormat, in_prompt: tuple[dict[str, Any], ...]) -> ChatTools:
+    """The tools of an answer that may call none. The prompt has them all the same: clients that read calls themselves
+    ask for that, and a conversation keeps its beginning in the prefix cache."""
+    if chat_format.tokenizer.excludes_unused_tools:
+        return ChatTools()
+    if not chat_format.renders_tools:
+        fields.skip("tools")
+        return ChatTools()
+    return ChatTools(in_prompt)
+
+
+def _why_no_tools(chat_format: ChatFormat) -> str:
+    if not chat_format.renders_tools:
+        return f"the chat template cannot render tools; leave them out, or {HOW_TO_RENDER_TOOLS}."
+    return (
+        "the chat template writes calls of tools in a format that is not known here; leave tools out, start the server "
+        "with --tool-call-parser if the format is one of those, or with --chat-template and a template in one of them."
     )
 
 

@@ -21,7 +21,7 @@ from caraserve.http.field_types import (
     object_of,
     one_of,
 )
-from caraserve.http.request_schema import CHAT, NO_CONSTRAINTS, KnownFields, Refused
+from caraserve.http.request_schema import CHAT, NO_CONSTRAINTS, KnownFields, Refused, refused_beside
 
 MAX_ITEMS = 1 << 14  # of an input
 MAX_TOOLS = 128
@@ -109,7 +109,9 @@ def _translated(
     more = {name: one for name, one in of_chat.items() if name not in known}
     for name, one in more.items():
         more[name] = Refused(advice.get(one.advice, one.advice), one.neutral)
-    return KnownFields(served, {**more, **refused}, (CHAT.ignored | ignored) - served.keys() - refused.keys())
+    return KnownFields(
+        served, refused_beside(served, {**more, **refused}), (CHAT.ignored | ignored) - served.keys() - refused.keys()
+    )
 
 
 _STATELESS = Refused("nothing is stored here; send the whole conversation as input")

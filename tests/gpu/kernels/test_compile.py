@@ -213,7 +213,7 @@ ROWS, PART = cuda_launch.ActivationRows(64, 16, 16), cuda_launch.ShrinkBuffer(0,
 TABLES, ITEMS = cuda_launch.WeightTables(0, 0, 0, 0, 0, 1), cuda_launch.WorkList(0, 0, 0)
 ONE = cuda_launch.Projections((0,), (16,))
 EMPTY = torch.empty(2, 8, dtype=torch.int32)
-OUTPUTS, MASKED = Outputs(*[EMPTY] * 7), MaskedRows(EMPTY[0], EMPTY)
+OUTPUTS, MASKED = Outputs(*[EMPTY] * 8), MaskedRows(EMPTY[0], EMPTY)
 STATE = SamplerState(torch.empty(2, SLOT_SAMPLING.itemsize, dtype=torch.uint8), EMPTY, EMPTY, EMPTY)
 EVERY_LAUNCH = (
     cuda_launch.shrink(1, TABLES, ITEMS, ROWS, PART),

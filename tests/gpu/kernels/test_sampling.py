@@ -12,15 +12,19 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from caraserve import demo
 from caraserve.core.batch import SlotSampling
 from caraserve.core.grammar import mask_words
 from caraserve.core.outputs import NOT_FINITE, SAMPLE, SAMPLE_MASKED, SCORE
-from caraserve.core.request import MAX_LOGPROBS
+from caraserve.core.request import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS
 from caraserve.cpu.sampling import SLOT_SAMPLING, choose, uniform, write_sampling
+from caraserve.gpu.forward.batch import Capacity, Results, make_batch, result_bytes
+from caraserve.gpu.forward.decoder import outputs_between
 from caraserve.gpu.kernels.attention import TokenTables
 from caraserve.gpu.kernels.cuda_launch import Launch
 from caraserve.gpu.kernels.sampling import MaskedRows, Outputs, SamplerState, sample, score
 from caraserve.model.dtype import Dtype
+from caraserve.model.spec import load_spec
 from tests.gpu.emulator import run
 
 VOCAB = 700  # several tiles, and not a multiple of one
@@ -88,11 +92,11 @@ class Bench:
         return int(choose(logits.float().numpy(), position, self.history[slot], self.table[slot], *rooms))
 
 
-def make_outputs(token: list[int], kinds: list[int], wanted: list[int]) -> Outputs:
+def make_outputs(token: list[int], kinds: list[int], wanted: list[int], most: int = MAX_LOGPROBS) -> Outputs:
     ints = [torch.tensor(part, dtype=torch.int32) for part in (token, kinds, wanted, [-7] * len(token))]
-    shape = (len(token), MAX_LOGPROBS)
+    shape = (len(token), most)
     floats = [torch.full(size, float("nan")) for size in (shape[:1], shape)]
-    return Outputs(*ints, floats[0], torch.full(shape, -7, dtype=torch.int32), floats[1])
+    return Outputs(*ints, floats[0], ints[-1].clone(), torch.full(shape, -7, dtype=torch.int32), floats[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -367,11 +371,40 @@ def test_rows_of_many_warps() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("wanted", [1, 7, MAX_LOGPROBS])
-def test_the_best_tokens_are_those_of_a_stable_sort(kind: str, wanted: int) -> None:
-    row = adversarial(kind, VOCAB, np.random.default_rng(wanted))
-    logits, outputs = torch.from_numpy(row[None]), make_outputs([0], [SAMPLE], [wanted])
-    outputs.chosen[0] = 5
+@pytest.mark.parametrize("wanted", [0, 1, MAX_LOGPROBS, 32, 65, MAX_PROMPT_LOGPROBS])
+def test_the_best_tokens_and_the_rank_are_those_of_a_stable_sort(kind: str, wanted: int) -> None:
+    rows = np.stack([adversarial(kind, VOCAB, np.random.default_rng(seed)) for seed in (wanted, wanted + 1)])
+    logits, outputs = torch.from_numpy(rows), make_outputs([0, 1], [SAMPLE, SCORE], [wanted] * 2, MAX_PROMPT_LOGPROBS)
+    order = np.argsort(-rows, kind="stable", axis=1)
+    tokens = [5, int(order[1, -3])]
+    outputs.chosen.copy_(torch.tensor(tokens))
     issue(score(logits, outputs), logits)
-    assert outputs.top_ids[0, :wanted].tolist() == np.argsort(-row, kind="stable")[:wanted].tolist()
-    assert torch.isnan(outputs.top_logprobs[0, wanted:]).all()
+    assert outputs.top_ids[:, :wanted].tolist() == order[:, :wanted].tolist()
+    exact = torch.log_softmax(logits.double(), 1)
+    for row, token in enumerate(tokens):
+        assert int(outputs.rank[row]) == order[row].tolist().index(token) + 1
+        got = outputs.top_logprobs[row, :wanted].double()
+        torch.testing.assert_close(got, exact[row, order[row, :wanted].copy()], atol=1e-5, rtol=1e-5)
+    assert torch.isnan(outputs.top_logprobs[:, wanted:]).all()
+
+
+def test_results_are_written_as_they_are_copied_to_the_host() -> None:
+    """Place after place, so that a copy of fewer alternatives is a beginning of the results."""
+    batch = make_batch(load_spec(demo.model_folder()), Capacity(8, 4, 16, 8, 1), 8, torch.device("cpu"))
+    logits, outputs = random_logits(3), outputs_between(batch.outputs, 2, 5)
+    for part, values in zip(
+        (outputs.token, outputs.wanted, outputs.chosen), ([0, 1, 2], [40, 0, 100], [9, 8, 7]), strict=True
+    ):
+        part.copy_(torch.tensor(values, dtype=torch.int32))
+    issue(score(logits, outputs), logits)
+    order = torch.argsort(logits, dim=1, descending=True, stable=True)
+    for alternatives in (40, MAX_PROMPT_LOGPROBS):
+        block = np.full(result_bytes(16), 0xFF, np.uint8)
+        copied = result_bytes(16, alternatives)
+        block[:copied] = batch.results.numpy()[:copied]
+        results = Results(block, 16)
+        for row, wanted in ((0, 40), (2, alternatives)):
+            assert results.top_ids[2 + row, :wanted].tolist() == order[row, :wanted].tolist()
+            assert np.isfinite(results.top_logprobs[2 + row, :wanted]).all()
+        assert results.rank[2:5].tolist() == [order[row].tolist().index(9 - row) + 1 for row in range(3)]
+        assert results.chosen[2:5].tolist() == [9, 8, 7]

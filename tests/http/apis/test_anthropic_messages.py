@@ -331,7 +331,7 @@ def message(*blocks: Any, role: str = "user") -> dict[str, Any]:
         (message(TOOL_USE), "'tool_use'"),
         (message(RESULT, role="assistant"), "'tool_result'"),
         (message(TOOL_USE, role="assistant"), "tool_result"),
-        (message(TOOL_USE | {"input": "{}"}, role="assistant"), "input"),
+        (message(TOOL_USE | {"input": 3}, role="assistant"), "input"),
         (message({"type": "tool_result", "content": "x"}), "tool_use_id"),
         (message(RESULT | {"content": [{"type": "image"}]}), "messages[0].content[0].content[0]"),
         ({"system": [{"type": "image"}]}, "system[0]"),

@@ -229,9 +229,9 @@ async def test_sampling_fields_pass_on() -> None:
         ({"input": [{"role": "robot", "content": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": [1]}]}, "input"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input"),
-        ({"input": [{"type": "function_call_output", "call_id": "c", "output": None}]}, "input"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": 3}]}, "input"),
         ({"input": "x" * 2000}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 5000}, "max_output_tokens"),
@@ -264,6 +264,7 @@ async def test_messages_name_fields_of_this_api() -> None:
         ({"output_format": {}}, "text.format"),
         ({"max_new_tokens": 5}, "max_output_tokens"),
         ({"reasoning_effort": "low"}, "reasoning.effort"),
+        ({"chat_template_kwargs": {"broken": True}}, "input has tool_calls"),
     ):
         assert named in (await answered(**fields)).error["message"]
 

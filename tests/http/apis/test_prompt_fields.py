@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from caraserve.core.request import GenerateRequest, TokenDelta, TokenLogprob
 from caraserve.http.body_fields import MAX_TOKENIZED
-from tests.http.fake_engine import BOS, FakeEngine, FakeTokenizer
+from tests.http.fake_engine import BOS, FakeEngine, FakeTokenizer, finish
 from tests.http.serving import Answer, Client, serving
 
 KINDS = ["complete", "chat"]
@@ -110,7 +111,7 @@ async def test_a_model_without_such_tokens_refuses_a_suffix(monkeypatch: pytest.
     assert (answer.status, answer.error["param"]) == (400, "suffix")
 
 
-def entry(token_id: int, rank: int | None, text: str, logprob: float = -0.5) -> dict[str, Any]:
+def entry(token_id: int, rank: int, text: str, logprob: float = -0.5) -> dict[str, Any]:
     return {str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": text}}
 
 
@@ -128,10 +129,21 @@ async def test_prompt_logprobs_of_a_chat_are_in_the_response_once() -> None:
         response = (await client.chat(n=2, prompt_logprobs=0, logprobs=True)).json
     scores = response["prompt_logprobs"]
     assert scores[0] is None
-    assert scores[1:] == [entry(token_id, None, chr(token_id)) for token_id in CHAT_PROMPT]
+    assert scores[1:] == [entry(token_id, 1, chr(token_id)) for token_id in CHAT_PROMPT]
     assert ["prompt_logprobs" in choice for choice in response["choices"]] == [False] * 2
     assert response["choices"][0]["logprobs"]["content"][0]["token"] == "H"
     assert [request.params.prompt_logprobs for request in fake.requests] == [0, None]
+
+
+async def test_the_rank_of_a_token_is_the_one_among_all_tokens() -> None:
+    def script(request: GenerateRequest) -> list[TokenDelta]:
+        scores = [TokenLogprob(token_id, -7.0, (65, 66), (-0.5, -1.5), rank=40) for token_id in request.prompt_ids[1:]]
+        return [TokenDelta("", (), prompt_logprobs=(None, *scores), finish=finish(request, 0))]
+
+    async with serving(FakeEngine(script=script)) as client:
+        choice = (await client.complete(prompt="x", prompt_logprobs=2)).json["choices"][0]
+    expected = entry(120, 40, "x", -7.0) | entry(65, 1, "A") | entry(66, 2, "B", -1.5)
+    assert choice["prompt_logprobs"] == [None, expected]
 
 
 async def test_a_prompt_of_one_token_has_one_null() -> None:
@@ -156,7 +168,7 @@ async def test_logprobs_of_the_answer_do_not_begin_with_those_of_the_prompt() ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fields", [{"prompt_logprobs": 1, "stream": True}, {"prompt_logprobs": 21}])
+@pytest.mark.parametrize("fields", [{"prompt_logprobs": 1, "stream": True}, {"prompt_logprobs": 101}])
 async def test_prompt_logprobs_that_cannot_be_are_refused(kind: str, fields: dict[str, Any]) -> None:
     async with serving(FakeEngine()) as client:
         answer = await ask(client, kind, **fields)

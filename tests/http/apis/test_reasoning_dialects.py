@@ -35,6 +35,13 @@ async def test_reasoning_is_an_item_before_the_message() -> None:
     assert text["content"][0]["text"] == "Hi!"
 
 
+async def test_a_format_beside_an_effort_is_not_listed_as_ignored() -> None:
+    wanted = {"format": {"type": "json_schema", "schema": {}}, "effort": "low"}
+    answer = await message(**ENABLED, output_config=wanted)
+    assert answer.status == 200
+    assert "output_config.format" not in answer.headers.get("x-caraserve-ignored", "")
+
+
 async def test_the_events_of_reasoning() -> None:
     events = responses_tests.events_of(await respond(stream=True))
     kinds = [event["type"] for event in events if event.get("output_index") == 0]

@@ -84,6 +84,53 @@ async def test_numbers_beyond_64_bits_are_kept() -> None:
     assert json.loads(fake.requests[0].params.grammar.text) == {"maximum": 2**70}
 
 
+@pytest.mark.parametrize(
+    ("fields", "is_one"),
+    [
+        ({"guided_grammar": "root ::= x", "structured_outputs": {"grammar": "root ::= x"}}, True),  # guidance's client
+        ({"guided_json": SCHEMA, "response_format": {"type": "json_object", "schema": SCHEMA}}, True),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"json_object": True}}, True),
+        ({"guided_grammar": "root ::= x", "structured_outputs": {"grammar": "root ::= y"}}, False),
+        ({"guided_regex": "a*", "guided_grammar": "a*"}, False),
+        ({"regex": "a*", "guided_regex": "a*", "structured_outputs": {"regex": "b*"}}, False),
+    ],
+    ids=str,
+)
+async def test_equal_grammars_in_several_fields_are_one(fields: dict[str, Any], is_one: bool) -> None:
+    async with serving(FakeEngine()) as client:
+        answer = await client.complete(**fields)
+    assert answer.status == (200 if is_one else 400)
+    assert is_one or "both constrain the answer" in answer.error["message"]
+
+
+FORMAT = {"type": "json_schema", "schema": {"pattern": WRONG_GRAMMAR}}
+OF_CLIENTS = {  # of each API: a body whose grammar is wrong, and the field that has it
+    "/v1/responses": ({"input": "x", "text": {"format": FORMAT}}, "text.format"),
+    "/v1/messages": ({"output_config": {"format": FORMAT}}, "output_config.format"),
+    "/v1/messages ": ({"output_format": FORMAT}, "output_format"),
+    "/v1/chat/completions": (
+        {"response_format": {"type": "json_schema", "json_schema": FORMAT}},
+        "response_format",
+    ),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", OF_CLIENTS)
+async def test_a_schema_that_cannot_be_compiled_is_refused_by_the_clients_own_field(path: str, stream: bool) -> None:
+    fields, own = OF_CLIENTS[path]
+    body = {"model": "a", "messages": [{"role": "user", "content": "x"}], "max_tokens": 5} | fields
+    if "input" in fields:
+        del body["messages"], body["max_tokens"]
+    fake = FakeEngine()
+    async with serving(fake) as client:
+        refused = await client.post(path.strip(), body | {"stream": stream})
+    assert refused.status == 400
+    assert refused.json["error"]["message"].startswith(f"{own} cannot be compiled")
+    assert refused.json["error"].get("param", own) == own
+    assert not fake.requests
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_grammar_that_cannot_be_compiled_is_refused_by_its_field(stream: bool) -> None:
     fake = FakeEngine()

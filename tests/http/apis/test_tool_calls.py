@@ -148,13 +148,49 @@ async def prompt_and_grammar(fake: FakeEngine, **fields: Any) -> tuple[str, str 
     return bytes(request.prompt_ids[1:]).decode(), None if source is None else source.text
 
 
-async def test_the_template_gets_the_tools_unless_none_may_be_called() -> None:
-    prompt, grammar = await prompt_and_grammar(engine("x"))
+@pytest.mark.parametrize("fields", [{}, {"tool_choice": "auto"}, {"tool_choice": "none"}])
+async def test_the_template_gets_the_tools_also_if_none_may_be_called(fields: dict[str, Any]) -> None:
+    prompt, grammar = await prompt_and_grammar(engine("x"), **fields)
     assert prompt.startswith("tool:weather;tool:time;")
     assert grammar is None
-    prompt, grammar = await prompt_and_grammar(engine("x"), tool_choice="none")
-    assert "tool:" not in prompt
-    assert grammar is None
+
+
+@pytest.mark.parametrize("choice", ["auto", "none"])
+async def test_tokenize_counts_a_chat_with_its_tools(choice: str) -> None:
+    body = {"messages": MESSAGES, "tools": [WEATHER, TIME]}
+    async with serving(engine("x")) as client:
+        counted = (await client.post("/tokenize", body)).json
+        asked = (await client.chat(**body, tool_choice=choice, return_token_ids=True)).json
+        wrong = await client.post("/tokenize", body | {"tools": [{}]})
+    assert counted["tokens"] == asked["prompt_token_ids"]
+    assert counted["count"] == asked["usage"]["prompt_tokens"]
+    assert (wrong.status, wrong.error["param"]) == (400, "tools")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_may_call_nothing_is_text(stream: bool) -> None:
+    answer = await answered(engine(CALL), tool_choice="none", stream=stream)
+    choice = joined(answer) if stream else answer.json["choices"][0]
+    message = choice if stream else choice["message"]
+    assert (message["content"], choice["finish_reason"]) == (CALL, "stop")
+    assert not message.get("tool_calls")
+
+
+async def test_the_operator_may_leave_tools_out_where_none_may_be_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeTokenizer, "excludes_unused_tools", True)
+    for choice in ("auto", "none"):
+        prompt, _ = await prompt_and_grammar(engine("x"), tool_choice=choice)
+        assert ("tool:" in prompt) == (choice == "auto")
+
+
+async def test_a_model_that_cannot_show_tools_lists_those_that_may_not_be_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FakeTokenizer, "renders_tools", False)
+    fake = engine("x", None)
+    answer = await answered(fake, tool_choice="none")
+    assert (answer.status, answer.headers["x-caraserve-ignored"]) == (200, "tools")
+    assert b"tool:" not in bytes(fake.requests[0].prompt_ids[1:])
 
 
 async def test_required_and_named_choices_constrain_the_answer() -> None:
@@ -242,10 +278,17 @@ async def test_mistakes_are_named(fields: dict[str, Any], param: str) -> None:
     assert not fake.streams
 
 
-async def test_a_model_without_tools_refuses_them() -> None:
+@pytest.mark.parametrize(
+    ("renders_tools", "words"), [(False, "the chat template cannot render tools"), (True, "a format that is not known")]
+)
+async def test_a_model_without_tools_refuses_them_and_names_the_cure(
+    monkeypatch: pytest.MonkeyPatch, renders_tools: bool, words: str
+) -> None:
+    monkeypatch.setattr(FakeTokenizer, "renders_tools", renders_tools)
     answer = await answered(engine("x", None))
     assert (answer.status, answer.error["param"]) == (400, "tools")
-    assert "cannot render tools" in answer.error["message"]
+    for word in (words, "--tool-call-parser", "--chat-template"):
+        assert word in answer.error["message"]
 
 
 async def test_openais_client_calls_a_tool_and_sends_its_answer() -> None:
