@@ -105,7 +105,7 @@ def answers(printed: str) -> Iterator[str]:
     for line in printed.splitlines():
         document = json.loads(line) if line.startswith("{") else {}
         for choice in document.get("choices", ()):
-            yield choice["text"] if "text" in choice else choice["message"]["content"]
+            yield choice["text"] if "text" in choice else choice["message"]["content"] or ""
         for part in document.get("content", ()):
             yield part["text"]
 
@@ -137,6 +137,7 @@ def test_every_block_to_copy_works_in_its_order(page: Path, server: Server, voca
         ("response_format=Facts", "json topic='cats' kind='animal' answer=['Cats "),
         ("client.responses.create", "Arrr, matey! Th' sea "),
         ("/v1/messages", "Arrr, matey! Th' sea "),
+        ('"tool_choice": "required"', '"name":"look_up","arguments":"'),
         ('"text_2": ["Blue is the sea.", "A contract."]', '"score":0.8'),
     ],
 )
