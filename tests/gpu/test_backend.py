@@ -5,7 +5,6 @@ import asyncio
 import json
 import random
 import re
-import threading
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from caraserve.config import LOADING_MODES, PRELOADED_MODES, LoraConfig
 from caraserve.core.batch import Batch, StepResult
+from caraserve.core.lora_layout import HostAdapter
 from caraserve.engine.active_request import ActiveRequest
 from caraserve.engine.queues import RequestQueues
 from caraserve.errors import ConfigError, CopyFailed
@@ -315,12 +315,20 @@ def test_preempted_requests_lose_no_token(subject: Subject, monkeypatch: pytest.
 
 
 def test_prefixes_are_computed_once(subject: Subject) -> None:
+    """By the first of three requests for each; the others come together."""
     rng = random.Random(8)
     stem = prompt_of(rng, 70)
     asked = [(stem + prompt_of(rng, 5), name) for name in ("r8", None) for _ in range(3)]
-    answers = ask(subject, asked, 4, gap_s=0.3, seqs=2)
-    check(subject, asked, answers, 4)
-    assert sum(answer.finish.cached_tokens for answer in answers) >= 4 * 64
+
+    async def use(engine: Engine, host: Host) -> None:
+        for start in (0, 3):
+            first, *others = asked[start : start + 3]
+            answers = [await submit(engine, *first, max_tokens=4)]
+            answers += await asyncio.gather(*(submit(engine, *each, max_tokens=4) for each in others))
+            check(subject, asked[start : start + 3], answers, 4)
+            assert [answer.finish.cached_tokens for answer in answers] == [0, 64, 64]
+
+    run_server(subject, use)
 
 
 def test_scores_of_tokens_and_prompts_are_those_of_peft(subject: Subject) -> None:
@@ -414,18 +422,26 @@ def test_an_adapter_that_cannot_be_placed_fails_its_request_and_is_placed_for_th
 def test_an_adapter_that_cannot_be_placed_fails_no_request_beside_its_own(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its load has failed when the device is given the first batch that names it."""
     asked: list[Asked] = [(prompt_of(random.Random(seed), 9), name) for seed, name in enumerate([None, "r64", "mixed"])]
-    write, is_launched = DeviceImages._write_column, threading.Event()
+    write = DeviceImages._write_column
 
     def fail_for_r8(images: DeviceImages, slot: int, base: int) -> None:
         if images.bound[slot].adapter.spec.rank == 8:
-            assert is_launched.wait(PATIENCE_S)
             fail()
         write(images, slot, base)
 
     async def use(engine: Engine, host: Host) -> None:
-        launch = host.backend.launch
+        launch, load = host.backend.launch, host.backend.load_adapter
+        kept: list[tuple[Any, ...]] = []  # the load of r8
         failures: list[object] = []
+        adapters_beside: list[int] = []
+
+        def load_later(adapter: HostAdapter, slot: int, *how: Any) -> None:
+            if adapter.spec.rank == 8:
+                kept.append((adapter, slot, *how))
+            else:
+                load(adapter, slot, *how)
 
         def watched(batch: Batch, done: Done) -> None:
             def observed(outcome: StepResult | Exception) -> None:
@@ -433,19 +449,23 @@ def test_an_adapter_that_cannot_be_placed_fails_no_request_beside_its_own(
                 failures.extend(row.failure for row in outcome.rows if not row.is_finite)
                 done(outcome)
 
+            slots = {row.adapter_slot for row in batch.rows}
+            if kept and kept[0][1] in slots:
+                load(*kept.pop())
+                adapters_beside.append(len(slots) - 1)
             launch(batch, observed)
-            if len({row.adapter_slot for row in batch.rows}) == len(asked) + 1:
-                is_launched.set()
 
         for prompt, name in asked:  # all others are on the device
             await submit(engine, prompt, name, max_tokens=1)
         monkeypatch.setattr(DeviceImages, "_write_column", fail_for_r8)
+        monkeypatch.setattr(host.backend, "load_adapter", load_later)
         monkeypatch.setattr(host.backend, "launch", watched)
         others = [asyncio.ensure_future(submit(engine, prompt, name, max_tokens=40)) for prompt, name in asked]
         lost = await submit(engine, prompt_of(random.Random(8), 30), "r8", max_tokens=4)
         assert isinstance(lost.finish.error, CopyFailed)
         assert lost.token_ids == []
         check(subject, asked, await asyncio.gather(*others), 40)
+        assert adapters_beside == [len(asked)]
         assert {type(failure) for failure in failures} == {CopyFailed}
 
     run_server(subject, use)
