@@ -179,6 +179,8 @@ def test_an_unknown_option_names_the_nearest(word: str, near: str) -> None:
         (["--no-enable-prefix-caching"], "enable_prefix_caching", False),
         (["--served-model-name", "a", "b"], "served_model_name", ["a", "b"]),
         (["--kv-cache-memory-bytes", "1MiB"], "kv_cache_bytes", 1 << 20),
+        (["--enforce-eager"], "enforce_eager", True),
+        (["--disable-cuda-graph"], "enforce_eager", True),
     ],
     ids=lambda part: " ".join(part) if isinstance(part, list) else None,
 )
