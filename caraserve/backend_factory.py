@@ -189,8 +189,12 @@ def build_cuda_backend(
         lora_cpus=lora_cpus,
     )
     backend = CudaBackend(spec, weights, sizes, device, trace)
-    with progress("kernels", backend.warm_up_steps) as advance:
-        backend.warm_up(advance)
+    try:
+        with progress("kernels", backend.warm_up_steps) as advance:
+            backend.warm_up(advance)
+    except BaseException:
+        backend.close()
+        raise
     return backend
 
 

@@ -5,6 +5,7 @@ import asyncio
 import json
 import random
 import re
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -214,8 +215,10 @@ def test_a_device_that_fails_while_graphs_are_captured_ends_the_start(
         raise DriverError("an illegal address")
 
     monkeypatch.setattr(HostDriver, "end_capture", failing)
+    before = set(threading.enumerate())
     with pytest.raises(DriverError, match="the device has failed"):
         ask(subject, [], 1, graph_bytes=1 << 30)
+    assert set(threading.enumerate()) <= before
 
 
 def test_adapters_are_awaited_without_graphs_if_waits_cannot_be_captured(
