@@ -20,7 +20,7 @@ from tests.gpu.assisted_engine import LAYERS, PATIENCE_S, TOKENS, assisted_engin
 from tests.gpu.host_backend import NO_NUMBER, note_calls
 from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle import models
-from tests.oracle.subject import KINDS, Subject, make_subject
+from tests.oracle.subject import Subject
 from tests.oracle.vectors import vectors_of_tokens, with_vectors
 from tests.serving import embed, submit
 
@@ -32,12 +32,6 @@ LONG = 150  # tokens: two chunks
 def stand_in() -> Iterator[None]:
     with torch_kernels():
         yield
-
-
-@pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    kinds = {name: KINDS[name] for name in ("r8", "r13", "half", "mixed")}
-    return make_subject(tmp_path_factory.mktemp("assisted"), kinds)
 
 
 @pytest.fixture(autouse=True)
