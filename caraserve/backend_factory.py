@@ -192,7 +192,7 @@ def build_cuda_backend(
     try:
         with progress("kernels", backend.warm_up_steps) as advance:
             backend.warm_up(advance)
-    except BaseException:
+    except Exception:  # not Ctrl-C, which must not wait for the warm-up
         backend.close()
         raise
     return backend
