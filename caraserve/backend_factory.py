@@ -149,7 +149,7 @@ def build_cuda_backend(
     from caraserve.gpu.backend import CudaBackend
     from caraserve.gpu.checkpoint import load_checkpoint
     from caraserve.gpu.driver.modules import open_device
-    from caraserve.gpu.forward.builder import GpuSizes
+    from caraserve.gpu.forward.builder import GRAPH_BYTES, GpuSizes
     from caraserve.gpu.forward.flashinfer_prefill import check_flashinfer
     from caraserve.gpu.weights import TORCH_DTYPES, dummy, load, progress_steps
 
@@ -181,6 +181,7 @@ def build_cuda_backend(
         memory_utilization=engine.gpu_memory_utilization,
         host_bytes=lora.max_host_adapters_bytes,
         adapter_bytes=lora.lora_pool_bytes,
+        graph_bytes=0 if engine.enforce_eager else GRAPH_BYTES,
         pool_bytes=engine.kv_cache_bytes,
         padded_rank=lora.padded_rank,
         merging=lora.mode.merges,
@@ -188,8 +189,12 @@ def build_cuda_backend(
         lora_cpus=lora_cpus,
     )
     backend = CudaBackend(spec, weights, sizes, device, trace)
-    with progress("kernels", backend.warm_up_steps) as advance:
-        backend.warm_up(advance)
+    try:
+        with progress("kernels", backend.warm_up_steps) as advance:
+            backend.warm_up(advance)
+    except Exception:  # not Ctrl-C, which must not wait for the warm-up
+        backend.close()
+        raise
     return backend
 
 

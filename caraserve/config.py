@@ -285,6 +285,7 @@ class EngineConfig(_FromArgs):
     seed: int
     trace: Path | None
     attention_backend: str = "triton"
+    enforce_eager: bool = False
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -317,6 +318,7 @@ class EngineConfig(_FromArgs):
             help="on a GPU; flashinfer: attend with large prompt chunks by FlashInfer, where no captured graph serves "
             "them, so that a request's last bits depend on the others",
         )
+        add("--enforce-eager", **_SWITCH, default=False, help="on a GPU: launch kernels one by one, without graphs")
         add("--trace", **_FILE, help="write a Chrome trace, which Perfetto opens")
 
 

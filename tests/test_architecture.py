@@ -84,13 +84,19 @@ def tree(path: Path) -> ast.Module:
 
 
 @cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """Returns all nodes of a file's tree."""
+    return tuple(ast.walk(tree(path)))
+
+
+@cache
 def imports(path: Path) -> tuple[tuple[str, int], ...]:
     """Returns every module imported anywhere in the file, as (dotted name, line)."""
     return tuple(_imports(path))
 
 
 def _imports(path: Path) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(tree(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, node.lineno
@@ -161,7 +167,7 @@ def test_pure_files_take_time_and_chance_as_arguments(name: str) -> None:
 
 def only_annotates(path: Path, what: str) -> bool:
     """Whether a file imports only that name from `random` and never calls it, but uses it in annotations."""
-    nodes = list(ast.walk(tree(path)))
+    nodes = nodes_of(path)
     hints = [node.annotation for node in nodes if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation]
     hinted = {id(inner) for hint in hints for inner in ast.walk(hint)}
     taken = [
@@ -182,9 +188,9 @@ def test_only_active_request_writes_the_fields_of_a_request() -> None:
     for path in set(MODULES) - allowed:
         is_imported = ("caraserve.core.request" in {name for name, _ in imports(path)}) and any(
             isinstance(node, ast.ImportFrom) and "Request" in {alias.name for alias in node.names}
-            for node in ast.walk(tree(path))
+            for node in nodes_of(path)
         )
-        for node in ast.walk(tree(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
                 owner = node.value
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and is_mutator(node.func):
@@ -199,7 +205,7 @@ def test_only_active_request_writes_the_fields_of_a_request() -> None:
 
 def dependency_attributes() -> set[str]:
     """Returns the names of attributes that hold a function or an object behind a Protocol, and in no class data."""
-    classes = [node for path in MODULES for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)]
+    classes = [node for path in MODULES for node in nodes_of(path) if isinstance(node, ast.ClassDef)]
     protocols = {node.name for node in classes if "Protocol" in {ast.unparse(base) for base in node.bases}}
     kinds = re.compile(rf"\b(?:{'|'.join(['Callable', *sorted(protocols)])})\b")
     found, data = set(), set()
@@ -227,7 +233,7 @@ def dependency_attributes() -> set[str]:
 
 def test_dependencies_come_in_through_constructors() -> None:
     names = dependency_attributes()
-    nodes = [(path, node) for path in MODULES for node in ast.walk(tree(path))]
+    nodes = [(path, node) for path in MODULES for node in nodes_of(path)]
     for path, node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
@@ -263,7 +269,7 @@ def test_no_file_has_marks_of_unfinished_work() -> None:
 
 def test_only_the_command_line_prints() -> None:
     for path in set(MODULES) - {PACKAGE / "cli" / "main.py"}:
-        for node in ast.walk(tree(path)):
+        for node in nodes_of(path):
             prints = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
             assert not prints, f"{relative(path)}:{node.lineno} prints"
 

@@ -60,11 +60,12 @@ SAME = {
     "--max-running-requests": "--max-num-seqs",
     "--random-seed": "--seed",
     "--disable-radix-cache": "--no-enable-prefix-caching",
+    "--disable-cuda-graph": "--enforce-eager",
 }
 
 _ONE_PROCESS = "one process serves one GPU, or the CPU; to use more, start an instance for each with --peers"
 _OWN_LOG = "the log is this server's own; see --log-level and --log-format"
-_GRAPHS = "graphs are captured where they help"
+_GRAPHS = "graphs are captured where they help; see --enforce-eager"
 _TOOLS = "a request's tools and tool_choice decide"
 _GRAMMARS = "llguidance enforces schemas, expressions and grammars"
 _ROUTES = "one server generates text and answers /v1/embeddings, /v1/score and /v1/rerank, without an option"
@@ -114,7 +115,6 @@ FLAGS = (
     _any("--distributed-executor-backend", "one process serves"),
     _switch("--worker-use-ray --enable-expert-parallel --disable-custom-all-reduce --disable-frontend-multiprocessing "
             "--async-scheduling", "one process serves, and schedules a batch while the one before runs"),
-    _switch("--enforce-eager --disable-cuda-graph", _GRAPHS),
     _any("--compilation-config -O --optimization-level --max-seq-len-to-capture --cuda-graph-sizes --cuda-graph-max-bs",
          _GRAPHS),
     _switch("--enable-chunked-prefill", "prompts are always computed in chunks, see --max-num-batched-tokens"),

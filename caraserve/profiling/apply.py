@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from caraserve.core.machine_profile import (
 from caraserve.errors import ConfigError
 from caraserve.lora.start_policy import StartPolicy
 from caraserve.model.spec import SITES, ModelSpec
-from caraserve.profiling.measure import measure, model_key
+from caraserve.profiling.measure import measure, measure_alone, model_key
 
 if TYPE_CHECKING:
     from caraserve.backend_factory import ServingBackend
@@ -44,6 +45,8 @@ def tuned(
     for_routing: bool = False,
 ) -> Profile | None:
     """Returns the profile of this machine with this model: from a file, or measured quickly now and saved for later.
+    A saved one that lacks the time of a hand-off, as workers were missing or slow to start, gets it as soon as there
+    are workers. The file of --profile is used as it is.
 
     None if neither the loading mode nor routing (`for_routing`) needs a profile. Also starts the CPU LoRA workers.
     `advance` is called a hundred times during a measurement. Raises ConfigError if the file of --profile is not a valid
@@ -65,10 +68,12 @@ def tuned(
             if profile is None:
                 progress = _in_hundredths(advance)
                 profile = make_profile(backend, spec, dtype, engine.cpu_threads, quick=True, progress=progress)
-                try:
-                    profile.save(path)
-                except ConfigError as error:
-                    log.warning("the profile cannot be kept: %s", error.message)
+                _keep(profile, path)
+            elif lora.profile is None and profile.handoff_ms is None and len(backend.workers) > 0:
+                handoff_ms = measure_alone(backend, spec, dtype, lambda: _handoff_ms(backend, quick=True))
+                if handoff_ms is not None:
+                    profile = replace(profile, handoff_ms=handoff_ms)
+                    _keep(profile, path)
             backend.use(profile, slice_tokens=lora.tokens_per_cpu)
         except ConfigError as error:
             if lora.profile is not None:
@@ -91,30 +96,32 @@ def make_profile(
 ) -> Profile:
     """Measures an idle backend whose workers have been started. `progress` gets the share done."""
 
-    def handoff_ms() -> float | None:
-        if not backend.workers.await_all(_QUICK_WORKER_START_S if quick else _WORKER_START_S):
-            return None
-        tokens = _DEVICE_HAND_OFF_TOKENS if backend.accelerator else _HAND_OFF_TOKENS
-        times = [backend.time_hand_off(1, tokens) for _ in range(_HAND_OFFS)]
-        spent_s = [time.total_s - time.compute_s for time in times if time is not None]
-        if not spent_s:
-            return None
-        if (measured_ms := 1000 * median(spent_s)) >= LEAST_HANDOFF_MS:
-            return measured_ms
-        log.debug("a hand-off of %.5f ms is a mistake of the measurement: less than %g", measured_ms, LEAST_HANDOFF_MS)
-        return None
-
     return measure(
         backend,
         spec,
         quick=quick,
         progress=progress,
-        measure_handoff=handoff_ms if len(backend.workers) > 0 else None,
+        measure_handoff=(lambda: _handoff_ms(backend, quick=quick)) if len(backend.workers) > 0 else None,
         dtype=dtype,
         threads=threads,
         accelerator=backend.accelerator,
         padded=backend.pads_to_largest_rank,
     )
+
+
+def _handoff_ms(backend: "ServingBackend", *, quick: bool) -> float | None:
+    """Returns `Profile.handoff_ms`, measured with the adapter in slot 1, or None if workers are not there in time."""
+    if not backend.workers.await_all(_QUICK_WORKER_START_S if quick else _WORKER_START_S):
+        return None
+    tokens = _DEVICE_HAND_OFF_TOKENS if backend.accelerator else _HAND_OFF_TOKENS
+    times = [backend.time_hand_off(1, tokens) for _ in range(_HAND_OFFS)]
+    spent_s = [time.total_s - time.compute_s for time in times if time is not None]
+    if not spent_s:
+        return None
+    if (measured_ms := 1000 * median(spent_s)) >= LEAST_HANDOFF_MS:
+        return measured_ms
+    log.debug("a hand-off of %.5f ms is a mistake of the measurement: less than %g", measured_ms, LEAST_HANDOFF_MS)
+    return None
 
 
 def loading_rules(backend: "ServingBackend", spec: ModelSpec, profile: Profile | None, lora: LoraConfig) -> StartPolicy:
@@ -167,6 +174,13 @@ def _load(path: Path, *, required: bool) -> Profile | None:
             raise
         log.warning("%s; this machine is measured again", error.message)
         return None
+
+
+def _keep(profile: Profile, path: Path) -> None:
+    try:
+        profile.save(path)
+    except ConfigError as error:
+        log.warning("the profile cannot be kept: %s", error.message)
 
 
 def _in_hundredths(advance: Callable[[], None]) -> Callable[[float], None]:

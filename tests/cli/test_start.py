@@ -79,6 +79,7 @@ LINES = {
         [
             *("--model", MODEL, "--gpu_memory_utilization", "0.85", "--enable_prefix_caching", "true"),
             *("--max_model_len", "1000", "--enforce_eager", "True", "--served-model-name", "demo"),
+            *("--data_parallel_size", "1"),
         ],
         {},
     ),

@@ -98,12 +98,15 @@ def prompt_of(tokens: int, seed: int = 0) -> list[int]:
 
 
 @asynccontextmanager
-async def assisted_engine(subject: Subject, *, captured: bool = True, **device: Any) -> AsyncIterator[AssistedEngine]:
+async def assisted_engine(
+    subject: Subject, *, captured: bool = True, pipeline_groups: int | None = None, **device: Any
+) -> AsyncIterator[AssistedEngine]:
     """Yields an engine in which weights are predicted never to arrive, so that idle workers compute every layer.
     `captured`: chunks are graphs; nothing else is."""
     model, adapters, oracle = subject
     device |= {"graph_bytes": chunk_graphs.expected_bytes(LAYERS) if captured else 0}
-    lora = lora_config(adapters, mode="assisted", device_bytes=2 * MIB, host_bytes=4 * MIB, lora_cpus=CORES)
+    memory = {"device_bytes": 2 * MIB, "host_bytes": 4 * MIB}
+    lora = lora_config(adapters, mode="assisted", **memory, lora_cpus=CORES, pipeline_groups=pipeline_groups)
     settings = engine_config(seqs=6, step_tokens=256, kv_bytes=2 * MIB)
     async with serving(model_config(model, max_model_len=CONTEXT), lora, settings, **device) as (engine, host):
         assert host.backend.workers.await_all(PATIENCE_S)

@@ -60,6 +60,12 @@ def _library(source: str, activation: Dtype) -> ctypes.CDLL:
     return ctypes.CDLL(str(shared_library("c++", (*_FLAGS, *macros), "main.cpp", files)))
 
 
+@cache
+def _argument_counts(source: str) -> dict[str, int]:
+    """Returns the number of arguments of each kernel."""
+    return {kernel: len(arguments) for kernel, arguments in nvrtc.kernels(source).items()}
+
+
 def run_early(launch: Launch, activation: Dtype, written: NDArray[np.float32], seed: int = 0) -> None:
     """Runs a launch as if it began before the launch that wrote `written` had done so: until it waits for that, the
     numbers are NaN."""
@@ -75,7 +81,7 @@ def run(launch: Launch, activation: Dtype = Dtype.F32, seed: int = 0) -> None:
     """Runs a launch. Addresses in the arguments are those of this process. `seed`: order in which threads and blocks
     run."""
     kernel = getattr(_library(launch.source, activation), f"emulate_{launch.kernel}")
-    assert len(launch.arguments) == len(nvrtc.kernels(launch.source)[launch.kernel])
+    assert len(launch.arguments) == _argument_counts(launch.source)[launch.kernel]
     boxes = [np.array([argument]) for argument in launch.arguments]
     addresses = (ctypes.c_void_p * len(boxes))(*(box.ctypes.data for box in boxes))
     assert kernel(launch.grid, launch.block, seed, addresses) == 0, f"{launch.kernel}: all threads wait for others"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.language import core
 from triton.runtime import interpreter
@@ -16,13 +17,15 @@ from triton.runtime import interpreter
 
 def speed_up() -> None:
     """Makes the interpreter patch Triton's language once, not at every call of a device function; look up dtypes and
-    shapes; and compute no overflow checks, whose results it discards unless `options.debug`."""
+    shapes; leave out promotions of equal types; and compute no overflow checks, whose results it discards unless
+    `options.debug`."""
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
     builder.options = replace(builder.options, sanitize_overflow=False)
     _patch_language_once()
     _look_up_dtypes()
     _look_up_shapes()
+    _promote_once()
 
 
 def _patch_language_once() -> None:
@@ -113,6 +116,75 @@ def _look_up_shapes() -> None:
     name.__set_name__(core.block_type, "name")
     core.block_type.name, core.block_type.__init__, core.tensor.__init__ = name, init_block_type, init_tensor
     interpreter.interpreter_semantic.broadcast_impl_value = broadcast_unless_equal
+
+
+def _promote_once() -> None:
+    """Lets operands whose types need no promotion pass without the checks of every type, and numpy repeat their
+    numbers: in the interpreter, operators are numpy's. Results have the same types and numbers."""
+    semantic = interpreter.interpreter_semantic
+    promote = semantic.binary_op_type_checking_impl
+
+    def promoted(lhs: Any, rhs: Any, *options: Any, **named: Any) -> Any:
+        if type(lhs) is not core.tensor:
+            if type(rhs) is core.tensor and _takes(rhs.dtype, lhs):
+                return _number_like(lhs, rhs), rhs
+        elif type(rhs) is not core.tensor:
+            if _takes(lhs.dtype, rhs):
+                return lhs, _number_like(rhs, lhs)
+        elif _are_plain(lhs.dtype, rhs.dtype, may_be_pointer=bool(options) and options[0]):
+            return _of_one_shape(lhs, rhs)
+        return promote(lhs, rhs, *options, **named)
+
+    def init_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    semantic.binary_op_type_checking_impl, interpreter.TensorHandle.__init__ = promoted, init_handle
+
+
+# By the identity of a dtype: the numbers that take the type of an operand of it, their types and how large they may be.
+_TAKING = {id(tl.float32): ({int, float}, 2**126), id(tl.int32): ({int}, 2**31), id(tl.int64): ({int}, 2**63)}
+_OFFSETS = {id(tl.int32), id(tl.int64)}  # what may be added to a pointer
+_joined_shapes: dict[tuple[int, int], Any] = {}  # of results, by the shapes of operands, which `_look_up_shapes` keeps
+
+
+def _takes(dtype: Any, number: Any) -> bool:
+    kinds, limit = _TAKING.get(id(dtype), ((), 0))
+    return type(number) in kinds and abs(number) < limit
+
+
+def _are_plain(left: Any, right: Any, *, may_be_pointer: bool) -> bool:
+    """Returns whether operands of these dtypes need no promotion."""
+    return (left is right and id(left) in _TAKING) or (may_be_pointer and id(right) in _OFFSETS and left.is_ptr())
+
+
+def _number_like(value: float, other: Any) -> Any:
+    """Returns a number as a tensor of the type of `other`. A zero is positive, as the interpreter makes it."""
+    data = np.array([value or 0], interpreter._get_np_dtype(other.dtype))
+    return core.tensor(interpreter.TensorHandle(data, other.dtype), other.type)
+
+
+def _of_one_shape(lhs: Any, rhs: Any) -> Any:
+    """Returns the operands with the shape of the result in their types."""
+    left, right = lhs.type, rhs.type
+    if not (left.is_block() or right.is_block()):
+        return lhs, rhs
+    if not (left.is_block() and right.is_block()):
+        shape = left.shape if left.is_block() else right.shape
+    else:
+        shape = left.shape if left.shape is right.shape else _joined_shape(left.shape, right.shape)
+    return _of_shape(lhs, shape), _of_shape(rhs, shape)
+
+
+def _of_shape(operand: Any, shape: Any) -> Any:
+    is_so = operand.type.is_block() and operand.type.shape is shape
+    return operand if is_so else core.tensor(operand.handle, core.block_type(operand.dtype, shape))
+
+
+def _joined_shape(left: Any, right: Any) -> Any:
+    key = id(left), id(right)
+    if key not in _joined_shapes:
+        _joined_shapes[key] = core.block_type(tl.int32, list(np.broadcast_shapes(left, right))).shape
+    return _joined_shapes[key]
 
 
 def pytest_configure() -> None:

@@ -1,8 +1,8 @@
 """A dot product for Triton's interpreter that computes bf16 correctly and gives a row the same bits at any place.
 
 The interpreter passes operands to numpy's matmul: of bf16 it would multiply the bit patterns, and BLAS sums the rows of
-a matrix in different orders, which no tensor core does. It would also make bit patterns of integers that become bf16.
-Without effect on a GPU.
+a matrix in different orders, by its shape and by the kind of CPU, which no tensor core does. It would also make bit
+patterns of integers that become bf16. Without effect on a GPU.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
-def values(operand: Any) -> Any:
+def _values(operand: Any) -> Any:
     """Returns the numbers of an operand, in fp32."""
     if operand.dtype.scalar == tl.bfloat16:
         return (operand.data.astype(np.uint32) << 16).view(np.float32)
@@ -21,7 +21,7 @@ def values(operand: Any) -> Any:
 
 
 def _dot(_: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
-    left, right = (np.ascontiguousarray(values(operand)) for operand in (a, b))
+    left, right = (np.ascontiguousarray(_values(operand)) for operand in (a, b))
     # einsum uses no BLAS for two operands: it adds column after column to all rows.
     return TensorHandle(np.einsum("mk,kn->mn", left, right) + d.data, d.dtype.scalar)
 
@@ -33,7 +33,16 @@ def _integer_to_float(builder: Any, source: Any, to: Any) -> Any:
     return builder.cast_impl(values, to)
 
 
+_METHODS = {"create_dot": _dot, "create_si_to_fp": _integer_to_float}
+
+
+def use_honest_dots() -> None:
+    """Replaces the interpreter's products for the rest of the process."""
+    for name, method in _METHODS.items():
+        setattr(InterpreterBuilder, name, method)
+
+
 @pytest.fixture
 def honest_dots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", _dot)
-    monkeypatch.setattr(InterpreterBuilder, "create_si_to_fp", _integer_to_float)
+    for name, method in _METHODS.items():
+        monkeypatch.setattr(InterpreterBuilder, name, method)

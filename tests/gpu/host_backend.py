@@ -95,7 +95,7 @@ async def serving(
     **sizes: Any,
 ) -> AsyncIterator[tuple[Engine, Host]]:
     """Yields a running engine over a device of its own and checks all counts at the end. `sizes`: fields of GpuSizes
-    that differ from the settings."""
+    that differ from the settings; `graph_bytes` is 0 unless given, None: as in the settings."""
     drivers: list[HostDriver] = []
 
     def open_device(dtype: Dtype) -> GpuDevice:
@@ -104,7 +104,8 @@ async def serving(
         return device
 
     def with_sizes(**fields: Any) -> GpuSizes:
-        return GpuSizes(**fields | {"adapter_slots": 16, "graph_bytes": 0} | sizes)
+        changed = {"adapter_slots": 16, "graph_bytes": 0} | sizes
+        return GpuSizes(**fields | {name: value for name, value in changed.items() if value is not None})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(opening, "open_device", open_device)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from caraserve.bench.cli import bench_parser
 from caraserve.bench.gpu.__main__ import run_stage
@@ -36,7 +35,7 @@ from caraserve.gpu.forward.builder import GpuDevice
 from caraserve.gpu.kernels.cuda_launch import Launch
 from caraserve.model.dtype import Dtype
 from tests.gpu.fast_interpreter import speed_up
-from tests.gpu.honest_dots import values
+from tests.gpu.honest_dots import use_honest_dots
 from tests.gpu.host_device import HostDriver, host_device
 
 FACTS = DeviceFacts(
@@ -174,9 +173,16 @@ def answered(index: int, gap_s: float) -> RequestRecord:
     return RequestRecord(index, "base", None, sent_s, sent_s, times_s[-1], 5, 3, token_s=times_s)
 
 
-def dot(_: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
-    """A dot product for Triton's interpreter, which would multiply the bit patterns of bf16."""
-    return TensorHandle(values(a) @ values(b) + d.data, d.dtype.scalar)
+def divide_as_on_a_gpu() -> None:
+    """Makes torch divide by a number as it does on a GPU: it multiplies with the reciprocal, which may differ from the
+    quotient in the last bit."""
+    divide = torch.Tensor.__truediv__
+
+    def divided(x: torch.Tensor, by: Any) -> torch.Tensor:
+        is_number = isinstance(by, int | float) and x.is_floating_point()
+        return x * divide(torch.ones((), dtype=x.dtype), by) if is_number else divide(x, by)
+
+    torch.Tensor.__truediv__ = divided  # type: ignore[method-assign]
 
 
 def main() -> int:
@@ -202,10 +208,11 @@ def main() -> int:
 
 
 def prepare_interpreter() -> None:
-    """Makes Triton's interpreter faster, and its products of bf16 right."""
+    """Makes Triton's interpreter faster, its products the same for all shapes, and divides as on a GPU."""
     torch.set_num_threads(1)
     speed_up()
-    InterpreterBuilder.create_dot = dot
+    use_honest_dots()
+    divide_as_on_a_gpu()
 
 
 def emulated_setup(

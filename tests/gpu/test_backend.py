@@ -6,7 +6,7 @@ import json
 import random
 import re
 import threading
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,49 +16,30 @@ import triton
 from numpy.typing import NDArray
 
 from caraserve.config import LOADING_MODES, PRELOADED_MODES, LoraConfig
-from caraserve.core.batch import Batch, StepResult
+from caraserve.core.batch import Batch
 from caraserve.engine.active_request import ActiveRequest
 from caraserve.engine.queues import RequestQueues
-from caraserve.errors import ConfigError, CopyFailed
-from caraserve.gpu.backend import Done
-from caraserve.gpu.driver.api import DriverError, Stream
+from caraserve.errors import ConfigError
+from caraserve.gpu.driver.api import DriverError, Graph, Stream
 from caraserve.gpu.driver.streams import Lane
-from caraserve.gpu.forward import graphs, iteration
+from caraserve.gpu.forward import builder
 from caraserve.gpu.forward.batch import PassShape
 from caraserve.gpu.forward.lanes import CapturedPass
 from caraserve.gpu.kernels.bgmv_work import GROUP_RANK, WorkItems
-from caraserve.gpu.memory.adapters import DeviceImages
-from caraserve.gpu.memory.copier import AdapterCopier
-from caraserve.gpu.memory.pool import DevicePool
 from caraserve.loop import Engine
+from tests.gpu.answers import CONTEXT, Asked, check, run_server
 from tests.gpu.host_backend import GRANULE_BYTES, PATIENCE_S, Host, serving
 from tests.gpu.host_device import HostDriver
 from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle.models import prompt_of
-from tests.oracle.subject import KINDS, Subject, make_subject
+from tests.oracle.subject import KINDS, Subject
 from tests.serving import MIB, PROFILE, Answer, engine_config, lora_config, model_config, running, submit
-
-CONTEXT = 200
-
-Asked = tuple[list[int], str | None]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def stand_in() -> Iterator[None]:
     with torch_kernels():
         yield
-
-
-@pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    return make_subject(tmp_path_factory.mktemp("backend"))
-
-
-def check(subject: Subject, asked: Sequence[Asked], answers: Sequence[Answer], tokens: int) -> None:
-    for (prompt, adapter), answer in zip(asked, answers, strict=True):
-        assert answer.finish.reason == "length", answer.finish
-        assert len(answer.token_ids) == tokens
-        subject.oracle.check_greedy(prompt, adapter, answer.token_ids)
 
 
 def some_requests(rng: random.Random, names: Sequence[str | None], count: int) -> list[Asked]:
@@ -172,6 +153,74 @@ def test_graphs_answer_like_kernels_launched_one_by_one(subject: Subject, last: 
     assert {True, False} <= set(seen.replays)
 
 
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_enforce_eager_launches_every_iteration_kernel_by_kernel(subject: Subject, enforce_eager: bool) -> None:
+    rng = random.Random(13)
+    asked = some_requests(rng, [None, *subject.adapters], 4)
+
+    async def serve() -> tuple[list[Answer], int, int]:
+        room = 24 * GRANULE_BYTES
+        lora = lora_config(subject.adapters, mode="pipelined", device_bytes=room, host_bytes=4 * MIB)
+        engine = replace(engine_config(seqs=2, step_tokens=8, kv_bytes=room), enforce_eager=enforce_eager)
+        async with serving(model_config(subject.model, max_model_len=CONTEXT), lora, engine, graph_bytes=None) as (
+            served,
+            host,
+        ):
+            answers = await asyncio.gather(*(submit(served, *each, max_tokens=4) for each in asked))
+            return answers, host.parts.captured_graphs.count, host.driver.replays
+
+    answers, count, replays = asyncio.run(serve())
+    check(subject, asked, answers, 4)
+    assert (count == 0) == (replays == 0) == enforce_eager
+
+
+@pytest.mark.parametrize("error", [DriverError("no room for it"), RuntimeError("CUDA error: operation not\npermitted")])
+def test_an_iteration_whose_graph_cannot_be_captured_is_launched_kernel_by_kernel(
+    subject: Subject, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every third graph, of iterations and of prompts that CPU workers help with; the others are captured."""
+    begin, run, begun = HostDriver.begin_capture, HostDriver.run, list[Stream]()
+
+    def beginning(driver: HostDriver, stream: Stream) -> None:
+        begun.append(stream)
+        begin(driver, stream)
+
+    def refusing(driver: HostDriver, stream: Stream, issue: Callable[[], None]) -> None:
+        if driver.captures(stream) and len(begun) % 3 == 0:
+            raise error
+        run(driver, stream, issue)
+
+    monkeypatch.setattr(HostDriver, "begin_capture", beginning)
+    monkeypatch.setattr(HostDriver, "run", refusing)
+    monkeypatch.setattr(builder, "_CHUNKS_SHARE", 1.0)
+    rng = random.Random(14)
+    asked = some_requests(rng, [None, *subject.adapters], 6)
+    hosts: list[Host] = []
+    answers = ask(subject, asked, 5, mode="assisted", seqs=2, prepare=hosts.append, graph_bytes=1 << 30)
+    check(subject, asked, answers, 5)
+    assert hosts[0].driver.replays
+    count = hosts[0].parts.captured_graphs.count + hosts[0].parts.assisted.graphs.count
+    assert len(set(begun)) == 2
+    assert [record.message for record in caplog.records if record.name == builder.__name__] == [
+        f"{count // 3} of {count} graphs cannot be captured, so what would take them is launched kernel by kernel, "
+        f"which takes longer: {' '.join(str(error).split())}"
+    ]
+
+
+def test_a_device_that_fails_while_graphs_are_captured_ends_the_start(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(driver: HostDriver, stream: Stream) -> Graph:
+        driver.failed = True
+        raise DriverError("an illegal address")
+
+    monkeypatch.setattr(HostDriver, "end_capture", failing)
+    before = set(threading.enumerate())
+    with pytest.raises(DriverError, match="the device has failed"):
+        ask(subject, [], 1, graph_bytes=1 << 30)
+    assert set(threading.enumerate()) <= before
+
+
 def test_adapters_are_awaited_without_graphs_if_waits_cannot_be_captured(
     subject: Subject, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -190,11 +239,8 @@ def test_adapters_are_awaited_without_graphs_if_waits_cannot_be_captured(
     check(subject, asked, answers, 5)
     assert seen.waited
     assert set(seen.replays) == {False}
-    complaints = [record.message for record in caplog.records if record.name == graphs.__name__]
-    assert complaints == [
-        "no graphs for iterations that wait for adapters: "
-        "the driver captures no waits (cuStreamWaitValue32_v2: not supported)"
-    ]
+    (complaint,) = (record.message for record in caplog.records if record.name == builder.__name__)
+    assert complaint.endswith("which takes longer: cuStreamWaitValue32_v2: not supported")
 
 
 def test_passes_over_merged_weights_are_captured(subject: Subject) -> None:
@@ -315,12 +361,20 @@ def test_preempted_requests_lose_no_token(subject: Subject, monkeypatch: pytest.
 
 
 def test_prefixes_are_computed_once(subject: Subject) -> None:
+    """By the first of three requests for each; the others come together."""
     rng = random.Random(8)
     stem = prompt_of(rng, 70)
     asked = [(stem + prompt_of(rng, 5), name) for name in ("r8", None) for _ in range(3)]
-    answers = ask(subject, asked, 4, gap_s=0.3, seqs=2)
-    check(subject, asked, answers, 4)
-    assert sum(answer.finish.cached_tokens for answer in answers) >= 4 * 64
+
+    async def use(engine: Engine, host: Host) -> None:
+        for start in (0, 3):
+            first, *others = asked[start : start + 3]
+            answers = [await submit(engine, *first, max_tokens=4)]
+            answers += await asyncio.gather(*(submit(engine, *each, max_tokens=4) for each in others))
+            check(subject, asked[start : start + 3], answers, 4)
+            assert [answer.finish.cached_tokens for answer in answers] == [0, 64, 64]
+
+    run_server(subject, use)
 
 
 def test_scores_of_tokens_and_prompts_are_those_of_peft(subject: Subject) -> None:
@@ -350,135 +404,6 @@ def test_samples_are_those_of_the_cpu_backend(subject: Subject) -> None:
             return await asyncio.gather(*(submit(engine, *each, max_tokens=8, **params) for each in asked))
 
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in asyncio.run(on_the_cpu())]
-
-
-def fail(*given: object, **named: object) -> None:
-    raise RuntimeError("not this time")
-
-
-def lose_device(*given: object) -> None:
-    raise DriverError("the device is lost")
-
-
-async def until_idle(host: Host) -> None:
-    """Waits for the last iteration, whose requests have ended before it."""
-    await asyncio.to_thread(host.on_launching_thread, lambda: None)  # the iteration may still be in the queue
-    while host.parts.lanes[0].results._free.qsize() < 3:  # noqa: ASYNC110  it has no event
-        await asyncio.sleep(0.001)
-
-
-def run_server(subject: Subject, use: Callable[[Engine, Host], Awaitable[None]]) -> None:
-    """Starts an engine and calls `use` with it; fails if that takes a minute, as when an answer never comes."""
-
-    async def serve() -> None:
-        room = 24 * GRANULE_BYTES
-        lora = lora_config(subject.adapters, mode="pipelined", device_bytes=room, host_bytes=4 * MIB)
-        config = engine_config(seqs=6, step_tokens=48, kv_bytes=room)
-        async with serving(model_config(subject.model, max_model_len=CONTEXT), lora, config) as (engine, host):
-            await use(engine, host)
-
-    asyncio.run(asyncio.wait_for(serve(), PATIENCE_S))
-
-
-@pytest.mark.parametrize("what", ["collect", "copy_results"])
-def test_an_iteration_whose_results_cannot_be_read_fails_its_requests_and_no_others(
-    subject: Subject, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompt = prompt_of(random.Random(5), 9)
-
-    async def use(engine: Engine, host: Host) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(iteration, what, fail)
-            for _ in range(4):  # more requests, with an iteration or two each, than there are blocks for results
-                assert (await submit(engine, prompt, "r8", max_tokens=2)).finish.reason == "error"
-        check(subject, [(prompt, "r8")], [await submit(engine, prompt, "r8", max_tokens=4)], 4)
-
-    run_server(subject, use)
-
-
-def test_an_adapter_that_cannot_be_placed_fails_its_request_and_is_placed_for_the_next(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompt = prompt_of(random.Random(6), 9)
-
-    async def use(engine: Engine, host: Host) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(DeviceImages, "_write_column", fail)
-            assert (await submit(engine, prompt, "r8", max_tokens=2)).finish.reason == "error"
-        check(subject, [(prompt, "r64")], [await submit(engine, prompt, "r64", max_tokens=4)], 4)
-
-    run_server(subject, use)
-
-
-def test_an_adapter_that_cannot_be_placed_fails_no_request_beside_its_own(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Asked] = [(prompt_of(random.Random(seed), 9), name) for seed, name in enumerate([None, "r64", "mixed"])]
-    write, is_launched = DeviceImages._write_column, threading.Event()
-
-    def fail_for_r8(images: DeviceImages, slot: int, base: int) -> None:
-        if images.bound[slot].adapter.spec.rank == 8:
-            assert is_launched.wait(PATIENCE_S)
-            fail()
-        write(images, slot, base)
-
-    async def use(engine: Engine, host: Host) -> None:
-        launch = host.backend.launch
-        failures: list[object] = []
-
-        def watched(batch: Batch, done: Done) -> None:
-            def observed(outcome: StepResult | Exception) -> None:
-                assert isinstance(outcome, StepResult)
-                failures.extend(row.failure for row in outcome.rows if not row.is_finite)
-                done(outcome)
-
-            launch(batch, observed)
-            if len({row.adapter_slot for row in batch.rows}) == len(asked) + 1:
-                is_launched.set()
-
-        for prompt, name in asked:  # all others are on the device
-            await submit(engine, prompt, name, max_tokens=1)
-        monkeypatch.setattr(DeviceImages, "_write_column", fail_for_r8)
-        monkeypatch.setattr(host.backend, "launch", watched)
-        others = [asyncio.ensure_future(submit(engine, prompt, name, max_tokens=40)) for prompt, name in asked]
-        lost = await submit(engine, prompt_of(random.Random(8), 30), "r8", max_tokens=4)
-        assert isinstance(lost.finish.error, CopyFailed)
-        assert lost.token_ids == []
-        check(subject, asked, await asyncio.gather(*others), 40)
-        assert {type(failure) for failure in failures} == {CopyFailed}
-
-    run_server(subject, use)
-
-
-def test_requests_end_if_the_kv_cache_cannot_grow(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def use(engine: Engine, host: Host) -> None:
-        for name in subject.adapters:  # idle adapters take most of the memory
-            assert (await submit(engine, prompt_of(random.Random(7), 9), name, max_tokens=1)).finish.reason == "length"
-        monkeypatch.setattr(DevicePool, "resize_kv", fail)
-        answers = await asyncio.gather(*(submit(engine, prompt_of(random.Random(seed), 90), None) for seed in range(6)))
-        assert {answer.finish.reason for answer in answers} == {"error"}
-        assert engine.failure == "not this time"
-        await until_idle(host)
-
-    run_server(subject, use)
-
-
-def test_requests_end_if_the_device_fails_while_the_kv_cache_waits_for_room(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def use(engine: Engine, host: Host) -> None:
-        for name in subject.adapters:  # idle adapters take most of the memory
-            assert (await submit(engine, prompt_of(random.Random(7), 9), name, max_tokens=1)).finish.reason == "length"
-        monkeypatch.setattr(DevicePool, "resize_kv", lambda *given, **named: None)
-        answers = [submit(engine, prompt_of(random.Random(seed), 90), None) for seed in range(6)]
-        while not host.parts.images._waiting:  # noqa: ASYNC110  nothing tells that the cache waits
-            await asyncio.sleep(0.001)
-        monkeypatch.setattr(AdapterCopier, "poll", lose_device)
-        assert {answer.finish.reason for answer in await asyncio.gather(*answers)} == {"error"}
-        assert engine.failure == "the device is lost"
-        await until_idle(host)
-
-    run_server(subject, use)
 
 
 def test_a_kernel_that_is_compiled_after_the_warm_up_is_counted(subject: Subject) -> None:

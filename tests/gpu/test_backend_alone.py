@@ -20,7 +20,7 @@ from caraserve.gpu.driver.streams import Lane
 from caraserve.gpu.memory.adapters import DeviceImages
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS
 from caraserve.kv.memory_budget import MemoryBudget
-from tests.gpu.host_backend import KV_BLOCK_BYTES, PATIENCE_S, Host, alone, host_tier
+from tests.gpu.host_backend import GRANULE_BYTES, KV_BLOCK_BYTES, PATIENCE_S, Host, alone, host_tier
 from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle.models import ALL_TARGETS, prompt_of
 from tests.oracle.oracle import Oracle
@@ -349,6 +349,25 @@ def test_a_batch_of_one_adapter_that_cannot_be_placed_has_rows_that_failed(
         assert (type(row.failure), row.is_finite) == (CopyFailed, False)
         host.backend.launch(base_plan(1), results.put)
         check_base(oracle, 1, results.get(timeout=PATIENCE_S))
+
+
+def test_what_exceeds_the_memory_fails_and_what_comes_after_it_does_not(subject: Subject) -> None:
+    """It would wait for room that never comes, and what comes later waits behind it."""
+    model, adapters, oracle = subject
+    ended: SimpleQueue[Outcome | None] = SimpleQueue()
+    with alone(model, adapter_bytes=GRANULE_BYTES) as host:
+        tier, pool = host_tier(host, adapters, model), host.parts.images.pool
+        assert pool.takes(tier["big"].spec.num_bytes) > GRANULE_BYTES
+        host.backend.resize_kv(pool.num_bytes // KV_BLOCK_BYTES + 1, ended.put)
+        assert isinstance(ended.get(timeout=PATIENCE_S), ValueError)
+        host.backend.load_adapter(tier["big"], 1, ended.put)
+        assert isinstance(ended.get(timeout=PATIENCE_S), ValueError)
+        host.backend.resize_kv(pool.num_bytes // KV_BLOCK_BYTES, ended.put)
+        assert ended.get(timeout=PATIENCE_S) is None
+        host.backend.launch(base_plan(0), ended.put)
+        outcome = ended.get(timeout=PATIENCE_S)
+        assert outcome is not None
+        check_base(oracle, 0, outcome)
 
 
 def test_no_batch_runs_after_adapters_could_not_be_moved(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ can stop: which side computes a layer, and what happens if workers die, stop or 
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -12,15 +12,17 @@ import pytest
 from caraserve.cpu.lora_workers import pool
 from caraserve.gpu.assist import assisted_prefill
 from caraserve.gpu.assist.assisted_prefill import AssistedPrefills
+from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.streams import Lane, Timelines
 from caraserve.gpu.forward import builder
 from caraserve.model.spec import load_spec
 from tests.fake_grammar import FakeGrammar
 from tests.gpu.assisted_engine import LAYERS, PATIENCE_S, TOKENS, assisted_engine, prompt_of
 from tests.gpu.host_backend import NO_NUMBER, note_calls
+from tests.gpu.host_device import HostDriver
 from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle import models
-from tests.oracle.subject import KINDS, Subject, make_subject
+from tests.oracle.subject import Subject
 from tests.oracle.vectors import vectors_of_tokens, with_vectors
 from tests.serving import embed, submit
 
@@ -32,12 +34,6 @@ LONG = 150  # tokens: two chunks
 def stand_in() -> Iterator[None]:
     with torch_kernels():
         yield
-
-
-@pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    kinds = {name: KINDS[name] for name in ("r8", "r13", "half", "mixed")}
-    return make_subject(tmp_path_factory.mktemp("assisted"), kinds)
 
 
 @pytest.fixture(autouse=True)
@@ -176,17 +172,44 @@ def test_weights_that_arrive_before_the_device_reaches_the_layer_are_used(subjec
     asyncio.run(serve())
 
 
-def test_over_a_slow_link_layers_come_from_workers_and_device(subject: Subject) -> None:
+def test_over_a_slow_link_any_layer_may_come_from_workers_or_device(subject: Subject) -> None:
     async def serve() -> None:
         async with assisted_engine(subject, last=Lane.COPY) as at:
             at.driver.link_bytes_per_s = 1e6
             at.driver.held = {Lane.COPY}
             asked = [(name, tokens) for name in ("r8", "half", "mixed", "r13") for tokens in (30, 3)]
             answers = [at.ask(*each, seed=3) for each in asked]
-            await at.until(lambda: at.host.backend.slices_handed_off > 0)
+            await at.until(lambda: at.assisted.counts.slices > 0)
             at.driver.held = set()
-            layers = [await at.check(*each, answer, seed=3) for each, answer in zip(asked, answers, strict=True)]
-            assert 0 < sum(layers) < LAYERS * len(asked)
+            for each, answer in zip(asked, answers, strict=True):
+                await at.check(*each, answer, seed=3)
+
+    asyncio.run(serve())
+
+
+def test_a_layer_that_has_arrived_comes_from_the_device_and_the_other_from_workers(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the two layers is copied by itself, and the second copy does not end."""
+    link_time, begun = HostDriver._link_time, list[int]()
+
+    def first_alone(driver: HostDriver, stream: Stream, num_bytes: int) -> Callable[[], bool]:
+        if driver._streams[stream] is driver._of(Lane.COPY):
+            begun.append(num_bytes)
+            driver.held |= {Lane.COPY} if len(begun) == 2 else set()
+        return link_time(driver, stream, num_bytes)
+
+    async def serve() -> None:
+        async with assisted_engine(subject, pipeline_groups=LAYERS) as at:
+            monkeypatch.setattr(HostDriver, "_link_time", first_alone)
+            at.driver.held = {Lane.ASSIST}
+            answer = at.ask("r8", 30)
+            await at.until_launched()
+            await at.until(lambda: len(begun) == 2)
+            at.driver.held = {Lane.COPY}
+            await at.until(lambda: not at.assisted.is_open)
+            at.driver.held = set()
+            assert await at.check("r8", 30, answer) == 1
 
     asyncio.run(serve())
 

@@ -12,7 +12,7 @@ from caraserve.gpu.driver.streams import Lane
 from tests.gpu.host_backend import GRANULE_BYTES, serving
 from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle.models import prompt_of
-from tests.oracle.subject import Subject, make_subject
+from tests.oracle.subject import Subject
 from tests.serving import MIB, Answer, embed, engine_config, lora_config, model_config, submit
 
 CONTEXT = 200
@@ -22,11 +22,6 @@ CONTEXT = 200
 def stand_in() -> Iterator[None]:
     with torch_kernels():
         yield
-
-
-@pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    return make_subject(tmp_path_factory.mktemp("embeddings"))
 
 
 @pytest.mark.parametrize(

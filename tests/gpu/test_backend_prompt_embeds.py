@@ -17,7 +17,7 @@ from caraserve.gpu.memory import request_state
 from tests.gpu.host_backend import GRANULE_BYTES, Host, serving
 from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle.models import prompt_of
-from tests.oracle.subject import KINDS, Subject, make_subject
+from tests.oracle.subject import Subject
 from tests.oracle.vectors import are_freed_when_the_request_ends, embeds_of, vectors_of_tokens, with_vectors
 from tests.serving import MIB, Answer, engine_config, lora_config, model_config, running, submit
 
@@ -28,11 +28,6 @@ CONTEXT = 100
 def stand_in() -> Iterator[None]:
     with torch_kernels():
         yield
-
-
-@pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    return make_subject(tmp_path_factory.mktemp("vectors"), {"r8": KINDS["r8"], "r64": KINDS["r64"]})
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from caraserve.gpu.kernels.lora import Segments, SiteTables
 from caraserve.gpu.weights import TORCH_DTYPES
 from caraserve.model.dtype import Code, Dtype
 from caraserve.util.units import align_up
+from tests.gpu_device.nearest_codes import nearest_codes
 
 
 @contextmanager
@@ -175,10 +176,10 @@ def lora_expand(
 
 
 def round_rows(x: Tensor, codes: Tensor, scales: Tensor, code: Code, given: Tensor | None = None) -> None:
+    values, own = nearest_codes(x, code, given)
+    codes.copy_(values)
     if given is None:
-        scales[: len(x)] = (x.float().abs().amax(1) / code.largest).clamp(min=1e-30)
-    limited = (x.float() / (scales[: len(x), None] if given is None else given)).clamp(-code.largest, code.largest)
-    codes.copy_(limited.round() if code is Code.I8 else limited.to(torch.float8_e4m3fn).float())
+        scales[: len(x)] = own
 
 
 def multiply(

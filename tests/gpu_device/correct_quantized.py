@@ -1,4 +1,5 @@
-"""Compares products with quantised weights with fp64, for every way of storing weights and taking inputs."""
+"""Compares products with quantised weights with fp64, for every way of storing weights and taking inputs; and the
+codes of the inputs with the nearest ones, bit by bit."""
 
 import torch
 from torch import Tensor
@@ -7,9 +8,11 @@ from caraserve.bench.gpu.accelerator import Accelerator
 from caraserve.bench.gpu.quantized_case import random_linear, rounded_rows
 from caraserve.bench.gpu.results import check_close
 from caraserve.bench.gpu.setup import CheckSetup
-from caraserve.gpu.quantized_linear import QuantizedLinear
+from caraserve.gpu.kernels.quantized import round_rows
+from caraserve.gpu.quantized_linear import QuantizedLinear, RoundedRows
 from caraserve.model.dtype import Code, Dtype
 from caraserve.model.quantization import Inputs
+from tests.gpu_device.nearest_codes import nearest_codes
 
 _MOST_ROWS = 300  # more than any tile has
 # Of 1 or of the result, if that is larger. Products of torch are rounded twice.
@@ -35,19 +38,34 @@ def _check(acc: Accelerator, linear: QuantizedLinear, x: Tensor) -> float:
     acc.run(lambda: linear.apply(x, out, room))
     acc.settle()
     name = f"{rows} rows, {linear.code.value} weights, inputs {linear.inputs.value}, {acc.dtype.name}"
-    return check_close(name, out, expected(linear, x), _TOLERANCE[acc.dtype])
+    if linear.inputs is Inputs.KEPT:
+        return check_close(name, out, _products(linear, x.double()), _TOLERANCE[acc.dtype])
+    values, scales = nearest_codes(x, linear.code, linear.input_scale)
+    _check_codes(name, acc, linear, x, room, values, scales)
+    taken = values.double() * (scales.double()[:, None] if linear.input_scale is None else 1.0)
+    return check_close(name, out, _products(linear, taken), _TOLERANCE[acc.dtype])
 
 
-def expected(linear: QuantizedLinear, x: Tensor) -> Tensor:
-    """Returns the result from torch's own rounding of the inputs, in float64."""
-    values, scale = x.double(), linear.scale.double()
-    if linear.inputs is not Inputs.KEPT:
-        largest = linear.code.largest
-        own = (x.float().abs().amax(1, keepdim=True) / largest).clamp(min=1e-30)
-        by = own if linear.input_scale is None else linear.input_scale
-        limited = (x.float() / by).clamp(-largest, largest)
-        values = (limited.round() if linear.code is Code.I8 else limited.to(torch.float8_e4m3fn)).double()
-        if linear.input_scale is None:
-            values *= own.double()
-    sums = values @ linear.weight.double().t() * scale
+def _check_codes(
+    name: str, acc: Accelerator, linear: QuantizedLinear, x: Tensor, room: RoundedRows, values: Tensor, scales: Tensor
+) -> None:
+    """Checks that the inputs are quantised to `values`, by `scales`, in each form that a product takes them in."""
+
+    def check(form: torch.dtype) -> None:
+        codes = room.room(*x.shape, form)
+        acc.run(lambda: round_rows(x, codes, room.scales, linear.code, linear.input_scale))
+        acc.settle()
+        check_close(f"codes as {form}, {name}", codes.float(), values, 0.0)
+
+    check(torch.float16)
+    if linear.code is Code.F8_E4M3:
+        check(torch.float8_e4m3fn)
+    if linear.input_scale is None:
+        check_close(f"scales of codes, {name}", room.scales[: len(x)], scales, 0.0)
+
+
+def _products(linear: QuantizedLinear, taken: Tensor) -> Tensor:
+    """Returns the products of the weights with inputs `taken`, float64. A scale in the checkpoint is part of the
+    weights'."""
+    sums = taken @ linear.weight.double().t() * linear.scale.double()
     return sums if linear.bias is None else sums + linear.bias.double()

@@ -36,6 +36,12 @@ PREFILL = 3.0, 0.25, 0.002  # ms, a token, a token and rank
 DECODE = 5.0, 0.3, 0.01  # ms, a request, a rank
 
 
+@pytest.fixture(autouse=True)
+def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples of the LoRA kernels, which these backends do not replace, need not be exact here."""
+    monkeypatch.setattr(calibrate, "_LORA_LEAST_MS", 0.0)
+
+
 def spec() -> ModelSpec:
     return load_spec(demo.model_folder())
 
@@ -271,6 +277,35 @@ def test_without_a_measured_hand_off_auto_logs_its_assumption(
     assert rules[0].delta_bytes["qkv"] == 2 * sum(spec().site_shape(site)[1] for site in SITES[:3])
     assert rules[0].delta_bytes["all"] == 2 * sum(spec().site_shape(site)[1] for site in SITES)
     assert len([record for record in caplog.records if "auto assumes 0.05 ms" in record.message]) == 1
+
+
+def test_a_saved_profile_without_a_hand_off_gets_it_when_there_are_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a start in a mode without workers, or one whose workers were not there in time."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    lora = lora_config({}, mode="auto", profile=None)
+
+    def start(handoff_s: float | None) -> tuple[float | None, ExactBackend]:
+        """Returns the hand-off's time in the profile of a start at which a hand-off takes so long, None: workers are
+        not there in time."""
+        backend: Any = _Untimed(LARGE)
+        backend.start_workers = backend.use = lambda *values, **named: None
+        timed = None if handoff_s is None else RoundTrip(total_s=1e-3 + handoff_s, compute_s=1e-3)
+        backend.time_hand_off = lambda slot, tokens: timed if backend.ranks.get(slot) else None
+        made = tuned(backend, spec(), model_config(tmp_path), engine_config(), lora, lambda: None)
+        assert made is not None
+        (saved,) = tmp_path.rglob("*.json")
+        assert load(saved) == made
+        assert backend.faults == []
+        assert backend.ranks == {BASE_ADAPTER_SLOT: 0}
+        return made.handoff_ms, backend
+
+    assert start(None)[0] is None
+    handoff_ms, backend = start(0.02e-3)
+    assert handoff_ms == pytest.approx(0.02)
+    assert backend.most_ranks == {BASE_ADAPTER_SLOT: 0, 1: 8}  # nothing else was measured again
+    assert start(0.9e-3)[0] == handoff_ms
 
 
 def test_models_with_different_times_have_different_keys() -> None:

@@ -9,9 +9,9 @@ part of it: few chunks sample, and the head is a large product.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from caraserve.gpu.driver.api import Driver, Stream
+from caraserve.gpu.driver.api import Driver, DriverError, Stream
 from caraserve.gpu.forward.batch import ALL_GROUPS, PassShape
-from caraserve.gpu.forward.decoder import Decoder, issue_pass
+from caraserve.gpu.forward.decoder import Decoder, DecoderPass, issue_pass
 from caraserve.gpu.forward.graphs import NODE_BYTES, QKV_ALONE
 from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS, CapturedPass, capture_pass
 from caraserve.gpu.forward.lora_pass import HandOffMemory
@@ -43,6 +43,7 @@ class ChunkGraphs:
         fits = expected_bytes(self._layers) <= budget_bytes
         self._shapes = shapes if fits else []
         self._captured: list[ChunkGraph] = []
+        self.failures: list[DriverError] = []  # why chunks have no graphs that were to have one
 
     @property
     def count(self) -> int:
@@ -53,21 +54,29 @@ class ChunkGraphs:
         """Captures every graph that has room, and calls `advance` after each.
 
         The batch in device memory must have no rows, and the work orders must be zeros: each pass runs once before it
-        is captured, so that all its kernels are loaded.
+        is captured, so that all its kernels are loaded. What cannot be captured is left out (`failures`): such chunks
+        are launched kernel by kernel. Raises DriverError if the device has failed.
         """
         for shape in reversed(self._shapes):  # largest first, so that smaller graphs reuse their memory
             steps = self._decoder.make_pass(shape, hand_offs=self._hand_offs)
             issue_pass(steps, stream, self._layers)
             wait_until_idle()
-            before = self._driver.free_bytes()
-            captured = capture_pass(self._driver, steps, stream, self._layers, gate=None)
-            taken = max(0, before - self._driver.free_bytes())
-            if taken <= self._left_bytes:
-                self._left_bytes -= taken
-                self._captured.insert(0, ChunkGraph(shape, captured))
-            else:
-                self._driver.destroy_graph(captured.graph)
+            try:
+                self._capture(shape, steps, stream)
+            except DriverError as error:
+                self.failures.append(error)
+                wait_until_idle()  # raises if the device has failed
             advance()
+
+    def _capture(self, shape: PassShape, steps: DecoderPass, stream: Stream) -> None:
+        before = self._driver.free_bytes()
+        captured = capture_pass(self._driver, steps, stream, self._layers, gate=None)
+        taken = max(0, before - self._driver.free_bytes())
+        if taken <= self._left_bytes:
+            self._left_bytes -= taken
+            self._captured.insert(0, ChunkGraph(shape, captured))
+        else:
+            self._driver.destroy_graph(captured.graph)
 
     def find(self, shape: PassShape) -> ChunkGraph | None:
         """Returns the smallest graph of a chunk, which computes all but its outputs, or None: it is launched kernel by

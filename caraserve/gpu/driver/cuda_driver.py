@@ -260,13 +260,13 @@ class CudaDriver:
         self._call("cuStreamBeginCapture_v2", stream, libcuda.STREAM_CAPTURE_MODE_THREAD_LOCAL)
 
     def end_capture(self, stream: Stream) -> Graph:
-        """Ends the capture and returns its graph. Raises AssertionError if torch allocated device memory during the
+        """Ends the capture and returns its graph. Raises DriverError, also if torch allocated device memory during the
         capture: the graph would write there after torch has reused the memory."""
         captured, before = ctypes.c_void_p(), self._captures.pop(stream)
         self._call("cuStreamEndCapture", stream, ctypes.byref(captured))
         try:
             if given := self._torch.allocations() - before:
-                raise AssertionError(f"torch gave out device memory {given} times while a graph was captured")
+                raise DriverError(f"torch gave out device memory {given} times while a graph was captured")
             graph = self._number("cuGraphInstantiateWithFlags", captured, 0)
         finally:
             self._call("cuGraphDestroy", captured)

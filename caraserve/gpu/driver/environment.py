@@ -1,5 +1,5 @@
-"""What CUDA, Triton, CuPy and FlashInfer find around them: environment variables, folders, a C compiler. Imports none
-of them."""
+"""What CUDA, torch, Triton, CuPy and FlashInfer find around them: environment variables, folders, a C compiler. Imports
+none of them."""
 
 import os
 import shutil
@@ -23,14 +23,19 @@ DEBIAN = {
 
 
 def prepare_environment() -> None:
-    """Sets the environment variables that CUDA, Triton, CuPy and FlashInfer read at their start.
+    """Sets the environment variables that CUDA, torch, Triton, CuPy and FlashInfer read at their start.
 
     With fewer connections, streams that share a hardware queue would delay one another. Kernels are loaded when they
     are first needed, which the warm-up sees to: loading all of torch's at once would take seconds, and device memory
-    for thousands that nothing here launches. Caches go to the folder of all others, unless the user has named some.
-    Triton finds the driver's library without ldconfig, whose cache may lack it in a container.
+    for thousands that nothing here launches. torch keeps cuBLAS's workspace of each stream: releases after 2.13 would
+    allocate one for each product, which a captured graph must not. Caches go to the folder of all others, unless the
+    user has named some. Triton finds the driver's library without ldconfig, whose cache may lack it in a container.
     """
-    os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "LAZY"}
+    os.environ |= {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        "CUDA_MODULE_LOADING": "LAZY",
+        "TORCH_CUBLAS_WORKSPACE_CACHE": "1",
+    }
     os.environ["TRITON_CACHE_DIR"] = str(triton_cache())
     os.environ.setdefault("CUPY_CACHE_DIR", str(cache_folder("cupy")))
     os.environ.setdefault("FLASHINFER_WORKSPACE_BASE", str(cache_folder("flashinfer")))

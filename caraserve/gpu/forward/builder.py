@@ -53,6 +53,7 @@ from caraserve.util.units import align_up, ceil_div, human_bytes
 
 log = logging.getLogger(__name__)
 
+GRAPH_BYTES = 1 << 30  # of device memory, kept for captured graphs
 _RING_BYTES, _ASSIST_RING_BYTES = 64 << 20, 32 << 20
 _ITERATIONS_AHEAD = 3
 _UNKNOWN_LINK_BYTES_PER_S = 12e9  # assumed until it is measured
@@ -84,7 +85,7 @@ class GpuSizes:
     memory_utilization: float  # share of the device's memory
     host_bytes: int  # of the host cache
     adapter_bytes: int | None = None  # most bytes of the pool for adapters
-    graph_bytes: int = 1 << 30
+    graph_bytes: int = GRAPH_BYTES  # 0: no graphs are captured
     padded_rank: int | None = None  # rank of every module in the padded baseline
     merging: bool = False
     flashinfer: bool = False  # attends with large prompt chunks
@@ -160,6 +161,12 @@ class BackendParts:
         self.captured_graphs.capture_all(
             self.pass_selector.for_graph, stream, lambda: timelines.settle(Lane.COMPUTE), advance
         )
+        if failures := [*self.assisted.graphs.failures, *self.captured_graphs.failures]:
+            log.warning(
+                "%d of %d graphs cannot be captured, so what would take them is launched kernel by kernel, which takes "
+                "longer: %s",
+                *(len(failures), self.assisted.graphs.count + self.captured_graphs.count, failures[0]),
+            )
 
     def close(self) -> None:
         """Frees everything; the launching thread must have ended."""

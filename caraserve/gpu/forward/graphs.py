@@ -6,7 +6,6 @@ graph serves any mix of adapters and ranks. Graphs share a memory budget that is
 serving: capturing takes driver locks that the release of a waiting device might need.
 """
 
-import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
@@ -176,8 +175,6 @@ class GraphSet:
         return 0 if ideal is None else ideal.size
 
 
-log = logging.getLogger(__name__)
-
 # Most prompts of a mixed graph, and adapters that have prompts or many decoding rows: programs for more than the batch
 # has would start for nothing. A batch that exceeds them is launched kernel by kernel.
 _PROMPTS, _SEGMENTED_ADAPTERS = 16, 16
@@ -203,6 +200,7 @@ class CapturedGraphs:
         self._driver, self._graphs, self._capacity = driver, graphs, capacity
         self._max_context, self._layers = max_context, layers
         self._captured: dict[Bucket, tuple[CapturedPass, PassShape]] = {}
+        self.failures: list[DriverError] = []  # why buckets have no graphs that were to have one
 
     def make_gates(self, device: torch.device) -> None:
         """Allocates the words by which graphs wait for layers; to be called before `capture_all`."""
@@ -218,25 +216,20 @@ class CapturedGraphs:
         """Captures every bucket that has room, and calls `advance` after each.
 
         The batch in device memory must have no rows: each pass runs once before it is captured, so that all its kernels
-        are loaded. Where the driver captures no waits there are no gated graphs, and iterations that would take one
-        are launched kernel by kernel.
+        are loaded. What cannot be captured is left out (`failures`): iterations that would take it are launched kernel
+        by kernel. Raises DriverError if the device has failed.
         """
-        refusal: DriverError | None = None
         for index, bucket in enumerate(self._graphs.to_capture()):
-            if refusal is None or not bucket.gated:
-                shape = shape_for(bucket, self._capacity, self._max_context)
-                steps = pass_for(bucket, shape)
-                issue_pass(steps, stream, self._layers)
-                wait_until_idle()
-                try:
-                    self._capture(index, bucket, shape, steps, stream)
-                except DriverError as error:
-                    if not bucket.gated:
-                        raise
-                    refusal = error
+            shape = shape_for(bucket, self._capacity, self._max_context)
+            steps = pass_for(bucket, shape)
+            issue_pass(steps, stream, self._layers)
+            wait_until_idle()
+            try:
+                self._capture(index, bucket, shape, steps, stream)
+            except DriverError as error:
+                self.failures.append(error)
+                wait_until_idle()  # raises if the device has failed
             advance()
-        if refusal is not None:
-            log.warning("no graphs for iterations that wait for adapters: the driver captures no waits (%s)", refusal)
 
     def _capture(self, index: int, bucket: Bucket, shape: PassShape, steps: DecoderPass, stream: Stream) -> None:
         gate = self._gates[index].data_ptr() if bucket.gated else None

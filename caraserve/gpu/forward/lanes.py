@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from caraserve.core.lora_layout import GROUPS
 from caraserve.gpu.assist.handshake import HandOffFlags, SyncSlot
-from caraserve.gpu.driver.api import WORD_VALUES, Driver, Graph, Stream, WordWait, WordWrite
+from caraserve.gpu.driver.api import WORD_VALUES, Driver, DriverError, Graph, Stream, WordWait, WordWrite
 from caraserve.gpu.driver.streams import Lane, Marks, Timelines, at
 from caraserve.gpu.forward.decoder import DecoderPass, decoder_layer, issue_pass
 from caraserve.gpu.memory.copier import AdapterCopier
@@ -53,7 +53,7 @@ class CapturedPass:
 
 def capture_pass(driver: Driver, steps: DecoderPass, stream: Stream, layers: int, gate: int | None) -> CapturedPass:
     """Captures a pass as a graph. A gated one starts layer l when the word at `gate` has reached l + 1. Raises
-    DriverError, with no capture in progress, if the driver rejects an operation."""
+    DriverError, with no capture in progress, if it cannot be captured."""
 
     def wait(layer: int) -> None:
         if gate is not None:
@@ -63,11 +63,14 @@ def capture_pass(driver: Driver, steps: DecoderPass, stream: Stream, layers: int
 
 
 def capture(driver: Driver, stream: Stream, issue: Callable[[], None]) -> Graph:
-    """Captures what `issue` issues on a stream. Raises DriverError, with no capture in progress, if the driver rejects
-    an operation."""
+    """Captures what `issue` issues on a stream. Raises DriverError, with no capture in progress, if the driver, torch,
+    CuPy or Triton rejects an operation that is captured."""
     driver.begin_capture(stream)
     try:
         issue()
+    except RuntimeError as error:  # of torch, CuPy or Triton
+        driver.abandon_capture(stream)
+        raise DriverError(" ".join(str(error).split())) from error
     except BaseException:
         driver.abandon_capture(stream)
         raise

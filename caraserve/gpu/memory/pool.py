@@ -124,9 +124,11 @@ class DevicePool:
     # --- adapters ---
 
     def place(self, slot: int, num_bytes: int, moved: Marks) -> Grant | None:
-        """Allocates bytes for an adapter, pinned until `unpin`, or returns None if it does not fit. `moved`: the mark
-        after the moves, which the caller is about to issue."""
+        """Allocates bytes for an adapter, pinned until `unpin`, or returns None if it does not fit now. `moved`: the
+        mark after the moves, which the caller is about to issue. Raises ValueError if it never fits."""
         need = self.takes(num_bytes)
+        if need > (most := min(self.lora_bytes, self.num_bytes - self._lowest(0))):
+            raise ValueError(f"an adapter takes {need} bytes of the pool, and all adapters may take {most}")
         if slot in self._by_slot:
             raise AssertionError(f"adapter slot {slot} has bytes already")
         window = self._window(need) if self.adapter_bytes + need <= self.lora_bytes else None
@@ -160,7 +162,10 @@ class DevicePool:
 
     def resize_kv(self, blocks: int, *, until: Marks, moved: Marks) -> Grant | None:
         """Makes the KV blocks [0, blocks), or returns None and changes nothing if adapters cannot be moved out of the
-        way. `until`: marks until which removed blocks may be in use. `moved`: as in `place`."""
+        way now. `until`: marks until which removed blocks may be in use. `moved`: as in `place`. Raises ValueError if
+        the pool is too small."""
+        if blocks * self.block_bytes > self.num_bytes:
+            raise ValueError(f"{blocks} KV blocks do not fit in {self.num_bytes} bytes")
         window = self._kv_window(blocks)
         if window is None:
             return None
@@ -228,8 +233,6 @@ class DevicePool:
     def _kv_window(self, blocks: int) -> _Gap | None:
         """Chooses the moves that make memory for `blocks` KV blocks."""
         need = self._lowest(blocks) - self._lowest(self.kv_blocks)
-        if blocks * self.block_bytes > self.num_bytes:
-            return None
         total = moved = 0
         for last, hole in enumerate(self._holes()):
             if last > 0 and self._extents[last - 1].is_fixed:

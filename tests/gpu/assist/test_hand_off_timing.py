@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -16,15 +15,15 @@ from caraserve.gpu.driver.api import DriverError
 from tests.gpu.host_backend import PATIENCE_S, Host, alone, host_tier
 from tests.gpu.host_device import HostDriver
 from tests.gpu.torch_kernels import torch_kernels
-from tests.oracle.subject import KINDS, make_subject
+from tests.oracle.subject import Subject
 
 
 @contextmanager
-def loaded_host(folder: Path) -> Iterator[Host]:
+def loaded_host(subject: Subject) -> Iterator[Host]:
     """Yields a device with an adapter in slot 1; its worker is not started."""
-    subject, loaded = make_subject(folder, {"r8": KINDS["r8"]}), SimpleQueue[Exception | None]()
+    loaded = SimpleQueue[Exception | None]()
     with torch_kernels(), alone(subject.model, lora_cpus=(min(os.sched_getaffinity(0)),)) as host:
-        adapter = host_tier(host, subject.adapters, subject.model)["r8"]
+        adapter = host_tier(host, {"r8": subject.adapters["r8"]}, subject.model)["r8"]
         host.backend.load_adapter(adapter, 1, loaded.put)
         assert loaded.get(timeout=PATIENCE_S) is None
         yield host
@@ -43,9 +42,9 @@ def timed(host: Host, tokens: int) -> RoundTrip:
     raise AssertionError("no time in ten tries")
 
 
-def test_hand_offs_are_timed_with_the_kernels_and_words_of_serving(tmp_path: Path) -> None:
+def test_hand_offs_are_timed_with_the_kernels_and_words_of_serving(subject: Subject) -> None:
     """Of all layers, though their weights are on the device; nothing is held afterwards."""
-    with loaded_host(tmp_path) as host:
+    with loaded_host(subject) as host:
         assert host.backend.time_hand_off(1, 1) is None, "there is no worker yet"
         start_worker(host)
         for tokens in (1, 16):
@@ -57,7 +56,7 @@ def test_hand_offs_are_timed_with_the_kernels_and_words_of_serving(tmp_path: Pat
         host.check_at_rest()
 
 
-def test_hand_offs_are_timed_in_one_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hand_offs_are_timed_in_one_launch(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = list[Any]()
     launch = HostDriver.launch_graph
 
@@ -65,18 +64,18 @@ def test_hand_offs_are_timed_in_one_launch(tmp_path: Path, monkeypatch: pytest.M
         launches.append(graph)
         launch(driver, graph, stream)
 
-    with loaded_host(tmp_path) as host:
+    with loaded_host(subject) as host:
         start_worker(host)
         monkeypatch.setattr(HostDriver, "launch_graph", counted)
         host.backend.time_hand_off(1, 1)
     assert len(launches) == 1
 
 
-def test_no_time_is_given_for_a_worker_that_has_vanished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_time_is_given_for_a_worker_that_has_vanished(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was idle when the orders were written, and is gone when the device reads them."""
     launch = HostDriver.launch_graph
 
-    with loaded_host(tmp_path) as host:
+    with loaded_host(subject) as host:
         start_worker(host)
         words = host.parts.assist_resources.region.blocks.view(np.int64)
         present = int(words[handoff.INCARNATION // 8])
@@ -94,12 +93,12 @@ def test_no_time_is_given_for_a_worker_that_has_vanished(tmp_path: Path, monkeyp
         host.check_at_rest()
 
 
-def test_no_time_is_given_without_memory_for_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_time_is_given_without_memory_for_a_graph(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(driver: HostDriver, stream: Any) -> Any:
         driver.abandon_capture(stream)
         raise DriverError("out of memory")
 
-    with loaded_host(tmp_path) as host:
+    with loaded_host(subject) as host:
         start_worker(host)
         with monkeypatch.context() as patch:
             patch.setattr(HostDriver, "end_capture", refuse)
@@ -108,11 +107,11 @@ def test_no_time_is_given_without_memory_for_a_graph(tmp_path: Path, monkeypatch
         host.check_at_rest()
 
 
-def test_a_failed_launch_keeps_no_sync_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_launch_keeps_no_sync_slot(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(driver: HostDriver, graph: Any, stream: Any) -> None:
         raise DriverError("the launch was refused")
 
-    with loaded_host(tmp_path) as host:
+    with loaded_host(subject) as host:
         start_worker(host)
         with monkeypatch.context() as patch:
             patch.setattr(HostDriver, "launch_graph", refuse)

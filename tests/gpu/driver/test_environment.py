@@ -1,4 +1,4 @@
-"""What CUDA, Triton, CuPy and FlashInfer find around them."""
+"""What CUDA, torch, Triton, CuPy and FlashInfer find around them."""
 
 import os
 import sys
@@ -15,6 +15,7 @@ SET = (
     "CUPY_CACHE_DIR",
     "FLASHINFER_WORKSPACE_BASE",
     "TRITON_LIBCUDA_PATH",
+    "TORCH_CUBLAS_WORKSPACE_CACHE",
 )
 
 
@@ -32,6 +33,12 @@ def test_cuda_starts_with_many_connections_and_loads_what_is_launched(monkeypatc
     environment.prepare_environment()
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
     assert os.environ["CUDA_MODULE_LOADING"] == "LAZY"
+
+
+def test_torch_keeps_cublas_workspaces_which_a_graph_must_not_allocate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "0")
+    environment.prepare_environment()
+    assert os.environ["TORCH_CUBLAS_WORKSPACE_CACHE"] == "1"
 
 
 def test_all_caches_are_in_one_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -132,6 +132,13 @@ def test_sampling_reads_rows_in_vectors_and_counts_in_shared_memory(unit: Unit) 
     assert counted
 
 
+@pytest.mark.parametrize("unit", [unit for unit in SAMPLING if unit.arch in READ], ids=named)
+def test_penalties_and_temperatures_divide_as_the_cpu_does(unit: Unit) -> None:
+    """A quotient that is off in the last bit may choose another token."""
+    quotients = set(re.findall(r"\b(?:div|rcp)\.[\w.]*f32", compiled(unit).ptx))
+    assert quotients == {"div.rn.f32", "rcp.rn.f32"}
+
+
 @pytest.mark.parametrize("unit", [unit for unit in HANDOFF if unit.arch in READ], ids=named)
 def test_x_is_visible_in_host_memory_before_workers_are_asked(unit: Unit) -> None:
     """Each block: copy, system-wide fence, count. The last block: slices, fence, flags and requests with system

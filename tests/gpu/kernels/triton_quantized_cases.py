@@ -7,6 +7,7 @@ from torch import Tensor
 from caraserve.gpu.kernels.quantized import multiply, round_rows, scale_rows
 from caraserve.model.dtype import Code
 from tests.gpu.honest_dots import honest_dots
+from tests.gpu_device.nearest_codes import nearest_codes
 
 pytestmark = pytest.mark.usefixtures(honest_dots.__name__)
 
@@ -17,12 +18,6 @@ TORCH_CODES = {Code.F8_E4M3: torch.float8_e4m3fn, Code.I8: torch.int8}
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype).to(DEVICE)
-
-
-def nearest_codes(x: Tensor, scale: Tensor, code: Code) -> Tensor:
-    """Returns the values of the nearest codes by torch's own rounding."""
-    limited = (x.float() / scale).clamp(-code.largest, code.largest)
-    return limited.round() if code is Code.I8 else limited.to(torch.float8_e4m3fn).float()
 
 
 def hard_rows(width: int, dtype: torch.dtype) -> Tensor:
@@ -42,9 +37,9 @@ def test_rows_are_rounded_to_the_nearest_codes_by_their_own_scales(width: int, d
     x, scales = hard_rows(width, dtype), torch.empty(5, device=DEVICE)
     values = torch.empty(5, width, dtype=torch.float16, device=DEVICE)
     round_rows(x, values, scales, code)
-    wanted = (x.float().abs().amax(1) / code.largest).clamp(min=1e-30)
-    assert torch.equal(scales, wanted)
-    assert torch.equal(values.float(), nearest_codes(x, wanted[:, None], code))
+    wanted, wanted_scales = nearest_codes(x, code)
+    assert torch.equal(scales, wanted_scales)
+    assert torch.equal(values.float(), wanted)
     if code is Code.F8_E4M3:
         bits = torch.empty(5, width, dtype=torch.float8_e4m3fn, device=DEVICE)
         round_rows(x, bits, scales, code)
@@ -56,7 +51,7 @@ def test_a_given_scale_serves_all_rows_and_what_exceeds_it_becomes_the_largest_c
     x, given = hard_rows(100, torch.bfloat16), torch.tensor([0.003], device=DEVICE)
     values, scales = torch.empty(5, 100, dtype=torch.float16, device=DEVICE), torch.full((5,), 7.0, device=DEVICE)
     round_rows(x, values, scales, code, given)
-    assert torch.equal(values.float(), nearest_codes(x, given, code))
+    assert torch.equal(values.float(), nearest_codes(x, code, given)[0])
     assert values.max() == code.largest
     assert torch.all(scales == 7.0)
 
@@ -83,8 +78,8 @@ def test_products_are_those_of_the_dequantised_weights(
 ) -> None:
     """Also where the GPU has no instructions for fp8."""
     weight = random(outputs, inputs)
-    scale = weight.abs().amax(1) / code.largest
-    codes = nearest_codes(weight, scale[:, None], code).to(TORCH_CODES[code])
+    values, scale = nearest_codes(weight, code)
+    codes = values.to(TORCH_CODES[code])
     x, bias, x_scale = random(rows, inputs + 8, dtype=dtype)[:, :inputs], random(outputs, dtype=dtype), random(rows)
     plain = x.double() @ (codes.double() * scale.double()[:, None]).T
     out = torch.full((rows, outputs + 3), 7.0, dtype=dtype, device=DEVICE)

@@ -105,9 +105,22 @@ def test_the_limit_of_adapter_bytes_holds_although_memory_is_free() -> None:
 
 def test_the_least_kv_blocks_are_reserved_before_they_are_requested() -> None:
     made = pool(20, least_kv_blocks=8)  # 192 bytes: 12 granules
-    assert made.place(1, 9 * GRANULE, PAST) is None
     placed(made, 1, 8)
+    assert made.place(2, GRANULE, PAST) is None
     assert made.resize_kv(8, until=NOTHING, moved=PAST) == Grant(0, 8 * BLOCK, NOTHING)
+    made.check()
+
+
+def test_what_can_never_fit_is_an_error_and_changes_nothing() -> None:
+    """None would mean that it fits once adapters have moved or left."""
+    made = pool(20, lora_bytes=10 * GRANULE, least_kv_blocks=8)
+    with pytest.raises(ValueError, match="14 KV blocks do not fit in 320 bytes"):
+        made.resize_kv(14, until=NOTHING, moved=PAST)
+    with pytest.raises(ValueError, match="takes 144 bytes of the pool, and all adapters may take 128"):
+        made.place(1, 9 * GRANULE, PAST)
+    assert made.resize_kv(13, until=NOTHING, moved=PAST) == Grant(0, 13 * BLOCK, NOTHING)
+    with pytest.raises(ValueError, match="may take 32"):
+        pool(20, lora_bytes=2 * GRANULE).place(1, 3 * GRANULE, PAST)
     made.check()
 
 

@@ -1,5 +1,6 @@
 """Small copies through pinned memory: the data arrives as sent, however late the device runs."""
 
+from collections.abc import Iterator
 from random import Random
 
 import numpy as np
@@ -31,21 +32,24 @@ class Kernels:
         table_end = table + launch.grid * PIECE.itemsize
         pieces = memory[table:table_end].view(PIECE).copy()
         self.pieces.append(launch.grid)
-        words = [(int(p["source"]) + 4 * i, target_of(p, i)) for p in pieces for i in range(int(p["words"]))]
+        rows = [row for piece in pieces for row in rows_of(piece)]
 
         def copy() -> None:
             assert (memory[table:table_end].view(PIECE) == pieces).all()
-            for source, target in words:
-                memory[target : target + 4] = memory[source : source + 4]
+            for source, target, size in rows:
+                memory[target : target + size] = memory[source : source + size]
 
-        reads = [(table, table_end), *((source, source + 4) for source, _ in words)]
-        writes = [(target, target + 4) for _, target in words]
-        self.driver.issue(stream, Operation("scatter", reads, writes, end=copy))
+        sources = [(int(piece["source"]), int(piece["source"]) + 4 * int(piece["words"])) for piece in pieces]
+        writes = [(target, target + size) for _, target, size in rows]
+        self.driver.issue(stream, Operation("scatter", [(table, table_end), *sources], writes, end=copy))
 
 
-def target_of(piece: np.void, word: int) -> int:
-    row, column = divmod(word, int(piece["width"]))
-    return int(piece["target"]) + row * int(piece["pitch"]) + 4 * column
+def rows_of(piece: np.void) -> Iterator[tuple[int, int, int]]:
+    """Yields source, target and bytes of each row of a piece."""
+    words, width = int(piece["words"]), int(piece["width"])
+    for row, first in enumerate(range(0, words, width)):
+        size = 4 * min(width, words - first)
+        yield int(piece["source"]) + 4 * first, int(piece["target"]) + row * int(piece["pitch"]), size
 
 
 class World:
