@@ -11,7 +11,7 @@ from typing import Any
 from caraserve.errors import InvalidRequest
 from caraserve.http.request_schema import CHAT, KnownFields
 from caraserve.http.validation import Fields, shown
-from caraserve.util.tasks import in_turns
+from caraserve.util.tasks import in_shared_turns
 
 
 def shared_values(fields: Fields, known: KnownFields) -> dict[str, Any]:
@@ -44,7 +44,7 @@ async def joined_text(content: object, name: str, kinds: Mapping[str, str], para
         return content
     if not isinstance(content, list):
         raise InvalidRequest(f"{name} must be a string or a list of parts, not {shown(content)}.", param=param)
-    texts = [_part_text(part, f"{name}[{at}]", kinds, param) async for at, part in in_turns(enumerate(content))]
+    texts = [_part_text(part, f"{name}[{at}]", kinds, param) async for at, part in in_shared_turns(enumerate(content))]
     return "\n".join(texts)
 
 
