@@ -26,7 +26,8 @@ async def tokenize(request: web.Request) -> web.Response:
     most = max(body_fields.MAX_TOKENIZED, engine.max_model_len)
     try:
         if fields.raw("messages") is not None:
-            ids = await chat_ids(fields, await ChatFormat.of_adapter(engine.tokenizer, adapter), most)
+            chat_format = await ChatFormat.of_adapter(engine.tokenizer, adapter, request[CLIENT].tenant(user=""))
+            ids = await chat_ids(fields, chat_format, most)
         else:
             prompt = body_fields.TEXT_PROMPT.read(fields)
             if prompt is None:
