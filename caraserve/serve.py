@@ -181,6 +181,7 @@ async def build_engine(
     management = AdapterManagement(uploads, aliases, settings)
     complaints = _add_adapters(catalog, aliases, lora_config)
     metrics.show(manager.counters.families)
+    metrics.show(tokenizer.families)
     engine = Engine(
         base_names=names,
         backend=backend,

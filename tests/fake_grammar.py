@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from caraserve.core.request import Tenant
+
 Allowed = Callable[[int], Sequence[int]]
 
 
@@ -32,7 +34,7 @@ class FakeGrammar:
     allowed: Allowed
     on_freed: Callable[[], object] = lambda: None
 
-    async def prepare(self) -> None:
+    async def prepare(self, tenant: Tenant) -> None:
         """There is nothing to compile."""
 
     def matcher(self, output_ids: Sequence[int] = ()) -> FakeMatcher:

@@ -55,7 +55,7 @@ HOMES = {
 # Files whose decisions are functions of their arguments: no clock, no chance, no input or output. They import the
 # standard library, contracts, and one another.
 PURE = (
-    *("engine/scheduler.py", "engine/merge_policy.py", "engine/fair_queue.py"),
+    *("core/fair_queue.py", "engine/scheduler.py", "engine/merge_policy.py"),
     *("kv/block_pool.py", "kv/prefix_keys.py", "kv/memory_budget.py"),
     *(
         f"cluster/membership/{name}.py"

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from caraserve.core.request import Tenant
 from caraserve.util.units import ceil_div
 
 _MASK_BITS = 32
@@ -34,9 +35,9 @@ class TokenMatcher(Protocol):
 class Grammar(Protocol):
     """The grammar of an answer, shared by any number of requests."""
 
-    async def prepare(self) -> None:
-        """Compiles it. To be called by the instance that answers, before a request with it is submitted. Raises
-        InvalidRequest or Overloaded."""
+    async def prepare(self, tenant: Tenant) -> None:
+        """Compiles it, at the turn of `tenant`, whose request it is. To be called by the instance that answers, before
+        a request with it is submitted. Raises InvalidRequest or Overloaded."""
 
     def matcher(self, output_ids: Sequence[int] = ()) -> TokenMatcher:
         """Returns a matcher after the first tokens of an answer; takes about 10 µs."""

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from caraserve.core.grammar import Grammar, TokenMatcher
 from caraserve.core.reasoning_progress import ReasoningProgress, ReasoningState
+from caraserve.core.request import Tenant
 from caraserve.core.token_filter import allow_tokens, ban_tokens, every_token
 
 _Mask = NDArray[np.uint32]
@@ -45,9 +46,9 @@ class ReasoningGrammar:
     vocab_size: int
     text_of: Callable[[int], bytes]
 
-    async def prepare(self) -> None:
+    async def prepare(self, tenant: Tenant) -> None:
         if self.grammar is not None:
-            await self.grammar.prepare()
+            await self.grammar.prepare(tenant)
 
     def matcher(self, output_ids: Sequence[int] = ()) -> TokenMatcher:
         return _ReasoningMatcher(self, output_ids)

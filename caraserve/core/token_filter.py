@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.core.grammar import Grammar, TokenMatcher, mask_words
+from caraserve.core.request import Tenant
 from caraserve.errors import GrammarDeadEnd
 
 _Mask = NDArray[np.uint32]
@@ -89,9 +90,9 @@ class TokenFilter:
         ban_tokens(mask, root.tokens)
         return cls(mask, root, most_before, mask_of(end_ids, vocab_size), min_tokens, grammar)
 
-    async def prepare(self) -> None:
+    async def prepare(self, tenant: Tenant) -> None:
         if self.grammar is not None:
-            await self.grammar.prepare()
+            await self.grammar.prepare(tenant)
 
     def matcher(self, output_ids: Sequence[int] = ()) -> TokenMatcher:
         return _FilterMatcher(self, None if self.grammar is None else self.grammar.matcher(output_ids), output_ids)

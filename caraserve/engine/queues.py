@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable
 
 from caraserve.core.backend import Limits
+from caraserve.core.fair_queue import FairQueue
 from caraserve.engine.active_request import ActiveRequest
-from caraserve.engine.fair_queue import FairQueue
 from caraserve.engine.request_slots import RequestSlots
 from caraserve.engine.scheduler import total_tokens
 from caraserve.engine.side_batches import SideBatches

@@ -93,9 +93,9 @@ class Generation:
 
     async def _submit(self) -> None:
         """Submits all engine requests or, where one is refused, none: clients send the whole body again."""
-        engine, grammar = self._context.engine, self.api_request.requests[0].params.grammar  # all have the same
-        if grammar is not None:
-            await grammar.prepare()
+        engine, first = self._context.engine, self.api_request.requests[0]
+        if (grammar := first.params.grammar) is not None:  # all have the same
+            await grammar.prepare(first.tenant)
         if (trace := self._request.get(TRACE)) is not None and (adapter := self.api_request.adapter) is not None:
             trace.tier = tier_of(engine.catalog.manager.find(engine.adapter(adapter).digest))
         with closing(engine.submit_each(self.api_request.requests)) as submitted:

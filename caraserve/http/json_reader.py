@@ -15,7 +15,7 @@ import orjson
 
 from caraserve.errors import InvalidRequest
 from caraserve.http.validation import shown
-from caraserve.util.tasks import in_turns
+from caraserve.util.tasks import in_shared_turns
 
 MOST_NUMBERS = 1 << 19  # 10 ms to free
 _MOST_VALUES = 1 << 16  # strings, objects, lists and fields; numbers in lists are counted apart
@@ -76,7 +76,7 @@ def _equal_keys(key: str) -> InvalidRequest:
 
 async def _parse_in_turns(body: Body, most_numbers: int) -> Any:
     reader = _Reader(body, most_numbers)
-    async for _ in in_turns(reader.read()):
+    async for _ in in_shared_turns(reader.read()):
         pass
     return reader.value
 

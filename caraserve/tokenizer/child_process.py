@@ -4,13 +4,32 @@ A message is its length, as 8 bytes with the largest first, and its bytes. JSON 
 decoding a long text as JSON holds the interpreter lock for 10 ms and more, on whichever thread.
 """
 
+import ctypes
 import os
 import resource
+import signal
 import sys
 from collections.abc import Iterator
 
 LENGTH_BYTES = 8
 MAX_ANSWER_BYTES = 4 << 20  # text that the server decodes within 5 ms
+
+
+class _MallocInfo(ctypes.Structure):
+    """What the C library's `mallinfo2` returns."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+_LIBC = ctypes.CDLL(None)
+if hasattr(_LIBC, "mallinfo2"):  # glibc since 2.33
+    _LIBC.mallinfo2.restype = _MallocInfo
 
 
 def messages() -> Iterator[bytes]:
@@ -30,6 +49,20 @@ def data_bytes() -> int:
     """Returns the size of this process's private memory."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[5]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def allocated_bytes() -> int:
+    """Returns the size of all blocks of memory that this process has allocated and not freed."""
+    if hasattr(_LIBC, "mallinfo2"):
+        found = _LIBC.mallinfo2()
+        return int(found.uordblks + found.hblkhd)
+    return data_bytes()  # blocks that were freed count too
+
+
+def limit_cpu(seconds: float) -> None:
+    """Has SIGPROF end this process after so much more time on the CPU; 0: never. Other work on the machine does not
+    shorten it."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def limit_data(more_bytes: int) -> None:

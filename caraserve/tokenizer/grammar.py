@@ -8,31 +8,41 @@ first (`grammar_check.py`), and this process only those that have passed, on a t
 import asyncio
 import hashlib
 import json
-from collections import OrderedDict
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Literal, NamedTuple
 
 import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.core.grammar import Grammar, TokenMatcher
+from caraserve.core.request import NO_TENANT, Tenant
 from caraserve.errors import GrammarDeadEnd, GrammarTooComplex, InvalidRequest, Overloaded
 from caraserve.tokenizer.grammar_limits import (
-    COMPILE_S,
+    ANSWER_S,
+    COMPILE_CPU_S,
+    FREE_GROWTH_BYTES,
     LIMITS,
     MAX_ANSWERS,
-    MAX_GRAMMARS,
+    MAX_GROWN_BYTES,
     MAX_SOURCE_BYTES,
-    MAX_WAITING,
+    WORN_BYTES,
 )
+from caraserve.tokenizer.grammar_memory import GrammarBudget, Growth, counted_bytes
 from caraserve.tokenizer.message_process import MessageProcess
+from caraserve.tokenizer.process_pool import JobOwner, PoolLimits, ProcessPool
+from caraserve.util.units import human_bytes
 
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark", "structural_tag"]
 
+# A process takes 26 MB, or 130 MB with 128,000 tokens. A user's requests for one grammar wait as one.
+POOL = PoolLimits(processes=3, waiting=256, of_client=64, of_user=32, of_adapter=64)
 _CHECK = "caraserve.tokenizer.grammar_check"
 _MAX_ERROR_CHARACTERS = 300
+_RETRY_S = 1.0
 _DEAD_ENDS = ("NoExtension", "NoExtensionBias")  # what llguidance reports where no token may follow
 
 
@@ -64,11 +74,13 @@ class _Matcher:
         self._new_ids.append(token_id)
 
     def write_mask(self, mask: NDArray[np.uint32]) -> None:
+        began_s = time.perf_counter()
         # After the end of an answer comes the row that was launched before the end was known.
         if self._new_ids and not self._matcher.is_stopped():
             self._matcher.consume_tokens(self._new_ids)
         self._new_ids.clear()
         self._matcher.unsafe_compute_mask_ptr(mask.__array_interface__["data"][0], mask.nbytes)
+        self._grammar.note_mask(time.perf_counter() - began_s)
         if not self._matcher.is_error():
             return
         reason = _first_line(self._matcher.get_error())
@@ -81,12 +93,33 @@ class _Matcher:
 class _Grammar:
     """The `Grammar` of one source. All its matchers share one lexer, whose states add up."""
 
-    def __init__(self, text: str, template: llguidance.LLMatcher) -> None:
-        self.text, self._template = text, template
+    def __init__(
+        self,
+        checked: "_CheckedSource",
+        template: llguidance.LLMatcher,
+        client: str,
+        make_room: Callable[[str, int], bool],
+    ) -> None:
+        """`client`: for whom it was compiled. `make_room`: of `GrammarBudget`."""
+        self.checked, self.client, self._template, self._make_room = checked, client, template, make_room
         self.is_worn = False  # whether it must be compiled again
-        self._answers = 0
+        self._answers, self._growth = 0, Growth()
 
-    async def prepare(self) -> None:
+    @property
+    def num_bytes(self) -> int:
+        return self.checked.num_bytes + self._growth.num_bytes
+
+    def note_mask(self, seconds: float) -> None:
+        """Counts a mask that took so long to compute. Raises GrammarTooComplex if the grammar has grown too much."""
+        if not self._growth.note_mask(seconds):
+            return
+        grown_bytes = self._growth.num_bytes
+        self.is_worn |= grown_bytes > WORN_BYTES
+        has_room = grown_bytes <= FREE_GROWTH_BYTES or self._make_room(self.client, 0)
+        if grown_bytes > MAX_GROWN_BYTES or not has_room:
+            raise GrammarTooComplex("the grammar is too complex: its answers have made it take too much memory")
+
+    async def prepare(self, tenant: Tenant) -> None:
         """It is compiled."""
 
     def matcher(self, output_ids: Sequence[int] = ()) -> _Matcher:
@@ -102,27 +135,51 @@ class _Uncompiled:
         self._source, self._compiler = source, compiler
         self._grammar: Grammar | None = None
 
-    async def prepare(self) -> None:
-        self._grammar = await self._compiler.compile(self._source)
+    async def prepare(self, tenant: Tenant) -> None:
+        self._grammar = await self._compiler.compile(self._source, tenant)
 
     def matcher(self, output_ids: Sequence[int] = ()) -> TokenMatcher:
         assert self._grammar is not None, "prepare comes first"
         return self._grammar.matcher(output_ids)
 
 
+class _CheckedSource(NamedTuple):
+    """A source in llguidance's notation, and what counts for the memory that it takes when it is compiled."""
+
+    text: str
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class _SharedTask:
+    """The compilation for which a number of requests wait."""
+
+    task: asyncio.Task[_Grammar]
+    waiting: int = 0
+
+
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, one after the other, and keeps them by digest."""
+    """Compiles grammars for one tokenizer, in fair order between clients, and keeps them by digest."""
 
     def __init__(self, tokenizer_json: Callable[[], str], vocab_size: int, end_ids: Sequence[int]) -> None:
         """`vocab_size`: of the model's logits. `end_ids`: tokens that end an answer, allowed only where the grammar is
         complete."""
         self._tokenizer_json, self._vocab_size, self._end_ids = tokenizer_json, vocab_size, list(end_ids)
         self._tokenizer: llguidance.LLTokenizer | None = None
-        self._first_message = b""  # for the checking process
-        self._check: MessageProcess | None = None
-        self._turn = asyncio.Lock()
-        self._waiting = 0
-        self._compiled: OrderedDict[bytes, _Grammar] = OrderedDict()
+        self._first_message = b""  # for the checking processes
+        self._checks: ProcessPool[MessageProcess] = ProcessPool(self._start_check, POOL, "their grammars")
+        self._under_way: dict[tuple[str, str, bytes], _SharedTask] = {}
+        self._compiled: GrammarBudget[_Grammar] = GrammarBudget()
+
+    @property
+    def num_waiting(self) -> int:
+        """Returns the number of grammars that wait to be compiled."""
+        return self._checks.num_waiting
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the bytes of all compiled grammars."""
+        return self._compiled.num_bytes
 
     def prepare(self) -> None:
         """Reads the tokenizer, which holds the interpreter lock: 1.2 s for 128,000 tokens. Call it before serving."""
@@ -134,9 +191,10 @@ class GrammarCompiler:
         """Returns the grammar of a source; `prepare` compiles it, and raises as `compile`."""
         return _Uncompiled(source, self)
 
-    async def compile(self, source: GrammarSource) -> Grammar:
-        """Returns the grammar; requests for the same source share it. Raises InvalidRequest for a source that is wrong
-        or too complex, and Overloaded if too many requests wait for their grammars."""
+    async def compile(self, source: GrammarSource, tenant: Tenant = NO_TENANT) -> Grammar:
+        """Returns the grammar; requests of a user for the same source share it while it is compiled, later ones of all
+        users do. Raises InvalidRequest for a source that is wrong or too complex, and Overloaded if too many grammars
+        wait or take the memory."""
         if (size := len(source.text)) > MAX_SOURCE_BYTES:
             raise InvalidRequest(
                 f"{source.field} has {size} characters; {MAX_SOURCE_BYTES} are allowed.", param=source.field
@@ -144,57 +202,64 @@ class GrammarCompiler:
         digest = source.digest
         if (found := self._find(digest)) is not None:
             return found
-        if self._waiting >= MAX_WAITING:
-            raise Overloaded(f"{self._waiting} requests wait for their grammars", retry_after_s=COMPILE_S)
-        self._waiting += 1
+        key = tenant.client, tenant.user, digest
+        if (shared := self._under_way.get(key)) is None:
+            compiling = self._checks.run(JobOwner(tenant), size, partial(self._compile, source, digest, tenant.client))
+            shared = self._under_way[key] = _SharedTask(asyncio.create_task(compiling, name="caraserve-grammar"))
+        shared.waiting += 1
         try:
-            async with self._turn:
-                return self._find(digest) or await self._compile(source, digest)
+            return await asyncio.shield(shared.task)
         finally:
-            self._waiting -= 1
+            shared.waiting -= 1
+            if not shared.waiting:  # it has ended, or all clients have left
+                del self._under_way[key]
+                shared.task.cancel()
+            del shared  # an error refers to this frame: they would be a cycle
 
     async def close(self) -> None:
-        """Ends the checking process."""
-        if self._check is not None:
-            await self._check.close()
-            self._check = None
+        """Ends the checking processes."""
+        await self._checks.close()
 
     def _find(self, digest: bytes) -> _Grammar | None:
         grammar = self._compiled.get(digest)
-        if grammar is None or grammar.is_worn:
-            return None
-        self._compiled.move_to_end(digest)
-        return grammar
+        return None if grammar is None or grammar.is_worn else grammar
 
-    async def _compile(self, source: GrammarSource, digest: bytes) -> _Grammar:
+    async def _start_check(self) -> MessageProcess:
         if self._tokenizer is None:
             await asyncio.to_thread(self.prepare)
+        return await MessageProcess.start(_CHECK, self._first_message)
+
+    async def _compile(self, source: GrammarSource, digest: bytes, client: str, process: MessageProcess) -> _Grammar:
+        if (found := self._find(digest)) is not None:  # compiled for another user
+            return found
         worn = self._compiled.get(digest)
-        text = await self._checked(source) if worn is None else worn.text
-        grammar = self._compiled[digest] = await asyncio.to_thread(self._build, text)
-        self._compiled.move_to_end(digest)
-        if len(self._compiled) > MAX_GRAMMARS:
-            self._compiled.popitem(last=False)
+        checked = await self._checked(source, process) if worn is None else worn.checked
+        del worn  # so that its memory may be freed
+        if not self._compiled.make_room(client, checked.num_bytes):
+            raise Overloaded(
+                f"the grammars in use take {human_bytes(self.num_bytes)}, which leaves no room for another one",
+                retry_after_s=_RETRY_S,
+            )
+        grammar = await asyncio.to_thread(self._build, checked, client)
+        self._compiled.keep(digest, grammar)
         return grammar
 
-    def _build(self, text: str) -> _Grammar:
+    def _build(self, checked: _CheckedSource, client: str) -> _Grammar:
         assert self._tokenizer is not None
-        return _Grammar(text, llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS))
+        matcher = llguidance.LLMatcher(self._tokenizer, checked.text, log_level=0, limits=LIMITS)
+        return _Grammar(checked, matcher, client, self._compiled.make_room)
 
-    async def _checked(self, source: GrammarSource) -> str:
+    async def _checked(self, source: GrammarSource, process: MessageProcess) -> _CheckedSource:
         """Returns a source in llguidance's notation once the other process has compiled it. Raises InvalidRequest."""
-        if self._check is None or not self._check.is_usable:
-            await self.close()
-            self._check = await MessageProcess.start(_CHECK, self._first_message)
         try:
-            answer = json.loads(await self._check.ask(_message(kind=source.kind, text=source.text), COMPILE_S))
+            answer = json.loads(await process.ask(_message(kind=source.kind, text=source.text), ANSWER_S))
         except TimeoutError:
-            reason = f"it takes longer than {COMPILE_S:g} s"
+            reason = f"it takes longer than {COMPILE_CPU_S:g} s"
         except ConnectionError:
             reason = "it takes too much memory"
         else:
             if (grammar := answer.get("grammar")) is not None:
-                return str(grammar)
+                return _CheckedSource(grammar, counted_bytes(answer["bytes"]))
             reason = _first_line(answer["error"])
         raise InvalidRequest(f"{source.field} cannot be compiled: {reason}", param=source.field)
 

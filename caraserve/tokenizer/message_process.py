@@ -1,6 +1,7 @@
 """Processes for what clients and admins write and nothing could stop from within: they are killed instead."""
 
 import asyncio
+import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from contextlib import suppress
@@ -23,7 +24,11 @@ class MessageProcess:
     async def start(cls, module: str, first: bytes) -> Self:
         """Starts a module as a process, and waits until it has answered its first message."""
         started = cls(await asyncio.create_subprocess_exec(sys.executable, "-m", module, stdin=PIPE, stdout=PIPE))
-        await started.ask(first, _START_S)
+        try:
+            await started.ask(first, _START_S)
+        except BaseException:
+            await started.close()
+            raise
         return started
 
     @property
@@ -32,7 +37,8 @@ class MessageProcess:
         return self._process.returncode is None and not self._is_busy
 
     async def ask(self, message: bytes, timeout_s: float) -> bytes:
-        """Returns the answer. Kills the process otherwise, and raises TimeoutError, or ConnectionError if it died."""
+        """Returns the answer. Kills the process otherwise, and raises TimeoutError, also where `limit_cpu` ended the
+        process, or ConnectionError if it died otherwise."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -48,6 +54,8 @@ class MessageProcess:
                 answer = await stdout.readexactly(size)
             self._is_busy = False
         except EOFError:
+            if await self._process.wait() == -signal.SIGPROF:
+                raise TimeoutError from None
             raise ConnectionError("the process has died") from None
         finally:
             if self._is_busy:

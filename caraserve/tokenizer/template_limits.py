@@ -7,4 +7,3 @@ MAX_PROCESS_BYTES = 512 << 20  # that renderings may take
 MAX_TEXT_CHARACTERS = 4 << 20  # of the messages, which are copied in 4 ms
 MAX_COMPILED_CHARACTERS = 2 << 20  # of templates that are kept compiled, at 80 bytes or so for each
 MAX_TEMPLATES = 1024  # whose formats are known; of these as of the compiled ones, the least recently used is dropped
-MAX_WAITING = 1024  # requests that wait for their prompts

@@ -10,14 +10,13 @@ one of `KINDS`, and text.
 
 import json
 import marshal
-import signal
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
 from caraserve.errors import CaraServeError
 from caraserve.tokenizer.chat_template import ChatTemplate
-from caraserve.tokenizer.child_process import MAX_ANSWER_BYTES, answer, limit_data, messages
+from caraserve.tokenizer.child_process import MAX_ANSWER_BYTES, answer, limit_cpu, limit_data, messages
 from caraserve.tokenizer.template_limits import COMPILE_CPU_S, MAX_COMPILED_CHARACTERS, MAX_PROCESS_BYTES, RENDER_CPU_S
 
 PROMPT, ARGUMENTS, ERROR = KINDS = b"pae"  # text; a JSON list of names; a JSON list of the message and the field
@@ -35,15 +34,15 @@ def main() -> None:
     for message in inputs:
         try:
             source, arguments = marshal.loads(message)
-            _limit_cpu(COMPILE_CPU_S)
+            limit_cpu(COMPILE_CPU_S)
             template = compiled.get(source)
-            _limit_cpu(RENDER_CPU_S)
+            limit_cpu(RENDER_CPU_S)
             answered = _answered(template, arguments)
         except CaraServeError as error:
             answered = _error(error.message, error.param)
         except Exception as error:  # of a compiler for any text, or of text that is not UTF-8
             answered = _error(f"the chat template fails: {type(error).__name__}: {error}", "messages")
-        _limit_cpu(0)
+        limit_cpu(0)
         answer(answered)
 
 
@@ -65,11 +64,6 @@ class _CompiledTemplates:
             dropped, _ = self._templates.popitem(last=False)
             self._characters -= len(dropped)
         return self._templates[source]
-
-
-def _limit_cpu(seconds: float) -> None:
-    """Has a signal end this process after so much more time on the CPU; 0: never."""
-    signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def _answered(template: ChatTemplate, arguments: tuple[list[bytes], dict[str, Any]] | None) -> bytes:

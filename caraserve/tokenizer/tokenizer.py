@@ -6,7 +6,7 @@ batches of one, which block no other thread.
 
 import json
 import os
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as _Tokenizer
 
 from caraserve.errors import ContextLengthExceeded, InvalidRequest, ModelLoadError
 from caraserve.model.spec import ModelSpec
+from caraserve.telemetry.prometheus import family
 from caraserve.tokenizer.adapter_templates import AdapterTemplates
 from caraserve.tokenizer.chat_template import ChatTemplate
 from caraserve.tokenizer.detokenizer import Decode, Detokenizer
@@ -75,6 +76,15 @@ class Tokenizer:
         self.reasoning_format: ReasoningFormat | None = None
         if chat_template is not None:
             self.reasoning_format = detect_reasoning(chat_template.source, chat_template.arguments, marks)
+
+    def families(self, labels: str) -> Iterator[str]:
+        """Returns the families of grammars and adapters' chat templates for GET /metrics."""
+        text = "Memory that counts for compiled grammars, in use or kept."
+        yield family("caraserve:compiled_grammar_bytes", "gauge", text, [(labels, self.grammars.num_bytes)])
+        text = "Grammars that wait to be compiled."
+        yield family("caraserve:grammars_waiting", "gauge", text, [(labels, self.grammars.num_waiting)])
+        text = "Requests that wait for their adapter's chat template to be rendered."
+        yield family("caraserve:templates_waiting", "gauge", text, [(labels, self.adapter_templates.num_waiting)])
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Returns token ids, by default with the model's special tokens at begin and end.

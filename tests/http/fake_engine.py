@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from caraserve.core.reasoning_grammar import ReasoningTokens
-from caraserve.core.request import Finish, FinishReason, GenerateRequest, Phases, TokenDelta, TokenLogprob
+from caraserve.core.request import Finish, FinishReason, GenerateRequest, Phases, Tenant, TokenDelta, TokenLogprob
 from caraserve.engine.batch_timeline import BatchTimeline
 from caraserve.engine.request_counts import RequestCounts
 from caraserve.errors import CaraServeError, ContextLengthExceeded, InvalidRequest, NotFound
@@ -30,7 +30,7 @@ DIGEST = "d" * 64  # of every adapter
 class FakeGrammar(GrammarSource):
     """A source in place of its grammar. It counts as wrong if its text has `WRONG_GRAMMAR`."""
 
-    async def prepare(self) -> None:
+    async def prepare(self, tenant: Tenant) -> None:
         if WRONG_GRAMMAR in self.text:
             raise InvalidRequest(f"{self.field} cannot be compiled: it is wrong", param=self.field)
 

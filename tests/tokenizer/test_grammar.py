@@ -1,8 +1,12 @@
 """Grammars of structured output: what they allow, what is refused, and what is shared."""
 
 import asyncio
+import gc
+import itertools
 import json
-from collections.abc import Coroutine
+import weakref
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,10 +15,19 @@ import tokenizers
 
 from caraserve import demo
 from caraserve.core.grammar import Grammar, TokenMatcher, mask_words
+from caraserve.core.request import Tenant
 from caraserve.errors import GrammarDeadEnd, GrammarTooComplex, InvalidRequest, Overloaded
 from caraserve.model.spec import load_spec
-from caraserve.tokenizer.grammar import GrammarCompiler, GrammarKind, GrammarSource
-from caraserve.tokenizer.grammar_limits import MAX_ANSWERS, MAX_SOURCE_BYTES, MAX_WAITING
+from caraserve.tokenizer import grammar as grammar_module
+from caraserve.tokenizer.grammar import POOL, GrammarCompiler, GrammarKind, GrammarSource
+from caraserve.tokenizer.grammar_limits import (
+    FREE_GROWTH_BYTES,
+    MAX_ANSWERS,
+    MAX_GROWN_BYTES,
+    MAX_SOURCE_BYTES,
+    WORN_BYTES,
+)
+from caraserve.tokenizer.grammar_memory import Growth
 from caraserve.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 SCHEMA = {
@@ -30,15 +43,37 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer(demo.model_folder(), load_spec(demo.model_folder()), None)
 
 
+def source_of(kind: GrammarKind, text: Any) -> GrammarSource:
+    return GrammarSource(kind, text if isinstance(text, str) else json.dumps(text), "the_field")
+
+
 def compiled(tokenizer: Tokenizer, kind: GrammarKind, text: Any) -> Grammar:
     async def compile_and_close() -> Grammar:
         try:
-            return await tokenizer.grammars.compile(GrammarSource(kind, source, "the_field"))
+            return await tokenizer.grammars.compile(source_of(kind, text))
         finally:
             await tokenizer.grammars.close()
 
-    source = text if isinstance(text, str) else json.dumps(text)
     return asyncio.run(compile_and_close())
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A tokenizer whose checking process serves several tests."""
+
+    tokenizer: Tokenizer
+    runner: asyncio.Runner
+
+    def compiled(self, kind: GrammarKind, text: Any) -> Grammar:
+        return self.runner.run(self.tokenizer.grammars.compile(source_of(kind, text)))
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Shared]:
+    found = load_tokenizer(demo.model_folder(), load_spec(demo.model_folder()), None)
+    with asyncio.Runner() as runner:
+        yield Shared(found, runner)
+        runner.run(found.grammars.close())
 
 
 def allowed(tokenizer: Tokenizer, grammar: Grammar, text: str) -> set[int]:
@@ -84,11 +119,11 @@ def follows(tokenizer: Tokenizer, grammar: Grammar, text: str) -> bool:
     ],
 )
 def test_a_grammar_allows_what_it_describes(
-    tokenizer: Tokenizer, kind: GrammarKind, source: Any, right: str, wrong: str
+    shared: Shared, kind: GrammarKind, source: Any, right: str, wrong: str
 ) -> None:
-    grammar = compiled(tokenizer, kind, source)
-    assert follows(tokenizer, grammar, right)
-    assert not follows(tokenizer, grammar, wrong)
+    grammar = shared.compiled(kind, source)
+    assert follows(shared.tokenizer, grammar, right)
+    assert not follows(shared.tokenizer, grammar, wrong)
 
 
 def test_only_an_end_token_may_follow_a_complete_answer(tokenizer: Tokenizer) -> None:
@@ -169,10 +204,10 @@ def doubling(rules: int) -> str:
     ids=lambda value: value[:30],
 )
 def test_a_wrong_or_too_complex_source_is_refused_by_the_name_of_its_field(
-    tokenizer: Tokenizer, kind: GrammarKind, text: str
+    shared: Shared, kind: GrammarKind, text: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        compiled(tokenizer, kind, text)
+        shared.compiled(kind, text)
     assert caught.value.param == "the_field"
     assert len(caught.value.message) < 400
 
@@ -200,12 +235,76 @@ def test_a_source_that_takes_too_long_stops_neither_the_event_loop_nor_later_sou
     asyncio.run(closing(tokenizer, ask()))
 
 
-def test_too_many_requests_for_new_grammars_are_refused_as_overload(tokenizer: Tokenizer) -> None:
+def test_a_user_with_too_many_new_grammars_is_refused_and_another_one_need_not_wait_for_them(
+    tokenizer: Tokenizer,
+) -> None:
     async def ask() -> None:
-        sources = [GrammarSource("regex", f"[a-f]{{{count}}}g", "f") for count in range(1, MAX_WAITING + 6)]
-        results = await asyncio.gather(*map(tokenizer.grammars.compile, sources), return_exceptions=True)
-        assert sum(isinstance(result, Overloaded) for result in results) == 5
-        assert not any(isinstance(result, InvalidRequest) for result in results)
+        ended: list[str] = []
+
+        async def compile_one(user: str, regex: str) -> None:
+            await tokenizer.grammars.uncompiled(GrammarSource("regex", regex, "f")).prepare(Tenant("key", user))
+            ended.append(user)
+
+        greedy = [compile_one("greedy", f"[a-f]{{{count}}}g") for count in range(1, POOL.of_user + 7)]
+        flood = asyncio.gather(*greedy, return_exceptions=True)
+        await asyncio.sleep(0)
+        await compile_one("modest", "ab?")
+        assert len(ended) < POOL.of_user // 2
+        results = await flood
+        assert sum(isinstance(result, Overloaded) for result in results) == 6
+        assert results.count(None) == POOL.of_user
+
+    asyncio.run(closing(tokenizer, ask()))
+
+
+def test_the_memory_of_grammars_and_what_waits_are_metrics(tokenizer: Tokenizer) -> None:
+    compiled(tokenizer, "regex", "a+b")
+    samples = [page.splitlines()[-1] for page in tokenizer.families('x="y"')]
+    assert samples == [
+        f'caraserve:compiled_grammar_bytes{{x="y"}} {tokenizer.grammars.num_bytes}',
+        'caraserve:grammars_waiting{x="y"} 0',
+        'caraserve:templates_waiting{x="y"} 0',
+    ]
+    assert 1 << 19 < tokenizer.grammars.num_bytes < 1 << 21
+
+
+def test_a_refusal_leaves_nothing_for_the_garbage_collector(tokenizer: Tokenizer) -> None:
+    async def refused() -> weakref.ref[InvalidRequest]:
+        try:
+            await tokenizer.grammars.compile(GrammarSource("regex", "(", "f"))
+        except InvalidRequest as error:
+            return weakref.ref(error)
+        raise AssertionError("it was compiled")
+
+    async def ask() -> None:
+        gc.collect()
+        gc.disable()
+        try:
+            errors = [await refused() for _ in range(3)]
+            await asyncio.sleep(0.0)
+            assert [error() for error in errors] == [None] * 3
+        finally:
+            gc.enable()
+
+    asyncio.run(closing(tokenizer, ask()))
+
+
+def test_requests_of_a_user_for_one_new_grammar_wait_as_one_until_all_have_left(tokenizer: Tokenizer) -> None:
+    async def ask() -> None:
+        sources = [GrammarSource("regex", regex, "f") for regex in ("[a-f]{3}", "[a-f]{4}")]
+        requests = [
+            [asyncio.create_task(tokenizer.grammars.compile(source)) for _ in range(POOL.of_user + 1)]
+            for source in sources
+        ]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert tokenizer.grammars.num_waiting == 2
+        for one in requests[1]:
+            one.cancel()
+        await asyncio.wait(requests[1])
+        await asyncio.sleep(0)
+        assert tokenizer.grammars.num_waiting == 1
+        assert len({await one for one in requests[0]}) == 1
 
     asyncio.run(closing(tokenizer, ask()))
 
@@ -253,6 +352,48 @@ def test_a_grammar_is_compiled_again_after_many_answers(tokenizer: Tokenizer) ->
     assert compiled(tokenizer, "regex", "[0-3]{2}") is grammar
     grammar.matcher()
     assert compiled(tokenizer, "regex", "[0-3]{2}") is not grammar
+
+
+def test_a_grammar_that_answers_have_made_grow_is_compiled_again_and_ends_them_above_a_limit(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocated = itertools.count(step=2 << 20)
+    monkeypatch.setattr(grammar_module, "Growth", lambda: Growth(lambda: next(allocated), look_s=0.0, most_per_s=2**60))
+    grammar = compiled(tokenizer, "regex", "[a-z]+[0-9]")
+    compiled_bytes = tokenizer.grammars.num_bytes
+
+    def grow(most_bytes: int) -> None:
+        while tokenizer.grammars.num_bytes < compiled_bytes + most_bytes:
+            allowed(tokenizer, grammar, "a")
+
+    grow(WORN_BYTES)
+    assert compiled(tokenizer, "regex", "[a-z]+[0-9]") is grammar
+    grow(WORN_BYTES + 1)
+    assert compiled(tokenizer, "regex", "[a-z]+[0-9]") is not grammar
+    with pytest.raises(GrammarTooComplex, match="memory"):
+        grow(2 * MAX_GROWN_BYTES)
+
+
+def test_a_grammar_that_has_grown_fails_where_its_client_has_no_memory_left(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grown_bytes, needed = [FREE_GROWTH_BYTES], list[str]()
+    monkeypatch.setattr(Growth, "note_mask", lambda self, seconds: True)
+    monkeypatch.setattr(
+        Growth, "num_bytes", property(lambda self: grown_bytes[-1], lambda self, value: None), raising=False
+    )
+    grammar = compiled(tokenizer, "regex", "[a-c]+d")
+
+    def no_room(client: str, num_bytes: int) -> bool:
+        needed.append(client)
+        return False
+
+    monkeypatch.setattr(grammar, "_make_room", no_room)
+    assert allowed(tokenizer, grammar, "a")
+    grown_bytes.append(FREE_GROWTH_BYTES + 1)
+    with pytest.raises(GrammarTooComplex, match="memory"):
+        allowed(tokenizer, grammar, "a")
+    assert needed == [""]
 
 
 def test_concurrent_and_later_requests_share_one_compilation(tokenizer: Tokenizer) -> None:

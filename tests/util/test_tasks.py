@@ -1,10 +1,11 @@
 """Tasks of one owner: one that fails is heard of, and all end with their owner."""
 
 import asyncio
+from collections.abc import Iterator
 
 import pytest
 
-from caraserve.util.tasks import Tasks, in_turns
+from caraserve.util.tasks import Tasks, in_shared_turns, in_turns
 
 
 def test_tasks_are_listed_until_they_end_and_errors_are_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -66,3 +67,16 @@ def test_a_short_loop_does_not_sleep() -> None:
         return len(items) == 10 and not other.done()
 
     assert asyncio.run(body())
+
+
+def test_of_many_loops_over_what_clients_send_one_goes_on_every_2_ms() -> None:
+    async def loop(work_ms: Iterator[int]) -> list[int]:
+        return [item async for item in in_shared_turns(range(3), now=lambda: 0.001 * next(work_ms))]
+
+    async def body() -> float:
+        began_s = asyncio.get_running_loop().time()
+        assert await asyncio.gather(*(loop(iter(range(100))) for _ in range(10))) == [[0, 1, 2]] * 10
+        return asyncio.get_running_loop().time() - began_s
+
+    for _ in range(2):  # each has its own event loop
+        assert asyncio.run(body()) >= 28 * 0.002

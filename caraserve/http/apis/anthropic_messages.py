@@ -36,7 +36,7 @@ from caraserve.http.responses import json_response, note_ignored, read_body
 from caraserve.http.validation import Fields, shown
 from caraserve.loop import Engine
 from caraserve.tokenizer.reasoning import SWITCHES, ReasoningFormat
-from caraserve.util.tasks import in_turns
+from caraserve.util.tasks import in_shared_turns
 
 _NAMES = {
     "].function.parameters": "].input_schema",
@@ -100,7 +100,7 @@ async def count_tokens(request: web.Request) -> web.Response:
 async def _chat_format(values: dict[str, Any], engine: Engine, find: Find, client: Client) -> ChatFormat:
     """The format of the adapter that a chat names."""
     _, adapter = choose_adapter(Fields(values), engine.base_name, find, client)
-    return await ChatFormat.of_adapter(engine.tokenizer, adapter)
+    return await ChatFormat.of_adapter(engine.tokenizer, adapter, client.tenant(values["user"] or ""))
 
 
 async def _chat_values(fields: Fields) -> dict[str, Any]:
@@ -112,7 +112,7 @@ async def _chat_values(fields: Fields) -> dict[str, Any]:
     messages: list[dict[str, Any]] = []
     if system := await joined_text(fields.raw("system") or "", "system", _TEXT, "system"):
         messages.append({"role": "system", "content": system})
-    async for at, message in in_turns(enumerate(given)):
+    async for at, message in in_shared_turns(enumerate(given)):
         await _add_message(messages, checked_object(message, f"messages[{at}]", "messages"), f"messages[{at}]", fields)
     choice = fields.nested("tool_choice")
     values = shared_values(fields, MESSAGES) | {
@@ -144,7 +144,7 @@ async def _add_message(messages: list[dict[str, Any]], message: dict[str, Any], 
     texts: list[str] = []
     calls: list[dict[str, Any]] = []
     thoughts: list[str] = []
-    async for at, given in in_turns(enumerate(content)):
+    async for at, given in in_shared_turns(enumerate(content)):
         where = f"{name}.content[{at}]"
         block = checked_object(given, where, "messages")
         kind = block.get("type")

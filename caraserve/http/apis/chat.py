@@ -35,7 +35,7 @@ from caraserve.http.whole_answer import PROMPT_LOGPROBS
 from caraserve.loop import Engine
 from caraserve.tokenizer.reasoning import ReasoningText
 from caraserve.tokenizer.tokenizer import Tokenizer
-from caraserve.util.tasks import in_turns
+from caraserve.util.tasks import in_shared_turns, in_turns
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_MESSAGES = 4096
@@ -92,7 +92,7 @@ async def parse_chat_fields(
     """Reads the checked fields of a chat. `default_max_tokens`: a limit, lowered to what the context has room for, if
     the fields have none; it comes before the adapter's. Raises as `parse_chat`."""
     common = parse_common(fields, engine, find, client)
-    chat_format = await ChatFormat.of(engine.tokenizer, common.defaults)
+    chat_format = await ChatFormat.of(engine.tokenizer, common.defaults, common.tenant, common.adapter)
     tools = parse_tools(fields, chat_format)
     limit = body_fields.CHAT_MAX_COMPLETION_TOKENS.read(fields)
     older_limit = body_fields.CHAT_MAX_TOKENS.read(fields)
@@ -152,7 +152,7 @@ async def parse_messages(fields: Fields) -> list[dict[str, Any]]:
     messages = fields.array("messages", _MAX_MESSAGES)
     if not messages:
         raise InvalidRequest("messages must hold at least one message.", param="messages")
-    numbered = in_turns(enumerate(messages))
+    numbered = in_shared_turns(enumerate(messages))
     return [await _message(message, f"messages[{position}]") async for position, message in numbered]
 
 

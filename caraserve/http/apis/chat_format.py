@@ -5,10 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from caraserve.core.request import Tenant
 from caraserve.errors import InvalidRequest
 from caraserve.http.access.adapter_choice import ChosenAdapter
 from caraserve.lora.settings import NO_DEFAULTS, RequestDefaults
 from caraserve.tokenizer.adapter_templates import AdapterTemplate
+from caraserve.tokenizer.process_pool import JobOwner
 from caraserve.tokenizer.reasoning import ReasoningFormat
 from caraserve.tokenizer.tokenizer import ENCODED_IN_PLACE_CHARACTERS, Tokenizer
 from caraserve.tokenizer.tool_format import ToolFormat
@@ -19,22 +21,26 @@ _SHORT_CHAT = 64  # messages
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """The tokenizer with the chat template of an adapter; None: the model's own."""
+    """The tokenizer with the chat template of an adapter; None: the model's own. `owner`: whose request it is, of which
+    adapter."""
 
     tokenizer: Tokenizer
     template: AdapterTemplate | None
+    owner: JobOwner
 
     @classmethod
-    async def of(cls, tokenizer: Tokenizer, defaults: RequestDefaults) -> Self:
-        """Returns the format of an adapter with these defaults. Raises InvalidRequest if its template does not compile,
-        and Overloaded."""
-        source = defaults.chat_template
-        return cls(tokenizer, None if source is None else await tokenizer.adapter_templates.load(source))
+    async def of(cls, tokenizer: Tokenizer, defaults: RequestDefaults, tenant: Tenant, adapter: str | None) -> Self:
+        """Returns the format of an adapter with these defaults; `adapter` None: of the base model. Raises
+        InvalidRequest if its template does not compile, and Overloaded."""
+        source, owner = defaults.chat_template, JobOwner(tenant, adapter or "")
+        return cls(tokenizer, None if source is None else await tokenizer.adapter_templates.load(source, owner), owner)
 
     @classmethod
-    async def of_adapter(cls, tokenizer: Tokenizer, adapter: ChosenAdapter | None) -> Self:
+    async def of_adapter(cls, tokenizer: Tokenizer, adapter: ChosenAdapter | None, tenant: Tenant) -> Self:
         """Returns the format of an adapter, or of the base model. Raises as `of`."""
-        return await cls.of(tokenizer, NO_DEFAULTS if adapter is None else adapter.defaults)
+        if adapter is None:
+            return await cls.of(tokenizer, NO_DEFAULTS, tenant, None)
+        return await cls.of(tokenizer, adapter.defaults, tenant, adapter.name)
 
     @property
     def tool_format(self) -> ToolFormat | None:
@@ -66,6 +72,7 @@ class ChatFormat:
         if template is not None:
             text = await template.render(
                 messages,
+                self.owner,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 kwargs=kwargs,
@@ -92,12 +99,13 @@ class ChatFormat:
         return render() if in_place else await asyncio.to_thread(render)
 
 
-async def check_template(tokenizer: Tokenizer, source: str) -> None:
+async def check_template(tokenizer: Tokenizer, source: str, tenant: Tenant, adapter: str) -> None:
     """Raises InvalidRequest for a template that does not compile, or that makes no prompt of a plain message, and
-    Overloaded."""
-    template = await tokenizer.adapter_templates.load(source)
+    Overloaded. `tenant`: who sets it, for which adapter."""
+    owner = JobOwner(tenant, adapter)
+    template = await tokenizer.adapter_templates.load(source, owner)
     try:
-        text = await template.render([{"role": "user", "content": "Hello!"}], add_generation_prompt=True)
+        text = await template.render([{"role": "user", "content": "Hello!"}], owner, add_generation_prompt=True)
     except InvalidRequest as error:
         message = f"chat_template fails on a user's message: {error.message}"
         raise InvalidRequest(message, param="chat_template") from None

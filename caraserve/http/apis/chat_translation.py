@@ -12,7 +12,7 @@ from typing import Any
 from caraserve.errors import InvalidRequest
 from caraserve.http.request_schema import CHAT, KnownFields
 from caraserve.http.validation import Fields, shown
-from caraserve.util.tasks import in_turns
+from caraserve.util.tasks import in_shared_turns
 
 _MESSAGE = re.compile(r"\bmessages\[\d+\]")
 
@@ -52,7 +52,7 @@ async def joined_text(
         return content
     if not isinstance(content, list):
         raise InvalidRequest(f"{name} must be a string or a list of parts, not {shown(content)}.", param=param)
-    texts = [_part_text(part, f"{name}[{at}]", kinds, param) async for at, part in in_turns(enumerate(content))]
+    texts = [_part_text(part, f"{name}[{at}]", kinds, param) async for at, part in in_shared_turns(enumerate(content))]
     return "\n".join(texts)
 
 

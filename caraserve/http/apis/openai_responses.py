@@ -29,7 +29,7 @@ from caraserve.http.apis.translated_fields import RESPONSES
 from caraserve.http.request_schema import check_fields
 from caraserve.http.validation import Fields, shown
 from caraserve.loop import Engine
-from caraserve.util.tasks import in_turns
+from caraserve.util.tasks import in_shared_turns
 
 _NAMES = {
     "response_format.json_schema": "text.format",
@@ -124,7 +124,7 @@ async def _messages(fields: Fields) -> list[dict[str, Any]]:
         what = "nothing" if given is None else shown(given)
         raise InvalidRequest(f"input must be a string or a list of items, not {what}.", param="input")
     messages: list[dict[str, Any]] = []
-    async for at, item in in_turns(enumerate(fields.array("input", body.MAX_ITEMS))):
+    async for at, item in in_shared_turns(enumerate(fields.array("input", body.MAX_ITEMS))):
         await _add_item(messages, checked_object(item, f"input[{at}]", "input"), f"input[{at}]", fields)
     return messages
 

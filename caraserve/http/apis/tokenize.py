@@ -27,7 +27,8 @@ async def tokenize(request: web.Request) -> web.Response:
     most = max(body_fields.MAX_TOKENIZED, engine.max_model_len)
     try:
         if fields.raw("messages") is not None:
-            chat_format, tools = await ChatFormat.of_adapter(engine.tokenizer, adapter), parse_functions(fields)
+            tenant = request[CLIENT].tenant(user="")
+            chat_format, tools = await ChatFormat.of_adapter(engine.tokenizer, adapter, tenant), parse_functions(fields)
             ids = await chat_ids(fields, chat_format, most, for_template(tools))
         else:
             prompt = body_fields.TEXT_PROMPT.read(fields)

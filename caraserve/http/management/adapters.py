@@ -134,7 +134,8 @@ async def patch_adapter(request: web.Request) -> web.Response:
         raise InvalidRequest(f"pinned must be one of {choices}, not {shown(pinned)}.", param="pinned")
     defaults = asdict(parse_defaults(fields))
     if (template := defaults["chat_template"]) is not None:
-        await check_template(context.engine.tokenizer, template)
+        tenant = request[CLIENT].tenant(user="")
+        await check_template(context.engine.tokenizer, template, tenant, request.match_info["name"])
     given_defaults = {name: defaults[name] for name, _ in fields.items() if name in defaults}
     changes: dict[str, Any] = {} if labels is None else {"labels": labels}
     if pinned is not None:

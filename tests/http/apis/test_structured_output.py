@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from caraserve.core.request import Tenant
 from caraserve.tokenizer.grammar import GrammarKind, GrammarSource
-from tests.http.fake_engine import WRONG_GRAMMAR, FakeEngine
+from tests.http.fake_engine import WRONG_GRAMMAR, FakeEngine, FakeGrammar
 from tests.http.serving import serving
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -138,3 +139,16 @@ async def test_a_grammar_that_cannot_be_compiled_is_refused_by_its_field(stream:
         refused = await client.complete(guided_regex=WRONG_GRAMMAR, stream=stream)
     assert (refused.status, refused.error["param"]) == (400, "guided_regex")
     assert not fake.requests
+
+
+async def test_a_grammar_is_compiled_at_the_turn_of_the_client_and_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    tenants: list[Tenant] = []
+
+    async def prepare(self: FakeGrammar, tenant: Tenant) -> None:
+        tenants.append(tenant)
+
+    monkeypatch.setattr(FakeGrammar, "prepare", prepare)
+    async with serving(FakeEngine()) as client:
+        for fields in ({}, {"bad_words": ["x"]}):  # which is a grammar around the other one
+            assert (await client.complete(guided_regex="a*", user="u", **fields)).status == 200
+    assert tenants == [Tenant("127.0.0.1", "u")] * 2

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from caraserve.core.request import GenerateRequest
+from caraserve.core.request import GenerateRequest, Tenant
+from caraserve.tokenizer.adapter_templates import AdapterTemplates
+from caraserve.tokenizer.process_pool import JobOwner
 from tests.http.fake_engine import FakeTokenizer, spell
 from tests.http.managed import CatalogEngine, serving
 from tests.http.serving import Client
@@ -125,6 +127,30 @@ async def test_chats_of_all_kinds_and_counts_of_tokens_have_the_adapters_templat
         assert [await asked(client, engine, path, model="b") for path in CHATS] == before
         embedded = [(await client.embed(model=name)).json["data"] for name in "ab"]
         assert embedded[0] == embedded[1]
+
+
+async def test_a_prompt_waits_in_the_queue_of_its_client_user_and_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owners: list[JobOwner] = []
+    ask = AdapterTemplates.ask
+
+    async def asked_for(self: AdapterTemplates, message: bytes, field: str, owner: JobOwner) -> memoryview:
+        owners.append(owner)
+        return await ask(self, message, field, owner)
+
+    monkeypatch.setattr(AdapterTemplates, "ask", asked_for)
+    async with serving_two(tmp_path) as (client, engine):
+        await patch(client, chat_template=TEMPLATE)
+        for path in CHATS:
+            named = {"metadata": {"user_id": "u"}} if path == "/v1/messages" else {"user": "u"}
+            owners.clear()
+            await asked(client, engine, path, **named)
+            assert set(owners) == {JobOwner(Tenant("127.0.0.1", "u"), "a")}
+        for path in ("/tokenize", "/v1/messages/count_tokens"):
+            owners.clear()
+            await client.post(path, {"model": "a", "messages": [USER]})
+            assert owners == [JobOwner(Tenant("127.0.0.1"), "a")]
 
 
 async def test_an_adapters_template_decides_on_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

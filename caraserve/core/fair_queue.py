@@ -1,8 +1,8 @@
 """Fair shares by virtual token counters: between clients, then between the users of each client. No I/O.
 
-Each client has a counter of the service that it received, in weighted tokens divided by the client's own weight: with
-weight 2 a client gets twice the service of one with weight 1 while both wait. The waiting client with the lowest
-counter is served next, and of its users the one with the lowest, whose requests are ordered by priority, then by
+Each client has a counter of the service that it received, in weighted tokens or in seconds, divided by the client's own
+weight: with weight 2 a client gets twice the service of one with weight 1 while both wait. The waiting client with the
+lowest counter is served next, and of its users the one with the lowest, whose requests are ordered by priority, then by
 arrival. A client has one share however many users it names. When a client or user starts to wait again, its counter is
 raised to the lowest one of those that wait or, if none waits, to that of the last one served: idle time earns no
 credit, and service received while no other client waited is not charged later.
@@ -106,6 +106,15 @@ class FairQueue(Generic[W]):
         (client,) = self._clients.least(self._queues)
         return self._users.least(self._queues[client])[0]
 
+    def first_of(self, is_ready: Callable[[W], bool]) -> Tenant | None:
+        """Returns the tenant whose first item is served next, of those whose first item is ready; None without one."""
+        for client in self._clients.least(self._queues, len(self._queues)):
+            users = self._queues[client]
+            for tenant in self._users.least(users, len(users)):
+                if is_ready(users[tenant][0]):
+                    return tenant
+        return None
+
     def upcoming(self, count: int) -> list[W]:
         """Returns about the next `count` items: the first one of each client, then the second ones, and so on; a
         client's items alternate between its users in the same way."""
@@ -143,8 +152,11 @@ class FairQueue(Generic[W]):
         self._drop_empty(tenant)
 
     def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int) -> None:
-        """Adds service that a tenant received to its counters."""
-        service = _PROMPT_WEIGHT * prompt_tokens + _OUTPUT_WEIGHT * output_tokens
+        """Adds tokens that a tenant received to its counters."""
+        self.charge_service(tenant, _PROMPT_WEIGHT * prompt_tokens + _OUTPUT_WEIGHT * output_tokens)
+
+    def charge_service(self, tenant: Tenant, service: float) -> None:
+        """Adds service that a tenant received to its counters, in the unit of this queue."""
         self._clients.charge(tenant.client, service / tenant.weight)
         self._users.charge(tenant, service)
 

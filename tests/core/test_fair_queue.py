@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from caraserve.core import fair_queue
+from caraserve.core.fair_queue import FairQueue
 from caraserve.core.request import Tenant
-from caraserve.engine import fair_queue
-from caraserve.engine.fair_queue import FairQueue
 
 
 def take(queue: FairQueue[str], output_tokens: int) -> str:
@@ -114,6 +114,17 @@ def test_service_received_while_no_other_client_waited_is_not_charged(old: Tenan
     queue.push(old, "old")
     queue.push(old, "old")
     assert Counter(take(queue, 1000) for _ in range(5)) == {"new": 3, "old": 2}
+
+
+def test_items_that_are_not_ready_are_passed_over_with_all_behind_them() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for client, user, item in (("a", "x", "a1"), ("a", "x", "a2"), ("a", "y", "a3"), ("b", "", "b1")):
+        queue.push(Tenant(client, user), item)
+    queue.charge_service(Tenant("b"), 1.0)
+    assert queue.first_of(lambda item: True) == queue.first() == Tenant("a", "x")
+    assert queue.first_of(lambda item: item != "a1") == Tenant("a", "y")
+    assert queue.first_of(lambda item: item in ("a2", "b1")) == Tenant("b")
+    assert queue.first_of(lambda item: False) is None
 
 
 def test_an_item_can_be_removed_from_the_middle() -> None:

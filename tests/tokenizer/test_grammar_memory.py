@@ -1,0 +1,104 @@
+"""The budget of compiled grammars in bytes: what is dropped, what is refused, and what the answers add."""
+
+from dataclasses import dataclass
+
+from caraserve.tokenizer.grammar_memory import GrammarBudget, Growth
+
+MB = 1 << 20
+
+
+@dataclass(eq=False)
+class FakeGrammar:
+    num_bytes: int
+    client: str = "client"
+
+
+def kept(budget: GrammarBudget[FakeGrammar]) -> str:
+    return "".join(name for name in "abcdef" if name.encode() in budget._kept)
+
+
+def keep(budget: GrammarBudget[FakeGrammar], name: str, num_bytes: int, client: str = "client") -> bool:
+    fits = budget.make_room(client, num_bytes)
+    if fits:
+        budget.keep(name.encode(), FakeGrammar(num_bytes, client))
+    return fits
+
+
+def test_the_least_recently_used_grammars_are_dropped_for_a_new_one() -> None:
+    budget: GrammarBudget[FakeGrammar] = GrammarBudget(100, 100)
+    for name in "abc":
+        assert keep(budget, name, 30)
+    assert budget.get(b"a") is not None
+    assert keep(budget, "d", 45)
+    assert (kept(budget), budget.num_bytes) == ("ad", 75)
+    assert budget.get(b"b") is None
+
+
+def test_a_client_drops_its_own_grammars_before_it_takes_more_than_its_share() -> None:
+    budget: GrammarBudget[FakeGrammar] = GrammarBudget(100, 50)
+    assert keep(budget, "a", 40, "modest")
+    for name in "bcdef":
+        assert keep(budget, name, 20, "greedy")
+    assert kept(budget) == "aef"
+    assert not budget.make_room("greedy", 51)
+
+
+def test_grammars_in_use_count_until_the_last_use_ends() -> None:
+    budget: GrammarBudget[FakeGrammar] = GrammarBudget(100, 100)
+    assert keep(budget, "a", 60)
+    in_use = budget.get(b"a")
+    assert in_use is not None
+    assert not keep(budget, "b", 50)
+    assert (kept(budget), budget.num_bytes) == ("", 60)
+    del in_use
+    assert budget.num_bytes == 0
+    assert keep(budget, "b", 50)
+
+
+def test_a_grammar_in_use_is_dropped_in_vain_and_the_next_one_too() -> None:
+    budget: GrammarBudget[FakeGrammar] = GrammarBudget(100, 100)
+    assert keep(budget, "a", 60)
+    assert keep(budget, "b", 30)
+    assert keep(budget, "c", 10)
+    in_use = budget.get(b"a")
+    assert budget.get(b"b") is not None
+    assert budget.get(b"c") is not None
+    assert budget.make_room("another", 30)
+    assert in_use is not None
+    assert (kept(budget), budget.num_bytes) == ("c", 70)
+
+
+def test_a_grammar_that_grew_counts_with_its_growth() -> None:
+    budget: GrammarBudget[FakeGrammar] = GrammarBudget(100, 100)
+    assert keep(budget, "a", 40)
+    assert keep(budget, "b", 40)
+    grown = budget.get(b"b")
+    assert grown is not None
+    grown.num_bytes = 70
+    assert budget.make_room("client", 0)
+    assert kept(budget) == "b"
+    grown.num_bytes = 101
+    assert not budget.make_room("client", 0)
+
+
+def test_a_grammar_that_is_compiled_again_takes_the_place_of_the_former_one() -> None:
+    budget: GrammarBudget[FakeGrammar] = GrammarBudget(100, 100)
+    assert keep(budget, "a", 40)
+    budget.keep(b"a", FakeGrammar(50))
+    assert (kept(budget), budget.num_bytes) == ("a", 50)
+
+
+def test_growth_is_what_the_process_allocates_during_masks_that_took_so_long() -> None:
+    allocated = [100 * MB]
+    growth = Growth(lambda: allocated[-1])
+    allocated.append(103 * MB)
+    assert not growth.note_mask(0.04)
+    assert growth.note_mask(0.04)
+    assert growth.num_bytes == 3 * MB
+    allocated.append(102 * MB)
+    assert growth.note_mask(0.1)
+    assert growth.num_bytes == 2 * MB
+    for others, counted in ((900, 34), (50, 2), (0, 0)):  # in 0.5 s masks can add 32 MB
+        allocated.append(others * MB)
+        assert growth.note_mask(0.5)
+        assert growth.num_bytes == counted * MB
