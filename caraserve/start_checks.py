@@ -1,10 +1,12 @@
 """Checks of paths, names and certificates before weights are read."""
 
 import ssl
+from pathlib import Path
 
 from caraserve.config import ClusterConfig, HttpConfig, LoraConfig, ModelConfig, check_adapter_name
 from caraserve.errors import ConfigError
 from caraserve.lora.peft_config import CONFIG_NAME
+from caraserve.util.cache_folder import why_unwritable
 
 
 def check_paths(model: ModelConfig, lora: LoraConfig) -> None:
@@ -13,12 +15,22 @@ def check_paths(model: ModelConfig, lora: LoraConfig) -> None:
         raise ConfigError(f"--chat-template {str(model.chat_template)!r} is not a file")
     if lora.adapters_dir is not None and not lora.adapters_dir.is_dir():
         raise ConfigError(f"--adapters-dir {str(lora.adapters_dir)!r} is not a folder")
+    if lora.adapters_dir is not None and lora.allow_runtime_lora_updating and not lora.mode.preloads:
+        _check_takes_uploads(lora.adapters_dir)
     for root in lora.allow_adapter_path:
         if not root.is_dir():
             raise ConfigError(f"--allow-adapter-path {str(root)!r} is not a folder")
     for module in lora.lora_modules:
         if not (module.path / CONFIG_NAME).is_file():
             raise ConfigError(f"adapter {module.name!r}: {str(module.path)!r} has no {CONFIG_NAME}; give a PEFT folder")
+
+
+def _check_takes_uploads(folder: Path) -> None:
+    if why := why_unwritable(folder):
+        raise ConfigError(
+            f"--adapters-dir takes uploads with --allow-runtime-lora-updating, and {why}; make it writable, or name it "
+            "in --allow-adapter-path instead: then adapters are only loaded from it"
+        )
 
 
 def check_names(model: ModelConfig, lora: LoraConfig, base_names: tuple[str, ...]) -> None:

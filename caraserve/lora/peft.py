@@ -4,7 +4,6 @@ A folder is inspected when it is registered (`catalog.py`), and read when a requ
 """
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,9 @@ from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import A_COLUMNS, PANEL, AdapterSpec, HostAdapter, SiteSpan, aligned_bytes, lay_out
 from caraserve.errors import AdapterRejected, Forbidden, NotFound
+from caraserve.lora.adapter import files_changed
+from caraserve.lora.folder_contents import TENSORS_NAME as TENSORS_NAME
+from caraserve.lora.folder_contents import why_no_adapter
 from caraserve.lora.manifest import ChunkHasher, identified
 from caraserve.lora.peft_config import CONFIG_NAME, PeftConfig, read_config, refusal
 from caraserve.lora.peft_names import module_name
@@ -25,8 +27,6 @@ from caraserve.model.safetensors_reader import TensorFile, TensorFileError
 from caraserve.model.spec import SITES, ModelSpec
 from caraserve.util.units import align_up, ceil_div
 
-TENSORS_NAME = "adapter_model.safetensors"
-_PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 _TENSOR = re.compile(
     r"(?:base_model\.model\.)?(?P<module>model\.layers\.(?P<layer>[0-9]{1,6})\.(?:self_attn|mlp)\."
     rf"(?P<site>{'|'.join(SITES)}))\.lora_(?P<half>[AB])(?P<adapter>(?:\.[A-Za-z0-9_-]+)?)\.weight"
@@ -58,7 +58,7 @@ def read_adapter(folder: Path, model: ModelSpec, into: NDArray[np.uint8]) -> Hos
     with _opened(folder) as file:
         spec, pairs = specify(folder, file, model)
         if spec.num_bytes > into.nbytes:
-            raise AdapterRejected(f"{folder.name}: the files have changed since the adapter was loaded")
+            raise files_changed()
         spec = _fill(file, spec, pairs, model, lambda start, end: into[start:end])
         return HostAdapter(spec, into[: spec.num_bytes])
 
@@ -117,8 +117,8 @@ def may_exist(path: Path) -> bool:
 
 
 def resolve_adapter_path(path: str, roots: Sequence[Path]) -> Path:
-    """Returns the adapter folder at `path`. A relative path starts at the first root; the folder and its files must lie
-    inside one of the roots.
+    """Returns the adapter folder at `path`. A relative path is looked up in each root, in order; the folder and its
+    files must lie inside one of the roots.
 
     Raises Forbidden when there are no roots, AdapterRejected when the folder lies outside, NotFound when there is none.
     """
@@ -137,13 +137,13 @@ def resolve_adapter_path(path: str, roots: Sequence[Path]) -> Path:
         return any(place.is_relative_to(root) for root in allowed)
 
     try:
-        folder = (allowed[0] / path).resolve()
-        is_folder = is_allowed(folder) and folder.is_dir()
+        places = [(root / path).resolve() for root in allowed]
+        folder = next((place for place in places if is_allowed(place) and place.is_dir()), None)
     except (OSError, RuntimeError, ValueError):  # the name is too long, a loop of links, or not text
         raise missing from None
-    if not is_allowed(folder):
+    if not any(map(is_allowed, places)):
         raise AdapterRejected(f"lora_path lies outside {outside}, from where adapters may be loaded", param="lora_path")
-    if not is_folder:
+    if folder is None:
         raise missing
     for name in (CONFIG_NAME, TENSORS_NAME):
         if not is_allowed((folder / name).resolve()):
@@ -155,9 +155,11 @@ def resolve_adapter_path(path: str, roots: Sequence[Path]) -> Path:
 def _opened(folder: Path) -> Iterator[TensorFile]:
     path = folder / TENSORS_NAME
     if not may_exist(path):
-        if any(os.path.lexists(folder / name) for name in _PICKLES):
-            raise AdapterRejected(f"{folder.name} holds a pickle; only {TENSORS_NAME} is read: convert the adapter")
-        raise AdapterRejected(f"{folder.name} has no {TENSORS_NAME}")
+        try:
+            reason = why_no_adapter(folder)
+        except OSError:
+            reason = None
+        raise AdapterRejected(reason or f"the folder has no {TENSORS_NAME}")
     try:
         with TensorFile(path) as file:
             yield file
