@@ -31,6 +31,9 @@ _TENSOR = re.compile(
     r"(?:base_model\.model\.)?(?P<module>model\.layers\.(?P<layer>[0-9]{1,6})\.(?:self_attn|mlp)\."
     rf"(?P<site>{'|'.join(SITES)}))\.lora_(?P<half>[AB])(?P<adapter>(?:\.[A-Za-z0-9_-]+)?)\.weight"
 )
+# Of A's and B's product with the scale, for inputs of 1: what is larger overflows where it is squared, in norms and
+# attention. The adapters of the demo reach 500.
+LARGEST_UPDATE = 1e18
 Site = tuple[int, str]  # layer, module
 
 
@@ -79,8 +82,10 @@ def _fill(
         for span in (span for span in spec.spans if span.layer == layer):
             pair = pairs[layer, SITES[span.site]]
             inputs, outputs = model.site_shape(SITES[span.site])
-            place_a(tensor_values(file, pair.a, spec.dtype), data, span, span.a_offset - start, inputs)
-            place_b(tensor_values(file, pair.b, spec.dtype), data, span, span.b_offset - start, outputs)
+            (a, largest_a), (b, largest_b) = (tensor_values(file, name, spec.dtype) for name in (pair.a, pair.b))
+            check_product(pair, inputs, largest_a * largest_b)
+            place_a(a, data, span, span.a_offset - start, inputs)
+            place_b(b, data, span, span.b_offset - start, outputs)
         hasher.update(data.data)
     return identified(spec, hasher.hashes)
 
@@ -205,6 +210,7 @@ def _pairs(file: TensorFile, config: PeftConfig, model: ModelSpec) -> dict[Site,
         rank = config.ranks.of(module)
         _check_shapes(file, found["A"], found["B"], rank, model.site_shape(site))
         pairs[layer, site] = Pair(found["A"], found["B"], rank, config.scale_of(module, rank))
+    config.check_patterns(tuple(module_name(*site) for site in sorted(pairs)))
     _check_complete(config, pairs, model)
     return pairs
 
@@ -248,20 +254,37 @@ def _check_complete(config: PeftConfig, pairs: dict[Site, Pair], model: ModelSpe
                 raise refusal("target_modules", f"covers {module}, but {TENSORS_NAME} has no tensors for it")
 
 
-def tensor_values(file: TensorFile, name: str, dtype: Dtype) -> NDArray[np.generic]:
-    """Returns a tensor in the adapter's dtype. Raises AdapterRejected if a value is not finite."""
+def tensor_values(file: TensorFile, name: str, dtype: Dtype) -> tuple[NDArray[np.generic], float]:
+    """Returns a tensor in the adapter's dtype, and its largest absolute value. Raises AdapterRejected if a value is not
+    finite."""
     raw, source = file.raw(name), file.dtype(name)
-    if not _all_finite(raw, source):
+    largest = _largest(raw, source)
+    if not math.isfinite(largest):
         raise AdapterRejected(f"tensor {name} has values that are not finite")
     if source is dtype:
-        return raw
+        return raw, largest
     if source is Dtype.F16:
-        return raw.view(np.float16).astype(np.float32)
-    return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return raw.view(np.float16).astype(np.float32), largest
+    return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32), largest
 
 
-def _all_finite(raw: NDArray[np.generic], dtype: Dtype) -> bool:
+def check_product(pair: Pair, inputs: int, largest_values: float) -> None:
+    """Raises AdapterRejected for a module whose results would not be finite. `largest_values`: the product of the
+    largest value of A and that of B."""
+    largest = abs(pair.scale) * pair.rank * inputs * largest_values
+    if largest > LARGEST_UPDATE:
+        raise AdapterRejected(
+            f"tensors {pair.a} and lora_B: with the scale {pair.scale:.3g} their product may reach {largest:.0e}; "
+            f"above {LARGEST_UPDATE:.0e}, what is computed with it is not finite"
+        )
+
+
+def _largest(raw: NDArray[np.generic], dtype: Dtype) -> float:
+    """Returns the largest absolute value; not finite if one of the values is not. Without their signs, the bits of
+    floats are in the order of the values."""
     if dtype is Dtype.F32:
-        return bool(np.isfinite(raw).all())
-    exponent = np.uint16(0x7C00 if dtype is Dtype.F16 else 0x7F80)
-    return not bool(((raw & exponent) == exponent).any())  # type: ignore[operator]
+        return max(float(raw.max()), -float(raw.min()))  # both are NaN if one of the values is
+    bits = np.max(raw.view(np.uint16) & np.uint16(0x7FFF))
+    if dtype is Dtype.F16:
+        return float(bits.view(np.float16))
+    return float((bits.astype(np.uint32) << np.uint32(16)).view(np.float32))
