@@ -6,10 +6,7 @@ import hashlib
 import json
 import os
 import tarfile
-import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,15 +20,12 @@ from caraserve.errors import (
     Forbidden,
     NotFound,
     PayloadTooLarge,
-    StorageFull,
     Unreachable,
 )
 from caraserve.lora.adapter import UploadSource
 from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.peft import TENSORS_NAME, inspect_adapter
 from caraserve.lora.peft_config import CONFIG_NAME
-from caraserve.lora.registry import AdapterInfo
-from caraserve.lora.upload_body import UploadBody
 from caraserve.lora.uploads import AdapterUploads, UploadClaims, UploadedAdapter
 from tests.cluster.nodes import until
 from tests.lora.folders import SPEC, tensor_name, tensors_for, write_adapter
@@ -309,26 +303,6 @@ def _no_room(*arguments: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("full", ["files", "registry"])
-async def test_a_full_disk_is_said_to_be_full(
-    tmp_path: Path, folder: Path, full: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with receiving(tmp_path / "root") as receiver:
-        if full == "files":
-            monkeypatch.setattr(UploadBody, "write", _no_room)
-        else:
-            receiver.registry._connection.execute("PRAGMA max_page_count = 1")  # no more than it has
-            row = AdapterInfo("old", "0" * 64, "/", 4, ("q_proj",), 1, 0.0)
-            with suppress(StorageFull):
-                for number in range(1000):
-                    receiver.registry.put(replace(row, name=f"old-{number}"))
-        with pytest.raises(StorageFull) as refusal:
-            await receiver.put("new", tar_of(folder))
-        assert refusal.value.status == 507
-        assert receiver.left() == []
-        assert receiver.catalog.find("new") is None
-
-
 @pytest.mark.parametrize("failing", ["registry", "disk"])
 async def test_an_upload_that_cannot_be_stored_leaves_the_adapter_whose_place_it_would_take(
     tmp_path: Path, folder: Path, failing: str, monkeypatch: pytest.MonkeyPatch
@@ -498,27 +472,6 @@ async def test_a_deletion_that_the_registry_refuses_changes_nothing(tmp_path: Pa
             await receiver.uploads.delete("new")
         assert source_path(receiver, "new") == receiver.root / "new"
         assert receiver.left() == ["new"]
-
-
-async def test_what_a_killed_server_left_is_removed_at_the_start(tmp_path: Path, folder: Path) -> None:
-    """Not that of another server with the same root that runs, nor what another machine may use."""
-    async with receiving(tmp_path / "root") as other:
-        await other.put("new", tar_of(folder))
-        pinned = other.catalog.pin("new")
-        await other.put("new", tar_of(write_adapter(tmp_path / "other", {"lora_alpha": 9})))
-        (running,) = [path for path in other.root.iterdir() if path.name[0] == "."]
-        write_adapter(running.with_name(running.name[:-8] + "killed") / "half")
-        for name, age_s in ((".caraserve-upload-old", 4000), (".caraserve-upload-new", 0)):
-            write_adapter(other.root / name)
-            os.utime(other.root / name, (time.time() - age_s,) * 2)
-        gone = other.root / ".caraserve-upload-gone"
-        gone.symlink_to("nothing")  # as if another server had removed it after it was listed
-        async with receiving(other.root):
-            left = {path.name for path in other.root.iterdir()}
-            assert left == {gone.name, ".caraserve-upload-new", running.name, "new"}
-            assert isinstance(pinned.source, AdapterFolder)
-            assert inspect_adapter(pinned.source.path, SPEC).digest == pinned.digest
-    assert not running.exists(), "a server that ends leaves nothing"
 
 
 async def test_without_a_root_uploads_are_refused_with_advice(tmp_path: Path, folder: Path) -> None:

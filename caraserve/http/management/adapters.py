@@ -170,14 +170,15 @@ class _Replacement:
         elif digest is None or digest == version:  # nothing may change
             return
         if aliases and not self._is_forced:
-            raise _aliased(self._name, aliases, "they then stand for the new one")
+            raise _aliased(self._name, aliases, "they then stand for the new version")
 
 
 def _aliased(name: str, aliases: list[str], forced: str) -> AdapterAliased:
-    shown_aliases = ", ".join(map(repr, aliases[:5])) + (" and others" if len(aliases) > 5 else "")
+    names = ", ".join(map(repr, aliases[:5])) + (" and others" if len(aliases) > 5 else "")
+    who = f"The alias {names} stands" if len(aliases) == 1 else f"The aliases {names} stand"
     return AdapterAliased(
-        f"{shown_aliases} stand{'' if len(aliases) > 1 else 's'} for {name!r} (an alias); nothing was changed. Point "
-        f"aliases at another adapter first, or send ?force=true: {forced}.",
+        f"{who} for {name!r}; nothing was changed. Point aliases at another adapter first, or send ?force=true: "
+        f"{forced}.",
         param="force",
     )
 
