@@ -12,6 +12,8 @@
     │   ├── GrammarTooComplex      422  it has grown too complex
     │   └── GrammarDeadEnd         422  it allows no token of the vocabulary
     ├── NonFiniteLogits            422  an adapter, or the base model, computes no finite logits, or no finite embedding
+    ├── AdapterBusy                409  the adapter's name is being changed; `retry_after_s`
+    ├── AdapterAliased             409  aliases stand for the adapter that would be replaced or deleted
     ├── VersionDiffers             412  the adapter is not of the version that If-Match requires
     ├── PayloadTooLarge            413  the body is over the limit
     ├── Unauthorized               401  a missing or wrong API key
@@ -24,6 +26,7 @@
     ├── Draining                   503  the server is stopping; `retry_after_s`
     ├── NotReady                   503  new requests should go to another server
     ├── ServerBusy                 503  memory or connections are used up; `retry_after_s`
+    ├── StorageFull                507  the disk has no room for an adapter or a setting
     ├── Unreachable                503  no instance that can be reached has the adapter's bytes; `retry_after_s`
     ├── InstanceLost               502  the instance that was answering has gone
     ├── DeadlineExceeded           504  the client's deadline has passed
@@ -122,6 +125,26 @@ class NonFiniteLogits(CaraServeError):
         """`name`: of the adapter, or of the base model."""
         message = f"{name!r} computes numbers that are not finite: its weights are too large or damaged"
         super().__init__(message, param="model")
+
+
+class AdapterBusy(CaraServeError):
+    """The adapter's name is being changed by another request; the same request may be sent again later."""
+
+    status = 409
+    type = "conflict_error"
+    code = "adapter_busy"
+
+    def __init__(self, message: str, *, retry_after_s: float, param: str = "name") -> None:
+        super().__init__(message, param=param)
+        self.retry_after_s = retry_after_s
+
+
+class AdapterAliased(CaraServeError):
+    """Aliases stand for the adapter; the message names them."""
+
+    status = 409
+    type = "conflict_error"
+    code = "adapter_aliased"
 
 
 class VersionDiffers(CaraServeError):
@@ -228,6 +251,13 @@ class ServerBusy(CaraServeError):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class StorageFull(CaraServeError):
+    """The disk has no room, or a limit of this process forbids a file of this size."""
+
+    status = 507
+    code = "storage_full"
 
 
 class Unreachable(CaraServeError):

@@ -178,13 +178,17 @@ class Engine:
         """Returns the adapter of that name. Raises NotFound."""
         return self.catalog.get(name)
 
-    async def load_adapter(self, name: str, path: str, *, inplace: bool = False) -> AdapterInfo:
-        """Registers an adapter at run time. Raises AdapterRejected or NotFound."""
-        return await self.catalog.load(name, path, inplace=inplace)
+    async def load_adapter(
+        self, name: str, path: str, *, inplace: bool = False, check: Callable[[], None] = lambda: None
+    ) -> AdapterInfo:
+        """Registers an adapter at run time. `check`: called when it is the name's turn; may refuse. Raises
+        AdapterRejected, AdapterBusy or NotFound."""
+        return await self.catalog.load(name, path, inplace=inplace, check=check)
 
-    async def unload_adapter(self, name: str) -> None:
-        """Unregisters an adapter and returns when its last request has ended. Raises NotFound."""
-        await self.catalog.unload(name)
+    async def unload_adapter(self, name: str, is_wanted: Callable[[], bool] = lambda: True) -> None:
+        """Unregisters an adapter and returns when its last request has ended. `is_wanted`: called when it is the name's
+        turn; False: nothing is done. Raises NotFound or AdapterBusy."""
+        await self.catalog.unload(name, is_wanted)
 
     def snapshot(self) -> EngineSnapshot:
         """Returns the state that metrics and the dashboard show."""

@@ -30,13 +30,13 @@ from caraserve.engine.stats import EngineObservers
 from caraserve.errors import ConfigError
 from caraserve.kv.memory_budget import MemoryBudget
 from caraserve.loop import Engine
+from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.aliases import Aliases
-from caraserve.lora.catalog import AdapterReader, Catalog, CatalogRules
+from caraserve.lora.catalog import Catalog, CatalogRules
+from caraserve.lora.folder_contents import NO_ADAPTERS, why_no_adapter
 from caraserve.lora.folder_watch import FolderWatch
 from caraserve.lora.management import AdapterManagement
 from caraserve.lora.manager import AdapterManager
-from caraserve.lora.peft import may_exist
-from caraserve.lora.peft_config import CONFIG_NAME
 from caraserve.lora.registry import Registry
 from caraserve.lora.replicated_settings import ReplicatedSettings
 from caraserve.lora.settings import SettingsStore
@@ -50,6 +50,8 @@ from caraserve.telemetry.metrics import Metrics, WorkerCounts
 from caraserve.telemetry.progress import progress
 from caraserve.telemetry.trace import Trace
 from caraserve.tokenizer.tokenizer import load_tokenizer
+from caraserve.util.cache_folder import data_folder, why_unwritable
+from caraserve.util.option_values import LoraModule
 
 if TYPE_CHECKING:
     from caraserve.cluster.membership.node import Node
@@ -83,7 +85,21 @@ def with_demo(model: ModelConfig, lora: LoraConfig) -> tuple[ModelConfig, LoraCo
     if model.model is not None:
         return model, lora
     model = replace(model, model=demo.model_folder(), served_model_name=model.served_model_name or (demo.BASE_NAME,))
-    return model, replace(lora, adapters_dir=lora.adapters_dir or demo.adapters_folder())
+    return model, lora if lora.adapters_dir is not None else _with_demo_adapters(lora)
+
+
+def _with_demo_adapters(lora: LoraConfig) -> LoraConfig:
+    """Returns the configuration with the demo's adapters. Uploads go to the user's data folder, if there is one: the
+    demo's own is a part of the installed package."""
+    given = {module.name for module in lora.lora_modules}
+    bundled = [LoraModule(name, demo.adapters_folder() / name) for name in demo.ADAPTER_NAMES if name not in given]
+    uploads = None
+    if lora.allow_runtime_lora_updating and not lora.mode.preloads:
+        with contextlib.suppress(RuntimeError):  # no home
+            folder = data_folder("adapters")
+            uploads = None if why_unwritable(folder) else folder
+    roots = [demo.adapters_folder(), *lora.allow_adapter_path]
+    return replace(lora, lora_modules=[*bundled, *lora.lora_modules], adapters_dir=uploads, allow_adapter_path=roots)
 
 
 def base_names(model: ModelConfig) -> tuple[str, ...]:
@@ -168,10 +184,11 @@ async def build_engine(
         arena.num_bytes,
         keep_on_device=mode.preloads,
         max_rank=lora_config.max_lora_rank,
+        watched=lora_config.adapters_dir and lora_config.adapters_dir.resolve(),
     )
     catalog = Catalog(spec, registry, manager, reader, rules, observers.adapters, observers.uploads)
     most_bytes = min(rules.device_bytes, rules.host_bytes)
-    uploads = AdapterUploads(catalog, reader, spec, next(iter(rules.roots), None), most_bytes, observers.removals)
+    uploads = AdapterUploads(catalog, reader, spec, _upload_root(lora_config), most_bytes, observers.removals)
     stack.push_async_callback(uploads.close)
     replicated = ReplicatedSettings(registry, observers.settings)
     stack.push_async_callback(replicated.close)
@@ -213,36 +230,59 @@ def _worker_counts(backend: ServingBackend) -> WorkerCounts:
 
 
 def _roots(lora: LoraConfig) -> tuple[Path, ...]:
-    """Returns the folders from which adapters may be loaded at run time; relative paths start at the first one."""
+    """Returns the folders from which adapters may be loaded at run time, in the order for relative paths."""
     given = lora.allow_adapter_path if lora.adapters_dir is None else [lora.adapters_dir, *lora.allow_adapter_path]
     return tuple(root.resolve() for root in given)
+
+
+def _upload_root(lora: LoraConfig) -> Path | None:
+    """Returns the folder in which uploaded adapters are stored: --adapters-dir, else the first --allow-adapter-path
+    that can be written; None if there is none."""
+    if lora.adapters_dir is not None:
+        return lora.adapters_dir.resolve()
+    own = [root for root in lora.allow_adapter_path if root != demo.adapters_folder()]
+    return next((root.resolve() for root in own if not why_unwritable(root)), None)
 
 
 def _add_adapters(catalog: Catalog, aliases: Aliases, lora: LoraConfig) -> list[str]:
     modules = [(module.name, module.path) for module in lora.lora_modules]
     found: set[str] = set()
     complaints: list[str] = []
+
+    def leave_out(path: Path, reason: str) -> None:
+        catalog.refused.note(path.name, reason)
+        complaints.append(f"{str(path)!r} in --adapters-dir is left out: {reason}")
+
     if lora.adapters_dir is not None:
-        folders = _adapter_folders(lora.adapters_dir)
         named = {name for name, _ in modules}
-        unnamed = [path for path in folders if path.name not in named]
-        complaints = [
-            f"{str(path)!r} in --adapters-dir is left out: {path.name!r} is an alias; rename the folder"
-            for path in unnamed
-            if aliases.find(path.name) is not None
-        ]
-        found = {path.name for path in unnamed if aliases.find(path.name) is None}
-        modules += [(path.name, path) for path in folders if path.name in found]
+        for path in _folders_in(lora.adapters_dir):
+            if path.name in named:
+                continue
+            if (reason := _why_no_adapter(path)) is not None:
+                leave_out(path, reason)
+            elif aliases.find(path.name) is not None:
+                leave_out(path, f"{path.name!r} is an alias; rename the folder")
+            else:
+                found.add(path.name)
+                modules.append((path.name, path))
     with progress("adapters", len(modules)) as advance:
         return [*complaints, *catalog.add_at_start(modules, advance, found=found)]
 
 
-def _adapter_folders(adapters_dir: Path) -> list[Path]:
-    """Returns the folders in --adapters-dir that have an adapter or cannot be read. Raises ConfigError."""
+def _folders_in(adapters_dir: Path) -> list[Path]:
+    """Returns the folders in --adapters-dir that may be adapters'. Raises ConfigError."""
     try:
-        return sorted(path for path in adapters_dir.iterdir() if path.name[0] != "." and may_exist(path / CONFIG_NAME))
+        found = sorted(path for path in adapters_dir.iterdir() if path.name[0] != "." and path.name not in NO_ADAPTERS)
     except OSError as error:
         raise ConfigError(f"--adapters-dir {str(adapters_dir)!r} cannot be read: {error.strerror}") from None
+    return [path for path in found if path.is_dir()]
+
+
+def _why_no_adapter(path: Path) -> str | None:
+    try:
+        return why_no_adapter(path)
+    except OSError as error:
+        return f"the folder cannot be read: {error.strerror}"
 
 
 def _stop_on_defect(task: "asyncio.Task[None]") -> None:

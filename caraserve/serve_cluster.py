@@ -56,7 +56,7 @@ from caraserve.http.dispatch import ClusterRouter
 from caraserve.http.proxy import PeerProxy
 from caraserve.http.queue_rebalance import QueueRebalancer
 from caraserve.loop import Engine
-from caraserve.lora.catalog import AdapterReader
+from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.replicated_settings import ReplicatedSettings
 from caraserve.lora.uploads import AdapterUploads
 from caraserve.model.spec import ModelSpec

@@ -7,6 +7,7 @@ from caraserve.cluster.membership.dns import is_loopback
 from caraserve.config import ClusterConfig, HttpConfig, LoraConfig, ModelConfig, check_adapter_name
 from caraserve.errors import ConfigError
 from caraserve.lora.peft_config import CONFIG_NAME
+from caraserve.util.cache_folder import why_unwritable
 
 
 def check_paths(model: ModelConfig, lora: LoraConfig) -> None:
@@ -15,6 +16,8 @@ def check_paths(model: ModelConfig, lora: LoraConfig) -> None:
         raise ConfigError(f"--chat-template {str(model.chat_template)!r} is not a file")
     if lora.adapters_dir is not None and (problem := _why_no_folder(lora.adapters_dir)):
         raise ConfigError(f"--adapters-dir {problem}; make the folder, or give another one")
+    if lora.adapters_dir is not None and lora.allow_runtime_lora_updating and not lora.mode.preloads:
+        _check_takes_uploads(lora.adapters_dir)
     for root in lora.allow_adapter_path:
         if problem := _why_no_folder(root):
             raise ConfigError(f"--allow-adapter-path {problem}; make the folder, or give another one")
@@ -41,6 +44,14 @@ def exposure(http: HttpConfig) -> str:
         f"--host {http.host} lets other machines use this server, and none needs a key: --api-key and --admin-key ask "
         "for one, --host 127.0.0.1 listens to this machine only"
     )
+
+
+def _check_takes_uploads(folder: Path) -> None:
+    if why := why_unwritable(folder):
+        raise ConfigError(
+            f"--adapters-dir takes uploads with --allow-runtime-lora-updating, and {why}; make it writable, or name it "
+            "in --allow-adapter-path instead: then adapters are only loaded from it"
+        )
 
 
 def check_names(model: ModelConfig, lora: LoraConfig, base_names: tuple[str, ...]) -> None:

@@ -1,12 +1,15 @@
 """Tests may be coroutines, each with an event loop and a bound on its time; every test leaves the log as it was."""
 
 import asyncio
+import atexit
 import fcntl
 import importlib
 import inspect
 import logging
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 
 import hypothesis
@@ -21,6 +24,10 @@ hypothesis.settings.load_profile("fixed")
 # Read by torch as it is imported. Its threads spin while they wait for one another, and the oracle's matrices are tiny:
 # on two cores with two test processes, the same tests took three times as long with two threads each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Servers of the demo that tests start keep uploaded adapters there, not in the user's own folder.
+os.environ["XDG_DATA_HOME"] = tempfile.mkdtemp(prefix="caraserve-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_DATA_HOME"], ignore_errors=True)
 
 # A shell ignores SIGINT for what it starts in the background, and processes that tests interrupt inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -18,6 +18,7 @@ from caraserve.engine.iteration_times import IterationTime
 from caraserve.engine.merge_policy import MergePolicy
 from caraserve.kv.memory_budget import MemoryBudget
 from caraserve.loop import Engine
+from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.catalog import Catalog, CatalogRules
 from caraserve.lora.manager import AdapterManager
 from caraserve.lora.registry import AdapterInfo, Registry
@@ -73,8 +74,11 @@ class _Costs:
 class _Catalog(Catalog):
     """A catalog that reads no disk: a folder's name is its adapter's digest."""
 
-    def _inspect(self, name: str, path: str, roots: Sequence[Path]) -> AdapterInfo:
-        return AdapterInfo(name, Path(path).name, Path(path).name, 8, ("q_proj",), ADAPTER_BYTES, 0.0)
+    def _resolve(self, path: str, roots: Sequence[Path]) -> Path:
+        return Path(Path(path).name)
+
+    def _inspect(self, name: str, folder: AdapterFolder) -> AdapterInfo:
+        return AdapterInfo(name, folder.name, folder.name, 8, ("q_proj",), ADAPTER_BYTES, 0.0)
 
 
 @dataclass

@@ -3,13 +3,13 @@
 import hashlib
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.errors import AdapterRejected, CaraServeError
+from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.model.dtype import Dtype
 
 ADAPTER_BYTES = 100
@@ -48,12 +48,12 @@ class FakeReader:
 
     def read(
         self,
-        folder: Path,
+        folder: AdapterFolder,
         into: NDArray[np.uint8],
         done: Callable[[HostAdapter | CaraServeError], None],
         came: Callable[[HostAdapter, int], None],
     ) -> None:
-        image, there = host_adapter(str(folder), into, self._layers), 0
+        image, there = host_adapter(str(folder.path), into, self._layers), 0
         into[:] = 255
 
         def come() -> None:

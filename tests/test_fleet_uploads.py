@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 from caraserve.lora.peft import TENSORS_NAME
 from caraserve.lora.peft_config import CONFIG_NAME
+from tests.lora.uploads import left_in
 from tests.processes import Server, fleet, free_ports, tiny_adapter, until
 
 Reply = tuple[int, str | None, Any]  # status, x-caraserve-adapter, body
@@ -87,7 +88,7 @@ def test_an_upload_takes_requests_on_all_instances_while_it_arrives(tmp_path: Pa
         return ("--adapters-dir", str(roots[name]), "--routing", "local")
 
     def left(name: str) -> list[str]:
-        return [path.name for path in roots[name].iterdir()]
+        return left_in(roots[name])
 
     with fleet(free_ports(2), tmp_path, own) as servers, ThreadPoolExecutor(4) as pool:
         a, b = both = tuple(servers.values())
@@ -96,8 +97,8 @@ def test_an_upload_takes_requests_on_all_instances_while_it_arrives(tmp_path: Pa
         upload = Upload(a, "new", sea)
         until(lambda: known(b, "new"), 5)
         requests = waiting(pool, both, a, "new")
-        assert Upload(b, "new", ice).finish()[0] == 400, "an upload of the name is under way on another instance"
-        assert send(b, "DELETE", "/v1/adapters/new")[0] == 400
+        assert Upload(b, "new", ice).finish()[0] == 409, "an upload of the name is under way on another instance"
+        assert send(b, "DELETE", "/v1/adapters/new")[0] == 409
         status, card = upload.finish()
         assert status == 201
         replies = [request.result(60) for request in requests]

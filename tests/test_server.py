@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import runpy
 import shutil
 import signal
 import socket
@@ -33,6 +34,7 @@ from caraserve.lora.registry import Registry
 from caraserve.lora.replicated_settings import ReplicatedSettings
 from caraserve.serve import build_engine
 from caraserve.telemetry.metrics import Metrics
+from caraserve.util.cache_folder import data_folder
 from tests.http.serving import http_config
 from tests.serving import engine_config, lora_config, model_config, running
 
@@ -368,15 +370,17 @@ def test_a_server_starts_despite_a_bad_folder_and_loads_only_from_named_folders(
         async with AsyncExitStack() as stack:
             served = await build_engine(stack, model_config(demo.model_folder()), lora, engine_config())
             assert [info.name for info in served.engine.adapters()] == ["good"]
+            assert [one.name for one in served.engine.catalog.refused.all()] == ["bad", "nothing", "prod"]
             await served.engine.load_adapter("copy", "good")
             await served.engine.load_adapter("poet", str(poet))
             with pytest.raises(AdapterRejected, match="lies outside"):
                 await served.engine.load_adapter("other", str(tmp_path))
             return served.complaints
 
-    of_alias, complaint = asyncio.run(start())
+    of_empty, of_alias, of_bad = asyncio.run(start())
+    assert "adapters/nothing' in --adapters-dir is left out: the folder is empty" in of_empty
     assert "adapters/prod' in --adapters-dir is left out: 'prod' is an alias" in of_alias
-    assert "adapters/bad' in --adapters-dir is left out: adapter_model.safetensors is not a valid" in complaint
+    assert "adapters/bad' in --adapters-dir is left out: adapter_model.safetensors is not a valid" in of_bad
 
 
 @pytest.mark.parametrize("flag", ["--adapters-dir", "--allow-adapter-path"])
@@ -421,3 +425,13 @@ def test_the_commands_of_the_page_on_serving_run_against_the_demo(server: Server
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
         assert done.stdout
         assert '"error"' not in done.stdout
+
+
+def test_many_clients_of_one_name_get_no_fault_and_each_the_version_that_answers_it(server: Server) -> None:
+    """A small form of `scripts/bench/adapter_races.py`."""
+    script = runpy.run_path(str(ROOT / "scripts" / "bench" / "adapter_races.py"))
+    root = data_folder("adapters")
+    found = asyncio.run(script["race"](server.url, root, clients=8, seconds=1.5, seed=0))
+    shutil.rmtree(root)
+    assert found["faults"] == 0, found["shown_faults"]
+    assert found["counts"]["stream 200"] > 0

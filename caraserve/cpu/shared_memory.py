@@ -14,7 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import ALIGN_BYTES
-from caraserve.util.units import align_up
+from caraserve.errors import ConfigError
+from caraserve.util.memory_file import memory_file
+from caraserve.util.units import align_up, human_bytes
 
 PAGE_BYTES = 4096
 
@@ -23,11 +25,12 @@ class SharedRegion:
     """`num_bytes` of zeroed shared memory; `carve` allocates from its front."""
 
     def __init__(self, num_bytes: int, fd: int | None = None) -> None:
-        """Creates a region, or maps the one behind the descriptor `fd`."""
-        self.fd = os.memfd_create("caraserve") if fd is None else fd
+        """Creates a region, or maps the one behind the descriptor `fd`. Raises ConfigError if it cannot be created."""
         self.num_bytes = align_up(num_bytes, PAGE_BYTES)
-        if fd is None:
-            os.ftruncate(self.fd, self.num_bytes)
+        try:
+            self.fd = memory_file("caraserve", self.num_bytes) if fd is None else fd
+        except OSError as error:
+            raise ConfigError(f"{human_bytes(self.num_bytes)} of shared memory: {error.strerror}") from None
         self.bytes: NDArray[np.uint8] = np.frombuffer(mmap.mmap(self.fd, self.num_bytes), np.uint8)
         self.base = int(self.bytes.ctypes.data)
         self._carved = 0

@@ -34,7 +34,7 @@ _OF_ANY = {
     500: "The server made a mistake.",
 }
 _OF_BODIES = {408: "The body did not arrive in time.", 415: "The body has another content type, or is compressed."}
-_RETRIED = (429, 503, 529)  # statuses after which the header says when to ask again
+_RETRIED = (409, 429, 503, 529)  # statuses after which the header says when to ask again
 _KEYS: list[dict[str, list[str]]] = [{"bearer": []}, {"apiKey": []}]
 _WITHOUT_KEY = {*PROBES, "/", "/page/{file}"}
 _OTHER = Operation("Not described.")

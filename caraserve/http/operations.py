@@ -123,6 +123,7 @@ _ADAPTER = _whole(
     pinned=or_null(one_of(*PINS)),
     labels={"type": "object", "additionalProperties": _STRING},
 )
+_REFUSED = _whole(name=_STRING, object={"const": "refused_adapter"}, reason=_STRING, since=_INTEGER)
 _FULL_ADAPTER = _ADAPTER | {
     "required": [*_ADAPTER["required"], "chat_template", "stop", "sampling"],
     "properties": _ADAPTER["properties"]
@@ -191,6 +192,28 @@ _VERSION_PARAMETER = {
     "description": "The digests of the adapter's versions that may answer, each in double quotes; * for any.",
     "schema": {"type": "string"},
 }
+_CHANGED_VERSION_PARAMETERS: tuple[Mapping[str, Any], ...] = tuple(
+    {
+        "name": name,
+        "in": "header",
+        "description": f"The digests of the versions that may {what}, each in double quotes; * for any.",
+        "schema": {"type": "string"},
+    }
+    for name, what in (("If-Match", "be changed"), ("If-None-Match", "not be there"))
+)
+_FORCE_PARAMETER = {
+    "name": "force",
+    "in": "query",
+    "description": "Whether the adapter may be changed although aliases stand for it.",
+    "schema": {"type": "string", "enum": ["true", "false"]},
+}
+_UPLOAD_PARAMETERS: tuple[Mapping[str, Any], ...] = (
+    _ADAPTER_PARAMETER,
+    _CONFIG_PARAMETER,
+    _FORCE_PARAMETER,
+    *_SHA256_PARAMETERS,
+    *_CHANGED_VERSION_PARAMETERS,
+)
 _DEADLINE_PARAMETER = {
     "name": deadline.HEADER,
     "in": "header",
@@ -203,11 +226,21 @@ _OF_ANY: _Errors = (errors.Unauthorized, errors.Forbidden, errors.ServerBusy)
 _OF_BODIES: _Errors = (errors.InvalidRequest, errors.PayloadTooLarge)
 _OF_TOKENS: _Errors = (errors.NotFound, errors.RateLimited, errors.Overloaded)
 _OF_ENGINE: _Errors = (
-    *(errors.NotFound, errors.NonFiniteLogits, errors.RateLimited, errors.Overloaded, errors.Draining),
+    *(
+        errors.NotFound,
+        errors.NonFiniteLogits,
+        errors.RateLimited,
+        errors.Overloaded,
+        errors.Draining,
+        errors.AdapterBusy,
+    ),
     *(errors.Unreachable, errors.InstanceLost, errors.DeadlineExceeded, errors.BackendFailed, errors.VersionDiffers),
 )
 _OF_TEXT: _Errors = (*_OF_ENGINE, errors.GrammarTooComplex)
-_OF_ADAPTERS: _Errors = (errors.AdapterRejected, errors.NotFound, errors.BackendFailed)
+_OF_ADAPTERS: _Errors = (
+    *(errors.AdapterRejected, errors.NotFound, errors.BackendFailed, errors.AdapterBusy, errors.StorageFull),
+)
+_OF_VERSIONS: _Errors = (*_OF_ADAPTERS, errors.VersionDiffers, errors.AdapterAliased)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,15 +335,18 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/v1/models/{model}"): Operation(
         "Shows one model.", {_JSON: _CARD}, raises=(errors.NotFound,), parameters=(_MODEL_PARAMETER,)
     ),
-    ("GET", "/v1/adapters"): Operation("Lists the adapters.", {_JSON: _listed(_ADAPTER)}),
+    ("GET", "/v1/adapters"): Operation(
+        "Lists the adapters, and the folders that are not served.",
+        {_JSON: _listed(_ADAPTER, refused=_list_of(_REFUSED))},
+    ),
     ("GET", "/v1/adapters/{name}"): Operation(
         "Shows an adapter.", {_JSON: _FULL_ADAPTER}, raises=(errors.NotFound,), parameters=(_ADAPTER_PARAMETER,)
     ),
     ("PUT", "/v1/adapters/{name}"): Operation(
         "Stores an adapter, as a tar or safetensors file, under a name; 201 if the name is new.",
         {_JSON: _FULL_ADAPTER},
-        raises=_OF_ADAPTERS,
-        parameters=(_ADAPTER_PARAMETER, _CONFIG_PARAMETER, *_SHA256_PARAMETERS),
+        raises=_OF_VERSIONS,
+        parameters=_UPLOAD_PARAMETERS,
         takes_bytes=True,
         creates=True,
     ),
@@ -319,14 +355,22 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         "out. A null ends a default.",
         {_JSON: _FULL_ADAPTER},
         request_schema.ADAPTER_SETTINGS,
-        raises=(*_OF_ADAPTERS, errors.Overloaded),
-        parameters=(_ADAPTER_PARAMETER,),
+        raises=(*_OF_VERSIONS, errors.Overloaded),
+        parameters=(_ADAPTER_PARAMETER, *_CHANGED_VERSION_PARAMETERS),
     ),
     ("DELETE", "/v1/adapters/{name}"): Operation(
         "Deletes an adapter; answers when its last request has ended.",
-        {_JSON: _whole(name=_STRING, object={"const": "adapter"}, deleted={"const": True})},
-        raises=_OF_ADAPTERS,
-        parameters=(_ADAPTER_PARAMETER,),
+        {
+            _JSON: _whole(
+                name=_STRING,
+                object={"const": "adapter"},
+                deleted={"const": True},
+                files_kept={"type": "boolean"},
+                aliases_deleted=_list_of(_STRING),
+            )
+        },
+        raises=_OF_VERSIONS,
+        parameters=(_ADAPTER_PARAMETER, *_CHANGED_VERSION_PARAMETERS, _FORCE_PARAMETER),
     ),
     ("GET", "/v1/aliases"): Operation("Lists the aliases.", {_JSON: _listed(_ALIAS)}),
     ("GET", "/v1/aliases/{name}"): Operation(

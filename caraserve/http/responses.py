@@ -11,6 +11,7 @@ import orjson
 from aiohttp import web
 
 from caraserve.errors import (
+    AdapterBusy,
     CaraServeError,
     Draining,
     InvalidRequest,
@@ -120,7 +121,7 @@ def openai_error(error: CaraServeError) -> dict[str, Any]:
 def error_response(error: CaraServeError) -> web.Response:
     """The response for an error, with the headers of its status."""
     headers = {}
-    if isinstance(error, Overloaded | Draining | ServerBusy | Unreachable):
+    if isinstance(error, Overloaded | Draining | ServerBusy | Unreachable | AdapterBusy):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
         headers["retry-after-ms"] = str(max(1, math.ceil(1000 * error.retry_after_s)))
     response = json_response(openai_error(error), status=error.status, headers=headers)

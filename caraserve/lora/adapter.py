@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from caraserve.core.batch import BASE_ADAPTER_SLOT
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.errors import AdapterRejected, CaraServeError
+from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.start_policy import NO_PREFILL, AwaitedPrefill, LayerGroup
 from caraserve.telemetry.prometheus import family
 
@@ -50,19 +50,9 @@ class RemoteSource:
 
     digest: str
 
-    @property
-    def name(self) -> str:
-        """A short name for messages, in place of a folder's name."""
-        return self.digest[:12]
-
 
 class UploadSource(ABC):
     """The source of an adapter that a client is still uploading. Its digest is known when all of it has arrived."""
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """A name for messages."""
 
     @abstractmethod
     def read(
@@ -74,7 +64,7 @@ class UploadSource(ABC):
         """Reads the adapter as `ReadAdapter` does."""
 
 
-Source: TypeAlias = Path | RemoteSource | UploadSource
+Source: TypeAlias = AdapterFolder | RemoteSource | UploadSource
 
 
 @dataclass(slots=True)
@@ -102,7 +92,7 @@ class Adapter:
     pins: int = 0
     users: int = 0
     image_pins: int = 0
-    names: set[str] = field(default_factory=set)
+    names: dict[str, Source] = field(default_factory=dict)  # that stand for it, each with where its files are
     pinned: str | None = None  # in which cache it stays, one of `PINS`
     slot: int = BASE_ADAPTER_SLOT
     device_bytes: int = 0
@@ -142,6 +132,16 @@ class Adapter:
         CPU workers or an upload."""
         is_read = self.tier in (AdapterTier.STREAMING, AdapterTier.COPYING) or self.image_pins > 0
         return is_read or (self.tier is AdapterTier.HOST and self.users > 0)
+
+    def read_from(self, source: Source | None) -> None:
+        """Changes where it is read from; None: it is not read any more. A folder is kept as long as it is read."""
+        old = self.source
+        if isinstance(source, AdapterFolder):
+            source.add_user()
+        if isinstance(old, AdapterFolder):
+            old.remove_user()
+        if source is not None:
+            self.source = source
 
     def move_to(self, tier: AdapterTier) -> None:
         """Moves to `tier`. Raises AssertionError for a change that is not in `TIER_CHANGES`."""
@@ -203,3 +203,8 @@ class CacheCounters:
 def too_large(num_bytes: int, budget_bytes: int, flag: str) -> AdapterRejected:
     """Returns the error for an adapter that is larger than a cache."""
     return AdapterRejected(f"the adapter takes {num_bytes} bytes, more than {flag} {budget_bytes}")
+
+
+def files_changed() -> AdapterRejected:
+    """Returns the error for an adapter whose files are others now than when it was loaded."""
+    return AdapterRejected("the adapter's files have changed since it was loaded; load it again")

@@ -50,6 +50,10 @@ class Aliases:
         """Returns all aliases by name."""
         return sorted(self._aliases.values(), key=lambda alias: alias.name)
 
+    def of(self, adapter: str) -> list[str]:
+        """Returns the names of the aliases that stand for an adapter."""
+        return sorted(alias.name for alias in self._aliases.values() if alias.adapter == adapter)
+
     def find(self, name: str) -> Alias | None:
         """Returns the alias of that name, or None."""
         return self._aliases.get(name)

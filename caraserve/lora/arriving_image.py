@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.lora.manifest import ChunkHasher, identified
-from caraserve.lora.peft import Pair, Site, place_a, place_b, tensor_values
+from caraserve.lora.peft import Pair, Site, check_product, place_a, place_b, tensor_values
 from caraserve.model.safetensors_reader import TensorFile
 from caraserve.model.spec import SITES, ModelSpec
 
@@ -35,6 +35,7 @@ class ArrivingImage:
         self._spans = {(span.layer, SITES[span.site]): span for span in spec.spans}
         tensors = [(file.end(name), site, name) for site, pair in pairs.items() for name in (pair.a, pair.b)]
         self._pending = deque(sorted(tensors))
+        self._largest: dict[Site, float] = {}  # values of the halves that have come first
         self._missing = Counter(layer for _, (layer, _), _ in tensors)  # tensors of each layer
 
     def advance(self, num_bytes: int) -> None:
@@ -50,8 +51,12 @@ class ArrivingImage:
             self.layers += 1
 
     def _place(self, site: Site, name: str) -> None:
-        span, values = self._spans[site], tensor_values(self._file, name, self._spec.dtype)
+        span, (values, largest) = self._spans[site], tensor_values(self._file, name, self._spec.dtype)
         inputs, outputs = self._model.site_shape(site[1])
+        if (other := self._largest.pop(site, None)) is None:
+            self._largest[site] = largest
+        else:
+            check_product(self._pairs[site], inputs, largest * other)
         if name == self._pairs[site].a:
             place_a(values, self._into, span, span.a_offset, inputs)
         else:

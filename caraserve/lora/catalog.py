@@ -5,37 +5,35 @@ Joins the registry (the adapters of earlier runs), the reader of PEFT folders, a
 
 import asyncio
 import functools
-import logging
 import os
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from caraserve.config import DIGEST, check_adapter_name
-from caraserve.core.lora_layout import MAX_RANK, AdapterSpec, HostAdapter
-from caraserve.errors import AdapterRejected, CaraServeError, ConfigError, Forbidden, NotFound
-from caraserve.lora.adapter import Adapter, RemoteSource, Source, UploadSource, too_large
-from caraserve.lora.host_loader import Came, Done
+from caraserve.core.lora_layout import MAX_RANK, AdapterSpec
+from caraserve.errors import AdapterBusy, AdapterRejected, CaraServeError, ConfigError, Forbidden, NotFound
+from caraserve.lora.adapter import Adapter, RemoteSource, UploadSource, too_large
+from caraserve.lora.adapter_folder import AdapterFolder, AdapterFolders
+from caraserve.lora.adapter_reader import AdapterReader
+from caraserve.lora.folder_contents import changed_s, stamp
 from caraserve.lora.manager import AdapterManager
-from caraserve.lora.peft import inspect_adapter, read_adapter, resolve_adapter_path
-from caraserve.lora.registry import UPLOADING, AdapterInfo, Registry
+from caraserve.lora.name_locks import NameLocks
+from caraserve.lora.peft import inspect_adapter, resolve_adapter_path
+from caraserve.lora.refused_folders import RefusedFolders
+from caraserve.lora.registry import UNLOADED, UPLOADING, AdapterInfo, Registry
 from caraserve.model.spec import ModelSpec
 
 T = TypeVar("T")
 AdapterObserver = Callable[[str, AdapterInfo | None], None]
 
-log = logging.getLogger(__name__)
-
-_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _ANYWHERE = (Path("/"),)  # adapters given at the start may be in any folder
-_READERS = 2  # threads that read and check adapters: two keep a disk busy, and leave the compute threads alone
+_RETRY_S = 1.0
+_STAYS_UNLOADED = "it was unloaded or deleted over HTTP; change its files, or load it over HTTP, to serve it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,71 +46,7 @@ class CatalogRules:
     host_bytes: int
     keep_on_device: bool  # modes `cached` and `merged`: every adapter is loaded at once and stays
     max_rank: int | None = None  # adapters above it are refused
-
-
-class AdapterReader:
-    """Reads adapter folders on threads of its own, and calls back on the event loop."""
-
-    def __init__(self, spec: ModelSpec, on_loop: Callable[[Callable[[], None]], None]) -> None:
-        self._download: Callable[[str, NDArray[np.uint8], Done, Came], None] | None = None
-        self._on_read: Callable[[str, Path, str], None] = lambda digest, folder, stamp: None
-        self._spec, self._on_loop = spec, on_loop
-        self.executor = ThreadPoolExecutor(_READERS, "caraserve-read")
-        self._refusals: dict[Path, str] = {}  # last error of each unusable folder: each is logged once
-
-    def connect(
-        self,
-        download: Callable[[str, NDArray[np.uint8], Done, Came], None],
-        on_read: Callable[[str, Path, str], None],
-    ) -> None:
-        """Connects the reader to a cluster. `download` downloads the adapter of a digest that no local folder has.
-        `on_read` is called for each folder read, with its digest, the folder, and the folder's stamp before the
-        read."""
-        self._download, self._on_read = download, on_read
-
-    def read(
-        self, source: Source, into: NDArray[np.uint8], done: Done, came: Came = lambda image, layers: None
-    ) -> None:
-        """Reads and checks a whole adapter into `into`. Calls `done` on the event loop with the image or the error and,
-        during a download, `came` with the layers that have arrived so far."""
-        if isinstance(source, UploadSource):
-            source.read(into, done, came)
-            return
-        if isinstance(source, RemoteSource):
-            assert self._download is not None, "only a cluster has adapters without a folder"
-            self._download(source.digest, into, done, came)
-            return
-        folder = source
-
-        def work() -> None:
-            result: HostAdapter | CaraServeError
-            before = stamp(folder)
-            try:
-                result = read_adapter(folder, self._spec, into)
-            except CaraServeError as error:
-                result = error
-            except OSError as error:
-                result = AdapterRejected(f"{folder.name}: the adapter cannot be read: {error.strerror}")
-            self._on_loop(lambda: deliver(result, before))
-
-        def deliver(result: HostAdapter | CaraServeError, before: str) -> None:
-            if isinstance(result, CaraServeError) and self._refusals.get(folder) != result.message:
-                self._refusals[folder] = result.message
-                log.warning("adapter folder %r cannot be used: %s", str(folder), result.message)
-            done(result)
-            if isinstance(result, HostAdapter):
-                self._refusals.pop(folder, None)
-                self._on_read(result.spec.digest, folder, before)
-
-        self.executor.submit(work)
-
-    def refuse(self, error: CaraServeError, done: Done) -> None:
-        """Calls `done` with an error, as `read` does: not before it has returned."""
-        self._on_loop(lambda: done(error))
-
-    def close(self) -> None:
-        """Ends the threads."""
-        self.executor.shutdown(wait=True, cancel_futures=True)
+    watched: Path | None = None  # --adapters-dir
 
 
 class Catalog:
@@ -131,11 +65,13 @@ class Catalog:
         """`observers`: called with the name of each adapter that is loaded or unloaded (None) at run time.
         `upload_observers`: with that of each that takes requests while it is uploaded, and when that ends (None)."""
         self.manager, self.rules = manager, rules
+        self.folders, self.refused = AdapterFolders(), RefusedFolders(rules.roots)
         self._spec, self._registry = spec, registry
         self._reader, self._observers, self._upload_observers = reader, observers, upload_observers
         self._infos: dict[str, AdapterInfo] = {}
         self._uploading: dict[str, AdapterInfo] = {}  # with a random digest; not in `_infos`
-        self._changing: set[str] = set()  # names being loaded or unloaded
+        self._locks = NameLocks()
+        self._unloaded: dict[str, str] = {}  # stamps of folders in --adapters-dir whose adapters were unloaded, by name
 
     def all(self) -> list[AdapterInfo]:
         """Returns all adapters, in the order of registration."""
@@ -161,13 +97,17 @@ class Catalog:
         self.get(name)
         return self.manager.pin(name)
 
-    async def load(self, name: str, path: str, *, inplace: bool) -> AdapterInfo:
-        """Registers the adapter at `path`. Succeeds without effect if the name has the same contents already. Raises
-        AdapterRejected, Forbidden or NotFound."""
+    async def load(
+        self, name: str, path: str, *, inplace: bool, check: Callable[[], None] = lambda: None
+    ) -> AdapterInfo:
+        """Registers the adapter at `path`. Succeeds without effect if the name has the same contents already. `check`:
+        called when it is the name's turn; may refuse. Raises AdapterRejected, AdapterBusy, Forbidden or NotFound."""
         self._refuse_if_all_stay()
         self._check_name(name)
-        with self.changing(name):
-            info = await self._on_thread(self._inspect, name, path, self.rules.roots)
+        async with self.changing(name):
+            check()
+            folder = self.folders.at(await self._on_thread(self._resolve, path, self.rules.roots))
+            info = await self._on_thread(self._inspect, name, folder)
             old = self._infos.get(name)
             is_same = old is not None and old.digest == info.digest
             if old is not None and is_same and old.targets:
@@ -177,9 +117,7 @@ class Catalog:
                     f"The lora adapter {name!r} has already been loaded; set load_inplace to replace it",
                     param="lora_name",
                 )
-            await self._on_thread(self._registry.put, info)
-            self._add(info)
-            self._notify(self._observers, name, info)
+            await self._register(info, folder)
             return info
 
     def adopt(self, name: str, digest: str, rank: int, num_bytes: int) -> None:
@@ -189,15 +127,12 @@ class Catalog:
         try:
             self._refuse_unservable(name, digest, rank, num_bytes)
         except CaraServeError:
-            if (old := self._infos.pop(name, None)) is not None:
+            if self._infos.pop(name, None) is not None:
                 self.manager.unregister(name)
-                self._leave_folder(old.digest)
             raise
-        old = self._infos.get(name)
         self._infos[name] = AdapterInfo(name, digest, digest, rank, (), num_bytes, created_s=time.time())
         self.manager.register(name, digest, RemoteSource(digest), num_bytes)
-        if old is not None:
-            self._leave_folder(old.digest)
+        self._replace_upload(name)
 
     def _refuse_unservable(self, name: str, digest: str, rank: int, num_bytes: int) -> None:
         self._refuse_if_all_stay()
@@ -207,26 +142,52 @@ class Catalog:
         if (refusal := self._refusal(rank, num_bytes)) is not None:
             raise refusal
 
-    async def unload(self, name: str) -> None:
-        """Unregisters the name at once, and returns when the last request of its adapter has ended. Raises NotFound."""
-        with self.changing(name):
+    async def unload(self, name: str, is_wanted: Callable[[], bool] = lambda: True) -> None:
+        """Unregisters the name, and returns when the last request of its adapter has ended. `is_wanted`: called when it
+        is the name's turn; False: nothing is done. Raises NotFound or AdapterBusy."""
+        async with self.changing(name):
+            if not is_wanted():
+                return
             adapter = await self.unregister(name)
-            if adapter is not None:
-                await self.manager.forgotten(adapter)
+        if adapter is not None:
+            await self.manager.forgotten(adapter)
 
     async def unregister(self, name: str) -> Adapter | None:
         """Unregisters a name at once, for a caller that is `changing` it. Returns its adapter, which may have requests;
-        None if the cluster has unregistered the name meanwhile. Raises NotFound."""
-        if name not in self._infos:
+        None if the cluster has unregistered the name meanwhile. Raises NotFound or AdapterBusy."""
+        if (info := self._infos.get(name)) is None:
+            if name in self._uploading:
+                raise AdapterBusy(f"the adapter {name!r} is being uploaded; try again", retry_after_s=_RETRY_S)
             raise NotFound(f"The lora adapter {name!r} cannot be found.", param="lora_name")
         self._refuse_if_all_stay()
-        await self._on_thread(self._registry.remove, name)
+        kept = await self._on_thread(self._remember_unload, info)
+        if kept:
+            self._unloaded[name] = kept
+            self.refused.note(name, _STAYS_UNLOADED)
         if self._infos.pop(name, None) is None:
             return None
         self._notify(self._observers, name, None)
-        adapter = self.manager.unregister(name)
-        self._leave_folder(adapter.digest)
-        return adapter
+        return self.manager.unregister(name)
+
+    def _remember_unload(self, info: AdapterInfo) -> str:
+        """Removes an adapter from the registry or, if --adapters-dir has a folder of its name, records that the folder
+        stays unloaded as it is. Returns the stamp of such a folder, else an empty text."""
+        watched = self.rules.watched
+        kept = "" if watched is None else stamp(watched / info.name)
+        if watched is not None and kept and info.targets:
+            self._registry.put(replace(info, path=str(watched / info.name), stamp=kept, state=UNLOADED))
+        else:
+            self._registry.remove(info.name)
+        return kept
+
+    def forget_folder(self, name: str) -> None:
+        """Forgets what is known of a folder in --adapters-dir that is gone."""
+        self._unloaded.pop(name, None)
+        self.refused.forget(name)
+
+    def stays_unloaded(self, name: str, now: str) -> bool:
+        """Whether the folder of a name in --adapters-dir, with the stamp `now`, was unloaded as it is."""
+        return self._unloaded.get(name) == now
 
     # --- uploads ---
 
@@ -240,11 +201,11 @@ class Catalog:
         if (refusal := self._refusal(spec.rank, spec.num_bytes)) is not None:
             raise refusal
 
-    def begin_upload(self, name: str, source: UploadSource, spec: AdapterSpec) -> bool:
-        """Lets requests name an adapter that is being uploaded, for a caller that is `changing` the name. Returns False
-        if the name stands for an adapter: that one serves until the new one is complete."""
-        if name in self._infos:
-            return False
+    def begin_upload(self, name: str, source: UploadSource, spec: AdapterSpec) -> AdapterInfo | None:
+        """Lets requests name an adapter that is being uploaded, and returns it with a random digest. Returns None if
+        the name stands for an adapter: that one serves until the new one is complete."""
+        if name in self._infos or name in self._uploading:
+            return None
         digest = secrets.token_hex(32)
         info = self._uploading[name] = AdapterInfo(
             name,
@@ -258,30 +219,39 @@ class Catalog:
         )
         self.manager.register(name, digest, source, spec.num_bytes)
         self._notify(self._upload_observers, name, info)
-        return True
+        return info
 
-    def identify_upload(self, name: str, digest: str) -> None:
-        """Gives an upload that is complete its digest."""
-        info = self._uploading[name]
+    def identify_upload(self, info: AdapterInfo, digest: str) -> AdapterInfo:
+        """Gives an upload that is complete its digest, and returns it."""
         self.manager.identify(info.digest, digest)
-        self._uploading[name] = replace(info, digest=digest)
+        known = replace(info, digest=digest)
+        if self._uploading.get(info.name) is info:
+            self._uploading[info.name] = known
+        return known
 
-    def end_upload(self, name: str) -> None:
-        """Ends what `begin_upload` began, when the adapter has been added or its upload has failed."""
-        if self._uploading.pop(name, None) is None:
-            return
-        if name not in self._infos:
-            self.manager.unregister(name)
-        self._notify(self._upload_observers, name, None)
+    def end_upload(self, info: AdapterInfo) -> None:
+        """Ends what `begin_upload` began, if the upload has failed."""
+        if self._uploading.get(info.name) is info:
+            self.manager.unregister(info.name)
+            self._replace_upload(info.name)
 
-    async def add_stored(self, name: str, spec: AdapterSpec, folder: Path) -> AdapterInfo:
+    def _replace_upload(self, name: str) -> None:
+        """Ends the upload that requests for a name have waited for: it stands for an adapter now, or for none."""
+        if self._uploading.pop(name, None) is not None:
+            self._notify(self._upload_observers, name, None)
+
+    async def add_stored(self, name: str, spec: AdapterSpec, folder: AdapterFolder) -> AdapterInfo:
         """Points a name at an adapter whose folder has just been stored and checked, for a caller that is `changing`
         the name. Raises CaraServeError if the registry cannot be written."""
-        info = _info_of(name, spec, folder)
-        await self._on_thread(self._registry.put, info)
-        self._add(info)
-        self._notify(self._observers, name, info)
+        info = _info_of(name, spec, folder.path, await self._on_thread(stamp, folder.path))
+        await self._register(info, folder)
         return info
+
+    async def _register(self, info: AdapterInfo, folder: AdapterFolder) -> None:
+        await self._on_thread(self._registry.put, info)
+        self._add(info, folder)
+        self._notify(self._observers, info.name, info)
+        self._replace_upload(info.name)
 
     def add_at_start(
         self, modules: Iterable[tuple[str, Path]], progress: Callable[[], None], *, found: Collection[str] = ()
@@ -299,37 +269,53 @@ class Catalog:
         given, fresh, complaints = dict(modules), [], list(self._registry.complaints)
         for name, path in given.items():
             try:
-                info = self._known(name, path) or self._inspect_at_start(name, path, was_found=name in found)
+                info = self._known(name, path, was_found=name in found)
+                info = info or self._inspect_at_start(name, path, was_found=name in found)
             except CaraServeError as error:
                 if name not in found:
                     raise ConfigError(f"adapter {name!r} at {path}: {error.message}") from error
+                self.refused.note(name, error.message)
                 complaints.append(f"{str(path)!r} in --adapters-dir is left out: {error.message}")
             else:
                 if info is not self._registry.get(name):
                     fresh.append(info)
                 self._add(info)
             progress()
-        remembered = self._registry.all()
+        remembered = [info for info in self._registry.all() if not self._is_unloaded(info, given)]
         lost = {info: complaint for info in remembered if (complaint := self._recall(info, given)) is not None}
         self._registry.put_many([*fresh, *(replace(info, state="missing") for info in lost)])
         return [*complaints, *lost.values()]
 
-    def _known(self, name: str, path: Path) -> AdapterInfo | None:
+    def _known(self, name: str, path: Path, *, was_found: bool) -> AdapterInfo | None:
         """Returns the registry's entry of an adapter given at the start, or None if there is none or its files have
-        changed. Raises CaraServeError for an adapter that cannot be served."""
+        changed. Raises CaraServeError for an adapter that cannot be served, or that was unloaded and then found."""
         check_adapter_name(name, self.rules.base_name)
         known = self._registry.get(name)
         if known is None or (known.path, known.stamp) != (os.path.realpath(path), stamp(path)):
             return None
         if (refusal := self._refusal(known.rank, known.num_bytes)) is not None:
             raise refusal
-        return known
+        if known.state != UNLOADED:
+            return known
+        if was_found:
+            self._unloaded[name] = known.stamp
+            raise AdapterRejected(_STAYS_UNLOADED)
+        return replace(known, state="active")
+
+    def _is_unloaded(self, info: AdapterInfo, given: Collection[str]) -> bool:
+        """Whether a row of the registry says only that a folder stays unloaded; removes it if the folder has gone or
+        changed."""
+        if info.state != UNLOADED:
+            return False
+        if info.name not in given and stamp(Path(info.path)) != info.stamp:
+            self._registry.remove(info.name)
+        return True
 
     def _inspect_at_start(self, name: str, path: Path, *, was_found: bool) -> AdapterInfo:
         """Reads an adapter that the registry does not have. Raises CaraServeError if it cannot be served."""
         try:
-            info = self._inspect(name, os.path.abspath(path), roots=_ANYWHERE)
-            return replace(info, created_s=min(info.created_s, _changed_s(path))) if was_found else info
+            info = self._inspect(name, AdapterFolder(self._resolve(os.path.abspath(path), _ANYWHERE)))
+            return replace(info, created_s=min(info.created_s, changed_s(path))) if was_found else info
         except OSError as error:
             raise AdapterRejected(f"it cannot be read: {error.strerror}") from None
 
@@ -373,35 +359,35 @@ class Catalog:
                 "--allow-adapter-path names; name it in --lora-modules, or allow its folder"
             )
         if folder is None or stamp(folder) != info.stamp:
+            self.refused.note(info.name, "its files are gone or have changed; load it again to use it")
             return f"adapter {info.name!r}: {info.path} is gone or has changed; load it again to use it"
         if (refusal := self._refusal(info.rank, info.num_bytes)) is not None:
             return f"adapter {info.name!r}: {refusal.message}"
         self._add(info)
         return None
 
-    def _add(self, info: AdapterInfo) -> None:
-        old, self._infos[info.name] = self._infos.get(info.name), info
-        self.manager.register(info.name, info.digest, Path(info.path), info.num_bytes)
-        if old is not None:
-            self._leave_folder(old.digest)
+    def _add(self, info: AdapterInfo, folder: AdapterFolder | None = None) -> None:
+        self._infos[info.name] = info
+        self._unloaded.pop(info.name, None)
+        self.refused.forget(info.name)
+        folder = folder or self.folders.at(Path(info.path))
+        self.manager.register(info.name, info.digest, folder, info.num_bytes)
         if self.rules.keep_on_device:
             self.manager.preload(info.name)
 
-    def _leave_folder(self, digest: str) -> None:
-        """Has an adapter that a name stood for read from the folder of another name that stands for it, if there is
-        one: the folder of the first may be removed next, or has other files already."""
-        adapter = self.manager.find(digest)
-        names = () if adapter is None else adapter.names
-        folders = [info.path for name in names if (info := self._infos.get(name)) is not None and info.targets]
-        if adapter is not None and folders and str(adapter.source) not in folders:
-            self.manager.moved(digest, Path(min(folders)))
+    def _resolve(self, path: str, roots: Sequence[Path]) -> Path:
+        return resolve_adapter_path(path, roots)
 
-    def _inspect(self, name: str, path: str, roots: Sequence[Path]) -> AdapterInfo:
+    def _inspect(self, name: str, folder: AdapterFolder) -> AdapterInfo:
         """Reads and checks an adapter, and computes its digest. Raises CaraServeError."""
-        folder = resolve_adapter_path(path, roots)
-        spec = inspect_adapter(folder, self._spec)
+        try:
+            with folder.opened() as path:
+                before = stamp(path)
+                spec = inspect_adapter(path, self._spec)
+        except OSError as error:
+            raise AdapterRejected(f"the adapter's folder cannot be read: {error.strerror}") from None
         self.refuse_too_large(spec)
-        return _info_of(name, spec, folder)
+        return _info_of(name, spec, folder.path, before)
 
     def _refusal(self, rank: int, num_bytes: int) -> AdapterRejected | None:
         """Returns why an adapter of this rank and size can never be served, or None if it can."""
@@ -426,40 +412,23 @@ class Catalog:
             raise AdapterRejected(error.message, param=param) from None
 
     def is_changing(self, name: str) -> bool:
-        """Whether the name's adapter is being loaded, uploaded or unloaded."""
-        return name in self._changing
+        """Whether the name's adapter is being loaded, stored or unloaded, or is being uploaded."""
+        return self._locks.is_held(name) or name in self._uploading
+
+    def changing(self, name: str) -> AbstractAsyncContextManager[None]:
+        """Returns the context of one change of what a name stands for; it waits for its turn. Raises AdapterBusy."""
+        return self._locks.held(name)
 
     def _notify(self, observers: Sequence[AdapterObserver], name: str, info: AdapterInfo | None) -> None:
         for observe in observers:
             observe(name, info)
-
-    def changing(self, name: str) -> "_Exclusive":
-        """Returns the context of one change of a name's adapter; raises AdapterRejected if another is under way."""
-        return _Exclusive(self._changing, name)
 
     async def _on_thread(self, function: Callable[..., T], *arguments: object) -> T:
         call = functools.partial(function, *arguments)
         return await asyncio.get_running_loop().run_in_executor(self._reader.executor, call)
 
 
-class _Exclusive:
-    """Context of one load or unload of a name; a second one at the same time is refused, not queued."""
-
-    def __init__(self, names: set[str], name: str) -> None:
-        self._names, self._name = names, name
-
-    def __enter__(self) -> None:
-        if self._name in self._names:
-            raise AdapterRejected(
-                f"the adapter {self._name!r} is being loaded or unloaded; try again", param="lora_name"
-            )
-        self._names.add(self._name)
-
-    def __exit__(self, *_: object) -> None:
-        self._names.discard(self._name)
-
-
-def _info_of(name: str, spec: AdapterSpec, folder: Path) -> AdapterInfo:
+def _info_of(name: str, spec: AdapterSpec, folder: Path, stamped: str) -> AdapterInfo:
     return AdapterInfo(
         name=name,
         digest=spec.digest,
@@ -468,19 +437,5 @@ def _info_of(name: str, spec: AdapterSpec, folder: Path) -> AdapterInfo:
         targets=spec.targets,
         num_bytes=spec.num_bytes,
         created_s=time.time(),
-        stamp=stamp(folder),
+        stamp=stamped,
     )
-
-
-def _changed_s(folder: Path) -> float:
-    """Returns when an adapter's files were last written, in unix time."""
-    return max((folder / name).stat().st_mtime for name in _FILES)
-
-
-def stamp(folder: Path) -> str:
-    """Returns the sizes and times of an adapter's files, which change with the files; empty if one is missing."""
-    try:
-        stats = [(folder / name).stat() for name in _FILES]
-    except OSError:
-        return ""
-    return ",".join(f"{stat.st_size}:{stat.st_mtime_ns}" for stat in stats)

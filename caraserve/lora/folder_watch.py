@@ -1,8 +1,9 @@
 """Watches --adapters-dir: loads folders that are new or have changed, and unloads those that are gone.
 
 A folder counts once its files have had the same sizes and times in two polls, so one that is still being copied waits.
-An adapter that was unloaded over HTTP stays unloaded until its files change. A folder with the name of an alias is left
-out: no request could name its adapter.
+An adapter that was unloaded over HTTP stays unloaded until its files change. A folder that cannot be served is named
+in the log, and its reason is kept for clients (`refused_folders.py`), also if it has no adapter's files. A folder with
+the name of an alias is left out: no request could name its adapter.
 """
 
 import asyncio
@@ -10,18 +11,29 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from caraserve.errors import CaraServeError
 from caraserve.lora.aliases import Aliases
-from caraserve.lora.catalog import Catalog, stamp
-from caraserve.lora.uploads import is_uploaded
+from caraserve.lora.catalog import Catalog
+from caraserve.lora.folder_contents import NO_ADAPTERS, stamp, why_no_adapter
+from caraserve.lora.upload_folders import is_uploaded
 from caraserve.util.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 1.0
 _LEAST_PAUSE_SHARE = 20  # pauses are at least so many times the processor time of a poll: 0.3 s for 20,000 folders
+
+
+@dataclass(slots=True)
+class _Polled:
+    """What one poll has found: stamps of folders with an adapter's files, and of other folders, by name."""
+
+    adapters: dict[str, str] = field(default_factory=dict)
+    others: dict[str, str] = field(default_factory=dict)
+    cpu_s: float = 0.0
 
 
 class FolderWatch:
@@ -35,55 +47,87 @@ class FolderWatch:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._root, self._catalog, self._aliases, self._sleep = root.resolve(), catalog, aliases, sleep
-        self._seen: dict[str, str] = {}  # stamps of the last poll, by name
+        self._polled = _Polled()
         self._unloads = Tasks()
-        self._cpu_s = 0.0  # of the last poll
         self._settled: dict[str, str] = {}  # stamps for which nothing is left to do
+        self._described: dict[str, str] = {}  # stamps of other folders whose reason is known
 
     async def run(self) -> None:
         """Polls until cancelled."""
         try:
             while True:
                 await self.poll()
-                await self._sleep(max(_POLL_S, _LEAST_PAUSE_SHARE * self._cpu_s))
+                await self._sleep(max(_POLL_S, _LEAST_PAUSE_SHARE * self._polled.cpu_s))
         finally:
             await self._unloads.end()
 
     async def poll(self) -> None:
         """Looks at all folders once."""
-        found, self._cpu_s = await asyncio.to_thread(_stamps, self._root)
-        seen, self._seen = self._seen, found
-        for name, now in found.items():
+        found = await asyncio.to_thread(_poll, self._root)
+        seen, self._polled = self._polled, found
+        for name, now in found.adapters.items():
             if now == self._settled.get(name) or self._catalog.is_changing(name):
                 continue
-            if seen.get(name) == now or self._is_loaded(name, now):
+            if seen.adapters.get(name) == now or self._is_loaded(name, now):
                 self._settled[name] = now
                 await self._load(name, now)
-        for name in [name for name in self._settled if name not in found and name not in seen]:
+        for name, now in found.others.items():
+            if now != self._described.get(name) and seen.others.get(name) == now:
+                self._described[name] = now
+                await self._describe(name)
+        self._follow_removals(seen, found)
+
+    def _follow_removals(self, seen: _Polled, found: _Polled) -> None:
+        """Unloads the adapters of folders that were missing in two polls, and forgets why folders were refused that are
+        gone."""
+        for name in [name for name in self._settled if name not in found.adapters and name not in seen.adapters]:
             if not self._catalog.is_changing(name):
                 del self._settled[name]
                 self._unloads.start(self._unload(name), f"unload of {name}")
+                self._forget(name, found)
+        for name in [name for name in self._described if name not in found.others]:
+            del self._described[name]
+            self._forget(name, found)
+
+    def _forget(self, name: str, found: _Polled) -> None:
+        if name not in found.adapters and name not in found.others:
+            self._catalog.forget_folder(name)
 
     def _is_loaded(self, name: str, now: str) -> bool:
-        """Whether the folder needs no second look: after an upload it could have been unloaded again by then."""
+        """Whether the folder needs no second look: it was uploaded, or loaded over HTTP."""
         info = self._catalog.find_whole(name)
         return info is not None and bool(info.targets) and info.stamp == now
 
     async def _load(self, name: str, now: str) -> None:
         folder, old = self._root / name, self._catalog.find(name)
+        if self._catalog.stays_unloaded(name, now):
+            return
         if old is not None and old.targets and (old.stamp == now or Path(old.path) != folder):
             return  # known already, or a name that stands for another folder
         if self._aliases.find(name) is not None:
-            log.warning("%r in --adapters-dir is left out: %r is an alias; rename the folder", str(folder), name)
+            self._refuse(name, f"{name!r} is an alias; rename the folder")
             return
         try:
             # An upload that another instance has replaced by now does not come back.
             is_outdated = old is not None and not old.targets and is_uploaded(folder)
             info = await self._catalog.load(name, str(folder), inplace=not is_outdated)
         except CaraServeError as error:
-            log.warning("%r in --adapters-dir is left out: %s", str(folder), error.message)
+            self._refuse(name, error.message)
         else:
             log.info("adapter %s %s in --adapters-dir: %s", name, "has changed" if old else "is new", info.digest)
+
+    async def _describe(self, name: str) -> None:
+        """Says why a folder has no adapter."""
+        try:
+            reason = await asyncio.to_thread(why_no_adapter, self._root / name)
+        except OSError as error:
+            reason = f"the folder cannot be read: {error.strerror}"
+        if reason is not None:
+            self._refuse(name, reason)
+
+    def _refuse(self, name: str, reason: str) -> None:
+        if self._catalog.refused.note(name, reason):
+            log.warning("%r in --adapters-dir is left out: %s", str(self._root / name), reason)
 
     async def _unload(self, name: str) -> None:
         info = self._catalog.find_whole(name)
@@ -91,15 +135,24 @@ class FolderWatch:
             return
         log.info("adapter %s is gone from --adapters-dir and is unloaded", name)
         try:
-            await self._catalog.unload(name)
+            await self._catalog.unload(name, lambda: self._catalog.find_whole(name) is info)
         except CaraServeError as error:
             log.warning("adapter %s cannot be unloaded: %s", name, error.message)
 
 
-def _stamps(root: Path) -> tuple[dict[str, str], float]:
-    """Returns the stamps of all folders with an adapter's files, by name, and the processor time that this took. Raises
-    OSError if the root cannot be read."""
+def _poll(root: Path) -> _Polled:
+    """Looks at all folders of the root. Raises OSError if it cannot be read."""
     began_s = time.thread_time()
     with os.scandir(root) as entries:
-        names = [entry.name for entry in entries if not entry.name.startswith(".")]
-    return {name: found for name in names if (found := stamp(root / name))}, time.thread_time() - began_s
+        found = [(entry.name, entry) for entry in entries if not entry.name.startswith(".")]
+    polled = _Polled()
+    for name, entry in found:
+        if now := stamp(root / name):
+            polled.adapters[name] = now
+        elif entry.is_dir() and name not in NO_ADAPTERS:
+            try:
+                polled.others[name] = str(entry.stat().st_mtime_ns)
+            except OSError:  # it is gone by now
+                continue
+    polled.cpu_s = time.thread_time() - began_s
+    return polled

@@ -12,8 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import HostAdapter
-from caraserve.errors import AdapterRejected, CaraServeError
-from caraserve.lora.adapter import Adapter, AdapterTier, CacheCounters, PartialImage, Source, UploadSource
+from caraserve.errors import CaraServeError
+from caraserve.lora.adapter import (
+    Adapter,
+    AdapterTier,
+    CacheCounters,
+    PartialImage,
+    Source,
+    UploadSource,
+    files_changed,
+)
 from caraserve.lora.host_cache import HostCache
 
 _MOST_PREFETCHES = 2  # reads at a time for requests that are not admitted yet; more of them would only share the disk
@@ -140,7 +148,7 @@ class HostLoader:
         self._ahead.discard(adapter.digest)
         is_other = isinstance(result, HostAdapter) and result.spec.digest != adapter.digest
         if is_other and not isinstance(adapter.source, UploadSource):  # an upload may be what another name has already
-            result = AdapterRejected(f"{adapter.source.name}: the files have changed since the adapter was loaded")
+            result = files_changed()
         if isinstance(result, CaraServeError):
             self._owner.not_read(adapter, result)
         else:

@@ -8,7 +8,6 @@ old one stays until its last request ends.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from caraserve.config import PINNED_SHARE, PINS
 from caraserve.core.backend import Backend
@@ -17,6 +16,7 @@ from caraserve.cpu.shared_memory import Arena
 from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.kv.memory_budget import MemoryBudget
 from caraserve.lora.adapter import Adapter, AdapterTier, CacheCounters, EndedLoad, RemoteSource, Source
+from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.arrival_estimates import ArrivalEstimates
 from caraserve.lora.device_cache import DeviceCache
 from caraserve.lora.device_loader import DeviceLoader
@@ -70,15 +70,31 @@ class AdapterManager:
         adapter = self._adapters.get(digest)
         if adapter is None:
             adapter = self._adapters[digest] = Adapter(digest, source, num_bytes)
-        if not isinstance(source, RemoteSource):
-            adapter.source = source  # the same adapter may be in another folder now
+            if isinstance(source, AdapterFolder):
+                source.add_user()
+        elif not isinstance(source, RemoteSource):
+            adapter.read_from(source)  # the same adapter may be in another folder now
         old, self._names[name] = self._names.get(name), adapter
-        adapter.names.add(name)
+        adapter.names[name] = source
         self._update_pin(adapter)
         if old is not None and old is not adapter:
-            old.names.discard(name)
-            self._update_pin(old)
-            self._forget_if_unused(old)
+            self._leave(old, name)
+        else:
+            self._follow_names(adapter)
+
+    def _leave(self, adapter: Adapter, name: str) -> None:
+        """Removes a name from an adapter."""
+        del adapter.names[name]
+        self._follow_names(adapter)
+        self._update_pin(adapter)
+        self._forget_if_unused(adapter)
+
+    def _follow_names(self, adapter: Adapter) -> None:
+        """Has an adapter read from the folder of a name that stands for it, if there is one: that of a former name may
+        be removed next, or has other files already."""
+        folders = [source for source in adapter.names.values() if isinstance(source, AdapterFolder)]
+        if folders and adapter.source not in folders:
+            adapter.read_from(folders[0])
 
     def identify(self, random_digest: str, digest: str) -> None:
         """Gives an adapter whose upload is complete its digest, unless another one has it: the name is then registered
@@ -95,9 +111,7 @@ class AdapterManager:
         """Removes a name and returns its adapter, which is forgotten when no request pins it and no other name has
         it."""
         adapter = self._names.pop(name)
-        adapter.names.discard(name)
-        self._update_pin(adapter)
-        self._forget_if_unused(adapter)
+        self._leave(adapter, name)
         return adapter
 
     def set_pin(self, name: str, pinned: str | None) -> None:
@@ -124,13 +138,6 @@ class AdapterManager:
         found = {self._names[name] for name in self._pinned_names if name in self._names} - {adapter}
         num_bytes = [other.num_bytes for other in found if other.pinned in (pin, PINS[-1])]
         return adapter.num_bytes + sum(num_bytes) <= size // PINNED_SHARE
-
-    def moved(self, digest: str, folder: Path) -> Adapter | None:
-        """Records that an adapter's files are in another folder now. Returns the adapter, if there is one."""
-        adapter = self.find(digest)
-        if adapter is not None:
-            adapter.source = folder
-        return adapter
 
     def pin(self, name: str) -> Adapter:
         """Returns the adapter that `name` points at now, pinned until `unpin`. Raises KeyError for an unknown name."""
@@ -356,5 +363,6 @@ class AdapterManager:
         if adapter.digest in self._host_cache:
             self._host_cache.drop(adapter.digest)
         del self._adapters[adapter.digest]
+        adapter.read_from(None)
         self._host_loader.schedule_pending()
         self.changed()

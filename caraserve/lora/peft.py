@@ -4,7 +4,6 @@ A folder is inspected when it is registered (`catalog.py`), and read when a requ
 """
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,9 @@ from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import A_COLUMNS, PANEL, AdapterSpec, HostAdapter, SiteSpan, aligned_bytes, lay_out
 from caraserve.errors import AdapterRejected, Forbidden, NotFound
+from caraserve.lora.adapter import files_changed
+from caraserve.lora.folder_contents import TENSORS_NAME as TENSORS_NAME
+from caraserve.lora.folder_contents import why_no_adapter
 from caraserve.lora.manifest import ChunkHasher, identified
 from caraserve.lora.peft_config import CONFIG_NAME, PeftConfig, read_config, refusal
 from caraserve.lora.peft_names import module_name
@@ -25,12 +27,13 @@ from caraserve.model.safetensors_reader import TensorFile, TensorFileError
 from caraserve.model.spec import SITES, ModelSpec
 from caraserve.util.units import align_up, ceil_div
 
-TENSORS_NAME = "adapter_model.safetensors"
-_PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 _TENSOR = re.compile(
     r"(?:base_model\.model\.)?(?P<module>model\.layers\.(?P<layer>[0-9]{1,6})\.(?:self_attn|mlp)\."
     rf"(?P<site>{'|'.join(SITES)}))\.lora_(?P<half>[AB])(?P<adapter>(?:\.[A-Za-z0-9_-]+)?)\.weight"
 )
+# Of A's and B's product with the scale, for inputs of 1: what is larger overflows where it is squared, in norms and
+# attention. The adapters of the demo reach 500.
+LARGEST_UPDATE = 1e18
 Site = tuple[int, str]  # layer, module
 
 
@@ -58,7 +61,7 @@ def read_adapter(folder: Path, model: ModelSpec, into: NDArray[np.uint8]) -> Hos
     with _opened(folder) as file:
         spec, pairs = specify(folder, file, model)
         if spec.num_bytes > into.nbytes:
-            raise AdapterRejected(f"{folder.name}: the files have changed since the adapter was loaded")
+            raise files_changed()
         spec = _fill(file, spec, pairs, model, lambda start, end: into[start:end])
         return HostAdapter(spec, into[: spec.num_bytes])
 
@@ -79,8 +82,10 @@ def _fill(
         for span in (span for span in spec.spans if span.layer == layer):
             pair = pairs[layer, SITES[span.site]]
             inputs, outputs = model.site_shape(SITES[span.site])
-            place_a(tensor_values(file, pair.a, spec.dtype), data, span, span.a_offset - start, inputs)
-            place_b(tensor_values(file, pair.b, spec.dtype), data, span, span.b_offset - start, outputs)
+            (a, largest_a), (b, largest_b) = (tensor_values(file, name, spec.dtype) for name in (pair.a, pair.b))
+            check_product(pair, inputs, largest_a * largest_b)
+            place_a(a, data, span, span.a_offset - start, inputs)
+            place_b(b, data, span, span.b_offset - start, outputs)
         hasher.update(data.data)
     return identified(spec, hasher.hashes)
 
@@ -117,8 +122,8 @@ def may_exist(path: Path) -> bool:
 
 
 def resolve_adapter_path(path: str, roots: Sequence[Path]) -> Path:
-    """Returns the adapter folder at `path`. A relative path starts at the first root; the folder and its files must lie
-    inside one of the roots.
+    """Returns the adapter folder at `path`. A relative path is looked up in each root, in order; the folder and its
+    files must lie inside one of the roots.
 
     Raises Forbidden when there are no roots, AdapterRejected when the folder lies outside, NotFound when there is none.
     """
@@ -137,13 +142,13 @@ def resolve_adapter_path(path: str, roots: Sequence[Path]) -> Path:
         return any(place.is_relative_to(root) for root in allowed)
 
     try:
-        folder = (allowed[0] / path).resolve()
-        is_folder = is_allowed(folder) and folder.is_dir()
+        places = [(root / path).resolve() for root in allowed]
+        folder = next((place for place in places if is_allowed(place) and place.is_dir()), None)
     except (OSError, RuntimeError, ValueError):  # the name is too long, a loop of links, or not text
         raise missing from None
-    if not is_allowed(folder):
+    if not any(map(is_allowed, places)):
         raise AdapterRejected(f"lora_path lies outside {outside}, from where adapters may be loaded", param="lora_path")
-    if not is_folder:
+    if folder is None:
         raise missing
     for name in (CONFIG_NAME, TENSORS_NAME):
         if not is_allowed((folder / name).resolve()):
@@ -155,9 +160,11 @@ def resolve_adapter_path(path: str, roots: Sequence[Path]) -> Path:
 def _opened(folder: Path) -> Iterator[TensorFile]:
     path = folder / TENSORS_NAME
     if not may_exist(path):
-        if any(os.path.lexists(folder / name) for name in _PICKLES):
-            raise AdapterRejected(f"{folder.name} holds a pickle; only {TENSORS_NAME} is read: convert the adapter")
-        raise AdapterRejected(f"{folder.name} has no {TENSORS_NAME}")
+        try:
+            reason = why_no_adapter(folder)
+        except OSError:
+            reason = None
+        raise AdapterRejected(reason or f"the folder has no {TENSORS_NAME}")
     try:
         with TensorFile(path) as file:
             yield file
@@ -203,6 +210,7 @@ def _pairs(file: TensorFile, config: PeftConfig, model: ModelSpec) -> dict[Site,
         rank = config.ranks.of(module)
         _check_shapes(file, found["A"], found["B"], rank, model.site_shape(site))
         pairs[layer, site] = Pair(found["A"], found["B"], rank, config.scale_of(module, rank))
+    config.check_patterns(tuple(module_name(*site) for site in sorted(pairs)))
     _check_complete(config, pairs, model)
     return pairs
 
@@ -246,20 +254,37 @@ def _check_complete(config: PeftConfig, pairs: dict[Site, Pair], model: ModelSpe
                 raise refusal("target_modules", f"covers {module}, but {TENSORS_NAME} has no tensors for it")
 
 
-def tensor_values(file: TensorFile, name: str, dtype: Dtype) -> NDArray[np.generic]:
-    """Returns a tensor in the adapter's dtype. Raises AdapterRejected if a value is not finite."""
+def tensor_values(file: TensorFile, name: str, dtype: Dtype) -> tuple[NDArray[np.generic], float]:
+    """Returns a tensor in the adapter's dtype, and its largest absolute value. Raises AdapterRejected if a value is not
+    finite."""
     raw, source = file.raw(name), file.dtype(name)
-    if not _all_finite(raw, source):
+    largest = _largest(raw, source)
+    if not math.isfinite(largest):
         raise AdapterRejected(f"tensor {name} has values that are not finite")
     if source is dtype:
-        return raw
+        return raw, largest
     if source is Dtype.F16:
-        return raw.view(np.float16).astype(np.float32)
-    return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return raw.view(np.float16).astype(np.float32), largest
+    return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32), largest
 
 
-def _all_finite(raw: NDArray[np.generic], dtype: Dtype) -> bool:
+def check_product(pair: Pair, inputs: int, largest_values: float) -> None:
+    """Raises AdapterRejected for a module whose results would not be finite. `largest_values`: the product of the
+    largest value of A and that of B."""
+    largest = abs(pair.scale) * pair.rank * inputs * largest_values
+    if largest > LARGEST_UPDATE:
+        raise AdapterRejected(
+            f"tensors {pair.a} and lora_B: with the scale {pair.scale:.3g} their product may reach {largest:.0e}; "
+            f"above {LARGEST_UPDATE:.0e}, what is computed with it is not finite"
+        )
+
+
+def _largest(raw: NDArray[np.generic], dtype: Dtype) -> float:
+    """Returns the largest absolute value; not finite if one of the values is not. Without their signs, the bits of
+    floats are in the order of the values."""
     if dtype is Dtype.F32:
-        return bool(np.isfinite(raw).all())
-    exponent = np.uint16(0x7C00 if dtype is Dtype.F16 else 0x7F80)
-    return not bool(((raw & exponent) == exponent).any())  # type: ignore[operator]
+        return max(float(raw.max()), -float(raw.min()))  # both are NaN if one of the values is
+    bits = np.max(raw.view(np.uint16) & np.uint16(0x7FFF))
+    if dtype is Dtype.F16:
+        return float(bits.view(np.float16))
+    return float((bits.astype(np.uint32) << np.uint32(16)).view(np.float32))

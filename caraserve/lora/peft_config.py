@@ -1,8 +1,9 @@
 """Reads an adapter's `adapter_config.json`, and refuses what is not supported.
 
 The rule: a field is applied exactly, or changes nothing in inference, or the adapter is refused with the field's name.
-Nothing from the file is executed: a regular expression in `target_modules` or `exclude_modules` is not run at all,
-because the tensors say which modules were adapted, and patterns are taken only where they are plain names.
+Nothing from the file is executed here. The tensors say which modules were adapted; a regular expression in
+`target_modules` or `exclude_modules` must agree with them, and is matched by a process that can be killed
+(`target_patterns.py`). Other patterns are taken only where they are plain names.
 """
 
 import json
@@ -16,6 +17,7 @@ from typing import Any
 from caraserve.core.lora_layout import MAX_RANK
 from caraserve.errors import AdapterRejected
 from caraserve.lora.peft_names import PatternTable, Value, name_ends
+from caraserve.lora.target_patterns import matched
 from caraserve.model.safetensors_reader import TensorFileError, open_regular
 from caraserve.model.spec import SITES
 
@@ -49,9 +51,10 @@ class PeftConfig:
     ranks: PatternTable[int]
     alphas: PatternTable[float]
     rslora: bool
-    # Names or dotted ends of names. None: a regular expression, which is not run: the tensors say what it matches.
-    targets: frozenset[str] | None
+    targets: frozenset[str] | None  # names or dotted ends of names; None: a pattern
     excluded: frozenset[str] | None
+    target_pattern: str | None  # a regular expression in place of names
+    excluded_pattern: str | None
     layers: frozenset[int] | None  # None: every layer
 
     def scale_of(self, module: str, rank: int) -> float:
@@ -67,6 +70,23 @@ class PeftConfig:
             return True  # peft applies layers_to_transform to ends of names only
         named = self.targets is None or not self.targets.isdisjoint(ends)
         return named and (self.layers is None or layer in self.layers)
+
+    def check_patterns(self, modules: tuple[str, ...]) -> None:
+        """Raises AdapterRejected unless the regular expressions target all modules that have tensors. Waits for a
+        process."""
+        targeted = self._matched("target_modules", self.target_pattern, modules)
+        if targeted is not None and not targeted:
+            raise refusal("target_modules", f"is {_shown(self.target_pattern)}, which matches no module with tensors")
+        excluded = self._matched("exclude_modules", self.excluded_pattern, modules) or frozenset()
+        for module in modules:
+            if module in excluded or (targeted is not None and module not in targeted):
+                raise AdapterRejected(f"{module} has tensors, and {CONFIG_NAME} does not target this module")
+
+    def _matched(self, field: str, pattern: str | None, modules: tuple[str, ...]) -> frozenset[str] | None:
+        try:
+            return None if pattern is None else matched(pattern, modules)
+        except ValueError as error:
+            raise refusal(field, f"is {_shown(pattern)}: {error}") from None
 
     def requires(self, layer: int, module: str) -> bool:
         """Returns whether a module must have tensors: it is targeted by name, and no regular expression may exclude
@@ -87,6 +107,8 @@ def read_config(folder: Path) -> PeftConfig:
         rslora=_flag(fields, "use_rslora"),
         targets=_targets(fields.get("target_modules")),
         excluded=_excluded(fields.get("exclude_modules")),
+        target_pattern=_pattern(fields.get("target_modules")),
+        excluded_pattern=_pattern(fields.get("exclude_modules")),
         layers=_layers(fields.get("layers_to_transform")),
     )
 
@@ -170,6 +192,10 @@ def _flag(fields: Mapping[str, Any], field: str) -> bool:
     if not isinstance(value, bool):
         raise refusal(field, f"is {_shown(value)}; true or false is needed")
     return value
+
+
+def _pattern(value: Any) -> str | None:
+    return value if isinstance(value, str) and value and value != "all-linear" else None
 
 
 def _targets(value: Any) -> frozenset[str] | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from caraserve.config import ADAPTER_NAME, DIGEST, TOMBSTONE_S
 from caraserve.core.lora_layout import MAX_RANK
-from caraserve.errors import CaraServeError, ConfigError
+from caraserve.errors import CaraServeError, ConfigError, StorageFull
 from caraserve.model.spec import SITES
 from caraserve.util.hybrid_clock import hlc_of
 
@@ -43,13 +43,15 @@ _COLUMNS = "name, digest, path, rank, targets, num_bytes, created_s, stamp, stat
 _WAIT_FOR_LOCK_S = 1.0
 
 UPLOADING = "uploading"  # state of an adapter that takes requests while it is uploaded
+UNLOADED = "unloaded"  # state of a folder in --adapters-dir that is not loaded again as it is
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
     """One registered adapter. `digest` identifies its bytes; `stamp`: sizes and times of its files when they were read.
 
-    `state`: `active`, `missing` when its files were gone or changed at the last start, or, never stored, `UPLOADING`.
+    `state`: `active`, `missing` when its files were gone or changed at the last start, `UNLOADED` or, never stored,
+    `UPLOADING`.
     """
 
     name: str
@@ -232,7 +234,9 @@ class Registry:
                 for statement, rows in statements:
                     transaction.executemany(statement, rows)
         except (sqlite3.Error, UnicodeError) as error:  # SQLite keeps text as UTF-8, which a path need not be
-            raise CaraServeError(f"the registry {self._where} cannot be written: {error}") from None
+            is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+            kind = StorageFull if is_full else CaraServeError
+            raise kind(f"the registry {self._where} cannot be written: {error}") from None
 
 
 def _to_row(info: AdapterInfo) -> tuple[object, ...]:
@@ -258,7 +262,7 @@ def _from_row(
         ("num_bytes", num_bytes, isinstance(num_bytes, int) and num_bytes > 0),
         ("created_s", created_s, isinstance(created_s, float) and math.isfinite(created_s)),
         ("stamp", stamp, isinstance(stamp, str)),
-        ("state", state, state in ("active", "missing")),
+        ("state", state, state in ("active", "missing", UNLOADED)),
     ):
         if not is_right:
             raise ValueError(f"{column} is {_shown(value)}")

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.lora.adapter import Source, UploadSource
+from caraserve.lora.adapter_folder import AdapterFolder
+from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.arriving_image import ArrivingImage
-from caraserve.lora.catalog import AdapterReader
 from caraserve.lora.host_loader import Came, Done
 from caraserve.lora.peft import TENSORS_NAME, Pair, Site, specify
 from caraserve.model.safetensors_reader import TensorFile, TensorFileError
@@ -36,10 +37,10 @@ class UploadStream(UploadSource):
     """The tensors of one upload. `advance`, `image` and `close` are for one thread at a time, the rest for the event
     loop, while that thread does nothing."""
 
-    def __init__(self, name: str, folder: Path, model: ModelSpec, reader: AdapterReader) -> None:
+    def __init__(self, folder: Path, model: ModelSpec, reader: AdapterReader) -> None:
         """Reads the file's header, which must have been written. Raises AdapterRejected for an adapter that does not
         fit `model`."""
-        self._name, self._model, self._reader = name, model, reader
+        self._model, self._reader = model, reader
         self._outcome: Source | CaraServeError | None = None
         self._reading: _Reading | None = None
         self._arriving: ArrivingImage | None = None
@@ -50,10 +51,6 @@ class UploadStream(UploadSource):
             self.spec, self._pairs = specify(folder, self._file, model)
         except TensorFileError as error:
             raise AdapterRejected(str(error)) from None
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     # --- on the event loop ---
 
@@ -77,7 +74,7 @@ class UploadStream(UploadSource):
             reading, self._reading, self._arriving = self._reading, None, None
             reading.done(image)
 
-    def stored(self, folder: Path) -> None:
+    def stored(self, folder: AdapterFolder) -> None:
         """From now on the adapter is read from its folder."""
         self._end(folder)
 

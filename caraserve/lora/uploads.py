@@ -2,20 +2,17 @@
 
     body ─► hidden folder in the root ─► checksum, then every tensor checked ─► renamed to the adapter's name ─► catalog
 
-Under a name that stands for no adapter yet, requests are admitted while the body arrives (`upload_stream.py`).
-
-Whatever fails or ends early, the hidden folder is removed; one that a crash leaves is removed at a start an hour later.
+Under a name that stands for no adapter yet, requests are admitted while the body arrives (`upload_stream.py`). Bodies
+for one name may arrive at the same time; they are stored one after the other, in the order in which they are complete.
+Whatever fails or ends early, the hidden folder is removed.
 """
 
 import asyncio
-import ctypes
-import errno
 import hashlib
 import logging
 import os
 import shutil
-import tempfile
-import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -24,13 +21,26 @@ from pathlib import Path
 from typing import TypeVar
 
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
-from caraserve.errors import AdapterRejected, CaraServeError, Forbidden, PayloadTooLarge, ServerBusy, Unreachable
+from caraserve.errors import (
+    AdapterAliased,
+    AdapterBusy,
+    AdapterRejected,
+    CaraServeError,
+    Forbidden,
+    PayloadTooLarge,
+    Unreachable,
+    VersionDiffers,
+)
 from caraserve.lora.adapter import Adapter
-from caraserve.lora.catalog import AdapterReader, Catalog
+from caraserve.lora.adapter_folder import AdapterFolder
+from caraserve.lora.adapter_reader import AdapterReader
+from caraserve.lora.catalog import Catalog
 from caraserve.lora.peft import TENSORS_NAME, inspect_adapter
 from caraserve.lora.peft_config import CONFIG_NAME
 from caraserve.lora.registry import AdapterInfo
 from caraserve.lora.upload_body import MOST_CONFIG_BYTES, UploadBody, config_of
+from caraserve.lora.upload_folders import UploadFolders, is_uploaded, not_written, write_through
+from caraserve.lora.upload_places import UploadPlaces
 from caraserve.lora.upload_stream import UploadStream
 from caraserve.model.safetensors_reader import TensorFile, TensorFileError
 from caraserve.model.spec import ModelSpec
@@ -39,18 +49,15 @@ from caraserve.util.units import human_bytes
 
 log = logging.getLogger(__name__)
 
-_HIDDEN = ".caraserve-upload-"  # begins the names of folders of uploads that are not complete
-_MARK = ".caraserve-uploaded"  # file in the folders that DELETE may remove and PUT may replace
-_MOST_UPLOADS = 4
+_WRITERS = 4  # threads
 _MOST_OVERHEAD_BYTES = 4 * MOST_CONFIG_BYTES  # of a body, beside its tensors
 _RETRY_S = 1.0
 _HEARD_S = 60.0  # until this instance has heard, or changed again, what a name stands for
-_ABANDONED_S = 3600.0  # age of a hidden folder that no upload uses any more
-_RENAME_EXCHANGE = 2  # of renameat2
-_AT_FDCWD = -100
 
 T = TypeVar("T")
 RemovalObserver = Callable[[str, str], None]
+CheckUpload = Callable[[str | None], None]
+"""Refuses an upload by raising: before its body is read (None), then by its digest when it is to be stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +70,22 @@ class UploadedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class UploadClaims:
-    """What the client says of the body. `checksums`: SHA-256, by the header that states it."""
+    """What the client says of the body. `checksums`: SHA-256, by the header that states it. `client`: its sender."""
 
     num_bytes: int | None = None
     config: str | None = None
     checksums: tuple[tuple[str, bytes], ...] = ()
+    client: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Unregistered:
+    """An adapter that a name no longer stands for: its record, None if it had gone meanwhile, and, if its files were
+    uploaded, their folder and the removal under way."""
+
+    adapter: Adapter | None
+    folder: AdapterFolder | None = None
+    removal: "asyncio.Task[None] | None" = None
 
 
 class AdapterUploads:
@@ -87,81 +105,88 @@ class AdapterUploads:
         deleted or replaced by an upload."""
         self.catalog, self.reader, self.model, self.most_bytes = catalog, reader, model, most_image_bytes
         self._root, self._observers = root, observers
-        self._executor = ThreadPoolExecutor(_MOST_UPLOADS, "caraserve-upload")
+        self._folders = None if root is None else UploadFolders(root)
+        self._executor = ThreadPoolExecutor(_WRITERS, "caraserve-upload")
+        self._places = UploadPlaces()
         self._removals = Tasks()
-        self._under_way: set[str] = set()  # names
-        self._discarding: set[tuple[str, str]] = set()  # names and digests whose files are being removed
-        if root is not None:
-            _remove_abandoned(root)
+        self._under_way: Counter[str] = Counter()  # names
 
     async def close(self) -> None:
-        """Ends the threads."""
+        """Ends the threads, and removes all hidden folders."""
         await self._removals.end()
+        if self._folders is not None:
+            await self.on_thread(self._folders.close)
         self._executor.shutdown()
 
-    async def put(self, name: str, pieces: AsyncIterator[bytes], claims: UploadClaims) -> UploadedAdapter:
+    async def put(
+        self,
+        name: str,
+        pieces: AsyncIterator[bytes],
+        claims: UploadClaims,
+        check: CheckUpload = lambda digest: None,
+    ) -> UploadedAdapter:
         """Stores the adapter that `pieces` bring, and points `name` at it. Raises AdapterRejected, PayloadTooLarge,
-        Forbidden or ServerBusy; then nothing has changed."""
-        folder = self._check(name, claims)
-        with self.catalog.changing(name):
-            self._under_way.add(name)
-            try:
-                return await _Upload(self, name, folder, claims).run(pieces)
-            finally:
-                self._under_way.remove(name)
-
-    def _check(self, name: str, claims: UploadClaims) -> Path:
-        """Returns the folder that will have the adapter's files. Refuses what can be refused before a byte is read."""
+        Forbidden, AdapterBusy, ServerBusy, or as `check`; then nothing has changed."""
         self.catalog.refuse_unchangeable(name)
-        if self._root is None:
-            raise Forbidden("Uploaded adapters are stored in --adapters-dir; start the server with one.")
-        folder = self._root / name
-        if os.path.lexists(folder) and not is_uploaded(folder):
-            raise AdapterRejected(
-                f"{name!r} is a folder in --adapters-dir that was not uploaded, and is not replaced; use another name",
-                param="name",
+        if self._root is None or self._folders is None:
+            raise Forbidden(
+                "Uploaded adapters are stored in --adapters-dir; start the server with one that can be written."
             )
-        most_bytes = self.most_bytes + _MOST_OVERHEAD_BYTES
+        folder, most_bytes = self._root / name, self.most_bytes + _MOST_OVERHEAD_BYTES
         if (claims.num_bytes or 0) > most_bytes:
             raise PayloadTooLarge(f"The body is larger than {human_bytes(most_bytes)}, which can be served here.")
-        if len(self._under_way) >= _MOST_UPLOADS:
-            raise ServerBusy(f"{_MOST_UPLOADS} adapters are being uploaded; try again.", retry_after_s=_RETRY_S)
-        if any(name == other for other, _ in self._discarding):  # those of the upload could be removed
-            raise ServerBusy(f"The former files of {name!r} are being removed; try again.", retry_after_s=_RETRY_S)
-        return folder
+        async with self.catalog.changing(name):  # what can be refused before a byte is read
+            check(None)
+            await self.on_thread(refuse_own, folder)
+        async with self._places.taken(claims.client):
+            self._under_way[name] += 1
+            try:
+                return await _Upload(self, self._folders, name, folder, claims, check).run(pieces)
+            finally:
+                self._under_way[name] -= 1
+                self._under_way += Counter()  # drops names without any
 
     async def delete(self, name: str) -> None:
-        """Unregisters a name at once, waits until the last request of its adapter has ended, and removes the files if
-        they were uploaded, also if the caller is cancelled. Raises NotFound."""
-        with self.catalog.changing(name):
-            adapter, hidden = await to_its_end(asyncio.ensure_future(self._unregister(name)))
-            if hidden is not None:
-                await asyncio.shield(self.remove_later(adapter, hidden))
-            elif adapter is not None:
-                await self.catalog.manager.forgotten(adapter)
+        """Unregisters a name, waits until the last request of its adapter has ended, and removes the files if they were
+        uploaded, also if the caller is cancelled. Raises NotFound or AdapterBusy."""
+        async with self.catalog.changing(name):
+            unregistered = await self.unregister(name)
+        await self.ended(unregistered)
 
-    async def _unregister(self, name: str) -> tuple[Adapter | None, Path | None]:
-        """Unregisters a name. Returns its adapter, and where its files are now if they were uploaded: under a hidden
-        name first, as the next start would find the folder again."""
-        info = self.catalog.get(name)
-        folder = Path(info.path)
-        if self._root is None or folder != self._root / name or not is_uploaded(folder):
+    async def unregister(self, name: str) -> Unregistered:
+        """Unregisters a name, for a caller that is `changing` it. `ended` must be called next. Raises NotFound or
+        AdapterBusy."""
+        return await to_its_end(asyncio.ensure_future(self._unregister(name)))
+
+    async def _unregister(self, name: str) -> Unregistered:
+        info = self.catalog.find_whole(name)
+        path = None if self._root is None or info is None else self._root / name
+        is_ours = info is not None and path == Path(info.path) and await self.on_thread(is_uploaded, path)
+        if info is None or path is None or self._folders is None or not is_ours:
             adapter = await self.catalog.unregister(name)
-            self.removed(name, info.digest)
-            return adapter, None
+            if info is not None:
+                self.removed(name, info.digest)
+            return Unregistered(adapter)
+        folder = self.catalog.folders.at(path)
         try:
-            hidden = await self.on_thread(_hide, folder)
+            await self.on_thread(self._folders.hide, folder)  # as the next start would find it again
         except OSError as error:
             raise CaraServeError(f"the adapter's files cannot be removed: {error.strerror}") from None
-        adapter = self.catalog.manager.moved(info.digest, hidden)
         try:
-            await self.catalog.unregister(name)
+            adapter = await self.catalog.unregister(name)
         except CaraServeError:
-            await self.on_thread(os.rename, hidden, folder)
-            self.catalog.manager.moved(info.digest, folder)
+            await self.on_thread(folder.rename, path)
             raise
         self.removed(name, info.digest)
-        return adapter, hidden
+        return Unregistered(adapter, folder, self.remove_later(folder))
+
+    async def ended(self, unregistered: Unregistered) -> None:
+        """Returns when the last request of an unregistered adapter has ended, and its files have been removed."""
+        if unregistered.adapter is not None:
+            await self.catalog.manager.forgotten(unregistered.adapter)
+        folder, removal = unregistered.folder, unregistered.removal
+        if folder is not None and removal is not None and not folder.is_used:  # else another name stands for its files
+            await asyncio.shield(removal)
 
     def removed(self, name: str, digest: str) -> None:
         """Calls the observers: a name no longer stands for an adapter, whose files are to be removed."""
@@ -177,91 +202,101 @@ class AdapterUploads:
             async with asyncio.timeout(_HEARD_S):
                 while self._stands_for(name, digest):
                     await self.catalog.manager.next_change()
-        if self._stands_for(name, digest) or name in self._under_way or (name, digest) in self._discarding:
+        if self._stands_for(name, digest) or name in self._under_way:
             return
-        self._discarding.add((name, digest))
-        try:
-            await self._remove_files(name, digest)
-        finally:
-            self._discarding.remove((name, digest))
+        with suppress(AdapterBusy):  # the changes that wait replace or delete the files themselves
+            async with self.catalog.changing(name):
+                if not self._stands_for(name, digest):
+                    await self._remove_files(name, digest)
 
     def _stands_for(self, name: str, digest: str) -> bool:
         info = self.catalog.find_whole(name)
         return info is not None and info.digest == digest
 
     async def _remove_files(self, name: str, digest: str) -> None:
-        folder = None if self._root is None else self._root / name
-        if folder is None or not await self.on_thread(_has_upload, folder, digest, self.model):
+        if self._root is None or self._folders is None:
             return
-        manager = self.catalog.manager
-        adapter = manager.find(digest)
-        is_source = adapter is not None and adapter.source == folder
+        folder = self.catalog.folders.at(self._root / name)
+        if not await self.on_thread(_has_upload, folder.path, digest, self.model):
+            return
         try:
-            hidden = await self.on_thread(_hide, folder)
+            await self.on_thread(self._folders.hide, folder)
         except OSError as error:
             log.warning("the files of adapter %s cannot be removed: %s", name, error.strerror)
             return
-        self.remove_later(manager.moved(digest, hidden) if is_source else None, hidden)
+        self.remove_later(folder)
 
     async def on_thread(self, function: Callable[..., T], *arguments: object) -> T:
         """Runs a function on one of the threads, to its end."""
         return await to_its_end(asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments))
 
-    def remove_later(self, old: Adapter | None, folder: Path) -> "asyncio.Task[None]":
-        """Removes the files of an adapter that was replaced or deleted, when its last request has ended."""
+    def remove_later(self, folder: AdapterFolder) -> "asyncio.Task[None]":
+        """Removes a hidden folder when no adapter is read from it any more."""
 
         async def remove() -> None:
-            if old is not None:
-                await self.catalog.manager.forgotten(old)
-            await self.on_thread(shutil.rmtree, folder, True)
+            await folder.unused()
+            await self.on_thread(shutil.rmtree, folder.path, True)
 
-        return self._removals.start(remove(), f"removal of {folder.name}")
+        return self._removals.start(remove(), f"removal of the files of {folder.name}")
 
 
 class _Upload:
     """One upload, from its first byte to its name."""
 
-    def __init__(self, uploads: AdapterUploads, name: str, folder: Path, claims: UploadClaims) -> None:
-        """`folder`: the one that will have the adapter's files."""
-        self._uploads, self._catalog = uploads, uploads.catalog
-        self._name, self._folder, self._claims = name, folder, claims
+    def __init__(
+        self,
+        uploads: AdapterUploads,
+        folders: UploadFolders,
+        name: str,
+        path: Path,
+        claims: UploadClaims,
+        check: CheckUpload,
+    ) -> None:
+        """`path`: where the adapter's files will be."""
+        self._uploads, self._folders, self._catalog = uploads, folders, uploads.catalog
+        self._name, self._path, self._claims, self._check = name, path, claims, check
         self._sha256 = hashlib.sha256()
         self._num_bytes = 0
         self._stream: UploadStream | None = None
-        self._is_admitted = False  # whether requests may name it
+        self._admitted: AdapterInfo | None = None  # by which requests may name it
+        self._has_exchanged = False  # whether the hidden folder is now that of the adapter before
 
     async def run(self, pieces: AsyncIterator[bytes]) -> UploadedAdapter:
         uploads, on_thread = self._uploads, self._uploads.on_thread
         try:
-            hidden = await on_thread(_hidden_folder, self._folder.parent)
+            hidden = await on_thread(self._folders.new)
         except OSError as error:
-            raise _not_written(error) from None
+            raise not_written(error) from None
         body = UploadBody(hidden, uploads.most_bytes, self._claims.num_bytes, self._claims.config)
-        failure = _broken(self._name, "it has ended early")
+        failure = _broken(self._name, CaraServeError("it has ended early"))
         try:
             async for piece in pieces:
                 await on_thread(self._take, body, hidden, piece)
                 self._admit()
             spec, image = await on_thread(self._checked, body, hidden)
-            return await to_its_end(asyncio.ensure_future(self._store(spec, image, hidden)))
+            await on_thread(write_through, hidden)
+            async with self._catalog.changing(self._name):
+                self._check(spec.digest)
+                return await to_its_end(asyncio.ensure_future(self._store(spec, image, hidden)))
         except OSError as error:
-            unwritten = _not_written(error)
-            failure = _broken(self._name, unwritten.message)
+            unwritten = not_written(error)
+            failure = _broken(self._name, unwritten)
             raise unwritten from None
         except CaraServeError as error:
-            failure = _broken(self._name, error.message)
+            failure = _broken(self._name, error)
             raise
         finally:
             if self._stream is not None:
                 self._stream.fail(failure)  # no effect on one that is stored
-            self._catalog.end_upload(self._name)
+            if self._admitted is not None:
+                self._catalog.end_upload(self._admitted)
             await on_thread(self._end, body, hidden)
 
     def _admit(self) -> None:
         """Lets requests name the adapter once its layout is known, and reports layers that have arrived."""
-        if self._stream is not None and not self._is_admitted:
+        if self._stream is not None and self._admitted is None:
             self._catalog.refuse_too_large(self._stream.spec)
-            self._is_admitted = self._catalog.begin_upload(self._name, self._stream, self._stream.spec)
+            self._admitted = self._catalog.begin_upload(self._name, self._stream, self._stream.spec)
         if self._stream is not None:
             self._stream.announce()
 
@@ -276,7 +311,7 @@ class _Upload:
         if self._stream is None and body.has_tensor_header():
             self._add_config(body, hidden)
             if body.has(CONFIG_NAME):
-                self._stream = UploadStream(self._name, hidden, self._uploads.model, self._uploads.reader)
+                self._stream = UploadStream(hidden, self._uploads.model, self._uploads.reader)
         if self._stream is not None:
             self._stream.advance(body.tensor_bytes)
 
@@ -314,28 +349,32 @@ class _Upload:
 
     async def _store(self, spec: AdapterSpec, image: HostAdapter | None, hidden: Path) -> UploadedAdapter:
         """Lets the requests that wait for the image go on, then stores the adapter."""
-        if self._is_admitted:
-            self._catalog.identify_upload(self._name, spec.digest)
+        catalog, on_thread = self._catalog, self._uploads.on_thread
+        if self._admitted is not None:
+            self._admitted = catalog.identify_upload(self._admitted, spec.digest)
         if self._stream is not None:
             self._stream.complete(image)
-        old = self._catalog.find_whole(self._name)
+        old = catalog.find_whole(self._name)
         if old is not None and old.digest == spec.digest and old.targets:
+            if self._stream is not None:
+                self._stream.stored(catalog.folders.at(Path(old.path)))
             return UploadedAdapter(old, is_new=False)
-        replaced = await self._uploads.on_thread(_give_name, hidden, self._folder)
-        adapter = None
-        if old is not None and replaced is not None and Path(old.path) == self._folder:
-            adapter = self._catalog.manager.moved(old.digest, replaced)
+        replaced = catalog.folders.at(self._path)
+        self._has_exchanged = await on_thread(_give_place, hidden, replaced)
+        folder = catalog.folders.at(self._path)
         try:
-            info = await self._catalog.add_stored(self._name, spec, self._folder)
+            info = await catalog.add_stored(self._name, spec, folder)
         except CaraServeError:
-            await self._uploads.on_thread(_take_name, self._folder, replaced)
-            if old is not None and adapter is not None:
-                self._catalog.manager.moved(old.digest, self._folder)
+            if self._has_exchanged:
+                await on_thread(replaced.exchange, self._path)
+                self._has_exchanged = False
+            else:
+                await on_thread(folder.rename, hidden)
             raise
         if self._stream is not None:
-            self._stream.stored(self._folder)
-        if replaced is not None:
-            self._uploads.remove_later(adapter, replaced)
+            self._stream.stored(folder)
+        if self._has_exchanged:
+            self._uploads.remove_later(replaced)
         if old is not None and old.digest != spec.digest:  # otherwise the name still stands for the files elsewhere
             self._uploads.removed(self._name, old.digest)
         return UploadedAdapter(info, is_new=old is None)
@@ -344,7 +383,18 @@ class _Upload:
         body.close()
         if self._stream is not None:
             self._stream.close()
-        shutil.rmtree(hidden, ignore_errors=True)
+        if not self._has_exchanged:
+            shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _give_place(hidden: Path, replaced: AdapterFolder) -> bool:
+    """Gives a complete folder the path of `replaced`, which then has its path. Returns False if there was none."""
+    refuse_own(replaced.path)
+    if os.path.lexists(replaced.path):
+        replaced.exchange(hidden)
+        return True
+    os.rename(hidden, replaced.path)
+    return False
 
 
 async def to_its_end(work: asyncio.Future[T]) -> T:
@@ -358,63 +408,13 @@ async def to_its_end(work: asyncio.Future[T]) -> T:
         raise
 
 
-def is_uploaded(folder: Path) -> bool:
-    """Returns whether a folder in the root was made by an upload."""
-    return not folder.is_symlink() and (folder / _MARK).is_file()
-
-
-def _hidden_folder(root: Path) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix=_HIDDEN, dir=root))
-    (folder / _MARK).touch()
-    return folder
-
-
-def _give_name(hidden: Path, folder: Path) -> Path | None:
-    """Gives a complete folder its name, once its files are on the disk. Returns where the folder is whose place it
-    took."""
-    hidden.chmod(0o755)  # it was made for its owner alone
-    for path in (*hidden.iterdir(), hidden):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    if not os.path.lexists(folder):
-        os.rename(hidden, folder)
-        return None
-    replaced = Path(tempfile.mkdtemp(prefix=_HIDDEN, dir=folder.parent))  # first: a full disk has no room for it
-    _exchange(hidden, folder)
-    os.rename(hidden, replaced)
-    return replaced
-
-
-def _take_name(folder: Path, replaced: Path | None) -> None:
-    """Undoes `_give_name`."""
-    if replaced is not None:
-        _exchange(replaced, folder)
-    shutil.rmtree(replaced or folder, ignore_errors=True)
-
-
-def _exchange(one: Path, other: Path) -> None:
-    """Exchanges the names of two folders, in one step where the file system can."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    names = os.fsencode(one), os.fsencode(other)
-    if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
-        return
-    if (number := ctypes.get_errno()) not in (errno.EINVAL, errno.ENOSYS):
-        raise OSError(number, os.strerror(number))
-    between = one.with_name(f"{one.name}-")
-    os.rename(other, between)
-    os.rename(one, other)
-    os.rename(between, one)
-
-
-def _hide(folder: Path) -> Path:
-    """Gives an adapter's folder a hidden name, and returns it."""
-    hidden = Path(tempfile.mkdtemp(prefix=_HIDDEN, dir=folder.parent))
-    os.rename(folder, hidden)
-    os.utime(hidden)  # its requests may still read it when another server with this root removes what is abandoned
-    return hidden
+def refuse_own(path: Path) -> None:
+    """Raises AdapterRejected for a folder in the root that was not made by an upload."""
+    if os.path.lexists(path) and not is_uploaded(path):
+        raise AdapterRejected(
+            f"{path.name!r} is a folder in --adapters-dir that was not uploaded, and is not replaced; use another name",
+            param="name",
+        )
 
 
 def _has_upload(folder: Path, digest: str, model: ModelSpec) -> bool:
@@ -425,19 +425,10 @@ def _has_upload(folder: Path, digest: str, model: ModelSpec) -> bool:
         return False
 
 
-def _remove_abandoned(root: Path) -> None:
-    """Removes what uploads of an earlier run have left. Newer folders may be of another server with the same root."""
-    for folder in root.glob(f"{_HIDDEN}*"):
-        with suppress(FileNotFoundError):  # another server removes it at the same time
-            if time.time() - folder.stat().st_mtime > _ABANDONED_S:
-                log.warning("removing %r, which an upload has left", str(folder))
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _broken(name: str, why: str) -> Unreachable:
-    """Returns the error of the requests for an adapter whose upload has failed."""
-    return Unreachable(f"the upload of the adapter {name!r} has failed: {why}", retry_after_s=_RETRY_S)
-
-
-def _not_written(error: OSError) -> CaraServeError:
-    return CaraServeError(f"the adapter cannot be stored: {error.strerror}")
+def _broken(name: str, why: CaraServeError) -> CaraServeError:
+    """Returns the error of the requests for an adapter whose upload has failed: another one if only the name could not
+    be given to it, as a request that is sent again is answered by what the name stands for now."""
+    if isinstance(why, AdapterBusy | AdapterAliased | VersionDiffers):
+        message = f"{name!r} was changed while its adapter was uploaded; send the request again"
+        return AdapterBusy(message, retry_after_s=_RETRY_S, param="model")
+    return Unreachable(f"the upload of the adapter {name!r} has failed: {why.message}", retry_after_s=_RETRY_S)

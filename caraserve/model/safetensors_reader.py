@@ -21,6 +21,7 @@ import safetensors
 from numpy.typing import NDArray
 
 from caraserve.model.dtype import Code, Dtype
+from caraserve.util.memory_file import memory_file
 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _MAX_INDEX_BYTES = 64 << 20
@@ -149,7 +150,9 @@ class TensorFile:
         try:
             header = _decoded(text.decode())
             _check(bytes(prefix + text), self._status.st_size)
-        except (safetensors.SafetensorError, ValueError, OSError, RecursionError) as error:
+        except OSError as error:
+            raise TensorFileError(f"{self._name} cannot be checked: {error.strerror}") from None
+        except (safetensors.SafetensorError, ValueError, RecursionError) as error:
             raise self._invalid(str(error)) from None
         return header, len(prefix) + num_bytes
 
@@ -169,14 +172,14 @@ class TensorFile:
 
 
 def _check(header: bytes, file_bytes: int) -> None:
-    """Raises SafetensorError unless offsets, shapes and dtypes agree with one another and with the file's size.
+    """Raises SafetensorError unless offsets, shapes and dtypes agree with one another and with the file's size, or
+    OSError if that cannot be checked.
 
     The library maps files, so it gets one in memory with the header, and a hole in place of the tensors.
     """
-    copy = os.memfd_create("safetensors header", os.MFD_CLOEXEC)
+    copy = memory_file("safetensors header", file_bytes)
     try:
         os.write(copy, header)
-        os.ftruncate(copy, file_bytes)
         with safetensors.safe_open(f"/dev/fd/{copy}", framework="numpy"):
             pass
     finally:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.cpu.shared_memory import Arena
 from caraserve.kv.memory_budget import MemoryBudget
 from caraserve.lora.adapter import AdapterTier
-from caraserve.lora.catalog import AdapterObserver, AdapterReader, Catalog, CatalogRules
+from caraserve.lora.adapter_reader import AdapterReader
+from caraserve.lora.catalog import AdapterObserver, Catalog, CatalogRules
 from caraserve.lora.manager import AdapterManager
 from caraserve.lora.registry import Registry
 from caraserve.lora.start_policy import StartPolicy
@@ -56,8 +57,8 @@ class _Engine:
     catalog: Catalog
     draining: bool = False
 
-    async def unload_adapter(self, name: str) -> None:
-        await self.catalog.unload(name)
+    async def unload_adapter(self, name: str, is_wanted: Callable[[], bool] = lambda: True) -> None:
+        await self.catalog.unload(name, is_wanted)
 
 
 @dataclass

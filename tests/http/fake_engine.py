@@ -294,7 +294,10 @@ class FakeEngine:
             raise NotFound(f"no adapter {name!r}")
         return self.loaded[name]
 
-    async def load_adapter(self, name: str, path: str, *, inplace: bool = False) -> FakeAdapter:
+    async def load_adapter(
+        self, name: str, path: str, *, inplace: bool = False, check: Callable[[], None] = lambda: None
+    ) -> FakeAdapter:
+        check()
         if self.admin_gate is not None:
             self.changed.set()
             await self.admin_gate.wait()

@@ -13,12 +13,12 @@ import pytest
 
 from caraserve import demo
 from caraserve.cli.options import OptionParser
-from caraserve.config import ClusterConfig, HttpConfig, LoraModule
+from caraserve.config import ClusterConfig, HttpConfig, LoraConfig, LoraModule, ModelConfig
 from caraserve.errors import ConfigError
 from caraserve.http.app import make_app, start_http
 from caraserve.http.server import bind
 from caraserve.model.spec import load_spec
-from caraserve.serve import _announce
+from caraserve.serve import _announce, _upload_root, with_demo
 from caraserve.start_checks import check_paths, client_tls, exposure
 from tests.http.fake_engine import FakeEngine
 from tests.http.serving import http_config, new_metrics, serving
@@ -100,6 +100,43 @@ def test_a_server_that_other_machines_may_use_without_a_key_warns(settings: dict
     warning = exposure(http_config(**settings))
     assert bool(warning) == is_open
     assert not is_open or ("--api-key" in warning and settings["host"] in warning)
+
+
+def test_a_folder_that_takes_uploads_must_be_writable() -> None:
+    lora = lora_config({}, adapters_dir=Path("/proc/self"))  # where nobody can write
+    with pytest.raises(ConfigError, match=r"--adapters-dir takes uploads .*/proc/self cannot be written"):
+        check_paths(model_config(demo.model_folder()), lora)
+    check_paths(model_config(demo.model_folder()), dataclasses.replace(lora, allow_runtime_lora_updating=False))
+    check_paths(model_config(demo.model_folder()), dataclasses.replace(lora, loading_mode="cached"))
+    only_read = lora_config({}, adapter_roots=[Path("/proc/self")])
+    check_paths(model_config(demo.model_folder()), only_read)
+    assert _upload_root(only_read) is None
+
+
+def demo_configs(*words: str) -> LoraConfig:
+    parser = OptionParser()
+    for kind in (ModelConfig, LoraConfig):
+        kind.add_arguments(parser)
+    args = parser.parse_args(words)
+    return with_demo(ModelConfig.from_args(args), LoraConfig.from_args(args))[1]
+
+
+def test_uploads_to_the_demo_go_to_the_users_folder_and_not_to_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    lora = demo_configs("--allow-runtime-lora-updating", "--lora-modules", f"pirate={POET}")
+    assert _upload_root(lora) == lora.adapters_dir == tmp_path / "caraserve" / "adapters"
+    served = {module.name: module.path for module in lora.lora_modules}
+    assert served == {name: demo.adapters_folder() / name for name in demo.ADAPTER_NAMES} | {"pirate": POET}
+    assert demo.adapters_folder() in lora.allow_adapter_path
+    assert demo_configs().adapters_dir is None
+    monkeypatch.setenv("XDG_DATA_HOME", "/proc/self")
+    unwritable = demo_configs("--allow-runtime-lora-updating")
+    assert (unwritable.adapters_dir, _upload_root(unwritable)) == (None, None)
+    assert len(unwritable.lora_modules) == len(demo.ADAPTER_NAMES)
+    own = demo_configs("--adapters-dir", str(tmp_path))
+    assert (own.adapters_dir, own.lora_modules) == (tmp_path, [])
 
 
 def certificate(folder: Path, name: str) -> Path:

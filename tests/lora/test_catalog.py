@@ -3,6 +3,7 @@ out if they are not. A folder that cannot be used at run time is logged once."""
 
 import asyncio
 import os
+import shutil
 import sqlite3
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing
@@ -19,7 +20,9 @@ from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.cpu.shared_memory import Arena
 from caraserve.errors import AdapterRejected, CaraServeError, ConfigError, Forbidden
 from caraserve.kv.memory_budget import MemoryBudget
-from caraserve.lora.catalog import AdapterReader, Catalog, CatalogRules
+from caraserve.lora.adapter_folder import AdapterFolder
+from caraserve.lora.adapter_reader import AdapterReader
+from caraserve.lora.catalog import Catalog, CatalogRules
 from caraserve.lora.manager import AdapterManager
 from caraserve.lora.peft import TENSORS_NAME
 from caraserve.lora.registry import AdapterInfo, Registry
@@ -38,7 +41,13 @@ def catalog(registry: Registry, reader: AdapterReader, *roots: Path, device_byte
     room, arena = MemoryBudget(_LIMITS, device_bytes), Arena(aligned_bytes(_MIB))
     loading = StartPolicy(LOADING_MODES["overlapped"], SPEC.layers, 1e9, None)
     manager = AdapterManager(FakeBackend(_LIMITS), room, arena, reader.read, lambda call: None, lambda: 0.0, loading)
-    return Catalog(SPEC, registry, manager, reader, CatalogRules("base", roots, device_bytes, arena.num_bytes, False))
+    return Catalog(
+        SPEC,
+        registry,
+        manager,
+        reader,
+        CatalogRules("base", roots, device_bytes, arena.num_bytes, False, watched=next(iter(roots), None)),
+    )
 
 
 @pytest.fixture
@@ -84,9 +93,11 @@ def test_a_folder_found_that_cannot_be_served_is_left_out_with_one_complaint(
     with closing(Registry(None)) as registry:
         made = catalog(registry, reader, adapters_dir, device_bytes=100_000)
         (complaint,) = made.add_at_start(given.items(), lambda: None, found=given)
+        (refusal,) = made.refused.all()
         assert [info.name for info in made.all()] == [info.name for info in registry.all()] == ["good"]
     assert f"{str(adapters_dir / 'bad')!r} in --adapters-dir is left out: " in complaint
     assert reason in complaint
+    assert (refusal.name, reason in refusal.reason) == ("bad", True)
 
 
 @pytest.mark.parametrize("kind", BAD)
@@ -168,6 +179,50 @@ def test_a_row_with_another_adapters_path_is_not_trusted(
         assert made.all() == [replace(right, created_s=made.all()[0].created_s)]
 
 
+def test_an_unloaded_folder_stays_unloaded_over_restarts_until_its_files_change_or_it_is_named(
+    adapters_dir: Path, reader: AdapterReader, tmp_path: Path
+) -> None:
+    given = {"good": adapters_dir / "good"}
+
+    def start(found: dict[str, Path], named: dict[str, Path]) -> tuple[Catalog, list[str]]:
+        made = catalog(registry, reader, adapters_dir)
+        return made, made.add_at_start((found | named).items(), lambda: None, found=found)
+
+    with closing(Registry(tmp_path / "r.db")) as registry:
+        made, _ = start(given, {})
+        asyncio.run(made.unload("good"))
+    for _ in range(2):
+        with closing(Registry(tmp_path / "r.db")) as registry:
+            made, (complaint,) = start(given, {})
+            assert made.all() == []
+            assert f"{str(given['good'])!r} in --adapters-dir is left out: it was unloaded or deleted" in complaint
+            assert made.refused.get("good") is not None
+    with closing(Registry(tmp_path / "r.db")) as registry:
+        made, complaints = start({}, given)
+        assert ([info.state for info in made.all()], complaints) == (["active"], [])
+    with closing(Registry(tmp_path / "r.db")) as registry:
+        made, _ = start(given, {})
+        asyncio.run(made.unload("good"))
+        write_adapter(adapters_dir / "good", {"lora_alpha": 9})
+        made, complaints = start(given, {})
+        assert ([info.name for info in made.all()], complaints) == (["good"], [])
+
+
+def test_what_is_known_of_an_unloaded_folder_goes_with_it(
+    adapters_dir: Path, reader: AdapterReader, tmp_path: Path
+) -> None:
+    given = {"good": adapters_dir / "good"}
+    with closing(Registry(tmp_path / "r.db")) as registry:
+        made = catalog(registry, reader, adapters_dir)
+        made.add_at_start(given.items(), lambda: None, found=given)
+        asyncio.run(made.unload("good"))
+        assert catalog(registry, reader).add_at_start([], lambda: None) == []
+        assert len(registry.all()) == 1, "a start without this --adapters-dir forgets nothing"
+        shutil.rmtree(adapters_dir / "good")
+        assert catalog(registry, reader, adapters_dir).add_at_start([], lambda: None) == []
+        assert registry.all() == []
+
+
 def test_damaged_rows_are_among_the_complaints(adapters_dir: Path, reader: AdapterReader, tmp_path: Path) -> None:
     with closing(Registry(tmp_path / "r.db")) as registry:
         catalog(registry, reader).add_at_start([("good", adapters_dir / "good")], lambda: None)
@@ -198,9 +253,10 @@ def test_a_folder_that_cannot_be_read_any_more_is_logged_once(
     adapters_dir: Path, reader: AdapterReader, caplog: pytest.LogCaptureFixture
 ) -> None:
     results: Queue[HostAdapter | CaraServeError] = Queue()
+    folder = AdapterFolder(adapters_dir / "good")
 
     def read() -> list[str]:
-        reader.read(adapters_dir / "good", aligned_bytes(_MIB), results.put)
+        reader.read(folder, aligned_bytes(_MIB), results.put)
         results.get(timeout=30)
         return [record.getMessage() for record in caplog.records]
 

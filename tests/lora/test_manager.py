@@ -9,13 +9,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from caraserve.core.lora_layout import ALIGN_BYTES
 from caraserve.errors import AdapterRejected
 from caraserve.lora.adapter import TIER_CHANGES, Adapter, AdapterTier, RemoteSource
+from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.device_loader import MAX_BYPASSES
 from tests.lora.tiers import World
 
 
 def test_only_the_listed_transitions_are_allowed() -> None:
     for start, end in itertools.product(AdapterTier, AdapterTier):
-        version = Adapter("digest", Path(), 40)
+        version = Adapter("digest", AdapterFolder(Path()), 40)
         version.tier = start
         if end in TIER_CHANGES[start]:
             version.move_to(end)
@@ -158,7 +159,7 @@ def test_a_failed_read_is_reported_and_repeated_for_the_next_request() -> None:
 def test_files_that_changed_since_registration_are_refused() -> None:
     world = World()
     world.add("a")
-    world.manager.register("b", "other-digest", Path("a"), 40)
+    world.manager.register("b", "other-digest", AdapterFolder(Path("a")), 40)
     version = world.ask("b")
     world.settle()
     assert version.tier is AdapterTier.FAILED
@@ -189,7 +190,7 @@ def test_an_adapter_without_a_name_stays_until_its_last_request_ends() -> None:
 def test_two_names_of_one_adapter_share_its_memory() -> None:
     world = World(device_bytes=50)
     world.add("a")
-    world.manager.register("alias", "a", Path("a"), 40)
+    world.manager.register("alias", "a", AdapterFolder(Path("a")), 40)
     first, second = world.ask("a"), world.ask("alias")
     world.settle()
     assert first is second
@@ -386,3 +387,22 @@ def test_every_digest_that_comes_to_a_cache_or_leaves_one_is_reported() -> None:
     assert reported() == ["digest"]
     world.manager.unregister("a")
     assert reported() == ["a"], "no longer in the host cache"
+
+
+def test_an_adapter_is_read_from_the_folder_of_a_name_that_stands_for_it() -> None:
+    world = World()
+    folders = {name: AdapterFolder(Path(name)) for name in "abc"}
+    for name in "ab":
+        world.manager.register(name, "digest", folders[name], 40)
+    adapter = world.manager.pin("a")
+    assert adapter.source is folders["b"]
+    world.manager.register("b", "digest", RemoteSource("digest"), 40)
+    assert adapter.source is folders["a"], "other instances alone may have b's files now"
+    world.manager.register("c", "digest", folders["c"], 40)
+    world.manager.unregister("c")
+    assert adapter.source is folders["a"]
+    world.manager.unregister("a")
+    world.manager.unregister("b")
+    assert [folder.is_used for folder in folders.values()] == [True, False, False], "the request still reads it"
+    world.manager.unpin(adapter)
+    assert not folders["a"].is_used

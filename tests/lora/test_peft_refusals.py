@@ -102,11 +102,39 @@ def test_a_field_that_changes_nothing_is_accepted(tmp_path: Path, field: str, va
     assert inspect_adapter(write_adapter(tmp_path, {field: value}), SPEC).rank == RANK
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize("field", ["target_modules", "exclude_modules"])
-def test_an_expression_from_the_file_is_never_run(tmp_path: Path, field: str) -> None:
-    folder = write_adapter(tmp_path, {field: r"((((.*)*)*)*)*(?!.)x" + "(a?){40}" * 40})
-    assert inspect_adapter(folder, SPEC).targets == ("q_proj",)
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        (r"((((.*)*)*)*)*(?!.)x" + "(a?){40}" * 40, "matching it takes more than 0.05 s of CPU"),
+        ("(" * 5000, "it is not a valid regular expression"),
+        ("a" * 20_000, "it has 20000 characters"),
+    ],
+    ids=["without end", "invalid", "long"],
+)
+def test_a_pattern_that_cannot_be_matched_is_refused(
+    tmp_path: Path, field: str, pattern: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("caraserve.lora.target_patterns._CPU_S", 0.05)
+    message = refusal_of(write_adapter(tmp_path, {field: pattern}))
+    assert f"adapter_config.json: {field} is " in message
+    assert why in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"target_modules": r".*\.k_proj"}, "matches no module with tensors"),
+        ({"target_modules": r"q_proj"}, "matches no module with tensors"),  # not the whole name
+        ({"target_modules": r".*0\..*\.q_proj"}, "model.layers.1.self_attn.q_proj has tensors, and"),
+        ({"exclude_modules": r".*1\..*"}, "model.layers.1.self_attn.q_proj has tensors, and"),
+    ],
+    ids=str,
+)
+def test_tensors_of_modules_that_a_pattern_does_not_target_are_refused(
+    tmp_path: Path, changes: dict[str, Any], why: str
+) -> None:
+    assert why in refusal_of(write_adapter(tmp_path, changes))
 
 
 @pytest.mark.timeout(10)
@@ -166,7 +194,7 @@ def test_a_path_that_is_not_a_regular_file_is_named(tmp_path: Path, name: str, k
 @pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.pt"])
 def test_a_pickle_is_never_read(tmp_path: Path, name: str) -> None:
     (write_adapter(tmp_path) / "adapter_model.safetensors").rename(tmp_path / name)
-    assert "holds a pickle; only adapter_model.safetensors is read" in refusal_of(tmp_path)
+    assert f"the folder holds a pickle, {name}; only adapter_model.safetensors is read" in refusal_of(tmp_path)
 
 
 def test_a_tensor_file_cut_short_is_refused(tmp_path: Path) -> None:
@@ -256,9 +284,18 @@ def test_bfloat16_values_that_are_not_finite_are_refused(tmp_path: Path, bits: i
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_largest_finite_values_are_accepted(tmp_path: Path, dtype: torch.dtype, sign: int) -> None:
     folder, largest = write_adapter(tmp_path), sign * torch.finfo(dtype).max
-    tensors = {name: torch.full(values.shape, largest, dtype=dtype) for name, values in tensors_for().items()}
+    halves = {"A": largest, "B": 2**-20 if dtype is torch.float16 else 1e-30}
+    tensors = {name: torch.full(values.shape, halves[name[-8]], dtype=dtype) for name, values in tensors_for().items()}
     save_file(tensors, folder / "adapter_model.safetensors")
     assert read(folder, SPEC).spec.rank == RANK
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_finite_values_whose_product_is_not_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = write_adapter(tmp_path)
+    tensors = {name: torch.full(values.shape, 1e19, dtype=dtype) for name, values in tensors_for().items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    assert f"tensors {A0} and lora_B: with the scale 2 their product may reach 5e+40" in refusal_of(folder)
 
 
 def test_an_adapter_rewritten_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,24 +6,30 @@ import hashlib
 import json
 import os
 import tarfile
-import tempfile
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from caraserve.errors import AdapterRejected, CaraServeError, Forbidden, NotFound, PayloadTooLarge, ServerBusy
+from caraserve.core.lora_layout import aligned_bytes
+from caraserve.errors import (
+    AdapterRejected,
+    CaraServeError,
+    Forbidden,
+    NotFound,
+    PayloadTooLarge,
+    Unreachable,
+)
 from caraserve.lora.adapter import UploadSource
+from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.peft import TENSORS_NAME, inspect_adapter
 from caraserve.lora.peft_config import CONFIG_NAME
 from caraserve.lora.uploads import AdapterUploads, UploadClaims, UploadedAdapter
 from tests.cluster.nodes import until
 from tests.lora.folders import SPEC, tensor_name, tensors_for, write_adapter
-from tests.lora.uploads import LIMIT, entry, in_pieces, receiving, tar_of
+from tests.lora.uploads import LIMIT, Receiver, entry, in_pieces, receiving, tar_of
 
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 END = bytes(1024)
@@ -32,6 +38,13 @@ END = bytes(1024)
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return write_adapter(tmp_path / "made")
+
+
+def source_path(receiver: Receiver, name: str) -> Path:
+    """Returns where the adapter of a name is read from."""
+    source = receiver.catalog.pin(name).source
+    assert isinstance(source, AdapterFolder)
+    return source.path
 
 
 @pytest.mark.parametrize("step", [7, 1000, 1 << 20])
@@ -177,6 +190,28 @@ async def test_a_safetensors_file_without_a_configuration_is_refused_when_its_he
             await receiver.put("new", body, UploadClaims(len(body), "{\udc80"))
 
 
+async def test_an_adapter_that_requests_wait_for_is_checked_like_any_other(tmp_path: Path) -> None:
+    """Its tensors are checked as they arrive."""
+    huge = {name: values * np.float32(1e20) for name, values in tensors_for().items()}
+    body = tar_of(write_adapter(tmp_path / "huge", tensors=huge))
+    go, results = asyncio.Event(), list[object]()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield body[:-4000]
+        await go.wait()
+        yield body[-4000:]
+
+    async with receiving(tmp_path / "root") as receiver:
+        upload = asyncio.create_task(receiver.uploads.put("new", pieces(), UploadClaims(len(body))))
+        await until(lambda: receiver.catalog.find("new") is not None)
+        receiver.uploads.reader.read(receiver.catalog.pin("new").source, aligned_bytes(LIMIT), results.append)
+        go.set()
+        with pytest.raises(AdapterRejected, match="their product may reach"):
+            await upload
+        await until(lambda: len(results) == 1)
+        assert isinstance(results[0], Unreachable)
+
+
 async def test_an_upload_whose_client_leaves_leaves_nothing(tmp_path: Path, folder: Path) -> None:
     waiting = asyncio.Event()
 
@@ -189,8 +224,6 @@ async def test_an_upload_whose_client_leaves_leaves_nothing(tmp_path: Path, fold
         upload = asyncio.create_task(receiver.uploads.put("new", pieces(), UploadClaims()))
         await waiting.wait()
         assert len(receiver.left()) == 1
-        with pytest.raises(CaraServeError, match="is being loaded"):
-            await receiver.put("new", tar_of(folder))
         upload.cancel()
         await asyncio.wait([upload])
         assert receiver.left() == []
@@ -239,8 +272,8 @@ async def test_a_name_is_replaced_and_its_requests_keep_the_old_files_until_they
         assert not second.is_new
         assert receiver.catalog.get("new").digest == second.info.digest != first.info.digest
         assert inspect_adapter(receiver.root / "new", SPEC).digest == second.info.digest
-        assert isinstance(pinned.source, Path)
-        assert inspect_adapter(pinned.source, SPEC).digest == first.info.digest
+        assert isinstance(pinned.source, AdapterFolder)
+        assert inspect_adapter(pinned.source.path, SPEC).digest == first.info.digest
         receiver.catalog.manager.unpin(pinned)
         await until(lambda: receiver.left() == ["new"])
 
@@ -263,7 +296,11 @@ async def test_the_same_bytes_under_another_name_stay_when_a_name_changes(
         else:
             await receiver.put("changing", tar_of(write_adapter(tmp_path / "other", {"lora_alpha": 9})))
         await until(lambda: receiver.left() == sorted(["staying", *(["changing"] if how == "replaced" else [])]))
-        assert receiver.catalog.pin("staying").source == receiver.root / "staying"
+        assert source_path(receiver, "staying") == receiver.root / "staying"
+
+
+def _no_room(*arguments: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize("failing", ["registry", "disk"])
@@ -276,26 +313,13 @@ async def test_an_upload_that_cannot_be_stored_leaves_the_adapter_whose_place_it
         if failing == "registry":
             receiver.registry.close()
         else:
-            _refuse_folders_but_the_first(monkeypatch)
+            monkeypatch.setattr(AdapterFolder, "exchange", _no_room)
         with pytest.raises(CaraServeError, match="registry" if failing == "registry" else "cannot be stored"):
             await receiver.put("new", tar_of(other))
         adapter = receiver.catalog.pin("new")
-        assert isinstance(adapter.source, Path)
-        assert inspect_adapter(adapter.source, SPEC).digest == adapter.digest == first.info.digest
+        assert isinstance(adapter.source, AdapterFolder)
+        assert inspect_adapter(adapter.source.path, SPEC).digest == adapter.digest == first.info.digest
         assert receiver.left() == ["new"]
-
-
-def _refuse_folders_but_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets an upload make its hidden folder, and no other: the disk is full by then."""
-    make, made = tempfile.mkdtemp, []
-
-    def mkdtemp(**place: Any) -> str:
-        if made:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        made.append(make(**place))
-        return made[0]
-
-    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
 
 
 async def test_the_same_bytes_again_change_nothing(tmp_path: Path, folder: Path) -> None:
@@ -340,8 +364,8 @@ async def test_deleting_an_uploaded_adapter_waits_for_its_requests_and_removes_i
         pinned = receiver.catalog.pin("new")
         deletion = asyncio.create_task(receiver.uploads.delete("new"))
         await until(lambda: receiver.catalog.find("new") is None)
-        assert isinstance(pinned.source, Path)
-        assert inspect_adapter(pinned.source, SPEC).digest == pinned.digest
+        assert isinstance(pinned.source, AdapterFolder)
+        assert inspect_adapter(pinned.source.path, SPEC).digest == pinned.digest
         receiver.catalog.manager.unpin(pinned)
         await deletion
         assert receiver.left() == []
@@ -359,8 +383,8 @@ async def test_files_that_another_instance_has_replaced_stay_until_their_last_re
         receiver.catalog.adopt("new", "f" * 64, 8, 1000)
         receiver.catalog.manager.changed()
         await removal
-        assert isinstance(pinned.source, Path)
-        assert inspect_adapter(pinned.source, SPEC).digest == info.digest
+        assert isinstance(pinned.source, AdapterFolder)
+        assert inspect_adapter(pinned.source.path, SPEC).digest == info.digest
         receiver.catalog.manager.unpin(pinned)
         await until(lambda: receiver.left() == [])
 
@@ -399,16 +423,15 @@ async def test_files_whose_replacement_is_being_uploaded_are_left_to_the_upload(
         await until(lambda: receiver.left() == ["new"])
 
 
-async def test_no_upload_begins_while_the_former_files_of_its_name_are_removed(tmp_path: Path, folder: Path) -> None:
+async def test_an_upload_waits_while_the_former_files_of_its_name_are_removed(tmp_path: Path, folder: Path) -> None:
     async with receiving(tmp_path / "root") as receiver:
         old = (await receiver.put("new", tar_of(folder))).info.digest
         receiver.catalog.adopt("new", "f" * 64, 8, 1000)
         removal = asyncio.create_task(receiver.uploads.discard("new", old))
         await asyncio.sleep(0)  # it has begun
-        with pytest.raises(ServerBusy, match="'new' are being removed"):
-            await receiver.put("new", tar_of(folder))
+        stored = await receiver.put("new", tar_of(folder))
         await removal
-        await receiver.put("new", tar_of(folder))
+        assert receiver.catalog.get("new") is stored.info
         await until(lambda: receiver.left() == ["new"])
 
 
@@ -447,18 +470,8 @@ async def test_a_deletion_that_the_registry_refuses_changes_nothing(tmp_path: Pa
         receiver.registry.close()
         with pytest.raises(CaraServeError, match="registry"):
             await receiver.uploads.delete("new")
-        assert receiver.catalog.pin("new").source == receiver.root / "new"
+        assert source_path(receiver, "new") == receiver.root / "new"
         assert receiver.left() == ["new"]
-
-
-async def test_what_a_crash_left_an_hour_ago_is_removed_at_the_start(tmp_path: Path) -> None:
-    for name, age_s in ((".caraserve-upload-old", 4000), (".caraserve-upload-new", 0), ("own", 4000)):
-        write_adapter(tmp_path / name)
-        os.utime(tmp_path / name, (time.time() - age_s,) * 2)
-    gone = tmp_path / ".caraserve-upload-gone"
-    gone.symlink_to("nothing")  # as if another server had removed it after it was listed
-    async with receiving(tmp_path) as receiver:
-        assert receiver.left() == [gone.name, ".caraserve-upload-new", "own"]
 
 
 async def test_without_a_root_uploads_are_refused_with_advice(tmp_path: Path, folder: Path) -> None:

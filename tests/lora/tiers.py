@@ -14,7 +14,8 @@ from caraserve.core.lora_layout import AdapterSpec, HostAdapter, aligned_bytes
 from caraserve.cpu.shared_memory import Arena
 from caraserve.errors import CaraServeError
 from caraserve.kv.memory_budget import MemoryBudget
-from caraserve.lora.adapter import Adapter
+from caraserve.lora.adapter import Adapter, RemoteSource
+from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.manager import AdapterManager
 from caraserve.lora.start_policy import StartPolicy
 from caraserve.model.dtype import Dtype
@@ -109,7 +110,7 @@ class World:
 
     def add(self, name: str, size: int = 40) -> None:
         self.disk[name] = size
-        self.manager.register(name, name, Path(name), size)
+        self.manager.register(name, name, AdapterFolder(Path(name)), size)
 
     def ask(self, name: str) -> Adapter:
         """Submits and admits a request."""
@@ -138,20 +139,21 @@ class World:
 
     def _read(
         self,
-        folder: Path,
+        source: AdapterFolder | RemoteSource,
         into: NDArray[np.uint8],
         done: Callable[[HostAdapter | CaraServeError], None],
         came: Callable[[HostAdapter, int], None],
     ) -> None:
-        found = self.disk[folder.name]
+        name = source.name if isinstance(source, AdapterFolder) else source.digest
+        found = self.disk[name]
         if isinstance(found, CaraServeError):
             self.reads.append(lambda: done(found))
             return
-        image = HostAdapter(AdapterSpec(folder.name, Dtype.F32, 8, ("q_proj",), (found // 2, found), ()), into)
-        self.coming[folder.name] = lambda: came(image, 1)
+        image = HostAdapter(AdapterSpec(name, Dtype.F32, 8, ("q_proj",), (found // 2, found), ()), into)
+        self.coming[name] = lambda: came(image, 1)
 
         def finish() -> None:
-            del self.coming[folder.name]
+            del self.coming[name]
             done(image)
 
         self.reads.append(finish)

@@ -8,8 +8,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.aliases import Aliases
-from caraserve.lora.catalog import AdapterReader, Catalog
+from caraserve.lora.catalog import Catalog
+from caraserve.lora.folder_contents import TENSORS_NAME
 from caraserve.lora.registry import Registry
 from caraserve.lora.replicated_settings import ReplicatedSettings
 from caraserve.lora.uploads import AdapterUploads, UploadClaims, UploadedAdapter
@@ -52,8 +54,17 @@ class Receiver:
         return await self.uploads.put(name, in_pieces(body, step), claims or UploadClaims(len(body)))
 
     def left(self) -> list[str]:
-        """Returns the names of everything in the root."""
-        return sorted(path.name for path in self.root.iterdir())
+        """Returns the names of everything in the root; see `left_in`."""
+        return left_in(self.root)
+
+
+def left_in(root: Path) -> list[str]:
+    """Returns the names of everything in a root; of the servers' own hidden folders what they contain, with a dot."""
+    names = []
+    for path in root.iterdir():
+        is_servers = path.name.startswith(".caraserve-upload-") and not (path / TENSORS_NAME).exists()
+        names += [f".{inside.name}" for inside in path.iterdir()] if is_servers else [path.name]
+    return sorted(names)
 
 
 def aliases_of(receiver: Receiver) -> Aliases:

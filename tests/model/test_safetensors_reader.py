@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import resource
 import struct
 import tracemalloc
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from caraserve.cpu.shared_memory import SharedRegion
+from caraserve.errors import ConfigError
 from caraserve.model.dtype import Dtype
 from caraserve.model.safetensors_reader import TensorFile, TensorFileError, weight_files
 
@@ -334,3 +337,18 @@ class TestWeightFiles:
 
 def write_index(folder: Path, index: object) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_a_limit_of_this_process_is_not_the_files_fault(tmp_path: Path) -> None:
+    """The library that checks headers maps a file of the same size in memory."""
+    path = tmp_path / "x.safetensors"
+    save_file({"x": torch.zeros(1 << 20)}, path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(TensorFileError, match=r"cannot be checked: .*4\.0 MiB.*raise ulimit -f"):
+            TensorFile(path)
+        with pytest.raises(ConfigError, match=r"8\.0 MiB of shared memory: .*raise ulimit -f"):
+            SharedRegion(8 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

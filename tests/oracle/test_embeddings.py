@@ -1,6 +1,7 @@
 """Embeddings equal the last hidden states of transformers + peft, in one batch with generation."""
 
 import asyncio
+import math
 import random
 import shutil
 from pathlib import Path
@@ -91,8 +92,11 @@ def test_a_preempted_prompt_is_embedded_all_the_same(subject: Subject, monkeypat
     assert preempted[0].request.inputs.embeds
 
 
-def test_an_embedding_that_is_not_finite_is_an_error(subject: Subject, tmp_path: Path) -> None:
+def test_an_embedding_that_is_not_finite_is_an_error(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A prompt of the base model in the same iteration is embedded."""
+    monkeypatch.setattr("caraserve.lora.peft.LARGEST_UPDATE", math.inf)
     model, adapters, oracle = subject
     huge = shutil.copytree(adapters["r8"], tmp_path / "huge")
     tensors = load_file(huge / "adapter_model.safetensors")

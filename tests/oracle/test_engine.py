@@ -1,6 +1,7 @@
 """Served tokens equal those of transformers + peft, for any batch, chunks, preemptions and evictions."""
 
 import asyncio
+import math
 import random
 import shutil
 from pathlib import Path
@@ -210,10 +211,11 @@ def test_more_adapters_than_fit_are_all_served(families: dict[str, Subject]) -> 
 
 @pytest.mark.parametrize(("module", "weight"), [("", 3e38), ("mlp.down_proj", 1e12)])
 def test_an_adapter_whose_logits_are_not_finite_fails_alone(
-    families: dict[str, Subject], tmp_path: Path, module: str, weight: float
+    families: dict[str, Subject], tmp_path: Path, module: str, weight: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other requests run in the same iterations and later reuse its KV blocks. Finite hidden states whose squares
     overflow are covered, too."""
+    monkeypatch.setattr("caraserve.lora.peft.LARGEST_UPDATE", math.inf)
     subject, rng = families["llama3"], random.Random(9)
     huge = shutil.copytree(subject.adapters["r8"], tmp_path / "huge")
     tensors = load_file(huge / "adapter_model.safetensors")

@@ -19,6 +19,7 @@ from caraserve.cpu.backend import CpuBackend
 from caraserve.errors import Unreachable
 from caraserve.loop import Engine
 from caraserve.lora.adapter import AdapterTier, Source
+from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.host_loader import Came, Done
 from caraserve.lora.peft import read_adapter
 from caraserve.model.spec import ModelSpec, load_spec
@@ -68,8 +69,8 @@ class Network:
         self._spec, self._sendings = spec, dict[str, Sending]()
 
     def read(self, source: Source, into: NDArray[np.uint8], done: Done, came: Came) -> None:
-        assert isinstance(source, Path)
-        held = read_adapter(source, self._spec, aligned_bytes(into.nbytes))
+        assert isinstance(source, AdapterFolder)
+        held = read_adapter(source.path, self._spec, aligned_bytes(into.nbytes))
         into[:] = NAN
         self._sendings[source.name] = Sending(source.name, held, into, done, came)
 

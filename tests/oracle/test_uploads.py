@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -17,12 +16,14 @@ from caraserve.cpu.backend import CpuBackend
 from caraserve.errors import AdapterRejected, Unreachable
 from caraserve.loop import Engine
 from caraserve.lora.adapter import AdapterTier
+from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.peft import TENSORS_NAME
 from caraserve.lora.peft_config import CONFIG_NAME
 from caraserve.lora.uploads import AdapterUploads, UploadClaims, UploadedAdapter
 from caraserve.model.safetensors_reader import TensorFile
 from caraserve.serve import build_engine
 from tests.cluster.nodes import until
+from tests.lora.uploads import left_in
 from tests.oracle.models import ALL_TARGETS, Kinds
 from tests.oracle.subject import Subject, make_subject
 from tests.serving import engine_config, lora_config, model_config, submit
@@ -92,7 +93,7 @@ class Server:
         await until(lambda: self.engine.catalog.find(name) is not None)
 
     def left(self) -> list[str]:
-        return sorted(os.listdir(self.root))
+        return left_in(self.root)
 
 
 @contextlib.asynccontextmanager
@@ -125,7 +126,9 @@ async def test_a_request_is_computed_as_far_as_its_adapter_has_arrived(
         assert task.result().finish.served_by == f"new@{info.digest}"
         adapter = server.engine.catalog.manager.find(info.digest)
         assert adapter is not None
-        assert (adapter.tier, adapter.names, adapter.source) == (AdapterTier.DEVICE, {"new"}, tmp_path / "new")
+        assert isinstance(adapter.source, AdapterFolder)
+        found = adapter.tier, set(adapter.names), adapter.source.path
+        assert found == (AdapterTier.DEVICE, {"new"}, tmp_path / "new")
         again = await submit(server.engine, PROMPT, "new", cache_salt="other")
         subject.oracle.check_greedy(PROMPT, "clerk", again.token_ids)
         assert server.engine.catalog.manager.counters.disk_reads == 1  # the upload itself

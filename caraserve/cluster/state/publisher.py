@@ -61,7 +61,7 @@ class Publisher:
         self._iteration_ended_s: float | None = None  # when the last iteration ended, while there is work
         self._times_ms = dict.fromkeys(("decode", "prefill"), (0.0, 0.0))  # predicted, observed; of all so far
         self._unloads = Tasks()
-        self._unloading: set[str] = set()  # names being unloaded because other instances removed them
+        self._unloading: set[str] = set()  # names to be unloaded because other instances removed them
         self._unannounced: set[str] = set()  # names loaded at the start that `announce` has not reached yet
 
     async def announce(self) -> None:
@@ -88,7 +88,9 @@ class Publisher:
         """Registers an adapter that was loaded here, or removes the name of one that was unloaded."""
         self._unannounced.discard(name)
         if info is None:
-            if name not in self._unloading:
+            if name in self._unloading:
+                self._unloading.remove(name)
+            else:
                 self._node.remove(name)
             return
         try:
@@ -227,9 +229,15 @@ class Publisher:
 
     async def _unload(self, name: str) -> None:
         self._unloading.add(name)
+
+        def is_wanted() -> bool:
+            """Whether the name is still removed, and stands for an adapter here, when its turn has come."""
+            return self._node.adapter(name) is None and self._engine.catalog.find_whole(name) is not None
+
         try:
-            await self._engine.unload_adapter(name)
-            log.info("adapter %s was removed from the cluster", name)
+            await self._engine.unload_adapter(name, is_wanted)
+            if name not in self._unloading:  # `changed` was told
+                log.info("adapter %s was removed from the cluster", name)
         except CaraServeError as error:
             log.warning("adapter %s was removed from the cluster and stays here: %s", name, error.message)
         finally:

@@ -22,7 +22,8 @@ from caraserve.cluster.transfer.peer_client import PeerClient
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.errors import CaraServeError, Forbidden, Unreachable
 from caraserve.lora.adapter import AdapterTier, UploadSource
-from caraserve.lora.catalog import AdapterReader, Catalog
+from caraserve.lora.adapter_reader import AdapterReader
+from caraserve.lora.catalog import Catalog
 from caraserve.lora.host_loader import Came, Done
 from caraserve.lora.registry import AdapterInfo
 from caraserve.model.spec import ModelSpec

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import takewhile
 from math import inf
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,7 +28,9 @@ from caraserve.cluster.transfer.upload import UploadsBusy, UploadServer
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.lora.adapter import RemoteSource, Source
-from caraserve.lora.catalog import AdapterReader, stamp
+from caraserve.lora.adapter_folder import AdapterFolder
+from caraserve.lora.adapter_reader import AdapterReader
+from caraserve.lora.folder_contents import stamp
 from caraserve.lora.host_loader import Done
 from caraserve.lora.manager import AdapterManager
 from caraserve.lora.registry import AdapterInfo
@@ -210,10 +211,10 @@ class AdapterStore:
         image = await self.stored_image(digest, into)
         done(image if image is not None else CaraServeError(f"This instance does not have {digest}."))
 
-    def on_folder_read(self, digest: str, folder: Path, before: str) -> None:
+    def on_folder_read(self, digest: str, folder: AdapterFolder, before: str) -> None:
         """For `AdapterReader`: advertises an adapter again whose folder had been found changed."""
         version = self._manager.find(digest)
-        if version is None or version.source != folder or not version.names:
+        if version is None or version.source is not folder or not version.names:
             return
         self._stamps[digest] = before
         if digest not in self._held:
@@ -342,11 +343,11 @@ class AdapterStore:
             version = self._manager.find(digest)
             if digest in self._stored:
                 await self.stored_image(digest, aligned_bytes(self._stored.file_bytes(digest)))
-            elif version is not None and isinstance(version.source, Path):
+            elif version is not None and isinstance(version.source, AdapterFolder):
                 await self._check_folder(digest, version.source, version.num_bytes)
 
-    async def _check_folder(self, digest: str, folder: Path, num_bytes: int) -> None:
-        found = await self._on_thread(self._reader.executor, stamp, folder)
+    async def _check_folder(self, digest: str, folder: AdapterFolder, num_bytes: int) -> None:
+        found = await self._on_thread(self._reader.executor, stamp, folder.path)
         if found and found == self._stamps.get(digest):
             self._checked_s[digest] = self._now()
             return

@@ -18,6 +18,8 @@ from caraserve.http.validation import Fields, shown
 from caraserve.lora.registry import AdapterInfo
 from caraserve.lora.settings import NO_DEFAULTS, AdapterSettings, RequestDefaults
 
+_LISTED = "; GET /v1/models lists those that do."
+
 
 @dataclass(frozen=True, slots=True)
 class ChosenAdapter:
@@ -64,8 +66,9 @@ def find_adapter(request: web.Request, model: str) -> ListedAdapter | None:
         if is_allowed and (found := find_named(context, adapter)) is not None:
             return found
         if is_allowed and adapter != name:
-            raise NotFound(f"{name!r} stands for the adapter {adapter!r}, which is not loaded.", param="model")
-    raise unknown_model(model)
+            reason = refusal(request, adapter)
+            raise NotFound(f"{name!r} stands for the adapter {adapter!r}, which is not loaded.{reason}", param="model")
+    raise unknown_model(model, refusal(request, name))
 
 
 def target_of(context: Context, name: str) -> str:
@@ -93,9 +96,18 @@ def find_named(context: Context, name: str) -> ListedAdapter | None:
         return None if remote is None else remote_adapter(context, remote)
 
 
-def unknown_model(name: str) -> NotFound:
-    """The error for a model that does not exist, or that the client may not use."""
-    return NotFound(f"The model {name[:200]!r} does not exist; GET /v1/models lists those that do.", param="model")
+def unknown_model(name: str, reason: str = "") -> NotFound:
+    """The error for a model that does not exist, or that the client may not use. `reason`: as of `refusal`."""
+    return NotFound(f"The model {name[:200]!r} does not exist{_LISTED}{reason}", param="model")
+
+
+def refusal(request: web.Request, name: str) -> str:
+    """A sentence with the reason why a folder of that name is not served; empty if there is none, or if the client may
+    not use the name."""
+    management = request.app[CONTEXT].management
+    if management is None or (found := management.refused.get(name)) is None or not request[CLIENT].may_use(name):
+        return ""
+    return f" Its folder in --adapters-dir is not served: {found.reason}."
 
 
 def adapter_finder(request: web.Request) -> Find:
@@ -147,9 +159,11 @@ def choose_adapter(fields: Fields, base_name: str, find: Find, client: Client) -
 def _found(field: str, name: str, find: Find) -> ChosenAdapter | None:
     try:
         return find(name)
-    except NotFound:
+    except NotFound as error:
+        reason = error.message.partition(_LISTED)[2]
         raise NotFound(
-            f"{field} must name an adapter that is loaded, and {shown(name)} is none; GET /v1/models lists them.",
+            f"{field} must name an adapter that is loaded, and {shown(name)} is none; GET /v1/models lists "
+            f"them.{reason}",
             param=field,
         ) from None
 

@@ -7,7 +7,7 @@ from aiohttp import web
 from caraserve.errors import InvalidRequest, VersionDiffers
 
 SERVED_BY_HEADER = "x-caraserve-adapter"
-_REQUIRED_HEADER = "If-Match"
+_REQUIRED_HEADER, _REFUSED_HEADER = "If-Match", "If-None-Match"
 _TAGS = re.compile(r'\s*"[0-9a-f]{64}"\s*(,\s*"[0-9a-f]{64}"\s*){0,15}')
 
 
@@ -19,16 +19,38 @@ def entity_tag(digest: str) -> str:
 def check_version(request: web.Request, served_by: str) -> None:
     """Raises VersionDiffers if If-Match names other versions than the one that answers, or InvalidRequest if it is
     malformed. `served_by`: `adapter@digest`, or the base model's name."""
-    required = request.headers.get(_REQUIRED_HEADER)
-    if required is None or required.strip() == "*":
+    required = _tags(request, _REQUIRED_HEADER)
+    if required in ("", "*"):
         return
-    if not _TAGS.fullmatch(required):
-        raise InvalidRequest(
-            f"{_REQUIRED_HEADER} must be 64 hexadecimal digits in double quotes, or several such with commas between "
-            "them; GET /v1/adapters/NAME gives an adapter's as ETag.",
-            param=_REQUIRED_HEADER,
-        )
     name, _, digest = served_by.partition("@")
     if not digest or entity_tag(digest) not in required:
         what = f"the version {digest}" if digest else "the base model, which has no version"
         raise VersionDiffers(f"{name} is {what}, not the one that {_REQUIRED_HEADER} requires.", param=_REQUIRED_HEADER)
+
+
+def check_change(request: web.Request, name: str, digest: str | None) -> None:
+    """Raises VersionDiffers unless a request may change what a name stands for, by its If-Match and If-None-Match.
+    `digest`: of the version that the name stands for now, None for none. Raises InvalidRequest for malformed ones."""
+    is_now = "no adapter" if digest is None else f"the version {digest}"
+    required, refused = _tags(request, _REQUIRED_HEADER), _tags(request, _REFUSED_HEADER)
+    if required and (digest is None or (required != "*" and entity_tag(digest) not in required)):
+        raise VersionDiffers(
+            f"{name} is {is_now}, which {_REQUIRED_HEADER} excludes; nothing was changed.", param=_REQUIRED_HEADER
+        )
+    if refused and digest is not None and (refused == "*" or entity_tag(digest) in refused):
+        raise VersionDiffers(
+            f"{name} is {is_now}, which {_REFUSED_HEADER} excludes; nothing was changed.", param=_REFUSED_HEADER
+        )
+
+
+def _tags(request: web.Request, header: str) -> str:
+    """The digests in a header, each in double quotes; `*` for any, empty without the header. Raises InvalidRequest."""
+    if (tags := request.headers.get(header)) is None:
+        return ""
+    if tags.strip() != "*" and not _TAGS.fullmatch(tags):
+        raise InvalidRequest(
+            f"{header} must be 64 hexadecimal digits in double quotes, or several such with commas between them; "
+            "GET /v1/adapters/NAME gives an adapter's as ETag.",
+            param=header,
+        )
+    return tags.strip()

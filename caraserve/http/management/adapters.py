@@ -5,7 +5,7 @@ import base64
 import binascii
 import logging
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -13,20 +13,28 @@ import orjson
 from aiohttp import web
 
 from caraserve.config import PINS
-from caraserve.errors import AdapterRejected, Forbidden, InvalidRequest, NotFound
+from caraserve.errors import AdapterAliased, AdapterBusy, Forbidden, InvalidRequest, NotFound
 from caraserve.http import body_fields
-from caraserve.http.access.adapter_choice import ListedAdapter, find_named, refuse_alias, remote_adapter, settings_of
-from caraserve.http.access.adapter_version import entity_tag
+from caraserve.http.access.adapter_choice import (
+    ListedAdapter,
+    find_named,
+    refusal,
+    refuse_alias,
+    remote_adapter,
+    settings_of,
+)
+from caraserve.http.access.adapter_version import check_change, entity_tag
+from caraserve.http.access.client import Client
 from caraserve.http.adapter_defaults import parse_defaults
 from caraserve.http.apis.chat_format import check_template
-from caraserve.http.context import CLIENT, CONTEXT, Context
+from caraserve.http.context import CLIENT, CONTEXT, Context, HttpTimings
 from caraserve.http.management.admin import updatable
 from caraserve.http.management.status import sorted_by_name
 from caraserve.http.request_schema import ADAPTER_SETTINGS, check_fields
 from caraserve.http.responses import json_response, note_ignored, read_object
 from caraserve.http.validation import Fields, shown
 from caraserve.lora.adapter import Adapter, AdapterTier, RemoteSource, UploadSource
-from caraserve.lora.management import AdapterManagement
+from caraserve.lora.management import AdapterManagement, DeletedAdapter
 from caraserve.lora.uploads import UploadClaims
 from caraserve.util.tasks import in_turns
 
@@ -36,6 +44,8 @@ _SHA256_HEADER = "x-content-sha256"
 _DIGEST_HEADER = "Content-Digest"  # RFC 9530
 _HEX = re.compile(r"[0-9a-fA-F]{64}")
 _NO_PIN = "no"
+_LEAST_BYTES_PER_S = 1000.0  # of an upload, on average, once `upload_grace_s` has passed
+_RETRY_S = 1.0
 _UPLOAD_TIER = "upload"
 _TIERS = {
     AdapterTier.DEVICE: "device",
@@ -47,7 +57,7 @@ _TIERS = {
 
 async def list_adapters(request: web.Request) -> web.Response:
     """GET /v1/adapters: the adapters that the client may use, first this instance's, then those that only others have,
-    by name."""
+    by name; then the folders that this instance does not serve, and why."""
     context, client = request.app[CONTEXT], request[CLIENT]
     cards, local_names = [], set()
     async for adapter in in_turns(context.engine.adapters()):
@@ -59,8 +69,17 @@ async def list_adapters(request: web.Request) -> web.Response:
             names = {one.name for one in some if client.may_use(one.name)} - local_names
             remote = [remote_adapter(context, one) for one in some if one.name in names]
             cards += [orjson.dumps(_card(context, one)) for one in remote]
-    body = b'{"object":"list","data":[%b]}' % b",".join(cards)
+    refused = b",".join([orjson.dumps(one) for one in _refused(request)])
+    body = b'{"object":"list","data":[%b],"refused":[%b]}' % (b",".join(cards), refused)
     return web.Response(body=body, content_type="application/json")
+
+
+def _refused(request: web.Request) -> Iterator[dict[str, Any]]:
+    """The folders of this instance that are not served, by the names that the client may use."""
+    management, client = request.app[CONTEXT].management, request[CLIENT]
+    for one in [] if management is None else management.refused.all():
+        if client.may_use(one.name):
+            yield {"name": one.name, "object": "refused_adapter", "reason": one.reason, "since": int(one.since_s)}
 
 
 async def show_adapter(request: web.Request) -> web.Response:
@@ -74,7 +93,14 @@ def _named(request: web.Request) -> ListedAdapter:
     context, name = request.app[CONTEXT], request.match_info["name"]
     if request[CLIENT].may_use(name) and (found := find_named(context, name)) is not None:
         return found
-    raise NotFound(f"There is no adapter {name[:200]!r}; GET /v1/adapters lists them.", param="name")
+    raise _unknown(request)
+
+
+def _unknown(request: web.Request) -> NotFound:
+    """The error for a name in the URL that stands for no adapter."""
+    name = request.match_info["name"]
+    reason = refusal(request, name)
+    return NotFound(f"There is no adapter {name[:200]!r}; GET /v1/adapters lists them.{reason}", param="name")
 
 
 def tier_of(adapter: Adapter | None) -> str:
@@ -114,13 +140,61 @@ async def put_adapter(request: web.Request) -> web.Response:
     name = request.match_info["name"]
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise web.HTTPUnsupportedMediaType(text="Content-Encoding is not taken; send the body as it is.")
-    refuse_alias(context, name)
-    _refuse_uploading(context, name)
-    claims = UploadClaims(request.content_length, request.query.get("config"), tuple(_checksums(request)))
-    stored = await management.uploads.put(name, _pieces(request, context.timings.body_s), claims)
+    config, checksums = request.query.get("config"), tuple(_checksums(request))
+    claims = UploadClaims(request.content_length, config, checksums, request[CLIENT].name)
+    check = _Replacement(request, context, management, name).check
+    stored = await management.uploads.put(name, _pieces(request, context.timings), claims, check)
     log.info("adapter %s uploaded: %s", name, stored.info.digest)
     headers = {"ETag": entity_tag(stored.info.digest)}
     return json_response(_full_card(context, stored.info), status=201 if stored.is_new else 200, headers=headers)
+
+
+class _Replacement:
+    """What must hold for an upload to replace what a name stands for, when it begins and when it is to be stored."""
+
+    def __init__(self, request: web.Request, context: Context, management: AdapterManagement, name: str) -> None:
+        self._request, self._context, self._aliases, self._name = request, context, management.aliases, name
+        self._is_forced = _is_forced(request)
+        self._at_first: list[str] = []  # aliases that stood for the name when the upload began
+
+    def check(self, digest: str | None) -> None:
+        """As `CheckUpload`. Raises AdapterRejected, AdapterBusy, VersionDiffers or AdapterAliased."""
+        refuse_alias(self._context, self._name)
+        _refuse_uploading(self._context, self._name)
+        version, aliases = _version(self._context, self._name), self._aliases.of(self._name)
+        check_change(self._request, self._name, version)
+        if digest is None:
+            self._at_first = aliases
+        if version is None:  # an alias of an adapter that is still arriving is none of a former one
+            aliases = [alias for alias in aliases if alias in self._at_first]
+        elif digest is None or digest == version:  # nothing may change
+            return
+        if aliases and not self._is_forced:
+            raise _aliased(self._name, aliases, "they then stand for the new version")
+
+
+def _aliased(name: str, aliases: list[str], forced: str) -> AdapterAliased:
+    names = ", ".join(map(repr, aliases[:5])) + (" and others" if len(aliases) > 5 else "")
+    who = f"The alias {names} stands" if len(aliases) == 1 else f"The aliases {names} stand"
+    return AdapterAliased(
+        f"{who} for {name!r}; nothing was changed. Point aliases at another adapter first, or send ?force=true: "
+        f"{forced}.",
+        param="force",
+    )
+
+
+def _is_forced(request: web.Request) -> bool:
+    """Whether aliases are of no concern. Raises InvalidRequest."""
+    force = request.query.get("force", "false")
+    if force not in ("true", "false"):
+        raise InvalidRequest(f"force must be true or false, not {shown(force)}.", param="force")
+    return force == "true"
+
+
+def _version(context: Context, name: str) -> str | None:
+    """The digest that a name stands for, here or in the cluster; None if it stands for no adapter that is complete."""
+    found = context.engine.catalog.find_whole(name) or (context.cluster and context.cluster.adapter(name))
+    return found.digest if found else None
 
 
 async def patch_adapter(request: web.Request) -> web.Response:
@@ -141,10 +215,17 @@ async def patch_adapter(request: web.Request) -> web.Response:
     if pinned is not None:
         changes["pinned"] = None if pinned == _NO_PIN else pinned
     note_ignored(request, fields)
-    adapter = _named(request)
-    if changes or given_defaults:
-        await context.complete(management.settings.change(adapter.name, changes, given_defaults))
-    return json_response(_full_card(context, adapter))
+
+    async def change() -> ListedAdapter:
+        name = request.match_info["name"]
+        async with context.engine.catalog.changing(name):
+            adapter = _named(request)
+            check_change(request, name, _version(context, name))
+            if changes or given_defaults:
+                await management.settings.change(name, changes, given_defaults)
+            return adapter
+
+    return json_response(_full_card(context, await context.complete(change())))
 
 
 def _labels(fields: Fields) -> dict[str, str] | None:
@@ -168,45 +249,56 @@ def _labels(fields: Fields) -> dict[str, str] | None:
     return labels
 
 
-async def _delete(context: Context, management: AdapterManagement, name: str) -> None:
-    await management.uploads.delete(name)
-    await _remove_settings(context, management, name)
+async def delete_adapter(request: web.Request) -> web.Response:
+    """DELETE /v1/adapters/NAME: responds when no running request uses the adapter any more."""
+    context, management = _managed(request)
+    name, is_forced = request.match_info["name"], _is_forced(request)
+
+    def check() -> None:
+        _refuse_uploading(context, name)
+        if find_named(context, name) is None:
+            raise _unknown(request)
+        check_change(request, name, _version(context, name))
+        if not is_forced and (aliases := management.aliases.of(name)):
+            raise _aliased(name, aliases, "they are deleted too")
+
+    deleted = await context.complete(_delete(context, request[CLIENT], management, name, check))
+    log.info("adapter %r deleted", name)
+    return json_response(
+        {
+            "name": name,
+            "object": "adapter",
+            "deleted": True,
+            "files_kept": deleted.keeps_files,
+            "aliases_deleted": deleted.aliases,
+        }
+    )
 
 
-async def _remove_settings(context: Context, management: AdapterManagement, name: str) -> None:
-    """Removes the settings of a deleted adapter, unless another instance has given its name to another one meanwhile:
-    requests of the deleted one may have run for long."""
+async def _delete(
+    context: Context, client: Client, management: AdapterManagement, name: str, check: Callable[[], None]
+) -> DeletedAdapter:
+    def remove_elsewhere() -> bool:
+        if context.cluster is None or context.cluster.adapter(name) is None or not client.may_use(name):
+            return False
+        context.cluster.remove(name)
+        return True
 
     def is_deleted() -> bool:
         return find_named(context, name) is None
 
-    if is_deleted():
-        await management.settings.remove(name)
-        if context.cluster is not None:
-            management.settings.remove_later(name, is_deleted)
-
-
-async def delete_adapter(request: web.Request) -> web.Response:
-    """DELETE /v1/adapters/NAME: responds when no running request uses the adapter any more."""
-    context, management = _managed(request)
-    name = request.match_info["name"]
-    _refuse_uploading(context, name)
-    try:
-        await context.complete(_delete(context, management, name))
-    except NotFound:
-        _named(request)
-        assert context.cluster is not None
-        context.cluster.remove(name)
-        await context.complete(_remove_settings(context, management, name))
-    log.info("adapter %r deleted", name)
-    return json_response({"name": name, "object": "adapter", "deleted": True})
+    deleted = await management.delete(name, check, remove_elsewhere, is_deleted)
+    if context.cluster is not None:
+        management.settings.remove_later(name, is_deleted)
+    return deleted
 
 
 def _refuse_uploading(context: Context, name: str) -> None:
-    """Raises AdapterRejected for an adapter that is being uploaded to another instance."""
+    """Raises AdapterBusy for an adapter that is being uploaded to another instance."""
     if context.cluster is not None and (instances := context.cluster.uploads(name)):
-        raise AdapterRejected(
-            f"the adapter {name!r} is being uploaded to the instance {min(instances)!r}; try again", param="name"
+        raise AdapterBusy(
+            f"the adapter {name!r} is being uploaded to the instance {min(instances)!r}; try again",
+            retry_after_s=_RETRY_S,
         )
 
 
@@ -218,17 +310,27 @@ def _managed(request: web.Request) -> tuple[Context, AdapterManagement]:
     return context, context.management
 
 
-async def _pieces(request: web.Request, patience_s: float) -> AsyncIterator[bytes]:
-    """The body as it arrives. Raises HTTPRequestTimeout after `patience_s` without a byte, or InvalidRequest."""
+async def _pieces(request: web.Request, timings: HttpTimings) -> AsyncIterator[bytes]:
+    """The body as it arrives. Raises HTTPRequestTimeout after `body_s` without a byte, or when fewer bytes have arrived
+    after `upload_grace_s` than at the least rate, or InvalidRequest."""
+    clock, num_bytes = asyncio.get_running_loop().time, 0
+    slow_s = clock() + timings.upload_grace_s
     try:
         while True:
-            async with asyncio.timeout(patience_s):
+            waited_s = min(timings.body_s, slow_s + num_bytes / _LEAST_BYTES_PER_S - clock())
+            async with asyncio.timeout(waited_s):
                 piece = await request.content.readany()
             if not piece:
                 return
+            num_bytes += len(piece)
             yield piece
     except TimeoutError:
-        raise web.HTTPRequestTimeout(text=f"No byte of the body arrived for {patience_s:g} s.") from None
+        if waited_s == timings.body_s:
+            raise web.HTTPRequestTimeout(text=f"No byte of the body arrived for {timings.body_s:g} s.") from None
+        raise web.HTTPRequestTimeout(
+            text=f"Only {num_bytes} bytes of the body arrived: after {timings.upload_grace_s:g} s, at least "
+            f"{_LEAST_BYTES_PER_S:.0f} bytes/s are needed."
+        ) from None
     except web.RequestPayloadError as error:
         raise InvalidRequest(f"The body could not be read: {error}.") from None
 

@@ -40,7 +40,8 @@ async def show_model(request: web.Request) -> web.Response:
     if adapter is None:
         return json_response(base_card(context, name))
     is_alias = target_of(context, name) != name
-    return json_response(adapter_card(context, adapter) | ({"id": name} if is_alias else {}))
+    card = adapter_card(context, adapter, shows_path=request[CLIENT].is_admin)
+    return json_response(card | ({"id": name} if is_alias else {}))
 
 
 async def load_lora_adapter(request: web.Request) -> web.Response:
@@ -56,8 +57,11 @@ async def load_lora_adapter(request: web.Request) -> web.Response:
             "letter or digit, and not the base model's name.",
             param="lora_name",
         )
-    refuse_alias(context, name)
-    await context.complete(context.engine.load_adapter(name, path, inplace=inplace))
+
+    def check() -> None:
+        refuse_alias(context, name)
+
+    await context.complete(context.engine.load_adapter(name, path, inplace=inplace, check=check))
     log.info("adapter %s loaded from %r", name, path)
     return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 

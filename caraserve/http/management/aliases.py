@@ -1,6 +1,7 @@
 """Serves /v1/aliases: names that stand for an adapter and are switched, and rolled back, in one step."""
 
 import logging
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from typing import Any
 
@@ -52,25 +53,37 @@ async def put_alias(request: web.Request) -> web.Response:
             "model's name.",
             param="name",
         )
-    if find_named(context, name) is not None or context.engine.catalog.is_changing(name):  # it may be arriving
-        raise AdapterRejected(f"{name!r} is an adapter; an alias needs a name of its own.", param="name")
-    _target(context, adapter)
-    aliases = _aliases(context)
-    is_new = aliases.find(name) is None
-    alias = await context.complete(aliases.point(name, adapter))
+    is_new, alias = await context.complete(_point(context, name, adapter))
     log.info("alias %s stands for %s", name, adapter)
     return json_response(_card(alias), status=201 if is_new else 200)
+
+
+async def _point(context: Context, name: str, adapter: str) -> tuple[bool, Alias]:
+    """Points an alias at an adapter, while neither name is changed otherwise. Returns whether it is new."""
+    aliases = _aliases(context)
+    async with AsyncExitStack() as stack:
+        for one in sorted({name, adapter}):  # in one order, so that two changes do not wait for each other
+            await stack.enter_async_context(context.engine.catalog.changing(one))
+        if find_named(context, name) is not None:
+            raise AdapterRejected(f"{name!r} is an adapter; an alias needs a name of its own.", param="name")
+        _target(context, adapter)
+        return aliases.find(name) is None, await aliases.point(name, adapter)
 
 
 async def roll_back_alias(request: web.Request) -> web.Response:
     """POST /v1/aliases/NAME/rollback: points NAME at the adapter that it stood for before."""
     context, name = updatable(request), request.match_info["name"]
-    aliases = _aliases(context)
-    if (previous := aliases.get(name).previous) is not None:
-        _target(context, previous)
-    alias = await context.complete(aliases.roll_back(name))
+    alias = await context.complete(_roll_back(context, name))
     log.info("alias %s stands for %s again", name, alias.adapter)
     return json_response(_card(alias))
+
+
+async def _roll_back(context: Context, name: str) -> Alias:
+    aliases = _aliases(context)
+    async with context.engine.catalog.changing(aliases.get(name).previous or name):
+        if (previous := aliases.get(name).previous) is not None:
+            _target(context, previous)
+        return await aliases.roll_back(name)
 
 
 async def delete_alias(request: web.Request) -> web.Response:

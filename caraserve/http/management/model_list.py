@@ -71,9 +71,21 @@ _Source = AdapterInfo | RegisteredAdapter
 
 
 class ModelList:
-    """The cards of all models, and the newest lists by what a client may use."""
+    """The cards of all models: for admins with the paths of adapters' folders, for others without."""
 
     def __init__(self) -> None:
+        self._lists = {shows_paths: _CardList(shows_paths) for shows_paths in (False, True)}
+
+    async def body(self, context: Context, client: Client) -> bytes:
+        """Returns the response's body."""
+        return await self._lists[client.is_admin].body(context, client)
+
+
+class _CardList:
+    """The cards of all models, and the newest lists by what a client may use."""
+
+    def __init__(self, shows_paths: bool) -> None:
+        self._shows_paths = shows_paths
         self._adapters: list[AdapterInfo] = []
         self._versions = 0, 0  # of the cluster's registry, and of the aliases
         self._encoded: dict[str, tuple[_Source, bytes]] = {}  # cards by name, each with what it was made of
@@ -122,7 +134,7 @@ class ModelList:
                 known = self._encoded.get(one.name)
                 if known is None or not (known[0] is one or known[0] == one):
                     listed = remote_adapter(context, one) if isinstance(one, RegisteredAdapter) else one
-                    known = one, orjson.dumps(adapter_card(context, listed))
+                    known = one, orjson.dumps(adapter_card(context, listed, shows_path=self._shows_paths))
                 encoded[one.name], places[one.name] = known, [len(cards)]
                 cards.append(known[1])
         self._encoded = encoded
@@ -130,7 +142,8 @@ class ModelList:
             if (target := find_named(context, target_of(context, alias.name))) is not None:
                 for name in (alias.name, target.name):
                     places.setdefault(name, []).append(len(cards))
-                cards.append(orjson.dumps(adapter_card(context, target) | {"id": alias.name}))
+                card = adapter_card(context, target, shows_path=self._shows_paths)
+                cards.append(orjson.dumps(card | {"id": alias.name}))
         base = [orjson.dumps(base_card(context, name)) for name in context.engine.base_names]
         return _Cards(base, cards, await _sorted(places), places)
 
@@ -170,11 +183,12 @@ def base_card(context: Context, name: str) -> dict[str, Any]:
     }
 
 
-def adapter_card(context: Context, adapter: ListedAdapter) -> dict[str, Any]:
-    """vLLM's model card with an adapter's rank; `root` is where the weights are from, `parent` its base model."""
+def adapter_card(context: Context, adapter: ListedAdapter, *, shows_path: bool) -> dict[str, Any]:
+    """vLLM's model card with an adapter's rank; `root` is where the weights are from, or the adapter's name for a
+    client that does not learn paths of this machine; `parent` is its base model."""
     return base_card(context, adapter.name) | {
         "created": int(adapter.created_s),
-        "root": adapter.path,
+        "root": adapter.path if shows_path else adapter.name,
         "parent": context.engine.base_name,
         "rank": adapter.rank,
     }

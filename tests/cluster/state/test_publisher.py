@@ -124,7 +124,7 @@ async def test_a_folder_that_is_only_present_does_not_restore_a_removed_name(tmp
 async def test_an_unexpected_error_of_an_unload_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def broken(name: str) -> None:
+    async def broken(name: str, is_wanted: object) -> None:
         raise ZeroDivisionError(name)
 
     async with published(tmp_path) as (engine, publisher, _):

@@ -126,7 +126,7 @@ async def test_a_folder_that_cannot_be_read_for_a_moment_is_still_held(
         a = await fleet.start("a")
         digest = await fleet.load(a, "poet", 1)
         with monkeypatch.context() as patch:
-            patch.setattr("caraserve.lora.catalog.read_adapter", _no_disk)
+            patch.setattr("caraserve.lora.adapter_reader.read_adapter", _no_disk)
             await _lends_nothing(a, digest)
         await until(lambda: not a.pool.store._tasks)  # its files have been looked at
         assert set(a.node.holders(digest)) == {"a"}
@@ -279,6 +279,36 @@ async def test_a_name_registered_again_while_its_last_request_runs_is_kept(tmp_p
         b.manager.unpin(running)
         await until(lambda: a.knows("poet") and b.knows("poet"))
         assert a.node.adapter("poet") == b.node.adapter("poet") == meaning
+
+
+async def test_a_name_is_unloaded_again_while_the_requests_of_its_former_adapter_run(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        await fleet.load(a, "poet", 1)
+        running = a.catalog.pin("poet")
+        b.node.remove("poet")
+        await until(lambda: not a.knows("poet"))
+        await fleet.load(a, "poet", 2)  # not held up by the requests of the first
+        b.node.remove("poet")
+        await until(lambda: not a.knows("poet"))
+        a.manager.unpin(running)
+        await until(lambda: not len(a.publisher._unloads))
+        assert not a.knows("poet")
+
+
+async def test_a_name_that_is_loaded_here_after_another_instance_removed_it_stays(tmp_path: Path) -> None:
+    """Its removal waits for the load, which is later than the removal."""
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        await fleet.load(a, "poet", 1)
+        async with a.catalog.changing("poet"):
+            b.node.remove("poet")
+            await until(lambda: a.node.adapter("poet") is None and len(a.publisher._unloads) == 1)
+            info = a.catalog.get("poet")
+            a.publisher.changed("poet", info)
+        await until(lambda: not len(a.publisher._unloads))
+        assert a.catalog.get("poet") is info
+        await until(lambda: b.knows("poet"))
 
 
 async def test_an_instance_is_not_among_its_own_holders(tmp_path: Path) -> None:

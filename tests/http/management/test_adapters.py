@@ -43,7 +43,7 @@ async def test_an_uploaded_adapter_is_shown_listed_and_deleted(tmp_path: Path, b
         }
         assert made.json == card | dict.fromkeys(("chat_template", "stop", "sampling"))
         assert (await client.get("/v1/adapters/sql-v7")).json == made.json
-        assert (await client.get("/v1/adapters")).json == {"object": "list", "data": [card]}
+        assert (await client.get("/v1/adapters")).json == {"object": "list", "data": [card], "refused": []}
         assert (await client.request("PUT", "/v1/adapters/sql-v7", data=body)).status == 200
         assert (await client.request("DELETE", "/v1/adapters/sql-v7")).json["deleted"] is True
         assert receiver.left() == []

@@ -1,12 +1,15 @@
 """Aliases over HTTP: pointed at an adapter, switched, rolled back, listed, kept over restarts."""
 
+import asyncio
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from caraserve.lora.registry import Registry, Setting
+from tests.cluster.nodes import until
 from tests.http.managed import serving
 from tests.http.serving import Client
 from tests.lora.folders import write_adapter
@@ -108,8 +111,13 @@ async def test_no_adapter_takes_the_name_of_an_alias(tmp_path: Path) -> None:
 async def test_no_alias_takes_the_name_of_an_adapter_that_is_arriving(tmp_path: Path) -> None:
     async with serving(tmp_path / "root") as (client, receiver):
         await add(receiver, "a")
-        with receiver.catalog.changing("prod"):
-            assert await point(client, "prod", "a") == 400
+        async with receiver.catalog.changing("prod"):
+            pointing = asyncio.create_task(point(client, "prod", "a"))
+            await until(lambda: receiver.catalog._locks._users["prod"] == 2)
+            info = replace(receiver.catalog.get("a"), name="prod")
+            await receiver.catalog._register(info, receiver.catalog.folders.at(Path(info.path)))
+        assert await pointing == 400
+        await receiver.catalog.unload("prod")
         assert await point(client, "prod", "a") == 201
 
 

@@ -37,9 +37,9 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     card = model_list.adapter_card
 
-    def note(context: Any, adapter: Any) -> dict[str, Any]:
+    def note(context: Any, adapter: Any, *, shows_path: bool) -> dict[str, Any]:
         names.append(adapter.name)
-        return card(context, adapter)
+        return card(context, adapter, shows_path=shows_path)
 
     monkeypatch.setattr(model_list, "adapter_card", note)
     return names

@@ -1,0 +1,92 @@
+"""Reads adapters from where they are: a folder, an upload under way, other instances."""
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.core.lora_layout import HostAdapter
+from caraserve.errors import AdapterRejected, CaraServeError
+from caraserve.lora.adapter import RemoteSource, Source, UploadSource
+from caraserve.lora.adapter_folder import AdapterFolder
+from caraserve.lora.folder_contents import stamp
+from caraserve.lora.host_loader import Came, Done
+from caraserve.lora.peft import read_adapter
+from caraserve.model.spec import ModelSpec
+
+log = logging.getLogger(__name__)
+
+_READERS = 2  # threads that read and check adapters: two keep a disk busy, and leave the compute threads alone
+
+
+class AdapterReader:
+    """Reads adapter folders on threads of its own, and calls back on the event loop."""
+
+    def __init__(self, spec: ModelSpec, on_loop: Callable[[Callable[[], None]], None]) -> None:
+        self._download: Callable[[str, NDArray[np.uint8], Done, Came], None] | None = None
+        self._on_read: Callable[[str, AdapterFolder, str], None] = lambda digest, folder, stamp: None
+        self._spec, self._on_loop = spec, on_loop
+        self.executor = ThreadPoolExecutor(_READERS, "caraserve-read")
+        # The last error of each unusable folder: each is logged once.
+        self._refusals: WeakKeyDictionary[AdapterFolder, str] = WeakKeyDictionary()
+
+    def connect(
+        self,
+        download: Callable[[str, NDArray[np.uint8], Done, Came], None],
+        on_read: Callable[[str, AdapterFolder, str], None],
+    ) -> None:
+        """Connects the reader to a cluster. `download` downloads the adapter of a digest that no local folder has.
+        `on_read` is called for each folder read, with its digest, the folder, and the folder's stamp before the
+        read."""
+        self._download, self._on_read = download, on_read
+
+    def read(
+        self, source: Source, into: NDArray[np.uint8], done: Done, came: Came = lambda image, layers: None
+    ) -> None:
+        """Reads and checks a whole adapter into `into`. Calls `done` on the event loop with the image or the error and,
+        during a download, `came` with the layers that have arrived so far."""
+        if isinstance(source, UploadSource):
+            source.read(into, done, came)
+            return
+        if isinstance(source, RemoteSource):
+            assert self._download is not None, "only a cluster has adapters without a folder"
+            self._download(source.digest, into, done, came)
+            return
+        folder = source
+        folder.add_user()
+
+        def work() -> None:
+            result: HostAdapter | CaraServeError
+            before = ""
+            try:
+                with folder.opened() as path:
+                    before = stamp(path)
+                    result = read_adapter(path, self._spec, into)
+            except CaraServeError as error:
+                result = error
+            except OSError as error:
+                result = AdapterRejected(f"the adapter's folder cannot be read: {error.strerror}")
+            self._on_loop(lambda: deliver(result, before))
+
+        def deliver(result: HostAdapter | CaraServeError, before: str) -> None:
+            folder.remove_user()
+            if isinstance(result, CaraServeError) and self._refusals.get(folder) != result.message:
+                self._refusals[folder] = result.message
+                log.warning("adapter folder %r cannot be used: %s", str(folder.path), result.message)
+            done(result)
+            if isinstance(result, HostAdapter):
+                self._refusals.pop(folder, None)
+                self._on_read(result.spec.digest, folder, before)
+
+        self.executor.submit(work)
+
+    def refuse(self, error: CaraServeError, done: Done) -> None:
+        """Calls `done` with an error, as `read` does: not before it has returned."""
+        self._on_loop(lambda: done(error))
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self.executor.shutdown(wait=True, cancel_futures=True)

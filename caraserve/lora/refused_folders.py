@@ -1,0 +1,53 @@
+"""Which folders of --adapters-dir are not served, and why: for the clients that ask for them, beside the log."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_MOST_REFUSED = 1000
+_MOST_CHARACTERS = 500  # of a reason
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A folder that is not served, by its name, which would be its adapter's."""
+
+    name: str
+    reason: str
+    since_s: float  # unix time
+
+
+class RefusedFolders:
+    """The newest refusals by name. Runs on the event loop."""
+
+    def __init__(self, roots: Sequence[Path] = (), now: Callable[[], float] = time.time) -> None:
+        """`roots`: folders whose paths no client learns."""
+        self._roots, self._now = tuple(map(str, roots)), now
+        self._refusals: dict[str, Refusal] = {}  # the oldest first
+
+    def note(self, name: str, reason: str) -> bool:
+        """Records why a folder is not served. Returns False if that is known already."""
+        for root in self._roots:
+            reason = reason.replace(root, "--adapters-dir")
+        reason = reason[:_MOST_CHARACTERS]
+        old = self._refusals.get(name)
+        if old is not None and old.reason == reason:
+            return False
+        self._refusals.pop(name, None)
+        self._refusals[name] = Refusal(name, reason, self._now())
+        if len(self._refusals) > _MOST_REFUSED:
+            del self._refusals[next(iter(self._refusals))]
+        return True
+
+    def forget(self, name: str) -> None:
+        """Removes a name's refusal: its adapter is served, or its folder is gone."""
+        self._refusals.pop(name, None)
+
+    def get(self, name: str) -> Refusal | None:
+        """Returns a name's refusal, or None."""
+        return self._refusals.get(name)
+
+    def all(self) -> list[Refusal]:
+        """Returns all refusals by name."""
+        return sorted(self._refusals.values(), key=lambda refusal: refusal.name)

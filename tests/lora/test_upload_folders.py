@@ -1,0 +1,68 @@
+"""The disk of uploads: when it is full, and what a server that was killed has left on it."""
+
+import errno
+import os
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from caraserve.errors import StorageFull
+from caraserve.lora.adapter_folder import AdapterFolder
+from caraserve.lora.peft import inspect_adapter
+from caraserve.lora.registry import AdapterInfo
+from caraserve.lora.upload_body import UploadBody
+from tests.lora.folders import SPEC, write_adapter
+from tests.lora.uploads import receiving, tar_of
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_adapter(tmp_path / "made")
+
+
+def _no_room(*arguments: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("full", ["files", "registry"])
+async def test_a_full_disk_is_said_to_be_full(
+    tmp_path: Path, folder: Path, full: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with receiving(tmp_path / "root") as receiver:
+        if full == "files":
+            monkeypatch.setattr(UploadBody, "write", _no_room)
+        else:
+            receiver.registry._connection.execute("PRAGMA max_page_count = 1")  # no more than it has
+            row = AdapterInfo("old", "0" * 64, "/", 4, ("q_proj",), 1, 0.0)
+            with suppress(StorageFull):
+                for number in range(1000):
+                    receiver.registry.put(replace(row, name=f"old-{number}"))
+        with pytest.raises(StorageFull) as refusal:
+            await receiver.put("new", tar_of(folder))
+        assert refusal.value.status == 507
+        assert receiver.left() == []
+        assert receiver.catalog.find("new") is None
+
+
+async def test_what_a_killed_server_left_is_removed_at_the_start(tmp_path: Path, folder: Path) -> None:
+    """Not that of another server with the same root that runs, nor what another machine may use."""
+    async with receiving(tmp_path / "root") as other:
+        await other.put("new", tar_of(folder))
+        pinned = other.catalog.pin("new")
+        await other.put("new", tar_of(write_adapter(tmp_path / "other", {"lora_alpha": 9})))
+        (running,) = [path for path in other.root.iterdir() if path.name[0] == "."]
+        write_adapter(running.with_name(running.name[:-8] + "killed") / "half")
+        for name, age_s in ((".caraserve-upload-old", 4000), (".caraserve-upload-new", 0)):
+            write_adapter(other.root / name)
+            os.utime(other.root / name, (time.time() - age_s,) * 2)
+        gone = other.root / ".caraserve-upload-gone"
+        gone.symlink_to("nothing")  # as if another server had removed it after it was listed
+        async with receiving(other.root):
+            left = {path.name for path in other.root.iterdir()}
+            assert left == {gone.name, ".caraserve-upload-new", running.name, "new"}
+            assert isinstance(pinned.source, AdapterFolder)
+            assert inspect_adapter(pinned.source.path, SPEC).digest == pinned.digest
+    assert not running.exists(), "a server that ends leaves nothing"
