@@ -161,13 +161,13 @@ class Catalog:
         self.get(name)
         return self.manager.pin(name)
 
-    async def load(self, name: str, path: str, *, inplace: bool) -> AdapterInfo:
-        """Registers the adapter at `path`. Succeeds without effect if the name has the same contents already. Raises
-        AdapterRejected, Forbidden or NotFound."""
+    async def load(self, name: str, path: str, *, inplace: bool, was_served: bool = False) -> AdapterInfo:
+        """Registers the adapter at `path`. Succeeds without effect if the name has the same contents already.
+        `was_served`: it may be anywhere, as it was loaded before. Raises AdapterRejected, Forbidden or NotFound."""
         self._refuse_if_all_stay()
         self._check_name(name)
         with self.changing(name):
-            info = await self._on_thread(self._inspect, name, path, self.rules.roots)
+            info = await self._on_thread(self._inspect, name, path, _ANYWHERE if was_served else self.rules.roots)
             old = self._infos.get(name)
             is_same = old is not None and old.digest == info.digest
             if old is not None and is_same and old.targets:
