@@ -51,6 +51,8 @@ _SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
 # its own adapters' names (`cluster/state/persistence.py`).
 TOMBSTONE_S = 30 * 86_400.0
 MAX_SETTING = 120_000  # characters of an alias's or adapter's settings, packed: they fit into a frame between instances
+# Kinds of settings, and the most characters of one as JSON: two names; labels, and a chat template of 64 KiB.
+SETTING_KINDS = {"alias": 1 << 10, "adapter": 192 << 10}
 DIGEST = re.compile(r"[0-9a-f]{64}")  # an adapter's identity: sha256 of its contents
 
 

@@ -68,11 +68,7 @@ class SettingsStore:
         self._writing = asyncio.Lock()
         self._removals = Tasks()
         self._settings: dict[str, AdapterSettings] = {}
-        for name, body in settings.attach(_KIND, self._apply).items():
-            if (found := self._read(body)) is not None:
-                self._set(name, found)
-            else:
-                settings.complaints.append(f"the settings of {name!r} in --registry are not valid and are left out")
+        settings.attach(_KIND, self._apply)
 
     def get(self, name: str) -> AdapterSettings:
         """Returns an adapter's settings."""
@@ -114,15 +110,17 @@ class SettingsStore:
         body["stop"] = None if stop is None else list(stop)  # as JSON has it
         await self._replicated.write(_KIND, name, body)
 
-    def _apply(self, name: str, body: dict[str, Any] | None) -> None:
-        """Takes settings that were changed, here or on another instance."""
+    def _apply(self, name: str, body: dict[str, Any] | None) -> bool:
+        """Takes settings that were changed, here or on another instance. Returns False for invalid ones: those before
+        stay."""
         settings = AdapterSettings() if body is None else self._read(body)
         if settings is None:
             log.warning("the settings of %s of another instance are not valid here and are left out", name)
-            return
+            return False
         self._set(name, settings)
         if body is None:
             del self._settings[name]
+        return True
 
     def _set(self, name: str, settings: AdapterSettings) -> None:
         self._settings[name] = settings

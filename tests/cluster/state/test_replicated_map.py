@@ -265,6 +265,25 @@ def test_a_full_map_accepts_no_new_keys_but_new_values_of_old_ones(monkeypatch: 
     assert len(state.map_of(REGISTRY) or ()) == 2
 
 
+@pytest.mark.parametrize(("kind", "other"), [("alias/", "zz/"), ("zz/", "alias/"), ("", "alias/")])
+def test_the_values_of_each_kind_have_a_limit_in_bytes(monkeypatch: pytest.MonkeyPatch, kind: str, other: str) -> None:
+    monkeypatch.setattr(module, "MOST_VALUE_BYTES", (100, 100, 100))
+    state = ReplicatedState("n1")
+
+    def takes(name: str, size: int, hlc: int = HLC) -> bool:
+        news, _ = state.merge(REGISTRY, [Entry(name, ("x" * size,) if size else (), hlc, "n2", not size)], WALL_MS)
+        return bool(news)
+
+    assert takes(f"{kind}a", 60)
+    assert not takes(f"{kind}b", 50)
+    assert takes(f"{other}a", 60)
+    assert takes(f"{kind}a", 40, HLC + 1)
+    assert takes(f"{kind}b", 60)
+    assert not takes(f"{kind}a", 50, HLC + 2)
+    assert takes(f"{kind}b", 0, HLC + 1)
+    assert takes(f"{kind}a", 100, HLC + 2)
+
+
 def test_tombstones_do_not_count_against_the_number_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_ENTRIES", 2)
     state = ReplicatedState("n1")
