@@ -1,20 +1,24 @@
 """Another instance that falls silent, sends without end, or sends what no instance sends, costs a client no answer."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 
+from caraserve.cluster.membership.dns import PeerResolver
+from caraserve.cluster.membership.websocket import WEBSOCKET_PATH, WebSocketTransport
 from caraserve.http import api_request, dispatch
 from caraserve.http.context import CONTEXT, HttpTimings
 from caraserve.http.dispatch import is_answering
 from caraserve.http.peer_watch import PeerFailedError, PeerWatch
 from caraserve.util.least_rate import LeastRate
 from tests.http.fake_engine import FakeEngine
-from tests.http.fleet import RawAnswer, fleet, streamed
+from tests.http.fleet import RawAnswer, View, fleet, streamed
 from tests.http.test_streaming import begun
 
 HASTE = LeastRate(grace_s=0.1, bytes_per_s=1e9)
@@ -250,6 +254,26 @@ async def test_garbage_in_the_middle_of_a_stream_ends_it_with_an_error() -> None
         await running.start_raw("a", send)
         answer = await running["b"].client.complete(stream=True)
         assert [event.get("error", {}).get("code") for event in answer.events] == [None, "instance_lost"]
+
+
+async def test_an_instance_that_leaves_while_its_connection_is_accepted_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends: Any = None
+    transport = WebSocketTransport(ends, None, PeerResolver())
+
+    async def accept(view: View, request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.abort()
+        return await transport.accept(request)
+
+    monkeypatch.setattr(View, "accept", accept)
+    async with fleet("a") as running:
+        client = running["a"].client
+        with pytest.raises(aiohttp.ClientError):
+            await client.session.ws_connect(client.url + WEBSOCKET_PATH)
+    await transport.end()
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 async def test_a_read_that_fails_is_the_other_instances_failure() -> None:
