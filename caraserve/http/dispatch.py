@@ -249,6 +249,7 @@ class _RoutedRequest:
             digest,
             settings.defaults.digest,
             received.drawn_seed,
+            self._api_request.stream,
             self._api_request.most_answer_bytes(len(received.raw), self._request.app[CONTEXT].engine.embedding_size),
         )
         predicted_ms, began_s = self._count_sent(peer.name), time.perf_counter()

@@ -93,6 +93,7 @@ class ForwardedRequest:
     adapter_digest: str
     defaults_digest: str
     seed: int | None
+    stream: bool  # whether it asks for a stream
     most_answer_bytes: int  # of the largest answer that it could ask for, whole
 
 
@@ -276,10 +277,10 @@ class _UpstreamResponse:
             raise PeerFailedError(f"{self._peer} does not accept forwarded requests: {response.status} {text}")
         if (served_by := response.headers.get(SERVED_BY_HEADER)) is not None:
             self._request[SERVED_BY] = served_by
-        if response.status == 200 and response.content_type == "text/event-stream":
+        if response.status == 200 and self._forwarded.stream and response.content_type == "text/event-stream":
             return await self._stream(response, watch)
         body = await self._whole(response, watch)
-        if not _is_answer(response, body):
+        if not _is_answer(response, body, self._forwarded.stream):
             start = body[:100].decode(errors="replace")
             raise PeerFailedError(f"{self._peer} sent what no instance answers: {response.status} {start!r}")
         headers = {name: value for name in _RESPONSE_HEADERS if (value := response.headers.get(name)) is not None}
@@ -369,10 +370,10 @@ class _UpstreamResponse:
         return ProxyResult(self._events.response, tokens, "cut" if stopped else "lost")
 
 
-def _is_answer(response: aiohttp.ClientResponse, body: bytes) -> bool:
-    """Whether an answer that is no stream has a form that instances send: a JSON object, or an error in OpenAI's
-    shape."""
-    if response.content_type != "application/json":
+def _is_answer(response: aiohttp.ClientResponse, body: bytes, to_stream: bool) -> bool:
+    """Whether an answer that is no stream has a form that instances send: a JSON object, but not to a request for a
+    stream, or an error in OpenAI's shape."""
+    if response.content_type != "application/json" or (response.status == 200 and to_stream):
         return False
     if response.status == 200:
         if len(body) > _CHECKED_BYTES:

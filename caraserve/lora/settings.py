@@ -9,11 +9,12 @@ import asyncio
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeGuard
 
-from caraserve.config import PINNED_SHARE, PINS
+from caraserve.config import LABEL_NAME, MAX_LABEL_CHARACTERS, MAX_LABELS, PINNED_SHARE, PINS
 from caraserve.errors import AdapterRejected, InvalidRequest
 from caraserve.lora.catalog import Catalog
 from caraserve.lora.replicated_settings import ReplicatedSettings
@@ -151,4 +152,9 @@ class SettingsStore:
 
 
 def _are_labels(value: Any) -> TypeGuard[dict[str, str]]:
-    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+    return (
+        isinstance(value, dict)
+        and len(value) <= MAX_LABELS
+        and all(isinstance(text, str) and len(text) <= MAX_LABEL_CHARACTERS for text in value.values())
+        and all(re.fullmatch(LABEL_NAME, name) for name in value)
+    )

@@ -198,13 +198,13 @@ async def test_the_largest_answers_are_passed_back(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(api_request, "_ANSWER_BYTES", 0)
     async with fleet("a", "b") as running:
         client, prompt = running["b"].client, "\x00" * 400
-        scored = {"n": 5, "logprobs": 20, "prompt_logprobs": 20, "echo": True}
+        scored = {"n": 3, "logprobs": 20, "prompt_logprobs": 20, "echo": True}
         messages = [{"role": "user", "content": prompt}]
         answers = [
             await client.complete(prompt=prompt, **scored),
-            await client.chat(messages=messages, n=5, logprobs=True, top_logprobs=20),
-            await client.post("/v1/rerank", {"query": "x", "documents": [prompt] * 50, "return_documents": True}),
-            await client.embed(input=[prompt] * 50),
+            await client.chat(messages=messages, n=3, logprobs=True, top_logprobs=20),
+            await client.post("/v1/rerank", {"query": "x", "documents": [prompt] * 10, "return_documents": True}),
+            await client.embed(input=[prompt] * 10),
         ]
         assert [answer.status for answer in answers] == [200] * 4
         assert running["b"].routing_metrics.unreached == {}
@@ -241,6 +241,19 @@ async def test_what_no_instance_sends_is_answered_by_another(status: int, header
             assert answer.status == 200
         assert running["b"].routing_metrics.unreached["a"] >= 1
         assert len(running["b"].engine.requests) == 2
+
+
+@pytest.mark.parametrize(("stream", "headers", "body"), [(False, STREAM, EVENT + DONE), (True, JSON, b"{}")])
+async def test_a_stream_for_a_whole_answer_or_the_other_way_round_is_answered_by_another(
+    stream: bool, headers: dict[str, str], body: bytes
+) -> None:
+    async def send(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+        return web.Response(headers=headers, body=body)
+
+    async with fleet("b") as running:
+        await running.start_raw("a", send)
+        answer = await running["b"].client.complete(stream=stream)
+        assert (answer.status, len(running["b"].engine.requests)) == (200, 1)
 
 
 async def test_garbage_in_the_middle_of_a_stream_ends_it_with_an_error() -> None:

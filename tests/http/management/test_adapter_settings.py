@@ -24,6 +24,9 @@ from tests.lora.uploads import Receiver
 DEFAULTS = {"chat_template": "{{ messages[0]['content'] }}", "stop": ["\n\n"], "sampling": {"temperature": 0.5}}
 DAMAGED: tuple[dict[str, Any], ...] = (
     {"labels": 7},
+    {"labels": {"team": "x" * 257}},
+    {"labels": {"no team": "x"}},
+    {"labels": {f"l{number}": "x" for number in range(33)}},
     {"pinned": "disk"},
     {"chat_template": 1},
     {"stop": [""]},
