@@ -275,8 +275,6 @@ class _UpstreamResponse:
         if INSTANCE_HEADER not in response.headers:
             text = (await watch.piece(response.content))[:500].decode(errors="replace")
             raise PeerFailedError(f"{self._peer} does not accept forwarded requests: {response.status} {text}")
-        if (served_by := response.headers.get(SERVED_BY_HEADER)) is not None:
-            self._request[SERVED_BY] = served_by
         if response.status == 200 and self._forwarded.stream and response.content_type == "text/event-stream":
             return await self._stream(response, watch)
         body = await self._whole(response, watch)
@@ -289,7 +287,13 @@ class _UpstreamResponse:
             raise RefusedError(parse_refusal(refused), whole)
         if (reason := _refusal_reason(response.status, body)) is not None:
             raise RefusedError(Refusal(reason, CostEstimate(inf, inf)), whole)
+        self._note_version(response)
         return ProxyResult(whole, _completion_tokens(body))
+
+    def _note_version(self, response: aiohttp.ClientResponse) -> None:
+        """Notes what has answered, once the answer cannot come from another instance any more."""
+        if (served_by := response.headers.get(SERVED_BY_HEADER)) is not None:
+            self._request[SERVED_BY] = served_by
 
     async def _whole(self, response: aiohttp.ClientResponse, watch: PeerWatch) -> bytes:
         """Reads an answer that is no stream, and counts its bytes with those of the request. Raises PeerFailedError
@@ -327,6 +331,8 @@ class _UpstreamResponse:
                     done = whole.endswith(self._format.stream_end)
                     if error := error_in(whole):
                         self._request[SUMMARY].error = error
+                    if not events.started:
+                        self._note_version(response)
                     try:
                         if whole:
                             await events.send(whole)

@@ -101,7 +101,7 @@ async def test_a_stream_that_falls_silent_ends_with_an_error(rest: bytes) -> Non
 async def test_a_long_computation_is_waited_for(stream: bool) -> None:
     async with fleet() as running:
         a = await running.start("a", FakeEngine(script=None))
-        b = await running.start("b", pace=LeastRate(0.02, 1e9))
+        b = await running.start("b", pace=LeastRate(0.3, 1e9))
         asked = asyncio.Semaphore(0)
         answer_query = a.router.answer_query
 
@@ -112,7 +112,7 @@ async def test_a_long_computation_is_waited_for(stream: bool) -> None:
         a.router.answer_query = note  # type: ignore[method-assign]
         answer = asyncio.create_task(b.client.complete(stream=stream))
         (there,) = await a.engine.submitted()
-        for _ in range(3):
+        for _ in range(2):
             await asked.acquire()
         there.feed(*begun(there.request))
         there.end()
@@ -273,6 +273,17 @@ async def test_a_stream_for_a_whole_answer_or_the_other_way_round_is_answered_by
         await running.start_raw("a", send)
         answer = await running["b"].client.complete(stream=stream)
         assert (answer.status, len(running["b"].engine.requests)) == (200, 1)
+
+
+@pytest.mark.parametrize("headers", [JSON, STREAM])
+async def test_an_answer_that_is_not_passed_back_leaves_no_trace_in_the_next_one(headers: dict[str, str]) -> None:
+    async def send(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+        return web.Response(headers=headers | {"x-caraserve-adapter": "poet@old"}, body=b"garbage\n\n")
+
+    async with fleet("b") as running:
+        await running.start_raw("a", send)
+        answer = await running["b"].client.complete(stream=headers is STREAM)
+        assert answer.headers["x-caraserve-adapter"] == "org/base"
 
 
 async def test_garbage_in_the_middle_of_a_stream_ends_it_with_an_error() -> None:
