@@ -6,14 +6,11 @@ object; a config is never changed.
 
 import argparse
 import dataclasses
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from caraserve.errors import ConfigError
-from caraserve.util.option_values import ADAPTER_NAME as ADAPTER_NAME
 from caraserve.util.option_values import (
     LoraModule,
     at_least,
@@ -35,8 +32,6 @@ ROUTINGS = (
     *("s-lora-random", "s-lora-contiguous", "local"),
 )
 LORA_KERNELS = ("bgmv", "bgmv-padded")
-PINS = ("host", "device")  # the caches in which an adapter may be pinned; on the device includes in host memory
-PINNED_SHARE = 2  # all pinned adapters together take at most half of a cache, so that others find room
 _PADDED_RANK = 64  # rows that every module is stored with on a GPU with bgmv-padded
 _DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
 _LOAD_FORMATS = {"safetensors": "auto", "hf": "auto"}
@@ -48,12 +43,6 @@ _COUNT: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
 _TOKENS: dict[str, Any] = {"type": tokens, "metavar": "TOKENS"}
 _LIST: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
 _SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-# For so long removals of names and settings are remembered. With one day, a cluster that is off over a weekend would
-# restore names that it removed on Friday; a removal costs 100 bytes. An instance that was off for longer restores only
-# its own adapters' names (`cluster/state/persistence.py`).
-TOMBSTONE_S = 30 * 86_400.0
-MAX_SETTING = 120_000  # characters of an alias's or adapter's settings, packed: they fit into a frame between instances
-DIGEST = re.compile(r"[0-9a-f]{64}")  # an adapter's identity: sha256 of its contents
 
 
 @dataclass(frozen=True, slots=True)
@@ -489,11 +478,3 @@ class ClusterConfig(_FromArgs):
             metavar="MS",
             help="objective for the time per output token; avoid instances that would miss it (default: none)",
         )
-
-
-def check_adapter_name(name: str, base: str) -> None:
-    """Raises ConfigError when `name` cannot name an adapter beside the base model `base`."""
-    if not ADAPTER_NAME.fullmatch(name):
-        raise ConfigError(f"adapter name {name[:80]!r}: use letters, digits and . _ : - (128 at most)")
-    if name == base:
-        raise ConfigError(f"adapter name {name!r} is the base model's own name")

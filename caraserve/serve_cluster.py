@@ -10,6 +10,7 @@ import logging
 import ssl
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from random import Random
 
@@ -52,7 +53,7 @@ from caraserve.core.machine_profile import Profile
 from caraserve.engine.stats import EngineObservers
 from caraserve.errors import ConfigError
 from caraserve.http.app import add_peer_routes, start_peer_http
-from caraserve.http.dispatch import ClusterRouter
+from caraserve.http.dispatch import ANSWERING_QUESTION, ClusterRouter, is_answering
 from caraserve.http.proxy import PeerProxy
 from caraserve.http.queue_rebalance import QueueRebalancer
 from caraserve.loop import Engine
@@ -168,7 +169,8 @@ def make_router(
         fetcher=fetcher,
         rng=Random(),
     )
-    proxy = PeerProxy(lambda: node.name, lambda: node.keys, credentials.dialling)
+    asks = partial(is_answering, node)
+    proxy = PeerProxy(lambda: node.name, lambda: node.keys, credentials.dialling, asks)
     verifier = ForwardVerifier(lambda: node.name, lambda: node.keys)
     return ClusterRouter(selector, proxy, verifier, QueueRebalancer(engine, selector))
 
@@ -293,13 +295,15 @@ class ClusterInstance:
             self.node.background.run(stack, lambda: reconciler.run(lambda: planner.plan), "cluster reconciler")
 
     def _answer_query(self, peer: str, body: QueryBody) -> QueryBody:
-        """Answers a query of another instance: for a promise to keep an adapter, for the removal of an uploaded one, or
-        for a request's cost here."""
+        """Answers a query of another instance: for a promise to keep an adapter, for the removal of an uploaded one,
+        whether a request that it has forwarded is still answered, or for a request's cost here."""
         match body[:1]:
             case (kind,) if kind == KEEP_QUESTION:
                 return self.pool.store.answer(peer, body)
             case (kind,) if kind == REMOVE_QUESTION:
                 return self.removal.answer(body)
+            case (kind,) if kind == ANSWERING_QUESTION:
+                return self.router.answer_query(peer, body)
         return self.router.selector.quote(peer, body)
 
 

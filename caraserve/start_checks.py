@@ -4,7 +4,8 @@ import ssl
 from pathlib import Path
 
 from caraserve.cluster.membership.dns import is_loopback
-from caraserve.config import ClusterConfig, HttpConfig, LoraConfig, ModelConfig, check_adapter_name
+from caraserve.config import ClusterConfig, HttpConfig, LoraConfig, ModelConfig
+from caraserve.core.adapter_rules import check_adapter_name
 from caraserve.errors import ConfigError
 from caraserve.lora.peft_config import CONFIG_NAME
 from caraserve.util.cache_folder import why_unwritable

@@ -19,7 +19,7 @@ from caraserve.cluster.state.shared_settings import SharedSettings
 from caraserve.config import ClusterConfig, LoraConfig
 from caraserve.core.machine_profile import Profile, load
 from caraserve.engine.stats import EngineLoad, EngineObservers
-from caraserve.http.dispatch import ClusterRouter
+from caraserve.http.dispatch import ANSWERING_QUESTION, ClusterRouter
 from caraserve.lora.registry import AdapterInfo, Registry
 from caraserve.lora.replicated_settings import ReplicatedSettings
 from caraserve.serve_cluster import ClusterCredentials, ClusterInstance, make_router
@@ -113,6 +113,19 @@ def test_the_published_model_uses_the_rank_that_the_kernels_compute(kernel: str,
             await join_it(lambda *parts: None, profile, config)
             (instance,) = node.instances()
             assert instance.model == PerfModel.of(profile, padded_rank=rank)
+
+    asyncio.run(asyncio.wait_for(body(), 20))
+
+
+def test_an_instance_says_which_forwarded_requests_it_still_answers() -> None:
+    async def body() -> None:
+        async with prepared({}) as (node, router, join_it):
+            await join_it(lambda *parts: None, None, lora_config())
+            question = ANSWERING_QUESTION, "id", 1
+            assert node._listener.answer_query("b", question) == (0,)
+            router._answering.add(("b", "id", 1))
+            assert node._listener.answer_query("b", question) == (1,)
+            assert node._listener.answer_query("c", question) == (0,)
 
     asyncio.run(asyncio.wait_for(body(), 20))
 

@@ -16,6 +16,11 @@ from caraserve.http.usage import ResponseTotals, TokenCounts
 from caraserve.http.validation import Fields
 from caraserve.http.whole_answer import WholeAnswer
 
+_ANSWER_BYTES, _CHOICE_BYTES = 1 << 20, 4096  # of an answer, and of each engine request's part, without its tokens
+# Of a token's text, twice where it is reasoning, and of a logprob's: a vocabulary has tokens of 128 characters.
+_TOKEN_BYTES = 1024
+_NUMBER_BYTES = 32  # of an embedding, as text
+
 
 class StreamFormat(Protocol):
     """What an API's streams have beside the events of an answer."""
@@ -59,6 +64,24 @@ class ApiRequest:
     def adapter(self) -> str | None:
         """The adapter of all its requests; None for the base model."""
         return self.requests[0].adapter
+
+    def most_answer_bytes(self, body_bytes: int, embedding_size: int) -> int:
+        """A size that no whole answer exceeds, several times that of usual ones. `body_bytes`: of the request, parts
+        of which may be in the answer."""
+        return _ANSWER_BYTES + 2 * body_bytes + sum([_most_part_bytes(one, embedding_size) for one in self.requests])
+
+
+def _most_part_bytes(request: GenerateRequest, embedding_size: int) -> int:
+    """The largest size of one engine request's part of an answer."""
+    params, prompt_tokens = request.params, len(request.prompt_ids)
+    if request.embeds:
+        return _CHOICE_BYTES + embedding_size * _NUMBER_BYTES
+    entries = prompt_tokens + params.max_tokens
+    if params.logprobs is not None:
+        entries += params.max_tokens * (1 + params.logprobs)
+    if params.prompt_logprobs is not None:
+        entries += prompt_tokens * (1 + params.prompt_logprobs)
+    return _CHOICE_BYTES + entries * _TOKEN_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -244,7 +244,9 @@ async def _answer(request: web.Request, handler: _Handler, context: Context) -> 
         return refusal_response(error, request)
     except MemoryError:
         return error_response(ServerBusy("The server has no memory for this request now.", retry_after_s=1.0))
-    except Exception:
+    except Exception as error:
+        if isinstance(error, ConnectionError) and (request.transport is None or request.transport.is_closing()):
+            raise  # the client has left, or the other instance
         log.exception("request %s failed", request[REQUEST_ID])
         message = f"The server made a mistake; its log has the details under request id {request[REQUEST_ID]}."
         return json_response(error_body(message, "server_error", None, None), status=500)

@@ -3,7 +3,10 @@
 Names and ranges are OpenAI's and, for the rest, vLLM's. The tables of `request_schema.py` say which route has which.
 """
 
-from caraserve.config import PINS
+from caraserve.core.adapter_rules import LABEL_NAME as LABEL_NAME
+from caraserve.core.adapter_rules import MAX_LABEL_CHARACTERS as MAX_LABEL_CHARACTERS
+from caraserve.core.adapter_rules import MAX_LABELS as MAX_LABELS
+from caraserve.core.adapter_rules import PINS
 from caraserve.core.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, MAX_STOPS
 from caraserve.http.field_types import (
     LARGEST,
@@ -242,8 +245,6 @@ RETURN_DOCUMENTS = BooleanField("return_documents", True)
 
 # --- tokens and adapters ---
 
-MAX_LABELS, MAX_LABEL_CHARACTERS = 32, 256
-LABEL_NAME = "^[A-Za-z0-9][A-Za-z0-9._/-]{0,62}$"
 
 TEXT_PROMPT = TextField("prompt", MAX_TEXT_CHARACTERS)
 RETURN_TOKEN_STRS = BooleanField("return_token_strs", False)

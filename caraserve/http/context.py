@@ -46,20 +46,22 @@ class HttpTimings:
 
 
 class BodyBudget:
-    """Limits the bytes of the bodies of all requests under way. A body counts as it arrives, until its request ends."""
+    """Limits the bytes of the bodies of all requests under way, and of the answers that other instances send to them. A
+    body counts as it arrives, until its request ends."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self._max_bytes = max(_LEAST_BODY_BYTES, _LARGEST_BODIES * max_body_bytes)
         self.held_bytes = 0
 
     def reserve(self, request: web.Request, num_bytes: int) -> None:
-        """Counts the first `num_bytes` of a request's body. Raises ServerBusy when all bodies together exceed the
-        limit."""
+        """Counts the first `num_bytes` of a request's body, and of an answer after it. Raises ServerBusy when all
+        together exceed the limit."""
         held_bytes = request.get(_HELD_BYTES, 0)
         more_bytes = max(0, num_bytes - _UNCOUNTED_BYTES) - held_bytes
         if self.held_bytes + more_bytes > self._max_bytes:
             raise ServerBusy(
-                f"The bodies of all requests under way exceed {human_bytes(self._max_bytes)}; send the request again.",
+                f"The bodies of all requests under way, and the answers of other instances to them, exceed "
+                f"{human_bytes(self._max_bytes)}; send the request again.",
                 retry_after_s=_RETRY_S,
             )
         self.held_bytes += more_bytes

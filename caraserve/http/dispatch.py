@@ -5,12 +5,14 @@ lengths. Only its grammar is compiled where it is answered. A request that anoth
 here or refused, never forwarded again.
 """
 
+import asyncio
 import logging
 import time
 from math import inf
 
 from aiohttp import web
 
+from caraserve.cluster.membership.node import Node, QueryBody
 from caraserve.cluster.routing.cost import CostEstimate
 from caraserve.cluster.routing.forward_auth import REFUSED_HEADER, ForwardClaims, ForwardVerifier, format_refusal
 from caraserve.cluster.routing.router import Reason, Refusal
@@ -43,8 +45,23 @@ from caraserve.util.tasks import in_turns
 
 log = logging.getLogger("caraserve.http")
 
+ANSWERING_QUESTION = "answering"  # kind of a query: (ANSWERING_QUESTION, id of a forwarded request, attempt)
 _RETRY_S = 1.0
 _NEVER = CostEstimate(inf, inf)
+_NO, _YES = 0, 1
+_ANSWER_S = 1.0
+_ASKED = 5  # times, with a second in between: connections of the cluster break and come back
+
+
+async def is_answering(node: Node, peer: str, request_id: str, attempt: int) -> bool:
+    """Asks another instance whether it still answers a request that was forwarded to it. No answer to several questions
+    counts as no."""
+    for _ in range(_ASKED):
+        answer = await node.query(peer, (ANSWERING_QUESTION, request_id, attempt), _ANSWER_S)
+        if answer is not None:
+            return answer == (_YES,)
+        await asyncio.sleep(_ANSWER_S)
+    return False
 
 
 class ClusterRouter:
@@ -55,6 +72,7 @@ class ClusterRouter:
     ) -> None:
         self.selector, self.proxy, self.rebalancer = selector, proxy, rebalancer
         self._verifier = verifier
+        self._answering: set[tuple[str, str, int]] = set()  # sender, id and attempt of forwarded requests under way
 
     def draw_seed(self) -> int | None:
         return self.selector.draw_seed() if self.selector.forwards else None
@@ -79,12 +97,24 @@ class ClusterRouter:
         if not self.selector.joined:
             raise web.HTTPServiceUnavailable(text="This instance has not joined its cluster yet.")
         claims = self._verifier.admit(request.path, request.headers, int(time.time() * 1000))
-        body = await read_body(request)
-        if await body_digest(body) != claims.body_digest:
-            raise Forbidden("The body is not the one that was signed.")
-        request[ANSWERED_BY] = self.selector.name
-        request[CLIENT] = Client(claims.client, weight=claims.weight, owns_cache=claims.owns_cache)
-        return await _answer_verified(request, self, route, claims, body)
+        attempt = (claims.sender, claims.id, claims.attempt)
+        self._answering.add(attempt)
+        try:
+            body = await read_body(request)
+            if await body_digest(body) != claims.body_digest:
+                raise Forbidden("The body is not the one that was signed.")
+            request[ANSWERED_BY] = self.selector.name
+            request[CLIENT] = Client(claims.client, weight=claims.weight, owns_cache=claims.owns_cache)
+            return await _answer_verified(request, self, route, claims, body)
+        finally:
+            self._answering.discard(attempt)
+
+    def answer_query(self, peer: str, body: QueryBody) -> QueryBody:
+        """Answers another instance that has forwarded a request and waits, whether it is still answered here."""
+        match body:
+            case (_, str(request_id), int(attempt)):
+                return (_YES if (peer, request_id, attempt) in self._answering else _NO,)
+        return ()
 
 
 @within_deadline
@@ -219,6 +249,8 @@ class _RoutedRequest:
             digest,
             settings.defaults.digest,
             received.drawn_seed,
+            self._api_request.stream,
+            self._api_request.most_answer_bytes(len(received.raw), self._request.app[CONTEXT].engine.embedding_size),
         )
         predicted_ms, began_s = self._count_sent(peer.name), time.perf_counter()
         try:
@@ -227,11 +259,17 @@ class _RoutedRequest:
             increment(routing_metrics.unreached, peer.name)
             self._selector.mark_unreachable(peer.name)
             raise
+        except RefusedError:
+            self._selector.mark_reached(peer.name)
+            raise
         if result.end == "lost":
             increment(routing_metrics.lost, peer.name)
-        elif result.end == "whole" and result.response.status < 500:
-            increment(routing_metrics.forwarded, peer.name)
-            self._observe(peer.name, predicted_ms, 1000 * (time.perf_counter() - began_s), result.tokens)
+            self._selector.mark_unreachable(peer.name)
+        elif result.end == "whole":
+            self._selector.mark_reached(peer.name)
+            if result.response.status < 500:
+                increment(routing_metrics.forwarded, peer.name)
+                self._observe(peer.name, predicted_ms, 1000 * (time.perf_counter() - began_s), result.tokens)
         return result.response
 
     def _count_sent(self, name: str) -> float:

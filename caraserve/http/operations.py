@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from caraserve import errors
-from caraserve.config import PINS
+from caraserve.core.adapter_rules import PINS
 from caraserve.errors import CaraServeError
 from caraserve.http import deadline, request_schema
 from caraserve.http.apis import translated_fields

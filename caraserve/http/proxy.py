@@ -3,7 +3,7 @@
 Until the client has received a byte, any failure of the other instance is raised, so that a third one can answer. After
 that, its failure ends the stream with an error event. A client that leaves cancels the handler, which closes the
 connection to the other instance and so cancels the generation there. Reading from the other instance and writing to the
-client can both raise ConnectionError; only the former is a reason to try again, so `_read_from_peer` converts it.
+client can both raise ConnectionError; only the former is a reason to try again, so `PeerWatch` converts it.
 """
 
 import asyncio
@@ -13,10 +13,12 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from ssl import SSLContext
-from typing import Literal, TypeVar
+from typing import Any, Literal
 
 import aiohttp
 import orjson
@@ -42,22 +44,27 @@ from caraserve.http.apis.api_format import stream_format
 from caraserve.http.context import CLIENT, CONTEXT, REQUEST_ID, SERVED_BY
 from caraserve.http.deadline import remaining_time_header
 from caraserve.http.json_reader import Body
+from caraserve.http.peer_watch import PeerFailedError, PeerWatch
 from caraserve.http.request_log import SUMMARY, model_label
 from caraserve.http.streaming import EventStream, error_in, tokens_in, without_progress
 from caraserve.http.tracing import forward_headers_of
+from caraserve.util.least_rate import LeastRate
 
 _CONNECT_S = 0.5
 _REACH_S = 1.0  # to connect, with the look-up of the name
 _IDLE_S = 15.0  # shorter than the server's keep-alive, so that the server never closes a connection as it is used again
 _READ_BYTES = 64 << 10  # of an answer, buffered for a slow client; up to twice as much
 _LONGEST_EVENT = 32 << 20
+# The silence is three of the pings of a healthy instance; at 16 KiB/s, an event of 1 MiB may take a minute more.
+_PACE = LeastRate(grace_s=45.0, bytes_per_s=16 << 10)
+_CHECKED_BYTES = 64 << 10  # of an answer in JSON: larger ones take over 0.1 ms, and only their ends are looked at
+_EVENT_STARTS = (b"data:", b"event:", b"id:", b":")  # of the lines that instances send first
 _HASHED_IN_PLACE = 64 << 10  # bytes; hashing more would block the event loop for over 50 µs
 _DIGITS = re.compile(rb"[0-9]{1,15}")
 _TOKEN_KEYS = (b'"completion_tokens":', b'"output_tokens":')  # of the usage
 _REQUEST_HEADERS = ("traceparent", "tracestate", "baggage", "Content-Type", "If-Match")
 _RESPONSE_HEADERS = ("Content-Type", "Retry-After", "retry-after-ms", "x-caraserve-phases")
 
-T = TypeVar("T")
 End = Literal["whole", "lost", "cut"]  # lost: its instance failed; cut: its client left, or this instance stops
 
 log = logging.getLogger("caraserve.http")
@@ -75,10 +82,6 @@ class RefusedError(Exception):
         self.refusal, self.response = refusal, response
 
 
-class _PeerFailedError(Exception):
-    """The other instance, or the connection to it, has failed."""
-
-
 @dataclass(frozen=True, slots=True)
 class ForwardedRequest:
     """The client's body, and the claims that are signed with it."""
@@ -90,6 +93,8 @@ class ForwardedRequest:
     adapter_digest: str
     defaults_digest: str
     seed: int | None
+    stream: bool  # whether it asks for a stream
+    most_answer_bytes: int  # of the largest answer that it could ask for, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +116,18 @@ async def body_digest(body: Body) -> str:
 class PeerProxy:
     """Connections to all other instances, kept open between requests, and the requests under way on them."""
 
-    def __init__(self, me: Callable[[], str], keys: Callable[[], Keyring], tls: SSLContext | None) -> None:
-        """`me`: this instance's name. `tls`: for connecting; None: instances use plain HTTP."""
+    def __init__(
+        self,
+        me: Callable[[], str],
+        keys: Callable[[], Keyring],
+        tls: SSLContext | None,
+        is_answering: Callable[[str, str, int], Awaitable[bool]],
+        pace: LeastRate = _PACE,
+    ) -> None:
+        """`me`: this instance's name. `tls`: for connecting; None: instances use plain HTTP. `is_answering`: asks an
+        instance whether it still answers a request, given by its id and the attempt. `pace`: of answers that come."""
         self._me, self._keys, self._scheme = me, keys, "https" if tls else "http"
+        self._is_answering, self._pace = is_answering, pace
         self._scopes: dict[str, set[asyncio.Timeout]] = {}  # of the requests under way, by instance
         self._epochs: dict[str, int] = {}
         self._idle = asyncio.Event()
@@ -163,22 +177,26 @@ class PeerProxy:
         the client has received nothing."""
         if self._draining:
             raise Draining("The server is stopping.", retry_after_s=1.0)
-        upstream = _UpstreamResponse(request, peer.name)
+        upstream = _UpstreamResponse(request, peer.name, forwarded)
         try:
             async with asyncio.timeout(None) as scope:
-                with self._under_way(peer.name, scope):
-                    result = await self._exchange(upstream, request, peer, forwarded)
-        except (_PeerFailedError, TimeoutError) as error:
+                is_answering = partial(self._is_answering, peer.name, forwarded.id, peer.attempt)
+                watch = PeerWatch(scope, self._pace, is_answering)
+                with self._under_way(peer.name, scope), closing(watch):
+                    result = await self._exchange(upstream, watch, request, peer, forwarded)
+        except (PeerFailedError, TimeoutError) as error:
             stopped = Draining("The server stopped before the answer was complete.", retry_after_s=1.0)
             if upstream.started:
                 result = await upstream.end_with_error(stopped if self._overdue else None)
             elif self._overdue:
                 raise stopped from error
             else:
-                log.warning("request %s: no answer from %s: %s", request[REQUEST_ID], peer.name, error)
-                raise UnreachedError(str(error)) from error
+                failure = watch.failure or str(error)
+                log.warning("request %s: no answer from %s: %s", request[REQUEST_ID], peer.name, failure)
+                raise UnreachedError(failure) from error
         if result.end == "lost":
-            log.warning("request %s: %s failed in the middle of an answer", request[REQUEST_ID], peer.name)
+            text = "request %s: %s failed in the middle of an answer%s"
+            log.warning(text, request[REQUEST_ID], peer.name, watch.failure and f": {watch.failure}")
         summary = request[SUMMARY]
         summary.forwarded_to, summary.completion_tokens = peer.name, result.tokens
         summary.phases = None  # of an attempt on this instance
@@ -187,7 +205,12 @@ class PeerProxy:
         return result
 
     async def _exchange(
-        self, upstream: "_UpstreamResponse", request: web.Request, peer: PeerTarget, forwarded: ForwardedRequest
+        self,
+        upstream: "_UpstreamResponse",
+        watch: PeerWatch,
+        request: web.Request,
+        peer: PeerTarget,
+        forwarded: ForwardedRequest,
     ) -> ProxyResult:
         claims = ForwardClaims(
             id=forwarded.id,
@@ -212,9 +235,9 @@ class PeerProxy:
         url, body = f"{self._scheme}://{peer.address}{path}", memoryview(forwarded.body)
         with forward_headers_of(request, peer.name) as trace_headers:
             sent = self._session.post(url, data=body, headers=headers | trace_headers, allow_redirects=False)
-            response = await _read_from_peer(sent)
+            response = await watch.head(sent)
             try:
-                return await upstream.pass_back(response)
+                return await upstream.pass_back(response, watch)
             finally:
                 response.close()  # cancels the generation there, unless it has ended
 
@@ -236,8 +259,8 @@ class PeerProxy:
 class _UpstreamResponse:
     """The answer of another instance to one client's request."""
 
-    def __init__(self, request: web.Request, peer: str) -> None:
-        self._request, self._peer = request, peer
+    def __init__(self, request: web.Request, peer: str, forwarded: ForwardedRequest) -> None:
+        self._request, self._peer, self._forwarded = request, peer, forwarded
         self._events: EventStream | None = None
         self._tokens: int | None = None  # of a stream so far; None if it says nothing of them
         self._format = stream_format(request.path)
@@ -247,56 +270,89 @@ class _UpstreamResponse:
         """Whether the client may have received a byte."""
         return self._events is not None and self._events.started
 
-    async def pass_back(self, response: aiohttp.ClientResponse) -> ProxyResult:
-        """Passes an answer to the client. Raises _PeerFailedError or RefusedError."""
+    async def pass_back(self, response: aiohttp.ClientResponse, watch: PeerWatch) -> ProxyResult:
+        """Passes an answer to the client. Raises PeerFailedError, RefusedError or ServerBusy."""
         if INSTANCE_HEADER not in response.headers:
-            text = (await _read_from_peer(response.text()))[:500]
-            raise _PeerFailedError(f"{self._peer} does not accept forwarded requests: {response.status} {text}")
-        if (served_by := response.headers.get(SERVED_BY_HEADER)) is not None:
-            self._request[SERVED_BY] = served_by
-        if response.content_type == "text/event-stream":
-            return await self._stream(response)
-        body = await _read_from_peer(response.read())
+            text = (await watch.piece(response.content))[:500].decode(errors="replace")
+            raise PeerFailedError(f"{self._peer} does not accept forwarded requests: {response.status} {text}")
+        if response.status == 200 and self._forwarded.stream and response.content_type == "text/event-stream":
+            return await self._stream(response, watch)
+        body = await self._whole(response, watch)
+        if not _is_answer(response, body, self._forwarded.stream):
+            start = body[:100].decode(errors="replace")
+            raise PeerFailedError(f"{self._peer} sent what no instance answers: {response.status} {start!r}")
         headers = {name: value for name in _RESPONSE_HEADERS if (value := response.headers.get(name)) is not None}
         whole = web.Response(body=body, status=response.status, headers=headers)
         if (refused := response.headers.get(REFUSED_HEADER)) is not None:
             raise RefusedError(parse_refusal(refused), whole)
         if (reason := _refusal_reason(response.status, body)) is not None:
             raise RefusedError(Refusal(reason, CostEstimate(inf, inf)), whole)
+        self._note_version(response)
         return ProxyResult(whole, _completion_tokens(body))
 
-    async def _stream(self, response: aiohttp.ClientResponse) -> ProxyResult:
+    def _note_version(self, response: aiohttp.ClientResponse) -> None:
+        """Notes what has answered, once the answer cannot come from another instance any more."""
+        if (served_by := response.headers.get(SERVED_BY_HEADER)) is not None:
+            self._request[SERVED_BY] = served_by
+
+    async def _whole(self, response: aiohttp.ClientResponse, watch: PeerWatch) -> bytes:
+        """Reads an answer that is no stream, and counts its bytes with those of the request. Raises PeerFailedError
+        beyond the largest answer that was asked for, and ServerBusy when all requests under way are too large."""
+        bodies, most_bytes = self._request.app[CONTEXT].bodies, self._forwarded.most_answer_bytes
+        pieces, size = list[bytes](), response.content_length or 0
+        if size <= most_bytes:
+            size = 0
+            while piece := await watch.piece(response.content):
+                size += len(piece)
+                if size > most_bytes:
+                    break
+                bodies.reserve(self._request, len(self._forwarded.body) + size)
+                pieces.append(piece)
+        if size > most_bytes:
+            raise PeerFailedError(f"{self._peer} sent more than {most_bytes} bytes, which no answer has")
+        return b"".join(pieces)
+
+    async def _stream(self, response: aiohttp.ClientResponse, watch: PeerWatch) -> ProxyResult:
         timings = self._request.app[CONTEXT].timings
         # The other instance sends pings; these are for the case that it does not.
         timings = replace(timings, ping_s=2 * timings.ping_s)
+        chunk = await watch.piece(response.content)  # until it has come, another instance can answer
         async with EventStream(self._request, timings, self._format) as events:
             self._events = events
             # The start of an event: clients get whole events, so that an error can follow any of them.
-            partial = bytearray()
+            partial_event = bytearray()
             done = False
-            while chunk := await _read_from_peer(response.content.readany()):
-                searched = max(0, len(partial) - 1)  # the two newlines of an event's end may come in two chunks
-                partial += chunk
-                end = partial.rfind(b"\n\n", searched) + 2
-                if end < 2:
-                    if len(partial) > _LONGEST_EVENT:
-                        raise _PeerFailedError(f"{self._peer} sent an event of more than {_LONGEST_EVENT} bytes")
-                    continue
-                whole = self._count(bytes(partial[:end]))
-                del partial[:end]
-                done = whole.endswith(self._format.stream_end)
-                if error := error_in(whole):
-                    self._request[SUMMARY].error = error
-                try:
-                    if whole:
-                        await events.send(whole)
-                except ConnectionError:
-                    return ProxyResult(events.response, self._tokens_so_far(), "cut")
-                finally:
-                    self._request[SUMMARY].completion_tokens = self._tokens_so_far()
-            if not done or partial:
-                raise _PeerFailedError(f"{self._peer} ended a stream too early")
+            while chunk:
+                searched = max(0, len(partial_event) - 1)  # two newlines end an event, and may come in two chunks
+                partial_event += chunk
+                if (end := partial_event.rfind(b"\n\n", searched) + 2) >= 2:
+                    whole = self._count(self._checked(bytes(partial_event[:end])))
+                    del partial_event[:end]
+                    done = whole.endswith(self._format.stream_end)
+                    if error := error_in(whole):
+                        self._request[SUMMARY].error = error
+                    if not events.started:
+                        self._note_version(response)
+                    try:
+                        if whole:
+                            await events.send(whole)
+                    except ConnectionError:
+                        return ProxyResult(events.response, self._tokens_so_far(), "cut")
+                    finally:
+                        self._request[SUMMARY].completion_tokens = self._tokens_so_far()
+                    watch.restart()
+                elif len(partial_event) > _LONGEST_EVENT:
+                    raise PeerFailedError(f"{self._peer} sent an event of more than {_LONGEST_EVENT} bytes")
+                chunk = await watch.piece(response.content)
+            if not done or partial_event:
+                raise PeerFailedError(f"{self._peer} ended a stream too early")
         return ProxyResult(events.response, self._tokens_so_far())
+
+    def _checked(self, events: bytes) -> bytes:
+        """Raises PeerFailedError for what is no event stream."""
+        if not events.startswith(_EVENT_STARTS):
+            raise PeerFailedError(f"{self._peer} sent a stream that is none of events: {events[:100]!r}")
+        return events
 
     def _count(self, events: bytes) -> bytes:
         """Notes how many tokens there are after these events. Returns what the client gets of them."""
@@ -320,12 +376,16 @@ class _UpstreamResponse:
         return ProxyResult(self._events.response, tokens, "cut" if stopped else "lost")
 
 
-async def _read_from_peer(work: Awaitable[T]) -> T:
-    """Awaits I/O with another instance. Raises _PeerFailedError where it fails."""
-    try:
-        return await work
-    except (aiohttp.ClientError, OSError) as error:
-        raise _PeerFailedError(f"{type(error).__name__}: {error}") from error
+def _is_answer(response: aiohttp.ClientResponse, body: bytes, to_stream: bool) -> bool:
+    """Whether an answer that is no stream has a form that instances send: a JSON object, but not to a request for a
+    stream, or an error in OpenAI's shape."""
+    if response.content_type != "application/json" or (response.status == 200 and to_stream):
+        return False
+    if response.status == 200:
+        if len(body) > _CHECKED_BYTES:
+            return body.startswith(b"{") and body.endswith(b"}")
+        return isinstance(_parsed(body), dict)
+    return response.status >= 400 and _error_of(body) is not None
 
 
 def _refusal_reason(status: int, body: bytes) -> Reason | None:
@@ -341,9 +401,23 @@ def _refusal_reason(status: int, body: bytes) -> Reason | None:
 
 def _error_code(body: bytes) -> object:
     """The code of an error in OpenAI's shape; None where the body has another shape."""
+    error = _error_of(body)
+    return None if error is None else error["code"]
+
+
+def _error_of(body: bytes) -> dict[str, Any] | None:
+    """The error in a body in OpenAI's shape; None where the body has another shape."""
+    value = _parsed(body)
+    error = value.get("error") if isinstance(value, dict) else None
+    if not isinstance(error, dict) or not error.keys() >= {"message", "type", "param", "code"}:
+        return None
+    return error if isinstance(error["message"], str) else None
+
+
+def _parsed(body: bytes) -> Any:
     try:
-        return orjson.loads(body)["error"]["code"]
-    except (orjson.JSONDecodeError, LookupError, TypeError):
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
         return None
 
 

@@ -40,11 +40,7 @@ class Aliases:
         self._aliases: dict[str, Alias] = {}
         self._before: dict[str, str] = {}  # what an alias stood for here, while its adapter is not known here yet
         self._writing = asyncio.Lock()
-        for name, body in settings.attach(_KIND, self._apply).items():
-            if (alias := _alias(name, body)) is not None:
-                self._aliases[name] = alias
-            else:
-                settings.complaints.append(f"the alias {name!r} in --registry is not valid and is left out")
+        settings.attach(_KIND, self._apply)
 
     def all(self) -> list[Alias]:
         """Returns all aliases by name."""
@@ -107,18 +103,21 @@ class Aliases:
         await self._settings.write(_KIND, alias.name, body)
         return alias
 
-    def _apply(self, name: str, body: dict[str, Any] | None) -> None:
-        """Takes an alias that was changed, here or on another instance."""
+    def _apply(self, name: str, body: dict[str, Any] | None) -> bool:
+        """Takes an alias that was changed, here or on another instance. Returns False for one that is not valid: the
+        one before stays."""
+        alias = None if body is None else _alias(name, body)
+        if alias is None and body is not None:
+            log.warning("the alias %s of another instance is not valid here and is left out", name)
+            return False
         old = self._aliases.pop(name, None)
         before = self._before.pop(name, old.adapter if old is not None else None)
-        alias = None if body is None else _alias(name, body)
         if alias is not None:
             self._aliases[name] = alias
             if before is not None and not self._is_known(alias.adapter):
                 self._before[name] = before
-        elif body is not None:
-            log.warning("the alias %s of another instance is not valid here and is left out", name)
         self.version += 1
+        return True
 
 
 def _alias(name: str, body: dict[str, Any]) -> Alias | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from caraserve.config import DIGEST, check_adapter_name
+from caraserve.core.adapter_rules import DIGEST, check_adapter_name
 from caraserve.core.lora_layout import MAX_RANK, AdapterSpec
 from caraserve.errors import AdapterBusy, AdapterRejected, CaraServeError, ConfigError, Forbidden, NotFound
 from caraserve.lora.adapter import Adapter, RemoteSource, UploadSource, too_large
@@ -98,15 +98,23 @@ class Catalog:
         return self.manager.pin(name)
 
     async def load(
-        self, name: str, path: str, *, inplace: bool, check: Callable[[], None] = lambda: None
+        self,
+        name: str,
+        path: str,
+        *,
+        inplace: bool,
+        was_served: bool = False,
+        check: Callable[[], None] = lambda: None,
     ) -> AdapterInfo:
-        """Registers the adapter at `path`. Succeeds without effect if the name has the same contents already. `check`:
-        called when it is the name's turn; may refuse. Raises AdapterRejected, AdapterBusy, Forbidden or NotFound."""
+        """Registers the adapter at `path`. Succeeds without effect if the name has the same contents already.
+        `was_served`: it may be anywhere, as it was loaded before. `check`: called when it is the name's turn; may
+        refuse. Raises AdapterRejected, AdapterBusy, Forbidden or NotFound."""
         self._refuse_if_all_stay()
         self._check_name(name)
         async with self.changing(name):
             check()
-            folder = self.folders.at(await self._on_thread(self._resolve, path, self.rules.roots))
+            roots = _ANYWHERE if was_served else self.rules.roots
+            folder = self.folders.at(await self._on_thread(self._resolve, path, roots))
             info = await self._on_thread(self._inspect, name, folder)
             old = self._infos.get(name)
             is_same = old is not None and old.digest == info.digest

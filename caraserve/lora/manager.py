@@ -9,7 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from caraserve.config import PINNED_SHARE, PINS
+from caraserve.core.adapter_rules import PINNED_SHARE, PINS
 from caraserve.core.backend import Backend
 from caraserve.core.lora_layout import HostAdapter
 from caraserve.cpu.shared_memory import Arena

@@ -90,7 +90,7 @@ def read_manifest(body: bytes, digest: str, model: ModelSpec) -> AdapterSpec:
         hashes = tuple(bytes.fromhex(one) for one in chunks)
         if len(hashes) != len(chunk_ends(layer_ends)) or any(len(one) != 32 for one in hashes):
             raise ValueError("chunks")
-    except (ValueError, TypeError, LookupError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
         raise AdapterRejected(f"adapter {digest[:12]} is not for this base model or this version: {error}") from None
     targets = {site for _, site in sites}
     return AdapterSpec(

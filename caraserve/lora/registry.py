@@ -8,12 +8,12 @@ import math
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from caraserve.config import ADAPTER_NAME, DIGEST, TOMBSTONE_S
+from caraserve.core.adapter_rules import ADAPTER_NAME, DIGEST, SETTING_KINDS, TOMBSTONE_S
 from caraserve.core.lora_layout import MAX_RANK
 from caraserve.errors import CaraServeError, ConfigError, StorageFull
 from caraserve.model.spec import SITES
@@ -67,11 +67,11 @@ class AdapterInfo:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What was last written under a name of one kind: a JSON object, or None if it was removed."""
+    """What was last written under a name of one kind: a JSON object as text, or None if it was removed."""
 
     kind: str
     name: str
-    body: dict[str, Any] | None
+    text: str | None
     hlc: int = 0  # hybrid logical time
     writer: str = ""  # the instance that wrote it; empty: this one
 
@@ -141,12 +141,13 @@ class Registry:
             self._infos.pop(name, None)
 
     def settings(self) -> list[Setting]:
-        """Returns all settings, removed ones included; their users check the fields of each body."""
+        """Returns all settings of known kinds, removed ones included; their users check the text of each."""
         return list(self._settings.values())
 
-    def put_settings(self, settings: Iterable[Setting]) -> None:
-        """Writes settings in one transaction, except those older than what the file has. Raises CaraServeError when the
-        file cannot be written."""
+    def put_settings(self, settings: Iterable[Setting], forgotten: Collection[tuple[str, str]] = ()) -> None:
+        """Writes settings in one transaction, except those older than what the file has, and deletes `forgotten` ones,
+        given by kind and name, unless they were written again. Raises CaraServeError when the file cannot be
+        written."""
         with self._lock:
             news: dict[tuple[str, str], Setting] = {}
             for setting in settings:
@@ -154,14 +155,18 @@ class Registry:
                 if old is None or old.order <= setting.order:
                     news[setting.key] = setting
             times = [(*key, one.hlc, one.writer) for key, one in news.items()]
-            bodies = [(*key, json.dumps(one.body)) for key, one in news.items() if one.body is not None]
-            removed = [key for key, one in news.items() if one.body is None]
+            texts = [(*key, one.text) for key, one in news.items() if one.text is not None]
+            removed = [key for key, one in news.items() if one.text is None]
+            dropped = [key for key in forgotten if key not in news]
             self._write(
                 ("INSERT OR REPLACE INTO setting_times VALUES (?, ?, ?, ?)", times),
-                ("INSERT OR REPLACE INTO settings VALUES (?, ?, ?)", bodies),
-                ("DELETE FROM settings WHERE kind = ? AND name = ?", removed),
+                ("INSERT OR REPLACE INTO settings VALUES (?, ?, ?)", texts),
+                ("DELETE FROM settings WHERE kind = ? AND name = ?", [*removed, *dropped]),
+                ("DELETE FROM setting_times WHERE kind = ? AND name = ?", dropped),
             )
             self._settings |= news
+            for key in dropped:
+                self._settings.pop(key, None)
 
     def close(self) -> None:
         """Closes the file, which unlocks it for other instances."""
@@ -180,23 +185,23 @@ class Registry:
         return infos
 
     def _read_settings(self) -> dict[tuple[str, str], Setting]:
-        """Returns the valid settings by kind and name, and adds a complaint for each other row."""
+        """Returns the settings of known kinds by kind and name, and adds a complaint for each row that is not valid.
+        Rows of other kinds are left to later versions of the server."""
         execute = self._connection.execute
-        rows = execute("SELECT kind, name, body FROM settings").fetchall()
+        known = f"WHERE kind IN ({', '.join('?' * len(SETTING_KINDS))})"
+        rows = execute(f"SELECT kind, name, body FROM settings {known}", [*SETTING_KINDS]).fetchall()
         now = hlc_of(int(time.time() * 1000))  # a later time is of a wrong clock, and would win until then
         times = {
             (kind, name): (min(hlc, now), writer)
-            for kind, name, hlc, writer in execute("SELECT kind, name, hlc, writer FROM setting_times")
+            for kind, name, hlc, writer in execute(
+                f"SELECT kind, name, hlc, writer FROM setting_times {known}", [*SETTING_KINDS]
+            )
             if isinstance(hlc, int) and hlc >= 0 and isinstance(writer, str) and ADAPTER_NAME.fullmatch(str(name))
         }
         settings = {key: Setting(*key, None, *written) for key, written in times.items()}
         for kind, name, text in rows:
-            try:
-                body = json.loads(text)
-            except (ValueError, TypeError, RecursionError):
-                body = None
-            if isinstance(body, dict) and isinstance(name, str) and ADAPTER_NAME.fullmatch(name):
-                settings[kind, name] = Setting(kind, name, body, *times.get((kind, name), (0, "")))
+            if isinstance(name, str) and ADAPTER_NAME.fullmatch(name) and isinstance(text, str):
+                settings[kind, name] = Setting(kind, name, text, *times.get((kind, name), (0, "")))
             else:
                 settings.pop((kind, name), None)
                 self.complaints.append(f"--registry {self._where}: the settings of {_shown(name)} are left out")

@@ -9,11 +9,12 @@ import asyncio
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeGuard
 
-from caraserve.config import PINNED_SHARE, PINS
+from caraserve.core.adapter_rules import LABEL_NAME, MAX_LABEL_CHARACTERS, MAX_LABELS, PINNED_SHARE, PINS
 from caraserve.errors import AdapterRejected, InvalidRequest
 from caraserve.lora.catalog import Catalog
 from caraserve.lora.replicated_settings import ReplicatedSettings
@@ -68,11 +69,7 @@ class SettingsStore:
         self._writing = asyncio.Lock()
         self._removals = Tasks()
         self._settings: dict[str, AdapterSettings] = {}
-        for name, body in settings.attach(_KIND, self._apply).items():
-            if (found := self._read(body)) is not None:
-                self._set(name, found)
-            else:
-                settings.complaints.append(f"the settings of {name!r} in --registry are not valid and are left out")
+        settings.attach(_KIND, self._apply)
 
     def get(self, name: str) -> AdapterSettings:
         """Returns an adapter's settings."""
@@ -114,15 +111,17 @@ class SettingsStore:
         body["stop"] = None if stop is None else list(stop)  # as JSON has it
         await self._replicated.write(_KIND, name, body)
 
-    def _apply(self, name: str, body: dict[str, Any] | None) -> None:
-        """Takes settings that were changed, here or on another instance."""
+    def _apply(self, name: str, body: dict[str, Any] | None) -> bool:
+        """Takes settings that were changed, here or on another instance. Returns False for invalid ones: those before
+        stay."""
         settings = AdapterSettings() if body is None else self._read(body)
         if settings is None:
             log.warning("the settings of %s of another instance are not valid here and are left out", name)
-            return
+            return False
         self._set(name, settings)
         if body is None:
             del self._settings[name]
+        return True
 
     def _set(self, name: str, settings: AdapterSettings) -> None:
         self._settings[name] = settings
@@ -153,4 +152,9 @@ class SettingsStore:
 
 
 def _are_labels(value: Any) -> TypeGuard[dict[str, str]]:
-    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+    return (
+        isinstance(value, dict)
+        and len(value) <= MAX_LABELS
+        and all(isinstance(text, str) and len(text) <= MAX_LABEL_CHARACTERS for text in value.values())
+        and all(re.fullmatch(LABEL_NAME, name) for name in value)
+    )

@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from random import Random
 from ssl import SSLContext
@@ -31,15 +32,17 @@ from caraserve.cluster.routing.selector import (
 from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter
 from caraserve.http.app import add_peer_routes, make_app, start_http, start_peer_http
 from caraserve.http.context import HttpTimings
-from caraserve.http.dispatch import ClusterRouter
+from caraserve.http.dispatch import ANSWERING_QUESTION, ClusterRouter, is_answering
 from caraserve.http.proxy import PeerProxy
 from caraserve.http.queue_rebalance import QueueRebalancer
 from caraserve.http.tracing import Tracer
 from caraserve.lora.management import AdapterManagement
+from caraserve.util.least_rate import LeastRate
 from tests.http.fake_engine import FakeEngine
 from tests.http.serving import Client, http_config, new_metrics
 
 KEYS = Keyring((b"a secret of the tests",))
+NO_HURRY = LeastRate(60.0, 1.0)
 MODEL = PerfModel(0.01, 0.1, 5.0, False, 1.0, 0.05, 0.001)
 
 
@@ -52,7 +55,7 @@ class World:
     names: dict[str, RegisteredAdapter] = field(default_factory=dict)
     held: dict[str, dict[str, Tier]] = field(default_factory=dict)
     uploads: dict[str, dict[str, RegisteredAdapter]] = field(default_factory=dict)  # name → instance → adapter
-    routers: dict[str, InstanceSelector] = field(default_factory=dict)
+    routers: dict[str, ClusterRouter] = field(default_factory=dict)
 
     def add(self, name: str, port: int) -> None:
         self.records[name] = MemberRecord(name, f"127.0.0.1:{port}", 1, 0, MemberState.ALIVE)
@@ -93,7 +96,11 @@ class View:
 
     async def query(self, peer: str, body: Body, timeout_s: float) -> Body | None:
         router = self._world.routers.get(peer)
-        return None if router is None else router.quote(self.name, body)
+        if router is None:
+            return ()  # a raw peer
+        if body[0] == ANSWERING_QUESTION:
+            return router.answer_query(self.name, body)
+        return router.selector.quote(self.name, body)
 
     async def accept(self, request: web.Request) -> web.StreamResponse:
         raise web.HTTPServiceUnavailable
@@ -118,6 +125,7 @@ class Server:
     client: Client
     forwards: list[tuple[str, str]]  # (peer, id) of each attempt to forward
     paths: list[str]  # of its routes
+    app: web.Application
 
     @property
     def routing_metrics(self) -> Any:
@@ -168,9 +176,11 @@ class Fleet:
         fetcher: AdapterFetcher | None = None,
         tracer: Tracer | None = None,
         management: AdapterManagement | None = None,
+        pace: LeastRate = NO_HURRY,
         **settings: Any,
     ) -> Server:
-        """An instance with a fake engine. `tls`: for listening, on a port of its own for others, and for dialling."""
+        """An instance with a fake engine. `tls`: for listening, on a port of its own for others, and for dialling.
+        `pace`: of other instances' answers."""
         engine = engine or FakeEngine()
         view = View(name, self.world)
         chosen = None if self._routing == LOCAL else policy(self._routing)
@@ -180,7 +190,9 @@ class Fleet:
             rng=Random(name),
         )
         selector.join()
-        proxy = RecordingProxy(lambda: name, lambda: KEYS, tls[1] if tls else None)
+        node: Any = view
+        asks = partial(is_answering, node)
+        proxy = RecordingProxy(lambda: name, lambda: KEYS, tls[1] if tls else None, asks, pace)
         proxy.forwards = []
         gate = ForwardVerifier(lambda: name, lambda: KEYS)
         router = ClusterRouter(selector, proxy, gate, QueueRebalancer(engine, selector))
@@ -195,7 +207,6 @@ class Fleet:
             tracer=tracer,
             management=management,
         )
-        node: Any = view
         add_peer_routes(app, node, router)
         runner, port = await start_http(app, config)
         self._stack.push_async_callback(runner.cleanup)
@@ -204,14 +215,14 @@ class Fleet:
             runner, peer_port = await start_peer_http(node, router, app, "127.0.0.1", 0, tls[0])
             self._stack.push_async_callback(runner.cleanup)
             self.world.add(name, peer_port)
-        self.world.routers[name] = selector
+        self.world.routers[name] = router
         for adapter in engine.loaded.values():
             self.world.names[adapter.name] = RegisteredAdapter(
                 adapter.name, adapter.digest, adapter.rank, adapter.num_bytes
             )
             self.world.held.setdefault(adapter.digest, {})[name] = Tier.HOST
         paths = [resource.canonical for resource in app.router.resources()]
-        server = Server(engine, view, router, Client(self._session, port), proxy.forwards, paths)
+        server = Server(engine, view, router, Client(self._session, port), proxy.forwards, paths, app)
         self.servers[name] = server
         return server
 

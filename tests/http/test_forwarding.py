@@ -16,6 +16,7 @@ from caraserve.core.request import Tenant
 from caraserve.errors import BackendFailed, Draining, Overloaded
 from caraserve.http.access.api_keys import key_name
 from caraserve.http.context import HttpTimings
+from caraserve.http.responses import error_body
 from caraserve.lora.settings import AdapterSettings, RequestDefaults
 from tests.http.fake_engine import WRONG_GRAMMAR, FakeAdapter, FakeEngine
 from tests.http.fleet import FULL, RawAnswer, fleet, streamed
@@ -327,7 +328,7 @@ async def test_a_stream_whose_instance_dies_ends_with_an_error(how: str) -> None
 
 async def test_a_peers_internal_error_is_passed_on_and_not_counted_as_an_answer() -> None:
     async def fail(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
-        return web.json_response({"error": {"code": None}}, status=500)
+        return web.json_response(error_body("a mistake", "server_error", None, None), status=500)
 
     async with fleet("b") as running:
         await running.start_raw("a", fail)

@@ -84,6 +84,8 @@ HOSTILE: dict[str, Any] = {
     "a rank that is none": but(2, [[0, 0, True, 1.0]]),
     "a scale that is none": but(2, [[0, 0, 8, "1"]]),
     "an endless scale": but(2, [[0, 0, 8, float("inf")]]),
+    "a scale of 400 digits": but(2, [[0, 0, 8, 10**400]]),
+    "a layer of 400 digits": but(2, [[10**400, 0, 8, 1.0]]),
     "a chunk missing": but(3, GOOD[3][:-1]),
     "a chunk too many": but(3, [*GOOD[3], GOOD[3][0]]),
     "a short hash": but(3, [GOOD[3][0][:-2], *GOOD[3][1:]]),

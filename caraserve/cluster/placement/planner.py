@@ -34,7 +34,7 @@ from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.price_metrics import TypicalRequest
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from caraserve.cluster.transfer.peer_client import PeerClient, TransferFailure
-from caraserve.config import DIGEST
+from caraserve.core.adapter_rules import DIGEST
 from caraserve.core.batch import ScheduledRow
 from caraserve.engine.active_request import ActiveRequest
 from caraserve.telemetry.prometheus import family

@@ -17,6 +17,7 @@ _REFRESH_S = 0.02
 _TIERS_S = 0.25  # a heartbeat's period; a wrong guess costs a download
 _MAX_DIGESTS = 4096
 _UNREACHABLE_S = 1.0  # after a failed connection; by then membership has detected a dead instance
+_MOST_DOUBLINGS = 8  # of that time, for an instance that fails again and again although its heartbeats come
 
 
 class FleetView:
@@ -31,6 +32,7 @@ class FleetView:
         self._refreshed_s = float("-inf")
         self._tiers: dict[str, tuple[float, Mapping[str, Tier]]] = {}
         self._unreachable_until_s: dict[str, float] = {}
+        self._failures: dict[str, int] = {}  # of each instance, since it was last reached
 
     def fleet(self, adapter: str | None, digest: str, *, holders_only: bool) -> Fleet:
         """Returns the fleet for a request with that adapter. `holders_only`: no instance could download it."""
@@ -72,8 +74,16 @@ class FleetView:
         self._seen[name] = seen.with_backlog(backlog)
 
     def mark_unreachable(self, name: str) -> None:
-        """Leaves an instance out for 1 s, after a connection failed or broke."""
-        self._unreachable_until_s[name] = self._now() + _UNREACHABLE_S
+        """Leaves an instance out for 1 s, after a connection failed or broke, and for twice as long each time that it
+        fails after that. Failures of requests that were sent before count as one."""
+        now = self._now()
+        if self._unreachable_until_s.get(name, now) <= now:
+            failures = self._failures[name] = self._failures.get(name, 0) + 1
+            self._unreachable_until_s[name] = now + _UNREACHABLE_S * 2 ** min(failures - 1, _MOST_DOUBLINGS)
+
+    def mark_reached(self, name: str) -> None:
+        """Ends the count of an instance's failures."""
+        self._failures.pop(name, None)
 
     def _refresh(self) -> None:
         now = self._now()
@@ -81,7 +91,11 @@ class FleetView:
             return
         self._refreshed_s = now
         published = {one.name: one for one in sorted(self._peers.instances(), key=_NAME)}
-        self._sent.forget(self._published.keys() - published.keys())
+        gone = self._published.keys() - published.keys()
+        self._sent.forget(gone)
+        for name in gone:
+            self._failures.pop(name, None)
+            self._unreachable_until_s.pop(name, None)
         seen = {}
         for name, instance in published.items():
             if self._published.get(name) is instance:

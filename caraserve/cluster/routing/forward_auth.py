@@ -17,7 +17,7 @@ import orjson
 from caraserve.cluster.membership.auth import Keyring
 from caraserve.cluster.routing.cost import CostEstimate
 from caraserve.cluster.routing.router import Reason, Refusal
-from caraserve.config import ADAPTER_NAME
+from caraserve.core.adapter_rules import ADAPTER_NAME
 from caraserve.errors import Forbidden, TooManyForwards
 
 PREFIX = "/cluster"  # before the path of the client's request

@@ -264,8 +264,12 @@ class InstanceSelector:
         return () if adapter is None else self._view.tiers(self._digest(adapter)).keys()
 
     def mark_unreachable(self, name: str) -> None:
-        """Leaves an instance out of routing for 1 s, after a connection to it failed or broke."""
+        """Leaves an instance out of routing for a while, after a connection to it failed or broke."""
         self._view.mark_unreachable(name)
+
+    def mark_reached(self, name: str) -> None:
+        """Records that an instance has answered or refused a request as it should."""
+        self._view.mark_reached(name)
 
     async def _quotes(self, proposal: Proposal, arrival: Arrival) -> Mapping[str, CostEstimate | None]:
         asked = [name for name in proposal.ask if name != self.name]

@@ -20,7 +20,7 @@ from typing import Any
 import orjson
 
 from caraserve.cluster.membership.messages import entry_from_fields
-from caraserve.cluster.state.replicated_map import TOMBSTONE_S, Entry, is_expired
+from caraserve.cluster.state.replicated_map import MAX_TOMBSTONES, TOMBSTONE_S, Entry, is_expired
 from caraserve.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,11 @@ CREATE TABLE names (
 # A separate table, so that earlier versions of the server can still use the file.
 _SEEN = "CREATE TABLE IF NOT EXISTS seen (only_row INTEGER PRIMARY KEY, wall_ms INTEGER NOT NULL)"
 _SEEN_EVERY_MS = 3_600_000
+# Rows written before tombstones that the registry has dropped for lack of room are deleted here too.
+_PRUNE_EVERY = 10_000
+_PRUNE = """
+DELETE FROM names WHERE name IN (SELECT name FROM names WHERE deleted ORDER BY hlc DESC, name DESC LIMIT -1 OFFSET ?)
+"""
 
 
 def cluster_registry_path(registry: Path) -> Path:
@@ -53,6 +58,7 @@ class ClusterRegistryFile:
         self._lock = threading.Lock()
         self._waiting: dict[str, Entry] = {}
         self._seen_ms = 0
+        self._unpruned = 0  # rows written
         try:
             self._connection = sqlite3.connect(path or ":memory:", timeout=1.0, check_same_thread=False)
             try:
@@ -139,6 +145,10 @@ class ClusterRegistryFile:
             (entry.key, orjson.dumps(entry.value).decode(), entry.hlc, entry.node, entry.deleted) for entry in entries
         ]
         self._execute("INSERT OR REPLACE INTO names VALUES (?, ?, ?, ?, ?)", rows)
+        self._unpruned += len(rows)
+        if self._unpruned >= _PRUNE_EVERY:
+            self._unpruned = 0
+            self._execute(_PRUNE, [(MAX_TOMBSTONES,)])
 
     def _execute(self, text: str, rows: Iterable[tuple[str | int, ...]]) -> None:
         try:

@@ -19,8 +19,8 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from caraserve.cluster.membership.message_fields import Count, Integer, Name
-from caraserve.config import ADAPTER_NAME, DIGEST, MAX_SETTING
-from caraserve.config import TOMBSTONE_S as TOMBSTONE_S
+from caraserve.core.adapter_rules import ADAPTER_NAME, DIGEST, MAX_SETTING, SETTING_KINDS
+from caraserve.core.adapter_rules import TOMBSTONE_S as TOMBSTONE_S
 from caraserve.errors import InvalidRequest
 from caraserve.util.hybrid_clock import HybridClock, wall_ms_of
 
@@ -30,6 +30,9 @@ MAX_ENTRIES = 100_000  # keys in one map
 MAX_TOMBSTONES = 100_000  # in one map, beside its keys
 MAX_KEY, MAX_VALUE = 256, 4096  # characters of a key, and of a value's texts together
 MAX_ITEMS = 8  # in a value
+# Of the values of all entries in one map: of names, 200 bytes for each at least; of settings of the kinds that this
+# version knows; and of those that only later ones do.
+MOST_VALUE_BYTES = (32 << 20, 32 << 20, 1 << 20)
 SETTING_SEPARATOR = "/"  # between a setting's kind and name, its key in the registry; no adapter's name has one
 MAX_AHEAD_S = 3600.0  # an entry from further in the future has a wrong clock's time, and would win until then
 _MOST_EXPIRED = 200  # tombstones removed at once: takes a millisecond
@@ -121,6 +124,7 @@ class LwwMap:
         self._sums = [0] * BUCKETS
         self._size = 0
         self._tombstones = 0
+        self._value_bytes = [0] * len(MOST_VALUE_BYTES)
         self._buried: list[tuple[int, str]] = []  # a heap of (hlc, key) of tombstones, with outdated items
 
     def __len__(self) -> int:
@@ -142,16 +146,19 @@ class LwwMap:
     def merge(self, entry: Entry) -> bool:
         """Adds an entry if it is newer. Returns whether it was. The operation is commutative, associative, idempotent.
 
-        To bound memory, a full map accepts no new keys, and keeps only the newest tombstones.
+        To bound memory, a full map accepts no new keys and no larger values, and keeps only the newest tombstones.
         """
         index = _bucket(entry.key)
         old = self._buckets[index].get(entry.key)
         if (old is not None and old.order >= entry.order) or (self._is_full(entry) and (old is None or old.deleted)):
             return False
+        if (more := _value_bytes(entry) - _value_bytes(old)) > 0 and not self._has_room(entry.key, more):
+            return False
         self._take_out(index, old)
         self._buckets[index][entry.key] = entry
         self._add(index, _print(entry))
         self._size += 1
+        self._value_bytes[_budget(entry.key)] += _value_bytes(entry)
         if entry.deleted:
             self._bury(entry)
         return True
@@ -180,6 +187,10 @@ class LwwMap:
         oldest = self._oldest_tombstone() if self._tombstones >= MAX_TOMBSTONES else None
         return oldest is not None and (oldest.hlc, oldest.key) >= (entry.hlc, entry.key)
 
+    def _has_room(self, key: str, more_bytes: int) -> bool:
+        budget = _budget(key)
+        return self._value_bytes[budget] + more_bytes <= MOST_VALUE_BYTES[budget]
+
     def _bury(self, entry: Entry) -> None:
         self._tombstones += 1
         heapq.heappush(self._buried, (entry.hlc, entry.key))
@@ -205,6 +216,7 @@ class LwwMap:
             del self._buckets[index][entry.key]
             self._add(index, -_print(entry))
             self._size -= 1
+            self._value_bytes[_budget(entry.key)] -= _value_bytes(entry)
             self._tombstones -= entry.deleted
 
     def _add(self, index: int, number: int) -> None:
@@ -284,7 +296,10 @@ class ReplicatedState:
             return []  # the same value again would only cost messages
         entry = Entry(key, value or (), self._clock.next(wall_ms), self.me, deleted=value is None)
         if not self._maps[owner].merge(entry):
-            raise InvalidRequest(f"the cluster shares {MAX_ENTRIES:,} names at most; remove one before {key[:80]!r}")
+            raise InvalidRequest(
+                f"the cluster shares {MAX_ENTRIES:,} names of {MOST_VALUE_BYTES[0]:,} bytes at most; remove one before"
+                f" {key[:80]!r}"
+            )
         self._update_holders(owner, entry)
         return [entry]
 
@@ -393,7 +408,7 @@ def _adapter(entry: Entry) -> RegisteredAdapter | None:
     """Returns the adapter in an entry, or None for a tombstone, a setting, or a value of another shape, as of a later
     version."""
     match entry.value:
-        case (str(digest), int(rank), int(num_bytes), *_) if not entry.deleted:
+        case (str(digest), int(rank), int(num_bytes), *_) if not (entry.deleted or is_setting(entry.key)):
             return RegisteredAdapter(entry.key, digest, rank, num_bytes)
     return None
 
@@ -401,6 +416,16 @@ def _adapter(entry: Entry) -> RegisteredAdapter | None:
 def _is_possible(adapter: RegisteredAdapter) -> bool:
     has_digest = DIGEST.fullmatch(adapter.digest) is not None
     return has_digest and 0 < adapter.rank <= _MOST_RANK and 0 < adapter.num_bytes <= _MOST_BYTES
+
+
+def _budget(key: str) -> int:
+    """Returns the place in MOST_VALUE_BYTES of the limit that counts for a key's value."""
+    kind, separator, _ = key.partition(SETTING_SEPARATOR)
+    return 0 if not separator else 1 if kind in SETTING_KINDS else 2
+
+
+def _value_bytes(entry: Entry | None) -> int:
+    return 0 if entry is None else sum([len(item) if isinstance(item, str) else 8 for item in entry.value])
 
 
 def _bucket(key: str) -> int:

@@ -14,6 +14,7 @@ from msgspec import structs
 from caraserve.cluster.membership.messages import entry_from_fields
 from caraserve.cluster.membership.node import Node
 from caraserve.cluster.state.replicated_map import SETTING_SEPARATOR, Entry
+from caraserve.core.adapter_rules import SETTING_KINDS
 from caraserve.lora.registry import Setting
 from caraserve.lora.replicated_settings import ReplicatedSettings, packed, unpacked
 from caraserve.util.tasks import in_turns
@@ -47,16 +48,19 @@ class SharedSettings:
 def entry_of(setting: Setting, me: str) -> Entry:
     """Returns a setting's entry in the registry. `me`: the name of this instance."""
     key = f"{setting.kind}{SETTING_SEPARATOR}{setting.name}"
-    value = () if setting.body is None else (packed(setting.body),)
-    return Entry(key, value, setting.hlc, setting.writer or me, deleted=setting.body is None)
+    value = () if setting.text is None else (packed(setting.text),)
+    return Entry(key, value, setting.hlc, setting.writer or me, deleted=setting.text is None)
 
 
 def _valid_settings(entries: Iterable[Entry]) -> Iterator[Setting]:
+    """Yields the settings of known kinds. Those of others stay in the map of entries, for later versions."""
     for entry in entries:
         kind, _, name = entry.key.partition(SETTING_SEPARATOR)
+        if (most_bytes := SETTING_KINDS.get(kind)) is None:
+            continue
         try:
-            body = None if entry.deleted else unpacked(str(entry.value[0]))
+            text = None if entry.deleted else unpacked(str(entry.value[0]), most_bytes)
         except (ValueError, IndexError) as error:
             log.warning("%s wrote settings for %s that cannot be read: %s", entry.node, entry.key, error)
         else:
-            yield Setting(kind, name, body, entry.hlc, entry.node)
+            yield Setting(kind, name, text, entry.hlc, entry.node)

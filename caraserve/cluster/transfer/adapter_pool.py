@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from caraserve.cluster.transfer.adapter_store import AdapterStore
 from caraserve.cluster.transfer.disk_cache import DiskCache
 from caraserve.cluster.transfer.download import Downloader, HolderWatch
 from caraserve.cluster.transfer.peer_client import PeerClient
+from caraserve.cluster.transfer.replaced_folders import ReplacedFolders
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.errors import CaraServeError, Forbidden, Unreachable
 from caraserve.lora.adapter import AdapterTier, UploadSource
@@ -33,7 +35,14 @@ from caraserve.util.tasks import Tasks
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 1.0
+_UNWANTED_S = 5.0  # for which a download continues without a request: its client may send it again
 _HOLDERS_WAIT_S = 0.5  # for which `ensure` waits for a holder: the list of holders may still arrive
+
+
+@dataclass(slots=True)
+class _RequestedDownload:
+    scope: asyncio.Timeout
+    unwanted_since_s: float | None = None
 
 
 class AdapterPool:
@@ -56,15 +65,18 @@ class AdapterPool:
         self.store = AdapterStore(node, catalog.manager, reader, stored, most_bytes, now)
         self._node, self._catalog, self._now = node, catalog, now
         self._publisher: Publisher | None = None
+        self._joined_s = 0.0  # unix time
         self._tasks = Tasks()
         self._complained: set[str] = set()
+        self._downloads: dict[str, _RequestedDownload] = {}  # for requests, by digest
+        self._replaced = ReplacedFolders(catalog, self._is_lost, now)
         reader.connect(self.fetch, self.store.on_folder_read)
 
     # --- start and stop ---
 
     def begin(self, publisher: Publisher) -> None:
         """Starts, once the node has: adds the adapters that are here, and adopts the names in the registry."""
-        self._publisher = publisher
+        self._publisher, self._joined_s = publisher, time.time()
         for info in self._catalog.all():
             if info.stamp:  # else it came from the registry already
                 self.store.loaded(info)
@@ -77,11 +89,14 @@ class AdapterPool:
                 self.adopt(adapter)
 
     async def run(self) -> None:
-        """Deletes adapters without a name, until cancelled."""
+        """Deletes adapters without a name, ends downloads without a request, and uses folders again whose names stand
+        for adapters that no instance has, until cancelled."""
         self.store.renamed()  # repeats a sweep that failed half way
         while True:
             await asyncio.sleep(_SWEEP_S)
             await self.store.sweep()
+            self._end_unwanted()
+            await self._replaced.restore()
 
     async def close(self) -> None:
         """Ends all work in progress."""
@@ -99,6 +114,7 @@ class AdapterPool:
         instances do."""
         self.store.named(adapter.digest)
         self.store.renamed()
+        self._replaced.adopted(adapter, is_new=self._is_new(adapter.name))
         try:
             self._catalog.adopt(adapter.name, adapter.digest, adapter.rank, adapter.num_bytes)
         except Forbidden:
@@ -108,10 +124,21 @@ class AdapterPool:
                 self._complained.add(adapter.digest)
                 log.warning("adapter %s of the cluster cannot be served here: %s", adapter.name, error.message)
 
+    def _is_new(self, name: str) -> bool:
+        """Whether a name was registered after this instance has joined."""
+        changed_s = self._node.last_changed_s(name)
+        return changed_s is not None and changed_s > self._joined_s
+
+    def _is_lost(self, name: str) -> bool:
+        """Whether no instance has the bytes for which a name stands on all instances."""
+        meant = self._node.adapter(name)
+        return meant is not None and not self._is_available(meant.digest)
+
     def changed(self, name: str, info: AdapterInfo | None) -> None:
         """Observes the catalog: publishes an adapter that was loaded from a folder here, or unloaded (None)."""
         assert self._publisher is not None, "the pool has not begun"
         self._publisher.changed(name, info)
+        self._replaced.changed(name)
         if info is not None:
             self.store.loaded(info)
         self.store.renamed()
@@ -137,6 +164,7 @@ class AdapterPool:
         """Adopts a name's digest from the registry and returns it."""
         info, meant = self._catalog.find(name), self._node.adapter(name)
         if meant is not None and (info is None or info.digest != meant.digest):
+            self._replaced.adopted(meant, is_new=self._is_new(name))
             self._catalog.adopt(meant.name, meant.digest, meant.rank, meant.num_bytes)
         return self._catalog.get(name).digest
 
@@ -195,7 +223,7 @@ class AdapterPool:
         try:
             result = await self.store.stored_image(digest, into)
             if result is None:
-                result = await self.downloader.fetch(digest, into, came)
+                result = await self._download(digest, into, came)
                 is_new = True
         except CaraServeError as error:
             result = error
@@ -205,6 +233,30 @@ class AdapterPool:
         done(result)
         if is_new:
             await self.store.keep(digest)
+
+    async def _download(self, digest: str, into: NDArray[np.uint8], came: Came) -> HostAdapter:
+        """Downloads an adapter for requests. Raises Unreachable, also when no request waits for it any more."""
+        try:
+            async with asyncio.timeout(None) as scope:
+                self._downloads[digest] = _RequestedDownload(scope)
+                return await self.downloader.fetch(digest, into, came)
+        except TimeoutError:
+            log.info("the download of adapter %s ends, as no request waits for it", digest[:12])
+            raise Unreachable(f"the download of adapter {digest[:12]} was ended", retry_after_s=1.0) from None
+        finally:
+            del self._downloads[digest]
+
+    def _end_unwanted(self) -> None:
+        """Ends downloads for requests that have all ended 5 s ago."""
+        now = self._now()
+        for digest, download in self._downloads.items():
+            version = self._catalog.manager.find(digest)
+            if version is not None and version.pins:
+                download.unwanted_since_s = None
+            elif download.unwanted_since_s is None:
+                download.unwanted_since_s = now
+            elif now - download.unwanted_since_s >= _UNWANTED_S and not download.scope.expired():
+                download.scope.reschedule(0.0)
 
     # --- metrics ---
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.config import DIGEST
+from caraserve.core.adapter_rules import DIGEST
 from caraserve.core.lora_layout import HostAdapter
 from caraserve.errors import AdapterRejected, ConfigError
 from caraserve.lora.manifest import MAX_MANIFEST_BYTES, ChunkHasher, manifest_of, read_manifest

@@ -5,7 +5,8 @@
 
 A chunk is accepted once its hash is right. Wrong bytes cost one chunk, and a peer that dies costs the chunks it was
 sending; the download continues with the other holders, and does not fail while chunks arrive. An accepted chunk is
-never requested again, so it may be read while the rest arrives.
+never requested again, so it may be read while the rest arrives. A holder that sends slowly delays only the downloads
+from it: it has some of the places for runs of chunks at most, and `PeerClient` ends what comes too slowly.
 """
 
 import asyncio
@@ -13,8 +14,9 @@ import contextlib
 import time
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,9 +33,10 @@ from caraserve.model.spec import ModelSpec
 _SOURCES = 3  # holders that send one adapter at a time
 _RUN = 4  # chunks in one request
 _MAX_RUNS = 8  # in progress, of all adapters together
+_MAX_RUNS_OF_HOLDER = 3  # of them, so that one slow holder leaves places to others
 _PATIENCE_S = 2.0  # without progress: the list of holders may still arrive
 _MAX_WAIT_S = 60.0  # without progress while holders are busy
-_SLOW_S = 5.0  # a run that takes longer goes to another holder
+_SLOW_S = 5.0  # a manifest or a run that takes longer goes to another holder
 _RETRY_S = 0.25  # before a peer that failed or is busy is asked again
 _MAX_FAILURES = 3  # of one peer, for one adapter
 _MAX_CORRUPT = 2  # chunks of one peer, for one adapter; then the peer is banned for that adapter
@@ -95,6 +98,8 @@ class _Download:
     failures: Counter[str] = field(default_factory=Counter)
     retry_at_s: dict[str, float] = field(default_factory=dict)
     is_busy: bool = False
+    under_way: int = 0  # runs
+    waiting: set["asyncio.Task[None]"] = field(default_factory=set)  # for a place
 
     def take_run(self) -> range:
         """Takes the next adjacent chunks from the pending ones."""
@@ -103,6 +108,12 @@ class _Download:
         while self.pending and self.pending[0] == end and end - first < _RUN:
             end = self.pending.popleft() + 1
         return range(first, end)
+
+    def end_waits(self) -> None:
+        """Ends the tasks that wait for a place if no run is left for them."""
+        if not (self.pending or self.under_way):
+            for task in self.waiting:
+                task.cancel()
 
     def accept(self, chunk: int) -> None:
         """Accepts a verified chunk, and reports newly complete layers."""
@@ -133,6 +144,8 @@ class Downloader:
         self._peers, self._client, self._model = peers, client, model
         self._now, self._patience_s, self._slow_s = now, patience_s, slow_s
         self._runs = asyncio.Semaphore(_MAX_RUNS)
+        # Kept while runs use them or wait, as instances come and go.
+        self._runs_of_holder: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         # (digest, peer) → corrupt chunks, time of the last
         self._corrupt: dict[tuple[str, str], tuple[int, float]] = {}
 
@@ -189,7 +202,11 @@ class Downloader:
 
     async def _ask_manifest(self, fetch: _Download, name: str) -> None:
         address = self._peers.address(name)
-        body = TransferFailure.FAILED if address is None else await self._client.manifest(address, fetch.digest)
+        body: bytes | TransferFailure = TransferFailure.FAILED
+        if address is not None:
+            with contextlib.suppress(TimeoutError):
+                async with self._limit(fetch, name):
+                    body = await self._client.manifest(address, fetch.digest)
         if isinstance(body, TransferFailure):
             self._record_failure(fetch, name, body)
             return
@@ -207,31 +224,62 @@ class Downloader:
         """Downloads run after run from one holder, until none is left or it fails."""
         assert fetch.spec is not None
         while fetch.pending and (address := self._peers.address(name)) is not None:
-            async with self._runs:
-                if not fetch.pending:
-                    return
-                run = fetch.take_run()
-                failure = await self._chunks(fetch, name, address, run)
+            try:
+                async with self._place(fetch, name):
+                    if not fetch.pending:
+                        return
+                    run = fetch.take_run()
+                    fetch.under_way += 1
+                    failure = await self._chunks(fetch, name, address, run)
+                    fetch.under_way -= 1
+            except TimeoutError:
+                self._record_failure(fetch, name, TransferFailure.BUSY)
+                return
             fetch.pending.extendleft(chunk for chunk in reversed(run) if chunk not in fetch.verified)
+            fetch.end_waits()
             if failure is not None:
                 self._record_failure(fetch, name, failure)
                 return
 
+    @contextlib.asynccontextmanager
+    async def _place(self, fetch: _Download, name: str) -> AsyncIterator[None]:
+        """Takes a place for one run, and gives it back; the first to wait gets the next one. Raises TimeoutError after
+        `slow_s` if there is another holder."""
+        of_holder = self._runs_of_holder.get(name)
+        if of_holder is None:
+            of_holder = self._runs_of_holder[name] = asyncio.Semaphore(_MAX_RUNS_OF_HOLDER)
+        task = asyncio.current_task()
+        assert task is not None
+        async with contextlib.AsyncExitStack() as taken:
+            fetch.waiting.add(task)
+            try:
+                async with self._limit(fetch, name):
+                    await taken.enter_async_context(of_holder)
+                    await taken.enter_async_context(self._runs)
+            finally:
+                fetch.waiting.discard(task)
+            yield
+
     async def _chunks(self, fetch: _Download, name: str, address: str, run: range) -> TransferFailure | None:
-        """Downloads one run. Stops after `slow_s` if there is another holder, which then comes first. Counts as a
-        failure only if no chunk arrived."""
+        """Downloads one run. Counts as a failure only if no chunk arrived."""
         assert fetch.spec is not None
-        others = any(other != name for other in self._usable_holders(fetch))
         start, ends = fetch.ends[run[0] - 1] if run[0] else 0, fetch.ends[run[0] : run[-1] + 1]
         hashes, into = fetch.spec.chunks[run[0] : run[-1] + 1], fetch.into[start : ends[-1]].data
         chunks = iter(run)
-        try:
-            async with asyncio.timeout(self._slow_s if others else None):
-                return await self._client.chunks(
+        failure: TransferFailure | None = TransferFailure.FAILED
+        with contextlib.suppress(TimeoutError):
+            async with self._limit(fetch, name):
+                failure = await self._client.chunks(
                     address, fetch.digest, start, ends, hashes, into, lambda: fetch.accept(next(chunks))
                 )
-        except TimeoutError:
-            return TransferFailure.BUSY if fetch.verified.intersection(run) else TransferFailure.FAILED
+        if failure is TransferFailure.FAILED and fetch.verified.intersection(run):
+            return TransferFailure.BUSY
+        return failure
+
+    def _limit(self, fetch: _Download, name: str) -> asyncio.Timeout:
+        """Returns the time for one request to a holder: `slow_s` if there is another one, which then comes first."""
+        others = any(other != name for other in self._usable_holders(fetch))
+        return asyncio.timeout(self._slow_s if others else None)
 
     def _record_failure(self, fetch: _Download, name: str, failure: TransferFailure) -> None:
         if failure is TransferFailure.CORRUPT:

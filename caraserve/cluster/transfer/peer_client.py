@@ -1,17 +1,18 @@
 """Requests manifests and ranges of adapters from other instances, on a thread of its own.
 
 The event loop that serves requests gets only results: receiving and hashing take none of its time. A chunk counts once
-its hash is right; bytes after the last such chunk are ignored.
+its hash is right; bytes after the last such chunk are ignored. An answer that comes too slowly, or begins too late,
+ends as a failure, so that no peer can hold a place for long.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import ssl
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -21,12 +22,15 @@ from caraserve.cluster.membership.auth import SIGNATURE_HEADER, Keyring, sign_re
 from caraserve.cluster.membership.dns import PeerResolver
 from caraserve.cluster.transfer.upload import PATH
 from caraserve.lora.manifest import MAX_MANIFEST_BYTES
+from caraserve.util.least_rate import LeastRate
 
 T = TypeVar("T")
+_NextPiece = Callable[[], Awaitable[bytes]]
 
+_TROUBLES = (aiohttp.ClientError, OSError, TimeoutError, ValueError)
 _CONNECT_S = 1.0
 _REACH_S = 2.0  # to connect, name look-up included
-_SILENT_S = 5.0  # without a byte: the peer counts as gone
+_PACE = LeastRate(grace_s=5.0, bytes_per_s=16 << 10)  # of every answer, from the request on
 _KEPT_ALIVE_S = 15.0
 _CLOSING_S = 0.05  # aiohttp closes connections some turns of the loop after their session
 
@@ -43,9 +47,9 @@ class TransferFailure(Enum):
 class PeerClient:
     """Requests bytes from other instances."""
 
-    def __init__(self, keys: Callable[[], Keyring], tls: ssl.SSLContext | None) -> None:
+    def __init__(self, keys: Callable[[], Keyring], tls: ssl.SSLContext | None, pace: LeastRate = _PACE) -> None:
         """`tls`: for connecting; None: peers use plain HTTP."""
-        self._keys, self._tls = keys, tls
+        self._keys, self._tls, self._pace = keys, tls, pace
         self._session: aiohttp.ClientSession | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="caraserve-download", daemon=True)
@@ -108,7 +112,7 @@ class PeerClient:
         except asyncio.CancelledError:
             self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
             while not end.done():
-                with suppress(asyncio.CancelledError):
+                with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([end])
             if not end.cancelled():
                 end.exception()  # retrieved, so that asyncio does not log it
@@ -119,23 +123,42 @@ class PeerClient:
     def _get(self, url: str, headers: dict[str, str]) -> Any:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_ALIVE_S, resolver=PeerResolver())
-            timeout = aiohttp.ClientTimeout(None, connect=_REACH_S, sock_connect=_CONNECT_S, sock_read=_SILENT_S)
+            timeout = aiohttp.ClientTimeout(None, connect=_REACH_S, sock_connect=_CONNECT_S)
             self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
         scheme = "https" if self._tls else "http"
         url = url.replace("http", scheme, 1)
         return self._session.get(url, headers=headers, ssl=self._tls or True, allow_redirects=False)
 
+    @contextlib.asynccontextmanager
+    async def _answer(self, url: str, headers: dict[str, str]) -> AsyncIterator[_NextPiece | TransferFailure]:
+        """Yields a function that returns the next bytes of an answer's body, empty at its end, or why there is none.
+        Raises an error of `_TROUBLES` when the answer breaks off or comes too slowly."""
+        now = self._loop.time
+        deadline_s = self._pace.deadline_s(now())
+        async with asyncio.timeout_at(deadline_s) as limit, self._get(url, headers) as answer:
+
+            async def next_piece() -> bytes:
+                nonlocal deadline_s
+                piece: bytes = await answer.content.readany()
+                deadline_s = self._pace.deadline_s(now(), len(piece), deadline_s)
+                limit.reschedule(deadline_s)
+                return piece
+
+            yield _failure(answer.status) or next_piece
+
     async def _page(self, url: str, headers: dict[str, str], most_bytes: int) -> bytes | TransferFailure:
+        body = bytearray()
         try:
-            async with self._get(url, headers) as answer:
-                if (failure := _failure(answer.status)) is not None:
-                    return failure
-                body = bytearray()
-                while (piece := await answer.content.readany()) and len(body) <= most_bytes:
+            async with self._answer(url, headers) as next_piece:
+                if isinstance(next_piece, TransferFailure):
+                    return next_piece
+                while piece := await next_piece():
                     body += piece
-                return bytes(body) if len(body) <= most_bytes else TransferFailure.CORRUPT
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+                    if len(body) > most_bytes:
+                        return TransferFailure.CORRUPT
+        except _TROUBLES:
             return TransferFailure.FAILED
+        return bytes(body)
 
     async def _chunks(
         self,
@@ -148,10 +171,10 @@ class PeerClient:
     ) -> TransferFailure | None:
         count = at = checked = 0
         try:
-            async with self._get(url, headers) as answer:
-                if (failure := _failure(answer.status)) is not None:
-                    return failure
-                while piece := await answer.content.readany():
+            async with self._answer(url, headers) as next_piece:
+                if isinstance(next_piece, TransferFailure):
+                    return next_piece
+                while piece := await next_piece():
                     if at + len(piece) > len(into):
                         return TransferFailure.CORRUPT
                     into[at : at + len(piece)] = piece
@@ -162,9 +185,11 @@ class PeerClient:
                         checked += sizes[count]
                         count += 1
                         on_verified()
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
-            return TransferFailure.FAILED
-        return None if count == len(sizes) else TransferFailure.FAILED
+                    if count == len(sizes):
+                        return None  # the peer may keep the answer open
+        except _TROUBLES:
+            pass
+        return TransferFailure.FAILED
 
     async def _end(self) -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}

@@ -20,7 +20,7 @@ from aiohttp import web
 from numpy.typing import NDArray
 
 from caraserve.cluster.membership.auth import SIGNATURE_HEADER, Keyring, is_signed_request
-from caraserve.config import DIGEST
+from caraserve.core.adapter_rules import DIGEST
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.errors import CaraServeError
 from caraserve.lora.adapter import Source

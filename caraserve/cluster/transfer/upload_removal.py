@@ -10,7 +10,7 @@ deletion of the name removes them.
 import asyncio
 
 from caraserve.cluster.membership.node import Node, QueryBody
-from caraserve.config import ADAPTER_NAME
+from caraserve.core.adapter_rules import ADAPTER_NAME
 from caraserve.lora.uploads import AdapterUploads
 from caraserve.util.tasks import Tasks
 

@@ -10,6 +10,7 @@ The fork server ends when its socket is closed, and the kernel kills the workers
 server.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -57,6 +58,21 @@ def _fork_worker(region: SharedRegion, index: int, core: int, offset: int) -> in
         os._exit(1)
 
 
+def _serve(connection: socket.socket, region: SharedRegion) -> None:
+    """Answers fork requests until the server closes the socket or dies, which it may do between any two steps."""
+    with contextlib.suppress(ConnectionError):
+        while message := connection.recv(_MOST_MESSAGE_BYTES):
+            request = json.loads(message)
+            pid = _fork_worker(region, request["worker"], request["core"], request["offset"])
+            try:
+                pidfd = os.pidfd_open(pid)
+            except ProcessLookupError:  # it has died already
+                socket.send_fds(connection, [json.dumps({"worker": request["worker"]}).encode()], [])
+                continue
+            socket.send_fds(connection, [json.dumps({"worker": request["worker"], "pid": pid}).encode()], [pidfd])
+            os.close(pidfd)
+
+
 def main() -> None:
     """Answers fork requests until the server closes the socket or dies.
 
@@ -71,16 +87,7 @@ def main() -> None:
 
     compile_worker()
     _check_alone()
-    while message := connection.recv(_MOST_MESSAGE_BYTES):
-        request = json.loads(message)
-        pid = _fork_worker(region, request["worker"], request["core"], request["offset"])
-        try:
-            pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:  # it has died already
-            socket.send_fds(connection, [json.dumps({"worker": request["worker"]}).encode()], [])
-            continue
-        socket.send_fds(connection, [json.dumps({"worker": request["worker"], "pid": pid}).encode()], [pidfd])
-        os.close(pidfd)
+    _serve(connection, region)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from caraserve.config import PINS
+from caraserve.core.adapter_rules import PINS
 from caraserve.errors import AdapterAliased, AdapterBusy, Forbidden, InvalidRequest, NotFound
 from caraserve.http import body_fields
 from caraserve.http.access.adapter_choice import (

@@ -122,7 +122,10 @@ async def test_a_connection_whose_name_does_not_resolve_times_out_and_others_are
 
 
 async def test_forwarding_to_unresolved_names_leaves_the_thread_pool_free(server: NameServer) -> None:
-    relays = PeerProxy(lambda: "a", lambda: KEYS, None)
+    async def answers(peer: str, request_id: str, attempt: int) -> bool:
+        return True
+
+    relays = PeerProxy(lambda: "a", lambda: KEYS, None, answers)
     async with asyncio.TaskGroup() as group:
         for index in range(MANY):
             group.create_task(_given_up(relays._session.get(f"http://slow-{index}:1/")))

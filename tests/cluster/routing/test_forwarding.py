@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from caraserve.cluster.membership.auth import Keyring
 from caraserve.cluster.membership.swim import MemberRecord, MemberState
 from caraserve.cluster.routing.cost import Backlog, CostEstimate, Tier
+from caraserve.cluster.routing.fleet_view import FleetView
 from caraserve.cluster.routing.forward_auth import (
     CLAIMS_HEADER,
     SIGNATURE_HEADER,
@@ -161,6 +163,25 @@ def test_an_unreachable_instance_is_left_out_for_a_while() -> None:
     assert list(router.propose(arrival).order) == ["a"]
     now = 2.0
     assert list(router.propose(arrival).order) == ["b", "a"]
+
+
+def test_an_instance_that_fails_again_and_again_is_left_out_for_longer_each_time() -> None:
+    now = 0.0
+    view: Any = Cluster(0, 0)
+    fleet = FleetView(view, lambda: now)
+
+    def left_out_s() -> float:
+        nonlocal now
+        began_s = now
+        for _ in range(3):  # three requests fail at once
+            fleet.mark_unreachable("b")
+        while "b" not in fleet.fleet(None, "", holders_only=False).able:
+            now += 0.5
+        return now - began_s
+
+    assert [left_out_s() for _ in range(4)] == [1.0, 2.0, 4.0, 8.0]
+    fleet.mark_reached("b")
+    assert left_out_s() == 1.0
 
 
 async def test_quotes_decide_among_the_best() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from caraserve.cluster.state import persistence
 from caraserve.cluster.state.persistence import ClusterRegistryFile, cluster_registry_path
 from caraserve.cluster.state.replicated_map import TOMBSTONE_S, Entry
 from caraserve.errors import ConfigError
@@ -67,6 +68,23 @@ def test_expired_tombstones_are_deleted(tmp_path: Path) -> None:
         names.save([NAME, GONE])
     assert kept(path, NOW_MS + int(TOMBSTONE_S * 1000) + 1000) == [NAME]
     assert kept(path) == [NAME]
+
+
+def test_tombstones_beyond_those_that_the_registry_keeps_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(persistence, "MAX_TOMBSTONES", 3)
+    monkeypatch.setattr(persistence, "_PRUNE_EVERY", 10)
+    path = tmp_path / "names.db"
+    gone = [Entry(f"n{number}", (), HLC + number, "b", deleted=True) for number in range(20)]
+    with closing(ClusterRegistryFile(path)) as names:
+        names.save([NAME])
+        for entry in gone:
+            names.save([entry])
+    assert len(kept(path)) < 3 + 1 + 10
+    with closing(ClusterRegistryFile(path)) as names:
+        names.save([NAME, *gone[:10]])
+    assert kept(path) == [NAME, *gone[19:16:-1]]
 
 
 def test_no_name_is_restored_after_an_absence_of_over_30_days(tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ from caraserve.cluster.state.replicated_map import (
     RegisteredAdapter,
     ReplicatedState,
     entry_fits,
+    is_setting,
 )
-from caraserve.config import ADAPTER_NAME, DIGEST
+from caraserve.core.adapter_rules import ADAPTER_NAME, DIGEST
 from caraserve.errors import InvalidRequest
 from caraserve.util.hybrid_clock import HybridClock
 
@@ -141,6 +142,7 @@ def test_an_invalid_adapter_name_is_refused(name: str, deleted: bool) -> None:
 @example("a", "d" * 63, 8, 1)
 @example("a", "d" * 64, 0, 1)
 @example("a", "d" * 64, 8, 0)
+@example("alias/a", "d" * 64, 8, 1)
 def test_every_listed_adapter_has_a_valid_name_digest_rank_and_size(
     name: str, digest: str, rank: int, num_bytes: int
 ) -> None:
@@ -152,7 +154,7 @@ def test_every_listed_adapter_has_a_valid_name_digest_rank_and_size(
         assert DIGEST.fullmatch(adapter.digest)
         assert 0 < adapter.rank <= 65_536
         assert 0 < adapter.num_bytes <= 2**50
-    assert state.refused + sum(1 for _ in state.adapters()) == 1
+    assert state.refused + sum(1 for _ in state.adapters()) == 1 or is_setting(name)
 
 
 def test_only_an_instances_own_entries_are_accepted_in_its_map() -> None:
@@ -263,6 +265,25 @@ def test_a_full_map_accepts_no_new_keys_but_new_values_of_old_ones(monkeypatch: 
         state.register(RegisteredAdapter("c", "d" * 64, 8, 1), WALL_MS)
     assert len(state.register(RegisteredAdapter("b", "e" * 64, 8, 1), WALL_MS)) == 1
     assert len(state.map_of(REGISTRY) or ()) == 2
+
+
+@pytest.mark.parametrize(("kind", "other"), [("alias/", "zz/"), ("zz/", "alias/"), ("", "alias/")])
+def test_the_values_of_each_kind_have_a_limit_in_bytes(monkeypatch: pytest.MonkeyPatch, kind: str, other: str) -> None:
+    monkeypatch.setattr(module, "MOST_VALUE_BYTES", (100, 100, 100))
+    state = ReplicatedState("n1")
+
+    def takes(name: str, size: int, hlc: int = HLC) -> bool:
+        news, _ = state.merge(REGISTRY, [Entry(name, ("x" * size,) if size else (), hlc, "n2", not size)], WALL_MS)
+        return bool(news)
+
+    assert takes(f"{kind}a", 60)
+    assert not takes(f"{kind}b", 50)
+    assert takes(f"{other}a", 60)
+    assert takes(f"{kind}a", 40, HLC + 1)
+    assert takes(f"{kind}b", 60)
+    assert not takes(f"{kind}a", 50, HLC + 2)
+    assert takes(f"{kind}b", 0, HLC + 1)
+    assert takes(f"{kind}a", 100, HLC + 2)
 
 
 def test_tombstones_do_not_count_against_the_number_of_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 from caraserve.cluster.membership.auth import Keyring
 from caraserve.cluster.routing.cost import Tier
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
+from caraserve.cluster.transfer import adapter_pool
 from caraserve.cluster.transfer.adapter_store import KEEP_QUESTION
 from caraserve.cluster.transfer.disk_cache import DiskCache
 from caraserve.cluster.transfer.download import HolderWatch
@@ -251,6 +252,35 @@ async def test_a_request_for_an_adapter_without_a_holder_is_refused_before_it_is
         with pytest.raises(Unreachable, match="no instance that has it is reachable"):
             await b.pool.ensure("poet")
         assert b.manager.counters.disk_reads == 0
+
+
+async def test_a_download_ends_when_no_request_waits_for_it_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_pool, "_SWEEP_S", 0.01)
+    monkeypatch.setattr(adapter_pool, "_UNWANTED_S", 0.05)
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        await fleet.load(a, "poet", 1)
+        await fleet.load(a, "chef", 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(b._transfers, "manifest", _no_answer)
+            planned = asyncio.create_task(b.pool.store_planned("chef"))
+            first, second = [asyncio.create_task(b.want("poet")) for _ in range(2)]
+            await until(lambda: b.pool.downloader.in_progress == 2)
+            first.cancel()
+            await asyncio.sleep(0.2)
+            assert b.pool.downloader.in_progress == 2  # the second request waits
+            second.cancel()
+            await until(lambda: b.pool.downloader.in_progress == 1)
+            assert not planned.done()
+            planned.cancel()
+        assert await b.want("poet") is not None
+
+
+async def _no_answer(address: str, digest: str) -> bytes:
+    await asyncio.Event().wait()
+    return b""
 
 
 async def test_another_name_for_an_adapter_in_a_folder_is_read_from_that_folder(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 """Downloading an adapter from several holders, despite wrong bytes and deaths, or failing with a reason."""
 
 import asyncio
+import contextlib
+import hashlib
+import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -18,12 +21,12 @@ from tests.cluster.nodes import until
 
 
 class Peer:
-    """Another instance that has an image, and may be slow, busy, dead or send wrong bytes."""
+    """Another instance that has images, and may be slow, busy, dead or send wrong bytes."""
 
-    def __init__(self, held: HostAdapter) -> None:
-        self.held = held
+    def __init__(self, *held: HostAdapter) -> None:
+        self.held = {one.spec.digest: one for one in held}
         self.tier = Tier.HOST
-        self.is_dead = self.is_wrong = False
+        self.is_dead = self.is_wrong = self.is_silent = False
         self.busy_times = 0
         self.dies_after: int | None = None  # chunks
         self.given: list[int] = []  # starts of chunks
@@ -33,7 +36,7 @@ class Peer:
         self.answers.set()
 
     async def give(
-        self, start: int, ends: Sequence[int], into: memoryview, on_verified: Callable[[], None]
+        self, digest: str, start: int, ends: Sequence[int], into: memoryview, on_verified: Callable[[], None]
     ) -> TransferFailure | None:
         if self.is_dead:
             return TransferFailure.FAILED
@@ -51,7 +54,7 @@ class Peer:
                 return TransferFailure.FAILED
             if self.lingers_after is not None and len(self.given) >= self.lingers_after:
                 await asyncio.Event().wait()
-            into[begin - start : end - start] = self.held.data[begin:end].data
+            into[begin - start : end - start] = self.held[digest].data[begin:end].data
             self.given.append(begin)
             on_verified()
         return None
@@ -66,7 +69,7 @@ class World:
         self.manifests: Counter[str] = Counter()
 
     def holders(self, digest: str) -> Mapping[str, Tier]:
-        return {name: peer.tier for name, peer in self.peers.items() if peer.held.spec.digest == digest}
+        return {name: peer.tier for name, peer in self.peers.items() if digest in peer.held}
 
     def address(self, name: str) -> str | None:
         return name
@@ -79,7 +82,9 @@ class World:
         self.manifests[address] += 1
         if peer.is_dead:
             return TransferFailure.FAILED
-        return manifest_of(peer.held.spec) + (b" " if peer.is_wrong else b"")
+        if peer.is_silent:
+            await asyncio.Event().wait()
+        return manifest_of(peer.held[digest].spec) + (b" " if peer.is_wrong else b"")
 
     async def chunks(
         self,
@@ -96,7 +101,7 @@ class World:
         await asyncio.sleep(0)
         await self.peers[address].answers.wait()
         self.in_progress -= ends[-1] - start
-        return await self.peers[address].give(start, ends, into, on_verified)
+        return await self.peers[address].give(digest, start, ends, into, on_verified)
 
 
 HELD = image(rank=64, seed=1)
@@ -129,6 +134,57 @@ async def test_a_slow_holder_is_replaced_by_another_one() -> None:
     async with asyncio.timeout(5):
         await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
     assert slow.given == []
+
+
+async def test_a_manifest_that_does_not_come_is_requested_from_another_holder() -> None:
+    silent = Peer(HELD)
+    silent.is_silent = True
+    world = World(a=silent, b=Peer(HELD))
+    downloader = Downloader(world, world, MODEL, slow_s=0.05)
+    async with asyncio.timeout(5):
+        await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+    assert world.manifests == {"a": 1, "b": 1}
+
+
+@contextlib.asynccontextmanager
+async def slow_downloads(*more: HostAdapter) -> AsyncIterator[tuple[World, Downloader]]:
+    """Yields peers and a downloader that waits for nine adapters from one of them, which sends nothing."""
+    adapters = [image(seed=seed) for seed in range(9)]
+    slow = Peer(*adapters, *more)
+    slow.answers.clear()
+    world = World(a=slow)
+    downloader = Downloader(world, world, MODEL)
+    stuck = [
+        asyncio.create_task(downloader.fetch(one.spec.digest, aligned_bytes(one.spec.num_bytes))) for one in adapters
+    ]
+    await until(lambda: world.manifests["a"] == len(adapters) and world.in_progress > 0)
+    async with asyncio.timeout(3):
+        yield world, downloader
+    assert not any(task.done() for task in stuck)
+    for task in stuck:
+        task.cancel()
+    await asyncio.gather(*stuck, return_exceptions=True)
+
+
+async def test_slow_runs_from_one_holder_leave_places_for_others() -> None:
+    async with slow_downloads() as (world, downloader):
+        world.peers["b"] = Peer(HELD)
+        await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+
+
+async def test_an_adapter_does_not_wait_for_a_place_once_others_have_sent_it() -> None:
+    async with slow_downloads(HELD) as (world, downloader):
+        world.peers["b"] = Peer(HELD)
+        await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+        assert len(world.peers["b"].given) == CHUNKS
+
+
+async def test_a_busy_holder_is_asked_again_while_another_has_no_place() -> None:
+    async with slow_downloads(HELD) as (world, downloader):
+        downloader._slow_s = 0.05
+        world.peers["b"] = Peer(HELD)
+        world.peers["b"].busy_times = 2
+        await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
 
 
 async def test_slow_holders_that_send_some_chunks_do_not_count_as_failed() -> None:
@@ -243,6 +299,23 @@ async def test_a_holder_that_sent_wrong_bytes_twice_is_banned() -> None:
         with pytest.raises(Unreachable):
             await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
     assert world.manifests["a"] == 2
+
+
+async def test_an_invalid_manifest_is_each_holders_failure_and_not_the_servers() -> None:
+    body = json.dumps([1, "float32", [[0, 0, 8, 10**400]], []]).encode()
+    digest = hashlib.sha256(body).hexdigest()
+
+    class Crafted(World):
+        async def manifest(self, address: str, digest: str) -> bytes | TransferFailure:
+            self.manifests[address] += 1
+            return body
+
+    world = Crafted(a=Peer(HELD), b=Peer(HELD))
+    for peer in world.peers.values():
+        peer.held[digest] = HELD
+    with pytest.raises(Unreachable, match="none sends its bytes"):
+        await Downloader(world, world, MODEL, patience_s=0.0).fetch(digest, aligned_bytes(1))
+    assert world.manifests.keys() == {"a", "b"}
 
 
 async def test_a_ban_ends_after_a_minute() -> None:

@@ -123,7 +123,7 @@ async def test_no_alias_takes_the_name_of_an_adapter_that_is_arriving(tmp_path: 
 
 async def test_a_long_list_of_aliases_is_made_in_turns_of_the_event_loop(tmp_path: Path, rests: list[float]) -> None:
     registry = Registry(None)
-    registry.put_settings([Setting("alias", f"alias{number}", {"adapter": "a"}) for number in range(2000)])
+    registry.put_settings([Setting("alias", f"alias{number}", '{"adapter": "a"}') for number in range(2000)])
     async with serving(tmp_path / "root", registry=registry) as (client, _):
         assert not rests
         assert len((await client.get("/v1/aliases")).json["data"]) == 2000

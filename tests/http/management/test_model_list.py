@@ -86,7 +86,7 @@ async def test_an_alias_is_listed_for_clients_of_the_adapter_that_it_stands_for_
     aliases = Aliases(settings, lambda name: name in engine.loaded)
     await aliases.point("prod", "sql-1")
     # Another instance has switched it to an adapter that is not known here yet.
-    settings.merge([Setting("alias", "prod", {"adapter": "sql-new", "previous": "sql-1"}, 1 << 61, "b")])
+    settings.merge([Setting("alias", "prod", '{"adapter": "sql-new", "previous": "sql-1"}', 1 << 61, "b")])
     management = AdapterManagement(nothing, aliases, nothing)
     app = make_app(engine, http_config(), new_metrics(), allow_lora_updates=False, management=management)
     assert await listed(app, "sql-1") == ["org/base", "sql-1", "prod"]
