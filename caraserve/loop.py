@@ -170,6 +170,11 @@ class Engine:
         self._wake.set()
         return active
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is unfinished."""
+        return self._idle.is_set()
+
     def adapters(self) -> list[AdapterInfo]:
         """Returns all adapters that requests may name."""
         return self.catalog.all()

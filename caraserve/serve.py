@@ -6,7 +6,6 @@ threads. The port is bound first and listened on last, so that a server that lis
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -51,6 +50,7 @@ from caraserve.telemetry.progress import progress
 from caraserve.telemetry.trace import Trace
 from caraserve.tokenizer.tokenizer import load_tokenizer
 from caraserve.util.cache_folder import data_folder, why_unwritable
+from caraserve.util.garbage import GarbageCollector
 from caraserve.util.option_values import LoraModule
 
 if TYPE_CHECKING:
@@ -59,8 +59,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_YOUNG_COLLECTIONS = 2  # between middle garbage collections, which took up to 15 ms with the default of 10
-_MIDDLE_COLLECTIONS = 5000  # between full garbage collections: one in some million new objects
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # the address to use for a server that listens on all addresses
 _ADAPTER_BYTES = 1 << 30  # default size of the device cache where it does not share the KV cache's memory
 
@@ -384,7 +382,9 @@ async def serve(
         if cluster is not None:
             await cluster.start(stack, app, http_config, port, metrics, served.profile)
             rereads.append(cluster.node.reread_secrets)
-        settle_garbage_collector()
+        collector = GarbageCollector(lambda: engine.is_idle)
+        collector.settle()
+        background.run(stack, collector.run, "garbage collection")
         if warning := exposure(http_config):
             log.warning("%s", warning)
         _announce(served, http_config, port)
@@ -396,16 +396,6 @@ async def serve(
         await _drain(engine, router, http_config.drain_timeout_s)
         if cluster is not None and cluster.node.ended.done():
             cluster.node.ended.result()
-
-
-def settle_garbage_collector() -> None:
-    """Excludes all present objects from garbage collections, makes middle ones small and full ones rare.
-
-    Without this, a full collection would block the event loop for 100 ms.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(gc.get_threshold()[0], _YOUNG_COLLECTIONS, _MIDDLE_COLLECTIONS)
 
 
 async def _drain(engine: Engine, router: "RequestRouter", timeout_s: float) -> None:

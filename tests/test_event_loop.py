@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from caraserve import demo
 from caraserve.http.app import make_app, start_http
-from caraserve.serve import settle_garbage_collector
+from caraserve.util.garbage import GarbageCollector
 from tests.http.serving import http_config, new_metrics
 from tests.serving import engine_config, lora_config, model_config, running
 
@@ -63,7 +63,6 @@ CASES = {
         b'"tools":[{"type":"function","name":"f","parameters":{%b}}]}',
         b'"x%d":"The sea is blue."',
         60_000,
-        200,
     ),
     "blocks": Case("/v1/messages", b'{"max_tokens":1,"messages":[{"role":"user","content":[%b]}]}', _TEXT_PART, 20_000),
     "ids": Case(COMPLETIONS, b'{"prompt":[%b]}', b"10", 5_000_000),
@@ -194,7 +193,7 @@ async def serving() -> AsyncIterator[Client]:
         app = make_app(engine, config, new_metrics(), allow_lora_updates=False)
         runner, port = await start_http(app, config)
         thresholds = gc.get_threshold()
-        settle_garbage_collector()
+        GarbageCollector(lambda: False).settle()
         try:
             yield Client(port)
         finally:

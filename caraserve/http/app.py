@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from aiohttp import hdrs, web
+from aiohttp.web_urldispatcher import SystemRoute
 
 from caraserve.cluster.membership.node import Node
 from caraserve.cluster.membership.websocket import WEBSOCKET_PATH
@@ -52,6 +53,7 @@ from caraserve.loop import Engine
 from caraserve.lora.management import AdapterManagement
 from caraserve.telemetry.background import BackgroundTasks
 from caraserve.telemetry.metrics import Metrics
+from caraserve.util.exceptions import forget_frames
 
 log = logging.getLogger("caraserve.http")
 
@@ -193,6 +195,9 @@ async def _handle(request: web.Request, handler: _Handler) -> web.StreamResponse
         response = await _answer(request, handler, context)
         shape_error(request.path, response)
         status_code = response.status
+    except BaseException as error:  # the client has left, or the server stops
+        forget_frames(error)
+        raise
     finally:
         context.bodies.release(request)
         status_code = note_end(request, status_code)
@@ -201,6 +206,8 @@ async def _handle(request: web.Request, handler: _Handler) -> web.StreamResponse
         if tracer is not None:
             tracer.end(request, status_code)
         _count(request, status_code, response)
+        if isinstance(route := request.match_info.route, SystemRoute):  # made for this request, of an unknown URL
+            vars(route).clear()  # it refers to a method of its own: a cycle
     return response
 
 
@@ -231,25 +238,32 @@ async def _answer(request: web.Request, handler: _Handler, context: Context) -> 
         if (client := authenticate(request, context.config, context.keys)) is not None:
             request[CLIENT] = client
         return await handler(request)
-    except Unauthorized as error:
+    except Exception as error:
+        response = _response_to(error, request)
+        forget_frames(error)  # which refer to the response, and that to the error
+        return response
+
+
+def _response_to(error: Exception, request: web.Request) -> web.Response:
+    """The response to an exception that the handler of a request has raised. Logs the server's own mistakes."""
+    if isinstance(error, Unauthorized):
         response = error_response(error)
         response.headers["WWW-Authenticate"] = challenge(request)
         return response
-    except CaraServeError as error:
+    if isinstance(error, CaraServeError):
         if error.status == 500:
             log.error("request %s failed: %s", request[REQUEST_ID], error.message)
         request[SUMMARY].note_error(error)
         return error_response(error)
-    except web.HTTPException as error:
+    if isinstance(error, web.HTTPException):
         return refusal_response(error, request)
-    except MemoryError:
+    if isinstance(error, MemoryError):
         return error_response(ServerBusy("The server has no memory for this request now.", retry_after_s=1.0))
-    except Exception as error:
-        if isinstance(error, ConnectionError) and (request.transport is None or request.transport.is_closing()):
-            raise  # the client has left, or the other instance
-        log.exception("request %s failed", request[REQUEST_ID])
-        message = f"The server made a mistake; its log has the details under request id {request[REQUEST_ID]}."
-        return json_response(error_body(message, "server_error", None, None), status=500)
+    if isinstance(error, ConnectionError) and (request.transport is None or request.transport.is_closing()):
+        raise error  # the client has left, or the other instance
+    log.error("request %s failed", request[REQUEST_ID], exc_info=error)
+    message = f"The server made a mistake; its log has the details under request id {request[REQUEST_ID]}."
+    return json_response(error_body(message, "server_error", None, None), status=500)
 
 
 def _check_header_size(request: web.Request) -> None:
@@ -295,16 +309,12 @@ async def listen(
     sockets: Sequence[socket.socket] = (),
 ) -> tuple[web.AppRunner, int]:
     """Listens; returns the runner and the port, which differs from `port` if that is 0. Raises ConfigError."""
-    timings = app[CONTEXT].timings
     sockets = sockets or bind(host, port)
     runner = Runner(
         app,
         max_connections=config.max_connections,
-        write_s=timings.write_s,
+        timings=app[CONTEXT].timings,
         handler_cancellation=True,  # when its client leaves, which cancels the generation
-        keepalive_timeout=timings.keepalive_s,
-        shutdown_timeout=timings.stop_s,
-        lingering_time=timings.linger_s,
         max_line_size=_MAX_HEADER_LINE_BYTES,
         max_field_size=_MAX_HEADER_LINE_BYTES,
         max_headers=_MAX_HEADERS,

@@ -37,10 +37,11 @@ class HttpTimings:
     """How long the server waits for its clients, in seconds."""
 
     ping_s: float = 15.0  # silence in a stream, before a comment line keeps proxies from closing it
-    write_s: float = 30.0  # without any progress in writing, before the connection is cut
+    write_s: float = 30.0  # in which a client reads next to nothing, before the connection is cut
     body_s: float = 30.0  # from the end of the headers to the end of the body; of an upload, without a byte
     upload_grace_s: float = 60.0  # of an upload, before it must have arrived at the least rate
-    keepalive_s: float = 75.0  # between requests, and for the headers of the first
+    first_request_s: float = 75.0  # from the opening of a connection to the end of its first request's headers
+    keepalive_s: float = 620.0  # between requests; some load balancers keep a connection for 600 s
     linger_s: float = 5.0  # for a client to stop sending a body that has been refused
     stop_s: float = 5.0  # for the last bytes, when the server stops and all requests have ended
 

@@ -78,7 +78,7 @@ def listed(names: Iterable[str]) -> str:
 
 def note_end(request: web.Request, status: int) -> int:
     """Notes the error that ended a stream. Returns the status to report: not the stream's if the client has left."""
-    stream = request.get(EVENT_STREAM)
+    stream = request.pop(EVENT_STREAM, None)  # which refers to the request: a cycle
     if stream is None:
         return status
     if stream.error is not None:

@@ -10,6 +10,7 @@ import logging
 import os
 import resource
 import socket
+from collections.abc import Hashable
 from typing import Any
 
 from aiohttp import HttpVersion10, web
@@ -21,13 +22,17 @@ from aiohttp.streams import StreamReader
 from caraserve.errors import CaraServeError, ConfigError, ServerBusy
 from caraserve.http.access.auth import PROBES
 from caraserve.http.apis.api_format import shape_error
+from caraserve.http.connection_limit import ConnectionLimit
+from caraserve.http.context import HttpTimings
 from caraserve.http.responses import SERVER, error_body, error_response, json_response
+from caraserve.util.exceptions import forget_frames
 
 log = logging.getLogger("caraserve.http")
 
-_SPARE_CONNECTIONS = 64  # beyond the limit, so that probes are answered when all others are in use
 _OTHER_DESCRIPTORS = 128  # for files, workers and other instances
 _FEWEST_CONNECTIONS = 16
+_RETRY_S = 1.0
+_LEAST_READ_BYTES = 32 << 10  # in `write_s`, by a client for which more than this is waiting
 _CLIENT_FAULTS = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
 
 
@@ -65,21 +70,23 @@ def listen_error(error: OSError, host: str, port: int) -> ConfigError:
 class Runner(web.AppRunner):
     """Serves an application over this module's connections."""
 
-    def __init__(self, app: web.Application, *, max_connections: int, write_s: float, **options: Any) -> None:
-        """`write_s`: longest time that the kernel waits for a client to acknowledge bytes. `options`: aiohttp's."""
-        super().__init__(app, access_log=None, logger=log, auto_decompress=False, **options)
+    def __init__(self, app: web.Application, *, max_connections: int, timings: HttpTimings, **options: Any) -> None:
+        """`options`: aiohttp's."""
+        options |= {"keepalive_timeout": timings.keepalive_s, "lingering_time": timings.linger_s}
+        options |= {"access_log": None, "logger": log, "auto_decompress": False}
+        super().__init__(app, shutdown_timeout=timings.stop_s, **options)
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = min(max_connections, max(_FEWEST_CONNECTIONS, descriptors - _OTHER_DESCRIPTORS))
-        self._limits = most, write_s
+        self._most = min(max_connections, max(_FEWEST_CONNECTIONS, descriptors - _OTHER_DESCRIPTORS))
+        self._timings = timings
 
     async def _make_server(self) -> "_Server":
-        return _Server(await super()._make_server(), *self._limits)
+        return _Server(await super()._make_server(), ConnectionLimit(self._most), self._timings)
 
 
 class _Server(web.Server):
-    """One listening socket's connections."""
+    """The connections of all sockets at which an application listens."""
 
-    def __init__(self, made: web.Server, max_connections: int, write_s: float) -> None:
+    def __init__(self, made: web.Server, limit: "ConnectionLimit[_Connection]", timings: HttpTimings) -> None:
         super().__init__(
             self._answer,
             request_factory=self._make_request,
@@ -87,27 +94,22 @@ class _Server(web.Server):
             loop=made._loop,
             **made._kwargs,
         )
-        self._made, self._max_connections = made, max_connections
-        self.write_ms = round(1000 * write_s)
+        self._made = made
+        self.limit, self.timings = limit, timings
 
     def __call__(self) -> "_Connection":
         return _Connection(self, loop=self._loop, **self._kwargs)
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-        """Keeps the number of connections within the limit: closes the oldest idle one for a new one. If none is idle,
-        the new one only answers probes."""
         super().connection_made(handler, transport)
-        count = len(self._connections)
-        if count <= self._max_connections or not isinstance(handler, _Connection):
-            return
-        # Oldest first. A search over all connections, 0.1 µs each, and only when there are too many.
-        idle = next((one for one in self._connections if isinstance(one, _Connection) and one.is_idle), None)
-        if idle is not None:
-            idle.force_close()
-        elif count <= self._max_connections + _SPARE_CONNECTIONS:
-            handler.is_surplus = True
-        else:
+        assert isinstance(handler, _Connection)
+        if not self.limit.open(handler):
             transport.abort()
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        assert isinstance(handler, _Connection)
+        self.limit.lost(handler)
 
     def _make_request(
         self,
@@ -117,6 +119,8 @@ class _Server(web.Server):
         writer: AbstractStreamWriter,
         task: "asyncio.Task[None]",
     ) -> web.BaseRequest:
+        assert isinstance(protocol, _Connection)
+        protocol.begin(payload)
         return self._made.request_factory(_without_slash(message), payload, protocol, writer, task)
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -125,34 +129,126 @@ class _Server(web.Server):
         expected = request.headers.get("Expect", "100-continue")
         if expected.lower() != "100-continue":
             return _refusal(417, f"Expect: {expected[:100]!r} is not served; 100-continue is.")
-        if getattr(request.protocol, "is_surplus", False) and request.path not in PROBES:
-            busy = ServerBusy(f"All of the {self._max_connections} connections are in use.", retry_after_s=1.0)
-            refused = _last(error_response(busy))
+        encodings = ",".join(request.headers.getall("Transfer-Encoding", ["chunked"]))
+        if encodings.strip().lower() != "chunked":
+            return _refusal(501, f"Transfer-Encoding: {encodings[:100]!r} is not served; chunked alone is.")
+        connection = request.protocol
+        assert isinstance(connection, _Connection)
+        if request.path not in PROBES and not self.limit.place(connection):
+            connection.stop_lingering()
+            refused = _last(error_response(_all_in_use(self.limit)))
             shape_error(request.path, refused)
             return refused
         return await self._made.request_handler(request)
 
 
+def _all_in_use(limit: "ConnectionLimit[_Connection]") -> ServerBusy:
+    return ServerBusy(f"All of the {limit.most} connections are in use.", retry_after_s=_RETRY_S)
+
+
 class _Connection(web.RequestHandler):
     """One connection of a client."""
 
-    __slots__ = ("is_surplus",)
+    __slots__ = ("_body", "_is_refused", "_server", "_stuck", "client")
 
     def __init__(self, manager: _Server, **options: Any) -> None:
         super().__init__(manager, **options)
-        self.is_surplus = False  # beyond the limit: answers only probes
+        self.client: Hashable = None
+        self._server = manager
+        self._body: StreamReader | None = None  # of the last request
+        self._is_refused = False  # whether that was answered before its body had arrived
+        self._stuck: asyncio.TimerHandle | None = None  # while the client does not read what was written
 
     @property
     def is_idle(self) -> bool:
         """Whether it waits for a request or for the rest of its headers."""
         return self._waiter is not None and not self._waiter.done() and not self._force_close
 
+    @property
+    def body_is_whole(self) -> bool:
+        """Whether the body of the last request has arrived."""
+        return self._body is None or self._body.is_eof()
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        sock, server = transport.get_extra_info("socket"), self._manager
-        if sock is not None and isinstance(server, _Server):
+        timings = self._server.timings
+        if (sock := transport.get_extra_info("socket")) is not None:
             # The kernel ends a connection whose client acknowledges nothing, also after `close`.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, server.write_ms)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * timings.write_s))
+        self.client = _network(transport.get_extra_info("peername"))
         super().connection_made(transport)
+        if self._keepalive_handle is not None and timings.first_request_s < timings.keepalive_s:
+            self._keepalive_handle.cancel()
+            self._next_keepalive_close_time = self._loop.time() + timings.first_request_s
+            self._keepalive_handle = self._loop.call_at(self._next_keepalive_close_time, self._process_keepalive)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        if self._is_refused and self._body is not None and not self._body.is_eof():
+            # aiohttp would cancel the task that waits for the rest of the body, whose exception then keeps the task,
+            # this connection and the request in a cycle. The end of the body ends the task as well.
+            self._task_handler = None
+            self._body.feed_eof()
+        self._stop_watching()
+        super().connection_lost(exc)
+        self._body = None
+
+    # --- requests ---
+
+    def begin(self, body: StreamReader) -> None:
+        """Notes that the headers of a request have arrived."""
+        self._body, self._is_refused = body, False
+        self._server.limit.began(self)
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Sends the rest of a response. Afterwards aiohttp waits for the rest of the body, if the response came before
+        it."""
+        finished: tuple[web.StreamResponse, bool] = await super().finish_response(request, resp, start_time)
+        self._is_refused = not self.body_is_whole
+        self._server.limit.ended(self)
+        return finished
+
+    def give_up(self) -> None:
+        """Closes the connection for another one. A request whose body is still arriving is refused first."""
+        if self._body is None or self._body.is_eof() or self._is_refused:
+            self.force_close()
+            return
+        self.stop_lingering()
+        self._body.set_exception(_all_in_use(self._server.limit))
+
+    def stop_lingering(self) -> None:
+        """Makes the connection close at once after a response, instead of waiting for the rest of a body."""
+        self._lingering_time = 0.0
+
+    # --- clients that do not read ---
+
+    def pause_writing(self) -> None:
+        """Watches the client, for which more than the transport's buffer holds is waiting."""
+        super().pause_writing()
+        assert self.transport is not None
+        self._watch_client(self.transport)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_watching()
+
+    def _watch_client(self, transport: asyncio.Transport) -> None:
+        unsent_bytes = transport.get_write_buffer_size()
+        self._stuck = self._loop.call_later(self._server.timings.write_s, self._cut_stuck, transport, unsent_bytes)
+
+    def _cut_stuck(self, transport: asyncio.Transport, unsent_bytes: int) -> None:
+        """Cuts a connection whose client has read next to nothing for `write_s`; the handler is then cancelled."""
+        if unsent_bytes - transport.get_write_buffer_size() < _LEAST_READ_BYTES:
+            transport.abort()
+        else:
+            self._watch_client(transport)
+
+    def _stop_watching(self) -> None:
+        if self._stuck is not None:
+            self._stuck.cancel()
+            self._stuck = None
+
+    # --- what aiohttp refuses ---
 
     def handle_error(
         self,
@@ -166,6 +262,9 @@ class _Connection(web.RequestHandler):
             raise ConnectionError("the answer has begun already")
         if status >= 500:
             self.log_exception("a request failed", exc_info=exc)
+        if exc is not None:
+            forget_frames(exc)  # one of which is this connection's
+        if status >= 500:
             return _last(error_response(CaraServeError("The server made a mistake; its log has the details.")))
         if isinstance(exc, LineTooLong):
             return _refusal(431, "A line of the request's headers is too long.")
@@ -176,6 +275,14 @@ class _Connection(web.RequestHandler):
         """Logs the server's errors only: clients that leave, or do not send HTTP, could fill the log."""
         if not isinstance(options.get("exc_info"), _CLIENT_FAULTS):
             super().log_exception(*args, **options)
+
+
+def _network(peer: object) -> Hashable:
+    """The address of a client; of an IPv6 address the first 64 bits, since a client may have all of the others."""
+    host = peer[0] if isinstance(peer, tuple) else peer
+    if isinstance(host, str) and ":" in host:
+        return socket.inet_pton(socket.AF_INET6, host.partition("%")[0])[:8]
+    return host if isinstance(host, str) else None
 
 
 def _without_slash(message: RawRequestMessage) -> RawRequestMessage:

@@ -13,6 +13,7 @@ from aiohttp import web
 from caraserve.errors import CaraServeError
 from caraserve.http.api_request import StreamFormat
 from caraserve.http.context import HttpTimings
+from caraserve.util.exceptions import forget_frames
 
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -68,25 +69,25 @@ def without_progress(events: bytes) -> tuple[bytes, int | None]:
 class EventStream:
     """An event stream to one client, as an async context manager.
 
-    `send` waits while the client's socket is full. A watchdog writes a comment after `ping_s` of silence, and cuts the
-    connection when a write has made no progress for `write_s`; aiohttp then cancels the handler, as it does when the
-    client leaves.
+    `send` waits while the client's socket is full; the connection is cut when its client reads nothing for too long,
+    and aiohttp then cancels the handler, as it does when the client leaves. A comment is sent after `ping_s` of
+    silence.
     """
 
     def __init__(self, request: web.Request, timings: HttpTimings, stream_format: StreamFormat) -> None:
         self.response = web.StreamResponse(headers=_HEADERS)
         self._request = request
         self._format = stream_format
-        self._timings = timings
-        self._clock = asyncio.get_running_loop().time
-        self._last_s = self._clock()
-        self._writes = 0  # in progress; more than one if a response has several choices
-        self._progress_s = 0.0  # time of the last progress of a write
+        self._ping_s = timings.ping_s
+        self._loop = asyncio.get_running_loop()
+        self._last_s = self._loop.time()
         self._starting = asyncio.Lock()
         self.num_events = 0  # passed to `send`
         self.ended = False  # whether the stream's end has been passed to `send`
         self.error: CaraServeError | None = None  # that ended it
-        self._watchdog: asyncio.Task[None] | None = None
+        # A timer, not a task: the exception of a cancelled task keeps its frame, and so the whole request, in a cycle.
+        self._silence: asyncio.TimerHandle | None = None
+        self._pinging: asyncio.Task[None] | None = None
 
     @property
     def started(self) -> bool:
@@ -94,13 +95,13 @@ class EventStream:
         return self.response.prepared
 
     async def __aenter__(self) -> Self:
-        self._watchdog = asyncio.create_task(self._watch())
+        self._silence = self._loop.call_later(self._ping_s, self._end_silence)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop_watching()
+        self._stop_pings()
 
     async def send(self, events: bytes) -> None:
         """Writes whole events. Raises ConnectionError when the client has left."""
@@ -108,66 +109,50 @@ class EventStream:
             async with self._starting:
                 await self.response.prepare(self._request)
                 self._request[EVENT_STREAM] = self
-        self._last_s = self._clock()
-        if not self._writes:
-            self._progress_s = self._last_s
-        self._writes += 1
+        self._last_s = self._loop.time()
         self.num_events += events.count(b"data: {")
         self.ended = events.endswith(self._format.stream_end)
-        try:
-            await self.response.write(events)
-        finally:
-            self._writes -= 1
-            self._progress_s = self._clock()
+        await self.response.write(events)
 
     async def end_with_error(self, error: CaraServeError) -> None:
-        """Sends an error as the last event, unless the stream has ended already; then closes the connection. Waits at
-        most `write_s` for the client to read it."""
-        self._stop_watching()
-        self.response.force_close()
+        """Sends an error as the last event, unless the stream has ended already. The connection stays usable: a client
+        may have sent its next request over it."""
+        self._stop_pings()
         try:
-            async with asyncio.timeout(self._timings.write_s):
-                if not self.ended:
-                    self.error = error
-                    event = self._format.error_event(error, self.num_events)
-                    await self.send(error_comment(error) + event + self._format.stream_end)
-                await self.response.write_eof()
-        except TimeoutError:
-            self._cut()
+            if not self.ended:
+                forget_frames(error)
+                self.error = error
+                event = self._format.error_event(error, self.num_events)
+                await self.send(error_comment(error) + event + self._format.stream_end)
+            await self.response.write_eof()
         except ConnectionError:
             return  # the client has left; aiohttp notices when it ends the response
 
-    async def _watch(self) -> None:
-        while True:
-            now = self._clock()
-            if self._writes:
-                pause_s = self._progress_s + self._timings.write_s - now
-                if pause_s <= 0:
-                    self._cut()
-                    return
-            else:
-                pause_s = self._last_s + self._timings.ping_s - now
-                if pause_s <= 0:
-                    await self._ping()
-                    continue
-            await asyncio.sleep(min(pause_s, self._timings.write_s))
-
-    def _stop_watching(self) -> None:
-        if self._watchdog is not None:
-            self._watchdog.cancel()
+    def _end_silence(self) -> None:
+        """Sends a comment if nothing was sent for `ping_s`, and nothing waits for the client to read. Runs again when
+        the next one may be due."""
+        left_s = self._last_s + self._ping_s - self._loop.time()
+        if left_s <= 0:
+            left_s = self._ping_s
+            if self._pinging is None and not self._request.protocol.writing_paused:
+                self._pinging = self._loop.create_task(self._ping())
+        self._silence = self._loop.call_later(left_s, self._end_silence)
 
     async def _ping(self) -> None:
         try:
-            async with asyncio.timeout(self._timings.write_s):
-                await self.send(self._format.ping)
-        except TimeoutError:
-            self._cut()
+            await self.send(self._format.ping)
         except ConnectionError:
-            self._last_s = self._clock()  # the handler is being cancelled already
+            pass  # the handler is being cancelled already
+        finally:
+            self._pinging = None
 
-    def _cut(self) -> None:
-        if self._request.transport is not None:
-            self._request.transport.abort()
+    def _stop_pings(self) -> None:
+        if self._silence is not None:
+            self._silence.cancel()
+            self._silence = None
+        if self._pinging is not None:
+            self._pinging.cancel()
+            self._pinging = None
 
 
 EVENT_STREAM = web.RequestKey("EVENT_STREAM", EventStream)  # of a request, from the response's first byte on

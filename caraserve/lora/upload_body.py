@@ -11,6 +11,7 @@ import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from caraserve.errors import AdapterRejected, PayloadTooLarge
 from caraserve.lora.peft import TENSORS_NAME
@@ -40,6 +41,9 @@ class _Member:
     left: int | None  # bytes; None: all that follow are its own
 
 
+_State: TypeAlias = Callable[["UploadBody", memoryview], memoryview]
+
+
 class UploadBody:
     """The files of one upload. Not thread-safe, and blocks on the disk: for one thread at a time."""
 
@@ -53,7 +57,7 @@ class UploadBody:
         self._folder, self._config = folder, config
         self._num_bytes = num_bytes
         self._limits = {CONFIG_NAME: MOST_CONFIG_BYTES, TENSORS_NAME: most_tensor_bytes}
-        self._take: Callable[[memoryview], memoryview] = self._sniff
+        self._take: _State = UploadBody._sniff  # a function: a bound method would refer to its object
         self._held = bytearray()  # the start of a tar's header, or of the body
         self._skipped = 0  # bytes still to skip
         self._pax_left = 0
@@ -66,7 +70,7 @@ class UploadBody:
         """Writes the next bytes of the body. Raises AdapterRejected, PayloadTooLarge or OSError."""
         rest = memoryview(data)
         while rest:
-            rest = self._take(rest)
+            rest = self._take(self, rest)
 
     def has(self, name: str) -> bool:
         """Whether a file has been written to its end."""
@@ -135,13 +139,13 @@ class UploadBody:
                 self.add_config(self._config)
             self._held.clear()
             self._write_all(memoryview(start))
-            self._take = self._contents
+            self._take = UploadBody._contents
         elif start[:2] == b"\x1f\x8b":
             raise AdapterRejected("the body is compressed; send the tar as it is")
         elif self._config is not None:
             raise AdapterRejected("config goes with a safetensors body; a tar has its own file", param="config")
         else:
-            self._take = self._header
+            self._take = UploadBody._header
         return rest
 
     def _header(self, data: memoryview) -> memoryview:
@@ -185,7 +189,7 @@ class UploadBody:
         count = min(self._skipped, len(data))
         self._skipped -= count
         if self._skipped == 0:
-            self._take = self._header
+            self._take = UploadBody._header
         return data[count:]
 
     def _trailer(self, data: memoryview) -> memoryview:
@@ -205,7 +209,7 @@ class UploadBody:
     def _begin_entry(self, block: bytes) -> None:
         """Checks a tar's header block and begins what it announces."""
         if not any(block):
-            self._take = self._trailer
+            self._take = UploadBody._trailer
             return
         try:
             entry = tarfile.TarInfo.frombuf(block, "utf-8", "strict")
@@ -215,12 +219,12 @@ class UploadBody:
             raise AdapterRejected(f"the tar has {entry.name[:100]!a} with {entry.size} bytes")
         self._skipped = -entry.size % _BLOCK
         if entry.type in _PAX and 0 < entry.size <= _MOST_PAX_BYTES:
-            self._pax_left, self._take = entry.size, self._pax
+            self._pax_left, self._take = entry.size, UploadBody._pax
         elif entry.type == tarfile.DIRTYPE and entry.size == 0 and self._folders < _MOST_FOLDERS:
             self._folders += 1
         elif entry.type in _REGULAR:
             self._begin(self._file_name(entry.name), entry.size)
-            self._take = self._contents
+            self._take = UploadBody._contents
             if entry.size == 0:
                 self._end_member()
         else:
@@ -270,7 +274,7 @@ class UploadBody:
         self._skip_padding()
 
     def _skip_padding(self) -> None:
-        self._take = self._skip if self._skipped else self._header
+        self._take = UploadBody._skip if self._skipped else UploadBody._header
 
 
 def config_of(metadata: dict[str, object]) -> str | None:

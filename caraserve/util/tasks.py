@@ -4,10 +4,13 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
+
+from caraserve.util.exceptions import forget_frames
 
 log = logging.getLogger(__name__)
 
@@ -17,6 +20,7 @@ _TURN_S = 0.001
 # Yielding alone would keep the interpreter lock on the event loop's thread: the compute thread needs it some hundred
 # times for a token and waited each time, which stopped other clients' streams for 0.5 s.
 _REST_S = 0.001
+_STARTS_PER_TURN = 16  # tasks started in one turn of the event loop; the first step of each may take 0.1 ms
 
 
 async def in_turns(
@@ -97,6 +101,59 @@ class TurnBudget:
 
 
 _shared_turns: "WeakKeyDictionary[asyncio.AbstractEventLoop, TurnBudget]" = WeakKeyDictionary()
+
+
+async def run_together(parts: Iterator[Coroutine[Any, Any, T]], count: int) -> Sequence[T]:
+    """Runs `count` parts at once and returns their results in order; the first failure cancels the others and is raised
+    as it is. Each part is taken when it starts and freed when it ends: freeing 2,048 tasks together takes 8 ms.
+
+    An `asyncio.TaskGroup` would keep the failure, its frames and its tasks in a cycle.
+    """
+    if count == 1:  # nearly always: no task of its own
+        return [await next(parts)]
+    results: dict[int, T] = {}
+    failures: list[BaseException] = []  # the first one
+    running: set[asyncio.Task[T]] = set()
+    is_over = asyncio.Event()
+
+    def start(position: int) -> None:
+        task = asyncio.ensure_future(next(parts))
+        running.add(task)
+        task.add_done_callback(partial(note, position))
+
+    def note(position: int, task: "asyncio.Task[T]") -> None:
+        running.discard(task)
+        failure = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if failure is None:
+            results[position] = task.result()
+        elif not failures:
+            failures.append(failure)
+        else:
+            forget_frames(failure)  # which often refer to it
+        if failures or len(results) == count:
+            is_over.set()
+
+    try:
+        starts = TurnBudget(_STARTS_PER_TURN)
+        for position in range(count):
+            await starts.spend(1)
+            if failures:
+                break
+            start(position)
+        await is_over.wait()
+    finally:
+        await _end(running)
+    if failures:
+        raise failures.pop()
+    return [results[position] for position in range(count)]
+
+
+async def _end(tasks: set[asyncio.Task[T]]) -> None:
+    """Cancels tasks and waits for their end."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tuple(tasks))
 
 
 def log_defect(task: "asyncio.Task[Any]") -> None:

@@ -101,10 +101,11 @@ class Client:
 async def exchange(port: int, data: bytes) -> bytes:
     """Sends raw bytes, and returns all that the server sends until it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(data)
-    answer = await reader.read()
-    writer.close()
-    return answer
+    try:
+        writer.write(data)
+        return await reader.read()
+    finally:
+        writer.close()
 
 
 @asynccontextmanager

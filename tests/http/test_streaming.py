@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,9 +12,8 @@ from aiohttp import web
 
 from caraserve.core.request import GenerateRequest, TokenDelta, TokenLogprob
 from caraserve.errors import BackendFailed
-from caraserve.http.apis.choices import OpenAiStream
 from caraserve.http.context import HttpTimings
-from caraserve.http.streaming import EventStream, progress_comment, tokens_comment, tokens_in, without_progress
+from caraserve.http.streaming import progress_comment, tokens_comment, tokens_in, without_progress
 from caraserve.http.whole_answer import TURN_LOGPROBS, paced
 from caraserve.util.tasks import TurnBudget
 from tests.http.fake_engine import BOS, DIGEST, FakeEngine, finish
@@ -233,6 +233,20 @@ async def test_failure_after_the_first_byte_is_an_event_and_the_end(error: Backe
         assert await response.content.read() == b"data: [DONE]\n\n"
 
 
+async def test_a_connection_is_used_again_after_a_stream_that_ended_with_an_error() -> None:
+    fake = FakeEngine(script=begun)
+    async with serving(fake) as client:
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+        for _ in range(3):
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 29\r\n\r\n"
+            writer.write(head + b'{"prompt":"ab","stream":true}')
+            assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
+            await reader.readuntil(b'"x"')
+            fake.streams[-1].end(1, "error", BackendFailed("device lost"))
+            assert b"backend_failed" in await reader.readuntil(b"0\r\n\r\n")
+        writer.close()
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("n", [1, 3])
 async def test_client_that_leaves_cancels_everything_at_once(stream: bool, n: int) -> None:
@@ -310,6 +324,23 @@ async def test_a_reader_that_reads_nothing_is_disconnected(n: int, caplog: pytes
     assert not caplog.records  # a client's fault, not worth a line
 
 
+async def test_a_reader_that_is_slow_but_reads_on_gets_all() -> None:
+    """It takes longer than `write_s` for one event, but never so long for 32 KiB."""
+    size = 6 << 20
+    fake = FakeEngine(script=lambda request: [TokenDelta("x" * size, (1,), finish=finish(request, 1))])
+    async with serving(fake, timings=HttpTimings(write_s=0.3)) as client:
+        reader, writer = await raw_post(client, "/v1/completions", FIELDS)
+        began_s, total, piece = time.perf_counter(), 0, b""
+        while not piece.endswith(b"0\r\n\r\n"):
+            piece = await reader.read(256 << 10)
+            assert piece
+            total += len(piece)
+            await asyncio.sleep(0.0004)
+        assert total > size
+        assert time.perf_counter() - began_s > 0.3
+        writer.close()
+
+
 async def test_keep_alive_connection_is_used_again_after_a_stream_and_after_an_error() -> None:
     async with serving(FakeEngine()) as client:
         reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
@@ -325,42 +356,6 @@ async def test_keep_alive_connection_is_used_again_after_a_stream_and_after_an_e
                 (length,) = [line.split()[1] for line in head.splitlines() if line.startswith(b"Content-Length")]
                 await reader.readexactly(int(length))
         writer.close()
-
-
-class SlowResponse:
-    """A started response whose writes each take some time, with its request and its transport."""
-
-    prepared = True
-
-    def __init__(self, write_s: float) -> None:
-        self.write_s = write_s
-        self.aborted = False
-
-    @property
-    def transport(self) -> "SlowResponse":
-        return self
-
-    async def write(self, data: bytes) -> None:
-        await asyncio.sleep(self.write_s)
-
-    def abort(self) -> None:
-        self.aborted = True
-
-
-@pytest.mark.parametrize(("one_write_s", "given_up"), [(0.06, False), (0.5, True)])
-async def test_overlapping_writes_are_cut_only_if_none_makes_progress(one_write_s: float, given_up: bool) -> None:
-    response: Any = SlowResponse(one_write_s)
-    async with EventStream(response, HttpTimings(write_s=0.2), OpenAiStream()) as out:
-        out.response = response
-
-        async def keep_writing(after_s: float) -> None:
-            await asyncio.sleep(after_s)
-            async with asyncio.timeout(0.4):
-                while True:
-                    await out.send(b"")
-
-        await asyncio.gather(keep_writing(0), keep_writing(0.03), return_exceptions=True)
-    assert response.aborted is given_up
 
 
 SCORES = tuple(TokenLogprob(token, -1.0, (token,) * 20, (-1.0,) * 20) for token in range(100))

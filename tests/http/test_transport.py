@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import aiohttp
@@ -35,6 +35,7 @@ NOT_REQUESTS = {
     "broken chunks": (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzzz\r\n{}\r\n", 400),
     "one endless header": (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100_000 + b"\r\n\r\n", 431),
     "200 headers": (b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: x\r\n" * 200 + b"\r\n", 400),
+    "compressed chunks": (HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n", 501),
     "unknown Expect": (b"GET /health HTTP/1.1\r\nHost: localhost\r\nExpect: 42\r\n\r\n", 417),
 }
 
@@ -172,25 +173,77 @@ async def get(client: Client, path: str) -> int:
     ).status
 
 
+REQUEST = HEAD + b'Content-Length: 14\r\n\r\n{"prompt":"a"}'
+PROBE = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+
+
 async def test_idle_connections_are_closed_for_new_ones() -> None:
-    async with serving(FakeEngine(), max_connections=3) as client, connections(client, 10) as opened:
+    async with serving(FakeEngine(), max_connections=3) as client, connections(client, 3) as opened:
+        for reader, writer in opened:
+            writer.write(REQUEST)
+            await reader.readuntil(b"usage")
         assert [await get(client, "/v1/models") for _ in range(3)] == [200] * 3
-        assert await asyncio.wait_for(opened[0][0].read(), 20.0) == b""  # long before it has been idle for too long
+        await asyncio.wait_for(opened[0][0].read(), 20.0)  # long before it has been idle for too long
 
 
 async def test_beyond_the_most_connections_only_probes_are_answered() -> None:
     fake = FakeEngine(script=None)
     async with serving(fake, max_connections=3) as client, connections(client, 3) as opened:
         for _, writer in opened:
-            writer.write(HEAD + b'Content-Length: 14\r\n\r\n{"prompt":"a"}')
+            writer.write(REQUEST)
         await fake.submitted(3)
         busy = parsed(await exchange(client.port, b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"))
         assert (busy.status, busy.error["code"], busy.headers["Retry-After"]) == (503, "server_busy", "1")
         overloaded = parsed(await exchange(client.port, b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n\r\n"))
         assert (overloaded.status, overloaded.json["error"]["type"]) == (529, "overloaded_error")
+        half = parsed(await asyncio.wait_for(exchange(client.port, HEAD + b"Content-Length: 99\r\n\r\n{"), 4.0))
+        assert half.status == 503  # and closed at once, instead of waiting for the rest
         assert await get(client, "/health") == 200
         for stream in fake.streams:
             stream.end()
         for reader, _ in opened:
             assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
         assert await get(client, "/v1/models") == 200
+
+
+@pytest.mark.parametrize("keys", [(), ("secret",)], ids=["read", "refused unread"])
+async def test_half_requests_keep_no_other_client_out(keys: tuple[str, ...]) -> None:
+    """There are more of them than connections allowed, and one more for each that ends."""
+    half = HEAD + b"Content-Length: 100000\r\n\r\n{"
+    headers = b"Authorization: Bearer secret\r\nConnection: close\r\n" if keys else b"Connection: close\r\n"
+    async with serving(FakeEngine(), api_key=keys, max_connections=10) as client:
+
+        async def flood() -> None:
+            while True:
+                with suppress(ConnectionError):
+                    await exchange(client.port, half)
+
+        attackers = [asyncio.create_task(flood()) for _ in range(40)]
+        for _ in range(5):
+            assert parsed(await exchange(client.port, PROBE)).status == 200
+            models = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n" + headers + b"\r\n"
+            assert parsed(await exchange(client.port, models)).status == 200
+        for attacker in attackers:
+            assert not attacker.done()
+            attacker.cancel()
+        await asyncio.gather(*attackers, return_exceptions=True)
+
+
+async def test_a_request_whose_body_is_given_up_for_another_may_be_sent_again() -> None:
+    async with serving(FakeEngine(), max_connections=1) as client:
+        slow = asyncio.create_task(exchange(client.port, HEAD + b"Content-Length: 99\r\n\r\n{"))
+        while not slow.done():
+            assert await get(client, "/v1/models") in (200, 503)
+        refused = parsed(await slow)
+        assert (refused.status, refused.error["code"], refused.headers["Retry-After"]) == (503, "server_busy", "1")
+
+
+async def test_a_connection_without_a_request_is_closed_sooner_than_one_between_two() -> None:
+    timings = HttpTimings(first_request_s=0.05, keepalive_s=60.0)
+    async with serving(FakeEngine(), timings=timings) as client, connections(client, 2) as opened:
+        (silent, _), (used, writer) = opened
+        writer.write(REQUEST)
+        await used.readuntil(b"usage")
+        assert await asyncio.wait_for(silent.read(), 20.0) == b""
+        writer.write(REQUEST)
+        await used.readuntil(b"usage")

@@ -1,11 +1,12 @@
 """Tasks of one owner: one that fails is heard of, and all end with their owner."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from typing import Any
 
 import pytest
 
-from caraserve.util.tasks import Tasks, in_shared_turns, in_turns
+from caraserve.util.tasks import Tasks, in_shared_turns, in_turns, run_together
 
 
 def test_tasks_are_listed_until_they_end_and_errors_are_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -80,3 +81,64 @@ def test_of_many_loops_over_what_clients_send_one_goes_on_every_2_ms() -> None:
 
     for _ in range(2):  # each has its own event loop
         assert asyncio.run(body()) >= 28 * 0.002
+
+
+@pytest.mark.parametrize("count", [1, 40])
+async def test_parts_run_together_and_their_results_are_in_order(count: int) -> None:
+    running, most = 0, 0
+
+    async def part(number: int) -> int:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.001 * (number % 3))
+        running -= 1
+        return number
+
+    assert await run_together(map(part, range(count)), count) == list(range(count))
+    assert most > count // 2
+
+
+@pytest.mark.parametrize("failing", [0, 2, 29])
+async def test_the_first_part_that_fails_ends_the_others_and_is_raised(failing: int) -> None:
+    ended: list[int] = []
+
+    async def part(number: int) -> int:
+        if number == failing:
+            raise ZeroDivisionError(number)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append(number)
+        return number
+
+    def parts() -> Iterator[Coroutine[Any, Any, int]]:
+        for number in range(30):
+            started.append(number)
+            yield part(number)
+
+    started: list[int] = []
+    with pytest.raises(ZeroDivisionError, match=str(failing)):
+        await run_together(parts(), 30)
+    assert sorted([*ended, failing]) == started
+
+
+async def test_parts_end_with_the_one_that_awaits_them() -> None:
+    ended: list[int] = []
+    begun = asyncio.Event()
+
+    async def part(number: int) -> int:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(number)
+        return number
+
+    task = asyncio.create_task(run_together(map(part, range(3)), 3))
+    await begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert sorted(ended) == [0, 1, 2]
