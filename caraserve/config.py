@@ -275,6 +275,7 @@ class EngineConfig(_FromArgs):
     trace: Path | None
     attention_backend: str = "triton"
     enforce_eager: bool = False
+    max_unread_bytes: int | None = None
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -308,6 +309,12 @@ class EngineConfig(_FromArgs):
             "them, so that a request's last bits depend on the others",
         )
         add("--enforce-eager", **_SWITCH, default=False, help="on a GPU: launch kernels one by one, without graphs")
+        add(
+            "--max-unread-bytes",
+            **_SIZE,
+            help="memory for answers that clients have not read yet; beyond it, slow readers' requests pause "
+            "(default: 1/32 of the memory, 64MiB to 4GiB)",
+        )
         add("--trace", **_FILE, help="write a Chrome trace, which Perfetto opens")
 
 

@@ -30,6 +30,7 @@
     ├── Unreachable                503  no instance that can be reached has the adapter's bytes; `retry_after_s`
     ├── InstanceLost               502  the instance that was answering has gone
     ├── DeadlineExceeded           504  the client's deadline has passed
+    ├── ReaderTooSlow              408  the client reads its answer too slowly
     └── BackendFailed              500  an iteration failed on the device
         └── CopyFailed             500  an adapter could not be copied to the device
 
@@ -284,6 +285,13 @@ class DeadlineExceeded(CaraServeError):
 
     status = 504
     code = "deadline_exceeded"
+
+
+class ReaderTooSlow(CaraServeError):
+    """The client read its answer too slowly for the memory that the answer took."""
+
+    status = 408
+    code = "reader_too_slow"
 
 
 class BackendFailed(CaraServeError):

@@ -31,6 +31,7 @@ from caraserve.engine.request_counts import RequestCounts
 from caraserve.engine.request_slots import RequestSlots
 from caraserve.engine.side_batches import SideBatches
 from caraserve.engine.stats import EngineLoad, IterationObserver, rank_of, snapshot_of
+from caraserve.engine.unread import UnreadAnswer, UnreadBudget, default_budget_bytes
 from caraserve.errors import (
     BackendFailed,
     CaraServeError,
@@ -98,6 +99,7 @@ class Engine:
         self._times = IterationTimes(iteration_ms)
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
+        self.unread = UnreadBudget(config.max_unread_bytes or default_budget_bytes(), self._wake.set)
         limits, manager = backend.limits, catalog.manager
         self._slots = RequestSlots(backend, manager, tokenizer.eos_ids, prefix_caching=config.enable_prefix_caching)
         launcher = BatchLauncher(backend, self._slots)
@@ -122,16 +124,17 @@ class Engine:
         """Queues a request. In a full queue it replaces the newest request of the client with the most for its weight,
         if that client then still has as many as this one. Raises NotFound, ContextLengthExceeded, Overloaded, Draining
         or BackendFailed, without any effect."""
-        return self._submit(inputs, None).stream
+        return self._submit(inputs, None, UnreadAnswer(self.unread)).stream
 
     def submit_each(self, inputs: Sequence[GenerateRequest]) -> Generator[TokenStream]:
         """Yields the stream of each request after queueing it as `submit` does. All requests use the same adapter, even
         if its name is given to another one between two steps. A generator, because thousands of requests take 100
         ms."""
         adapter: Adapter | None = None
+        unread = UnreadAnswer(self.unread)
         try:
             for one in inputs:
-                active = self._submit(one, adapter)
+                active = self._submit(one, adapter, unread)
                 if adapter is None and active.adapter is not None:
                     adapter = self.catalog.manager.pin_again(active.adapter)
                 yield active.stream
@@ -139,9 +142,9 @@ class Engine:
             if adapter is not None:
                 self.catalog.manager.unpin(adapter)
 
-    def _submit(self, inputs: GenerateRequest, adapter: Adapter | None) -> ActiveRequest:
+    def _submit(self, inputs: GenerateRequest, adapter: Adapter | None, unread: UnreadAnswer) -> ActiveRequest:
         """Queues a request. `adapter`: of an earlier request of the same response, pinned by the caller; None: looked
-        up by its name."""
+        up by its name. `unread`: of the response."""
         if self.failure is not None:
             raise BackendFailed(f"the device has failed: {self.failure}")
         if self.draining:
@@ -153,7 +156,7 @@ class Engine:
                 param="prompt",
             )
         displaced = None
-        if (count := len(self._queues.waiting)) >= self._config.max_queue:
+        if (count := len(self._queues.waiting) + len(self._queues.paused)) >= self._config.max_queue:
             message, retry_after_s = f"{count} requests are waiting", self.predicted_wait_s()
             if (displaced := self._queues.waiting.newest_of_largest(inputs.tenant)) is None:
                 raise Overloaded(message, retry_after_s=retry_after_s)
@@ -163,7 +166,7 @@ class Engine:
             adapter = self.catalog.pin(inputs.adapter)
         if displaced is not None:
             self._finish(displaced, "error", error=Displaced(message, retry_after_s=retry_after_s))
-        active = self._make_active(inputs, adapter)
+        active = self._make_active(inputs, adapter, unread)
         self._queues.waiting.push(inputs.tenant, active)
         # Loads start without waiting for the iteration under way.
         self._queues.admit(self._times.next_begin_s(self._now()), self._times.decode_s)
@@ -236,7 +239,7 @@ class Engine:
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
-            self._cancelled += [*self._queues.waiting, *self._queues.loading, *self._queues.running]
+            self._cancelled += self._queues.all()
             self._wake.set()
             await self._idle.wait()
 
@@ -266,7 +269,8 @@ class Engine:
             pending = launched
 
     async def _expire(self) -> None:
-        """Ends requests that were cancelled, those whose adapter cannot be loaded, and all if the device has failed."""
+        """Ends requests that were cancelled, those whose adapter cannot be loaded, and all if the device has failed.
+        Pauses those whose clients read too slowly."""
         cancelled, self._cancelled = self._cancelled[:_CANCELLED_AT_ONCE], self._cancelled[_CANCELLED_AT_ONCE:]
         for active in cancelled:
             if not active.is_finished:
@@ -277,11 +281,14 @@ class Engine:
         if (cause := self.catalog.manager.device_loader.failure) is not None:
             self.failure = self.failure or str(cause)
         if self.failure is not None:
-            for active in [*self._queues.waiting, *self._queues.loading, *self._queues.running]:
+            for active in self._queues.all():
                 self._finish(active, "error", error=BackendFailed(f"the device has failed: {self.failure}"))
         for active in [*self._queues.loading, *self._queues.running]:
             if active.adapter is not None and active.adapter.tier is AdapterTier.FAILED:
                 self._finish(active, "error", error=active.adapter.error)
+        if self.unread.has_changed:
+            self.unread.has_changed = False
+            self._queues.follow_readers()
 
     def _admit(self, begins_s: float) -> None:
         """Moves requests from waiting to loading, and from loading to running, as far as slots and memory allow."""
@@ -426,7 +433,7 @@ class Engine:
 
     # --- the beginning and the end of a request ---
 
-    def _make_active(self, inputs: GenerateRequest, adapter: Adapter | None) -> ActiveRequest:
+    def _make_active(self, inputs: GenerateRequest, adapter: Adapter | None, unread: UnreadAnswer) -> ActiveRequest:
         params = inputs.params
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         request = Request(inputs, seed, since_s=self._now())
@@ -444,7 +451,7 @@ class Engine:
                 return name
             return f"{name}@{digest}" if (digest := adapter.content_digest) is not None else ""
 
-        stream = TokenStream(lambda: self._cancel(active), served_by, lambda: request.phases(self._now()))
+        stream = TokenStream(lambda: self._cancel(active), unread, served_by, lambda: request.phases(self._now()))
         active = ActiveRequest(request, stream, detokenizer, adapter)
         self._unfinished += 1
         self.request_counts.begin(inputs.adapter, self._now())

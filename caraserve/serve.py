@@ -209,6 +209,7 @@ async def build_engine(
         observers=observers.iterations,
         iteration_ms=PerfModel.of(profile, padded_rank=lora_config.padded_rank).iteration_ms if profile else None,
     )
+    metrics.show(engine.unread.families)
     task = asyncio.create_task(engine.run(), name="caraserve-engine")
     task.add_done_callback(_stop_on_defect)
     stack.push_async_callback(_end_task, task)

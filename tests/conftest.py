@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import hypothesis
 import pytest
@@ -71,3 +71,15 @@ async def _bounded(test: "asyncio.Future[None]") -> None:
     async with asyncio.timeout(TIMEOUT_S):
         await test
     assert not failures
+
+
+@pytest.fixture
+def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Puts the event loop's clock forward by so many seconds; callbacks that are due then run at its next turn."""
+
+    def forward(seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time
+        monkeypatch.setattr(loop, "time", lambda: now() + seconds)
+
+    return forward

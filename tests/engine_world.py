@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -91,10 +92,13 @@ class Asked:
     stream: TokenStream
     embeds: bool = False
     deltas: list[TokenDelta] = field(default_factory=list)
+    rest: Callable[[], int] = lambda: 0  # returns the turns of the event loop before the next delta is read
 
     async def collect(self) -> "Asked":
         async for delta in self.stream:
             self.deltas.append(delta)
+            for _ in range(self.rest()):
+                await asyncio.sleep(0)
         return self
 
     @property
@@ -135,6 +139,7 @@ class World:
     copy_failures: float = 0.0
     aside_failures: float = 0.0  # probability that a side batch needs a retry, or fails
     streams: bool = False  # whether adapters are downloaded layer by layer
+    most_rests: int = 0  # of a reader before its next delta, in turns of the event loop
 
     def ask(
         self, prompt: Sequence[int], name: str | None, *, embeds: bool = False, **params: Any
@@ -143,6 +148,8 @@ class World:
         digest = None if name is None else self.engine.adapter(name).digest
         request = GenerateRequest("r", tuple(prompt), name, settings, arrival_s=0.0, embeds=embeds)
         asked = Asked(tuple(prompt), digest, settings, self.engine.submit(request), embeds)
+        if self.most_rests:
+            asked.rest = functools.partial(self.rng.randrange, self.most_rests + 1)
         return asked, asyncio.create_task(asked.collect())
 
     def end_something(self) -> bool:
@@ -268,7 +275,9 @@ async def world(
     rules = CatalogRules("base", (), room.most_adapter_bytes, arena.num_bytes, keep_on_device)
     catalog = _Catalog(None, registry, manager, reader, rules)  # type: ignore[arg-type]
     catalog.add_at_start([(f"a{index}", Path(f"digest-{index}")) for index in range(adapters)], lambda: None)
-    config = type("Config", (), {"max_queue": 10_000, "seed": 0, "enable_prefix_caching": True})
+    config = type(
+        "Config", (), {"max_queue": 10_000, "seed": 0, "enable_prefix_caching": True, "max_unread_bytes": None}
+    )
 
     def now() -> float:
         backend.now_s += clock_step_s
@@ -292,6 +301,7 @@ async def world(
         engine.check()
         snapshot = engine.snapshot()
         assert (snapshot.running, snapshot.waiting, snapshot.kv_used_blocks) == (0, 0, 0)
+        assert engine.unread.held_bytes == 0
         assert backend.faults == []
         if running.done():
             await running

@@ -107,6 +107,7 @@ async def running(
         served.engine.check()
         snapshot = served.engine.snapshot()
         assert snapshot.running == snapshot.waiting == snapshot.kv_used_blocks == 0
+        assert served.engine.unread.held_bytes == 0
 
 
 @dataclass(frozen=True, slots=True)

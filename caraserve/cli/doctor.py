@@ -30,13 +30,13 @@ from caraserve.serve_cluster import check_cluster
 from caraserve.start_checks import check_names, check_paths, client_tls, exposure
 from caraserve.tokenizer.tokenizer import load_tokenizer
 from caraserve.util.cache_folder import cache_folder, why_unwritable
+from caraserve.util.memory import limit_bytes, machine_bytes
 from caraserve.util.units import human_bytes
 
 State = Literal["ok", "warning", "problem"]
 _STYLES: dict[State, str] = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 _NEWEST_PYTHON = (3, 14)  # newest that numba has wheels for
 _LEAST_FREE_BYTES = 1 << 30  # below it, the demo and the compiler of its kernels are short of memory
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of versions 2 and 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,6 @@ class Machine:
     @classmethod
     def here(cls) -> "Machine":
         """Reads the facts; starts a process that asks the GPU's driver, if there is one."""
-        page_bytes = os.sysconf("SC_PAGE_SIZE")
         gpu, gpu_problem = look()
         return cls(
             python=sys.version_info[:3],
@@ -77,9 +76,9 @@ class Machine:
             cpu_flags=_cpu_flags(Path("/proc/cpuinfo")),
             cores=os.cpu_count() or 1,
             usable_cores=len(os.sched_getaffinity(0)),
-            free_bytes=os.sysconf("SC_AVPHYS_PAGES") * page_bytes,
-            memory_bytes=os.sysconf("SC_PHYS_PAGES") * page_bytes,
-            limit_bytes=_limit_bytes(),
+            free_bytes=os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+            memory_bytes=machine_bytes(),
+            limit_bytes=limit_bytes(),
             has_memfd=_has_memfd(),
             gpu=gpu,
             gpu_problem=gpu_problem,
@@ -283,16 +282,6 @@ def _cpu_flags(cpuinfo: Path) -> frozenset[str]:
     except OSError:
         return frozenset()
     return frozenset(next((line for line in lines if line.startswith("flags")), "").partition(":")[2].split())
-
-
-def _limit_bytes() -> int | None:
-    for path in map(Path, _CGROUP_LIMITS):
-        try:
-            text = path.read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        return int(text) if text.isdecimal() else None
-    return None
 
 
 def _has_memfd() -> bool:

@@ -1,4 +1,4 @@
-"""The queues of unfinished requests: waiting → loading → running.
+"""The queues of unfinished requests: waiting → loading → running, and paused → waiting.
 
 A waiting request pins its adapter, whose weights may be anywhere. A loading request was admitted: its adapter is on the
 device or being loaded. A running request holds a slot and KV blocks.
@@ -41,6 +41,7 @@ class RequestQueues:
         self.waiting: FairQueue[ActiveRequest] = FairQueue(lambda active: active.request.inputs.priority)
         self.loading: deque[ActiveRequest] = deque()  # admitted; waits for its adapter, a slot or blocks
         self.running: list[ActiveRequest] = []  # in the order of admission
+        self.paused: dict[ActiveRequest, None] = {}  # their clients read too slowly
         self.next_start_s: float | None = None  # when a request that waits for its adapter may start; set by `start`
         self.is_short = False  # whether the next request to start found too few blocks; set by `start`
         self._limits, self._manager, self._slots, self._side_batches = limits, manager, slots, side_batches
@@ -53,7 +54,11 @@ class RequestQueues:
         self._start_lacks = 0  # blocks that the next request to start lacks, if the pool can grow by so many
 
     def __len__(self) -> int:
-        return len(self.waiting) + len(self.loading) + len(self.running)
+        return len(self.waiting) + len(self.loading) + len(self.running) + len(self.paused)
+
+    def all(self) -> list[ActiveRequest]:
+        """Returns all unfinished requests."""
+        return [*self.waiting, *self.loading, *self.running, *self.paused]
 
     def waiting_tokens(self) -> int:
         """Returns the tokens of the waiting requests: of their prompts, and of their answers at full length."""
@@ -78,6 +83,9 @@ class RequestQueues:
             if tenant is None:
                 break
             active = self.waiting.pop(tenant)
+            if active.stream.unread.is_paused:  # by other answers to the same body
+                self.paused[active] = None
+                continue
             self.waiting.charge(active.request.inputs.tenant, active.request.prompt_tokens, 0)
             if active.adapter is None:
                 loader.count_bypass(None)
@@ -195,6 +203,21 @@ class RequestQueues:
         self._slots.pool.release(active.request.blocks)
         self.preempt(active)
 
+    def follow_readers(self) -> None:
+        """Pauses running requests whose clients read too slowly, and lets those wait for their turn again whose clients
+        have caught up. A paused request has no slot, no KV blocks, and needs no adapter on the device."""
+        for active in [one for one in self.paused if not one.stream.unread.is_paused]:
+            del self.paused[active]
+            self.waiting.push(active.request.inputs.tenant, active)
+        for active in [one for one in self.running if one.stream.unread.is_paused and not one.in_side_batch]:
+            self._slots.pool.release(active.request.blocks)
+            self.running.remove(active)
+            self._slots.preempt(active, self._now())
+            if active.adapter is not None:
+                active.holds_adapter = False
+                self._manager.release(active.adapter)
+            self.paused[active] = None
+
     def remove(self, active: ActiveRequest) -> None:
         """Removes a request from its queue and releases its slot, blocks and adapter: now or, if a side batch with it
         is under way, when that ends."""
@@ -205,6 +228,8 @@ class RequestQueues:
                 return
         elif active in self.loading:
             self.loading.remove(active)
+        elif active in self.paused:
+            del self.paused[active]
         else:
             self.waiting.remove(active.request.inputs.tenant, active)
         self._slots.release(active)

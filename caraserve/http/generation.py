@@ -19,7 +19,7 @@ from caraserve.http.request_log import SUMMARY, model_label
 from caraserve.http.streaming import EventStream, comment, progress_comment, tokens_comment
 from caraserve.http.tracing import TRACE
 from caraserve.http.usage import ResponseTotals, TokenCounts
-from caraserve.http.whole_answer import WholeAnswer, paced
+from caraserve.http.whole_answer import ANSWER_BODY, WholeAnswer, paced
 from caraserve.util.tasks import in_turns, run_together
 
 log = logging.getLogger("caraserve.http")
@@ -86,6 +86,8 @@ class Generation:
             if result is None or not result.finishes:  # otherwise all have ended, and 2,048 calls take 4 ms
                 self._note_reached()
                 self.cancel()
+            if self._streams:
+                self._streams[0].unread.drop_kept()
 
     async def _submit(self) -> None:
         """Submits all engine requests or, where one is refused, none: clients send the whole body again."""
@@ -143,6 +145,8 @@ class Generation:
         totals = await self._note_totals(finishes)
         self._note_version(totals.served_by)
         response = await writer.whole(answers, totals)
+        if (body := response.get(ANSWER_BODY)) is not None and (transport := self._request.transport) is not None:
+            body.count(self._streams[0].unread, transport.abort)
         response.headers["x-caraserve-phases"] = totals.phases()
         return GenerationResult(response, finishes)
 

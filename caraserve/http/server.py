@@ -204,6 +204,8 @@ class _Connection(web.RequestHandler):
         """Sends the rest of a response. Afterwards aiohttp waits for the rest of the body, if the response came before
         it."""
         finished: tuple[web.StreamResponse, bool] = await super().finish_response(request, resp, start_time)
+        if isinstance(resp, web.Response):
+            resp.body = None  # aiohttp keeps the response until the next one of this connection
         self._is_refused = not self.body_is_whole
         self._server.limit.ended(self)
         return finished

@@ -4,14 +4,18 @@ Logprobs of thousands of tokens are tens of megabytes. They are encoded as the t
 with turns of the event loop in between, and written to the socket in blocks; the response is never one object.
 """
 
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
+from weakref import ref
 
 import orjson
 from aiohttp import web
 
 from caraserve.core.request import Finish, TokenDelta
 from caraserve.engine.active_request import TokenStream
+from caraserve.engine.unread import FREE_BYTES, UnreadAnswer, size_of
+from caraserve.errors import ReaderTooSlow
 from caraserve.util.tasks import TurnBudget, in_turns
 
 _PART_LOGPROBS = 256  # encoded at once, at 2 to 4 µs each
@@ -74,23 +78,28 @@ class WholeAnswer:
         return len(self._token_ids)
 
     async def gather(self, stream: TokenStream, turns: TurnBudget) -> None:
-        """Collects all deltas of a stream."""
+        """Collects all deltas of a stream. Raises ServerBusy if there is no memory for them."""
         async for delta in stream:
             self._text.append(delta.text)
             self._token_ids += delta.token_ids
             self.finish = delta.finish or self.finish
             self.embedding = delta.embedding
+            stream.unread.keep(size_of(TokenDelta(delta.text, delta.token_ids, embedding=delta.embedding)))
             async for part in paced(delta, turns):
-                self._add_logprobs(self._logprobs_of(part))
+                stream.unread.keep(self._add_logprobs(self._logprobs_of(part)))
 
-    def _add_logprobs(self, logprobs: dict[str, list[Any]] | None) -> None:
+    def _add_logprobs(self, logprobs: dict[str, list[Any]] | None) -> int:
+        """Encodes logprobs. Returns their bytes."""
         if logprobs is None:
-            return
+            return 0
+        num_bytes = 0
         for name, entries in logprobs.items():
             written = self._logprobs.setdefault(name, [])
             if entries:
                 comma = b"," if written else b""
                 written.append(comma + orjson.dumps(entries)[1:-1])
+                num_bytes += len(written[-1])
+        return num_bytes
 
     def joined(self) -> TokenDelta:
         """The text and the tokens of all deltas, and the finish."""
@@ -117,6 +126,47 @@ class WholeAnswer:
         yield b"}" if self._logprobs else b"null"
 
 
+class AnswerBody:
+    """The body of a whole answer, in blocks. Each is freed when it has been written."""
+
+    def __init__(self, blocks: Iterable[bytes]) -> None:
+        self._blocks = deque(blocks)
+        self.num_bytes = sum(map(len, self._blocks))
+        self._unread: UnreadAnswer | None = None
+        self._cut: Callable[[], None] | None = None
+
+    def count(self, unread: UnreadAnswer, cut: Callable[[], None]) -> None:
+        """Counts as unread what has not been written. `cut`: ends the connection."""
+        self._unread, self._cut = unread, cut
+        unread.complete(self.num_bytes)
+        unread.parts.append(ref(self))
+
+    def end_unread(self, error: ReaderTooSlow) -> None:
+        """Cuts the connection: an error cannot follow the half of a JSON document."""
+        if self._cut is not None:
+            self._cut()
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for block in in_turns(self._taken()):  # writing to a fast reader never waits, so it needs these rests
+            yield block
+            self._note_written(len(block))
+
+    def _taken(self) -> Iterator[bytes]:
+        while self._blocks:
+            yield self._blocks.popleft()
+
+    def _note_written(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+        if self._unread is not None:
+            self._unread.read(num_bytes)
+
+    def __del__(self) -> None:
+        self._note_written(self.num_bytes)  # the client has left
+
+
+ANSWER_BODY = web.ResponseKey("ANSWER_BODY", AnswerBody)  # of a response with a large one
+
+
 async def response_of(pieces: Iterable[bytes]) -> web.Response:
     """The response whose body is these pieces of JSON."""
     blocks, block, size = [], list[bytes](), 0
@@ -127,12 +177,10 @@ async def response_of(pieces: Iterable[bytes]) -> web.Response:
             blocks.append(b"".join(block))
             block, size = [], 0
     blocks.append(b"".join(block))
-    if len(blocks) == 1:
+    if len(blocks) == 1 and len(blocks[0]) <= FREE_BYTES:
         return web.Response(body=blocks[0], content_type="application/json")
-    length = {"Content-Length": str(sum(map(len, blocks)))}
-    return web.Response(body=_each(blocks), headers=length, content_type="application/json")
-
-
-async def _each(blocks: Sequence[bytes]) -> AsyncIterator[bytes]:
-    async for block in in_turns(blocks):  # writing to a fast reader never waits, so it needs these rests
-        yield block
+    body = AnswerBody(blocks)
+    length = {"Content-Length": str(body.num_bytes)}
+    response = web.Response(body=body, headers=length, content_type="application/json")
+    response[ANSWER_BODY] = body
+    return response

@@ -5,12 +5,14 @@ import random
 from collections import Counter
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from caraserve.core.request import GenerateRequest, SamplingParams
+from caraserve.engine import active_request, unread
 from caraserve.errors import BackendFailed
 from tests.engine_world import Asked, World, world
 
@@ -22,6 +24,7 @@ async def random_run(
     read_failures: float = 0.0,
     copy_failures: float = 0.0,
     aside_failures: float = 0.0,
+    most_rests: int = 0,
     **kind: Any,
 ) -> World:
     """Runs random requests, arrivals, cancellations and failures. Returns the world after their end."""
@@ -30,6 +33,7 @@ async def random_run(
     async with world(rng, **kind) as here:
         here.plan_failures, here.aside_failures = plan_failures, aside_failures
         here.read_failures, here.copy_failures = read_failures, copy_failures
+        here.most_rests = most_rests
         asked, tasks = [], []
         for _ in range(rng.randrange(3, 16)):
             prompt = rng.choice(stems)[: rng.choice((0, 4, 9, 16, 24))] + [rng.randrange(97)] * rng.randrange(1, 8)
@@ -116,6 +120,19 @@ def test_failures_beside_assisted_prefills_never_cause_a_wrong_token(seed: int, 
 @given(seed=st.integers(0, 2**32), **KINDS | STREAMED)
 def test_failures_beside_streamed_prefills_never_cause_a_wrong_token(seed: int, **kind: Any) -> None:
     asyncio.run(random_run(seed, read_failures=0.2, copy_failures=0.2, aside_failures=0.2, **kind))
+
+
+@bounded
+@given(seed=st.integers(0, 2**32), **KINDS)
+def test_requests_that_pause_for_slow_readers_have_the_same_tokens(seed: int, **kind: Any) -> None:
+    with patch.multiple(unread, FREE_BYTES=500, _SHARE_BYTES=900), patch.object(active_request, "FREE_BYTES", 500):
+        asyncio.run(random_run(seed, aside_failures=0.2, most_rests=40, **kind))
+
+
+def test_slow_readers_do_cause_pauses() -> None:
+    """Otherwise the test above would not cover it."""
+    with patch.multiple(unread, FREE_BYTES=500, _SHARE_BYTES=900), patch.object(active_request, "FREE_BYTES", 500):
+        assert sum(asyncio.run(random_run(seed, most_rests=40)).engine.unread.paused for seed in range(20)) > 20
 
 
 def test_some_streamed_prefills_do_end_and_some_are_recalled() -> None:

@@ -6,8 +6,13 @@ import pytest
 
 from caraserve.core.request import Finish, Phases, TokenDelta, TokenLogprob
 from caraserve.engine.active_request import TokenStream
+from caraserve.engine.unread import UnreadAnswer, UnreadBudget
 
 FINISH = Finish("stop", 3, 2, 0, Phases(1.0, 0.0, 2.0, 3.0))
+
+
+def new_stream() -> TokenStream:
+    return TokenStream(lambda: None, UnreadAnswer(UnreadBudget(1 << 20, lambda: None)))
 
 
 async def gathered(stream: TokenStream) -> list[TokenDelta]:
@@ -16,7 +21,7 @@ async def gathered(stream: TokenStream) -> list[TokenDelta]:
 
 def test_a_reader_that_keeps_up_gets_each_delta_as_it_was_put() -> None:
     async def body() -> None:
-        stream = TokenStream(lambda: None)
+        stream = new_stream()
         reading = asyncio.create_task(gathered(stream))
         deltas = [TokenDelta("a", (1,)), TokenDelta("b", (2,)), TokenDelta("", (), finish=FINISH)]
         for delta in deltas:
@@ -30,7 +35,7 @@ def test_a_reader_that_keeps_up_gets_each_delta_as_it_was_put() -> None:
 
 def test_a_slow_reader_gets_missed_deltas_merged_into_one() -> None:
     async def body() -> None:
-        stream = TokenStream(lambda: None)
+        stream = new_stream()
         one, two = TokenLogprob(1, -1.0), TokenLogprob(2, -2.0)
         stream.put(TokenDelta("x", (9,), prompt_logprobs=(None, one)))
         stream.put(TokenDelta("a", (1,), logprobs=(one,), prompt_logprobs=(two,)))
@@ -43,7 +48,7 @@ def test_a_slow_reader_gets_missed_deltas_merged_into_one() -> None:
 
 def test_after_the_finish_the_stream_stays_ended() -> None:
     async def body() -> None:
-        stream = TokenStream(lambda: None)
+        stream = new_stream()
         stream.put(TokenDelta("a", (1,), finish=FINISH))
         await anext(stream)
         for _ in range(2):
@@ -55,7 +60,7 @@ def test_after_the_finish_the_stream_stays_ended() -> None:
 
 def test_a_reader_waits_for_the_next_delta() -> None:
     async def body() -> None:
-        stream = TokenStream(lambda: None)
+        stream = new_stream()
         reading = asyncio.create_task(gathered(stream))
         await asyncio.sleep(0)
         assert not reading.done()
@@ -68,7 +73,7 @@ def test_a_reader_waits_for_the_next_delta() -> None:
 def test_cancelling_calls_the_owner() -> None:
     async def body() -> None:
         told: list[bool] = []
-        TokenStream(lambda: told.append(True)).cancel()
+        TokenStream(lambda: told.append(True), UnreadAnswer(UnreadBudget(1 << 20, lambda: None))).cancel()
         assert told == [True]
 
     asyncio.run(body())

@@ -1,7 +1,6 @@
 """What the tests of several routes watch."""
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 
@@ -21,15 +20,3 @@ def rests(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     monkeypatch.setattr(asyncio, "sleep", note)
     return taken_s
-
-
-@pytest.fixture
-def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Puts the event loop's clock forward by so many seconds; callbacks that are due then run at its next turn."""
-
-    def forward(seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        now = loop.time
-        monkeypatch.setattr(loop, "time", lambda: now() + seconds)
-
-    return forward

@@ -12,6 +12,7 @@ from caraserve.core.reasoning_grammar import ReasoningTokens
 from caraserve.core.request import Finish, FinishReason, GenerateRequest, Phases, Tenant, TokenDelta, TokenLogprob
 from caraserve.engine.batch_timeline import BatchTimeline
 from caraserve.engine.request_counts import RequestCounts
+from caraserve.engine.unread import UnreadAnswer, UnreadBudget
 from caraserve.errors import CaraServeError, ContextLengthExceeded, InvalidRequest, NotFound
 from caraserve.lora.adapter import Adapter, EndedLoad
 from caraserve.tokenizer.adapter_templates import AdapterTemplates
@@ -183,6 +184,7 @@ class FakeStream:
     def __init__(self, request: GenerateRequest, digest: str = DIGEST) -> None:
         """`digest`: of the request's adapter."""
         self.request, self._digest = request, digest
+        self.unread = UnreadAnswer(UnreadBudget(1 << 30, lambda: None))
         self.cancelled = asyncio.Event()
         self.cancels = 0
         self.reached = PHASES

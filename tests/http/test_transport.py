@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -12,6 +12,7 @@ from aiohttp import web
 from aiohttp.http_writer import StreamWriter
 
 from caraserve.core.request import GenerateRequest, TokenDelta
+from caraserve.engine import unread
 from caraserve.http.app import make_app, start_http
 from caraserve.http.context import HttpTimings
 from tests.http.fake_engine import FakeEngine, finish
@@ -152,6 +153,41 @@ async def test_an_answer_that_is_not_read_ends_with_its_connection(
         writer.write(HEAD + ending + b'Content-Length: 14\r\n\r\n{"prompt":"a"}')
         await asyncio.wait_for(lost.wait(), 20.0)  # only the server notices
         writer.close()
+
+
+async def test_a_whole_answer_counts_until_it_is_read_and_is_cut_when_memory_is_short(
+    pass_time: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unread, "_LOOK_S", 1.0)
+    fake = FakeEngine(script=long_answer)
+    async with serving(fake, timings=HttpTimings(write_s=1e6)) as client:
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.port, limit=1)
+        writer.write(HEAD + b'Content-Length: 14\r\n\r\n{"prompt":"a"}')
+        await reader.readexactly(20)
+        (stream,) = fake.streams
+        budget = stream.unread._budget
+        assert budget.held_bytes == stream.unread.unread_bytes > 32 << 20
+        pass_time(1.0)
+        assert budget.ended == 0
+        budget.max_bytes = 1 << 20
+        pass_time(1.0)
+        with pytest.raises(asyncio.IncompleteReadError):
+            await reader.readexactly(32 << 20)
+        assert (budget.ended, budget.held_bytes) == (1, 0)
+        writer.close()
+
+
+async def test_a_whole_answer_for_which_there_is_no_memory_is_refused() -> None:
+    fake = FakeEngine(script=None)
+    async with serving(fake) as client:
+        asking = asyncio.create_task(client.complete(prompt="a"))
+        (stream,) = await fake.submitted()
+        stream.unread._budget.max_bytes = 1 << 20
+        stream.feed(*[TokenDelta("x" * (1 << 19), (1,))] * 3)
+        answer = await asking
+    assert (answer.status, answer.error["code"], answer.headers["Retry-After"]) == (503, "server_busy", "1")
+    assert stream.cancels > 0
+    assert stream.unread._budget.held_bytes == 0
 
 
 @asynccontextmanager

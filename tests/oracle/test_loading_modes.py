@@ -67,14 +67,18 @@ def test_assisted_prefills_run_on_cpu_workers_until_the_weights_arrive(subject: 
 
     async def serve() -> Answer:
         async with running(model_config(model), lora, engine_config()) as engine:
-            assert backend_of(engine).workers.await_all(timeout_s=30)
-            answer = await submit(engine, prompt, "r64", max_tokens=4)
-            assert backend_of(engine).slices_handed_off > 0
-            assert backend_of(engine).modules_redone == 0
-            return answer
+            backend = backend_of(engine)
+            assert backend.workers.await_all(timeout_s=30)
+            for _ in range(20):
+                handed_off, redone = backend.slices_handed_off, backend.modules_redone
+                answer = await submit(engine, prompt, "r64", max_tokens=4)
+                oracle.check_greedy(prompt, "r64", answer.token_ids)
+                assert backend.slices_handed_off > handed_off
+                if backend.modules_redone == redone:  # on a busy machine a worker may be late
+                    return answer
+        raise AssertionError("a worker was late in each of 20 requests")
 
     answer = asyncio.run(serve())
-    oracle.check_greedy(prompt, "r64", answer.token_ids)
     assert answer.finish.phases.cpu_layers == 4 * LAYERS  # a prefill and three decode steps
 
 
