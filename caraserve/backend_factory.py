@@ -19,6 +19,7 @@ from caraserve.model.folder_reader import FolderReader
 from caraserve.model.spec import ModelSpec
 from caraserve.telemetry.progress import CompileProgress, progress
 from caraserve.telemetry.trace import Trace
+from caraserve.util.memory import free_bytes
 from caraserve.util.units import human_bytes
 
 if TYPE_CHECKING:  # these modules import kernels, which are compiled after all checks
@@ -242,5 +243,4 @@ def _kv_bytes(spec: ModelSpec, context: int, asked: int | None) -> int:
             f"--kv-cache-bytes {asked} is too small: one request of {context} tokens needs {least} bytes "
             f"({human_bytes(least)}); raise it or lower --max-model-len"
         )
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return asked or max(least, min(_KV_MOST_BYTES, int(_KV_SHARE * free)))
+    return asked or max(least, min(_KV_MOST_BYTES, int(_KV_SHARE * free_bytes())))

@@ -11,6 +11,12 @@ def machine_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def free_bytes() -> int:
+    """The free memory of this machine, at most the container's limit."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(free, limit_bytes() or free)
+
+
 def limit_bytes() -> int | None:
     """The memory limit of the container, None without one."""
     for path in map(Path, _CGROUP_LIMITS):
