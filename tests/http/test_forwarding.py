@@ -326,6 +326,19 @@ async def test_a_stream_whose_instance_dies_ends_with_an_error(how: str) -> None
         waiting.set()
 
 
+async def test_after_a_stream_whose_instance_died_the_connection_takes_the_next_request() -> None:
+    async def send(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+        return await streamed(EVENTS[0], request=request, die=True)
+
+    async with fleet("b") as running:
+        await running.start_raw("a", send)
+        reader, writer = await raw_post(running["b"].client, "/v1/completions", {"prompt": "ab", "stream": True})
+        assert b"instance_lost" in await reader.readuntil(b"\r\n0\r\n\r\n")
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n")).split()[1] == b"200"
+        writer.close()
+
+
 async def test_a_peers_internal_error_is_passed_on_and_not_counted_as_an_answer() -> None:
     async def fail(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
         return web.json_response(error_body("a mistake", "server_error", None, None), status=500)
