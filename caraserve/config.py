@@ -311,6 +311,9 @@ class EngineConfig(_FromArgs):
         add("--trace", **_FILE, help="write a Chrome trace, which Perfetto opens")
 
 
+KEEP_ALIVE_S = 620.0  # Google Cloud's load balancers keep a connection for 600 s, most others for less
+
+
 @dataclass(frozen=True, slots=True)
 class HttpConfig(_FromArgs):
     """Address, access, limits and log of the HTTP server."""
@@ -325,6 +328,7 @@ class HttpConfig(_FromArgs):
     drain_timeout_s: float
     log_format: str
     log_level: str
+    keep_alive_timeout_s: float = KEEP_ALIVE_S
     log_requests: bool = True
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
@@ -382,6 +386,15 @@ class HttpConfig(_FromArgs):
             default=30.0,
             metavar="SECONDS",
             help="time for running requests to end after SIGTERM",
+        )
+        add(
+            "--keep-alive-timeout",
+            dest="keep_alive_timeout_s",
+            type=at_least(20, float),  # other instances keep connections for 15 s
+            default=KEEP_ALIVE_S,
+            metavar="SECONDS",
+            help="time between two requests after which a connection is closed; make it longer than that of clients, "
+            "proxies and load balancers, at least 20",
         )
         add("--log-format", choices=("human", "json"), default="human", help="format of log lines")
         add(

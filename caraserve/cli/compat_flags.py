@@ -43,6 +43,7 @@ SAME = {
     # vLLM
     "--kv-cache-memory-bytes": "--kv-cache-bytes",
     "--shutdown-timeout": "--drain-timeout",
+    "--timeout-keep-alive": "--keep-alive-timeout",
     "--enable-log-requests": "--log-requests",
     "--disable-log-requests": "--no-log-requests",
     "--no-enable-log-requests": "--no-log-requests",
@@ -171,6 +172,7 @@ VARIABLES = {
     "VLLM_API_KEY": "--api-key",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "--allow-runtime-lora-updating",
     "VLLM_LORA_RESOLVER_CACHE_DIR": "--adapters-dir",
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "--keep-alive-timeout",
     "NIM_PEFT_SOURCE": "--adapters-dir",
     "NIM_MAX_LORA_RANK": "--max-lora-rank",
     "NIM_MAX_GPU_LORAS": "--max-loras",

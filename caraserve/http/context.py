@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from caraserve.cluster.membership.node import Node
-from caraserve.config import HttpConfig
+from caraserve.config import KEEP_ALIVE_S, HttpConfig
 from caraserve.errors import ServerBusy
 from caraserve.http.access.api_keys import ApiKeys
 from caraserve.http.access.client import Client
@@ -41,7 +41,7 @@ class HttpTimings:
     body_s: float = 30.0  # from the end of the headers to the end of the body; of an upload, without a byte
     upload_grace_s: float = 60.0  # of an upload, before it must have arrived at the least rate
     first_request_s: float = 75.0  # from the opening of a connection to the end of its first request's headers
-    keepalive_s: float = 620.0  # between requests; some load balancers keep a connection for 600 s
+    keepalive_s: float = KEEP_ALIVE_S  # between requests
     linger_s: float = 5.0  # for a client to stop sending a body that has been refused
     stop_s: float = 5.0  # for the last bytes, when the server stops and all requests have ended
 
