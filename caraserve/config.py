@@ -351,7 +351,8 @@ class HttpConfig(_FromArgs):
             **_LIST,
             type=key,
             metavar="KEY",
-            help="client keys; if any is set, all routes but /health, /ready and /ping need a key",
+            help="client keys; if any is set, all routes need a key but /health, /ready, /ping and the files of the "
+            "web page, which hold no data",
         )
         add(
             "--admin-key",
@@ -374,7 +375,11 @@ class HttpConfig(_FromArgs):
             help="web origins to allow (CORS), such as https://chat.example; * for all. Without keys, a server on a "
             "loopback address is also reached by the host names of these",
         )
-        add("--ssl-certfile", **_FILE, help="certificate, PEM; serve over TLS")
+        add(
+            "--ssl-certfile",
+            **_FILE,
+            help="certificate, PEM; serve over TLS. Read again, as are key and CA, when it changes and on SIGHUP",
+        )
         add("--ssl-keyfile", **_FILE, help="private key, PEM (default: in --ssl-certfile)")
         add("--ssl-ca-certs", **_FILE, help="CA, PEM; require a client certificate signed by it")
         add("--max-body-bytes", **_SIZE, default=16 << 20, help="answer 413 to larger request bodies (default: 16MiB)")

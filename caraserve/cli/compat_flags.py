@@ -157,7 +157,7 @@ FLAGS = (
     _any("--allowed-methods --allowed-headers", _CORS, "several"),
     _switch("--allow-credentials", _CORS),
     _only("--ssl-cert-reqs", "0 2", "with --ssl-ca-certs a client needs a certificate, without it none"),
-    _switch("--enable-ssl-refresh", "the certificate is read at the start: restart to change it"),
+    _switch("--enable-ssl-refresh", "a certificate is always read again when its file changes"),
     # Log and traces
     _switch("--disable-uvicorn-access-log", "the log has one line for each request; --no-log-requests turns it off"),
     _switch("--enable-log-outputs --enable-log-deltas", "the log never has the text of answers"),
