@@ -35,15 +35,15 @@ def test_an_ignored_hangup_stays_ignored() -> None:
 @pytest.mark.parametrize("has_files", [True, False])
 def test_a_hangup_has_files_read_again_and_ends_nothing(has_files: bool) -> None:
     async def test() -> None:
-        read, rereads = asyncio.Event(), list[Callable[[], None]]()
+        handled, read, rereads = asyncio.Event(), asyncio.Event(), list[Callable[[], None]]()
         _reread_on_hangup(rereads)
         stop = _watch_signals()
         if has_files:
             rereads.append(read.set)
-        os.kill(os.getpid(), signal.SIGHUP)
-        if has_files:
-            await asyncio.wait_for(read.wait(), 20.0)
-        os.kill(os.getpid(), signal.SIGTERM)  # the process has survived, and signals are still watched
-        await asyncio.wait_for(stop.wait(), 20.0)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, handled.set)
+        for number in (signal.SIGHUP, signal.SIGUSR1):  # handled in this order
+            os.kill(os.getpid(), number)
+        await asyncio.wait_for(handled.wait(), 20.0)
+        assert (read.is_set(), stop.is_set()) == (has_files, False)
 
     asyncio.run(test())
