@@ -202,25 +202,27 @@ def test_a_replaced_certificate_is_used_for_new_connections_and_a_broken_one_is_
             writer.close()
             return True
 
-        async with aiohttp.ClientSession() as session:
-            trusted = ssl.create_default_context(cafile=tmp_path / "old.pem")
-            with logged("caraserve", logging.LogRecord.getMessage) as texts:
-                for _ in range(2):  # the connection from before stays open
-                    async with session.get(f"https://127.0.0.1:{port}/health", ssl=trusted) as answer:
-                        assert answer.status == 200
-                    live.write_text("no certificate")
+        try:
+            async with aiohttp.ClientSession() as session:
+                trusted = ssl.create_default_context(cafile=tmp_path / "old.pem")
+                with logged("caraserve", logging.LogRecord.getMessage) as texts:
+                    for _ in range(2):  # the connection from before stays open
+                        async with session.get(f"https://127.0.0.1:{port}/health", ssl=trusted) as answer:
+                            assert answer.status == 200
+                        live.write_text("no certificate")
+                        tls.reread()
+                        said = await texts.next()
+                        assert str(live) in said
+                        assert "still use the certificate from before" in said
+                    assert await is_shown("old")
+                    put("new")
                     tls.reread()
-                    said = await texts.next()
-                    assert str(live) in said
-                    assert "still use the certificate from before" in said
-                assert await is_shown("old")
-                put("new")
-                tls.reread()
-                while "read again" not in await texts.next():  # it may have been looked at between the two files
-                    pass
-        assert (await is_shown("new"), await is_shown("old")) == (True, False)
-        watching.cancel()
-        await runner.cleanup()
+                    while "read again" not in await texts.next():  # it may have been looked at between the two files
+                        pass
+            assert (await is_shown("new"), await is_shown("old")) == (True, False)
+        finally:
+            watching.cancel()
+            await runner.cleanup()
 
     with asyncio.Runner(loop_factory=new_loop) as loop:
         loop.run(test())
