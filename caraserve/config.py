@@ -318,6 +318,9 @@ class EngineConfig(_FromArgs):
         add("--trace", **_FILE, help="write a Chrome trace, which Perfetto opens")
 
 
+KEEP_ALIVE_S = 620.0  # Google Cloud's load balancers keep a connection for 600 s, most others for less
+
+
 @dataclass(frozen=True, slots=True)
 class HttpConfig(_FromArgs):
     """Address, access, limits and log of the HTTP server."""
@@ -332,6 +335,7 @@ class HttpConfig(_FromArgs):
     drain_timeout_s: float
     log_format: str
     log_level: str
+    keep_alive_timeout_s: float = KEEP_ALIVE_S
     log_requests: bool = True
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
@@ -354,7 +358,8 @@ class HttpConfig(_FromArgs):
             **_LIST,
             type=key,
             metavar="KEY",
-            help="client keys; if any is set, all routes but /health, /ready and /ping need a key",
+            help="client keys; if any is set, all routes need a key but /health, /ready, /ping and the files of the "
+            "web page, which hold no data",
         )
         add(
             "--admin-key",
@@ -377,7 +382,11 @@ class HttpConfig(_FromArgs):
             help="web origins to allow (CORS), such as https://chat.example; * for all. Without keys, a server on a "
             "loopback address is also reached by the host names of these",
         )
-        add("--ssl-certfile", **_FILE, help="certificate, PEM; serve over TLS")
+        add(
+            "--ssl-certfile",
+            **_FILE,
+            help="certificate, PEM; serve over TLS. Read again, as are key and CA, when it changes and on SIGHUP",
+        )
         add("--ssl-keyfile", **_FILE, help="private key, PEM (default: in --ssl-certfile)")
         add("--ssl-ca-certs", **_FILE, help="CA, PEM; require a client certificate signed by it")
         add("--max-body-bytes", **_SIZE, default=16 << 20, help="answer 413 to larger request bodies (default: 16MiB)")
@@ -389,6 +398,15 @@ class HttpConfig(_FromArgs):
             default=30.0,
             metavar="SECONDS",
             help="time for running requests to end after SIGTERM",
+        )
+        add(
+            "--keep-alive-timeout",
+            dest="keep_alive_timeout_s",
+            type=at_least(20, float),  # other instances keep connections for 15 s
+            default=KEEP_ALIVE_S,
+            metavar="SECONDS",
+            help="time between two requests after which a connection is closed; make it longer than that of clients, "
+            "proxies and load balancers, at least 20",
         )
         add("--log-format", choices=("human", "json"), default="human", help="format of log lines")
         add(

@@ -27,6 +27,7 @@ from caraserve.cpu.shared_memory import Arena
 from caraserve.engine.merge_policy import MergePolicy
 from caraserve.engine.stats import EngineObservers
 from caraserve.errors import ConfigError
+from caraserve.http.tls_files import TlsFiles, first_context
 from caraserve.kv.memory_budget import MemoryBudget
 from caraserve.loop import Engine
 from caraserve.lora.adapter_reader import AdapterReader
@@ -55,6 +56,7 @@ from caraserve.util.option_values import LoraModule
 
 if TYPE_CHECKING:
     from caraserve.cluster.membership.node import Node
+    from caraserve.http.access.api_keys import ApiKeys
     from caraserve.http.api_request import RequestRouter
 
 log = logging.getLogger(__name__)
@@ -309,7 +311,7 @@ async def serve(
     *,
     watching_signals: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then drains. SIGHUP has files read again, or ends a server that has none.
+    """Serves until SIGTERM or SIGINT, then drains. SIGHUP has keys, secrets and certificates read again.
 
     `watching_signals` is called after the signal handlers have been set. Raises ConfigError or ModelLoadError if the
     server cannot start, and ConfigError if the cluster rejects it.
@@ -328,6 +330,8 @@ async def serve(
     credentials = serve_cluster.check_cluster(cluster_config, http_config) if cluster_config.peers else None
     tls = client_tls(http_config, cluster_config)
     keys = ApiKeys(http_config)
+    rereads: list[Callable[[], None]] = []
+    _reread_on_hangup(rereads)
     async with AsyncExitStack() as stack:
         sockets = bind(http_config.host, http_config.port)
         for one in sockets:
@@ -369,20 +373,17 @@ async def serve(
         )
         if cluster is not None:
             cluster.add_routes(app)
-        runner, port = await start_http(app, http_config, sockets, tls)
+        runner, port = await start_http(app, http_config, sockets, first_context(tls))
         stack.push_async_callback(runner.cleanup)
-        rereads: list[Callable[[], None]] = []
-        stop = _watch_signals(rereads)
+        stop = _watch_signals()
         watching_signals()
-        if http_config.api_key_file is not None:
-            background.run(stack, keys.watch, "API keys")
-            rereads.append(keys.reread)
+        _watch_files(stack, background, rereads, keys if http_config.api_key_file else None, tls)
         if lora_config.adapters_dir is not None and not lora_config.mode.preloads:
             watch = FolderWatch(lora_config.adapters_dir, engine.catalog, served.management.aliases)
             background.run(stack, watch.run, "watch of --adapters-dir")
         if cluster is not None:
             await cluster.start(stack, app, http_config, port, metrics, served.profile)
-            rereads.append(cluster.node.reread_secrets)
+            rereads.append(cluster.reread)
         collector = GarbageCollector(lambda: engine.is_idle)
         collector.settle()
         background.run(stack, collector.run, "garbage collection")
@@ -397,6 +398,20 @@ async def serve(
         await _drain(engine, router, http_config.drain_timeout_s)
         if cluster is not None and cluster.node.ended.done():
             cluster.node.ended.result()
+
+
+def _watch_files(
+    stack: AsyncExitStack,
+    background: BackgroundTasks,
+    rereads: list[Callable[[], None]],
+    keys: "ApiKeys | None",
+    tls: TlsFiles | None,
+) -> None:
+    """Has the files of keys and certificates read again when they change, and on SIGHUP."""
+    for files, name in ((keys, "API keys"), (tls, "TLS certificate")):
+        if files is not None:
+            background.run(stack, files.watch, name)
+            rereads.append(files.reread)
 
 
 async def _drain(engine: Engine, router: "RequestRouter", timeout_s: float) -> None:
@@ -426,28 +441,29 @@ def model_identity(model: ModelConfig, engine: EngineConfig, spec: ModelSpec) ->
     return model_digest(model.model, spec.dtype if model.dtype == "auto" else model.dtype, weights)
 
 
-def _watch_signals(rereads: Sequence[Callable[[], None]] = ()) -> asyncio.Event:
-    """Returns an event that the first SIGTERM, SIGINT or SIGHUP sets; a second signal ends the process at once.
+def _reread_on_hangup(rereads: Sequence[Callable[[], None]]) -> None:
+    """Has SIGHUP call `rereads`, which may be added to, and nothing else: other servers read their files again on it,
+    so it ends none, not even one that is starting. An ignored SIGHUP, as under nohup, stays ignored."""
 
-    While there are `rereads`, which have files read again, SIGHUP only calls them. An ignored SIGHUP, as under nohup,
-    stays ignored.
-    """
+    def on_signal() -> None:
+        for reread in rereads:
+            reread()
+
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, on_signal)
+
+
+def _watch_signals() -> asyncio.Event:
+    """Returns an event that the first SIGTERM or SIGINT sets; a second one ends the process at once."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def on_signal(number: int) -> None:
-        if number == signal.SIGHUP and rereads:
-            for reread in rereads:
-                reread()
-            return
         if stop.is_set():
             os._exit(128 + number)
         stop.set()
 
-    watched = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        watched.append(signal.SIGHUP)
-    for number in watched:
+    for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
     return stop
 

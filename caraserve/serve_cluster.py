@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from math import inf
+from pathlib import Path
 from random import Random
 
 from aiohttp import web
@@ -56,6 +57,7 @@ from caraserve.http.app import add_peer_routes, start_peer_http
 from caraserve.http.dispatch import ANSWERING_QUESTION, ClusterRouter, is_answering
 from caraserve.http.proxy import PeerProxy
 from caraserve.http.queue_rebalance import QueueRebalancer
+from caraserve.http.tls_files import TlsFiles, first_context
 from caraserve.loop import Engine
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.replicated_settings import ReplicatedSettings
@@ -76,11 +78,20 @@ _WITH_PLACEMENT = ("auto", "loraserve", "s-lora-random", "s-lora-contiguous")  #
 
 @dataclass(frozen=True, slots=True)
 class ClusterCredentials:
-    """The secret and the TLS contexts with which instances authenticate. Contexts are None for plain HTTP."""
+    """The secret and the certificates with which instances authenticate. `tls` is None for plain HTTP."""
 
     keys: SecretFile | Keyring
-    listening: ssl.SSLContext | None
-    dialling: ssl.SSLContext | None
+    tls: TlsFiles | None = None
+
+    @property
+    def listening(self) -> ssl.SSLContext | None:
+        """The TLS context for other instances' connections."""
+        return first_context(self.tls)
+
+    @property
+    def dialling(self) -> ssl.SSLContext | None:
+        """The TLS context for connections to other instances."""
+        return None if self.tls is None else self.tls.contexts[1]
 
 
 def check_cluster(cluster: ClusterConfig, http: HttpConfig) -> ClusterCredentials:
@@ -91,9 +102,9 @@ def check_cluster(cluster: ClusterConfig, http: HttpConfig) -> ClusterCredential
     check_count(cluster.peers)
     if cluster.peer_host is not None and cluster.peer_port is None:
         raise ConfigError("--peer-host is the address of --peer-port; give both")
-    listening, dialling = _tls(cluster)
+    tls = _tls(cluster)
     if cluster.cluster_secret_file is not None:
-        return ClusterCredentials(SecretFile(cluster.cluster_secret_file), listening, dialling)
+        return ClusterCredentials(SecretFile(cluster.cluster_secret_file), tls)
     advertised = [cluster.advertise] if cluster.advertise else []
     hosts = [cluster.peer_host or http.host, *(split_address(address)[0] for address in (*advertised, *cluster.peers))]
     for host in hosts:
@@ -106,23 +117,28 @@ def check_cluster(cluster: ClusterConfig, http: HttpConfig) -> ClusterCredential
             "--cluster-secret-file is needed with --api-key, --admin-key or --api-key-file: without a secret, every "
             "process of this machine could send requests as another instance does, and needs no key"
         )
-    return ClusterCredentials(Keyring((LOOPBACK_SECRET,)), listening, dialling)
+    return ClusterCredentials(Keyring((LOOPBACK_SECRET,)), tls)
 
 
-def _tls(cluster: ClusterConfig) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:
-    """Returns the TLS contexts for listening and for connecting.
-
-    They accept any certificate of the CA, whatever its name: the CA is the cluster's own, and instances' addresses
-    change.
-    """
+def _tls(cluster: ClusterConfig) -> TlsFiles | None:
+    """Returns the TLS contexts for listening and for connecting; None for plain HTTP. Raises ConfigError."""
     files = cluster.cluster_tls_cert, cluster.cluster_tls_key, cluster.cluster_tls_ca
     if files == (None, None, None):
-        return None, None
+        return None
     cert, key, ca = files
     if cert is None or key is None or ca is None:
         raise ConfigError("--cluster-tls-cert, --cluster-tls-key and --cluster-tls-ca belong together; give all three")
     if cluster.peer_port is None:
         raise ConfigError("--cluster-tls-cert needs --peer-port: clients speak plain HTTP on --port")
+    return TlsFiles(partial(_peer_contexts, cert, key, ca), [cert, key, ca])
+
+
+def _peer_contexts(cert: Path, key: Path, ca: Path) -> list[ssl.SSLContext]:
+    """Returns the TLS contexts for listening and for connecting.
+
+    They accept any certificate of the CA, whatever its name: the CA is the cluster's own, and instances' addresses
+    change.
+    """
     contexts = []
     for kind in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
         context = ssl.SSLContext(kind)
@@ -130,12 +146,12 @@ def _tls(cluster: ClusterConfig) -> tuple[ssl.SSLContext | None, ssl.SSLContext 
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
         try:
-            context.load_cert_chain(cert, key)
+            context.load_cert_chain(cert, key, password="")  # see `client_tls`
             context.load_verify_locations(ca)
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"--cluster-tls-cert {cert}, -key {key}, -ca {ca}: {error.strerror or error}") from None
         contexts.append(context)
-    return contexts[0], contexts[1]
+    return contexts
 
 
 def make_node(
@@ -216,6 +232,12 @@ class ClusterInstance:
         if self.config.peer_port is None:
             add_peer_routes(app, self.node, self.router, self.routes())
 
+    def reread(self) -> None:
+        """Has the secrets and the certificates read again now."""
+        self.node.reread_secrets()
+        if self.credentials.tls is not None:
+            self.credentials.tls.reread()
+
     async def start(
         self,
         stack: AsyncExitStack,
@@ -236,6 +258,8 @@ class ClusterInstance:
                 self.node, self.router, app, host, peer_port, self.credentials.listening, self.routes()
             )
             stack.push_async_callback(runner.cleanup)
+        if self.credentials.tls is not None:
+            self.node.background.run(stack, self.credentials.tls.watch, "TLS certificate of instances")
         await self.join(stack, metrics, profile, host, port)
 
     async def join(

@@ -7,6 +7,7 @@ from caraserve.cluster.membership.dns import is_loopback
 from caraserve.config import ClusterConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.core.adapter_rules import check_adapter_name
 from caraserve.errors import ConfigError
+from caraserve.http.tls_files import TlsFiles
 from caraserve.lora.peft_config import CONFIG_NAME
 from caraserve.util.cache_folder import why_unwritable
 
@@ -72,7 +73,7 @@ def check_names(model: ModelConfig, lora: LoraConfig, base_names: tuple[str, ...
             )
 
 
-def client_tls(http: HttpConfig, cluster: ClusterConfig) -> ssl.SSLContext | None:
+def client_tls(http: HttpConfig, cluster: ClusterConfig) -> TlsFiles | None:
     """Returns the TLS context for clients' connections; None for plain HTTP. Raises ConfigError."""
     if http.ssl_certfile is None:
         if http.ssl_keyfile is not None or http.ssl_ca_certs is not None:
@@ -80,6 +81,12 @@ def client_tls(http: HttpConfig, cluster: ClusterConfig) -> ssl.SSLContext | Non
         return None
     if cluster.peers and cluster.peer_port is None:
         raise ConfigError("--ssl-certfile with --peers needs --peer-port: instances do not connect as clients do")
+    files = (http.ssl_certfile, http.ssl_keyfile, http.ssl_ca_certs)
+    return TlsFiles(lambda: [_client_context(http)], [file for file in files if file is not None])
+
+
+def _client_context(http: HttpConfig) -> ssl.SSLContext:
+    assert http.ssl_certfile is not None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         # The empty password makes a key with a passphrase an error; otherwise OpenSSL would prompt and block the start.

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import ceil
@@ -33,11 +33,15 @@ class Server:
     url: str
 
     def ask(self, path: str, body: object = None, method: str | None = None) -> Any:
+        return self.answer(path, body, method)[0]
+
+    def answer(self, path: str, body: object = None, method: str | None = None) -> tuple[Any, Mapping[str, str]]:
+        """Returns the body and the headers of an answer."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method=method)
         with urllib.request.urlopen(request, timeout=60) as answer:
-            text = answer.read().decode()
-        return json.loads(text) if text.startswith("{") else text
+            text, headers = answer.read().decode(), answer.headers
+        return json.loads(text) if text.startswith("{") else text, headers
 
     def ready(self) -> bool:
         try:

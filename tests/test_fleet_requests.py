@@ -76,8 +76,9 @@ def test_every_request_ends_when_an_instance_is_killed_or_terminated(tmp_path: P
         assert all(len(tokens) == TOKENS for tokens in right)
         starts = [tokens[:SHORT] for tokens in right]
         assert list(pool.map(partial(whole, b), SHORT_ASKED)) == starts
-        vectors = [a.ask("/v1/embeddings", {"model": "poet", "input": "The sea"})["data"] for _ in servers]
-        assert all(one == vectors[0] for one in vectors)  # a has had the others compute them in turn
+        vectors = [a.answer("/v1/embeddings", {"model": "poet", "input": "The sea"}) for _ in servers]
+        assert all(one["data"] == vectors[0][0]["data"] for one, _ in vectors)
+        assert {headers["x-caraserve-instance"] for _, headers in vectors} == set(NAMES)  # each in its turn
 
         before = first_tokens(c)
         streams = [(index, pool.submit(stream, one, ASKED[index])) for index in range(8) for one in (a, b, d)]

@@ -54,7 +54,7 @@ def test_a_draining_or_failed_instance_refuses_forwarded_requests(
     async def body() -> str | None:
         async with asyncio.timeout(20), instances(tmp_path) as running:
             node = (await running.start("a")).node
-            router = make_router(node, engine, config, ClusterCredentials(KEYS, None, None))
+            router = make_router(node, engine, config, ClusterCredentials(KEYS))
             try:
                 refusal = router.selector.refusal(router.selector.arrival(None, 10, 10), force=True)
                 return refusal.reason if refusal else None
@@ -82,7 +82,7 @@ async def prepared(
     async with AsyncExitStack() as stack:
         node = Node(NodeConfig("tests", "a", "m", ("127.0.0.1:1",), KEYS), ClusterRegistryFile(None), rng=Random(1))
         stack.push_async_callback(node.close)
-        config, credentials = cluster_config(), ClusterCredentials(KEYS, None, None)
+        config, credentials = cluster_config(), ClusterCredentials(KEYS)
         router = make_router(node, engine, config, credentials)
         stack.push_async_callback(router.close)
 

@@ -150,6 +150,8 @@ def _summary(model: str, timing: Timing) -> str:
         parts.append(f"TTFT {timing.ttft_ms:.0f} ms")
     if timing.tokens_per_s is not None:
         parts.append(f"{timing.tokens_per_s:.1f} tokens/s")
+    if timing.instance:
+        parts.append(f"answered by {timing.instance}")
     if timing.is_cut:
         parts.append("cut off at the most tokens that it may have")
     return f"[{model}: {', '.join(parts) or 'an empty answer'}]"

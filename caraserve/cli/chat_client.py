@@ -18,13 +18,14 @@ _LONGEST_EVENT_BYTES = 8 << 20
 
 @dataclass(slots=True)
 class Timing:
-    """The times of one answer as its client sees them, on the monotonic clock, and its number of tokens."""
+    """The times of one answer as its client sees them, on the monotonic clock, and what else the server says of it."""
 
     sent_s: float
     first_s: float | None = None
     last_s: float | None = None
     tokens: int | None = None  # None: the server has not said
     is_cut: bool = False  # whether the answer has reached the most tokens that it may have
+    instance: str = ""  # that computes the answer, in a cluster
 
     @property
     def ttft_ms(self) -> float | None:
@@ -90,6 +91,7 @@ class ChatClient:
         answer on the server."""
         body = {"model": model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
         async with self._request("POST", "/v1/chat/completions", json=body) as response:
+            timing.instance = response.headers.get("x-caraserve-instance", "")
             async for data in _events(response):
                 if "error" in data:
                     raise CaraServeError(_message(data) or "the answer ended with an error")

@@ -43,6 +43,7 @@ SAME = {
     # vLLM
     "--kv-cache-memory-bytes": "--kv-cache-bytes",
     "--shutdown-timeout": "--drain-timeout",
+    "--timeout-keep-alive": "--keep-alive-timeout",
     "--enable-log-requests": "--log-requests",
     "--disable-log-requests": "--no-log-requests",
     "--no-enable-log-requests": "--no-log-requests",
@@ -156,7 +157,7 @@ FLAGS = (
     _any("--allowed-methods --allowed-headers", _CORS, "several"),
     _switch("--allow-credentials", _CORS),
     _only("--ssl-cert-reqs", "0 2", "with --ssl-ca-certs a client needs a certificate, without it none"),
-    _switch("--enable-ssl-refresh", "the certificate is read at the start: restart to change it"),
+    _switch("--enable-ssl-refresh", "a certificate is always read again when its file changes"),
     # Log and traces
     _switch("--disable-uvicorn-access-log", "the log has one line for each request; --no-log-requests turns it off"),
     _switch("--enable-log-outputs --enable-log-deltas", "the log never has the text of answers"),
@@ -171,6 +172,7 @@ VARIABLES = {
     "VLLM_API_KEY": "--api-key",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "--allow-runtime-lora-updating",
     "VLLM_LORA_RESOLVER_CACHE_DIR": "--adapters-dir",
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "--keep-alive-timeout",
     "NIM_PEFT_SOURCE": "--adapters-dir",
     "NIM_MAX_LORA_RANK": "--max-lora-rank",
     "NIM_MAX_GPU_LORAS": "--max-loras",

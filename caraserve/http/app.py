@@ -91,7 +91,7 @@ def make_app(
         config,
         keys or ApiKeys(config),
         allow_lora_updates,
-        timings or HttpTimings(),
+        timings or HttpTimings(keepalive_s=config.keep_alive_timeout_s),
         started_s=time.time(),
         bodies=BodyBudget(config.max_body_bytes),
         router=limited,

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from caraserve.cluster.membership.node import Node
-from caraserve.config import HttpConfig
+from caraserve.config import KEEP_ALIVE_S, HttpConfig
 from caraserve.errors import ServerBusy
 from caraserve.http.access.api_keys import ApiKeys
 from caraserve.http.access.client import Client
@@ -41,7 +41,7 @@ class HttpTimings:
     body_s: float = 30.0  # from the end of the headers to the end of the body; of an upload, without a byte
     upload_grace_s: float = 60.0  # of an upload, before it must have arrived at the least rate
     first_request_s: float = 75.0  # from the opening of a connection to the end of its first request's headers
-    keepalive_s: float = 620.0  # between requests; some load balancers keep a connection for 600 s
+    keepalive_s: float = KEEP_ALIVE_S  # between requests
     linger_s: float = 5.0  # for a client to stop sending a body that has been refused
     stop_s: float = 5.0  # for the last bytes, when the server stops and all requests have ended
 
@@ -117,6 +117,7 @@ CONTEXT = web.AppKey("CONTEXT", Context)
 REQUEST_ID = web.RequestKey("REQUEST_ID", str)
 CLIENT = web.RequestKey("CLIENT", Client)
 RATE_HEADERS = web.RequestKey("RATE_HEADERS", dict[str, str])  # of the response, where the client has limits
-ANSWERED_BY = web.RequestKey("ANSWERED_BY", str)  # this instance's name, where another instance has forwarded to it
+ANSWERED_BY = web.RequestKey("ANSWERED_BY", str)  # the name of the instance that answers, in a cluster
+FORWARDED = web.RequestKey("FORWARDED", bool)  # set where another instance has forwarded the request to this one
 SERVED_BY = web.RequestKey("SERVED_BY", str)  # `adapter@digest`, or the base model's name; once it is known
 _HELD_BYTES = web.RequestKey("_HELD_BYTES", int)

@@ -30,7 +30,7 @@ from caraserve.errors import (
 from caraserve.http.access.adapter_choice import ChosenAdapter, Find, settings_of
 from caraserve.http.access.client import Client
 from caraserve.http.api_request import ApiRequest, ReceivedBody
-from caraserve.http.context import ANSWERED_BY, CLIENT, CONTEXT, REQUEST_ID
+from caraserve.http.context import ANSWERED_BY, CLIENT, CONTEXT, FORWARDED, REQUEST_ID
 from caraserve.http.deadline import within_deadline
 from caraserve.http.generation import Generation, OtherVersionError
 from caraserve.http.generation_routes import GenerationRoute
@@ -103,7 +103,7 @@ class ClusterRouter:
             body = await read_body(request)
             if await body_digest(body) != claims.body_digest:
                 raise Forbidden("The body is not the one that was signed.")
-            request[ANSWERED_BY] = self.selector.name
+            request[ANSWERED_BY], request[FORWARDED] = self.selector.name, True
             request[CLIENT] = Client(claims.client, weight=claims.weight, owns_cache=claims.owns_cache)
             return await _answer_verified(request, self, route, claims, body)
         finally:
@@ -188,11 +188,12 @@ class _RoutedRequest:
         self.arrival = self._selector.arrival(self._adapter, prompt_tokens, max_tokens)
 
     async def route(self, received: ReceivedBody) -> web.StreamResponse:
-        """Tries one instance after the other until one answers. Raises CaraServeError when nothing has been sent, or
-        returns the last refusal."""
+        """Tries one instance after the other until one answers, which the answer's header names. Raises CaraServeError
+        when nothing has been sent, or returns the last refusal, under this instance's name."""
         attempts = await self._selector.begin(self.arrival)
         refused: web.Response | None = None
         while (target := attempts.next()) is not None:
+            self._request[ANSWERED_BY] = self._selector.name if isinstance(target, LocalTarget) else target.name
             try:
                 if isinstance(target, LocalTarget):
                     return await self.answer_here()
@@ -210,6 +211,7 @@ class _RoutedRequest:
                 attempts.failed(error.refusal)
             except UnreachedError:
                 attempts.failed(None)
+        self._request[ANSWERED_BY] = self._selector.name
         if refused is not None:
             return refused
         raise Unreachable("No instance that has the adapter can be reached now.", retry_after_s=_RETRY_S)

@@ -13,7 +13,7 @@ from caraserve.engine.active_request import TokenStream
 from caraserve.errors import BackendFailed, CaraServeError, Draining
 from caraserve.http.access.adapter_version import check_version
 from caraserve.http.api_request import ApiRequest, ReceivedBody
-from caraserve.http.context import ANSWERED_BY, CONTEXT, REQUEST_ID, SERVED_BY
+from caraserve.http.context import CONTEXT, FORWARDED, REQUEST_ID, SERVED_BY
 from caraserve.http.management.adapters import tier_of
 from caraserve.http.request_log import SUMMARY, model_label
 from caraserve.http.streaming import EventStream, comment, progress_comment, tokens_comment
@@ -195,7 +195,7 @@ class Generation:
             counts = TokenCounts(len(inputs.prompt_ids), generated, delta.finish.cached_tokens if delta.finish else 0)
             async for part in paced(delta, self._context.logprob_turns):
                 new = writer.events(index, part, counts)
-                if ANSWERED_BY in self._request and (new or events.started):
+                if FORWARDED in self._request and (new or events.started):
                     new = progress_comment(self._request[SUMMARY].completion_tokens or 0) + new
                 if new:
                     await events.send(new)

@@ -14,7 +14,7 @@ from caraserve.http.apis.completions import parse_completion
 from caraserve.http.apis.embeddings import parse_embeddings
 from caraserve.http.apis.openai_responses import parse_response
 from caraserve.http.apis.scores import parse_rerank, parse_score
-from caraserve.http.context import CLIENT, CONTEXT
+from caraserve.http.context import ANSWERED_BY, CLIENT, CONTEXT
 from caraserve.http.deadline import within_deadline
 from caraserve.http.json_reader import MOST_NUMBERS
 from caraserve.http.responses import note_parsed, receive_body
@@ -38,6 +38,8 @@ class GenerationRoute:
         @within_deadline
         async def handle(request: web.Request) -> web.StreamResponse:
             context = request.app[CONTEXT]
+            if context.cluster is not None:
+                request[ANSWERED_BY] = context.cluster.name  # until another instance answers
             received = await receive_body(request, self.most_numbers, samples=self.samples)
             fields, find = received.fields, adapter_finder(request)
             api_request = await self.parse(fields, context.engine, find, request[CLIENT])

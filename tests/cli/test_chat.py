@@ -17,6 +17,7 @@ from caraserve.core.request import GenerateRequest, TokenDelta
 from caraserve.errors import CaraServeError
 from tests.http.apis.test_reasoning import WITHOUT_SWITCH
 from tests.http.fake_engine import FakeEngine, FakeStream, FakeTokenizer, finish, spell
+from tests.http.fleet import fleet
 from tests.http.serving import serving
 from tests.processes import free_ports
 
@@ -84,6 +85,13 @@ async def test_reasoning_is_printed_but_not_sent_back(monkeypatch: pytest.Monkey
     assert (reasoning, answer, cut) == ("It greets.", "Hi!", "Now wh")
     assert "cut off" not in screen.text.splitlines()[2]
     assert prompt(engine.streams[1]) == "user:one;assistant:Hi!;user:two;assistant:"
+
+
+async def test_the_instance_of_a_cluster_that_answered_is_named() -> None:
+    async with fleet("a", "b") as running, ChatClient.open(running["b"].client.url, None) as client:
+        screen = Screen()
+        await Chat(client, screen, "a").handle("one")
+    assert screen.text.splitlines()[-1].endswith("answered by a]")
 
 
 async def test_an_answer_that_reaches_the_most_tokens_is_said_to_be_cut_off() -> None:

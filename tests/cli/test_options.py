@@ -220,6 +220,7 @@ def test_an_unknown_option_names_the_nearest(word: str, near: str) -> None:
         (["--max-num-batched-tokens", "2K"], "max_num_batched_tokens", 2048),
         (["--tokens-per-cpu", "1k"], "tokens_per_cpu", 1000),
         (["--shutdown-timeout", "10"], "drain_timeout_s", 10.0),
+        (["--timeout-keep-alive", "95"], "keep_alive_timeout_s", 95.0),
         (["--enforce-eager"], "enforce_eager", True),
         (["--disable-cuda-graph"], "enforce_eager", True),
     ],

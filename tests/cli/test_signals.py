@@ -3,13 +3,14 @@
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 
 import pytest
 
-from caraserve.serve import _watch_signals
+from caraserve.serve import _reread_on_hangup, _watch_signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_first_signal_starts_draining(number: signal.Signals) -> None:
     async def test() -> None:
         stop = _watch_signals()
@@ -21,7 +22,7 @@ def test_the_first_signal_starts_draining(number: signal.Signals) -> None:
 
 def test_an_ignored_hangup_stays_ignored() -> None:
     async def test() -> None:
-        _watch_signals()
+        _reread_on_hangup([])
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -31,12 +32,18 @@ def test_an_ignored_hangup_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_hangup_has_files_read_again_where_there_are_any_and_ends_nothing() -> None:
+@pytest.mark.parametrize("has_files", [True, False])
+def test_a_hangup_has_files_read_again_and_ends_nothing(has_files: bool) -> None:
     async def test() -> None:
-        read = asyncio.Event()
-        stop = _watch_signals([read.set])
-        os.kill(os.getpid(), signal.SIGHUP)
-        await asyncio.wait_for(read.wait(), 20.0)
-        assert not stop.is_set()
+        handled, read, rereads = asyncio.Event(), asyncio.Event(), list[Callable[[], None]]()
+        _reread_on_hangup(rereads)
+        stop = _watch_signals()
+        if has_files:
+            rereads.append(read.set)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, handled.set)
+        for number in (signal.SIGHUP, signal.SIGUSR1):  # handled in this order
+            os.kill(os.getpid(), number)
+        await asyncio.wait_for(handled.wait(), 20.0)
+        assert (read.is_set(), stop.is_set()) == (has_files, False)
 
     asyncio.run(test())

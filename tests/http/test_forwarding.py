@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Coroutine
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from caraserve.http.responses import error_body
 from caraserve.lora.settings import AdapterSettings, RequestDefaults
 from tests.http.fake_engine import WRONG_GRAMMAR, FakeAdapter, FakeEngine
 from tests.http.fleet import FULL, RawAnswer, fleet, streamed
+from tests.http.serving import Answer
 from tests.http.test_streaming import begun, raw_post, read_chunk, read_event
 
 EVENTS = tuple(b'data: {"n":%d}\n\n' % number for number in range(200))
@@ -48,6 +50,27 @@ async def test_an_answer_is_the_same_as_from_the_instance_itself() -> None:
                 assert one.headers["Content-Type"] == other.headers["Content-Type"]
                 assert one.headers.get("x-caraserve-phases") == other.headers.get("x-caraserve-phases")
         assert not running["b"].engine.requests
+
+
+async def test_every_answer_names_the_instance_that_computed_it() -> None:
+    async def who(asked: Coroutine[None, None, Answer], status: int = 200) -> list[str]:
+        answer = await asked
+        assert answer.status == status
+        return list(answer.headers.getall("x-caraserve-instance", []))
+
+    async with fleet("a", "b") as running:
+        for name in "ab":  # a computes all
+            client = running[name].client
+            for asked in (client.complete(), client.complete(stream=True), client.chat(n=2), client.embed()):
+                assert await who(asked) == ["a"]
+            assert await who(client.complete(prompt=7), 400) == [name]
+
+
+async def test_a_stream_that_another_instance_computes_after_a_refusal_names_that_one() -> None:
+    async with fleet("b") as running:
+        await running.start("a", FakeEngine(refusals={0: Overloaded("full", retry_after_s=1)}))
+        answer = await running["b"].client.complete(stream=True)
+        assert answer.headers["x-caraserve-instance"] == "b"
 
 
 async def test_only_an_instance_with_the_same_defaults_of_the_adapter_answers() -> None:
@@ -326,6 +349,19 @@ async def test_a_stream_whose_instance_dies_ends_with_an_error(how: str) -> None
         waiting.set()
 
 
+async def test_after_a_stream_whose_instance_died_the_connection_takes_the_next_request() -> None:
+    async def send(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+        return await streamed(EVENTS[0], request=request, die=True)
+
+    async with fleet("b") as running:
+        await running.start_raw("a", send)
+        reader, writer = await raw_post(running["b"].client, "/v1/completions", {"prompt": "ab", "stream": True})
+        assert b"instance_lost" in await reader.readuntil(b"\r\n0\r\n\r\n")
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n")).split()[1] == b"200"
+        writer.close()
+
+
 async def test_a_peers_internal_error_is_passed_on_and_not_counted_as_an_answer() -> None:
     async def fail(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
         return web.json_response(error_body("a mistake", "server_error", None, None), status=500)
@@ -410,6 +446,7 @@ async def test_when_all_instances_are_full_the_client_gets_a_429() -> None:
             await running.start(name, FakeEngine(refusals=dict(full)))
         answer = await running["d"].client.complete(stream=True)
         assert (answer.status, answer.error["code"], answer.headers["Retry-After"]) == (429, "rate_limit_exceeded", "3")
+        assert answer.headers["x-caraserve-instance"] == "d"
 
 
 async def test_instances_that_report_a_full_queue_are_not_tried() -> None:

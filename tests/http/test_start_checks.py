@@ -1,15 +1,19 @@
 """Tests of the checks before weights are read, and of the message of a server that is ready."""
 
+import asyncio
 import dataclasses
 import logging
+import shutil
 import ssl
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
+import uvloop
 
 from caraserve import demo
 from caraserve.cli.options import OptionParser
@@ -17,17 +21,19 @@ from caraserve.config import ClusterConfig, HttpConfig, LoraConfig, LoraModule, 
 from caraserve.errors import ConfigError
 from caraserve.http.app import make_app, start_http
 from caraserve.http.server import bind
+from caraserve.http.tls_files import TlsFiles, first_context
 from caraserve.model.spec import load_spec
 from caraserve.serve import _announce, _upload_root, with_demo
 from caraserve.start_checks import check_paths, client_tls, exposure
 from tests.http.fake_engine import FakeEngine
+from tests.http.log_lines import logged
 from tests.http.serving import http_config, new_metrics, serving
 from tests.serving import engine_config, lora_config, model_config, running
 
 POET = demo.adapters_folder() / "poet"
 
 
-def tls_of(*words: str) -> ssl.SSLContext | None:
+def tls_of(*words: str) -> TlsFiles | None:
     parser = OptionParser()
     HttpConfig.add_arguments(parser)
     ClusterConfig.add_arguments(parser)
@@ -154,7 +160,7 @@ async def test_clients_use_tls_and_client_certificates_where_configured(tmp_path
     known = ssl.create_default_context(cafile=server)
     known.load_cert_chain(client, client.with_suffix(".key"))
     app = make_app(FakeEngine(), http_config(), new_metrics(), allow_lora_updates=False)
-    runner, port = await start_http(app, http_config(), tls=tls)
+    runner, port = await start_http(app, http_config(), tls=first_context(tls))
     try:
         async with aiohttp.ClientSession() as session:
             async with session.get(f"https://127.0.0.1:{port}/health", ssl=known) as answer:
@@ -163,6 +169,63 @@ async def test_clients_use_tls_and_client_certificates_where_configured(tmp_path
                 await session.get(f"https://127.0.0.1:{port}/health", ssl=stranger)
     finally:
         await runner.cleanup()
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_replaced_certificate_is_used_for_new_connections_and_a_broken_one_is_not(
+    new_loop: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path
+) -> None:
+    live, key = tmp_path / "live.pem", tmp_path / "live.key"
+
+    def put(name: str) -> None:
+        """Replaces both files, in a single step each."""
+        for file in (live, key):
+            shutil.copy(tmp_path / f"{name}{file.suffix}", tmp_path / "copy")
+            (tmp_path / "copy").replace(file)
+
+    async def test() -> None:
+        for name in ("old", "new"):
+            certificate(tmp_path, name)
+        put("old")
+        tls = tls_of(f"--ssl-certfile={live}", f"--ssl-keyfile={key}")
+        assert tls is not None
+        app = make_app(FakeEngine(), http_config(), new_metrics(), allow_lora_updates=False)
+        runner, port = await start_http(app, http_config(), tls=first_context(tls))
+        watching = asyncio.create_task(tls.watch())
+
+        async def is_shown(name: str) -> bool:
+            trusted = ssl.create_default_context(cafile=tmp_path / f"{name}.pem")
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusted)
+            except ssl.SSLCertVerificationError:
+                return False
+            writer.close()
+            return True
+
+        try:
+            async with aiohttp.ClientSession() as session:
+                trusted = ssl.create_default_context(cafile=tmp_path / "old.pem")
+                with logged("caraserve", logging.LogRecord.getMessage) as texts:
+                    for _ in range(2):  # the connection from before stays open
+                        async with session.get(f"https://127.0.0.1:{port}/health", ssl=trusted) as answer:
+                            assert answer.status == 200
+                        live.write_text("no certificate")
+                        tls.reread()
+                        said = await texts.next()
+                        assert str(live) in said
+                        assert "still use the certificate from before" in said
+                    assert await is_shown("old")
+                    put("new")
+                    tls.reread()
+                    while "read again" not in await texts.next():  # it may have been looked at between the two files
+                        pass
+            assert (await is_shown("new"), await is_shown("old")) == (True, False)
+        finally:
+            watching.cancel()
+            await runner.cleanup()
+
+    with asyncio.Runner(loop_factory=new_loop) as loop:
+        loop.run(test())
 
 
 @pytest.mark.parametrize(

@@ -274,6 +274,13 @@ async def test_a_request_whose_body_is_given_up_for_another_may_be_sent_again() 
         assert (refused.status, refused.error["code"], refused.headers["Retry-After"]) == (503, "server_busy", "1")
 
 
+async def test_an_idle_connection_is_closed_after_the_configured_time() -> None:
+    async with serving(FakeEngine(), keep_alive_timeout_s=0.2) as client, connections(client, 1) as ((used, writer),):
+        writer.write(REQUEST)
+        await used.readuntil(b"usage")
+        await asyncio.wait_for(used.read(), 20.0)  # until the connection is closed
+
+
 async def test_a_connection_without_a_request_is_closed_sooner_than_one_between_two() -> None:
     timings = HttpTimings(first_request_s=0.05, keepalive_s=60.0)
     async with serving(FakeEngine(), timings=timings) as client, connections(client, 2) as opened:

@@ -24,7 +24,7 @@ PREFIX = "/cluster"  # before the path of the client's request
 CLAIMS_HEADER = "X-CaraServe-Hop"
 SIGNATURE_HEADER = "X-CaraServe-Signature"
 REFUSED_HEADER = "X-CaraServe-Refused"  # on the response with which an instance refuses a forwarded request
-INSTANCE_HEADER = "X-CaraServe-Instance"  # on answers to forwarded requests: the name of the answering instance
+INSTANCE_HEADER = "X-CaraServe-Instance"  # on answers: the name of the instance that computed it
 
 _WINDOW_MS = 30_000  # by which clocks may differ, network time included
 _MOST_REMEMBERED = 100_000  # attempts of the last minute: some tens of MB

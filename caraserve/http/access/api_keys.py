@@ -15,7 +15,6 @@ The file is TOML, or JSON if its name ends in .json. An entry of `keys` has the 
 """
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import logging
@@ -28,18 +27,16 @@ from typing import Any
 from caraserve.config import HttpConfig
 from caraserve.errors import ConfigError
 from caraserve.http.access.client import ALL_ADAPTERS, Client, RateLimits
+from caraserve.util.watched_files import WatchedFiles
 
 log = logging.getLogger("caraserve.http")
 
-_POLL_S = 1.0  # between looks at the file
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 _FIELDS = {
     *("name", "sha256", "adapters", "base_model", "admin", "weight"),
     *("requests_per_minute", "tokens_per_minute", "concurrency"),
 }
-
-_Stamp = tuple[int, int, int] | None  # time of the change, size and inode of a file; None: there is none
 
 
 def key_name(key: str) -> str:
@@ -64,9 +61,8 @@ class ApiKeys:
             key_digest(key): Client(key_name(key), is_admin=key in config.admin_key)
             for key in (*config.api_key, *config.admin_key)
         }
-        self._stamp = _stamp(self._path)
+        self._files = WatchedFiles(*([] if self._path is None else [self._path]))
         self._clients = self._read()
-        self._asked = asyncio.Event()
 
     def client(self, key: str) -> Client | None:
         """The client with this key; None for an unknown key."""
@@ -79,19 +75,12 @@ class ApiKeys:
 
     def reread(self) -> None:
         """Lets `watch` read the file again now."""
-        self._asked.set()
+        self._files.ask()
 
     async def watch(self) -> None:
         """Reads the file again within a second of each change, until cancelled. A wrong file changes nothing."""
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_POLL_S):
-                    await self._asked.wait()
-            stamp = await asyncio.to_thread(_stamp, self._path)
-            if stamp == self._stamp and not self._asked.is_set():
-                continue
-            self._asked.clear()
-            self._stamp = stamp
+            await self._files.changed()
             try:
                 self._clients = await asyncio.to_thread(self._read)
             except ConfigError as error:
@@ -202,11 +191,3 @@ class _Entry:
     def _refuse(self, field: str, right: str) -> None:
         shown = repr(self._entry[field])[:80] if field in self._entry else "missing"
         raise ConfigError(f"{self._where}: {field} must be {right}, and is {shown}")
-
-
-def _stamp(path: Path | None) -> _Stamp:
-    try:
-        found = path.stat() if path is not None else None
-    except OSError:
-        return None
-    return None if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)

@@ -69,12 +69,12 @@ async def list_adapters(request: web.Request) -> web.Response:
             names = {one.name for one in some if client.may_use(one.name)} - local_names
             remote = [remote_adapter(context, one) for one in some if one.name in names]
             cards += [orjson.dumps(_card(context, one)) for one in remote]
-    refused = b",".join([orjson.dumps(one) for one in _refused(request)])
+    refused = b",".join([orjson.dumps(one) for one in refused_folders(request)])
     body = b'{"object":"list","data":[%b],"refused":[%b]}' % (b",".join(cards), refused)
     return web.Response(body=body, content_type="application/json")
 
 
-def _refused(request: web.Request) -> Iterator[dict[str, Any]]:
+def refused_folders(request: web.Request) -> Iterator[dict[str, Any]]:
     """The folders of this instance that are not served, by the names that the client may use."""
     management, client = request.app[CONTEXT].management, request[CLIENT]
     for one in [] if management is None else management.refused.all():

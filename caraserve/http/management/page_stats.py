@@ -18,13 +18,14 @@ from caraserve.engine.batch_timeline import INTERVAL_S, INTERVALS, TimelineRow, 
 from caraserve.errors import InvalidRequest
 from caraserve.http.access.adapter_choice import ListedAdapter, remote_adapter, settings_of
 from caraserve.http.context import CLIENT, CONTEXT, Context
-from caraserve.http.management.adapters import tier_of
+from caraserve.http.management.adapters import refused_folders, tier_of
 from caraserve.http.responses import json_response
 from caraserve.lora.adapter import Adapter, AdapterTier
 from caraserve.util.tasks import in_turns, slices
 
 _SHOWN_ROWS = 20  # of the timeline
 _SHOWN_ADAPTERS = 100
+_SHOWN_REFUSED = 20
 _SLICE = 100  # adapters between two looks at the clock
 LONGEST_FILTER = 200
 _LOADING = {
@@ -80,7 +81,8 @@ def _row(row: TimelineRow, base_name: str) -> dict[str, Any]:
 
 async def adapter_stats(request: web.Request) -> web.Response:
     """GET /stats/adapters?contains=TEXT&tier=TIER: how many adapters are in each tier, and the first of those whose
-    name contains TEXT: the loading ones, then by requests. Filtered and sorted in turns of the event loop."""
+    name contains TEXT: the loading ones, then by requests. Filtered and sorted in turns of the event loop. Then the
+    folders with such names that are not served."""
     context, client, now_s = request.app[CONTEXT], request[CLIENT], time.monotonic()
     contains, wanted = _filters(request)
     counts: Counter[str] = Counter(dict.fromkeys(TIER_FILTERS, 0))
@@ -96,7 +98,15 @@ async def adapter_stats(request: web.Request) -> web.Response:
             counts["loading"] += is_loading
             if (wanted in ("", tier) or (wanted == "loading" and is_loading)) and contains in info.name.lower():
                 table.add(info, adapter, tier, now_s)
-    return json_response({"counts": counts, "matching": table.matching, "adapters": table.entries(now_s)})
+    refused = [one for one in refused_folders(request) if contains in one["name"].lower()]
+    return json_response(
+        {
+            "counts": counts,
+            "matching": table.matching,
+            "adapters": table.entries(now_s),
+            "refused": {"matching": len(refused), "folders": refused[:_SHOWN_REFUSED]},
+        }
+    )
 
 
 _Place = tuple[bool, float, int, int, str]

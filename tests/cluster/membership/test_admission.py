@@ -1,7 +1,10 @@
 """Checks of the cluster's options at the start, addresses, the file of secrets, and TLS between instances."""
 
 import argparse
+import asyncio
+import logging
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -22,6 +25,7 @@ from caraserve.errors import ConfigError
 from caraserve.serve_cluster import ClusterCredentials, check_cluster
 from caraserve.util.option_values import split_address
 from tests.cluster.nodes import instances, until
+from tests.http.log_lines import logged
 
 
 def admitted(*arguments: str) -> ClusterCredentials:
@@ -127,6 +131,24 @@ def certificate(folder: Path, name: str, ca: Path | None = None) -> None:
 def tls(folder: Path, name: str, ca: str) -> ClusterCredentials:
     files = [f"--cluster-tls-cert={folder / name}.pem", f"--cluster-tls-key={folder / name}.key"]
     return admitted("--peers", "127.0.0.1:1", "--peer-port", "0", *files, f"--cluster-tls-ca={folder / ca}.pem")
+
+
+async def test_a_replaced_certificate_is_used_for_both_directions(tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        certificate(tmp_path, name)
+    shutil.copytree(tmp_path, tmp_path / "live")
+    credentials = tls(tmp_path / "live", "old", "old")
+    assert credentials.tls is not None
+    for file in ("old.pem", "old.key"):
+        shutil.copy(tmp_path / file.replace("old", "new"), tmp_path / "live" / file)
+    credentials.tls.reread()
+    with logged("caraserve", logging.LogRecord.getMessage) as texts:
+        watching = asyncio.create_task(credentials.tls.watch())
+        assert "read again" in await texts.next()
+        watching.cancel()
+    for context in credentials.tls.contexts:
+        (authority,) = context.newest.get_ca_certs()
+        assert dict(name for (name,) in authority["subject"])["commonName"] == "new"
 
 
 async def test_only_certificates_of_the_clusters_authority_are_accepted(tmp_path: Path) -> None:

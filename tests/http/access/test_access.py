@@ -2,6 +2,8 @@
 
 import argparse
 import base64
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +83,17 @@ async def test_with_any_key_every_route_but_the_probes_needs_one(keys: dict[str,
     assert peers == {"/cluster/ws": 503} | forwarded
     assert len(statuses) >= 20
     assert set(statuses.values()) == {401}
+
+
+def test_the_documentation_and_the_help_say_what_needs_no_key() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "tenants.md").read_text(encoding="utf-8")
+    section = text.split("## Without a key\n")[1].split("\n## ")[0]
+    assert set(re.findall(r"`(/[^`]*)`", section)) == PROBES | {"/", "/page/…", "/cluster/…"}
+    parser = argparse.ArgumentParser()
+    HttpConfig.add_arguments(parser)
+    (option,) = [action for action in parser._actions if "--api-key" in action.option_strings]
+    said = str(option.help)
+    assert all(path in said for path in (*PROBES, "the files of the web page"))
 
 
 async def test_an_unknown_route_needs_the_key_too() -> None:

@@ -158,12 +158,12 @@ def test_the_documented_command_makes_an_entry_for_the_key_that_it_shows(tmp_pat
 
 @pytest.fixture
 def quick_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("caraserve.http.access.api_keys._POLL_S", 0.0)
+    monkeypatch.setattr("caraserve.util.watched_files._POLL_S", 0.0)
 
 
 @pytest.fixture
 def no_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("caraserve.http.access.api_keys._POLL_S", 1e6)
+    monkeypatch.setattr("caraserve.util.watched_files._POLL_S", 1e6)
 
 
 @pytest.fixture

@@ -260,6 +260,11 @@ async def test_why_a_folder_is_not_served_is_told_to_those_who_may_use_its_name(
         listed = (await client.get("/v1/adapters", headers=ann)).json["refused"]
         assert [(one["name"], one["object"]) for one in listed] == [("team-a-x", "refused_adapter")]
         assert listed[0]["reason"] == "adapter_config.json: use_dora is True"
+        page = (await client.get("/stats/adapters", headers=ann)).json["refused"]
+        assert page == {"matching": 1, "folders": listed}
+        query = {"contains": "TEAM-B"}
+        page = (await client.get("/stats/adapters", headers=root, params=query)).json["refused"]
+        assert [one["name"] for one in page["folders"]] == ["team-b-x"]
         assert len((await client.get("/v1/adapters", headers=root)).json["refused"]) == 2
         for name, is_told in (("team-a-x", True), ("team-b-x", False), ("nobody", False)):
             for answer in (

@@ -14,6 +14,7 @@ export class AdapterTable {
   #tier = "";
   #timer = null;
   #asked = 0;
+  #refused = "";
   #pauseMs = PAUSE_MS;
 
   constructor(comparison) {
@@ -59,7 +60,8 @@ export class AdapterTable {
     this.#timer = setTimeout(() => this.refresh(), ms);
   }
 
-  #show({ counts, matching, adapters }) {
+  #show({ counts, matching, adapters, refused }) {
+    this.#showRefused(refused);
     let all = 0;
     for (const tier of TIERS.slice(1)) {
       this.#labels.get(tier).textContent = `${tier} ${count(counts[tier])}`;
@@ -81,6 +83,16 @@ export class AdapterTable {
     const more = matching > adapters.length ? `${adapters.length} of ${count(matching)}: filter by name` : "";
     setText("shown", more || (isFiltered ? `${count(matching)} of ${count(all)} match` : ""));
     this.mark();
+  }
+
+  #showRefused({ matching, folders }) {
+    const more = matching > folders.length ? `, of which these are the first ${folders.length}` : "";
+    setText("refused-count", `${count(matching)} folder${matching === 1 ? " is" : "s are"} not served${more}`);
+    byId("refused-part").hidden = matching === 0;
+    const shown = JSON.stringify(folders);
+    if (shown === this.#refused) return;  // a list that is made again loses what is selected in it
+    this.#refused = shown;
+    byId("refused").replaceChildren(...folders.map(({ name, reason }) => element("li", "", `${name}: ${reason}`)));
   }
 
   #row({ name, rank, num_bytes, tier, loading, layers, pinned, labels, own_chat_template, requests, per_minute }) {
