@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from caraserve.core.loading_mode import LOADING_MODES, LoadingMode
 from caraserve.util.option_values import (
     LoraModule,
     at_least,
@@ -44,6 +43,35 @@ _COUNT: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
 _TOKENS: dict[str, Any] = {"type": tokens, "metavar": "TOKENS"}
 _LIST: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
 _SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadingMode:
+    """What happens when a request's adapter is not on the device."""
+
+    name: str
+    preloads: bool = False  # all adapters are on the device from the start, and stay there
+    merges: bool = False  # adapters are merged into the base weights by turns
+    stops_others: bool = False  # no iteration runs while an adapter is loading
+    is_layerwise: bool = False  # a prefill may start before all layers of its adapter have arrived
+    uses_workers: bool = False  # CPU workers compute layers that have not arrived
+    chooses: bool = False  # for each request, by predicted times, whether to wait or to use CPU workers
+
+
+LOADING_MODES = {
+    mode.name: mode
+    for mode in (
+        LoadingMode("cached", preloads=True),
+        LoadingMode("merged", preloads=True, merges=True),
+        LoadingMode("ondemand", stops_others=True),
+        LoadingMode("overlapped"),
+        LoadingMode("pipelined", is_layerwise=True),
+        LoadingMode("assisted", is_layerwise=True, uses_workers=True),
+        LoadingMode("auto", is_layerwise=True, uses_workers=True, chooses=True),
+    )
+}
+PRELOADED_MODES = tuple(name for name, mode in LOADING_MODES.items() if mode.preloads)
+LAYERWISE_MODES = tuple(name for name, mode in LOADING_MODES.items() if mode.is_layerwise)
 
 
 class _FromArgs:

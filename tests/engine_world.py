@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from caraserve.config import LAYERWISE_MODES, LOADING_MODES
 from caraserve.core.backend import Limits, SharedMemory
-from caraserve.core.loading_mode import LAYERWISE_MODES, LOADING_MODES
 from caraserve.core.lora_layout import aligned_bytes
 from caraserve.core.request import Finish, GenerateRequest, SamplingParams, TokenDelta
 from caraserve.cpu.shared_memory import Arena

@@ -10,8 +10,8 @@ import pytest
 
 from caraserve import demo
 from caraserve.cluster.routing.perf_model import PerfModel
+from caraserve.config import PRELOADED_MODES
 from caraserve.core.batch import Batch, StepResult
-from caraserve.core.loading_mode import PRELOADED_MODES
 from caraserve.core.machine_profile import load
 from caraserve.core.request import NO_TENANT, Tenant
 from caraserve.errors import (

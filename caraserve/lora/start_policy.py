@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import ceil, inf
 from typing import Literal
 
-from caraserve.core.loading_mode import LoadingMode
+from caraserve.config import LoadingMode
 from caraserve.core.lora_layout import AdapterSpec
 from caraserve.core.machine_profile import Profile, Targets
 from caraserve.util.units import ceil_div

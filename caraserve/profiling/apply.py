@@ -8,8 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from caraserve.config import EngineConfig, LoraConfig, ModelConfig
-from caraserve.core.loading_mode import LOADING_MODES
+from caraserve.config import LOADING_MODES, EngineConfig, LoraConfig, ModelConfig
 from caraserve.core.machine_profile import (
     ASSUMED_HANDOFF_MS,
     LEAST_HANDOFF_MS,

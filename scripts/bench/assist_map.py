@@ -45,7 +45,7 @@ from caraserve.bench.report.files import make_folder, write_files
 from caraserve.bench.report.plots import INK, new_figure, render
 from caraserve.bench.servers import working_folder
 from caraserve.bench.synthetic import SHAPES, llama_config, write_model
-from caraserve.core.loading_mode import LOADING_MODES
+from caraserve.config import LOADING_MODES
 from caraserve.core.machine_profile import (
     ASSUMED_HANDOFF_MS,
     SCHEMA,

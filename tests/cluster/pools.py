@@ -15,8 +15,8 @@ from caraserve.cluster.state.publisher import Publisher
 from caraserve.cluster.transfer.adapter_pool import AdapterPool
 from caraserve.cluster.transfer.disk_cache import DiskCache
 from caraserve.cluster.transfer.peer_client import PeerClient
+from caraserve.config import LOADING_MODES
 from caraserve.core.backend import Limits
-from caraserve.core.loading_mode import LOADING_MODES
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.cpu.shared_memory import Arena
 from caraserve.kv.memory_budget import MemoryBudget

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from caraserve.core.loading_mode import LOADING_MODES
+from caraserve.config import LOADING_MODES
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter, aligned_bytes
 from caraserve.lora.adapter import Adapter, AdapterTier, PartialImage
 from caraserve.lora.arrival_estimates import ArrivalEstimates

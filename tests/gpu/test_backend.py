@@ -15,9 +15,8 @@ import pytest
 import triton
 from numpy.typing import NDArray
 
-from caraserve.config import LoraConfig
+from caraserve.config import LOADING_MODES, PRELOADED_MODES, LoraConfig
 from caraserve.core.batch import Batch
-from caraserve.core.loading_mode import LOADING_MODES, PRELOADED_MODES
 from caraserve.engine.active_request import ActiveRequest
 from caraserve.engine.queues import RequestQueues
 from caraserve.errors import ConfigError

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from caraserve.core.loading_mode import PRELOADED_MODES
+from caraserve.config import PRELOADED_MODES
 from caraserve.gpu.driver.streams import Lane
 from tests.gpu.host_backend import GRANULE_BYTES, serving
 from tests.gpu.torch_kernels import torch_kernels

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from caraserve.core.loading_mode import PRELOADED_MODES
+from caraserve.config import PRELOADED_MODES
 from caraserve.engine.active_request import ActiveRequest
 from caraserve.engine.queues import RequestQueues
 from caraserve.gpu.driver.streams import Lane

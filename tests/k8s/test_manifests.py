@@ -22,7 +22,7 @@ from caraserve.cli.main import _parser
 from caraserve.cluster.routing.cost import Backlog
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.price_metrics import price_families
-from caraserve.core.loading_mode import LOADING_MODES
+from caraserve.config import LOADING_MODES
 from caraserve.gpu.driver import environment
 from caraserve.http.app import make_app
 from caraserve.http.context import HttpTimings

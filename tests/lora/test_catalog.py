@@ -14,8 +14,8 @@ from queue import Queue
 import numpy as np
 import pytest
 
+from caraserve.config import LOADING_MODES
 from caraserve.core.backend import Limits
-from caraserve.core.loading_mode import LOADING_MODES
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.cpu.shared_memory import Arena
 from caraserve.errors import AdapterRejected, CaraServeError, ConfigError, Forbidden

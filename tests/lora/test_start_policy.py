@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from caraserve.core.loading_mode import LAYERWISE_MODES, LOADING_MODES
+from caraserve.config import LAYERWISE_MODES, LOADING_MODES
 from caraserve.core.lora_layout import AdapterSpec
 from caraserve.lora.start_policy import NO_PREFILL, AwaitedPrefill, CopyPlan, LayerGroup, PrefillStart, StartPolicy
 from caraserve.model.dtype import Dtype

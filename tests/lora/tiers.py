@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from caraserve.config import LOADING_MODES
 from caraserve.core.backend import Limits
 from caraserve.core.batch import Batch, StepResult
-from caraserve.core.loading_mode import LOADING_MODES
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter, aligned_bytes
 from caraserve.cpu.shared_memory import Arena
 from caraserve.errors import CaraServeError

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from caraserve.core.loading_mode import LOADING_MODES, PRELOADED_MODES
+from caraserve.config import LOADING_MODES, PRELOADED_MODES
 from caraserve.engine.active_request import ActiveRequest
 from caraserve.engine.request_slots import RequestSlots
 from caraserve.errors import NonFiniteLogits

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from caraserve.core.loading_mode import LOADING_MODES, PRELOADED_MODES
+from caraserve.config import LOADING_MODES, PRELOADED_MODES
 from caraserve.cpu.backend import CpuBackend
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.loop import Engine

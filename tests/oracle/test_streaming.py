@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from caraserve.core.loading_mode import LAYERWISE_MODES
+from caraserve.config import LAYERWISE_MODES
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.cpu.backend import CpuBackend
 from caraserve.errors import Unreachable
