@@ -281,13 +281,7 @@ class EngineConfig(_FromArgs):
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument_group("scheduling and memory").add_argument
         add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: use a GPU if there is one")
-        add(
-            "--gpu-memory-utilization",
-            type=share,
-            default=0.9,
-            metavar="SHARE",
-            help="share of the GPU's memory to use",
-        )
+        add("--gpu-memory-utilization", type=share, default=0.9, metavar="SHARE", help="share of the GPU's memory")
         add("--max-num-seqs", **_COUNT, help="maximum requests in one iteration (default: 64, on a GPU 256)")
         add("--max-num-batched-tokens", **_TOKENS, help="maximum tokens in one iteration (default: 256, on a GPU 2048)")
         add("--max-queue", **_COUNT, default=4096, help="maximum waiting requests; above it, answer 429")
@@ -422,12 +416,7 @@ class HttpConfig(_FromArgs):
             metavar="URL",
             help="send traces of requests to this OpenTelemetry collector, by OTLP over HTTP (default: no traces)",
         )
-        add(
-            "--log-requests",
-            **_SWITCH,
-            default=True,
-            help="log one line for each request when it ends, without its text",
-        )
+        add("--log-requests", **_SWITCH, default=True, help="log a line for each request at its end, without its text")
 
 
 @dataclass(frozen=True, slots=True)
