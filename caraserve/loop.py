@@ -20,7 +20,7 @@ from caraserve.config import EngineConfig
 from caraserve.core.backend import Backend
 from caraserve.core.batch import DeviceLost, RowResult, ScheduledRow, StepResult
 from caraserve.core.request import FinishReason, GenerateRequest, Phase, Request, TokenDelta, TokenLogprob
-from caraserve.engine.active_request import ActiveRequest, TokenStream
+from caraserve.engine.active_request import ActiveRequest
 from caraserve.engine.batch_launcher import BatchLauncher, LaunchedBatch
 from caraserve.engine.batch_timeline import BatchTimeline
 from caraserve.engine.executor import Executor, Iteration
@@ -31,6 +31,7 @@ from caraserve.engine.request_counts import RequestCounts
 from caraserve.engine.request_slots import RequestSlots
 from caraserve.engine.side_batches import SideBatches
 from caraserve.engine.stats import EngineLoad, IterationObserver, rank_of, snapshot_of
+from caraserve.engine.token_stream import TokenStream
 from caraserve.engine.unread import UnreadAnswer, UnreadBudget, default_budget_bytes
 from caraserve.errors import (
     BackendFailed,
@@ -124,14 +125,14 @@ class Engine:
         """Queues a request. In a full queue it replaces the newest request of the client with the most for its weight,
         if that client then still has as many as this one. Raises NotFound, ContextLengthExceeded, Overloaded, Draining
         or BackendFailed, without any effect."""
-        return self._submit(inputs, None, UnreadAnswer(self.unread)).stream
+        return self._submit(inputs, None, UnreadAnswer(self.unread, inputs.tenant.client)).stream
 
     def submit_each(self, inputs: Sequence[GenerateRequest]) -> Generator[TokenStream]:
         """Yields the stream of each request after queueing it as `submit` does. All requests use the same adapter, even
         if its name is given to another one between two steps. A generator, because thousands of requests take 100
         ms."""
         adapter: Adapter | None = None
-        unread = UnreadAnswer(self.unread)
+        unread = UnreadAnswer(self.unread, inputs[0].tenant.client)
         try:
             for one in inputs:
                 active = self._submit(one, adapter, unread)
@@ -156,9 +157,9 @@ class Engine:
                 param="prompt",
             )
         displaced = None
-        if (count := len(self._queues.waiting) + len(self._queues.paused)) >= self._config.max_queue:
+        if (count := self._queues.num_waiting) >= self._config.max_queue:
             message, retry_after_s = f"{count} requests are waiting", self.predicted_wait_s()
-            if (displaced := self._queues.waiting.newest_of_largest(inputs.tenant)) is None:
+            if (displaced := self._queues.newest_of_largest(inputs.tenant)) is None:
                 raise Overloaded(message, retry_after_s=retry_after_s)
         if adapter is not None:
             self.catalog.manager.pin_again(adapter)

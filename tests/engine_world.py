@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 from caraserve.config import LAYERWISE_MODES, LOADING_MODES
 from caraserve.core.backend import Limits, SharedMemory
 from caraserve.core.lora_layout import aligned_bytes
-from caraserve.core.request import Finish, GenerateRequest, SamplingParams, TokenDelta
+from caraserve.core.request import Finish, GenerateRequest, SamplingParams, Tenant, TokenDelta
 from caraserve.cpu.shared_memory import Arena
-from caraserve.engine.active_request import TokenStream
 from caraserve.engine.iteration_times import IterationTime
 from caraserve.engine.merge_policy import MergePolicy
+from caraserve.engine.token_stream import TokenStream
 from caraserve.kv.memory_budget import MemoryBudget
 from caraserve.loop import Engine
 from caraserve.lora.adapter_folder import AdapterFolder
@@ -82,6 +82,14 @@ class _Catalog(Catalog):
         return AdapterInfo(name, folder.name, folder.name, 8, ("q_proj",), ADAPTER_BYTES, 0.0)
 
 
+def asked_for(
+    prompt: Sequence[int], name: str | None, *, embeds: bool = False, client: str = "", **params: Any
+) -> GenerateRequest:
+    """Returns the request of `World.ask`."""
+    settings = SamplingParams(**{"temperature": 0.0} | params)
+    return GenerateRequest("r", tuple(prompt), name, settings, 0.0, tenant=Tenant(client), embeds=embeds)
+
+
 @dataclass
 class Asked:
     """A request and its output."""
@@ -142,12 +150,11 @@ class World:
     most_rests: int = 0  # of a reader before its next delta, in turns of the event loop
 
     def ask(
-        self, prompt: Sequence[int], name: str | None, *, embeds: bool = False, **params: Any
+        self, prompt: Sequence[int], name: str | None, *, embeds: bool = False, client: str = "", **params: Any
     ) -> tuple[Asked, "asyncio.Task[Asked]"]:
-        settings = SamplingParams(**{"temperature": 0.0} | params)
+        request = asked_for(prompt, name, embeds=embeds, client=client, **params)
         digest = None if name is None else self.engine.adapter(name).digest
-        request = GenerateRequest("r", tuple(prompt), name, settings, arrival_s=0.0, embeds=embeds)
-        asked = Asked(tuple(prompt), digest, settings, self.engine.submit(request), embeds)
+        asked = Asked(tuple(prompt), digest, request.params, self.engine.submit(request), embeds)
         if self.most_rests:
             asked.rest = functools.partial(self.rng.randrange, self.most_rests + 1)
         return asked, asyncio.create_task(asked.collect())

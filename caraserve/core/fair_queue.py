@@ -124,15 +124,20 @@ class FairQueue(Generic[W]):
     def _by_turns(self, users: dict[Tenant, deque[W]], count: int) -> Iterator[W]:
         return _turns([iter(users[tenant]) for tenant in self._users.least(users, count)])
 
-    def newest_of_largest(self, beside: Tenant) -> W | None:
+    def newest_of_largest(self, beside: Tenant, *others: "FairQueue[W]") -> W | None:
         """Returns the newest item of the client with the most items for its weight, to be dropped for a new one of the
-        client `beside`. None: that client would then have fewer items for its weight than `beside`."""
-        if not self._queues:
+        client `beside`. None: that client would then have fewer items for its weight than `beside`. Items of `others`
+        count as well, and are dropped of a client that has none in this queue."""
+        queues = (self, *others)
+        weights = {client: queue._weight(client) for queue in reversed(queues) for client in queue._queues}
+        counts = {client: sum(queue.count(client) for queue in queues) for client in weights}
+        if not counts:
             return None
-        largest = max(self._queues, key=lambda client: self.count(client) / self._weight(client))
-        if (self.count(largest) - 1) / self._weight(largest) < (self.count(beside.client) + 1) / beside.weight:
+        largest = max(counts, key=lambda client: counts[client] / weights[client])
+        if (counts[largest] - 1) / weights[largest] < (counts.get(beside.client, 0) + 1) / beside.weight:
             return None
-        return max(self._queues[largest].values(), key=len)[-1]
+        users = next(queue._queues[largest] for queue in queues if largest in queue._queues)
+        return max(users.values(), key=len)[-1]
 
     def _weight(self, client: str) -> float:
         """Returns the weight of a waiting client, as of one of its users."""

@@ -1,4 +1,4 @@
-"""An unfinished request: its state, its stream of tokens, its text, its adapter and its prefix key.
+"""An unfinished request: its state, its text, its adapter and its prefix key.
 
 `ActiveRequest` is the only writer of `core.request.Request`: each change of a request is one of its methods.
 
@@ -6,134 +6,19 @@
                                    └──── preempt: the request starts again and computes its tokens again
 """
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-from weakref import ref
 
 from caraserve.core.backend import Limits
 from caraserve.core.batch import BASE_ADAPTER_SLOT, RowResult, ScheduledRow
 from caraserve.core.grammar import TokenMatcher
-from caraserve.core.request import Finish, FinishReason, Phase, Phases, Request, TokenDelta, TokenLogprob
-from caraserve.engine.unread import FREE_BYTES, UnreadAnswer, size_of
-from caraserve.errors import CaraServeError, ReaderTooSlow
+from caraserve.core.request import Finish, FinishReason, Phase, Request, TokenDelta, TokenLogprob
+from caraserve.engine.token_stream import TokenStream
+from caraserve.errors import CaraServeError
 from caraserve.lora.adapter import Adapter, AdapterTier
 from caraserve.lora.start_policy import ModeChoice
 from caraserve.tokenizer.detokenizer import Detokenizer
-
-
-class TokenStream:
-    """Async iterator of a request's `TokenDelta`s; the last one has `finish` set, also when the request fails.
-
-    Deltas since the reader's last read are merged into one, of about `FREE_BYTES` at most.
-    """
-
-    def __init__(
-        self,
-        on_cancel: Callable[[], None],
-        unread: UnreadAnswer,
-        served_by: Callable[[], str] = str,
-        phases: Callable[[], Phases] = Phases,
-    ) -> None:
-        """`unread`: what is unread of the answer that this is a part of. `served_by`: returns what answers, as
-        `adapter@digest`, or the base model's name; empty while the digest is unknown, because the adapter is still
-        being uploaded. `phases`: returns the request's times until now."""
-        self.served_by, self.phases, self.unread = served_by, phases, unread
-        self._on_cancel = on_cancel
-        self._pending: list[TokenDelta] = []
-        self._pending_bytes = self._taken_bytes = 0  # taken: the last delta, which the reader has yet to send
-        self._ready = asyncio.Event()
-        self._is_counted = True
-        self._ended = False
-        self._failure: ReaderTooSlow | None = None
-        unread.parts.append(ref(self))
-
-    def put(self, delta: TokenDelta) -> None:
-        """Adds a delta. Only `ActiveRequest` calls it."""
-        if delta.finish is not None:
-            # The callback refers to the request, and the request to this stream: without the cycle both are freed at
-            # once. With it, the garbage collector took 5 to 11 ms at a time to free requests with logprobs.
-            self._on_cancel = _do_nothing
-        self._pending.append(delta)
-        if self._is_counted:
-            num_bytes = size_of(delta)
-            self._pending_bytes += num_bytes
-            self.unread.add(num_bytes)
-        self._ready.set()
-
-    def cancel(self) -> None:
-        """Cancels the request, which frees its slot, KV blocks and adapter within an iteration. No effect if it has
-        ended, but that what is unread does not count any more."""
-        self._on_cancel()
-        self._end_count()
-
-    def end_unread(self, error: ReaderTooSlow) -> None:
-        """Ends the request, because its reader is too slow; that gets `error` next."""
-        self.cancel()
-        self._pending, self._failure = [], error
-        self._ready.set()
-
-    def __aiter__(self) -> "TokenStream":
-        return self
-
-    async def __anext__(self) -> TokenDelta:
-        self._note_read()
-        if self._ended:
-            raise StopAsyncIteration
-        await self._ready.wait()
-        if self._failure is not None:
-            raise self._failure
-        taken = self._take()
-        delta = taken[0] if len(taken) == 1 else merge_deltas(taken)
-        if delta.finish is not None:
-            self._ended = True
-            self._end_count()
-        return delta
-
-    def _take(self) -> list[TokenDelta]:
-        """Takes what is pending, at most about `FREE_BYTES`: the reader keeps it until it is sent."""
-        taken, num_bytes = self._pending, self._pending_bytes
-        if num_bytes <= FREE_BYTES:
-            self._pending = []
-        else:
-            count = max(1, len(taken) * FREE_BYTES // num_bytes)
-            taken, self._pending = taken[:count], taken[count:]
-            num_bytes = sum(map(size_of, taken))
-        if not self._pending:
-            self._ready.clear()
-        self._pending_bytes -= num_bytes
-        self._taken_bytes = num_bytes
-        return taken
-
-    def _note_read(self) -> None:
-        """Counts the last delta as read."""
-        if self._taken_bytes:
-            self.unread.read(self._taken_bytes)
-            self._taken_bytes = 0
-
-    def _end_count(self) -> None:
-        """Counts all as read, and nothing more."""
-        self._is_counted = False
-        self._taken_bytes += self._pending_bytes
-        self._pending_bytes = 0
-        self._note_read()
-
-
-def _do_nothing() -> None:
-    pass
-
-
-def merge_deltas(deltas: list[TokenDelta]) -> TokenDelta:
-    """Returns one delta with the contents of consecutive ones."""
-    return TokenDelta(
-        text="".join(delta.text for delta in deltas),
-        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
-        logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
-        prompt_logprobs=tuple(logprob for delta in deltas for logprob in delta.prompt_logprobs),
-        finish=deltas[-1].finish,
-        embedding=deltas[-1].embedding,
-    )
 
 
 class TokenText(NamedTuple):
@@ -254,9 +139,11 @@ class ActiveRequest:
 
     def record_waits(self, result: RowResult, interrupted_ms: float) -> None:
         """Adds the time for which a batch waited for this request's adapter and, `interrupted_ms`, for other
-        adapters."""
+        adapters. A request that was preempted meanwhile has spent that time in the queue."""
         self.request.cpu_layers += result.cpu_layers
         self.request.cpu_lora_ms += result.cpu_lora_ms
+        if self.request.slot is None:
+            return
         self.request.stalled_ms += result.waited_ms
         self.request.interrupted_ms += interrupted_ms
 

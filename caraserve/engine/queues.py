@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from caraserve.core.backend import Limits
 from caraserve.core.fair_queue import FairQueue
+from caraserve.core.request import Tenant
 from caraserve.engine.active_request import ActiveRequest
 from caraserve.engine.request_slots import RequestSlots
 from caraserve.engine.scheduler import total_tokens
@@ -41,7 +42,7 @@ class RequestQueues:
         self.waiting: FairQueue[ActiveRequest] = FairQueue(lambda active: active.request.inputs.priority)
         self.loading: deque[ActiveRequest] = deque()  # admitted; waits for its adapter, a slot or blocks
         self.running: list[ActiveRequest] = []  # in the order of admission
-        self.paused: dict[ActiveRequest, None] = {}  # their clients read too slowly
+        self.paused: FairQueue[ActiveRequest] = FairQueue()  # their clients read too slowly
         self.next_start_s: float | None = None  # when a request that waits for its adapter may start; set by `start`
         self.is_short = False  # whether the next request to start found too few blocks; set by `start`
         self._limits, self._manager, self._slots, self._side_batches = limits, manager, slots, side_batches
@@ -55,6 +56,15 @@ class RequestQueues:
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.loading) + len(self.running) + len(self.paused)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many requests are not admitted."""
+        return len(self.waiting) + len(self.paused)
+
+    def newest_of_largest(self, beside: Tenant) -> ActiveRequest | None:
+        """Returns the request that is not admitted and may be dropped for one of `beside`, or None."""
+        return self.waiting.newest_of_largest(beside, self.paused)
 
     def all(self) -> list[ActiveRequest]:
         """Returns all unfinished requests."""
@@ -84,7 +94,7 @@ class RequestQueues:
                 break
             active = self.waiting.pop(tenant)
             if active.stream.unread.is_paused:  # by other answers to the same body
-                self.paused[active] = None
+                self.paused.push(tenant, active)
                 continue
             self.waiting.charge(active.request.inputs.tenant, active.request.prompt_tokens, 0)
             if active.adapter is None:
@@ -204,19 +214,26 @@ class RequestQueues:
         self.preempt(active)
 
     def follow_readers(self) -> None:
-        """Pauses running requests whose clients read too slowly, and lets those wait for their turn again whose clients
-        have caught up. A paused request has no slot, no KV blocks, and needs no adapter on the device."""
+        """Pauses admitted requests whose clients read too slowly. Those whose clients have caught up wait for their
+        turn again. A paused request has no slot, no KV blocks, and needs no adapter on the device."""
         for active in [one for one in self.paused if not one.stream.unread.is_paused]:
-            del self.paused[active]
-            self.waiting.push(active.request.inputs.tenant, active)
+            tenant = active.request.inputs.tenant
+            self.paused.remove(tenant, active)
+            self.waiting.push(tenant, active)
+        for active in [one for one in self.loading if one.stream.unread.is_paused]:
+            self.loading.remove(active)
+            self._pause(active)
         for active in [one for one in self.running if one.stream.unread.is_paused and not one.in_side_batch]:
             self._slots.pool.release(active.request.blocks)
             self.running.remove(active)
             self._slots.preempt(active, self._now())
-            if active.adapter is not None:
-                active.holds_adapter = False
-                self._manager.release(active.adapter)
-            self.paused[active] = None
+            self._pause(active)
+
+    def _pause(self, active: ActiveRequest) -> None:
+        if active.adapter is not None:
+            active.holds_adapter = False
+            self._manager.release(active.adapter)
+        self.paused.push(active.request.inputs.tenant, active)
 
     def remove(self, active: ActiveRequest) -> None:
         """Removes a request from its queue and releases its slot, blocks and adapter: now or, if a side batch with it
@@ -228,10 +245,9 @@ class RequestQueues:
                 return
         elif active in self.loading:
             self.loading.remove(active)
-        elif active in self.paused:
-            del self.paused[active]
         else:
-            self.waiting.remove(active.request.inputs.tenant, active)
+            queue = self.paused if active in self.paused else self.waiting
+            queue.remove(active.request.inputs.tenant, active)
         self._slots.release(active)
 
     # --- memory ---

@@ -42,7 +42,7 @@ def snapshot_of(queues: RequestQueues, adapters: AdapterManager, *, draining: bo
     in_host = chain.from_iterable(adapter.names for adapter in adapters.in_host())
     return EngineSnapshot(
         running=len(queues.running),
-        waiting=len(queues.waiting) + len(queues.loading) + len(queues.paused),
+        waiting=queues.num_waiting + len(queues.loading),
         kv_used_blocks=adapters.memory.pool.used,
         kv_total_blocks=adapters.memory.most_blocks,
         running_adapters=_names(queues.running),
@@ -102,7 +102,7 @@ class EngineLoad:
             queued_token_ranks=token_ranks,
             kv_tokens=adapters.memory.most_blocks * limits.block_tokens,
             kv_free_tokens=free_blocks * limits.block_tokens - all_tokens - round(queued * response_tokens),
-            queue_room=max(0, max_queue - len(queues.waiting) - len(queues.paused)),
+            queue_room=max(0, max_queue - queues.num_waiting),
         )
 
     def queue_s(self, iteration_ms: IterationTime, slots: int, response_tokens: float) -> float:

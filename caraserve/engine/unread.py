@@ -3,9 +3,9 @@
     behind by more than its share ──► its requests pause ──► half of that is read ──► they go on
 
 A request that pauses gives its slot, its KV blocks and its adapter back, and starts again as after a preemption. The
-connections of clients that read next to nothing are cut elsewhere. While all answers together exceed the budget, an
-answer's share is `FREE_BYTES`, answers of which less than a quarter is read in a minute end with an error, and whole
-answers above `FREE_BYTES` are refused.
+connections of clients that read next to nothing are cut elsewhere. While all answers together exceed the budget, the
+answers of clients that have more than an equal part of it have a share of `FREE_BYTES`: they end with an error if less
+than a quarter is read in a minute, and whole ones above `FREE_BYTES` are refused.
 """
 
 import asyncio
@@ -27,6 +27,7 @@ _RETRY_S = 1.0
 _MEMORY_SHARE = 1 / 32
 _LEAST_BUDGET_BYTES, _MOST_BUDGET_BYTES = 64 << 20, 4 << 30
 _DELTA_BYTES, _TOKEN_BYTES, _SCORE_BYTES, _ALTERNATIVE_BYTES = 250, 50, 150, 70  # of their objects, measured
+_KEPT_DELTA_BYTES, _KEPT_TOKEN_BYTES = 60, 36  # a string of text; an integer and its place in a list
 
 
 def default_budget_bytes() -> int:
@@ -45,6 +46,12 @@ def size_of(delta: TokenDelta) -> int:
     return size if delta.embedding is None else size + len(delta.embedding)
 
 
+def kept_size_of(delta: TokenDelta) -> int:
+    """About the memory that a whole answer takes for a delta, without its logprobs."""
+    embedding_bytes = 0 if delta.embedding is None else len(delta.embedding)
+    return _KEPT_DELTA_BYTES + _KEPT_TOKEN_BYTES * len(delta.token_ids) + len(delta.text) + embedding_bytes
+
+
 class Endable(Protocol):
     """A part of an answer: a stream of tokens, or the body of a response."""
 
@@ -60,6 +67,7 @@ class UnreadAnswer:
         "_marked_bytes",
         "_read_bytes",
         "_resume_bytes",
+        "client",
         "is_paused",
         "kept_bytes",
         "marked_s",
@@ -67,7 +75,8 @@ class UnreadAnswer:
         "unread_bytes",
     )
 
-    def __init__(self, budget: "UnreadBudget") -> None:
+    def __init__(self, budget: "UnreadBudget", client: str) -> None:
+        self.client = client
         self.unread_bytes = 0
         self.kept_bytes = 0  # of a whole answer that is not complete
         self.is_paused = False
@@ -79,7 +88,7 @@ class UnreadAnswer:
     def add(self, num_bytes: int) -> None:
         """Counts what the client has to read."""
         self.unread_bytes += num_bytes
-        self._budget.held_bytes += num_bytes
+        self._budget.hold(self.client, num_bytes)
         if self.unread_bytes > FREE_BYTES:
             self._budget.note_behind(self)
 
@@ -87,32 +96,33 @@ class UnreadAnswer:
         """Counts what the client has read."""
         self.unread_bytes -= num_bytes
         self._read_bytes += num_bytes
-        self._budget.held_bytes -= num_bytes
+        self._budget.hold(self.client, -num_bytes)
         if self.is_paused and self.unread_bytes <= self._resume_bytes:
             self._budget.resume(self)
 
     def keep(self, num_bytes: int) -> None:
         """Counts what is kept of a whole answer until it is complete. Raises ServerBusy beyond the budget."""
         self.kept_bytes += num_bytes
-        self._budget.held_bytes += num_bytes
-        if self.kept_bytes > FREE_BYTES and self._budget.is_exceeded:
+        self._budget.hold(self.client, num_bytes)
+        if self.kept_bytes > FREE_BYTES and self._budget.is_exceeded_by(self.client):
             raise self._budget.exceeded()
 
     def complete(self, num_bytes: int) -> None:
         """Counts the body of a whole answer, which can now be read, instead of what was kept of it."""
         self.drop_kept()
         self.unread_bytes += num_bytes
-        self._budget.held_bytes += num_bytes
+        self._budget.hold(self.client, num_bytes)
         self._budget.watch(self)
 
     def drop_kept(self) -> None:
         """Forgets what is kept of a whole answer."""
-        self._budget.held_bytes -= self.kept_bytes
+        self._budget.hold(self.client, -self.kept_bytes)
         self.kept_bytes = 0
 
     # --- for the budget ---
 
     def pause(self) -> None:
+        """Lets the requests of this answer rest until half of what is unread now is read."""
         self.is_paused = True
         self._resume_bytes = self.unread_bytes // 2
 
@@ -136,13 +146,23 @@ class UnreadBudget:
         self.has_changed = False  # since the engine looked last
         self.paused, self.ended = 0, 0  # answers, in all
         self._changed = changed
+        self._held_by: dict[str, int] = {}  # by client
         self._behind: dict[UnreadAnswer, None] = {}  # the one that was marked first is the first
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
-    @property
-    def is_exceeded(self) -> bool:
-        return self.held_bytes > self.max_bytes
+    def hold(self, client: str, num_bytes: int) -> None:
+        """Counts bytes of a client's answers; a negative number, those that are read or dropped."""
+        self.held_bytes += num_bytes
+        held_bytes = self._held_by.get(client, 0) + num_bytes
+        if held_bytes:
+            self._held_by[client] = held_bytes
+        else:
+            self._held_by.pop(client, None)
+
+    def is_exceeded_by(self, client: str) -> bool:
+        """Whether the budget is exceeded, and the client has more than an equal part of it."""
+        return self.held_bytes > self.max_bytes and self._held_by.get(client, 0) * len(self._held_by) > self.max_bytes
 
     def exceeded(self) -> ServerBusy:
         """The error for an answer for which there is no memory now."""
@@ -153,11 +173,11 @@ class UnreadBudget:
         )
 
     def note_behind(self, answer: UnreadAnswer) -> None:
-        """Notes that a client is behind by more than every one may be."""
+        """Notes that an answer is behind by more than `FREE_BYTES`."""
         self.watch(answer)
         if answer.is_paused:  # this comes of an iteration that was under way, or of a request that has just started
             self._tell()
-        elif answer.unread_bytes > _SHARE_BYTES or self.is_exceeded:
+        elif answer.unread_bytes > _SHARE_BYTES or self.is_exceeded_by(answer.client):
             answer.pause()
             self.paused += 1
             self._tell()
@@ -193,7 +213,7 @@ class UnreadBudget:
             del self._behind[answer]
             if answer.unread_bytes <= FREE_BYTES:
                 continue
-            if answer.is_read or not self.is_exceeded:
+            if answer.is_read or not self.is_exceeded_by(answer.client):
                 self._mark(answer)
                 continue
             self.ended += 1

@@ -9,7 +9,7 @@ from functools import partial
 from aiohttp import web
 
 from caraserve.core.request import Finish, GenerateRequest
-from caraserve.engine.active_request import TokenStream
+from caraserve.engine.token_stream import TokenStream
 from caraserve.errors import BackendFailed, CaraServeError, Draining
 from caraserve.http.access.adapter_version import check_version
 from caraserve.http.api_request import ApiRequest, ReceivedBody

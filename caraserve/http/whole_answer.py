@@ -13,8 +13,8 @@ import orjson
 from aiohttp import web
 
 from caraserve.core.request import Finish, TokenDelta
-from caraserve.engine.active_request import TokenStream
-from caraserve.engine.unread import FREE_BYTES, UnreadAnswer, size_of
+from caraserve.engine.token_stream import TokenStream
+from caraserve.engine.unread import FREE_BYTES, UnreadAnswer, kept_size_of
 from caraserve.errors import ReaderTooSlow
 from caraserve.util.tasks import TurnBudget, in_turns
 
@@ -84,7 +84,7 @@ class WholeAnswer:
             self._token_ids += delta.token_ids
             self.finish = delta.finish or self.finish
             self.embedding = delta.embedding
-            stream.unread.keep(size_of(TokenDelta(delta.text, delta.token_ids, embedding=delta.embedding)))
+            stream.unread.keep(kept_size_of(delta))
             async for part in paced(delta, turns):
                 stream.unread.keep(self._add_logprobs(self._logprobs_of(part)))
 

@@ -36,7 +36,7 @@ from caraserve.bench.synthetic import ITEMSIZE, SHAPES, adapter_bytes, write_ada
 from caraserve.cli.options import OptionParser
 from caraserve.config import EngineConfig, LoraConfig, ModelConfig
 from caraserve.core.request import GenerateRequest, SamplingParams
-from caraserve.engine.active_request import TokenStream
+from caraserve.engine.token_stream import TokenStream
 from caraserve.loop import Engine
 from caraserve.model.spec import ModelSpec
 from caraserve.serve import build_engine

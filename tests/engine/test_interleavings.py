@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from caraserve.core.request import GenerateRequest, SamplingParams
-from caraserve.engine import active_request, unread
+from caraserve.engine import token_stream, unread
 from caraserve.errors import BackendFailed
 from tests.engine_world import Asked, World, world
 
@@ -125,13 +125,13 @@ def test_failures_beside_streamed_prefills_never_cause_a_wrong_token(seed: int, 
 @bounded
 @given(seed=st.integers(0, 2**32), **KINDS)
 def test_requests_that_pause_for_slow_readers_have_the_same_tokens(seed: int, **kind: Any) -> None:
-    with patch.multiple(unread, FREE_BYTES=500, _SHARE_BYTES=900), patch.object(active_request, "FREE_BYTES", 500):
+    with patch.multiple(unread, FREE_BYTES=500, _SHARE_BYTES=900), patch.object(token_stream, "FREE_BYTES", 500):
         asyncio.run(random_run(seed, aside_failures=0.2, most_rests=40, **kind))
 
 
 def test_slow_readers_do_cause_pauses() -> None:
     """Otherwise the test above would not cover it."""
-    with patch.multiple(unread, FREE_BYTES=500, _SHARE_BYTES=900), patch.object(active_request, "FREE_BYTES", 500):
+    with patch.multiple(unread, FREE_BYTES=500, _SHARE_BYTES=900), patch.object(token_stream, "FREE_BYTES", 500):
         assert sum(asyncio.run(random_run(seed, most_rests=40)).engine.unread.paused for seed in range(20)) > 20
 
 

@@ -7,7 +7,7 @@ from caraserve.engine.stats import snapshot_of
 from caraserve.telemetry.metrics import MAX_HOST_SERIES
 from tests.lora.tiers import World
 
-NO_REQUESTS = SimpleNamespace(running=(), waiting=(), loading=(), paused=())
+NO_REQUESTS = SimpleNamespace(running=(), waiting=(), loading=(), num_waiting=0)
 
 
 def test_a_snapshot_counts_all_adapters_in_host_memory_and_names_the_most_recently_used() -> None:

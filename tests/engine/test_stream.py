@@ -5,14 +5,14 @@ import asyncio
 import pytest
 
 from caraserve.core.request import Finish, Phases, TokenDelta, TokenLogprob
-from caraserve.engine.active_request import TokenStream
+from caraserve.engine.token_stream import TokenStream
 from caraserve.engine.unread import UnreadAnswer, UnreadBudget
 
 FINISH = Finish("stop", 3, 2, 0, Phases(1.0, 0.0, 2.0, 3.0))
 
 
 def new_stream() -> TokenStream:
-    return TokenStream(lambda: None, UnreadAnswer(UnreadBudget(1 << 20, lambda: None)))
+    return TokenStream(lambda: None, UnreadAnswer(UnreadBudget(1 << 20, lambda: None), "client"))
 
 
 async def gathered(stream: TokenStream) -> list[TokenDelta]:
@@ -73,7 +73,7 @@ def test_a_reader_waits_for_the_next_delta() -> None:
 def test_cancelling_calls_the_owner() -> None:
     async def body() -> None:
         told: list[bool] = []
-        TokenStream(lambda: told.append(True), UnreadAnswer(UnreadBudget(1 << 20, lambda: None))).cancel()
+        TokenStream(lambda: told.append(True), UnreadAnswer(UnreadBudget(1 << 20, lambda: None), "client")).cancel()
         assert told == [True]
 
     asyncio.run(body())

@@ -8,18 +8,18 @@ from unittest.mock import patch
 import pytest
 
 from caraserve.core.request import TokenDelta, TokenLogprob
-from caraserve.engine import active_request, unread
-from caraserve.engine.active_request import TokenStream
+from caraserve.engine import token_stream, unread
+from caraserve.engine.token_stream import TokenStream
 from caraserve.engine.unread import UnreadAnswer, UnreadBudget, size_of
-from caraserve.errors import Overloaded, ReaderTooSlow, ServerBusy
-from tests.engine_world import World, in_world, turn
+from caraserve.errors import Displaced, Overloaded, ReaderTooSlow, ServerBusy
+from tests.engine_world import World, asked_for, in_world, turn
 
 FREE, SHARE = 2_000, 6_000  # about 6 and 20 tokens of the fake engine
 
 
 @pytest.fixture(autouse=True)
 def small() -> Iterator[None]:
-    with patch.multiple(unread, FREE_BYTES=FREE, _SHARE_BYTES=SHARE), patch.object(active_request, "FREE_BYTES", FREE):
+    with patch.multiple(unread, FREE_BYTES=FREE, _SHARE_BYTES=SHARE), patch.object(token_stream, "FREE_BYTES", FREE):
         yield
 
 
@@ -164,35 +164,53 @@ def test_an_answer_that_is_cancelled_or_left_does_not_count() -> None:
     in_world(test)
 
 
-def test_paused_requests_count_in_the_queue() -> None:
+def test_paused_requests_take_places_of_their_client_in_the_queue_and_of_no_other() -> None:
     async def test(here: World) -> None:
-        here.engine._config.max_queue = 2  # type: ignore[misc]
-        asked = [here.ask([number], None, max_tokens=40) for number in range(2)]
+        here.engine._config.max_queue = 3  # type: ignore[misc]
+        asked = [here.ask([number], None, client="slow", max_tokens=40) for number in range(3)]
         for _, reading in asked:
             reading.cancel()
-        await generate(here, lambda: here.engine.snapshot().running == 0 and here.engine.unread.paused == 2)
+        await generate(here, lambda: here.engine.snapshot().running == 0 and here.engine.unread.paused == 3)
         with pytest.raises(Overloaded):
-            here.ask([9], None)
+            here.ask([9], None, client="slow")
+        other, task = here.ask([9], None, client="other")
+        await here.until_done([task])
+        other.check()
+        last, _ = asked[-1]
+        async for delta in last.stream:
+            last.deltas.append(delta)
+        assert isinstance(last.finish.error, Displaced)
+        assert here.engine.snapshot().waiting == 2
         for one, _ in asked:
             one.stream.cancel()
 
     in_world(test)
 
 
+def test_a_request_that_waits_for_its_adapter_pauses_with_the_others_of_its_answer() -> None:
+    async def test(here: World) -> None:
+        streams = list(here.engine.submit_each([asked_for([number], "a0", max_tokens=40) for number in range(2)]))
+        await turn()
+        assert len(here.engine._queues.loading) == 2
+        streams[0].unread.add(SHARE + 1)
+        await generate(here, lambda: not here.engine._queues.loading)
+        assert here.engine.snapshot().waiting == 2
+        assert not here.backend.launched
+        streams[0].unread.read(SHARE + 1)
+        reading = asyncio.gather(*map(read_until_ended, streams))
+        await generate(here, reading.done)
+        assert reading.result() == [40, 40]
+
+    in_world(test)
+
+
 def test_the_other_answers_to_the_same_body_do_not_start_while_it_is_paused() -> None:
     async def test(here: World) -> None:
-        first, reading = here.ask([1], None, max_tokens=40)
-        reading.cancel()
-        request = here.engine._queues.running[0].request.inputs if here.engine._queues.running else None
-        await turn()
-        request = request or here.engine._queues.running[0].request.inputs
-        first.stream.cancel()
-        await generate(here, lambda: here.engine.snapshot().running == 0)
-        launched = len(here.backend.launched)
+        request = asked_for([1], None, max_tokens=40)
         streams = list(here.engine.submit_each([request] * 4))  # on a device with one slot
-        await generate(here, lambda: here.engine.snapshot().running == 0)
+        await generate(here, lambda: here.engine.unread.paused == 1 and here.engine.snapshot().running == 0)
         assert here.engine.snapshot().waiting == 4
-        assert len(here.backend.launched) - launched < 30
+        assert len(here.backend.launched) < 30
         for stream in streams:
             stream.cancel()
 
@@ -201,7 +219,7 @@ def test_the_other_answers_to_the_same_body_do_not_start_while_it_is_paused() ->
 
 async def test_a_whole_answer_without_memory_is_refused_and_small_ones_are_not() -> None:
     budget = UnreadBudget(10_000, lambda: None)
-    large, small = UnreadAnswer(budget), UnreadAnswer(budget)
+    large, small = UnreadAnswer(budget, "one"), UnreadAnswer(budget, "one")
     large.keep(9_000)
     small.keep(FREE)
     with pytest.raises(ServerBusy):
@@ -210,6 +228,21 @@ async def test_a_whole_answer_without_memory_is_refused_and_small_ones_are_not()
     large.drop_kept()
     small.drop_kept()
     assert budget.held_bytes == 0
+
+
+async def test_a_client_with_less_than_an_equal_part_of_the_budget_is_not_restricted_by_others() -> None:
+    budget = UnreadBudget(10_000, lambda: None)
+    greedy, other = UnreadAnswer(budget, "greedy"), UnreadAnswer(budget, "other")
+    greedy.add(SHARE)
+    UnreadAnswer(budget, "greedy").add(SHARE)
+    other.keep(FREE + 2_000)
+    other.drop_kept()
+    other.add(FREE + 1)
+    assert not other.is_paused
+    greedy.add(1)
+    assert greedy.is_paused
+    other.add(5_000 - FREE)  # now more than half
+    assert other.is_paused
 
 
 @pytest.mark.parametrize(
@@ -228,7 +261,7 @@ def test_the_size_of_a_delta_is_about_its_memory(delta: TokenDelta, least: int, 
 
 async def test_the_metrics_show_what_is_unread() -> None:
     budget = UnreadBudget(10_000, lambda: None)
-    answer: Any = UnreadAnswer(budget)
+    answer: Any = UnreadAnswer(budget, "client")
     answer.add(7_000)
     text = "".join(budget.families('x="y"'))
     assert 'caraserve:unread_answer_bytes{x="y"} 7000\n' in text

@@ -184,7 +184,7 @@ class FakeStream:
     def __init__(self, request: GenerateRequest, digest: str = DIGEST) -> None:
         """`digest`: of the request's adapter."""
         self.request, self._digest = request, digest
-        self.unread = UnreadAnswer(UnreadBudget(1 << 30, lambda: None))
+        self.unread = UnreadAnswer(UnreadBudget(1 << 30, lambda: None), "client")
         self.cancelled = asyncio.Event()
         self.cancels = 0
         self.reached = PHASES
