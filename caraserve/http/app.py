@@ -32,7 +32,6 @@ from caraserve.http.apis import anthropic_messages, tokenize
 from caraserve.http.apis.api_format import shape_error
 from caraserve.http.context import (
     ANSWERED_BY,
-    CLIENT,
     CONTEXT,
     RATE_HEADERS,
     REQUEST_ID,
@@ -40,6 +39,7 @@ from caraserve.http.context import (
     BodyBudget,
     Context,
     HttpTimings,
+    note_client,
 )
 from caraserve.http.dispatch import ClusterRouter
 from caraserve.http.generation import LocalRouter
@@ -236,7 +236,7 @@ async def _answer(request: web.Request, handler: _Handler, context: Context) -> 
         if (preflight := answer_preflight(request, context.config.allowed_origins)) is not None:
             return preflight
         if (client := authenticate(request, context.config, context.keys)) is not None:
-            request[CLIENT] = client
+            note_client(request, client)
         return await handler(request)
     except Exception as error:
         response = _response_to(error, request)

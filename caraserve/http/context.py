@@ -19,7 +19,7 @@ from caraserve.loop import Engine
 from caraserve.lora.management import AdapterManagement
 from caraserve.telemetry.background import BackgroundTasks
 from caraserve.telemetry.metrics import Metrics
-from caraserve.util.tasks import TurnBudget
+from caraserve.util.tasks import TURN_OWNER, TurnBudget
 from caraserve.util.units import human_bytes
 
 log = logging.getLogger("caraserve.http")
@@ -121,3 +121,9 @@ ANSWERED_BY = web.RequestKey("ANSWERED_BY", str)  # the name of the instance tha
 FORWARDED = web.RequestKey("FORWARDED", bool)  # set where another instance has forwarded the request to this one
 SERVED_BY = web.RequestKey("SERVED_BY", str)  # `adapter@digest`, or the base model's name; once it is known
 _HELD_BYTES = web.RequestKey("_HELD_BYTES", int)
+
+
+def note_client(request: web.Request, client: Client) -> None:
+    """Notes who has sent a request. Long loops over what it sends then go on in that client's turns."""
+    request[CLIENT] = client
+    TURN_OWNER.set(client.name)

@@ -30,7 +30,7 @@ from caraserve.errors import (
 from caraserve.http.access.adapter_choice import ChosenAdapter, Find, settings_of
 from caraserve.http.access.client import Client
 from caraserve.http.api_request import ApiRequest, ReceivedBody
-from caraserve.http.context import ANSWERED_BY, CLIENT, CONTEXT, FORWARDED, REQUEST_ID
+from caraserve.http.context import ANSWERED_BY, CLIENT, CONTEXT, FORWARDED, REQUEST_ID, note_client
 from caraserve.http.deadline import within_deadline
 from caraserve.http.generation import Generation, OtherVersionError
 from caraserve.http.generation_routes import GenerationRoute
@@ -104,7 +104,7 @@ class ClusterRouter:
             if await body_digest(body) != claims.body_digest:
                 raise Forbidden("The body is not the one that was signed.")
             request[ANSWERED_BY], request[FORWARDED] = self.selector.name, True
-            request[CLIENT] = Client(claims.client, weight=claims.weight, owns_cache=claims.owns_cache)
+            note_client(request, Client(claims.client, weight=claims.weight, owns_cache=claims.owns_cache))
             return await _answer_verified(request, self, route, claims, body)
         finally:
             self._answering.discard(attempt)

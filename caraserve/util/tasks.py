@@ -5,6 +5,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ _TURN_S = 0.001
 # Yielding alone would keep the interpreter lock on the event loop's thread: the compute thread needs it some hundred
 # times for a token and waited each time, which stopped other clients' streams for 0.5 s.
 _REST_S = 0.001
+TURN_OWNER: ContextVar[str] = ContextVar("TURN_OWNER", default="")  # the client for which the current task works
 _STARTS_PER_TURN = 16  # tasks started in one turn of the event loop; the first step of each may take 0.1 ms
 
 
@@ -39,15 +41,53 @@ async def in_turns(
 
 
 def in_shared_turns(items: Iterable[T], now: Callable[[], float] = time.perf_counter) -> AsyncIterator[T]:
-    """Yields as `in_turns`, but of all such loops only one goes on at a time, every 2 ms. For loops over what a client
-    sends, which await nothing long: those of 60 requests with 4,096 messages each kept the event loop busy for 60 ms in
-    each of its turns, and the interpreter lock for seconds."""
+    """Yields as `in_turns`, but of all such loops only one goes on at a time, every 2 ms: those of each `TURN_OWNER` in
+    its turn. For loops over what a client sends, which await nothing long: those of 60 requests with 4,096 messages
+    each kept the event loop busy for 60 ms in each of its turns, and the interpreter lock for seconds."""
     return in_turns(items, now, _shared_turn)
 
 
 async def _shared_turn() -> None:
     await asyncio.sleep(_REST_S)
-    await _shared_turns.setdefault(asyncio.get_running_loop(), TurnBudget(1, _TURN_S + _REST_S)).spend(1)
+    await _shared_turns.setdefault(asyncio.get_running_loop(), _SharedTurns()).next()
+
+
+class _SharedTurns:
+    """Turns of the event loop, 2 ms apart, by turns for each owner: 400 loops of one client, of 40 ms each, delayed a
+    loop of another client by 6 s."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by owner; the one whose turn is next is the first
+        self._is_taken = False
+
+    async def next(self) -> None:
+        """Returns when the current owner has a turn."""
+        loop = asyncio.get_running_loop()
+        if self._is_taken:
+            turn = loop.create_future()
+            self._waiting.setdefault(TURN_OWNER.get(), deque()).append(turn)
+            await turn
+        else:
+            self._take(loop)
+
+    def _take(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._is_taken = True
+        loop.call_later(_TURN_S + _REST_S, self._end, loop)
+
+    def _end(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._is_taken = False
+        while self._waiting and not self._is_taken:
+            owner = next(iter(self._waiting))
+            turns = self._waiting.pop(owner)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[owner] = turns
+            if not turn.done():  # its task may have been cancelled
+                self._take(loop)
+                turn.set_result(None)
+
+
+_shared_turns: "WeakKeyDictionary[asyncio.AbstractEventLoop, _SharedTurns]" = WeakKeyDictionary()
 
 
 def slices(items: Iterable[T], count: int) -> Iterator[list[T]]:
@@ -60,12 +100,11 @@ def slices(items: Iterable[T], count: int) -> Iterator[list[T]]:
 class TurnBudget:
     """Limits the work of many tasks in one turn of the event loop: above `limit` units, tasks wait in order of arrival.
 
-    While tasks wait, turns are 1 ms apart, so that other threads can run. `turn_s`: the time from each turn to the next
-    one, also if no task waits, for tasks that work for a part of it.
+    While tasks wait, turns are 1 ms apart, so that other threads can run.
     """
 
-    def __init__(self, limit: int, turn_s: float | None = None) -> None:
-        self._limit, self._turn_s = limit, turn_s
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._left = limit
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._resets = False
@@ -84,8 +123,7 @@ class TurnBudget:
     def _reset_next_turn(self) -> None:
         if not self._resets:
             self._resets = True
-            loop = asyncio.get_running_loop()
-            _ = loop.call_soon(self._reset) if self._turn_s is None else loop.call_later(self._turn_s, self._reset)
+            asyncio.get_running_loop().call_soon(self._reset)
 
     def _reset(self) -> None:
         self._resets = False
@@ -97,10 +135,7 @@ class TurnBudget:
                 turn.set_result(None)
         if self._waiting or self._left < self._limit:
             self._resets = True
-            asyncio.get_running_loop().call_later(self._turn_s or _REST_S, self._reset)
-
-
-_shared_turns: "WeakKeyDictionary[asyncio.AbstractEventLoop, TurnBudget]" = WeakKeyDictionary()
+            asyncio.get_running_loop().call_later(_REST_S, self._reset)
 
 
 async def run_together(parts: Iterator[Coroutine[Any, Any, T]], count: int) -> Sequence[T]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from caraserve.util.tasks import Tasks, in_shared_turns, in_turns, run_together
+from caraserve.util.tasks import TURN_OWNER, Tasks, in_shared_turns, in_turns, run_together
 
 
 def test_tasks_are_listed_until_they_end_and_errors_are_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -81,6 +81,21 @@ def test_of_many_loops_over_what_clients_send_one_goes_on_every_2_ms() -> None:
 
     for _ in range(2):  # each has its own event loop
         assert asyncio.run(body()) >= 28 * 0.002
+
+
+async def test_many_loops_of_one_client_delay_a_loop_of_another_one_by_a_turn_each() -> None:
+    ended: list[str] = []
+
+    async def loop(owner: str, length: int) -> None:
+        TURN_OWNER.set(owner)
+        work_ms = iter(range(1000))
+        async for _ in in_shared_turns(range(length), now=lambda: 0.001 * next(work_ms)):
+            pass
+        ended.append(owner)
+
+    greedy = [asyncio.create_task(loop("greedy", 20)) for _ in range(10)]
+    await asyncio.gather(loop("other", 5), *greedy)
+    assert ended[0] == "other"
 
 
 @pytest.mark.parametrize("count", [1, 40])

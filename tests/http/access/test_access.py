@@ -12,11 +12,13 @@ from aiohttp import web
 from caraserve.bench.cli import without_keys
 from caraserve.bench.servers import api_key_in
 from caraserve.config import HttpConfig
+from caraserve.http.access.api_keys import key_name
 from caraserve.http.access.client import Client
 from caraserve.http.app import add_peer_routes, make_app, start_http
 from caraserve.http.context import CLIENT
 from caraserve.http.generation_routes import GENERATION_ROUTES
 from caraserve.http.management.page import PAGE_PATHS
+from caraserve.util import tasks
 from tests.http.fake_engine import FakeEngine
 from tests.http.fleet import fleet
 from tests.http.serving import Answer, http_config, new_metrics, serving
@@ -189,3 +191,17 @@ def test_a_benchmarks_report_contains_no_api_key() -> None:
     given = ["--api-key", "k1", "k2", "--port", "1", "--admin-key=k3", "--seed", "4"]
     assert without_keys(given) == ["--api-key", "…", "…", "--port", "1", "--admin-key=…", "--seed", "4"]
     assert api_key_in(given) == "k1"
+
+
+async def test_long_loops_over_bodies_go_on_in_the_turns_of_their_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    owners: set[str] = set()
+
+    async def note() -> None:
+        owners.add(tasks.TURN_OWNER.get())
+
+    monkeypatch.setattr(tasks, "_shared_turn", note)
+    async with serving(FakeEngine(), api_key=(KEY, OTHER)) as client:
+        for key in (KEY, OTHER):
+            answer = await client.complete(prompt=[1] * 100_000, headers=bearer(key))
+            assert answer.error["code"] == "context_length_exceeded"
+    assert owners == {key_name(KEY), key_name(OTHER)}
