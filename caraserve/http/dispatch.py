@@ -55,11 +55,11 @@ _ASKED = 5  # times, with a second in between: connections of the cluster break 
 
 async def is_answering(node: Node, peer: str, request_id: str, attempt: int) -> bool:
     """Asks another instance whether it still answers a request that was forwarded to it. No answer to several questions
-    counts as no."""
+    counts as no; one that is neither yes nor no counts as yes, since instances of earlier versions send it."""
     for _ in range(_ASKED):
         answer = await node.query(peer, (ANSWERING_QUESTION, request_id, attempt), _ANSWER_S)
         if answer is not None:
-            return answer == (_YES,)
+            return answer != (_NO,)
         await asyncio.sleep(_ANSWER_S)
     return False
 
