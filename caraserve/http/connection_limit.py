@@ -1,6 +1,6 @@
 """Which connection is closed for another one when there are as many as allowed. No I/O."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 _SPARE = 64  # connections beyond the limit: they answer probes while all places are taken
@@ -30,35 +30,35 @@ class ConnectionLimit(Generic[C]):
     """The open connections of one server, and the places of those that were used; there are `most` places.
 
     A connection takes a place with its first request that is not a probe. If none is free, another connection gives up
-    its own and is closed: the one that has waited longest for its next request or, if none waits, of the client that is
-    sending the most bodies the one whose body has been arriving longest. If all others are being answered, the request
-    is refused. A request that is refused before its body has arrived holds no place while the rest arrives.
+    its own and is closed: one that waits for its next request or, if none waits, one whose body is arriving; of these
+    the oldest of the client that has the most, so that a client with many connections closes its own. If all others are
+    being answered, the request is refused. A request that is refused before its body has arrived holds no place while
+    the rest arrives.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._open: set[C] = set()
         self._placed: set[C] = set()
-        # The oldest is the first in each of these.
-        self._refused: dict[C, None] = {}  # wait for the rest of a body
-        self._unplaced: dict[C, None] = {}  # wait for a request, and have no place
-        self._idle: dict[C, None] = {}  # wait for a request, and have a place
-        self._receiving: dict[Hashable, dict[C, None]] = {}  # by client: have a place, and a body arrives
+        self._refused: _ByClient[C] = _ByClient()  # wait for the rest of a body
+        self._unplaced: _ByClient[C] = _ByClient()  # wait for a request, and have no place
+        self._idle: _ByClient[C] = _ByClient()  # wait for a request, and have a place
+        self._receiving: _ByClient[C] = _ByClient()  # have a place, and a body arrives
 
     def open(self, one: C) -> bool:
         """Adds a new connection, for which another one may be closed. Returns False if there is no room."""
         if len(self._open) >= self.most + _SPARE:
-            useless = next(iter(self._refused), None) or _first_idle(self._unplaced)
+            useless = self._refused.first() or _first_idle(self._unplaced)
             if not self._close(useless or _first_idle(self._idle) or self._longest_body()):
                 return False
         self._open.add(one)
-        self._unplaced[one] = None
+        self._unplaced.add(one)
         return True
 
     def began(self, one: C) -> None:
         """Notes that the headers of a request have arrived."""
         for waiting in (self._refused, self._unplaced, self._idle):
-            waiting.pop(one, None)
+            waiting.discard(one)
 
     def place(self, one: C) -> bool:
         """Gives a connection a place for its request, for which another one may be closed. Returns False if there is
@@ -68,24 +68,24 @@ class ConnectionLimit(Generic[C]):
                 return False
             self._placed.add(one)
         if not one.body_is_whole:
-            self._receiving.setdefault(one.client, {})[one] = None
+            self._receiving.add(one)
         return True
 
     def ended(self, one: C) -> None:
         """Notes that a request has been answered."""
         if one not in self._open:
             return
-        self._remove_body(one)
+        self._receiving.discard(one)
         if not one.body_is_whole:
             self._placed.discard(one)
-            self._refused[one] = None
+            self._refused.add(one)
         else:
-            (self._idle if one in self._placed else self._unplaced)[one] = None
+            (self._idle if one in self._placed else self._unplaced).add(one)
 
     def lost(self, one: C) -> None:
         """Removes a connection that is closed."""
         self.began(one)
-        self._remove_body(one)
+        self._receiving.discard(one)
         self._open.discard(one)
         self._placed.discard(one)
 
@@ -97,22 +97,58 @@ class ConnectionLimit(Generic[C]):
         return True
 
     def _longest_body(self) -> C | None:
-        while self._receiving:
-            most = max(self._receiving.values(), key=len)
-            one = next(iter(most))
+        while (one := self._receiving.first()) is not None:
             if not one.body_is_whole:
                 return one
-            self._remove_body(one)  # it is being answered
+            self._receiving.discard(one)  # it is being answered
         return None
 
-    def _remove_body(self, one: C) -> None:
-        bodies = self._receiving.get(one.client, {})
-        if one in bodies:
-            del bodies[one]
-            if not bodies:
-                del self._receiving[one.client]
+
+class _ByClient(Generic[C]):
+    """Connections in one state, grouped by client, in the order in which they are closed: those of the client with the
+    most connections first, of one client the oldest first. All but the iteration takes constant time."""
+
+    def __init__(self) -> None:
+        self._groups: dict[Hashable, dict[C, None]] = {}
+        self._clients: dict[int, dict[Hashable, None]] = {}  # by the number of their connections
+        self._largest = 0  # of these numbers
+
+    def __iter__(self) -> Iterator[C]:
+        for size in range(self._largest, 0, -1):
+            for client in self._clients.get(size, ()):
+                yield from self._groups[client]
+
+    def first(self) -> C | None:
+        return next(iter(self), None)
+
+    def add(self, one: C) -> None:
+        group = self._groups.setdefault(one.client, {})
+        before = len(group)
+        group[one] = None
+        self._resize(one.client, before, len(group))
+
+    def discard(self, one: C) -> None:
+        group = self._groups.get(one.client, {})
+        if one in group:
+            del group[one]
+            self._resize(one.client, len(group) + 1, len(group))
+
+    def _resize(self, client: Hashable, before: int, size: int) -> None:
+        """Notes that a client has one connection more or less."""
+        if size == before:
+            return
+        if before:
+            del self._clients[before][client]
+            if not self._clients[before]:
+                del self._clients[before]
+        if size:
+            self._clients.setdefault(size, {})[client] = None
+        else:
+            del self._groups[client]
+        if size > self._largest or self._largest not in self._clients:
+            self._largest = size
 
 
-def _first_idle(connections: Iterable[C]) -> C | None:
+def _first_idle(connections: _ByClient[C]) -> C | None:
     """Returns the first connection of which no request has arrived meanwhile."""
     return next((one for one in connections if one.is_idle), None)

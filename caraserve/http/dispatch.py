@@ -25,6 +25,7 @@ from caraserve.errors import (
     Forbidden,
     ForwardRefused,
     Overloaded,
+    ServerBusy,
     Unreachable,
 )
 from caraserve.http.access.adapter_choice import ChosenAdapter, Find, settings_of
@@ -55,11 +56,11 @@ _ASKED = 5  # times, with a second in between: connections of the cluster break 
 
 async def is_answering(node: Node, peer: str, request_id: str, attempt: int) -> bool:
     """Asks another instance whether it still answers a request that was forwarded to it. No answer to several questions
-    counts as no."""
+    counts as no; one that is neither yes nor no counts as yes, since instances of earlier versions send it."""
     for _ in range(_ASKED):
         answer = await node.query(peer, (ANSWERING_QUESTION, request_id, attempt), _ANSWER_S)
         if answer is not None:
-            return answer == (_YES,)
+            return answer != (_NO,)
         await asyncio.sleep(_ANSWER_S)
     return False
 
@@ -198,7 +199,9 @@ class _RoutedRequest:
                 if isinstance(target, LocalTarget):
                     return await self.answer_here()
                 return await self._forward(target, attempts, received)
-            except (Overloaded, Draining, Unreachable, BackendFailed) as error:
+            except (Overloaded, Draining, ServerBusy, Unreachable, BackendFailed) as error:
+                if isinstance(error, ServerBusy) and not isinstance(target, LocalTarget):
+                    raise  # this instance has no memory for the answers of others
                 if isinstance(error, BackendFailed):
                     log.error("request %s failed: %s", self._request[REQUEST_ID], error.message)
                 refused = error_response(error)
@@ -289,7 +292,7 @@ class _RoutedRequest:
 
 def _reason(error: CaraServeError) -> Reason:
     """The reason for which another instance may answer what this one does not."""
-    if isinstance(error, Overloaded):
+    if isinstance(error, Overloaded | ServerBusy):
         return "full"
     if isinstance(error, Unreachable):
         return "unreachable"

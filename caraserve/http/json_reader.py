@@ -36,23 +36,35 @@ _List = list[Any]
 _Object = dict[str, Any]
 
 
-async def parse_object(body: Body, most_numbers: int = MOST_NUMBERS) -> _Object:
-    """Parses one JSON object without equal keys and with a limited size. Raises InvalidRequest."""
-    value = _parse_at_once(body[:]) if len(body) <= _AT_ONCE_BYTES else await _parse_in_turns(body, most_numbers)
+class NoObjectError(InvalidRequest):
+    """The text is no JSON object, or is nested too deeply to be read as one."""
+
+
+async def parse_object(body: Body, most_numbers: int = MOST_NUMBERS, *, name: str = "The body") -> _Object:
+    """Parses one JSON object without equal keys and with a limited size. Raises NoObjectError, or InvalidRequest for an
+    object with equal keys or of a larger size. `name`: of the text, in errors."""
+    value = _parse_at_once(body[:], name) if len(body) <= _AT_ONCE_BYTES else await _read_all(body, most_numbers, name)
     if not isinstance(value, dict):
-        raise InvalidRequest("The body must be a JSON object.")
+        raise NoObjectError(f"{name} must be a JSON object.")
     return value
 
 
-def _parse_at_once(body: bytes) -> Any:
+def _parse_at_once(body: bytes, name: str) -> Any:
+    def refuse_equal_keys(pairs: list[tuple[str, Any]]) -> None:
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise _equal_keys(name, key)
+            seen.add(key)
+
     try:
         value = orjson.loads(body)
-        json.loads(body, object_pairs_hook=_refuse_equal_keys)  # orjson keeps the last of two equal keys
+        json.loads(body, object_pairs_hook=refuse_equal_keys)  # orjson keeps the last of two equal keys
     except RecursionError:
-        raise InvalidRequest("The body is not valid JSON: it is nested too deeply.") from None
+        raise NoObjectError(f"{name} is not valid JSON: it is nested too deeply.") from None
     except ValueError as error:
         _check_memory(error)
-        raise InvalidRequest(f"The body is not valid JSON: {error}.") from None
+        raise NoObjectError(f"{name} is not valid JSON: {error}.") from None
     return value
 
 
@@ -62,20 +74,12 @@ def _check_memory(error: ValueError) -> None:
         raise MemoryError from None
 
 
-def _refuse_equal_keys(pairs: list[tuple[str, Any]]) -> None:
-    seen: set[str] = set()
-    for key, _ in pairs:
-        if key in seen:
-            raise _equal_keys(key)
-        seen.add(key)
+def _equal_keys(name: str, key: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} has {shown(key)} twice in one object.", param=key[:64])
 
 
-def _equal_keys(key: str) -> InvalidRequest:
-    return InvalidRequest(f"The body has {shown(key)} twice in one object.", param=key[:64])
-
-
-async def _parse_in_turns(body: Body, most_numbers: int) -> Any:
-    reader = _Reader(body, most_numbers)
+async def _read_all(body: Body, most_numbers: int, name: str) -> Any:
+    reader = _Reader(body, most_numbers, name)
     async for _ in in_shared_turns(reader.read()):
         pass
     return reader.value
@@ -84,9 +88,9 @@ async def _parse_in_turns(body: Body, most_numbers: int) -> Any:
 class _Reader:
     """Reads one document. `read` yields after each piece."""
 
-    def __init__(self, body: Body, most_numbers: int) -> None:
+    def __init__(self, body: Body, most_numbers: int, name: str) -> None:
         self.value: Any = None
-        self._body = body
+        self._body, self._name = body, name
         self._at = 0
         self._numbers_left, self._most_numbers = most_numbers, most_numbers
         self._values_left = _MOST_VALUES
@@ -126,7 +130,7 @@ class _Reader:
         key = self._short_string()
         self._key = (yield from self._read_string()) if key is None else key
         if isinstance(self._inside, dict) and self._key in self._inside:
-            raise _equal_keys(self._key)
+            raise _equal_keys(self._name, self._key)
         if self._peek() != b":":
             raise self._invalid("a colon is missing")
         self._skip_byte()
@@ -159,7 +163,7 @@ class _Reader:
         self._numbers_left -= len(values)
         if self._numbers_left < 0:
             raise InvalidRequest(
-                f"The body has more than {self._most_numbers} numbers in lists; send several requests."
+                f"{self._name} has more than {self._most_numbers} numbers in lists; send fewer in one request."
             )
         into += values
 
@@ -181,7 +185,7 @@ class _Reader:
             part = str(self._loads(b'"%b"' % self._read_match(_IN_STRING)))
             characters += len(part)
             if characters > _MOST_CHARACTERS:
-                raise InvalidRequest(f"The body has a string of more than {_MOST_CHARACTERS} characters.")
+                raise InvalidRequest(f"{self._name} has a string of more than {_MOST_CHARACTERS} characters.")
             parts.append(part)
             if self._peek() == b'"':
                 break
@@ -193,7 +197,7 @@ class _Reader:
 
     def _enter(self, container: _List | _Object) -> None:
         if len(self._open) >= _MOST_DEPTH:
-            raise InvalidRequest("The body is not valid JSON: it is nested too deeply.")
+            raise NoObjectError(f"{self._name} is not valid JSON: it is nested too deeply.")
         self._put(container)
         self._open.append((self._inside, self._key))
         self._inside = container
@@ -201,7 +205,7 @@ class _Reader:
     def _put(self, value: Any) -> None:
         self._values_left -= 1
         if self._values_left < 0:
-            raise InvalidRequest(f"The body has more than {_MOST_VALUES} values, numbers in lists not counted.")
+            raise InvalidRequest(f"{self._name} has more than {_MOST_VALUES} values, numbers in lists not counted.")
         if isinstance(self._inside, list):
             self._inside.append(value)
         else:
@@ -237,5 +241,5 @@ class _Reader:
             _check_memory(error)
             raise self._invalid(str(error).partition(": line")[0]) from None
 
-    def _invalid(self, why: str) -> InvalidRequest:
-        return InvalidRequest(f"The body is not valid JSON: {why}, near byte {self._at}.")
+    def _invalid(self, why: str) -> NoObjectError:
+        return NoObjectError(f"{self._name} is not valid JSON: {why}, near byte {self._at}.")

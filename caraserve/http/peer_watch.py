@@ -20,7 +20,7 @@ class PeerWatch:
     """Ends one exchange with another instance that has become too slow, by the timeout that encloses the exchange.
 
     An instance sends nothing of a whole answer before all of it is computed, which may take hours, so that before the
-    answer's head `is_answering` is called: whether the instance says that it still answers. After the head, bytes must
+    answer's head `is_answering` is called: False if the instance does not answer any more. After the head, bytes must
     come: a healthy instance sends a comment after 15 s of silence in a stream. The time in which a slow client is
     written to does not count. An exchange costs one timer, not one for each read.
     """
@@ -84,7 +84,7 @@ class PeerWatch:
             self._timer = self._loop.call_later(self._pace.grace_s, self._look)
         else:
             self._end(
-                f"it sent nothing for {self._loop.time() - self._began_s:.3g} s, and does not say that it answers"
+                f"it sent nothing for {self._loop.time() - self._began_s:.3g} s, and no longer answers the request"
             )
 
     def _end(self, failure: str) -> None:

@@ -23,7 +23,13 @@ class MessageProcess:
     @classmethod
     async def start(cls, module: str, first: bytes) -> Self:
         """Starts a module as a process, and waits until it has answered its first message."""
-        started = cls(await asyncio.create_subprocess_exec(sys.executable, "-m", module, stdin=PIPE, stdout=PIPE))
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", module),
+            stdin=PIPE,
+            stdout=PIPE,
+            start_new_session=True,  # a terminal's signals, for which this process drains, must not reach it
+        )
+        started = cls(process)
         try:
             await started.ask(first, _START_S)
         except BaseException:

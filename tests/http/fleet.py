@@ -97,7 +97,7 @@ class View:
     async def query(self, peer: str, body: Body, timeout_s: float) -> Body | None:
         router = self._world.routers.get(peer)
         if router is None:
-            return ()  # a raw peer
+            return (0,) if body[0] == ANSWERING_QUESTION else ()  # a raw peer
         if body[0] == ANSWERING_QUESTION:
             return router.answer_query(self.name, body)
         return router.selector.quote(self.name, body)

@@ -62,6 +62,30 @@ def test_the_connection_that_is_idle_for_longest_gives_up_its_place() -> None:
     assert closed(opened) == [0, 1]
 
 
+def test_idle_connections_are_closed_of_the_client_that_has_the_most() -> None:
+    limit: ConnectionLimit[FakeConnection] = ConnectionLimit(8)
+    few, many = connections(limit, 2, "few"), []
+    for one in few:
+        one.answer()
+    for _ in range(20):
+        many += connections(limit, 1, "many")
+        many[-1].answer()
+    assert (closed(few), closed(many)) == ([], [*range(14)])
+    assert all(one.request() for one in many[14:])
+    connections(limit, 1, "many")  # while the connections of "few" alone are idle
+    assert closed(few) == [0]
+
+
+def test_of_clients_with_one_idle_connection_each_the_oldest_is_closed() -> None:
+    limit: ConnectionLimit[FakeConnection] = ConnectionLimit(3)
+    opened = [one for client in "abc" for one in connections(limit, 1, client)]
+    for position in (2, 0, 1):
+        opened[position].answer()
+    for expected in ([2], [0, 2], [0, 1, 2]):
+        assert FakeConnection(limit, "d").request()
+        assert closed(opened) == expected
+
+
 def test_a_connection_that_has_its_next_request_is_not_closed() -> None:
     limit: ConnectionLimit[FakeConnection] = ConnectionLimit(2)
     opened = connections(limit, 2)
@@ -123,6 +147,24 @@ def test_silent_connections_close_one_another_when_there_is_no_room() -> None:
     silent = [FakeConnection(limit) for _ in range(5)]
     assert all(one.has_room for one in silent)
     assert (closed(busy), closed(silent)) == ([], [0, 1, 2])
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_flood_of_connections_without_a_place_closes_its_own(
+    monkeypatch: pytest.MonkeyPatch, is_refused: bool
+) -> None:
+    monkeypatch.setattr(connection_limit, "_SPARE", 2 * SPARE)
+    limit: ConnectionLimit[FakeConnection] = ConnectionLimit(3)
+    busy = connections(limit, 3)
+    opened = [FakeConnection(limit, client) for client in ("other", *["flood"] * 10)]
+    if is_refused:
+        for one in opened:
+            if not one.is_closed:
+                assert not one.request(whole=False)
+                one.answer()
+        opened += [FakeConnection(limit, "flood") for _ in range(2)]
+    assert not closed(busy)
+    assert closed(opened) == [*range(1, 10 if is_refused else 8)]
 
 
 def test_without_room_a_new_connection_is_refused_while_all_others_are_being_answered() -> None:

@@ -163,7 +163,15 @@ async def does_not_answer() -> bool:
     return False
 
 
-@pytest.mark.parametrize(("answers", "expected"), [([None, None, (1,)], True), ([None, (0,)], False), ([()], False)])
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ([None, None, (1,)], True),
+        ([None, (0,)], False),
+        ([()], True),  # an earlier version, which does not know the question
+        ([None] * 5, False),
+    ],
+)
 async def test_an_instance_that_does_not_answer_a_question_is_asked_again(
     monkeypatch: pytest.MonkeyPatch, answers: list[tuple[int, ...] | None], expected: bool
 ) -> None:

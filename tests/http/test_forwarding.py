@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from caraserve.cluster.membership.swim import MemberState
 from caraserve.cluster.routing.cost import Backlog
 from caraserve.core.request import Tenant
-from caraserve.errors import BackendFailed, Draining, Overloaded
+from caraserve.errors import BackendFailed, Draining, Overloaded, ServerBusy
 from caraserve.http.access.api_keys import key_name
 from caraserve.http.context import HttpTimings
 from caraserve.http.responses import error_body
@@ -413,6 +413,7 @@ async def test_a_partial_response_that_is_no_stream_is_retried() -> None:
     [
         Overloaded("full", retry_after_s=3),
         Draining("stopping", retry_after_s=3),
+        ServerBusy("no memory", retry_after_s=3),
         BackendFailed("the device has failed"),
     ],
 )

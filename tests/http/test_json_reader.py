@@ -136,7 +136,7 @@ async def test_equal_keys_are_found_in_time_that_grows_with_their_number() -> No
 )
 def test_each_piece_is_parsed_in_a_short_time(body: bytes) -> None:
     def longest_ms() -> float:
-        reader, longest, began_s = json_reader._Reader(body, json_reader.MOST_NUMBERS), 0.0, time.thread_time()
+        reader, longest, began_s = json_reader._Reader(body, json_reader.MOST_NUMBERS, "It"), 0.0, time.thread_time()
         try:
             for _ in reader.read():
                 now_s = time.thread_time()

@@ -55,6 +55,7 @@ async def ask(body: bytes, previous: bytes, timeout_s: float) -> bytes:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,  # a terminal's signals, for which this process drains, must not reach it
     )
     try:
         async with asyncio.timeout(timeout_s):

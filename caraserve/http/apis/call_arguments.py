@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from caraserve.errors import InvalidRequest
-from caraserve.http.json_reader import parse_object
+from caraserve.http.json_reader import NoObjectError, parse_object
 from caraserve.http.validation import shown
 from caraserve.util.tasks import in_turns, slices
 
@@ -26,17 +26,20 @@ _CLOSING = {"{": "}", "[": "]"}
 
 async def read_arguments(arguments: object, name: str, param: str) -> dict[str, Any]:
     """Returns the arguments of a call, given as an object or as its text. Of a text that is cut off or malformed: the
-    object that it begins, see `_closed`. Raises InvalidRequest for other types."""
+    object that it begins, see `_closed`. Raises InvalidRequest for other types and for too large objects."""
     arguments = arguments or {}
     if isinstance(arguments, dict):
         return arguments
     if not isinstance(arguments, str):
         raise InvalidRequest(f"{name} must be a JSON object, or its text, not {shown(arguments)}.", param=param)
-    whole = await _object(arguments)
-    return await _closed(arguments) if whole is None else whole
+    try:
+        whole = await _object(arguments, name)
+        return await _closed(arguments, name) if whole is None else whole
+    except InvalidRequest as error:
+        raise InvalidRequest(error.message, param=param) from None
 
 
-async def _closed(text: str) -> dict[str, Any]:
+async def _closed(text: str, name: str) -> dict[str, Any]:
     """Returns the object that a text begins, with what is open closed: of `{"city": "Tro` it is `{"city": "Tro"}`, and
     of `{"city": "Oslo", "uni` it is `{"city": "Oslo"}`. Empty if the text begins none."""
     closing: list[str] = []
@@ -61,18 +64,18 @@ async def _closed(text: str) -> dict[str, Any]:
             break
     ending = "".join(reversed(closing))
     for candidate in (text[:end] + quote + ending, text[:before] + ending):
-        if (found_object := await _object(candidate)) is not None:
+        if (found_object := await _object(candidate, name)) is not None:
             return found_object
     return {}
 
 
-async def _object(text: str) -> dict[str, Any] | None:
+async def _object(text: str, name: str) -> dict[str, Any] | None:
     """Returns the JSON object that a text is; None if it is none, or one that could not be written again (NaN, half
-    characters)."""
+    characters). Raises InvalidRequest for one that is too large, or is large and has equal keys."""
     try:
         if len(text) > _AT_ONCE_CHARACTERS:
-            return await parse_object(text.encode(), _MAX_NUMBERS)
+            return await parse_object(text.encode(), _MAX_NUMBERS, name=name)
         value = orjson.loads(text)
-    except (ValueError, InvalidRequest):
+    except (ValueError, NoObjectError):
         return None
     return value if isinstance(value, dict) else None

@@ -171,6 +171,26 @@ async def test_templates_get_the_arguments_of_tool_calls_as_objects(arguments: o
 
 
 @pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ('{"path": "/etc", "rows": [%s1]}' % ("1," * 70_000), "65536 numbers in lists; send fewer in one request."),
+        ('{"path": "/etc", "rows": [%s1' % ("1," * 70_000), "65536 numbers in lists; send fewer in one request."),
+        ('{"path": "%s", "path": "/"}' % ("x" * 70_000), "'path' twice in one object."),
+    ],
+    ids=["numbers", "cut off", "equal keys"],
+)
+async def test_large_arguments_that_cannot_be_passed_whole_are_refused(arguments: str, error: str) -> None:
+    function = {"name": "write", "arguments": arguments}
+    call = {"id": "1", "type": "function", "function": function}
+    async with serving(FakeEngine()) as client:
+        answer = await client.chat(messages=[{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert (answer.status, answer.json["error"]["param"]) == (400, "messages")
+    message = answer.json["error"]["message"]
+    assert message.startswith("messages[0].tool_calls[0].function.arguments has ")
+    assert message.endswith(error)
+
+
+@pytest.mark.parametrize(
     ("given", "content"),
     [
         ({"role": "assistant", "content": None}, ""),
