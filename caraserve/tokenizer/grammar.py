@@ -39,7 +39,7 @@ from caraserve.util.units import human_bytes
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark", "structural_tag"]
 
 # A process takes 26 MB, or 130 MB with 128,000 tokens. A user's requests for one grammar wait as one.
-POOL = PoolLimits(processes=3, waiting=256, of_client=64, of_user=32, of_adapter=64)
+POOL = PoolLimits(processes=3, waiting=256, of_client=64, of_user=32)
 _CHECK = "caraserve.tokenizer.grammar_check"
 _MAX_ERROR_CHARACTERS = 300
 _RETRY_S = 1.0

@@ -9,6 +9,7 @@ process has been started again, so that the others do not wait for that.
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -72,11 +73,12 @@ class PoolLimits:
     waiting: int
     of_client: int
     of_user: int
-    of_adapter: int
     idle_s: float = 60.0
 
-    def waiting_of(self, kind: str) -> int:
-        return {"client": self.of_client, "user": self.of_user, "adapter": self.of_adapter}[kind]
+    def waiting_of(self, kind: str) -> float:
+        """Returns how many jobs of one party may wait. An adapter has no limit: one client's jobs for it would take the
+        places of all others. In a full queue, a client with fewer jobs displaces one instead."""
+        return {"client": self.of_client, "user": self.of_user, "adapter": math.inf}[kind]
 
     def running_of(self, kind: str) -> int:
         return 1 if kind == "user" else max(1, self.processes - 1)
@@ -170,7 +172,7 @@ class ProcessPool(Generic[P]):
             del job  # an error refers to this frame: they would be a cycle
 
     def check_room(self, owner: JobOwner) -> None:
-        """Raises Overloaded if as many jobs of this client, user or adapter wait as may."""
+        """Raises Overloaded if as many jobs of this client or user wait as may."""
         for kind, name in owner.parties():
             if (count := self._waiting.of(kind, name)) >= self._limits.waiting_of(kind):
                 message = f"{count} requests of this {kind} wait for {self._waits_for}"
