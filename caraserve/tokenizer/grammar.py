@@ -235,13 +235,14 @@ class GrammarCompiler:
         worn = self._compiled.get(digest)
         checked = await self._checked(source, process) if worn is None else worn.checked
         del worn  # so that its memory may be freed
-        if not self._compiled.make_room(client, checked.num_bytes):
-            raise Overloaded(
-                f"the grammars in use take {human_bytes(self.num_bytes)}, which leaves no room for another one",
-                retry_after_s=_RETRY_S,
-            )
-        grammar = await asyncio.to_thread(self._build, checked, client)
-        self._compiled.keep(digest, grammar)
+        with self._compiled.reserve(client, checked.num_bytes) as reservation:
+            if reservation is None:
+                raise Overloaded(
+                    f"the grammars in use take {human_bytes(self.num_bytes)}, which leaves no room for another one",
+                    retry_after_s=_RETRY_S,
+                )
+            grammar = await asyncio.to_thread(self._build, checked, client)
+            self._compiled.keep(digest, grammar, reservation)
         return grammar
 
     def _build(self, checked: _CheckedSource, client: str) -> _Grammar:

@@ -268,6 +268,21 @@ def test_the_memory_of_grammars_and_what_waits_are_metrics(tokenizer: Tokenizer)
     assert 1 << 19 < tokenizer.grammars.num_bytes < 1 << 21
 
 
+def test_a_grammar_counts_while_it_is_compiled(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to three are compiled at once: each must see what the others will take."""
+    grammars = shared.tokenizer.grammars
+    before_bytes, build, meanwhile_bytes = grammars.num_bytes, grammars._build, list[int]()
+
+    def noted(checked: Any, client: str) -> Any:
+        meanwhile_bytes.append(grammars.num_bytes)
+        return build(checked, client)
+
+    monkeypatch.setattr(grammars, "_build", noted)
+    shared.compiled("regex", "counted{3}")
+    assert meanwhile_bytes == [grammars.num_bytes]
+    assert grammars.num_bytes > before_bytes
+
+
 def test_a_refusal_leaves_nothing_for_the_garbage_collector(tokenizer: Tokenizer) -> None:
     async def refused() -> weakref.ref[InvalidRequest]:
         try:
