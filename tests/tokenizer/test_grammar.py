@@ -105,6 +105,7 @@ def follows(tokenizer: Tokenizer, grammar: Grammar, text: str) -> bool:
         ("json_schema", {"type": "object"}, '{"a": [1, {}]}', "[1]"),
         ("json_schema", {"type": "integer"}, "-9223372036854774784", "9" * 19),
         ("json_schema", {"items": {"type": "integer", "minimum": 5}}, f"[5, {'9' * 18}]", f"[5, {'9' * 20}]"),
+        ("json_schema", {"items": {"type": ["integer", "string"], "maxLength": 2}}, '[5, "ab"]', f"[{'9' * 20}]"),
         ("json_schema", {"properties": {f"p{at}": {"type": "integer"} for at in range(500)}}, '{"p7": 1}', "{1}"),
         ("lark", 'start: "call " %json {"items": {"type": "integer"}}', "call [12]", f"call [{'9' * 19}]"),
         ("json_schema", {"type": "object", "propertyNames": {"pattern": "^x"}}, '{"x": 1}', '{"y": 1}'),
