@@ -26,7 +26,7 @@ from caraserve.tokenizer.tool_format import ToolFormat, detect_format, names_too
 from caraserve.util.units import human_bytes
 
 # A process takes 23 MB, and renders an ordinary prompt in 0.2 ms: many requests may arrive at once.
-_POOL = PoolLimits(processes=3, waiting=1024, of_client=512, of_user=512, of_adapter=512)
+_POOL = PoolLimits(processes=3, waiting=1024, of_client=512, of_user=512)
 _PROCESS = "caraserve.tokenizer.template_process"
 # Short chats are encoded at once, in 0.1 ms, and need not wait for a thread behind long ones.
 _SHORT_CHAT = 64  # messages

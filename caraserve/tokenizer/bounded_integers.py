@@ -17,52 +17,81 @@ _Schema = dict[str, Any]
 
 _LIMIT = (1 << 63) - 1024  # the largest below 2^63 that is a float, as which llguidance reads bounds
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-# With any other keyword, something else decides which values a schema allows.
-_KEYWORDS = frozenset(("type", "multipleOf", *_LOWER, *_UPPER))
+_SINGLE_TYPES = ("integer", "boolean", "null")  # values about which only the keywords of numbers say something
+_NUMBERS = frozenset(("type", "multipleOf", *_LOWER, *_UPPER))
+# Beside one of these, something else decides which integers a schema allows, and may need larger ones.
+_DECIDING = frozenset(("enum", "const", "allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef"))
+# What has one of these stays where it is: other parts may refer to it or into it, or it refers to others.
+_PLACED = frozenset(
+    (
+        *("properties", "patternProperties", "additionalProperties", "unevaluatedProperties", "propertyNames"),
+        *("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains", "$defs", "definitions"),
+        *("not", "if", "then", "else", "dependencies", "dependentSchemas", "$anchor", "$dynamicAnchor", "$id", "id"),
+    )
+)
 
 
 def bound_integers(schema: Any) -> Any:
     """Returns the schema with a least and a largest value for every integer that lacks one. Returns it unchanged if it
     excludes values that another part allows, or if it is too large."""
     nodes = schema_nodes(schema)
-    if not nodes or any("oneOf" in node or "not" in node for node in nodes) or any("$id" in node for node in nodes[1:]):
+    if not nodes or any("oneOf" in node or ("not" in node and _refers(node["not"])) for node in nodes):
         return schema
     definitions = schema.get("$defs", {})
-    if not isinstance(definitions, dict):
-        return schema
+    has_bases = any(isinstance(node.get("$id") or node.get("id"), str) for node in nodes[1:])  # of references
+    is_shared = isinstance(definitions, dict) and not has_bases
     # One definition for all equal ones: a range is a large expression, and 500 of them would be too many.
     names: dict[str, str] = {}
     prefix = "integer"
-    while any(name.startswith(prefix) for name in definitions):
+    while is_shared and any(name.startswith(prefix) for name in definitions):
         prefix = f"_{prefix}"
 
     def bound(node: _Schema) -> _Schema:
-        bounded = _bounded(node)
-        if bounded is None:
+        limits = _missing_limits(node)
+        if not limits:
             return node
-        name = names.setdefault(json.dumps(bounded, sort_keys=True), f"{prefix}{len(names)}")
-        return {"$ref": f"#/$defs/{name}"}
+        if not is_shared or node is schema or not _PLACED.isdisjoint(node):
+            return node | limits
+        text = json.dumps(_without_annotations(node) | limits, sort_keys=True)
+        return {"$ref": f"#/$defs/{names.setdefault(text, f'{prefix}{len(names)}')}"}
 
     changed = change_nodes(schema, bound)
     if not names:
-        return schema
+        return changed
     return {
         **changed,
         "$defs": {**changed.get("$defs", {}), **{name: json.loads(text) for text, name in names.items()}},
     }
 
 
-def _bounded(node: _Schema) -> _Schema | None:
-    """Returns the limited schema of an integer, without annotations; None for any other schema."""
-    own = {key: value for key, value in node.items() if key not in ANNOTATIONS}
-    types = own.get("type")
-    listed = types if isinstance(types, list) else [types]
-    if "integer" not in listed or "number" in listed or own.keys() - _KEYWORDS:
-        return None
-    lower, upper = ([own[key] for key in keys if key in own] for keys in (_LOWER, _UPPER))
+def _refers(excluded: Any) -> bool:
+    """Returns whether a schema of `not`, which itself is not changed, has references: limits where they lead would
+    allow more."""
+    text = json.dumps(excluded)
+    return any(f'"{keyword}"' in text for keyword in ("$ref", "$dynamicRef", "$recursiveRef"))
+
+
+def _missing_limits(node: _Schema) -> _Schema:
+    """Returns the limits that an integer lacks; none for any other schema."""
+    types = _types(node)
+    if "integer" not in types or "number" in types or not _DECIDING.isdisjoint(node):
+        return {}
+    lower, upper = ([node[key] for key in keys if key in node] for keys in (_LOWER, _UPPER))
     if (lower and upper) or not all(_is_within(value) for value in (*lower, *upper)):
-        return None
-    return own | ({} if lower else {"minimum": -_LIMIT}) | ({} if upper else {"maximum": _LIMIT})
+        return {}
+    return ({} if lower else {"minimum": -_LIMIT}) | ({} if upper else {"maximum": _LIMIT})
+
+
+def _without_annotations(node: _Schema) -> _Schema:
+    """Returns an integer's schema with what decides its values."""
+    if all(one in _SINGLE_TYPES for one in _types(node)):
+        return {key: value for key, value in node.items() if key in _NUMBERS}
+    return {key: value for key, value in node.items() if key not in ANNOTATIONS and not key.startswith("x-")}
+
+
+def _types(node: _Schema) -> list[Any]:
+    types = node.get("type")
+    return types if isinstance(types, list) else [types]
 
 
 def _is_within(bound: Any) -> bool:

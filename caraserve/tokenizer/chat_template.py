@@ -9,6 +9,7 @@ import datetime as dt
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,6 +29,7 @@ _MAX_RANGE_STEPS = 1 << 20  # over all ranges of one rendering: 0.1 s of empty l
 _MAX_EXPONENT = 1 << 10
 # Plain letters, which filters such as `tojson` do not change; the space shows whether the template trims.
 _FINAL_MARK = "CARASERVE_FINAL_MESSAGE_ENDS_HERE "
+_SYSTEM_MARK = "CARASERVE_SYSTEM_MESSAGE"
 HOW_TO_RENDER_TOOLS = (
     "start the server with --tool-call-parser hermes, which writes tools into its prompts, or with --chat-template and "
     "a template that renders them"
@@ -103,11 +105,10 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _now
         self._special_tokens = dict(special_tokens)
         self._roles = set(re.findall(r"['\"](developer|tool)['\"]", source))  # the rarer roles that the template names
-        self._renders_tool_calls = "tool_calls" in source
-        self._has_system = "system" in source
+        self._names_tool_calls = "tool_calls" in source
         self.tool_format = detect_format(source, tool_call_parser)  # None if it is not known
-        self._writes_tools = tool_call_parser is not None and not names_tools(source)
-        self.renders_tools = self._writes_tools or names_tools(source)
+        self._gets_tools_as_text = tool_call_parser is not None and not names_tools(source)
+        self.renders_tools = self._gets_tools_as_text or names_tools(source)
         self.source = source
         try:
             self._template = environment.from_string(source)
@@ -156,8 +157,9 @@ class ChatTemplate:
         """Returns the prompt's text. Raises InvalidRequest with the template's own message."""
         if tools and not self.renders_tools:
             raise InvalidRequest(f"the chat template cannot render tools; {HOW_TO_RENDER_TOOLS}.", param="tools")
-        if self._writes_tools and self.tool_format is not None:
-            messages = with_tools_as_text(messages, tools or (), self.tool_format, has_system=self._has_system)
+        if self._gets_tools_as_text and self.tool_format is not None:
+            has_system = bool(tools) and self._has_system  # without tools it makes no difference
+            messages = with_tools_as_text(messages, tools or (), self.tool_format, has_system=has_system)
             tools = None
         shown = [
             {**message, "content": _flat(message["content"])} if "content" in message else message
@@ -165,22 +167,25 @@ class ChatTemplate:
         ]
         if continue_final_message:
             shown = _with_mark(shown)
-        values = {
-            **self._special_tokens,
-            "tools": None,
-            "documents": None,
-            **kwargs,
-            **({"tools": tools} if tools else {}),
-            "messages": shown,
-            "add_generation_prompt": add_generation_prompt,
-            "range": _Ranges(),
-        }
+        values = {**kwargs, **({"tools": tools} if tools else {}), "add_generation_prompt": add_generation_prompt}
         try:
-            text = self._generate(values)
+            text = self._generate(shown, values)
         except _TEMPLATE_ERRORS as error:
             reason = str(error) or type(error).__name__
             raise InvalidRequest(f"the chat template refuses the messages: {reason}", param="messages") from None
         return _cut_at_mark(text) if continue_final_message else text
+
+    @cached_property
+    def _has_system(self) -> bool:
+        """Whether the template shows a system's message. Gemma's names the role only to refuse it.
+
+        It is rendered when this is first asked, so under the same limits as a prompt of the template.
+        """
+        conversation = [{"role": "system", "content": _SYSTEM_MARK}, {"role": "user", "content": "Hello"}]
+        try:
+            return _SYSTEM_MARK in self._generate(conversation, {"add_generation_prompt": True})
+        except _TEMPLATE_ERRORS:
+            return False
 
     def _with_known_roles(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         """Yields the messages, with role `developer` (OpenAI's newer name) as `system` unless the template names it.
@@ -189,7 +194,7 @@ class ChatTemplate:
         """
         for position, message in enumerate(messages):
             role = message.get("role")
-            if message.get("tool_calls") and not self._renders_tool_calls:
+            if message.get("tool_calls") and not self._names_tool_calls:
                 raise InvalidRequest(
                     f"messages[{position}] has tool_calls, which the chat template cannot render; "
                     f"{HOW_TO_RENDER_TOOLS}.",
@@ -204,10 +209,13 @@ class ChatTemplate:
             is_system = role == "developer" and role not in self._roles
             yield {**message, "role": "system"} if is_system else message
 
-    def _generate(self, values: Mapping[str, Any]) -> str:
+    def _generate(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
+        """Returns the text of messages as the template takes them. `values`: of its other arguments."""
+        defaults = {**self._special_tokens, "tools": None, "documents": None}
+        arguments = {**defaults, **values, "messages": messages, "range": _Ranges()}
         parts: list[str] = []
         size = 0
-        for part in self._template.generate(values):
+        for part in self._template.generate(arguments):
             size += len(part)
             if size > _MAX_OUTPUT_CHARS:
                 raise _TemplateRejection(f"the prompt is longer than {_MAX_OUTPUT_CHARS} characters")

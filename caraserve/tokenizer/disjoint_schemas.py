@@ -7,7 +7,9 @@ from urllib.parse import unquote
 
 from caraserve.tokenizer.schema_nodes import schema_nodes
 
-ANNOTATIONS = frozenset({"title", "description", "$comment", "default", "examples", "deprecated"})
+ANNOTATIONS = frozenset(
+    {"title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly"}
+)
 _Schema = dict[str, Any]
 JSON_TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 _TYPE_OF = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}

@@ -39,7 +39,7 @@ from caraserve.util.units import human_bytes
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark", "structural_tag"]
 
 # A process takes 26 MB, or 130 MB with 128,000 tokens. A user's requests for one grammar wait as one.
-POOL = PoolLimits(processes=3, waiting=256, of_client=64, of_user=32, of_adapter=64)
+POOL = PoolLimits(processes=3, waiting=256, of_client=64, of_user=32)
 _CHECK = "caraserve.tokenizer.grammar_check"
 _MAX_ERROR_CHARACTERS = 300
 _RETRY_S = 1.0
@@ -235,13 +235,14 @@ class GrammarCompiler:
         worn = self._compiled.get(digest)
         checked = await self._checked(source, process) if worn is None else worn.checked
         del worn  # so that its memory may be freed
-        if not self._compiled.make_room(client, checked.num_bytes):
-            raise Overloaded(
-                f"the grammars in use take {human_bytes(self.num_bytes)}, which leaves no room for another one",
-                retry_after_s=_RETRY_S,
-            )
-        grammar = await asyncio.to_thread(self._build, checked, client)
-        self._compiled.keep(digest, grammar)
+        with self._compiled.reserve(client, checked.num_bytes) as reservation:
+            if reservation is None:
+                raise Overloaded(
+                    f"the grammars in use take {human_bytes(self.num_bytes)}, which leaves no room for another one",
+                    retry_after_s=_RETRY_S,
+                )
+            grammar = await asyncio.to_thread(self._build, checked, client)
+            self._compiled.keep(digest, grammar, reservation)
         return grammar
 
     def _build(self, checked: _CheckedSource, client: str) -> _Grammar:

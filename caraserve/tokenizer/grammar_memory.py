@@ -9,7 +9,9 @@ MB, but 290 MB in 200 answers to 300 counting expressions. `Growth` counts that.
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from caraserve.tokenizer.child_process import allocated_bytes
@@ -72,6 +74,14 @@ class Growth:
         return True
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Reservation:
+    """What a grammar that is being compiled for a client will take."""
+
+    client: str
+    num_bytes: int
+
+
 class GrammarBudget(Generic[G]):
     """The compiled grammars. Those that are kept are dropped for others, the least recently used first. For any thread:
     the one that computes masks ends the last use of a grammar, or makes room for the growth of one."""
@@ -80,11 +90,12 @@ class GrammarBudget(Generic[G]):
         self._max_bytes, self._max_client_bytes = max_bytes, max_client_bytes
         self._kept: OrderedDict[bytes, G] = OrderedDict()
         self._alive: dict[int, weakref.ref[G]] = {}  # kept or in use
+        self._reservations: set[Reservation] = set()
         self._lock = threading.Lock()
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes of all grammars that are kept or in use."""
+        """Returns the bytes of all grammars that are kept, in use, or being compiled."""
         return sum(grammar.num_bytes for grammar in self._grammars())
 
     def get(self, digest: bytes) -> G | None:
@@ -97,22 +108,40 @@ class GrammarBudget(Generic[G]):
     def make_room(self, client: str, num_bytes: int) -> bool:
         """Drops grammars until a client's grammars may take so much more. Returns whether they may."""
         with self._lock:
-            own = [digest for digest, grammar in self._kept.items() if grammar.client == client]
-            own_bytes = sum(grammar.num_bytes for grammar in self._grammars() if grammar.client == client)
-            fits = self._drop(own, own_bytes + num_bytes - self._max_client_bytes)
-            return self._drop(list(self._kept), self.num_bytes + num_bytes - self._max_bytes) and fits
+            return self._make_room(client, num_bytes)
 
-    def keep(self, digest: bytes, grammar: G) -> None:
-        """Keeps a grammar, in place of the one of the same source if there is one."""
+    @contextmanager
+    def reserve(self, client: str, num_bytes: int) -> Iterator[Reservation | None]:
+        """Makes room for a grammar that the block compiles: it counts as soon as the block begins, until it is kept or
+        the block ends. Yields None where there is no room."""
+        reservation = Reservation(client, num_bytes)
+        with self._lock:
+            if has_room := self._make_room(client, num_bytes):
+                self._reservations.add(reservation)
+        try:
+            yield reservation if has_room else None
+        finally:
+            with self._lock:
+                self._reservations.discard(reservation)
+
+    def keep(self, digest: bytes, grammar: G, reservation: Reservation) -> None:
+        """Keeps a grammar, in place of its reservation and of the grammar of the same source if there is one."""
         key = id(grammar)
         with self._lock:
+            self._reservations.discard(reservation)
             self._alive[key] = weakref.ref(grammar, lambda _: self._alive.pop(key, None))
             self._kept[digest] = grammar
             self._kept.move_to_end(digest)
 
-    def _grammars(self) -> list[G]:
+    def _grammars(self) -> list[SizedGrammar]:
         found = [reference() for reference in list(self._alive.values())]
-        return [grammar for grammar in found if grammar is not None]
+        return [*(grammar for grammar in found if grammar is not None), *self._reservations]
+
+    def _make_room(self, client: str, num_bytes: int) -> bool:
+        own = [digest for digest, grammar in self._kept.items() if grammar.client == client]
+        own_bytes = sum(grammar.num_bytes for grammar in self._grammars() if grammar.client == client)
+        fits = self._drop(own, own_bytes + num_bytes - self._max_client_bytes)
+        return self._drop(list(self._kept), self.num_bytes + num_bytes - self._max_bytes) and fits
 
     def _drop(self, digests: list[bytes], surplus_bytes: int) -> bool:
         """Drops grammars until they have freed so much. Returns whether they have."""

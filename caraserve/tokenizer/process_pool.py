@@ -9,6 +9,7 @@ process has been started again, so that the others do not wait for that.
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -72,11 +73,12 @@ class PoolLimits:
     waiting: int
     of_client: int
     of_user: int
-    of_adapter: int
     idle_s: float = 60.0
 
-    def waiting_of(self, kind: str) -> int:
-        return {"client": self.of_client, "user": self.of_user, "adapter": self.of_adapter}[kind]
+    def waiting_of(self, kind: str) -> float:
+        """Returns how many jobs of one party may wait. An adapter has no limit: one client's jobs for it would take the
+        places of all others. In a full queue, a client with fewer jobs displaces one instead."""
+        return {"client": self.of_client, "user": self.of_user, "adapter": math.inf}[kind]
 
     def running_of(self, kind: str) -> int:
         return 1 if kind == "user" else max(1, self.processes - 1)
@@ -112,6 +114,14 @@ class _Job(Generic[P]):
     is_waiting: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class _Idle(Generic[P]):
+    """A process that has had no job since a time of the pool's clock."""
+
+    process: P
+    since_s: float
+
+
 class ProcessPool(Generic[P]):
     """The processes, and the jobs that wait for them."""
 
@@ -127,9 +137,7 @@ class ProcessPool(Generic[P]):
         self._queue: FairQueue[_Job[P]] = FairQueue(lambda job: job.priority_ms)
         self._waiting, self._running = _Places(), _Places()
         self._processes: set[P] = set()
-        self._idle: list[
-            tuple[P, float]
-        ] = []  # each with the time since when; the one that was used last is at the end
+        self._idle: list[_Idle[P]] = []  # the one that was used last is at the end
         self._restarting = 0
         self._is_growing = False  # whether a process is being started that was not there before
         self._tasks = Tasks()
@@ -170,7 +178,7 @@ class ProcessPool(Generic[P]):
             del job  # an error refers to this frame: they would be a cycle
 
     def check_room(self, owner: JobOwner) -> None:
-        """Raises Overloaded if as many jobs of this client, user or adapter wait as may."""
+        """Raises Overloaded if as many jobs of this client or user wait as may."""
         for kind, name in owner.parties():
             if (count := self._waiting.of(kind, name)) >= self._limits.waiting_of(kind):
                 message = f"{count} requests of this {kind} wait for {self._waits_for}"
@@ -226,7 +234,7 @@ class ProcessPool(Generic[P]):
                 self._is_growing = True
                 self._tasks.start(self._grow(), "caraserve-process-start")
                 return
-            job, (process, _) = self._queue.pop(queue), self._idle.pop()
+            job, process = self._queue.pop(queue), self._idle.pop().process
             self._left_queue(job)
             self._running.take(job.owner)
             self._tasks.start(self._run(job, process), "caraserve-process-job")
@@ -283,7 +291,7 @@ class ProcessPool(Generic[P]):
         """Lets a process take jobs. None: without any, the jobs that wait fail."""
         if process is not None:
             self._processes.add(process)
-            self._idle.append((process, self._now()))
+            self._idle.append(_Idle(process, self._now()))
             self._end_idle_later()
         elif not self.num_processes:
             error = (
@@ -295,11 +303,11 @@ class ProcessPool(Generic[P]):
 
     def _drop_dead(self) -> None:
         """Drops processes that ended while they were idle: the system may have killed them."""
-        for process in [process for process, _ in self._idle if not process.is_usable]:
-            self._drop(process)
+        for idle in [idle for idle in self._idle if not idle.process.is_usable]:
+            self._drop(idle.process)
 
     def _drop(self, process: P) -> None:
-        self._idle = [(other, since_s) for other, since_s in self._idle if other is not process]
+        self._idle = [idle for idle in self._idle if idle.process is not process]
         self._processes.discard(process)
         self._tasks.start(process.close(), "caraserve-process-end")
 
@@ -310,8 +318,8 @@ class ProcessPool(Generic[P]):
     def _end_idle(self) -> None:
         """Ends the processes but one that have been idle for long."""
         self._idle_timer = None
-        while self.num_processes > 1 and self._idle and self._now() - self._idle[0][1] >= self._limits.idle_s:
-            self._drop(self._idle[0][0])
+        while self.num_processes > 1 and self._idle and self._now() - self._idle[0].since_s >= self._limits.idle_s:
+            self._drop(self._idle[0].process)
         self._end_idle_later()
 
 

@@ -25,16 +25,18 @@ def with_tools_as_text(
     previous = None
     for message in messages:
         if message["role"] == "tool":
-            result = f"<tool_response>\n{message['content']}\n</tool_response>"
-            if previous == "tool":  # templates may want the roles in turns
-                result = f"{shown.pop()['content']}\n{result}"
-            shown.append({"role": "user", "content": result})
+            turn = {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
         elif calls := message.get("tool_calls"):
             text = _calls_text([call["function"] for call in calls], tool_format)
             others = {key: value for key, value in message.items() if key != "tool_calls"}
-            shown.append({**others, "content": _joined(message["content"], text, "\n")})
+            turn = {**others, "content": _joined(message["content"], text, "\n")}
         else:
-            shown.append(message)
+            turn = dict(message)
+        # Templates may want the user and the assistant in turns.
+        if "tool" in (previous, message["role"]) and shown and shown[-1]["role"] == turn["role"]:
+            before = shown.pop()
+            turn = {**before, **turn, "content": _joined(before["content"], turn["content"], "\n")}
+        shown.append(turn)
         previous = message["role"]
     if not tools:
         return shown

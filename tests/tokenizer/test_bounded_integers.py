@@ -1,5 +1,6 @@
 """Which integers of a JSON schema are limited to 64 bits."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from caraserve.tokenizer.bounded_integers import _LIMIT, bound_integers
 
 LARGE = 10**30
+LIMITS = {"minimum": -_LIMIT, "maximum": _LIMIT}
 
 
 def limits_of(node: dict[str, Any]) -> dict[str, Any] | None:
@@ -60,18 +62,58 @@ def test_equal_integers_share_one_definition() -> None:
     assert bounded["$defs"]["integer0"] is True
 
 
-def test_the_whole_schema_may_be_an_integer() -> None:
-    bounded = bound_integers({"type": "integer"})
-    assert bounded["$ref"].removeprefix("#/$defs/") in bounded["$defs"]
+@pytest.mark.parametrize("says", [{"readOnly": True}, {"x-order": 1}, {"example": 3}, {"pattern": "^a"}])
+def test_what_says_nothing_about_the_values_of_an_integer_does_not_matter(says: dict[str, Any]) -> None:
+    assert limits_of({"type": "integer"} | says) == {"type": "integer"} | LIMITS
+
+
+@pytest.mark.parametrize(
+    "says", [{"maxLength": 5, "pattern": "^a"}, {"format": "date"}, {"minItems": 2}, {"required": ["a"]}], ids=str
+)
+def test_an_integer_or_another_value_is_limited_and_the_other_value_stays_as_it_is(says: dict[str, Any]) -> None:
+    node = {"type": ["integer", "string", "array", "object"], **says}
+    assert limits_of(node | {"title": "N", "x-order": 1}) == node | LIMITS
+
+
+@pytest.mark.parametrize(
+    ("schema", "to"),
+    [
+        ({"type": "integer", "$schema": "http://json-schema.org/draft-07/schema#", "$id": "https://a.b/c"}, ()),
+        ({"type": ["integer", "null"], "$defs": {"a": {"type": "string"}}}, ()),
+        ({"properties": {"a": {"type": ["integer", "array"], "items": {"type": "string"}}}}, ("properties", "a")),
+        ({"properties": {"a": {"type": "integer", "not": {"const": 3}}}}, ("properties", "a")),
+        ({"properties": {"a": {"$id": "x", "type": "integer"}}}, ("properties", "a")),
+        ({"$defs": {"a": {"id": "x"}}, "properties": {"a": {"type": "integer"}}}, ("properties", "a")),
+        ({"properties": {"a": {"type": "integer"}}, "$defs": 3}, ("properties", "a")),
+    ],
+    ids=str,
+)
+def test_an_integer_to_which_others_may_refer_is_limited_at_its_place(schema: Any, to: tuple[str, ...]) -> None:
+    expected = copy.deepcopy(schema)
+    node = expected
+    for key in to:
+        node = node[key]
+    node |= LIMITS
+    assert bound_integers(schema) == expected
+
+
+def test_integers_inside_another_one_are_limited_too() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": ["integer", "array"], "items": {"type": "integer"}}}}
+    bounded = bound_integers(schema)
+    assert bounded["properties"]["a"] == schema["properties"]["a"] | LIMITS | {"items": {"$ref": "#/$defs/integer0"}}
+
+
+def test_not_stays_as_it_is_and_other_integers_are_limited() -> None:
+    excluded = {"not": {"type": "integer"}}
+    bounded = bound_integers({"properties": {"a": excluded, "b": {"type": "integer"}}})
+    assert bounded["properties"] == {"a": excluded, "b": {"$ref": "#/$defs/integer0"}}
 
 
 @pytest.mark.parametrize(
     "schema",
     [
         {"oneOf": [{"type": "integer"}, {"type": "string"}]},
-        {"properties": {"a": {"not": {"type": "integer"}}, "b": {"type": "integer"}}},
-        {"properties": {"a": {"$id": "x", "type": "integer"}}},
-        {"properties": {"a": {"type": "integer"}}, "$defs": 3},
+        {"properties": {"a": {"not": {"$ref": "#/properties/b"}}, "b": {"type": "integer"}}},
         True,
         3,
     ],

@@ -105,6 +105,7 @@ def follows(tokenizer: Tokenizer, grammar: Grammar, text: str) -> bool:
         ("json_schema", {"type": "object"}, '{"a": [1, {}]}', "[1]"),
         ("json_schema", {"type": "integer"}, "-9223372036854774784", "9" * 19),
         ("json_schema", {"items": {"type": "integer", "minimum": 5}}, f"[5, {'9' * 18}]", f"[5, {'9' * 20}]"),
+        ("json_schema", {"items": {"type": ["integer", "string"], "maxLength": 2}}, '[5, "ab"]', f"[{'9' * 20}]"),
         ("json_schema", {"properties": {f"p{at}": {"type": "integer"} for at in range(500)}}, '{"p7": 1}', "{1}"),
         ("lark", 'start: "call " %json {"items": {"type": "integer"}}', "call [12]", f"call [{'9' * 19}]"),
         ("json_schema", {"type": "object", "propertyNames": {"pattern": "^x"}}, '{"x": 1}', '{"y": 1}'),
@@ -266,6 +267,21 @@ def test_the_memory_of_grammars_and_what_waits_are_metrics(tokenizer: Tokenizer)
         'caraserve:templates_waiting{x="y"} 0',
     ]
     assert 1 << 19 < tokenizer.grammars.num_bytes < 1 << 21
+
+
+def test_a_grammar_counts_while_it_is_compiled(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to three are compiled at once: each must see what the others will take."""
+    grammars = shared.tokenizer.grammars
+    before_bytes, build, meanwhile_bytes = grammars.num_bytes, grammars._build, list[int]()
+
+    def noted(checked: Any, client: str) -> Any:
+        meanwhile_bytes.append(grammars.num_bytes)
+        return build(checked, client)
+
+    monkeypatch.setattr(grammars, "_build", noted)
+    shared.compiled("regex", "counted{3}")
+    assert meanwhile_bytes == [grammars.num_bytes]
+    assert grammars.num_bytes > before_bytes
 
 
 def test_a_refusal_leaves_nothing_for_the_garbage_collector(tokenizer: Tokenizer) -> None:

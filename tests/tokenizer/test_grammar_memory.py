@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import pytest
+
 from caraserve.tokenizer.grammar_memory import GrammarBudget, Growth
 
 MB = 1 << 20
@@ -18,10 +20,10 @@ def kept(budget: GrammarBudget[FakeGrammar]) -> str:
 
 
 def keep(budget: GrammarBudget[FakeGrammar], name: str, num_bytes: int, client: str = "client") -> bool:
-    fits = budget.make_room(client, num_bytes)
-    if fits:
-        budget.keep(name.encode(), FakeGrammar(num_bytes, client))
-    return fits
+    with budget.reserve(client, num_bytes) as reservation:
+        if reservation is not None:
+            budget.keep(name.encode(), FakeGrammar(num_bytes, client), reservation)
+    return reservation is not None
 
 
 def test_the_least_recently_used_grammars_are_dropped_for_a_new_one() -> None:
@@ -55,6 +57,30 @@ def test_grammars_in_use_count_until_the_last_use_ends() -> None:
     assert keep(budget, "b", 50)
 
 
+@pytest.mark.parametrize(("clients", "most_bytes"), [("ab", 100), ("aa", 50)])
+def test_grammars_that_are_compiled_at_once_count_together(clients: str, most_bytes: int) -> None:
+    budget: GrammarBudget[FakeGrammar] = GrammarBudget(100, most_bytes)
+    size = most_bytes - 10
+    assert keep(budget, "f", 10, clients[0])
+    with budget.reserve(clients[0], size) as first:
+        assert first is not None
+        with budget.reserve(clients[1], 11) as second:
+            assert second is None
+        with budget.reserve(clients[1], 10) as second:
+            assert second is not None
+            assert budget.num_bytes == most_bytes
+        budget.keep(b"a", FakeGrammar(size, clients[0]), first)
+        assert budget.num_bytes == size
+    assert (kept(budget), budget.num_bytes) == ("a", size)
+
+
+def test_a_grammar_whose_compilation_fails_no_longer_counts() -> None:
+    budget: GrammarBudget[FakeGrammar] = GrammarBudget(100, 100)
+    with pytest.raises(ValueError, match="it fails"), budget.reserve("client", 60):
+        raise ValueError("it fails")
+    assert budget.num_bytes == 0
+
+
 def test_a_grammar_in_use_is_dropped_in_vain_and_the_next_one_too() -> None:
     budget: GrammarBudget[FakeGrammar] = GrammarBudget(100, 100)
     assert keep(budget, "a", 60)
@@ -84,7 +110,7 @@ def test_a_grammar_that_grew_counts_with_its_growth() -> None:
 def test_a_grammar_that_is_compiled_again_takes_the_place_of_the_former_one() -> None:
     budget: GrammarBudget[FakeGrammar] = GrammarBudget(100, 100)
     assert keep(budget, "a", 40)
-    budget.keep(b"a", FakeGrammar(50))
+    assert keep(budget, "a", 50)
     assert (kept(budget), budget.num_bytes) == ("a", 50)
 
 

@@ -11,8 +11,8 @@ from caraserve.core.request import Tenant
 from caraserve.errors import Displaced, Overloaded, ServerBusy
 from caraserve.tokenizer.process_pool import JobOwner, PoolLimits, ProcessPool
 
-LIMITS = PoolLimits(processes=3, waiting=20, of_client=12, of_user=6, of_adapter=9)
-ONE = PoolLimits(processes=1, waiting=100, of_client=100, of_user=100, of_adapter=100)
+LIMITS = PoolLimits(processes=3, waiting=20, of_client=12, of_user=6)
+ONE = PoolLimits(processes=1, waiting=100, of_client=100, of_user=100)
 
 
 def owner(client: str = "client", user: str = "", adapter: str = "", weight: float = 1.0) -> JobOwner:
@@ -172,10 +172,9 @@ async def test_small_jobs_of_a_queue_go_before_large_ones_that_have_not_waited_l
     [
         ([owner()] * 7, owner(), 6, "user"),
         ([owner(user=str(number // 6)) for number in range(14)], owner(user="new"), 12, "client"),
-        ([owner(str(number), adapter="evil") for number in range(11)], owner("new", adapter="evil"), 9, "adapter"),
     ],
 )
-async def test_a_client_a_user_and_an_adapter_may_have_so_many_jobs_that_wait(
+async def test_a_client_and_a_user_may_have_so_many_jobs_that_wait(
     owners: list[JobOwner], refused: JobOwner, count: int, kind: str
 ) -> None:
     async with world() as there:
@@ -215,6 +214,22 @@ async def test_in_a_full_queue_the_client_with_the_most_jobs_loses_one_for_a_cli
         (displaced,) = [job for job in jobs if job.done()]
         with pytest.raises(Displaced):
             await displaced
+
+
+async def test_one_clients_jobs_for_an_adapter_do_not_refuse_those_of_another_client() -> None:
+    async with world() as there:
+        many = [owner(client, user, "shared") for client in "ab" for user in "xy" for _ in range(6)][:21]
+        greedy = [await there.submit(f"greedy {number}", one) for number, one in enumerate(many)]
+        assert there.pool.num_waiting == 19
+        modest = [await there.submit(f"modest {number}", owner("modest", adapter="shared")) for number in range(2)]
+        assert there.pool.num_waiting == 20
+        (displaced,) = [job for job in greedy if job.done()]
+        with pytest.raises(Displaced):
+            await displaced
+        assert not any(job.done() for job in modest)
+        for _ in range(3):
+            await there.end(next(iter(there.running)))
+        assert "modest 0" in there.began
 
 
 async def test_a_job_that_waits_is_dropped_with_its_client_and_one_that_runs_goes_on() -> None:
@@ -286,7 +301,7 @@ async def test_a_process_that_died_while_it_was_idle_is_replaced() -> None:
 
 
 async def test_processes_that_were_idle_for_long_end_but_one() -> None:
-    async with world(PoolLimits(3, 20, 12, 6, 9, idle_s=0.0)) as there:
+    async with world(PoolLimits(3, 20, 12, 6, idle_s=0.0)) as there:
         for user in "abc":
             await there.submit(user, owner(user, user))
         await there.end_all()

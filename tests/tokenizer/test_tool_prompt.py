@@ -12,11 +12,19 @@ from caraserve.tokenizer.tool_format import TOOL_FORMATS, ArgumentsPart, CallSta
 PLAIN = (
     "{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor %}{% if add_generation_prompt %}<|>{% endif %}"
 )
-WITH_SYSTEM = "{# system #}" + PLAIN
 IN_TURNS = (  # as Mistral's older ones
     "{% for one in messages %}{% if (one.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}"
     "{% endif %}<{{ one.role }}>{{ one.content }}{% endfor %}"
 )
+GEMMA_2 = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
+    "{% endif %}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}"
+    "{% endif %}{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+DROPS_SYSTEM = "{% for one in messages if one.role != 'system' %}<{{ one.role }}>{{ one.content }}{% endfor %}"
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Städte"}}]
 HI, RESULT = {"role": "user", "content": "hi"}, {"role": "tool", "content": "4 °C"}
 PARSERS = sorted(TOOL_FORMATS)
@@ -33,20 +41,33 @@ def rendered(source: str, messages: Sequence[dict[str, Any]], parser: str | None
 
 
 def test_tools_are_described_in_the_systems_message() -> None:
-    text = rendered(WITH_SYSTEM, [HI])
+    text = rendered(PLAIN, [HI])
     assert text.startswith(
         '<system>You can call these functions:\n{"name": "weather", "description": "Städte"}\nTo call'
     )
     assert text.endswith('<tool_call>\n{"name": "NAME", "arguments": {"PARAMETER": "VALUE"}}\n</tool_call><user>hi')
     for role in ("system", "developer"):
-        text = rendered(WITH_SYSTEM, [{"role": role, "content": "Be brief."}, HI])
+        text = rendered(PLAIN, [{"role": role, "content": "Be brief."}, HI])
         assert text.startswith("<system>Be brief.\n\nYou can call these functions:")
 
 
-def test_a_template_without_a_system_has_them_in_the_first_message() -> None:
-    text = rendered(IN_TURNS, [HI])
-    assert text.startswith("<user>You can call these functions:")
-    assert text.endswith("</tool_call>\n\nhi")
+@pytest.mark.parametrize(
+    ("source", "begin", "end"),
+    [(IN_TURNS, "<user>", ""), (DROPS_SYSTEM, "<user>", ""), (GEMMA_2, "<start_of_turn>user\n", "<end_of_turn>\n")],
+    ids=["turns", "drops", "gemma-2"],
+)
+def test_a_template_without_a_system_has_them_in_the_first_message(source: str, begin: str, end: str) -> None:
+    text = rendered(source, [HI])
+    assert text.startswith(f"{begin}You can call these functions:")
+    assert text.endswith(f"</tool_call>\n\nhi{end}")
+
+
+@pytest.mark.parametrize(("before", "shown"), [([], ""), ([{"role": "user", "content": "So:"}], "So:\n")])
+def test_results_and_what_the_user_says_beside_them_are_one_turn(before: list[dict[str, Any]], shown: str) -> None:
+    asked = {"role": "assistant", "content": "", "tool_calls": [call("Oslo")]}
+    text = rendered(IN_TURNS, [HI, asked, *before, RESULT, RESULT, {"role": "user", "content": "And now?"}], tools=None)
+    result = "<tool_response>\n4 °C\n</tool_response>"
+    assert text.endswith(f"</tool_call><user>{shown}{result}\n{result}\nAnd now?")
 
 
 def test_calls_and_results_are_text_of_the_assistant_and_the_user() -> None:
@@ -66,7 +87,7 @@ def test_a_conversation_without_tools_stays_as_it_is(parser: str) -> None:
     for tools in (None, []):
         for last in (True, False):
             plain, shown = (
-                rendered(WITH_SYSTEM, messages, one, tools=tools, add_generation_prompt=last) for one in (None, parser)
+                rendered(PLAIN, messages, one, tools=tools, add_generation_prompt=last) for one in (None, parser)
             )
             assert plain == shown
 
