@@ -99,7 +99,7 @@ def _unknown(request: web.Request) -> NotFound:
     """The error for a name in the URL that stands for no adapter."""
     name = request.match_info["name"]
     reason = refusal(request, name)
-    return NotFound(f"There is no adapter {name[:200]!r}; GET /v1/adapters lists them.{reason}", param="name")
+    return NotFound(f"There is no adapter {name[:200]!r}; GET /v1/adapters lists them.", param="name", reason=reason)
 
 
 def tier_of(adapter: Adapter | None) -> str:
