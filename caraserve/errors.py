@@ -88,6 +88,11 @@ class NotFound(CaraServeError):
     type = "NotFoundError"
     code = "model_not_found"
 
+    def __init__(self, message: str, *, param: str | None = None, reason: str = "") -> None:
+        """`reason`: why there is none, at the end of the message; empty if that is not known."""
+        super().__init__(message + reason, param=param)
+        self.reason = reason
+
 
 class AdapterRejected(CaraServeError):
     """The adapter cannot be applied exactly; the message names the field or tensor."""

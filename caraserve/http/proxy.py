@@ -62,7 +62,8 @@ _EVENT_STARTS = (b"data:", b"event:", b"id:", b":")  # of the lines that instanc
 _HASHED_IN_PLACE = 64 << 10  # bytes; hashing more would block the event loop for over 50 µs
 _DIGITS = re.compile(rb"[0-9]{1,15}")
 _TOKEN_KEYS = (b'"completion_tokens":', b'"output_tokens":')  # of the usage
-_REQUEST_HEADERS = ("traceparent", "tracestate", "baggage", "Content-Type", "If-Match")
+_REQUEST_HEADERS = ("traceparent", "Content-Type")
+_LIST_HEADERS = ("tracestate", "baggage", "If-Match")  # of a request; their lines are one list
 _RESPONSE_HEADERS = ("Content-Type", "Retry-After", "retry-after-ms", "x-caraserve-phases")
 
 End = Literal["whole", "lost", "cut"]  # lost: its instance failed; cut: its client left, or this instance stops
@@ -230,6 +231,7 @@ class PeerProxy:
         )
         path = PREFIX + request.path
         headers = {name: value for name in _REQUEST_HEADERS if (value := request.headers.get(name)) is not None}
+        headers |= {name: ", ".join(lines) for name in _LIST_HEADERS if (lines := request.headers.getall(name, []))}
         headers |= forward_headers(self._keys(), path, claims) | {"X-Request-Id": request[REQUEST_ID]}
         headers |= remaining_time_header(request)
         url, body = f"{self._scheme}://{peer.address}{path}", memoryview(forwarded.body)

@@ -77,7 +77,7 @@ class AdapterFolder:
 
 
 class AdapterFolders:
-    """The folders that are known, by path: one object for each, as long as somebody uses it."""
+    """The folders that are known, by path: one object for each, while anything refers to it."""
 
     def __init__(self) -> None:
         self._known: WeakValueDictionary[Path, AdapterFolder] = WeakValueDictionary()

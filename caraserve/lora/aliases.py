@@ -73,7 +73,7 @@ class Aliases:
         return alias.adapter
 
     async def point(self, name: str, adapter: str) -> Alias:
-        """Points an alias at an adapter; the one that it stood for before is kept for `roll_back`. Raises
+        """Points an alias at an adapter; the one that it stood for before is kept, for a rollback. Raises
         AdapterRejected if there are too many, or CaraServeError if the registry cannot be written."""
         async with self._writing:
             old = self.find(name)
@@ -83,19 +83,22 @@ class Aliases:
                 return old
             return await self._put(Alias(name, adapter, None if old is None else old.adapter))
 
-    async def roll_back(self, name: str) -> Alias:
-        """Exchanges an alias's adapter and the one before it. Raises NotFound, or AdapterRejected if there is none."""
-        async with self._writing:
-            old = self.get(name)
-            if old.previous is None:
-                raise AdapterRejected(f"the alias {name!r} has stood for no adapter but {old.adapter!r}", param="name")
-            return await self._put(Alias(name, old.previous, old.adapter))
-
     async def remove(self, name: str) -> None:
         """Removes an alias. Raises NotFound."""
         async with self._writing:
             self.get(name)
             await self._settings.write(_KIND, name, None)
+
+    async def remove_of(self, adapter: str) -> list[str]:
+        """Removes the aliases that stand for an adapter when it is their turn. Returns the names of those removed."""
+        removed = []
+        async with self._writing:
+            for name in self.of(adapter):
+                if (alias := self.find(name)) is None or alias.adapter != adapter:
+                    continue  # another instance has changed it while those before it were written
+                await self._settings.write(_KIND, name, None)
+                removed.append(name)
+        return removed
 
     async def _put(self, alias: Alias) -> Alias:
         body: dict[str, Any] = asdict(alias)

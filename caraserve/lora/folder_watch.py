@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from caraserve.errors import CaraServeError
+from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.lora.aliases import Aliases
 from caraserve.lora.catalog import Catalog
 from caraserve.lora.folder_contents import NO_ADAPTERS, stamp, why_no_adapter
@@ -104,13 +104,15 @@ class FolderWatch:
             return
         if old is not None and old.targets and (old.stamp == now or Path(old.path) != folder):
             return  # known already, or a name that stands for another folder
-        if self._aliases.find(name) is not None:
-            self._refuse(name, f"{name!r} is an alias; rename the folder")
-            return
+
+        def refuse_alias() -> None:
+            if self._aliases.find(name) is not None:
+                raise AdapterRejected(f"{name!r} is an alias; rename the folder")
+
         try:
             # An upload that another instance has replaced by now does not come back.
             is_outdated = old is not None and not old.targets and is_uploaded(folder)
-            info = await self._catalog.load(name, str(folder), inplace=not is_outdated)
+            info = await self._catalog.load(name, str(folder), inplace=not is_outdated, check=refuse_alias)
         except CaraServeError as error:
             self._refuse(name, error.message)
         else:

@@ -1,7 +1,7 @@
 """What changes adapters while the server runs, beside the catalog."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from caraserve.errors import NotFound
 from caraserve.lora.aliases import Aliases
@@ -18,6 +18,19 @@ class DeletedAdapter:
     keeps_files: bool
 
 
+class Deletion(Protocol):
+    """What a deletion must know of the name, here and on other instances."""
+
+    def check(self) -> None:
+        """Refuses the deletion by raising; called when it is the name's turn."""
+
+    def remove_elsewhere(self) -> bool:
+        """Removes an adapter that this instance does not have. Returns False if no other has it either."""
+
+    def is_deleted(self) -> bool:
+        """Whether the name stands for no adapter: another instance may have given it to another one meanwhile."""
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterManagement:
     """The uploads, the aliases and the settings of one instance's adapters."""
@@ -31,27 +44,19 @@ class AdapterManagement:
         """The folders that are not served, and why."""
         return self.uploads.catalog.refused
 
-    async def delete(
-        self, name: str, check: Callable[[], None], remove_elsewhere: Callable[[], bool], is_deleted: Callable[[], bool]
-    ) -> DeletedAdapter:
+    async def delete(self, name: str, deletion: Deletion) -> DeletedAdapter:
         """Deletes an adapter with the aliases that stand for it and its settings. Returns when its last request has
-        ended. Raises NotFound, AdapterBusy, or as `check`, which is called when it is the name's turn.
-
-        `remove_elsewhere`: removes an adapter that this instance does not have; False if no other has it either.
-        `is_deleted`: whether the name stands for no adapter: another instance may have given it to another one
-        meanwhile."""
+        ended. Raises NotFound, AdapterBusy, or as `deletion.check`."""
         async with self.uploads.catalog.changing(name):
-            check()
+            deletion.check()
             try:
                 unregistered = await self.uploads.unregister(name)
             except NotFound:
-                if not remove_elsewhere():
+                if not deletion.remove_elsewhere():
                     raise
                 unregistered = None
-            aliases = tuple(self.aliases.of(name))
-            for alias in aliases:
-                await self.aliases.remove(alias)
-            if is_deleted():
+            aliases = tuple(await self.aliases.remove_of(name))
+            if deletion.is_deleted():
                 await self.settings.remove(name)
         if unregistered is not None:
             await self.uploads.ended(unregistered)

@@ -1,5 +1,6 @@
 """Which folders of --adapters-dir are not served, and why: for the clients that ask for them, beside the log."""
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,14 +24,12 @@ class RefusedFolders:
 
     def __init__(self, roots: Sequence[Path] = (), now: Callable[[], float] = time.time) -> None:
         """`roots`: folders whose paths no client learns."""
-        self._roots, self._now = tuple(map(str, roots)), now
+        self._roots, self._now = _pattern(roots), now
         self._refusals: dict[str, Refusal] = {}  # the oldest first
 
     def note(self, name: str, reason: str) -> bool:
         """Records why a folder is not served. Returns False if that is known already."""
-        for root in self._roots:
-            reason = reason.replace(root, "--adapters-dir")
-        reason = reason[:_MOST_CHARACTERS]
+        reason = self._roots.sub("--adapters-dir", reason)[:_MOST_CHARACTERS]
         old = self._refusals.get(name)
         if old is not None and old.reason == reason:
             return False
@@ -51,3 +50,9 @@ class RefusedFolders:
     def all(self) -> list[Refusal]:
         """Returns all refusals by name."""
         return sorted(self._refusals.values(), key=lambda refusal: refusal.name)
+
+
+def _pattern(roots: Sequence[Path]) -> re.Pattern[str]:
+    """Returns what matches the folders' paths in a text, alone or before a slash; `/` tells nothing and stays."""
+    longest_first = sorted((re.escape(str(root)) for root in roots if root != Path("/")), key=len, reverse=True)
+    return re.compile(rf"(?<![\w./-])(?:{'|'.join(longest_first) or '(?!)'})(?![\w-]|\.\w)")

@@ -2,7 +2,8 @@
 and still have requests.
 
 All those of one server are in one folder that it locks, so that the next start removes what a killed server has left,
-and nothing of another server that uses the same root.
+and nothing of another server that uses the same root. Where a full disk has no room for it, the folder of a deleted
+adapter is beside it, with a lock of its own.
 """
 
 import errno
@@ -10,7 +11,6 @@ import fcntl
 import logging
 import os
 import shutil
-import tempfile
 import time
 import uuid
 from contextlib import suppress
@@ -34,48 +34,62 @@ class UploadFolders:
     def __init__(self, root: Path) -> None:
         """Removes what killed servers have left in `root`."""
         self._root, self._lock = root, Lock()
-        self._place: Path | None = None  # the folder that has them all, made when it is needed
-        self._descriptor = -1
+        self._place = self._beside()  # the folder that has them all, made when it is needed
+        self._locks: dict[Path, int] = {}  # descriptors, each with the lock of a folder in the root
         _remove_abandoned(root)
 
-    def new(self) -> Path:
-        """Makes a folder for an upload. Raises OSError."""
-        folder = self._free_path()
-        folder.mkdir(mode=0o755)
-        (folder / _MARK).touch()
-        return folder
+    def free_path(self) -> Path:
+        """Returns a path for `make`, where nothing is yet."""
+        return self._place / uuid.uuid4().hex
+
+    def make(self, path: Path) -> None:
+        """Makes the folder of an upload at a free path. Raises OSError."""
+        self._make_place()
+        path.mkdir(mode=0o755)
+        (path / _MARK).touch()
 
     def hide(self, folder: AdapterFolder) -> None:
         """Moves the folder of an adapter here, also on a full disk. Raises OSError."""
         try:
-            path = self._free_path()
+            self._make_place()
+            folder.rename(self.free_path())
         except OSError as error:
             if error.errno not in _FULL:
                 raise
-            path = self._root / f"{_PREFIX}{_boot()}-{uuid.uuid4().hex}"
-        folder.rename(path)
+            path = self._beside()
+            with self._lock:
+                self._unlock_removed()
+                self._locks[path] = _locked(folder.path)  # before other servers see it under its new name
+            folder.rename(path)
 
-    def _free_path(self) -> Path:
+    def _make_place(self) -> None:
         with self._lock:
-            if self._place is None or not self._place.is_dir():
-                self._close()
-                self._place = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{_boot()}-", dir=self._root))
-                self._descriptor = os.open(self._place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                with suppress(OSError):  # a file system without locks
-                    fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return self._place / uuid.uuid4().hex
+            if self._place not in self._locks or not self._place.is_dir():
+                self._unlock_removed()
+                self._place.mkdir(mode=0o700, exist_ok=True)
+                self._locks[self._place] = _locked(self._place)
+
+    def _beside(self) -> Path:
+        return self._root / f"{_PREFIX}{_boot()}-{uuid.uuid4().hex}"
+
+    def _unlock_removed(self) -> None:
+        for path in [path for path in self._locks if not path.exists()]:
+            os.close(self._locks.pop(path))
 
     def close(self) -> None:
         """Removes all of them."""
         with self._lock:
-            if self._place is not None:
-                shutil.rmtree(self._place, ignore_errors=True)
-            self._close()
+            for path in self._locks:
+                shutil.rmtree(path, ignore_errors=True)
+            self._unlock_removed()
 
-    def _close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._place, self._descriptor = None, -1
+
+def _locked(folder: Path) -> int:
+    """Locks a folder, under whatever path, until the descriptor that is returned is closed. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
 
 
 def is_uploaded(folder: Path) -> bool:

@@ -263,13 +263,11 @@ class _Upload:
 
     async def run(self, pieces: AsyncIterator[bytes]) -> UploadedAdapter:
         uploads, on_thread = self._uploads, self._uploads.on_thread
-        try:
-            hidden = await on_thread(self._folders.new)
-        except OSError as error:
-            raise not_written(error) from None
+        hidden = self._folders.free_path()
         body = UploadBody(hidden, uploads.most_bytes, self._claims.num_bytes, self._claims.config)
         failure = _broken(self._name, CaraServeError("it has ended early"))
         try:
+            await on_thread(self._folders.make, hidden)
             async for piece in pieces:
                 await on_thread(self._take, body, hidden, piece)
                 self._admit()

@@ -258,3 +258,24 @@ def test_refusals_are_bounded_and_name_no_path_of_the_server(monkeypatch: pytest
     assert [(one.name, len(one.reason), one.since_s) for one in refused.all()] == [("a", 11, 7.0), ("c", 11, 7.0)]
     refused.note("d", "outside /srv/adapters")
     assert refused.get("d") == Refusal("d", "outside --adapters-dir", 7.0)
+
+
+@pytest.mark.parametrize(
+    ("roots", "reason", "shown"),
+    [
+        (["/"], "and/or '/srv/x'", "and/or '/srv/x'"),
+        ([], "'/srv/x'", "'/srv/x'"),
+        (
+            ["/srv"],
+            "'/srv/x', '/srv2/x', '/mnt/srv/x', '/srv'",
+            "'--adapters-dir/x', '/srv2/x', '/mnt/srv/x', '--adapters-dir'",
+        ),
+        (["/srv", "/srv/a"], "/srv/a/x or /srv/b.", "--adapters-dir/x or --adapters-dir/b."),
+    ],
+)
+def test_a_reason_is_changed_only_where_it_has_a_folder_of_the_server(
+    roots: list[str], reason: str, shown: str
+) -> None:
+    refused = RefusedFolders([Path(root) for root in roots], now=lambda: 7.0)
+    refused.note("x", reason)
+    assert refused.get("x") == Refusal("x", shown, 7.0)

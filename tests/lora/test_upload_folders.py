@@ -14,6 +14,7 @@ from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.peft import inspect_adapter
 from caraserve.lora.registry import AdapterInfo
 from caraserve.lora.upload_body import UploadBody
+from caraserve.lora.upload_folders import UploadFolders
 from tests.lora.folders import SPEC, write_adapter
 from tests.lora.uploads import receiving, tar_of
 
@@ -23,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
     return write_adapter(tmp_path / "made")
 
 
-def _no_room(*arguments: object) -> None:
+def _no_room(*arguments: object, **options: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -45,6 +46,19 @@ async def test_a_full_disk_is_said_to_be_full(
         assert refusal.value.status == 507
         assert receiver.left() == []
         assert receiver.catalog.find("new") is None
+
+
+def test_what_is_hidden_on_a_full_disk_is_its_servers_until_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders, folder = UploadFolders(tmp_path), AdapterFolder(write_adapter(tmp_path / "x"))
+    with monkeypatch.context() as full:
+        full.setattr(Path, "mkdir", _no_room)
+        folders.hide(folder)
+    UploadFolders(tmp_path)  # another server starts
+    assert [folder.path] == list(tmp_path.iterdir())
+    folders.close()
+    assert not folder.path.exists()
 
 
 async def test_what_a_killed_server_left_is_removed_at_the_start(tmp_path: Path, folder: Path) -> None:

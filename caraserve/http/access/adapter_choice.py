@@ -18,8 +18,6 @@ from caraserve.http.validation import Fields, shown
 from caraserve.lora.registry import AdapterInfo
 from caraserve.lora.settings import NO_DEFAULTS, AdapterSettings, RequestDefaults
 
-_LISTED = "; GET /v1/models lists those that do."
-
 
 @dataclass(frozen=True, slots=True)
 class ChosenAdapter:
@@ -67,7 +65,9 @@ def find_adapter(request: web.Request, model: str) -> ListedAdapter | None:
             return found
         if is_allowed and adapter != name:
             reason = refusal(request, adapter)
-            raise NotFound(f"{name!r} stands for the adapter {adapter!r}, which is not loaded.{reason}", param="model")
+            raise NotFound(
+                f"{name!r} stands for the adapter {adapter!r}, which is not loaded.", param="model", reason=reason
+            )
     raise unknown_model(model, refusal(request, name))
 
 
@@ -98,7 +98,8 @@ def find_named(context: Context, name: str) -> ListedAdapter | None:
 
 def unknown_model(name: str, reason: str = "") -> NotFound:
     """The error for a model that does not exist, or that the client may not use. `reason`: as of `refusal`."""
-    return NotFound(f"The model {name[:200]!r} does not exist{_LISTED}{reason}", param="model")
+    listed = "GET /v1/models lists those that do."
+    return NotFound(f"The model {name[:200]!r} does not exist; {listed}", param="model", reason=reason)
 
 
 def refusal(request: web.Request, name: str) -> str:
@@ -160,11 +161,10 @@ def _found(field: str, name: str, find: Find) -> ChosenAdapter | None:
     try:
         return find(name)
     except NotFound as error:
-        reason = error.message.partition(_LISTED)[2]
         raise NotFound(
-            f"{field} must name an adapter that is loaded, and {shown(name)} is none; GET /v1/models lists "
-            f"them.{reason}",
+            f"{field} must name an adapter that is loaded, and {shown(name)} is none; GET /v1/models lists them.",
             param=field,
+            reason=error.reason,
         ) from None
 
 

@@ -45,8 +45,9 @@ def check_change(request: web.Request, name: str, digest: str | None) -> None:
 
 def _tags(request: web.Request, header: str) -> str:
     """The digests in a header, each in double quotes; `*` for any, empty without the header. Raises InvalidRequest."""
-    if (tags := request.headers.get(header)) is None:
+    if not (lines := request.headers.getall(header, [])):
         return ""
+    tags = ", ".join(lines)
     if tags.strip() != "*" and not _TAGS.fullmatch(tags):
         raise InvalidRequest(
             f"{header} must be 64 hexadecimal digits in double quotes, or several such with commas between them; "

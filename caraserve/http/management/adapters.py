@@ -5,7 +5,7 @@ import base64
 import binascii
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -24,7 +24,6 @@ from caraserve.http.access.adapter_choice import (
     settings_of,
 )
 from caraserve.http.access.adapter_version import check_change, entity_tag
-from caraserve.http.access.client import Client
 from caraserve.http.adapter_defaults import parse_defaults
 from caraserve.http.apis.chat_format import check_template
 from caraserve.http.context import CLIENT, CONTEXT, Context, HttpTimings
@@ -100,7 +99,7 @@ def _unknown(request: web.Request) -> NotFound:
     """The error for a name in the URL that stands for no adapter."""
     name = request.match_info["name"]
     reason = refusal(request, name)
-    return NotFound(f"There is no adapter {name[:200]!r}; GET /v1/adapters lists them.{reason}", param="name")
+    return NotFound(f"There is no adapter {name[:200]!r}; GET /v1/adapters lists them.", param="name", reason=reason)
 
 
 def tier_of(adapter: Adapter | None) -> str:
@@ -142,14 +141,14 @@ async def put_adapter(request: web.Request) -> web.Response:
         raise web.HTTPUnsupportedMediaType(text="Content-Encoding is not taken; send the body as it is.")
     config, checksums = request.query.get("config"), tuple(_checksums(request))
     claims = UploadClaims(request.content_length, config, checksums, request[CLIENT].name)
-    check = _Replacement(request, context, management, name).check
+    check = _ReplacementCheck(request, context, management, name).check
     stored = await management.uploads.put(name, _pieces(request, context.timings), claims, check)
     log.info("adapter %s uploaded: %s", name, stored.info.digest)
     headers = {"ETag": entity_tag(stored.info.digest)}
     return json_response(_full_card(context, stored.info), status=201 if stored.is_new else 200, headers=headers)
 
 
-class _Replacement:
+class _ReplacementCheck:
     """What must hold for an upload to replace what a name stands for, when it begins and when it is to be stored."""
 
     def __init__(self, request: web.Request, context: Context, management: AdapterManagement, name: str) -> None:
@@ -252,17 +251,9 @@ def _labels(fields: Fields) -> dict[str, str] | None:
 async def delete_adapter(request: web.Request) -> web.Response:
     """DELETE /v1/adapters/NAME: responds when no running request uses the adapter any more."""
     context, management = _managed(request)
-    name, is_forced = request.match_info["name"], _is_forced(request)
-
-    def check() -> None:
-        _refuse_uploading(context, name)
-        if find_named(context, name) is None:
-            raise _unknown(request)
-        check_change(request, name, _version(context, name))
-        if not is_forced and (aliases := management.aliases.of(name)):
-            raise _aliased(name, aliases, "they are deleted too")
-
-    deleted = await context.complete(_delete(context, request[CLIENT], management, name, check))
+    name = request.match_info["name"]
+    deletion = _Deletion(request, context, management, name)
+    deleted = await context.complete(_delete(context, management, name, deletion))
     log.info("adapter %r deleted", name)
     return json_response(
         {
@@ -275,22 +266,40 @@ async def delete_adapter(request: web.Request) -> web.Response:
     )
 
 
-async def _delete(
-    context: Context, client: Client, management: AdapterManagement, name: str, check: Callable[[], None]
-) -> DeletedAdapter:
-    def remove_elsewhere() -> bool:
-        if context.cluster is None or context.cluster.adapter(name) is None or not client.may_use(name):
+async def _delete(context: Context, management: AdapterManagement, name: str, deletion: "_Deletion") -> DeletedAdapter:
+    deleted = await management.delete(name, deletion)
+    if context.cluster is not None:
+        management.settings.remove_later(name, deletion.is_deleted)
+    return deleted
+
+
+class _Deletion:
+    """As `Deletion`: what must hold for an adapter to be deleted, and where it is."""
+
+    def __init__(self, request: web.Request, context: Context, management: AdapterManagement, name: str) -> None:
+        self._request, self._context, self._aliases, self._name = request, context, management.aliases, name
+        self._is_forced = _is_forced(request)
+
+    def check(self) -> None:
+        """Raises NotFound, AdapterBusy, VersionDiffers or AdapterAliased."""
+        _refuse_uploading(self._context, self._name)
+        if self.is_deleted():
+            raise _unknown(self._request)
+        check_change(self._request, self._name, _version(self._context, self._name))
+        if not self._is_forced and (aliases := self._aliases.of(self._name)):
+            raise _aliased(self._name, aliases, "they are deleted too")
+
+    def remove_elsewhere(self) -> bool:
+        """Removes an adapter that only other instances have. Returns False if there is none that the client may use."""
+        cluster = self._context.cluster
+        if cluster is None or cluster.adapter(self._name) is None or not self._request[CLIENT].may_use(self._name):
             return False
-        context.cluster.remove(name)
+        cluster.remove(self._name)
         return True
 
-    def is_deleted() -> bool:
-        return find_named(context, name) is None
-
-    deleted = await management.delete(name, check, remove_elsewhere, is_deleted)
-    if context.cluster is not None:
-        management.settings.remove_later(name, is_deleted)
-    return deleted
+    def is_deleted(self) -> bool:
+        """Whether the name stands for no adapter, here or in the cluster."""
+        return find_named(self._context, self._name) is None
 
 
 def _refuse_uploading(context: Context, name: str) -> None:

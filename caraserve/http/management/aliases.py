@@ -1,7 +1,8 @@
 """Serves /v1/aliases: names that stand for an adapter and are switched, and rolled back, in one step."""
 
 import logging
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -61,9 +62,7 @@ async def put_alias(request: web.Request) -> web.Response:
 async def _point(context: Context, name: str, adapter: str) -> tuple[bool, Alias]:
     """Points an alias at an adapter, while neither name is changed otherwise. Returns whether it is new."""
     aliases = _aliases(context)
-    async with AsyncExitStack() as stack:
-        for one in sorted({name, adapter}):  # in one order, so that two changes do not wait for each other
-            await stack.enter_async_context(context.engine.catalog.changing(one))
+    async with _changing(context, name, adapter):
         if find_named(context, name) is not None:
             raise AdapterRejected(f"{name!r} is an adapter; an alias needs a name of its own.", param="name")
         _target(context, adapter)
@@ -79,19 +78,38 @@ async def roll_back_alias(request: web.Request) -> web.Response:
 
 
 async def _roll_back(context: Context, name: str) -> Alias:
+    """Points an alias at the adapter before, while neither name is changed otherwise."""
     aliases = _aliases(context)
-    async with context.engine.catalog.changing(aliases.get(name).previous or name):
-        if (previous := aliases.get(name).previous) is not None:
-            _target(context, previous)
-        return await aliases.roll_back(name)
+    while True:
+        if (previous := aliases.get(name).previous) is None:
+            adapter = aliases.get(name).adapter
+            raise AdapterRejected(f"the alias {name!r} has stood for no adapter but {adapter!r}", param="name")
+        async with _changing(context, name, previous):
+            if aliases.get(name).previous == previous:  # else it was switched meanwhile
+                _target(context, previous)
+                return await aliases.point(name, previous)
 
 
 async def delete_alias(request: web.Request) -> web.Response:
     """DELETE /v1/aliases/NAME"""
     context, name = updatable(request), request.match_info["name"]
-    await context.complete(_aliases(context).remove(name))
+    await context.complete(_delete(context, name))
     log.info("alias %s deleted", name)
     return json_response({"name": name, "object": "alias", "deleted": True})
+
+
+async def _delete(context: Context, name: str) -> None:
+    async with _changing(context, name):
+        await _aliases(context).remove(name)
+
+
+@asynccontextmanager
+async def _changing(context: Context, *names: str) -> AsyncIterator[None]:
+    """Waits until no other change of the names is under way, and keeps others waiting. Raises AdapterBusy."""
+    async with AsyncExitStack() as stack:
+        for name in sorted(set(names)):  # in one order, so that two changes do not wait for each other
+            await stack.enter_async_context(context.engine.catalog.changing(name))
+        yield
 
 
 def may_use_alias(request: web.Request, alias: Alias) -> bool:

@@ -120,7 +120,7 @@ async def test_a_switch_and_a_rollback_hold_on_every_instance_within_a_second() 
     await a.aliases.point("prod", "v2")
     assert a.aliases.find("prod") == Alias("prod", "v2", "v1")  # before any instance has heard of it
     await sharing.until(lambda: sharing.all_have(Alias("prod", "v2", "v1")), 1)
-    await b.aliases.roll_back("prod")
+    await b.aliases.point("prod", "v1")
     await sharing.until(lambda: sharing.all_have(Alias("prod", "v1", "v2")), 1)
     await c.aliases.remove("prod")
     await sharing.until(lambda: sharing.all_have(None), 1)
@@ -212,9 +212,9 @@ async def test_an_alias_always_stands_for_a_known_adapter_and_in_the_end_for_the
                 await sharing.kill(instance.name)
             case 3 if away:
                 await sharing.start(away[0])
-            case 4 if instance.aliases.find("prod") is not None and instance.aliases.get("prod").previous is not None:
-                if instance.knows(str(instance.aliases.get("prod").previous)):
-                    await instance.aliases.roll_back("prod")
+            case 4 if (alias := instance.aliases.find("prod")) is not None and alias.previous is not None:
+                if instance.knows(alias.previous):
+                    await instance.aliases.point("prod", alias.previous)
             case _:
                 instance.register(f"v{step}")
                 await instance.aliases.point("prod", f"v{step}")

@@ -61,6 +61,14 @@ async def test_a_change_of_another_version_than_the_client_knows_is_refused(
         assert (await change(client, method, bodies, **{header: right})).status == 200
 
 
+async def test_the_versions_in_several_lines_of_a_header_are_one_list(tmp_path: Path, bodies: list[bytes]) -> None:
+    async with serving(tmp_path / "root") as (client, _):
+        etag = (await client.request("PUT", "/v1/adapters/x", data=bodies[0])).headers["ETag"]
+        for header, status in (("If-None-Match", 412), ("If-Match", 200)):
+            lines = [(header, WRONG), (header, etag)]
+            assert (await client.request("DELETE", "/v1/adapters/x", headers=lines)).status == status
+
+
 async def test_a_change_of_what_is_not_there(tmp_path: Path, bodies: list[bytes]) -> None:
     async with serving(tmp_path / "root") as (client, receiver):
         for method, status in (("PUT", 412), ("PATCH", 404), ("DELETE", 404)):

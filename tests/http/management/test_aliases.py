@@ -121,6 +121,44 @@ async def test_no_alias_takes_the_name_of_an_adapter_that_is_arriving(tmp_path: 
         assert await point(client, "prod", "a") == 201
 
 
+@pytest.mark.parametrize("method", ["PUT", "DELETE"])
+async def test_an_alias_is_not_changed_while_its_rollback_waits(tmp_path: Path, method: str) -> None:
+    async with serving(tmp_path / "root") as (client, receiver):
+        await add(receiver, "v1", "v2", "v3")
+        for version in ("v1", "v2"):
+            await point(client, "prod", version)
+        users = receiver.catalog._locks._users
+        async with receiver.catalog.changing("v1"):
+            back = asyncio.create_task(client.post("/v1/aliases/prod/rollback"))
+            await until(lambda: users["v1"] == 2)
+            change = asyncio.create_task(client.request(method, "/v1/aliases/prod", json={"adapter": "v3"}))
+            await until(lambda: change.done() or users.get("prod") == 2)
+        assert ((await back).status, (await back).json["adapter"]) == (200, "v1")
+        assert (await change).status == 200
+        left = [(one["adapter"], one["previous"]) for one in (await client.get("/v1/aliases")).json["data"]]
+        assert left == ([("v3", "v1")] if method == "PUT" else [])
+
+
+async def test_a_rollback_leads_to_no_adapter_that_is_deleted_meanwhile(tmp_path: Path) -> None:
+    """It waits for the adapter to which it then leads, not for the one that was to be it when it began."""
+    async with serving(tmp_path / "root") as (client, receiver):
+        await add(receiver, "v1", "v2", "v3")
+        for version in ("v1", "v2"):
+            await point(client, "z", version)
+        catalog, users = receiver.catalog, receiver.catalog._locks._users
+        async with catalog.changing("v1"):
+            back = asyncio.create_task(client.post("/v1/aliases/z/rollback"))
+            await until(lambda: users["v1"] == 2)
+            await point(client, "z", "v3")
+            deletion = catalog.changing("v2")
+            await deletion.__aenter__()
+        await until(lambda: back.done() or users["v2"] == 2)
+        await catalog.unregister("v2")
+        await deletion.__aexit__(None, None, None)
+        assert (await back).status == 404
+        assert (await client.get("/v1/aliases/z")).json["adapter"] == "v3"
+
+
 async def test_a_long_list_of_aliases_is_made_in_turns_of_the_event_loop(tmp_path: Path, rests: list[float]) -> None:
     registry = Registry(None)
     registry.put_settings([Setting("alias", f"alias{number}", '{"adapter": "a"}') for number in range(2000)])
