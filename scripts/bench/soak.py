@@ -41,7 +41,7 @@ _PROBE_S = 0.1
 _PROBE_TIMEOUT_S = 5.0
 _LINGER_S = 0.01  # for which a refused client leaves its connection open: the server then waits for the rest
 _UNREAD_S = 60.0
-_SHORT = {"prompt": "The sea", "max_tokens": 2, "stream": True, "ignore_eos": True}
+_SHORT = {"prompt": "The sea", "max_tokens": 1, "stream": True, "ignore_eos": True}
 _LONG = {"prompt": "The sea", "max_tokens": 770, "stream": True, "ignore_eos": True, "logprobs": 20, "n": 128}
 # The KV cache is full of reusable blocks at once; it would else grow for thousands of requests.
 _SMALL = ("--kv-cache-bytes", "4MiB", "--no-log-requests", "--api-key", _KEY)
@@ -68,36 +68,28 @@ _HALVES = {
 }
 
 
-class Sender:
-    """Sends the requests of one load; runs in another process. `ended` counts them for this one."""
+async def _send_all(load: "Load", count: int, address: Address, ended: Any) -> None:
+    """Sends `count` requests of a load; `ended` counts them for the process that measures."""
+    left = iter(range(count))
 
-    def __init__(self, address: Address, ended: Any) -> None:
-        self._address, self._ended = address, ended
-
-    async def many(self, count: int, together: int, one: Callable[[Connection], Awaitable[bool]]) -> None:
-        """Sends `count` requests over `together` connections. `one` returns whether its connection may be used
-        again."""
-        left = iter(range(count))
-
-        async def go() -> None:
-            connection: Connection | None = None
-            for _ in left:
-                with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-                    connection = connection or await asyncio.open_connection(*self._address)
-                    if not await one(connection):
-                        connection[1].transport.abort()
-                        connection = None
-                    self._count()
-                    continue
-                connection = None  # refused or closed by the server
-                self._count()
-            if connection is not None:
+    async def go() -> None:
+        connection: Connection | None = None
+        for _ in left:
+            try:
+                connection = connection or await asyncio.open_connection(*address)
+                is_usable = await load.one(connection)
+            except (ConnectionError, asyncio.IncompleteReadError):
+                if not load.may_break:
+                    raise
+                is_usable = False
+            if connection is not None and not is_usable:
                 connection[1].transport.abort()
+                connection = None
+            ended.value += 1
+        if connection is not None:
+            connection[1].transport.abort()
 
-        await asyncio.gather(*(go() for _ in range(together)))
-
-    def _count(self) -> None:
-        self._ended.value += 1
+    await asyncio.gather(*(go() for _ in range(load.together)))
 
 
 async def _stream(connection: Connection) -> bool:
@@ -146,12 +138,13 @@ def _refusal(status: str) -> "Load":
     async def refused(connection: Connection) -> bool:
         return await _refused(connection, status)
 
-    return Load(refused, 20_000, 32, 2_000)
+    return Load(refused, 10_000, 32, 1_000)
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is sent, and within which bounds the server must stay."""
+    """What is sent, and within which bounds the server must stay. `one` sends a request and returns whether its
+    connection may be used again."""
 
     one: Callable[[Connection], Awaitable[bool]]
     count: int  # of requests
@@ -160,14 +153,15 @@ class Load:
     most_grown_mb: float = 5.0
     most_failed: int = 0  # probes
     slowest_probe_s: float = 1.0
+    may_break: bool = False  # whether the server may close a connection without an answer
 
 
 _LOADS = {
-    "streams": Load(_stream, 100_000, 16, 10_000),
+    "streams": Load(_stream, 100_000, 64, 10_000),
     **{f"refused {status}": _refusal(status) for status in _HALVES},
-    "half requests": Load(_half, 20_000, 4_300, most_grown_mb=200.0),
+    "half requests": Load(_half, 20_000, 4_300, most_grown_mb=200.0, may_break=True),
     "begun at once": Load(_stream, 2_000, 2_000, most_grown_mb=200.0, slowest_probe_s=0.5),
-    "unread": Load(_unread, 60, 60, most_grown_mb=400.0),
+    "unread": Load(_unread, 60, 60, most_grown_mb=400.0, may_break=True),
 }
 
 
@@ -188,7 +182,7 @@ class Row:
 def _send(name: str, scale: float, address: Address, ended: Any) -> None:
     load = _LOADS[name]
     count = max(load.together, round(scale * load.count))
-    asyncio.run(Sender(address, ended).many(count, load.together, load.one))
+    asyncio.run(_send_all(load, count, address, ended))
 
 
 def _memory_mb(pid: int) -> float:
