@@ -28,6 +28,7 @@ _UNCOUNTED_BYTES = 64 << 10  # of each body, so that large bodies of some client
 _LEAST_BODY_BYTES = 256 << 20
 _LARGEST_BODIES = 4  # that fit at the same time, whatever the limit for one is
 _RETRY_S = 1.0
+_BEGUN_PER_TURN = 8  # requests, at 0.3 to 0.6 ms each until they wait for the engine
 
 _T = TypeVar("_T")
 
@@ -90,6 +91,7 @@ class Context:
     cluster: Node | None = None  # None: this server has no peers
     background: BackgroundTasks = field(default_factory=BackgroundTasks)
     management: AdapterManagement | None = None
+    begin_turns: TurnBudget = field(default_factory=lambda: TurnBudget(_BEGUN_PER_TURN))
     logprob_turns: TurnBudget = field(default_factory=lambda: TurnBudget(TURN_LOGPROBS))
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 

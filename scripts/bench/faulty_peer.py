@@ -29,13 +29,14 @@ from aiohttp import web
 from caraserve import demo
 from caraserve.bench.servers import end_with_parent, free_ports
 from caraserve.cluster.membership.auth import LOOPBACK_SECRET, Keyring
-from caraserve.cluster.membership.node import Node, NodeConfig, NodeListener
+from caraserve.cluster.membership.node import Node, NodeConfig, NodeListener, QueryBody
 from caraserve.cluster.membership.websocket import WEBSOCKET_PATH
 from caraserve.cluster.routing.cost import LinkSpeeds, Tier
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.state.persistence import ClusterRegistryFile
 from caraserve.cluster.state.replicated_map import Entry, InstanceLoad, RegisteredAdapter
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
+from caraserve.http.dispatch import ANSWERING_QUESTION
 from caraserve.lora.manifest import ChunkHasher, identified, manifest_of
 from caraserve.lora.peft import inspect_adapter, read_adapter
 from caraserve.model.digest import model_digest
@@ -74,6 +75,11 @@ DOWNLOADS: dict[str, Sends] = {  # by the name of an adapter, for its manifest
 SLOW = [f"slow{number}" for number in range(9)]
 
 
+def answer_query(peer: str, body: QueryBody) -> QueryBody:
+    """Offers to take every request at once, and no longer answers any of them."""
+    return (0,) if body[0] == ANSWERING_QUESTION else (0.0, 0.0) * (body[0] == "route")
+
+
 class FaultyPeer:
     """The fourth instance."""
 
@@ -97,7 +103,7 @@ class FaultyPeer:
         host, port = self._address.split(":")
         await web.TCPSite(runner, host, int(port)).start()
         load = InstanceLoad("serving", kv_tokens=1 << 20, kv_free_tokens=1 << 20, queue_room=1000)
-        listener = NodeListener(lambda lag_s: load, answer_query=lambda peer, body: (0.0, 0.0) * (body[0] == "route"))
+        listener = NodeListener(lambda lag_s: load, answer_query=answer_query)
         await self.node.start(self._address, listener)
         self.node.publish(PerfModel(1e-6, 1e-6, 1e-3, False, 1e-3, 1e-6, 1e-9), LinkSpeeds())
         try:

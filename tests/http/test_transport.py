@@ -2,8 +2,10 @@
 
 import asyncio
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -14,8 +16,9 @@ from aiohttp.http_writer import StreamWriter
 from caraserve.core.request import GenerateRequest, TokenDelta
 from caraserve.engine import unread
 from caraserve.http.app import make_app, start_http
-from caraserve.http.context import HttpTimings
-from tests.http.fake_engine import FakeEngine, finish
+from caraserve.http.context import CONTEXT, HttpTimings
+from caraserve.util.tasks import TurnBudget
+from tests.http.fake_engine import FakeEngine, FakeStream, finish
 from tests.http.serving import Answer, Client, exchange, http_config, new_metrics, serving
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -290,3 +293,46 @@ async def test_a_connection_without_a_request_is_closed_sooner_than_one_between_
         assert await asyncio.wait_for(silent.read(), 20.0) == b""
         writer.write(REQUEST)
         await used.readuntil(b"usage")
+
+
+async def test_of_requests_that_come_at_once_a_few_begin_in_each_turn_of_the_event_loop() -> None:
+    turn, begun_in = 0, list[int]()
+
+    class CountingEngine(FakeEngine):
+        def submit(self, request: GenerateRequest) -> FakeStream:
+            begun_in.append(turn)
+            return super().submit(request)
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    engine = CountingEngine()
+    async with serving(engine) as client:
+        sockets = [socket.create_connection(("127.0.0.1", client.port)) for _ in range(40)]
+        for one in sockets:
+            one.sendall(REQUEST)  # all before the server's next turn
+        counting = asyncio.create_task(count_turns())
+        await engine.submitted(40)
+        counting.cancel()
+        for one in sockets:
+            one.close()
+    assert max(Counter(begun_in).values()) <= 16  # two turns' requests, as some begin at the end of theirs
+
+
+async def test_a_probe_does_not_wait_while_others_wait_to_begin() -> None:
+    config = http_config()
+    app = make_app(FakeEngine(), config, new_metrics(), allow_lora_updates=False)
+    app[CONTEXT] = replace(app[CONTEXT], begin_turns=TurnBudget(0))  # nothing begins
+    runner, port = await start_http(app, config)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(REQUEST)
+        assert parsed(await exchange(port, PROBE)).status == 200
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reader.read(1), 0.05)
+    finally:
+        writer.close()
+        await runner.cleanup()

@@ -1,6 +1,7 @@
 """Chat templates of adapters: what the model's could do too, in a process that ends where one takes too much."""
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ import pytest
 
 from caraserve.core.reasoning_grammar import ReasoningTokens
 from caraserve.core.request import Tenant
+from caraserve.cpu.lora_workers import fork_server
 from caraserve.errors import InvalidRequest
 from caraserve.tokenizer.adapter_templates import AdapterTemplates
 from caraserve.tokenizer.chat_template import ChatTemplate
@@ -124,6 +126,13 @@ async def test_more_templates_than_are_kept_compiled_render_all_the_same() -> No
         processes = set(templates._processes._processes)
         assert [await one.render(HELLO, OWNER, **OPTIONS) for one in loaded * 2] == list("01234" * 2)
         assert templates._processes._processes == processes
+
+
+async def test_the_threads_that_compute_come_before_its_process() -> None:
+    async with rendering() as templates:
+        await templates.load("{{ messages[-1].content }}", OWNER)
+        (process,) = templates._processes._processes
+        assert os.getpriority(os.PRIO_PROCESS, process._process.pid) > fork_server.NICE  # that of compute threads
 
 
 async def test_clients_that_leave_do_not_end_the_process() -> None:

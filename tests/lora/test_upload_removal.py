@@ -1,0 +1,175 @@
+"""Removal of uploaded files, by a deletion or for another instance's version: requests keep theirs until they end."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from caraserve.errors import (
+    AdapterRejected,
+    CaraServeError,
+    NotFound,
+)
+from caraserve.lora.adapter_folder import AdapterFolder
+from caraserve.lora.peft import inspect_adapter
+from caraserve.lora.uploads import AdapterUploads, UploadClaims
+from tests.cluster.nodes import until
+from tests.lora.folders import SPEC, write_adapter
+from tests.lora.uploads import LIMIT, Receiver, in_pieces, receiving, tar_of
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_adapter(tmp_path / "made")
+
+
+def source_path(receiver: Receiver, name: str) -> Path:
+    """Returns where the adapter of a name is read from."""
+    source = receiver.catalog.pin(name).source
+    assert isinstance(source, AdapterFolder)
+    return source.path
+
+
+async def test_other_instances_remove_the_files_of_another_version_and_keep_those_of_the_same(
+    tmp_path: Path, folder: Path
+) -> None:
+    digest, removed = inspect_adapter(folder, SPEC).digest, list[tuple[str, str]]()
+    async with receiving(tmp_path / "root") as receiver:
+        observers = [lambda name, digest: removed.append((name, digest))]
+        uploads = AdapterUploads(receiver.catalog, receiver.uploads.reader, SPEC, receiver.root, LIMIT, observers)
+        for name, elsewhere in (("same", digest), ("other", "f" * 64)):
+            receiver.catalog.adopt(name, elsewhere, 8, 1000)
+            body = tar_of(folder)
+            await uploads.put(name, in_pieces(body, 1000), UploadClaims(len(body)))
+        await uploads.close()
+    assert removed == [("other", "f" * 64)]
+
+
+async def test_a_folder_that_was_not_uploaded_is_never_replaced_nor_removed(tmp_path: Path, folder: Path) -> None:
+    async with receiving(tmp_path / "root") as receiver:
+        write_adapter(receiver.root / "own")
+        await receiver.catalog.load("own", "own", inplace=False)
+        with pytest.raises(AdapterRejected, match="was not uploaded"):
+            await receiver.put("own", tar_of(folder))
+        await receiver.uploads.delete("own")
+        assert receiver.left() == ["own"]
+        assert receiver.catalog.find("own") is None
+
+
+async def test_deleting_an_uploaded_adapter_waits_for_its_requests_and_removes_its_files(
+    tmp_path: Path, folder: Path
+) -> None:
+    async with receiving(tmp_path / "root") as receiver:
+        await receiver.put("new", tar_of(folder))
+        pinned = receiver.catalog.pin("new")
+        deletion = asyncio.create_task(receiver.uploads.delete("new"))
+        await until(lambda: receiver.catalog.find("new") is None)
+        assert isinstance(pinned.source, AdapterFolder)
+        assert inspect_adapter(pinned.source.path, SPEC).digest == pinned.digest
+        receiver.catalog.manager.unpin(pinned)
+        await deletion
+        assert receiver.left() == []
+        with pytest.raises(NotFound):
+            await receiver.uploads.delete("new")
+
+
+async def test_files_that_another_instance_has_replaced_stay_until_their_last_request_has_ended(
+    tmp_path: Path, folder: Path
+) -> None:
+    async with receiving(tmp_path / "root") as receiver:
+        info = (await receiver.put("new", tar_of(folder))).info
+        pinned = receiver.catalog.pin("new")
+        removal = asyncio.create_task(receiver.uploads.discard("new", info.digest))
+        receiver.catalog.adopt("new", "f" * 64, 8, 1000)
+        receiver.catalog.manager.changed()
+        await removal
+        assert isinstance(pinned.source, AdapterFolder)
+        assert inspect_adapter(pinned.source.path, SPEC).digest == info.digest
+        receiver.catalog.manager.unpin(pinned)
+        await until(lambda: receiver.left() == [])
+
+
+async def test_files_of_other_adapters_and_those_not_uploaded_are_not_removed_for_another_instance(
+    tmp_path: Path, folder: Path
+) -> None:
+    async with receiving(tmp_path / "root") as receiver:
+        await receiver.put("new", tar_of(folder))
+        await receiver.catalog.unload("new")
+        own = inspect_adapter(write_adapter(tmp_path / "root" / "own"), SPEC).digest
+        for name, digest in (("new", "f" * 64), ("own", own), ("none", own)):
+            await receiver.uploads.discard(name, digest)
+        assert receiver.left() == ["new", "own"]
+
+
+async def test_files_whose_replacement_is_being_uploaded_are_left_to_the_upload(tmp_path: Path, folder: Path) -> None:
+    body = tar_of(write_adapter(tmp_path / "other", {"lora_alpha": 9}))
+    rest = asyncio.Event()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield body[:1000]
+        await rest.wait()
+        yield body[1000:]
+
+    async with receiving(tmp_path / "root") as receiver:
+        old = (await receiver.put("new", tar_of(folder))).info.digest
+        upload = asyncio.create_task(receiver.uploads.put("new", pieces(), UploadClaims(len(body))))
+        await until(lambda: len(receiver.left()) == 2)  # the upload has a folder
+        receiver.catalog.adopt("new", "f" * 64, 8, 1000)
+        await receiver.uploads.discard("new", old)
+        assert "new" in receiver.left()
+        rest.set()
+        digest = (await upload).info.digest
+        assert inspect_adapter(receiver.root / "new", SPEC).digest == digest != old
+        await until(lambda: receiver.left() == ["new"])
+
+
+async def test_an_upload_waits_while_the_former_files_of_its_name_are_removed(tmp_path: Path, folder: Path) -> None:
+    async with receiving(tmp_path / "root") as receiver:
+        old = (await receiver.put("new", tar_of(folder))).info.digest
+        receiver.catalog.adopt("new", "f" * 64, 8, 1000)
+        removal = asyncio.create_task(receiver.uploads.discard("new", old))
+        await asyncio.sleep(0)  # it has begun
+        stored = await receiver.put("new", tar_of(folder))
+        await removal
+        assert receiver.catalog.get("new") is stored.info
+        await until(lambda: receiver.left() == ["new"])
+
+
+async def test_files_that_are_uploaded_again_at_once_outlast_their_removal_elsewhere(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the name is unloaded later, which keeps the files."""
+    monkeypatch.setattr("caraserve.lora.uploads._HEARD_S", 0.01)
+    async with receiving(tmp_path / "root") as receiver:
+        digest = (await receiver.put("new", tar_of(folder))).info.digest
+        async with asyncio.timeout(5):
+            await receiver.uploads.discard("new", digest)
+        await receiver.catalog.unload("new")
+        assert receiver.left() == ["new"]
+
+
+async def test_a_start_finds_nothing_of_a_deletion_that_was_cancelled_while_requests_ran(
+    tmp_path: Path, folder: Path
+) -> None:
+    async with receiving(tmp_path / "root") as receiver:
+        await receiver.put("new", tar_of(folder))
+        pinned = receiver.catalog.pin("new")
+        deletion = asyncio.create_task(receiver.uploads.delete("new"))
+        await until(lambda: receiver.catalog.find("new") is None)
+        deletion.cancel()
+        await asyncio.wait([deletion])
+        assert deletion.cancelled()
+        assert not [name for name in receiver.left() if not name.startswith(".")]
+        receiver.catalog.manager.unpin(pinned)
+        await until(lambda: receiver.left() == [])
+
+
+async def test_a_deletion_that_the_registry_refuses_changes_nothing(tmp_path: Path, folder: Path) -> None:
+    async with receiving(tmp_path / "root") as receiver:
+        await receiver.put("new", tar_of(folder))
+        receiver.registry.close()
+        with pytest.raises(CaraServeError, match="registry"):
+            await receiver.uploads.delete("new")
+        assert source_path(receiver, "new") == receiver.root / "new"
+        assert receiver.left() == ["new"]
