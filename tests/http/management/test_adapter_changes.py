@@ -237,11 +237,11 @@ async def test_settings_go_with_a_deletion_that_still_waits_for_requests(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("limit", "value", "is_sized", "reason"),
+    ("least_bytes_per_s", "longest_s", "is_sized", "reason"),
     [
-        ("_LEAST_BYTES_PER_S", 1e6, False, "at least 1000000 bytes/s are needed"),
-        ("_LONGEST_S", 0.01, True, f"at least {SIZE * 100} bytes/s are needed"),
-        ("_LONGEST_S", 0.01, False, "all of them within 0.01 s"),
+        (1e6, 3600, False, "at least 1000000 bytes/s are needed"),
+        (1.0, 0.01, True, f"at least {SIZE * 100} bytes/s are needed"),
+        (1.0, 0.01, False, "all of them within 0.01 s"),
     ],
     ids=["least rate", "rate of its size", "longest time"],
 )
@@ -249,13 +249,14 @@ async def test_an_upload_that_is_too_slow_is_given_up(
     tmp_path: Path,
     bodies: list[bytes],
     monkeypatch: pytest.MonkeyPatch,
-    limit: str,
-    value: float,
+    least_bytes_per_s: float,
+    longest_s: float,
     is_sized: bool,
     reason: str,
 ) -> None:
     """It has bytes all the time: only their number is too small."""
-    monkeypatch.setattr(adapters, limit, value)
+    monkeypatch.setattr(adapters, "_LEAST_BYTES_PER_S", least_bytes_per_s)
+    monkeypatch.setattr(adapters, "_LONGEST_S", longest_s)
     timings = HttpTimings(upload_grace_s=0.02, linger_s=0.1)
     async with serving(tmp_path / "root", timings=timings) as (client, receiver):
 
