@@ -58,8 +58,8 @@ def inspect_adapter(folder: Path, model: ModelSpec) -> AdapterSpec:
 
 
 def read_adapter(folder: Path, model: ModelSpec, into: NDArray[np.uint8]) -> HostAdapter:
-    """Reads and checks a whole adapter, which `inspect_adapter` has accepted, into `into`. Raises
-    AdapterRejected naming the field or tensor."""
+    """Reads and checks a whole adapter, which `inspect_adapter` has accepted, into `into`. Raises AdapterRejected
+    naming the field or tensor."""
     with _opened(folder) as file:
         spec, pairs = _specify(read_config(folder), file, model)
         if spec.num_bytes > into.nbytes:
