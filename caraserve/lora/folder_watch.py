@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from caraserve.errors import AdapterRejected, CaraServeError
+from caraserve.errors import AdapterBusy, AdapterRejected, CaraServeError, ServerBusy
 from caraserve.lora.aliases import Aliases
 from caraserve.lora.catalog import Catalog
 from caraserve.lora.folder_contents import NO_ADAPTERS, stamp, why_no_adapter
@@ -114,6 +114,8 @@ class FolderWatch:
             is_outdated = old is not None and not old.targets and is_uploaded(folder)
             info = await self._catalog.load(name, str(folder), inplace=not is_outdated, check=refuse_alias)
         except CaraServeError as error:
+            if isinstance(error, AdapterBusy | ServerBusy):
+                self._settled[name] = ""  # the next poll tries again
             self._refuse(name, error.message)
         else:
             log.info("adapter %s %s in --adapters-dir: %s", name, "has changed" if old else "is new", info.digest)

@@ -48,7 +48,8 @@ class Pair:
 
 
 def inspect_adapter(folder: Path, model: ModelSpec) -> AdapterSpec:
-    """Checks an adapter's configuration and tensors, and computes its digest. Raises AdapterRejected."""
+    """Checks an adapter's configuration and tensors, and computes its digest. Raises AdapterRejected, or ServerBusy if
+    they cannot be checked now."""
     with _opened(folder) as file:
         spec, pairs = specify(folder, file, model)
         starts = (0, *spec.layer_ends)
@@ -57,9 +58,10 @@ def inspect_adapter(folder: Path, model: ModelSpec) -> AdapterSpec:
 
 
 def read_adapter(folder: Path, model: ModelSpec, into: NDArray[np.uint8]) -> HostAdapter:
-    """Reads and checks a whole adapter into `into`. Raises AdapterRejected naming the field or tensor."""
+    """Reads and checks a whole adapter, which `inspect_adapter` has accepted, into `into`. Raises AdapterRejected
+    naming the field or tensor."""
     with _opened(folder) as file:
-        spec, pairs = specify(folder, file, model)
+        spec, pairs = _specify(read_config(folder), file, model)
         if spec.num_bytes > into.nbytes:
             raise files_changed()
         spec = _fill(file, spec, pairs, model, lambda start, end: into[start:end])
@@ -174,8 +176,16 @@ def _opened(folder: Path) -> Iterator[TensorFile]:
 
 
 def specify(folder: Path, file: TensorFile, model: ModelSpec) -> tuple[AdapterSpec, dict[Site, Pair]]:
-    """Returns an adapter's layout, still without its digest, and its pairs of tensors. Reads no tensor."""
+    """Returns an adapter's layout, still without its digest, and its pairs of tensors. Reads no tensor. Raises
+    AdapterRejected, or ServerBusy if the configuration's regular expressions cannot be matched now."""
     config = read_config(folder)
+    spec, pairs = _specify(config, file, model)
+    config.check_patterns(tuple(module_name(*site) for site in sorted(pairs)))
+    return spec, pairs
+
+
+def _specify(config: PeftConfig, file: TensorFile, model: ModelSpec) -> tuple[AdapterSpec, dict[Site, Pair]]:
+    """As `specify`, but matches no regular expressions: they change nothing in the layout."""
     pairs = _pairs(file, config, model)
     kinds = {file.dtype(name) for pair in pairs.values() for name in (pair.a, pair.b)}
     dtype = kinds.pop() if len(kinds) == 1 else Dtype.F32  # fp32 represents all of them exactly
@@ -210,7 +220,6 @@ def _pairs(file: TensorFile, config: PeftConfig, model: ModelSpec) -> dict[Site,
         rank = config.ranks.of(module)
         _check_shapes(file, found["A"], found["B"], rank, model.site_shape(site))
         pairs[layer, site] = Pair(found["A"], found["B"], rank, config.scale_of(module, rank))
-    config.check_patterns(tuple(module_name(*site) for site in sorted(pairs)))
     _check_complete(config, pairs, model)
     return pairs
 

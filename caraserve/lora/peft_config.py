@@ -72,8 +72,8 @@ class PeftConfig:
         return named and (self.layers is None or layer in self.layers)
 
     def check_patterns(self, modules: tuple[str, ...]) -> None:
-        """Raises AdapterRejected unless the regular expressions target all modules that have tensors. Waits for a
-        process."""
+        """Raises AdapterRejected unless the regular expressions target all modules that have tensors, or ServerBusy if
+        they cannot be matched now. Waits for a process."""
         targeted = self._matched("target_modules", self.target_pattern, modules)
         if targeted is not None and not targeted:
             raise refusal("target_modules", f"is {_shown(self.target_pattern)}, which matches no module with tensors")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from caraserve.errors import ServerBusy
 from caraserve.lora import refused_folders
 from caraserve.lora.folder_watch import FolderWatch
 from caraserve.lora.peft import TENSORS_NAME
@@ -80,6 +81,24 @@ async def test_a_folder_that_cannot_be_served_is_logged_once_and_tried_again_whe
         write_adapter(tmp_path / "bad")
         await settle(watch)
         assert names(receiver) == ["bad"]
+
+
+async def test_a_folder_that_could_not_be_checked_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with watched(tmp_path) as (receiver, watch):
+        write_adapter(tmp_path / "new", {"target_modules": r".*\.q_proj"})
+        with monkeypatch.context() as context:
+            context.setattr("caraserve.lora.peft_config.matched", no_process)
+            await settle(watch)
+            assert [one.reason for one in receiver.catalog.refused.all()] == ["no process"]
+        await watch.poll()
+        assert names(receiver) == ["new"]
+        assert receiver.catalog.refused.all() == []
+
+
+def no_process(*arguments: object) -> None:
+    raise ServerBusy("no process", retry_after_s=1.0)
 
 
 async def test_what_others_have_loaded_or_unloaded_is_left_alone(tmp_path: Path) -> None:

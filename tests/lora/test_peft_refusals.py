@@ -1,9 +1,11 @@
 """Adapters that cannot be applied exactly are refused with the field's or tensor's name, and paths outside of the
 roots."""
 
+import errno
 import os
 import re
 from pathlib import Path
+from subprocess import TimeoutExpired
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from caraserve.errors import AdapterRejected, Forbidden, NotFound
-from caraserve.lora.peft import inspect_adapter, resolve_adapter_path
+from caraserve.core.lora_layout import aligned_bytes
+from caraserve.errors import AdapterRejected, Forbidden, NotFound, ServerBusy
+from caraserve.lora.peft import inspect_adapter, read_adapter, resolve_adapter_path
+from caraserve.lora.target_patterns import matched
 from caraserve.model.safetensors_reader import TensorFile
 from tests.lora.folders import MISSING, RANK, SPEC, Tensors, read, tensor_name, tensors_for, write_adapter
 
@@ -119,6 +123,22 @@ def test_a_pattern_that_cannot_be_matched_is_refused(
     message = refusal_of(write_adapter(tmp_path, {field: pattern}))
     assert f"adapter_config.json: {field} is " in message
     assert why in message
+
+
+@pytest.mark.parametrize("failure", [OSError(errno.EAGAIN, "no process"), TimeoutExpired("python", 60.0)])
+def test_a_pattern_that_cannot_be_matched_now_refuses_only_new_adapters_and_for_now(
+    tmp_path: Path, failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*arguments: object, **options: object) -> None:
+        raise failure
+
+    folder = write_adapter(tmp_path, {"target_modules": r".*\.q_proj"})
+    digest = inspect_adapter(folder, SPEC).digest
+    matched.cache_clear()
+    monkeypatch.setattr("caraserve.lora.target_patterns.subprocess.run", run)
+    assert read_adapter(folder, SPEC, aligned_bytes(1 << 20)).spec.digest == digest
+    with pytest.raises(ServerBusy, match="cannot be used now"):
+        inspect_adapter(folder, SPEC)
 
 
 @pytest.mark.parametrize(

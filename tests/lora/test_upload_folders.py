@@ -1,7 +1,9 @@
 """The disk of uploads: when it is full, and what a server that was killed has left on it."""
 
+import asyncio
 import errno
 import os
+import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -59,6 +61,28 @@ def test_what_is_hidden_on_a_full_disk_is_its_servers_until_it_ends(
     assert [folder.path] == list(tmp_path.iterdir())
     folders.close()
     assert not folder.path.exists()
+
+
+async def test_a_client_that_leaves_while_the_folder_is_made_leaves_nothing(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, go, made = UploadFolders.make, threading.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def make_slowly(folders: UploadFolders, path: Path) -> None:
+        make(folders, path)
+        loop.call_soon_threadsafe(made.set)
+        go.wait(10)
+
+    monkeypatch.setattr(UploadFolders, "make", make_slowly)
+    async with receiving(tmp_path / "root") as receiver:
+        upload = asyncio.create_task(receiver.put("new", tar_of(folder)))
+        await made.wait()
+        upload.cancel()
+        go.set()
+        await asyncio.wait([upload])
+        assert upload.cancelled()
+        assert receiver.left() == []
 
 
 async def test_what_a_killed_server_left_is_removed_at_the_start(tmp_path: Path, folder: Path) -> None:

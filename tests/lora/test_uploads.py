@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import tarfile
-import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from caraserve.lora.adapter import UploadSource
 from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.peft import TENSORS_NAME, inspect_adapter
 from caraserve.lora.peft_config import CONFIG_NAME
-from caraserve.lora.upload_folders import UploadFolders
 from caraserve.lora.uploads import UploadClaims, UploadedAdapter
 from tests.cluster.nodes import until
 from tests.lora.folders import SPEC, tensor_name, tensors_for, write_adapter
@@ -229,28 +227,6 @@ async def test_an_upload_whose_client_leaves_leaves_nothing(tmp_path: Path, fold
         await asyncio.wait([upload])
         assert receiver.left() == []
         assert (await receiver.put("new", tar_of(folder))).is_new
-
-
-async def test_a_client_that_leaves_while_the_folder_is_made_leaves_nothing(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make, go, made = UploadFolders.make, threading.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def make_slowly(folders: UploadFolders, path: Path) -> None:
-        make(folders, path)
-        loop.call_soon_threadsafe(made.set)
-        go.wait(10)
-
-    monkeypatch.setattr(UploadFolders, "make", make_slowly)
-    async with receiving(tmp_path / "root") as receiver:
-        upload = asyncio.create_task(receiver.put("new", tar_of(folder)))
-        await made.wait()
-        upload.cancel()
-        go.set()
-        await asyncio.wait([upload])
-        assert upload.cancelled()
-        assert receiver.left() == []
 
 
 @pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "broken"])

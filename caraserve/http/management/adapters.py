@@ -44,6 +44,7 @@ _DIGEST_HEADER = "Content-Digest"  # RFC 9530
 _HEX = re.compile(r"[0-9a-fA-F]{64}")
 _NO_PIN = "no"
 _LEAST_BYTES_PER_S = 1000.0  # of an upload, on average, once `upload_grace_s` has passed
+_LONGEST_S = 3600.0  # of an upload, after `upload_grace_s`: 500 MB need 1.1 Mbit/s
 _RETRY_S = 1.0
 _UPLOAD_TIER = "upload"
 _TIERS = {
@@ -321,12 +322,15 @@ def _managed(request: web.Request) -> tuple[Context, AdapterManagement]:
 
 async def _pieces(request: web.Request, timings: HttpTimings) -> AsyncIterator[bytes]:
     """The body as it arrives. Raises HTTPRequestTimeout after `body_s` without a byte, or when fewer bytes have arrived
-    after `upload_grace_s` than at the least rate, or InvalidRequest."""
+    after `upload_grace_s` than at the least rate, or than at the one that its size needs for the longest time, or when
+    that time has passed; or InvalidRequest."""
     clock, num_bytes = asyncio.get_running_loop().time, 0
+    least_bytes_per_s = max(_LEAST_BYTES_PER_S, (request.content_length or 0) / _LONGEST_S)
     slow_s = clock() + timings.upload_grace_s
     try:
         while True:
-            waited_s = min(timings.body_s, slow_s + num_bytes / _LEAST_BYTES_PER_S - clock())
+            allowed_s = min(num_bytes / least_bytes_per_s, _LONGEST_S)
+            waited_s = min(timings.body_s, slow_s + allowed_s - clock())
             async with asyncio.timeout(waited_s):
                 piece = await request.content.readany()
             if not piece:
@@ -338,7 +342,7 @@ async def _pieces(request: web.Request, timings: HttpTimings) -> AsyncIterator[b
             raise web.HTTPRequestTimeout(text=f"No byte of the body arrived for {timings.body_s:g} s.") from None
         raise web.HTTPRequestTimeout(
             text=f"Only {num_bytes} bytes of the body arrived: after {timings.upload_grace_s:g} s, at least "
-            f"{_LEAST_BYTES_PER_S:.0f} bytes/s are needed."
+            f"{least_bytes_per_s:.0f} bytes/s are needed, and all of them within {_LONGEST_S:g} s."
         ) from None
     except web.RequestPayloadError as error:
         raise InvalidRequest(f"The body could not be read: {error}.") from None

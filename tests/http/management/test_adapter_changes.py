@@ -21,6 +21,7 @@ from tests.lora.folders import write_adapter
 from tests.lora.uploads import Receiver, tar_of
 
 WRONG = f'"{"0" * 64}"'
+SIZE = 10_240  # of a body
 
 
 @pytest.fixture
@@ -235,22 +236,40 @@ async def test_settings_go_with_a_deletion_that_still_waits_for_requests(tmp_pat
         assert (await deletion).status == 200
 
 
-async def test_an_upload_below_the_least_rate_is_given_up(
-    tmp_path: Path, bodies: list[bytes], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("least_bytes_per_s", "longest_s", "is_sized", "reason"),
+    [
+        (1e6, 3600, False, "at least 1000000 bytes/s are needed"),
+        (1.0, 0.01, True, f"at least {SIZE * 100} bytes/s are needed"),
+        (1.0, 0.01, False, "all of them within 0.01 s"),
+    ],
+    ids=["least rate", "rate of its size", "longest time"],
+)
+async def test_an_upload_that_is_too_slow_is_given_up(
+    tmp_path: Path,
+    bodies: list[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    least_bytes_per_s: float,
+    longest_s: float,
+    is_sized: bool,
+    reason: str,
 ) -> None:
     """It has bytes all the time: only their number is too small."""
-    monkeypatch.setattr(adapters, "_LEAST_BYTES_PER_S", 1e6)
+    monkeypatch.setattr(adapters, "_LEAST_BYTES_PER_S", least_bytes_per_s)
+    monkeypatch.setattr(adapters, "_LONGEST_S", longest_s)
     timings = HttpTimings(upload_grace_s=0.02, linger_s=0.1)
     async with serving(tmp_path / "root", timings=timings) as (client, receiver):
 
         async def body() -> Any:
-            for at in range(len(bodies[1])):
+            for at in range(SIZE):
                 yield bodies[1][at : at + 1]
                 await asyncio.sleep(0.005)
 
-        answer = await client.request("PUT", "/v1/adapters/x", data=body())
+        headers = {"Content-Length": str(SIZE)} if is_sized else {}
+        answer = await client.request("PUT", "/v1/adapters/x", data=body(), headers=headers)
         assert answer.status == 408
-        assert "after 0.02 s, at least 1000000 bytes/s are needed" in answer.error["message"]
+        assert "after 0.02 s, " in answer.error["message"]
+        assert reason in answer.error["message"]
         await until(lambda: receiver.left() == [])
 
 
