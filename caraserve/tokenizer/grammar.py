@@ -111,6 +111,7 @@ class _Grammar:
         return self.checked.num_bytes + self._growth.num_bytes
 
     def before_mask(self) -> None:
+        """Prepares for a mask, whose memory `note_mask` counts."""
         self._growth.before_mask()
 
     def note_mask(self, seconds: float) -> None:
