@@ -74,6 +74,7 @@ class _Matcher:
         self._new_ids.append(token_id)
 
     def write_mask(self, mask: NDArray[np.uint32]) -> None:
+        self._grammar.before_mask()
         began_s = time.perf_counter()
         # After the end of an answer comes the row that was launched before the end was known.
         if self._new_ids and not self._matcher.is_stopped():
@@ -108,6 +109,10 @@ class _Grammar:
     @property
     def num_bytes(self) -> int:
         return self.checked.num_bytes + self._growth.num_bytes
+
+    def before_mask(self) -> None:
+        """Prepares for a mask, whose memory `note_mask` counts."""
+        self._growth.before_mask()
 
     def note_mask(self, seconds: float) -> None:
         """Counts a mask that took so long to compute. Raises GrammarTooComplex if the grammar has grown too much."""

@@ -1,9 +1,11 @@
 """The budget of compiled grammars in bytes: what is dropped, what is refused, and what the answers add."""
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
 
+from caraserve.tokenizer.grammar_limits import FREE_GROWTH_BYTES
 from caraserve.tokenizer.grammar_memory import GrammarBudget, Growth
 
 MB = 1 << 20
@@ -115,8 +117,9 @@ def test_a_grammar_that_is_compiled_again_takes_the_place_of_the_former_one() ->
 
 
 def test_growth_is_what_the_process_allocates_during_masks_that_took_so_long() -> None:
+    """Where looks are slow, there is one in 50 ms of masks."""
     allocated = [100 * MB]
-    growth = Growth(lambda: allocated[-1])
+    growth = Growth(lambda: allocated[-1], most_per_s=64 * MB, now=itertools.count().__next__)
     allocated.append(103 * MB)
     assert not growth.note_mask(0.04)
     assert growth.note_mask(0.04)
@@ -128,3 +131,38 @@ def test_growth_is_what_the_process_allocates_during_masks_that_took_so_long() -
         allocated.append(others * MB)
         assert growth.note_mask(0.5)
         assert growth.num_bytes == counted * MB
+
+
+def grown_by(of_masks: int, of_others: int) -> tuple[int, int]:
+    """Returns the growth in bytes after 5,020 masks of 200 µs that add so much each, others adding so much between
+    them, and the number of looks."""
+    allocated_bytes, looks = 0, 0
+
+    def look() -> int:
+        nonlocal looks
+        looks += 1
+        return allocated_bytes
+
+    growth = Growth(look, now=lambda: 0.0)
+    for _ in range(5020):
+        allocated_bytes += of_others
+        growth.before_mask()
+        allocated_bytes += of_masks
+        growth.note_mask(0.0002)
+    return growth.num_bytes, looks
+
+
+def test_what_others_allocate_between_masks_does_not_end_answers() -> None:
+    grown_bytes, _ = grown_by(0, 16_000)
+    assert grown_bytes <= FREE_GROWTH_BYTES // 2
+
+
+def test_what_masks_allocate_counts_whatever_others_do() -> None:
+    for of_others in (0, 10_000, 1_000_000):
+        grown_bytes, _ = grown_by(10_000, of_others)
+        assert grown_bytes == pytest.approx(5020 * 10_000, rel=0.1)
+
+
+def test_a_grammar_that_does_not_grow_costs_a_look_in_50_ms_of_masks() -> None:
+    _, looks = grown_by(0, 0)
+    assert looks <= 1 + 5020 * 0.0002 / 0.05
