@@ -12,8 +12,7 @@ import sys
 from collections.abc import Iterator
 
 LENGTH_BYTES = 8
-# Below the threads that compute, which have 5: three processes that compile grammars would take three quarters of two
-# cores from them, and stopped streams for up to 3 s.
+# Below the threads that compute, which have 5: three busy processes would take most of two cores from them.
 NICE = 10
 MAX_ANSWER_BYTES = 4 << 20  # text that the server decodes within 5 ms
 

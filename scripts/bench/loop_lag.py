@@ -27,7 +27,7 @@ from caraserve.bench.servers import own_server
 _COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
 _EMBEDDINGS, _RERANK = "/v1/embeddings", "/v1/rerank"
 _TEXT, _PROMPT_OF_100 = b"The sea is blue. ", b"[10" + 99 * b",10" + b"]"
-_SENTENCE = b'"%b"' % (25 * _TEXT)[:-1]
+_LONG_TEXT = b'"%b"' % (25 * _TEXT)[:-1]
 _SCORED = b'"echo":true,"max_tokens":0,"logprobs":20'
 # Path, form of the body, what stands in it for %b, and how many times. %d is its number.
 _BODIES: dict[str, tuple[str, bytes, bytes, int]] = {
@@ -49,8 +49,8 @@ _BODIES: dict[str, tuple[str, bytes, bytes, int]] = {
     "2048 texts": (_COMPLETIONS, b'{"prompt":[%b"The"]}', b'"The sea is",', 2047),
     "2048 streamed": (_COMPLETIONS, b'{"prompt":[%b"The"],"stream":true}', b'"The sea is",', 2047),
     "2048 embedded": (_EMBEDDINGS, b'{"input":[%b"The"]}', b'"The sea is",', 2047),
-    "2048 long ones": (_EMBEDDINGS, b'{"input":[%b"The"]}', _SENTENCE + b",", 2047),
-    "2047 ranked": (_RERANK, b'{"query":"The sea","documents":[%b"The"]}', _SENTENCE + b",", 2046),
+    "2048 long ones": (_EMBEDDINGS, b'{"input":[%b"The"]}', _LONG_TEXT + b",", 2047),
+    "2047 ranked": (_RERANK, b'{"query":"The sea","documents":[%b"The"]}', _LONG_TEXT + b",", 2046),
     "2047 compared": ("/v1/score", b'{"text_1":"The sea","text_2":[%b"The"]}', b'"The sea is",', 2046),
     "2048 prompts": (_COMPLETIONS, b'{"prompt":[%b[10]],"max_tokens":1}', b"[10],", 2047),
     "2048 scored": (_COMPLETIONS, b'{"prompt":[%b[10]],"max_tokens":16,"logprobs":20}', b"[10],", 2047),

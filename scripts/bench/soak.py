@@ -11,7 +11,7 @@ of the load. The last line of stdout is one JSON document; exit code 1 if a boun
     refused NNN    requests that are refused while half of their body has arrived
     half requests  more connections than the server takes, each with half of a request
     begun at once  as many streams as connections, all sent in the same moment
-    unread         answers with n=128 whose clients read nothing
+    slow readers   answers with n=128, made faster than their clients read them
 """
 
 import argparse
@@ -21,7 +21,6 @@ import http.client
 import json
 import os
 import resource
-import socket
 import sys
 import time
 from collections import Counter
@@ -40,7 +39,7 @@ _KEY = "soak"
 _PROBE_S = 0.1
 _PROBE_TIMEOUT_S = 5.0
 _LINGER_S = 0.01  # for which a refused client leaves its connection open: the server then waits for the rest
-_UNREAD_S = 60.0
+_SLOW_S, _SLOW_BYTES, _SLOW_PAUSE_S = 240.0, 1 << 19, 8.0  # slow readers read so much, then nothing for 8 s
 _SHORT = {"prompt": "The sea", "max_tokens": 1, "stream": True, "ignore_eos": True}
 _LONG = {"prompt": "The sea", "max_tokens": 770, "stream": True, "ignore_eos": True, "logprobs": 20, "n": 128}
 # The KV cache is full of reusable blocks at once; it would else grow for thousands of requests.
@@ -119,13 +118,13 @@ async def _half(connection: Connection) -> bool:
     return False
 
 
-async def _unread(connection: Connection) -> bool:
-    _, writer = connection
-    sock = writer.get_extra_info("socket")
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
-    writer.transport.pause_reading()  # type: ignore[attr-defined]  # of a transport that reads
+async def _slow(connection: Connection) -> bool:
+    reader, writer = connection
     writer.write(_whole(_LONG))
-    await asyncio.sleep(_UNREAD_S)
+    end_s = time.monotonic() + _SLOW_S
+    while time.monotonic() < end_s:
+        await reader.readexactly(_SLOW_BYTES)
+        await asyncio.sleep(_SLOW_PAUSE_S)
     return False
 
 
@@ -154,6 +153,7 @@ class Load:
     most_failed: int = 0  # probes
     slowest_probe_s: float = 1.0
     may_break: bool = False  # whether the server may close a connection without an answer
+    options: tuple[str, ...] = ()  # of the server
 
 
 _LOADS = {
@@ -161,7 +161,7 @@ _LOADS = {
     **{f"refused {status}": _refusal(status) for status in _HALVES},
     "half requests": Load(_half, 20_000, 4_300, most_grown_mb=200.0, may_break=True),
     "begun at once": Load(_stream, 2_000, 2_000, most_grown_mb=200.0, slowest_probe_s=0.5),
-    "unread": Load(_unread, 60, 60, most_grown_mb=400.0, may_break=True),
+    "slow readers": Load(_slow, 8, 8, most_grown_mb=250.0, may_break=True, options=("--kv-cache-bytes", "96MiB")),
 }
 
 
@@ -231,7 +231,7 @@ async def _measure_all(names: list[str], scale: float, server_arguments: list[st
     rows: dict[str, Row] = {}
     print("| load | requests | s | MB then | MB more | probes | failed | slowest s | |\n" + 9 * "| --- " + "|")
     for name in names:
-        async with own_server([*_SMALL, *server_arguments], asyncio.Event()) as server:
+        async with own_server([*_SMALL, *_LOADS[name].options, *server_arguments], asyncio.Event()) as server:
             rows[name] = row = await asyncio.to_thread(_measure, name, scale, server.url, server.pid)
         *numbers, is_within = asdict(row).values()
         print(f"| {name} | {' | '.join(map(str, numbers))} | {'ok' if is_within else 'FAILED'} |", flush=True)

@@ -110,7 +110,7 @@ def test_what_the_start_has_left_is_in_no_later_collection() -> None:
     left = weakref.ref(kept.pop())
     world.look(garbage._BUSY_FACTOR * garbage._GROWN_BLOCKS + 1)
     assert world.is_collected
-    assert left() is not None  # as it would be seen only if all objects of the start were looked at
+    assert left() is not None  # only a look at all objects of the start would find it
 
 
 def test_garbage_is_found_also_if_it_was_in_use_for_long() -> None:
