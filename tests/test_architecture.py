@@ -61,7 +61,7 @@ PURE = (
         f"cluster/membership/{name}.py"
         for name in ("connection", "dialer", "events", "message_fields", "messages", "protocol", "swim")
     ),
-    *(f"cluster/state/{name}.py" for name in ("anti_entropy", "replicated_map")),
+    *(f"cluster/state/{name}.py" for name in ("anti_entropy", "lww_map", "replicated_map")),
     *(f"cluster/routing/{name}.py" for name in ("cost", "perf_model", "policies", "router")),
     *(
         f"cluster/placement/{name}.py"

@@ -33,8 +33,9 @@ from caraserve.cluster.membership.node import Node, NodeConfig, NodeListener, Qu
 from caraserve.cluster.membership.websocket import WEBSOCKET_PATH
 from caraserve.cluster.routing.cost import LinkSpeeds, Tier
 from caraserve.cluster.routing.perf_model import PerfModel
+from caraserve.cluster.state.lww_map import Entry
 from caraserve.cluster.state.persistence import ClusterRegistryFile
-from caraserve.cluster.state.replicated_map import Entry, InstanceLoad, RegisteredAdapter
+from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.http.dispatch import ANSWERING_QUESTION
 from caraserve.lora.manifest import ChunkHasher, identified, manifest_of

@@ -38,12 +38,12 @@ class ResultsFile:
     replaces none."""
 
     def __init__(self, path: Path, made: Mapping[str, str]) -> None:
-        """`made`: where and when results are made that are added. Entries of an older form are not kept."""
+        """`made`: where and when results are made that are added. Entries of an older form are not kept. Raises
+        ValueError for a damaged file."""
         self.path, self._made = path, made
         self._stages: dict[str, Any] = {}
         if path.exists():
-            before = json.loads(path.read_text(encoding="utf-8"))
-            self._stages = before["stages"] if before.get("schema") == _SCHEMA else {}
+            self._stages = _stages_in(path)
 
     def add(self, name: str, report: StageReport, spent_s: float) -> None:
         """Adds a stage and writes the file. Another file is renamed, so that a reader never finds half of it."""
@@ -62,3 +62,13 @@ class ResultsFile:
         made = self.path.with_name(f"{self.path.name}.new")
         made.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         made.replace(self.path)
+
+
+def _stages_in(path: Path) -> dict[str, Any]:
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged, remove it or repair it: {error}") from None
+    if not isinstance(before, dict) or not isinstance(stages := before.get("stages"), dict):
+        raise ValueError(f"{path} is damaged, remove it or repair it: it has no stages")
+    return stages if before.get("schema") == _SCHEMA else {}

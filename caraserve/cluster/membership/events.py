@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 from caraserve.cluster.membership.messages import PROTOCOL_VERSION, Hello, PeerQuery
 from caraserve.cluster.membership.swim import MAX_LIVE, DetectorTiming, MemberChanged
-from caraserve.cluster.state.replicated_map import Entry
+from caraserve.cluster.state.lww_map import Entry
 
 CLUSTER_FULL = (
     f"the cluster has {MAX_LIVE} instances, the most that connect each to each; "

@@ -20,7 +20,8 @@ from caraserve.cluster.membership.message_fields import (
     NameOrEmpty,
 )
 from caraserve.cluster.membership.swim import MAX_KNOWN, MAX_UPDATES, MemberRecord, MemberUpdate
-from caraserve.cluster.state.replicated_map import BUCKETS, MAX_VALUE, Entry, InstanceLoad, entry_fits
+from caraserve.cluster.state.lww_map import BUCKETS, MAX_VALUE, Entry, entry_fits
+from caraserve.cluster.state.replicated_map import InstanceLoad
 from caraserve.util.option_values import split_address
 
 PROTOCOL_VERSION = 6  # raised with each change after which old and new instances cannot work together

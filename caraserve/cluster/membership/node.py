@@ -52,8 +52,9 @@ from caraserve.cluster.state.advertised import (
     upload_key,
     upload_of,
 )
+from caraserve.cluster.state.lww_map import Entry, is_setting
 from caraserve.cluster.state.persistence import ClusterRegistryFile
-from caraserve.cluster.state.replicated_map import REGISTRY, Entry, InstanceLoad, RegisteredAdapter, is_setting
+from caraserve.cluster.state.replicated_map import REGISTRY, InstanceLoad, RegisteredAdapter
 from caraserve.errors import ConfigError
 from caraserve.telemetry.background import BackgroundTasks
 from caraserve.telemetry.prometheus import family

@@ -39,14 +39,8 @@ from caraserve.cluster.membership.swim import (
     PingRelays,
 )
 from caraserve.cluster.state.anti_entropy import AntiEntropy
-from caraserve.cluster.state.replicated_map import (
-    REGISTRY,
-    Entry,
-    EntryValue,
-    InstanceLoad,
-    RegisteredAdapter,
-    ReplicatedState,
-)
+from caraserve.cluster.state.lww_map import Entry, EntryValue
+from caraserve.cluster.state.replicated_map import REGISTRY, InstanceLoad, RegisteredAdapter, ReplicatedState
 from caraserve.errors import ConfigError
 
 _MAX_NONCES = 4 * MAX_LIVE
@@ -215,10 +209,12 @@ class ClusterProtocol:
     def share(self, entry: Entry, now: float) -> bool:
         """Adds an entry that this instance has written to the registry of all instances, unless a newer one is there.
         Returns False if there is no room for it."""
-        news, _ = self.state.merge(REGISTRY, [entry], self._wall_ms(now))
-        self._anti_entropy.push(REGISTRY, news)
+        if self.state.has_room(entry):
+            news, _ = self.state.merge(REGISTRY, [entry], self._wall_ms(now))
+            self._anti_entropy.push(REGISTRY, news)
         names = self.state.map_of(REGISTRY)
-        return names is not None and names.get(entry.key) is not None
+        newest = names.get(entry.key) if names is not None else None
+        return newest is not None and newest.order >= entry.order
 
     def send_query(self, peer: str, quote: messages.PeerQuery) -> bool:
         """Sends a query to a peer, or an answer. Returns whether there is a session with it."""

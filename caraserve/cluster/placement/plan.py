@@ -139,9 +139,9 @@ def random_plan(
     adapters: Iterable[AdapterDemand], servers: Iterable[Server], epoch: int = 0, seed: int = 0
 ) -> PlacementPlan:
     """Makes the plan of S-LoRA Random: each adapter on one server, whatever its rank or demand, and equal counts on all
-    servers, give or take one. An adapter is on the first server of its own order, by hash, that is not full, so that a
-    new adapter moves few others. `seed`: chooses one of many such plans."""
-    known, names = [*adapters], [server.name for server in servers]
+    servers, give or take one. By name, each is placed on the first server of its own order, by hash, that is not full,
+    so that a new adapter moves few others. `seed`: chooses one of many such plans."""
+    known, names = sorted(adapters, key=lambda adapter: adapter.name), [server.name for server in servers]
     orders = homes([f"{seed}/{adapter.name}" if seed else adapter.name for adapter in known], names, len(names))
     alone = [(Share(name, 1.0),) for name in names]
     each, extra = divmod(len(known), len(names))

@@ -18,14 +18,8 @@ from caraserve.cluster.membership.swim import MemberRecord, MemberState
 from caraserve.cluster.routing.cost import Backlog, LinkSpeeds, Tier
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.router import Instance
-from caraserve.cluster.state.replicated_map import (
-    Entry,
-    EntryValue,
-    InstanceLoad,
-    LwwMap,
-    RegisteredAdapter,
-    ServingStatus,
-)
+from caraserve.cluster.state.lww_map import Entry, EntryValue, LwwMap
+from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter, ServingStatus
 from caraserve.engine.stats import EngineLoad
 
 # Keys in an instance's own map; placement has two more, and all others are digests.

@@ -13,7 +13,8 @@ from random import Random
 
 from caraserve.cluster.membership.messages import Compare, entry_batches
 from caraserve.cluster.membership.messages import Entries as EntriesMessage
-from caraserve.cluster.state.replicated_map import BUCKETS, REGISTRY, Entry, ReplicatedState
+from caraserve.cluster.state.lww_map import BUCKETS, Entry
+from caraserve.cluster.state.replicated_map import REGISTRY, ReplicatedState
 
 _MAX_ANSWER = 6  # frames: takes a millisecond; the peer requests the rest with another `Compare`
 _MAX_NEWS = 10_000  # entries that wait to be pushed; further ones are found by comparing

@@ -7,64 +7,38 @@ only buckets that differ are sent: 40,000 names are 5 MB. Loads are not merged: 
 its age.
 """
 
-import heapq
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from hashlib import blake2b
+from functools import partial
 from itertools import islice
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from caraserve.cluster.membership.message_fields import Count, Integer, Name
-from caraserve.core.adapter_rules import ADAPTER_NAME, DIGEST, MAX_SETTING, SETTING_KINDS
-from caraserve.core.adapter_rules import TOMBSTONE_S as TOMBSTONE_S
+from caraserve.cluster.membership.message_fields import Count, Integer
+from caraserve.cluster.state.lww_map import (
+    MAX_KEY,
+    MOST_EXPIRED,
+    SETTING_SEPARATOR,
+    Entry,
+    EntryValue,
+    LwwMap,
+    entry_fits,
+    is_expired,
+    is_setting,
+)
+from caraserve.core.adapter_rules import ADAPTER_NAME, DIGEST
 from caraserve.errors import InvalidRequest
-from caraserve.util.hybrid_clock import HybridClock, wall_ms_of
+from caraserve.util.hybrid_clock import HybridClock
 
 REGISTRY = ""  # the owner of the map of adapter names; no instance has an empty name
-BUCKETS = 256
-MAX_ENTRIES = 100_000  # keys in one map
-MAX_TOMBSTONES = 100_000  # in one map, beside its keys
-MAX_KEY, MAX_VALUE = 256, 4096  # characters of a key, and of a value's texts together
-MAX_ITEMS = 8  # in a value
-# Of the values of all entries in one map: of names, 200 bytes for each at least; of settings of the kinds that this
-# version knows; and of those that only later ones do.
-MOST_VALUE_BYTES = (32 << 20, 32 << 20, 1 << 20)
-SETTING_SEPARATOR = "/"  # between a setting's kind and name, its key in the registry; no adapter's name has one
 MAX_AHEAD_S = 3600.0  # an entry from further in the future has a wrong clock's time, and would win until then
-_MOST_EXPIRED = 200  # tombstones removed at once: takes a millisecond
 _MOST_ANSWERS = 200  # entries about this instance corrected at once: takes some milliseconds
 _MOST_RANK, _MOST_BYTES = 1 << 16, 1 << 50  # of an adapter; far more than any instance serves
-_MASK = 2**64 - 1
 _SETTING_KEY = re.compile(rf"[a-z]{{1,32}}{SETTING_SEPARATOR}{ADAPTER_NAME.pattern}")
-_PACKED = re.compile(rf"[A-Za-z0-9+/=]{{1,{MAX_SETTING}}}")
-
-EntryValue: TypeAlias = tuple[str | int, ...]
 ServingStatus = Literal["starting", "serving", "draining"]
-
-
-class Entry(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A key's newest value, or its tombstone (`deleted`, with an empty value), written by instance `node` at `hlc`."""
-
-    key: Annotated[str, Meta(max_length=MAX_KEY)]
-    value: Annotated[EntryValue, Meta(max_length=MAX_ITEMS)]
-    hlc: Count  # ms since 1970, then 16 bits that count within one ms
-    node: Name
-    deleted: bool = False
-
-    @property
-    def order(self) -> tuple[int, str, bool, str]:
-        """The key by which entries of a key are ordered. The order is total, so that merging in any sequence gives one
-        result."""
-        return (self.hlc, self.node, self.deleted, repr(self.value))
-
-    @property
-    def time_ms(self) -> int:
-        """When it was written, in ms since 1970 by its writer's clock."""
-        return wall_ms_of(self.hlc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,140 +69,6 @@ class InstanceLoad(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     lag_s: float = 0.0  # of the event loop
 
 
-def is_setting(key: str) -> bool:
-    """Whether a key of the registry is a setting's, not an adapter's name."""
-    return SETTING_SEPARATOR in key
-
-
-def entry_fits(key: str, value: EntryValue) -> bool:
-    """Whether other instances would accept an entry: sizes within bounds, and text without lone surrogates."""
-    if value and is_setting(key):
-        return len(key) <= MAX_KEY and len(value) == 1 and _PACKED.fullmatch(str(value[0])) is not None
-    texts = [key, *(item for item in value if isinstance(item, str))]
-    try:
-        "".join(texts).encode()
-    except UnicodeEncodeError:
-        return False
-    numbers = all(0 <= item < 2**62 for item in value if not isinstance(item, str))
-    sized = 0 < len(key) <= MAX_KEY and len(value) <= MAX_ITEMS and sum(map(len, texts)) <= len(key) + MAX_VALUE
-    return sized and numbers
-
-
-class LwwMap:
-    """A last-writer-wins map that can be compared with another copy bucket by bucket."""
-
-    def __init__(self) -> None:
-        self.root = 0  # equal on two copies exactly if their entries are equal, except for a chance of 2⁻⁶⁴
-        self.dropped = 0  # tombstones removed before their time: an instance with the old entry would restore it
-        self._buckets: list[dict[str, Entry]] = [{} for _ in range(BUCKETS)]
-        self._sums = [0] * BUCKETS
-        self._size = 0
-        self._tombstones = 0
-        self._value_bytes = [0] * len(MOST_VALUE_BYTES)
-        self._buried: list[tuple[int, str]] = []  # a heap of (hlc, key) of tombstones, with outdated items
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __iter__(self) -> Iterator[Entry]:
-        for bucket in self._buckets:
-            yield from tuple(bucket.values())  # a copy: the map may change during the iteration
-
-    @property
-    def sums(self) -> tuple[int, ...]:
-        """One checksum for each bucket."""
-        return tuple(self._sums)
-
-    def get(self, key: str) -> Entry | None:
-        """Returns the entry or tombstone of a key, or None."""
-        return self._buckets[_bucket(key)].get(key)
-
-    def merge(self, entry: Entry) -> bool:
-        """Adds an entry if it is newer. Returns whether it was. The operation is commutative, associative, idempotent.
-
-        To bound memory, a full map accepts no new keys and no larger values, and keeps only the newest tombstones.
-        """
-        index = _bucket(entry.key)
-        old = self._buckets[index].get(entry.key)
-        if (old is not None and old.order >= entry.order) or (self._is_full(entry) and (old is None or old.deleted)):
-            return False
-        if (more := _value_bytes(entry) - _value_bytes(old)) > 0 and not self._has_room(entry.key, more):
-            return False
-        self._take_out(index, old)
-        self._buckets[index][entry.key] = entry
-        self._add(index, _print(entry))
-        self._size += 1
-        self._value_bytes[_budget(entry.key)] += _value_bytes(entry)
-        if entry.deleted:
-            self._bury(entry)
-        return True
-
-    def differing(self, sums: Iterable[int]) -> list[int]:
-        """Returns the buckets in which another copy, given by its sums, differs."""
-        return [index for index, (mine, theirs) in enumerate(zip(self._sums, sums, strict=True)) if mine != theirs]
-
-    def bucket(self, index: int) -> list[Entry]:
-        """Returns all entries of a bucket."""
-        return list(self._buckets[index].values())
-
-    def expire(self, wall_ms: int, most: int) -> int:
-        """Removes up to `most` expired tombstones. Returns how many."""
-        for count in range(most):
-            oldest = self._oldest_tombstone()
-            if oldest is None or not is_expired(oldest, wall_ms):
-                return count
-            self._take_out(_bucket(oldest.key), oldest)
-        return most
-
-    def _is_full(self, entry: Entry) -> bool:
-        """Whether there is no room for one more entry of its kind; a newer tombstone replaces the oldest."""
-        if not entry.deleted:
-            return self._size - self._tombstones >= MAX_ENTRIES
-        oldest = self._oldest_tombstone() if self._tombstones >= MAX_TOMBSTONES else None
-        return oldest is not None and (oldest.hlc, oldest.key) >= (entry.hlc, entry.key)
-
-    def _has_room(self, key: str, more_bytes: int) -> bool:
-        budget = _budget(key)
-        return self._value_bytes[budget] + more_bytes <= MOST_VALUE_BYTES[budget]
-
-    def _bury(self, entry: Entry) -> None:
-        self._tombstones += 1
-        heapq.heappush(self._buried, (entry.hlc, entry.key))
-        if len(self._buried) > 2 * self._tombstones + _MOST_EXPIRED:
-            self._buried = sorted({item for item in self._buried if self._tombstone(item)})  # a sorted list is a heap
-        if self._tombstones > MAX_TOMBSTONES and (oldest := self._oldest_tombstone()) is not None:
-            self._take_out(_bucket(oldest.key), oldest)
-            self.dropped += 1
-
-    def _oldest_tombstone(self) -> Entry | None:
-        while self._buried:
-            if (entry := self._tombstone(self._buried[0])) is not None:
-                return entry
-            heapq.heappop(self._buried)
-        return None
-
-    def _tombstone(self, item: tuple[int, str]) -> Entry | None:
-        entry = self.get(item[1])
-        return entry if entry is not None and entry.deleted and entry.hlc == item[0] else None
-
-    def _take_out(self, index: int, entry: Entry | None) -> None:
-        if entry is not None:
-            del self._buckets[index][entry.key]
-            self._add(index, -_print(entry))
-            self._size -= 1
-            self._value_bytes[_budget(entry.key)] -= _value_bytes(entry)
-            self._tombstones -= entry.deleted
-
-    def _add(self, index: int, number: int) -> None:
-        self._sums[index] = (self._sums[index] + number) & _MASK
-        self.root = (self.root + number) & _MASK
-
-
-def is_expired(entry: Entry, wall_ms: int) -> bool:
-    """Returns whether this is a tombstone older than TOMBSTONE_S."""
-    return entry.deleted and wall_ms - entry.time_ms > TOMBSTONE_S * 1000
-
-
 class ReplicatedState:
     """All maps of one instance, and the newest load of each other instance."""
 
@@ -242,7 +82,7 @@ class ReplicatedState:
         self.agreed = False  # whether another instance's registry has once had nothing that this one lacked
         self.me, self._base_name = me, base_name
         self._clock = HybridClock()
-        self._maps = {REGISTRY: LwwMap(), me: LwwMap()}
+        self._maps = {owner: LwwMap(partial(self._on_evicted, owner)) for owner in (REGISTRY, me)}
         self._contested: dict[str, None] = {}  # keys of this instance's map for which others sent another entry
         self._held: dict[str, EntryValue] = {}  # the true values of this instance, whatever an earlier run advertised
         self._holders: dict[str, dict[str, EntryValue]] = {}  # key → instance → value: an index of advertised values
@@ -258,7 +98,7 @@ class ReplicatedState:
 
     def add_owner(self, owner: str) -> None:
         """Adds a map for what one more instance advertises."""
-        self._maps.setdefault(owner, LwwMap())
+        self._maps.setdefault(owner, LwwMap(partial(self._on_evicted, owner)))
 
     def forget(self, owner: str) -> None:
         """Removes the map and load of an instance that is gone for good."""
@@ -295,11 +135,9 @@ class ReplicatedState:
         if old is not None and old.value == (value or ()) and old.deleted == (value is None):
             return []  # the same value again would only cost messages
         entry = Entry(key, value or (), self._clock.next(wall_ms), self.me, deleted=value is None)
-        if not self._maps[owner].merge(entry):
-            raise InvalidRequest(
-                f"the cluster shares {MAX_ENTRIES:,} names of {MOST_VALUE_BYTES[0]:,} bytes at most; remove one before"
-                f" {key[:80]!r}"
-            )
+        if (limit := self._maps[owner].lacks_room(entry)) is not None:
+            raise InvalidRequest(f"the cluster shares {limit}; remove some before {key[:80]!r}")
+        self._maps[owner].merge(entry)
         self._update_holders(owner, entry)
         return [entry]
 
@@ -340,6 +178,10 @@ class ReplicatedState:
             return f"{entry.node} gave {entry.key!r} a digest, rank or size that no adapter has: {entry.value!r:.200}"
         return None
 
+    def has_room(self, entry: Entry) -> bool:
+        """Whether an entry fits into the registry without the eviction of another one."""
+        return self._maps[REGISTRY].lacks_room(entry) is None
+
     def correct_own_entries(self, wall_ms: int) -> list[Entry]:
         """Corrects wrong entries of others about this instance, at most 200 per call. Returns the corrections."""
         answers: list[Entry] = []
@@ -359,7 +201,7 @@ class ReplicatedState:
 
     def expire(self, wall_ms: int) -> None:
         """Removes expired tombstones, at most 200 per call."""
-        most = _MOST_EXPIRED
+        most = MOST_EXPIRED
         for lww_map in self._maps.values():
             most -= lww_map.expire(wall_ms, most)
 
@@ -403,6 +245,13 @@ class ReplicatedState:
         if not holders:
             del self._holders[entry.key]
 
+    def _on_evicted(self, owner: str, entry: Entry) -> None:
+        """Handles the removal of an entry for lack of room, which only entries of other instances cause."""
+        self.refused += 1
+        full = f"map of {owner}" if owner else "registry"
+        self.objection = f"{entry.key[:80]!r} was the oldest entry in a full {full}"
+        self._update_holders(owner, replace(entry, deleted=True))
+
 
 def _adapter(entry: Entry) -> RegisteredAdapter | None:
     """Returns the adapter in an entry, or None for a tombstone, a setting, or a value of another shape, as of a later
@@ -416,21 +265,3 @@ def _adapter(entry: Entry) -> RegisteredAdapter | None:
 def _is_possible(adapter: RegisteredAdapter) -> bool:
     has_digest = DIGEST.fullmatch(adapter.digest) is not None
     return has_digest and 0 < adapter.rank <= _MOST_RANK and 0 < adapter.num_bytes <= _MOST_BYTES
-
-
-def _budget(key: str) -> int:
-    """Returns the place in MOST_VALUE_BYTES of the limit that counts for a key's value."""
-    kind, separator, _ = key.partition(SETTING_SEPARATOR)
-    return 0 if not separator else 1 if kind in SETTING_KINDS else 2
-
-
-def _value_bytes(entry: Entry | None) -> int:
-    return 0 if entry is None else sum([len(item) if isinstance(item, str) else 8 for item in entry.value])
-
-
-def _bucket(key: str) -> int:
-    return blake2b(key.encode(), digest_size=1).digest()[0]
-
-
-def _print(entry: Entry) -> int:
-    return int.from_bytes(blake2b(repr((entry.key, entry.order)).encode(), digest_size=8).digest())

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from caraserve.cluster.membership.messages import entry_from_fields
 from caraserve.cluster.membership.node import Node
-from caraserve.cluster.state.replicated_map import SETTING_SEPARATOR, Entry
+from caraserve.cluster.state.lww_map import SETTING_SEPARATOR, Entry
 from caraserve.core.adapter_rules import SETTING_KINDS
 from caraserve.lora.registry import Setting
 from caraserve.lora.replicated_settings import ReplicatedSettings, packed, unpacked

@@ -5,8 +5,9 @@
 
 A chunk is accepted once its hash is right. Wrong bytes cost one chunk, and a peer that dies costs the chunks it was
 sending; the download continues with the other holders, and does not fail while chunks arrive. An accepted chunk is
-never requested again, so it may be read while the rest arrives. A holder that sends slowly delays only the downloads
-from it: it has some of the places for runs of chunks at most, and `PeerClient` ends what comes too slowly.
+never requested again, so it may be read while the rest arrives. Holders that send slowly delay only the downloads
+from them: a run of chunks keeps its place among all runs for 5 s at most, one holder sends three runs at a time, and
+`PeerClient` ends what comes too slowly.
 """
 
 import asyncio
@@ -32,11 +33,11 @@ from caraserve.model.spec import ModelSpec
 
 _SOURCES = 3  # holders that send one adapter at a time
 _RUN = 4  # chunks in one request
-_MAX_RUNS = 8  # in progress, of all adapters together
-_MAX_RUNS_OF_HOLDER = 3  # of them, so that one slow holder leaves places to others
+_MAX_RUNS = 8  # in progress, of all adapters together, without those that take longer than _SLOW_S
+_MAX_RUNS_OF_HOLDER = 3  # with those
 _PATIENCE_S = 2.0  # without progress: the list of holders may still arrive
 _MAX_WAIT_S = 60.0  # without progress while holders are busy
-_SLOW_S = 5.0  # a manifest or a run that takes longer goes to another holder
+_SLOW_S = 5.0  # a manifest or a run that takes longer goes to another holder; without one, the run gives its place back
 _RETRY_S = 0.25  # before a peer that failed or is busy is asked again
 _MAX_FAILURES = 3  # of one peer, for one adapter
 _MAX_CORRUPT = 2  # chunks of one peer, for one adapter; then the peer is banned for that adapter
@@ -243,8 +244,9 @@ class Downloader:
 
     @contextlib.asynccontextmanager
     async def _place(self, fetch: _Download, name: str) -> AsyncIterator[None]:
-        """Takes a place for one run, and gives it back; the first to wait gets the next one. Raises TimeoutError after
-        `slow_s` if there is another holder."""
+        """Takes a place for one run, and gives it back; the first to wait gets the next one. After `slow_s`, the run
+        goes on without its place: at 16 KiB/s it would keep it for 256 s. Raises TimeoutError after `slow_s` if there
+        is another holder."""
         of_holder = self._runs_of_holder.get(name)
         if of_holder is None:
             of_holder = self._runs_of_holder[name] = asyncio.Semaphore(_MAX_RUNS_OF_HOLDER)
@@ -255,7 +257,10 @@ class Downloader:
             try:
                 async with self._limit(fetch, name):
                     await taken.enter_async_context(of_holder)
-                    await taken.enter_async_context(self._runs)
+                    await self._runs.acquire()
+                place = taken.enter_context(contextlib.ExitStack())
+                place.callback(self._runs.release)
+                taken.callback(asyncio.get_running_loop().call_later(self._slow_s, place.close).cancel)
             finally:
                 fetch.waiting.discard(task)
             yield

@@ -3,7 +3,8 @@
 A name stands for the adapter that was registered last, on every instance. If no instance has its bytes, the name would
 answer 503 for good. So an instance that has a folder of that name, such as one in --adapters-dir, registers the folder
 again: after 30 s where no instance has ever had the bytes, as the registration was a mistake; after 10 minutes where
-one had them, or where the registration is older than this process: that instance may be restarting.
+one had them, or where the registration is older than this process: that instance may be restarting. A folder that
+cannot be registered now, such as while its name is being changed, is tried again after the same time.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
-from caraserve.errors import CaraServeError
+from caraserve.errors import AdapterRejected, CaraServeError, NotFound
 from caraserve.lora.catalog import Catalog
 from caraserve.lora.registry import AdapterInfo
 from caraserve.lora.upload_folders import is_uploaded
@@ -28,6 +29,7 @@ class _Replaced:
     folder: AdapterInfo
     was_held: bool
     lost_since_s: float | None = None
+    refusal: str = ""  # why it was not registered when it was due
 
 
 class ReplacedFolders:
@@ -61,15 +63,22 @@ class ReplacedFolders:
             elif replaced.lost_since_s is None:
                 replaced.lost_since_s = now
             elif now - replaced.lost_since_s >= (_LOST_S if replaced.was_held else _NEVER_HELD_S):
-                self._replaced.pop(name, None)
-                if not await asyncio.to_thread(is_uploaded, Path(replaced.folder.path)):
-                    await self._load(replaced.folder, now - replaced.lost_since_s)
+                is_done = await asyncio.to_thread(is_uploaded, Path(replaced.folder.path))
+                is_done = is_done or await self._load(replaced, now - replaced.lost_since_s)
+                replaced.lost_since_s = now
+                if is_done and self._replaced.get(name) is replaced:
+                    del self._replaced[name]
 
-    async def _load(self, info: AdapterInfo, lost_s: float) -> None:
+    async def _load(self, replaced: _Replaced, lost_s: float) -> bool:
+        """Registers a folder. Returns False if a later try may succeed."""
+        info = replaced.folder
         try:
             loaded = await self._catalog.load(info.name, info.path, inplace=True, was_served=True)
         except CaraServeError as error:
-            log.warning("no instance has adapter %s, and %s is of no use: %s", info.name, info.path, error.message)
-        else:
-            text = "no instance has had adapter %s for %.0f s: it stands for %s again, %s"
-            log.warning(text, info.name, lost_s, info.path, loaded.digest)
+            if error.message != replaced.refusal:
+                replaced.refusal = error.message
+                log.warning("no instance has adapter %s, and %s is of no use: %s", info.name, info.path, error.message)
+            return isinstance(error, NotFound | AdapterRejected)
+        text = "no instance has had adapter %s for %.0f s: it stands for %s again, %s"
+        log.warning(text, info.name, lost_s, info.path, loaded.digest)
+        return True

@@ -369,7 +369,7 @@ def test_smoke_writes_results_logs_and_kernels_in_pieces_to_where_out_says(tmp_p
     done = command("--smoke", "--emulated", "--only", "env", OUT=str(out), XDG_CACHE_HOME=str(cache.parent))
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(file.name for file in out.iterdir()) == [
-        *("cache.tgz.00", "gpu_smoke_emulated.json", "gpu_smoke_emulated.tgz.00")
+        *("cache.tgz.0000", "gpu_smoke_emulated.json", "gpu_smoke_emulated.tgz.0000")
     ]
     (stage,) = json.loads((out / "gpu_smoke_emulated.json").read_text())["stages"].values()
     assert (stage["outcome"], stage["device"]) == ("done", "emulated")
@@ -382,7 +382,7 @@ def test_smoke_writes_results_logs_and_kernels_in_pieces_to_where_out_says(tmp_p
     [
         (("--speed", "limits", "--only", "env"), "--speed and --only both name what is run; give one of them"),
         (("--only", "speed"), "'speed' is no stage; there are env"),
-        (("--cache", "nowhere"), "nowhere has no cache.tgz.00"),
+        (("--cache", "nowhere"), "nowhere has no cache.tgz.0000"),
     ],
 )
 def test_wrong_arguments_are_one_line(arguments: tuple[str, ...], told: str, tmp_path: Path) -> None:
@@ -401,11 +401,50 @@ def test_a_folder_is_packed_into_pieces_and_back(tmp_path: Path) -> None:
     (root / "a" / "b").mkdir(parents=True)
     (root / "a" / "b" / "file").write_bytes(content)
     out.mkdir()
-    (out / "x.tgz.07").write_text("of an earlier call")
+    (out / "x.tgz.0007").write_text("of an earlier call")
     pieces = pack([root / "a", root / "none"], root, out, "x", piece_bytes=4000)
-    assert [piece.name for piece in pieces] == ["x.tgz.00", "x.tgz.01", "x.tgz.02"]
+    assert [piece.name for piece in pieces] == ["x.tgz.0000", "x.tgz.0001", "x.tgz.0002"]
     assert sorted(out.iterdir()) == pieces
     assert all(piece.stat().st_size <= 4000 for piece in pieces)
     unpack(out, "x", tmp_path / "again")
     assert (tmp_path / "again" / "a" / "b" / "file").read_bytes() == content
+    assert len(pack([root / "a"], root, out, "x", piece_bytes=90)) > 100
+    unpack(out, "x", tmp_path / "many")
+    assert (tmp_path / "many" / "a" / "b" / "file").read_bytes() == content
     assert pack([root / "none"], root, out, "x") == []
+
+
+@pytest.mark.parametrize("damage", ["first missing", "last missing", "one missing", "other bytes", "no archive"])
+def test_damaged_pieces_are_one_line(damage: str, tmp_path: Path) -> None:
+    root, out = tmp_path / "root", tmp_path / "out"
+    (root / "a").mkdir(parents=True)
+    (root / "a" / "file").write_bytes(random.Random(0).randbytes(50_000))
+    pieces = pack([root / "a"], root, out, "cache", piece_bytes=10_000)
+    match damage:
+        case "first missing":
+            pieces[0].unlink()
+        case "last missing":
+            pieces[-1].unlink()
+        case "one missing":
+            pieces[2].unlink()
+        case "other bytes":
+            pieces[2].write_bytes(bytes(10_000))
+        case _:
+            pieces[0].write_bytes(b"no archive")
+    with pytest.raises(ValueError, match=r"^[^\n]*out: the pieces of cache are damaged: [^\n]+$"):
+        unpack(out, "cache", tmp_path / "again")
+
+
+@pytest.mark.parametrize("text", ['{"check": "gpu", "sta', "[]", '{"schema": 3}', ""])
+def test_a_damaged_file_of_results_is_one_line_and_stays(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "gpu_smoke_emulated.json"
+    file.write_text(text)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    script = runpy.run_path(str(ROOT / "scripts" / "gpu_check"))
+    for name, value in script["_EMULATION"].items():
+        monkeypatch.setenv(name, value)  # as the script does, but only for this test
+    with pytest.raises(SystemExit, match=r"^error: [^\n]*gpu_smoke_emulated.json is damaged[^\n]*$"):
+        script["run"](script["parser"]().parse_args(["--emulated", "--smoke"]), tmp_path)
+    assert file.read_text() == text

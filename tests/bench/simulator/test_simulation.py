@@ -332,7 +332,24 @@ def test_profiled_points_are_the_load_at_which_the_tail_meets_the_slo() -> None:
         profiled_points(MACHINE, replace(LOAD, requests=LOAD.requests[:1] * 0), 1000.0)
 
 
-def test_plans_use_the_operating_points_of_the_setting() -> None:
+@pytest.mark.parametrize("slow", [8, 32])
+def test_plans_give_most_instances_to_the_rank_with_the_lowest_operating_point(slow: int) -> None:
+    ranks = (8, 16, 32, 64)
+    requests = tuple(PlannedRequest(index, 0.02 * index, index % 4, 10, 20) for index in range(80))  # of each as many
+    points = {rank: 100.0 if rank == slow else 1e4 for rank in ranks}
+    setting = Setting((MACHINE,) * 6, "loraserve", float("inf"), first_plan_s=1.0, operating_points=points)
+    simulation = Simulation(setting, Workload(requests, ranks))
+    simulation.run()
+    plan = simulation.planner.plan
+    assert plan is not None
+    assert plan.epoch == 2  # made from the demand
+    shares = {rank: plan.shares[name] for name, rank in zip(simulation.adapters, ranks, strict=True)}
+    assert len(shares[slow]) == 5
+    assert [share.fraction for share in shares[slow]] == pytest.approx([0.2] * 5, abs=0.02)
+    assert all(len(shares[rank]) < 3 for rank in ranks if rank != slow)
+
+
+def test_a_fleet_is_simulated_with_the_operating_points_of_its_setting() -> None:
     digests = set()
     for points in (None, {8: 1.0, 16: 1e4, 32: 1e4, 64: 1e4}):
         setting = Setting((), "auto", float("inf"), first_plan_s=0.2, operating_points=points)

@@ -40,7 +40,8 @@ from caraserve.cluster.membership.messages import (
     entry_batches,
 )
 from caraserve.cluster.membership.swim import MAX_KNOWN, MAX_UPDATES, MemberRecord, MemberState, MemberUpdate
-from caraserve.cluster.state.replicated_map import BUCKETS, MAX_KEY, MAX_VALUE, Entry, InstanceLoad
+from caraserve.cluster.state.lww_map import BUCKETS, MAX_KEY, MAX_VALUE, Entry
+from caraserve.cluster.state.replicated_map import InstanceLoad
 from caraserve.errors import ConfigError
 
 SECRETS = (b"the first secret of all", b"the second secret of all")

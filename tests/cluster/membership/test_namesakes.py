@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from caraserve.cluster.membership.events import PeerRefused, RefusedByPeer
 from caraserve.cluster.membership.swim import MemberRecord, MemberState, MemberUpdate
-from caraserve.cluster.state.replicated_map import EntryValue
+from caraserve.cluster.state.lww_map import EntryValue
 from tests.cluster import nodes
 from tests.cluster.fleet import Fleet
 from tests.cluster.membership.test_swim import View, record

@@ -15,8 +15,9 @@ from caraserve.cluster.membership.node import QueryBody
 from caraserve.cluster.membership.swim import MemberRecord, MemberState, MemberUpdate
 from caraserve.cluster.routing.cost import LinkSpeeds, Tier
 from caraserve.cluster.routing.perf_model import PerfModel
+from caraserve.cluster.state.lww_map import Entry
 from caraserve.cluster.state.persistence import ClusterRegistryFile
-from caraserve.cluster.state.replicated_map import REGISTRY, Entry, InstanceLoad, RegisteredAdapter
+from caraserve.cluster.state.replicated_map import REGISTRY, InstanceLoad, RegisteredAdapter
 from caraserve.cluster.transfer.peer_client import PeerClient, TransferFailure
 from caraserve.errors import ConfigError
 from tests.cluster.nodes import LOAD, Instances, instances, until

@@ -12,7 +12,8 @@ from caraserve.cluster.membership.events import CloseConnection, Dial, ProtocolS
 from caraserve.cluster.membership.messages import Entries, PeerQuery, Sync
 from caraserve.cluster.membership.protocol import ClusterProtocol
 from caraserve.cluster.membership.swim import MemberChanged, MemberRecord, MemberState, MemberUpdate
-from caraserve.cluster.state.replicated_map import REGISTRY, Entry, InstanceLoad
+from caraserve.cluster.state.lww_map import Entry
+from caraserve.cluster.state.replicated_map import REGISTRY, InstanceLoad
 from tests.cluster.fleet import SECRET, WALL_MS
 
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from caraserve.cluster.membership.protocol import ClusterProtocol
-from caraserve.cluster.state.replicated_map import REGISTRY, Entry, RegisteredAdapter
+from caraserve.cluster.state.lww_map import Entry
+from caraserve.cluster.state.replicated_map import REGISTRY, RegisteredAdapter
 from tests.cluster.fleet import fleet_of
 
 NAMES = [f"n{index}" for index in range(5)]

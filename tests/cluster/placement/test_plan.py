@@ -74,6 +74,7 @@ def test_random_plans_of_different_seeds_differ_and_a_new_adapter_moves_few_othe
     demand = [AdapterDemand(f"a{index}", 8, 10) for index in range(40)]
     plan = random_plan(demand, servers)
     assert plan.shares != random_plan(demand, servers, seed=1).shares
+    assert plan.shares == random_plan(demand[::-1], servers).shares  # in whatever order they are told
     grown = random_plan([*demand, AdapterDemand("another", 8, 10)], servers)
     assert sum(plan.instances(one.name) != grown.instances(one.name) for one in demand) <= 4
 

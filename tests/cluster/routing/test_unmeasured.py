@@ -16,8 +16,8 @@ from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.policies import policy
 from caraserve.cluster.routing.selector import InstanceSelector, LatencyTargets, LocalTarget
 from caraserve.cluster.state.advertised import MODEL
+from caraserve.cluster.state.lww_map import EntryValue
 from caraserve.cluster.state.publisher import Publisher
-from caraserve.cluster.state.replicated_map import EntryValue
 from tests.cluster.nodes import LOAD, Instances, instances, until
 
 FAST = PerfModel(0.01, 0.1, 5.0, False, 1.0, 0.05, 0.001)

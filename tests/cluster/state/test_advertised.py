@@ -22,7 +22,8 @@ from caraserve.cluster.state.advertised import (
     model_value,
     tier_of,
 )
-from caraserve.cluster.state.replicated_map import EntryValue, InstanceLoad, entry_fits
+from caraserve.cluster.state.lww_map import EntryValue, entry_fits
+from caraserve.cluster.state.replicated_map import InstanceLoad
 from caraserve.engine.stats import EngineLoad
 
 times = st.floats(0, 1e9)

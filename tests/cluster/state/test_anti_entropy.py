@@ -9,7 +9,8 @@ from caraserve.cluster.membership.messages import MAX_BATCH, Compare, entry_batc
 from caraserve.cluster.membership.messages import Entries as EntriesMessage
 from caraserve.cluster.state import anti_entropy as module
 from caraserve.cluster.state.anti_entropy import AntiEntropy
-from caraserve.cluster.state.replicated_map import REGISTRY, Entry, RegisteredAdapter, ReplicatedState
+from caraserve.cluster.state.lww_map import Entry
+from caraserve.cluster.state.replicated_map import REGISTRY, RegisteredAdapter, ReplicatedState
 
 WALL_MS = 1_700_000_000_000
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from caraserve.cluster.state import persistence
+from caraserve.cluster.state.lww_map import TOMBSTONE_S, Entry
 from caraserve.cluster.state.persistence import ClusterRegistryFile, cluster_registry_path
-from caraserve.cluster.state.replicated_map import TOMBSTONE_S, Entry
 from caraserve.errors import ConfigError
 
 NOW_MS = 1_700_000_000_000

@@ -6,21 +6,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from caraserve.cluster.state import replicated_map as module
-from caraserve.cluster.state.replicated_map import (
+from caraserve.cluster.state import lww_map as module
+from caraserve.cluster.state.lww_map import (
     BUCKETS,
     MAX_KEY,
     MAX_VALUE,
-    REGISTRY,
     TOMBSTONE_S,
     Entry,
-    InstanceLoad,
     LwwMap,
-    RegisteredAdapter,
-    ReplicatedState,
     entry_fits,
     is_setting,
 )
+from caraserve.cluster.state.replicated_map import REGISTRY, InstanceLoad, RegisteredAdapter, ReplicatedState
 from caraserve.core.adapter_rules import ADAPTER_NAME, DIGEST
 from caraserve.errors import InvalidRequest
 from caraserve.util.hybrid_clock import HybridClock
@@ -276,14 +273,87 @@ def test_the_values_of_each_kind_have_a_limit_in_bytes(monkeypatch: pytest.Monke
         news, _ = state.merge(REGISTRY, [Entry(name, ("x" * size,) if size else (), hlc, "n2", not size)], WALL_MS)
         return bool(news)
 
-    assert takes(f"{kind}a", 60)
-    assert not takes(f"{kind}b", 50)
-    assert takes(f"{other}a", 60)
-    assert takes(f"{kind}a", 40, HLC + 1)
+    def has() -> list[str]:
+        return sorted(entry.key.removeprefix(kind) for entry in state.map_of(REGISTRY) or () if entry.value)
+
     assert takes(f"{kind}b", 60)
-    assert not takes(f"{kind}a", 50, HLC + 2)
-    assert takes(f"{kind}b", 0, HLC + 1)
-    assert takes(f"{kind}a", 100, HLC + 2)
+    assert not takes(f"{kind}a", 50)  # older by its name
+    assert takes(f"{other}a", 60)
+    assert takes(f"{kind}b", 40, HLC + 1)
+    assert takes(f"{kind}a", 60, HLC + 2)
+    assert has() == sorted(["a", "b", f"{other}a"])
+    assert takes(f"{kind}b", 50, HLC + 3)  # evicts the older one
+    assert has() == sorted(["b", f"{other}a"])
+    assert state.refused == 1
+    assert "was the oldest entry" in state.objection
+    assert takes(f"{kind}b", 0, HLC + 4)
+    assert takes(f"{kind}a", 100, HLC + 4)
+
+
+@pytest.mark.parametrize(("name", "limit"), [("c", "100 bytes of adapters"), ("alias/c", "90 bytes of settings")])
+def test_an_instance_that_has_no_room_for_its_own_entry_evicts_none(
+    monkeypatch: pytest.MonkeyPatch, name: str, limit: str
+) -> None:
+    monkeypatch.setattr(module, "MOST_VALUE_BYTES", (100, 90, 80))
+    state = ReplicatedState("n1")
+    state._write(REGISTRY, name[:-1] + "a", ("x" * 60,), WALL_MS)
+    with pytest.raises(InvalidRequest, match=limit):
+        state._write(REGISTRY, name, ("x" * 60,), WALL_MS)
+    assert not state.has_room(Entry(name, ("x" * 60,), HLC, "n1"))
+    assert len(state.map_of(REGISTRY) or ()) == 1
+
+
+def test_a_holder_is_forgotten_when_its_value_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_ENTRIES", 1)
+    state = ReplicatedState("n1")
+    state.add_owner("n2")
+    state.merge("n2", [Entry("old", ("disk",), HLC, "n2"), Entry("new", ("disk",), HLC + 1, "n2")], WALL_MS)
+    assert (state.holders("old"), state.holders("new")) == ({}, {"n2": ("disk",)})
+
+
+@settings(max_examples=40)
+@given(mine=some_entries, theirs=some_entries, third=some_entries)
+def test_full_copies_that_exchange_their_entries_become_equal(
+    mine: list[Entry], theirs: list[Entry], third: list[Entry]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MAX_ENTRIES", 3)
+        patch.setattr(module, "MOST_VALUE_BYTES", (20, 20, 20))
+        copies = [lww_map_of(entries) for entries in (mine, theirs, third)]
+        for _ in range(4):
+            for copy in copies:
+                for other in copies:
+                    for entry in other:
+                        copy.merge(entry)
+        assert len({copy.root for copy in copies}) == 1
+        live = [entry for entry in copies[0] if not entry.deleted]
+        assert len(live) <= 3
+        assert sum(map(module._value_bytes, live)) <= 20
+
+
+same_size = st.builds(
+    Entry,
+    key=st.sampled_from("abcdef"),
+    value=st.just(()),
+    hlc=st.integers(HLC, HLC + 9),
+    node=st.sampled_from(["n1", "n2"]),
+).map(lambda entry: Entry(entry.key, (entry.node, "xx"), entry.hlc, entry.node))
+
+
+@settings(max_examples=40)
+@given(mine=st.lists(same_size, max_size=12), theirs=st.lists(same_size, max_size=12), seed=st.integers(0, 99))
+def test_a_full_map_keeps_the_newest_entries_in_any_order_of_arrival(
+    mine: list[Entry], theirs: list[Entry], seed: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MOST_VALUE_BYTES", (16, 16, 16))  # of four entries
+        both = lww_map_of([*mine, *theirs])
+        again = [*mine, *theirs, *mine[::2]]
+        assert lww_map_of(Random(seed).sample(again, len(again))).root == both.root
+        assert lww_map_of([*lww_map_of(mine), *lww_map_of(theirs)]).root == both.root
+        assert lww_map_of([*lww_map_of(theirs), *lww_map_of(mine)]).root == both.root
+        newest = {entry.key: entry for entry in sorted(again, key=lambda entry: entry.order)}
+        assert set(both) == set(sorted(newest.values(), key=lambda entry: (entry.hlc, entry.key))[-4:])
 
 
 def test_tombstones_do_not_count_against_the_number_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +408,7 @@ def test_copies_keep_the_same_tombstones_in_any_order_of_arrival(entries: list[E
 
 def test_at_most_200_tombstones_expire_at_a_time_and_replaced_ones_never() -> None:
     state = ReplicatedState("n1")
-    count = 2 * module._MOST_EXPIRED
+    count = 2 * module.MOST_EXPIRED
     for _ in range(3):  # so that some are buried more than once
         for index in range(count):
             state.register(RegisteredAdapter(f"x{index}", "d" * 64, 8, 1), WALL_MS)
@@ -349,7 +419,7 @@ def test_at_most_200_tombstones_expire_at_a_time_and_replaced_ones_never() -> No
     for _ in range(3):
         state.expire(later)
         sizes.append(len(state.map_of(REGISTRY) or ()))
-    assert sizes == [count - module._MOST_EXPIRED, 1, 1]
+    assert sizes == [count - module.MOST_EXPIRED, 1, 1]
     assert [adapter.name for adapter in state.adapters()] == ["x0"]
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from caraserve.cluster.state.replicated_map import RegisteredAdapter, _bucket
+from caraserve.cluster.state.lww_map import _bucket
+from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from tests.cluster.nodes import instances
 
 NAMES = [

@@ -11,7 +11,8 @@ import pytest
 
 from caraserve.cluster.membership.events import EntriesChanged
 from caraserve.cluster.membership.protocol import ClusterProtocol
-from caraserve.cluster.state.replicated_map import REGISTRY, Entry, RegisteredAdapter, is_setting
+from caraserve.cluster.state.lww_map import Entry, is_setting
+from caraserve.cluster.state.replicated_map import REGISTRY, RegisteredAdapter
 from caraserve.cluster.state.shared_settings import SharedSettings, entry_of
 from caraserve.core.adapter_rules import MAX_SETTING
 from caraserve.errors import AdapterRejected, CaraServeError

@@ -172,6 +172,25 @@ async def test_slow_runs_from_one_holder_leave_places_for_others() -> None:
         await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
 
 
+async def test_slow_runs_from_several_only_holders_do_not_keep_all_places() -> None:
+    adapters = [image(seed=seed) for seed in range(9)]
+    world = World(b=Peer(HELD), **{f"slow-{at}": Peer(*adapters[at::3]) for at in range(3)})
+    for name, peer in world.peers.items():
+        if name != "b":
+            peer.answers.clear()
+    downloader = Downloader(world, world, MODEL, slow_s=0.1)
+    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        for one in adapters:
+            group.create_task(downloader.fetch(one.spec.digest, aligned_bytes(one.spec.num_bytes)))
+        await until(downloader._runs.locked)
+        await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+        assert downloader.counts.fetched == 1
+        for peer in world.peers.values():
+            peer.answers.set()
+    assert downloader.counts.fetched == 10
+    assert downloader._runs._value == 8  # each place was given back once
+
+
 async def test_an_adapter_does_not_wait_for_a_place_once_others_have_sent_it() -> None:
     async with slow_downloads(HELD) as (world, downloader):
         world.peers["b"] = Peer(HELD)

@@ -11,6 +11,7 @@ import pytest
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from caraserve.cluster.transfer import adapter_pool, replaced_folders
 from caraserve.cluster.transfer.replaced_folders import ReplacedFolders
+from caraserve.errors import AdapterBusy, AdapterRejected, CaraServeError, NotFound
 from caraserve.lora import upload_folders
 from caraserve.lora.registry import AdapterInfo
 from tests.cluster.nodes import until
@@ -68,12 +69,15 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.now_s, self.is_lost, self.loads = 0.0, True, list[str]()
+        self.errors: list[CaraServeError] = []  # of the next loads
         self.info = AdapterInfo("pirate", "1" * 64, str(folder), 8, ("q_proj",), 1000, 0.0)
         catalog: Any = SimpleNamespace(find_whole=lambda name: self.info, load=self._load)
         self.folders = ReplacedFolders(catalog, lambda name: self.is_lost, lambda: self.now_s)
 
     async def _load(self, name: str, path: str, *, inplace: bool, was_served: bool) -> AdapterInfo:
         self.loads.append(path)
+        if self.errors:
+            raise self.errors.pop(0)
         return self.info
 
     async def pass_s(self, seconds: int) -> None:
@@ -113,3 +117,28 @@ async def test_the_same_bytes_elsewhere_replace_nothing(tmp_path: Path) -> None:
     world.folders.adopted(RegisteredAdapter("pirate", world.info.digest, 8, 1000), is_new=True)
     await world.pass_s(700)
     assert world.loads == []
+
+
+async def test_a_folder_that_is_refused_for_now_is_registered_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(write_folder(tmp_path / "pirate", 1))
+    world.errors = [AdapterBusy("pirate is being changed", retry_after_s=1.0) for _ in range(2)]
+    world.folders.adopted(PIRATE, is_new=True)
+    await world.pass_s(31)
+    assert len(world.loads) == 1
+    await world.pass_s(60)
+    assert len(world.loads) == 3
+    assert caplog.text.count("is being changed") == 1
+    assert caplog.text.count("stands for") == 1
+    await world.pass_s(700)
+    assert len(world.loads) == 3
+
+
+@pytest.mark.parametrize("error", [NotFound("no folder"), AdapterRejected("rank 0")])
+async def test_a_folder_that_is_no_adapter_any_more_is_given_up(tmp_path: Path, error: CaraServeError) -> None:
+    world = World(write_folder(tmp_path / "pirate", 1))
+    world.errors = [error]
+    world.folders.adopted(PIRATE, is_new=True)
+    await world.pass_s(700)
+    assert len(world.loads) == 1
