@@ -192,8 +192,8 @@ class LwwMap:
         return oldest is not None and oldest >= (tombstone.hlc, tombstone.key)
 
     def _num_excess(self, entry: Entry, old: Entry | None) -> int:
-        is_more = not entry.deleted and (old is None or old.deleted)
-        return is_more + self._size - self._tombstones - MAX_ENTRIES if is_more else 0
+        is_another = not entry.deleted and (old is None or old.deleted)
+        return self._size - self._tombstones + 1 - MAX_ENTRIES if is_another else 0
 
     def _num_excess_bytes(self, entry: Entry, old: Entry | None) -> int:
         budget, more = _budget(entry.key), _value_bytes(entry) - _value_bytes(old)
@@ -267,11 +267,9 @@ def _budget(key: str) -> int:
 
 
 def _value_bytes(entry: Entry | None) -> int:
-    return (
-        0
-        if entry is None or entry.deleted
-        else sum([len(item) if isinstance(item, str) else 8 for item in entry.value])
-    )
+    if entry is None or entry.deleted:
+        return 0
+    return sum([len(item) if isinstance(item, str) else 8 for item in entry.value])
 
 
 def _bucket(key: str) -> int:
