@@ -72,7 +72,7 @@ def ask(subject: Subject, count: int, used: Used | None = None, **sizes: Any) ->
 
 @pytest.mark.parametrize("last", [None, Lane.COPY, Lane.COMPUTE])
 def test_prompts_beside_decoding_rows_answer_like_peft(subject: Subject, used: Used, last: Lane | None) -> None:
-    assert ask(subject, 14, used, last=last, seed=5, flashinfer=True) > 0
+    assert ask(subject, 9, used, last=last, seed=5, flashinfer=True) > 0
 
 
 def test_what_a_graph_serves_is_left_to_our_kernels(subject: Subject, used: Used) -> None:

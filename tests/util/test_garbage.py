@@ -1,90 +1,16 @@
-"""Tests of when the interpreter's garbage collector runs."""
+"""Runs the cases of the garbage collector, which search all objects of their process many times, in a small process:
+this one has imported what all tests need, and every search would take a second."""
 
-import gc
-import weakref
-from collections.abc import Iterator
+import subprocess
+import sys
+from pathlib import Path
 
-import pytest
-
-from caraserve.util import garbage
-from caraserve.util.garbage import GarbageCollector
+CASES = Path(__file__).with_name("garbage_cases.py")
 
 
-class Node:
-    """An object that refers to itself."""
-
-    def __init__(self) -> None:
-        self.itself = self
-
-
-@pytest.fixture(autouse=True)
-def _collector_as_before() -> Iterator[None]:
-    thresholds = gc.get_threshold()
-    yield
-    gc.unfreeze()
-    gc.set_threshold(*thresholds)
-
-
-class World:
-    """A collector whose server is idle, and whose memory grows, when the test says so."""
-
-    def __init__(self) -> None:
-        self.is_idle, self.blocks = False, 1000
-        self.collector = GarbageCollector(lambda: self.is_idle, num_blocks=lambda: self.blocks)
-        self.collector.settle()
-        self._left = weakref.ref(Node())
-
-    @property
-    def is_collected(self) -> bool:
-        return self._left() is None
-
-    def look(self, grown: int) -> None:
-        self.blocks += grown
-        self.collector.look()
-
-
-def test_garbage_is_collected_when_memory_has_grown_and_no_request_is_under_way() -> None:
-    world = World()
-    world.is_idle = True
-    world.look(garbage._GROWN_BLOCKS)
-    assert not world.is_collected
-    world.look(1)
-    assert world.is_collected
-
-
-def test_while_requests_run_garbage_is_collected_only_when_memory_has_grown_much() -> None:
-    world = World()
-    world.look(garbage._MUCH_GROWN_BLOCKS)
-    assert not world.is_collected
-    world.look(1)
-    assert world.is_collected
-
-
-def test_memory_counts_from_the_last_collection() -> None:
-    world = World()
-    world.is_idle = True
-    world.look(garbage._GROWN_BLOCKS + 1)
-    left = weakref.ref(Node())
-    world.look(garbage._GROWN_BLOCKS)
-    assert left() is not None
-    world.look(1)
-    assert left() is None
-
-
-def test_what_outlives_a_look_is_in_no_later_short_collection() -> None:
-    world, kept = World(), [Node() for _ in range(1000)]
-    world.look(0)
-    assert not {id(one) for one in gc.get_objects()} & {id(one) for one in kept}
-
-
-async def test_it_looks_until_cancelled() -> None:
-    looks = 0
-
-    async def sleep(pause_s: float) -> None:
-        nonlocal looks
-        looks += 1
-        if looks == 3:
-            raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        await GarbageCollector(lambda: True, num_blocks=lambda: 0, sleep=sleep).run()
+def test_all_cases_pass_in_a_process_with_few_objects() -> None:
+    plugins = ["-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, str(CASES)]
+    done = subprocess.run(command, cwd=CASES.parents[2], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "5 passed" in done.stdout
