@@ -17,8 +17,8 @@ import hypothesis
 import pytest
 
 # The same examples in every run: a change is not blamed for what another one broke, and no example has a time limit
-# that a busy machine exceeds. `--hypothesis-profile random` looks for new ones.
-hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True)
+# that a busy machine exceeds. `--hypothesis-profile random` looks for new ones, and for more.
+hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=60)
 hypothesis.settings.register_profile("random", deadline=None)
 hypothesis.settings.load_profile("fixed")
 
