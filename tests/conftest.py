@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import fcntl
+import gc
 import importlib
 import inspect
 import logging
@@ -16,8 +17,8 @@ import hypothesis
 import pytest
 
 # The same examples in every run: a change is not blamed for what another one broke, and no example has a time limit
-# that a busy machine exceeds. `--hypothesis-profile random` looks for new ones.
-hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True)
+# that a busy machine exceeds. `--hypothesis-profile random` looks for new ones, and for more.
+hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=60)
 hypothesis.settings.register_profile("random", deadline=None)
 hypothesis.settings.load_profile("fixed")
 
@@ -32,6 +33,15 @@ atexit.register(shutil.rmtree, os.environ["XDG_DATA_HOME"], ignore_errors=True)
 # A shell ignores SIGINT for what it starts in the background, and processes that tests interrupt inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+gc.disable()  # until all tests are collected: what is imported stays, and is searched for garbage for seconds
+
+
+def pytest_collection_finish() -> None:
+    """Leaves a million objects of imported modules and of the collected tests out of all later garbage collections."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -22,7 +22,7 @@ from caraserve.model.spec import load_spec
 from tests.lora.folders import tensor_name, write_adapter
 from tests.serving import PROFILE
 
-NAMES = ("a", "b", "c", "d", "e")
+NAMES = ("a", "b", "c", "d")
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ import pytest
 
 from tests.processes import Server, fleet, free_ports, tiny_adapter, until
 
-NAMES = [f"tiny-{index}" for index in range(1000)]
+NAMES = [f"tiny-{index}" for index in range(500)]
 # A placement copies the unused in the order of their names, and so these last.
 FIRST, SECOND, UNUSED = "tiny-7", "tiny-8", "tiny-9"
-SAMPLE = random.Random(0).sample(NAMES[900:], 60)
+SAMPLE = random.Random(0).sample(NAMES[400:], 30)
 AT_ONCE = 8  # requests
 
 

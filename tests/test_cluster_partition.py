@@ -1,4 +1,4 @@
-"""Five `caraserve serve` processes, of which two are cut off from three: both sides serve, and join again later."""
+"""Four `caraserve serve` processes, of which two are cut off from two: both sides serve, and join again later."""
 
 import contextlib
 import urllib.error
@@ -13,11 +13,11 @@ from tests.processes import NAMES, Server, all_alive, fleet, free_ports, tiny_ad
 from tests.wires import Wires, wires
 
 PROMPT, TOKENS = (70, 411, 23, 9, 300), 8
-LEFT, RIGHT = ("a", "b"), ("c", "d", "e")
+LEFT, RIGHT = ("a", "b"), ("c", "d")
 EVERYWHERE = "everywhere"  # each process has read its files
 # Each is loaded into one process, from which others get it: before the cut, and while it lasts.
 BEFORE = {"old-left": "a", "old-right": "d", "unloaded": "d"}
-MEANWHILE = {"new-left": "b", "new-right": "e"}
+MEANWHILE = {"new-left": "b", "new-right": "d"}
 SERVED = {LEFT: ("old-left", "new-left"), RIGHT: ("old-right", "unloaded", "new-right")}  # while it lasts
 
 Tokens = list[int]

@@ -62,14 +62,14 @@ def first_tokens(server: Server) -> int:
 
 
 def routing(name: str) -> tuple[str, str]:
-    """Returns round-robin for a, b and d, so that each instance has some of their requests when it is killed. The
+    """Returns round-robin for a and b, so that each instance has some of their requests when it is killed. The
     others route by cost, with which the instance is not predictable."""
-    return "--routing", "round-robin" if name in "abd" else "auto"
+    return "--routing", "round-robin" if name in "ab" else "auto"
 
 
 def test_every_request_ends_when_an_instance_is_killed_or_terminated(tmp_path: Path) -> None:
     with fleet(free_ports(len(NAMES)), tmp_path, routing) as servers, ThreadPoolExecutor(32) as pool:
-        a, b, c, d, e = servers.values()
+        a, b, c, d = servers.values()
         until(lambda: all_alive(servers), 4)
         # The right answers: the same tokens on every instance.
         right = list(pool.map(partial(whole, a), ASKED))
@@ -81,10 +81,10 @@ def test_every_request_ends_when_an_instance_is_killed_or_terminated(tmp_path: P
         assert {headers["x-caraserve-instance"] for _, headers in vectors} == set(NAMES)  # each in its turn
 
         before = first_tokens(c)
-        streams = [(index, pool.submit(stream, one, ASKED[index])) for index in range(8) for one in (a, b, d)]
+        streams = [(index, pool.submit(stream, one, ASKED[index])) for index in range(8) for one in (a, b)]
         until(lambda: first_tokens(c) >= before + 2, 30)
         c.process.kill()
-        late = [(index, pool.submit(whole, one, SHORT_ASKED[index])) for index in range(4) for one in (a, b, d, e)]
+        late = [(index, pool.submit(whole, one, SHORT_ASKED[index])) for index in range(4) for one in (a, b, d)]
         late_streams = [(index, pool.submit(stream, one, SHORT_ASKED[index])) for index in range(4) for one in (a, b)]
         assert [answer.result(60) for _, answer in late] == [starts[index] for index, _ in late]
         assert [answer.result(60) for _, answer in late_streams] == [(starts[index], None) for index, _ in late_streams]
@@ -96,7 +96,7 @@ def test_every_request_ends_when_an_instance_is_killed_or_terminated(tmp_path: P
         assert all(lost)
         assert all(kept)
         # The metrics of the remaining instances agree: each lost stream is counted once.
-        metrics = [line for one in (a, b, d, e) for line in one.ask("/metrics").splitlines()]
+        metrics = [line for one in (a, b, d) for line in one.ask("/metrics").splitlines()]
         counted = [line for line in metrics if "lost_streams_total{" in line]
         assert sum(int(line.split()[-1]) for line in counted) == len(lost)
 

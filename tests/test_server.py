@@ -27,6 +27,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from caraserve import demo
+from caraserve.cli.main import main
 from caraserve.errors import AdapterRejected, ConfigError
 from caraserve.http.app import make_app, start_http
 from caraserve.lora.aliases import Aliases
@@ -269,16 +270,21 @@ def test_sigterm_lets_a_running_stream_end_and_exits_0() -> None:
         (["--port", "99999"], 2, "not a port"),
     ],
 )
-def test_a_failed_start_prints_one_line_and_exits_with_a_code(arguments: list[str], code: int, words: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "caraserve", "serve", "--port", "0", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == code
-    assert words in done.stderr
+def test_a_failed_start_prints_one_line_and_exits_with_a_code(
+    arguments: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, which has imported the command already."""
+    assert main(["serve", "--port", "0", *arguments]) == code
+    said = capsys.readouterr().err
+    assert words in said.splitlines()[-1]
+    assert "Traceback" not in said
+
+
+def test_the_process_of_a_failed_start_ends_with_its_code() -> None:
+    command = [sys.executable, "-m", "caraserve", "serve", "--port", "0", "--kv-cache-bytes", "1KiB"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "--kv-cache-bytes" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -166,7 +166,7 @@ def test_a_benchmark_interrupted_before_its_server_is_ready_ends_at_once() -> No
 def test_modes_are_compared_with_cached(tmp_path: Path) -> None:
     modes = (
         "--modes",
-        "cached,pipelined,merged",
+        "cached,pipelined",
         "--repeats",
         "1",
         "--resident",
@@ -178,11 +178,11 @@ def test_modes_are_compared_with_cached(tmp_path: Path) -> None:
     load = ("--random-model", "10M", "--adapters", "4", "--ranks", "4,8", *QUICK)
     done = bench("modes", *modes, *load, "--save", str(tmp_path), "--", "--profile", str(PROFILE), "--cpu-threads", "1")
     document = last_line(done)
-    assert [run["label"] for run in document["runs"]] == ["cached", "pipelined", "merged"]  # type: ignore[attr-defined]
+    assert [run["label"] for run in document["runs"]] == ["cached", "pipelined"]  # type: ignore[attr-defined]
     assert all(run["failed"] == 0 for run in document["runs"])  # type: ignore[attr-defined]
     assert "50 MB/s" in done.stderr
-    assert "3 modes, 1 repeat: 3 runs of " in done.stderr
-    assert "pipelined: sending 12 requests; run 2 of 3 in repeat 1 of 1, about " in done.stderr
+    assert "2 modes, 1 repeat: 2 runs of " in done.stderr
+    assert "pipelined: sending 12 requests; run 2 of 2 in repeat 1 of 1, about " in done.stderr
     again = bench("compare", str(tmp_path / "modes.json"), str(tmp_path / "modes.json"))
     assert again.returncode == 0, again.stderr
     assert "1.000" in again.stdout

@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caraserve.core import fair_queue
@@ -210,6 +210,7 @@ def test_clients_that_always_wait_get_equal_service_within_one_request(
         fair_queue._MAX_COUNTERS = before
 
 
+@settings(max_examples=100)
 @given(st.lists(st.sampled_from(["a", "a", "b", 25, 50, 50]), min_size=100, max_size=200), st.sampled_from(["", "one"]))
 def test_two_names_that_wait_get_equal_service_within_two_requests(steps: list[str | int], client: str) -> None:
     """`steps`: a name pushes a request of that client, or of that user of one client; a number serves the next request

@@ -91,6 +91,7 @@ for mode in ("overlapped", "merged"):
 """
 
 
+@pytest.mark.slow
 def test_a_cpu_without_avx_gives_the_same_tokens() -> None:
     """Compiled for a CPU with neither AVX nor fp16 conversion, the same source gives the same tokens."""
 

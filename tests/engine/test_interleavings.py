@@ -77,7 +77,7 @@ KINDS = {
     "clock_step_s": st.sampled_from([0.0, 0.003]),  # with 3 ms, other tasks run between two results of an iteration
 }
 STREAMED = {"mode": st.sampled_from(["pipelined", "assisted", "auto"]), "streamed_batches": st.sampled_from([1, 2])}
-bounded = settings(max_examples=45, suppress_health_check=list(HealthCheck))
+bounded = settings(max_examples=32, suppress_health_check=list(HealthCheck))
 
 
 @bounded

@@ -152,7 +152,7 @@ def test_an_adapter_that_leaves_less_than_a_request_needs_is_refused() -> None:
     in_world(test, spare_bytes=0, blocks=0, device_adapters=4)
 
 
-@settings(max_examples=25)
+@settings(max_examples=16)
 @given(
     seed=st.integers(0, 2**32),
     spare=st.sampled_from([0, 40, 130, 300]),

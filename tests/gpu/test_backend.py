@@ -92,11 +92,9 @@ def ask(
 
 def orders() -> list[object]:
     """Returns every mode with some order of streams; modes that load during iterations with late copies and late
-    iterations."""
+    iterations, but not `auto`, which chooses among these."""
     cases: list[tuple[str, Lane | None]] = [(mode, None) for mode in LOADING_MODES]
-    cases += [
-        (mode, last) for mode in ("overlapped", "pipelined", "auto", "merged") for last in (Lane.COPY, Lane.COMPUTE)
-    ]
+    cases += [(mode, last) for mode in ("overlapped", "pipelined", "merged") for last in (Lane.COPY, Lane.COMPUTE)]
     return [pytest.param(*case, id=f"{case[0]}-{'any' if case[1] is None else case[1].name}") for case in cases]
 
 
@@ -105,7 +103,7 @@ def test_every_mode_answers_like_peft(subject: Subject, mode: str, last: Lane | 
     """The memory holds about three adapters, which are loaded, evicted and moved while the KV cache grows and
     shrinks."""
     rng = random.Random(f"{mode} {last}")
-    asked = some_requests(rng, [None, *subject.adapters], 16)
+    asked = some_requests(rng, [None, *subject.adapters], 12)
     granules, gap_s = 64 if mode in PRELOADED_MODES else 24, rng.choice((0.0, 0.02))
     seed = rng.randrange(1 << 30)
     answers = ask(subject, asked, 5, mode=mode, pool_granules=granules, gap_s=gap_s, seed=seed, last=last)

@@ -70,9 +70,9 @@ def ask(subject: Subject, count: int, used: Used | None = None, **sizes: Any) ->
     return used.runs - before if used else 0
 
 
-@pytest.mark.parametrize("last", [None, Lane.COPY, Lane.COMPUTE])
+@pytest.mark.parametrize("last", [None, Lane.COMPUTE])
 def test_prompts_beside_decoding_rows_answer_like_peft(subject: Subject, used: Used, last: Lane | None) -> None:
-    assert ask(subject, 14, used, last=last, seed=5, flashinfer=True) > 0
+    assert ask(subject, 9, used, last=last, seed=5, flashinfer=True) > 0
 
 
 def test_what_a_graph_serves_is_left_to_our_kernels(subject: Subject, used: Used) -> None:

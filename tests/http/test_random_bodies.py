@@ -126,7 +126,7 @@ def asking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asking]:
     assert made.answers > 20  # or the bodies are so strange that nothing is learnt from them
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(request=requests())
 def test_no_answer_leaves_a_field_unread_and_unlisted(asking: Asking, request: tuple[str, dict[str, Any]]) -> None:
     path, body = request

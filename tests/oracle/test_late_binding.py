@@ -219,7 +219,7 @@ def schedules(draw: st.DrawFn) -> tuple[list[list[Arrival]], tuple[bool, bool], 
     return [sorted(due, key=lambda arrival: arrival.delay_us) for due in arrivals], assist, first_layers
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(schedule=schedules())
 def test_tokens_and_logits_equal_those_of_a_loaded_adapter(
     subject: Subject,

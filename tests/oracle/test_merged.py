@@ -153,7 +153,7 @@ def test_a_request_continues_across_merging_and_unmerging(subject: Subject) -> N
     check(oracle, short, others, 3)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_any_mix_over_a_small_pool_answers_like_peft(subject: Subject, seed: int) -> None:
     """Popular and rare adapters, preempted and cancelled requests, chunks, and prefixes computed merged or not."""
     model, adapters, oracle = subject

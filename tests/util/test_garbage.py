@@ -1,134 +1,16 @@
-"""Tests of when the interpreter's garbage collector runs."""
+"""Runs the cases of the garbage collector, which search all objects of their process many times, in a small process:
+this one has imported what all tests need, and every search would take a second."""
 
-import gc
-import mmap
-import weakref
-from collections.abc import Iterator
+import subprocess
+import sys
+from pathlib import Path
 
-import pytest
-
-from caraserve.util import garbage
-from caraserve.util.garbage import GarbageCollector
+CASES = Path(__file__).with_name("garbage_cases.py")
 
 
-class Node:
-    """An object that refers to itself."""
-
-    def __init__(self) -> None:
-        self.itself = self
-
-
-@pytest.fixture(autouse=True)
-def _collector_as_before() -> Iterator[None]:
-    thresholds = gc.get_threshold()
-    yield
-    gc.unfreeze()
-    gc.set_threshold(*thresholds)
-
-
-class World:
-    """A collector whose server is idle, and whose memory grows, when the test says so."""
-
-    def __init__(self) -> None:
-        self.is_idle, self.blocks, self.bytes = False, 1000, 1 << 20
-        self.collector = GarbageCollector(
-            lambda: self.is_idle, num_blocks=lambda: self.blocks, private_bytes=lambda: self.bytes
-        )
-        self.collector.settle()
-        self._left = weakref.ref(Node())
-
-    @property
-    def is_collected(self) -> bool:
-        return self._left() is None
-
-    def look(self, grown: int = 0, *, grown_bytes: int = 0) -> None:
-        self.blocks += grown
-        self.bytes += grown_bytes
-        self.collector.look()
-
-
-def test_garbage_is_collected_when_memory_has_grown_and_no_request_is_under_way() -> None:
-    world = World()
-    world.is_idle = True
-    world.look(garbage._GROWN_BLOCKS)
-    assert not world.is_collected
-    world.look(1)
-    assert world.is_collected
-
-
-def test_while_requests_run_garbage_is_collected_only_when_memory_has_grown_much() -> None:
-    world = World()
-    world.look(garbage._BUSY_FACTOR * garbage._GROWN_BLOCKS)
-    assert not world.is_collected
-    world.look(1)
-    assert world.is_collected
-
-
-def test_memory_counts_from_the_last_collection() -> None:
-    world = World()
-    world.is_idle = True
-    world.look(garbage._GROWN_BLOCKS + 1)
-    left = weakref.ref(Node())
-    world.look(garbage._GROWN_BLOCKS)
-    assert left() is not None
-    world.look(1)
-    assert left() is None
-
-
-def test_memory_counts_from_its_least_since_the_last_collection() -> None:
-    world = World()
-    world.look(garbage._BUSY_FACTOR * garbage._GROWN_BLOCKS + 1, grown_bytes=50 * garbage._GROWN_BYTES)
-    left = weakref.ref(Node())
-    world.is_idle = True
-    world.look(-garbage._BUSY_FACTOR * garbage._GROWN_BLOCKS, grown_bytes=-50 * garbage._GROWN_BYTES)  # the load ends
-    world.look(garbage._GROWN_BLOCKS, grown_bytes=garbage._GROWN_BYTES)
-    assert left() is not None
-    world.look(1)
-    assert left() is None
-
-
-@pytest.mark.parametrize(("is_idle", "factor"), [(True, 1), (False, garbage._BUSY_FACTOR)])
-def test_garbage_is_collected_when_objects_grow_that_have_no_blocks(is_idle: bool, factor: int) -> None:
-    world = World()
-    world.is_idle = is_idle
-    world.look(grown_bytes=factor * garbage._GROWN_BYTES)
-    assert not world.is_collected
-    world.look(grown_bytes=1)
-    assert world.is_collected
-
-
-def test_a_mapping_takes_the_memory_that_was_written() -> None:
-    before = garbage._private_bytes()
-    with mmap.mmap(-1, 64 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as body:
-        body[:] = b"x" * len(body)
-        assert garbage._private_bytes() - before == pytest.approx(64 << 20, rel=0.1)
-
-
-def test_what_the_start_has_left_is_in_no_later_collection() -> None:
-    kept = [Node()]
-    world = World()
-    left = weakref.ref(kept.pop())
-    world.look(garbage._BUSY_FACTOR * garbage._GROWN_BLOCKS + 1)
-    assert world.is_collected
-    assert left() is not None  # only a look at all objects of the start would find it
-
-
-def test_garbage_is_found_also_if_it_was_in_use_for_long() -> None:
-    world, kept = World(), [Node()]
-    world.look(0)
-    left = weakref.ref(kept.pop())
-    world.look(garbage._BUSY_FACTOR * garbage._GROWN_BLOCKS + 1)
-    assert left() is None
-
-
-async def test_it_looks_until_cancelled() -> None:
-    looks = 0
-
-    async def sleep(pause_s: float) -> None:
-        nonlocal looks
-        looks += 1
-        if looks == 3:
-            raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        await GarbageCollector(lambda: True, num_blocks=lambda: 0, sleep=sleep).run()
+def test_all_cases_pass_in_a_process_with_few_objects() -> None:
+    plugins = ["-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, str(CASES)]
+    done = subprocess.run(command, cwd=CASES.parents[2], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "10 passed" in done.stdout

@@ -1,4 +1,4 @@
-"""Tests of scripts/gpu_check without a GPU: every stage on an emulated device, and stages that fail."""
+"""Tests of scripts/gpu_check without a GPU: quick stages on an emulated device, and stages that fail."""
 
 import json
 import os
@@ -43,13 +43,19 @@ def rehearse(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]
     return subprocess.run(command, cwd=ROOT, env=os.environ | INTERPRETER, capture_output=True, text=True)
 
 
-def test_every_stage_and_what_the_sanitizer_runs_succeed_on_an_emulated_device(tmp_path: Path) -> None:
-    names = [*(stage.name for stage in STAGES), "every_kernel"]
-    done = rehearse(tmp_path, "--only", ",".join(names))
+# Those that take no more than 3 s each; `scripts/gpu_check --smoke --emulated` runs all in three minutes.
+QUICK = (
+    *("env", "build", "limits", "lora", "server", "handover", "llama3", "sampling", "startup", "sanitizer"),
+    "every_kernel",
+)
+
+
+def test_quick_stages_and_what_the_sanitizer_runs_succeed_on_an_emulated_device(tmp_path: Path) -> None:
+    done = rehearse(tmp_path, "--only", ",".join(QUICK))
     assert done.returncode == 0, done.stdout + done.stderr
     text = (tmp_path / "result.json").read_text()
     stages = json.loads(text)["stages"]
-    assert list(stages) == names
+    assert tuple(stages) == QUICK
     assert {name: (stage["outcome"], stage["error"]) for name, stage in stages.items()} == dict.fromkeys(
         stages, ("done", "")
     )
@@ -57,43 +63,20 @@ def test_every_stage_and_what_the_sanitizer_runs_succeed_on_an_emulated_device(t
     assert str(tmp_path) not in text
     assert str(ROOT) not in text
     figures = {name: stage["figures"] for name, stage in stages.items()}
-    assert figures["correct"]["tiny_model_tokens"] == 6
-    assert figures["protocol"]["cpu_layers"] == 2
-    assert figures["protocol"]["wait_by_stream"]["rounds"] == figures["protocol"]["wait_by_kernel"]["rounds"] == 8
     assert {tuple(point["ranks"]) for point in figures["lora"]["points"]} == {(8,), (16,), (8, 16)}
     assert (figures["lora"]["crowded"]["rows"], figures["lora"]["crowded"]["rank"]) == (9, 16)
-    assert "link_bytes_per_s" not in figures["cold"]["assumed"]
-    assert figures["cold"]["link_bytes_per_s"] == max(figures["limits"]["to_device_bytes_per_s"].values())
-    by_targets = {point["targets"]: point for point in figures["cold"]["exposed"]}
-    assert by_targets["all"]["warm_all_ms"] == by_targets["all"]["warm_ms"]
-    assert by_targets["qkv"]["warm_all_ms"] != by_targets["qkv"]["warm_ms"]
-    assert any("beyond a warm graph of all modules" in line[1] for line in stages["cold"]["lines"])
-    assert {"launch", "results"} < set(figures["model"]["host"]["cpu_us"])
-    assert set(figures["cold"]["itl"]) == {"warm", "overlapped", "pipelined", "alone", "link held"}
-    assert {mode for point in figures["cold"]["exposed"] for mode in point["exposed_ms"]} == {
-        "ondemand",
-        "pipelined",
-        "assisted",
-    }
-    assert [point["tokens"] for point in figures["handover"]["points"]] == [8]
     assert figures["server"]["beside_cached"]["auto"]["itl_p99"] == pytest.approx(1.1)
     assert figures["build"]["ahead"] == {"triton": 0, "raw": 0, "processes": 1, "errors": {}}
-    assert (figures["warm"]["batches"], figures["warm"]["late_kernels"]) == (9, 0)
+    assert [point["tokens"] for point in figures["handover"]["points"]] == [8]
     assert (figures["llama3"]["long"]["tokens"], len(figures["llama3"]["long"]["chunk_ms"])) == (17, 2)
     assert set(figures["llama3"]["long"]["decode_ms"]) == {"1", "2"}
     assert [point["way"] for point in figures["sampling"]["points"]] == ["greedy", "top-p", "top-p and top-k"]
-    assert [point["rows"] for point in figures["quantized"]["points"]] == [1, 70]
     assert set(figures["startup"]["starts"]) == {"EAGER", "LAZY"}
     transfers = [start["parts"]["weights"] for start in figures["startup"]["starts"].values()]
     assert [transfer["num_bytes"] for transfer in transfers] == 2 * [2 * (2 * 30_848 + 2 * 160 * 64 + 64)]
     assert done.stdout.count("of the link's speed") == 2
     assert figures["sanitizer"] == {"path": "", "runs": {}}
     assert {"decode LoRA", "attention", "sampling", "hand-offs"} < set(figures["every_kernel"]["checks"])
-    served = figures["demo"]["servers"]
-    assert [(each["dtype"], each["mode"], each["answers"], each["at_once"]) for each in served] == [
-        ("float32", "ondemand", 6, 3)
-    ]
-    assert served[0]["ties"] == 0
     assert "GPU check" in done.stdout
     assert "the sum of its parts" in done.stdout
 

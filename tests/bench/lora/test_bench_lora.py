@@ -21,16 +21,17 @@ from caraserve.model.dtype import Dtype
 def test_a_quick_run_measures_every_part_and_saves_what_it_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "QUICK", replace(run.QUICK, hidden=512))
+    small = replace(run.QUICK, hidden=512, tokens=(4,), round_trip_tokens=(16,), hand_offs=3, rounds=1)
+    monkeypatch.setattr(run, "QUICK", small)
     assert main(["bench", "lora", "--quick", "--save", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     document = json.loads(printed.splitlines()[-1])
     assert json.loads((tmp_path / "lora.json").read_text()) == document
     assert document["complete"] is True
     assert document["machine"]["cores"] == len(os.sched_getaffinity(0))
-    assert [(point["rank"], point["tokens"]) for point in document["kernels"]] == [(8, 64), (64, 64)]
+    assert [(point["rank"], point["tokens"]) for point in document["kernels"]] == [(8, 4), (64, 4)]
     trips = [(trip["transport"], trip["tokens"]) for trip in document["round_trips"] if trip["workers"] == 1]
-    assert trips == [("shared memory", 64), ("UNIX socket", 64)]
+    assert trips == [("shared memory", 16), ("UNIX socket", 16)]
     assert {trip["workers"] for trip in document["round_trips"]} == {1, len(os.sched_getaffinity(0))}
     assert {point["rank"] for point in document["threads"]} == {8, 64}
     assert all(trip["total_us"] > trip["beyond_us"] > 0 for trip in document["round_trips"])

@@ -62,7 +62,7 @@ def simulated(
     return instance.times(), instance.iterations()
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(MACHINES, REQUESTS, st.lists(st.integers(0, 300 * MS), max_size=5))
 def test_every_iteration_equals_the_plain_references(
     machine: Machine, rows: list[tuple[int, int, int, int, int]], looks: list[int]

@@ -40,7 +40,7 @@ def _act(fleet, step, router, number, now):  # type: ignore[no-untyped-def]
         views.look(fleet, router, now)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(STEPS)
 def test_views_are_late_heartbeats_and_what_the_router_has_sent_since(
     steps: list[tuple[int, int, int, int, int, int, float]],

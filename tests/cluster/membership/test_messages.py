@@ -98,13 +98,13 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(message=messages)
 def test_a_message_decodes_to_what_was_encoded(message: Message) -> None:
     assert decode(encode(message)) == message
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(body=st.one_of(st.binary(max_size=200), json_values.map(lambda value: orjson.dumps(value, default=str))))
 def test_decoding_never_raises(body: bytes) -> None:
     assert isinstance(decode(body), Malformed | Nack)
@@ -120,7 +120,7 @@ def places(value: object, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
     return [path, *inner] if path else inner
 
 
-@settings(max_examples=250)
+@settings(max_examples=120)
 @given(message=messages, other=json_values, data=st.data())
 def test_a_message_with_one_wrong_thing_in_it_never_raises(
     message: Message, other: object, data: st.DataObject
@@ -248,7 +248,7 @@ def test_batches_lose_nothing_and_keep_the_order(sizes: list[int]) -> None:
 # ---- frames
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(body=st.binary(max_size=100), sequence=words, at=st.integers(0, 10**6), bit=st.integers(0, 7))
 def test_a_frame_with_a_flipped_bit_does_not_verify(body: bytes, sequence: int, at: int, bit: int) -> None:
     keys = Keyring(SECRETS).session_keys("a", "b")

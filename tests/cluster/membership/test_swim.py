@@ -103,7 +103,7 @@ def test_updates_in_any_order_give_one_view(records: list[MemberRecord], seed: i
     assert views[0] == views[1]
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(steps=st.lists(st.tuples(any_records, st.booleans(), st.floats(0, 1)), max_size=30))
 def test_records_about_this_instance_are_refuted_and_no_record_goes_back(
     steps: list[tuple[MemberRecord, bool, float]],

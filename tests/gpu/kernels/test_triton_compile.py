@@ -117,16 +117,16 @@ def check(recorded: list[Launch], capability: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("capability", [80, 86, 90])  # 89 is to these kernels what 86 is; fp8 is tested below
 def test_bf16_kernels_fit_and_do_not_spill(launches: list[Launch], capability: int) -> None:
-    launch_lora(torch.bfloat16, 64, gated=True)
     launch_attention(torch.bfloat16, 128)
-    if capability != 80:  # which has the registers and instructions of 86, and more shared memory
+    if capability != 80:  # which has the registers and instructions of 86; only attention uses its shared memory
+        launch_lora(torch.bfloat16, 64, gated=True)
         launch_layers(torch.bfloat16)
     compiled = check(launches, capability)
     product = "wgmma.mma_async" if capability == 90 else "mma.sync"
-    for name in ("shrink_kernel", "expand_kernel", "prefill_kernel"):
+    for name in compiled.keys() & {"shrink_kernel", "expand_kernel", "prefill_kernel"}:
         assert product in compiled[name].asm["ptx"], name
     # Weights and keys must be loaded in 16-byte units, although their addresses come from tables.
-    for name in ("shrink_kernel", "expand_kernel", "prefill_kernel", "decode_kernel"):
+    for name in compiled.keys() & {"shrink_kernel", "expand_kernel", "prefill_kernel", "decode_kernel"}:
         copies = re.findall(
             r"cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x(\w+)", compiled[name].asm["ptx"]
         )

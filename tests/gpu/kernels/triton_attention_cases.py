@@ -185,7 +185,7 @@ def test_a_querys_bits_do_not_depend_on_its_chunk(
     cache, q = make_cache(2, start + count, kv_heads, dim, dtype), queries(count, heads, dim, dtype)
     tokens = tables([1] * count, list(range(start, start + count)))
     whole = prefill(q, cache, tokens, [(0, count)], window)
-    for ends in [(11, 101, 150), (56, 120), (1, 2, 130)]:
+    for ends in [(11, 101, 150), (1, 2, 130)]:
         starts = [0, *ends]
         chunks = [(first, end - first) for first, end in zip(starts, [*ends, count], strict=True)]
         assert torch.equal(prefill(q, cache, tokens, chunks, window), whole), chunks
