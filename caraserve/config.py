@@ -384,7 +384,12 @@ class HttpConfig(_FromArgs):
         add("--ssl-keyfile", **_FILE, help="private key, PEM (default: in --ssl-certfile)")
         add("--ssl-ca-certs", **_FILE, help="CA, PEM; require a client certificate signed by it")
         add("--max-body-bytes", **_SIZE, default=16 << 20, help="answer 413 to larger request bodies (default: 16MiB)")
-        add("--max-connections", **_COUNT, default=4096, help="maximum open connections; above it, answer 503")
+        add(
+            "--max-connections",
+            **_COUNT,
+            default=4096,
+            help="maximum open connections, 15/16 of them of one address; above, answer 503",
+        )
         add(
             "--drain-timeout",
             dest="drain_timeout_s",

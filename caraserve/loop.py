@@ -170,7 +170,7 @@ class Engine:
         active = self._make_active(inputs, adapter, unread)
         self._queues.waiting.push(inputs.tenant, active)
         # Loads start without waiting for the iteration under way.
-        self._queues.admit(self._times.next_begin_s(self._now()), self._times.decode_s)
+        self._queues.admit(self._times.next_begin_s(self._now()), self._times.decode_s, preempts=False)
         self._wake.set()
         return active
 
@@ -293,7 +293,7 @@ class Engine:
 
     def _admit(self, begins_s: float) -> None:
         """Moves requests from waiting to loading, and from loading to running, as far as slots and memory allow."""
-        self._queues.admit(begins_s, self._times.decode_s)
+        self._queues.admit(begins_s, self._times.decode_s, preempts=True)
         self._queues.start(begins_s, self._times.decode_s)
 
     def _schedule(self, begins_s: float) -> Iteration | None:

@@ -11,7 +11,7 @@ credit, and service received while no other client waited is not charged later.
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import chain, islice, takewhile
 from typing import Generic, TypeVar
 
@@ -83,6 +83,16 @@ class FairQueue(Generic[W]):
 
     def push(self, tenant: Tenant, item: W) -> None:
         """Adds an item to the tenant's queue: after the items of the same priority, before those of a higher one."""
+        queue, own = self._queue_of(tenant), self._priority(item)
+        later = sum(1 for _ in takewhile(lambda other: self._priority(other) > own, reversed(queue)))
+        queue.insert(len(queue) - later, item)
+
+    def put_back(self, tenant: Tenant, item: W) -> None:
+        """Adds an item that was taken from the tenant's queue before its time, as the next one."""
+        self._queue_of(tenant).appendleft(item)
+
+    def _queue_of(self, tenant: Tenant) -> deque[W]:
+        """Returns the tenant's queue, to which an item is added."""
         if tenant.client not in self._queues:
             self._clients.lift(tenant.client, self._queues, self._last_client)
             self._queues[tenant.client] = {}
@@ -95,15 +105,14 @@ class FairQueue(Generic[W]):
             users[tenant] = deque()
             if self._users.are_too_many:
                 self._users.keep(chain.from_iterable(self._queues.values()))
-        queue, own = users[tenant], self._priority(item)
-        later = sum(1 for _ in takewhile(lambda other: self._priority(other) > own, reversed(queue)))
-        queue.insert(len(queue) - later, item)
+        return users[tenant]
 
-    def first(self) -> Tenant | None:
-        """Returns the tenant whose first item is served next, or None."""
-        if not self._queues:
+    def first(self, without: Container[str] = ()) -> Tenant | None:
+        """Returns the tenant whose first item is served next, if the clients in `without` have no turn; or None."""
+        clients = [client for client in self._queues if client not in without] if without else self._queues
+        if not clients:
             return None
-        (client,) = self._clients.least(self._queues)
+        (client,) = self._clients.least(clients)
         return self._users.least(self._queues[client])[0]
 
     def first_of(self, is_ready: Callable[[W], bool]) -> Tenant | None:

@@ -1,8 +1,10 @@
 """Which connection is closed for another one when there are as many as allowed. No I/O."""
 
-from collections.abc import Hashable, Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
+_RESERVED = 16  # of so many places, one is not for the client that has all others
 _SPARE = 64  # connections beyond the limit: they answer probes while all places are taken
 
 
@@ -32,14 +34,17 @@ class ConnectionLimit(Generic[C]):
     A connection takes a place with its first request that is not a probe. If none is free, another connection gives up
     its own and is closed: one that waits for its next request or, if none waits, one whose body is arriving; of these
     the oldest of the client that has the most, so that a client with many connections closes its own. If all others are
-    being answered, the request is refused. A request that is refused before its body has arrived holds no place while
-    the rest arrives.
+    being answered, the request is refused. One client has at most `most_of_client` places, so that requests of others
+    are answered whatever it does. A request that is refused before its body has arrived holds no place while the rest
+    arrives.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
+        self.most_of_client = most - most // _RESERVED
         self._open: set[C] = set()
         self._placed: set[C] = set()
+        self._places: Counter[Hashable] = Counter()  # by client
         self._refused: _ByClient[C] = _ByClient()  # wait for the rest of a body
         self._unplaced: _ByClient[C] = _ByClient()  # wait for a request, and have no place
         self._idle: _ByClient[C] = _ByClient()  # wait for a request, and have a place
@@ -64,9 +69,13 @@ class ConnectionLimit(Generic[C]):
         """Gives a connection a place for its request, for which another one may be closed. Returns False if there is
         none."""
         if one not in self._placed:
-            if len(self._placed) >= self.most and not self._close(_first_idle(self._idle) or self._longest_body()):
+            if self._places[one.client] >= self.most_of_client:
+                if not self._close(_first_idle(self._idle.of(one.client)) or self._longest_body(one.client)):
+                    return False
+            elif len(self._placed) >= self.most and not self._close(_first_idle(self._idle) or self._longest_body()):
                 return False
             self._placed.add(one)
+            self._places[one.client] += 1
         if not one.body_is_whole:
             self._receiving.add(one)
         return True
@@ -77,7 +86,7 @@ class ConnectionLimit(Generic[C]):
             return
         self._receiving.discard(one)
         if not one.body_is_whole:
-            self._placed.discard(one)
+            self._leave_place(one)
             self._refused.add(one)
         else:
             (self._idle if one in self._placed else self._unplaced).add(one)
@@ -87,7 +96,14 @@ class ConnectionLimit(Generic[C]):
         self.began(one)
         self._receiving.discard(one)
         self._open.discard(one)
-        self._placed.discard(one)
+        self._leave_place(one)
+
+    def _leave_place(self, one: C) -> None:
+        if one in self._placed:
+            self._placed.remove(one)
+            self._places[one.client] -= 1
+            if not self._places[one.client]:
+                del self._places[one.client]
 
     def _close(self, one: C | None) -> bool:
         if one is None:
@@ -96,8 +112,10 @@ class ConnectionLimit(Generic[C]):
         one.give_up()
         return True
 
-    def _longest_body(self) -> C | None:
-        while (one := self._receiving.first()) is not None:
+    def _longest_body(self, client: Hashable = None) -> C | None:
+        """Returns the oldest connection whose body is arriving, of `client` or of that with the most."""
+        receiving = self._receiving if client is None else self._receiving.of(client)
+        while (one := next(iter(receiving), None)) is not None:
             if not one.body_is_whole:
                 return one
             self._receiving.discard(one)  # it is being answered
@@ -117,6 +135,9 @@ class _ByClient(Generic[C]):
         for size in range(self._largest, 0, -1):
             for client in self._clients.get(size, ()):
                 yield from self._groups[client]
+
+    def of(self, client: Hashable) -> Iterable[C]:
+        return self._groups.get(client, ())
 
     def first(self) -> C | None:
         return next(iter(self), None)
@@ -149,6 +170,6 @@ class _ByClient(Generic[C]):
             self._largest = size
 
 
-def _first_idle(connections: _ByClient[C]) -> C | None:
+def _first_idle(connections: Iterable[C]) -> C | None:
     """Returns the first connection of which no request has arrived meanwhile."""
     return next((one for one in connections if one.is_idle), None)

@@ -143,7 +143,10 @@ class _Server(web.Server):
 
 
 def _all_in_use(limit: "ConnectionLimit[_Connection]") -> ServerBusy:
-    return ServerBusy(f"All of the {limit.most} connections are in use.", retry_after_s=_RETRY_S)
+    return ServerBusy(
+        f"All of the {limit.most} connections are in use, or the {limit.most_of_client} that one address may have.",
+        retry_after_s=_RETRY_S,
+    )
 
 
 class _Connection(web.RequestHandler):

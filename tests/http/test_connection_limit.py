@@ -184,3 +184,17 @@ def test_a_connection_that_is_lost_gives_back_all_that_it_held() -> None:
         for one in connections(limit, 2, whole=whole):
             limit.lost(one)
     assert not closed(connections(limit, 2))
+
+
+def test_one_client_leaves_places_for_others() -> None:
+    limit: ConnectionLimit[FakeConnection] = ConnectionLimit(32)
+    greedy = connections(limit, 30, "greedy")
+    assert not FakeConnection(limit, "greedy").request()
+    assert connections(limit, 2, "other")  # which have a place each
+    assert not FakeConnection(limit, "third").request()
+    assert not closed(greedy)
+    greedy[7].answer()
+    assert FakeConnection(limit, "greedy").request()
+    assert closed(greedy) == [7]  # its own
+    limit.lost(greedy[0])
+    assert FakeConnection(limit, "third").request()

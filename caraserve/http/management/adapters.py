@@ -35,6 +35,7 @@ from caraserve.http.validation import Fields, shown
 from caraserve.lora.adapter import Adapter, AdapterTier, RemoteSource, UploadSource
 from caraserve.lora.management import AdapterManagement, DeletedAdapter
 from caraserve.lora.uploads import UploadClaims
+from caraserve.util.least_rate import LeastRate
 from caraserve.util.tasks import in_turns
 
 log = logging.getLogger("caraserve.http")
@@ -321,28 +322,30 @@ def _managed(request: web.Request) -> tuple[Context, AdapterManagement]:
 
 
 async def _pieces(request: web.Request, timings: HttpTimings) -> AsyncIterator[bytes]:
-    """The body as it arrives. Raises HTTPRequestTimeout after `body_s` without a byte, or when fewer bytes have arrived
-    after `upload_grace_s` than at the least rate, or than at the one that its size needs for the longest time, or when
-    that time has passed; or InvalidRequest."""
+    """The body as it arrives. Raises HTTPRequestTimeout after `body_s` without a byte, or when it has been behind the
+    least rate, or the one that its size needs for the longest time, by `upload_grace_s`, or when that time has passed;
+    or InvalidRequest."""
     clock, num_bytes = asyncio.get_running_loop().time, 0
     least_bytes_per_s = max(_LEAST_BYTES_PER_S, (request.content_length or 0) / _LONGEST_S)
-    slow_s = clock() + timings.upload_grace_s
+    rate, began_s = LeastRate(timings.upload_grace_s, least_bytes_per_s), clock()
+    deadline_s = rate.deadline_s(began_s)
     try:
         while True:
-            allowed_s = min(num_bytes / least_bytes_per_s, _LONGEST_S)
-            waited_s = min(timings.body_s, slow_s + allowed_s - clock())
+            ends_s = min(deadline_s, began_s + timings.upload_grace_s + _LONGEST_S)
+            waited_s = min(timings.body_s, ends_s - clock())
             async with asyncio.timeout(waited_s):
                 piece = await request.content.readany()
             if not piece:
                 return
             num_bytes += len(piece)
+            deadline_s = rate.deadline_s(clock(), len(piece), deadline_s)
             yield piece
     except TimeoutError:
         if waited_s == timings.body_s:
             raise web.HTTPRequestTimeout(text=f"No byte of the body arrived for {timings.body_s:g} s.") from None
         raise web.HTTPRequestTimeout(
-            text=f"Only {num_bytes} bytes of the body arrived: after {timings.upload_grace_s:g} s, at least "
-            f"{least_bytes_per_s:.0f} bytes/s are needed, and all of them within {_LONGEST_S:g} s."
+            text=f"Only {num_bytes} bytes of the body arrived: {least_bytes_per_s:.0f} bytes/s at least are needed, "
+            f"but for {timings.upload_grace_s:g} s at most, and all of them within {_LONGEST_S:g} s."
         ) from None
     except web.RequestPayloadError as error:
         raise InvalidRequest(f"The body could not be read: {error}.") from None

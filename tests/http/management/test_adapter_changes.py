@@ -3,6 +3,7 @@ the reasons why folders are not served."""
 
 import asyncio
 import json
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -268,8 +269,26 @@ async def test_an_upload_that_is_too_slow_is_given_up(
         headers = {"Content-Length": str(SIZE)} if is_sized else {}
         answer = await client.request("PUT", "/v1/adapters/x", data=body(), headers=headers)
         assert answer.status == 408
-        assert "after 0.02 s, " in answer.error["message"]
+        assert "but for 0.02 s at most" in answer.error["message"]
         assert reason in answer.error["message"]
+        await until(lambda: receiver.left() == [])
+
+
+async def test_bytes_that_come_at_once_allow_no_long_silence_afterwards(
+    tmp_path: Path, bodies: list[bytes], pass_time: Callable[[float], None]
+) -> None:
+    timings = HttpTimings(upload_grace_s=5.0, body_s=1000.0, linger_s=0.1)
+    async with serving(tmp_path / "root", timings=timings) as (client, receiver):
+
+        async def body() -> Any:
+            yield bodies[1][:-1]  # at the least rate, these take far longer than the grace
+            await until(lambda: receiver.left() != [])
+            pass_time(5.1)
+            await asyncio.Event().wait()
+
+        asking = asyncio.create_task(client.request("PUT", "/v1/adapters/x", data=body()))
+        answer = await asking
+        assert answer.status == 408
         await until(lambda: receiver.left() == [])
 
 
