@@ -11,7 +11,7 @@ credit, and service received while no other client waited is not charged later.
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain, islice, takewhile
 from typing import Generic, TypeVar
 
@@ -107,7 +107,7 @@ class FairQueue(Generic[W]):
                 self._users.keep(chain.from_iterable(self._queues.values()))
         return users[tenant]
 
-    def first(self, without: Container[str] = ()) -> Tenant | None:
+    def first(self, without: Collection[str] = ()) -> Tenant | None:
         """Returns the tenant whose first item is served next, if the clients in `without` have no turn; or None."""
         clients = [client for client in self._queues if client not in without] if without else self._queues
         if not clients:

@@ -229,3 +229,23 @@ def test_two_names_that_wait_get_equal_service_within_two_requests(steps: list[s
         if not (waiting["a"] and waiting["b"]):
             a_before_b = 0
         assert abs(a_before_b) <= 2 * 50
+
+
+def test_the_first_of_other_clients() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.push(Tenant("a"), "a1")
+    queue.push(Tenant("b"), "b1")
+    assert queue.first() == Tenant("a")
+    assert queue.first({"a"}) == Tenant("b")
+    assert queue.first({"a", "b"}) is None
+
+
+def test_what_is_put_back_is_the_next_of_its_tenant() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for item in ("a1", "a2"):
+        queue.push(Tenant("a"), item)
+    assert queue.pop(Tenant("a")) == "a1"
+    queue.put_back(Tenant("a"), "a1")
+    assert [queue.pop(Tenant("a")) for _ in range(2)] == ["a1", "a2"]
+    queue.put_back(Tenant("a"), "a2")  # which has no others
+    assert queue.first() == Tenant("a")

@@ -25,6 +25,7 @@ async def random_run(
     copy_failures: float = 0.0,
     aside_failures: float = 0.0,
     most_rests: int = 0,
+    clients: str = "",
     **kind: Any,
 ) -> World:
     """Runs random requests, arrivals, cancellations and failures. Returns the world after their end."""
@@ -39,10 +40,12 @@ async def random_run(
             prompt = rng.choice(stems)[: rng.choice((0, 4, 9, 16, 24))] + [rng.randrange(97)] * rng.randrange(1, 8)
             name = rng.choice([None, "a0", "a1", "a2", "a3"])
             scores = 0 if rng.random() < 0.2 else None
+            client = rng.choice(clients) if clients else ""
             if rng.random() < 0.2:
-                one, task = here.ask(prompt, name, embeds=True, max_tokens=0)
+                one, task = here.ask(prompt, name, embeds=True, client=client, max_tokens=0)
             else:
-                one, task = here.ask(prompt, name, max_tokens=rng.randrange(1, 22), prompt_logprobs=scores)
+                tokens = rng.randrange(1, 22)
+                one, task = here.ask(prompt, name, client=client, max_tokens=tokens, prompt_logprobs=scores)
             asked.append(one)
             tasks.append(task)
             for _ in range(rng.randrange(4)):
@@ -127,6 +130,12 @@ def test_failures_beside_streamed_prefills_never_cause_a_wrong_token(seed: int, 
 def test_requests_that_pause_for_slow_readers_have_the_same_tokens(seed: int, **kind: Any) -> None:
     with patch.multiple(unread, FREE_BYTES=500, _SHARE_BYTES=900), patch.object(token_stream, "FREE_BYTES", 500):
         asyncio.run(random_run(seed, aside_failures=0.2, most_rests=40, **kind))
+
+
+@bounded
+@given(seed=st.integers(0, 2**32), **KINDS)
+def test_requests_that_lose_their_slots_to_other_clients_have_the_same_tokens(seed: int, **kind: Any) -> None:
+    asyncio.run(random_run(seed, aside_failures=0.2, clients="aaaabc", slots=3, **kind))
 
 
 def test_slow_readers_do_cause_pauses() -> None:
