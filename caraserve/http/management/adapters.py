@@ -291,13 +291,15 @@ class _Deletion:
         if not self._is_forced and (aliases := self._aliases.of(self._name)):
             raise _aliased(self._name, aliases, "they are deleted too")
 
-    def remove_elsewhere(self) -> bool:
-        """Removes an adapter that only other instances have. Returns False if there is none that the client may use."""
+    def remove_elsewhere(self) -> str | None:
+        """Removes an adapter that only other instances have. Returns its digest, None if there is none that the client
+        may use."""
         cluster = self._context.cluster
-        if cluster is None or cluster.adapter(self._name) is None or not self._request[CLIENT].may_use(self._name):
-            return False
+        found = None if cluster is None else cluster.adapter(self._name)
+        if cluster is None or found is None or not self._request[CLIENT].may_use(self._name):
+            return None
         cluster.remove(self._name)
-        return True
+        return found.digest
 
     def is_deleted(self) -> bool:
         """Whether the name stands for no adapter, here or in the cluster."""
@@ -344,7 +346,7 @@ async def _pieces(request: web.Request, timings: HttpTimings) -> AsyncIterator[b
         if waited_s == timings.body_s:
             raise web.HTTPRequestTimeout(text=f"No byte of the body arrived for {timings.body_s:g} s.") from None
         raise web.HTTPRequestTimeout(
-            text=f"Only {num_bytes} bytes of the body arrived: {least_bytes_per_s:.0f} bytes/s at least are needed, "
+            text=f"Only {num_bytes} bytes of the body arrived: at least {least_bytes_per_s:.0f} bytes/s are needed, "
             f"but for {timings.upload_grace_s:g} s at most, and all of them within {_LONGEST_S:g} s."
         ) from None
     except web.RequestPayloadError as error:

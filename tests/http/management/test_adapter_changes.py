@@ -19,7 +19,7 @@ from tests.http.fleet import View, World
 from tests.http.managed import serving
 from tests.http.serving import Answer, Client
 from tests.lora.folders import write_adapter
-from tests.lora.uploads import Receiver, tar_of
+from tests.lora.uploads import Elsewhere, Receiver, tar_of
 
 WRONG = f'"{"0" * 64}"'
 SIZE = 10_240  # of a body
@@ -144,7 +144,9 @@ class Peers(View):
 async def test_an_adapter_of_another_instance_is_deleted_under_the_same_conditions(
     tmp_path: Path, bodies: list[bytes]
 ) -> None:
-    async with serving(tmp_path / "root", cluster=Peers()) as (client, _):
+    async with serving(tmp_path / "root", cluster=Peers()) as (client, receiver):
+        elsewhere = Elsewhere()
+        receiver.uploads._observers = [elsewhere]
         await alias(client)
         for query, headers, status in (
             ("", {}, 409),
@@ -155,6 +157,7 @@ async def test_an_adapter_of_another_instance_is_deleted_under_the_same_conditio
         ):
             assert (await change(client, "DELETE", bodies, query, **headers)).status == status
         assert (await client.get("/v1/aliases")).json["data"] == []
+        assert elsewhere.removed == [("x", "f" * 64)], "its files go where they are stored"
 
 
 async def test_the_same_bytes_again_need_no_force(tmp_path: Path, bodies: list[bytes]) -> None:
