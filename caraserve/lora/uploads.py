@@ -65,10 +65,15 @@ CheckUpload = Callable[[str | None], None]
 
 @dataclass(frozen=True, slots=True)
 class UploadedAdapter:
-    """The result of an upload. `is_new`: whether the name stood for no adapter before."""
+    """The result of an upload: what the name stands for, and what it stood for before."""
 
     info: AdapterInfo
-    is_new: bool
+    old: AdapterInfo | None
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the name stood for no adapter before."""
+        return self.old is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,7 +382,7 @@ class _Upload:
         if old is not None and old.digest == spec.digest and old.targets:
             if self._stream is not None:
                 self._stream.stored(catalog.folders.at(Path(old.path)))
-            return UploadedAdapter(old, is_new=False)
+            return UploadedAdapter(old, old)
         replaced = catalog.folders.at(self._path)
         self._has_exchanged = await on_thread(_give_place, hidden, replaced)
         folder = catalog.folders.at(self._path)
@@ -396,7 +401,7 @@ class _Upload:
             self._uploads.remove_later(replaced)
         if old is not None and old.digest != spec.digest:  # otherwise the name still stands for the files elsewhere
             self._uploads.removed(self._name, old.digest)
-        return UploadedAdapter(info, is_new=old is None)
+        return UploadedAdapter(info, old)
 
     def _end(self, body: UploadBody, hidden: Path) -> None:
         body.close()

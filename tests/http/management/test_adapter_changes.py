@@ -3,6 +3,7 @@ the reasons why folders are not served."""
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -16,12 +17,14 @@ from caraserve.http.management import adapters
 from caraserve.lora.name_locks import NameLocks
 from tests.cluster.nodes import until
 from tests.http.fleet import View, World
+from tests.http.log_lines import logged
 from tests.http.managed import serving
 from tests.http.serving import Answer, Client
 from tests.lora.folders import write_adapter
 from tests.lora.uploads import Elsewhere, Receiver, tar_of
 
 WRONG = f'"{"0" * 64}"'
+DIGEST_AT_END = re.compile(": [0-9a-f]{64}$")
 SIZE = 10_240  # of a body
 
 
@@ -214,6 +217,26 @@ async def test_changes_of_one_name_at_once_are_all_made(tmp_path: Path, bodies: 
         answers = await asyncio.gather(*(change(client, method, bodies) for method in methods))
         assert {answer.status for answer in answers} <= {200, 201, 404}
         assert receiver.left() in ([], ["x"])
+
+
+async def test_the_log_tells_new_names_from_replaced_ones_and_what_changes_or_goes_with_an_adapter(
+    tmp_path: Path, bodies: list[bytes]
+) -> None:
+    with logged("caraserve.http", lambda record: DIGEST_AT_END.sub("", record.getMessage())) as log:
+        async with serving(tmp_path / "root", log_requests=False) as (client, _):
+            for body in (bodies[0], bodies[0], bodies[1]):
+                await client.request("PUT", "/v1/adapters/x", data=body)
+            await client.request("PATCH", "/v1/adapters/x", json={"labels": {}, "stop": [";"]})
+            await alias(client)
+            await change(client, "DELETE", bodies, "?force=true")
+    assert log.all == [
+        "adapter x uploaded",
+        "adapter x uploaded again, the same version",
+        "adapter x replaced",
+        "adapter x: labels, stop changed",
+        "alias prod stands for x",
+        "adapter x deleted, and its aliases 'prod'",
+    ]
 
 
 async def test_a_deletion_says_whether_the_files_stay(tmp_path: Path, bodies: list[bytes]) -> None:
