@@ -137,4 +137,7 @@ def body_schema(known: KnownFields, required: tuple[str, ...]) -> Schema:
     properties = {
         name: one.schema() if name in required else or_null(one.schema()) for name, one in known.types.items()
     }
-    return {"type": "object", "properties": properties} | ({"required": list(required)} if required else {})
+    described: Schema = {"type": "object", "properties": properties}
+    if known.is_closed:
+        described["additionalProperties"] = False
+    return described | ({"required": list(required)} if required else {})

@@ -30,7 +30,7 @@ from caraserve.http.context import CLIENT, CONTEXT, Context, HttpTimings
 from caraserve.http.management.admin import updatable
 from caraserve.http.management.status import sorted_by_name
 from caraserve.http.request_schema import ADAPTER_SETTINGS, check_fields
-from caraserve.http.responses import json_response, note_ignored, read_object
+from caraserve.http.responses import json_response, read_object
 from caraserve.http.validation import Fields, shown
 from caraserve.lora.adapter import Adapter, AdapterTier, RemoteSource, UploadSource
 from caraserve.lora.management import AdapterManagement, DeletedAdapter
@@ -226,7 +226,6 @@ async def patch_adapter(request: web.Request) -> web.Response:
     changes: dict[str, Any] = {} if labels is None else {"labels": labels}
     if pinned is not None:
         changes["pinned"] = None if pinned == _NO_PIN else pinned
-    note_ignored(request, fields)
 
     async def change() -> ListedAdapter:
         name = request.match_info["name"]
