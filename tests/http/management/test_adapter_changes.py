@@ -61,7 +61,9 @@ async def test_a_change_of_another_version_than_the_client_knows_is_refused(
             assert "nothing was changed" in answer.error["message"]
             assert state(receiver) == before
         assert (await client.get("/v1/adapters/x")).json["labels"] == {}
-        assert (await change(client, method, bodies, **{header: "x"})).status == 400
+        malformed = await change(client, method, bodies, **{header: '"abc"'})
+        assert (malformed.status, malformed.error["param"]) == (400, header)
+        assert "or * for any, not '\"abc\"'" in malformed.error["message"]
         right = f"{WRONG}, {etag}" if header == "If-Match" else WRONG
         assert (await change(client, method, bodies, **{header: right})).status == 200
 
@@ -347,6 +349,16 @@ async def test_why_a_folder_is_not_served_is_told_to_those_who_may_use_its_name(
             ):
                 assert answer.status == 404
                 assert ("use_dora is True" in answer.error["message"]) is is_told
+
+
+async def test_a_request_for_a_folder_inside_of_a_refused_one_is_told_its_reason(tmp_path: Path) -> None:
+    async with serving(tmp_path / "root") as (client, receiver):
+        write_adapter(receiver.root / "run1" / "checkpoint-500")
+        receiver.catalog.refused.note("run1", "only folders directly in --adapters-dir are loaded")
+        for model in ("run1/checkpoint-500", "org/base:run1/checkpoint-500", "run1/a/b"):
+            message = (await client.complete(model=model)).error["message"]
+            assert "The folder 'run1' in --adapters-dir is not served: only folders directly" in message
+        assert "run1" not in (await client.complete(model="org/run1")).error["message"].partition(";")[2]
 
 
 async def test_paths_of_the_server_are_shown_to_admins_alone(tmp_path: Path) -> None:
