@@ -421,7 +421,7 @@ class HttpConfig(_FromArgs):
             metavar="URL",
             help="send traces of requests to this OpenTelemetry collector, by OTLP over HTTP (default: no traces)",
         )
-        add("--log-requests", **_SWITCH, default=True, help="log a line for each request at its end, without its text")
+        add("--log-requests", **_SWITCH, default=True, help="log a line for each request but GETs, without its text")
 
 
 @dataclass(frozen=True, slots=True)

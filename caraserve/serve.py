@@ -37,6 +37,7 @@ from caraserve.lora.folder_contents import NO_ADAPTERS, why_no_adapter
 from caraserve.lora.folder_watch import FolderWatch
 from caraserve.lora.management import AdapterManagement
 from caraserve.lora.manager import AdapterManager
+from caraserve.lora.refused_folders import why_alias
 from caraserve.lora.registry import Registry
 from caraserve.lora.replicated_settings import ReplicatedSettings
 from caraserve.lora.settings import SettingsStore
@@ -262,7 +263,7 @@ def _add_adapters(catalog: Catalog, aliases: Aliases, lora: LoraConfig) -> list[
             if (reason := _why_no_adapter(path)) is not None:
                 leave_out(path, reason)
             elif aliases.find(path.name) is not None:
-                leave_out(path, f"{path.name!r} is an alias; rename the folder")
+                leave_out(path, why_alias(path.name))
             else:
                 found.add(path.name)
                 modules.append((path.name, path))

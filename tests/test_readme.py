@@ -111,11 +111,14 @@ def test_requests_are_well_formed(arguments: list[str]) -> None:
     parser.add_argument("-d", dest="data")
     parser.add_argument("-T", dest="file")
     parser.add_argument("-X", dest="method")
+    parser.add_argument("--url-query", dest="query")
     request = parser.parse_args(arguments)
     url = urlsplit(request.url)
     assert url.netloc == "127.0.0.1:8000"
     method = request.method or ("PUT" if request.file else "GET" if request.data is None else "POST")
     operation = next(found for (of, path), found in OPERATIONS.items() if of == method and is_path(url.path, path))
+    if request.query is not None:
+        assert request.query.partition("@")[0] in {parameter["name"] for parameter in operation.parameters}
     if request.data is not None:
         assert request.header == "Content-Type: application/json"
         fields = json.loads(request.data)

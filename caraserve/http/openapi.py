@@ -78,8 +78,8 @@ def document(app: web.Application) -> dict[str, Any]:
             "title": "CaraServe",
             "version": __version__,
             "description": "A null is the same as an absent field. Fields that are not listed are ignored, and named "
-            "in the header x-caraserve-ignored, unless they would change the answer or look misspelt: those are "
-            "refused with 400. Every GET route answers HEAD as well.",
+            "in the header x-caraserve-ignored, unless they would change the answer or look misspelt, or the "
+            "body takes no additional properties: those are refused with 400. Every GET route answers HEAD as well.",
         },
         "security": keys,
         "paths": paths,
@@ -137,4 +137,7 @@ def body_schema(known: KnownFields, required: tuple[str, ...]) -> Schema:
     properties = {
         name: one.schema() if name in required else or_null(one.schema()) for name, one in known.types.items()
     }
-    return {"type": "object", "properties": properties} | ({"required": list(required)} if required else {})
+    described: Schema = {"type": "object", "properties": properties}
+    if known.is_closed:
+        described["additionalProperties"] = False
+    return described | ({"required": list(required)} if required else {})

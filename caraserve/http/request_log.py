@@ -22,6 +22,7 @@ log = logging.getLogger("caraserve.http.requests")
 
 IGNORED_HEADER = "x-caraserve-ignored"
 CLIENT_LEFT = 499  # nginx's number: the client closed the connection before the answer was complete
+_LOGGED_METHODS = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 _QUIET_PATHS = frozenset({"/ping"})  # SageMaker may send this probe as a POST
 _LONGEST_PATH = 200
 _LONGEST_NAME = 64
@@ -88,11 +89,11 @@ def note_end(request: web.Request, status: int) -> int:
 
 
 def log_request(request: web.Request, request_id: str, status: int) -> None:
-    """Logs a POST of an authenticated client. All other requests are only counted in the metrics: pages, lists, probes,
-    and clients without a key, which could fill the log."""
+    """Logs a request of an authenticated client that asks for work or for a change. All others are only counted in the
+    metrics: pages, lists, probes, and clients without a key, which could fill the log."""
     if (
         CLIENT not in request
-        or request.method != "POST"
+        or request.method not in _LOGGED_METHODS
         or request.path in _QUIET_PATHS
         or not log.isEnabledFor(logging.INFO)
     ):
@@ -101,6 +102,7 @@ def log_request(request: web.Request, request_id: str, status: int) -> None:
     details: dict[str, object] = {
         "id": request_id,
         "client": request[CLIENT].name,
+        "method": request.method,
         "path": request.path[:_LONGEST_PATH],
         "status": status,
         "model": summary.model,

@@ -37,12 +37,14 @@ class Refused:
 class KnownFields:
     """What one route reads, refuses and ignores. A name in none of the three is unknown, and ignored unless it looks
     like a misspelt one, or like one that selects weights, for which `weights_advice` says what works. `types`: of the
-    served fields, by name. Compared by identity, so that functions of a table can be cached."""
+    served fields, by name. `is_closed`: nothing is ignored, also no null, because the body says what to store: one that
+    is not understood would look done. Compared by identity, so that functions of a table can be cached."""
 
     types: Mapping[str, BodyField]
     refused: Mapping[str, Refused]
     ignored: frozenset[str] = frozenset()
     weights_advice: str = _NAME_THE_ADAPTER
+    is_closed: bool = False
 
     @property
     def served(self) -> Set[str]:
@@ -423,13 +425,13 @@ ADAPTER_SETTINGS = KnownFields(
     _instead(pin=("pinned", ()), tags=("labels", ()), template=("chat_template", ()), stop_sequences=("stop", ()))
     | _refused("send it in sampling", *ADAPTER_SAMPLING.served)
     | _refused("an adapter has no default for it; leave it out", *(CHAT.served - {"stop"} - ADAPTER_SAMPLING.served)),
-    weights_advice=_LEAVE_OUT,
+    is_closed=True,
 )
 
 ALIAS = KnownFields(
     _served(body.ALIASED_ADAPTER),
     _instead(name=("adapter", ()), lora_name=("adapter", ())),
-    weights_advice="send adapter",
+    is_closed=True,
 )
 
 STREAM_OPTIONS = KnownFields(
@@ -449,19 +451,20 @@ STRUCTURED_OUTPUTS = KnownFields(
 
 def check_fields(fields: Fields, known: KnownFields) -> None:
     """Raises InvalidRequest for a field that is not served and would change the answer, for one that looks misspelt,
-    and for too many unknown ones. Null is the same as absent."""
+    and for too many unknown ones; in a closed table for any other than the served. Null is the same as absent, but not
+    in a closed table."""
     unknown = {}
     for name, value in fields.items():
         if (refused := known.refused.get(name)) is not None:
             fields.raw(name)  # read: a neutral value is not listed as ignored
-            if value is not None and value not in refused.neutral:
+            if known.is_closed or (value is not None and value not in refused.neutral):
                 raise InvalidRequest(f"{name} is not supported by this server; {refused.advice}.", param=name)
         elif name not in known.served and name not in known.ignored:
             unknown[name] = value
             if len(unknown) > MAX_UNKNOWN:  # checked before any comparison: a body may have thousands
                 raise InvalidRequest(f"The body has more than {MAX_UNKNOWN} fields that this server does not know.")
     for name, value in unknown.items():
-        if value is not None and (advice := _advice(name, known)) is not None:
+        if (value is not None or known.is_closed) and (advice := _advice(name, known)) is not None:
             raise InvalidRequest(f"Unknown field {shown(name)}; {advice}", param=name[:64])
 
 
@@ -470,6 +473,8 @@ def _advice(name: str, known: KnownFields) -> str | None:
     meant = _spellings(known).likely(name)
     if meant in known.served:
         return f"did you mean {meant!r}?"
+    if known.is_closed:
+        return f"{known.refused[meant].advice}." if meant else f"this route takes {', '.join(known.served)}."
     if any(word in name[:_LABEL_CHARACTERS].lower() for word in _WEIGHT_WORDS):
         return f"{known.weights_advice}."
     return None if meant is None else f"{known.refused[meant].advice}."

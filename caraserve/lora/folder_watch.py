@@ -3,7 +3,7 @@
 A folder counts once its files have had the same sizes and times in two polls, so one that is still being copied waits.
 An adapter that was unloaded over HTTP stays unloaded until its files change. A folder that cannot be served is named
 in the log, and its reason is kept for clients (`refused_folders.py`), also if it has no adapter's files. A folder with
-the name of an alias is left out: no request could name its adapter.
+the name of an alias is left out while there is that alias: no request could name its adapter.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from caraserve.errors import AdapterBusy, AdapterRejected, CaraServeError, Serve
 from caraserve.lora.aliases import Aliases
 from caraserve.lora.catalog import Catalog
 from caraserve.lora.folder_contents import NO_ADAPTERS, stamp, why_no_adapter
+from caraserve.lora.refused_folders import why_alias
 from caraserve.lora.upload_folders import is_uploaded
 from caraserve.util.tasks import Tasks
 
@@ -50,6 +51,7 @@ class FolderWatch:
         self._polled = _Polled()
         self._unloads = Tasks()
         self._settled: dict[str, str] = {}  # stamps for which nothing is left to do
+        self._aliased: set[str] = set()  # names of settled folders that are left out, as they are those of aliases
         self._described: dict[str, str] = {}  # stamps of other folders whose reason is known
 
     async def run(self) -> None:
@@ -65,6 +67,7 @@ class FolderWatch:
         """Looks at all folders once."""
         found = await asyncio.to_thread(_poll, self._root)
         seen, self._polled = self._polled, found
+        self._unsettle_former_aliases()
         for name, now in found.adapters.items():
             if now == self._settled.get(name) or self._catalog.is_changing(name):
                 continue
@@ -76,6 +79,12 @@ class FolderWatch:
                 self._described[name] = now
                 await self._describe(name)
         self._follow_removals(seen, found)
+
+    def _unsettle_former_aliases(self) -> None:
+        """Has folders tried again that were left out for an alias that is gone."""
+        for name in [name for name in self._aliased if self._aliases.find(name) is None]:
+            self._aliased.discard(name)
+            self._settled[name] = ""
 
     def _follow_removals(self, seen: _Polled, found: _Polled) -> None:
         """Unloads the adapters of folders that were missing in two polls, and forgets why folders were refused that are
@@ -107,7 +116,8 @@ class FolderWatch:
 
         def refuse_alias() -> None:
             if self._aliases.find(name) is not None:
-                raise AdapterRejected(f"{name!r} is an alias; rename the folder")
+                self._aliased.add(name)
+                raise AdapterRejected(why_alias(name))
 
         try:
             # An upload that another instance has replaced by now does not come back.

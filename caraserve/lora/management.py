@@ -7,12 +7,12 @@ from caraserve.errors import NotFound
 from caraserve.lora.aliases import Aliases
 from caraserve.lora.refused_folders import RefusedFolders
 from caraserve.lora.settings import SettingsStore
-from caraserve.lora.uploads import AdapterUploads
+from caraserve.lora.uploads import AdapterUploads, Unregistered
 
 
 @dataclass(frozen=True, slots=True)
 class DeletedAdapter:
-    """The result of a deletion. `keeps_files`: whether they stay where they are, because they were not uploaded."""
+    """The result of a deletion. `keeps_files`: whether files stay, here or elsewhere, as they were not uploaded."""
 
     aliases: tuple[str, ...]
     keeps_files: bool
@@ -24,8 +24,8 @@ class Deletion(Protocol):
     def check(self) -> None:
         """Refuses the deletion by raising; called when it is the name's turn."""
 
-    def remove_elsewhere(self) -> bool:
-        """Removes an adapter that this instance does not have. Returns False if no other has it either."""
+    def remove_elsewhere(self) -> str | None:
+        """Removes an adapter that this instance does not have. Returns its digest, None if no other has it either."""
 
     def is_deleted(self) -> bool:
         """Whether the name stands for no adapter: another instance may have given it to another one meanwhile."""
@@ -52,12 +52,10 @@ class AdapterManagement:
             try:
                 unregistered = await self.uploads.unregister(name)
             except NotFound:
-                if not deletion.remove_elsewhere():
+                if (digest := deletion.remove_elsewhere()) is None:
                     raise
-                unregistered = None
+                unregistered = Unregistered(None, elsewhere=self.uploads.removed(name, digest))
             aliases = tuple(await self.aliases.remove_of(name))
             if deletion.is_deleted():
                 await self.settings.remove(name)
-        if unregistered is not None:
-            await self.uploads.ended(unregistered)
-        return DeletedAdapter(aliases, keeps_files=unregistered is not None and unregistered.folder is None)
+        return DeletedAdapter(aliases, keeps_files=await self.uploads.ended(unregistered))

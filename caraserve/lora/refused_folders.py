@@ -52,6 +52,11 @@ class RefusedFolders:
         return sorted(self._refusals.values(), key=lambda refusal: refusal.name)
 
 
+def why_alias(name: str) -> str:
+    """Returns why a folder is not served whose name is that of an alias."""
+    return f"{name!r} is an alias; rename the folder, or delete the alias"
+
+
 def _pattern(roots: Sequence[Path]) -> re.Pattern[str]:
     """Returns what matches the folders' paths in a text, alone or before a slash; `/` tells nothing and stays."""
     longest_first = sorted((re.escape(str(root)) for root in roots if root != Path("/")), key=len, reverse=True)

@@ -35,6 +35,7 @@ from caraserve.lora.adapter import Adapter
 from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.catalog import Catalog
+from caraserve.lora.folder_contents import stamp
 from caraserve.lora.peft import TENSORS_NAME, inspect_adapter
 from caraserve.lora.peft_config import CONFIG_NAME
 from caraserve.lora.registry import AdapterInfo
@@ -55,17 +56,24 @@ _RETRY_S = 1.0
 _HEARD_S = 60.0  # until this instance has heard, or changed again, what a name stands for
 
 T = TypeVar("T")
-RemovalObserver = Callable[[str, str], None]
+RemovalObserver = Callable[[str, str], "asyncio.Task[bool]"]
+"""Has other instances remove the files that a name stood for, by its digest. Returns a task whose result is whether one
+of them keeps files of the name, which were not uploaded."""
 CheckUpload = Callable[[str | None], None]
 """Refuses an upload by raising: before its body is read (None), then by its digest when it is to be stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class UploadedAdapter:
-    """The result of an upload. `is_new`: whether the name stood for no adapter before."""
+    """The result of an upload: what the name stands for, and what it stood for before."""
 
     info: AdapterInfo
-    is_new: bool
+    old: AdapterInfo | None
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the name stood for no adapter before."""
+        return self.old is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +88,15 @@ class UploadClaims:
 
 @dataclass(frozen=True, slots=True)
 class Unregistered:
-    """An adapter that a name no longer stands for: its record, None if it had gone meanwhile, and, if its files were
-    uploaded, their folder and the removal under way."""
+    """An adapter that a name no longer stands for: its record, None if this instance has none, and, if its files were
+    uploaded here, their folder and the removal under way. `keeps_files`: whether it has files here that stay.
+    `elsewhere`: whether it has some on other instances."""
 
     adapter: Adapter | None
     folder: AdapterFolder | None = None
     removal: "asyncio.Task[None] | None" = None
+    keeps_files: bool = False
+    elsewhere: "Sequence[asyncio.Task[bool]]" = ()
 
 
 class AdapterUploads:
@@ -164,9 +175,10 @@ class AdapterUploads:
         is_ours = info is not None and path == Path(info.path) and await self.on_thread(is_uploaded, path)
         if info is None or path is None or self._folders is None or not is_ours:
             adapter = await self.catalog.unregister(name)
-            if info is not None:
-                self.removed(name, info.digest)
-            return Unregistered(adapter)
+            if info is None:
+                return Unregistered(adapter)
+            has_files = bool(info.targets)  # else they are on other instances
+            return Unregistered(adapter, keeps_files=has_files, elsewhere=self.removed(name, info.digest))
         folder = self.catalog.folders.at(path)
         try:
             await self.on_thread(self._folders.hide, folder)  # as the next start would find it again
@@ -177,21 +189,34 @@ class AdapterUploads:
         except CaraServeError:
             await self.on_thread(folder.rename, path)
             raise
-        self.removed(name, info.digest)
-        return Unregistered(adapter, folder, self.remove_later(folder))
+        elsewhere = self.removed(name, info.digest)
+        return Unregistered(adapter, folder, self.remove_later(folder), elsewhere=elsewhere)
 
-    async def ended(self, unregistered: Unregistered) -> None:
-        """Returns when the last request of an unregistered adapter has ended, and its files have been removed."""
+    async def ended(self, unregistered: Unregistered) -> bool:
+        """Returns when the last request of an unregistered adapter has ended, and its files have been removed: whether
+        it has files that stay, here or on an instance that has answered."""
         if unregistered.adapter is not None:
             await self.catalog.manager.forgotten(unregistered.adapter)
         folder, removal = unregistered.folder, unregistered.removal
         if folder is not None and removal is not None and not folder.is_used:  # else another name stands for its files
             await asyncio.shield(removal)
+        if asked := unregistered.elsewhere:
+            await asyncio.wait(asked)
+        return unregistered.keeps_files or any(
+            not one.cancelled() and one.exception() is None and one.result() for one in asked
+        )
 
-    def removed(self, name: str, digest: str) -> None:
+    def removed(self, name: str, digest: str) -> "Sequence[asyncio.Task[bool]]":
         """Calls the observers: a name no longer stands for an adapter, whose files are to be removed."""
-        for observe in self._observers:
-            observe(name, digest)
+        return [observe(name, digest) for observe in self._observers]
+
+    def keeps_files(self, name: str) -> bool:
+        """Returns whether the files of a name stay here when it is deleted, because they were not uploaded. Looks at
+        the disk, but only at the times of one folder."""
+        info, path = self.catalog.find_whole(name), None if self._root is None else self._root / name
+        if info is not None and info.targets and path != Path(info.path):
+            return True
+        return path is not None and stamp(path) != "" and not is_uploaded(path)
 
     async def discard(self, name: str, digest: str) -> None:
         """Removes the files of an adapter that was uploaded here, once the name no longer stands for it: another
@@ -224,6 +249,7 @@ class AdapterUploads:
         except OSError as error:
             log.warning("the files of adapter %s cannot be removed: %s", name, error.strerror)
             return
+        self.catalog.forget_folder(name)  # which the unload found, and took for one that stays
         self.remove_later(folder)
 
     async def on_thread(self, function: Callable[..., T], *arguments: object) -> T:
@@ -356,7 +382,7 @@ class _Upload:
         if old is not None and old.digest == spec.digest and old.targets:
             if self._stream is not None:
                 self._stream.stored(catalog.folders.at(Path(old.path)))
-            return UploadedAdapter(old, is_new=False)
+            return UploadedAdapter(old, old)
         replaced = catalog.folders.at(self._path)
         self._has_exchanged = await on_thread(_give_place, hidden, replaced)
         folder = catalog.folders.at(self._path)
@@ -375,7 +401,7 @@ class _Upload:
             self._uploads.remove_later(replaced)
         if old is not None and old.digest != spec.digest:  # otherwise the name still stands for the files elsewhere
             self._uploads.removed(self._name, old.digest)
-        return UploadedAdapter(info, is_new=old is None)
+        return UploadedAdapter(info, old)
 
     def _end(self, body: UploadBody, hidden: Path) -> None:
         body.close()

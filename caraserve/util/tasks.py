@@ -201,7 +201,7 @@ class Tasks:
     """The running tasks of one owner. Exceptions are logged."""
 
     def __init__(self) -> None:
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: set[asyncio.Task[Any]] = set()
 
     def __iter__(self) -> Iterator["asyncio.Task[None]"]:
         return iter(tuple(self._running))
@@ -209,7 +209,7 @@ class Tasks:
     def __len__(self) -> int:
         return len(self._running)
 
-    def start(self, work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
+    def start(self, work: Coroutine[Any, Any, T], name: str) -> "asyncio.Task[T]":
         """Starts a task; `name` is for the log."""
         task = asyncio.create_task(work, name=name)
         self._running.add(task)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +24,11 @@ from caraserve.telemetry.log import configure
 from tests.http.fake_engine import DIGEST, FakeEngine, spell
 from tests.http.fleet import fleet
 from tests.http.log_lines import LogLines, logged
+from tests.http.managed import serving as managed
 from tests.http.serving import Client, serving
 from tests.http.test_streaming import begun, read_chunk, read_event
+from tests.lora.folders import write_adapter
+from tests.lora.uploads import tar_of
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
 
@@ -48,6 +52,7 @@ async def test_a_line_has_client_model_and_phases(lines: Lines) -> None:
     assert line == {
         "id": "my-id",
         "client": "127.0.0.1",
+        "method": "POST",
         "path": "/v1/completions",
         "status": 200,
         "model": f"a@{DIGEST[:12]}",
@@ -131,6 +136,27 @@ async def test_every_kind_of_end_is_logged(
     (line,) = await lines.until(1)
     assert line["path"] == path
     assert (line["status"], line.get("error"), line.get("param")) == expected
+
+
+async def test_changes_of_adapters_and_aliases_are_logged_also_those_that_fail(lines: Lines, tmp_path: Path) -> None:
+    labels, wrong = {"json": {"labels": {"n": "1"}}}, {"headers": {"If-Match": f'"{"0" * 64}"'}}
+    body = {"data": tar_of(write_adapter(tmp_path / "made"))}
+    asked: list[tuple[str, str, dict[str, Any], int, str | None]] = [
+        ("PUT", "/v1/adapters/x", {"data": b"x"}, 400, "InvalidUserInput"),
+        ("PUT", "/v1/adapters/x", body, 201, None),
+        ("PATCH", "/v1/adapters/x", labels, 200, None),
+        ("PATCH", "/v1/adapters/x", {**labels, **wrong}, 412, "adapter_version_differs"),
+        ("PUT", "/v1/aliases/prod", {"json": {"adapter": "x"}}, 201, None),
+        ("DELETE", "/v1/adapters/x", {}, 409, "adapter_aliased"),
+        ("DELETE", "/v1/adapters/none", {}, 404, "model_not_found"),
+        ("DELETE", "/v1/aliases/prod", {}, 200, None),
+    ]
+    async with managed(tmp_path / "root") as (client, _):
+        for method, path, options, _, _ in asked:
+            await client.request(method, path, **options)
+        found = await lines.until(len(asked))
+    ends = [(line["method"], line["path"], line["status"], line.get("error")) for line in found]
+    assert ends == [(method, path, status, error) for method, path, _, status, error in asked]
 
 
 async def test_pages_and_probes_leave_no_line(lines: Lines) -> None:

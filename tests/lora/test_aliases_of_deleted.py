@@ -22,8 +22,8 @@ class Deletion:
     def check(self) -> None:
         pass
 
-    def remove_elsewhere(self) -> bool:
-        return False
+    def remove_elsewhere(self) -> None:
+        return None
 
     def is_deleted(self) -> bool:
         return True

@@ -188,6 +188,25 @@ async def test_a_folder_with_the_name_of_an_alias_is_left_out_and_logged_once(
         assert "'prod' is an alias" in record.getMessage()
 
 
+async def test_a_folder_is_served_once_the_alias_of_its_name_is_gone(tmp_path: Path) -> None:
+    async with receiving(tmp_path) as receiver:
+        aliases = aliases_of(receiver)
+        watch = FolderWatch(tmp_path, receiver.catalog, aliases)
+        write_adapter(tmp_path / "prod")
+        for adapter in ("sql-v7", "sql-v8"):
+            await aliases.point("prod", adapter)
+            await settle(watch)
+            assert [one.name for one in receiver.catalog.refused.all()] == ["prod"]
+            await aliases.remove_of(adapter)
+            await aliases.point("prod", adapter)  # at once: the folder is still left out
+            await watch.poll()
+            assert names(receiver) == []
+            await aliases.remove("prod")
+        await watch.poll()
+        assert names(receiver) == ["prod"]
+        assert receiver.catalog.refused.all() == []
+
+
 async def test_a_name_that_stands_for_another_folder_keeps_it(tmp_path: Path) -> None:
     async with watched(tmp_path) as (receiver, watch):
         write_adapter(tmp_path / "nested" / "x")

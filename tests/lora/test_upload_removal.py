@@ -16,7 +16,7 @@ from caraserve.lora.peft import inspect_adapter
 from caraserve.lora.uploads import AdapterUploads, UploadClaims
 from tests.cluster.nodes import until
 from tests.lora.folders import SPEC, write_adapter
-from tests.lora.uploads import LIMIT, Receiver, in_pieces, receiving, tar_of
+from tests.lora.uploads import LIMIT, Elsewhere, Receiver, in_pieces, receiving, tar_of
 
 
 @pytest.fixture
@@ -34,16 +34,47 @@ def source_path(receiver: Receiver, name: str) -> Path:
 async def test_other_instances_remove_the_files_of_another_version_and_keep_those_of_the_same(
     tmp_path: Path, folder: Path
 ) -> None:
-    digest, removed = inspect_adapter(folder, SPEC).digest, list[tuple[str, str]]()
+    digest, elsewhere = inspect_adapter(folder, SPEC).digest, Elsewhere()
     async with receiving(tmp_path / "root") as receiver:
-        observers = [lambda name, digest: removed.append((name, digest))]
-        uploads = AdapterUploads(receiver.catalog, receiver.uploads.reader, SPEC, receiver.root, LIMIT, observers)
-        for name, elsewhere in (("same", digest), ("other", "f" * 64)):
-            receiver.catalog.adopt(name, elsewhere, 8, 1000)
+        uploads = AdapterUploads(receiver.catalog, receiver.uploads.reader, SPEC, receiver.root, LIMIT, [elsewhere])
+        for name, digest_elsewhere in (("same", digest), ("other", "f" * 64)):
+            receiver.catalog.adopt(name, digest_elsewhere, 8, 1000)
             body = tar_of(folder)
             await uploads.put(name, in_pieces(body, 1000), UploadClaims(len(body)))
         await uploads.close()
-    assert removed == [("other", "f" * 64)]
+    assert elsewhere.removed == [("other", "f" * 64)]
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+async def test_the_deletion_of_an_adapter_of_another_instance_says_whether_that_one_keeps_its_files(
+    tmp_path: Path, is_kept: bool
+) -> None:
+    async with receiving(tmp_path / "root") as receiver:
+        elsewhere = Elsewhere(is_kept)
+        uploads = AdapterUploads(receiver.catalog, receiver.uploads.reader, SPEC, receiver.root, LIMIT, [elsewhere])
+        receiver.catalog.adopt("far", "f" * 64, 8, 1000)
+        assert await uploads.ended(await uploads.unregister("far")) is is_kept
+        await uploads.close()
+    assert elsewhere.removed == [("far", "f" * 64)]
+
+
+async def test_an_instance_keeps_files_that_were_not_uploaded_wherever_they_are(tmp_path: Path, folder: Path) -> None:
+    async with receiving(tmp_path / "root") as receiver:
+        for path in ("own", "deep/nested"):
+            write_adapter(receiver.root / path)
+        await receiver.catalog.load("other", "deep/nested", inplace=False)
+        await receiver.put("sent", tar_of(folder))
+        names = ("own", "other", "sent", "none")
+        assert [name for name in names if receiver.uploads.keeps_files(name)] == ["own", "other"]
+
+
+async def test_a_folder_that_goes_for_another_instance_is_not_listed_as_refused(tmp_path: Path, folder: Path) -> None:
+    async with receiving(tmp_path / "root") as receiver:
+        digest = (await receiver.put("sent", tar_of(folder))).info.digest
+        await receiver.catalog.unload("sent")  # as the cluster's registry has it
+        assert receiver.catalog.refused.get("sent") is not None
+        await receiver.uploads.discard("sent", digest)
+        assert receiver.catalog.refused.all() == []
 
 
 async def test_a_folder_that_was_not_uploaded_is_never_replaced_nor_removed(tmp_path: Path, folder: Path) -> None:

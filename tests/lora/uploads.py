@@ -1,5 +1,6 @@
 """Bodies of uploads, and what receives them, over a backend that is never used."""
 
+import asyncio
 import io
 import os
 import tarfile
@@ -56,6 +57,21 @@ class Receiver:
     def left(self) -> list[str]:
         """Returns the names of everything in the root; see `left_in`."""
         return left_in(self.root)
+
+
+class Elsewhere:
+    """Other instances, which record the removals that are asked of them."""
+
+    def __init__(self, keeps_files: bool = False) -> None:
+        self._keeps_files = keeps_files
+        self.removed: list[tuple[str, str]] = []
+
+    def __call__(self, name: str, digest: str) -> asyncio.Task[bool]:
+        self.removed.append((name, digest))
+        return asyncio.create_task(self._answer())
+
+    async def _answer(self) -> bool:
+        return self._keeps_files
 
 
 def left_in(root: Path) -> list[str]:

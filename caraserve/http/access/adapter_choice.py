@@ -103,12 +103,13 @@ def unknown_model(name: str, reason: str = "") -> NotFound:
 
 
 def refusal(request: web.Request, name: str) -> str:
-    """A sentence with the reason why a folder of that name is not served; empty if there is none, or if the client may
-    not use the name."""
-    management = request.app[CONTEXT].management
-    if management is None or (found := management.refused.get(name)) is None or not request[CLIENT].may_use(name):
+    """A sentence with the reason why a folder of that name, or of its first part, as in `run1/checkpoint-500`, is not
+    served; empty if there is none, or if the client may not use the folder's name."""
+    management, folder = request.app[CONTEXT].management, name.partition("/")[0]
+    if management is None or (found := management.refused.get(folder)) is None or not request[CLIENT].may_use(folder):
         return ""
-    return f" Its folder in --adapters-dir is not served: {found.reason}."
+    which = "Its folder" if folder == name else f"The folder {folder!r}"
+    return f" {which} in --adapters-dir is not served: {found.reason}."
 
 
 def adapter_finder(request: web.Request) -> Find:

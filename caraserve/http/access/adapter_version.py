@@ -5,6 +5,7 @@ import re
 from aiohttp import web
 
 from caraserve.errors import InvalidRequest, VersionDiffers
+from caraserve.http.validation import shown
 
 SERVED_BY_HEADER = "x-caraserve-adapter"
 _REQUIRED_HEADER, _REFUSED_HEADER = "If-Match", "If-None-Match"
@@ -50,8 +51,9 @@ def _tags(request: web.Request, header: str) -> str:
     tags = ", ".join(lines)
     if tags.strip() != "*" and not _TAGS.fullmatch(tags):
         raise InvalidRequest(
-            f"{header} must be 64 hexadecimal digits in double quotes, or several such with commas between them; "
-            "GET /v1/adapters/NAME gives an adapter's as ETag.",
+            f"{header} must be an adapter's digest in double quotes, 64 lower-case hexadecimal digits, or up to 16 of "
+            f"them with commas between them, or * for any, not {shown(tags)}; GET /v1/adapters/NAME gives an adapter's "
+            "as ETag.",
             param=header,
         )
     return tags.strip()

@@ -5,7 +5,7 @@ import base64
 import binascii
 import logging
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -30,11 +30,11 @@ from caraserve.http.context import CLIENT, CONTEXT, Context, HttpTimings
 from caraserve.http.management.admin import updatable
 from caraserve.http.management.status import sorted_by_name
 from caraserve.http.request_schema import ADAPTER_SETTINGS, check_fields
-from caraserve.http.responses import json_response, note_ignored, read_object
+from caraserve.http.responses import json_response, read_object
 from caraserve.http.validation import Fields, shown
 from caraserve.lora.adapter import Adapter, AdapterTier, RemoteSource, UploadSource
 from caraserve.lora.management import AdapterManagement, DeletedAdapter
-from caraserve.lora.uploads import UploadClaims
+from caraserve.lora.uploads import UploadClaims, UploadedAdapter
 from caraserve.util.least_rate import LeastRate
 from caraserve.util.tasks import in_turns
 
@@ -145,9 +145,15 @@ async def put_adapter(request: web.Request) -> web.Response:
     claims = UploadClaims(request.content_length, config, checksums, request[CLIENT].name)
     check = _ReplacementCheck(request, context, management, name).check
     stored = await management.uploads.put(name, _pieces(request, context.timings), claims, check)
-    log.info("adapter %s uploaded: %s", name, stored.info.digest)
+    log.info("adapter %s %s: %s", name, _what_happened(stored), stored.info.digest)
     headers = {"ETag": entity_tag(stored.info.digest)}
     return json_response(_full_card(context, stored.info), status=201 if stored.is_new else 200, headers=headers)
+
+
+def _what_happened(stored: UploadedAdapter) -> str:
+    if stored.old is None:
+        return "uploaded"
+    return "uploaded again, the same version" if stored.old.digest == stored.info.digest else "replaced"
 
 
 class _ReplacementCheck:
@@ -175,13 +181,18 @@ class _ReplacementCheck:
 
 
 def _aliased(name: str, aliases: list[str], forced: str) -> AdapterAliased:
-    names = ", ".join(map(repr, aliases[:5])) + (" and others" if len(aliases) > 5 else "")
+    names = _some_of(aliases)
     who = f"The alias {names} stands" if len(aliases) == 1 else f"The aliases {names} stand"
     return AdapterAliased(
         f"{who} for {name!r}; nothing was changed. Point aliases at another adapter first, or send ?force=true: "
         f"{forced}.",
         param="force",
     )
+
+
+def _some_of(aliases: Sequence[str]) -> str:
+    """The first aliases of many, for a message."""
+    return ", ".join(map(repr, aliases[:5])) + (" and others" if len(aliases) > 5 else "")
 
 
 def _is_forced(request: web.Request) -> bool:
@@ -215,7 +226,6 @@ async def patch_adapter(request: web.Request) -> web.Response:
     changes: dict[str, Any] = {} if labels is None else {"labels": labels}
     if pinned is not None:
         changes["pinned"] = None if pinned == _NO_PIN else pinned
-    note_ignored(request, fields)
 
     async def change() -> ListedAdapter:
         name = request.match_info["name"]
@@ -226,7 +236,10 @@ async def patch_adapter(request: web.Request) -> web.Response:
                 await management.settings.change(name, changes, given_defaults)
             return adapter
 
-    return json_response(_full_card(context, await context.complete(change())))
+    changed = await context.complete(change())
+    if given := [*changes, *given_defaults]:
+        log.info("adapter %s: %s changed", changed.name, ", ".join(given))
+    return json_response(_full_card(context, changed))
 
 
 def _labels(fields: Fields) -> dict[str, str] | None:
@@ -256,7 +269,7 @@ async def delete_adapter(request: web.Request) -> web.Response:
     name = request.match_info["name"]
     deletion = _Deletion(request, context, management, name)
     deleted = await context.complete(_delete(context, management, name, deletion))
-    log.info("adapter %r deleted", name)
+    log.info("adapter %s deleted%s", name, f", and its aliases {_some_of(deleted.aliases)}" if deleted.aliases else "")
     return json_response(
         {
             "name": name,
@@ -291,13 +304,15 @@ class _Deletion:
         if not self._is_forced and (aliases := self._aliases.of(self._name)):
             raise _aliased(self._name, aliases, "they are deleted too")
 
-    def remove_elsewhere(self) -> bool:
-        """Removes an adapter that only other instances have. Returns False if there is none that the client may use."""
+    def remove_elsewhere(self) -> str | None:
+        """Removes an adapter that only other instances have. Returns its digest, None if there is none that the client
+        may use."""
         cluster = self._context.cluster
-        if cluster is None or cluster.adapter(self._name) is None or not self._request[CLIENT].may_use(self._name):
-            return False
+        found = None if cluster is None else cluster.adapter(self._name)
+        if cluster is None or found is None or not self._request[CLIENT].may_use(self._name):
+            return None
         cluster.remove(self._name)
-        return True
+        return found.digest
 
     def is_deleted(self) -> bool:
         """Whether the name stands for no adapter, here or in the cluster."""
@@ -344,7 +359,7 @@ async def _pieces(request: web.Request, timings: HttpTimings) -> AsyncIterator[b
         if waited_s == timings.body_s:
             raise web.HTTPRequestTimeout(text=f"No byte of the body arrived for {timings.body_s:g} s.") from None
         raise web.HTTPRequestTimeout(
-            text=f"Only {num_bytes} bytes of the body arrived: {least_bytes_per_s:.0f} bytes/s at least are needed, "
+            text=f"Only {num_bytes} bytes of the body arrived: at least {least_bytes_per_s:.0f} bytes/s are needed, "
             f"but for {timings.upload_grace_s:g} s at most, and all of them within {_LONGEST_S:g} s."
         ) from None
     except web.RequestPayloadError as error:

@@ -14,7 +14,7 @@ from caraserve.http.access.adapter_choice import ListedAdapter, find_named
 from caraserve.http.context import CLIENT, CONTEXT, Context
 from caraserve.http.management.admin import updatable
 from caraserve.http.request_schema import ALIAS, check_fields
-from caraserve.http.responses import json_response, note_ignored, read_object
+from caraserve.http.responses import json_response, read_object
 from caraserve.lora.aliases import Alias, Aliases
 from caraserve.util.option_values import ADAPTER_NAME
 from caraserve.util.tasks import in_turns
@@ -45,7 +45,6 @@ async def put_alias(request: web.Request) -> web.Response:
     fields = await read_object(request)
     check_fields(fields, ALIAS)
     adapter = body_fields.ALIASED_ADAPTER.read(fields)
-    note_ignored(request, fields)
     if not adapter:
         raise InvalidRequest("adapter must name the adapter that the alias stands for.", param="adapter")
     if not ADAPTER_NAME.fullmatch(name) or name in context.engine.base_names:

@@ -3,6 +3,7 @@ the reasons why folders are not served."""
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -16,12 +17,14 @@ from caraserve.http.management import adapters
 from caraserve.lora.name_locks import NameLocks
 from tests.cluster.nodes import until
 from tests.http.fleet import View, World
+from tests.http.log_lines import logged
 from tests.http.managed import serving
 from tests.http.serving import Answer, Client
 from tests.lora.folders import write_adapter
-from tests.lora.uploads import Receiver, tar_of
+from tests.lora.uploads import Elsewhere, Receiver, tar_of
 
 WRONG = f'"{"0" * 64}"'
+DIGEST_AT_END = re.compile(": [0-9a-f]{64}$")
 SIZE = 10_240  # of a body
 
 
@@ -58,7 +61,9 @@ async def test_a_change_of_another_version_than_the_client_knows_is_refused(
             assert "nothing was changed" in answer.error["message"]
             assert state(receiver) == before
         assert (await client.get("/v1/adapters/x")).json["labels"] == {}
-        assert (await change(client, method, bodies, **{header: "x"})).status == 400
+        malformed = await change(client, method, bodies, **{header: '"abc"'})
+        assert (malformed.status, malformed.error["param"]) == (400, header)
+        assert "or * for any, not '\"abc\"'" in malformed.error["message"]
         right = f"{WRONG}, {etag}" if header == "If-Match" else WRONG
         assert (await change(client, method, bodies, **{header: right})).status == 200
 
@@ -144,7 +149,9 @@ class Peers(View):
 async def test_an_adapter_of_another_instance_is_deleted_under_the_same_conditions(
     tmp_path: Path, bodies: list[bytes]
 ) -> None:
-    async with serving(tmp_path / "root", cluster=Peers()) as (client, _):
+    async with serving(tmp_path / "root", cluster=Peers()) as (client, receiver):
+        elsewhere = Elsewhere()
+        receiver.uploads._observers = [elsewhere]
         await alias(client)
         for query, headers, status in (
             ("", {}, 409),
@@ -155,6 +162,7 @@ async def test_an_adapter_of_another_instance_is_deleted_under_the_same_conditio
         ):
             assert (await change(client, "DELETE", bodies, query, **headers)).status == status
         assert (await client.get("/v1/aliases")).json["data"] == []
+        assert elsewhere.removed == [("x", "f" * 64)], "its files go where they are stored"
 
 
 async def test_the_same_bytes_again_need_no_force(tmp_path: Path, bodies: list[bytes]) -> None:
@@ -211,6 +219,26 @@ async def test_changes_of_one_name_at_once_are_all_made(tmp_path: Path, bodies: 
         answers = await asyncio.gather(*(change(client, method, bodies) for method in methods))
         assert {answer.status for answer in answers} <= {200, 201, 404}
         assert receiver.left() in ([], ["x"])
+
+
+async def test_the_log_tells_new_names_from_replaced_ones_and_what_changes_or_goes_with_an_adapter(
+    tmp_path: Path, bodies: list[bytes]
+) -> None:
+    with logged("caraserve.http", lambda record: DIGEST_AT_END.sub("", record.getMessage())) as log:
+        async with serving(tmp_path / "root", log_requests=False) as (client, _):
+            for body in (bodies[0], bodies[0], bodies[1]):
+                await client.request("PUT", "/v1/adapters/x", data=body)
+            await client.request("PATCH", "/v1/adapters/x", json={"labels": {}, "stop": [";"]})
+            await alias(client)
+            await change(client, "DELETE", bodies, "?force=true")
+    assert log.all == [
+        "adapter x uploaded",
+        "adapter x uploaded again, the same version",
+        "adapter x replaced",
+        "adapter x: labels, stop changed",
+        "alias prod stands for x",
+        "adapter x deleted, and its aliases 'prod'",
+    ]
 
 
 async def test_a_deletion_says_whether_the_files_stay(tmp_path: Path, bodies: list[bytes]) -> None:
@@ -321,6 +349,16 @@ async def test_why_a_folder_is_not_served_is_told_to_those_who_may_use_its_name(
             ):
                 assert answer.status == 404
                 assert ("use_dora is True" in answer.error["message"]) is is_told
+
+
+async def test_a_request_for_a_folder_inside_of_a_refused_one_is_told_its_reason(tmp_path: Path) -> None:
+    async with serving(tmp_path / "root") as (client, receiver):
+        write_adapter(receiver.root / "run1" / "checkpoint-500")
+        receiver.catalog.refused.note("run1", "only folders directly in --adapters-dir are loaded")
+        for model in ("run1/checkpoint-500", "org/base:run1/checkpoint-500", "run1/a/b"):
+            message = (await client.complete(model=model)).error["message"]
+            assert "The folder 'run1' in --adapters-dir is not served: only folders directly" in message
+        assert "run1" not in (await client.complete(model="org/run1")).error["message"].partition(";")[2]
 
 
 async def test_paths_of_the_server_are_shown_to_admins_alone(tmp_path: Path) -> None:

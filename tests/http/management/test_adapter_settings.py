@@ -106,6 +106,23 @@ async def test_what_is_not_a_setting_is_refused_and_changes_nothing(
         assert (await patch(client, "nobody", labels={})).status == 404
 
 
+async def test_an_unknown_field_is_refused_by_what_can_be_set_so_that_nothing_looks_done(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, receiver):
+        await load(receiver, "a")
+        for fields, message in (
+            ({"foo": 1}, "Unknown field 'foo'; this route takes labels, pinned, chat_template, stop, sampling."),
+            ({"lora_foo": None}, "Unknown field 'lora_foo'; this route takes labels"),
+            ({"chat_templat": None}, "Unknown field 'chat_templat'; did you mean 'chat_template'?"),
+            ({"temperature": None}, "temperature is not supported by this server; send it in sampling."),
+        ):
+            answer = await patch(client, "a", labels={"n": "1"}, **fields)
+            assert (answer.status, answer.error["param"]) == (400, next(iter(fields)))
+            assert answer.error["message"].startswith(message)
+        assert (await client.get("/v1/adapters/a")).json["labels"] == {}
+        pointed = await client.request("PUT", "/v1/aliases/prod", json={"adapter": "a", "foo": 1})
+        assert (pointed.status, pointed.error["message"]) == (400, "Unknown field 'foo'; this route takes adapter.")
+
+
 async def test_defaults_are_shown_and_changed_one_by_one_and_a_null_ends_one(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, receiver):
         await load(receiver, "a")
