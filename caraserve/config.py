@@ -306,16 +306,14 @@ class EngineConfig(_FromArgs):
         add("--enforce-eager", **_SWITCH, default=False, help="on a GPU: launch kernels one by one, without graphs")
         add(
             "--max-unread-bytes",
-            type=size_of_at_least(16 << 20),  # one whole answer of 8192 tokens with 20 alternatives takes 13 MB
-            metavar="SIZE",
+            **_SIZE | {"type": size_of_at_least(16 << 20)},  # a whole answer of 8192 tokens with 20 alternatives: 13 MB
             help="memory for answers that clients have not read yet, at least 16MiB; beyond it, slow readers' requests "
             "pause (default: 1/32 of the memory, 64MiB to 4GiB)",
         )
         add("--trace", **_FILE, help="write a Chrome trace, which Perfetto opens")
 
 
-KEEP_ALIVE_S = 620.0  # Google Cloud's load balancers keep a connection for 600 s, most others for less
-LEAST_KEEP_ALIVE_S = 20  # other instances keep connections for 15 s
+KEEP_ALIVE_S, LEAST_KEEP_ALIVE_S = 620.0, 20  # Google's load balancers keep connections for 600 s, instances for 15
 
 
 @dataclass(frozen=True, slots=True)
