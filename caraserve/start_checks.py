@@ -7,7 +7,7 @@ from caraserve.cluster.membership.dns import is_loopback
 from caraserve.config import ClusterConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.core.adapter_rules import check_adapter_name
 from caraserve.errors import ConfigError
-from caraserve.http.tls_files import TlsFiles
+from caraserve.http.tls_files import PemFile, TlsFiles, load_files
 from caraserve.lora.folder_contents import NO_ADAPTERS, why_no_adapter
 from caraserve.lora.peft_config import CONFIG_NAME
 from caraserve.util.cache_folder import why_unwritable
@@ -112,13 +112,12 @@ def client_tls(http: HttpConfig, cluster: ClusterConfig) -> TlsFiles | None:
 def _client_context(http: HttpConfig) -> ssl.SSLContext:
     assert http.ssl_certfile is not None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        # The empty password makes a key with a passphrase an error; otherwise OpenSSL would prompt and block the start.
-        context.load_cert_chain(http.ssl_certfile, http.ssl_keyfile, password="")
-        if http.ssl_ca_certs is not None:
-            context.load_verify_locations(http.ssl_ca_certs)
-            context.verify_mode = ssl.CERT_REQUIRED
-    except (OSError, ssl.SSLError) as error:
-        files = f"--ssl-certfile {http.ssl_certfile}, -keyfile {http.ssl_keyfile}, -ca-certs {http.ssl_ca_certs}"
-        raise ConfigError(f"{files}: {error.strerror or error}") from None
+    load_files(
+        context,
+        PemFile("--ssl-certfile", http.ssl_certfile),
+        None if http.ssl_keyfile is None else PemFile("--ssl-keyfile", http.ssl_keyfile),
+        None if http.ssl_ca_certs is None else PemFile("--ssl-ca-certs", http.ssl_ca_certs),
+    )
+    if http.ssl_ca_certs is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
     return context
