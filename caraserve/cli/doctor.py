@@ -19,6 +19,7 @@ from rich.text import Text
 from caraserve.backend_factory import check_options, dtype_of
 from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.core.quantized_groups import device_bytes
+from caraserve.cpu.kernel_cache import has_kernels
 from caraserve.errors import CaraServeError, ConfigError, ModelLoadError
 from caraserve.gpu.driver.detect import Gpu, Installed, choose, installed, look
 from caraserve.http.access.api_keys import ApiKeys
@@ -188,9 +189,10 @@ def _shared_memory(machine: Machine) -> Finding:
 def _kernel_cache(folder: Path) -> Finding:
     if problem := why_unwritable(folder):
         return Finding("kernel cache", "problem", problem, "set XDG_CACHE_HOME to a folder that can be")
-    if any(folder.glob("*/*/*.nbc")):
-        return Finding("kernel cache", "ok", f"{folder} has compiled kernels")
-    return Finding("kernel cache", "ok", f"{folder} is empty: the first start compiles, for about a minute")
+    if has_kernels():
+        return Finding("kernel cache", "ok", f"{folder} has kernels of this version; other options may need more")
+    found = f"{folder} has no kernels of this version at this path: the next start compiles them"
+    return Finding("kernel cache", "ok", f"{found}, in about half a minute on an idle machine")
 
 
 def _gpu(machine: Machine, wanted: str) -> Iterator[Finding]:

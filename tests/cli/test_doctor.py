@@ -16,6 +16,7 @@ from caraserve.cli.doctor import Configs, Finding, Machine, examine
 from caraserve.cli.options import OptionParser
 from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.core.quantized_groups import device_bytes
+from caraserve.cpu.kernel_cache import numba_folder
 from caraserve.gpu.driver.detect import Gpu, Installed
 from caraserve.model.spec import load_spec
 from caraserve.util.units import human_bytes
@@ -102,6 +103,18 @@ def test_a_kernel_cache_that_cannot_be_written_is_a_problem(cache: Path) -> None
     (cache / "cache").write_text("a file where the folder should be")
     finding = found("kernel cache")
     assert (finding.state, "XDG_CACHE_HOME" in finding.advice) == ("problem", True)
+
+
+def test_only_kernels_of_this_version_at_this_path_count_as_compiled() -> None:
+    python = f"py{sys.version_info.major}{sys.version_info.minor}"
+    own = numba_folder()
+    for folder in (own.with_name("cpu_of_another_path"), own.parent.with_name("of_another_version") / own.name):
+        folder.mkdir(parents=True)
+        (folder / f"attention.attend-1.{python}.1.nbc").touch()
+    assert "has no kernels of this version" in found("kernel cache").found
+    own.mkdir()
+    (own / f"attention.attend-1.{python}.1.nbc").touch()
+    assert "has kernels of this version" in found("kernel cache").found
 
 
 def test_a_wanted_gpu_that_is_not_there_is_a_problem() -> None:
