@@ -310,7 +310,7 @@ def _files(engine: EngineConfig, lora: LoraConfig, cluster: ClusterConfig) -> st
 @contextmanager
 def _removed_if_new(path: Path) -> Iterator[None]:
     """Removes the file at `path` at the end if there was none before."""
-    was_there = path.exists()
+    was_there = path.is_symlink() or path.exists()
     try:
         yield
     finally:
