@@ -82,19 +82,39 @@ def build_backend(
 
     Raises ConfigError or ModelLoadError.
     """
+    choice = detect(engine.device)
+    if choice.note:
+        log.warning("%s", choice.note)
+    check_options(spec, model, engine, lora, choice.device)
+    if choice.device == "cuda":
+        prepare_environment()
+        return build_cuda_backend(spec, model, engine, lora, trace)
+    return _build_cpu_backend(spec, model, engine, lora, trace)
+
+
+def check_options(spec: ModelSpec, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, device: str) -> None:
+    """Raises ConfigError or ModelLoadError for options that this model on this device cannot be served with, as far as
+    that shows before weights are read and kernels compiled."""
     if model.max_model_len is not None and model.max_model_len > spec.max_position:
         raise ConfigError(
             f"--max-model-len {model.max_model_len} is more than the model's {spec.max_position} positions"
         )
-    choice = detect(engine.device)
-    if choice.note:
-        log.warning("%s", choice.note)
-    if choice.device == "cuda":
-        prepare_environment()
-        return build_cuda_backend(spec, model, engine, lora, trace)
+    dtype_of(spec, model.dtype)
+    _lora_cpus(lora)
+    if device == "cuda":
+        _check_cuda_options(spec, lora)
+        return
     if engine.attention_backend == "flashinfer":
         raise ConfigError("--attention-backend flashinfer needs a GPU, and this is a CPU; leave it out")
-    return _build_cpu_backend(spec, model, engine, lora, trace)
+    _kv_bytes(spec, _context(spec, model), engine.kv_cache_bytes)
+
+
+def _check_cuda_options(spec: ModelSpec, lora: LoraConfig) -> None:
+    if lora.mode.merges and spec.quantization is not None:
+        raise ConfigError(
+            "--loading-mode merged adds adapters to the weights, and quantised ones cannot hold the sum; give another "
+            "mode, or a checkpoint that is not quantised"
+        )
 
 
 def _build_cpu_backend(
@@ -155,11 +175,6 @@ def build_cuda_backend(
     from caraserve.gpu.weights import TORCH_DTYPES, dummy, load, progress_steps
 
     assert model.model is not None
-    if lora.mode.merges and spec.quantization is not None:
-        raise ConfigError(
-            "--loading-mode merged adds adapters to the weights, and quantised ones cannot hold the sum; give another "
-            "mode, or a checkpoint that is not quantised"
-        )
     dtype, context = dtype_of(spec, model.dtype), _context(spec, model)
     if uses_flashinfer := engine.attention_backend == "flashinfer":
         check_flashinfer(spec, dtype)

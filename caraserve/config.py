@@ -23,6 +23,7 @@ from caraserve.util.option_values import (
     parse_port,
     share,
     size,
+    size_of_at_least,
     tokens,
     url,
 )
@@ -305,14 +306,14 @@ class EngineConfig(_FromArgs):
         add("--enforce-eager", **_SWITCH, default=False, help="on a GPU: launch kernels one by one, without graphs")
         add(
             "--max-unread-bytes",
-            **_SIZE,
-            help="memory for answers that clients have not read yet; beyond it, slow readers' requests pause "
-            "(default: 1/32 of the memory, 64MiB to 4GiB)",
+            **_SIZE | {"type": size_of_at_least(16 << 20)},  # a whole answer of 8192 tokens with 20 alternatives: 13 MB
+            help="memory for answers that clients have not read yet, at least 16MiB; beyond it, slow readers' requests "
+            "pause (default: 1/32 of the memory, 64MiB to 4GiB)",
         )
         add("--trace", **_FILE, help="write a Chrome trace, which Perfetto opens")
 
 
-KEEP_ALIVE_S = 620.0  # Google Cloud's load balancers keep a connection for 600 s, most others for less
+KEEP_ALIVE_S, LEAST_KEEP_ALIVE_S = 620.0, 20  # Google's load balancers keep connections for 600 s, instances for 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,7 +402,7 @@ class HttpConfig(_FromArgs):
         add(
             "--keep-alive-timeout",
             dest="keep_alive_timeout_s",
-            type=at_least(20, float),  # other instances keep connections for 15 s
+            type=at_least(LEAST_KEEP_ALIVE_S, float),
             default=KEEP_ALIVE_S,
             metavar="SECONDS",
             help="time between two requests after which a connection is closed; make it longer than that of clients, "

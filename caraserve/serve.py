@@ -26,14 +26,12 @@ from caraserve.core.machine_profile import Profile
 from caraserve.cpu.shared_memory import Arena
 from caraserve.engine.merge_policy import MergePolicy
 from caraserve.engine.stats import EngineObservers
-from caraserve.errors import ConfigError
 from caraserve.http.tls_files import TlsFiles, first_context
 from caraserve.kv.memory_budget import MemoryBudget
 from caraserve.loop import Engine
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.aliases import Aliases
 from caraserve.lora.catalog import Catalog, CatalogRules
-from caraserve.lora.folder_contents import NO_ADAPTERS, why_no_adapter
 from caraserve.lora.folder_watch import FolderWatch
 from caraserve.lora.management import AdapterManagement
 from caraserve.lora.manager import AdapterManager
@@ -44,8 +42,16 @@ from caraserve.lora.settings import SettingsStore
 from caraserve.lora.uploads import AdapterUploads
 from caraserve.model.digest import model_digest
 from caraserve.model.spec import ModelSpec, load_spec
-from caraserve.profiling.apply import loading_rules, tuned
-from caraserve.start_checks import check_names, check_paths, client_tls, exposure
+from caraserve.profiling.apply import check_profile, loading_rules, tuned
+from caraserve.start_checks import (
+    adapter_folders,
+    check_names,
+    check_paths,
+    check_routing,
+    client_tls,
+    exposure,
+    why_not_adapter,
+)
 from caraserve.telemetry.background import BackgroundTasks
 from caraserve.telemetry.metrics import Metrics, WorkerCounts
 from caraserve.telemetry.progress import progress
@@ -139,6 +145,7 @@ async def build_engine(
     names = base_names(model_config)
     check_paths(model_config, lora_config)
     check_names(model_config, lora_config, names)
+    check_profile(lora_config, for_routing=has_peers)
     registry = Registry(lora_config.registry)
     stack.callback(registry.close)
     trace = None if engine_config.trace is None else Trace(engine_config.trace)
@@ -257,10 +264,10 @@ def _add_adapters(catalog: Catalog, aliases: Aliases, lora: LoraConfig) -> list[
 
     if lora.adapters_dir is not None:
         named = {name for name, _ in modules}
-        for path in _folders_in(lora.adapters_dir):
+        for path in adapter_folders(lora.adapters_dir):
             if path.name in named:
                 continue
-            if (reason := _why_no_adapter(path)) is not None:
+            if (reason := why_not_adapter(path)) is not None:
                 leave_out(path, reason)
             elif aliases.find(path.name) is not None:
                 leave_out(path, why_alias(path.name))
@@ -269,22 +276,6 @@ def _add_adapters(catalog: Catalog, aliases: Aliases, lora: LoraConfig) -> list[
                 modules.append((path.name, path))
     with progress("adapters", len(modules)) as advance:
         return [*complaints, *catalog.add_at_start(modules, advance, found=found)]
-
-
-def _folders_in(adapters_dir: Path) -> list[Path]:
-    """Returns the folders in --adapters-dir that may be adapters'. Raises ConfigError."""
-    try:
-        found = sorted(path for path in adapters_dir.iterdir() if path.name[0] != "." and path.name not in NO_ADAPTERS)
-    except OSError as error:
-        raise ConfigError(f"--adapters-dir {str(adapters_dir)!r} cannot be read: {error.strerror}") from None
-    return [path for path in found if path.is_dir()]
-
-
-def _why_no_adapter(path: Path) -> str | None:
-    try:
-        return why_no_adapter(path)
-    except OSError as error:
-        return f"the folder cannot be read: {error.strerror}"
 
 
 def _stop_on_defect(task: "asyncio.Task[None]") -> None:
@@ -326,8 +317,7 @@ async def serve(
     from caraserve.http.tracing import Tracer
 
     model_config, lora_config = with_demo(model_config, lora_config)
-    if cluster_config.routing is not None and not cluster_config.peers:
-        raise ConfigError("--routing chooses among the instances of --peers; give both")
+    check_routing(cluster_config)
     credentials = serve_cluster.check_cluster(cluster_config, http_config) if cluster_config.peers else None
     tls = client_tls(http_config, cluster_config)
     keys = ApiKeys(http_config)

@@ -57,7 +57,7 @@ from caraserve.http.app import add_peer_routes, start_peer_http
 from caraserve.http.dispatch import ANSWERING_QUESTION, ClusterRouter, is_answering
 from caraserve.http.proxy import PeerProxy
 from caraserve.http.queue_rebalance import QueueRebalancer
-from caraserve.http.tls_files import TlsFiles, first_context
+from caraserve.http.tls_files import PemFile, TlsFiles, first_context, load_files
 from caraserve.loop import Engine
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.replicated_settings import ReplicatedSettings
@@ -145,11 +145,12 @@ def _peer_contexts(cert: Path, key: Path, ca: Path) -> list[ssl.SSLContext]:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
-        try:
-            context.load_cert_chain(cert, key, password="")  # see `client_tls`
-            context.load_verify_locations(ca)
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"--cluster-tls-cert {cert}, -key {key}, -ca {ca}: {error.strerror or error}") from None
+        load_files(
+            context,
+            PemFile("--cluster-tls-cert", cert),
+            PemFile("--cluster-tls-key", key),
+            PemFile("--cluster-tls-ca", ca),
+        )
         contexts.append(context)
     return contexts
 

@@ -7,7 +7,8 @@ from caraserve.cluster.membership.dns import is_loopback
 from caraserve.config import ClusterConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.core.adapter_rules import check_adapter_name
 from caraserve.errors import ConfigError
-from caraserve.http.tls_files import TlsFiles
+from caraserve.http.tls_files import PemFile, TlsFiles, load_files
+from caraserve.lora.folder_contents import NO_ADAPTERS, why_no_adapter
 from caraserve.lora.peft_config import CONFIG_NAME
 from caraserve.util.cache_folder import why_unwritable
 
@@ -36,6 +37,29 @@ def _why_no_folder(path: Path) -> str:
     if path.is_dir():
         return ""
     return f"{str(path)!r} {'is a file, not a folder' if path.exists() else 'does not exist'}"
+
+
+def adapter_folders(adapters_dir: Path) -> list[Path]:
+    """Returns the folders in --adapters-dir that may be adapters'. Raises ConfigError."""
+    try:
+        found = sorted(path for path in adapters_dir.iterdir() if path.name[0] != "." and path.name not in NO_ADAPTERS)
+    except OSError as error:
+        raise ConfigError(f"--adapters-dir {str(adapters_dir)!r} cannot be read: {error.strerror}") from None
+    return [path for path in found if path.is_dir()]
+
+
+def why_not_adapter(path: Path) -> str | None:
+    """Returns why a folder in --adapters-dir lacks an adapter's files; None if it has them."""
+    try:
+        return why_no_adapter(path)
+    except OSError as error:
+        return f"the folder cannot be read: {error.strerror}"
+
+
+def check_routing(cluster: ClusterConfig) -> None:
+    """Raises ConfigError for a routing policy without instances to choose from."""
+    if cluster.routing is not None and not cluster.peers:
+        raise ConfigError("--routing chooses among the instances of --peers; give both")
 
 
 def exposure(http: HttpConfig) -> str:
@@ -88,13 +112,12 @@ def client_tls(http: HttpConfig, cluster: ClusterConfig) -> TlsFiles | None:
 def _client_context(http: HttpConfig) -> ssl.SSLContext:
     assert http.ssl_certfile is not None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        # The empty password makes a key with a passphrase an error; otherwise OpenSSL would prompt and block the start.
-        context.load_cert_chain(http.ssl_certfile, http.ssl_keyfile, password="")
-        if http.ssl_ca_certs is not None:
-            context.load_verify_locations(http.ssl_ca_certs)
-            context.verify_mode = ssl.CERT_REQUIRED
-    except (OSError, ssl.SSLError) as error:
-        files = f"--ssl-certfile {http.ssl_certfile}, -keyfile {http.ssl_keyfile}, -ca-certs {http.ssl_ca_certs}"
-        raise ConfigError(f"{files}: {error.strerror or error}") from None
+    load_files(
+        context,
+        PemFile("--ssl-certfile", http.ssl_certfile),
+        None if http.ssl_keyfile is None else PemFile("--ssl-keyfile", http.ssl_keyfile),
+        None if http.ssl_ca_certs is None else PemFile("--ssl-ca-certs", http.ssl_ca_certs),
+    )
+    if http.ssl_ca_certs is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
     return context

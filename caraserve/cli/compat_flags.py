@@ -7,6 +7,8 @@ of one entry have the same meaning. `VARIABLES`: environment variables that set 
 from dataclasses import dataclass
 from typing import Literal
 
+from caraserve.config import LEAST_KEEP_ALIVE_S
+
 
 @dataclass(frozen=True, slots=True)
 class Flag:
@@ -181,6 +183,8 @@ VARIABLES = {
     "NIM_SERVED_MODEL_NAME": "--served-model-name",
     "NIM_SERVER_PORT": "--port",
 }
+# What our own option's least value is, where other servers have a smaller default: a smaller value has no effect.
+VARIABLE_LEAST = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": LEAST_KEEP_ALIVE_S}
 VARIABLE_NOTES = {
     "NIM_PEFT_REFRESH_INTERVAL": "--adapters-dir is looked at every second, and changes count within about three",
 }

@@ -1,13 +1,14 @@
 """`caraserve doctor`: what this machine has for serving, one line for each check, and what to do about the rest.
 
-Takes serve's options, and checks with serve's own functions what they name. Nothing is loaded or compiled, and no
-package of the GPU is imported.
+Takes serve's options, and checks with serve's own functions what they name. No weights are loaded, nothing is compiled,
+and no package of the GPU is imported.
 """
 
 import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,19 +16,32 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
-from caraserve.backend_factory import dtype_of
+from caraserve.backend_factory import check_options, dtype_of
 from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.core.quantized_groups import device_bytes
-from caraserve.errors import CaraServeError, ModelLoadError
+from caraserve.cpu.kernel_cache import has_kernels
+from caraserve.errors import CaraServeError, ConfigError, ModelLoadError
 from caraserve.gpu.driver.detect import Gpu, Installed, choose, installed, look
+from caraserve.http.access.api_keys import ApiKeys
 from caraserve.http.server import bind
-from caraserve.lora.peft import may_exist
-from caraserve.lora.peft_config import CONFIG_NAME
+from caraserve.lora.catalog import above_max_rank
+from caraserve.lora.peft import check_layout
+from caraserve.lora.registry import Registry
 from caraserve.model.safetensors_reader import TensorFileError, weight_files
-from caraserve.model.spec import load_spec
+from caraserve.model.spec import ModelSpec, load_spec
+from caraserve.profiling.apply import check_profile
 from caraserve.serve import base_names, with_demo
 from caraserve.serve_cluster import check_cluster
-from caraserve.start_checks import check_names, check_paths, client_tls, exposure
+from caraserve.start_checks import (
+    adapter_folders,
+    check_names,
+    check_paths,
+    check_routing,
+    client_tls,
+    exposure,
+    why_not_adapter,
+)
+from caraserve.telemetry.trace import check_writable
 from caraserve.tokenizer.tokenizer import load_tokenizer
 from caraserve.util.cache_folder import cache_folder, why_unwritable
 from caraserve.util.memory import limit_bytes, machine_bytes
@@ -36,6 +50,9 @@ from caraserve.util.units import human_bytes
 State = Literal["ok", "warning", "problem"]
 _STYLES: dict[State, str] = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 _NEWEST_PYTHON = (3, 14)  # newest that numba has wheels for
+_ALL_WELL = (
+    "all is well. Only a start reads weights, compiles kernels, and shows whether caches and adapters fit into memory"
+)
 _LEAST_FREE_BYTES = 1 << 30  # below it, the demo and the compiler of its kernels are short of memory
 
 
@@ -107,7 +124,7 @@ def doctor(configs: Configs) -> int:
         console.print(Text(f"{finding.state:7}", _STYLES[finding.state]) + Text(text))
     counts = [(sum(finding.state == state for finding in findings), state) for state in ("problem", "warning")]
     summary = ", ".join(f"{count} {state}{'s' * (count > 1)}" for count, state in counts if count)
-    console.print(summary or "all is well: caraserve serve takes the same options", markup=False)
+    console.print(summary or _ALL_WELL, markup=False)
     return int(counts[0][0] > 0)
 
 
@@ -172,9 +189,10 @@ def _shared_memory(machine: Machine) -> Finding:
 def _kernel_cache(folder: Path) -> Finding:
     if problem := why_unwritable(folder):
         return Finding("kernel cache", "problem", problem, "set XDG_CACHE_HOME to a folder that can be")
-    if any(folder.glob("*/*/*.nbc")):
-        return Finding("kernel cache", "ok", f"{folder} has compiled kernels")
-    return Finding("kernel cache", "ok", f"{folder} is empty: the first start compiles, for about a minute")
+    if has_kernels():
+        return Finding("kernel cache", "ok", f"{folder} has kernels of this version; other options may need more")
+    found = f"{folder} has no kernels of this version at this path: the next start compiles them"
+    return Finding("kernel cache", "ok", f"{found}, in about half a minute on an idle machine")
 
 
 def _gpu(machine: Machine, wanted: str) -> Iterator[Finding]:
@@ -208,13 +226,19 @@ def _built_for(cuda: int | None) -> str:
 
 def _configured(machine: Machine, configs: Configs) -> Iterator[Finding]:
     model, lora = with_demo(configs.model, configs.lora)
-    on_cpu = machine.gpu is None or configs.engine.device == "cpu"
-    room_bytes = min(machine.free_bytes, machine.limit_bytes or machine.free_bytes) if on_cpu else None
+    device = _device(machine, configs.engine.device)
+    room_bytes = min(machine.free_bytes, machine.limit_bytes or machine.free_bytes) if device == "cpu" else None
     yield _checked("address", lambda: _address(configs.http, configs.cluster))
+    if configs.http.needs_keys:
+        yield _checked("keys", lambda: _keys(configs.http))
     if warning := exposure(configs.http):
         yield Finding("access", "warning", warning)
     yield _checked("model", lambda: _model(model, room_bytes))
-    yield _checked("adapters", lambda: _adapters(model, lora))
+    spec = _spec(model)
+    yield _checked("options", lambda: _options(spec, model, configs.engine, lora, device))
+    yield _checked("files", lambda: _files(configs.engine, lora, configs.cluster))
+    yield _checked("adapters", lambda: _adapters(spec, model, lora))
+    yield from _left_out(spec, lora)
 
 
 def _checked(what: str, check: Callable[[], str]) -> Finding:
@@ -233,11 +257,65 @@ def _address(http: HttpConfig, cluster: ClusterConfig) -> str:
     port = sockets[0].getsockname()[1]
     for one in sockets:
         one.close()
+    check_routing(cluster)
     tls = ", certificates are valid" if client_tls(http, cluster) is not None else ""
     if not cluster.peers:
         return f"{http.host}:{port} is free{tls}"
     check_cluster(cluster, http)
     return f"{http.host}:{port} is free{tls}, {len(cluster.peers)} peers given"
+
+
+def _keys(http: HttpConfig) -> str:
+    """Reads the keys. Raises ConfigError."""
+    return f"{ApiKeys(http).num_keys} given or in --api-key-file"
+
+
+def _device(machine: Machine, wanted: str) -> str:
+    """Returns the device that would be served on; "" if there is none, which another line says."""
+    try:
+        return choose(wanted, machine.gpu, machine.gpu_problem, machine.packages).device
+    except CaraServeError:
+        return ""
+
+
+def _spec(config: ModelConfig) -> ModelSpec | None:
+    """Returns the model's shapes; None if they cannot be read, which another line says."""
+    assert config.model is not None, "with_demo comes first"
+    try:
+        return load_spec(config.model)
+    except (CaraServeError, OSError):
+        return None
+
+
+def _options(spec: ModelSpec | None, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, device: str) -> str:
+    """Checks options against the model and the device. Raises ConfigError or ModelLoadError."""
+    if spec is None or not device:
+        return "not checked without a model and a device"
+    check_options(spec, model, engine, lora, device)
+    return f"the model on {device} takes them"
+
+
+def _files(engine: EngineConfig, lora: LoraConfig, cluster: ClusterConfig) -> str:
+    """Opens the files of --trace, --registry and --profile, and leaves none that was not there. Raises ConfigError."""
+    check_profile(lora, for_routing=bool(cluster.peers))
+    if engine.trace is not None:
+        with _removed_if_new(engine.trace):
+            check_writable(engine.trace)
+    if lora.registry is not None:
+        with _removed_if_new(lora.registry):
+            Registry(lora.registry).close()
+    return "those of --trace, --registry and --profile can be used"
+
+
+@contextmanager
+def _removed_if_new(path: Path) -> Iterator[None]:
+    """Removes the file at `path` at the end if there was none before."""
+    was_there = path.is_symlink() or path.exists()
+    try:
+        yield
+    finally:
+        if not was_there:
+            path.unlink(missing_ok=True)
 
 
 def _model(config: ModelConfig, room_bytes: int | None) -> str:
@@ -263,13 +341,49 @@ def _model(config: ModelConfig, room_bytes: int | None) -> str:
     return f"{folder}: {spec.family}, weights of {human_bytes(num_bytes)}{note}"
 
 
-def _adapters(model: ModelConfig, lora: LoraConfig) -> str:
-    """Checks adapters' folders and names. Raises ConfigError or OSError."""
+def _adapters(spec: ModelSpec | None, model: ModelConfig, lora: LoraConfig) -> str:
+    """Checks the names of adapters, and files of --lora-modules but their weights. Raises ConfigError or OSError."""
     check_paths(model, lora)
     check_names(model, lora, base_names(model))
-    folders = lora.adapters_dir.iterdir() if lora.adapters_dir is not None else ()
-    count = len(lora.lora_modules) + sum(may_exist(path / CONFIG_NAME) for path in folders)
-    return f"{count} named or found; their weights are checked at the start"
+    for module in lora.lora_modules if spec is not None else ():
+        if why := _why_refused(module.path, spec, lora):
+            raise ConfigError(f"adapter {module.name!r} at {module.path}: {why}")
+    return f"{len(lora.lora_modules) + len(_found(lora))} named or found; their weights are checked at the start"
+
+
+def _found(lora: LoraConfig) -> list[Path]:
+    """Returns the folders in --adapters-dir. Raises ConfigError."""
+    named = {module.name for module in lora.lora_modules}
+    folders = [] if lora.adapters_dir is None else adapter_folders(lora.adapters_dir)
+    return [path for path in folders if path.name not in named]
+
+
+def _left_out(spec: ModelSpec | None, lora: LoraConfig) -> Iterator[Finding]:
+    """Yields a warning if the start would leave out folders of --adapters-dir."""
+    try:
+        folders = _found(lora)
+    except ConfigError:  # the line before says it
+        return
+    refused = [(path, why) for path in folders if (why := why_not_adapter(path) or _why_refused(path, spec, lora))]
+    if refused:
+        path, why = refused[0]
+        found = f"{len(refused)} of {len(folders)} folders in --adapters-dir would be left out: {path.name!r}: {why}"
+        yield Finding("left out", "warning", found, "the log of the start names all" if len(refused) > 1 else "")
+
+
+def _why_refused(path: Path, spec: ModelSpec | None, lora: LoraConfig) -> str:
+    """Returns why an adapter cannot be served, as far as its configuration and its tensors' shapes show it; ""
+    otherwise."""
+    if spec is None:
+        return ""
+    try:
+        rank = check_layout(path, spec).rank
+    except CaraServeError as error:
+        return error.message
+    except OSError as error:
+        return f"it cannot be read: {error.strerror}"
+    refusal = above_max_rank(rank, lora.max_lora_rank)
+    return "" if refusal is None else refusal.message
 
 
 # --- facts ---

@@ -7,6 +7,7 @@ hyphens, and may be cut short if one option remains. compat_flags.py lists accep
 import argparse
 import difflib
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
-from caraserve.cli.compat_flags import FLAGS, SAME, VARIABLE_NOTES, VARIABLES, Flag
+from caraserve.cli.compat_flags import FLAGS, SAME, VARIABLE_LEAST, VARIABLE_NOTES, VARIABLES, Flag
 from caraserve.errors import ConfigError
 
 _PREFIX = "CARASERVE_"
@@ -80,6 +81,11 @@ class OptionParser(argparse.ArgumentParser):
         words: list[str] = []
         notes = [f"{name} has no effect: {note}" for name, note in VARIABLE_NOTES.items() if os.environ.get(name)]
         notes += self._misspelt(os.environ)
+        notes += [
+            f"{name}={os.environ[name]} has no effect: {VARIABLES[name]} is at least {least} here, and has its default"
+            for name, least in VARIABLE_LEAST.items()
+            if VARIABLES[name] in self._own() and _is_below(os.environ.get(name, ""), least)
+        ]
         decided: set[str] = set()
         for layer in (written, variables, from_file):
             names = [self._known(given) for given in layer]
@@ -133,7 +139,7 @@ class OptionParser(argparse.ArgumentParser):
         found: dict[str, _Given] = {}
         for variable, name in names.items():  # later names override, and ours come last
             text = environment.get(variable, "")
-            if text and not _SERVICE.match(text):
+            if text and not _SERVICE.match(text) and not _is_below(text, VARIABLE_LEAST.get(variable, -math.inf)):
                 action = self._option_string_actions.get(name)
                 is_list = action is not None and _takes_several(action) and not text.startswith(("[", "{"))
                 found[name] = _Given(name, text.split() if is_list else [text], variable)
@@ -159,7 +165,7 @@ class OptionParser(argparse.ArgumentParser):
             name = longer.pop() if len(longer) == 1 else name
         if name in every:
             return SAME.get(name, name)
-        near = difflib.get_close_matches(name, self._own(), 1) or difflib.get_close_matches(name, every, 1)
+        near = difflib.get_close_matches(name, self._own(), 1) or difflib.get_close_matches(name, SAME, 1)
         hint = f"; did you mean {near[0]}?" if near else "; --help lists all"
         raise ConfigError(f"{given.source}: unknown option {given.name}{hint}".removeprefix(": "))
 
@@ -207,6 +213,14 @@ class OptionParser(argparse.ArgumentParser):
 
     def _refuse_stray(self, word: str) -> NoReturn:
         raise ConfigError(f"unexpected argument {word!r}: the model comes before the first option, or as --model MODEL")
+
+
+def _is_below(text: str, least: float) -> bool:
+    """Returns whether a variable's text is a number below `least`."""
+    try:
+        return float(text) < least
+    except ValueError:
+        return False
 
 
 def _takes_several(action: argparse.Action) -> bool:

@@ -1,34 +1,23 @@
 """How this package compiles: one set of Numba options, and an on-disk cache that notices every change.
 
 `kernel` is for functions called from compiled code, `entry` for the few that Python calls: only those are cached on
-disk, with all they call linked in. Numba's cache looks at the file of the entry alone, so the folder's name carries a
-digest of every source file of this package: an edited callee can never be served stale.
+disk, with all they call linked in.
 """
 
 import contextlib
-import hashlib
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numba
 import numba.extending
 from numba.core import event
 
-from caraserve.util.cache_folder import cache_folder
-
-
-def _cache_folder() -> Path:
-    digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(source.read_bytes())
-    return cache_folder("kernels") / digest.hexdigest()[:16]
-
+from caraserve.cpu.kernel_cache import kernel_folder
 
 # Numba reads its variables again whenever one has changed, so only settings in the environment last. They must be set
 # before the first use of `entry`, and so before any kernel module is imported.
-os.environ["NUMBA_CACHE_DIR"] = str(_cache_folder())
+os.environ["NUMBA_CACHE_DIR"] = str(kernel_folder())
 # The tiles are explicit vector code, which LLVM's higher levels do not improve, but take a sixth longer to compile. A
 # setting of the user has priority.
 os.environ.setdefault("NUMBA_OPT", "1")

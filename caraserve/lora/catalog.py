@@ -49,6 +49,13 @@ class CatalogRules:
     watched: Path | None = None  # --adapters-dir
 
 
+def above_max_rank(rank: int, most: int | None) -> AdapterRejected | None:
+    """Returns why an adapter of this rank is refused with --max-lora-rank `most`; None if it is not."""
+    if most is None or rank <= most:
+        return None
+    return AdapterRejected(f"rank {rank} is above --max-lora-rank {most}", param="lora_path")
+
+
 class Catalog:
     """Adapters by name. Runs on the event loop; disk work is done on the reader's threads."""
 
@@ -399,8 +406,8 @@ class Catalog:
 
     def _refusal(self, rank: int, num_bytes: int) -> AdapterRejected | None:
         """Returns why an adapter of this rank and size can never be served, or None if it can."""
-        if self.rules.max_rank is not None and rank > self.rules.max_rank:
-            return AdapterRejected(f"rank {rank} is above --max-lora-rank {self.rules.max_rank}", param="lora_path")
+        if (refusal := above_max_rank(rank, self.rules.max_rank)) is not None:
+            return refusal
         if num_bytes > self.rules.device_bytes:
             return too_large(num_bytes, self.rules.device_bytes, "--lora-pool-bytes")
         if num_bytes > self.rules.host_bytes:

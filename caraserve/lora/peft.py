@@ -57,6 +57,13 @@ def inspect_adapter(folder: Path, model: ModelSpec) -> AdapterSpec:
         return _fill(file, spec, pairs, model, lambda start, end: layer[: end - start])
 
 
+def check_layout(folder: Path, model: ModelSpec) -> AdapterSpec:
+    """Checks an adapter's configuration, and the names and shapes of its tensors, and returns its layout without a
+    digest. Reads no tensor. Raises as `inspect_adapter`."""
+    with _opened(folder) as file:
+        return specify(folder, file, model)[0]
+
+
 def read_adapter(folder: Path, model: ModelSpec, into: NDArray[np.uint8]) -> HostAdapter:
     """Reads and checks a whole adapter, which `inspect_adapter` has accepted, into `into`. Raises AdapterRejected
     naming the field or tensor."""

@@ -59,11 +59,8 @@ def tuned(
             key = machine_key(backend.accelerator), model_key(spec, dtype, engine.cpu_threads, padded=padded)
             path = lora.profile or default_path(*key)
             profile = _load(path, required=lora.profile is not None)
-            if profile is not None and profile.decode.is_padded != padded:
-                raise ConfigError(
-                    f"the profile {path} was measured with another --lora-kernel than {lora.lora_kernel}; run "
-                    f"`caraserve profile` with --lora-kernel {lora.lora_kernel}"
-                )
+            if profile is not None:
+                _check_kernel(profile, path, lora)
             backend.start_workers(lambda rank: _UNPROFILED_SLICE_TOKENS)
             if profile is None:
                 progress = _in_hundredths(advance)
@@ -83,6 +80,20 @@ def tuned(
     if lora.emulate_link_mb_per_s is not None:
         backend.emulate_link(lora.emulate_link_mb_per_s * 1e6)
     return profile
+
+
+def check_profile(lora: LoraConfig, *, for_routing: bool) -> None:
+    """Raises ConfigError if `tuned` would refuse the file of --profile."""
+    if lora.profile is not None and (lora.mode.is_layerwise or for_routing):
+        _check_kernel(load(lora.profile), lora.profile, lora)
+
+
+def _check_kernel(profile: Profile, path: Path, lora: LoraConfig) -> None:
+    if profile.decode.is_padded != (lora.padded_rank is not None):
+        raise ConfigError(
+            f"the profile {path} was measured with another --lora-kernel than {lora.lora_kernel}; run "
+            f"`caraserve profile` with --lora-kernel {lora.lora_kernel}"
+        )
 
 
 def make_profile(

@@ -7,9 +7,21 @@ crashed is readable.
 import json
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TextIO
 
 from caraserve.errors import ConfigError
+
+
+def check_writable(path: Path) -> None:
+    """Raises ConfigError when a trace cannot be written to `path`. Makes an empty file if there is none."""
+    _opened(path, "a").close()
+
+
+def _opened(path: Path, mode: Literal["w", "a"]) -> TextIO:
+    try:
+        return path.open(mode, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--trace {str(path)!r} cannot be written: {error.strerror}") from None
 
 
 class Trace:
@@ -19,10 +31,7 @@ class Trace:
         """Raises ConfigError when the file cannot be written."""
         self._lock = threading.Lock()
         self._tracks: dict[str, int] = {}
-        try:
-            self._file = path.open("w", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--trace {str(path)!r} cannot be written: {error.strerror}") from None
+        self._file = _opened(path, "w")
         self._file.write("[\n")
         self._write({"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "caraserve"}})
 

@@ -1,7 +1,8 @@
 """Limits the integers of JSON schemas to 64 bits.
 
 By the standard an integer may have any number of digits, and a weak model writes digits until `max_tokens`: 1 of 120
-answers of the demo model never ended. Answers that follow the limited schema also follow the original.
+answers of the demo model never ended. Answers that follow the limited schema also follow the original. llguidance
+clips bounds beyond 64 bits: one that leaves no integer of 64 bits is refused, or answers would break it.
 
 Numbers with fractions are left as they are: llguidance could limit their digits only together with their exponents, so
 that 6e23 would become another number.
@@ -17,6 +18,7 @@ _Schema = dict[str, Any]
 
 _LIMIT = (1 << 63) - 1024  # the largest below 2^63 that is a float, as which llguidance reads bounds
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_EXCLUSIVE = (_LOWER[1], _UPPER[1])
 _SINGLE_TYPES = ("integer", "boolean", "null")  # values about which only the keywords of numbers say something
 _NUMBERS = frozenset(("type", "multipleOf", *_LOWER, *_UPPER))
 # Beside one of these, something else decides which integers a schema allows, and may need larger ones.
@@ -33,8 +35,11 @@ _PLACED = frozenset(
 
 def bound_integers(schema: Any) -> Any:
     """Returns the schema with a least and a largest value for every integer that lacks one. Returns it unchanged if it
-    excludes values that another part allows, or if it is too large."""
+    excludes values that another part allows, or if it is too large. Raises ValueError for bounds that no integer of 64
+    bits meets."""
     nodes = schema_nodes(schema)
+    for node in nodes or ():
+        _refuse_beyond(node)
     if not nodes or any("oneOf" in node or ("not" in node and _refers(node["not"])) for node in nodes):
         return schema
     definitions = schema.get("$defs", {})
@@ -71,12 +76,28 @@ def _refers(excluded: Any) -> bool:
     return any(f'"{keyword}"' in text for keyword in ("$ref", "$dynamicRef", "$recursiveRef"))
 
 
+def _refuse_beyond(node: _Schema) -> None:
+    """Raises ValueError if what may be an integer is above or below 64 bits."""
+    if "type" in node and "integer" not in _types(node):
+        return
+    for keyword, sign in (*((key, 1) for key in _LOWER), *((key, -1) for key in _UPPER)):
+        bound = node.get(keyword)
+        if not isinstance(bound, int | float) or isinstance(bound, bool):
+            continue
+        if sign * bound > _LIMIT or (sign * bound == _LIMIT and keyword in _EXCLUSIVE):
+            raise ValueError(
+                f"{keyword} {str(bound)[:60]} allows no integer of 64 bits, and others are not written here: they are "
+                f"from {-_LIMIT} to {_LIMIT}"
+            )
+
+
 def _missing_limits(node: _Schema) -> _Schema:
-    """Returns the limits that an integer lacks; none for any other schema."""
+    """Returns the limits that an integer lacks, or has beyond 64 bits; none for any other schema."""
     types = _types(node)
     if "integer" not in types or "number" in types or not _DECIDING.isdisjoint(node):
         return {}
-    lower, upper = ([node[key] for key in keys if key in node] for keys in (_LOWER, _UPPER))
+    lower = [node[key] for key in _LOWER if key in node and not _is_above(-_LIMIT, node[key])]
+    upper = [node[key] for key in _UPPER if key in node and not _is_above(node[key], _LIMIT)]
     if (lower and upper) or not all(_is_within(value) for value in (*lower, *upper)):
         return {}
     return ({} if lower else {"minimum": -_LIMIT}) | ({} if upper else {"maximum": _LIMIT})
@@ -95,4 +116,8 @@ def _types(node: _Schema) -> list[Any]:
 
 
 def _is_within(bound: Any) -> bool:
-    return isinstance(bound, int | float) and -_LIMIT < bound < _LIMIT
+    return isinstance(bound, int | float) and -_LIMIT <= bound <= _LIMIT
+
+
+def _is_above(one: Any, other: Any) -> bool:
+    return isinstance(one, int | float) and isinstance(other, int | float) and one > other

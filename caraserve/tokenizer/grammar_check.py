@@ -51,7 +51,10 @@ def main() -> None:
 
 
 def _explained(error: str) -> str:
-    """Returns llguidance's error, with what would be right instead of a type such as `dict`."""
+    """Returns llguidance's error, with what would be right instead of a type such as `dict`, and instead of its words
+    for ranges."""
+    if error.startswith("Failed to generate regex for"):
+        return "a minimum or maximum of a number is too large to be enforced: below 1e18 it can be"
     if not error.startswith("Invalid type"):
         return error
     return f"{error.partition(chr(10))[0]}; the types of JSON Schema are {', '.join(JSON_TYPES)}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from caraserve.util.units import parse_bytes
+from caraserve.util.units import human_bytes, parse_bytes
 
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _TOKEN_UNITS = {"": 1, "k": 1000, "K": 1024, "m": 1_000_000, "M": 1 << 20}  # as vLLM reads them
@@ -25,6 +25,17 @@ def size(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def size_of_at_least(least_bytes: int) -> Any:
+    """Returns a parser of sizes that are at least `least_bytes`."""
+
+    def parse(text: str) -> int:
+        if (value := size(text)) < least_bytes:
+            raise argparse.ArgumentTypeError(f"{text} is too small; at least {human_bytes(least_bytes)} is needed")
+        return value
+
+    return parse
 
 
 def at_least(least: float, kind: type[int] | type[float] = int) -> Any:

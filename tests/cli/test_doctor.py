@@ -16,6 +16,7 @@ from caraserve.cli.doctor import Configs, Finding, Machine, examine
 from caraserve.cli.options import OptionParser
 from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.core.quantized_groups import device_bytes
+from caraserve.cpu.kernel_cache import numba_folder
 from caraserve.gpu.driver.detect import Gpu, Installed
 from caraserve.model.spec import load_spec
 from caraserve.util.units import human_bytes
@@ -36,6 +37,7 @@ SERVER = Machine(
     gpu_problem="",
     packages=NONE,
 )
+ALL = Installed("torch 2.11", 13, 13, triton=True)
 A100 = Gpu("NVIDIA A100", 80, 13000)
 
 
@@ -67,7 +69,7 @@ def test_nothing_is_wrong_with_a_server_without_a_gpu_and_the_demo() -> None:
     assert [finding.what for finding in findings] == [
         *("Python", "CPU", "memory", "shared memory", "kernel cache"),
         *("GPU", "torch", "CuPy", "Triton", "device"),
-        *("address", "model", "adapters"),
+        *("address", "model", "options", "files", "adapters"),
     ]
 
 
@@ -84,7 +86,7 @@ FACTS = {
     "gpu": ("GPU", {"gpu": A100}, "ok", "A100, compute capability 8.0"),
     "cuda": ("driver", {"gpu": A100}, "ok", "CUDA 13.0"),
     "no packages": ("device", {"gpu": A100}, "warning", "pip install"),
-    "all packages": ("device", {"gpu": A100, "packages": Installed("torch 2.11", 13, 13, triton=True)}, "ok", "cuda"),
+    "all packages": ("device", {"gpu": A100, "packages": ALL}, "ok", "cuda"),
     "no cupy": ("CuPy", {"gpu": A100}, "warning", "not installed"),
     "too small": ("model", {"free_bytes": 1 << 20}, "problem", "1.0 MiB are free"),
 }
@@ -101,6 +103,18 @@ def test_a_kernel_cache_that_cannot_be_written_is_a_problem(cache: Path) -> None
     (cache / "cache").write_text("a file where the folder should be")
     finding = found("kernel cache")
     assert (finding.state, "XDG_CACHE_HOME" in finding.advice) == ("problem", True)
+
+
+def test_only_kernels_of_this_version_at_this_path_count_as_compiled() -> None:
+    python = f"py{sys.version_info.major}{sys.version_info.minor}"
+    own = numba_folder()
+    for folder in (own.with_name("cpu_of_another_path"), own.parent.with_name("of_another_version") / own.name):
+        folder.mkdir(parents=True)
+        (folder / f"attention.attend-1.{python}.1.nbc").touch()
+    assert "has no kernels of this version" in found("kernel cache").found
+    own.mkdir()
+    (own / f"attention.attend-1.{python}.1.nbc").touch()
+    assert "has kernels of this version" in found("kernel cache").found
 
 
 def test_a_wanted_gpu_that_is_not_there_is_a_problem() -> None:
@@ -139,7 +153,7 @@ def test_quantised_weights_are_counted_as_the_device_stores_them(tmp_path: Path)
     section = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
     spec = load_spec(tmp_path)
-    here, gpu = found("model", str(tmp_path)), found("model", str(tmp_path), gpu=A100)
+    here, gpu = found("model", str(tmp_path)), found("model", str(tmp_path), gpu=A100, packages=ALL)
     assert here.found.endswith(f"weights of {human_bytes(2 * spec.num_parameters)}, dequantised")
     assert gpu.found.endswith(f"weights of {human_bytes(device_bytes(spec, 2))}, quantised")
     assert device_bytes(spec, 2) < 2 * spec.num_parameters
@@ -148,6 +162,52 @@ def test_quantised_weights_are_counted_as_the_device_stores_them(tmp_path: Path)
 def test_adapters_are_counted_and_a_missing_one_is_a_problem() -> None:
     assert found("adapters").found.startswith("5 ")
     assert found("adapters", "--lora-modules", "a=/nowhere").state == "problem"
+
+
+REFUSED = {
+    "key file": ("keys", ("--api-key-file", "/nope"), "No such file"),
+    "key file of another kind": ("keys", ("--api-key-file", str(demo.model_folder() / "config.json")), "`keys`"),
+    "core": ("options", ("--lora-cpus", "8191"), "core 8191"),
+    "KV cache": ("options", ("--kv-cache-bytes", "1k"), "too small"),
+    "context": ("options", ("--max-model-len", "4k"), "1024 positions"),
+    "FlashInfer": ("options", ("--attention-backend", "flashinfer"), "needs a GPU"),
+    "registry": ("files", ("--registry", "/nope/x.db"), "--registry /nope/x.db"),
+    "trace": ("files", ("--trace", "/nope/t.json"), "--trace '/nope/t.json'"),
+    "profile": ("files", ("--profile", "/nope.json"), "/nope.json"),
+    "routing": ("address", ("--routing", "auto"), "--peers"),
+    "rank": ("adapters", ("--max-lora-rank", "1"), "above --max-lora-rank 1"),
+}
+
+
+@pytest.mark.parametrize(("what", "words", "says"), REFUSED.values(), ids=REFUSED)
+def test_options_that_the_start_refuses_are_problems(what: str, words: tuple[str, ...], says: str) -> None:
+    finding = found(what, *words)
+    assert (finding.state, says in finding.found) == ("problem", True)
+
+
+def test_files_that_the_start_would_make_are_checked_and_not_left(tmp_path: Path) -> None:
+    registry, trace, old = tmp_path / "x.db", tmp_path / "t.json", tmp_path / "old.json"
+    old.write_text("[")
+    assert found("files", "--registry", str(registry), "--trace", str(trace)).state == "ok"
+    assert found("files", "--trace", str(old)).state == "ok"
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["old.json"]
+    assert old.read_text() == "["
+
+
+def test_the_configuration_and_tensors_of_adapters_are_checked_as_at_the_start(tmp_path: Path) -> None:
+    poet, folder = demo.adapters_folder() / "poet", tmp_path / "adapters"
+    dora = folder / "dora"
+    dora.mkdir(parents=True)
+    config = json.loads((poet / "adapter_config.json").read_text())
+    (dora / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    (dora / "adapter_model.safetensors").symlink_to(poet / "adapter_model.safetensors")
+    (folder / "poet").symlink_to(poet)
+    named = found("adapters", "--lora-modules", f"x={dora}")
+    assert (named.state, "use_dora" in named.found) == ("problem", True)
+    in_folder = found("left out", "--adapters-dir", str(folder))
+    assert in_folder.state == "warning"
+    assert in_folder.found.startswith("1 of 2 folders in --adapters-dir would be left out: 'dora': ")
+    assert "use_dora" in in_folder.found
 
 
 def test_a_problem_ends_with_exit_code_1_and_is_printed_as_one_line(

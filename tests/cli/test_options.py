@@ -10,7 +10,7 @@ from caraserve import backend_factory, demo
 from caraserve.cli import main
 from caraserve.cli.compat_flags import FLAGS, SAME, VARIABLES
 from caraserve.cli.options import OptionParser
-from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, LoraModule, ModelConfig
+from caraserve.config import KEEP_ALIVE_S, ClusterConfig, EngineConfig, HttpConfig, LoraConfig, LoraModule, ModelConfig
 from caraserve.errors import ConfigError
 from caraserve.lora.folder_watch import _POLL_S
 from caraserve.start_checks import check_names
@@ -168,6 +168,25 @@ def test_an_option_without_effect_has_its_own_reason(words: list[str], why: str)
     assert why in note
 
 
+def test_a_keep_alive_of_vllms_variable_that_is_too_short_is_noted_and_has_no_effect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "5")  # vLLM's default
+    args = parsed()
+    (note,) = args.notes
+    assert note.startswith("VLLM_HTTP_TIMEOUT_KEEP_ALIVE=5 has no effect: ")
+    assert "at least 20" in note
+    assert args.keep_alive_timeout_s == KEEP_ALIVE_S
+    monkeypatch.setenv("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "30")
+    assert (parsed().keep_alive_timeout_s, parsed().notes) == (30.0, [])
+
+
+def test_memory_for_unread_answers_has_a_least_value() -> None:
+    assert parsed("--max-unread-bytes", "16MiB").max_unread_bytes == 16 << 20
+    for text in ("1", "1k", "16777215"):
+        assert "at least 16.0 MiB is needed" in refusal("--max-unread-bytes", text)
+
+
 def test_the_interval_of_nims_refresh_is_noted_with_the_real_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NIM_PEFT_REFRESH_INTERVAL", "60")
     (note,) = parsed().notes
@@ -193,6 +212,12 @@ def test_no_entry_of_the_table_is_an_option_of_ours() -> None:
 )
 def test_an_unknown_option_names_the_nearest(word: str, near: str) -> None:
     assert refusal(word, "x") == f"unknown option {word}; did you mean {near}?"
+
+
+@pytest.mark.parametrize("word", ["--nosuch", "--pipline-parallel-size", "--speculatve-config"])
+def test_no_option_that_is_not_served_is_named_as_the_nearest(word: str) -> None:
+    assert refusal(word, "x").startswith(f"unknown option {word}; ")
+    assert not any(f"mean {name}?" in refusal(word, "x") for flag in FLAGS for name in flag.names)
 
 
 @pytest.mark.parametrize(

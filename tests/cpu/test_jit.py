@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from numba.core.registry import CPUDispatcher
 
 import caraserve.cpu
+from caraserve.cpu.kernel_cache import numba_folder
 
 
 def compiled_by(module: Any) -> Iterator[CPUDispatcher]:
@@ -36,7 +38,9 @@ def test_compiled_functions_have_distinct_names() -> None:
     assert {name for name, functions in found.items() if len(functions) > 1} == set()
 
 
-def test_the_cache_folder_is_used_even_if_numba_was_imported_before(tmp_path: Path) -> None:
+def test_the_cache_folder_is_used_even_if_numba_was_imported_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The cache beside the sources may have been compiled from other sources."""
     program = (
         "import numba\n"
@@ -54,4 +58,5 @@ def test_the_cache_folder_is_used_even_if_numba_was_imported_before(tmp_path: Pa
         timeout=120,
         check=True,
     )
-    assert Path(done.stdout.strip()).is_relative_to(tmp_path / "caraserve" / "kernels")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert Path(done.stdout.strip()) == numba_folder()

@@ -19,6 +19,7 @@ from caraserve import demo
 from caraserve.cli.options import OptionParser
 from caraserve.config import ClusterConfig, HttpConfig, LoraConfig, LoraModule, ModelConfig
 from caraserve.errors import ConfigError
+from caraserve.http import tls_files
 from caraserve.http.app import make_app, start_http
 from caraserve.http.server import bind
 from caraserve.http.tls_files import TlsFiles, first_context
@@ -173,8 +174,9 @@ async def test_clients_use_tls_and_client_certificates_where_configured(tmp_path
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_a_replaced_certificate_is_used_for_new_connections_and_a_broken_one_is_not(
-    new_loop: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path
+    new_loop: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tls_files, "_QUIET_S", 0.01)
     live, key = tmp_path / "live.pem", tmp_path / "live.key"
 
     def put(name: str) -> None:
@@ -239,6 +241,58 @@ def test_a_replaced_certificate_is_used_for_new_connections_and_a_broken_one_is_
 def test_certificates_that_cannot_be_used_are_refused(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         tls_of(*words)
+
+
+async def test_a_key_that_is_replaced_before_its_certificate_is_not_reported(tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        certificate(tmp_path, name)
+    live, key = tmp_path / "live.pem", tmp_path / "live.key"
+    shutil.copy(tmp_path / "old.pem", live)
+    shutil.copy(tmp_path / "old.key", key)
+    tls = tls_of(f"--ssl-certfile={live}", f"--ssl-keyfile={key}")
+    assert tls is not None
+    (context,) = tls.contexts
+    old, has_read, read = context.newest, asyncio.Event(), tls._read
+
+    def noted() -> Any:
+        try:
+            return read()
+        finally:
+            loop.call_soon_threadsafe(has_read.set)
+
+    loop, tls._read = asyncio.get_running_loop(), noted
+    with logged("caraserve", logging.LogRecord.getMessage) as texts:
+        watching = asyncio.create_task(tls.watch())
+        shutil.copy(tmp_path / "new.key", key)
+        tls.reread()
+        await has_read.wait()
+        assert context.newest is old
+        shutil.copy(tmp_path / "new.pem", live)
+        tls.reread()
+        assert "read again" in await texts.next()
+        watching.cancel()
+    assert context.newest is not old
+
+
+def test_a_certificate_error_names_the_wrong_file(tmp_path: Path) -> None:
+    cert, other = certificate(tmp_path, "a"), certificate(tmp_path, "b")
+    key, absent = cert.with_suffix(".key"), tmp_path / "absent.pem"
+    wrong = {
+        f"--ssl-certfile {str(absent)!r} cannot be read: No such file or directory": (absent, key, cert),
+        f"--ssl-keyfile {str(absent)!r} cannot be read: No such file or directory": (cert, absent, cert),
+        f"--ssl-ca-certs {str(absent)!r} cannot be read: No such file or directory": (cert, key, absent),
+        f"--ssl-ca-certs {str(key)!r}: ": (cert, key, key),
+        f"--ssl-certfile {str(cert)!r} and --ssl-keyfile {str(other.with_suffix('.key'))!r}: this is not the key": (
+            *(cert, other.with_suffix(".key"), cert),
+        ),
+    }
+    for said, (certfile, keyfile, ca) in wrong.items():
+        with pytest.raises(ConfigError) as caught:
+            tls_of(f"--ssl-certfile={certfile}", f"--ssl-keyfile={keyfile}", f"--ssl-ca-certs={ca}")
+        assert caught.value.message.startswith(said)
+    with pytest.raises(ConfigError) as caught:
+        tls_of(f"--ssl-certfile={absent}")
+    assert "None" not in caught.value.message
 
 
 async def test_the_base_model_answers_to_all_its_names_and_is_listed_by_each() -> None:

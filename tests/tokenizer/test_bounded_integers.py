@@ -32,8 +32,9 @@ def limits_of(node: dict[str, Any]) -> dict[str, Any] | None:
         ({"type": "integer", "exclusiveMaximum": 5}, {"minimum": -_LIMIT, "exclusiveMaximum": 5}),
         ({"type": "integer", "multipleOf": 5}, {"multipleOf": 5, "minimum": -_LIMIT, "maximum": _LIMIT}),
         ({"type": "integer", "minimum": 0, "maximum": 9}, None),
-        ({"type": "integer", "minimum": LARGE}, None),
-        ({"type": "integer", "maximum": LARGE}, None),
+        ({"type": "integer", "maximum": LARGE}, LIMITS),
+        ({"type": "integer", "minimum": -LARGE, "maximum": 9}, {"minimum": -_LIMIT, "maximum": 9}),
+        ({"type": "integer", "exclusiveMinimum": -LARGE}, LIMITS | {"exclusiveMinimum": -LARGE}),
         ({"type": "integer", "enum": [LARGE]}, None),
         ({"type": "integer", "$ref": "#/$defs/x"}, None),
         ({"type": "number"}, None),
@@ -47,6 +48,23 @@ def limits_of(node: dict[str, Any]) -> dict[str, Any] | None:
 def test_an_integer_without_limits_of_its_own_has_those_of_64_bits(node: Any, expected: Any) -> None:
     limits = limits_of(node)
     assert limits == (None if expected is None else {"type": node["type"]} | expected)
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"type": "integer", "minimum": 2**70},
+        {"type": "integer", "minimum": 2**70, "maximum": 2**71},
+        {"type": ["integer", "null"], "exclusiveMinimum": _LIMIT},
+        {"type": "integer", "maximum": -(2.0**70)},
+        {"type": "integer", "anyOf": [{"minimum": 2**70, "maximum": 2**71}]},
+    ],
+    ids=str,
+)
+def test_a_bound_that_no_integer_of_64_bits_meets_is_refused(node: Any) -> None:
+    with pytest.raises(ValueError, match=rf"allows no integer of 64 bits.*{_LIMIT}"):
+        bound_integers({"properties": {"n": node}})
+    bound_integers({"type": "number", "minimum": 2**70})
 
 
 def test_equal_integers_share_one_definition() -> None:

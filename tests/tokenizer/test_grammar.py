@@ -161,6 +161,13 @@ def test_what_was_launched_before_the_end_was_known_does_not_fail(tokenizer: Tok
     assert compiled(tokenizer, "regex", regex) is grammar
 
 
+def test_a_number_with_bounds_that_cannot_be_enforced_is_refused_in_words_of_the_schema(tokenizer: Tokenizer) -> None:
+    too_large = {"integer": "minimum 1180591620717411303424 allows no integer of 64 bits", "number": "below 1e18"}
+    for kind, said in too_large.items():
+        with pytest.raises(InvalidRequest, match=said):
+            compiled(tokenizer, "json_schema", {"type": kind, "minimum": 2**70})
+
+
 def test_a_type_of_another_language_is_refused_with_those_that_there_are(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match=r"Invalid type: dict; .* array, boolean, .* object"):
         compiled(tokenizer, "json_schema", {"type": "dict"})

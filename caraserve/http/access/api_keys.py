@@ -64,6 +64,11 @@ class ApiKeys:
         self._files = WatchedFiles(*([] if self._path is None else [self._path]))
         self._clients = self._read()
 
+    @property
+    def num_keys(self) -> int:
+        """The number of keys that are taken."""
+        return len(self._clients)
+
     def client(self, key: str) -> Client | None:
         """The client with this key; None for an unknown key."""
         return self._clients.get(key_digest(key))
