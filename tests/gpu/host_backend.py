@@ -1,6 +1,7 @@
 """Runs the CUDA backend over the device of host_device.py, under a whole engine or alone."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -66,7 +67,11 @@ class Host:
         return value
 
     def check_at_rest(self) -> None:
-        """Checks that nothing is in progress and that everything held by passes and loads has been released."""
+        """Checks that nothing is in progress, once copies that a test has held back have ended, and that everything
+        held by passes and loads has been released."""
+        ends_s = time.monotonic() + PATIENCE_S
+        while self.on_launching_thread(lambda: self.parts.is_busy) and time.monotonic() < ends_s:
+            pass
         self.on_launching_thread(self._check_at_rest)
 
     def _check_at_rest(self) -> None:
