@@ -44,7 +44,7 @@ from caraserve.start_checks import (
 from caraserve.telemetry.trace import check_writable
 from caraserve.tokenizer.tokenizer import load_tokenizer
 from caraserve.util.cache_folder import cache_folder, why_unwritable
-from caraserve.util.memory import limit_bytes, machine_bytes
+from caraserve.util.memory import limit_bytes, machine_bytes, machine_free_bytes
 from caraserve.util.units import human_bytes
 
 State = Literal["ok", "warning", "problem"]
@@ -93,7 +93,7 @@ class Machine:
             cpu_flags=_cpu_flags(Path("/proc/cpuinfo")),
             cores=os.cpu_count() or 1,
             usable_cores=len(os.sched_getaffinity(0)),
-            free_bytes=os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+            free_bytes=machine_free_bytes(),
             memory_bytes=machine_bytes(),
             limit_bytes=limit_bytes(),
             has_memfd=_has_memfd(),

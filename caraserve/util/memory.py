@@ -11,9 +11,14 @@ def machine_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def machine_free_bytes() -> int:
+    """The memory of this machine that is free."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def free_bytes() -> int:
     """The free memory of this machine, at most the container's limit."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = machine_free_bytes()
     return min(free, limit_bytes() or free)
 
 

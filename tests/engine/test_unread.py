@@ -40,7 +40,7 @@ async def read_until_ended(stream: TokenStream) -> int:
 def test_an_answer_that_is_not_read_pauses_and_gives_its_slot_and_blocks_to_others() -> None:
     async def test(here: World) -> None:
         slow, reading = here.ask([1, 2, 3], "a0", max_tokens=30)
-        reading.cancel()  # nobody reads
+        reading.cancel()  # its client reads nothing
         await generate(here, lambda: here.engine.unread.paused == 1)
         await generate(here, lambda: here.engine.snapshot().running == 0)
         snapshot = here.engine.snapshot()

@@ -16,19 +16,7 @@ from caraserve.lora.peft import inspect_adapter
 from caraserve.lora.uploads import AdapterUploads, UploadClaims
 from tests.cluster.nodes import until
 from tests.lora.folders import SPEC, write_adapter
-from tests.lora.uploads import LIMIT, Elsewhere, Receiver, in_pieces, receiving, tar_of
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_adapter(tmp_path / "made")
-
-
-def source_path(receiver: Receiver, name: str) -> Path:
-    """Returns where the adapter of a name is read from."""
-    source = receiver.catalog.pin(name).source
-    assert isinstance(source, AdapterFolder)
-    return source.path
+from tests.lora.uploads import LIMIT, Elsewhere, in_pieces, receiving, source_path, tar_of
 
 
 async def test_other_instances_remove_the_files_of_another_version_and_keep_those_of_the_same(

@@ -28,22 +28,10 @@ from caraserve.lora.peft_config import CONFIG_NAME
 from caraserve.lora.uploads import UploadClaims, UploadedAdapter
 from tests.cluster.nodes import until
 from tests.lora.folders import SPEC, tensor_name, tensors_for, write_adapter
-from tests.lora.uploads import LIMIT, Receiver, entry, in_pieces, receiving, tar_of
+from tests.lora.uploads import LIMIT, entry, in_pieces, receiving, source_path, tar_of
 
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 END = bytes(1024)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_adapter(tmp_path / "made")
-
-
-def source_path(receiver: Receiver, name: str) -> Path:
-    """Returns where the adapter of a name is read from."""
-    source = receiver.catalog.pin(name).source
-    assert isinstance(source, AdapterFolder)
-    return source.path
 
 
 @pytest.mark.parametrize("step", [7, 1000, 1 << 20])

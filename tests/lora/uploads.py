@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.aliases import Aliases
 from caraserve.lora.catalog import Catalog
@@ -105,3 +106,10 @@ async def receiving(root: Path, registry: Registry | None = None) -> AsyncIterat
     finally:
         await uploads.close()
         reader.close()
+
+
+def source_path(receiver: Receiver, name: str) -> Path:
+    """Returns where the adapter of a name is read from."""
+    source = receiver.catalog.pin(name).source
+    assert isinstance(source, AdapterFolder)
+    return source.path
