@@ -84,11 +84,11 @@ class _Race:
     counts: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
 
-    async def client(self, clock: Callable[[], float], end_s: float) -> None:
-        """Does one thing after the other until the end."""
+    async def client(self, is_over: Callable[[], bool]) -> None:
+        """Does one thing after the other until the race is over."""
         changes = (self.put, self.load, self.unload, self.delete, self.alias, self.roll_back, self.label, self.show)
         requests = (self.stream, self.stream, self.stream, self.whole, self.whole)
-        while clock() < end_s:
+        while not is_over():
             await self.rng.choice((*changes, *requests))()
 
     async def put(self) -> None:
@@ -188,8 +188,11 @@ class _Race:
             return text
 
 
-async def race(url: str, root: Path, clients: int, seconds: float, seed: int) -> dict[str, Any]:
-    """Runs the race against a server of the demo model with --adapters-dir `root`."""
+async def race(
+    url: str, root: Path, clients: int, seconds: float, seed: int, *, least_streams: int = 0
+) -> dict[str, Any]:
+    """Runs the race against a server of the demo model with --adapters-dir `root`, for `seconds`, and on a busy machine
+    for longer: until `least_streams` have been answered."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=120)) as session:
         here = _Race(session, url, random.Random(seed))
@@ -197,7 +200,11 @@ async def race(url: str, root: Path, clients: int, seconds: float, seed: int) ->
         clock = asyncio.get_running_loop().time
         async with _renaming(root):
             end_s = clock() + seconds
-            await asyncio.gather(*(here.client(clock, end_s) for _ in range(clients)))
+
+            def is_over() -> bool:
+                return clock() >= end_s and here.counts["stream 200"] >= least_streams
+
+            await asyncio.gather(*(here.client(is_over) for _ in range(clients)))
     faults = Counter(here.faults).most_common(_SHOWN_FAULTS)
     return {"counts": dict(sorted(here.counts.items())), "faults": len(here.faults), "shown_faults": faults}
 
