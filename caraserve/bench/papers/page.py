@@ -28,7 +28,7 @@ simulated them. What a GPU has shown comes first.
 Each figure names the machine, the day and the commit of its run. Results older than 27 November 2026 have the day and
 the commit with which they were added to the repository. Until then the begin of the next iteration was predicted too
 early, so that `pipelined` waited and `auto` used CPU workers more often than they do now: the figures of loading modes
-are of that state.
+are of that state, except Toppings' 14-s3, 8, 15 and 7.2-use, which were measured again.
 """
 
 _MOST_OTHERS = 8  # values that the paper does not print, shown beside those that it does
