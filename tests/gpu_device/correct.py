@@ -9,15 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from caraserve.bench.gpu.accelerator import Accelerator
-from caraserve.bench.gpu.backends import TINY_CONTEXT, TinyModel, cpu_backend, cuda_backend
-from caraserve.bench.gpu.processes import StageProcess
-from caraserve.bench.gpu.results import Lines, Outcome, StageResult, WrongResult
-from caraserve.bench.gpu.session import Prompt, Session, tokens
-from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.core.backend import Backend
 from caraserve.gpu.forward.builder import GpuSizes
 from caraserve.model.dtype import Dtype
+from scripts.laboratory.gpu.accelerator import Accelerator
+from scripts.laboratory.gpu.backends import TINY_CONTEXT, TinyModel, cpu_backend, cuda_backend
+from scripts.laboratory.gpu.processes import StageProcess
+from scripts.laboratory.gpu.results import Lines, Outcome, StageResult, WrongResult
+from scripts.laboratory.gpu.session import Prompt, Session, tokens
+from scripts.laboratory.gpu.setup import CheckSetup
 from tests.gpu_device.correct_lora import check_bgmv, check_prefill_lora
 from tests.gpu_device.correct_model import check_attention, check_layers, check_rotation
 from tests.gpu_device.correct_quantized import check_quantized

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from caraserve.bench.gpu.accelerator import Accelerator
-from caraserve.bench.gpu.backends import shape_spec
-from caraserve.bench.gpu.results import Lines, StageResult, check_close
-from caraserve.bench.gpu.setup import CheckSetup
+from caraserve.bench.synthetic import shape_spec
 from caraserve.core.batch import ScheduledRow
 from caraserve.gpu.forward.flashinfer_prefill import DTYPES, FlashInferPrefill, Ints, check_flashinfer
 from caraserve.gpu.kernels.attention import NO_WINDOW
+from scripts.laboratory.gpu.accelerator import Accelerator
+from scripts.laboratory.gpu.results import Lines, StageResult, check_close
+from scripts.laboratory.gpu.setup import CheckSetup
 from tests.gpu_device.correct_model import ATTENTION, Paged
 
 _CASES, _WINDOW = 4, 75

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from caraserve.bench.gpu.processes import StageProcess
-from caraserve.bench.gpu.results import Lines, Outcome, StageReport, WrongResult
-from caraserve.bench.gpu.setup import CheckEffort, CheckSetup
 from caraserve.bench.synthetic import Shape
 from caraserve.gpu.forward.flashinfer_prefill import PlannedPrefill
 from caraserve.gpu.kernels.attention import PagedCache
 from caraserve.model.dtype import Dtype
+from scripts.laboratory.gpu.processes import StageProcess
+from scripts.laboratory.gpu.results import Lines, Outcome, StageReport, WrongResult
+from scripts.laboratory.gpu.setup import CheckEffort, CheckSetup
 from tests.gpu.fake_flashinfer import Used, install
 from tests.gpu.host_device import host_device
 from tests.gpu_device.correct import _check_flashinfer
