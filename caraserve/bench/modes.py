@@ -17,9 +17,8 @@ from pathlib import Path
 from statistics import mean
 
 from caraserve.bench.capacity import measure_capacity, objective, probe_spec, rate_here
-from caraserve.bench.client.adapter_loads import adapter_loads
 from caraserve.bench.client.dialects import PromptEmbeds
-from caraserve.bench.client.endpoint import find_endpoint
+from caraserve.bench.client.endpoint import adapter_loads, find_endpoint
 from caraserve.bench.client.player import LoadSettings
 from caraserve.bench.mode_loads import ModeLoads, mode_loads
 from caraserve.bench.mode_servers import ModeServers, WarmServer

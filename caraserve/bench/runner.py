@@ -15,8 +15,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from caraserve.bench.client.adapter_loads import adapter_loads
-from caraserve.bench.client.endpoint import Endpoint
+from caraserve.bench.client.endpoint import Endpoint, adapter_loads
 from caraserve.bench.client.player import LoadSettings, Player, RunProgress, report_progress
 from caraserve.bench.records import PlannedRequest, Run, Workload
 from caraserve.bench.time_left import TimeLeft
