@@ -58,7 +58,7 @@ from caraserve.lora.start_policy import AwaitedPrefill, StartPolicy
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES, ModelSpec, parse_spec
 from caraserve.profiling.microbench import adapter_spec
-from scripts.laboratory.papers.command import PaperOptions
+from scripts.laboratory.papers.figures import PaperOptions
 from scripts.laboratory.papers.servers import run_modes
 
 _RANKS, _TOKENS, _LINKS = (8, 16, 32, 64, 128), (16, 64, 128, 256, 512, 1024), (1 / 64, 1 / 16, 1 / 4, 1)

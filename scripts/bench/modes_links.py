@@ -23,7 +23,7 @@ from caraserve.bench.records import RequestRecord, Run, machine, versions
 from caraserve.bench.report.paired import PairedRatio, with_interval
 from caraserve.bench.report.ratios import by_label
 from caraserve.bench.report.tables import TextTable, to_rich
-from scripts.laboratory.papers.command import PaperOptions
+from scripts.laboratory.papers.figures import PaperOptions
 from scripts.laboratory.papers.servers import run_modes
 
 _RESULT = Path(__file__).parent / "results/modes_links.json"

@@ -5,10 +5,8 @@
 
 from pathlib import Path
 
-from scripts.laboratory.papers.catalog import load_figures
+from scripts.laboratory.papers.figures import draw_figure, load_figures, load_result
 from scripts.laboratory.papers.page import papers_page, same_before
-from scripts.laboratory.papers.plots import draw_figure
-from scripts.laboratory.papers.result import load_result
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from scripts.laboratory.gpu.__main__ import main
-from scripts.laboratory.gpu.device_limits import DeviceLimits
 from scripts.laboratory.gpu.processes import StageProcess, run_process
 from scripts.laboratory.gpu.results import StageReport
-from scripts.laboratory.gpu.setup import CheckSetup
+from scripts.laboratory.gpu.setup import CheckSetup, DeviceLimits
 from tests.gpu.rehearsal import emulated_setup, opener, prepare_interpreter
 
 

@@ -27,12 +27,10 @@ from caraserve.gpu.kernels.cuda_launch import Launch
 from caraserve.model.dtype import Dtype
 from scripts.laboratory.gpu.__main__ import run_stage
 from scripts.laboratory.gpu.accelerator import Mark
-from scripts.laboratory.gpu.device_limits import DeviceLimits, known_limits
 from scripts.laboratory.gpu.processes import Known, StageProcess
 from scripts.laboratory.gpu.results import StageReport
-from scripts.laboratory.gpu.results_file import ResultsFile
-from scripts.laboratory.gpu.run import check
-from scripts.laboratory.gpu.setup import CheckEffort, CheckSetup, Opened
+from scripts.laboratory.gpu.run import ResultsFile, check
+from scripts.laboratory.gpu.setup import CheckEffort, CheckSetup, DeviceLimits, Opened, known_limits
 from scripts.laboratory.gpu.stages import STAGES, Stage, find_stage
 from tests.gpu.fast_interpreter import speed_up
 from tests.gpu.honest_dots import use_honest_dots

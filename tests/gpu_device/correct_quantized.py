@@ -9,7 +9,7 @@ from caraserve.gpu.quantized_linear import QuantizedLinear, RoundedRows
 from caraserve.model.dtype import Code, Dtype
 from caraserve.model.quantization import Inputs
 from scripts.laboratory.gpu.accelerator import Accelerator
-from scripts.laboratory.gpu.quantized_case import random_linear, rounded_rows
+from scripts.laboratory.gpu.quantized import random_linear, rounded_rows
 from scripts.laboratory.gpu.results import check_close
 from scripts.laboratory.gpu.setup import CheckSetup
 from tests.gpu_device.nearest_codes import nearest_codes

@@ -15,10 +15,9 @@ from pathlib import Path
 import msgspec
 
 from caraserve.gpu.driver.environment import prepare_environment
-from scripts.laboratory.gpu.device_limits import known_limits
 from scripts.laboratory.gpu.processes import KNOWN, REPORT, Known
 from scripts.laboratory.gpu.results import Outcome, StageReport, WrongResult
-from scripts.laboratory.gpu.setup import CheckSetup, MakeSetup, real_setup
+from scripts.laboratory.gpu.setup import CheckSetup, MakeSetup, known_limits, real_setup
 from scripts.laboratory.gpu.stages import Stage, find_stage
 
 

@@ -4,14 +4,17 @@ and with explicit synchronisation (Toppings' figure 10, CaraServe's 16).
 Both launch kernel by kernel, as the papers do. The link is held, so that no layer's weights arrive.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
 
 from caraserve.errors import BackendFailed
+from caraserve.gpu.driver.api import Driver, Stream
 from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS, chunk_ends
+from caraserve.gpu.kernels.cuda_launch import Kernels, Launch
 from scripts.laboratory.gpu.backends import DTYPE
 from scripts.laboratory.gpu.cold import group_ends
-from scripts.laboratory.gpu.explicit_sync import ExplicitSync
 from scripts.laboratory.gpu.held_link import HeldLink
 from scripts.laboratory.gpu.iterations import QKV
 from scripts.laboratory.gpu.measured_model import MeasuredModel, measured_model
@@ -19,6 +22,52 @@ from scripts.laboratory.gpu.results import Lines, StageResult, WrongResult
 from scripts.laboratory.gpu.session import wait_for_load
 from scripts.laboratory.gpu.setup import CheckSetup
 from scripts.laboratory.gpu.warm import NOTHING_ARRIVES
+
+_HANDS_OVER, _AWAITS = "handoff_publish", "handoff_wait"
+
+
+class ExplicitSync:
+    """Launches raw kernels for a backend, with explicit synchronisation while it is switched on.
+
+    Only for measurements, and for passes that are launched kernel by kernel: a graph launches none of these kernels.
+    """
+
+    def __init__(self, kernels: Kernels, driver: Driver) -> None:
+        self._kernels, self._driver = kernels, driver
+        self._event = driver.create_event()
+        self._is_on = False
+        self.waits = 0  # of the host, so far
+
+    @property
+    def bgmv_grid(self) -> int:
+        """Number of blocks of the BGMV kernels that run at once."""
+        return self._kernels.bgmv_grid
+
+    @contextmanager
+    def switched_on(self) -> Iterator[None]:
+        """Synchronises explicitly within the block. No pass may be in flight at its start and end."""
+        self._is_on = True
+        try:
+            yield
+        finally:
+            self._is_on = False
+
+    def launch(self, launch: Launch, stream: Stream) -> None:
+        """Issues a kernel; while switched on, waits for the stream before x is handed over and after an answer."""
+        if self._is_on and launch.kernel == _HANDS_OVER:
+            self._wait_for(stream)
+        self._kernels.launch(launch, stream)
+        if self._is_on and launch.kernel == _AWAITS:
+            self._wait_for(stream)
+
+    def _wait_for(self, stream: Stream) -> None:
+        """Waits until a stream has run everything issued on it. Spins, as PyTorch does: a thread that sleeps on an
+        event wakes tens of µs late."""
+        self.waits += 1
+        self._driver.record(self._event, stream)
+        while not self._driver.is_done(self._event):
+            pass
+
 
 _RANK, _SLOT = 64, 1
 _WORKERS, _SLICE_TOKENS = 8, 16

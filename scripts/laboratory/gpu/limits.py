@@ -17,9 +17,8 @@ from caraserve.gpu.kernels.empty import launch_empty
 from caraserve.model.dtype import Dtype
 from caraserve.util.units import ceil_div, human_bytes
 from scripts.laboratory.gpu.accelerator import Accelerator
-from scripts.laboratory.gpu.device_limits import DeviceLimits
 from scripts.laboratory.gpu.results import Lines, StageResult, WrongResult
-from scripts.laboratory.gpu.setup import CheckSetup
+from scripts.laboratory.gpu.setup import CheckSetup, DeviceLimits
 
 _SMALLEST_COPY_BYTES = 64 << 10
 _STEP = 8  # ratio of successive copy sizes

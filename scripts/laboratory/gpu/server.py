@@ -89,3 +89,8 @@ def _judge(runs: Sequence[dict[str, Any]], lines: Lines) -> dict[str, BesideCach
         else:
             lines.add(f"server, {run['label']} ÷ cached", f"mean TTFT {ratio:.2f}, p99 gap {gap:.2f}")
     return found
+
+
+def modes(setup: CheckSetup) -> StageResult[ServerFigures]:
+    """Compares every loading mode with `cached`. Raises BackendFailed when the benchmark fails."""
+    return measure(setup, setup.effort.modes)

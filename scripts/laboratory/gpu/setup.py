@@ -3,10 +3,12 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from caraserve.bench.synthetic import SHAPES, Shape
 from caraserve.gpu.driver.detect import DeviceFacts, device_facts
@@ -14,9 +16,40 @@ from caraserve.gpu.driver.libcuda import Cuda
 from caraserve.gpu.forward.builder import GpuDevice
 from caraserve.model.dtype import Dtype
 from scripts.laboratory.gpu.accelerator import Accelerator, Stopwatch
-from scripts.laboratory.gpu.device_limits import DeviceLimits
 from scripts.laboratory.gpu.processes import SAVED, StageProcess, find_sanitizer, run_bench_modes, run_process
 from scripts.laboratory.gpu.results import StageReport
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLimits:
+    """What the device can do at most. Speeds of copies are by size in bytes."""
+
+    read_bytes_per_s: float  # by a sum over memory that no cache holds
+    copy_bytes_per_s: float  # read and written by a copy on the device
+    product_bytes_per_s: float  # of weights, by cuBLAS's products of matrices and a vector
+    to_device_bytes_per_s: dict[int, float]
+    to_host_bytes_per_s: dict[int, float]
+    both_ways_bytes_per_s: float  # of two copies of the largest size at once
+    gemm_flop_per_s: float
+    empty_kernel_us: float  # time that a kernel takes at least in a graph
+    empty_launch_us: float  # and when it is launched alone, one after another
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """The highest speed at which the device has been seen to use its memory: the floor of everything that reads."""
+        return max(self.read_bytes_per_s, self.copy_bytes_per_s, self.product_bytes_per_s)
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Speed from host to device, with copies of the best size."""
+        return max(self.to_device_bytes_per_s.values())
+
+
+def known_limits(figures: Mapping[str, dict[str, Any]]) -> DeviceLimits | None:
+    """Returns the limits among the figures of earlier stages, JSON by stage; None if they were not measured."""
+    found = figures.get("limits")
+    return msgspec.convert(found, DeviceLimits, str_keys=True) if found else None
+
 
 Opened = tuple[GpuDevice, Stopwatch]
 LLAMA3_8B = Shape(hidden=4096, layers=32, intermediate=14336, vocab=128256, heads=32, kv_heads=8)

@@ -8,7 +8,7 @@ from importlib import import_module
 from scripts.laboratory.gpu.results import StageResult
 from scripts.laboratory.gpu.setup import CheckSetup
 
-CHECKS = "tests.gpu_device"  # checks of results are among the tests: they need a checkout of the repository
+HERE, CHECKS = "scripts.laboratory.gpu", "tests.gpu_device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +25,23 @@ class Stage:
     decides: bool = False
     is_timed: bool = False
     is_alone: bool = False
-    package: str = "scripts.laboratory.gpu"
+    module: str = ""  # that has the function of the stage's name; "": the one of that name here
 
     def run(self, setup: CheckSetup) -> StageResult[object]:
-        """Calls the function of the stage's name in the module of that name. Raises whatever that raises."""
-        module = import_module(f"{self.package}.{self.name}")
+        """Calls the function of the stage's name. Raises whatever that raises."""
+        module = import_module(self.module or f"{HERE}.{self.name}")
         function: Callable[[CheckSetup], StageResult[object]] = getattr(module, self.name)
         return function(setup)
 
 
+_CORRECT, _SERVER = f"{CHECKS}.correct", f"{HERE}.server"
 TOTAL_S = 580.0  # for all stages, which may take their whole budgets
 STAGES = (
     Stage("env", 6, "device, driver, packages"),
     Stage("build", 50, "all kernels compiled, in parallel, and loaded", is_alone=True),
-    Stage("correct", 68, "kernels beside fp64, a tiny model beside the CPU's", decides=True, package=CHECKS),
+    Stage(
+        "correct", 68, "kernels beside fp64, a tiny model beside the CPU's", decides=True, module=f"{CHECKS}.correct"
+    ),
     Stage("demo", 45, "the bundled demo served, its answers beside the CPU's"),
     Stage("limits", 15, "memory, link, matrix product, launches"),
     Stage("lora", 18, "LoRA of decode by rows and ranks"),
@@ -46,7 +49,7 @@ STAGES = (
     Stage("warm", 18, "nothing is compiled after warm-up"),
     Stage("server", 110, "`caraserve bench modes` on a 7B shape", is_timed=True),
     Stage("cold", 38, "what cold requests cost themselves and others", is_timed=True),
-    Stage("protocol", 32, "hand-offs to CPU workers, workers stopped and killed", package=CHECKS),
+    Stage("protocol", 32, "hand-offs to CPU workers, workers stopped and killed", module=f"{CHECKS}.protocol"),
     Stage("handover", 18, "hand-offs beside explicit synchronisation (Toppings' figure 10)", is_timed=True),
     Stage("llama3", 32, "a Llama-3-8B shape, contexts up to 32K", is_timed=True),
     Stage("sampling", 10, "top-p and top-k over 128K tokens", is_timed=True),
@@ -57,18 +60,24 @@ STAGES = (
 # Of --speed alone.
 LOADS = (
     Stage("fleet", 110, "a server of an 8B shape, 32 adapters and none, 1 to 256 streams", is_timed=True),
-    Stage("modes", 235, "`caraserve bench modes` as in server, in every loading mode", is_timed=True),
+    Stage(
+        "modes",
+        235,
+        "`caraserve bench modes` as in server, in every loading mode",
+        is_timed=True,
+        module=f"{HERE}.server",
+    ),
 )
 SPEED = {"limits": ("limits", "lora", "model"), "fleet": ("fleet",), "modes": ("modes",)}  # stages by part of --speed
 
 # Run in processes of the stages build, startup, sanitizer and correct.
 _OF_OTHERS = {
-    "compile_ahead": "scripts.laboratory.gpu",
-    "start_once": "scripts.laboratory.gpu",
-    "every_kernel": CHECKS,
-    "correct_flashinfer": CHECKS,
+    "compile_ahead": "",
+    "start_once": f"{HERE}.startup",
+    "every_kernel": f"{CHECKS}.every_kernel",
+    "correct_flashinfer": f"{CHECKS}.correct_flashinfer",
 }
-PARTS = tuple(Stage(name, 0.0, "a part of another stage", package=package) for name, package in _OF_OTHERS.items())
+PARTS = tuple(Stage(name, 0.0, "a part of another stage", module=module) for name, module in _OF_OTHERS.items())
 
 
 def find_stage(name: str) -> Stage:

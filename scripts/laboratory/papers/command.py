@@ -2,8 +2,8 @@
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
@@ -13,53 +13,20 @@ from caraserve.bench.report.files import make_folder, write_files
 from caraserve.bench.report.plots import NO_FIGURES, can_draw
 from caraserve.bench.report.tables import NONE, TextTable, number, to_rich
 from caraserve.errors import ConfigError
-from scripts.laboratory.papers.catalog import PAPERS, PaperFigure, find_figures
-from scripts.laboratory.papers.plots import draw_figure
-from scripts.laboratory.papers.result import SCHEMA, FigureData, FigureResult, Value, save_result
+from scripts.laboratory.papers.figures import (
+    PAPERS,
+    SCHEMA,
+    FigureData,
+    FigureResult,
+    PaperFigure,
+    PaperOptions,
+    Value,
+    draw_figure,
+    find_figures,
+    save_result,
+)
 
-
-@dataclass(frozen=True, slots=True)
-class PaperOptions:
-    """How much is run."""
-
-    duration_s: float  # of sending in each run on a server, and of simulated time
-    repeats: int  # of each run on a server
-    seed: int
-
-
-# Measurements by the name that `figures.toml` uses: module and function. A function gets the figure's options from
-# there and PaperOptions, and returns FigureData. They are imported when they run: parsing arguments stays fast.
-_HERE = "scripts.laboratory.papers"
-MEASURES: Mapping[str, str] = {
-    "popularity": f"{_HERE}.loads:adapter_popularity",
-    "rank_popularity": f"{_HERE}.loads:rank_popularity",
-    "routing_example": f"{_HERE}.loads:routing_example",
-    "staggered": f"{_HERE}.cold_starts:staggered",
-    "interruptions": f"{_HERE}.cold_starts:interruptions",
-    "load_times": f"{_HERE}.cold_starts:load_times",
-    "iterations": f"{_HERE}.cold_starts:iterations",
-    "fleet": f"{_HERE}.fleet:routing_policies",
-    "fleet_rates": f"{_HERE}.fleet:rate_sweep",
-    "fleet_scale": f"{_HERE}.fleet:scaling",
-    "real_fleet": f"{_HERE}.real_fleet:routing_policies",
-    "fleet_servers": f"{_HERE}.interference:servers",
-    "prefill_by_rank": f"{_HERE}.interference:prefill_by_rank",
-    "coserve": f"{_HERE}.interference:coserve",
-    "rank_limits": f"{_HERE}.interference:rank_limits",
-    "fetch_sources": f"{_HERE}.fetches:fetch_sources",
-    "placement_example": f"{_HERE}.placement:placement_example",
-    "decode_by_rank": f"{_HERE}.kernel_cost:decode_by_rank",
-    "decode_fits": f"{_HERE}.kernel_cost:decode_fits",
-    "prefill_by_mix": f"{_HERE}.kernel_cost:prefill_by_mix",
-    "ipc": f"{_HERE}.cpu_lora:ipc",
-    "hand_overs": f"{_HERE}.hand_over:hand_overs",
-    "core_time": f"{_HERE}.cpu_lora:core_time",
-    "cpu_threads": f"{_HERE}.cpu_lora:cpu_threads",
-    "pipelining": f"{_HERE}.cold_starts:pipelining",
-    "modes": f"{_HERE}.single_server:loading_modes",
-    "use_of_cores": f"{_HERE}.single_server:use_of_cores",
-    "quarter_of_workers": f"{_HERE}.single_server:quarter_of_workers",
-}
+Measurement: TypeAlias = Callable[[Mapping[str, str], PaperOptions], FigureData]  # of a figure's options
 
 
 def bench_paper(paper: str, wanted: str, options: PaperOptions, folder: Path, as_line: bool) -> int:
@@ -92,12 +59,17 @@ def bench_paper(paper: str, wanted: str, options: PaperOptions, folder: Path, as
     return 0
 
 
+def measurement(figure: PaperFigure) -> Measurement:
+    """Returns the function that measures a figure. Its module is imported now: parsing arguments stays fast."""
+    assert figure.measure is not None
+    module, _, name = figure.measure.partition(":")
+    found: Measurement = getattr(importlib.import_module(f"scripts.laboratory.papers.{module}"), name)
+    return found
+
+
 def run_figure(figure: PaperFigure, options: PaperOptions) -> FigureResult:
     """Measures or simulates one figure."""
-    assert figure.measure is not None
-    module, _, name = MEASURES[figure.measure].partition(":")
-    measure: Callable[[Mapping[str, str], PaperOptions], FigureData] = getattr(importlib.import_module(module), name)
-    data = measure(figure.options, options)
+    data = measurement(figure)(figure.options, options)
     return FigureResult(SCHEMA, figure.paper, figure.number, options.seed, data, machine(), versions())
 
 

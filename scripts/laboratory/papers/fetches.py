@@ -16,11 +16,11 @@ from caraserve.bench.client.endpoint import Endpoint, await_adapters, find_endpo
 from caraserve.bench.client.player import LoadSettings
 from caraserve.bench.options import TARGETS
 from caraserve.bench.records import PlannedRequest, Workload
+from caraserve.bench.report.plots import Panel, Series
 from caraserve.bench.runner import BenchmarkRunner, interruptible
 from caraserve.bench.servers import Synthetic, drop_cached, free_ports, make_synthetic, own_server, working_folder
 from caraserve.errors import BackendFailed
-from scripts.laboratory.papers.command import PaperOptions
-from scripts.laboratory.papers.result import FigureData, Panel, Series, Value, mean_value
+from scripts.laboratory.papers.figures import FigureData, PaperOptions, Value, mean_value
 
 _RANKS = (8, 16, 32, 64, 128)
 _OF_EACH_RANK = 4  # adapters

@@ -17,7 +17,7 @@ from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.streams import Lane
 from caraserve.gpu.kernels.cuda_launch import Kernels, Launch
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS
-from scripts.laboratory.gpu.explicit_sync import ExplicitSync
+from scripts.laboratory.gpu.handover import ExplicitSync
 from tests.gpu.host_backend import Host, alone, host_tier
 from tests.gpu.host_device import HostDriver
 from tests.gpu.torch_kernels import torch_kernels

@@ -1,23 +1,33 @@
-"""Figures of an iteration's time by the ranks in a batch, with the padded LoRA kernel and with the one that pads
-nothing."""
+"""Figures of LoRA kernels: iterations by the ranks in a batch, CPU LoRA by itself, and hand-overs to it."""
 
 import os
 import random
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
-from caraserve.bench.lora.kernels import QKV
+from caraserve.bench.lora.handoff import HandoffBench, RoundTripPoint, beside_threads, timed_transports
+from caraserve.bench.lora.kernels import QKV, KernelCase, measure
+from caraserve.bench.lora.process import pinned_process
+from caraserve.bench.report.plots import Panel, Series
 from caraserve.bench.synthetic import SHAPES, Shape, shape_spec
 from caraserve.core.machine_profile import LineFit
 from caraserve.cpu.backend import CpuBackend, CpuSizes
 from caraserve.cpu.weights import dummy_reader, load_model
+from caraserve.errors import BackendFailed, ConfigError
+from caraserve.gpu.driver.detect import look
 from caraserve.model.dtype import Dtype
 from caraserve.profiling.microbench import MeasuredBackend, Measurement, SyntheticRequests, adapter_spec, random_adapter
-from scripts.laboratory.papers.command import PaperOptions
-from scripts.laboratory.papers.result import FigureData, Panel, Series, Value
+from scripts.laboratory.papers.figures import FigureData, PaperOptions, Value
+
+if TYPE_CHECKING:
+    from scripts.laboratory.gpu.handover import HandOverFigures
 
 Ranks = tuple[int, ...]  # of the requests of one batch, with an adapter each
 TimesMs = Mapping[Ranks, float]
@@ -208,3 +218,127 @@ def _random_ranks(rng: random.Random, size: int) -> Ranks:
     largest = rng.choice(_RANKS)
     below = [rank for rank in _RANKS if rank <= largest]
     return (*sorted(rng.choices(below, k=size - 1)), largest)
+
+
+_HIDDEN, _RANK = 4096, 64
+_TOKENS_EACH, _HAND_OFFS = 16, 300
+_PROMPTS = (8, 16, 32, 64, 128, 256)
+_CORE_RANKS = (8, 16, 32, 64)
+_THREAD_RANKS, _THREAD_ROUNDS = (8, 16, 32, 64, 128), 15
+_WEIGHTS = f"LoRA of q, k and v of one layer of width {_HIDDEN}"
+
+
+def ipc(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
+    """Times hand-offs of 16 tokens to each of one to all workers, over shared memory and over UNIX sockets."""
+    cores = _worker_cores()
+    points: list[RoundTripPoint] = []
+    with HandoffBench(_HIDDEN, [(Dtype.F16, _RANK)], cores) as bench:
+        for count in range(1, len(cores) + 1):
+            tokens = _TOKENS_EACH * count
+            points += timed_transports(bench, _HIDDEN, _RANK, tokens, cores[:count], _HAND_OFFS)
+    values = []
+    transfer, whole = [], []
+    for transport in dict.fromkeys(point.transport for point in points):
+        same = [point for point in points if point.transport == transport]
+        for point in same:
+            name = f"{transport}, {point.workers} process{'es' if point.workers > 1 else ''}: data transfer"
+            values.append(Value(name, point.beyond_us / 1000, "ms"))
+        transfer.append(Series(transport, tuple(point.beyond_us / 1000 for point in same)))
+        whole.append(Series(transport, tuple(point.total_us / 1000 for point in same)))
+    counts = tuple(str(count + 1) for count in range(len(cores)))
+    panels = (
+        Panel("Data transfer", "ms", tuple(transfer), "processes", counts),
+        Panel("With the computation", "ms", tuple(whole), "processes", counts),
+    )
+    setting = (
+        f"{_WEIGHTS}, rank {_RANK}, fp16; {_TOKENS_EACH} tokens for each process.",
+        f"Medians of {_HAND_OFFS} hand-offs, both ways in turn; data transfer is what exceeds the slowest process's "
+        "computation.",
+    )
+    return FigureData("measured", setting, tuple(values), panels)
+
+
+def core_time(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
+    """Times the LoRA of one layer on one core by the tokens of a prompt."""
+    series, values = [], []
+    with pinned_process(_worker_cores()[:1]) as pool:
+        for rank in _CORE_RANKS:
+            times_ms = []
+            for tokens in _PROMPTS:
+                case = KernelCase(_HIDDEN, Dtype.F16, rank, tokens)
+                times_ms.append(1000 * case.gflop / pool.submit(measure, case).result().ours)
+            series.append(Series(f"rank {rank}", tuple(times_ms), _PROMPTS))
+            values.append(Value(f"rank {rank}: {_PROMPTS[-1]} tokens", times_ms[-1], "ms"))
+            values.append(Value(f"rank {rank}: 256 tokens ÷ 64 tokens", times_ms[-1] / times_ms[_PROMPTS.index(64)]))
+    panel = Panel("One core", "ms", tuple(series), "tokens of the prompt")
+    setting = f"{_WEIGHTS}, in fp16, with weights read from memory; medians of 3 samples of 30 ms."
+    return FigureData("measured", (setting,), tuple(values), (panel,))
+
+
+def cpu_threads(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
+    """Times a prompt of the option's `tokens` with workers and with torch's threads on the same cores."""
+    tokens, cores = int(figure["tokens"]), _worker_cores()
+    with HandoffBench(_HIDDEN, [(Dtype.F32, rank) for rank in _THREAD_RANKS], cores) as bench:
+        points = list(beside_threads(bench, _HIDDEN, _THREAD_RANKS, cores, _THREAD_ROUNDS, tokens))
+    panels, values = [], []
+    for count in dict.fromkeys(point.cores for point in points):
+        same = [point for point in points if point.cores == count]
+        workers = Series("workers", tuple(point.workers_ms for point in same))
+        torch = Series("torch's threads", tuple(point.torch_ms for point in same))
+        title = f"{count} core{'s' if count > 1 else ''}"
+        panels.append(Panel(title, "ms", (workers, torch), "rank", tuple(map(str, _THREAD_RANKS))))
+        ratios = [point.torch_ms / point.workers_ms for point in same]
+        name = "most workers" if count == len(cores) else "one worker"
+        values.append(Value(f"{name}: torch ÷ workers, largest", max(ratios)))
+        values.append(Value(f"{name}: torch ÷ workers, least", min(ratios)))
+    setting = f"{_WEIGHTS}, in fp32, {tokens} tokens, on 1 and {len(cores)} cores; medians of {_THREAD_ROUNDS} rounds."
+    return FigureData("measured", (setting,), tuple(values), tuple(panels))
+
+
+def _worker_cores() -> tuple[int, ...]:
+    """Returns this process's cores, the first one last: a server's event loop uses it."""
+    first, *others = sorted(os.sched_getaffinity(0))
+    return (*others, first)
+
+
+_BUDGET_S = 120.0  # several times that of gpu_check: kernels may have to be compiled first
+
+
+def hand_overs(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
+    """Measures prefills on this machine's GPU. Raises ConfigError where there is none, BackendFailed when the stage
+    fails."""
+    gpu, problem = look()
+    if gpu is None:
+        raise ConfigError(f"this figure needs a GPU: {problem or 'there is no NVIDIA driver on this machine'}")
+    # Here, because these need torch, which an installation for CPUs may lack.
+    from scripts.laboratory.gpu.handover import HandOverFigures
+    from scripts.laboratory.gpu.processes import StageProcess, run_process
+    from scripts.laboratory.gpu.results import Outcome
+
+    with tempfile.TemporaryDirectory(prefix="caraserve-hand-over-") as folder:
+        report = run_process(StageProcess("handover", Path(folder) / "stage", _BUDGET_S))
+    if report.outcome is not Outcome.DONE:
+        raise BackendFailed(f"stage handover was not done but {report.outcome}: {report.error}")
+    return hand_over_figure(msgspec.convert(report.figures, HandOverFigures), gpu.name)
+
+
+def hand_over_figure(found: "HandOverFigures", device: str) -> FigureData:
+    """Returns the figure of what the stage has measured on a device."""
+    values = []
+    for point in found.points:
+        name = f"{point.tokens} tokens"
+        values.append(Value(f"{name}: sync-free", point.sync_free_ms, "ms"))
+        values.append(Value(f"{name}: explicit", point.explicit_ms, "ms"))
+        values.append(Value(f"{name}: explicit ÷ sync-free", point.ratio))
+    bars = (
+        Series("sync-free", tuple(point.sync_free_ms for point in found.points)),
+        Series("explicit synchronisation", tuple(point.explicit_ms for point in found.points)),
+    )
+    panel = Panel("Prefill with CPU LoRA", "ms", bars, "tokens", tuple(str(point.tokens) for point in found.points))
+    setting = (
+        f"Llama-2-7B's shape with random weights in bf16 on one {device}; an adapter of q, k and v of rank "
+        f"{found.rank}, whose weights do not arrive.",
+        f"{found.workers} CPU LoRA workers with up to {found.slice_tokens} tokens each of a chunk of up to "
+        f"{found.chunk_tokens}; medians of prompts with both ways in turn, all kernels launched one by one.",
+    )
+    return FigureData("measured", setting, tuple(values), (panel,))

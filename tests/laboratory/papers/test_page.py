@@ -6,11 +6,16 @@ from datetime import date
 from pathlib import Path
 
 from caraserve.bench.records import machine, versions
-from scripts.laboratory.papers.catalog import find_figures
-from scripts.laboratory.papers.on_gpu import gpu_section
-from scripts.laboratory.papers.page import papers_page
-from scripts.laboratory.papers.plots import figure_panels
-from scripts.laboratory.papers.result import SCHEMA, FigureData, FigureResult, Value, save_result
+from scripts.laboratory.papers.figures import (
+    SCHEMA,
+    FigureData,
+    FigureResult,
+    Value,
+    figure_panels,
+    find_figures,
+    save_result,
+)
+from scripts.laboratory.papers.page import gpu_section, papers_page
 
 ROOT = Path(__file__).parents[3]
 

@@ -7,9 +7,8 @@ import pytest
 
 from caraserve.model.dtype import Dtype
 from scripts.laboratory.gpu import limits
-from scripts.laboratory.gpu.device_limits import DeviceLimits
 from scripts.laboratory.gpu.limits import link_bytes_per_s, memory_bytes_per_s
-from scripts.laboratory.gpu.setup import CheckSetup
+from scripts.laboratory.gpu.setup import CheckSetup, DeviceLimits
 from tests.gpu.rehearsal import FACTS, SMALL, opener
 
 KNOWN = DeviceLimits(4.4e12, 4.2e12, 3.6e12, {1 << 20: 50e9, 1 << 28: 55e9}, {1 << 28: 54e9}, 95e9, 8e14, 0.5, 12.0)

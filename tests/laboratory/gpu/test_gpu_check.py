@@ -29,8 +29,7 @@ from scripts.laboratory.gpu.results import (
     check_close,
     check_same_bits,
 )
-from scripts.laboratory.gpu.results_file import ResultsFile, file_name, origin
-from scripts.laboratory.gpu.run import check
+from scripts.laboratory.gpu.run import ResultsFile, check, file_name, origin
 from scripts.laboratory.gpu.stages import LOADS, STAGES, TOTAL_S, Stage, parse_speed, parse_stages
 
 ROOT = Path(__file__).parents[3]

@@ -15,11 +15,19 @@ from caraserve.cli.main import main
 from caraserve.errors import ConfigError
 from scripts.laboratory.gpu.handover import HandOverFigures, HandOverPoint
 from scripts.laboratory.papers import hand_over, servers, single_server
-from scripts.laboratory.papers.catalog import find_figures, load_figures
 from scripts.laboratory.papers.command import MEASURES, PaperOptions, run_figure, value_rows
 from scripts.laboratory.papers.fetches import DISK, MEMORY, PEER, by_rank, figure_data
+from scripts.laboratory.papers.figures import (
+    SCHEMA,
+    FigureData,
+    FigureResult,
+    Value,
+    find_figures,
+    load_figures,
+    load_result,
+    save_result,
+)
 from scripts.laboratory.papers.page import papers_page
-from scripts.laboratory.papers.result import SCHEMA, FigureData, FigureResult, Value, load_result, save_result
 from scripts.laboratory.papers.servers import load_share
 
 ROOT = Path(__file__).parents[3]

@@ -3,6 +3,9 @@
 Every load is simulated under two assumptions: the papers' own, one scheduler that knows every instance's state at once
 and every adapter on every host, and ours, each instance a router whose views are as old as gossip makes them and two
 copies of each adapter. Values without a note are of the paper's assumptions and its padded kernel.
+
+LoRAServe's figures of what ranks cost on one server are simulated, too. One fleet is real, each instance confined to a
+fifth of a core, beside its simulation.
 """
 
 import os
@@ -10,14 +13,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf, isfinite
 
+import numpy as np
+import uvloop
+
+from caraserve.bench.report.plots import Panel, Series
+from caraserve.bench.simulator.compiled import MS
 from caraserve.bench.simulator.machines import Machine, PaperKernel, paper_machine
 from caraserve.bench.simulator.operating_points import profiled_points
-from caraserve.bench.simulator.simulation import Setting
+from caraserve.bench.simulator.simulation import Setting, Simulation
 from caraserve.bench.simulator.sweep import FleetResult, FleetSpec, SimulationResult, simulate
 from caraserve.bench.workload.build import WorkloadSpec, build, spec_from_preset
 from caraserve.bench.workload.presets import find_preset
-from scripts.laboratory.papers.command import PaperOptions
-from scripts.laboratory.papers.result import FigureData, Panel, Series, Value, mean_value
+from scripts.laboratory.fleet.compare import Comparison, compare, slo_ms
+from scripts.laboratory.fleet.instances import SHARE_CORES
+from scripts.laboratory.fleet.measure import (
+    ADAPTERS,
+    Calibration,
+    FleetModel,
+    FleetRun,
+    calibrate,
+    measure_fleet,
+    measure_profiles,
+)
+from scripts.laboratory.papers.figures import FigureData, PaperOptions, Value, mean_value
 
 _TOPPINGS = ("rank-aware", "dlora", "random", "first-fit", "auto")
 LORASERVE = ("loraserve", "rank-aware", "s-lora-random", "s-lora-contiguous", "auto")
@@ -221,3 +239,173 @@ def _highest_rates(found: Sequence[FleetResult]) -> dict[str, float]:
 def finite(value: float, factor: float) -> float | None:
     """Returns a time in another unit; None for that of lost requests, or of none."""
     return value * factor if isfinite(value) else None
+
+
+_RANKS = (8, 16, 32, 64, 128)
+_PROMPTS = (250, 500, 1000, 2000)
+_SIMULATED_RATE = 0.5  # of loraserve-production-100's 30/s in figure 18: its servers have four GPUs each
+_NOTE = "Prompts cost what the largest rank of their iteration does, by the ratio that the paper's figure 3 has."
+
+
+def prefill_by_rank(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
+    """Computes TTFT and TBT of one request alone, by rank and prompt length, with the simulated machine's model."""
+    model = LORASERVE_MACHINE.model
+    prefills = [
+        Series(f"rank {rank}", tuple(model.prefill_ms(tokens, tokens * rank, rank) for tokens in _PROMPTS), _PROMPTS)
+        for rank in _RANKS
+    ]
+    decodes = [Series(f"rank {rank}", (model.decode_ms(1, rank, rank),) * len(_PROMPTS), _PROMPTS) for rank in _RANKS]
+    ratio = (prefills[-1].y[-1] or 0.0) / (prefills[0].y[-1] or inf)
+    panels = (
+        Panel("TTFT", "ms", tuple(prefills), "prompt tokens"),
+        Panel("TBT", "ms", tuple(decodes), "prompt tokens"),
+    )
+    return FigureData(
+        "simulated", (MACHINE_NOTE, _NOTE), (Value("2,000 tokens: rank 128 ÷ rank 8, TTFT", ratio),), panels
+    )
+
+
+def coserve(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
+    """Simulates one server with two adapters, of rank 8 and of every rank, and compares the TTFT of rank 8."""
+    spec = replace(load_of(figure["presets"], options), rate=float(figure["rate"]))
+    tails = {rank: _tail_of_first(replace(spec, ranks=(8, rank))) for rank in _RANKS}
+    values = [
+        Value(f"rank 8 beside rank {rank} ÷ alone, TTFT p95", tails[rank] / tails[8]) for rank in _RANKS if rank != 8
+    ]
+    panel = Panel(
+        "Rank 8 beside another adapter", "TTFT p95, ms", (Series("rank 8", tuple(tails.values()), _RANKS),), "its rank"
+    )
+    load = f"Two adapters asked for alike, {spec.rate:g} requests/s, lengths of Azure's conversations of 2023."
+    return FigureData("simulated", (MACHINE_NOTE, _NOTE, load), tuple(values), (panel,))
+
+
+def rank_limits(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
+    """Simulates one server with one adapter of each rank in turn: the tail of TTFT over time."""
+    spec = load_of(figure["presets"], options)
+    values, tails = [], []
+    for rank in _RANKS:
+        ttft_ms, _ = _served(replace(spec, ranks=(rank,)))
+        tails.append(float(np.percentile(ttft_ms, 95, method="higher")) / 1000)
+        values.append(Value(f"rank {rank}: TTFT p95", tails[-1], "s"))
+    bars = Panel("One adapter", "TTFT p95, s", (Series("here", tuple(tails)),), "rank", tuple(map(str, _RANKS)))
+    load = f"{spec.rate:g} requests/s of 512 prompt and 128 output tokens."
+    return FigureData("simulated", (MACHINE_NOTE, _NOTE, load), tuple(values), (bars,))
+
+
+def servers(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
+    """Simulates a fleet under each policy, with several seeds, and shows every server's tails and the adapters that it
+    held. Bars are the first seed's."""
+    preset = figure["presets"]
+    rate = _SIMULATED_RATE * float(figure["share"]) * (load_of(preset, options).rate or 0.0)
+    seeds: list[FleetResult] = []
+    for one in seeded(options):
+        seeds += simulated(preset, LORASERVE, LORASERVE_MACHINE, loraserve_setting(preset, one), one, rate)
+    runs = [{policy.at_size.routing: policy.at_size for policy in found.policies} for found in seeds]
+    names = tuple(f"server {number + 1}" for number in range(seeds[0].instances))
+    tails, held, values = [], [], []
+    for name, run in runs[0].items():
+        tails.append(Series(name, tuple(finite(one.ttft_p95_ms, 1e-3) for one in run.by_instance)))
+        held.append(Series(name, tuple(float(one.adapters_most) for one in run.by_instance)))
+        values.append(mean_value(f"{name}: TTFT p95", [one[name].ttft_p95_ms / 1000 for one in runs], "s"))
+        counts = [one[name].adapters_held_mean for one in runs]
+        values.append(mean_value(f"{name}: adapters held by a server", counts, ""))
+    largest = [_largest_ratio(one["rank-aware"], one["loraserve"]) for one in runs]
+    values.append(mean_value("most adapters of a server, rank-aware ÷ loraserve, largest", largest))
+    stored = [one["rank-aware"].adapters_held_mean / one["loraserve"].adapters_held_mean for one in runs]
+    values.append(mean_value("adapters stored, rank-aware ÷ loraserve, mean", stored))
+    panels = (
+        Panel("Tails", "TTFT p95, s", tuple(tails), categories=names),
+        Panel("Adapters", "most held at a time", tuple(held), categories=names),
+    )
+    kept = [value for value in values if isfinite(value.value)]
+    notes = (MACHINE_NOTE, _NOTE, f"{rate:.3g} requests/s.", *seeds[0].notes, seeds_note(options))
+    return FigureData("simulated", notes, tuple(kept), panels)
+
+
+def _largest_ratio(theirs: SimulationResult, ours: SimulationResult) -> float:
+    """Returns the largest ratio of the most adapters that one server held at a time."""
+    pairs = zip(theirs.by_instance, ours.by_instance, strict=True)
+    return max(one.adapters_most / max(1, other.adapters_most) for one, other in pairs)
+
+
+def _tail_of_first(spec: WorkloadSpec) -> float:
+    """Returns the 95th percentile of TTFT in ms of requests for the first adapter, on one instance."""
+    ttft_ms, adapters = _served(spec)
+    return float(np.percentile(ttft_ms[adapters == 0], 95, method="higher"))
+
+
+def _served(spec: WorkloadSpec) -> tuple[np.ndarray, np.ndarray]:
+    """Simulates one instance. Returns TTFT in ms and the adapter's index, [requests] each."""
+    workload = build(spec)
+    simulation = Simulation(Setting((LORASERVE_MACHINE,), "round-robin", inf), workload)
+    simulation.run()
+    requests = simulation.requests
+    ttft_ms = np.where(requests["first"] < 0, inf, (requests["first"] - requests["arrived"]) / MS)
+    adapters = np.array([one.adapter for one in workload.requests])
+    return ttft_ms, adapters
+
+
+INSTANCES = 8
+_SEEDS = range(8)  # of simulations: policies draw at random
+_BEST = "rank-aware"
+
+
+def real_routing_policies(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
+    """Measures policies at shares of the fleet's capacity, and simulates the same requests."""
+    loads = [float(load) for load in figure["loads"].split(",")]
+    return uvloop.run(_real_runs(figure["routing"].split(","), loads, options.duration_s))
+
+
+async def _real_runs(routings: Sequence[str], loads: Sequence[float], seconds: float) -> FigureData:
+    model = FleetModel()
+    known = await calibrate(model, await measure_profiles(model, INSTANCES))
+    limit_ms = slo_ms(known)
+    runs: list[FleetRun] = []
+    for routing in routings:
+        measuring = measure_fleet(model, known, INSTANCES, routing, loads, seconds, limit_ms)
+        runs += [run async for run in measuring]
+    return real_fleet_figure(known, [compare(run, known, _SEEDS) for run in runs])
+
+
+def real_fleet_figure(known: Calibration, found: Sequence[Comparison]) -> FigureData:
+    """Returns the figure of these loads, the rank-aware policy's among them."""
+    panels = [
+        _real_panel(f"load {load:g}", [one for one in found if one.load == load])
+        for load in sorted({one.load for one in found})
+    ]
+    return FigureData("measured", tuple(_real_notes(known, found)), tuple(_real_values(found)), tuple(panels))
+
+
+def _real_notes(known: Calibration, found: Sequence[Comparison]) -> Iterator[str]:
+    one = found[0]
+    capacity = known.capacity_per_s * one.instances
+    yield (
+        f"{one.instances} instances of a random model of {FleetModel().shape[:-1]} million parameters, each confined "
+        f"to {SHARE_CORES:g} of a core, with {ADAPTERS} adapters of ranks 8 to 64 on q, k and v."
+    )
+    yield (
+        f"Together they bear {capacity:.3g} requests/s; loads are shares of that, in place of the paper's rates. "
+        f"The SLO is {one.slo_ms:.3g} ms a token: 1.5 times the mean without adapters at a load of 0.6."
+    )
+    least, most = (pick(one.requests for one in found) for pick in (min, max))
+    yield f"{least} to {most} requests of one fleet under each policy and load; the policies were measured in turn."
+
+
+def _real_values(found: Sequence[Comparison]) -> Iterator[Value]:
+    best = {one.load: one for one in found if one.routing == _BEST}
+    for one in sorted(found, key=lambda one: one.load):
+        for how, figures in (("", one.measured), (", simulated", one.simulated)):
+            yield Value(f"load {one.load:g} {one.routing} attainment{how}", 100 * figures.attainment, "%")
+    for one in sorted(found, key=lambda one: one.load):
+        if one.routing != _BEST:
+            name = f"load {one.load:g} TPT, {_BEST} ÷ {one.routing}"
+            yield Value(name, best[one.load].measured.tpt_mean_ms / one.measured.tpt_mean_ms)
+            yield Value(f"{name}, simulated", best[one.load].simulated.tpt_mean_ms / one.simulated.tpt_mean_ms)
+
+
+def _real_panel(title: str, found: Sequence[Comparison]) -> Panel:
+    series = (
+        Series("measured", tuple(100 * one.measured.attainment for one in found)),
+        Series("simulated", tuple(100 * one.simulated.attainment for one in found)),
+    )
+    return Panel(title, "SLO attainment, %", series, categories=tuple(one.routing for one in found))
