@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from caraserve.bench.records import commit, today
+from caraserve.bench.report.tables import TextTable, to_rich
 from caraserve.gpu.driver.detect import Gpu
 from scripts.laboratory.gpu.processes import GRACE_S, Known, StageProcess, end_running, run_process
 from scripts.laboratory.gpu.results import Outcome, StageReport
@@ -200,31 +201,21 @@ class _Runs:
 
 def _table(run: StageRun) -> Table:
     """Returns the results of one stage."""
-    table = Table(title=f"{run.stage.name}: {run.spent_s:.1f} s", title_justify="left")
-    for head in ("what", "found", "target", ""):
-        table.add_column(head)
     marks = {True: "met", False: "MISSED", None: ""}
-    for line in run.report.lines:
-        table.add_row(line.what, line.value, line.target, marks[line.met])
+    rows = [(line.what, line.value, line.target, marks[line.met]) for line in run.report.lines]
     if run.report.outcome is not Outcome.DONE:
-        table.add_row(run.report.outcome.upper(), run.report.error)
-    return table
+        rows.append((run.report.outcome.upper(), run.report.error, "", ""))
+    return to_rich(TextTable(f"{run.stage.name}: {run.spent_s:.1f} s", ("what", "found", "target", ""), rows, left=4))
 
 
 def _summary(ran: Sequence[StageRun]) -> Table:
     """Returns a line for each stage: how it ended, and which targets it missed."""
-    table = Table(title="GPU check", title_justify="left")
-    for head in ("stage", "s", "outcome", "targets met", "missed, or what happened"):
-        table.add_column(head, justify="right" if head == "s" else "left")
+    rows = []
     for each in ran:
         judged = [line for line in each.report.lines if line.met is not None]
         missed = [f"{line.what}: {line.value}" for line in judged if not line.met]
         met = f"{len(judged) - len(missed)} of {len(judged)}" if judged else ""
-        table.add_row(
-            each.stage.name,
-            f"{each.spent_s:.1f}",
-            each.report.outcome,
-            met,
-            "\n".join([*filter(None, [each.report.error]), *missed]),
-        )
-    return table
+        reasons = "\n".join([*filter(None, [each.report.error]), *missed])
+        rows.append((each.stage.name, f"{each.spent_s:.1f}", each.report.outcome, met, reasons))
+    heads = ("stage", "s", "outcome", "targets met", "missed, or what happened")
+    return to_rich(TextTable("GPU check", heads, rows, left=5))

@@ -34,7 +34,6 @@ class Stage:
         return function(setup)
 
 
-_CORRECT, _SERVER = f"{CHECKS}.correct", f"{HERE}.server"
 TOTAL_S = 580.0  # for all stages, which may take their whole budgets
 STAGES = (
     Stage("env", 6, "device, driver, packages"),
