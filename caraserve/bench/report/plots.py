@@ -52,7 +52,8 @@ class Look:
 
     log: str = ""  # axes with logarithmic scales, as `xy`
     highest: float | None = None  # end of the axis of values
-    marks: Mapping[str, float] = field(default_factory=dict)  # lines across, by name: at values of bars, else of x
+    marks: Mapping[str, float] = field(default_factory=dict)  # upright lines by name
+    levels: Mapping[str, float] = field(default_factory=dict)  # level lines by name
     horizontal: bool = False  # bars
     spreads: Sequence[float] = ()  # of the bars of the first series
     numbers: str = ""  # format of numbers at bars; "": none
@@ -97,10 +98,13 @@ def _draw(axes: Any, panel: Panel, look: Look) -> None:
         axes.set(**{f"{axis}scale": "log"})
     if "y" not in look.log and not look.horizontal:
         axes.set_ylim(0, look.highest)
+    how = {"color": INK, "lw": 0.9, "ls": (0, (1, 2))}
     for name, at in look.marks.items():
-        across = axes.axhline if panel.categories and not look.horizontal else axes.axvline
-        across(at, color=INK, lw=0.9, ls=(0, (1, 2)))
+        axes.axvline(at, **how)
         axes.annotate(name, (at, 0.02), (3, 0), ("data", "axes fraction"), "offset points", fontsize=8, color=INK)
+    for name, at in look.levels.items():
+        axes.axhline(at, **how)
+        axes.annotate(name, (0.02, at), (0, 2), ("axes fraction", "data"), "offset points", fontsize=8, color=INK)
 
 
 def _lines(axes: Any, panel: Panel, look: Look) -> None:

@@ -26,8 +26,8 @@ class TextTable:
 
 def to_rich(text: TextTable) -> Table:
     """Returns the table for a terminal. Cells are shown unchanged: an adapter's name is not markup."""
-    shown = Table(title=Text(text.title), title_justify="left", caption=Text(text.note) if text.note else None)
-    shown.caption_justify = "left"
+    title, note = (Text(words) if words else None for words in (text.title, text.note))
+    shown = Table(title=title, title_justify="left", caption=note, caption_justify="left")
     for index, head in enumerate(text.heads):
         # Numbers stay on one line; words may wrap.
         words = index < text.left or len(text.heads) == 2
