@@ -51,9 +51,8 @@ def test_a_figure_names_the_machine_the_day_and_the_commit_of_its_run(tmp_path: 
 
 def test_every_result_has_the_day_and_in_a_repository_the_commit() -> None:
     assert date.fromisoformat(str(machine()["date"])) >= date(2026, 11, 27)
-    root = Path(__file__).parents[3]
-    if (root / ".git").exists():
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True).stdout
+    if (ROOT / ".git").exists():
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         assert head.startswith(versions()["commit"].removesuffix("-dirty"))
 
 

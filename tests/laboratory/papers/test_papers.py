@@ -1,6 +1,5 @@
 """Figures of the papers: the catalog, results, the command and the page that shows them."""
 
-import importlib
 import json
 from pathlib import Path
 
@@ -14,13 +13,14 @@ from caraserve.bench.workload.presets import find_preset
 from caraserve.cli.main import main
 from caraserve.errors import ConfigError
 from scripts.laboratory.gpu.handover import HandOverFigures, HandOverPoint
-from scripts.laboratory.papers import hand_over, servers, single_server
-from scripts.laboratory.papers.command import MEASURES, PaperOptions, run_figure, value_rows
+from scripts.laboratory.papers import kernels, servers
+from scripts.laboratory.papers.command import measurement, run_figure, value_rows
 from scripts.laboratory.papers.fetches import DISK, MEMORY, PEER, by_rank, figure_data
 from scripts.laboratory.papers.figures import (
     SCHEMA,
     FigureData,
     FigureResult,
+    PaperOptions,
     Value,
     find_figures,
     load_figures,
@@ -47,8 +47,7 @@ def test_every_figure_has_a_measurement_that_exists_or_says_why_not() -> None:
         assert figure.measure or figure.needs or figure.within, figure.key
         find_figures(figure.paper, ",".join(figure.within) or figure.number)
         if figure.measure is not None:
-            module, _, name = MEASURES[figure.measure].partition(":")
-            assert callable(getattr(importlib.import_module(module), name))
+            assert callable(measurement(figure))
         for preset in filter(None, ",".join(figure.options.get(key, "") for key in ("preset", "presets")).split(",")):
             find_preset(preset)
 
@@ -62,7 +61,7 @@ def test_figures_show_modes_that_run_and_figures_of_one_setting_share_runs() -> 
                 figure.key
             )
             setting = options.get("preset", options.get("presets", figure.key))
-            words = (setting, options.get("arguments", ""), figure.measure == "quarter_of_workers")
+            words = (setting, options.get("arguments", ""), figure.measure == "servers:quarter_of_workers")
             modes.setdefault(words, set()).add(options["modes"])
     assert [setting for setting, found in modes.items() if len(found) > 1] == []
 
@@ -194,7 +193,7 @@ def test_fetches_are_reported_for_each_place_and_rank() -> None:
 def test_hand_overs_are_measured_only_on_a_gpu(
     paper: str, number: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(hand_over, "look", lambda: (None, ""))
+    monkeypatch.setattr(kernels, "look", lambda: (None, ""))
     assert main(["bench", "paper", paper, "--figure", number]) == 2
     assert "needs a GPU: there is no NVIDIA driver on this machine" in capsys.readouterr().err
 
@@ -208,19 +207,19 @@ def test_a_quarter_of_the_workers_are_several_or_the_figure_is_refused(
         served.append(figure["serve"])
         return FigureData("measured", (), (), ())
 
-    monkeypatch.setattr(single_server, "loading_modes", measured)
+    monkeypatch.setattr(servers, "loading_modes", measured)
     for cores in (16, 32):
-        monkeypatch.setattr(single_server.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        monkeypatch.setattr(servers.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         result_of("toppings", "14-cpus")
     assert served == ["--lora-cpus 8,9", "--lora-cpus 16,17,18,19"]
-    monkeypatch.setattr(single_server.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(servers.os, "sched_getaffinity", lambda _: {0, 1})
     assert main(["bench", "paper", "toppings", "--figure", "14-cpus"]) == 2
     assert "this figure needs 16 cores" in capsys.readouterr().err
 
 
 def test_hand_overs_have_a_value_for_each_of_the_papers() -> None:
     points = HandOverPoint(64, 10.0, 11.0), HandOverPoint(256, 20.0, 25.0)
-    data = hand_over.figure_data(HandOverFigures(64, 8, 16, 128, points), "A100")
+    data = kernels.hand_over_figure(HandOverFigures(64, 8, 16, 128, points), "A100")
     values = {value.what: value.value for value in data.values}
     assert (values["64 tokens: explicit"], values["256 tokens: explicit ÷ sync-free"]) == (11.0, 1.25)
     theirs = [value.what for key in (("toppings", "10"), ("caraserve", "16")) for value in find_figures(*key)[0].theirs]
