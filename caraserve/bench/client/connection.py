@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import aiohttp
-from yarl import URL
 
 _SPARE = 8  # connections that are opened before the first request, so that opening one is rarely part of a latency
 _KEPT_S = 3600.0  # that a connection may be idle
@@ -48,7 +47,7 @@ class Connections:
 
     def __init__(self, root: str, path: str, headers: Mapping[str, str], context: ssl.SSLContext | None) -> None:
         """Requests are posted to `path` below the endpoint's `root`. Create them in the running event loop."""
-        self._models, self._url = URL(f"{root}/v1/models"), URL(f"{root}{path}")
+        self._models, self._url = f"{root}/v1/models", f"{root}{path}"
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=context or True, keepalive_timeout=_KEPT_S),
             headers={**headers, "Content-Type": "application/json", "Accept": "text/event-stream"},
