@@ -24,7 +24,7 @@ from caraserve.bench.mode_loads import ModeLoads, mode_loads
 from caraserve.bench.mode_servers import ModeServers, WarmServer
 from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, with_rate
 from caraserve.bench.records import Run, ServerUse, Workload
-from caraserve.bench.runner import BenchmarkRunner, interruptible
+from caraserve.bench.runner import BenchmarkRunner, TimeLeft, interruptible
 from caraserve.bench.serve import Measurements, keep_measured
 from caraserve.bench.servers import (
     Synthetic,
@@ -37,7 +37,6 @@ from caraserve.bench.servers import (
     working_folder,
 )
 from caraserve.bench.synthetic import SHAPES
-from caraserve.bench.time_left import TimeLeft
 from caraserve.bench.workload.build import WorkloadSpec
 from caraserve.errors import ConfigError
 

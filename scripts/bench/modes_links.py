@@ -20,8 +20,7 @@ import numpy as np
 from rich.console import Console
 
 from caraserve.bench.records import RequestRecord, Run, machine, versions
-from caraserve.bench.report.paired import PairedRatio, with_interval
-from caraserve.bench.report.ratios import by_label
+from caraserve.bench.report.ratios import PairedRatio, by_label, with_interval
 from caraserve.bench.report.tables import TextTable, to_rich
 from scripts.laboratory.papers.figures import PaperOptions
 from scripts.laboratory.papers.servers import run_modes
