@@ -11,7 +11,6 @@ import sys
 import threading
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
@@ -100,12 +99,9 @@ def test_a_kernel_that_does_nothing_is_found_and_wrong_kernels_are_not_timed(tmp
 FIRST, SECOND = (Stage(name, 10.0, "says") for name in ("first", "second"))
 
 
-def python(code: str, file: Path) -> StageReport:
-    return await_report([sys.executable, "-c", code], file, most_s=60.0)
-
-
 def test_a_stage_whose_process_dies_is_reported(tmp_path: Path) -> None:
-    report = python("import os; os.abort()", tmp_path / "report.json")
+    command = [sys.executable, "-c", "import os; os.abort()"]
+    report = await_report(command, tmp_path / "report.json", most_s=60.0)
     assert report.outcome is Outcome.FAILED
     assert report.error.startswith("its process was ended by SIGABRT before it had a report")
 
@@ -119,14 +115,6 @@ def test_a_stage_that_hangs_is_killed_with_its_child_processes(tmp_path: Path) -
     assert (report.outcome, report.error) == (Outcome.KILLED, "it took longer than 0 s and was killed")
     assert os.read(held, 1) == b""
     os.close(held)
-
-
-def test_a_report_is_read_back_unchanged(tmp_path: Path) -> None:
-    lines = ResultLine("what", "value", "≥ 1", True), ResultLine("more", "1")
-    report = StageReport(Outcome.DONE, "", {"a": [1.5]}, lines)
-    file = tmp_path / "report.json"
-    file.write_bytes(msgspec.json.encode(report))
-    assert python("", file) == report
 
 
 def test_every_stages_results_are_printed_and_written_before_the_next_begins(
@@ -215,9 +203,10 @@ def test_several_stages_run_at_once_after_those_that_others_need(tmp_path: Path)
     assert set(json.loads((tmp_path / "x.json").read_text())["stages"]) == set(names)
 
 
-def test_a_later_run_replaces_its_own_stages_alone(tmp_path: Path) -> None:
+def test_a_later_run_replaces_its_own_stages_and_those_of_an_older_form_alone(tmp_path: Path) -> None:
     """A stage that is not begun the second time keeps its result, which says of which commit it is."""
     file = tmp_path / "x.json"
+    file.write_text('{"check": "gpu", "schema": 2, "stages": {"of an older form": {}}}')
 
     def results(commit: str) -> ResultsFile:
         return ResultsFile(file, {"commit": commit})
@@ -235,13 +224,6 @@ def test_a_later_run_replaces_its_own_stages_alone(tmp_path: Path) -> None:
         "first": ("old", 1),
         "second": ("new", 3),
     }
-
-
-def test_results_of_an_older_form_are_replaced(tmp_path: Path) -> None:
-    file = tmp_path / "x.json"
-    file.write_text('{"check": "gpu", "schema": 2, "stages": {"first": {}}}')
-    ResultsFile(file, {}).add("second", StageReport(Outcome.DONE), 1.0)
-    assert list(json.loads(file.read_text())["stages"]) == ["second"]
 
 
 def test_results_name_card_driver_commit_and_date(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,13 +245,8 @@ def test_the_file_is_named_after_the_device() -> None:
     assert file_name("smoke", "NVIDIA A100-SXM4-80GB") == "gpu_smoke_a100_sxm4_80gb.json"
 
 
-def test_stages_are_chosen_by_name() -> None:
+def test_stages_are_chosen_by_name_and_speed_has_the_long_loads_and_what_bounds_them() -> None:
     assert [stage.name for stage in parse_stages("lora,env")] == ["lora", "env"]
-    with pytest.raises(ValueError, match="'speed' is no stage; there are env, build"):
-        parse_stages("env,speed")
-
-
-def test_speed_has_the_long_loads_and_what_bounds_them() -> None:
     assert [stage.name for stage in parse_speed("limits,fleet,modes")] == ["limits", "lora", "model", "fleet", "modes"]
     with pytest.raises(ValueError, match="'server' is no part of --speed; there are limits, fleet, modes"):
         parse_speed("server")
@@ -287,14 +264,11 @@ def test_nan_infinities_and_large_errors_are_not_close(wrong: float) -> None:
         check_close("sum", got, expected, 0.1)
 
 
-def test_with_zero_tolerance_only_equal_numbers_are_close() -> None:
+def test_with_zero_tolerance_only_equal_numbers_are_close_and_only_equal_bits_are_the_same() -> None:
     values = torch.tensor([1.0, -2.0])
     assert check_close("copy", values, values.double(), 0.0) == 0.0
     with pytest.raises(WrongResult):
         check_close("copy", values, values.double() + 1e-9, 0.0)
-
-
-def test_plus_and_minus_zero_have_different_bits() -> None:
     check_same_bits("row", torch.tensor([0.0]), torch.tensor([0.0]))
     with pytest.raises(WrongResult, match="row: the bits depend on what else is in the batch"):
         check_same_bits("row", torch.tensor([0.0]), torch.tensor([-0.0]))
