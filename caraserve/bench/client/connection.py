@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import aiohttp
 
 _SPARE = 8  # connections that are opened before the first request, so that opening one is rarely part of a latency
+_PATIENCE_S = 10.0
 _KEPT_S = 3600.0  # that a connection may be idle
 _BUFFER_BYTES = 1 << 20  # of one response that has arrived and was not read: no server waits for the client
 _CLOSED = "the server closed the connection before its answer was whole"
@@ -52,7 +53,7 @@ class Connections:
             connector=aiohttp.TCPConnector(limit=0, ssl=context or True, keepalive_timeout=_KEPT_S),
             headers={**headers, "Content-Type": "application/json", "Accept": "text/event-stream"},
             skip_auto_headers=("User-Agent", "Accept-Encoding"),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
+            timeout=aiohttp.ClientTimeout(total=None),
             read_bufsize=_BUFFER_BYTES,
         )
         self._tasks: set[asyncio.Task[None]] = set()
@@ -61,8 +62,8 @@ class Connections:
         """Opens 8 connections. Raises OSError if the server does not accept them."""
         try:
             await asyncio.gather(*(self._open() for _ in range(_SPARE)))
-        except aiohttp.ClientConnectionError as error:
-            raise error if isinstance(error, OSError) else OSError(_CLOSED) from error
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError) as error:
+            raise OSError(_CLOSED) from error
 
     def send(self, exchange: HttpExchange) -> None:
         """Sends a request on an idle connection, or on a new one, whose opening counts as latency. A failure ends the
@@ -84,7 +85,7 @@ class Connections:
         await self._session.close()
 
     async def _open(self) -> None:
-        async with self._session.get(self._models) as answer:
+        async with self._session.get(self._models, timeout=aiohttp.ClientTimeout(total=_PATIENCE_S)) as answer:
             await answer.read()
 
     async def _exchanged(self, exchange: HttpExchange) -> None:
