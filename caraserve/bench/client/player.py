@@ -112,6 +112,7 @@ class Player:
         """`names[i]` is the name of the adapter with index i in the workload. Requests go in turn to `endpoint` and to
         `others`, further instances of the same service."""
         self._endpoint, self._names, self._settings, self._label = endpoint, names, settings, label
+        self._endpoints = (endpoint, *others)
         self._planned = workload.requests
         self._requests = [encode(endpoint.dialect, self._asked(planned)) for planned in self._planned]
         self._exchanges: dict[int, HttpExchange] = {}
@@ -119,17 +120,16 @@ class Player:
         self._stopped = False
         self.live = RunProgress(len(self._planned))
         self._ended = asyncio.Event()
-        self._connections = [
-            Connections(one.root, one.dialect.path, one.headers, one.tls) for one in (endpoint, *others)
-        ]
+        self._connections: list[Connections] = []
         self._pacer: Pacer | None = None
 
     async def play(self) -> Run:
         """Sends all requests and waits for all responses. Raises OSError when the endpoint cannot be reached."""
         _allow_many_connections()
         try:
-            for connections in self._connections:
-                await connections.warm_up()
+            for one in self._endpoints:
+                self._connections.append(Connections(one.root, one.dialect.path, one.headers, one.tls))
+                await self._connections[-1].warm_up()
             if self._stopped:
                 return Run(self._label, (), 0.0, interrupted=True, concurrency=self._settings.max_concurrency)
             with _undisturbed():
