@@ -46,11 +46,6 @@ class CpuShare:
         """Lets the processes use their whole core, so that they start quickly."""
         (self.folder / "cpu.cfs_quota_us").write_text("-1")
 
-    def throttled_s(self) -> float:
-        """Returns the time that the share's processes wanted to compute and had to wait for their quota so far."""
-        fields = dict(line.split() for line in (self.folder / "cpu.stat").read_text().splitlines())
-        return int(fields["throttled_time"]) / 1e9
-
 
 @contextmanager
 def cpu_shares(count: int, cores: float, first: int = 0) -> Iterator[Sequence[CpuShare]]:

@@ -54,7 +54,6 @@ def test_a_process_gets_no_more_than_its_share_of_a_core() -> None:
         command = [sys.executable, "-c", COMPUTE]
         found = subprocess.run(command, preexec_fn=share.join, capture_output=True, text=True, check=True)
         assert float(found.stdout) < 0.4 * COMPUTE_S, "a fifth, in pieces of 4 ms"
-        assert share.throttled_s() > 0
     assert not share.folder.exists(), "the group is removed"
 
 
