@@ -37,7 +37,6 @@ HOMES = {
     "torch": {"model", "gpu", "bench"},
     "cupy": {"gpu"},
     "triton": {"gpu"},
-    "flashinfer": {"gpu"},
     "numba": {"cpu"},
     "llvmlite": {"cpu"},
     "aiohttp": {"http", "cluster", "bench", "serve_cluster", "cli"},

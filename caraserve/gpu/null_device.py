@@ -64,9 +64,6 @@ class NullDriver:
     def run(self, stream: Stream, issue: Callable[[], None]) -> None:
         issue()
 
-    def call(self, stream: Stream, work: Callable[[], None]) -> None:
-        work()
-
     def begin_capture(self, stream: Stream) -> None: ...
 
     def end_capture(self, stream: Stream) -> Graph:

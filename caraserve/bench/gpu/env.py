@@ -10,7 +10,7 @@ from caraserve.gpu.driver.detect import DeviceFacts
 from caraserve.util.units import human_bytes
 
 _PACKAGES = (
-    *("cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "nvidia-cublas", "flashinfer-python"),
+    *("cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "nvidia-cublas"),
     *("transformers", "peft", "pytest"),
 )
 

@@ -61,12 +61,11 @@ LOADS = (
 )
 SPEED = {"limits": ("limits", "lora", "model"), "fleet": ("fleet",), "modes": ("modes",)}  # stages by part of --speed
 
-# Run in processes of the stages build, startup, sanitizer and correct.
+# Run in processes of the stages build, startup and sanitizer.
 _OF_OTHERS = {
     "compile_ahead": "caraserve.bench.gpu",
     "start_once": "caraserve.bench.gpu",
     "every_kernel": CHECKS,
-    "correct_flashinfer": CHECKS,
 }
 PARTS = tuple(Stage(name, 0.0, "a part of another stage", package=package) for name, package in _OF_OTHERS.items())
 

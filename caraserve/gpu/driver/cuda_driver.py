@@ -251,9 +251,6 @@ class CudaDriver:
             self._cuda.memory()  # raises DriverError if the device has failed for good
             raise
 
-    def call(self, stream: Stream, work: Callable[[], None]) -> None:
-        self.run(stream, work)
-
     def begin_capture(self, stream: Stream) -> None:
         """Starts a capture; its restrictions on driver calls apply to this thread only."""
         self._captures[stream] = self._torch.allocations()

@@ -26,11 +26,10 @@ from caraserve.gpu.driver.api import Driver, DriverError
 from caraserve.gpu.driver.streams import NOTHING, Lane, Timelines
 from caraserve.gpu.forward.batch import BatchWriter, Capacity, DeviceBatch, make_batch, result_bytes
 from caraserve.gpu.forward.decoder import Decoder, issue_pass
-from caraserve.gpu.forward.flashinfer_prefill import FlashInferPrefill
 from caraserve.gpu.forward.graphs import NODE_BYTES, Bucket, CapturedGraphs, GraphSet
 from caraserve.gpu.forward.iteration import IterationRunner, LaneResources, PassSelector
 from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS
-from caraserve.gpu.forward.warm_up import issue_planned, issue_products, product_rows, warm_up_shapes
+from caraserve.gpu.forward.warm_up import issue_products, product_rows, warm_up_shapes
 from caraserve.gpu.kernels.attention import prefill_tile_tokens
 from caraserve.gpu.kernels.cuda_launch import Kernels
 from caraserve.gpu.memory.adapter_tables import AdapterTables
@@ -88,7 +87,6 @@ class GpuSizes:
     graph_bytes: int = GRAPH_BYTES  # 0: no graphs are captured
     padded_rank: int | None = None  # rank of every module in the padded baseline
     merging: bool = False
-    flashinfer: bool = False  # attends with large prompt chunks
     lora_cpus: tuple[int, ...] = ()  # cores that CPU LoRA workers are pinned to
     pool_bytes: int | None = None  # None: all memory that is left
 
@@ -107,7 +105,6 @@ class BackendParts:
     copies: Waiter
     captured_graphs: CapturedGraphs
     pass_selector: PassSelector
-    prefill: FlashInferPrefill | None
     iterations: IterationRunner
     assist_resources: AssistResources
     assisted: AssistedPrefills
@@ -132,7 +129,7 @@ class BackendParts:
         """Number of times `warm_up` calls `advance`."""
         shapes = warm_up_shapes(self.lanes[0].capacity, self.limits.max_context)
         assisted = 1 + self.assisted.graphs.count if self.limits.assisted_batches else 0
-        return len(shapes) + 1 + (self.prefill is not None) + assisted + self.captured_graphs.count
+        return len(shapes) + 1 + assisted + self.captured_graphs.count
 
     def warm_up(self, advance: Callable[[], None]) -> None:
         """Runs every kernel once in each of its forms, then captures the graphs; on the launching thread."""
@@ -149,11 +146,6 @@ class BackendParts:
         self.pass_selector.warm_up()
         timelines.settle(Lane.COMPUTE)
         advance()
-        if self.prefill is not None:
-            table, flush = self.slots.block_table, self.context.ring.flush
-            issue_planned(lane.decoder, self.prefill, lane.capacity, table, flush, stream)
-            timelines.settle(Lane.COMPUTE)
-            advance()
         if self.limits.assisted_batches:
             self.assisted.warm_up(advance)
         self.captured_graphs.make_gates(self.device.device)
@@ -218,7 +210,6 @@ def _build(
     region, host = _host_memory(spec, dtype, sizes, capacities, driver)
     context = _channels(device, region, host)
     _first_products(context, weights)
-    prefill = _prefill(spec, weights, sizes, context, device) if sizes.flashinfer else None
     memory = torch.empty(_pool_bytes(driver, sizes), dtype=torch.uint8, device=device.device)
     state = make_state(spec, weights.dtype, memory, sizes.num_slots, sizes.max_context)
     limits = _limits(spec, weights.dtype, sizes, memory.numel())
@@ -266,7 +257,7 @@ def _build(
         merging=sizes.merging,
     )
     captured_graphs = CapturedGraphs(driver, graphs, lanes[0].capacity, sizes.max_context, spec.layers)
-    pass_selector = PassSelector(lanes[0].decoder, images, context, slots, merged, prefill)
+    pass_selector = PassSelector(lanes[0].decoder, images, context, merged)
     workers = WorkerPool(region.region, region.blocks, sizes.lora_cpus, region.block_bytes)
     watchdog = WatchdogThread(RegionWords(region.region), workers)
     assist_resources = AssistResources(region, host, workers, watchdog, dtype)
@@ -281,7 +272,6 @@ def _build(
         copies=copies,
         captured_graphs=captured_graphs,
         pass_selector=pass_selector,
-        prefill=prefill,
         iterations=IterationRunner(context, lanes[0], images, slots, captured_graphs, pass_selector, spec, trace),
         assist_resources=assist_resources,
         assisted=AssistedPrefills(context, lanes[1], images, slots, assist_resources, spec, wake, chunk_bytes),
@@ -354,21 +344,6 @@ def _first_products(context: DeviceContext, weights: Weights) -> None:
     for lane in (Lane.COMPUTE, Lane.ASSIST):
         context.driver.run(context.timelines.streams[lane], multiply)
         context.timelines.settle(lane)
-
-
-def _prefill(
-    spec: ModelSpec, weights: Weights, sizes: GpuSizes, context: DeviceContext, device: GpuDevice
-) -> FlashInferPrefill:
-    return FlashInferPrefill(
-        spec,
-        weights.dtype,
-        (sizes.num_slots, ceil_div(sizes.max_context, BLOCK_TOKENS)),
-        _ITERATIONS_AHEAD,
-        device.driver,
-        context.timelines.streams[Lane.COMPUTE],
-        device.device,
-        context.ring.send,
-    )
 
 
 def _pool(limits: Limits) -> DevicePool:

@@ -13,7 +13,6 @@ from torch import Tensor
 from caraserve.core.lora_layout import DOWN, GATE_UP, OUT, QKV
 from caraserve.gpu.driver.api import Driver, Stream
 from caraserve.gpu.forward.batch import DeviceBatch, PassShape
-from caraserve.gpu.forward.flashinfer_prefill import PlannedPrefill
 from caraserve.gpu.forward.lora_pass import HandOffMemory, LoraLane, LoraPass
 from caraserve.gpu.kernels.attention import NO_WINDOW, PagedCache, attend_decode, attend_prefill
 from caraserve.gpu.kernels.cuda_launch import Kernels
@@ -94,15 +93,14 @@ class Decoder:
         weights: Weights | None = None,
         hand_offs: HandOffMemory | None = None,
         masked: MaskedOutputs | None = None,
-        planned: PlannedPrefill | None = None,
     ) -> "DecoderPass":
         """Returns the pass over the batch's first places; it leaves results in the batch.
 
         `weights`: the base's with an adapter merged, over which there is no LoRA. `hand_offs`: of an assisted chunk,
         in which CPU workers may compute the LoRA of any layer. `masked`: outputs whose tokens grammars limit; a graph
-        leaves them to `sample_masked`. `planned`: FlashInfer's plan of the prompt chunks, which a graph has not.
+        leaves them to `sample_masked`.
         """
-        return DecoderPass(self, shape, weights, hand_offs, masked, planned)
+        return DecoderPass(self, shape, weights, hand_offs, masked)
 
     def sample_masked(self, masked: MaskedOutputs, start: int, end: int, stream: Stream) -> None:
         """Samples and scores the masked ones of the outputs [start, end), whose logits are in the workspace, as soon
@@ -137,9 +135,8 @@ class DecoderPass:
         merged: Weights | None,
         hand_offs: HandOffMemory | None,
         masked: MaskedOutputs | None,
-        planned: PlannedPrefill | None,
     ) -> None:
-        self._decoder, self._shape, self._masked, self._planned = decoder, shape, masked, planned
+        self._decoder, self._shape, self._masked = decoder, shape, masked
         self._weights = decoder.weights if merged is None else merged
         self._lora: LoraPass | None = None
         if merged is None and shape.has_lora:
@@ -192,13 +189,8 @@ class DecoderPass:
         self._run(stream, lambda: rotate_and_append(qkv, weights.cos, weights.sin, tokens, cache, norms, eps))
 
     def attend(self, layer: int, stream: Stream) -> None:
-        """Attends with prompt chunks first: FlashInfer also writes the rows that decode between two of them."""
-        cache, window, planned = self._decoder.state.caches[layer], self._decoder.windows[layer], self._planned
-        if planned is not None:
-            queries, out = self._queries, self._rows.attended
-            self._decoder.driver.call(stream, lambda: planned.attend(queries, cache, out, window))
-        if planned is None or self._decoding:
-            self._run(stream, lambda: self._attend(cache, window))
+        cache, window = self._decoder.state.caches[layer], self._decoder.windows[layer]
+        self._run(stream, lambda: self._attend(cache, window))
 
     def mlp_norm(self, layer: int, stream: Stream) -> None:
         self._run(stream, lambda: self._norm(self._weights.layers[layer].mlp_norm, self._rows.delta))
@@ -229,7 +221,7 @@ class DecoderPass:
 
     def _attend(self, cache: PagedCache, window: int) -> None:
         tokens, out = self._decoder.batch.tokens, self._rows.attended
-        if self._shape.tiles and self._planned is None:
+        if self._shape.tiles:
             attend_prefill(self._queries, cache, tokens, *self._tiles, out, window)
         for row_token, scratch in self._decoding:
             attend_decode(self._queries, cache, tokens, row_token, out, scratch, window)

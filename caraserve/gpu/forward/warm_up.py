@@ -5,16 +5,11 @@ kernels for one product, loads each at its first use, and chooses among them by 
 graph run before it is captured; passes that are launched kernel by kernel may have any number of rows.
 """
 
-from collections.abc import Callable
 from typing import Any
 
-from caraserve.core.batch import BASE_ADAPTER_SLOT, ScheduledRow
-from caraserve.errors import ConfigError
 from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.forward.batch import Capacity, PassShape
 from caraserve.gpu.forward.decoder import Decoder
-from caraserve.gpu.forward.flashinfer_prefill import LEAST_TOKENS, FlashInferPrefill, Ints
-from caraserve.gpu.memory.request_state import BLOCK_TOKENS
 from caraserve.gpu.quantized_linear import QuantizedLinear
 from caraserve.gpu.weights import Linear
 
@@ -59,35 +54,3 @@ def issue_products(decoder: Decoder, rows: int, stream: Stream) -> None:
         weights.head.apply(workspace.wanted[:count], workspace.logits[:count])
 
     decoder.driver.run(stream, issue)
-
-
-def issue_planned(
-    decoder: Decoder,
-    prefill: FlashInferPrefill,
-    capacity: Capacity,
-    table: Ints,
-    flush: Callable[[], None],
-    stream: Stream,
-) -> None:
-    """Attends with a chunk by FlashInfer, with each window and in each turn, which all take a little memory at their
-    first plan. FlashInfer compiles a kernel, or loads it, when it is first planned. `table`: see
-    `FlashInferPrefill.plan`; no request may have a slot yet. `flush` issues what a plan sends. Raises ConfigError if a
-    kernel cannot be compiled."""
-    if min(capacity.tokens, table.shape[1] * BLOCK_TOKENS) < LEAST_TOKENS:
-        return  # no batch will be planned
-    row = ScheduledRow(0, 0, LEAST_TOKENS, BASE_ADAPTER_SLOT, samples=False)
-    shape = PassShape(LEAST_TOKENS, 0, 1, 0, 0, has_items=False, context=0)
-    layers = {window: layer for layer, window in enumerate(decoder.windows)}.values()
-    for _ in range(prefill.sets):
-        try:
-            planned = prefill.plan((row,), table)
-        except (OSError, RuntimeError) as error:
-            first, *_ = str(error).splitlines() or [type(error).__name__]
-            raise ConfigError(
-                f"--attention-backend flashinfer: its kernels cannot be compiled ({first}); it needs nvcc and a "
-                "C++ compiler, or its package of compiled kernels, flashinfer-jit-cache"
-            ) from error
-        flush()
-        steps = decoder.make_pass(shape, planned=planned)
-        for layer in layers:
-            steps.attend(layer, stream)
