@@ -4,20 +4,21 @@ The benchmarks' modules are imported when one runs, so that parsing the command 
 """
 
 import argparse
+import importlib.util
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from caraserve.bench.checkout import laboratory
+from caraserve.bench.lora import PARTS
 from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, add_json, count, names_among, positive
 from caraserve.bench.synthetic import ITEMSIZE, SHAPES
 from caraserve.cluster.routing.policies import ROUTINGS
 from caraserve.config import LOADING_MODES, LORA_KERNELS
 from caraserve.errors import ConfigError
 from caraserve.util.option_values import parse_cpus
-
-LORA_PARTS = ("kernels", "round-trip", "threads", "gpu")
 
 
 def run_benchmark(argv: Sequence[str]) -> int:
@@ -157,10 +158,9 @@ def _add_paper(kinds: Any) -> None:
 
 
 def _paper(args: argparse.Namespace) -> int:
-    from caraserve.bench.papers.command import PaperOptions, bench_paper
-
-    options = PaperOptions(args.duration_s, args.repeats, args.seed)
-    return bench_paper(args.paper, args.figure, options, args.save, args.json)
+    command = laboratory("papers.command", f"paper {args.paper} --figure {args.figure}")
+    options = command.PaperOptions(args.duration_s, args.repeats, args.seed)
+    return int(command.bench_paper(args.paper, args.figure, options, args.save, args.json))
 
 
 def _add_lora(kinds: Any) -> None:
@@ -171,7 +171,7 @@ def _add_lora(kinds: Any) -> None:
         "beside a UNIX socket, the workers beside torch's threads, and a GPU's decode kernels beside torch.bmm.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    lora.add_argument("--parts", nargs="+", choices=LORA_PARTS, help="what to measure (all that this machine has)")
+    lora.add_argument("--parts", nargs="+", choices=PARTS, help="what to measure (all that this machine has)")
     lora.add_argument(
         "--lora-cpus", type=parse_cpus, metavar="LIST", help="cores to measure on, as 1-3,6 (default: all)"
     )
@@ -264,14 +264,9 @@ def _add_save(kind: argparse.ArgumentParser) -> None:
 
 
 def _lora(args: argparse.Namespace) -> int:
-    try:
-        from caraserve.bench.lora.run import FULL, QUICK, bench_lora
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise ConfigError(
-            "bench lora compares with torch: install the package's `test` extra, or torch itself"
-        ) from None
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("bench lora compares with torch: install the package's `test` extra, or torch itself")
+    from caraserve.bench.lora.run import FULL, QUICK, bench_lora
 
     bench_lora(args.parts, args.lora_cpus, QUICK if args.quick else FULL, args.save, args.json)
     return 0

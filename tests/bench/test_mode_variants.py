@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from caraserve.bench.cli import bench_parser
-from caraserve.bench.gpu.lora import LoraPoint
+from caraserve.bench.lora.kernels import GpuPoint
 from caraserve.bench.lora.report import tables
 from caraserve.bench.mode_loads import mode_loads
 from caraserve.bench.modes import ModesOptions, ModeVariant, _Prepared, mode_variants
@@ -55,7 +55,7 @@ def test_the_error_for_an_unknown_kernel_names_it(capsys: pytest.CaptureFixture[
 
 
 def test_the_gpus_points_are_in_a_separate_table() -> None:
-    points = [LoraPoint(64, (64,), 58.25, 201.3, 0.82, 116.5), LoraPoint(64, (8, 64), 30.0, 110.0, 0.85, None)]
+    points = [GpuPoint(64, (64,), 58.25, 201.3, 0.82, 116.5), GpuPoint(64, (8, 64), 30.0, 110.0, 0.85, None)]
     console = Console(width=120, record=True)
     for table in tables([], [], [], points):
         console.print(table)

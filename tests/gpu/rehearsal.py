@@ -16,15 +16,6 @@ from typing import Any
 import torch
 
 from caraserve.bench.cli import bench_parser
-from caraserve.bench.gpu.__main__ import run_stage
-from caraserve.bench.gpu.accelerator import Mark
-from caraserve.bench.gpu.device_limits import DeviceLimits, known_limits
-from caraserve.bench.gpu.processes import Known, StageProcess
-from caraserve.bench.gpu.results import StageReport
-from caraserve.bench.gpu.results_file import ResultsFile
-from caraserve.bench.gpu.run import check
-from caraserve.bench.gpu.setup import CheckEffort, CheckSetup, Opened
-from caraserve.bench.gpu.stages import STAGES, Stage, find_stage
 from caraserve.bench.records import RequestRecord, Run
 from caraserve.bench.report.files import document
 from caraserve.bench.report.summary import summarize
@@ -34,6 +25,15 @@ from caraserve.gpu.driver.detect import DeviceFacts
 from caraserve.gpu.forward.builder import GpuDevice
 from caraserve.gpu.kernels.cuda_launch import Launch
 from caraserve.model.dtype import Dtype
+from scripts.laboratory.gpu.__main__ import run_stage
+from scripts.laboratory.gpu.accelerator import Mark
+from scripts.laboratory.gpu.device_limits import DeviceLimits, known_limits
+from scripts.laboratory.gpu.processes import Known, StageProcess
+from scripts.laboratory.gpu.results import StageReport
+from scripts.laboratory.gpu.results_file import ResultsFile
+from scripts.laboratory.gpu.run import check
+from scripts.laboratory.gpu.setup import CheckEffort, CheckSetup, Opened
+from scripts.laboratory.gpu.stages import STAGES, Stage, find_stage
 from tests.gpu.fast_interpreter import speed_up
 from tests.gpu.honest_dots import use_honest_dots
 from tests.gpu.host_device import HostDriver, host_device

@@ -8,14 +8,14 @@ which computes the base model's products, does not guarantee equal bits.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from caraserve.bench.gpu.accelerator import Accelerator
-from caraserve.bench.gpu.backends import TINY_CONTEXT, TinyModel, cpu_backend, cuda_backend
-from caraserve.bench.gpu.results import Lines, StageResult, WrongResult
-from caraserve.bench.gpu.session import Prompt, Session, tokens
-from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.core.backend import Backend
 from caraserve.gpu.forward.builder import GpuSizes
 from caraserve.model.dtype import Dtype
+from scripts.laboratory.gpu.accelerator import Accelerator
+from scripts.laboratory.gpu.backends import TINY_CONTEXT, TinyModel, cpu_backend, cuda_backend
+from scripts.laboratory.gpu.results import Lines, StageResult, WrongResult
+from scripts.laboratory.gpu.session import Prompt, Session, tokens
+from scripts.laboratory.gpu.setup import CheckSetup
 from tests.gpu_device.correct_lora import check_bgmv, check_prefill_lora
 from tests.gpu_device.correct_model import check_attention, check_layers, check_rotation
 from tests.gpu_device.correct_quantized import check_quantized

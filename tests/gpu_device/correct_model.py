@@ -6,9 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from caraserve.bench.gpu.accelerator import Accelerator
-from caraserve.bench.gpu.results import check_close, check_same_bits
-from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.gpu.kernels.attention import (
     NO_WINDOW,
     DecodeScratch,
@@ -21,6 +18,9 @@ from caraserve.gpu.kernels.attention import (
 from caraserve.gpu.kernels.layers import embed, rms_norm, rotate_and_append, silu_mul
 from caraserve.model.dtype import Dtype
 from caraserve.util.units import ceil_div
+from scripts.laboratory.gpu.accelerator import Accelerator
+from scripts.laboratory.gpu.results import check_close, check_same_bits
+from scripts.laboratory.gpu.setup import CheckSetup
 
 _BLOCK = 16
 _EPS = 1e-5

@@ -3,12 +3,12 @@
 import numpy as np
 import torch
 
-from caraserve.bench.gpu.accelerator import Accelerator
-from caraserve.bench.gpu.results import WrongResult
-from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.cpu.shared_memory import SharedRegion
 from caraserve.gpu.kernels import cuda_launch
 from caraserve.util.units import align_up
+from scripts.laboratory.gpu.accelerator import Accelerator
+from scripts.laboratory.gpu.results import WrongResult
+from scripts.laboratory.gpu.setup import CheckSetup
 
 _PIECES = ((300, 300, 300), (70, 1, 9), (64, 2, 5))  # words, words in a row, words between the starts of two rows
 _TARGET_WORDS, _SOURCE_WORDS, _APART = 4096, 1024, 1000

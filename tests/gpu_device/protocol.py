@@ -6,12 +6,6 @@ import time
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
-from caraserve.bench.gpu.backends import TINY_CONTEXT, TinyModel, cuda_backend
-from caraserve.bench.gpu.held_link import HeldLink
-from caraserve.bench.gpu.results import Lines, StageResult, WrongResult
-from caraserve.bench.gpu.session import Prompt, Session, tokens, wait_for_load
-from caraserve.bench.gpu.setup import CheckSetup
-from caraserve.bench.gpu.warm import NOTHING_ARRIVES
 from caraserve.core.batch import Batch, ScheduledRow, StepResult
 from caraserve.core.lora_layout import HostAdapter
 from caraserve.cpu.lora_workers.pool import WorkerPool
@@ -19,6 +13,12 @@ from caraserve.errors import BackendFailed
 from caraserve.gpu.backend import CudaBackend
 from caraserve.gpu.forward.builder import GpuSizes
 from caraserve.model.dtype import Dtype
+from scripts.laboratory.gpu.backends import TINY_CONTEXT, TinyModel, cuda_backend
+from scripts.laboratory.gpu.held_link import HeldLink
+from scripts.laboratory.gpu.results import Lines, StageResult, WrongResult
+from scripts.laboratory.gpu.session import Prompt, Session, tokens, wait_for_load
+from scripts.laboratory.gpu.setup import CheckSetup
+from scripts.laboratory.gpu.warm import NOTHING_ARRIVES
 from tests.gpu_device.handshake_rounds import HandshakeBench, handshake_bench, run_rounds
 
 _RELEASE_TARGET_MS = 5.0

@@ -6,9 +6,8 @@ from typing import Any
 
 from rich.table import Table
 
-from caraserve.bench.gpu.lora import LoraPoint
 from caraserve.bench.lora.handoff import RoundTripPoint, ThreadsPoint
-from caraserve.bench.lora.kernels import KernelPoint
+from caraserve.bench.lora.kernels import GpuPoint, KernelPoint
 from caraserve.bench.report.plots import INK, line_style, new_figure, render, style
 from caraserve.bench.report.tables import NONE, TextTable, to_rich
 from caraserve.util.units import ceil_div
@@ -20,7 +19,7 @@ def tables(
     kernels: Sequence[KernelPoint],
     round_trips: Sequence[RoundTripPoint],
     threads: Sequence[ThreadsPoint],
-    gpu: Sequence[LoraPoint] = (),
+    gpu: Sequence[GpuPoint] = (),
 ) -> Iterator[Table]:
     """Yields a table for each part that was measured."""
     heads: Sequence[str] = ("dtype", "rank", "tokens", "GFLOP/s", "of the core's peak", "× torch", "× NumPy")

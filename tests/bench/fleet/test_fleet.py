@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from caraserve.bench.fleet import cpu_share
-from caraserve.bench.fleet.compare import compare, machines, slo_ms
-from caraserve.bench.fleet.cpu_share import cpu_shares
-from caraserve.bench.fleet.measure import FIXED, RANKS, Calibration, FleetRun, Probe, ServedRequest
 from caraserve.bench.records import PlannedRequest, Workload
 from caraserve.bench.simulator.compiled import MS
 from caraserve.bench.simulator.simulation import Setting, Simulation
 from caraserve.core.machine_profile import SCHEMA, Decode, DecodePoint, LoraRate, Prefill, PrefillPoint, Profile
 from caraserve.errors import ConfigError
+from scripts.laboratory.fleet import cpu_share
+from scripts.laboratory.fleet.compare import compare, machines, slo_ms
+from scripts.laboratory.fleet.cpu_share import cpu_shares
+from scripts.laboratory.fleet.measure import FIXED, RANKS, Calibration, FleetRun, Probe, ServedRequest
 
 COMPUTE_S = 0.6
 COMPUTE = f"""

@@ -2,8 +2,8 @@
 
 import pytest
 
-from caraserve.bench.gpu.demo import Choice, is_tie
-from caraserve.bench.gpu.results import WrongResult
+from scripts.laboratory.gpu.demo import Choice, is_tie
+from scripts.laboratory.gpu.results import WrongResult
 
 RIGHT = (Choice("The", " sea", 5.0), Choice(" sea", " lake", 0.004), Choice(".", "!", 2.0))
 TIE = 0.01

@@ -11,13 +11,13 @@ from queue import SimpleQueue
 
 import pytest
 
-from caraserve.bench.gpu.explicit_sync import ExplicitSync
 from caraserve.core.batch import Batch, BlockGrant, RowResult, ScheduledRow, SlotSampling, SlotStart, StepResult
 from caraserve.cpu.lora_workers import pool
 from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.streams import Lane
 from caraserve.gpu.kernels.cuda_launch import Kernels, Launch
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS
+from scripts.laboratory.gpu.explicit_sync import ExplicitSync
 from tests.gpu.host_backend import Host, alone, host_tier
 from tests.gpu.host_device import HostDriver
 from tests.gpu.torch_kernels import torch_kernels

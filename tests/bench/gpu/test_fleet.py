@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestServer
 
-from caraserve.bench.gpu import fleet as stage
-from caraserve.bench.gpu.fleet import fleet
-from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.bench.servers import OwnServer
 from caraserve.errors import BackendFailed
+from scripts.laboratory.gpu import fleet as stage
+from scripts.laboratory.gpu.fleet import fleet
+from scripts.laboratory.gpu.setup import CheckSetup
 from tests.bench.fake_endpoint import Fake
 from tests.gpu.rehearsal import FACTS, SMALL, opener
 

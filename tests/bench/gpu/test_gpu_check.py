@@ -15,10 +15,12 @@ import msgspec
 import pytest
 import torch
 
-from caraserve.bench.gpu import packages
-from caraserve.bench.gpu.pieces import pack, unpack
-from caraserve.bench.gpu.processes import GRACE_S, Known, await_report
-from caraserve.bench.gpu.results import (
+from caraserve.gpu.driver.detect import Gpu
+from caraserve.util.cache_folder import cache_folder
+from scripts.laboratory.gpu import packages
+from scripts.laboratory.gpu.pieces import pack, unpack
+from scripts.laboratory.gpu.processes import GRACE_S, Known, await_report
+from scripts.laboratory.gpu.results import (
     Lines,
     Outcome,
     ResultLine,
@@ -27,11 +29,9 @@ from caraserve.bench.gpu.results import (
     check_close,
     check_same_bits,
 )
-from caraserve.bench.gpu.results_file import ResultsFile, file_name, origin
-from caraserve.bench.gpu.run import check
-from caraserve.bench.gpu.stages import LOADS, STAGES, TOTAL_S, Stage, parse_speed, parse_stages
-from caraserve.gpu.driver.detect import Gpu
-from caraserve.util.cache_folder import cache_folder
+from scripts.laboratory.gpu.results_file import ResultsFile, file_name, origin
+from scripts.laboratory.gpu.run import check
+from scripts.laboratory.gpu.stages import LOADS, STAGES, TOTAL_S, Stage, parse_speed, parse_stages
 
 ROOT = Path(__file__).parents[3]
 INTERPRETER = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

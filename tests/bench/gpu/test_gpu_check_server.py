@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from caraserve.bench.cli import bench_parser
-from caraserve.bench.gpu.processes import run_bench_modes
-from caraserve.bench.gpu.results import StageResult
-from caraserve.bench.gpu.server import BesideCached, ServerFigures, arguments, server
-from caraserve.bench.gpu.setup import CheckEffort, smoke_effort
 from caraserve.errors import BackendFailed
+from scripts.laboratory.gpu.processes import run_bench_modes
+from scripts.laboratory.gpu.results import StageResult
+from scripts.laboratory.gpu.server import BesideCached, ServerFigures, arguments, server
+from scripts.laboratory.gpu.setup import CheckEffort, smoke_effort
 
 
 def run(label: str, *, ttft_ms: float = 10.0, gap_ms: float = 5.0, interrupted: bool = False) -> dict[str, Any]:

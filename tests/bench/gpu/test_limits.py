@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from caraserve.bench.gpu import limits
-from caraserve.bench.gpu.device_limits import DeviceLimits
-from caraserve.bench.gpu.limits import link_bytes_per_s, memory_bytes_per_s
-from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.model.dtype import Dtype
+from scripts.laboratory.gpu import limits
+from scripts.laboratory.gpu.device_limits import DeviceLimits
+from scripts.laboratory.gpu.limits import link_bytes_per_s, memory_bytes_per_s
+from scripts.laboratory.gpu.setup import CheckSetup
 from tests.gpu.rehearsal import FACTS, SMALL, opener
 
 KNOWN = DeviceLimits(4.4e12, 4.2e12, 3.6e12, {1 << 20: 50e9, 1 << 28: 55e9}, {1 << 28: 54e9}, 95e9, 8e14, 0.5, 12.0)

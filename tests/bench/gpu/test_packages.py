@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from caraserve.bench.gpu import packages
+from scripts.laboratory.gpu import packages
 
 PROJECT = """
 [project]

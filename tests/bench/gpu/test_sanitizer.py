@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from caraserve.bench.gpu.processes import StageProcess
-from caraserve.bench.gpu.results import Outcome, StageReport, WrongResult
-from caraserve.bench.gpu.sanitizer import SanitizerRun, kernel_names, sanitizer
+from scripts.laboratory.gpu.processes import StageProcess
+from scripts.laboratory.gpu.results import Outcome, StageReport, WrongResult
+from scripts.laboratory.gpu.sanitizer import SanitizerRun, kernel_names, sanitizer
 
 DONE, KILLED = StageReport(Outcome.DONE), StageReport(Outcome.KILLED, "it took longer than 30 s and was killed")
 CLEAN = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from caraserve.bench.papers.kernel_cost import Ranks, batch_times, fitted_lines, mixed_prefills, rank_values
 from caraserve.bench.synthetic import Shape
+from scripts.laboratory.papers.kernel_cost import Ranks, batch_times, fitted_lines, mixed_prefills, rank_values
 
 TINY = Shape(hidden=64, layers=1, intermediate=64, vocab=64, heads=1, kv_heads=1)
 MIXES: list[Ranks] = [(8,) * 4, (64,) * 4, (8, 8, 8, 64), (8, 16, 32, 64), (16,) * 8, (8,) * 7 + (32,), (64,) * 8]

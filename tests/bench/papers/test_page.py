@@ -5,12 +5,12 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
-from caraserve.bench.papers.catalog import find_figures
-from caraserve.bench.papers.on_gpu import gpu_section
-from caraserve.bench.papers.page import papers_page
-from caraserve.bench.papers.plots import figure_panels
-from caraserve.bench.papers.result import SCHEMA, FigureData, FigureResult, Value, save_result
 from caraserve.bench.records import machine, versions
+from scripts.laboratory.papers.catalog import find_figures
+from scripts.laboratory.papers.on_gpu import gpu_section
+from scripts.laboratory.papers.page import papers_page
+from scripts.laboratory.papers.plots import figure_panels
+from scripts.laboratory.papers.result import SCHEMA, FigureData, FigureResult, Value, save_result
 
 ROOT = Path(__file__).parents[3]
 

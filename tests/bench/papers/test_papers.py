@@ -6,21 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from caraserve.bench.gpu.handover import HandOverFigures, HandOverPoint
 from caraserve.bench.modes import ModesOptions
 from caraserve.bench.options import LoadOptions
-from caraserve.bench.papers import hand_over, servers, single_server
-from caraserve.bench.papers.catalog import find_figures, load_figures
-from caraserve.bench.papers.command import MEASURES, PaperOptions, run_figure, value_rows
-from caraserve.bench.papers.fetches import DISK, MEMORY, PEER, by_rank, figure_data
-from caraserve.bench.papers.page import papers_page
-from caraserve.bench.papers.result import SCHEMA, FigureData, FigureResult, Value, load_result, save_result
-from caraserve.bench.papers.servers import load_share
 from caraserve.bench.records import RequestRecord, Run, machine, versions
 from caraserve.bench.serve import Measurements
 from caraserve.bench.workload.presets import find_preset
 from caraserve.cli.main import main
 from caraserve.errors import ConfigError
+from scripts.laboratory.gpu.handover import HandOverFigures, HandOverPoint
+from scripts.laboratory.papers import hand_over, servers, single_server
+from scripts.laboratory.papers.catalog import find_figures, load_figures
+from scripts.laboratory.papers.command import MEASURES, PaperOptions, run_figure, value_rows
+from scripts.laboratory.papers.fetches import DISK, MEMORY, PEER, by_rank, figure_data
+from scripts.laboratory.papers.page import papers_page
+from scripts.laboratory.papers.result import SCHEMA, FigureData, FigureResult, Value, load_result, save_result
+from scripts.laboratory.papers.servers import load_share
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "scripts/bench/results/papers"
@@ -152,7 +152,7 @@ def test_figures_that_cannot_be_run_are_refused_with_the_reason(
 
 def test_the_page_shows_the_saved_results() -> None:
     assert (ROOT / "docs/papers.md").read_text(encoding="utf-8") == papers_page(RESULTS), (
-        "run scripts/bench/papers_page.py"
+        "run `python -m scripts.bench.papers_page`"
     )
 
 

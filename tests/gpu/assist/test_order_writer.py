@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from caraserve.bench.gpu.backends import shape_spec
-from caraserve.bench.synthetic import Shape
+from caraserve.bench.synthetic import Shape, shape_spec
 from caraserve.core.lora_layout import GROUPS
 from caraserve.cpu import handoff
 from caraserve.gpu.assist.handshake import SyncSlot, WorkerStatus
