@@ -166,9 +166,9 @@ def build_cuda_backend(
 ) -> ServingBackend:
     """Returns a backend on the first visible GPU, with captured graphs; its LoRA workers are not started."""
     from caraserve.gpu.backend import CudaBackend
+    from caraserve.gpu.builder import GRAPH_BYTES, GpuSizes
     from caraserve.gpu.checkpoint import load_checkpoint
-    from caraserve.gpu.driver.modules import open_device
-    from caraserve.gpu.forward.builder import GRAPH_BYTES, GpuSizes
+    from caraserve.gpu.kernels.cuda_kernels import open_device
     from caraserve.gpu.weights import TORCH_DTYPES, dummy, load, progress_steps
 
     assert model.model is not None

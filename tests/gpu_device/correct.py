@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from caraserve.core.backend import Backend
-from caraserve.gpu.forward.builder import GpuSizes
+from caraserve.gpu.builder import GpuSizes
 from caraserve.model.dtype import Dtype
 from scripts.laboratory.gpu.accelerator import Accelerator
 from scripts.laboratory.gpu.backends import TINY_CONTEXT, TinyModel, cpu_backend, cuda_backend

@@ -17,23 +17,16 @@ from caraserve.core.outputs import ColdStartCost, Output, OutputValues, append_t
 from caraserve.errors import GrammarFailed
 from caraserve.gpu.driver.api import DriverError, Stream
 from caraserve.gpu.driver.streams import NOTHING, Lane
-from caraserve.gpu.forward.batch import (
-    BatchWriter,
-    Capacity,
-    DeviceBatch,
-    PassShape,
-    Results,
-    decode_slots,
-    result_bytes,
-)
+from caraserve.gpu.forward.batch import BatchWriter, DeviceBatch, decode_slots
 from caraserve.gpu.forward.decoder import Decoder, DecoderPass
 from caraserve.gpu.forward.graphs import Bucket, CapturedGraphs
 from caraserve.gpu.forward.lanes import IterationLane
 from caraserve.gpu.memory.adapters import BoundAdapter, DeviceImages
 from caraserve.gpu.memory.copier import DeviceContext
 from caraserve.gpu.memory.masks import LaneMasks, MaskedOutputs
+from caraserve.gpu.memory.pass_shape import Capacity, PassShape
 from caraserve.gpu.memory.request_state import RequestSlots
-from caraserve.gpu.memory.results import ResultBlocks, Waiter
+from caraserve.gpu.memory.results import ResultBlocks, Results, Waiter, result_bytes
 from caraserve.gpu.memory.staging_ring import StagingRing
 from caraserve.gpu.merged_weights import MergedDeviceWeights
 from caraserve.model.spec import ModelSpec

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from caraserve.core.batch import Batch, BlockGrant, ScheduledRow, SlotStart
 from caraserve.cpu.sampling import SLOT_SAMPLING, write_sampling
-from caraserve.gpu.kernels.attention import PagedCache
+from caraserve.gpu.kernels.paged_cache import PagedCache
 from caraserve.gpu.memory.staging_ring import StagingRing
 from caraserve.model.spec import ModelSpec
 from caraserve.util.units import ceil_div

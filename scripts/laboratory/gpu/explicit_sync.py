@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from caraserve.gpu.driver.api import Driver, Stream
-from caraserve.gpu.kernels.cuda_launch import Kernels, Launch
+from caraserve.gpu.driver.launch import Kernels, Launch
 
 _HANDS_OVER, _AWAITS = "handoff_publish", "handoff_wait"
 
@@ -27,9 +27,9 @@ class ExplicitSync:
         self.waits = 0  # of the host, so far
 
     @property
-    def bgmv_grid(self) -> int:
-        """Number of blocks of the BGMV kernels that run at once."""
-        return self._kernels.bgmv_grid
+    def multiprocessors(self) -> int:
+        """Number of the device's multiprocessors."""
+        return self._kernels.multiprocessors
 
     @contextmanager
     def switched_on(self) -> Iterator[None]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from caraserve.errors import BackendFailed
-from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS, chunk_ends
+from caraserve.gpu.assist.lane import chunk_ends
+from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS
 from scripts.laboratory.gpu.backends import DTYPE
 from scripts.laboratory.gpu.cold import group_ends
 from scripts.laboratory.gpu.explicit_sync import ExplicitSync

@@ -13,11 +13,11 @@ from functools import partial
 import torch
 
 from caraserve.cpu.shared_memory import SharedRegion
-from caraserve.gpu.kernels.empty import launch_empty
 from caraserve.model.dtype import Dtype
 from caraserve.util.units import ceil_div, human_bytes
 from scripts.laboratory.gpu.accelerator import Accelerator
 from scripts.laboratory.gpu.device_limits import DeviceLimits
+from scripts.laboratory.gpu.empty_kernel import launch_empty
 from scripts.laboratory.gpu.results import Lines, StageResult, WrongResult
 from scripts.laboratory.gpu.setup import CheckSetup
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from caraserve.gpu.quantized_linear import QuantizedLinear, RoundedRows
-from caraserve.gpu.weights import Linear
+from caraserve.gpu.linear.base import Linear, RoundedRows
+from caraserve.gpu.linear.dense import DenseLinear
+from caraserve.gpu.linear.fp8 import Fp8Linear
 from caraserve.model.dtype import Code
 from caraserve.model.quantization import Inputs
 from scripts.laboratory.gpu.accelerator import Accelerator
@@ -56,16 +57,15 @@ def quantized(setup: CheckSetup) -> StageResult[QuantizedFigures]:
     return StageResult(QuantizedFigures(outputs, inputs, tuple(points)), lines.all)
 
 
-def _time_us(
-    setup: CheckSetup, acc: Accelerator, linear: Linear | QuantizedLinear, x: Tensor, out: Tensor, room: RoundedRows
-) -> float:
+def _time_us(setup: CheckSetup, acc: Accelerator, linear: Linear, x: Tensor, out: Tensor, room: RoundedRows) -> float:
     return acc.median_us(lambda: acc.run(lambda: linear.apply(x, out, room)), setup.effort.replays)
 
 
-def _ways(acc: Accelerator, outputs: int, inputs: int) -> Iterator[tuple[str, Linear | QuantizedLinear]]:
+def _ways(acc: Accelerator, outputs: int, inputs: int) -> Iterator[tuple[str, Linear]]:
     generator = acc.generator(0)
-    yield _BASE, Linear.of(acc.random(generator, outputs, inputs), None)
+    yield _BASE, DenseLinear.of(acc.random(generator, outputs, inputs), None)
     fp8 = random_linear(acc, generator, outputs, inputs, Code.F8_E4M3, Inputs.PER_TOKEN)
+    assert isinstance(fp8, Fp8Linear)
     yield _OURS, replace(fp8, fused_rows=_ALL_ROWS)
     if fp8.inputs is not Inputs.KEPT:  # torch multiplies two fp8 matrices
         yield _TORCHS, replace(fp8, fused_rows=0)

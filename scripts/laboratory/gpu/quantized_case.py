@@ -2,8 +2,10 @@
 
 import torch
 
-from caraserve.gpu.kernels.attention import compute_capability
-from caraserve.gpu.quantized_linear import TORCH_CODES, QuantizedLinear, RoundedRows, inputs_on
+from caraserve.gpu.kernels.capability import compute_capability
+from caraserve.gpu.linear.base import RoundedRows
+from caraserve.gpu.linear.formats import QUANTIZED
+from caraserve.gpu.linear.quantized import QuantizedLinear
 from caraserve.model.dtype import Code
 from caraserve.model.quantization import Inputs, Scheme
 from scripts.laboratory.gpu.accelerator import Accelerator
@@ -26,13 +28,13 @@ def random_linear(
     codes.clamp_(-code.largest, code.largest)
     scale = acc.random(generator, outputs, dtype=torch.float32).abs_() * (4 / code.largest / inputs**0.5)
     capability = compute_capability(acc.place)
-    quantized = inputs_on(capability, Scheme(code, taken))
+    made = QUANTIZED[code]
+    quantized = made.inputs_on(capability, Scheme(code, taken))
     given = torch.full((1,), _INPUT_SCALE, device=acc.place) if quantized is Inputs.STATIC else None
-    return QuantizedLinear(
-        codes.to(TORCH_CODES[code]),
+    return made(
+        codes.to(made.stored),
         scale if given is None else scale * given,
         acc.random(generator, outputs) if has_bias else None,
-        code,
         quantized,
         given,
         torch.ones(1, device=acc.place),

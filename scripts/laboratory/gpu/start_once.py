@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, replace
 
 from caraserve.bench.synthetic import shape_spec
-from caraserve.gpu.forward.builder import GpuSizes
+from caraserve.gpu.builder import GpuSizes
 from caraserve.gpu.memory.weight_transfer import TransferFigures
 from caraserve.model.spec import ModelSpec
 from scripts.laboratory.gpu.backends import DTYPE, cuda_backend, load_folder

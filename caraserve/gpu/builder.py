@@ -22,26 +22,27 @@ from caraserve.errors import ConfigError
 from caraserve.gpu.assist import chunk_graphs
 from caraserve.gpu.assist.assisted_prefill import AssistedPrefills, AssistResources
 from caraserve.gpu.assist.handshake import WatchdogThread
+from caraserve.gpu.attention.triton import ATTENTION
 from caraserve.gpu.driver.api import Driver, DriverError
+from caraserve.gpu.driver.device import GpuDevice
 from caraserve.gpu.driver.streams import NOTHING, Lane, Timelines
-from caraserve.gpu.forward.batch import BatchWriter, Capacity, DeviceBatch, make_batch, result_bytes
+from caraserve.gpu.forward.batch import BatchWriter, DeviceBatch, make_batch
 from caraserve.gpu.forward.decoder import Decoder, issue_pass
 from caraserve.gpu.forward.graphs import NODE_BYTES, Bucket, CapturedGraphs, GraphSet
 from caraserve.gpu.forward.iteration import IterationRunner, LaneResources, PassSelector
-from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS
 from caraserve.gpu.forward.warm_up import issue_products, product_rows, warm_up_shapes
-from caraserve.gpu.kernels.attention import prefill_tile_tokens
-from caraserve.gpu.kernels.cuda_launch import Kernels
 from caraserve.gpu.memory.adapter_tables import AdapterTables
 from caraserve.gpu.memory.adapters import DeviceImages, RegisteredMemory
 from caraserve.gpu.memory.copier import AdapterCopier, DeviceContext
-from caraserve.gpu.memory.host_memory import SYNC_SLOTS, HostRegion, RegionWords
+from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS, SYNC_SLOTS, HostRegion
 from caraserve.gpu.memory.link_queue import LinkQueue
 from caraserve.gpu.memory.masks import LaneMasks, mask_bytes
+from caraserve.gpu.memory.pass_shape import Capacity
 from caraserve.gpu.memory.pool import GRANULE_BYTES, DevicePool
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS, RequestSlots, block_bytes, make_state
-from caraserve.gpu.memory.results import ResultBlocks, Waiter
+from caraserve.gpu.memory.results import ResultBlocks, Waiter, result_bytes
 from caraserve.gpu.memory.staging_ring import StagingRing
+from caraserve.gpu.memory.sync_slots import RegionWords
 from caraserve.gpu.memory.workspace import Workspace, make_workspace
 from caraserve.gpu.merged_weights import MergedDeviceWeights
 from caraserve.gpu.weights import DTYPES_OF_TORCH, Weights
@@ -59,18 +60,6 @@ _UNKNOWN_LINK_BYTES_PER_S = 12e9  # assumed until it is measured
 _NODES_PER_LAYER = 20
 _CHUNKS_SHARE = 0.25  # most of the graphs' memory for assisted chunks
 _FIRST_KV_SHARE = 0.25  # initial share of the pool; KV grows when requests need more
-
-
-@dataclass(frozen=True, slots=True)
-class GpuDevice:
-    """The device under the backend; tests use one that is emulated on the host."""
-
-    driver: Driver
-    kernels: Kernels
-    device: torch.device
-    name: str
-    enter_thread: Callable[[], None] = lambda: None  # makes the device current on a new thread
-    synchronize: Callable[[], None] = lambda: None  # waits for all streams including torch's; before serving only
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +222,7 @@ def _build(
             capacity,
             batch,
             BatchWriter(capacity),
-            Decoder(spec, weights, state, batch, tables, workspace, device.kernels, driver),
+            Decoder(spec, weights, state, batch, tables, workspace, device.kernels, driver, ATTENTION),
             ResultBlocks(own, capacity.outputs),
             waiter,
             LaneMasks(driver, waiter, masks, host.on_device(int(masks.ctypes.data)), batch.masked.masks),
@@ -283,7 +272,7 @@ def _build(
 def _capacities(spec: ModelSpec, weights: Weights, sizes: GpuSizes) -> tuple[Capacity, Capacity]:
     """Returns the capacities of iterations and of assisted prefills. Results begin at multiples of 64 bytes in both:
     Triton compiles other variants of the kernels for other alignments."""
-    tile_tokens = prefill_tile_tokens(weights.dtype, spec.head_dim)
+    tile_tokens = ATTENTION.prefill.tile_tokens(weights.dtype, spec.head_dim)
     outputs = align_up(sizes.max_step_tokens + sizes.num_slots, 16)  # every token scored, every row sampled
     iterations = Capacity(sizes.max_step_tokens, sizes.num_slots, outputs, tile_tokens, sizes.adapter_slots - 1)
     chunk = align_up(ASSISTED_CHUNK_TOKENS + 1, 16)
@@ -295,7 +284,7 @@ def _lane_memory(
 ) -> tuple[DeviceBatch, Workspace]:
     max_rank = sizes.padded_rank or MAX_RANK
     sizes_of_rows = spec, weights.dtype, capacity, max_rank, sizes.max_context, device.device
-    workspace = make_workspace(*sizes_of_rows, quantizes_inputs=weights.quantizes_inputs)
+    workspace = make_workspace(*sizes_of_rows, ATTENTION.decode, rounds_inputs=weights.rounds_inputs)
     return make_batch(spec, capacity, max_rank, device.device), workspace
 
 
