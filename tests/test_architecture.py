@@ -37,12 +37,19 @@ LAYERS = (
 # Folders of the laboratory, likewise.
 LABORATORY_LAYERS = ("papers", "fleet", "gpu")
 
+# Inside a folder, likewise; what one line names does not import one another.
+ORDERS = {
+    "gpu": (
+        *(("backend",), ("builder",), ("assist",), ("forward",), ("checkpoint", "merged_weights"), ("memory",)),
+        *(("weights",), ("linear", "attention"), ("kernels",), ("driver",)),
+    ),
+}
+
 # Packages with a price, and the parts that may pay it.
 HOMES = {
     "torch": {"model", "gpu", "bench"},
     "cupy": {"gpu"},
     "triton": {"gpu"},
-    "flashinfer": {"gpu"},
     "numba": {"cpu"},
     "llvmlite": {"cpu"},
     "aiohttp": {"http", "cluster", "bench", "serve_cluster", "cli"},
@@ -141,6 +148,17 @@ def test_imports_run_downwards() -> None:
         below = LAYERS[LAYERS.index(part(path)) + 1 :] if part(path) in LAYERS else ()
         for there, line in own_imports(path):
             assert there in below, f"{relative(path)}:{line}: {part(path)} imports {there}, which is not below it"
+
+
+@pytest.mark.parametrize("folder", ORDERS)
+def test_imports_inside_a_folder_run_downwards(folder: str) -> None:
+    level = {name: index for index, names in enumerate(ORDERS[folder]) for name in names}
+    for path in (PACKAGE / folder).rglob("*.py"):
+        own = path.relative_to(PACKAGE / folder).parts[0].removesuffix(".py")
+        for name, line in imports(path) if own != "__init__" else ():
+            there = name.removeprefix(f"caraserve.{folder}.").split(".")[0]
+            if name.startswith(f"caraserve.{folder}.") and there != own:
+                assert level[there] > level[own], f"{relative(path)}:{line}: {own} imports {there}, not below it"
 
 
 def test_imports_of_the_laboratory_run_downwards() -> None:

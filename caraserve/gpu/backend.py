@@ -19,9 +19,10 @@ from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.lora_workers.timing import RoundTrip
 from caraserve.errors import ConfigError, CopyFailed
 from caraserve.gpu.assist.predictions import measured_predictions
-from caraserve.gpu.driver.late_kernels import LateKernels
+from caraserve.gpu.builder import BackendParts, GpuSizes, build_parts
+from caraserve.gpu.driver.device import GpuDevice
 from caraserve.gpu.driver.streams import Lane
-from caraserve.gpu.forward.builder import BackendParts, GpuDevice, GpuSizes, build_parts
+from caraserve.gpu.forward.warm_up import LateKernels
 from caraserve.gpu.weights import Weights
 from caraserve.model.spec import ModelSpec
 from caraserve.telemetry.trace import Trace

@@ -26,10 +26,10 @@ from caraserve.bench.servers import drop_cached
 from caraserve.bench.synthetic import SHAPES, WEIGHTS_NAME, shape_spec, write_repeating_weights
 from caraserve.cpu.weights import huge_pages
 from caraserve.gpu.memory.weight_transfer import WeightTransfer
-from caraserve.gpu.null_device import null_device
 from caraserve.gpu.weights import load
 from caraserve.model.folder_reader import FolderReader, StoredTensor
 from caraserve.model.spec import ModelSpec
+from scripts.laboratory.gpu.null_device import null_device
 
 _THREADS = (1, 2, 4, 8)
 _STAGING_BYTES = 32 << 20

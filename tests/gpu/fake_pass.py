@@ -6,13 +6,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from caraserve.core.lora_layout import DOWN, GATE_UP, GROUPS, OUT, QKV
-from caraserve.gpu.assist.handshake import SyncSlot, SyncSlotPool, Watchdog, WorkerStatus, sync_slot_bytes
+from caraserve.gpu.assist.handshake import SyncSlotPool, Watchdog, WorkerStatus
+from caraserve.gpu.assist.lane import AssistedChunk, AssistLane
 from caraserve.gpu.driver.api import Stream, has_reached
 from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, Timelines, at, latest
 from caraserve.gpu.forward.decoder import DecoderPass
-from caraserve.gpu.forward.lanes import AssistedChunk, AssistLane, CapturedPass, IterationLane, capture_pass
+from caraserve.gpu.forward.lanes import CapturedPass, IterationLane, capture_pass
 from caraserve.gpu.memory.copier import AdapterCopier, CopyRequest
 from caraserve.gpu.memory.link_queue import LinkQueue, LoraSource, layer_groups
+from caraserve.gpu.memory.sync_slots import SyncSlot, sync_slot_bytes
 from tests.gpu.fake_driver import Clock, FakeDriver, Operation
 
 LAYERS, LAYER_BYTES, SLOTS = 3, 8, 4

@@ -16,13 +16,14 @@ from caraserve.config import EngineConfig, LoraConfig, ModelConfig
 from caraserve.core.lora_layout import HostAdapter
 from caraserve.gpu import weights
 from caraserve.gpu.backend import CudaBackend
+from caraserve.gpu.builder import BackendParts, GpuSizes
 from caraserve.gpu.checkpoint import load_checkpoint
 from caraserve.gpu.driver import modules as opening
 from caraserve.gpu.driver.detect import DeviceChoice
+from caraserve.gpu.driver.device import GpuDevice
+from caraserve.gpu.driver.launch import Kernels
 from caraserve.gpu.driver.streams import Lane
 from caraserve.gpu.forward import builder
-from caraserve.gpu.forward.builder import BackendParts, GpuDevice, GpuSizes
-from caraserve.gpu.kernels.cuda_launch import Kernels
 from caraserve.gpu.memory.host_memory import SYNC_SLOTS
 from caraserve.loop import Engine
 from caraserve.lora.peft import inspect_adapter, read_adapter

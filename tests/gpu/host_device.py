@@ -19,11 +19,11 @@ from random import Random
 import torch
 
 from caraserve.cpu import handoff
-from caraserve.gpu.assist.work_orders import work_order_bytes
 from caraserve.gpu.driver.api import DriverError, Event, Graph, Stream, has_reached
+from caraserve.gpu.driver.device import GpuDevice
+from caraserve.gpu.driver.launch import Launch
 from caraserve.gpu.driver.streams import Lane
-from caraserve.gpu.forward.builder import GpuDevice
-from caraserve.gpu.kernels.cuda_launch import Launch
+from caraserve.gpu.kernels.work_orders import work_order_bytes
 from caraserve.model.dtype import Dtype
 from tests.gpu import emulator
 from tests.gpu.captures import Captures
@@ -270,7 +270,7 @@ class HostDriver(Captures[_Operation]):
 class HostKernels:
     """Runs raw kernels on the host, in stream order."""
 
-    bgmv_grid = 3
+    multiprocessors = 1
 
     def __init__(self, driver: HostDriver, activation: Dtype) -> None:
         self._driver, self._activation = driver, activation

@@ -21,12 +21,12 @@ from caraserve.bench.report.files import document
 from caraserve.bench.report.summary import summarize
 from caraserve.bench.synthetic import Shape
 from caraserve.gpu.driver.api import Stream
-from caraserve.gpu.driver.detect import DeviceFacts
-from caraserve.gpu.forward.builder import GpuDevice
-from caraserve.gpu.kernels.cuda_launch import Launch
+from caraserve.gpu.driver.device import GpuDevice
+from caraserve.gpu.driver.launch import Launch
 from caraserve.model.dtype import Dtype
 from scripts.laboratory.gpu.__main__ import run_stage
 from scripts.laboratory.gpu.accelerator import Mark
+from scripts.laboratory.gpu.device_facts import DeviceFacts
 from scripts.laboratory.gpu.processes import Known, StageProcess
 from scripts.laboratory.gpu.results import StageReport
 from scripts.laboratory.gpu.run import ResultsFile, check
@@ -131,7 +131,7 @@ class Kernels:
     """Raw kernels, one of which is not launched."""
 
     def __init__(self, real: Any, missing: str) -> None:
-        self._real, self._missing, self.bgmv_grid = real, missing, real.bgmv_grid
+        self._real, self._missing, self.multiprocessors = real, missing, real.multiprocessors
 
     def launch(self, launch: Launch, stream: Stream) -> None:
         if launch.kernel != self._missing:

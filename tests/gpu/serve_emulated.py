@@ -10,8 +10,8 @@ import caraserve.backend_factory
 from caraserve.__main__ import run
 from caraserve.gpu.driver import modules
 from caraserve.gpu.driver.detect import DeviceChoice
+from caraserve.gpu.driver.device import GpuDevice
 from caraserve.gpu.forward import builder
-from caraserve.gpu.forward.builder import GpuDevice
 from caraserve.model.dtype import Dtype
 from tests.gpu.host_device import host_device
 from tests.gpu.torch_kernels import torch_kernels

@@ -23,9 +23,9 @@ from caraserve.errors import ConfigError
 from caraserve.gpu.driver.api import DriverError, Graph, Stream
 from caraserve.gpu.driver.streams import Lane
 from caraserve.gpu.forward import builder
-from caraserve.gpu.forward.batch import PassShape
 from caraserve.gpu.forward.lanes import CapturedPass
 from caraserve.gpu.kernels.bgmv_work import GROUP_RANK, WorkItems
+from caraserve.gpu.memory.pass_shape import PassShape
 from caraserve.loop import Engine
 from tests.gpu.answers import CONTEXT, Asked, check, run_server
 from tests.gpu.host_backend import GRANULE_BYTES, PATIENCE_S, Host, serving

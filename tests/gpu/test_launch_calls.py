@@ -12,8 +12,8 @@ import pytest
 
 from caraserve.core.batch import Batch, BlockGrant, ScheduledRow, SlotSampling, SlotStart, StepResult
 from caraserve.core.lora_layout import GROUPS, HostAdapter
+from caraserve.gpu.driver.launch import Launch
 from caraserve.gpu.driver.streams import Lane
-from caraserve.gpu.kernels.cuda_launch import Launch
 from tests.gpu.host_backend import PATIENCE_S, Host, alone, host_tier
 from tests.gpu.host_device import HostDriver, HostKernels
 from tests.gpu.torch_kernels import torch_kernels

@@ -10,12 +10,12 @@ import torch
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from caraserve.gpu.driver.late_kernels import LateKernels
+from caraserve.gpu.forward.warm_up import LateKernels
 from caraserve.gpu.kernels.layers import silu_mul
-from caraserve.gpu.triton_builds import compile_only, recorded
 from caraserve.model.dtype import Dtype
 from scripts.laboratory.gpu.compile_ahead import compiled, warm_up_all
 from scripts.laboratory.gpu.setup import TINY, CheckEffort
+from scripts.laboratory.gpu.triton_builds import compile_only, recorded
 
 CAPABILITY = 90
 

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from caraserve.cpu.shared_memory import SharedRegion
+from caraserve.gpu.driver.launch import wait_word
 from caraserve.gpu.kernels import cuda_launch
 from caraserve.util.units import align_up
 from scripts.laboratory.gpu.accelerator import Accelerator
@@ -31,7 +32,7 @@ def check_words(setup: CheckSetup, acc: Accelerator, case: int) -> float:
             expected[places] = source[at : at + words]
             at += align_up(words, 16)
         acc.settle()
-        acc.launch(cuda_launch.wait_word(base, int(source[0])))
+        acc.launch(wait_word(base, int(source[0])))
         acc.launch(cuda_launch.scatter_words(base + region.offset(int(table.ctypes.data)), len(_PIECES)))
         acc.settle()
     finally:

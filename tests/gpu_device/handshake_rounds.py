@@ -20,8 +20,7 @@ from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.shared_memory import PAGE_BYTES, SharedRegion
 from caraserve.cpu.structs import LORA_ENTRY
 from caraserve.errors import BackendFailed
-from caraserve.gpu.assist import work_orders
-from caraserve.gpu.kernels import cuda_launch
+from caraserve.gpu.kernels import cuda_launch, work_orders
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES
 from caraserve.profiling.microbench import adapter_spec, random_adapter

@@ -11,7 +11,7 @@ from caraserve.core.lora_layout import HostAdapter
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.errors import BackendFailed
 from caraserve.gpu.backend import CudaBackend
-from caraserve.gpu.forward.builder import GpuSizes
+from caraserve.gpu.builder import GpuSizes
 from caraserve.model.dtype import Dtype
 from scripts.laboratory.gpu.backends import TINY_CONTEXT, TinyModel, cuda_backend
 from scripts.laboratory.gpu.held_link import HeldLink

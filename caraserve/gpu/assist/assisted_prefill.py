@@ -25,29 +25,25 @@ from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.lora_workers.timing import RoundTrip
 from caraserve.errors import GrammarFailed
 from caraserve.gpu.assist.chunk_graphs import ChunkGraphs
-from caraserve.gpu.assist.handshake import (
-    SyncSlot,
-    SyncSlotPool,
-    WatchdogThread,
-    WorkerStatus,
-    idle_workers,
-    worker_statuses,
-)
+from caraserve.gpu.assist.handshake import SyncSlotPool, WatchdogThread, WorkerStatus, idle_workers, worker_statuses
+from caraserve.gpu.assist.lane import AssistedChunk, AssistLane, chunk_ends
 from caraserve.gpu.assist.order_writer import ChunkOrders, WorkOrderWriter
 from caraserve.gpu.assist.predictions import AssistPredictions
 from caraserve.gpu.driver.api import DriverError, Stream, successor
 from caraserve.gpu.driver.streams import Lane, at, latest
-from caraserve.gpu.forward.batch import PassShape, Results
 from caraserve.gpu.forward.decoder import issue_pass
 from caraserve.gpu.forward.graphs import QKV_ALONE
 from caraserve.gpu.forward.iteration import Done, LaneResources, copy_results, values_of
-from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS, AssistedChunk, AssistLane, capture, chunk_ends
+from caraserve.gpu.forward.lanes import capture
 from caraserve.gpu.forward.lora_pass import HandOffMemory
 from caraserve.gpu.memory.adapters import BoundAdapter, DeviceImages, RegisteredMemory
 from caraserve.gpu.memory.copier import DeviceContext
-from caraserve.gpu.memory.host_memory import HostRegion, RegionWords, x_stride
+from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS, HostRegion, x_stride
 from caraserve.gpu.memory.link_queue import LoraSource, choose_source
+from caraserve.gpu.memory.pass_shape import PassShape
 from caraserve.gpu.memory.request_state import RequestSlots
+from caraserve.gpu.memory.results import Results
+from caraserve.gpu.memory.sync_slots import RegionWords, SyncSlot
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import ModelSpec
 

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from caraserve.gpu.driver.api import Driver, DriverError, Stream
-from caraserve.gpu.forward.batch import ALL_GROUPS, PassShape
 from caraserve.gpu.forward.decoder import Decoder, DecoderPass, issue_pass
 from caraserve.gpu.forward.graphs import NODE_BYTES, QKV_ALONE
-from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS, CapturedPass, capture_pass
+from caraserve.gpu.forward.lanes import CapturedPass, capture_pass
 from caraserve.gpu.forward.lora_pass import HandOffMemory
 from caraserve.gpu.kernels.lora import most_segments
+from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS
+from caraserve.gpu.memory.pass_shape import ALL_GROUPS, PassShape
 from caraserve.util.units import ceil_div
 
 _SIZES = (32, 64, ASSISTED_CHUNK_TOKENS)  # products of fewer rows take as long: they read the weights meanwhile

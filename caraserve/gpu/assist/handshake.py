@@ -1,8 +1,8 @@
 """The words by which device, CPU workers and a watchdog synchronise an assisted prefill, and how a wait is aborted.
 
 The device runs through all layers of a chunk without the host. So every hand-off of a chunk (a layer's group of modules
-that read the same x) has words of its own, and a chunk has a *sync slot* with the words of all its hand-offs. They are
-in host memory, each writer's on a cache line of its own:
+that read the same x) has words of its own, and a chunk has a *sync slot* with the words of all its hand-offs
+(memory/sync_slots.py):
 
     status   watchdog              the generation of the chunk that was aborted: the device asks no more workers, and
                                    its waits end
@@ -25,74 +25,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from caraserve.cpu.handoff import COUNTER_SPENT_NS
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.gpu.driver.api import has_reached, successor
+from caraserve.gpu.memory.sync_slots import SharedWords, SyncSlot
 
 log = logging.getLogger(__name__)
 
-_LINE = 64
 CHECK_S = 0.001  # between two checks while a chunk is in flight
-_TIMEOUT_FACTOR, _TIMEOUT_MARGIN_S = (
-    5.0,
-    0.002,
-)  # a hand-off may take 5 times its layer's prediction and 2 ms more
+_TIMEOUT_FACTOR, _TIMEOUT_MARGIN_S = 5.0, 0.002  # a hand-off may take 5 times its layer's prediction and 2 ms more
 DEATH_GRACE_S = 0.003  # for the other workers to redo the part of one that died
-
-
-class SharedWords(Protocol):
-    """Words of host memory that the device can read and write, by their offset."""
-
-    def load(self, offset: int) -> int:
-        """Reads a word (acquire): later reads are at least as new."""
-
-    def store(self, offset: int, value: int) -> None:
-        """Writes a word (release): earlier writes are visible first."""
-
-
-def sync_slot_bytes(hand_offs: int) -> int:
-    """Returns the bytes of a sync slot with the words of `hand_offs` hand-offs."""
-    return _LINE * (1 + 2 * hand_offs)
-
-
-@dataclass(frozen=True, slots=True)
-class HandOffFlags:
-    """Offsets of the words of one hand-off."""
-
-    x_flag: int
-    y_flag: int
-
-    @property
-    def left(self) -> int:
-        """Offset of the word that is set when the device goes on without the workers; `handoff.cu` has it, too."""
-        return self.x_flag + 8
-
-    @property
-    def spent_ns(self) -> int:
-        """Offset of the time that workers have spent on it. Its low word is enough: no hand-off takes 4 s."""
-        return self.y_flag + COUNTER_SPENT_NS
-
-
-@dataclass(slots=True, eq=False)
-class SyncSlot:
-    """The words of one chunk, as offsets. `generation` differs from those of all chunks whose words may still be
-    written."""
-
-    offset: int
-    flags: tuple[HandOffFlags, ...]
-    generation: int = 0
-
-    @property
-    def status(self) -> int:
-        return self.offset
-
-    @classmethod
-    def at(cls, offset: int, hand_offs: int, generation: int = 0) -> "SyncSlot":
-        """Returns a sync slot whose words begin at `offset` and all have the value `generation`."""
-        lines = [offset + _LINE * (1 + 2 * index) for index in range(hand_offs)]
-        return cls(offset, tuple(HandOffFlags(line, line + _LINE) for line in lines), generation)
 
 
 @dataclass(frozen=True, slots=True)

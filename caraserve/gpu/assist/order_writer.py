@@ -10,7 +10,8 @@ from caraserve.core.lora_layout import GROUPS, HostAdapter
 from caraserve.cpu.adapters import fill_entries
 from caraserve.cpu.structs import LORA_ENTRY
 from caraserve.gpu.assist.handshake import WorkerStatus, idle_workers
-from caraserve.gpu.assist.work_orders import (
+from caraserve.gpu.assist.lane import AssistedChunk
+from caraserve.gpu.kernels.work_orders import (
     HostModules,
     Int64s,
     SharedInput,
@@ -22,10 +23,9 @@ from caraserve.gpu.assist.work_orders import (
     work_order_bytes,
     work_orders,
 )
-from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS, AssistedChunk
 from caraserve.gpu.memory.adapter_tables import GROUP_SITES
 from caraserve.gpu.memory.adapters import RegisteredMemory
-from caraserve.gpu.memory.host_memory import HostRegion, inputs_of, x_stride
+from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS, HostRegion, inputs_of, x_stride
 from caraserve.gpu.memory.link_queue import LoraSource
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES, ModelSpec

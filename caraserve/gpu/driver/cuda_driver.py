@@ -14,9 +14,8 @@ from typing import Any, Protocol
 
 from caraserve.gpu.driver import libcuda
 from caraserve.gpu.driver.api import DriverError, Event, Graph, Stream, WordWait, WordWrite
+from caraserve.gpu.driver.launch import Kernels, wait_word
 from caraserve.gpu.driver.libcuda import Attribute, Cuda, Memcpy2D, WordOperation
-from caraserve.gpu.kernels import cuda_launch
-from caraserve.gpu.kernels.cuda_launch import Kernels
 
 _CHUNK_BYTES = 8 << 30  # host memory registered by one call; registering a very large range at once fails
 _HUGE_PAGE_BYTES = 2 << 20  # chunks meet at page boundaries, so that no page is registered twice
@@ -200,7 +199,7 @@ class CudaDriver:
             self._issue(stream, "cuStreamWaitValue32_v2", stream, address, value, libcuda.STREAM_WAIT_VALUE_GEQ)
         else:
             self._enter()
-            self._kernels.launch(cuda_launch.wait_word(address, value), stream)
+            self._kernels.launch(wait_word(address, value), stream)
 
     def word_operations(self, stream: Stream, operations: Sequence[WordWrite | WordWait]) -> None:
         if not self._has_memory_operations or len(operations) == 1:
@@ -250,9 +249,6 @@ class CudaDriver:
         except Exception:  # of CuPy, Triton or torch, which name a failed device in their own ways
             self._cuda.memory()  # raises DriverError if the device has failed for good
             raise
-
-    def call(self, stream: Stream, work: Callable[[], None]) -> None:
-        self.run(stream, work)
 
     def begin_capture(self, stream: Stream) -> None:
         """Starts a capture; its restrictions on driver calls apply to this thread only."""

@@ -15,11 +15,11 @@ from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch
 from caraserve.core.lora_layout import QKV
 from caraserve.cpu.masks import masked_rows
 from caraserve.gpu.driver.api import Driver, DriverError, Stream
-from caraserve.gpu.forward.batch import ALL_GROUPS, Capacity, PassShape
 from caraserve.gpu.forward.decoder import DecoderPass, issue_pass
 from caraserve.gpu.forward.lanes import CapturedPass, capture_pass
 from caraserve.gpu.kernels.bgmv_work import MOST_ROWS
 from caraserve.gpu.kernels.lora import most_segments
+from caraserve.gpu.memory.pass_shape import ALL_GROUPS, Capacity, PassShape
 
 _DECODE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _CROWDED_SIZES = (16, 32, 64, 128, 256, 512)

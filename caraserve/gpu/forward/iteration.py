@@ -17,24 +17,16 @@ from caraserve.core.outputs import ColdStartCost, Output, OutputValues, append_t
 from caraserve.errors import GrammarFailed
 from caraserve.gpu.driver.api import DriverError, Stream
 from caraserve.gpu.driver.streams import NOTHING, Lane
-from caraserve.gpu.forward.batch import (
-    BatchWriter,
-    Capacity,
-    DeviceBatch,
-    PassShape,
-    Results,
-    decode_slots,
-    result_bytes,
-)
+from caraserve.gpu.forward.batch import BatchWriter, DeviceBatch, decode_slots
 from caraserve.gpu.forward.decoder import Decoder, DecoderPass
-from caraserve.gpu.forward.flashinfer_prefill import FlashInferPrefill
 from caraserve.gpu.forward.graphs import Bucket, CapturedGraphs
 from caraserve.gpu.forward.lanes import IterationLane
 from caraserve.gpu.memory.adapters import BoundAdapter, DeviceImages
 from caraserve.gpu.memory.copier import DeviceContext
 from caraserve.gpu.memory.masks import LaneMasks, MaskedOutputs
+from caraserve.gpu.memory.pass_shape import Capacity, PassShape
 from caraserve.gpu.memory.request_state import RequestSlots
-from caraserve.gpu.memory.results import ResultBlocks, Waiter
+from caraserve.gpu.memory.results import ResultBlocks, Results, Waiter, result_bytes
 from caraserve.gpu.memory.staging_ring import StagingRing
 from caraserve.gpu.merged_weights import MergedDeviceWeights
 from caraserve.model.spec import ModelSpec
@@ -50,14 +42,11 @@ class PassSelector:
         decoder: Decoder,
         images: DeviceImages,
         context: DeviceContext,
-        slots: RequestSlots,
         merged: MergedDeviceWeights | None,
-        prefill: FlashInferPrefill | None,
     ) -> None:
         """`merged`: the weights that adapters are merged into, as large as the base's; None where mode `merged` is
-        off. `prefill`: None where our kernels alone attend."""
+        off."""
         self._decoder, self._images, self._context, self._merged = decoder, images, context, merged
-        self._slots, self._prefill = slots, prefill
 
     @property
     def merges(self) -> int:
@@ -83,8 +72,7 @@ class PassSelector:
     def for_batch(self, batch: Batch, shape: PassShape, masked: MaskedOutputs | None) -> DecoderPass:
         """Returns the pass of a batch that no graph serves."""
         weights = None if batch.merged is None else self._merging.weights
-        planned = None if self._prefill is None else self._prefill.plan(batch.rows, self._slots.block_table)
-        return self._decoder.make_pass(shape, weights=weights, masked=masked, planned=planned)
+        return self._decoder.make_pass(shape, weights=weights, masked=masked)
 
     def for_graph(self, bucket: Bucket, shape: PassShape) -> DecoderPass:
         """Returns the pass that a graph captures."""

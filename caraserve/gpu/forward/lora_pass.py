@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from caraserve.core.lora_layout import GROUPS
-from caraserve.gpu.assist import work_orders
 from caraserve.gpu.driver.api import Driver, Stream
-from caraserve.gpu.forward.batch import DeviceBatch, PassShape
-from caraserve.gpu.kernels import cuda_launch
-from caraserve.gpu.kernels.cuda_launch import BYTES_THREADS, Kernels, Launch
+from caraserve.gpu.driver.launch import Kernels, Launch
+from caraserve.gpu.forward.batch import DeviceBatch
+from caraserve.gpu.kernels import cuda_launch, work_orders
+from caraserve.gpu.kernels.cuda_launch import BLOCKS_PER_SM, BYTES_THREADS
 from caraserve.gpu.kernels.lora import Segments, SiteTables, lora_expand, lora_shrink
 from caraserve.gpu.memory.adapter_tables import AdapterTables
+from caraserve.gpu.memory.pass_shape import PassShape
 from caraserve.gpu.memory.workspace import Workspace
 from caraserve.gpu.weights import columns_of
 from caraserve.model.spec import ModelSpec
@@ -118,7 +119,7 @@ class LoraLane:
             tables = self._raw_tables[layer, group]
             items, of, room = self.batch.items[group], self.groups[group], self.workspace.parts[group]
             part = cuda_launch.ShrinkBuffer(room.data_ptr(), *room.shape[1:])
-            grid = self.kernels.bgmv_grid
+            grid = BLOCKS_PER_SM * self.kernels.multiprocessors
             self._for_decoding[layer, group] = (
                 cuda_launch.shrink(grid, tables, items.shrink, of.x_rows, part),
                 cuda_launch.expand(grid, tables, items.expand, part, of.y_rows, of.projections),

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from caraserve.core.batch import BASE_ADAPTER_SLOT, DeviceLost
 from caraserve.core.lora_layout import GROUPS, MAX_RANK, RANK_STEP, AdapterSpec, HostAdapter
-from caraserve.gpu.driver.api import Stream
-from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, at, latest
-from caraserve.gpu.forward.lanes import issue_moves
+from caraserve.gpu.driver.api import Driver, Stream
+from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, Timelines, at, latest
 from caraserve.gpu.kernels.bgmv_work import AdapterItems, WorkItems, adapter_items, plan_items
 from caraserve.gpu.memory import padding
 from caraserve.gpu.memory.adapter_tables import GROUP_SITES, AdapterTables, column
@@ -335,3 +334,19 @@ def _groups_by_layer(stored: AdapterSpec, model: ModelSpec) -> tuple[frozenset[i
     for span in stored.spans:
         groups[span.layer].add(group_of[span.site])
     return tuple(frozenset(found) for found in groups)
+
+
+def issue_moves(
+    driver: Driver, timelines: Timelines, base: int, grant: Grant, relocate: Callable[[Move, Stream], None]
+) -> None:
+    """Issues a grant's moves between two iterations. Must be called directly after the pool has granted with
+    `timelines.next(Lane.COMPUTE)` as `moved`. `relocate` writes the new address to the tables, in stream order."""
+    if not grant.moves:
+        return
+    stream = timelines.streams[Lane.COMPUTE]
+    timelines.wait(Lane.COMPUTE, grant.moves_after)
+    for move in grant.moves:
+        for target, source, num_bytes in move.pieces():
+            driver.copy_on_device(base + target, base + source, num_bytes, stream)
+        relocate(move, stream)
+    timelines.mark(Lane.COMPUTE)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from caraserve.core.batch import Batch, BlockGrant, ScheduledRow, SlotStart
 from caraserve.cpu.sampling import SLOT_SAMPLING, write_sampling
-from caraserve.gpu.kernels.attention import PagedCache
+from caraserve.gpu.kernels.paged_cache import PagedCache
 from caraserve.gpu.memory.staging_ring import StagingRing
 from caraserve.model.spec import ModelSpec
 from caraserve.util.units import ceil_div
@@ -75,7 +75,6 @@ class RequestSlots:
         self._state, self._ring = state, ring
         self._sampling = np.zeros(state.sampling.shape[0], SLOT_SAMPLING)
         self._vectors: dict[int, _PromptVectors] = {}  # by request slot
-        self.block_table = np.zeros(tuple(state.block_table.shape), np.int32)  # as granted; the device's follows
 
     @property
     def prompt_tokens(self) -> NDArray[np.int64]:
@@ -132,5 +131,4 @@ class RequestSlots:
 
     def _grant(self, grant: BlockGrant) -> None:
         blocks, row = np.array(grant.blocks, np.int32), self._state.block_table[grant.slot]
-        self.block_table[grant.slot, grant.first : grant.first + len(blocks)] = blocks
         self._ring.send(row.data_ptr() + row.element_size() * grant.first, blocks)

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.gpu.driver.api import WORD_BYTES, Driver, Stream
+from caraserve.gpu.driver.launch import Kernels
 from caraserve.gpu.driver.streams import NOTHING, Lane, Timelines
 from caraserve.gpu.kernels import cuda_launch
-from caraserve.gpu.kernels.cuda_launch import BYTES_THREADS, PIECE, Kernels
+from caraserve.gpu.kernels.cuda_launch import BYTES_THREADS, PIECE
 from caraserve.util.units import align_up
 
 _ALIGN_BYTES = 64

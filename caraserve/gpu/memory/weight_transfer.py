@@ -22,8 +22,8 @@ from torch import Tensor
 from caraserve.cpu.weights import huge_pages
 from caraserve.errors import ConfigError, ModelLoadError
 from caraserve.gpu.driver.api import Driver, DriverError, Event
-from caraserve.gpu.forward.builder import GpuDevice
-from caraserve.gpu.quantized_linear import TORCH_CODES
+from caraserve.gpu.driver.device import GpuDevice
+from caraserve.gpu.linear.formats import TORCH_CODES
 from caraserve.gpu.weights import TORCH_DTYPES
 from caraserve.model.folder_reader import StoredTensor
 from caraserve.util.units import ceil_div, human_bytes

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from caraserve.gpu.driver.api import Stream
-from caraserve.gpu.forward.builder import GpuDevice
+from caraserve.gpu.driver.device import GpuDevice
+from caraserve.gpu.driver.launch import Launch
 from caraserve.gpu.forward.lanes import capture
-from caraserve.gpu.kernels.cuda_launch import Launch
 from caraserve.gpu.weights import TORCH_DTYPES
 from caraserve.model.dtype import Dtype
 

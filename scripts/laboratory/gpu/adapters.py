@@ -182,7 +182,8 @@ class DecodingRows:
         part = cuda_launch.ShrinkBuffer(self.part.data_ptr(), len(self.row_slots), len(site.outputs), self.max_rank)
         x = cuda_launch.ActivationRows(self.x.data_ptr(), self.x.stride(0), site.inputs)
         y = cuda_launch.ActivationRows(self.y.data_ptr(), self.y.stride(0), site.width)
-        grid, places = self._acc.device.kernels.bgmv_grid, cuda_launch.Projections(site.columns, site.outputs)
+        grid = cuda_launch.BLOCKS_PER_SM * self._acc.device.kernels.multiprocessors
+        places = cuda_launch.Projections(site.columns, site.outputs)
         self._acc.launch(cuda_launch.shrink(grid, tables, cuda_launch.WorkList(shrink, counts, groups), x, part))
         items = cuda_launch.WorkList(expand, counts + 4, groups)
         self._acc.launch(cuda_launch.expand(grid, tables, items, part, y, places))

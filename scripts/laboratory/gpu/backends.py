@@ -14,8 +14,9 @@ from caraserve.core.backend import Backend
 from caraserve.core.lora_layout import ALIGN_BYTES, HostAdapter
 from caraserve.cpu.weights import load_model
 from caraserve.gpu.backend import CudaBackend
+from caraserve.gpu.builder import GpuSizes
 from caraserve.gpu.checkpoint import load_checkpoint
-from caraserve.gpu.forward.builder import GpuDevice, GpuSizes
+from caraserve.gpu.driver.device import GpuDevice
 from caraserve.gpu.memory.weight_transfer import TransferFigures
 from caraserve.gpu.weights import TORCH_DTYPES, Weights, dummy, load
 from caraserve.lora.peft import inspect_adapter, read_adapter

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from caraserve.bench.synthetic import shape_spec
-from caraserve.gpu.driver.modules import CudaKernels
-from caraserve.gpu.forward.builder import GpuSizes
+from caraserve.gpu.builder import GpuSizes
+from caraserve.gpu.kernels.cuda_kernels import CudaKernels
 from caraserve.model.dtype import Dtype
 from scripts.laboratory.gpu.backends import DTYPE, cuda_backend
 from scripts.laboratory.gpu.compile_ahead import CompiledFigures

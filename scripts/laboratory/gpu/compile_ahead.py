@@ -13,19 +13,19 @@ from multiprocessing import get_context
 
 from caraserve.bench.synthetic import shape_spec
 from caraserve.gpu.backend import CudaBackend
-from caraserve.gpu.driver import nvrtc
-from caraserve.gpu.null_device import null_device
-from caraserve.gpu.triton_builds import TritonBuild, compile_build, compile_only, recorded
+from caraserve.gpu.kernels import cuda_sources
 from caraserve.gpu.weights import TORCH_DTYPES, load
 from caraserve.model.dtype import Dtype
 from caraserve.util.cache_folder import cache_folder
 from scripts.laboratory.gpu.measured_model import measured_sizes
+from scripts.laboratory.gpu.null_device import null_device
 from scripts.laboratory.gpu.results import Lines, StageResult
 from scripts.laboratory.gpu.setup import CheckSetup
+from scripts.laboratory.gpu.triton_builds import TritonBuild, compile_build, compile_only, recorded
 
 _MOST_PROCESSES = 16
 _LAYERS = 4  # all layers use the same kernels, and four have all alignments of their tables
-_MODULES = ["caraserve.gpu.triton_builds", "caraserve.gpu.forward.decoder"]  # imported once, for all processes
+_MODULES = ["scripts.laboratory.gpu.triton_builds", "caraserve.gpu.forward.decoder"]  # imported once, for all processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +46,22 @@ def compile_ahead(setup: CheckSetup) -> StageResult[CompiledFigures]:
     builds = recorded(lambda: warm_up_all(setup)) if setup.effort.compiled else []
     units = _units(capability) if setup.effort.compiled else []
     processes = max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)), len(builds) + len(units)))
-    errors = compiled(builds, units, capability, setup.facts.driver_version // 1000, processes)
+    errors = compiled(builds, units, capability, processes)
     lines = Lines()
     lines.add("compiled in parallel", f"{len(builds)} Triton kernels, {len(units)} raw, by {processes} processes")
     return StageResult(CompiledFigures(len(builds), len(units), processes, errors), lines.all)
 
 
 def compiled(
-    builds: Sequence[TritonBuild], units: Sequence[nvrtc.Unit], capability: int, cuda: int, processes: int
+    builds: Sequence[TritonBuild], units: Sequence[cuda_sources.Unit], capability: int, processes: int
 ) -> dict[str, str]:
-    """Compiles everything in `processes` processes, for a driver of CUDA version `cuda`; returns errors by kernel."""
+    """Compiles everything in `processes` processes; returns errors by kernel."""
     context = get_context("forkserver")
     context.set_forkserver_preload(_MODULES)
     errors: dict[str, str] = {}
     with ProcessPoolExecutor(processes, context, compile_only, (capability,)) as pool:
         # The raw kernels first: they take longest.
-        jobs: dict[Future[None], str] = {pool.submit(_compile_unit, unit, cuda): unit.source for unit in units}
+        jobs: dict[Future[None], str] = {pool.submit(_compile_unit, unit): unit.source for unit in units}
         jobs |= {pool.submit(_compile_worker): "CPU LoRA workers"} if units else {}
         jobs |= {pool.submit(compile_build, build): build.kernel for build in builds}
         for job in as_completed(jobs):
@@ -77,12 +77,12 @@ def _compile_worker() -> None:
     compile_worker()
 
 
-def _compile_unit(unit: nvrtc.Unit, cuda: int) -> None:
-    nvrtc.cubin_file(unit, cache_folder("cubins"), nvrtc.load(cuda))
+def _compile_unit(unit: cuda_sources.Unit) -> None:
+    cuda_sources.cubin_file(unit, cache_folder("cubins"))
 
 
-def _units(capability: int) -> list[nvrtc.Unit]:
-    return [nvrtc.Unit(source, dtype, f"sm_{capability}") for source in nvrtc.SOURCES for dtype in Dtype]
+def _units(capability: int) -> list[cuda_sources.Unit]:
+    return list(dict.fromkeys(unit for dtype in Dtype for unit in cuda_sources.units(dtype, f"sm_{capability}")))
 
 
 def warm_up_all(setup: CheckSetup) -> None:

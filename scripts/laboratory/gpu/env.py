@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from caraserve.bench.records import machine, versions
-from caraserve.gpu.driver.detect import DeviceFacts
 from caraserve.util.units import human_bytes
+from scripts.laboratory.gpu.device_facts import DeviceFacts
 from scripts.laboratory.gpu.results import Lines, StageResult
 from scripts.laboratory.gpu.setup import CheckSetup
 
 _PACKAGES = (
-    *("cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "nvidia-cublas", "flashinfer-python"),
+    *("cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "nvidia-cublas"),
     *("transformers", "peft", "pytest"),
 )
 

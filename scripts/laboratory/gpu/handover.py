@@ -11,8 +11,9 @@ from statistics import median
 
 from caraserve.errors import BackendFailed
 from caraserve.gpu.driver.api import Driver, Stream
-from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS, chunk_ends
-from caraserve.gpu.kernels.cuda_launch import Kernels, Launch
+from caraserve.gpu.driver.launch import Kernels, Launch
+from caraserve.gpu.assist.lane import chunk_ends
+from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS
 from scripts.laboratory.gpu.backends import DTYPE
 from scripts.laboratory.gpu.cold import group_ends
 from scripts.laboratory.gpu.held_link import HeldLink
@@ -39,9 +40,9 @@ class ExplicitSync:
         self.waits = 0  # of the host, so far
 
     @property
-    def bgmv_grid(self) -> int:
-        """Number of blocks of the BGMV kernels that run at once."""
-        return self._kernels.bgmv_grid
+    def multiprocessors(self) -> int:
+        """Number of the device's multiprocessors."""
+        return self._kernels.multiprocessors
 
     @contextmanager
     def switched_on(self) -> Iterator[None]:

@@ -13,10 +13,10 @@ from functools import partial
 import torch
 
 from caraserve.cpu.shared_memory import SharedRegion
-from caraserve.gpu.kernels.empty import launch_empty
 from caraserve.model.dtype import Dtype
 from caraserve.util.units import ceil_div, human_bytes
 from scripts.laboratory.gpu.accelerator import Accelerator
+from scripts.laboratory.gpu.empty_kernel import launch_empty
 from scripts.laboratory.gpu.results import Lines, StageResult, WrongResult
 from scripts.laboratory.gpu.setup import CheckSetup, DeviceLimits
 

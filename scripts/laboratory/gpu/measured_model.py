@@ -11,7 +11,8 @@ from caraserve.bench.synthetic import Shape, shape_spec
 from caraserve.core.batch import Batch, ScheduledRow
 from caraserve.core.lora_layout import ALIGN_BYTES, AdapterSpec, HostAdapter
 from caraserve.gpu.backend import CudaBackend
-from caraserve.gpu.forward.builder import GpuDevice, GpuSizes
+from caraserve.gpu.builder import GpuSizes
+from caraserve.gpu.driver.device import GpuDevice
 from caraserve.model.spec import ModelSpec
 from caraserve.profiling.microbench import adapter_spec, random_adapter
 from caraserve.util.units import align_up

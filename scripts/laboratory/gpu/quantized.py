@@ -6,9 +6,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from caraserve.gpu.kernels.attention import compute_capability
-from caraserve.gpu.quantized_linear import TORCH_CODES, QuantizedLinear, RoundedRows, inputs_on
-from caraserve.gpu.weights import Linear
+from caraserve.gpu.linear.base import Linear, RoundedRows
+from caraserve.gpu.linear.dense import DenseLinear
+from caraserve.gpu.linear.fp8 import Fp8Linear
+from caraserve.gpu.kernels.capability import compute_capability
+from caraserve.gpu.linear.formats import QUANTIZED
+from caraserve.gpu.linear.quantized import QuantizedLinear
 from caraserve.model.dtype import Code
 from caraserve.model.quantization import Inputs, Scheme
 from scripts.laboratory.gpu.accelerator import Accelerator
@@ -34,13 +37,13 @@ def random_linear(
     codes.clamp_(-code.largest, code.largest)
     scale = acc.random(generator, outputs, dtype=torch.float32).abs_() * (4 / code.largest / inputs**0.5)
     capability = compute_capability(acc.place)
-    quantized = inputs_on(capability, Scheme(code, taken))
+    made = QUANTIZED[code]
+    quantized = made.inputs_on(capability, Scheme(code, taken))
     given = torch.full((1,), _INPUT_SCALE, device=acc.place) if quantized is Inputs.STATIC else None
-    return QuantizedLinear(
-        codes.to(TORCH_CODES[code]),
+    return made(
+        codes.to(made.stored),
         scale if given is None else scale * given,
         acc.random(generator, outputs) if has_bias else None,
-        code,
         quantized,
         given,
         torch.ones(1, device=acc.place),
@@ -94,16 +97,15 @@ def quantized(setup: CheckSetup) -> StageResult[QuantizedFigures]:
     return StageResult(QuantizedFigures(outputs, inputs, tuple(points)), lines.all)
 
 
-def _time_us(
-    setup: CheckSetup, acc: Accelerator, linear: Linear | QuantizedLinear, x: Tensor, out: Tensor, room: RoundedRows
-) -> float:
+def _time_us(setup: CheckSetup, acc: Accelerator, linear: Linear, x: Tensor, out: Tensor, room: RoundedRows) -> float:
     return acc.median_us(lambda: acc.run(lambda: linear.apply(x, out, room)), setup.effort.replays)
 
 
-def _ways(acc: Accelerator, outputs: int, inputs: int) -> Iterator[tuple[str, Linear | QuantizedLinear]]:
+def _ways(acc: Accelerator, outputs: int, inputs: int) -> Iterator[tuple[str, Linear]]:
     generator = acc.generator(0)
-    yield _BASE, Linear.of(acc.random(generator, outputs, inputs), None)
+    yield _BASE, DenseLinear.of(acc.random(generator, outputs, inputs), None)
     fp8 = random_linear(acc, generator, outputs, inputs, Code.F8_E4M3, Inputs.PER_TOKEN)
+    assert isinstance(fp8, Fp8Linear)
     yield _OURS, replace(fp8, fused_rows=_ALL_ROWS)
     if fp8.inputs is not Inputs.KEPT:  # torch multiplies two fp8 matrices
         yield _TORCHS, replace(fp8, fused_rows=0)

@@ -10,7 +10,7 @@ from caraserve.core.batch import SlotSampling
 from caraserve.core.outputs import SAMPLE
 from caraserve.core.request import MAX_LOGPROBS
 from caraserve.cpu.sampling import SLOT_SAMPLING, write_sampling
-from caraserve.gpu.kernels.attention import TokenTables
+from caraserve.gpu.kernels.paged_cache import TokenTables
 from caraserve.gpu.kernels.sampling import Outputs, SamplerState, sample
 from caraserve.model.dtype import Dtype
 from scripts.laboratory.gpu.accelerator import Accelerator

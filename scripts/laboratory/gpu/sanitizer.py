@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 
-from caraserve.gpu.driver import nvrtc
+from caraserve.gpu.kernels import cuda_sources
 from scripts.laboratory.gpu.processes import StageProcess
 from scripts.laboratory.gpu.results import Lines, Outcome, StageReport, StageResult, WrongResult
 from scripts.laboratory.gpu.setup import CheckSetup
@@ -17,7 +17,7 @@ from scripts.laboratory.gpu.setup import CheckSetup
 # Accesses out of bounds; barriers that not all threads reach; shared memory used by two threads without a barrier.
 _DECIDING = ("memcheck", "synccheck")  # racecheck also reports pipelined copies, which it does not know
 _BY_KERNEL = "racecheck"
-_TRITON = ("attention", "layers", "lora", "quantized")  # modules in gpu/kernels/
+_TRITON = ("attention.triton", "kernels.layers", "kernels.lora", "linear.quantized_kernels")  # modules of gpu/
 _KERNEL_SUFFIX = "_kernel"  # of Triton's kernels; functions without it are called by them
 _FOUND_STATUS = 86
 _MOST_PROCESSES = 8
@@ -64,9 +64,9 @@ def sanitizer(setup: CheckSetup) -> StageResult[SanitizerFigures]:
 
 def kernel_names() -> tuple[str, ...]:
     """Returns the names of all kernels that a server launches."""
-    modules = [import_module(f"caraserve.gpu.kernels.{name}") for name in _TRITON]
+    modules = [import_module(f"caraserve.gpu.{name}") for name in _TRITON]
     of_triton = [name for module in modules for name in vars(module) if name.endswith(_KERNEL_SUFFIX)]
-    return (*(kernel for source in nvrtc.SOURCES for kernel in nvrtc.kernels(source)), *of_triton)
+    return (*(kernel for source in cuda_sources.SOURCES for kernel in cuda_sources.kernels(source)), *of_triton)
 
 
 def _judge(tool: str, runs: dict[str, SanitizerRun], lines: Lines) -> None:

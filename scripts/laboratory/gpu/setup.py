@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import msgspec
 
 from caraserve.bench.synthetic import SHAPES, Shape
-from caraserve.gpu.driver.detect import DeviceFacts, device_facts
+from caraserve.gpu.driver.device import GpuDevice
 from caraserve.gpu.driver.libcuda import Cuda
-from caraserve.gpu.forward.builder import GpuDevice
 from caraserve.model.dtype import Dtype
 from scripts.laboratory.gpu.accelerator import Accelerator, Stopwatch
+from scripts.laboratory.gpu.device_facts import DeviceFacts, device_facts
 from scripts.laboratory.gpu.processes import SAVED, StageProcess, find_sanitizer, run_bench_modes, run_process
 from scripts.laboratory.gpu.results import StageReport
 
@@ -221,7 +221,7 @@ def real_setup(
     """Returns a setup with this machine's GPU. Raises OSError or DriverError without one."""
 
     def open_(dtype: Dtype) -> Opened:
-        from caraserve.gpu.driver.modules import open_device  # needs CuPy
+        from caraserve.gpu.kernels.cuda_kernels import open_device  # needs CuPy
 
         return open_device(dtype), Stopwatch()
 

@@ -69,12 +69,11 @@ LOADS = (
 )
 SPEED = {"limits": ("limits", "lora", "model"), "fleet": ("fleet",), "modes": ("modes",)}  # stages by part of --speed
 
-# Run in processes of the stages build, startup, sanitizer and correct.
+# Run in processes of the stages build, startup and sanitizer.
 _OF_OTHERS = {
     "compile_ahead": "",
     "start_once": f"{HERE}.startup",
     "every_kernel": f"{CHECKS}.every_kernel",
-    "correct_flashinfer": f"{CHECKS}.correct_flashinfer",
 }
 PARTS = tuple(Stage(name, 0.0, "a part of another stage", module=module) for name, module in _OF_OTHERS.items())
 

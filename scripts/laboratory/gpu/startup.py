@@ -8,7 +8,7 @@ import msgspec
 
 from caraserve.bench.synthetic import shape_spec, write_repeating_weights
 from caraserve.errors import BackendFailed
-from caraserve.gpu.forward.builder import GpuSizes
+from caraserve.gpu.builder import GpuSizes
 from caraserve.gpu.memory.weight_transfer import TransferFigures
 from caraserve.model.spec import ModelSpec
 from caraserve.util.units import human_bytes

@@ -8,7 +8,7 @@ from caraserve.core.batch import Batch, ScheduledRow, SlotSampling
 from caraserve.core.lora_layout import HostAdapter
 from caraserve.core.machine_profile import SCHEMA, Decode, DecodePoint, LoraRate, Prefill, PrefillPoint, Profile
 from caraserve.errors import BackendFailed
-from caraserve.gpu.forward.builder import GpuSizes
+from caraserve.gpu.builder import GpuSizes
 from caraserve.model.spec import SITES
 from caraserve.util.units import human_bytes
 from scripts.laboratory.gpu.backends import DTYPE, cuda_backend

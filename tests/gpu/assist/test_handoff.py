@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from caraserve.cpu import handoff
-from caraserve.gpu.assist.work_orders import split_rows
+from caraserve.gpu.kernels.work_orders import split_rows
 from caraserve.model.dtype import Dtype
 from tests.gpu.desk import ARRIVED, AWAITED, BY_DEVICE, BY_WORKERS, LOST, TOKENS, Desk, comes_true
 

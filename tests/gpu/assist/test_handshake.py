@@ -1,10 +1,11 @@
 """Every wait ends, also when workers die or are late; aborted chunks; reuse of sync slots."""
 
-from caraserve.gpu.assist.handshake import CHECK_S, SyncSlot, WorkerStatus, sync_slot_bytes
+from caraserve.gpu.assist.handshake import CHECK_S, WorkerStatus
+from caraserve.gpu.assist.lane import AssistedChunk
 from caraserve.gpu.driver.api import has_reached, successor
 from caraserve.gpu.driver.streams import Lane
-from caraserve.gpu.forward.lanes import AssistedChunk
 from caraserve.gpu.memory.link_queue import LoraSource
+from caraserve.gpu.memory.sync_slots import SyncSlot, sync_slot_bytes
 from tests.gpu.fake_pass import HAND_OFFS, LAYERS, TOP, FakePass, World
 
 WORKERS = LoraSource.WORKERS

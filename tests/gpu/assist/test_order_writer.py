@@ -11,13 +11,14 @@ import pytest
 from caraserve.bench.synthetic import Shape, shape_spec
 from caraserve.core.lora_layout import GROUPS
 from caraserve.cpu import handoff
-from caraserve.gpu.assist.handshake import SyncSlot, WorkerStatus
+from caraserve.gpu.assist.handshake import WorkerStatus
+from caraserve.gpu.assist.lane import AssistedChunk
 from caraserve.gpu.assist.order_writer import ChunkOrders, WorkOrderWriter
-from caraserve.gpu.assist.work_orders import work_order_bytes
-from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS, AssistedChunk
+from caraserve.gpu.kernels.work_orders import work_order_bytes
 from caraserve.gpu.memory.adapters import RegisteredMemory
-from caraserve.gpu.memory.host_memory import HostRegion, delta_bytes, x_bytes, x_stride
+from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS, HostRegion, delta_bytes, x_bytes, x_stride
 from caraserve.gpu.memory.link_queue import LoraSource
+from caraserve.gpu.memory.sync_slots import SyncSlot
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES
 from caraserve.profiling.microbench import adapter_spec

@@ -12,16 +12,15 @@ import pytest
 
 from caraserve.gpu.driver.api import Driver, DriverError, Event, Stream, WordWait, WordWrite, has_reached
 from caraserve.gpu.driver.cuda_driver import CudaDriver, CudaTorch
-from caraserve.gpu.driver.detect import device_facts
+from caraserve.gpu.driver.launch import Kernels, wait_word
 from caraserve.gpu.driver.libcuda import Attribute, Cuda
-from caraserve.gpu.driver.modules import CudaKernels
 from caraserve.gpu.driver.streams import NOTHING, Lane, Timelines
 from caraserve.gpu.forward.decoder import DecoderPass
 from caraserve.gpu.forward.lanes import capture_pass
-from caraserve.gpu.kernels import cuda_launch
-from caraserve.gpu.kernels.cuda_launch import Kernels
+from caraserve.gpu.kernels.cuda_kernels import CudaKernels
 from caraserve.gpu.memory.copier import AdapterCopier, CopyRequest
 from caraserve.gpu.memory.link_queue import LinkQueue, layer_groups
+from scripts.laboratory.gpu.device_facts import device_facts
 from tests.gpu.stub_driver import Stub, World
 
 GIB = 1 << 30
@@ -171,7 +170,7 @@ def test_a_kernel_waits_where_streams_cannot(stub: Stub) -> None:
     world.driver.write_value(world.stream, world.host + 4, 2**32 - 2)
     assert (world.word(4), world.word(8)) == (2**32 - 2, after)
     world.driver.wait_value(world.stream, world.host + 4, 2**32 - 2)
-    assert world.kernels.launched == [(cuda_launch.wait_word(world.host + 4, 2**32 - 2), world.stream)]
+    assert world.kernels.launched == [(wait_word(world.host + 4, 2**32 - 2), world.stream)]
 
 
 @pytest.mark.parametrize(("count", "batches"), [(1, []), (2, [2]), (255, [255]), (300, [255, 45])])

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from caraserve.gpu.driver.api import Graph, Stream
-from caraserve.gpu.kernels.cuda_launch import Launch
+from caraserve.gpu.driver.launch import Launch
 from tests.gpu.captures import WaitBeforeWrite
 from tests.gpu.fake_driver import FakeDriver
 from tests.gpu.host_device import HostDriver

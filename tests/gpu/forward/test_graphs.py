@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from caraserve.core.batch import Batch, ScheduledRow
-from caraserve.gpu.forward.batch import Capacity
 from caraserve.gpu.forward.graphs import Bucket, GraphSet, bucket_of, buckets, shape_for
 from caraserve.gpu.kernels.bgmv_work import MOST_ROWS
 from caraserve.gpu.kernels.lora import cut_segments
+from caraserve.gpu.memory.pass_shape import Capacity
 
 ROWS, TOKENS = 100, 1500
 ALL = (0, 1, 2, 3)  # module groups

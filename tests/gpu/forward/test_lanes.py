@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from caraserve.core.lora_layout import GROUPS
 from caraserve.gpu.assist.handshake import CHECK_S
+from caraserve.gpu.assist.lane import AssistedChunk, chunk_ends
 from caraserve.gpu.driver.streams import NOTHING, Lane, at
-from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS, AssistedChunk, capture_pass, chunk_ends
+from caraserve.gpu.forward.lanes import capture_pass
+from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS
 from caraserve.gpu.memory.link_queue import LoraSource
 from tests.gpu.fake_driver import Operation, Stuck
 from tests.gpu.fake_pass import GATE, LAYER_BYTES, LAYERS, SLOTS, TOP, FakePass, World

@@ -18,18 +18,19 @@ from triton.runtime import driver as triton_driver
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from caraserve.core.lora_layout import GROUPS
+from caraserve.gpu.builder import BackendParts, GpuSizes, build_parts
 from caraserve.gpu.driver.api import Event, Stream
-from caraserve.gpu.driver.late_kernels import LateKernels
-from caraserve.gpu.forward.batch import PassShape
-from caraserve.gpu.forward.builder import BackendParts, GpuDevice, GpuSizes, build_parts
+from caraserve.gpu.driver.device import GpuDevice
 from caraserve.gpu.forward.decoder import issue_pass
-from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS
-from caraserve.gpu.forward.warm_up import product_rows
+from caraserve.gpu.forward.warm_up import LateKernels, product_rows
 from caraserve.gpu.kernels import attention, layers, lora, sampling
+from caraserve.gpu.linear.base import Linear
 from caraserve.gpu.memory import workspace
+from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS
 from caraserve.gpu.memory.masks import MaskedOutputs
+from caraserve.gpu.memory.pass_shape import PassShape
 from caraserve.gpu.merged_weights import MergedDeviceWeights
-from caraserve.gpu.weights import Linear, dummy, load
+from caraserve.gpu.weights import dummy, load
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES, parse_spec
 from caraserve.profiling.microbench import adapter_spec
@@ -91,7 +92,7 @@ class NoDevice(Captures[None]):
 class NoKernels:
     """Raw kernels that do nothing."""
 
-    bgmv_grid = 1
+    multiprocessors = 1
 
     def launch(self, launch: object, stream: Stream) -> None: ...
 

@@ -16,10 +16,10 @@ from caraserve.cpu.adapters import fill_entries
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.shared_memory import SharedRegion
 from caraserve.cpu.structs import LORA_ENTRY
-from caraserve.gpu.assist import work_orders
 from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.forward.decoder import issue_pass
 from caraserve.gpu.forward.lora_pass import HandOffMemory
+from caraserve.gpu.kernels import work_orders
 from caraserve.gpu.memory.adapter_tables import GROUP_SITES
 from caraserve.gpu.memory.host_memory import inputs_of, x_stride
 from caraserve.lora.peft import inspect_adapter

@@ -10,7 +10,7 @@ import torch
 
 from caraserve.core.batch import ScheduledRow
 from caraserve.gpu.forward import batch
-from caraserve.gpu.forward.batch import PassShape
+from caraserve.gpu.memory.pass_shape import PassShape
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS
 from caraserve.gpu.merged_weights import MergedDeviceWeights
 from caraserve.model.dtype import Dtype

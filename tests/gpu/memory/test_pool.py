@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, Timelines, at, latest
-from caraserve.gpu.forward.lanes import issue_moves
+from caraserve.gpu.memory.adapters import issue_moves
 from caraserve.gpu.memory.pool import DevicePool, Grant, Move
 from tests.gpu.fake_driver import FakeDriver, Operation
 

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caraserve.gpu.driver.api import Stream
+from caraserve.gpu.driver.launch import Launch
 from caraserve.gpu.driver.streams import Lane, Timelines
-from caraserve.gpu.kernels.cuda_launch import PIECE, Launch
+from caraserve.gpu.kernels.cuda_launch import PIECE
 from caraserve.gpu.memory.staging_ring import BLOCK_BYTES, StagingRing
 from tests.gpu.fake_driver import FakeDriver, Operation
 
@@ -20,7 +21,7 @@ RING_BYTES, TARGET = 2048, 4096
 class Kernels:
     """Copies pieces, as the kernel in words.cu does, when the device gets to it."""
 
-    bgmv_grid = 1
+    multiprocessors = 1
 
     def __init__(self, driver: FakeDriver) -> None:
         self.driver = driver

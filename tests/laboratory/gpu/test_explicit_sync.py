@@ -14,8 +14,8 @@ import pytest
 from caraserve.core.batch import Batch, BlockGrant, RowResult, ScheduledRow, SlotSampling, SlotStart, StepResult
 from caraserve.cpu.lora_workers import pool
 from caraserve.gpu.driver.api import Stream
+from caraserve.gpu.driver.launch import Kernels, Launch
 from caraserve.gpu.driver.streams import Lane
-from caraserve.gpu.kernels.cuda_launch import Kernels, Launch
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS
 from scripts.laboratory.gpu.handover import ExplicitSync
 from tests.gpu.host_backend import Host, alone, host_tier
@@ -42,8 +42,8 @@ class WatchedKernels:
     launched: list[tuple[str, int]] = field(default_factory=list)
 
     @property
-    def bgmv_grid(self) -> int:
-        return self.kernels.bgmv_grid
+    def multiprocessors(self) -> int:
+        return self.kernels.multiprocessors
 
     def launch(self, launch: Launch, stream: Stream) -> None:
         self.launched.append((launch.kernel, self.driver.left(stream)))

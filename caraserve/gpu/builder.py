@@ -22,27 +22,27 @@ from caraserve.errors import ConfigError
 from caraserve.gpu.assist import chunk_graphs
 from caraserve.gpu.assist.assisted_prefill import AssistedPrefills, AssistResources
 from caraserve.gpu.assist.handshake import WatchdogThread
+from caraserve.gpu.attention.triton import ATTENTION
 from caraserve.gpu.driver.api import Driver, DriverError
+from caraserve.gpu.driver.device import GpuDevice
 from caraserve.gpu.driver.streams import NOTHING, Lane, Timelines
-from caraserve.gpu.forward.batch import BatchWriter, Capacity, DeviceBatch, make_batch, result_bytes
+from caraserve.gpu.forward.batch import BatchWriter, DeviceBatch, make_batch
 from caraserve.gpu.forward.decoder import Decoder, issue_pass
-from caraserve.gpu.forward.flashinfer_prefill import FlashInferPrefill
 from caraserve.gpu.forward.graphs import NODE_BYTES, Bucket, CapturedGraphs, GraphSet
 from caraserve.gpu.forward.iteration import IterationRunner, LaneResources, PassSelector
-from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS
-from caraserve.gpu.forward.warm_up import issue_planned, issue_products, product_rows, warm_up_shapes
-from caraserve.gpu.kernels.attention import prefill_tile_tokens
-from caraserve.gpu.kernels.cuda_launch import Kernels
+from caraserve.gpu.forward.warm_up import issue_products, product_rows, warm_up_shapes
 from caraserve.gpu.memory.adapter_tables import AdapterTables
 from caraserve.gpu.memory.adapters import DeviceImages, RegisteredMemory
 from caraserve.gpu.memory.copier import AdapterCopier, DeviceContext
-from caraserve.gpu.memory.host_memory import SYNC_SLOTS, HostRegion, RegionWords
+from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS, SYNC_SLOTS, HostRegion
 from caraserve.gpu.memory.link_queue import LinkQueue
 from caraserve.gpu.memory.masks import LaneMasks, mask_bytes
+from caraserve.gpu.memory.pass_shape import Capacity
 from caraserve.gpu.memory.pool import GRANULE_BYTES, DevicePool
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS, RequestSlots, block_bytes, make_state
-from caraserve.gpu.memory.results import ResultBlocks, Waiter
+from caraserve.gpu.memory.results import ResultBlocks, Waiter, result_bytes
 from caraserve.gpu.memory.staging_ring import StagingRing
+from caraserve.gpu.memory.sync_slots import RegionWords
 from caraserve.gpu.memory.workspace import Workspace, make_workspace
 from caraserve.gpu.merged_weights import MergedDeviceWeights
 from caraserve.gpu.weights import DTYPES_OF_TORCH, Weights
@@ -63,18 +63,6 @@ _FIRST_KV_SHARE = 0.25  # initial share of the pool; KV grows when requests need
 
 
 @dataclass(frozen=True, slots=True)
-class GpuDevice:
-    """The device under the backend; tests use one that is emulated on the host."""
-
-    driver: Driver
-    kernels: Kernels
-    device: torch.device
-    name: str
-    enter_thread: Callable[[], None] = lambda: None  # makes the device current on a new thread
-    synchronize: Callable[[], None] = lambda: None  # waits for all streams including torch's; before serving only
-
-
-@dataclass(frozen=True, slots=True)
 class GpuSizes:
     """The sizes that the settings give this backend."""
 
@@ -88,7 +76,6 @@ class GpuSizes:
     graph_bytes: int = GRAPH_BYTES  # 0: no graphs are captured
     padded_rank: int | None = None  # rank of every module in the padded baseline
     merging: bool = False
-    flashinfer: bool = False  # attends with large prompt chunks
     lora_cpus: tuple[int, ...] = ()  # cores that CPU LoRA workers are pinned to
     pool_bytes: int | None = None  # None: all memory that is left
 
@@ -107,7 +94,6 @@ class BackendParts:
     copies: Waiter
     captured_graphs: CapturedGraphs
     pass_selector: PassSelector
-    prefill: FlashInferPrefill | None
     iterations: IterationRunner
     assist_resources: AssistResources
     assisted: AssistedPrefills
@@ -132,7 +118,7 @@ class BackendParts:
         """Number of times `warm_up` calls `advance`."""
         shapes = warm_up_shapes(self.lanes[0].capacity, self.limits.max_context)
         assisted = 1 + self.assisted.graphs.count if self.limits.assisted_batches else 0
-        return len(shapes) + 1 + (self.prefill is not None) + assisted + self.captured_graphs.count
+        return len(shapes) + 1 + assisted + self.captured_graphs.count
 
     def warm_up(self, advance: Callable[[], None]) -> None:
         """Runs every kernel once in each of its forms, then captures the graphs; on the launching thread."""
@@ -149,11 +135,6 @@ class BackendParts:
         self.pass_selector.warm_up()
         timelines.settle(Lane.COMPUTE)
         advance()
-        if self.prefill is not None:
-            table, flush = self.slots.block_table, self.context.ring.flush
-            issue_planned(lane.decoder, self.prefill, lane.capacity, table, flush, stream)
-            timelines.settle(Lane.COMPUTE)
-            advance()
         if self.limits.assisted_batches:
             self.assisted.warm_up(advance)
         self.captured_graphs.make_gates(self.device.device)
@@ -218,7 +199,6 @@ def _build(
     region, host = _host_memory(spec, dtype, sizes, capacities, driver)
     context = _channels(device, region, host)
     _first_products(context, weights)
-    prefill = _prefill(spec, weights, sizes, context, device) if sizes.flashinfer else None
     memory = torch.empty(_pool_bytes(driver, sizes), dtype=torch.uint8, device=device.device)
     state = make_state(spec, weights.dtype, memory, sizes.num_slots, sizes.max_context)
     limits = _limits(spec, weights.dtype, sizes, memory.numel())
@@ -242,7 +222,7 @@ def _build(
             capacity,
             batch,
             BatchWriter(capacity),
-            Decoder(spec, weights, state, batch, tables, workspace, device.kernels, driver),
+            Decoder(spec, weights, state, batch, tables, workspace, device.kernels, driver, ATTENTION),
             ResultBlocks(own, capacity.outputs),
             waiter,
             LaneMasks(driver, waiter, masks, host.on_device(int(masks.ctypes.data)), batch.masked.masks),
@@ -266,7 +246,7 @@ def _build(
         merging=sizes.merging,
     )
     captured_graphs = CapturedGraphs(driver, graphs, lanes[0].capacity, sizes.max_context, spec.layers)
-    pass_selector = PassSelector(lanes[0].decoder, images, context, slots, merged, prefill)
+    pass_selector = PassSelector(lanes[0].decoder, images, context, merged)
     workers = WorkerPool(region.region, region.blocks, sizes.lora_cpus, region.block_bytes)
     watchdog = WatchdogThread(RegionWords(region.region), workers)
     assist_resources = AssistResources(region, host, workers, watchdog, dtype)
@@ -281,7 +261,6 @@ def _build(
         copies=copies,
         captured_graphs=captured_graphs,
         pass_selector=pass_selector,
-        prefill=prefill,
         iterations=IterationRunner(context, lanes[0], images, slots, captured_graphs, pass_selector, spec, trace),
         assist_resources=assist_resources,
         assisted=AssistedPrefills(context, lanes[1], images, slots, assist_resources, spec, wake, chunk_bytes),
@@ -293,7 +272,7 @@ def _build(
 def _capacities(spec: ModelSpec, weights: Weights, sizes: GpuSizes) -> tuple[Capacity, Capacity]:
     """Returns the capacities of iterations and of assisted prefills. Results begin at multiples of 64 bytes in both:
     Triton compiles other variants of the kernels for other alignments."""
-    tile_tokens = prefill_tile_tokens(weights.dtype, spec.head_dim)
+    tile_tokens = ATTENTION.prefill.tile_tokens(weights.dtype, spec.head_dim)
     outputs = align_up(sizes.max_step_tokens + sizes.num_slots, 16)  # every token scored, every row sampled
     iterations = Capacity(sizes.max_step_tokens, sizes.num_slots, outputs, tile_tokens, sizes.adapter_slots - 1)
     chunk = align_up(ASSISTED_CHUNK_TOKENS + 1, 16)
@@ -305,7 +284,7 @@ def _lane_memory(
 ) -> tuple[DeviceBatch, Workspace]:
     max_rank = sizes.padded_rank or MAX_RANK
     sizes_of_rows = spec, weights.dtype, capacity, max_rank, sizes.max_context, device.device
-    workspace = make_workspace(*sizes_of_rows, quantizes_inputs=weights.quantizes_inputs)
+    workspace = make_workspace(*sizes_of_rows, ATTENTION.decode, rounds_inputs=weights.rounds_inputs)
     return make_batch(spec, capacity, max_rank, device.device), workspace
 
 
@@ -354,21 +333,6 @@ def _first_products(context: DeviceContext, weights: Weights) -> None:
     for lane in (Lane.COMPUTE, Lane.ASSIST):
         context.driver.run(context.timelines.streams[lane], multiply)
         context.timelines.settle(lane)
-
-
-def _prefill(
-    spec: ModelSpec, weights: Weights, sizes: GpuSizes, context: DeviceContext, device: GpuDevice
-) -> FlashInferPrefill:
-    return FlashInferPrefill(
-        spec,
-        weights.dtype,
-        (sizes.num_slots, ceil_div(sizes.max_context, BLOCK_TOKENS)),
-        _ITERATIONS_AHEAD,
-        device.driver,
-        context.timelines.streams[Lane.COMPUTE],
-        device.device,
-        context.ring.send,
-    )
 
 
 def _pool(limits: Limits) -> DevicePool:

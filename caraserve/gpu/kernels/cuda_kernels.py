@@ -1,9 +1,8 @@
-"""Loads the raw CUDA kernels through CuPy and launches them on a given stream.
+"""Loads the raw CUDA kernels through CuPy, launches them on a given stream, and opens the device with them.
 
-CuPy is imported only when kernels are made, because it works only where there is a driver. It allocates nothing here:
-the caller owns all memory. It cannot set launch attributes, so kernels that begin early are launched by a call of the
-driver library. Kernels are made before any stream waits for a word and before any capture: loading a module takes locks
-that the release of a waiting device may need.
+CuPy allocates nothing here: the caller owns all memory. It cannot set launch attributes, so kernels that begin early
+are launched by a call of the driver library. Kernels are loaded before any stream waits for a word and before any
+capture: loading a module takes locks that the release of a waiting device may need.
 """
 
 import ctypes
@@ -12,19 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from caraserve.errors import ConfigError
-from caraserve.gpu.driver import libcuda, nvrtc
+import torch
+
+from caraserve.gpu.driver import libcuda
 from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.cuda_driver import CudaDriver
+from caraserve.gpu.driver.device import GpuDevice
+from caraserve.gpu.driver.launch import Launch
 from caraserve.gpu.driver.libcuda import Cuda, LaunchAttribute, LaunchConfig
-from caraserve.gpu.forward.builder import GpuDevice
-from caraserve.gpu.kernels.cuda_launch import BLOCKS_PER_SM, Launch
+from caraserve.gpu.kernels.cuda_sources import cubin_file, import_cupy, kernels, units
 from caraserve.model.dtype import Dtype
 from caraserve.util.cache_folder import cache_folder
 
 log = logging.getLogger(__name__)
 
-_OF_ACTIVATIONS = ("bgmv", "handoff", "sampling")
 _EARLY_CAPABILITY = 90  # first on which a kernel may begin before the one before it has ended
 _EARLY_DRIVER = 12030  # first version that captures such launches
 
@@ -40,39 +40,26 @@ class CudaKernels:
     """All raw kernels for one activation dtype, on the current device."""
 
     def __init__(self, activation: Dtype, cuda: Cuda, cache: Path | None = None) -> None:
-        """Compiles and loads the kernels. `cache`: folder in which machine code is kept between starts."""
-        try:
-            import cupy
-        except ImportError as error:
-            raise ConfigError("the CUDA kernels need CuPy; pip install 'caraserve[cuda13]' (or cuda12)") from error
-
-        runtime: Any = cupy.cuda.runtime
+        """Compiles and loads the kernels. `cache`: folder in which machine code is kept between starts. Raises
+        ConfigError without CuPy."""
+        cupy = import_cupy()
         device = cupy.cuda.Device()
-        version, capability = runtime.driverGetVersion(), device.compute_capability
-        library = nvrtc.load(version // 1000)
-        folder = cache or cache_folder("cubins")
+        version, capability = cupy.cuda.runtime.driverGetVersion(), device.compute_capability
         self.multiprocessors: int = device.attributes["MultiProcessorCount"]
         self._cuda = cuda
         self._can_begin_early = int(capability) >= _EARLY_CAPABILITY and version >= _EARLY_DRIVER
         self._kernels: dict[str, Any] = {}
         self._functions: dict[str, int] = {}  # CUfunction, by kernel
         self.registers: dict[str, int] = {}  # per thread, by kernel
-        for source in nvrtc.SOURCES:
-            dtype = activation if source in _OF_ACTIVATIONS else Dtype.F32
-            unit = nvrtc.Unit(source, dtype, f"sm_{capability}")
-            module = cupy.RawModule(path=str(nvrtc.cubin_file(unit, folder, library)))
-            for name in nvrtc.kernels(source):
+        for unit in units(activation, f"sm_{capability}"):
+            module = cupy.RawModule(path=str(cubin_file(unit, cache or cache_folder("cubins"))))
+            for name in kernels(unit.source):
                 kernel = module.get_function(name)
                 if kernel.local_size_bytes:  # reading this loads the kernel
                     log.warning("%s spills registers on %s: it will be slower than it was measured", name, unit.arch)
                 self._kernels[name] = kernel
                 self._functions[name] = kernel.kernel.ptr
                 self.registers[name] = int(kernel.num_regs)
-
-    @property
-    def bgmv_grid(self) -> int:
-        """Number of blocks of the BGMV kernels that run at once."""
-        return BLOCKS_PER_SM * self.multiprocessors
 
     def launch(self, launch: Launch, stream: Stream) -> None:
         """Issues a launch on a stream, given by its CUstream; may be captured. The device must be current on the
@@ -99,21 +86,17 @@ class CudaKernels:
 
 def open_device(activation: Dtype) -> GpuDevice:
     """Returns the first visible device. Raises ConfigError if a package is missing."""
-    import torch
-
     torch.backends.cuda.matmul.allow_tf32 = False  # computes fp32 products in fp32
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.cuda.set_device(0)
     cuda = Cuda()
-    kernels = CudaKernels(activation, cuda)
-    driver = CudaDriver(cuda, kernels)
-    name = torch.cuda.get_device_name(0)
+    loaded = CudaKernels(activation, cuda)
     return GpuDevice(
-        driver,
-        kernels,
+        CudaDriver(cuda, loaded),
+        loaded,
         torch.device("cuda", 0),
-        name,
+        torch.cuda.get_device_name(0),
         enter_thread=lambda: torch.cuda.set_device(0),
         synchronize=torch.cuda.synchronize,
     )

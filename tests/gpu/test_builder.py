@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from caraserve.errors import ConfigError
+from caraserve.gpu.builder import BackendParts, GpuSizes, build_parts
 from caraserve.gpu.driver.api import DriverError
+from caraserve.gpu.driver.device import GpuDevice
 from caraserve.gpu.forward import builder as assembling
-from caraserve.gpu.forward.builder import BackendParts, GpuDevice, GpuSizes, build_parts
 from caraserve.gpu.weights import dummy, load
 from tests.gpu.host_device import HostDriver, host_device
 from tests.gpu.small_model import SPEC

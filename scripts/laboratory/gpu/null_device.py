@@ -9,8 +9,8 @@ from itertools import count
 import torch
 
 from caraserve.gpu.driver.api import Event, Graph, Stream, WordWait, WordWrite
-from caraserve.gpu.forward.builder import GpuDevice
-from caraserve.gpu.kernels.cuda_launch import Launch
+from caraserve.gpu.driver.device import GpuDevice
+from caraserve.gpu.driver.launch import Launch
 
 _MEMORY_BYTES = 80 << 30
 
@@ -64,9 +64,6 @@ class NullDriver:
     def run(self, stream: Stream, issue: Callable[[], None]) -> None:
         issue()
 
-    def call(self, stream: Stream, work: Callable[[], None]) -> None:
-        work()
-
     def begin_capture(self, stream: Stream) -> None: ...
 
     def end_capture(self, stream: Stream) -> Graph:
@@ -88,7 +85,7 @@ class NullDriver:
 class NullKernels:
     """Launches no raw kernel."""
 
-    bgmv_grid = 1
+    multiprocessors = 1
 
     def launch(self, launch: Launch, stream: Stream) -> None: ...
 

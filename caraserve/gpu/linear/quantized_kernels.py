@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from caraserve.gpu.kernels.capability import FP8_CAPABILITY
 from caraserve.model.dtype import Code
 from caraserve.util.units import ceil_div
 
-FP8_CAPABILITY = 89  # the first with instructions for fp8
 _COLUMNS = 1024  # per program of the elementwise kernel
 _LEAST_SCALE = tl.constexpr(1e-30)  # of a row of zeros, by which it is divided
 _BIAS = tl.constexpr(256.0)

@@ -1,8 +1,4 @@
-"""Attention over paged keys and values: split-KV for decoding rows, tiles of queries for prompt chunks.
-
-Keys and values of one layer are `[blocks, block tokens, kv heads, head dim]` views of the cache, both with the same
-strides; all but the last are arbitrary. A slot's row of the block table lists its request's blocks in order. A query at
-position p sees positions (p - window, p].
+"""Attention in Triton: split-KV for decoding rows, tiles of queries for prompt chunks.
 
 Softmax is computed online, in base 2, over tiles of keys at aligned positions. A split covers `SPLIT_TOKENS` positions,
 whatever the context's length, and splits are merged in an order that the context alone decides. A tile without a
@@ -12,7 +8,6 @@ its chunk or batch.
 
 import math
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -20,74 +15,49 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from caraserve.gpu.attention.base import Attention, LayerAttention
+from caraserve.gpu.kernels.capability import SMALL_SHARED_MEMORY, compute_capability
+from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
 from caraserve.util.units import ceil_div
 
-NO_WINDOW = 1 << 30
 SPLIT_TOKENS = 256  # short enough that one long request fills a GPU, long enough that merging is cheap
 _MERGED_AT_ONCE = 16  # splits: a context of 32768 tokens takes 8 steps, each as long as one access to memory
 _MOST_PROGRAMS = 2048  # of `decode_kernel`, unless there are more rows; a small multiple of what runs at once on a GPU
 _LOG2_E = 1.4426950408889634
-_SMALL_SHARED_MEMORY = frozenset({86, 89, 120, 121})  # compute capabilities with 99 KiB per block; others: 163 or 227
 
 
 @dataclass(frozen=True, slots=True)
-class PagedCache:
-    """One layer's keys and values, and the block table of all requests."""
-
-    keys: Tensor  # [blocks, block tokens, kv heads, head dim]
-    values: Tensor  # like `keys`, with the same strides
-    block_table: Tensor  # int32 [slots, most blocks of a request]
-
-    def __post_init__(self) -> None:
-        """Raises ValueError if the strides of keys and values differ: the kernels compute a block's place once."""
-        if self.keys.stride() != self.values.stride():
-            raise ValueError(
-                f"keys have strides {self.keys.stride()} and values {self.values.stride()}; they must be the same"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class TokenTables:
-    """Request slot and position of each token of a batch."""
-
-    slot: Tensor  # int32 [tokens] request slot
-    position: Tensor  # int32 [tokens]
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeScratch:
+class SplitScratch:
     """Results of the splits of each context, before they are merged."""
 
     sums: Tensor  # float32 [rows, heads, splits, head dim]
     best: Tensor  # float32 [rows, heads, splits] largest score
     mass: Tensor  # sum of the softmax weights
 
-    @classmethod
-    def empty(cls, rows: int, heads: int, head_dim: int, max_context: int, device: torch.device) -> "DecodeScratch":
-        """Allocates scratch for `rows` rows whose contexts have up to `max_context` tokens."""
-        shape = (rows, heads, ceil_div(max_context, SPLIT_TOKENS))
-        best, mass = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
-        return cls(torch.empty((*shape, head_dim), dtype=torch.float32, device=device), best, mass)
+    def rows_at(self, max_context: int) -> int:
+        """Returns the most rows whose contexts may have `max_context` tokens."""
+        return self.best.numel() // (self.best.shape[1] * ceil_div(max_context, SPLIT_TOKENS))
 
-    def within(self, rows: int, max_context: int) -> "DecodeScratch":
+    def within(self, rows: int, max_context: int) -> "SplitScratch":
         """Returns views of the same memory for fewer rows and shorter contexts: fewer programs, bit-identical
         results."""
         shape = (rows, self.best.shape[1], ceil_div(max_context, SPLIT_TOKENS))
         count, dim = math.prod(shape), self.sums.shape[3]
         best, mass = (part.view(-1)[:count].view(shape) for part in (self.best, self.mass))
-        return DecodeScratch(self.sums.view(-1)[: count * dim].view(*shape, dim), best, mass)
+        return SplitScratch(self.sums.view(-1)[: count * dim].view(*shape, dim), best, mass)
 
 
 @triton.jit
 def _attend_tiles(  # type: ignore[no-untyped-def]
-    queries, position, keys, values, blocks, start, end, whole_start, whole_end, scale, window,
+    queries, position, keys, values, blocks, start, end, whole_start, whole_end, scale, cap, window,
     block_stride, token_stride,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HAS_CAP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Computes online softmax of queries [BM, DIM_PAD] at `position` [BM] over keys [start, end).
 
     Returns weighted sums of values [BM, DIM_PAD], best scores and masses [BM]. `start` is a multiple of BN; all queries
-    see all keys [whole_start, whole_end); `scale` includes the factor log2 e.
+    see all keys [whole_start, whole_end). `scale` and `cap`: see `_factors`.
     """
     tl.static_assert(BN % BLOCK == 0, "a tile has whole blocks")
     column, lane = tl.arange(0, DIM_PAD), tl.arange(0, BN)
@@ -110,6 +80,8 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
         key = tl.load(key_at, mask=inside[None, :] & is_column[:, None], other=0.0)
         value = tl.load(value_at, mask=inside[:, None] & is_column[None, :], other=0.0)
         scores = tl.dot(queries, key, input_precision="ieee") * scale
+        if HAS_CAP:
+            scores = cap - 2.0 * cap / (tl.exp2(scores) + 1.0)  # cap · tanh
         if (first < whole_start) | (first + BN > whole_end):
             seen = (at[None, :] <= position[:, None]) & (at[None, :] > position[:, None] - window) & inside[None, :]
             scores = tl.where(seen, scores, float("-inf"))
@@ -126,9 +98,9 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["splits"])  # otherwise a new context length would compile again while requests wait
 def decode_kernel(  # type: ignore[no-untyped-def]
     q, keys, values, block_table, row_token, token_slot, token_position, sums, best, mass,
-    scale, window, q_stride, table_stride, block_stride, token_stride, head_stride, splits,
-    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    scale, cap, window, q_stride, table_stride, block_stride, token_stride, head_stride, splits,
+    GROUP: tl.constexpr, HAS_CAP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One program attends with the query heads of one row that share a key-value head, over every n-th split of the
     context, n programs per row and head. A split's result does not depend on the program that computes it."""
@@ -148,7 +120,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             total, top, weight = _attend_tiles(
                 queries, tl.full((BM,), 0, tl.int32) + position, keys + head * head_stride, values + head * head_stride,
                 blocks, tl.maximum(split * SPLIT, low // BN * BN), tl.minimum((split + 1) * SPLIT, position + 1),
-                low, position + 1, scale, window, block_stride, token_stride, DIM, DIM_PAD, BLOCK, BM, BN,
+                low, position + 1, scale, cap, window, block_stride, token_stride,
+                HAS_CAP, DIM, DIM_PAD, BLOCK, BM, BN,
             )  # fmt: skip
             place = places + split
             tl.store(sums + place[:, None] * DIM + column[None, :], total, mask=inside)
@@ -194,9 +167,9 @@ def merge_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def prefill_kernel(  # type: ignore[no-untyped-def]
     q, keys, values, block_table, tile_first, tile_tokens, token_slot, token_position, out,
-    scale, window, q_stride, out_stride, table_stride,
+    scale, cap, window, q_stride, out_stride, table_stride,
     block_stride, token_stride, head_stride,
-    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, HAS_CAP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One program attends with one head of a tile of consecutive tokens of one request."""
@@ -215,21 +188,12 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         end, shared = position + tokens, head // GROUP
         total, _, weight = _attend_tiles(
             queries, position + lane, keys + shared * head_stride, values + shared * head_stride,
-            blocks, start, end, end - window, position + 1, scale, window, block_stride, token_stride,
-            DIM, DIM_PAD, BLOCK, BM, BN,
+            blocks, start, end, end - window, position + 1, scale, cap, window, block_stride, token_stride,
+            HAS_CAP, DIM, DIM_PAD, BLOCK, BM, BN,
         )  # fmt: skip
         weight = tl.where(lane < tokens, weight, 1.0)  # lanes past the tile may have no visible key
         result = (total / weight[:, None]).to(out.dtype.element_ty)
         tl.store(out + place[:, None] * out_stride + head * DIM + column[None, :], result, mask=inside)
-
-
-@cache
-def compute_capability(device: torch.device) -> int:
-    """Returns the compute capability that Triton compiles for; 9.0 is 90, which is also the answer without a GPU."""
-    try:
-        return int(triton.runtime.driver.active.get_current_target().arch)
-    except RuntimeError:  # in Triton's interpreter
-        return 90
 
 
 def decode_shape(dtype: torch.dtype, group: int, head_dim: int, capability: int) -> dict[str, Any]:
@@ -237,16 +201,16 @@ def decode_shape(dtype: torch.dtype, group: int, head_dim: int, capability: int)
     rows = max(16, triton.next_power_of_2(group))
     if dtype is torch.float32:
         return _float32_shape(rows, head_dim)
-    is_small = capability in _SMALL_SHARED_MEMORY or head_dim > 128
+    is_small = capability in SMALL_SHARED_MEMORY or head_dim > 128
     return _shape(rows, 32 if is_small else 64, num_warps=4, num_stages=3)
 
 
 def prefill_shape(dtype: torch.dtype, head_dim: int, capability: int) -> dict[str, Any]:
     """Returns tile sizes and launch options for prompt chunks: the largest without register spills."""
-    rows = prefill_tile_tokens(dtype, head_dim)
+    rows = _tile_tokens(dtype, head_dim)
     if dtype is torch.float32:
         return _float32_shape(rows, head_dim)
-    is_small = capability in _SMALL_SHARED_MEMORY
+    is_small = capability in SMALL_SHARED_MEMORY
     if head_dim > 128:
         return _shape(rows, 32, num_warps=8, num_stages=2 if is_small else 3)
     if is_small or capability < 90:  # the products' operands take registers, of which 64 keys need more than there are
@@ -258,8 +222,8 @@ def prefill_shape(dtype: torch.dtype, head_dim: int, capability: int) -> dict[st
     return _shape(rows, keys, num_warps=8, num_stages=3)
 
 
-def prefill_tile_tokens(dtype: torch.dtype, head_dim: int) -> int:
-    """Returns the number of tokens in a tile of `attend_prefill`, on every device."""
+def _tile_tokens(dtype: torch.dtype, head_dim: int) -> int:
+    """Returns the number of tokens in a tile, on every device."""
     if dtype is torch.float32:
         return 16
     return 128 if head_dim <= 128 else 64
@@ -281,56 +245,79 @@ def decode_programs(rows: int, kv_heads: int, splits: int) -> int:
     return min(splits, max(1, _MOST_PROGRAMS // (rows * kv_heads)))
 
 
-def attend_decode(
-    q: Tensor,
-    cache: PagedCache,
-    tokens: TokenTables,
-    row_token: Tensor,
-    out: Tensor,
-    scratch: DecodeScratch,
-    window: int = NO_WINDOW,
-) -> None:
-    """Computes attention of single tokens, each of another request. Contexts must fit `scratch`.
-
-    q, out: [tokens, heads · head dim], rows at any stride; row_token: int32 [rows], -1: no row.
-    """
-    kv_heads, dim = cache.keys.shape[2:]
-    group = q.shape[1] // dim // kv_heads
-    _, heads, splits, _ = scratch.sums.shape
-    rows = row_token.shape[0]
-    decode_kernel[(rows, kv_heads, decode_programs(rows, kv_heads, splits))](
-        q, cache.keys, cache.values, cache.block_table, row_token, tokens.slot, tokens.position,
-        scratch.sums, scratch.best, scratch.mass, _LOG2_E * dim**-0.5, window, q.stride(0), cache.block_table.stride(0),
-        *cache.keys.stride()[:3], splits,
-        GROUP=group, DIM=dim, DIM_PAD=triton.next_power_of_2(dim), BLOCK=cache.keys.shape[1], SPLIT=SPLIT_TOKENS,
-        **decode_shape(q.dtype, group, dim, compute_capability(q.device)),
-    )  # fmt: skip
-    merge_kernel[(rows, heads)](
-        scratch.sums, scratch.best, scratch.mass, out, row_token, tokens.position, window, out.stride(0), splits,
-        DIM=dim, DIM_PAD=triton.next_power_of_2(dim), SPLIT=SPLIT_TOKENS, PLACES=_MERGED_AT_ONCE, num_warps=4,
-    )  # fmt: skip
+def _factors(how: LayerAttention) -> tuple[float, float]:
+    """Returns what a product of a query and a key is multiplied by, and the cap, both for scores in base 2; the product
+    becomes the exponent of `exp2` in tanh where there is a cap."""
+    if how.cap is None:
+        return _LOG2_E * how.scale, 0.0
+    return 2.0 * _LOG2_E * how.scale / how.cap, _LOG2_E * how.cap
 
 
-def attend_prefill(
-    q: Tensor,
-    cache: PagedCache,
-    tokens: TokenTables,
-    tile_first: Tensor,
-    tile_tokens: Tensor,
-    out: Tensor,
-    window: int = NO_WINDOW,
-) -> None:
-    """Computes attention of prompt chunks, whose own keys and values are already in the cache.
+class TritonDecode:
+    """Implements DecodeAttention."""
 
-    q, out: [tokens, heads · head dim], rows at any stride. A tile is up to `prefill_tile_tokens` consecutive tokens of
-    one request, the first at row `tile_first` of the batch; tile_first, tile_tokens: int32 [tiles], 0 tokens: no tile.
-    """
-    kv_heads, dim = cache.keys.shape[2:]
-    heads = q.shape[1] // dim
-    prefill_kernel[(heads, tile_first.shape[0])](
-        q, cache.keys, cache.values, cache.block_table, tile_first, tile_tokens, tokens.slot, tokens.position, out,
-        _LOG2_E * dim**-0.5, window, q.stride(0), out.stride(0), cache.block_table.stride(0),
-        *cache.keys.stride()[:3],
-        GROUP=heads // kv_heads, DIM=dim, DIM_PAD=triton.next_power_of_2(dim), BLOCK=cache.keys.shape[1],
-        **prefill_shape(q.dtype, dim, compute_capability(q.device)),
-    )  # fmt: skip
+    def scratch_bytes(self, heads: int, head_dim: int, max_context: int) -> int:
+        return torch.float32.itemsize * heads * ceil_div(max_context, SPLIT_TOKENS) * (head_dim + 2)
+
+    def scratch(self, rows: int, heads: int, head_dim: int, max_context: int, device: torch.device) -> SplitScratch:
+        shape = (rows, heads, ceil_div(max_context, SPLIT_TOKENS))
+        best, mass = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
+        return SplitScratch(torch.empty((*shape, head_dim), dtype=torch.float32, device=device), best, mass)
+
+    def attend(
+        self,
+        q: Tensor,
+        cache: PagedCache,
+        tokens: TokenTables,
+        row_token: Tensor,
+        out: Tensor,
+        scratch: SplitScratch,
+        how: LayerAttention,
+    ) -> None:
+        kv_heads, dim = cache.keys.shape[2:]
+        group = q.shape[1] // dim // kv_heads
+        _, heads, splits, _ = scratch.sums.shape
+        rows = row_token.shape[0]
+        decode_kernel[(rows, kv_heads, decode_programs(rows, kv_heads, splits))](
+            q, cache.keys, cache.values, cache.block_table, row_token, tokens.slot, tokens.position,
+            scratch.sums, scratch.best, scratch.mass, *_factors(how), how.window, q.stride(0),
+            cache.block_table.stride(0), *cache.keys.stride()[:3], splits,
+            GROUP=group, HAS_CAP=how.cap is not None, DIM=dim, DIM_PAD=triton.next_power_of_2(dim),
+            BLOCK=cache.keys.shape[1], SPLIT=SPLIT_TOKENS,
+            **decode_shape(q.dtype, group, dim, compute_capability(q.device)),
+        )  # fmt: skip
+        merge_kernel[(rows, heads)](
+            scratch.sums, scratch.best, scratch.mass, out, row_token, tokens.position, how.window, out.stride(0),
+            splits, DIM=dim, DIM_PAD=triton.next_power_of_2(dim), SPLIT=SPLIT_TOKENS, PLACES=_MERGED_AT_ONCE,
+            num_warps=4,
+        )  # fmt: skip
+
+
+class TritonPrefill:
+    """Implements PrefillAttention."""
+
+    def tile_tokens(self, dtype: torch.dtype, head_dim: int) -> int:
+        return _tile_tokens(dtype, head_dim)
+
+    def attend(
+        self,
+        q: Tensor,
+        cache: PagedCache,
+        tokens: TokenTables,
+        tile_first: Tensor,
+        tile_tokens: Tensor,
+        out: Tensor,
+        how: LayerAttention,
+    ) -> None:
+        kv_heads, dim = cache.keys.shape[2:]
+        heads = q.shape[1] // dim
+        prefill_kernel[(heads, tile_first.shape[0])](
+            q, cache.keys, cache.values, cache.block_table, tile_first, tile_tokens, tokens.slot, tokens.position, out,
+            *_factors(how), how.window, q.stride(0), out.stride(0), cache.block_table.stride(0),
+            *cache.keys.stride()[:3],
+            GROUP=heads // kv_heads, HAS_CAP=how.cap is not None, DIM=dim, DIM_PAD=triton.next_power_of_2(dim),
+            BLOCK=cache.keys.shape[1], **prefill_shape(q.dtype, dim, compute_capability(q.device)),
+        )  # fmt: skip
+
+
+ATTENTION = Attention(TritonDecode(), TritonPrefill())
