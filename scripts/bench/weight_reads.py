@@ -1,6 +1,6 @@
 """Measures how fast a checkpoint's weights get into pinned memory: by threads, and as one thread would do it.
 
-    .venv/bin/python scripts/bench/weight_reads.py --layers 4
+    .venv/bin/python -m scripts.bench.weight_reads --layers 4
 
 There is no device, and copies to it take no time: what is measured is the most that the reader can deliver. Without
 threads, a tensor is read into new memory and then copied to pinned memory, piece by piece. All ways alternate in one

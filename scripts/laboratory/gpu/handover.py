@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from caraserve.errors import BackendFailed
+from caraserve.gpu.assist.lane import chunk_ends
 from caraserve.gpu.driver.api import Driver, Stream
 from caraserve.gpu.driver.launch import Kernels, Launch
-from caraserve.gpu.assist.lane import chunk_ends
 from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS
 from scripts.laboratory.gpu.backends import DTYPE
 from scripts.laboratory.gpu.cold import group_ends

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from caraserve.gpu.kernels.capability import compute_capability
 from caraserve.gpu.linear.base import Linear, RoundedRows
 from caraserve.gpu.linear.dense import DenseLinear
-from caraserve.gpu.linear.fp8 import Fp8Linear
-from caraserve.gpu.kernels.capability import compute_capability
 from caraserve.gpu.linear.formats import QUANTIZED
+from caraserve.gpu.linear.fp8 import Fp8Linear
 from caraserve.gpu.linear.quantized import QuantizedLinear
 from caraserve.model.dtype import Code
 from caraserve.model.quantization import Inputs, Scheme
