@@ -228,26 +228,15 @@ class ReportOptions:
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group("report")
-        group.add_argument("--slo", metavar="LIMITS", help="latency limits in ms, as ttft:200,tpot:30")
-        group.add_argument(
-            "--slo-scale", type=positive, metavar="X", help="limit TPT to X times that of a run without adapters"
-        )
-        group.add_argument(
-            "--metric-percentiles",
-            dest="percentiles",
-            type=_percentiles,
-            default=(50.0, 90.0, 95.0, 99.0),
-            metavar="LIST",
-            help="percentiles of every latency (default 50,90,95,99)",
-        )
-        group.add_argument(
-            "--percentile-metrics",
-            type=names_among(LATENCIES, "latency", _VLLM_METRIC),
-            default=LATENCIES,
-            metavar="LIST",
-            help=f"latencies on the terminal (default {','.join(LATENCIES)}); a saved report has all",
-        )
-        group.add_argument("--save", type=Path, metavar="DIR", help="folder for JSON, CSV and figures")
+        add = group.add_argument
+        add("--slo", metavar="LIMITS", help="latency limits in ms, as ttft:200,tpot:30")
+        add("--slo-scale", type=positive, metavar="X", help="limit TPT to X times that of a run without adapters")
+        usual, every = (50.0, 90.0, 95.0, 99.0), "percentiles of every latency (default 50,90,95,99)"
+        add("--metric-percentiles", dest="percentiles", type=_percentiles, default=usual, metavar="LIST", help=every)
+        known = names_among(LATENCIES, "latency", _VLLM_METRIC)
+        shown = f"latencies on the terminal (default {','.join(LATENCIES)}); a saved report has all"
+        add("--percentile-metrics", type=known, default=LATENCIES, metavar="LIST", help=shown)
+        add("--save", type=Path, metavar="DIR", help="folder for JSON, CSV and figures")
         add_json(group)
 
     @classmethod
