@@ -100,7 +100,7 @@ def _round_trips(points: Sequence[RoundTripPoint]) -> Panel:
     for transport in dict.fromkeys(point.transport for point in points):
         beyond_us = {(one.workers, one.tokens): one.beyond_us for one in points if one.transport == transport}
         bars.append(Series(transport, tuple(beyond_us.get(kind) for kind in kinds)))
-    names = tuple(f"{tokens} tokens\n{workers} worker{'s' * (workers > 1)}" for workers, tokens in kinds)
+    names = tuple(f"{tokens} tokens, {workers} worker{'s' * (workers > 1)}" for workers, tokens in kinds)
     return Panel("hand-off of q, k and v", "time beyond computing, µs", tuple(bars), categories=names)
 
 

@@ -17,9 +17,9 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#8
 _DASHES = ("-", "--", ":", "-.")
 INK, _GRID, _THEIRS = "#1f2328", "#d0d4d9", "#8C8C8C"
 _NAME_LENGTH = 34
-_PANEL_WIDTH, _HEIGHT, _COLUMNS = 4.6, 3.6, 3
+_PANEL_INCHES, _COLUMNS = (4.6, 3.6), 3
 _GROUP_WIDTH = 0.8  # of all bars at one category
-_LEVEL_NAMES = 5  # categories whose names stand side by side; more are turned
+_LEVEL_NAMES, _LEVEL_LETTERS = 5, 40  # of categories whose names stand side by side; others are turned
 _FEW_POINTS = 12  # of a line: fewer have dots
 NO_FIGURES = "no figures: matplotlib, of the package's `plot` extra, is not installed"
 
@@ -64,11 +64,18 @@ def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def draw_panels(panels: Sequence[Panel], looks: Sequence[Look] = (), title: str = "", columns: int = _COLUMNS) -> bytes:
-    """Returns the panels as PNG, side by side, at most `columns` in a row. `looks[i]` is that of panel i."""
+def draw_panels(
+    panels: Sequence[Panel],
+    looks: Sequence[Look] = (),
+    title: str = "",
+    columns: int = _COLUMNS,
+    inches: tuple[float, float] = _PANEL_INCHES,
+) -> bytes:
+    """Returns the panels as PNG, each `inches` wide and high, side by side, at most `columns` in a row. `looks[i]` is
+    that of panel i."""
     columns = min(len(panels), columns)
     rows = -(-len(panels) // columns)
-    figure = new_figure(max(6.0, _PANEL_WIDTH * columns), _HEIGHT * rows + 0.4)
+    figure = new_figure(max(6.0, inches[0] * columns), inches[1] * rows + 0.4)
     if title:
         figure.suptitle(title.replace("$", r"\$"), fontsize=10, color=INK)
     every = [axes for row in figure.subplots(rows, columns, squeeze=False) for axes in row]
@@ -94,10 +101,6 @@ def _draw(axes: Any, panel: Panel, look: Look) -> None:
         axes.set(xlabel=panel.y_label, ylabel=panel.x_label)
     if panel.categories:
         axes.grid(False, axis="y" if look.horizontal else "x")
-    for axis in look.log:
-        axes.set(**{f"{axis}scale": "log"})
-    if "y" not in look.log and not look.horizontal:
-        axes.set_ylim(0, look.highest)
     how = {"color": INK, "lw": 0.9, "ls": (0, (1, 2))}
     for name, at in look.marks.items():
         axes.axvline(at, **how)
@@ -105,6 +108,11 @@ def _draw(axes: Any, panel: Panel, look: Look) -> None:
     for name, at in look.levels.items():
         axes.axhline(at, **how)
         axes.annotate(name, (0.02, at), (0, 2), ("axes fraction", "data"), "offset points", fontsize=8, color=INK)
+    for axis in look.log:
+        axes.set(**{f"{axis}scale": "log"})
+        getattr(axes, f"{axis}axis").set_major_formatter("{x:g}")
+    if "y" not in look.log and not look.horizontal:
+        axes.set_ylim(0, look.highest)
 
 
 def _lines(axes: Any, panel: Panel, look: Look) -> None:
@@ -138,7 +146,7 @@ def _bars(axes: Any, panel: Panel, look: Look) -> None:
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
     else:
-        crowded = len(names) > _LEVEL_NAMES
+        crowded = len(names) > _LEVEL_NAMES or sum(map(len, names)) > _LEVEL_LETTERS
         turned = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if crowded else {}
         axes.set_xticks(range(len(names)), names, **turned)
     axes.margins(x=0.12 if look.horizontal and look.numbers else 0.02)

@@ -104,7 +104,7 @@ def time_lines(runs: Sequence[Run]) -> bytes | None:
         Panel("", f"median TTFT, {unit}", tuple(waiting), axis),
         Panel("", "output tokens/s", tuple(speed), axis),
     )
-    return draw_panels(panels)
+    return draw_panels(panels, columns=1, inches=(10.5, 2.2))
 
 
 def _in_flight(columns: Columns, end_s: float) -> tuple[Floats, Floats]:
