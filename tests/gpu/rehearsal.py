@@ -36,7 +36,8 @@ from scripts.laboratory.gpu.setup import CheckEffort, CheckSetup, Opened
 from scripts.laboratory.gpu.stages import STAGES, Stage, find_stage
 from tests.gpu.fast_interpreter import speed_up
 from tests.gpu.honest_dots import use_honest_dots
-from tests.gpu.host_device import HostDriver, host_device
+from tests.gpu.host_device import host_device
+from tests.gpu.host_driver import HostDriver
 
 FACTS = DeviceFacts(
     name="a device on the host",

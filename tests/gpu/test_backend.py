@@ -20,16 +20,16 @@ from caraserve.core.batch import Batch
 from caraserve.engine.active_request import ActiveRequest
 from caraserve.engine.queues import RequestQueues
 from caraserve.errors import ConfigError
+from caraserve.gpu import builder
 from caraserve.gpu.driver.api import DriverError, Graph, Stream
 from caraserve.gpu.driver.streams import Lane
-from caraserve.gpu.forward import builder
 from caraserve.gpu.forward.lanes import CapturedPass
 from caraserve.gpu.kernels.bgmv_work import GROUP_RANK, WorkItems
 from caraserve.gpu.memory.pass_shape import PassShape
 from caraserve.loop import Engine
 from tests.gpu.answers import CONTEXT, Asked, check, run_server
 from tests.gpu.host_backend import GRANULE_BYTES, PATIENCE_S, Host, serving
-from tests.gpu.host_device import HostDriver
+from tests.gpu.host_driver import HostDriver
 from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle.models import prompt_of
 from tests.oracle.subject import KINDS, Subject
@@ -283,7 +283,7 @@ def test_the_padded_baseline_answers_like_peft_at_the_largest_rank_of_each_batch
 
 
 def test_many_rows_of_one_adapter_answer_like_peft_in_graphs_of_their_own(subject: Subject) -> None:
-    rng, crowded = random.Random(9), list[bool]()
+    rng, segmented = random.Random(9), list[bool]()
     names = ["r8"] * 10 + ["r13", None, "r64"]
     asked = [(prompt_of(rng, 9), name) for name in names]
 
@@ -293,7 +293,7 @@ def test_many_rows_of_one_adapter_answer_like_peft_in_graphs_of_their_own(subjec
         def finding(plan: Batch, shape: PassShape, arriving: Collection[int]) -> CapturedPass | None:
             found = find(plan, shape, arriving)
             if shape.tokens == len(plan.rows) and shape.segments:
-                crowded.append(found is not None)
+                segmented.append(found is not None)
                 assert shape.has_items == any(row.adapter_slot not in (0, row_slot(plan)) for row in plan.rows)
             return found
 
@@ -306,8 +306,8 @@ def test_many_rows_of_one_adapter_answer_like_peft_in_graphs_of_their_own(subjec
     room = {"seqs": len(asked), "step_tokens": 200, "pool_granules": 64, "graph_bytes": 1 << 30}
     answers = ask(subject, asked, 6, prepare=watch, **room)
     check(subject, asked, answers, 6)
-    assert crowded
-    assert all(crowded)
+    assert segmented
+    assert all(segmented)
 
 
 @pytest.mark.parametrize("host_bytes", [4 * MIB, MIB // 3])

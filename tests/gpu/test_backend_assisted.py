@@ -10,16 +10,17 @@ from functools import partial
 import pytest
 
 from caraserve.cpu.lora_workers import pool
+from caraserve.gpu import builder
 from caraserve.gpu.assist import assisted_prefill
 from caraserve.gpu.assist.assisted_prefill import AssistedPrefills
 from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.streams import Lane, Timelines
-from caraserve.gpu.forward import builder
+from caraserve.gpu.forward import iteration
 from caraserve.model.spec import load_spec
 from tests.fake_grammar import FakeGrammar
 from tests.gpu.assisted_engine import LAYERS, PATIENCE_S, TOKENS, assisted_engine, prompt_of
 from tests.gpu.host_backend import NO_NUMBER, note_calls
-from tests.gpu.host_device import HostDriver
+from tests.gpu.host_driver import HostDriver
 from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle import models
 from tests.oracle.subject import Subject
@@ -65,7 +66,7 @@ def test_all_tokens_of_a_prompt_are_scored(subject: Subject) -> None:
         async with assisted_engine(subject) as at:
             at.driver.held = {Lane.COPY}
             answer = at.ask("r8", LONG, prompt_logprobs=0)
-            await at.until(lambda: not at.assisted.is_open and at.assisted.counts.slices > 0)
+            await at.until(lambda: not at.assisted.is_open and at.assisted.slices > 0)
             at.driver.held = set()
             assert await at.check("r8", LONG, answer) >= LAYERS  # of its first batch at least
             prompt, (first, *rest) = prompt_of(LONG), (await answer).prompt_logprobs
@@ -99,7 +100,7 @@ def test_vectors_stand_in_prompts_that_workers_help_with(subject: Subject) -> No
             at.driver.held = {Lane.COPY}
             mixed, embeds = with_vectors(prompt_of(LONG), range(3, LONG), vectors_of_tokens(subject.model))
             answer = submit(at.engine, mixed, "r8", prompt_embeds=embeds, max_tokens=TOKENS)
-            await at.until(lambda: not at.assisted.is_open and at.assisted.counts.slices > 0)
+            await at.until(lambda: not at.assisted.is_open and at.assisted.slices > 0)
             at.driver.held = set()
             assert await at.check("r8", LONG, answer) == LAYERS
 
@@ -179,7 +180,7 @@ def test_over_a_slow_link_any_layer_may_come_from_workers_or_device(subject: Sub
             at.driver.held = {Lane.COPY}
             asked = [(name, tokens) for name in ("r8", "half", "mixed", "r13") for tokens in (30, 3)]
             answers = [at.ask(*each, seed=3) for each in asked]
-            await at.until(lambda: at.assisted.counts.slices > 0)
+            await at.until(lambda: at.assisted.slices > 0)
             at.driver.held = set()
             for each, answer in zip(asked, answers, strict=True):
                 await at.check(*each, answer, seed=3)
@@ -191,17 +192,17 @@ def test_a_layer_that_has_arrived_comes_from_the_device_and_the_other_from_worke
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of the two layers is copied by itself, and the second copy does not end."""
-    link_time, begun = HostDriver._link_time, list[int]()
+    link_time, begun = HostDriver.link_time, list[int]()
 
     def first_alone(driver: HostDriver, stream: Stream, num_bytes: int) -> Callable[[], bool]:
-        if driver._streams[stream] is driver._of(Lane.COPY):
+        if driver.is_lane(stream, Lane.COPY):
             begun.append(num_bytes)
             driver.held |= {Lane.COPY} if len(begun) == 2 else set()
         return link_time(driver, stream, num_bytes)
 
     async def serve() -> None:
         async with assisted_engine(subject, pipeline_groups=LAYERS) as at:
-            monkeypatch.setattr(HostDriver, "_link_time", first_alone)
+            monkeypatch.setattr(HostDriver, "link_time", first_alone)
             at.driver.held = {Lane.ASSIST}
             answer = at.ask("r8", 30)
             await at.until_launched()
@@ -426,10 +427,14 @@ def test_a_chunk_whose_results_cannot_be_read_fails_its_request_and_no_other(
 
     async def serve() -> None:
         async with assisted_engine(subject) as at:
-            for what in ("collect", "copy_results", "append_tokens"):
+            for owner, what in (
+                (assisted_prefill, "collect"),
+                (iteration, "copy_results"),
+                (assisted_prefill, "append_tokens"),
+            ):
                 for _ in range(4):  # more often than there are blocks for results, or slots for hand-offs
                     at.driver.held = {Lane.COPY}
-                    monkeypatch.setattr(assisted_prefill, what, fail)
+                    monkeypatch.setattr(owner, what, fail)
                     assert (await at.ask("r8", 20)).finish.reason == "error", what
                     monkeypatch.undo()
                     at.driver.held = set()

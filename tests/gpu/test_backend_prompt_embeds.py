@@ -41,7 +41,7 @@ def test_the_vectors_of_tokens_answer_like_the_tokens(
     """Vectors at the beginning, between tokens, and everywhere, sent seven at a time; in chunks beside prompts without
     vectors."""
     rng, vectors = random.Random(mode), vectors_of_tokens(subject.model)
-    monkeypatch.setattr(request_state, "_PIECE_BYTES", 7 * vectors[0].nbytes)
+    monkeypatch.setattr(request_state, "_STEP_BYTES", 7 * vectors[0].nbytes)
     prompts = [prompt_of(rng, tokens) for tokens in (1, 17, 40, 70)]
     places = [range(1), range(5, 12), range(40), [*range(0, 20, 3), *range(50, 70)]]
     asked = [

@@ -12,7 +12,7 @@ import pytest
 from caraserve.cpu import handoff
 from caraserve.gpu.kernels.work_orders import split_rows
 from caraserve.model.dtype import Dtype
-from tests.gpu.desk import ARRIVED, AWAITED, BY_DEVICE, BY_WORKERS, LOST, TOKENS, Desk, comes_true
+from tests.gpu.hand_offs import ARRIVED, AWAITED, BY_DEVICE, BY_WORKERS, LOST, TOKENS, Desk, comes_true
 
 TOLERANCE = {Dtype.F32: 1e-6, Dtype.BF16: 2**-8, Dtype.F16: 2**-11}
 SHORT_NS = 30_000_000

@@ -25,7 +25,7 @@ from caraserve.gpu.memory.host_memory import inputs_of, x_stride
 from caraserve.lora.peft import inspect_adapter
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES
-from tests.gpu.desk import BLOCK_BYTES, BY_DEVICE, BY_WORKERS, LOST, PATIENCE_NS
+from tests.gpu.hand_offs import BLOCK_BYTES, BY_DEVICE, BY_WORKERS, LOST, PATIENCE_NS
 from tests.gpu.lora_case import address
 from tests.gpu.tiny_device import DEVICE, STREAM, Request, TinyDevice, step
 from tests.oracle.models import ALL_TARGETS, VOCAB_SIZE, make_adapter, make_model

@@ -22,11 +22,12 @@ from caraserve.gpu.driver.api import DriverError
 from caraserve.gpu.memory.weight_transfer import TransferFigures, WeightTransfer
 from caraserve.model.folder_reader import FolderReader, StoredTensor
 from caraserve.model.safetensors_reader import TensorFile
-from tests.gpu.host_device import HostDriver, host_device
+from tests.gpu.host_device import host_device
+from tests.gpu.host_driver import HostDriver
 
-PIECE_BYTES = 256
+SPAN_BYTES = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SHAPES = ((64, 48), (7,), (1, 64), (33, 5), (128,), (50, 70))  # one piece, exact pieces, many pieces
+SHAPES = ((64, 48), (7,), (1, 64), (33, 5), (128,), (50, 70))  # one span, exact spans, many spans
 
 
 def values(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -68,7 +69,7 @@ class World:
         found = {}
         with FolderReader(self.folder) as checkpoint:
             stored = [wrap(tensor) for tensor in self.stored(checkpoint)]
-            with WeightTransfer(self.device, stored, threads=threads, piece_bytes=PIECE_BYTES) as transfer:
+            with WeightTransfer(self.device, stored, threads=threads, span_bytes=SPAN_BYTES) as transfer:
                 for name, tensor in self.tensors.items():
                     found[name] = torch.full(tensor.shape, float("nan"), dtype=kept)
                     transfer.fill(name, found[name])
@@ -102,9 +103,9 @@ def test_every_byte_arrives_and_is_rounded_once(tmp_path: Path, stored: torch.dt
 
 
 def test_a_buffer_is_not_overwritten_before_its_copy_has_run(tmp_path: Path) -> None:
-    """The device runs copies as late as it can, and a tensor has ten times as many pieces as there are buffers."""
+    """The device runs copies as late as it can, and a tensor has ten times as many spans as there are buffers."""
     world = World(tmp_path, torch.float32)
-    world.tensors = {"big": torch.arange(40 * PIECE_BYTES // 4, dtype=torch.float32)}
+    world.tensors = {"big": torch.arange(40 * SPAN_BYTES // 4, dtype=torch.float32)}
     write(tmp_path, world.tensors)
     found, _ = world.load(torch.float32, threads=2)
     assert torch.equal(found["big"], world.tensors["big"])
@@ -129,7 +130,7 @@ def test_memory_freed_by_work_that_has_not_run_is_not_written_yet(world: World) 
 def test_a_filled_tensor_can_be_freed(world: World) -> None:
     with (
         FolderReader(world.folder) as checkpoint,
-        WeightTransfer(world.device, world.stored(checkpoint), threads=3, piece_bytes=PIECE_BYTES) as transfer,
+        WeightTransfer(world.device, world.stored(checkpoint), threads=3, span_bytes=SPAN_BYTES) as transfer,
     ):
         for name, tensor in world.tensors.items():
             target = torch.empty(tensor.shape)
@@ -164,9 +165,9 @@ def test_threads_read_ahead_of_the_first_tensor_and_not_further_than_a_piece_eac
 
     with FolderReader(world.folder) as checkpoint:
         stored = [watching(see)(tensor) for tensor in world.stored(checkpoint)]
-        with WeightTransfer(world.device, stored, threads=3, piece_bytes=PIECE_BYTES):
+        with WeightTransfer(world.device, stored, threads=3, span_bytes=SPAN_BYTES):
             assert all(reads.acquire(timeout=30.0) for _ in range(3))
-            assert sum(world.driver._registered.values()) <= max(2 << 20, 6 * PIECE_BYTES)  # whole huge pages
+            assert sum(world.driver._registered.values()) <= max(2 << 20, 6 * SPAN_BYTES)  # whole huge pages
     assert read == ["t0"] * 3
 
 
@@ -197,7 +198,7 @@ def test_a_thread_reads_its_next_piece_while_its_last_one_is_copied(world: World
             pending.append(len(stream.waiting))
 
     world.load(torch.bfloat16, 1, watching(see))
-    assert pending[1] == 2  # the first piece's copy, and the record after it
+    assert pending[1] == 2  # the first span's copy, and the record after it
 
 
 @pytest.mark.parametrize("name", ["t1", "t3", "t5"])
@@ -288,7 +289,7 @@ def test_a_full_device_is_named_before_any_file_is_read(world: World, monkeypatc
         stored = world.stored(checkpoint)
         monkeypatch.setattr(torch, "empty", refuse)
         with pytest.raises(ModelLoadError, match="the device has less than 256 B free"):
-            WeightTransfer(world.device, stored, threads=2, piece_bytes=PIECE_BYTES)
+            WeightTransfer(world.device, stored, threads=2, span_bytes=SPAN_BYTES)
 
 
 def test_tensors_filled_in_another_order_are_a_defect(world: World) -> None:
