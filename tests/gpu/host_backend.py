@@ -2,13 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, ParamSpec
 
 import pytest
 
@@ -38,6 +38,8 @@ GRANULE_BYTES = 32 << 10  # small, so that tiny adapters differ in their number 
 KV_BLOCK_BYTES = 8 << 10  # of the models here in fp32
 NO_NUMBER = 0xFF  # NaN, if every byte has this value
 PATIENCE_S = 60.0
+
+P = ParamSpec("P")
 
 
 @dataclass
@@ -177,6 +179,16 @@ def host_tier(host: Host, folders: Mapping[str, Path], model: Path) -> dict[str,
         found[name] = read_adapter(folder, spec, host.backend.host_memory[at : at + num_bytes])
         at += -(-num_bytes // 4096) * 4096
     return found
+
+
+def on_a_loop(test: Callable[P, Awaitable[None]]) -> Callable[P, None]:
+    """Makes a test of a coroutine, which fails if it takes some minutes, as when an answer never comes."""
+
+    @wraps(test)
+    def run(*args: P.args, **named: P.kwargs) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **named), 5 * PATIENCE_S))
+
+    return run
 
 
 def check_pool(pool: DevicePool) -> None:

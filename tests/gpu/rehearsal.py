@@ -155,7 +155,7 @@ def opener(missing: str = "") -> Callable[[Dtype], Opened]:
     return open_
 
 
-def told(argv: Sequence[str], timeout_s: float) -> None:
+def report_modes(argv: Sequence[str], timeout_s: float) -> None:
     """Stands in for `caraserve bench modes`: takes its arguments and writes a report like its own."""
     assert timeout_s > 0
     args = bench_parser().parse_args(["modes", *argv[: argv.index("--")]])
@@ -233,7 +233,7 @@ def emulated_setup(
         budget_s,
         limits,
         server_arguments,
-        bench_modes=told,
+        bench_modes=report_modes,
         run_part=run_part,
         caraserve=(sys.executable, "-m", "tests.gpu.serve_emulated"),
     )

@@ -6,7 +6,7 @@ import json
 import random
 import re
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,16 +30,11 @@ from caraserve.loop import Engine
 from tests.gpu.answers import CONTEXT, Asked, check, run_server
 from tests.gpu.host_backend import GRANULE_BYTES, PATIENCE_S, Host, serving
 from tests.gpu.host_driver import HostDriver
-from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle.models import prompt_of
 from tests.oracle.subject import KINDS, Subject
 from tests.serving import MIB, PROFILE, Answer, engine_config, lora_config, model_config, running, submit
 
-
-@pytest.fixture(scope="module", autouse=True)
-def stand_in() -> Iterator[None]:
-    with torch_kernels():
-        yield
+pytestmark = pytest.mark.usefixtures("torch_for_triton")
 
 
 def some_requests(rng: random.Random, names: Sequence[str | None], count: int) -> list[Asked]:

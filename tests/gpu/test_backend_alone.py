@@ -4,7 +4,7 @@ failing device, and a clean end."""
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -21,7 +21,6 @@ from caraserve.gpu.memory.adapters import DeviceImages
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS
 from caraserve.kv.memory_budget import MemoryBudget
 from tests.gpu.host_backend import GRANULE_BYTES, KV_BLOCK_BYTES, PATIENCE_S, Host, alone, check_pool, host_tier
-from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle.models import ALL_TARGETS, prompt_of
 from tests.oracle.oracle import Oracle
 from tests.oracle.subject import KINDS, Subject, make_subject
@@ -31,10 +30,7 @@ BLOCKS_EACH, SLOTS = 5, 4  # of a request
 ADAPTER_SLOTS = 12
 
 
-@pytest.fixture(scope="module", autouse=True)
-def stand_in() -> Iterator[None]:
-    with torch_kernels():
-        yield
+pytestmark = pytest.mark.usefixtures("torch_for_triton")
 
 
 @pytest.fixture(scope="module")

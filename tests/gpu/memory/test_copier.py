@@ -29,7 +29,7 @@ LINK = 1000.0  # bytes/s
 LAYERS, ROOM = 4, 64
 
 
-class World:
+class CopierCase:
     """Loads into fixed places, and passes that read them, all launched without host waits."""
 
     def __init__(self, random: Random) -> None:
@@ -123,66 +123,66 @@ class World:
 @given(st.integers(0, 2**32))
 def test_no_kernel_reads_a_layer_before_its_copy(seed: int) -> None:
     random = Random(seed)
-    world = World(random)
+    case = CopierCase(random)
     for _ in range(50):
-        world.act()
-    while world.open:
-        world.driver.run_all()
-        world.copier.poll()
-    world.driver.run_all()
-    assert world.queue.next() is None
-    world.copier.poll()
-    assert world.queue.in_flight == 0
+        case.act()
+    while case.open:
+        case.driver.run_all()
+        case.copier.poll()
+    case.driver.run_all()
+    assert case.queue.next() is None
+    case.copier.poll()
+    assert case.queue.in_flight == 0
 
 
 def test_waiting_for_copies_that_have_not_been_issued_raises() -> None:
-    world = World(Random(0))
-    world.load()
-    (slot,) = world.open
+    case = CopierCase(Random(0))
+    case.load()
+    (slot,) = case.open
     with pytest.raises(AssertionError, match="there is no event yet"):
-        world.copier.arrival_of_all([slot], 0)
+        case.copier.arrival_of_all([slot], 0)
     with pytest.raises(AssertionError, match="nothing would be waited for"):
-        world.lanes.wait(Lane.COMPUTE, at(Lane.COPY, 1))
+        case.lanes.wait(Lane.COMPUTE, at(Lane.COPY, 1))
 
 
 def test_bytes_of_a_cancelled_load_are_reused_after_its_issued_copies() -> None:
     for spans in range(3):
-        world = World(Random(0))
-        world.copier.load(world.image(0, 4 * SPAN, layer_groups((4 * SPAN,), ()), NOTHING), lambda: None)
+        case = CopierCase(Random(0))
+        case.copier.load(case.image(0, 4 * SPAN, layer_groups((4 * SPAN,), ()), NOTHING), lambda: None)
         if spans:
-            world.copier.poll()  # issues two spans of four
+            case.copier.poll()  # issues two spans of four
         if spans == 2:
-            world.copier.commit([0], 1)
-        until = world.copier.cancel(0)
+            case.copier.commit([0], 1)
+        until = case.copier.cancel(0)
         assert (until == NOTHING) == (spans == 0)
-        world.lanes.wait(Lane.COMPUTE, until)
-        start = address(world.memory)
-        world.driver.issue(world.lanes.streams[Lane.COMPUTE], Operation("KV", writes=[(start, start + 4 * SPAN)]))
-        world.driver.run_all()
-        assert world.copier.cancel(0) == NOTHING
-        assert world.queue.next() is None
+        case.lanes.wait(Lane.COMPUTE, until)
+        start = address(case.memory)
+        case.driver.issue(case.lanes.streams[Lane.COMPUTE], Operation("KV", writes=[(start, start + 4 * SPAN)]))
+        case.driver.run_all()
+        assert case.copier.cancel(0) == NOTHING
+        assert case.queue.next() is None
 
 
 def test_ready_words_identify_their_load() -> None:
-    world = World(Random(0))
+    case = CopierCase(Random(0))
     for _ in range(3):
-        world.load()
-    while world.open:
-        world.copier.poll()
-        world.driver.run_all()
-    for slot, generation in world.generation.items():
-        assert [word(at) for at in world.ready(slot)] == [generation] * LAYERS
+        case.load()
+    while case.open:
+        case.copier.poll()
+        case.driver.run_all()
+    for slot, generation in case.generation.items():
+        assert [word(at) for at in case.ready(slot)] == [generation] * LAYERS
 
 
 def test_bytes_still_being_read_delay_only_their_own_load() -> None:
-    world, done = World(Random(0)), list[int]()
-    world.driver.issue(world.lanes.streams[Lane.COMPUTE], Operation("slow", ready=lambda: False))
-    reader = at(Lane.COMPUTE, world.lanes.mark(Lane.COMPUTE))
+    case, done = CopierCase(Random(0)), list[int]()
+    case.driver.issue(case.lanes.streams[Lane.COMPUTE], Operation("slow", ready=lambda: False))
+    reader = at(Lane.COMPUTE, case.lanes.mark(Lane.COMPUTE))
     for slot, after in ((1, reader), (2, NOTHING)):
-        world.copier.load(world.image(slot, 4, layer_groups((4,), ()), after), partial(done.append, slot))
+        case.copier.load(case.image(slot, 4, layer_groups((4,), ()), after), partial(done.append, slot))
     for _ in range(3):
-        world.copier.poll()
-        while world.driver.step():
+        case.copier.poll()
+        while case.driver.step():
             pass
     assert done == [2]
 

@@ -214,7 +214,7 @@ def test_a_move_keeps_its_bytes_whatever_it_overlaps(size: int, distance: int) -
 # --- on a device, under any schedule ---
 
 
-class World:
+class PoolCase:
     """A pool on a fake device, with copies into it and kernels that read it, all launched without host waits."""
 
     GRANULES, SLOTS = 24, 7
@@ -341,17 +341,17 @@ class World:
 @given(st.integers(0, 2**32))
 def test_no_byte_is_reused_while_launched_work_may_touch_it(seed: int) -> None:
     random = Random(seed)
-    world = World(random)
+    case = PoolCase(random)
     for _ in range(60):
-        world.act()
-    world.driver.run_all()
-    world.look()
-    assert not world.loading
-    assert not world.lent
-    for slot in world.copied:
-        start, num_bytes = world.pool.place_of(slot), world.sizes[slot]
-        expected = world.image(slot)[:num_bytes]
-        assert np.array_equal(world.memory[start : start + num_bytes], expected), "bytes were lost in a move"
+        case.act()
+    case.driver.run_all()
+    case.look()
+    assert not case.loading
+    assert not case.lent
+    for slot in case.copied:
+        start, num_bytes = case.pool.place_of(slot), case.sizes[slot]
+        expected = case.image(slot)[:num_bytes]
+        assert np.array_equal(case.memory[start : start + num_bytes], expected), "bytes were lost in a move"
 
 
 def test_passed_marks_are_dropped() -> None:
