@@ -19,6 +19,7 @@ from caraserve.gpu import builder, weights
 from caraserve.gpu.backend import CudaBackend
 from caraserve.gpu.builder import BackendParts, GpuSizes
 from caraserve.gpu.checkpoint import load_checkpoint
+from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.detect import DeviceChoice
 from caraserve.gpu.driver.device import GpuDevice
 from caraserve.gpu.driver.launch import Kernels
@@ -202,6 +203,21 @@ def check_pool(pool: DevicePool) -> None:
     assert place <= pool.num_bytes, "adapters reach beyond the pool"
     assert len(pool._extents) == len(pool._by_slot), "an adapter is lost"
     assert pool.adapter_bytes <= pool.lora_bytes, "adapters are over their cap"
+
+
+def hold_second_copy(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Makes the copy lane stand still once its second copy has begun. Returns the bytes of the copies that have
+    begun."""
+    link_time, begun = HostDriver.link_time, list[int]()
+
+    def holding(driver: HostDriver, stream: Stream, num_bytes: int) -> Callable[[], bool]:
+        if driver.is_lane(stream, Lane.COPY):
+            begun.append(num_bytes)
+            driver.held |= {Lane.COPY} if len(begun) == 2 else set()
+        return link_time(driver, stream, num_bytes)
+
+    monkeypatch.setattr(HostDriver, "link_time", holding)
+    return begun
 
 
 def note_calls(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, calls: list[str]) -> None:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from caraserve.config import LOADING_MODES, PRELOADED_MODES, LoraConfig
 from caraserve.core.batch import Batch
+from caraserve.core.lora_layout import GROUPS
 from caraserve.engine.active_request import ActiveRequest
 from caraserve.engine.queues import RequestQueues
 from caraserve.errors import ConfigError
@@ -28,7 +29,7 @@ from caraserve.gpu.kernels.bgmv_work import GROUP_RANK, WorkItems
 from caraserve.gpu.memory.pass_shape import PassShape
 from caraserve.loop import Engine
 from tests.gpu.answers import CONTEXT, Asked, check, run_server
-from tests.gpu.host_backend import GRANULE_BYTES, PATIENCE_S, Host, serving
+from tests.gpu.host_backend import GRANULE_BYTES, PATIENCE_S, Host, hold_second_copy, on_a_loop, serving
 from tests.gpu.host_driver import HostDriver
 from tests.oracle.models import prompt_of
 from tests.oracle.subject import KINDS, Subject
@@ -234,6 +235,26 @@ def test_adapters_are_awaited_without_graphs_if_waits_cannot_be_captured(
     assert set(seen.replays) == {False}
     (complaint,) = (record.message for record in caplog.records if record.name == builder.__name__)
     assert complaint.endswith("which takes longer: cuStreamWaitValue32_v2: not supported")
+
+
+@pytest.mark.parametrize("graph_bytes", [0, 1 << 30], ids=["kernels", "graphs"])
+@on_a_loop
+async def test_a_layer_is_computed_while_the_next_one_is_copied(
+    subject: Subject, graph_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room, prompt = 24 * GRANULE_BYTES, [7]  # one token, which decoding kernels compute
+    lora = lora_config(subject.adapters, mode="pipelined", device_bytes=room, host_bytes=4 * MIB, pipeline_groups=2)
+    settings, model = engine_config(seqs=2, step_tokens=8, kv_bytes=room), model_config(subject.model)
+    async with serving(model, lora, settings, graph_bytes=graph_bytes) as (engine, host):
+        before = host.driver.log.count("bgmv_shrink")
+        hold_second_copy(monkeypatch)
+        answer = submit(engine, prompt, "half", max_tokens=1)
+        while (launched := host.driver.log.count("bgmv_shrink") - before) < len(GROUPS):  # noqa: ASYNC110  no event
+            await asyncio.sleep(0.001)
+        assert not answer.done()
+        assert launched == len(GROUPS)  # of the first of two layers
+        host.driver.held = set()
+        check(subject, [(prompt, "half")], [await answer], 1)
 
 
 def test_passes_over_merged_weights_are_captured(subject: Subject) -> None:

@@ -4,7 +4,6 @@ can stop: which side computes a layer, and what happens if workers die, stop or 
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -13,14 +12,12 @@ from caraserve.cpu.lora_workers import pool
 from caraserve.gpu import builder
 from caraserve.gpu.assist import assisted_prefill
 from caraserve.gpu.assist.assisted_prefill import AssistedPrefills
-from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.streams import Lane, Timelines
 from caraserve.gpu.forward import iteration
 from caraserve.model.spec import load_spec
 from tests.fake_grammar import FakeGrammar
 from tests.gpu.assisted_engine import LAYERS, PATIENCE_S, TOKENS, assisted_engine, prompt_of
-from tests.gpu.host_backend import NO_NUMBER, note_calls, on_a_loop
-from tests.gpu.host_driver import HostDriver
+from tests.gpu.host_backend import NO_NUMBER, hold_second_copy, note_calls, on_a_loop
 from tests.oracle import models
 from tests.oracle.subject import Subject
 from tests.oracle.vectors import vectors_of_tokens, with_vectors
@@ -165,16 +162,8 @@ async def test_a_layer_that_has_arrived_comes_from_the_device_and_the_other_from
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of the two layers is copied by itself, and the second copy does not end."""
-    link_time, begun = HostDriver.link_time, list[int]()
-
-    def first_alone(driver: HostDriver, stream: Stream, num_bytes: int) -> Callable[[], bool]:
-        if driver.is_lane(stream, Lane.COPY):
-            begun.append(num_bytes)
-            driver.held |= {Lane.COPY} if len(begun) == 2 else set()
-        return link_time(driver, stream, num_bytes)
-
     async with assisted_engine(subject, pipeline_groups=LAYERS) as at:
-        monkeypatch.setattr(HostDriver, "link_time", first_alone)
+        begun = hold_second_copy(monkeypatch)
         at.driver.held = {Lane.ASSIST}
         answer = at.ask("r8", 30)
         await at.until_launched()
