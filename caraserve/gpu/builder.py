@@ -21,15 +21,15 @@ from caraserve.cpu.shared_memory import PAGE_BYTES
 from caraserve.errors import ConfigError
 from caraserve.gpu.assist import chunk_graphs
 from caraserve.gpu.assist.assisted_prefill import AssistedPrefills, AssistResources
-from caraserve.gpu.assist.handshake import WatchdogThread
+from caraserve.gpu.assist.handshake import Watchdog, WatchdogThread
 from caraserve.gpu.attention.triton import ATTENTION
 from caraserve.gpu.driver.api import Driver, DriverError
 from caraserve.gpu.driver.device import GpuDevice
 from caraserve.gpu.driver.streams import NOTHING, Lane, Timelines
 from caraserve.gpu.forward.batch import BatchWriter, DeviceBatch, make_batch
-from caraserve.gpu.forward.decoder import Decoder, issue_pass
+from caraserve.gpu.forward.decoder import Decoder, DecoderPass, issue_pass
 from caraserve.gpu.forward.graphs import NODE_BYTES, Bucket, CapturedGraphs, GraphSet
-from caraserve.gpu.forward.iteration import IterationRunner, LaneResources, PassSelector
+from caraserve.gpu.forward.iteration import IterationRunner, LaneResources
 from caraserve.gpu.forward.warm_up import issue_products, product_rows, warm_up_shapes
 from caraserve.gpu.memory.adapter_tables import AdapterTables
 from caraserve.gpu.memory.adapters import DeviceImages, RegisteredMemory
@@ -37,7 +37,7 @@ from caraserve.gpu.memory.copier import AdapterCopier, DeviceContext
 from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS, SYNC_SLOTS, HostRegion
 from caraserve.gpu.memory.link_queue import LinkQueue
 from caraserve.gpu.memory.masks import LaneMasks, mask_bytes
-from caraserve.gpu.memory.pass_shape import Capacity
+from caraserve.gpu.memory.pass_shape import Capacity, PassShape
 from caraserve.gpu.memory.pool import GRANULE_BYTES, DevicePool
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS, RequestSlots, block_bytes, make_state
 from caraserve.gpu.memory.results import ResultBlocks, Waiter, result_bytes
@@ -80,23 +80,95 @@ class GpuSizes:
     pool_bytes: int | None = None  # None: all memory that is left
 
 
-@dataclass(frozen=True, slots=True)
 class BackendParts:
-    """The parts of the backend. `lanes`: of iterations, of assisted prefills."""
+    """The parts of the backend, among which it divides the device's memory. `lanes`: of iterations, of assisted
+    prefills."""
 
-    limits: Limits
-    device: GpuDevice
-    spec: ModelSpec
-    context: DeviceContext
-    images: DeviceImages
-    slots: RequestSlots
-    lanes: tuple[LaneResources, ...]
-    copies: Waiter
-    captured_graphs: CapturedGraphs
-    pass_selector: PassSelector
-    iterations: IterationRunner
-    assist_resources: AssistResources
-    assisted: AssistedPrefills
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        sizes: GpuSizes,
+        device: GpuDevice,
+        wake: Callable[[], None],
+        trace: Trace | None = None,
+    ) -> None:
+        """Allocates the memory and builds the parts. `wake` makes the launching thread poll. Raises ConfigError if the
+        device is too small or host memory cannot be pinned."""
+        self.spec, self.device = spec, device
+        try:
+            self._build(weights, sizes, wake, trace)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                "the device's memory is full before all is there that serving needs; lower --gpu-memory-utilization, "
+                "--max-num-seqs, --max-num-batched-tokens or --max-model-len"
+            ) from error
+
+    def _build(self, weights: Weights, sizes: GpuSizes, wake: Callable[[], None], trace: Trace | None) -> None:
+        spec, device, driver = self.spec, self.device, self.device.driver
+        capacities = _capacities(spec, weights, sizes)
+        tables = AdapterTables(spec, sizes.adapter_slots, device.device)
+        self.merged = MergedDeviceWeights(spec, weights, MAX_RANK) if sizes.merging else None
+        memories = [_lane_memory(spec, weights, sizes, capacity, device) for capacity in capacities]
+        dtype = DTYPES_OF_TORCH[weights.dtype]
+        region, host = _host_memory(spec, dtype, sizes, capacities, driver)
+        self.context = context = _channels(device, region, host)
+        _first_products(context, weights)
+        memory = torch.empty(_pool_bytes(driver, sizes), dtype=torch.uint8, device=device.device)
+        state = make_state(spec, weights.dtype, memory, sizes.num_slots, sizes.max_context)
+        self.limits = _limits(spec, weights.dtype, sizes, memory.numel())
+        self.copies = copies = Waiter(driver, "caraserve-copies")
+        self.images = DeviceImages(
+            context,
+            _pool(self.limits),
+            memory,
+            tables,
+            spec,
+            host,
+            padded_rank=sizes.padded_rank,
+            with_ready_words=bool(sizes.lora_cpus),
+            when_copied=lambda: copies.when_done(context.timelines.streams[Lane.COPY], lambda failure: wake()),
+            now=time.monotonic,
+        )
+        blocks = [(block, host.on_device(int(block.ctypes.data))) for block in region.results]
+        own = zip(("results", "assisted"), (blocks[:_ITERATIONS_AHEAD], blocks[_ITERATIONS_AHEAD:]), strict=True)
+        self.lanes: list[LaneResources] = []
+        for capacity, (batch, workspace), masks, (name, results) in zip(
+            capacities, memories, region.masks, own, strict=True
+        ):
+            waiter = Waiter(driver, f"caraserve-{name}")
+            at = host.on_device(int(masks.ctypes.data))
+            self.lanes.append(
+                LaneResources(
+                    capacity,
+                    batch,
+                    BatchWriter(capacity),
+                    Decoder(spec, weights, state, batch, tables, workspace, device, ATTENTION),
+                    ResultBlocks(results, capacity.outputs),
+                    waiter,
+                    LaneMasks(driver, waiter, masks, at, batch.masked.masks),
+                )
+            )
+        self.slots = RequestSlots(state, context.ring)
+        chunk_bytes = _chunk_graph_bytes(spec, sizes)
+        graphs = GraphSet(
+            sizes.num_slots,
+            sizes.max_step_tokens,
+            sizes.graph_bytes - chunk_bytes,
+            spec.layers * _NODES_PER_LAYER * NODE_BYTES,
+            merging=sizes.merging,
+        )
+        iterations, assist = self.lanes
+        self.captured_graphs = CapturedGraphs(driver, graphs, iterations.capacity, sizes.max_context, spec.layers)
+        self.iterations = IterationRunner(
+            context, iterations, self.images, self.slots, self.captured_graphs, self.merged, spec, trace
+        )
+        self.workers = WorkerPool(region.region, region.blocks, sizes.lora_cpus, region.block_bytes)
+        self.watchdog = WatchdogThread(Watchdog(RegionWords(region.region)), self.workers)
+        self.region = region
+        resources = AssistResources(region, host, self.workers, self.watchdog.watchdog, dtype)
+        self.assisted = AssistedPrefills(context, assist, self.images, self.slots, resources, spec, wake, chunk_bytes)
+        device.synchronize()  # memory was filled on torch's stream, for which not every lane waits
 
     @property
     def is_busy(self) -> bool:
@@ -122,7 +194,7 @@ class BackendParts:
 
     def warm_up(self, advance: Callable[[], None]) -> None:
         """Runs every kernel once in each of its forms, then captures the graphs; on the launching thread."""
-        lane, timelines = self.lanes[0], self.context.timelines
+        lane, timelines, merged = self.lanes[0], self.context.timelines, self.merged
         stream = timelines.streams[Lane.COMPUTE]
         self.context.ring.send(lane.batch.words.data_ptr(), lane.host.empty())
         self.context.ring.flush()
@@ -132,16 +204,20 @@ class BackendParts:
             advance()
         for rows in product_rows(lane.capacity.tokens):
             issue_products(lane.decoder, rows, stream)
-        self.pass_selector.warm_up()
+        if merged is not None:
+            merged.warm_up(self.images.memory, self.device.driver, stream)
         timelines.settle(Lane.COMPUTE)
         advance()
         if self.limits.assisted_batches:
             self.assisted.warm_up(advance)
         self.captured_graphs.make_gates(self.device.device)
         self.device.synchronize()
-        self.captured_graphs.capture_all(
-            self.pass_selector.for_graph, stream, lambda: timelines.settle(Lane.COMPUTE), advance
-        )
+
+        def pass_for(bucket: Bucket, shape: PassShape) -> DecoderPass:
+            weights = merged.weights if merged is not None and bucket.merged else None
+            return lane.decoder.make_pass(shape, weights=weights)
+
+        self.captured_graphs.capture_all(pass_for, stream, lambda: timelines.settle(Lane.COMPUTE), advance)
         if failures := [*self.assisted.graphs.failures, *self.captured_graphs.failures]:
             log.warning(
                 "%d of %d graphs cannot be captured, so what would take them is launched kernel by kernel, which takes "
@@ -156,117 +232,12 @@ class BackendParts:
                 self.context.timelines.settle(each)
         for waiter in (*(lane.waiter for lane in self.lanes), self.copies):
             waiter.close()
-        self.assist_resources.watchdog.close()
-        self.assist_resources.workers.close()
-        region = self.assist_resources.region.region
+        self.watchdog.close()
+        self.workers.close()
+        region = self.region.region
         with contextlib.suppress(DriverError):  # the device may have failed
             self.device.driver.unregister_host(region.base)
         region.close()
-
-
-def build_parts(
-    spec: ModelSpec,
-    weights: Weights,
-    sizes: GpuSizes,
-    device: GpuDevice,
-    wake: Callable[[], None],
-    trace: Trace | None = None,
-) -> BackendParts:
-    """Allocates the memory and builds the parts. `wake` makes the launching thread poll. Raises ConfigError if the
-    device is too small or host memory cannot be pinned."""
-    try:
-        return _build(spec, weights, sizes, device, wake, trace)
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            "the device's memory is full before all is there that serving needs; lower --gpu-memory-utilization, "
-            "--max-num-seqs, --max-num-batched-tokens or --max-model-len"
-        ) from error
-
-
-def _build(
-    spec: ModelSpec,
-    weights: Weights,
-    sizes: GpuSizes,
-    device: GpuDevice,
-    wake: Callable[[], None],
-    trace: Trace | None,
-) -> BackendParts:
-    driver, capacities = device.driver, _capacities(spec, weights, sizes)
-    tables = AdapterTables(spec, sizes.adapter_slots, device.device)
-    merged = MergedDeviceWeights(spec, weights, MAX_RANK) if sizes.merging else None
-    memories = [_lane_memory(spec, weights, sizes, capacity, device) for capacity in capacities]
-    dtype = DTYPES_OF_TORCH[weights.dtype]
-    region, host = _host_memory(spec, dtype, sizes, capacities, driver)
-    context = _channels(device, region, host)
-    _first_products(context, weights)
-    memory = torch.empty(_pool_bytes(driver, sizes), dtype=torch.uint8, device=device.device)
-    state = make_state(spec, weights.dtype, memory, sizes.num_slots, sizes.max_context)
-    limits = _limits(spec, weights.dtype, sizes, memory.numel())
-    copies = Waiter(driver, "caraserve-copies")
-    images = DeviceImages(
-        context,
-        _pool(limits),
-        memory,
-        tables,
-        spec,
-        host,
-        padded_rank=sizes.padded_rank,
-        with_ready_words=bool(sizes.lora_cpus),
-        when_copied=lambda: copies.when_done(context.timelines.streams[Lane.COPY], lambda failure: wake()),
-        now=time.monotonic,
-    )
-    blocks = [(block, host.on_device(int(block.ctypes.data))) for block in region.results]
-    waiters = [Waiter(driver, f"caraserve-{name}") for name in ("results", "assisted")]
-    lanes = [
-        LaneResources(
-            capacity,
-            batch,
-            BatchWriter(capacity),
-            Decoder(spec, weights, state, batch, tables, workspace, device.kernels, driver, ATTENTION),
-            ResultBlocks(own, capacity.outputs),
-            waiter,
-            LaneMasks(driver, waiter, masks, host.on_device(int(masks.ctypes.data)), batch.masked.masks),
-        )
-        for capacity, (batch, workspace), own, waiter, masks in zip(
-            capacities,
-            memories,
-            (blocks[:_ITERATIONS_AHEAD], blocks[_ITERATIONS_AHEAD:]),
-            waiters,
-            region.masks,
-            strict=True,
-        )
-    ]
-    slots = RequestSlots(state, context.ring)
-    chunk_bytes = _chunk_graph_bytes(spec, sizes)
-    graphs = GraphSet(
-        sizes.num_slots,
-        sizes.max_step_tokens,
-        sizes.graph_bytes - chunk_bytes,
-        _expected_bytes(spec),
-        merging=sizes.merging,
-    )
-    captured_graphs = CapturedGraphs(driver, graphs, lanes[0].capacity, sizes.max_context, spec.layers)
-    pass_selector = PassSelector(lanes[0].decoder, images, context, merged)
-    workers = WorkerPool(region.region, region.blocks, sizes.lora_cpus, region.block_bytes)
-    watchdog = WatchdogThread(RegionWords(region.region), workers)
-    assist_resources = AssistResources(region, host, workers, watchdog, dtype)
-    parts = BackendParts(
-        limits=limits,
-        device=device,
-        spec=spec,
-        context=context,
-        images=images,
-        slots=slots,
-        lanes=tuple(lanes),
-        copies=copies,
-        captured_graphs=captured_graphs,
-        pass_selector=pass_selector,
-        iterations=IterationRunner(context, lanes[0], images, slots, captured_graphs, pass_selector, spec, trace),
-        assist_resources=assist_resources,
-        assisted=AssistedPrefills(context, lanes[1], images, slots, assist_resources, spec, wake, chunk_bytes),
-    )
-    device.synchronize()  # memory was filled on torch's stream, for which not every lane waits
-    return parts
 
 
 def _capacities(spec: ModelSpec, weights: Weights, sizes: GpuSizes) -> tuple[Capacity, Capacity]:
@@ -347,13 +318,6 @@ def _pool(limits: Limits) -> DevicePool:
     )
     pool.resize_kv(limits.num_blocks, until=NOTHING, moved=NOTHING)
     return pool
-
-
-def _expected_bytes(spec: ModelSpec) -> Callable[[Bucket], int]:
-    def expected(bucket: Bucket) -> int:
-        return spec.layers * _NODES_PER_LAYER * NODE_BYTES
-
-    return expected
 
 
 def _chunk_graph_bytes(spec: ModelSpec, sizes: GpuSizes) -> int:

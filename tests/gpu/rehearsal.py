@@ -34,7 +34,8 @@ from scripts.laboratory.gpu.setup import CheckEffort, CheckSetup, DeviceLimits, 
 from scripts.laboratory.gpu.stages import STAGES, Stage, find_stage
 from tests.gpu.fast_interpreter import speed_up
 from tests.gpu.honest_dots import use_honest_dots
-from tests.gpu.host_device import HostDriver, host_device
+from tests.gpu.host_device import host_device
+from tests.gpu.host_driver import HostDriver
 
 FACTS = DeviceFacts(
     name="a device on the host",
@@ -152,7 +153,7 @@ def opener(missing: str = "") -> Callable[[Dtype], Opened]:
     return open_
 
 
-def told(argv: Sequence[str], timeout_s: float) -> None:
+def report_modes(argv: Sequence[str], timeout_s: float) -> None:
     """Stands in for `caraserve bench modes`: takes its arguments and writes a report like its own."""
     assert timeout_s > 0
     args = bench_parser().parse_args(["modes", *argv[: argv.index("--")]])
@@ -230,7 +231,7 @@ def emulated_setup(
         budget_s,
         limits,
         server_arguments,
-        bench_modes=told,
+        bench_modes=report_modes,
         run_part=run_part,
         caraserve=(sys.executable, "-m", "tests.gpu.serve_emulated"),
     )

@@ -109,7 +109,7 @@ class Torch:
         return self.given
 
 
-class World:
+class DriverCase:
     """A driver, a stream, 4 KiB on the host and 4 KiB on the device, which the host can read, too."""
 
     def __init__(self, stub: Stub) -> None:

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from caraserve.errors import ConfigError
-from caraserve.gpu.builder import BackendParts, GpuSizes, build_parts
+from caraserve.gpu import builder
+from caraserve.gpu.builder import BackendParts, GpuSizes
 from caraserve.gpu.driver.api import DriverError
 from caraserve.gpu.driver.device import GpuDevice
-from caraserve.gpu.forward import builder as assembling
 from caraserve.gpu.weights import dummy, load
-from tests.gpu.host_device import HostDriver, host_device
+from tests.gpu.host_device import host_device
+from tests.gpu.host_driver import HostDriver
 from tests.gpu.small_model import SPEC
 
 CPU = torch.device("cpu")
@@ -25,8 +26,9 @@ SIZES = GpuSizes(
 
 
 @contextmanager
-def assembled(device: GpuDevice) -> Iterator[BackendParts]:
-    parts = build_parts(SPEC, load(SPEC, torch.float32, 64, CPU, dummy(0, CPU)), SIZES, device, lambda: None)
+def built(device: GpuDevice) -> Iterator[BackendParts]:
+    weights = load(SPEC, torch.float32, 64, CPU, dummy(0, CPU))
+    parts = BackendParts(SPEC, weights, SIZES, device, lambda: None)
     try:
         yield parts
     finally:
@@ -44,7 +46,7 @@ def test_all_memory_is_filled_before_another_stream_reads_it(monkeypatch: pytest
 
     monkeypatch.setattr(torch, "zeros", filling)
     device, _ = host_device()
-    with assembled(replace(device, synchronize=lambda: order.append("wait for all streams"))):
+    with built(replace(device, synchronize=lambda: order.append("wait for all streams"))):
         assert order.count("fill") > 5
         assert order[-1] == "wait for all streams"
 
@@ -57,7 +59,7 @@ def test_host_memory_that_cannot_be_pinned_is_an_error_that_names_the_flag(
 
     monkeypatch.setattr(HostDriver, "register_host", refuse)
     said = r"MiB of host memory cannot be pinned \(cuMemHostRegister.*\); lower --max-host-adapters-bytes$"
-    with pytest.raises(ConfigError, match=said), assembled(host_device()[0]):
+    with pytest.raises(ConfigError, match=said), built(host_device()[0]):
         pass
 
 
@@ -65,9 +67,9 @@ def test_a_device_without_free_memory_is_a_one_line_error(monkeypatch: pytest.Mo
     def is_full(*sizes: Any, **named: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmany more lines")
 
-    monkeypatch.setattr(assembling, "make_workspace", is_full)
+    monkeypatch.setattr(builder, "make_workspace", is_full)
     with (
         pytest.raises(ConfigError, match=r"memory is full .* lower --gpu-memory-utilization"),
-        assembled(host_device()[0]),
+        built(host_device()[0]),
     ):
         pass

@@ -29,7 +29,6 @@ from caraserve.model.spec import ModelSpec, load_spec, module_name, parse_spec
 from tests.gpu.host_backend import GRANULE_BYTES, serving
 from tests.gpu.host_device import host_device
 from tests.gpu.small_model import CONFIG
-from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle.models import make_adapters, make_model, prompt_of
 from tests.oracle.oracle import Oracle
 from tests.oracle.quantized import KINDS, compressed, dequantize, quantize, quantize_inputs
@@ -42,10 +41,7 @@ CPU = torch.device("cpu")
 TIE_MARGIN = 0.05
 
 
-@pytest.fixture(scope="module", autouse=True)
-def stand_in() -> Iterator[None]:
-    with torch_kernels():
-        yield
+pytestmark = pytest.mark.usefixtures("torch_for_triton")
 
 
 @pytest.fixture(scope="module")

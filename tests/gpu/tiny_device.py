@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from caraserve.core.outputs import OutputValues, collect, outputs_of
 from caraserve.cpu.sampling import SLOT_SAMPLING, write_sampling
 from caraserve.gpu.attention.triton import ATTENTION
 from caraserve.gpu.checkpoint import load_checkpoint
-from caraserve.gpu.driver.api import Driver, Stream
+from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.launch import Launch
 from caraserve.gpu.forward.batch import BatchWriter, decode_slots, make_batch
 from caraserve.gpu.forward.decoder import Decoder, issue_pass
@@ -34,6 +34,7 @@ from caraserve.lora.peft import inspect_adapter, read_adapter
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES, ModelSpec, load_spec
 from caraserve.util.units import ceil_div
+from scripts.laboratory.gpu.null_device import NullDriver
 from tests.gpu.emulator import run as emulate
 from tests.gpu.host_device import host_device
 
@@ -41,16 +42,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SLOTS, ADAPTER_SLOTS, MAX_CONTEXT, MAX_RANK = 6, 6, 320, 64
 STREAM = Stream(0)
 GREEDY = SlotSampling.greedy(0)
-
-
-class AtOnce:
-    """A driver whose operations have run when they are issued."""
-
-    def run(self, stream: Stream, issue: Callable[[], None]) -> None:
-        issue()
-
-    def wait_value(self, stream: Stream, address: int, value: int) -> None:
-        """Issues nothing: the kernel that follows waits for the workers itself."""
 
 
 class Kernels:
@@ -119,10 +110,10 @@ class TinyDevice:
         self.host = BatchWriter(capacity)
         self.batch = make_batch(self.spec, capacity, MAX_RANK, DEVICE)
         self.workspace = make_workspace(self.spec, dtype, capacity, MAX_RANK, MAX_CONTEXT, DEVICE, ATTENTION.decode)
-        self.driver = cast(Driver, AtOnce())
         self.kernels = Kernels(self.dtype)
+        at_once = replace(device, driver=NullDriver(), kernels=self.kernels)
         parts = self.spec, self.weights, self.state, self.batch, self.tables, self.workspace
-        self.decoder = Decoder(*parts, self.kernels, self.driver, ATTENTION)
+        self.decoder = Decoder(*parts, at_once, ATTENTION)
         self.sampling = np.zeros(SLOTS, SLOT_SAMPLING)
 
     def bind(self, slot: int, folder: Path) -> Bound:

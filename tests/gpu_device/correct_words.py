@@ -16,7 +16,7 @@ _TARGET_WORDS, _SOURCE_WORDS, _APART = 4096, 1024, 1000
 
 
 def check_words(setup: CheckSetup, acc: Accelerator, case: int) -> float:
-    """Checks that pieces come to their rows and nowhere else, and that a wait for a word that is there ends."""
+    """Checks that arrays come to their rows and nowhere else, and that a wait for a word that is there ends."""
     region, driver = SharedRegion(1 << 14), acc.device.driver
     source, table = (region.carve(4096).view(dtype) for dtype in (np.int32, np.int64))
     source[:] = np.random.default_rng(case).integers(1, 1 << 30, _SOURCE_WORDS)

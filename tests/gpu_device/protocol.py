@@ -219,8 +219,8 @@ def _check_stopped_workers(prompt: _AssistedPrompt, lines: Lines) -> tuple[int, 
         raise WrongResult("a prompt whose workers stand still was not given up")
     passed = void[0]  # iterations that ended before the prompt was aborted
     given_up_ms = 1000 * (ended[passed].received_s - started_s)
-    told = f"{passed} of {_DECODES} iterations passed it"
-    lines.add("a prompt that waits for workers", told, f"{_DECODES}", passed == _DECODES)
+    said = f"{passed} of {_DECODES} iterations passed it"
+    lines.add("a prompt that waits for workers", said, f"{_DECODES}", passed == _DECODES)
     lines.add("… is given up after", f"{given_up_ms:.1f} ms")
     prompt.end()
     return passed, given_up_ms

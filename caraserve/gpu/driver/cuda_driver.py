@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from caraserve.gpu.driver import libcuda
 from caraserve.gpu.driver.api import DriverError, Event, Graph, Stream, WordWait, WordWrite
@@ -29,18 +29,8 @@ _LAUNCHES_OF_A_STEP = 4  # most kernels that one `run` issues, with the raw kern
 _LAUNCHES_OF_A_GRAPH = 100
 
 
-class Torch(Protocol):
-    """The two operations of torch that the driver needs."""
-
-    def make_current(self, stream: int) -> None:
-        """Makes `stream` the calling thread's current stream."""
-
-    def allocations(self) -> int:
-        """Returns how many allocations of device memory torch has made since the start."""
-
-
 class CudaTorch:
-    """The `Torch` operations on one device."""
+    """What the driver needs of torch, on one device."""
 
     def __init__(self, device: int) -> None:
         import torch
@@ -50,6 +40,7 @@ class CudaTorch:
         self._streams: dict[int, Any] = {}
 
     def make_current(self, stream: int) -> None:
+        """Makes `stream` the calling thread's current stream."""
         if self._cuda.current_stream(self._device).cuda_stream == stream:
             return
         if stream not in self._streams:
@@ -57,6 +48,7 @@ class CudaTorch:
         self._cuda.set_stream(self._streams[stream])
 
     def allocations(self) -> int:
+        """Returns how many allocations of device memory torch has made since the start."""
         return int(self._cuda.memory_stats(self._device).get("allocation.all.allocated", 0))
 
 
@@ -108,7 +100,7 @@ class _Queues:
 class CudaDriver:
     """Implements Driver. A stream is a CUstream, an event a CUevent, a graph a CUgraphExec."""
 
-    def __init__(self, cuda: Cuda, kernels: Kernels, device: int = 0, torch: Torch | None = None) -> None:
+    def __init__(self, cuda: Cuda, kernels: Kernels, device: int = 0, torch: CudaTorch | None = None) -> None:
         """`device`: index among the visible devices. `kernels`: used to wait for words where streams cannot."""
         self._cuda, self._kernels = cuda, kernels
         handle = cuda.number("cuDeviceGet", device)

@@ -18,14 +18,13 @@ from caraserve.core.batch import BASE_ADAPTER_SLOT, ScheduledRow
 from caraserve.core.grammar import mask_words
 from caraserve.core.lora_layout import GROUPS
 from caraserve.core.outputs import SAMPLE_MASKED, Output
-from caraserve.core.request import MAX_PROMPT_LOGPROBS
 from caraserve.gpu.kernels import cuda_launch
 from caraserve.gpu.kernels.bgmv_work import GROUP_WORDS, ITEM_WORDS, MOST_ROWS, most_items
 from caraserve.gpu.kernels.lora import Segments, cut_segments
 from caraserve.gpu.kernels.paged_cache import TokenTables
 from caraserve.gpu.kernels.sampling import MaskedRows, Outputs
 from caraserve.gpu.memory.pass_shape import Capacity, PassShape
-from caraserve.gpu.memory.results import result_bytes
+from caraserve.gpu.memory.results import result_bytes, result_views
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import ModelSpec
 from caraserve.util.units import ceil_div
@@ -35,16 +34,8 @@ NO_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True)
-class GroupItems:
-    """Lists of the BGMV kernels for one module group."""
-
-    shrink: cuda_launch.WorkList
-    expand: cuda_launch.WorkList
-
-
-@dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """The arrays of one lane. One copy fills `words`; all other tensors but `items`, masks and results are views
+    """The arrays of one lane. One copy fills `words`; all other tensors but lists, masks and results are views
     of it."""
 
     words: Tensor  # int32 [words]
@@ -57,7 +48,6 @@ class DeviceBatch:
     embedded: Tensor  # int32 [rows], tokens whose hidden states are embeddings
     masked: MaskedRows
     results: Tensor  # uint8: the results in `outputs`, contiguous for one copy to the host
-    items: tuple[GroupItems, ...]  # by module group
     lists: "ItemLists"
 
 
@@ -143,10 +133,10 @@ class BatchWriter:
 
     def _put_tiles(self, words: Ints, first: Ints, counts: Ints) -> int:
         size = self.capacity.tile_tokens
-        pieces = -(-counts // size)
-        number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        self._put(words, "tile_first", np.repeat(first, pieces) + size * number)
-        self._put(words, "tile_tokens", np.minimum(np.repeat(counts, pieces) - size * number, size))
+        tiles = -(-counts // size)
+        number = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+        self._put(words, "tile_first", np.repeat(first, tiles) + size * number)
+        self._put(words, "tile_tokens", np.minimum(np.repeat(counts, tiles) - size * number, size))
         return len(number)
 
     def _put_segments(self, words: Ints, slots: Ints) -> int:
@@ -194,16 +184,12 @@ class ItemLists:
             torch.zeros((rows, GROUP_WORDS), dtype=torch.int32, device=device),
         )
 
-    def items(self) -> tuple[GroupItems, ...]:
-        """The lists by module group, as launches take them."""
-        made = []
-        for group, pair in enumerate(self.lists):
-            both = [
-                cuda_launch.WorkList(items.data_ptr(), self.counts[group, launch].data_ptr(), self.groups.data_ptr())
-                for launch, items in enumerate(pair)
-            ]
-            made.append(GroupItems(*both))
-        return tuple(made)
+    def of(self, group: int) -> list[cuda_launch.WorkList]:
+        """Returns a module group's lists for shrink and expand, as launches take them."""
+        return [
+            cuda_launch.WorkList(items.data_ptr(), self.counts[group, launch].data_ptr(), self.groups.data_ptr())
+            for launch, items in enumerate(self.lists[group])
+        ]
 
 
 def make_batch(spec: ModelSpec, capacity: Capacity, max_rank: int, device: torch.device) -> DeviceBatch:
@@ -213,9 +199,6 @@ def make_batch(spec: ModelSpec, capacity: Capacity, max_rank: int, device: torch
     at = {name: words[place] for name, place in places.items()}
     count = capacity.outputs
     results = torch.zeros(result_bytes(count), dtype=torch.uint8, device=device)
-    ints, floats = results.view(torch.int32), results.view(torch.float32)
-    tops = (MAX_PROMPT_LOGPROBS, 2, count)
-    lists = ItemLists.empty(spec, capacity.rows, max_rank, device)
     return DeviceBatch(
         words=words,
         tokens=TokenTables(at["slot"], at["position"]),
@@ -227,11 +210,7 @@ def make_batch(spec: ModelSpec, capacity: Capacity, max_rank: int, device: torch
             at["out_token"],
             at["out_kind"],
             at["out_wanted"],
-            chosen=ints[:count],
-            logprob=floats[count : 2 * count],
-            rank=ints[2 * count : 3 * count],
-            top_ids=ints[3 * count :].view(tops)[:, 0].t(),
-            top_logprobs=floats[3 * count :].view(tops)[:, 1].t(),
+            *result_views(results.view(torch.int32), results.view(torch.float32), count),
         ),
         embedded=at["embedded"],
         masked=MaskedRows(
@@ -239,6 +218,5 @@ def make_batch(spec: ModelSpec, capacity: Capacity, max_rank: int, device: torch
             torch.zeros((capacity.rows, mask_words(spec.vocab_size)), dtype=torch.int32, device=device),
         ),
         results=results,
-        items=lists.items(),
-        lists=lists,
+        lists=ItemLists.empty(spec, capacity.rows, max_rank, device),
     )

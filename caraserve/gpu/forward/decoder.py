@@ -12,8 +12,8 @@ from torch import Tensor
 
 from caraserve.core.lora_layout import DOWN, GATE_UP, OUT, QKV
 from caraserve.gpu.attention.base import Attention, layer_attention
-from caraserve.gpu.driver.api import Driver, Stream
-from caraserve.gpu.driver.launch import Kernels
+from caraserve.gpu.driver.api import Stream
+from caraserve.gpu.driver.device import GpuDevice
 from caraserve.gpu.forward.batch import DeviceBatch
 from caraserve.gpu.forward.lora_pass import HandOffMemory, LoraLane, LoraPass
 from caraserve.gpu.kernels.layers import embed, rms_norm, rotate_and_append, silu_mul
@@ -73,13 +73,12 @@ class Decoder:
         batch: DeviceBatch,
         tables: AdapterTables,
         workspace: Workspace,
-        kernels: Kernels,
-        driver: Driver,
+        device: GpuDevice,
         attention: Attention,
     ) -> None:
         self.spec, self.weights, self.state, self.batch = spec, weights, state, batch
-        self.workspace, self.kernels, self.driver, self.attention = workspace, kernels, driver, attention
-        self.lora = LoraLane(spec, batch, tables, workspace, kernels, driver)
+        self.workspace, self.kernels, self.driver, self.attention = workspace, device.kernels, device.driver, attention
+        self.lora = LoraLane(spec, batch, tables, workspace, device)
         self.sampler = SamplerState(state.sampling, state.history, workspace.weights, workspace.counts)
         self.layer_attention = layer_attention(spec)
 

@@ -47,6 +47,39 @@ def capture(driver: Driver, stream: Stream, issue: Callable[[], None]) -> Graph:
     return driver.end_capture(stream)
 
 
+class PassCapturer:
+    """Captures passes before serving, within a limit of device memory."""
+
+    def __init__(self, driver: Driver, layers: int) -> None:
+        self._driver, self._layers = driver, layers
+        self.failures: list[DriverError] = []  # why passes have no graphs that were to have one
+
+    def capture(
+        self,
+        steps: DecoderPass,
+        stream: Stream,
+        gate: int | None,
+        keep: Callable[[int], bool],
+        wait_until_idle: Callable[[], None],
+    ) -> CapturedPass | None:
+        """Runs a pass once, so that its kernels are loaded, and captures it. Returns None if that is refused, or if
+        `keep`, called with the bytes that the graph takes, returns False. Raises DriverError if the device has
+        failed."""
+        issue_pass(steps, stream, self._layers)
+        wait_until_idle()
+        before = self._driver.free_bytes()
+        try:
+            captured = capture_pass(self._driver, steps, stream, self._layers, gate)
+        except DriverError as error:
+            self.failures.append(error)
+            wait_until_idle()  # raises if the device has failed
+            return None
+        if keep(max(0, before - self._driver.free_bytes())):
+            return captured
+        self._driver.destroy_graph(captured.graph)
+        return None
+
+
 class IterationLane:
     """Launches iterations, in order."""
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from caraserve.core.lora_layout import GROUPS
-from caraserve.gpu.driver.api import Driver, Stream
-from caraserve.gpu.driver.launch import Kernels, Launch
+from caraserve.gpu.driver.api import Stream
+from caraserve.gpu.driver.device import GpuDevice
+from caraserve.gpu.driver.launch import Launch
 from caraserve.gpu.forward.batch import DeviceBatch
 from caraserve.gpu.kernels import cuda_launch, work_orders
 from caraserve.gpu.kernels.cuda_launch import BLOCKS_PER_SM, BYTES_THREADS
@@ -91,15 +92,9 @@ class LoraLane:
     """The LoRA state that all passes of one lane share."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        batch: DeviceBatch,
-        tables: AdapterTables,
-        workspace: Workspace,
-        kernels: Kernels,
-        driver: Driver,
+        self, spec: ModelSpec, batch: DeviceBatch, tables: AdapterTables, workspace: Workspace, device: GpuDevice
     ) -> None:
-        self.batch, self.workspace, self.kernels, self.driver = batch, workspace, kernels, driver
+        self.batch, self.workspace, self.kernels, self.driver = batch, workspace, device.kernels, device.driver
         activations = workspace.activations
         pairs = zip(activations.inputs, activations.outputs, strict=True)
         self.groups = [_ModuleGroup.of(spec, group, *pair) for group, pair in enumerate(pairs)]
@@ -117,12 +112,12 @@ class LoraLane:
         once."""
         if (layer, group) not in self._for_decoding:
             tables = self._raw_tables[layer, group]
-            items, of, room = self.batch.items[group], self.groups[group], self.workspace.parts[group]
+            items, of, room = self.batch.lists.of(group), self.groups[group], self.workspace.parts[group]
             part = cuda_launch.ShrinkBuffer(room.data_ptr(), *room.shape[1:])
             grid = BLOCKS_PER_SM * self.kernels.multiprocessors
             self._for_decoding[layer, group] = (
-                cuda_launch.shrink(grid, tables, items.shrink, of.x_rows, part),
-                cuda_launch.expand(grid, tables, items.expand, part, of.y_rows, of.projections),
+                cuda_launch.shrink(grid, tables, items[0], of.x_rows, part),
+                cuda_launch.expand(grid, tables, items[1], part, of.y_rows, of.projections),
             )
         return self._for_decoding[layer, group]
 

@@ -13,7 +13,8 @@ from caraserve.gpu.driver.launch import WARP, Launch, ints, pointers
 from caraserve.gpu.kernels.bgmv_work import THREADS
 
 BYTES_THREADS = 256  # of kernels that only copy
-PIECE = np.dtype([(name, np.int64) for name in ("target", "source", "words", "width", "pitch", "spare")])  # words.cu
+# words.cu
+BLOCK_COPY = np.dtype([(name, np.int64) for name in ("target", "source", "words", "width", "pitch", "spare")])
 BLOCKS_PER_SM = 5  # of the BGMV kernels, limited by their registers
 _VECTOR_BYTES = 16
 
@@ -133,9 +134,9 @@ def add(
     return Launch("handoff", "handoff_add", grid, BYTES_THREADS, arguments)
 
 
-def scatter_words(pieces: int, count: int) -> Launch:
-    """Returns the launch that copies `count` pieces (`PIECE`), whose descriptions are at `pieces` in host memory."""
-    return Launch("words", "scatter_words", count, BYTES_THREADS, pointers(pieces))
+def scatter_words(copies: int, count: int) -> Launch:
+    """Returns the launch of `count` blocks, whose copies (`BLOCK_COPY`) are at `copies` in host memory."""
+    return Launch("words", "scatter_words", count, BYTES_THREADS, pointers(copies))
 
 
 def _three(values: tuple[int, ...]) -> tuple[np.generic, ...]:

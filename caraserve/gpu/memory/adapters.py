@@ -31,6 +31,8 @@ from caraserve.util.units import align_up
 log = logging.getLogger(__name__)
 
 Loaded = Callable[[Exception | None], None]
+# What waits for memory: a function that tries it and returns whether it is done, and one that gives it up.
+_Attempt = tuple[Callable[[], bool], Callable[[Exception], None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +64,6 @@ class BoundAdapter:
 
     def __post_init__(self) -> None:
         self.any_groups = frozenset().union(*self.groups)
-
-
-@dataclass(frozen=True, slots=True)
-class _Attempt:
-    """What waits for memory. `succeeds`: tries it, and returns whether it is done; `fail`: gives it up."""
-
-    succeeds: Callable[[], bool]
-    fail: Callable[[Exception], None]
 
 
 class DeviceImages:
@@ -125,7 +119,7 @@ class DeviceImages:
                     self.pool.release(slot, bound.used)
                 return True
 
-        self._retry_until_placed(_Attempt(place, lambda failure: self._fail_load(slot, failure)))
+        self._retry_until_placed((place, lambda failure: self._fail_load(slot, failure)))
 
     def stored(self, spec: AdapterSpec) -> AdapterSpec:
         """Returns an adapter's layout in the pool. Raises AdapterRejected for a rank above the padded one.
@@ -162,7 +156,7 @@ class DeviceImages:
         if blocks < self.pool.kv_blocks:
             resize()
         else:
-            self._retry_until_placed(_Attempt(resize, done))
+            self._retry_until_placed((resize, done))
 
     # --- called at launches ---
 
@@ -170,15 +164,15 @@ class DeviceImages:
         """Records what has arrived, issues what comes next, and retries loads that found no memory."""
         self._copier.poll()
         self.pool.drop_passed(self._timelines.known)
-        while self._waiting and self._waiting[0].succeeds():
+        while self._waiting and self._waiting[0][0]():
             self._waiting.popleft()
 
     def fail(self, failure: DeviceLost) -> None:
         """Fails all loads, and resizes that wait for memory; called when the device has failed."""
         self._lost = failure
         waiting, self._waiting = self._waiting, deque()
-        for attempt in waiting:
-            attempt.fail(failure)
+        for _, give_up in waiting:
+            give_up(failure)
         for slot in list(self._loading):
             self._fail_load(slot, failure)
 
@@ -239,8 +233,8 @@ class DeviceImages:
 
     # --- inside ---
 
-    def _retry_until_placed(self, attempt: "_Attempt") -> None:
-        if self._waiting or not attempt.succeeds():
+    def _retry_until_placed(self, attempt: _Attempt) -> None:
+        if self._waiting or not attempt[0]():
             self._waiting.append(attempt)
 
     def _fail_load(self, slot: int, failure: Exception) -> None:
@@ -346,7 +340,7 @@ def issue_moves(
     stream = timelines.streams[Lane.COMPUTE]
     timelines.wait(Lane.COMPUTE, grant.moves_after)
     for move in grant.moves:
-        for target, source, num_bytes in move.pieces():
+        for target, source, num_bytes in move.copies():
             driver.copy_on_device(base + target, base + source, num_bytes, stream)
         relocate(move, stream)
     timelines.mark(Lane.COMPUTE)

@@ -53,13 +53,6 @@ class PassShape:
 
     def fits(self, larger: "PassShape") -> bool:
         """True if a pass of shape `larger` can compute a batch of this shape, padded."""
-        return (
-            self.tokens <= larger.tokens
-            and self.decode_rows <= larger.decode_rows
-            and self.tiles <= larger.tiles
-            and self.outputs <= larger.outputs
-            and self.segments <= larger.segments
-            and self.has_items <= larger.has_items
-            and self.context <= larger.context
-            and (not self.has_lora or self.groups <= larger.groups)
-        )
+        sizes = ("tokens", "decode_rows", "tiles", "outputs", "segments", "has_items", "context")
+        fits = all(getattr(self, name) <= getattr(larger, name) for name in sizes)
+        return fits and (not self.has_lora or self.groups <= larger.groups)

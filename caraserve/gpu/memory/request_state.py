@@ -21,7 +21,7 @@ from caraserve.model.spec import ModelSpec
 from caraserve.util.units import ceil_div
 
 BLOCK_TOKENS = 16
-_PIECE_BYTES = 4 << 20  # of vectors in fp32, which are converted and sent at a time
+_STEP_BYTES = 4 << 20  # of vectors in fp32, converted and sent at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class RequestSlots:
     def _send_row(self, vectors: _PromptVectors, row: ScheduledRow, hidden: Tensor, ring: StagingRing) -> None:
         tokens, width = vectors.token_ids[row.start : row.start + row.count], hidden.shape[1]
         places = np.flatnonzero(tokens < 0)
-        step = max(1, _PIECE_BYTES // (4 * width))
+        step = max(1, _STEP_BYTES // (4 * width))
         for start in range(0, row.count if len(places) else 0, step):
             held = places[(places >= start) & (places < start + step)]
             if len(held):

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,6 +73,15 @@ def result_bytes(outputs: int, alternatives: int = MAX_PROMPT_LOGPROBS) -> int:
     return 4 * outputs * (3 + 2 * alternatives)
 
 
+def result_views(ints: Any, floats: Any, outputs: int) -> tuple[Any, Any, Any, Any, Any]:
+    """Returns tokens, log-probabilities, ranks, and [outputs, MAX_PROMPT_LOGPROBS] alternatives with their
+    log-probabilities, as views of one block of memory that is given as int32 and as float32, of numpy or torch."""
+    tops, end = (MAX_PROMPT_LOGPROBS, 2, outputs), result_bytes(outputs) // 4
+    ids, scores = (part[3 * outputs : end].reshape(tops) for part in (ints, floats))
+    own = ints[:outputs], floats[outputs : 2 * outputs], ints[2 * outputs : 3 * outputs]
+    return *own, ids[:, 0].T, scores[:, 1].T
+
+
 @dataclass(slots=True)
 class Results:
     """Results in host memory, in the layout of `DeviceBatch.results`: numpy views of one block with `outputs`
@@ -86,12 +96,8 @@ class Results:
     top_logprobs: NDArray[np.float32] = field(init=False)
 
     def __post_init__(self) -> None:
-        count, end = self.outputs, result_bytes(self.outputs) // 4
-        tops = (MAX_PROMPT_LOGPROBS, 2, count)
-        ints, floats = self.block.view(np.int32), self.block.view(np.float32)
-        self.chosen, self.logprob, self.rank = ints[:count], floats[count : 2 * count], ints[2 * count : 3 * count]
-        self.top_ids = ints[3 * count : end].reshape(tops)[:, 0].T
-        self.top_logprobs = floats[3 * count : end].reshape(tops)[:, 1].T
+        views = result_views(self.block.view(np.int32), self.block.view(np.float32), self.outputs)
+        self.chosen, self.logprob, self.rank, self.top_ids, self.top_logprobs = views
 
 
 class ResultBlocks:

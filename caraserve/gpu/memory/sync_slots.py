@@ -4,7 +4,6 @@ They are in host memory, each writer's on a cache line of its own.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,27 +15,19 @@ from caraserve.gpu.driver.api import WORD_BYTES
 _LINE_BYTES = 64
 
 
-class SharedWords(Protocol):
-    """Words of host memory that the device can read and write, by their offset."""
-
-    def load(self, offset: int) -> int:
-        """Reads a word (acquire): later reads are at least as new."""
-
-    def store(self, offset: int, value: int) -> None:
-        """Writes a word (release): earlier writes are visible first."""
-
-
 class RegionWords:
-    """Implements SharedWords over a region. Loads and stores of aligned words are atomic on every machine that CUDA
-    runs on, and on x86 they are seen in order."""
+    """The words of a region, which the device can read and write, by their offset. Loads and stores of aligned words
+    are atomic on every machine that CUDA runs on, and on x86 they are seen in order."""
 
     def __init__(self, region: SharedRegion) -> None:
         self._words: NDArray[np.uint32] = region.bytes.view(np.uint32)
 
     def load(self, offset: int) -> int:
+        """Reads a word (acquire): later reads are at least as new."""
         return int(self._words[offset // WORD_BYTES])
 
     def store(self, offset: int, value: int) -> None:
+        """Writes a word (release): earlier writes are visible first."""
         self._words[offset // WORD_BYTES] = value
 
 

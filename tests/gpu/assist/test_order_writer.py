@@ -11,7 +11,6 @@ import pytest
 from caraserve.bench.synthetic import Shape, shape_spec
 from caraserve.core.lora_layout import GROUPS
 from caraserve.cpu import handoff
-from caraserve.gpu.assist.handshake import WorkerStatus
 from caraserve.gpu.assist.lane import AssistedChunk
 from caraserve.gpu.assist.order_writer import ChunkOrders, WorkOrderWriter
 from caraserve.gpu.kernels.work_orders import work_order_bytes
@@ -50,10 +49,9 @@ def write(
     adapter: Any = SimpleNamespace(spec=adapter_spec(SPEC, Dtype.F16, 8, LAYERS, SITES), data=region.arena)
     slot = SyncSlot.at(buffers.sync_slot, LAYERS * len(GROUPS), GENERATION)
     chunk = AssistedChunk(1, slot, sources, groups, READY, 5)
-    statuses = [WorkerStatus(worker, 1, is_idle=worker < idle) for worker in range(WORKERS)]
     writer = WorkOrderWriter(SPEC, region, memory, dtype)
-    writer.write(chunk, adapter, ASSISTED_CHUNK_TOKENS, statuses, lambda rank: 1)
-    return writer.write(chunk, adapter, ASSISTED_CHUNK_TOKENS, statuses, lambda rank: 1)
+    writer.write(chunk, adapter, ASSISTED_CHUNK_TOKENS, range(idle), lambda rank: 1)
+    return writer.write(chunk, adapter, ASSISTED_CHUNK_TOKENS, range(idle), lambda rank: 1)
 
 
 @pytest.mark.parametrize("dtype", Dtype)

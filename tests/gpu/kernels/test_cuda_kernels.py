@@ -16,7 +16,7 @@ from caraserve.gpu.kernels import cuda_kernels, cuda_launch, cuda_sources
 from caraserve.gpu.kernels.cuda_kernels import CudaKernels
 from caraserve.model.dtype import Dtype
 from tests.gpu import cubin
-from tests.gpu.stub_driver import Stub, World
+from tests.gpu.stub_driver import DriverCase, Stub
 
 ITEMS, PART = cuda_launch.WorkList(1, 2, 3), cuda_launch.ShrinkBuffer(1 << 40, 64, 3, 16)
 EXPAND = cuda_launch.expand(
@@ -81,29 +81,29 @@ def test_a_launch_runs_its_kernel_on_the_given_stream(loaded: Loaded, cache: Pat
     assert names == ["bgmv-bf16-sm_90", "handoff-bf16-sm_90", "sampling-bf16-sm_90", "words-f32-sm_90"]
 
 
-def test_a_launch_that_begins_early_says_so_to_the_driver(loaded: Loaded, world: World) -> None:
-    loaded.load(version=12030).launch(EXPAND, world.stream)
+def test_a_launch_that_begins_early_says_so_to_the_driver(loaded: Loaded, case: DriverCase) -> None:
+    loaded.load(version=12030).launch(EXPAND, case.stream)
     blocks, threads, shared_bytes, attributes = 660, 128, 0, 1
-    assert world.stub.calls("cuLaunchKernelEx") == [(blocks, 1, 1, threads, 1, 1, shared_bytes, attributes)]
+    assert case.stub.calls("cuLaunchKernelEx") == [(blocks, 1, 1, threads, 1, 1, shared_bytes, attributes)]
     programmatic_stream_serialization, allowed = 6, 1
-    assert world.stub.calls("attribute") == [(programmatic_stream_serialization, allowed)]
-    assert world.stub.calls("argument") == [(int(argument),) for argument in EXPAND.arguments]
-    assert not world.stub.kept_gil  # a launch waits while the stream's queue is full
+    assert case.stub.calls("attribute") == [(programmatic_stream_serialization, allowed)]
+    assert case.stub.calls("argument") == [(int(argument),) for argument in EXPAND.arguments]
+    assert not case.stub.kept_gil  # a launch waits while the stream's queue is full
 
 
 @pytest.mark.parametrize(("capability", "version"), [("89", 13020), ("90", 12020)])
 def test_older_devices_and_drivers_begin_no_launch_early(
-    capability: str, version: int, monkeypatch: pytest.MonkeyPatch, loaded: Loaded, world: World
+    capability: str, version: int, monkeypatch: pytest.MonkeyPatch, loaded: Loaded, case: DriverCase
 ) -> None:
     cubin_file = cuda_kernels.cubin_file  # the code for another device would do nothing else here, and take 4 s
     monkeypatch.setattr(cuda_kernels, "cubin_file", lambda unit, cache: cubin_file(replace(unit, arch="sm_90"), cache))
-    loaded.load(capability=capability, version=version).launch(EXPAND, world.stream)
-    assert loaded.calls == [("bgmv_expand", (660,), (128,), EXPAND.arguments, world.stream)]
-    assert not world.stub.calls("cuLaunchKernelEx")
+    loaded.load(capability=capability, version=version).launch(EXPAND, case.stream)
+    assert loaded.calls == [("bgmv_expand", (660,), (128,), EXPAND.arguments, case.stream)]
+    assert not case.stub.calls("cuLaunchKernelEx")
 
 
 def test_an_error_of_a_launch_is_the_drivers_if_the_device_has_failed(
-    monkeypatch: pytest.MonkeyPatch, loaded: Loaded, world: World
+    monkeypatch: pytest.MonkeyPatch, loaded: Loaded, case: DriverCase
 ) -> None:
     def refuse(*given: object, **named: object) -> None:
         raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
@@ -112,7 +112,7 @@ def test_an_error_of_a_launch_is_the_drivers_if_the_device_has_failed(
     kernels = loaded.load()
     with pytest.raises(RuntimeError, match="ILLEGAL_ADDRESS"):
         kernels.launch(cuda_launch.wait(1, 2, 3), Stream(1))
-    world.stub.fail("cuMemGetInfo_v2", 700)
+    case.stub.fail("cuMemGetInfo_v2", 700)
     with pytest.raises(DriverError, match="cuMemGetInfo_v2: other"):
         kernels.launch(cuda_launch.wait(1, 2, 3), Stream(1))
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from caraserve.gpu.attention import triton as attention
 from caraserve.gpu.attention.base import LayerAttention
 from caraserve.gpu.attention.triton import ATTENTION
 from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.forward.decoder import issue_pass
-from caraserve.gpu.kernels import attention
 from caraserve.gpu.kernels.layers import embed, rms_norm, rotate_and_append, silu_mul
 from caraserve.gpu.kernels.lora import PLANES, Segments, SiteTables, lora_expand, lora_shrink
 from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
@@ -155,6 +155,12 @@ def test_attention_of_other_groups_and_head_sizes_does_not_spill_on_large_gpus(
     compiled = check([decode, prefill], capability)
     check_attention_tiles(compiled["decode_kernel"], decode)
     check_attention_tiles(compiled["prefill_kernel"], prefill)
+
+
+@pytest.mark.parametrize(("capability", "dim"), [(86, 128), (86, 256), (90, 256)])
+def test_capped_scores_fit_and_do_not_spill(launches: list[Launch], capability: int, dim: int) -> None:
+    launch_attention(torch.bfloat16, dim, cap=50.0)
+    check(launches, capability)
 
 
 def test_fp32_and_high_ranks_fit_the_smallest_shared_memory(launches: list[Launch]) -> None:

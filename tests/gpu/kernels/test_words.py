@@ -39,7 +39,7 @@ def test_the_kernel_waits_until_the_word_reaches_its_value(before: int, value: i
 
 @pytest.mark.parametrize("offset", [0, 1, 4])
 def test_pieces_are_copied_to_their_rows_and_nowhere_else(offset: int) -> None:
-    """Whole pieces to aligned places and to others, and rows of one and two words."""
+    """Whole arrays to aligned places and to others, and rows of one and two words."""
     rng, place = np.random.default_rng(0), 64 + offset
     source, target = aligned_bytes(1 << 15).view(np.int32), aligned_bytes(1 << 16).view(np.int32)
     source[:] = rng.integers(1, 1 << 30, source.size)

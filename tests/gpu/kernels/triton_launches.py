@@ -131,7 +131,7 @@ def decoder_of(config: Mapping[str, Any], dtype: torch.dtype) -> Decoder:
     rounds = loaded.rounds_inputs
     workspace = make_workspace(spec, dtype, capacity, 64, 2048, nowhere, ATTENTION.decode, rounds_inputs=rounds)
     device = null_device()
-    return Decoder(spec, loaded, state, *parts, workspace, device.kernels, device.driver, ATTENTION)
+    return Decoder(spec, loaded, state, *parts, workspace, device, ATTENTION)
 
 
 def usage(compiled: Any) -> dict[str, int]:

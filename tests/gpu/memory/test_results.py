@@ -10,7 +10,7 @@ from caraserve.gpu.driver.api import DriverError
 from caraserve.gpu.driver.streams import Lane, Timelines
 from caraserve.gpu.forward.iteration import stall_s
 from caraserve.gpu.memory.results import ResultBlocks, Waiter, result_bytes
-from tests.gpu.host_device import HostDriver
+from tests.gpu.host_driver import HostDriver
 
 PATIENCE_S = 10.0
 

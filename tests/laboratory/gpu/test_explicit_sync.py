@@ -19,7 +19,7 @@ from caraserve.gpu.driver.streams import Lane
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS
 from scripts.laboratory.gpu.handover import ExplicitSync
 from tests.gpu.host_backend import Host, alone, host_tier
-from tests.gpu.host_device import HostDriver
+from tests.gpu.host_driver import HostDriver
 from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle.models import prompt_of
 from tests.oracle.oracle import Oracle

@@ -1,25 +1,25 @@
-"""The emulated drivers reject a wait for a word whose write has not been issued, which could hang a device. They reject
-a kernel that begins early after any other kernel than the one whose results it waits for."""
+"""The emulated driver rejects what could hang a device or race on it: a wait for a word whose write was not issued, a
+kernel that begins early beside another than the one whose results it waits for, and accesses that nothing orders."""
+
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from caraserve.gpu.driver.api import Graph, Stream
 from caraserve.gpu.driver.launch import Launch
-from tests.gpu.captures import WaitBeforeWrite
-from tests.gpu.fake_driver import FakeDriver
-from tests.gpu.host_device import HostDriver
+from tests.gpu.host_driver import HostDriver, Operation, Race, WaitBeforeWrite
 
 
 class Device:
     """A driver with two streams, a word of device memory and one of registered host memory."""
 
-    def __init__(self, driver: FakeDriver | HostDriver) -> None:
-        self.driver = driver
-        self.one, self.other = driver.create_stream(0), driver.create_stream(0)
-        self._words = np.zeros(32, np.uint32)  # memory of HostDriver
-        self.word = 0 if isinstance(driver, FakeDriver) else int(self._words.ctypes.data)
-        self.host_word = driver.register_host(self.word + 64, 64)
+    def __init__(self) -> None:
+        self.driver = HostDriver()
+        self.one, self.other = self.driver.create_stream(0), self.driver.create_stream(0)
+        self._words = np.zeros(32, np.uint32)
+        self.word = int(self._words.ctypes.data)
+        self.host_word = self.driver.register_host(self.word + 64, 64)
 
     def capture_wait(self, value: int) -> Graph:
         self.driver.begin_capture(self.one)
@@ -27,9 +27,9 @@ class Device:
         return self.driver.end_capture(self.one)
 
 
-@pytest.fixture(params=[lambda: FakeDriver(128), HostDriver], ids=["fake", "host"])
-def device(request: pytest.FixtureRequest) -> Device:
-    return Device(request.param())
+@pytest.fixture
+def device() -> Device:
+    return Device()
 
 
 def test_a_wait_after_the_write_that_ends_it_is_accepted(device: Device) -> None:
@@ -80,15 +80,15 @@ def test_host_and_workers_may_write_a_word_of_theirs_later(device: Device) -> No
 SHRINK, EXPAND = Launch("bgmv", "bgmv_shrink", 1, 1, ()), Launch("bgmv", "bgmv_expand", 1, 1, (), begins_early=True)
 
 
-def launch(driver: HostDriver, kernel: Launch, ran: list[str]) -> None:
-    driver.issue(kernel, Stream(1), lambda: ran.append(kernel.kernel), lambda: True)
+def launch(driver: HostDriver, stream: Stream, kernel: Launch, ran: list[str]) -> None:
+    driver.issue_kernel(kernel, stream, lambda: ran.append(kernel.kernel), lambda: True)
 
 
 def test_a_kernel_that_begins_early_runs_after_the_one_before_it() -> None:
     driver, ran = HostDriver(), list[str]()
     stream, event = driver.create_stream(0), driver.create_event()
-    launch(driver, SHRINK, ran)
-    launch(driver, EXPAND, ran)
+    launch(driver, stream, SHRINK, ran)
+    launch(driver, stream, EXPAND, ran)
     driver.record(event, stream)
     driver.synchronize(event)
     assert ran == ["bgmv_shrink", "bgmv_expand"]
@@ -100,7 +100,50 @@ def test_a_kernel_may_begin_early_only_just_after_the_one_it_waits_for(captured:
     stream = driver.create_stream(0)
     if captured:
         driver.begin_capture(stream)
-    launch(driver, SHRINK, [])
+    launch(driver, stream, SHRINK, [])
     driver.run(stream, lambda: None)
     with pytest.raises(AssertionError, match="bgmv_expand begins beside ''"):
-        launch(driver, EXPAND, [])
+        launch(driver, stream, EXPAND, [])
+
+
+# --- races ---
+
+
+def ordered_by_event(driver: HostDriver, first: Stream, then: Stream) -> None:
+    event = driver.create_event()
+    driver.record(event, first)
+    driver.wait_event(then, event)
+
+
+def ordered_by_word(driver: HostDriver, first: Stream, then: Stream) -> None:
+    driver.write_value(first, WORD, 1)
+    driver.wait_value(then, WORD, 1)
+
+
+def ordered_by_the_host(driver: HostDriver, first: Stream, then: Stream) -> None:
+    event = driver.create_event()
+    driver.record(event, first)
+    driver.synchronize(event)
+
+
+WORDS = np.zeros(16, np.uint32)
+WORD = int(WORDS.ctypes.data)
+
+
+@pytest.mark.parametrize("order", [ordered_by_event, ordered_by_word, ordered_by_the_host])
+def test_accesses_that_something_orders_are_no_race(order: Callable[[HostDriver, Stream, Stream], None]) -> None:
+    driver = HostDriver(finds_races=True)
+    first, then = driver.create_stream(0), driver.create_stream(0)
+    driver.issue(first, Operation("write", writes=[(0, 8)]))
+    order(driver, first, then)
+    driver.issue(then, Operation("read", reads=[(4, 12)]))
+    driver.run_all()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_race_is_found_in_whichever_order_the_accesses_run(seed: int) -> None:
+    driver = HostDriver(seed, finds_races=True)
+    for name in ("one", "other"):
+        driver.issue(driver.create_stream(0), Operation(name, writes=[(0, 8)]))
+    with pytest.raises(Race, match=r"touch \[0, 8\) at the same time"):
+        driver.run_all()

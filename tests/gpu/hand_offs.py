@@ -48,7 +48,7 @@ def comes_true(condition: Callable[[], bool], seconds: float = PATIENCE_NS / 1e9
     return holds
 
 
-class Desk:
+class HandOff:
     """Repeats one layer's hand-off of a prompt, each time with other data. `y` is the output of the base model."""
 
     def __init__(self, workers: int, activation: Dtype = Dtype.F32) -> None:
