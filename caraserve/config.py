@@ -36,8 +36,6 @@ LORA_KERNELS = ("bgmv", "bgmv-padded")
 _PADDED_RANK = 64  # rows that every module is stored with on a GPU with bgmv-padded
 _DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
 _LOAD_FORMATS = {"safetensors": "auto", "hf": "auto"}
-# Other servers' names. What only they have is computed by our kernels.
-_ATTENTION_BACKENDS = dict.fromkeys(("triton_attn", "flash_attn", "fa2", "fa3", "fa4"), "triton")
 _FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
 _SIZE: dict[str, Any] = {"type": size, "metavar": "SIZE"}
 _COUNT: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
@@ -274,7 +272,6 @@ class EngineConfig(_FromArgs):
     cpu_threads: int | None
     seed: int
     trace: Path | None
-    attention_backend: str = "triton"
     enforce_eager: bool = False
     max_unread_bytes: int | None = None
 
@@ -295,14 +292,6 @@ class EngineConfig(_FromArgs):
         add("--enable-prefix-caching", **_SWITCH, default=True, help="reuse KV blocks of equal prompt prefixes")
         add("--cpu-threads", **_COUNT, help="compute threads (default: one less than the cores, but both of two)")
         add("--seed", type=int, default=0, help="seed of requests without one, and of dummy weights")
-        add(
-            "--attention-backend",
-            type=lambda text: _ATTENTION_BACKENDS.get(text.lower(), text.lower()),
-            choices=("triton", "flashinfer"),
-            default="triton",
-            help="on a GPU; flashinfer: attend with large prompt chunks by FlashInfer, where no captured graph serves "
-            "them, so that a request's last bits depend on the others",
-        )
         add("--enforce-eager", **_SWITCH, default=False, help="on a GPU: launch kernels one by one, without graphs")
         add(
             "--max-unread-bytes",

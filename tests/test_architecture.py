@@ -18,6 +18,8 @@ from caraserve import errors
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "caraserve"
 MODULES = sorted(PACKAGE.rglob("*.py"))
+LABORATORY = ROOT / "scripts" / "laboratory"
+EXPERIMENTS = sorted(LABORATORY.rglob("*.py"))
 FOLDERS = [ROOT / folder for folder in ("caraserve", "tests", "scripts")]
 SOURCES = sorted(
     path for ending in ("py", "cu", "cuh", "h") for folder in FOLDERS for path in folder.rglob(f"*.{ending}")
@@ -32,12 +34,22 @@ LAYERS = (
     *("telemetry", "core", "model", "config", "demo", "errors", "util"),
 )
 
+# Folders of the laboratory, likewise.
+LABORATORY_LAYERS = ("papers", "fleet", "gpu")
+
+# Inside a folder, likewise; what one line names does not import one another.
+ORDERS = {
+    "gpu": (
+        *(("backend",), ("builder",), ("assist",), ("forward",), ("checkpoint", "merged_weights"), ("memory",)),
+        *(("weights",), ("linear", "attention"), ("kernels",), ("driver",)),
+    ),
+}
+
 # Packages with a price, and the parts that may pay it.
 HOMES = {
     "torch": {"model", "gpu", "bench"},
     "cupy": {"gpu"},
     "triton": {"gpu"},
-    "flashinfer": {"gpu"},
     "numba": {"cpu"},
     "llvmlite": {"cpu"},
     "aiohttp": {"http", "cluster", "bench", "serve_cluster", "cli"},
@@ -138,11 +150,41 @@ def test_imports_run_downwards() -> None:
             assert there in below, f"{relative(path)}:{line}: {part(path)} imports {there}, which is not below it"
 
 
+@pytest.mark.parametrize("folder", ORDERS)
+def test_imports_inside_a_folder_run_downwards(folder: str) -> None:
+    level = {name: index for index, names in enumerate(ORDERS[folder]) for name in names}
+    for path in (PACKAGE / folder).rglob("*.py"):
+        own = path.relative_to(PACKAGE / folder).parts[0].removesuffix(".py")
+        for name, line in imports(path) if own != "__init__" else ():
+            there = name.removeprefix(f"caraserve.{folder}.").split(".")[0]
+            if name.startswith(f"caraserve.{folder}.") and there != own:
+                assert level[there] > level[own], f"{relative(path)}:{line}: {own} imports {there}, not below it"
+
+
+def test_imports_of_the_laboratory_run_downwards() -> None:
+    assert {path.relative_to(LABORATORY).parts[0] for path in EXPERIMENTS} == {*LABORATORY_LAYERS, "__init__.py"}
+    for path in EXPERIMENTS:
+        folder = path.relative_to(LABORATORY).parts[0]
+        below = LABORATORY_LAYERS[LABORATORY_LAYERS.index(folder) :] if folder in LABORATORY_LAYERS else ()
+        for name, line in imports(path):
+            there = name.removeprefix("scripts.laboratory.").split(".")[0]
+            assert there == name.split(".")[0] or there in below, f"{relative(path)}:{line} imports {name}"
+
+
+def test_the_product_does_not_import_what_only_a_checkout_has() -> None:
+    for path in MODULES:
+        for name, line in imports(path):
+            assert name.split(".")[0] not in ("scripts", "tests"), f"{relative(path)}:{line} imports {name}"
+
+
 def test_heavy_packages_are_imported_only_where_they_belong() -> None:
     for path in MODULES:
         for name, line in imports(path):
             homes = HOMES.get(name.split(".")[0])
             assert homes is None or part(path) in homes, f"{relative(path)}:{line}: {name} belongs in {homes}"
+    for path in set(EXPERIMENTS) - set((LABORATORY / "gpu").iterdir()):
+        for name, line in imports(path):
+            assert name.split(".")[0] != "torch", f"{relative(path)}:{line}: torch belongs in laboratory/gpu"
 
 
 def test_the_product_does_not_need_the_test_extra() -> None:
@@ -185,7 +227,7 @@ def only_annotates(path: Path, what: str) -> bool:
 def test_only_active_request_writes_the_fields_of_a_request() -> None:
     """Checks the fields of `x.request` in all files, and those of `request` where it is a `core.request.Request`."""
     allowed = {PACKAGE / "engine" / "active_request.py", PACKAGE / "core" / "request.py"}
-    for path in set(MODULES) - allowed:
+    for path in {*MODULES, *EXPERIMENTS} - allowed:
         is_imported = ("caraserve.core.request" in {name for name, _ in imports(path)}) and any(
             isinstance(node, ast.ImportFrom) and "Request" in {alias.name for alias in node.names}
             for node in nodes_of(path)
@@ -205,7 +247,7 @@ def test_only_active_request_writes_the_fields_of_a_request() -> None:
 
 def dependency_attributes() -> set[str]:
     """Returns the names of attributes that hold a function or an object behind a Protocol, and in no class data."""
-    classes = [node for path in MODULES for node in nodes_of(path) if isinstance(node, ast.ClassDef)]
+    classes = [node for path in (*MODULES, *EXPERIMENTS) for node in nodes_of(path) if isinstance(node, ast.ClassDef)]
     protocols = {node.name for node in classes if "Protocol" in {ast.unparse(base) for base in node.bases}}
     kinds = re.compile(rf"\b(?:{'|'.join(['Callable', *sorted(protocols)])})\b")
     found, data = set(), set()
@@ -233,7 +275,7 @@ def dependency_attributes() -> set[str]:
 
 def test_dependencies_come_in_through_constructors() -> None:
     names = dependency_attributes()
-    nodes = [(path, node) for path in MODULES for node in nodes_of(path)]
+    nodes = [(path, node) for path in (*MODULES, *EXPERIMENTS) for node in nodes_of(path)]
     for path, node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
@@ -268,14 +310,14 @@ def test_no_file_has_marks_of_unfinished_work() -> None:
 
 
 def test_only_the_command_line_prints() -> None:
-    for path in set(MODULES) - {PACKAGE / "cli" / "main.py"}:
+    for path in {*MODULES, *EXPERIMENTS} - {PACKAGE / "cli" / "main.py"}:
         for node in nodes_of(path):
             prints = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
             assert not prints, f"{relative(path)}:{node.lineno} prints"
 
 
 def test_every_module_says_what_it_is() -> None:
-    assert [relative(path) for path in MODULES if not ast.get_docstring(tree(path))] == []
+    assert [relative(path) for path in (*MODULES, *EXPERIMENTS) if not ast.get_docstring(tree(path))] == []
 
 
 def drawn_errors() -> dict[str, tuple[str | None, int | None]]:

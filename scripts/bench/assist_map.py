@@ -1,7 +1,7 @@
 """Maps where CPU workers that compute a cold adapter's first layers end a prefill earlier than waiting for the link.
 
-    .venv/bin/python scripts/bench/assist_map.py predict [--save DIR]
-    .venv/bin/python scripts/bench/assist_map.py measure [--save DIR]
+    .venv/bin/python -m scripts.bench.assist_map predict [--save DIR]
+    .venv/bin/python -m scripts.bench.assist_map measure [--save DIR]
 
 `predict` asks the rule of `--loading-mode auto` about a request whose adapter begins to be copied as it arrives, on an
 idle server: over ranks, modules, prompt lengths, and links of a 64th, a 16th, a quarter and all of the speed. The
@@ -38,8 +38,6 @@ from rich.console import Console
 from rich.table import Table
 
 from caraserve.bench.options import TARGETS
-from caraserve.bench.papers.command import PaperOptions
-from caraserve.bench.papers.servers import run_modes
 from caraserve.bench.records import Run, machine, versions
 from caraserve.bench.report.files import make_folder, write_files
 from caraserve.bench.report.plots import INK, new_figure, render
@@ -60,6 +58,8 @@ from caraserve.lora.start_policy import AwaitedPrefill, StartPolicy
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES, ModelSpec, parse_spec
 from caraserve.profiling.microbench import adapter_spec
+from scripts.laboratory.papers.figures import PaperOptions
+from scripts.laboratory.papers.servers import run_modes
 
 _RANKS, _TOKENS, _LINKS = (8, 16, 32, 64, 128), (16, 64, 128, 256, 512, 1024), (1 / 64, 1 / 16, 1 / 4, 1)
 _COMPUTE_SHARE, _MEMORY_SHARE = 0.5, 0.8  # of a published peak

@@ -170,7 +170,6 @@ REFUSED = {
     "core": ("options", ("--lora-cpus", "8191"), "core 8191"),
     "KV cache": ("options", ("--kv-cache-bytes", "1k"), "too small"),
     "context": ("options", ("--max-model-len", "4k"), "1024 positions"),
-    "FlashInfer": ("options", ("--attention-backend", "flashinfer"), "needs a GPU"),
     "registry": ("files", ("--registry", "/nope/x.db"), "--registry /nope/x.db"),
     "trace": ("files", ("--trace", "/nope/t.json"), "--trace '/nope/t.json'"),
     "profile": ("files", ("--profile", "/nope.json"), "/nope.json"),

@@ -82,9 +82,9 @@ def test_equal_seeds_give_equal_dummy_weights() -> None:
 
 
 def test_loading_reports_its_progress() -> None:
-    told: list[None] = []
-    weights = load(SPEC, torch.float16, 32, CPU, dummy(0, CPU), lambda: told.append(None))
-    assert len(told) == progress_steps(SPEC)
+    steps: list[None] = []
+    weights = load(SPEC, torch.float16, 32, CPU, dummy(0, CPU), lambda: steps.append(None))
+    assert len(steps) == progress_steps(SPEC)
     assert sum(tensor.nbytes for tensor in all_tensors(weights)) == num_bytes(SPEC, torch.float16)
 
 
@@ -104,11 +104,11 @@ def test_a_checkpoint_that_lacks_a_tensor_is_rejected(tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_loaded_with_its_progress_and_its_figures(tmp_path: Path) -> None:
     spec = load_spec(make_model(tmp_path, "llama3"))
-    told: list[None] = []
+    steps: list[None] = []
     _, figures = load_checkpoint(
-        tmp_path, host_device()[0], partial(load, spec, torch.bfloat16, 32), lambda: told.append(None)
+        tmp_path, host_device()[0], partial(load, spec, torch.bfloat16, 32), lambda: steps.append(None)
     )
-    assert len(told) == progress_steps(spec)
+    assert len(steps) == progress_steps(spec)
     assert figures.num_bytes == sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
 
 

@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections that record the arrival time of every piece of a response.
+"""Sends requests over HTTP and records the arrival time of every piece of a response.
 
 The client uses one core for thousands of stream events per second, and any delay of its own adds to the measured
 latencies. So it only stores the bytes with their times; dialects.py parses them when the response is complete.
@@ -7,26 +7,28 @@ latencies. So it only stores the bytes with their times; dialects.py parses them
 import asyncio
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import cast
 
-import httptools
+import aiohttp
 
-_SPARE = 8  # idle connections kept open, so that opening one is rarely part of a latency
+_SPARE = 8  # connections that are opened before the first request, so that opening one is rarely part of a latency
+_PATIENCE_S = 10.0
+_KEPT_S = 3600.0  # that a connection may be idle
+_BUFFER_BYTES = 1 << 20  # of one response that has arrived and was not read: no server waits for the client
 _CLOSED = "the server closed the connection before its answer was whole"
 
 
 @dataclass(slots=True)
 class HttpExchange:
-    """A request and the response received so far. Times are those of `time.perf_counter`."""
+    """A request's body and the response received so far. Times are those of `time.perf_counter`."""
 
     request: bytes
     done: Callable[["HttpExchange"], None]  # called once, when the exchange ends
     sent_s: float = 0.0
     done_s: float = 0.0
     status: int = 0
-    headers: dict[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
     pieces: list[tuple[float, bytes]] = field(default_factory=list)  # arrival times and bytes of the body
     error: str | None = None
 
@@ -41,138 +43,62 @@ class HttpExchange:
             self.done(self)
 
 
-class _Connection(asyncio.Protocol):
-    """A connection that carries one exchange after another."""
-
-    def __init__(self, free: Callable[["_Connection"], None], lost: Callable[["_Connection"], None]) -> None:
-        self._free, self._lost = free, lost
-        self._exchange: HttpExchange | None = None
-        self._parser = httptools.HttpResponseParser(self)
-        self._transport: asyncio.Transport | None = None
-        self._now_s = 0.0
-
-    def send(self, exchange: HttpExchange) -> None:
-        assert self._transport is not None
-        self._exchange = exchange
-        exchange.sent_s = exchange.sent_s or time.perf_counter()
-        self._transport.write(exchange.request)
-
-    def abort(self) -> None:
-        """Closes the connection at once, even during an exchange; the server sees a disconnected client."""
-        if self._transport is not None:
-            self._transport.abort()
-
-    # --- asyncio's callbacks ---
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
-
-    def data_received(self, data: bytes) -> None:
-        self._now_s = time.perf_counter()
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self._end(f"the answer is not HTTP: {error}")
-            self.abort()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._lost(self)
-        self._end(str(error) if error else _CLOSED)
-
-    # --- the parser's callbacks ---
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._exchange is not None:
-            self._exchange.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
-
-    def on_headers_complete(self) -> None:
-        if self._exchange is not None:
-            self._exchange.status = self._parser.get_status_code()
-
-    def on_body(self, body: bytes) -> None:
-        if self._exchange is not None:
-            self._exchange.pieces.append((self._now_s, body))
-
-    def on_message_complete(self) -> None:
-        keep = self._parser.should_keep_alive()
-        self._end(None)
-        if keep:
-            self._free(self)
-        elif self._transport is not None:
-            self._transport.close()
-
-    def _end(self, error: str | None) -> None:
-        exchange, self._exchange = self._exchange, None
-        if exchange is not None:
-            exchange.finish(error)
-
-
 class Connections:
-    """Connections to one address: one for each exchange in flight, and some idle ones."""
+    """Connections to one endpoint: one for each exchange in flight, kept for later ones."""
 
-    def __init__(self, host: str, port: int, context: ssl.SSLContext | None) -> None:
-        self._address = host, port
-        self._context = context
-        self._open: set[_Connection] = set()
-        self._idle: list[_Connection] = []
-        self._opening = 0
+    def __init__(self, root: str, path: str, headers: Mapping[str, str], context: ssl.SSLContext | None) -> None:
+        """Requests are posted to `path` below the endpoint's `root`. Create them in the running event loop."""
+        self._models, self._url = f"{root}/v1/models", f"{root}{path}"
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=context or True, keepalive_timeout=_KEPT_S),
+            headers={**headers, "Content-Type": "application/json", "Accept": "text/event-stream"},
+            skip_auto_headers=("User-Agent", "Accept-Encoding"),
+            timeout=aiohttp.ClientTimeout(total=None),
+            read_bufsize=_BUFFER_BYTES,
+        )
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def warm_up(self) -> None:
-        """Opens 8 idle connections. Raises OSError if the server does not accept connections."""
-        for _ in range(_SPARE):
-            self._idle.append(await self._connect())
+        """Opens 8 connections. Raises OSError if the server does not accept them."""
+        try:
+            await asyncio.gather(*(self._open() for _ in range(_SPARE)))
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError) as error:
+            raise OSError(_CLOSED) from error
 
     def send(self, exchange: HttpExchange) -> None:
-        """Sends a request on an idle connection, or on a new one when it is open. A failure ends the exchange."""
-        if self._idle:
-            self._idle.pop().send(exchange)
-        else:
-            exchange.sent_s = time.perf_counter()  # the time to open a connection counts as latency
-            self._spawn(exchange)
-        if len(self._idle) + self._opening < _SPARE:
-            self._spawn(None)
-
-    def close(self) -> None:
-        """Ends all exchanges with an error."""
-        for task in self._tasks:
-            task.cancel()
-        for connection in list(self._open):
-            connection.abort()
-
-    def _spawn(self, exchange: HttpExchange | None) -> None:
-        task = asyncio.get_running_loop().create_task(self._connect_for(exchange))
+        """Sends a request on an idle connection, or on a new one, whose opening counts as latency. A failure ends the
+        exchange."""
+        exchange.sent_s = time.perf_counter()
+        task = asyncio.get_running_loop().create_task(self._exchanged(exchange))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _connect_for(self, exchange: HttpExchange | None) -> None:
-        self._opening += 1
+    def abort(self) -> None:
+        """Gives up all exchanges; the server sees disconnected clients."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        self.abort()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._session.close()
+
+    async def _open(self) -> None:
+        async with self._session.get(self._models, timeout=aiohttp.ClientTimeout(total=_PATIENCE_S)) as answer:
+            await answer.read()
+
+    async def _exchanged(self, exchange: HttpExchange) -> None:
         try:
-            connection = await self._connect()
+            async with self._session.post(self._url, data=exchange.request, allow_redirects=False) as answer:
+                exchange.status, exchange.headers = answer.status, answer.headers
+                async for piece in answer.content.iter_any():
+                    exchange.pieces.append((time.perf_counter(), piece))
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, ConnectionResetError):
+            exchange.finish(_CLOSED)
         except OSError as error:
-            if exchange is not None:
-                exchange.finish(error.strerror or str(error))
-            return
-        except asyncio.CancelledError:
-            if exchange is not None:
-                exchange.finish(_CLOSED)
-            raise
-        finally:
-            self._opening -= 1
-        if exchange is None:
-            self._idle.append(connection)
+            exchange.finish(error.strerror or str(error))
+        except aiohttp.ClientError as error:
+            exchange.finish(f"the answer is not HTTP: {error}")
         else:
-            connection.send(exchange)
-
-    async def _connect(self) -> _Connection:
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(
-            lambda: _Connection(self._idle.append, self._forget), *self._address, ssl=self._context
-        )
-        self._open.add(connection)
-        return connection
-
-    def _forget(self, connection: _Connection) -> None:
-        self._open.discard(connection)
-        if connection in self._idle:
-            self._idle.remove(connection)
+            exchange.finish()

@@ -170,23 +170,9 @@ class LlamaCpp:
 Dialect: TypeAlias = OpenAICompletions | LlamaCpp  # the body of a request and the events of an answer
 
 
-def request_head(dialect: Dialect, prefix: str, host: str, api_key: str | None) -> str:
-    """Returns the HTTP head that all requests of a run share, up to the value of Content-Length."""
-    lines = [
-        f"POST {prefix}{dialect.path} HTTP/1.1",
-        f"Host: {host}",
-        "Content-Type: application/json",
-        "Accept: text/event-stream",
-    ]
-    if api_key is not None:
-        lines.append(f"Authorization: Bearer {api_key}")
-    return "\r\n".join([*lines, "Content-Length: "])
-
-
-def encode(dialect: Dialect, head: str, request: ClientRequest) -> bytes:
-    """Returns the bytes of a complete HTTP request."""
-    body = orjson.dumps(dialect.body(request))
-    return f"{head}{len(body)}\r\n\r\n".encode("latin-1") + body
+def encode(dialect: Dialect, request: ClientRequest) -> bytes:
+    """Returns the body of a request."""
+    return orjson.dumps(dialect.body(request))
 
 
 def decode(dialect: Dialect, exchange: HttpExchange) -> ParsedAnswer:

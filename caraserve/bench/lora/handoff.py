@@ -61,6 +61,11 @@ class ThreadsPoint:
     workers_ms: float
     torch_ms: float
 
+    @property
+    def ratio(self) -> float:
+        """torch's time ÷ the workers'."""
+        return self.torch_ms / self.workers_ms
+
 
 # --- shared memory ---
 

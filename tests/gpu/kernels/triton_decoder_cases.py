@@ -10,7 +10,7 @@ import torch
 
 from caraserve.core.batch import ScheduledRow
 from caraserve.gpu.forward import batch
-from caraserve.gpu.forward.batch import PassShape
+from caraserve.gpu.memory.pass_shape import PassShape
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS
 from caraserve.gpu.merged_weights import MergedDeviceWeights
 from caraserve.model.dtype import Dtype
@@ -165,7 +165,7 @@ def test_merged_adapters_answer_like_peft_one_after_another(llama: Subject, rng:
     for name in ("all", "mixed", "mlp"):
         bound = device.bound[NAMES.index(name)]
         for _ in range(2):
-            merged.merge(bound.spec, bound.image, device.driver, STREAM)
+            merged.merge(bound.spec, bound.image, device.decoder.driver, STREAM)
         request = Request(0, prompt_of(rng, 6), NAMES.index(name), logprobs=0)
         serve(device, [request], 2, weights=merged.weights)
         llama.check([request])
@@ -183,7 +183,7 @@ def test_bf16_answers_like_peft_within_rounding(llama: Subject, rng: random.Rand
     check_roughly(llama, requests)
     merged = MergedDeviceWeights(device.spec, device.weights, MAX_RANK)
     again = Request(2, requests[0].prompt, 1, logprobs=0)
-    merged.merge(bound.spec, bound.image, device.driver, STREAM)
+    merged.merge(bound.spec, bound.image, device.decoder.driver, STREAM)
     serve(device, [again], 1, weights=merged.weights)
     check_roughly(llama, [again])
 
