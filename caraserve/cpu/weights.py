@@ -126,7 +126,7 @@ def load_model(
         embed = store.rows(convert(table, source, dtype))
         raw, source = read("lm_head.weight", (spec.vocab_size, spec.hidden))
         head = store.panels(convert(raw, source, dtype))
-    cos, sin = rope_tables(spec.rope, spec.head_dim, max_context)
+    cos, sin = rope_tables(spec.rope, max_context)
     hidden_pad = align_up(spec.hidden, PANEL)
     model = structs.filled(
         structs.MODEL,

@@ -13,7 +13,7 @@ from torch import Tensor
 from caraserve.core.lora_layout import GROUPS
 from caraserve.gpu.kernels.quantized import FP8_CAPABILITY, multiply, round_rows, scale_rows
 from caraserve.model.dtype import Code
-from caraserve.model.quantization import Inputs, Scheme
+from caraserve.model.formats.scaled_codes import Inputs, ScaledCodes
 from caraserve.model.spec import ModelSpec
 
 TORCH_CODES = {Code.F8_E4M3: torch.float8_e4m3fn, Code.I8: torch.int8}
@@ -39,7 +39,7 @@ class RoundedRows:
         return self.codes[: rows * width * dtype.itemsize].view(dtype).view(rows, width)
 
 
-def inputs_on(capability: int, scheme: Scheme) -> Inputs:
+def inputs_on(capability: int, scheme: ScaledCodes) -> Inputs:
     """Returns how a module's inputs are quantised on a GPU of this compute capability: without instructions for fp8
     there is nothing to gain from fp8 inputs, which only lose precision."""
     if scheme.code is Code.F8_E4M3 and capability < FP8_CAPABILITY:

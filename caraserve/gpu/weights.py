@@ -16,7 +16,7 @@ from caraserve.errors import ModelLoadError
 from caraserve.gpu.kernels.attention import compute_capability
 from caraserve.gpu.quantized_linear import TORCH_CODES, QuantizedLinear, RoundedRows, inputs_on
 from caraserve.model.dtype import Dtype
-from caraserve.model.quantization import Inputs, Scheme
+from caraserve.model.formats.scaled_codes import Inputs, ScaledCodes
 from caraserve.model.rope import rope_tables
 from caraserve.model.spec import ModelSpec, module_name
 from caraserve.util.units import human_bytes
@@ -142,9 +142,7 @@ def _load(spec: ModelSpec, max_context: int, maker: "_Maker", progress: Callable
     vocabulary = (spec.vocab_size, spec.hidden)
     embedding = maker.matrix("model.embed_tokens", vocabulary)
     head = embedding if spec.tied_embeddings else maker.matrix("lm_head", vocabulary)
-    cos, sin = (
-        torch.from_numpy(table).to(maker.device) for table in rope_tables(spec.rope, spec.head_dim, max_context)
-    )
+    cos, sin = (torch.from_numpy(table).to(maker.device) for table in rope_tables(spec.rope, max_context))
     final_norm = maker.norm("model.norm.weight", spec.hidden)
     progress()
     return Weights(tuple(layers), embedding, Linear.of(head, None), final_norm, cos, sin)
@@ -198,7 +196,7 @@ class _Maker:
             for module, span in zip(modules, spans, strict=True):
                 self.fill(f"{module}.bias", bias[span])
         scheme = group_scheme(self.spec, layer, group)
-        if scheme is not None:
+        if isinstance(scheme, ScaledCodes):
             return self._quantized(scheme, modules, spans, inputs, bias)
         weight = self._empty((sum(widths), inputs), self.dtype)
         for module, span in zip(modules, spans, strict=True):
@@ -206,7 +204,7 @@ class _Maker:
         return Linear.of(weight, bias)
 
     def _quantized(
-        self, scheme: Scheme, modules: Sequence[str], spans: Sequence[slice], inputs: int, bias: Tensor | None
+        self, scheme: ScaledCodes, modules: Sequence[str], spans: Sequence[slice], inputs: int, bias: Tensor | None
     ) -> QuantizedLinear:
         outputs, capability = spans[-1].stop, compute_capability(self.device)
         weight = self._empty((outputs, inputs), TORCH_CODES[scheme.code])
@@ -225,8 +223,8 @@ class _Maker:
 
     def _fill_matrix(self, module: str, target: Tensor) -> None:
         """Fills a matrix, dequantised if it is quantised in the checkpoint."""
-        scheme = None if self.spec.quantization is None else self.spec.quantization.scheme_of(module)
-        if scheme is None:
+        scheme = None if self.spec.quantization is None else self.spec.quantization.format_of(module)
+        if not isinstance(scheme, ScaledCodes):
             self.fill(f"{module}.weight", target)
             return
         codes = self._empty(tuple(target.shape), TORCH_CODES[scheme.code])

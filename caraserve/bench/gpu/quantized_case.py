@@ -6,7 +6,9 @@ from caraserve.bench.gpu.accelerator import Accelerator
 from caraserve.gpu.kernels.attention import compute_capability
 from caraserve.gpu.quantized_linear import TORCH_CODES, QuantizedLinear, RoundedRows, inputs_on
 from caraserve.model.dtype import Code
-from caraserve.model.quantization import Inputs, Scheme
+from caraserve.model.formats.fp8 import Fp8
+from caraserve.model.formats.int8 import Int8
+from caraserve.model.formats.scaled_codes import Inputs
 
 _INPUT_SCALE = 0.03  # of standard normal inputs: few exceed the largest int8
 
@@ -26,7 +28,7 @@ def random_linear(
     codes.clamp_(-code.largest, code.largest)
     scale = acc.random(generator, outputs, dtype=torch.float32).abs_() * (4 / code.largest / inputs**0.5)
     capability = compute_capability(acc.place)
-    quantized = inputs_on(capability, Scheme(code, taken))
+    quantized = inputs_on(capability, (Fp8 if code is Code.F8_E4M3 else Int8)(taken))
     given = torch.full((1,), _INPUT_SCALE, device=acc.place) if quantized is Inputs.STATIC else None
     return QuantizedLinear(
         codes.to(TORCH_CODES[code]),
