@@ -3,7 +3,7 @@
 A family (`families/`) turns a configuration into a plan. Backends, loaders, adapters and memory budgets take sizes and
 names from the plan; groups, sites and columns are derived here and nowhere else.
 
-    DecoderPlan → layers: LayerPlan → blocks: Block, which computes [pre norm] → body → [post norm] · multiplier → stream
+    DecoderPlan → layers: LayerPlan → blocks: Block, computing [pre norm] → body → [post norm] · multiplier → stream
     body: Attention | Mlp | Moe | DeltaNet → linears: LinearPlan → parts: Part
 
 A linear is a module as checkpoints and adapters name it. A part is those of its outputs that play one role. A site is a
