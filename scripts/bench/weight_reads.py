@@ -25,7 +25,7 @@ from caraserve.bench.gpu.backends import shape_spec
 from caraserve.bench.records import machine, versions
 from caraserve.bench.servers import drop_cached
 from caraserve.bench.synthetic import SHAPES, WEIGHTS_NAME, write_repeating_weights
-from caraserve.cpu.weights import huge_pages
+from caraserve.cpu.weight_memory import huge_pages
 from caraserve.gpu.memory.weight_transfer import WeightTransfer
 from caraserve.gpu.null_device import null_device
 from caraserve.gpu.weights import load

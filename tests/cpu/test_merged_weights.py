@@ -13,9 +13,10 @@ from caraserve.cpu.adapters import CpuImage, DeviceAdapters
 from caraserve.cpu.buffers import Buffers
 from caraserve.cpu.jit import kernel
 from caraserve.cpu.merged_weights import CpuMergedWeights
-from caraserve.cpu.structs import NUM_WEIGHTS, WQ
+from caraserve.cpu.structs import SITE
 from caraserve.cpu.thread_team import ThreadTeam
-from caraserve.cpu.weights import LoadedModel, convert, dummy_reader, load_model
+from caraserve.cpu.weight_memory import convert
+from caraserve.cpu.weights import LoadedModel, dummy_reader, load_model
 from caraserve.model.dtype import Dtype, to_float32
 from caraserve.model.spec import SITES, parse_spec
 from caraserve.util.units import align_up
@@ -55,11 +56,12 @@ class Subject:
 
     def panels(self, model: NDArray[np.void], layer: int, site: str) -> NDArray[np.generic]:
         """Returns a module's stored weights, [out, in]."""
-        at = int(model["weights"][0]) + 8 * (NUM_WEIGHTS * layer + WQ + SITES.index(site))
+        at = int(model["site"][0]) + SITE.itemsize * (SPEC.plan.most_sites * layer + SITES.index(site))
+        record = np.frombuffer((ctypes.c_byte * SITE.itemsize).from_address(at), SITE)[0]
         inputs, outputs = SPEC.site_shape(site)
         count = align_up(outputs, PANEL) * inputs
         kind = ctypes.c_float if self.dtype is Dtype.F32 else ctypes.c_uint16
-        flat = np.ctypeslib.as_array((kind * count).from_address(ctypes.c_int64.from_address(at).value))
+        flat = np.ctypeslib.as_array((kind * count).from_address(int(record["weight"])))
         return flat.reshape(-1, inputs, PANEL).swapaxes(1, 2).reshape(-1, inputs)[:outputs].copy()
 
 
@@ -70,9 +72,9 @@ def zeros(name: str, shape: tuple[int, ...]) -> tuple[NDArray[np.generic], Dtype
 def subject(dtype: Dtype = Dtype.F32, threads: int = 2, *, zero: bool = False) -> Subject:
     loaded = load_model(SPEC, dtype, 64, zeros if zero else dummy_reader(0, dtype), lambda: None)
     adapters = DeviceAdapters(SPEC, 4)
-    buffers = Buffers(loaded.model, 8, 8, threads, 1 << 16, ())
+    buffers = Buffers(SPEC.plan, 8, 8, threads, 1 << 16, ())
     lora = buffers.lora_record(adapters.addresses())
-    return Subject(loaded, dtype, adapters, buffers, lora, ThreadTeam(threads), CpuMergedWeights(SPEC, loaded, threads))
+    return Subject(loaded, dtype, adapters, buffers, lora, ThreadTeam(threads), CpuMergedWeights(loaded, threads))
 
 
 def adapter(rank: int, dtype: Dtype, sites: tuple[str, ...] = SITES, layers: int = 2) -> tuple[CpuImage, Modules]:
