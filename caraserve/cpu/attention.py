@@ -266,7 +266,9 @@ def _attend_item(thread, model, buffers, cache, batch, body, row_bytes, kv_head,
     scratch = buffers.scratch + thread * buffers.scratch_bytes
     base = _head_address(cache, body, kv_head)
     blocks = cache.blocks + 8 * cache.max_blocks * word(batch.slot, first)
-    rows_at = buffers.projected + first * row_bytes + 4 * dim * kv_head * group
+    first_head = kv_head * group
+    q_rows = buffers.projected + first * row_bytes + body.q + 4 * dim * first_head
+    is_gated, gate_offset = body.gate != NO_COLUMN, body.gate - body.q
     count = (end - first) * group
     for query in range(0, count, TILE):
         rows = min(TILE, count - query)
@@ -278,7 +280,6 @@ def _attend_item(thread, model, buffers, cache, batch, body, row_bytes, kv_head,
             word(batch.position, first + queries[2] // group),
             word(batch.position, first + queries[3] // group),
         )
-        first_head = kv_head * group
         heads = (
             first_head + queries[0] % group,
             first_head + queries[1] % group,
@@ -286,17 +287,17 @@ def _attend_item(thread, model, buffers, cache, batch, body, row_bytes, kv_head,
             first_head + queries[3] % group,
         )
         for row in range(rows):
-            q = rows_at + body.q + queries[row] // group * row_bytes + 4 * dim * (queries[row] % group)
+            q = q_rows + queries[row] // group * row_bytes + 4 * dim * (queries[row] % group)
             for d in range(0, dim, LANES):
                 vstore(scratch + 4 * (row * dim + d), vload(q + 4 * d))
         attend_tile(rows, positions, heads, blocks, base, model.kv_block_bytes, body, scratch)
         for row in range(rows):
-            place = queries[row] // group * row_bytes + 4 * dim * (queries[row] % group)
+            q = q_rows + queries[row] // group * row_bytes + 4 * dim * (queries[row] % group)
             for d in range(0, dim, LANES):
                 value = vload(scratch + 4 * (row * dim + d))
-                if body.gate != NO_COLUMN:
-                    value = vmul(value, sigmoid(vload(rows_at + body.gate + place + 4 * d)))
-                vstore(rows_at + body.q + place + 4 * d, value)
+                if is_gated:
+                    value = vmul(value, sigmoid(vload(q + gate_offset + 4 * d)))
+                vstore(q + 4 * d, value)
 
 
 @compiled_separately(8)

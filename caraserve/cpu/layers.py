@@ -216,15 +216,15 @@ def activate(mlp, rows, row_bytes, tokens, panel):  # type: ignore[no-untyped-de
 
     `rows`: address of `tokens` rows of `row_bytes` each, in which the record `mlp` names the columns.
     """
+    kind, is_gated = mlp.activation, mlp.gate != NO_COLUMN
+    up = rows + mlp.up + 4 * PANEL * panel
+    gate = rows + mlp.gate + 4 * PANEL * panel if is_gated else up
     for token in range(tokens):
-        row = rows + token * row_bytes + 4 * PANEL * panel
-        for lane in range(0, 4 * PANEL, 4 * LANES):
-            up = row + mlp.up + lane
-            if mlp.gate == NO_COLUMN:
-                vstore(up, _activated(mlp.activation, vload(up)))
+        for lane in range(token * row_bytes, token * row_bytes + 4 * PANEL, 4 * LANES):
+            if is_gated:
+                vstore(gate + lane, _gated(kind, vload(gate + lane), vload(up + lane)))
             else:
-                gate = row + mlp.gate + lane
-                vstore(gate, _gated(mlp.activation, vload(gate), vload(up)))
+                vstore(up + lane, _activated(kind, vload(up + lane)))
 
 
 @kernel

@@ -38,6 +38,8 @@ class Tensors:
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> tuple[NDArray[np.generic], Dtype]:
         noise = _rng(name).standard_normal(shape, np.float32)
+        if name.endswith(".scale"):
+            return np.float32(0.03) * np.abs(noise), Dtype.F32
         if "norm" in name:
             return 1 + np.float32(0.3) * noise, Dtype.F32
         return noise * np.float32(1.6 / shape[-1] ** 0.5 if len(shape) == 2 else 0.3), Dtype.F32
