@@ -386,6 +386,15 @@ class DecoderPlan:
         experts = sum(_expert_parameters(block.body) for layer in self.layers for block in layer.blocks)
         return layers + experts + self.vocab_size * self.hidden * (1 if self.head is None else 2)
 
+    def weight_bytes(self, itemsize: int) -> int:
+        """Returns the bytes of these weights if linear modules and the head keep their formats. `itemsize`: of a weight
+        that is a number."""
+        kept = [(one.format, one.inputs, one.outputs) for layer in self.layers for one in layer.linears]
+        if self.head is not None:
+            kept.append((self.head_format, self.hidden, self.vocab_size))
+        numbers = self.num_parameters - sum(inputs * outputs for _, inputs, outputs in kept)
+        return numbers * itemsize + sum(one.num_bytes(inputs, outputs, itemsize) for one, inputs, outputs in kept)
+
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Returns the bytes of K and V of one token over all layers."""
         return sum(2 * one.kv_heads * one.head_dim for one in self.attentions) * itemsize
