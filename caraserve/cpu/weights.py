@@ -141,7 +141,7 @@ class _Loader:
     ) -> NDArray[np.void]:
         """Packs weights; returns a SITE record without its column."""
         kernels = kernels_of(kind.name)
-        packed = {"scale": 0, "dtype": 0} | kernels.pack(matrix, self._dtype, self._memory)
+        packed = {"scale": 0, "dtype": 0, **kernels.pack(matrix, self._dtype, self._memory)}
         panels = ceil_div(outputs, PANEL)
         return structs.filled(
             structs.SITE,
