@@ -35,7 +35,7 @@ def stored(values: NDArray[np.float32], dtype: Dtype) -> tuple[NDArray[np.generi
 
 def tensors_of(kind: str, outputs: int, inputs: int) -> Matrix:
     """Returns random weights as a checkpoint has them: numbers of a dtype, or codes with scales."""
-    rng = np.random.default_rng(inputs)
+    rng = np.random.default_rng(inputs + 1_000_000)
     if kind in FORMATS:
         codes = rng.integers(0, 127, (outputs, inputs), np.uint8) | rng.integers(0, 2, (outputs, inputs), np.uint8) << 7
         return Matrix({"codes": codes, "scale": rng.uniform(0.001, 0.01, outputs).astype(np.float32)})
@@ -51,7 +51,8 @@ class Weights:
         self.exact = FORMATS.get(kind, PLAIN).values(matrix).astype(np.float64)
         self._memory, self._site = WeightMemory(), np.zeros(1, SITE)
         dtype = Dtype.F32 if matrix.dtype is None else matrix.dtype
-        for name, value in (*kernels.pack(matrix, dtype, self._memory).items(), ("inputs", inputs)):
+        packed = kernels.pack(matrix, dtype, self._memory)
+        for name, value in {**packed, "inputs": inputs, "expand": kernels.expand}.items():
             self._site[name] = value
         self._product = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 8)(kernels.product)
         self._expand = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(kernels.expand)

@@ -1,7 +1,7 @@
 """Made-up decoders that together use every field of a plan, with random tensors, and changes of each field alone."""
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -183,7 +183,7 @@ def gated() -> DecoderPlan:
         )
         return Block(attention, None, norm(layer, "after_attention")), Block(mlp, None, norm(layer, "after_mlp"))
 
-    return decoder(blocks, 2, has_unit_head_rows=True, embed_format=Int8(Inputs.KEPT), logit_scale=9.0)
+    return decoder(blocks, 2, has_unit_head_rows=True, embed_format=Int8(Inputs.KEPT), logit_scale=3.0)
 
 
 PLANS: dict[str, Callable[[], DecoderPlan]] = {"sandwich": sandwich, "parallel": parallel, "gated": gated}
@@ -329,10 +329,3 @@ CHANGES: dict[str, dict[str, Change]] = {
         "plain embedding": _top(embed_format=PLAIN),
     },
 }
-
-
-def changes() -> Iterator[tuple[str, str]]:
-    """Yields the plan and the name of every change."""
-    for plan, named in CHANGES.items():
-        for name in named:
-            yield plan, name
