@@ -16,6 +16,7 @@ from caraserve.gpu.driver.detect import detect
 from caraserve.gpu.driver.environment import prepare_environment
 from caraserve.model.dtype import DTYPES, Dtype
 from caraserve.model.folder_reader import FolderReader
+from caraserve.model.formats import TensorReader
 from caraserve.model.spec import ModelSpec
 from caraserve.telemetry.progress import CompileProgress, progress
 from caraserve.telemetry.trace import Trace
@@ -25,7 +26,6 @@ from caraserve.util.units import human_bytes
 if TYPE_CHECKING:  # these modules import kernels, which are compiled after all checks
     from caraserve.cpu.lora_workers.pool import WorkerPool
     from caraserve.cpu.lora_workers.timing import RoundTrip
-    from caraserve.cpu.weights import Read
 
 log = logging.getLogger(__name__)
 
@@ -123,11 +123,12 @@ def _build_cpu_backend(
     kernels = CompileProgress()
     with kernels.shown() as compiled, counting(compiled):
         from caraserve.cpu.backend import CpuBackend, CpuSizes
-        from caraserve.cpu.weights import load_model, progress_steps
+        from caraserve.cpu.weights import compile_formats, load_model, progress_steps
 
+        compile_formats(spec.plan)
     dtype, context = dtype_of(spec, model.dtype), _context(spec, model)
     kv_bytes, lora_cpus = _kv_bytes(spec, context, engine.kv_cache_bytes), _lora_cpus(lora)
-    with progress("weights", progress_steps(spec)) as advance, _reader(spec, model, engine.seed, dtype) as read:
+    with progress("weights", progress_steps(spec)) as advance, _reader(model, engine.seed, dtype) as read:
         loaded = load_model(spec, dtype, context, read, advance)
     seqs = engine.max_num_seqs or _CPU_SEQS
     sizes = CpuSizes(
@@ -148,7 +149,7 @@ def _build_cpu_backend(
 
 
 @contextmanager
-def _reader(spec: ModelSpec, model: ModelConfig, seed: int, dtype: Dtype) -> Iterator["Read"]:
+def _reader(model: ModelConfig, seed: int, dtype: Dtype) -> Iterator[TensorReader]:
     """Yields a reader of the checkpoint, or of random weights in `dtype`. Raises ModelLoadError, also when a file has
     changed at the end."""
     from caraserve.cpu.weights import dummy_reader
@@ -157,7 +158,7 @@ def _reader(spec: ModelSpec, model: ModelConfig, seed: int, dtype: Dtype) -> Ite
     if model.load_format == "dummy":
         yield dummy_reader(seed, dtype)
         return
-    with FolderReader(model.model, spec.quantization) as read:
+    with FolderReader(model.model) as read:
         yield read
 
 

@@ -333,9 +333,8 @@ def _model(config: ModelConfig, room_bytes: int | None) -> str:
     itemsize, note = dtype_of(spec, config.dtype).itemsize, ""
     num_bytes = spec.num_parameters * itemsize
     if spec.quantization is not None:
-        note = ", dequantised"
-        if room_bytes is None:
-            note, num_bytes = ", quantised", device_bytes(spec, itemsize)
+        note = ", quantised"
+        num_bytes = device_bytes(spec, itemsize) if room_bytes is None else spec.plan.weight_bytes(itemsize)
     if room_bytes is not None and num_bytes > room_bytes:
         raise ModelLoadError(f"{folder}: weights of {human_bytes(num_bytes)}, and {human_bytes(room_bytes)} are free")
     return f"{folder}: {spec.family}, weights of {human_bytes(num_bytes)}{note}"

@@ -3,15 +3,15 @@
 A group's modules are one matrix there, so they have to be quantised alike; else all of them are dequantised."""
 
 from caraserve.core.lora_layout import GROUPS
-from caraserve.model.quantization import Scheme
+from caraserve.model.formats import WeightFormat
 from caraserve.model.spec import ModelSpec, module_name
 
 
-def group_scheme(spec: ModelSpec, layer: int, group: int) -> Scheme | None:
+def group_scheme(spec: ModelSpec, layer: int, group: int) -> WeightFormat | None:
     """Returns how all modules of a group are quantised, None if some are not, or differently."""
     if spec.quantization is None:
         return None
-    schemes = {spec.quantization.scheme_of(module_name(layer, site)) for site in GROUPS[group]}
+    schemes = {spec.quantization.format_of(module_name(layer, site)) for site in GROUPS[group]}
     return schemes.pop() if len(schemes) == 1 else None
 
 

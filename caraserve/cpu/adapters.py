@@ -10,7 +10,7 @@ from caraserve.core.lora_layout import MAX_RANK, PANEL, AdapterSpec, HostAdapter
 from caraserve.cpu.jit import entry
 from caraserve.cpu.simd import store_release
 from caraserve.cpu.structs import LORA_ENTRY, LOST
-from caraserve.model.spec import SITES, ModelSpec
+from caraserve.model.spec import ModelSpec
 from caraserve.util.units import align_up
 
 _ZEROS_BYTES = 64 << 20  # more than a core's caches
@@ -72,11 +72,12 @@ class DeviceAdapters:
     def __init__(self, spec: ModelSpec, num_slots: int, *, padded: bool = False) -> None:
         """`padded`: whether kernels compute all adapters of an iteration at the largest rank of its decoding rows, or
         of its prompts."""
-        self._layers = spec.layers
-        self._widest = align_up(max(max(spec.site_shape(site)) for site in SITES), PANEL)
+        plan = spec.plan
+        self._layers = len(plan.layers)
+        self._widest = align_up(max(plan.widest_input, plan.widest_output), PANEL)
         self._zeros = aligned_bytes(max(_ZEROS_BYTES, 8 * MAX_RANK * self._widest) if padded else 0)
         self._zeros[:] = 0  # written, so that each page has memory of its own
-        self._entries = np.zeros((num_slots, spec.layers, len(SITES)), LORA_ENTRY)
+        self._entries = np.zeros((num_slots, self._layers, plan.most_sites), LORA_ENTRY)
         self._host_entries = np.zeros_like(self._entries)
         self._arrived = np.zeros(num_slots, np.int64)  # addresses
         self.max_rank = np.zeros(num_slots, np.int64)  # largest padded rank of a slot
@@ -90,6 +91,7 @@ class DeviceAdapters:
             "host_entries": int(self._host_entries.ctypes.data),
             "arrived": int(self._arrived.ctypes.data),
             "layers": self._layers,
+            "most_sites": self._entries.shape[2],
         }
 
     def is_arriving(self, slot: int) -> bool:

@@ -8,15 +8,17 @@ positions in order, so a query's result is the same in any chunk, batch or tile.
 import numpy as np
 
 from caraserve.cpu.jit import compiled_separately, kernel
-from caraserve.cpu.kernels import rms_norm, rotate
+from caraserve.cpu.layers import normalise, normalise_heads, rotate, scale_row, sigmoid, soft_cap
 from caraserve.cpu.simd import (
     LANES,
     fetch_add,
+    from_lane,
     keep_below,
     keep_from,
     load_f32,
     store_f32,
     vexp,
+    vfma,
     vload,
     vmax,
     vmaximum,
@@ -26,10 +28,19 @@ from caraserve.cpu.simd import (
     vsub,
     vsum,
 )
-from caraserve.cpu.structs import K_NORM, NUM_WEIGHTS, Q_NORM, batch_at, buffers_at, cache_at, model_at, word
+from caraserve.cpu.structs import (
+    BLOCK_TOKENS,
+    NO_COLUMN,
+    attention_at,
+    batch_at,
+    buffers_at,
+    cache_at,
+    model_at,
+    norm_at,
+    word,
+)
 from caraserve.cpu.tiles import scores_tile, values_tile
 
-BLOCK_TOKENS = 16
 SPAN = 64  # positions in one step of the online softmax: four blocks
 TILE = 4  # queries computed together
 _ITEM_TOKENS = 16  # tokens in one item of attention work
@@ -45,26 +56,37 @@ def scratch_bytes(head_dim: int) -> int:
 
 
 @kernel
-def append_kv(block, position, head_dim, key, value):  # type: ignore[no-untyped-def]
-    """Writes the key and value of one token, `[head_dim]` each, to its block."""
-    token = position % BLOCK_TOKENS
-    values = block + 4 * head_dim * BLOCK_TOKENS + 4 * token * head_dim
+def _append_key(block, token, head_dim, key):  # type: ignore[no-untyped-def]
+    """Writes one token's key[head_dim] to its block."""
     for d in range(head_dim):
         store_f32(block + 4 * (d * BLOCK_TOKENS + token), load_f32(key + 4 * d))
-        store_f32(values + 4 * d, load_f32(value + 4 * d))
 
 
 @kernel
-def _softmax(scores, low, high, scale, best, total):  # type: ignore[no-untyped-def]
+def _append_value(block, token, head_dim, value, norm, head):  # type: ignore[no-untyped-def]
+    """Writes one token's value[head_dim] to its block; `norm`: address of a NORM record for heads, or 0."""
+    at = block + 4 * head_dim * (BLOCK_TOKENS + token)
+    if norm != 0:
+        normalise(norm_at(norm), value, at, head)
+        return
+    for d in range(head_dim):
+        store_f32(at + 4 * d, load_f32(value + 4 * d))
+
+
+@kernel
+def _softmax(scores, low, high, scale, cap, slope, distance, best, total):  # type: ignore[no-untyped-def]
     """Turns the scores[64] of one span into weights in place; lanes outside [low, high) become exactly 0.
 
+    `distance`: of the span's first position from the query's, times which `slope` is added to the score.
     Returns the new running maximum, the new running sum and the factor for earlier sums.
     """
     factor = vsplat(scale)
     top = vsplat(np.float32(-np.inf))
     for j in range(0, SPAN, LANES):
         value = vmul(vload(scores + 4 * j), factor)
-        value = keep_from(keep_below(value, high - j), low - j)
+        if slope != np.float32(0.0):
+            value = vfma(vsplat(slope), from_lane(np.float32(distance + j)), value)
+        value = keep_from(keep_below(soft_cap(value, cap), high - j), low - j)
         vstore(scores + 4 * j, value)
         top = vmax(value, top)
     new_best = max(best, vmaximum(top))
@@ -81,13 +103,6 @@ def _softmax(scores, low, high, scale, best, total):  # type: ignore[no-untyped-
         added += vsum(weights)
     rescale = np.float32(vsum(vexp(vsplat(best - new_best)))) / np.float32(LANES)
     return new_best, total * rescale + added, rescale
-
-
-@kernel
-def _scale_row(row, head_dim, factor):  # type: ignore[no-untyped-def]
-    by = vsplat(factor)
-    for d in range(0, head_dim, LANES):
-        vstore(row + 4 * d, vmul(vload(row + 4 * d), by))
 
 
 @kernel
@@ -132,18 +147,28 @@ def _scores(rows, queries, head_dim, k0, k1, k2, k3, out):  # type: ignore[no-un
 
 
 @kernel
-def attend_tile(rows, positions, blocks, head_base, block_stride, head_dim, window, scale, scratch):  # type: ignore[no-untyped-def]
+def attend_tile(rows, positions, heads, blocks, head_base, block_stride, body, scratch):  # type: ignore[no-untyped-def]
     """Computes the attention of up to four queries of one request over the same key-value head.
 
     `scratch` holds the queries `[rows, head_dim]` on entry and the results on return. `positions`: of the queries,
-    ascending. `blocks`: address of the request's row of the block table; block b of this layer and head is at
-    `head_base + b · block_stride`. `window`: positions that a query sees, including its own.
+    ascending; `heads`: theirs. `blocks`: address of the request's row of the block table; block b of this layer and
+    key-value head is at `head_base + b · block_stride`. `body`: ATTENTION_BODY.
     """
+    head_dim, window = body.head_dim, body.window
     queries = scratch
     scores = queries + 4 * TILE * head_dim
     out = scores + 4 * TILE * SPAN
     best = (np.float32(-np.inf), np.float32(-np.inf), np.float32(-np.inf), np.float32(-np.inf))
     total = (np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0))
+    if body.sinks != 0:  # a score like that of a position, without a value
+        sinks = body.sinks
+        best = (
+            load_f32(sinks + 4 * heads[0]),
+            load_f32(sinks + 4 * heads[1]),
+            load_f32(sinks + 4 * heads[2]),
+            load_f32(sinks + 4 * heads[3]),
+        )
+        total = (np.float32(1.0), np.float32(1.0), np.float32(1.0), np.float32(1.0))
     for row in range(rows):
         for d in range(0, head_dim, LANES):
             vstore(out + 4 * (row * head_dim + d), vsplat(np.float32(0.0)))
@@ -159,11 +184,15 @@ def attend_tile(rows, positions, blocks, head_base, block_stride, head_dim, wind
         _scores(rows, queries, head_dim, k0, k1, k2, k3, scores)
         for row in range(rows):
             low, high = positions[row] - window + 1 - first, positions[row] + 1 - first
-            top, mass, rescale = _softmax(scores + 4 * SPAN * row, low, high, scale, best[row], total[row])
+            slope = np.float32(0.0) if body.slopes == 0 else load_f32(body.slopes + 4 * heads[row])
+            top, mass, rescale = _softmax(
+                scores + 4 * SPAN * row,
+                *(low, high, body.scale, body.cap, slope, first - positions[row], best[row], total[row]),
+            )
             best = _with(best, row, top)
             total = _with(total, row, mass)
             if rescale != np.float32(1.0):
-                _scale_row(out + 4 * row * head_dim, head_dim, rescale)
+                scale_row(out + 4 * row * head_dim, head_dim, rescale)
         for j in range(min(3, seen) + 1):
             at = head_base + word(blocks, block + j) * block_stride
             tokens = min(BLOCK_TOKENS, last + 1 - first - j * BLOCK_TOKENS)
@@ -187,89 +216,103 @@ def _with(values, index, value):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _head_address(model, cache, layer, kv_head):  # type: ignore[no-untyped-def]
-    """Returns the address of block 0 of a layer and key-value head; block b is `b · _block_stride` further."""
-    return cache.base + 8 * BLOCK_TOKENS * model.head_dim * (layer * model.kv_heads + kv_head)
+def _head_address(cache, body, kv_head):  # type: ignore[no-untyped-def]
+    """Returns the address of a key-value head of a layer in block 0; the next block is a `kv_block_bytes` further."""
+    return cache.base + body.kv_offset + 8 * BLOCK_TOKENS * body.head_dim * kv_head
 
 
 @kernel
-def _block_stride(model):  # type: ignore[no-untyped-def]
-    return 8 * BLOCK_TOKENS * model.head_dim * model.layers * model.kv_heads
+def _norm_and_rotate(row, heads, body, norm, position):  # type: ignore[no-untyped-def]
+    """Normalises the heads of q or k if `norm`, the address of a NORM record, is not 0, and rotates them."""
+    dim = body.head_dim
+    if norm != 0 and body.norm_after_rope == 0:
+        normalise_heads(norm_at(norm), row, dim * heads)
+    if body.rotated != 0:
+        at = 4 * body.rotated * position
+        for head in range(heads):
+            rotate(row + 4 * dim * head, body.rotated, body.cos + at, body.sin + at)
+    if norm != 0 and body.norm_after_rope != 0:
+        normalise_heads(norm_at(norm), row, dim * heads)
 
 
 @kernel
-def rotate_and_append(thread, team, model, buffers, cache, batch, layer):  # type: ignore[no-untyped-def]
-    """Normalises q and k heads if the model has norms for them, rotates them, and writes k and v to their blocks."""
-    dim, stride = model.head_dim, 4 * (model.q_pad + 2 * model.kv_pad)
-    q_norm, k_norm = (
-        word(model.weights, NUM_WEIGHTS * layer + Q_NORM),
-        word(model.weights, NUM_WEIGHTS * layer + K_NORM),
-    )
+def rotate_and_append(thread, team, model, buffers, cache, batch, body, row_bytes):  # type: ignore[no-untyped-def]
+    """Normalises q and k as the layer's ATTENTION_BODY says, rotates them, and writes k and v to their blocks.
+
+    `row_bytes`: of a row of `projected`.
+    """
+    dim = body.head_dim
     for token in range(thread, batch.tokens, team):
-        row = buffers.qkv + token * stride
+        row = buffers.projected + token * row_bytes
         position = word(batch.position, token)
-        cos, sin = model.cos + 2 * dim * position, model.sin + 2 * dim * position
-        for head in range(model.heads):
-            q = row + 4 * dim * head
-            if q_norm != 0:
-                rms_norm(q, q, dim, dim, q_norm, model.eps)
-            rotate(q, dim, cos, sin)
         block = word(cache.blocks, cache.max_blocks * word(batch.slot, token) + position // BLOCK_TOKENS)
-        for head in range(model.kv_heads):
-            k = row + 4 * (model.q_pad + dim * head)
-            if k_norm != 0:
-                rms_norm(k, k, dim, dim, k_norm, model.eps)
-            rotate(k, dim, cos, sin)
-            at = _head_address(model, cache, layer, head) + block * _block_stride(model)
-            append_kv(at, position, dim, k, row + 4 * (model.q_pad + model.kv_pad + dim * head))
+        at = block * model.kv_block_bytes
+        for head in range(body.kv_heads):  # before k is rotated, whose columns may be those of v
+            value = row + body.v + 4 * dim * head
+            _append_value(_head_address(cache, body, head) + at, position % BLOCK_TOKENS, dim, value, body.v_norm, head)
+        _norm_and_rotate(row + body.q, body.heads, body, body.q_norm, position)
+        if body.growth != 0:
+            scale_row(row + body.q, dim * body.heads, load_f32(body.growth + 4 * position))
+        _norm_and_rotate(row + body.k, body.kv_heads, body, body.k_norm, position)
+        for head in range(body.kv_heads):
+            key = row + body.k + 4 * dim * head
+            _append_key(_head_address(cache, body, head) + at, position % BLOCK_TOKENS, dim, key)
 
 
 @kernel
-def _attend_item(thread, model, buffers, cache, batch, layer, kv_head, first, end):  # type: ignore[no-untyped-def]
-    """Computes the attention of the query heads of `kv_head`, for tokens [first, end) of one row."""
-    dim, group = model.head_dim, model.heads // model.kv_heads
-    q_stride, out_stride = 4 * (model.q_pad + 2 * model.kv_pad), 4 * model.q_pad
+def _attend_item(thread, model, buffers, cache, batch, body, row_bytes, kv_head, first, end):  # type: ignore[no-untyped-def]
+    """Computes the attention of the query heads of `kv_head`, for tokens [first, end) of one row, in place of q."""
+    dim, group = body.head_dim, body.heads // body.kv_heads
     scratch = buffers.scratch + thread * buffers.scratch_bytes
-    base = _head_address(model, cache, layer, kv_head)
+    base = _head_address(cache, body, kv_head)
     blocks = cache.blocks + 8 * cache.max_blocks * word(batch.slot, first)
+    first_head = kv_head * group
+    q_rows = buffers.projected + first * row_bytes + body.q + 4 * dim * first_head
+    is_gated, gate_offset = body.gate != NO_COLUMN, body.gate - body.q
     count = (end - first) * group
     for query in range(0, count, TILE):
         rows = min(TILE, count - query)
+        last = count - 1
+        queries = query, min(query + 1, last), min(query + 2, last), min(query + 3, last)
         positions = (
-            word(batch.position, first + query // group),
-            word(batch.position, first + min(query + 1, count - 1) // group),
-            word(batch.position, first + min(query + 2, count - 1) // group),
-            word(batch.position, first + min(query + 3, count - 1) // group),
+            word(batch.position, first + queries[0] // group),
+            word(batch.position, first + queries[1] // group),
+            word(batch.position, first + queries[2] // group),
+            word(batch.position, first + queries[3] // group),
+        )
+        heads = (
+            first_head + queries[0] % group,
+            first_head + queries[1] % group,
+            first_head + queries[2] % group,
+            first_head + queries[3] % group,
         )
         for row in range(rows):
-            token, head = first + (query + row) // group, kv_head * group + (query + row) % group
+            q = q_rows + queries[row] // group * row_bytes + 4 * dim * (queries[row] % group)
             for d in range(0, dim, LANES):
-                vstore(scratch + 4 * (row * dim + d), vload(buffers.qkv + token * q_stride + 4 * (head * dim + d)))
-        attend_tile(
-            rows, positions, blocks, base, _block_stride(model), dim, word(model.windows, layer), model.scale, scratch
-        )
+                vstore(scratch + 4 * (row * dim + d), vload(q + 4 * d))
+        attend_tile(rows, positions, heads, blocks, base, model.kv_block_bytes, body, scratch)
         for row in range(rows):
-            token, head = first + (query + row) // group, kv_head * group + (query + row) % group
+            q = q_rows + queries[row] // group * row_bytes + 4 * dim * (queries[row] % group)
             for d in range(0, dim, LANES):
-                vstore(
-                    buffers.attended + token * out_stride + 4 * (head * dim + d),
-                    vload(scratch + 4 * (row * dim + d)),
-                )
+                value = vload(scratch + 4 * (row * dim + d))
+                if is_gated:
+                    value = vmul(value, sigmoid(vload(q + gate_offset + 4 * d)))
+                vstore(q + 4 * d, value)
 
 
-@compiled_separately(6)
-def attend(thread, model_address, buffers_address, cache_address, batch_address, layer):  # type: ignore[no-untyped-def]
+@compiled_separately(8)
+def attend(thread, model_address, buffers_address, cache_address, batch_address, body_address, row_bytes, layer):  # type: ignore[no-untyped-def]
     """Computes attention. Threads claim items (row, key-value head, 16 tokens), because costs vary with the context."""
     model, buffers = model_at(model_address), buffers_at(buffers_address)
-    cache, batch = cache_at(cache_address), batch_at(batch_address)
+    cache, batch, body = cache_at(cache_address), batch_at(batch_address), attention_at(body_address)
     counter = buffers.counters + 8 * layer
     taken = fetch_add(counter, 1)
     item = 0
     for row in range(batch.rows):
         for first in range(word(batch.row_first, row), word(batch.row_first, row + 1), _ITEM_TOKENS):
             end = min(first + _ITEM_TOKENS, word(batch.row_first, row + 1))
-            for kv_head in range(model.kv_heads):
+            for kv_head in range(body.kv_heads):
                 if item == taken:
-                    _attend_item(thread, model, buffers, cache, batch, layer, kv_head, first, end)
+                    _attend_item(thread, model, buffers, cache, batch, body, row_bytes, kv_head, first, end)
                     taken = fetch_add(counter, 1)
                 item += 1

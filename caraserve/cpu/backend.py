@@ -17,7 +17,6 @@ from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.core.machine_profile import Profile
 from caraserve.core.outputs import append_tokens
 from caraserve.cpu.adapters import CpuImage, DeviceAdapters
-from caraserve.cpu.attention import BLOCK_TOKENS
 from caraserve.cpu.batch import BatchShape, CpuBatch, build_batch, collect
 from caraserve.cpu.buffers import Buffers
 from caraserve.cpu.forward import Sampler, step
@@ -28,7 +27,7 @@ from caraserve.cpu.masks import MaskThread, masked_rows
 from caraserve.cpu.merged_weights import CpuMergedWeights
 from caraserve.cpu.sampling import SLOT_SAMPLING, write_sampling
 from caraserve.cpu.streamed_prefill import StreamedPrefills
-from caraserve.cpu.structs import CACHE, filled
+from caraserve.cpu.structs import BLOCK_TOKENS, CACHE, filled
 from caraserve.cpu.thread_team import ThreadTeam, yield_to_event_loop
 from caraserve.cpu.tracing import trace_batch
 from caraserve.cpu.weights import LoadedModel
@@ -89,13 +88,14 @@ class CpuBackend:
         self._cache = self._make_cache()
         tokens = max(sizes.max_step_tokens, sizes.num_slots)
         outputs = tokens + sizes.num_slots  # every token scored, every row sampled
-        self._buffers = Buffers(loaded.model, tokens, outputs, sizes.threads, sizes.host_bytes, sizes.lora_cpus)
+        self._buffers = Buffers(spec.plan, tokens, outputs, sizes.threads, sizes.host_bytes, sizes.lora_cpus)
         self.host_memory = self._buffers.host_memory
         self._lora = self._buffers.lora_record(self._adapters.addresses())
         self.workers = WorkerPool(
             self._buffers.region, self._buffers.blocks, sizes.lora_cpus, self._buffers.block_bytes
         )
-        self._shape = BatchShape(spec.layers, len(self.workers), traced=trace is not None)
+        groups, is_traced = spec.plan.most_groups, trace is not None
+        self._shape = BatchShape(spec.layers, groups, len(self.workers), traced=is_traced)
         vocab = int(loaded.model["vocab"][0])
         self._logits = np.zeros((outputs, int(loaded.model["vocab_pad"][0])), np.float32)
         self._masks = np.zeros((sizes.num_slots, mask_words(vocab)), np.uint32)
@@ -274,7 +274,7 @@ class CpuBackend:
             self.workers.watch(False)
         cpu_batch.lora_ns[:] += worker_ns
         if self._trace is not None:
-            trace_batch(self._trace, batch, cpu_batch, started_ns, time.monotonic_ns())
+            trace_batch(self._trace, self._spec.plan, batch, cpu_batch, started_ns, time.monotonic_ns())
 
     def _write_masks(self, batch: Batch, cpu_batch: CpuBatch) -> None:
         """Begins to write the tokens that grammars allow next; `step` waits for them before it samples. The iterations
@@ -293,7 +293,7 @@ class CpuBackend:
         if slot != BASE_ADAPTER_SLOT and self._adapters.is_arriving(slot):
             raise ValueError(f"adapter slot {slot} cannot be merged: its weights have not arrived")
         if self._merged is None:
-            self._merged = CpuMergedWeights(self._spec, self._loaded, self._team.size)
+            self._merged = CpuMergedWeights(self._loaded, self._team.size)
         started_ns, before = time.monotonic_ns(), self._merged.merges
         model = self._merged.with_adapter(slot, self._adapters, self._buffers.record, self._lora, self._team.run)
         if self._trace is not None and self._merged.merges > before:

@@ -33,7 +33,7 @@ class CpuBatch:
     waited_ns: Words  # [segments]
     lora_ns: Words  # [segments] time that CPU workers spent on them
     layer_ns: Words  # [layers + 1], or empty when not wanted
-    worker_ns: Words  # [layers, 4, workers, 2], likewise
+    worker_ns: Words  # [layers, groups, workers, 2], likewise
     grammar_failures: dict[int, GrammarFailed]  # by request slot
     masks_written: Words  # [1] 1 once the masks of rows with matchers are written
 
@@ -73,6 +73,7 @@ class BatchShape:
     """Sizes, besides the rows, that determine the sizes of a batch's tables."""
 
     layers: int
+    groups: int  # of a layer at most
     workers: int
     traced: bool
 
@@ -92,7 +93,7 @@ def build_batch(batch: Batch, adapters: DeviceAdapters, prompt_tokens: Words, sh
         "sources": np.zeros((shape.layers, len(segments)), np.int64),
         "waited_ns": np.zeros(len(segments), np.int64),
         "layer_ns": np.zeros(traced + 1 if traced else 0, np.int64),
-        "worker_ns": np.zeros((traced, 4, shape.workers, 2), np.int64),
+        "worker_ns": np.zeros((traced, shape.groups, shape.workers, 2), np.int64),
     }
     arrays = {
         "slot": np.repeat(np.array([row.slot for row in rows], np.int64), counts),
@@ -120,6 +121,7 @@ def build_batch(batch: Batch, adapters: DeviceAdapters, prompt_tokens: Words, sh
         embeddings=len(wanted.embedded),
         first_layer=0,
         end_layer=shape.layers,
+        groups=shape.groups,
         max_rank=max((int(adapters.max_rank[segment.adapter_slot]) for segment in segments), default=0),
         arriving=any(adapters.is_arriving(segment.adapter_slot) for segment in segments),
         **{name: int(array.ctypes.data) if array.size else 0 for name, array in arrays.items()},

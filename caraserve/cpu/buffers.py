@@ -9,14 +9,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.core.lora_layout import MAX_RANK, RANK_STEP
+from caraserve.core.lora_layout import MAX_RANK, PANEL, RANK_STEP
 from caraserve.cpu.attention import attend, scratch_bytes
 from caraserve.cpu.forward import decoder_layer
 from caraserve.cpu.handoff import COUNTER_SPENT_NS, COUNTER_WORDS, block_bytes
-from caraserve.cpu.kernels import lora_expand, lora_shrink, panel_gemm
+from caraserve.cpu.kernels import lora_expand, lora_shrink
 from caraserve.cpu.lora_workers.compute_side import PIECE_WORDS, REDO_BYTES, add_deltas, choose_sources, hand_off
 from caraserve.cpu.shared_memory import PAGE_BYTES, SharedRegion
 from caraserve.cpu.structs import BUFFERS, LORA, filled
+from caraserve.model.plan import DecoderPlan
 from caraserve.util.units import align_up
 
 
@@ -26,25 +27,20 @@ class Buffers:
 
     def __init__(
         self,
-        model: NDArray[np.void],
+        plan: DecoderPlan,
         tokens: int,
         outputs: int,
         threads: int,
         host_bytes: int,
         lora_cpus: Sequence[int],
     ) -> None:
-        """`model`: a MODEL record. `host_bytes`: size of the host cache. `lora_cpus`: a core for each LoRA worker."""
+        """`host_bytes`: size of the host cache. `lora_cpus`: a core for each LoRA worker."""
         self._arrays: list[NDArray[np.uint8]] = []
-        self._model = {name: int(model[name][0]) for name in model.dtype.names or ()}
+        self._plan, self._hidden_pad = plan, align_up(plan.hidden, PANEL)
         self._tokens, self._threads, self._workers = tokens, threads, len(lora_cpus)
         self.block_bytes = align_up(block_bytes(tokens), PAGE_BYTES)
-        m = self._model
-        shared = {
-            "normed": 4 * outputs * m["hidden_pad"],
-            "attended": 4 * tokens * m["q_pad"],
-            "gate": 4 * tokens * m["inter_pad"],
-        }
-        widest = max(m["q_pad"] + 2 * m["kv_pad"], 2 * m["inter_pad"], m["hidden_pad"])
+        widest = max(group.width(PANEL) for layer in plan.layers for group in layer.groups)
+        shared = {"normed": 4 * outputs * self._hidden_pad, "projected": 4 * tokens * widest}
         self._delta_bytes = align_up(4 * tokens * widest, PAGE_BYTES)
         counter_bytes = 8 * COUNTER_WORDS * tokens
         sizes = (
@@ -56,7 +52,7 @@ class Buffers:
         )
         self.region = SharedRegion(sum(align_up(size, PAGE_BYTES) for size in sizes))
         arrays = {name: self.region.carve(size) for name, size in shared.items()}
-        self.normed = arrays["normed"].view(np.float32).reshape(outputs, m["hidden_pad"])[:, : m["hidden"]]
+        self.normed = arrays["normed"].view(np.float32).reshape(outputs, self._hidden_pad)[:, : plan.hidden]
         inputs = {name: int(array.ctypes.data) for name, array in arrays.items()}
         self.blocks = self.region.carve(self._workers * self.block_bytes)
         self._deltas = self.region.carve(self._workers * self._delta_bytes)
@@ -93,7 +89,7 @@ class Buffers:
     def record_for_streaming(self) -> NDArray[np.void]:
         """Returns a BUFFERS record with a residual stream of its own, for a prefill that stops between layers."""
         record = self.record.copy()
-        record["hidden"] = self._zeros(4 * self._tokens * self._model["hidden_pad"])
+        record["hidden"] = self._zeros(4 * self._tokens * self._hidden_pad)
         return record
 
     @property
@@ -117,17 +113,13 @@ class Buffers:
             self._tokens_per_worker[index] = max(1, tokens_per_worker(RANK_STEP * index))
 
     def _buffer_record(self, inputs: dict[str, int]) -> NDArray[np.void]:
-        m, tokens = self._model, self._tokens
-        scratch = align_up(scratch_bytes(m["head_dim"]), PAGE_BYTES)  # whole pages: threads never share a cache line
-        widths = {
-            "hidden": m["hidden_pad"],
-            "qkv": m["q_pad"] + 2 * m["kv_pad"],
-            "up": m["inter_pad"],
-            "shrunk": 3 * MAX_RANK,
-        }
+        plan, tokens = self._plan, self._tokens
+        # Whole pages: threads never share a cache line.
+        scratch = align_up(scratch_bytes(max(one.head_dim for one in plan.attentions)), PAGE_BYTES)
+        most_sites = max(len(group.sites) for layer in plan.layers for group in layer.groups)
+        widths = {"hidden": self._hidden_pad, "added": self._hidden_pad, "shrunk": most_sites * MAX_RANK}
         return filled(
             BUFFERS,
-            panel_gemm=panel_gemm.address,
             lora_shrink=lora_shrink.address,
             lora_expand=lora_expand.address,
             choose_sources=choose_sources.address,
@@ -138,7 +130,7 @@ class Buffers:
             scratch=self._zeros(scratch * self._threads),
             scratch_bytes=scratch,
             barrier=self._zeros(128),
-            counters=self._zeros(8 * m["layers"]),
+            counters=self._zeros(8 * len(plan.layers)),
             **inputs,
             **{name: self._zeros(4 * tokens * width) for name, width in widths.items()},
         )

@@ -3,9 +3,9 @@
 Each thread of the team calls `step` with the same arguments and its own index; they split each phase and meet at a
 barrier after it. No Python runs inside, so the event loop has the interpreter lock meanwhile.
 
-Phases of a layer (| is a barrier): [choose sources] norm | [LoRA shrink |] q, k, v + LoRA expand | rotate, append KV |
-attend | [shrink |] o + expand + residual | norm | [shrink |] gate, up + expand, silu·mul | [shrink |] down + expand +
-residual |
+What is computed are the records of `structs.py`: layers of blocks, and blocks of two groups of projections around a
+body. Phases of a block (| is a barrier): [choose sources] the block before to the stream, norm | [LoRA shrink |]
+project + LoRA expand, activation | rotate, append KV | attend | [shrink |] project + expand, to the stream or apart |
 The bracketed phases run only when the batch has an adapter, so base-only traffic pays nothing for LoRA. While an
 adapter is arriving, its hand-off to CPU workers takes the place of its shrink, and adding their results that of its
 expand; see compute_side.py.
@@ -20,35 +20,39 @@ from caraserve.core.lora_layout import PANEL
 from caraserve.core.outputs import NOT_FINITE, SAMPLE_MASKED, SCORE
 from caraserve.cpu.attention import rotate_and_append
 from caraserve.cpu.jit import compiled_separately, entry, kernel
-from caraserve.cpu.kernels import ADD, RANK_GROUP, STORE, add_bias, copy_vector, embed, itemsize, rms_norm, silu_mul
+from caraserve.cpu.kernels import ADD, RANK_GROUP, STORE
+from caraserve.cpu.layers import activate, add_bias, add_scaled, add_vector, cap_logits, copy_vector, embed, normalise
 from caraserve.cpu.libc import sched_yield
 from caraserve.cpu.lora_workers.compute_side import DEVICE, note_workers, source_of, stamp
 from caraserve.cpu.sampling import all_finite, best_tokens, choose, log_sum_exp, rank_of
 from caraserve.cpu.simd import fetch_add, load_acquire, spin_pause, store_release
 from caraserve.cpu.structs import (
-    ATTN_NORM,
-    BQ,
+    ATTENTION,
+    BLOCK,
+    LAYER,
     LORA_ENTRY,
-    MLP_NORM,
-    NUM_WEIGHTS,
-    SITE_DOWN,
-    SITE_GATE,
-    SITE_O,
-    SITE_Q,
-    SITE_UP,
-    WQ,
+    MLP,
+    NO_COLUMN,
     address_of,
+    attention_at,
     batch_at,
+    block_at,
     buffers_at,
     cache_at,
+    group_at,
+    layer_at,
     lora_at,
+    mlp_at,
     model_at,
+    norm_at,
+    site_address,
+    site_at,
     word,
 )
 from caraserve.cpu.tiles import call_by_address
 
-LORA_ENTRY_BYTES = LORA_ENTRY.itemsize
-_call3, _call6, _call8, _call9, _call15 = (call_by_address(count) for count in (3, 6, 8, 9, 15))
+LORA_ENTRY_BYTES, _LAYER_BYTES, _BLOCK_BYTES = (np.int64(kind.itemsize) for kind in (LORA_ENTRY, LAYER, BLOCK))
+_call3, _call7, _call8, _call9, _call15 = (call_by_address(count) for count in (3, 7, 8, 9, 15))
 _SHRINK_TOKENS = 24  # tokens of one item of shrink work, so that the team shares long prompts
 _SPINS = 500  # about 12 µs of pauses before a waiting thread yields its core
 
@@ -72,40 +76,24 @@ def meet(barrier, team):  # type: ignore[no-untyped-def]
             sched_yield()
 
 
-@kernel
-def _norm_rows(thread, team, model, batch, x, weight, y):  # type: ignore[no-untyped-def]
-    stride = 4 * model.hidden_pad
-    for token in range(thread, batch.tokens, team):
-        rms_norm(x + token * stride, y + token * stride, model.hidden, model.hidden_pad, weight, model.eps)
+# --- LoRA ---
 
 
 @kernel
 def device_entry(lora, adapter, layer, site):  # type: ignore[no-untyped-def]
-    """Returns the address of a module's LORA_ENTRY in the adapter table."""
-    return lora.entries + LORA_ENTRY_BYTES * ((adapter * lora.layers + layer) * 7 + site)
-
-
-@kernel
-def _group(site):  # type: ignore[no-untyped-def]
-    """Returns the first site that reads the same input as `site`, and how many do: q, k, v | o | gate, up | down."""
-    if site < SITE_O:
-        return SITE_Q, 3
-    if site == SITE_O:
-        return SITE_O, 1
-    if site < SITE_DOWN:
-        return SITE_GATE, 2
-    return SITE_DOWN, 1
+    """Returns the address of a site's LORA_ENTRY in the adapter table."""
+    return lora.entries + LORA_ENTRY_BYTES * ((adapter * lora.layers + layer) * lora.most_sites + site)
 
 
 @kernel
 def padding_entry(lora, batch, segment, layer, site):  # type: ignore[no-untyped-def]
-    """Returns the address of the LORA_ENTRY of zeros that pads a module; the batch has padding."""
-    return batch.padding + LORA_ENTRY_BYTES * ((segment * lora.layers + layer) * 7 + site)
+    """Returns the address of the LORA_ENTRY of zeros that pads a site; the batch has padding."""
+    return batch.padding + LORA_ENTRY_BYTES * ((segment * lora.layers + layer) * lora.most_sites + site)
 
 
 @kernel
-def _shrink_module(thread, team, buffers, batch, segment, entry, x, x_stride, k, y, y_stride, item):  # type: ignore[no-untyped-def]
-    """Computes the thread's items of one module's shrink for a segment. Returns the number of items dealt so far."""
+def _shrink_site(thread, team, buffers, batch, segment, entry, x, x_stride, inputs, y, y_stride, item):  # type: ignore[no-untyped-def]
+    """Computes the thread's items of one site's shrink for a segment. Returns the number of items dealt so far."""
     first, tokens = word(batch.segment_first, segment), word(batch.segment_tokens, segment)
     for start in range(0, tokens, _SHRINK_TOKENS):
         rows = min(_SHRINK_TOKENS, tokens - start)
@@ -113,40 +101,42 @@ def _shrink_module(thread, team, buffers, batch, segment, entry, x, x_stride, k,
         for row in range(0, word(entry, 2), RANK_GROUP):
             item += 1
             if item % team == thread:
-                _call8(buffers.lora_shrink, entry, row, at, x_stride, rows, k, out + 4 * row, y_stride)
+                _call8(buffers.lora_shrink, entry, row, at, x_stride, rows, inputs, out + 4 * row, y_stride)
     return item
 
 
 @kernel
-def _shrink(thread, team, model, buffers, lora, batch, layer, site, x, x_stride, k):  # type: ignore[no-untyped-def]
+def _shrink(thread, team, model, buffers, lora, batch, layer, group, x, x_stride):  # type: ignore[no-untyped-def]
     """`shrunk[token, site · max_rank + j] = scale · A[j] · x[token]`, items dealt round robin over the team; layers
     that have not arrived are handed off instead."""
-    _, sites = _group(site)
     if batch.arriving != 0 and thread == 0:
-        _call9(
+        _call7(
             buffers.hand_off,
-            *(address_of(model), address_of(lora), address_of(batch)),
-            *(layer, site, sites, x, x_stride, k),
+            *(address_of(model), address_of(lora), address_of(batch), address_of(group), layer, x, x_stride),
         )
-    item, y_stride = np.int64(0), 4 * sites * batch.max_rank
+    item, y_stride = np.int64(0), 4 * group.sites * batch.max_rank
     for segment in range(batch.segments):
         if source_of(batch, layer, segment) != DEVICE:
             continue
-        for which in range(sites):
-            entry = device_entry(lora, word(batch.segment_adapter, segment), layer, site + which)
+        for which in range(group.sites):
+            site = group.first_site + which
+            entry = device_entry(lora, word(batch.segment_adapter, segment), layer, site)
             y = buffers.shrunk + 4 * which * batch.max_rank
-            item = _shrink_module(thread, team, buffers, batch, segment, entry, x, x_stride, k, y, y_stride, item)
+            item = _shrink_site(
+                thread, team, buffers, batch, segment, entry, x, x_stride, group.inputs, y, y_stride, item
+            )
             if batch.padding != 0:
                 y += 4 * word(entry, 2)
-                entry = padding_entry(lora, batch, segment, layer, site + which)
-                item = _shrink_module(thread, team, buffers, batch, segment, entry, x, x_stride, k, y, y_stride, item)
+                entry = padding_entry(lora, batch, segment, layer, site)
+                item = _shrink_site(
+                    thread, team, buffers, batch, segment, entry, x, x_stride, group.inputs, y, y_stride, item
+                )
 
 
 @kernel
-def _expand(thread, model, buffers, lora, batch, layer, site, x, x_stride, k, first, end, y, y_stride):  # type: ignore[no-untyped-def]
-    """Adds `x A B` to the output panels [first, end) of a module, segment by segment."""
-    group, sites = _group(site)
-    stride = 4 * sites * batch.max_rank
+def _expand(thread, model, buffers, lora, batch, layer, group, which, x, x_stride, first, end, y, y_stride):  # type: ignore[no-untyped-def]
+    """Adds `x A B` to the output panels [first, end) of a site, segment by segment."""
+    site, stride = group.first_site + which, 4 * group.sites * batch.max_rank
     for segment in range(batch.segments):
         entry = device_entry(lora, word(batch.segment_adapter, segment), layer, site)
         if word(entry, 2) == 0:
@@ -155,11 +145,11 @@ def _expand(thread, model, buffers, lora, batch, layer, site, x, x_stride, k, fi
             _call15(
                 buffers.add_deltas,
                 *(thread, address_of(model), address_of(buffers), address_of(lora), address_of(batch)),
-                *(layer, site, segment, x, x_stride, k, first, end, y, y_stride),
+                *(address_of(group), layer, which, segment, x, x_stride, first, end, y, y_stride),
             )
         else:
             at = word(batch.segment_first, segment)
-            shrunk = buffers.shrunk + at * stride + 4 * (site - group) * batch.max_rank
+            shrunk = buffers.shrunk + at * stride + 4 * which * batch.max_rank
             rows, out = word(batch.segment_tokens, segment), y + at * y_stride
             _call9(buffers.lora_expand, entry, shrunk, stride, rows, first, end, out, y_stride, ADD)
             if batch.padding != 0:
@@ -168,120 +158,163 @@ def _expand(thread, model, buffers, lora, batch, layer, site, x, x_stride, k, fi
                 _call9(buffers.lora_expand, entry, shrunk, stride, rows, first, end, out, y_stride, ADD)
 
 
+# --- projections ---
+
+
 @kernel
-def _project(thread, model, buffers, lora, batch, layer, site, first, end, x, x_stride, k, y, y_stride, add):  # type: ignore[no-untyped-def]
-    """Computes the output panels [first, end) of one linear module for all tokens: base weight, bias, then adapters."""
-    weight = word(model.weights, NUM_WEIGHTS * layer + WQ + site)
-    bias = word(model.weights, NUM_WEIGHTS * layer + BQ + site)
+def _project_panels(address, x, x_stride, tokens, first, end, y, y_stride, add):  # type: ignore[no-untyped-def]
+    """Computes the output panels [first, end) of the site whose SITE record is at `address`: weight and bias."""
+    site = site_at(address)
     for panel in range(first, end):
-        w, at = weight + panel * k * PANEL * itemsize(model.dtype), y + 4 * PANEL * panel
-        _call9(buffers.panel_gemm, model.dtype, x, x_stride, batch.tokens, w, k, at, y_stride, add)
-        if bias != 0:
-            add_bias(at, y_stride, batch.tokens, bias + 4 * panel * PANEL)
-    if batch.max_rank > 0 and first < end:
-        _expand(thread, model, buffers, lora, batch, layer, site, x, x_stride, k, first, end, y, y_stride)
+        at = y + 4 * PANEL * panel
+        _call8(site.product, address, x, x_stride, tokens, panel, at, y_stride, add)
+        if site.bias != 0:
+            add_bias(at, y_stride, tokens, site.bias + 4 * panel * PANEL)
 
 
 @kernel
-def _project_qkv(thread, team, model, buffers, lora, batch, layer):  # type: ignore[no-untyped-def]
-    x, x_stride = buffers.normed, 4 * model.hidden_pad
+def _project(thread, team, model, buffers, lora, batch, layer, kind, group, x, x_stride, y, y_stride, add):  # type: ignore[no-untyped-def]
+    """Computes a group of projections of all tokens, with their adapters. Each thread computes as many panels as
+    others: of the group, or of each site in an MLP."""
     if batch.max_rank > 0:
-        _shrink(thread, team, model, buffers, lora, batch, layer, SITE_Q, x, x_stride, model.hidden)
+        _shrink(thread, team, model, buffers, lora, batch, layer, group, x, x_stride)
         meet(buffers.barrier, team)
-    q_panels, kv_panels = model.q_pad // PANEL, model.kv_pad // PANEL
-    panels = q_panels + 2 * kv_panels
-    y_stride = 4 * PANEL * panels
-    before = np.int64(0)  # panels of the preceding modules
-    for site in range(SITE_Q, SITE_O):
-        count = q_panels if site == SITE_Q else kv_panels
-        first, end = max(thread * panels // team - before, 0), min((thread + 1) * panels // team - before, count)
-        y = buffers.qkv + 4 * PANEL * before
-        _project(
-            thread,
-            model,
-            buffers,
-            lora,
-            batch,
-            layer,
-            site,
-            first,
-            end,
-            x,
-            x_stride,
-            model.hidden,
-            y,
-            y_stride,
-            STORE,
-        )
-        before += count
+    before = np.int64(0)  # panels of the preceding sites
+    for which in range(group.sites):
+        address = site_address(model, layer, group.first_site + which)
+        site = site_at(address)
+        panels, start = (site.panels, np.int64(0)) if kind == MLP else (group.panels, before)
+        first = max(thread * panels // team - start, 0)
+        end = min((thread + 1) * panels // team - start, site.panels)
+        out = y + site.column
+        _project_panels(address, x, x_stride, batch.tokens, first, end, out, y_stride, add)
+        if batch.max_rank > 0 and first < end:
+            _expand(thread, model, buffers, lora, batch, layer, group, which, x, x_stride, first, end, out, y_stride)
+        before += site.panels
+
+
+# --- blocks ---
 
 
 @kernel
-def _project_add(thread, team, model, buffers, lora, batch, layer, site, x, x_stride, k):  # type: ignore[no-untyped-def]
-    """Adds the projection of x, by o or down, to the residual stream."""
-    if batch.max_rank > 0:
-        _shrink(thread, team, model, buffers, lora, batch, layer, site, x, x_stride, k)
-        meet(buffers.barrier, team)
-    panels, y, y_stride = model.hidden_pad // PANEL, buffers.hidden, 4 * model.hidden_pad
-    first, end = thread * panels // team, (thread + 1) * panels // team
-    _project(thread, model, buffers, lora, batch, layer, site, first, end, x, x_stride, k, y, y_stride, ADD)
+def _update_rows(thread, team, model, buffers, batch, before, block):  # type: ignore[no-untyped-def]
+    """Adds the output of the block before to the stream, and normalises the stream to the rows that a block reads.
+
+    `before`, `block`: addresses of BLOCK records; 0: nothing to add, or no rows wanted.
+    """
+    stride = 4 * model.hidden_pad
+    for token in range(thread, batch.tokens, team):
+        stream = buffers.hidden + token * stride
+        if before != 0:
+            done = block_at(before)
+            added = buffers.added + token * stride
+            if done.adds_directly == 0:
+                if done.post != 0:
+                    normalise(norm_at(done.post), added, added, np.int64(0))
+                add_scaled(added, model.hidden_pad, done.multiplier, done.scalar, stream)
+        if block != 0:
+            rows, pre = buffers.normed + token * stride, block_at(block).pre
+            if pre != 0:
+                normalise(norm_at(pre), stream, rows, np.int64(0))
+            else:
+                copy_vector(stream, model.hidden, rows)
 
 
 @kernel
-def _project_gate_up(thread, team, model, buffers, lora, batch, layer):  # type: ignore[no-untyped-def]
-    x, x_stride, k = buffers.normed, 4 * model.hidden_pad, model.hidden
-    if batch.max_rank > 0:
-        _shrink(thread, team, model, buffers, lora, batch, layer, SITE_GATE, x, x_stride, k)
-        meet(buffers.barrier, team)
-    panels, stride = model.inter_pad // PANEL, 4 * model.inter_pad
-    first, end = thread * panels // team, (thread + 1) * panels // team
+def _is_pending(block):  # type: ignore[no-untyped-def]
+    """Returns whether the output of the block at an address, or 0, has not been added to the stream."""
+    return block != 0 and block_at(block).adds_directly == 0
+
+
+@kernel
+def _last_block(model, layer):  # type: ignore[no-untyped-def]
+    """Returns the address of a layer's last BLOCK record."""
+    record = layer_at(model.layer + _LAYER_BYTES * layer)
+    return record.block + _BLOCK_BYTES * (record.blocks - 1)
+
+
+@kernel
+def _attention(thread, team, model, buffers, lora, cache, batch, layer, block):  # type: ignore[no-untyped-def]
+    """Computes attention in place of q. Returns the address of the first row."""
+    group, body = group_at(block.group_in), attention_at(block.body)
+    x_stride, row_bytes = 4 * model.hidden_pad, group.row_bytes
+    rows, barrier = buffers.projected, buffers.barrier
     _project(
-        thread, model, buffers, lora, batch, layer, SITE_GATE, first, end, x, x_stride, k, buffers.gate, stride, STORE
+        *(thread, team, model, buffers, lora, batch, layer, block.kind, group),
+        *(buffers.normed, x_stride, rows, row_bytes, STORE),
     )
-    _project(thread, model, buffers, lora, batch, layer, SITE_UP, first, end, x, x_stride, k, buffers.up, stride, STORE)
-    for panel in range(first, end):
-        silu_mul(buffers.gate + 4 * PANEL * panel, stride, buffers.up + 4 * PANEL * panel, stride, batch.tokens)
+    meet(barrier, team)
+    note_workers(thread, lora, batch, layer, group)
+    rotate_and_append(thread, team, model, buffers, cache, batch, body, row_bytes)
+    meet(barrier, team)
+    _call8(
+        buffers.attend,
+        *(thread, address_of(model), address_of(buffers), address_of(cache), address_of(batch)),
+        *(block.body, row_bytes, layer),
+    )
+    meet(barrier, team)
+    return rows + body.q
+
+
+@kernel
+def _mlp(thread, team, model, buffers, lora, batch, layer, block):  # type: ignore[no-untyped-def]
+    """Computes the activation in place of gate, or of up. Returns the address of the first row.
+
+    A thread has the same panels of gate and up, so that it needs no barrier between projection and activation.
+    """
+    group, body = group_at(block.group_in), mlp_at(block.body)
+    x_stride, row_bytes, rows = 4 * model.hidden_pad, group.row_bytes, buffers.projected
+    _project(
+        *(thread, team, model, buffers, lora, batch, layer, block.kind, group),
+        *(buffers.normed, x_stride, rows, row_bytes, STORE),
+    )
+    panels = group.panels // group.sites
+    for panel in range(thread * panels // team, (thread + 1) * panels // team):
+        activate(body, rows, row_bytes, batch.tokens, panel)
+    meet(buffers.barrier, team)
+    note_workers(thread, lora, batch, layer, group)
+    return rows + (body.up if body.gate == NO_COLUMN else body.gate)
+
+
+@kernel
+def _block(thread, team, model, buffers, lora, cache, batch, layer, before, address):  # type: ignore[no-untyped-def]
+    """Computes the block whose BLOCK record is at `address`, after the one at `before` (0: the stream is complete)."""
+    block = block_at(address)
+    rows_of = 0 if block.keeps_rows else address
+    if rows_of != 0 or _is_pending(before):
+        _update_rows(thread, team, model, buffers, batch, before, rows_of)
+        meet(buffers.barrier, team)
+    if block.kind == ATTENTION:
+        x = _attention(thread, team, model, buffers, lora, cache, batch, layer, block)
+    else:
+        x = _mlp(thread, team, model, buffers, lora, batch, layer, block)
+    group, x_stride = group_at(block.group_out), group_at(block.group_in).row_bytes
+    y, add = (buffers.hidden, ADD) if block.adds_directly else (buffers.added, STORE)
+    _project(
+        *(thread, team, model, buffers, lora, batch, layer, block.kind, group),
+        *(x, x_stride, y, 4 * model.hidden_pad, add),
+    )
+    meet(buffers.barrier, team)
+    note_workers(thread, lora, batch, layer, group)
 
 
 @compiled_separately(8)
 def decoder_layer(  # type: ignore[no-untyped-def]
     thread, team, model_address, buffers_address, lora_address, cache_address, batch_address, layer
 ):  # fmt: skip
-    """Computes one layer as member `thread` of `team`."""
+    """Computes one layer as member `thread` of `team`. What its last block adds may be left to the next layer."""
     model, buffers, lora = model_at(model_address), buffers_at(buffers_address), lora_at(lora_address)
     cache, batch = cache_at(cache_address), batch_at(batch_address)
-    barrier = buffers.barrier
     if thread == 0:
         stamp(lora, batch, layer)
         if batch.arriving != 0:
             _call3(buffers.choose_sources, address_of(lora), address_of(batch), layer)
-    _norm_rows(
-        thread, team, model, batch, buffers.hidden, word(model.weights, NUM_WEIGHTS * layer + ATTN_NORM), buffers.normed
-    )
-    meet(barrier, team)
-    _project_qkv(thread, team, model, buffers, lora, batch, layer)
-    meet(barrier, team)
-    note_workers(thread, lora, batch, layer, 0)
-    rotate_and_append(thread, team, model, buffers, cache, batch, layer)
-    meet(barrier, team)
-    _call6(buffers.attend, thread, model_address, buffers_address, cache_address, batch_address, layer)
-    meet(barrier, team)
-    q_dim = model.heads * model.head_dim
-    _project_add(thread, team, model, buffers, lora, batch, layer, SITE_O, buffers.attended, 4 * model.q_pad, q_dim)
-    meet(barrier, team)
-    note_workers(thread, lora, batch, layer, 1)
-    _norm_rows(
-        thread, team, model, batch, buffers.hidden, word(model.weights, NUM_WEIGHTS * layer + MLP_NORM), buffers.normed
-    )
-    meet(barrier, team)
-    _project_gate_up(thread, team, model, buffers, lora, batch, layer)
-    meet(barrier, team)
-    note_workers(thread, lora, batch, layer, 2)
-    _project_add(
-        thread, team, model, buffers, lora, batch, layer, SITE_DOWN, buffers.gate, 4 * model.inter_pad, model.inter
-    )
-    meet(barrier, team)
-    note_workers(thread, lora, batch, layer, 3)
+    record = layer_at(model.layer + _LAYER_BYTES * layer)
+    before = _last_block(model, layer - 1) if layer > batch.first_layer else np.int64(0)
+    for index in range(record.blocks):
+        block = record.block + _BLOCK_BYTES * index
+        _block(thread, team, model, buffers, lora, cache, batch, layer, before, block)
+        before = block
 
 
 class Sampler(NamedTuple):
@@ -344,27 +377,18 @@ def _output(thread, model, sampler, batch, index):  # type: ignore[no-untyped-de
 @kernel
 def _logits(thread, team, model, buffers, batch, logits):  # type: ignore[no-untyped-def]
     """Computes the logits of the batch's outputs: final norm, then the head's panels. Embeddings are normed only."""
-    stride = 4 * model.hidden_pad
+    stride, y_stride = 4 * model.hidden_pad, 4 * model.vocab_pad
     for index in range(thread, batch.outputs + batch.embeddings, team):
         x = buffers.hidden + word(batch.out_token, index) * stride
-        rms_norm(x, buffers.normed + index * stride, model.hidden, model.hidden_pad, model.final_norm, model.eps)
+        normalise(norm_at(model.final), x, buffers.normed + index * stride, np.int64(0))
     meet(buffers.barrier, team)
     panels = model.vocab_pad // PANEL
-    for panel in range(thread * panels // team, (thread + 1) * panels // team):
-        w = model.head + panel * model.hidden * PANEL * itemsize(model.dtype)
-        y = logits + 4 * PANEL * panel
-        _call9(
-            buffers.panel_gemm,
-            model.dtype,
-            buffers.normed,
-            stride,
-            batch.outputs,
-            w,
-            model.hidden,
-            y,
-            4 * model.vocab_pad,
-            STORE,
-        )
+    first, end = thread * panels // team, (thread + 1) * panels // team
+    _project_panels(model.head, buffers.normed, stride, batch.outputs, first, end, logits, y_stride, STORE)
+    if model.logit_scale != np.float32(1.0) or model.logit_cap != np.float32(0.0):
+        for row in range(batch.outputs):
+            at = logits + row * y_stride + 4 * PANEL * first
+            cap_logits(at, PANEL * (end - first), model.logit_scale, model.logit_cap)
     meet(buffers.barrier, team)
 
 
@@ -372,14 +396,16 @@ def _logits(thread, team, model, buffers, batch, logits):  # type: ignore[no-unt
 def _embed_tokens(thread, team, model, buffers, cache, batch):  # type: ignore[no-untyped-def]
     if batch.first_layer == 0:
         for token in range(thread, batch.tokens, team):
-            place = cache.max_history * word(batch.slot, token) + word(batch.position, token)
+            slot, position = word(batch.slot, token), word(batch.position, token)
             y = buffers.hidden + 4 * model.hidden_pad * token
-            token_id = word(cache.history, place)
+            token_id = word(cache.history, cache.max_history * slot + position)
             if token_id >= 0:
-                embed(token_id, model.embed, model.tied, model.dtype, model.hidden, y)
-            else:
-                vectors = word(cache.prompt_embeds, word(batch.slot, token))
+                embed(token_id, model, y)
+            else:  # taken as it is, without the embedding's factor
+                vectors = word(cache.prompt_embeds, slot)
                 copy_vector(vectors + 4 * model.hidden * (-1 - token_id), model.hidden, y)
+            if model.positions != 0:
+                add_vector(model.positions + 4 * model.hidden * position, model.hidden, y)
     for layer in range(thread, model.layers, team):
         store_release(buffers.counters + 8 * layer, 0)
     meet(buffers.barrier, team)
@@ -401,6 +427,9 @@ def step(thread, team, models, buffer_sets, loras, caches, batches, sampler):  #
             *(thread, team, address_of(model), address_of(buffers), address_of(lora)),
             *(address_of(cache), address_of(batch), layer),
         )
+    if end_layer > first_layer and _is_pending(_last_block(model, end_layer - 1)):
+        _update_rows(thread, team, model, buffers, batch, _last_block(model, end_layer - 1), np.int64(0))
+        meet(buffers.barrier, team)
     if thread == 0:
         stamp(lora, batch, end_layer)
     if end_layer == model.layers:

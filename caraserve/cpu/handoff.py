@@ -39,7 +39,7 @@ KEEP_AWAKE = REQUEST + 8
 COUNT = _LINE * 5  # slices in the hand-off
 SLICES = _LINE * 6
 
-# A slice: int64 words, then up to three modules.
+# A slice: int64 words, then up to MOST_SITES modules.
 SLICE_X, SLICE_X_STRIDE, SLICE_K, SLICE_ROWS, SLICE_Y, SLICE_Y_STRIDE, SLICE_SITES, SLICE_COUNTER = range(8)
 SLICE_DTYPE, SLICE_WIDE_X = 8, 9
 SLICE_HEAD_BYTES = 80
@@ -48,7 +48,7 @@ COUNTER_WORDS = 4
 # A module: a LORA_ENTRY whose A and B are offsets, then its panels and where its first column lies in a row of y.
 SITE_PANELS, SITE_COLUMN_BYTES = LORA_ENTRY.itemsize // 8, LORA_ENTRY.itemsize // 8 + 1
 SITE_BYTES = LORA_ENTRY.itemsize + 16
-MOST_SITES = 3
+MOST_SITES = 6  # that read the same rows: q, k, v, z, a, b of a delta net
 SLICE_BYTES = SLICE_HEAD_BYTES + MOST_SITES * SITE_BYTES
 
 BLOCK_TOKENS = 36  # rows that a worker computes between two counts of progress: x stays in its L2 cache

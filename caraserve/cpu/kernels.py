@@ -1,4 +1,4 @@
-"""The operations of a decoder layer over register tiles: matmul panels, LoRA, norm, rotary embedding.
+"""Products over register tiles: panels of weights, and the two products of a LoRA adapter.
 
 They are called inside one compiled function. Addresses are integers, strides are in bytes, activations are fp32. A base
 weight `[out, in]` is stored like a LoRA B, as panels of 64 outputs, `[out / 64, in, 64]`, zero-padded.
@@ -10,30 +10,10 @@ import numpy as np
 
 from caraserve.core.lora_layout import PANEL, RANK_STEP
 from caraserve.cpu.jit import compiled_separately, kernel, variant
-from caraserve.cpu.simd import (
-    DTYPE_BF16,
-    DTYPE_F16,
-    DTYPE_F32,
-    LANES,
-    bits_to_float,
-    load_f32,
-    load_u16,
-    store_f32,
-    vadd,
-    vdiv,
-    vexp,
-    vfma,
-    vload,
-    vmul,
-    vsplat,
-    vstore,
-    vsub,
-    vsum,
-)
+from caraserve.cpu.simd import DTYPE_BF16, DTYPE_F16, DTYPE_F32, LANES, bits_to_float, load_f32, load_u16
 from caraserve.cpu.structs import word
 from caraserve.cpu.tiles import dot_tile, gemm_tile, stack_bytes
 
-K_BLOCK = 2048  # inputs summed before the partial result is stored: keeps a panel's slice inside the L2 cache
 # numpy integers: for a literal, Numba would compile each callee once more.
 STORE, ADD = np.int64(0), np.int64(1)  # whether a panel replaces its output or adds to it
 _K_PIECE = 512  # inputs of which eight rank rows take 16 KiB in fp32
@@ -112,7 +92,7 @@ def _dot_rows(dtype: int) -> Any:
     return dot_rows
 
 
-_gemm_f32, _gemm_bf16, _gemm_f16 = _gemm_rows(DTYPE_F32), _gemm_rows(DTYPE_BF16), _gemm_rows(DTYPE_F16)
+gemm_f32, _gemm_bf16, _gemm_f16 = _gemm_rows(DTYPE_F32), _gemm_rows(DTYPE_BF16), _gemm_rows(DTYPE_F16)
 _dot_f32, _dot_bf16, _dot_f16 = _dot_rows(DTYPE_F32), _dot_rows(DTYPE_BF16), _dot_rows(DTYPE_F16)
 
 
@@ -122,19 +102,29 @@ def itemsize(dtype):  # type: ignore[no-untyped-def]
     return 4 if dtype == DTYPE_F32 else 2
 
 
-@compiled_separately(9)
+@kernel
+def load_weight(address, dtype):  # type: ignore[no-untyped-def]
+    """Returns one stored weight as fp32."""
+    if dtype == DTYPE_F32:
+        return load_f32(address)
+    bits = load_u16(address)
+    if dtype == DTYPE_F16:
+        sign = np.uint32(np.uint32(bits) & np.uint32(0x8000)) << np.uint32(16)
+        magnitude = bits_to_float(np.uint32(np.uint32(bits & np.uint16(0x7FFF)) << np.uint32(13)))
+        value = magnitude * np.float32(2.0**112)  # rebiases the exponent exactly, subnormals included
+        return value if sign == 0 else -value
+    return bits_to_float(np.uint32(np.uint32(bits) << np.uint32(16)))
+
+
+@kernel
 def panel_gemm(dtype, x, x_stride, rows, w, k, y, y_stride, accumulate):  # type: ignore[no-untyped-def]
-    """Computes `y[rows, 64] (+)= x[rows, k] @ w[k, 64]` for one panel, in the same order of sums for all row counts."""
-    for first in range(0, k, K_BLOCK):
-        depth = min(K_BLOCK, k - first)
-        at = w + first * PANEL * itemsize(dtype)
-        add = ADD if first > 0 else accumulate
-        if dtype == DTYPE_F32:
-            _gemm_f32(x + 4 * first, x_stride, rows, at, depth, y, y_stride, add)
-        elif dtype == DTYPE_BF16:
-            _gemm_bf16(x + 4 * first, x_stride, rows, at, depth, y, y_stride, add)
-        else:
-            _gemm_f16(x + 4 * first, x_stride, rows, at, depth, y, y_stride, add)
+    """Computes `y[rows, 64] (+)= x[rows, k] @ w[k, 64]`, the sums over k in order for all row counts."""
+    if dtype == DTYPE_F32:
+        gemm_f32(x, x_stride, rows, w, k, y, y_stride, accumulate)
+    elif dtype == DTYPE_BF16:
+        _gemm_bf16(x, x_stride, rows, w, k, y, y_stride, accumulate)
+    else:
+        _gemm_f16(x, x_stride, rows, w, k, y, y_stride, accumulate)
 
 
 @compiled_separately(8)
@@ -161,92 +151,4 @@ def lora_expand(entry, x, x_stride, rows, first, end, y, y_stride, accumulate): 
     b_bytes = rank * PANEL * itemsize(dtype)
     for panel in range(first, end):
         b, at = word(entry, 1) + panel * b_bytes, y + 4 * PANEL * panel
-        if dtype == DTYPE_F32:
-            _gemm_f32(x, x_stride, rows, b, rank, at, y_stride, accumulate)
-        elif dtype == DTYPE_BF16:
-            _gemm_bf16(x, x_stride, rows, b, rank, at, y_stride, accumulate)
-        else:
-            _gemm_f16(x, x_stride, rows, b, rank, at, y_stride, accumulate)
-
-
-@kernel
-def add_bias(y, y_stride, rows, bias):  # type: ignore[no-untyped-def]
-    """Computes `y[rows, 64] += bias[64]`."""
-    for row in range(rows):
-        for lane in range(0, PANEL, LANES):
-            at = y + row * y_stride + 4 * lane
-            vstore(at, vadd(vload(at), vload(bias + 4 * lane)))
-
-
-@kernel
-def silu_mul(gate, gate_stride, up, up_stride, rows):  # type: ignore[no-untyped-def]
-    """Computes `gate[rows, 64] = silu(gate) · up`."""
-    one, zero = vsplat(np.float32(1.0)), vsplat(np.float32(0.0))
-    for row in range(rows):
-        for lane in range(0, PANEL, LANES):
-            at = gate + row * gate_stride + 4 * lane
-            value = vload(at)
-            sigmoid = vdiv(one, vadd(one, vexp(vsub(zero, value))))
-            vstore(at, vmul(vmul(value, sigmoid), vload(up + row * up_stride + 4 * lane)))
-
-
-@kernel
-def rms_norm(x, y, width, padded, weight, eps):  # type: ignore[no-untyped-def]
-    """Computes `y = weight · x / sqrt(mean(x²) + eps)` for a row of `width` elements, zero-padded to `padded`.
-
-    Gives NaN if a square overflows: 1 / sqrt(inf) would give a row of zeros and equal logits, which look valid.
-    """
-    total = vsplat(np.float32(0.0))
-    for lane in range(0, padded, LANES):
-        value = vload(x + 4 * lane)
-        total = vfma(value, value, total)
-    mean = vsum(total) / np.float32(width)
-    factor = vsplat(np.float32(1.0) / np.sqrt(mean + eps) + mean * np.float32(0.0))
-    for lane in range(0, padded, LANES):
-        vstore(y + 4 * lane, vmul(vload(weight + 4 * lane), vmul(vload(x + 4 * lane), factor)))
-
-
-@kernel
-def rotate(head, head_dim, cos, sin):  # type: ignore[no-untyped-def]
-    """Applies the rotary embedding to one head: halves (x1, x2) → (x1·cos - x2·sin, x2·cos + x1·sin)."""
-    half = head_dim // 2
-    for d in range(half):
-        c, s = load_f32(cos + 4 * d), load_f32(sin + 4 * d)
-        x1, x2 = load_f32(head + 4 * d), load_f32(head + 4 * (d + half))
-        store_f32(head + 4 * d, x1 * c - x2 * s)
-        store_f32(head + 4 * (d + half), x2 * c + x1 * s)
-
-
-@kernel
-def load_weight(address, dtype):  # type: ignore[no-untyped-def]
-    """Returns one stored weight as fp32."""
-    if dtype == DTYPE_F32:
-        return load_f32(address)
-    bits = load_u16(address)
-    if dtype == DTYPE_F16:
-        sign = np.uint32(np.uint32(bits) & np.uint32(0x8000)) << np.uint32(16)
-        magnitude = bits_to_float(np.uint32(np.uint32(bits & np.uint16(0x7FFF)) << np.uint32(13)))
-        value = magnitude * np.float32(2.0**112)  # rebiases the exponent exactly, subnormals included
-        return value if sign == 0 else -value
-    return bits_to_float(np.uint32(np.uint32(bits) << np.uint32(16)))
-
-
-@kernel
-def embed(token, table, tied, dtype, hidden, y):  # type: ignore[no-untyped-def]
-    """Writes the embedding of `token` to y[hidden]. A tied table consists of the head's panels."""
-    size = itemsize(dtype)
-    if tied:
-        at = table + ((token // PANEL) * hidden * PANEL + token % PANEL) * size
-        for d in range(hidden):
-            store_f32(y + 4 * d, load_weight(at + d * PANEL * size, dtype))
-    else:
-        at = table + token * hidden * size
-        for d in range(hidden):
-            store_f32(y + 4 * d, load_weight(at + d * size, dtype))
-
-
-@kernel
-def copy_vector(x, count, y):  # type: ignore[no-untyped-def]
-    """Copies x[count] to y."""
-    for d in range(count):
-        store_f32(y + 4 * d, load_f32(x + 4 * d))
+        panel_gemm(dtype, x, x_stride, rows, b, rank, at, y_stride, accumulate)

@@ -7,7 +7,6 @@ of a second copy of the base's linear modules.
 """
 
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -19,33 +18,21 @@ from caraserve.cpu.adapters import DeviceAdapters
 from caraserve.cpu.forward import device_entry, meet
 from caraserve.cpu.jit import entry, kernel
 from caraserve.cpu.kernels import STORE, itemsize, load_weight
+from caraserve.cpu.linear import PIECE_INPUTS, kernels_of
 from caraserve.cpu.simd import DTYPE_BF16, DTYPE_F16, DTYPE_F32, LANES, load_f32, store_f32, vadd, vload, weight_ops
-from caraserve.cpu.structs import NUM_WEIGHTS, SITE_DOWN, SITE_O, SITE_Q, WQ, word
+from caraserve.cpu.structs import site_address, site_at, word
 from caraserve.cpu.tiles import call_by_address
-from caraserve.cpu.weights import LoadedModel, huge_pages
-from caraserve.model.dtype import Dtype
-from caraserve.model.spec import SITES, ModelSpec
-from caraserve.util.units import align_up
+from caraserve.cpu.weight_memory import huge_pages
+from caraserve.cpu.weights import LoadedModel
+from caraserve.model.formats.plain import PLAIN
 
-_INPUTS = 96  # of one work item: its parts of A and of a panel stay in the L2 cache
-_A_BYTES, _SUM_BYTES = 4 * _INPUTS * MAX_RANK, 4 * _INPUTS * PANEL
-_SCRATCH_BYTES = _A_BYTES + _SUM_BYTES
-_call9 = call_by_address(9)
-_load_f32, _store_f32 = weight_ops(DTYPE_F32)
-_load_bf16, _store_bf16 = weight_ops(DTYPE_BF16)
-_load_f16, _store_f16 = weight_ops(DTYPE_F16)
-
-
-@kernel
-def _shape(model, site):  # type: ignore[no-untyped-def]
-    """Returns the inputs of a module and the panels of its outputs."""
-    if site < SITE_O:
-        return model.hidden, (model.q_pad if site == SITE_Q else model.kv_pad) // PANEL
-    if site == SITE_O:
-        return model.heads * model.head_dim, model.hidden_pad // PANEL
-    if site < SITE_DOWN:
-        return model.hidden, model.inter_pad // PANEL
-    return model.inter, model.hidden_pad // PANEL
+_INPUTS = np.int64(PIECE_INPUTS)  # of one work item: its parts of A and of a panel stay in the L2 cache
+_A_BYTES, _SUM_BYTES = 4 * PIECE_INPUTS * MAX_RANK, 4 * PIECE_INPUTS * PANEL
+_SCRATCH_BYTES = _A_BYTES + 2 * _SUM_BYTES
+_call5, _call9 = call_by_address(5), call_by_address(9)
+_, _store_f32 = weight_ops(DTYPE_F32)
+_, _store_bf16 = weight_ops(DTYPE_BF16)
+_, _store_f16 = weight_ops(DTYPE_F16)
 
 
 @kernel
@@ -61,65 +48,70 @@ def _transpose_a(entry, k, first, rows, x):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _add(dtype, w, sums, count, y):  # type: ignore[no-untyped-def]
-    """Writes `y[count] = w + sums`, rounded once."""
+def _add(dtype, weights, sums, count, y):  # type: ignore[no-untyped-def]
+    """Writes `y[count] = weights + sums` in a storage dtype, rounded once; both are fp32."""
     for i in range(0, count, LANES):
+        value = vadd(vload(weights + 4 * i), vload(sums + 4 * i))
         if dtype == DTYPE_F32:
-            _store_f32(y + 4 * i, vadd(_load_f32(w + 4 * i), vload(sums + 4 * i)))
+            _store_f32(y + 4 * i, value)
         elif dtype == DTYPE_BF16:
-            _store_bf16(y + 2 * i, vadd(_load_bf16(w + 2 * i), vload(sums + 4 * i)))
+            _store_bf16(y + 2 * i, value)
         else:
-            _store_f16(y + 2 * i, vadd(_load_f16(w + 2 * i), vload(sums + 4 * i)))
+            _store_f16(y + 2 * i, value)
 
 
 @kernel
-def _merge_inputs(model, buffers, entry, k, panels, first, rows, w, y, scratch):  # type: ignore[no-untyped-def]
-    """Writes `y = w + scale · Aᵀ B` for `rows` of a module's inputs and all of its outputs."""
-    rank, dtype, sums = word(entry, 2), word(entry, 3), scratch + _A_BYTES
-    _transpose_a(entry, k, first, rows, scratch)
-    for panel in range(panels):
-        b = word(entry, 1) + panel * rank * PANEL * itemsize(dtype)
-        _call9(buffers.panel_gemm, dtype, scratch, 4 * rank, rows, b, rank, sums, 4 * PANEL, STORE)
-        at = (panel * k + first) * PANEL * itemsize(model.dtype)
-        _add(model.dtype, w + at, sums, rows * PANEL, y + at)
+def _merge_inputs(buffers, entry, base, merged, first, rows, scratch):  # type: ignore[no-untyped-def]
+    """Writes the merged weights of `rows` inputs and all outputs of a site: base + scale · Aᵀ B.
+
+    `base`, `merged`: addresses of SITE records; the merged weights are plain numbers."""
+    site, target = site_at(base), site_at(merged)
+    rank, sums, weights = word(entry, 2), scratch + _A_BYTES, scratch + _A_BYTES + _SUM_BYTES
+    _transpose_a(entry, site.inputs, first, rows, scratch)
+    for panel in range(site.panels):
+        at = sums - 4 * PANEL * panel  # where panel 0 would be
+        _call9(buffers.lora_expand, entry, scratch, 4 * rank, rows, panel, panel + 1, at, 4 * PANEL, STORE)
+        _call5(site.expand, base, panel, first, rows, weights)
+        y = target.weight + (panel * site.inputs + first) * PANEL * itemsize(target.dtype)
+        _add(target.dtype, weights, sums, rows * PANEL, y)
 
 
 @entry
 def merge(thread, team, models, merged_models, buffer_sets, loras, slot, scratch):  # type: ignore[no-untyped-def]
-    """Writes the merged panels of every module of the adapter in `slot`, as member `thread` of `team`."""
+    """Writes the merged panels of every site of the adapter in `slot`, as member `thread` of `team`."""
     model, merged, buffers, lora = models[0], merged_models[0], buffer_sets[0], loras[0]
     item = np.int64(0)
     for layer in range(model.layers):
-        for site in range(7):
-            entry = device_entry(lora, slot, layer, site)
+        for index in range(model.most_sites):
+            entry = device_entry(lora, slot, layer, index)
             if word(entry, 2) == 0:
                 continue
-            k, panels = _shape(model, site)
-            place = NUM_WEIGHTS * layer + WQ + site
-            w, y = word(model.weights, place), word(merged.weights, place)
-            for first in range(0, k, _INPUTS):
+            base, target = site_address(model, layer, index), site_address(merged, layer, index)
+            inputs = site_at(base).inputs
+            for first in range(0, inputs, _INPUTS):
                 item += 1
                 if item % team == thread:
                     own = scratch + thread * _SCRATCH_BYTES
-                    _merge_inputs(model, buffers, entry, k, panels, first, min(_INPUTS, k - first), w, y, own)
+                    _merge_inputs(buffers, entry, base, target, first, min(_INPUTS, inputs - first), own)
     meet(buffers.barrier, team)
 
 
 class CpuMergedWeights:
-    """A second copy of all linear modules' panels, and the adapter merged into it. For the lane thread only."""
+    """A second copy of all linear modules' panels, and the adapter merged into it. For the lane thread only.
 
-    def __init__(self, spec: ModelSpec, loaded: LoadedModel, threads: int) -> None:
-        size = Dtype(int(loaded.model["dtype"][0])).itemsize
-        shapes = [spec.site_shape(site) for site in SITES] * spec.layers
-        ends = list(accumulate(inputs * align_up(outputs, PANEL) * size for inputs, outputs in shapes))
-        self._panels = huge_pages(ends[-1])
+    The copy has plain numbers in the model's dtype, whatever the format of the base's weights."""
+
+    def __init__(self, loaded: LoadedModel, threads: int) -> None:
+        base, plain = loaded.sites, kernels_of(PLAIN.name)
+        sizes = base["inputs"] * base["panels"] * PANEL * loaded.dtype.itemsize
+        ends = np.cumsum(sizes.reshape(-1))
+        self._panels = huge_pages(int(ends[-1]))
         self._panels[:] = 0  # the first write to memory takes several times as long as a merge
-        starts = np.array([0, *ends[:-1]], np.int64).reshape(spec.layers, len(SITES))
-        self._places = starts + self._panels.ctypes.data
-        self._base = loaded
-        self._table = loaded.weights.copy()
+        self._base, self._sites, self._own = loaded, base.copy(), base.copy()
+        self._own["weight"] = self._panels.ctypes.data + ends.reshape(sizes.shape) - sizes
+        self._own["product"], self._own["expand"], self._own["dtype"] = plain.product, plain.expand, loaded.dtype.value
         self._model = loaded.model.copy()
-        self._model["weights"] = self._table.ctypes.data
+        self._model["site"] = self._sites.ctypes.data
         self._scratch = aligned_bytes(threads * _SCRATCH_BYTES)
         self._merged_slot: tuple[int, int] | None = None  # slot, and its count of bindings at the merge
         self.merges = 0
@@ -139,8 +131,8 @@ class CpuMergedWeights:
         wanted = slot, int(adapters.bindings[slot])
         if self._merged_slot != wanted:
             self._merged_slot = None
-            sites = slice(WQ, WQ + len(SITES))
-            self._table[:, sites] = np.where(adapters.adapted(slot), self._places, self._base.weights[:, sites])
+            np.copyto(self._sites, self._base.sites)
+            np.copyto(self._sites, self._own, where=adapters.adapted(slot))
             records: tuple[Any, ...] = self._base.model, self._model, buffers, lora
             run(merge, *records, slot, int(self._scratch.ctypes.data))
             self._merged_slot = wanted

@@ -38,7 +38,7 @@ _CONVERTS_HALF = _converts_half()
 DTYPE_F32, DTYPE_BF16, DTYPE_F16 = 0, 1, 2  # the codes of `Dtype`
 
 _I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-VF, _VI, _VI16, _VH = (ir.VectorType(t, LANES) for t in (F32, I32, _I16, ir.HalfType()))
+VF, VI, VI16, VI8, _VH = (ir.VectorType(t, LANES) for t in (F32, I32, _I16, ir.IntType(8), ir.HalfType()))
 
 
 class V16Type(types.Type):  # type: ignore[misc]
@@ -75,20 +75,29 @@ def emit_load(b: Any, address: Any, dtype: int) -> Any:
         value = b.load(pointer(b, address, VF))
         value.align = 4
         return value
-    if dtype == DTYPE_F16 and _CONVERTS_HALF:
-        value = b.load(pointer(b, address, _VH))
-        value.align = 2
-        return b.fpext(value, VF)
-    value = b.load(pointer(b, address, _VI16))
-    value.align = 2
-    bits = b.zext(value, _VI)
+    bits = b.load(pointer(b, address, VI16))
+    bits.align = 2
     if dtype == DTYPE_F16:
-        return _widen_half(b, bits)
-    return b.bitcast(b.shl(bits, _ints(16)), VF)
+        return emit_widen_half(b, bits)
+    return b.bitcast(b.shl(b.zext(bits, VI), _ints(16)), VF)
+
+
+def emit_load_bytes(b: Any, address: Any) -> Any:
+    """Loads sixteen bytes."""
+    value = b.load(pointer(b, address, VI8))
+    value.align = 1
+    return value
+
+
+def emit_widen_half(b: Any, bits: Any) -> Any:
+    """Converts finite fp16 bits to fp32, exactly."""
+    if _CONVERTS_HALF:
+        return b.fpext(b.bitcast(bits, _VH), VF)
+    return _widen_half(b, b.zext(bits, VI))
 
 
 def _ints(value: int) -> Any:
-    return ir.Constant(_VI, [value] * LANES)
+    return ir.Constant(VI, [value] * LANES)
 
 
 def _widen_half(b: Any, bits: Any) -> Any:
@@ -97,19 +106,19 @@ def _widen_half(b: Any, bits: Any) -> Any:
     magnitude = b.bitcast(b.shl(b.and_(bits, _ints(0x7FFF)), _ints(13)), VF)
     rebiased = b.fmul(magnitude, ir.Constant(VF, [2.0**112] * LANES))
     sign = b.shl(b.and_(bits, _ints(0x8000)), _ints(16))
-    return b.bitcast(b.or_(b.bitcast(rebiased, _VI), sign), VF)
+    return b.bitcast(b.or_(b.bitcast(rebiased, VI), sign), VF)
 
 
 def _narrow_half(b: Any, value: Any) -> Any:
     """Converts fp32 to fp16 bits (in 32-bit lanes), to nearest even: by integers for normal results; for smaller ones,
     adding 0.5 leaves the bits of a subnormal at the end of the sum."""
-    bits = b.bitcast(value, _VI)
+    bits = b.bitcast(value, VI)
     magnitude = b.and_(bits, _ints(0x7FFFFFFF))
     odd = b.and_(b.lshr(magnitude, _ints(13)), _ints(1))
     rebiased = b.sub(b.add(magnitude, _ints(0xFFF)), _ints(112 << 23))
     normal = b.lshr(b.add(rebiased, odd), _ints(13))
     summed = b.fadd(b.bitcast(magnitude, VF), ir.Constant(VF, [0.5] * LANES))
-    subnormal = b.sub(b.bitcast(summed, _VI), _ints(0x3F000000))
+    subnormal = b.sub(b.bitcast(summed, VI), _ints(0x3F000000))
     narrow = b.select(b.icmp_unsigned("<", magnitude, _ints(0x38800000)), subnormal, normal)
     narrow = b.select(b.icmp_unsigned(">=", magnitude, _ints(0x477FF000)), _ints(0x7C00), narrow)
     return b.or_(narrow, b.and_(b.lshr(bits, _ints(16)), _ints(0x8000)))
@@ -126,10 +135,10 @@ def emit_narrow_store(b: Any, value: Any, address: Any, dtype: int) -> None:
     if dtype == DTYPE_F16:
         bits = _narrow_half(b, value)
     else:
-        wide = b.bitcast(value, _VI)
+        wide = b.bitcast(value, VI)
         odd = b.and_(b.lshr(wide, _ints(16)), _ints(1))
         bits = b.lshr(b.add(b.add(wide, _ints(0x7FFF)), odd), _ints(16))
-    b.store(b.trunc(bits, _VI16), pointer(b, address, _VI16)).align = 2
+    b.store(b.trunc(bits, VI16), pointer(b, address, VI16)).align = 2
 
 
 def emit_store(b: Any, value: Any, address: Any) -> None:
@@ -138,7 +147,7 @@ def emit_store(b: Any, value: Any, address: Any) -> None:
 
 def emit_splat(b: Any, scalar: Any) -> Any:
     first = b.insert_element(ir.Constant(VF, ir.Undefined), scalar, ir.Constant(I32, 0))
-    return b.shuffle_vector(first, ir.Constant(VF, ir.Undefined), ir.Constant(_VI, [0] * LANES))
+    return b.shuffle_vector(first, ir.Constant(VF, ir.Undefined), ir.Constant(VI, [0] * LANES))
 
 
 def emit_load_splat(b: Any, address: Any) -> Any:
@@ -157,7 +166,7 @@ def emit_reduce(b: Any, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
     width = LANES // 2
     while width:
         lanes = [lane + width if lane < width else lane for lane in range(LANES)]
-        value = combine(value, b.shuffle_vector(value, value, ir.Constant(_VI, lanes)))
+        value = combine(value, b.shuffle_vector(value, value, ir.Constant(VI, lanes)))
         width //= 2
     return b.extract_element(value, ir.Constant(I32, 0))
 
@@ -182,21 +191,34 @@ def _vector_op(num_args: int, emit: Callable[..., Any], result: Any = v16, last:
     return make_intrinsic("vector_op", num_args, result(*[v16] * (num_args - 1), last), codegen)
 
 
+def vector_load(emit: Callable[[Any, Any], Any]) -> Any:
+    """Makes the intrinsic `(address)`, which returns the sixteen fp32 that `emit(builder, address)` loads."""
+    return _vector_op(1, emit, last=types.int64)
+
+
 def _emit_maximum(b: Any, x: Any, y: Any) -> Any:
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
+def _emit_minimum(b: Any, x: Any, y: Any) -> Any:
+    return b.select(b.fcmp_ordered("<", x, y), x, y)
+
+
+def _emit_from_lane(b: Any, x: Any) -> Any:
+    return b.fadd(emit_splat(b, x), ir.Constant(VF, [float(lane) for lane in range(LANES)]))
+
+
 def _emit_keep_below(b: Any, x: Any, limit: Any) -> Any:
-    lanes = ir.Constant(_VI, list(range(LANES)))
-    first = b.insert_element(ir.Constant(_VI, ir.Undefined), b.trunc(limit, I32), ir.Constant(I32, 0))
-    limits = b.shuffle_vector(first, ir.Constant(_VI, ir.Undefined), ir.Constant(_VI, [0] * LANES))
+    lanes = ir.Constant(VI, list(range(LANES)))
+    first = b.insert_element(ir.Constant(VI, ir.Undefined), b.trunc(limit, I32), ir.Constant(I32, 0))
+    limits = b.shuffle_vector(first, ir.Constant(VI, ir.Undefined), ir.Constant(VI, [0] * LANES))
     return b.select(b.icmp_signed("<", lanes, limits), x, ir.Constant(VF, [float("-inf")] * LANES))
 
 
 def _emit_keep_from(b: Any, x: Any, limit: Any) -> Any:
-    lanes = ir.Constant(_VI, list(range(LANES)))
-    first = b.insert_element(ir.Constant(_VI, ir.Undefined), b.trunc(limit, I32), ir.Constant(I32, 0))
-    limits = b.shuffle_vector(first, ir.Constant(_VI, ir.Undefined), ir.Constant(_VI, [0] * LANES))
+    lanes = ir.Constant(VI, list(range(LANES)))
+    first = b.insert_element(ir.Constant(VI, ir.Undefined), b.trunc(limit, I32), ir.Constant(I32, 0))
+    limits = b.shuffle_vector(first, ir.Constant(VI, ir.Undefined), ir.Constant(VI, [0] * LANES))
     return b.select(b.icmp_signed(">=", lanes, limits), x, ir.Constant(VF, [float("-inf")] * LANES))
 
 
@@ -216,29 +238,46 @@ def _emit_exp(b: Any, x: Any) -> Any:
     poly = const(1.0 / 5040)
     for term in (1.0 / 720, 1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5, 1.0, 1.0):
         poly = emit_fma(b, poly, r, const(term))
-    exponent = b.shl(b.add(b.fptosi(n, _VI), ir.Constant(_VI, [127] * LANES)), ir.Constant(_VI, [23] * LANES))
+    exponent = b.shl(b.add(b.fptosi(n, VI), ir.Constant(VI, [127] * LANES)), ir.Constant(VI, [23] * LANES))
     value = b.fmul(poly, b.bitcast(exponent, VF))
     return b.select(low, const(0.0), value)
 
 
+def _emit_tanh(b: Any, x: Any) -> Any:
+    """Computes tanh x to ~2 ulp: below 0.625 a polynomial of Cephes, above 1 - 2 / (e^2|x| + 1) with the sign of x."""
+
+    def const(value: float) -> Any:
+        return ir.Constant(VF, [value] * LANES)
+
+    square = b.fmul(x, x)
+    poly = const(-5.70498872745e-3)
+    for term in (2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1):
+        poly = emit_fma(b, poly, square, const(term))
+    small = emit_fma(b, b.fmul(poly, square), x, x)
+    sign = b.and_(b.bitcast(x, VI), _ints(-0x80000000))
+    magnitude = b.bitcast(b.xor(b.bitcast(x, VI), sign), VF)
+    power = _emit_exp(b, b.fadd(magnitude, magnitude))
+    large = b.fsub(const(1.0), b.fdiv(const(2.0), b.fadd(power, const(1.0))))
+    signed = b.bitcast(b.or_(b.bitcast(large, VI), sign), VF)
+    return b.select(b.fcmp_ordered("<", magnitude, const(0.625)), small, signed)
+
+
+vload = vector_load(lambda b, address: emit_load(b, address, DTYPE_F32))
 vadd = _vector_op(2, lambda b, x, y: b.fadd(x, y))
 vsub = _vector_op(2, lambda b, x, y: b.fsub(x, y))
 vmul = _vector_op(2, lambda b, x, y: b.fmul(x, y))
 vdiv = _vector_op(2, lambda b, x, y: b.fdiv(x, y))
 vmax = _vector_op(2, _emit_maximum)
+vmin = _vector_op(2, _emit_minimum)
 vfma = _vector_op(3, emit_fma)  # x · y + z
 vexp = _vector_op(1, _emit_exp)
+vtanh = _vector_op(1, _emit_tanh)
 vsum = _vector_op(1, lambda b, x: emit_reduce(b, x, b.fadd), result=types.float32)
 vmaximum = _vector_op(1, lambda b, x: emit_reduce(b, x, lambda p, q: _emit_maximum(b, p, q)), result=types.float32)
 vsplat = _vector_op(1, emit_splat, last=types.float32)
+from_lane = _vector_op(1, _emit_from_lane, last=types.float32)  # x, x + 1, … x + 15
 keep_below = _vector_op(2, _emit_keep_below, last=types.int64)  # lanes >= limit become -inf
 keep_from = _vector_op(2, _emit_keep_from, last=types.int64)  # lanes < limit become -inf
-
-
-@intrinsic
-def vload(typing_context, address):  # type: ignore[no-untyped-def]
-    """Loads sixteen fp32."""
-    return v16(types.int64), lambda context, b, sig, args: emit_load(b, args[0], DTYPE_F32)
 
 
 @intrinsic
@@ -256,10 +295,6 @@ def weight_ops(dtype: int) -> tuple[Any, Any]:
     """Makes the intrinsics load `(address)`, of sixteen weights as fp32, and store `(address, value)`, which rounds."""
 
     @intrinsic
-    def load(typing_context, address):  # type: ignore[no-untyped-def]
-        return v16(types.int64), lambda context, b, sig, args: emit_load(b, args[0], dtype)
-
-    @intrinsic
     def store(typing_context, address, value):  # type: ignore[no-untyped-def]
         def codegen(context, b, signature, arguments):  # type: ignore[no-untyped-def]
             emit_narrow_store(b, arguments[1], arguments[0], dtype)
@@ -267,7 +302,7 @@ def weight_ops(dtype: int) -> tuple[Any, Any]:
 
         return types.void(types.int64, v16), codegen
 
-    return load, store
+    return vector_load(lambda b, address: emit_load(b, address, dtype)), store
 
 
 def _scalar_load(numba_type: Any, llvm_type: Any) -> Any:

@@ -1,6 +1,7 @@
 """The records that compiled code shares with Python, passed as pointers.
 
-`weights.py`, `adapters.py`, `batch.py` and `buffers.py` fill them; `forward.py` and `lora_workers/` read them.
+`weights.py`, `adapters.py`, `batch.py` and `buffers.py` fill them; `forward.py` and `lora_workers/` read them. A field
+is a size in elements or an address (`→`: of what; 0: there is none), unless its comment says otherwise.
 """
 
 from typing import Any
@@ -14,12 +15,11 @@ from numpy.typing import NDArray
 from caraserve.cpu.jit import kernel
 from caraserve.cpu.simd import I64, load_i64
 
-# Columns of `Model.weights`: addresses of one layer's tensors; 0 where the model has none.
-ATTN_NORM, WQ, WK, WV, WO, WG, WU, WD, BQ, BK, BV, BO, BG, BU, BD, Q_NORM, K_NORM, MLP_NORM = range(18)
-NUM_WEIGHTS = 18
-# Indices of SITES; k and v follow q. With Python's integers, Numba would compile each callee again.
-SITE_Q, SITE_O, SITE_GATE, SITE_UP, SITE_DOWN = (np.int64(site) for site in (0, 3, 4, 5, 6))
+BLOCK_TOKENS = 16  # of a KV block
 NO_WINDOW = 1 << 30
+# With Python's integers, Numba would compile each callee again.
+NO_COLUMN = np.int64(-1)
+ATTENTION, MLP = np.int64(0), np.int64(1)  # kinds of BLOCK
 
 
 def _record(*words: str, floats: tuple[str, ...] = ()) -> np.dtype[np.void]:
@@ -31,26 +31,95 @@ def _record(*words: str, floats: tuple[str, ...] = ()) -> np.dtype[np.void]:
     return np.dtype([(name, np.int64) for name in words] + [(name, np.float32) for name in floats], align=True)
 
 
-# Sizes in elements (`_pad`: rounded up to a panel), addresses of weights, rotary tables `[positions, head_dim / 2]`.
+# `_pad`: rounded up to a panel.
 MODEL = _record(
-    *("layers", "hidden", "hidden_pad", "heads", "kv_heads", "head_dim", "q_pad", "kv_pad", "inter", "inter_pad"),
-    *("vocab", "vocab_pad", "dtype", "tied", "embed", "head", "final_norm", "cos", "sin"),
-    "weights",  # → int64 [layers, NUM_WEIGHTS]
-    "windows",  # → int64 [layers]
-    floats=("eps", "scale"),  # of norms; of attention scores
+    *("layers", "hidden", "hidden_pad", "vocab", "vocab_pad"),
+    "most_sites",  # of a layer
+    "kv_block_bytes",  # of all layers
+    *("embed", "embed_dtype"),  # → rows of the embedding
+    "tied",  # 1: `embed` are panels, those of the head
+    "positions",  # → fp32 [positions, hidden], added to embeddings
+    "layer",  # → LAYER [layers]
+    "site",  # → SITE [layers, most_sites]
+    "head",  # → SITE
+    "final",  # → NORM
+    floats=("embed_scale", "logit_scale", "logit_cap"),  # cap 0: none
+)
+
+LAYER = _record(
+    "blocks",
+    "block",  # → BLOCK [blocks]
+)
+
+# stream += post(body(rows)) · multiplier, then stream *= scalar, where rows = pre(stream), or those of the block before
+BLOCK = _record(
+    *("kind", "body"),  # → ATTENTION_BODY or MLP_BODY
+    *("pre", "post"),  # → NORM
+    "adds_directly",  # 1: the last projection adds to the stream; there is no `post`, and multiplier and scalar are 1
+    "keeps_rows",  # 1: reads the rows of the layer's first block
+    *("group_in", "group_out"),  # → GROUP, before the body's own step and after it
+    floats=("multiplier", "scalar"),
+)
+
+# Consecutive sites of a layer that read the same rows, and write one row side by side, each from a panel's start.
+GROUP = _record(
+    "index",  # in the layer
+    *("first_site", "sites"),
+    "inputs",
+    "panels",
+    "row_bytes",  # of what it writes
+)
+
+# Outputs of a linear that play one role, in panels of 64: what a kernel of the weight's format multiplies.
+SITE = _record(
+    *("product", "expand"),  # addresses of the format's kernels
+    *("weight", "scale"),  # → what the format has packed
+    "bias",  # → fp32 [panels · 64]
+    "dtype",  # of weights that are plain numbers
+    "inputs",
+    "panels",
+    "column",  # bytes before its outputs in a row
+)
+
+# Normalises rows of `width`, or each head of a row.
+NORM = _record(
+    *("weight", "bias"),  # → fp32 [heads, padded], zero-padded; weight: never 0
+    "subtracts_mean",
+    *("width", "padded"),
+    "head_bytes",  # from the weights of one head to those of the next; 0: they share them
+    floats=("eps",),
+)
+
+# Columns are bytes in a row of what `group_in` writes. The body's outputs replace q, or gate, or up without gate.
+ATTENTION_BODY = _record(
+    *("heads", "kv_heads", "head_dim"),
+    "window",
+    "kv_offset",  # bytes before this layer's heads in a KV block
+    *("q", "k", "v"),  # columns; v may be k's
+    "gate",  # column, or NO_COLUMN
+    "rotated",  # pairs of dimensions of a head
+    *("cos", "sin"),  # → fp32 [positions, rotated]
+    "growth",  # → fp32 [positions], factors of q
+    *("q_norm", "k_norm", "v_norm"),  # → NORM
+    "norm_after_rope",
+    "sinks",  # → fp32 [heads]
+    "slopes",  # → fp32 [heads], of ALiBi
+    floats=("scale", "cap"),  # cap 0: none
+)
+
+MLP_BODY = _record(
+    "activation",  # its number in layers.py
+    *("gate", "up"),  # columns; gate may be NO_COLUMN
 )
 
 # Addresses of fp32 activations (one row for each token), of the barrier's words, and of separately compiled kernels.
 BUFFERS = _record(
-    *("panel_gemm", "lora_shrink", "lora_expand", "choose_sources", "hand_off", "add_deltas", "attend"),
-    "decoder_layer",
+    *("lora_shrink", "lora_expand", "choose_sources", "hand_off", "add_deltas", "attend", "decoder_layer"),
     "hidden",  # [tokens, hidden_pad], the residual stream
-    "normed",  # [outputs + embeddings, hidden_pad]
-    "qkv",  # [tokens, q_pad + 2 · kv_pad]
-    "attended",  # [tokens, q_pad]
-    "gate",  # [tokens, inter_pad]
-    "up",  # [tokens, inter_pad]
-    "shrunk",  # [tokens, 3 · largest padded rank in the batch]
+    "normed",  # [outputs + embeddings, hidden_pad], the rows that blocks read
+    "projected",  # [tokens, widest row], what the first group of a block writes; the body works in place
+    "added",  # [tokens, hidden_pad], the output of a block that does not add directly
+    "shrunk",  # [tokens, sites of the group · largest padded rank in the batch]
     "scratch",  # [threads, scratch_bytes]
     "scratch_bytes",
     "barrier",  # int64 arrivals, and the generation a cache line later
@@ -67,10 +136,10 @@ LORA_ENTRY = _record(
 )
 # All adapters, and what
 LORA = _record(
-    "entries",  # → LORA_ENTRY [slots, layers, 7], weights in the device cache
+    "entries",  # → LORA_ENTRY [slots, layers, most_sites], weights in the device cache
     "host_entries",  # the same, weights in the host cache; valid while a slot's layers are arriving
     "arrived",  # → int64 [slots], addresses of int64 [2]: arrived layers, and which came first; LOST: the others never
-    "layers",
+    *("layers", "most_sites"),
     "base",  # of the shared region in this process
     "workers",
     *("blocks", "block_bytes"),  # one for each worker
@@ -87,7 +156,7 @@ LOST = np.int64(-1)
 
 # KV blocks, and the state of each request slot.
 CACHE = _record(
-    "base",  # fp32 [num_blocks, layers, kv_heads, 2 · 16 · head_dim]
+    "base",  # fp32 [num_blocks, for each layer kv_heads · 2 · 16 · head_dim]
     "blocks",  # → int64 [slots, max_blocks]
     "max_blocks",
     "history",  # → int64 [slots, max_history] token ids
@@ -104,12 +173,13 @@ BATCH = _record(
     *("slot", "position"),  # [tokens]
     "row_first",  # [rows + 1] first token of each row
     *("segment_first", "segment_tokens", "segment_adapter", "segment_assist"),  # [segments]
-    "padding",  # → LORA_ENTRY [segments, layers, 7], zeros that each module computes after its own rank; 0: none
+    "padding",  # → LORA_ENTRY [segments, layers, most_sites], zeros that each module computes after its own rank
     "arriving",  # 1: layers of some segment's adapter had not arrived when the batch was built
     "sources",  # [layers, segments] DEVICE, WORKERS or HOST; written by `step` if `arriving`
     "waited_ns",  # [segments] time spent waiting for weights; written by `step` if `arriving`
     "layer_ns",  # [layers + 1] when each layer began, and the last ended; 0: not wanted
-    "worker_ns",  # [layers, 4 inputs, workers, 2] when hand-offs were computed; 0: not wanted
+    "groups",  # most of a layer
+    "worker_ns",  # [layers, groups, workers, 2] when hand-offs were computed; 0: not wanted
     "out_token",  # [outputs + embeddings] index of the token whose logits, or whose hidden state, are used
     "out_kind",  # [outputs] SAMPLE or SCORE
     "out_logprobs",  # [outputs] alternatives to report, -1 for no logprob at all
@@ -131,6 +201,8 @@ def _record_at(kind: np.dtype[np.void]) -> Any:
 
 
 model_at, lora_at, batch_at, buffers_at, cache_at = map(_record_at, (MODEL, LORA, BATCH, BUFFERS, CACHE))
+layer_at, block_at, group_at, site_at, norm_at = map(_record_at, (LAYER, BLOCK, GROUP, SITE, NORM))
+attention_at, mlp_at = map(_record_at, (ATTENTION_BODY, MLP_BODY))
 
 
 @intrinsic
@@ -143,7 +215,7 @@ def address_of(typing_context, record):  # type: ignore[no-untyped-def]
     return types.int64(record), codegen
 
 
-def filled(kind: np.dtype[np.void], **values: float) -> NDArray[np.void]:
+def filled(kind: np.dtype[np.void], /, **values: float) -> NDArray[np.void]:
     """Returns a one-element array of `kind` with every field set. Raises KeyError for a missing field."""
     record = np.zeros(1, kind)
     for name in kind.names or ():
@@ -157,3 +229,12 @@ def filled(kind: np.dtype[np.void], **values: float) -> NDArray[np.void]:
 def word(address, index):  # type: ignore[no-untyped-def]
     """Returns element `index` of the int64 array at `address`."""
     return load_i64(address + 8 * index)
+
+
+_SITE_BYTES = np.int64(SITE.itemsize)
+
+
+@kernel
+def site_address(model, layer, index):  # type: ignore[no-untyped-def]
+    """Returns the address of a layer's SITE record."""
+    return model.site + _SITE_BYTES * (layer * model.most_sites + index)

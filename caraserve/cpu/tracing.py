@@ -3,12 +3,13 @@
 from caraserve.core.batch import Batch
 from caraserve.cpu.batch import CpuBatch
 from caraserve.cpu.lora_workers.compute_side import WORKERS
+from caraserve.model.plan import DecoderPlan, Group, LayerPlan
 from caraserve.telemetry.trace import Trace
 
-_INPUTS = ("q, k, v", "o", "gate, up", "down")  # modules that read the same input and are handed off together
 
-
-def trace_batch(trace: Trace, batch: Batch, cpu_batch: CpuBatch, started_ns: int, done_ns: int) -> None:
+def trace_batch(
+    trace: Trace, plan: DecoderPlan, batch: Batch, cpu_batch: CpuBatch, started_ns: int, done_ns: int
+) -> None:
     """Writes one iteration, or those layers of it that were computed together."""
     decodes = sum(row.count == 1 for row in batch.rows)
     name = f"{batch.num_tokens} tokens"
@@ -18,7 +19,14 @@ def trace_batch(trace: Trace, batch: Batch, cpu_batch: CpuBatch, started_ns: int
         assisted = cpu_batch.is_arriving and bool((cpu_batch.sources[layer] == WORKERS).any())
         name = f"layer {layer}, LoRA from CPU workers" if assisted else f"layer {layer}"
         trace.span("device", name, int(start_ns), int(end_ns))
-        for which, inputs in enumerate(_INPUTS):
-            for worker, (start, end) in enumerate(cpu_batch.worker_ns[layer, which]):
+        for group in plan.layers[layer].groups:
+            for worker, (start, end) in enumerate(cpu_batch.worker_ns[layer, group.index]):
                 if start:
-                    trace.span(f"CPU worker {worker}", f"layer {layer}: {inputs}", int(start), int(end))
+                    name = f"layer {layer}: {modules_of(plan.layers[layer], group)}"
+                    trace.span(f"CPU worker {worker}", name, int(start), int(end))
+
+
+def modules_of(layer: LayerPlan, group: Group) -> str:
+    """Returns the short names of the modules that read the same rows and are handed off together, as `q, k, v`."""
+    targets = dict.fromkeys(layer.linears[site.linear].target.removesuffix("_proj") for site in group.sites)
+    return ", ".join(targets)

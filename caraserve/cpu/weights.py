@@ -1,200 +1,352 @@
-"""The base model's weights in the layout of the CPU kernels: panels of 64 outputs, one aligned array per tensor."""
+"""Loads the base model: reads the tensors that a plan names, and fills the records of `structs.py`.
 
-import mmap
-from collections.abc import Callable
+Modules are cut into their parts here, so that kernels see sites: outputs of one role, from a panel's start.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.core.lora_layout import ALIGN_BYTES, PANEL
+from caraserve.core.lora_layout import PANEL
 from caraserve.cpu import structs
-from caraserve.cpu.jit import entry
-from caraserve.model.dtype import Dtype, to_float32
-from caraserve.model.folder_reader import Raw
+from caraserve.cpu.layers import ACTIVATIONS
+from caraserve.cpu.linear import kernels_of
+from caraserve.cpu.simd import LANES
+from caraserve.cpu.weight_memory import Raw, WeightMemory, convert
+from caraserve.errors import ModelLoadError
+from caraserve.model.dtype import Code, Dtype, decoded, to_float32
+from caraserve.model.formats import Matrix, TensorReader, WeightFormat
+from caraserve.model.formats.plain import PLAIN
+from caraserve.model.plan import Attention, Block, DecoderPlan, Group, LayerPlan, LinearPlan, Mlp, Norm, Rope, Rows
 from caraserve.model.rope import rope_tables
-from caraserve.model.spec import SITES, ModelSpec, module_name
-from caraserve.util.units import align_up
+from caraserve.model.spec import ModelSpec
+from caraserve.util.units import align_up, ceil_div
 
-Read = Callable[[str, tuple[int, ...]], tuple[Raw, Dtype]]  # tensor name and shape → data
+Floats = NDArray[np.float32]
 
-_CHUNK_BYTES = 32 << 20
-_HUGE_PAGE_BYTES = 2 << 20
+_DUMMY_STD, _DUMMY_CODE = 0.02, 32.0  # of numbers, and of the values of codes
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A MODEL record for `step`, and the arrays behind its addresses."""
+    """A MODEL record for `step`, and what is behind its addresses."""
 
     model: NDArray[np.void]
-    weights: NDArray[np.int64]  # [layers, NUM_WEIGHTS], the table of the record's `weights`
-    chunks: list[NDArray[np.uint8]]
-    num_bytes: int
-
-
-def convert(raw: Raw, source: Dtype, target: Dtype) -> Raw:
-    """Converts stored weights to another dtype, rounding to nearest even."""
-    if source is target:
-        return raw
-    values = to_float32(raw, source)
-    if target is Dtype.F32:
-        return values
-    if target is Dtype.F16:
-        return values.astype(np.float16).view(np.uint16)
-    bits = values.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
-    return rounded.astype(np.uint16)
-
-
-@entry
-def _pack(source, panels):  # type: ignore[no-untyped-def]
-    """Packs `[out, in]` into panels `[out / 64, in, 64]`, in blocks that stay in the L1 cache."""
-    outputs, inputs = source.shape
-    for panel in range(panels.shape[0]):
-        for block in range(0, inputs, 16):
-            for lane in range(min(64, outputs - 64 * panel)):
-                for k in range(block, min(block + 16, inputs)):
-                    panels[panel, k, lane] = source[64 * panel + lane, k]
-
-
-def huge_pages(num_bytes: int) -> NDArray[np.uint8]:
-    """Returns zeroed memory in huge pages; it takes no room until it is written. With 4 KiB pages a core that streams
-    weights loses a third of the bandwidth to address translation and to prefetchers that stop at each page."""
-    memory = mmap.mmap(-1, align_up(num_bytes, _HUGE_PAGE_BYTES))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)
-
-
-class _WeightArrays:
-    """Allocates aligned arrays in chunks of 32 MiB and more; keeps them alive."""
-
-    def __init__(self) -> None:
-        self.chunks: list[NDArray[np.uint8]] = []
-        self._used = 0
-
-    def _allocate(self, num_bytes: int) -> NDArray[np.uint8]:
-        num_bytes = align_up(num_bytes, ALIGN_BYTES)
-        if not self.chunks or self._used + num_bytes > self.chunks[-1].size:
-            self.chunks.append(huge_pages(max(num_bytes, _CHUNK_BYTES)))
-            self._used = 0
-        array = self.chunks[-1][self._used : self._used + num_bytes]
-        self._used += num_bytes
-        return array
-
-    def panels(self, raw: Raw) -> int:
-        """Packs `[out, in]` into panels; returns the address."""
-        outputs, inputs = raw.shape
-        shape = (align_up(outputs, PANEL) // PANEL, inputs, PANEL)
-        array = self._allocate(int(np.prod(shape)) * raw.itemsize)
-        _pack(np.ascontiguousarray(raw), array[: int(np.prod(shape)) * raw.itemsize].view(raw.dtype).reshape(shape))
-        return int(array.ctypes.data)
-
-    def vector(self, values: NDArray[np.float32], padded: int | None = None) -> int:
-        """Copies an fp32 vector or table, zero-padded to `padded` elements; returns the address."""
-        flat = values.reshape(-1)
-        array = self._allocate(4 * (padded or flat.size))
-        array.view(np.float32)[: flat.size] = flat
-        return int(array.ctypes.data)
-
-    def words(self, values: NDArray[np.int64]) -> int:
-        """Copies a table of int64; returns the address."""
-        array = self._allocate(values.nbytes)
-        array.view(np.int64)[: values.size] = values.reshape(-1)
-        return int(array.ctypes.data)
-
-    def rows(self, raw: Raw) -> int:
-        """Copies a row-major table; returns the address."""
-        array = self._allocate(raw.nbytes)
-        array[: raw.nbytes].view(raw.dtype)[:] = raw.reshape(-1)
-        return int(array.ctypes.data)
+    sites: NDArray[np.void]  # SITE [layers, most sites], the table of the record's `site`
+    dtype: Dtype  # of weights that are plain numbers
+    memory: WeightMemory
 
 
 def load_model(
-    spec: ModelSpec, dtype: Dtype, max_context: int, read: Read, progress: Callable[[], None]
+    spec: ModelSpec, dtype: Dtype, max_context: int, read: TensorReader, progress: Callable[[], None]
 ) -> LoadedModel:
-    """Reads and packs each tensor once. Calls `progress` after each layer and after the embeddings."""
-    store = _WeightArrays()
-    layers = np.zeros((spec.layers, structs.NUM_WEIGHTS), np.int64)
-    for layer in range(spec.layers):
-        _load_layer(spec, dtype, layer, read, store, layers[layer])
-        progress()
-    table, source = read("model.embed_tokens.weight", (spec.vocab_size, spec.hidden))
-    if spec.tied_embeddings:
-        embed = head = store.panels(convert(table, source, dtype))
-    else:
-        embed = store.rows(convert(table, source, dtype))
-        raw, source = read("lm_head.weight", (spec.vocab_size, spec.hidden))
-        head = store.panels(convert(raw, source, dtype))
-    cos, sin = rope_tables(spec.rope, spec.head_dim, max_context)
-    hidden_pad = align_up(spec.hidden, PANEL)
-    model = structs.filled(
-        structs.MODEL,
-        layers=spec.layers,
-        hidden=spec.hidden,
-        hidden_pad=hidden_pad,
-        heads=spec.heads,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        q_pad=align_up(spec.heads * spec.head_dim, PANEL),
-        kv_pad=align_up(spec.kv_heads * spec.head_dim, PANEL),
-        inter=spec.intermediate,
-        inter_pad=align_up(spec.intermediate, PANEL),
-        vocab=spec.vocab_size,
-        vocab_pad=align_up(spec.vocab_size, PANEL),
-        dtype=dtype.value,
-        tied=spec.tied_embeddings,
-        eps=spec.rms_eps,
-        scale=spec.head_dim**-0.5,
-        embed=embed,
-        head=head,
-        final_norm=store.vector(to_float32(*read("model.norm.weight", (spec.hidden,))), hidden_pad),
-        cos=store.vector(cos),
-        sin=store.vector(sin),
-        weights=store.words(layers),
-        windows=store.words(np.array([window or structs.NO_WINDOW for window in spec.windows], np.int64)),
-    )
-    progress()
-    return LoadedModel(model, layers, store.chunks, sum(chunk.nbytes for chunk in store.chunks))
+    """Reads and packs each tensor once. Calls `progress` after each layer and after the embeddings.
 
-
-def _load_layer(
-    spec: ModelSpec, dtype: Dtype, layer: int, read: Read, store: _WeightArrays, out: NDArray[np.int64]
-) -> None:
-    prefix = f"model.layers.{layer}"
-    biased = {"q_proj": spec.qkv_bias, "k_proj": spec.qkv_bias, "v_proj": spec.qkv_bias, "o_proj": spec.o_bias}
-    for index, site in enumerate(SITES):
-        name = module_name(layer, site)
-        inputs, outputs = spec.site_shape(site)
-        raw, source = read(f"{name}.weight", (outputs, inputs))
-        out[structs.WQ + index] = store.panels(convert(raw, source, dtype))
-        if biased.get(site, spec.mlp_bias):
-            bias = to_float32(*read(f"{name}.bias", (outputs,)))
-            out[structs.BQ + index] = store.vector(bias, align_up(outputs, PANEL))
-    hidden_pad = align_up(spec.hidden, PANEL)
-    for column, name in ((structs.ATTN_NORM, "input_layernorm"), (structs.MLP_NORM, "post_attention_layernorm")):
-        weight = to_float32(*read(f"{prefix}.{name}.weight", (spec.hidden,)))
-        out[column] = store.vector(weight, hidden_pad)
-    if spec.qk_norm:
-        for column, name in ((structs.Q_NORM, "q_norm"), (structs.K_NORM, "k_norm")):
-            weight = to_float32(*read(f"{prefix}.self_attn.{name}.weight", (spec.head_dim,)))
-            out[column] = store.vector(weight)
-
-
-def dummy_reader(seed: int, dtype: Dtype) -> Read:
-    """Returns a reader of random weights; norms are one. The same seed gives the same model."""
-    rng = np.random.default_rng(seed)
-
-    def read(name: str, shape: tuple[int, ...]) -> tuple[Raw, Dtype]:
-        if len(shape) == 1:
-            values = np.ones(shape, np.float32) if name.endswith("norm.weight") else np.zeros(shape, np.float32)
-        else:
-            values = rng.standard_normal(shape, np.float32) * np.float32(0.02)
-        return convert(values, Dtype.F32, dtype), dtype
-
-    return read
+    Raises ModelLoadError, also for layers that this backend cannot compute."""
+    plan = spec.plan
+    _check(plan)
+    return _Loader(plan, dtype, max_context, read).load(progress)
 
 
 def progress_steps(spec: ModelSpec) -> int:
     """Returns how often `load_model` calls `progress`."""
-    return spec.layers + 1
+    return len(spec.plan.layers) + 1
+
+
+def compile_formats(plan: DecoderPlan) -> None:
+    """Compiles the kernels of the formats of a model's weights, or loads them from the cache."""
+    for name in {linear.format.name for layer in plan.layers for linear in layer.linears} | {plan.head_format.name}:
+        kernels_of(name)
+
+
+def _check(plan: DecoderPlan) -> None:
+    for index, layer in enumerate(plan.layers):
+        for block in layer.blocks:
+            if not isinstance(block.body, Attention | Mlp):
+                raise ModelLoadError(
+                    f"layer {index} has a {type(block.body).__name__}, which the CPU cannot compute; it computes "
+                    "attention and MLPs"
+                )
+        if sum(isinstance(block.body, Attention) for block in layer.blocks) > 1:
+            raise ModelLoadError(f"layer {index} has more than one attention, which the CPU cannot compute")
+
+
+class _Loader:
+    """Fills the records of one model."""
+
+    def __init__(self, plan: DecoderPlan, dtype: Dtype, max_context: int, read: TensorReader) -> None:
+        self._plan, self._dtype, self._max_context, self._read = plan, dtype, max_context, read
+        self._memory = WeightMemory()
+        self._kv_block_bytes = 0  # of the layers so far
+        self._ropes = {rope: self._rope(rope) for rope in plan.ropes}
+
+    def load(self, progress: Callable[[], None]) -> LoadedModel:
+        plan = self._plan
+        layers = np.zeros(len(plan.layers), structs.LAYER)
+        sites = np.zeros((len(plan.layers), plan.most_sites), structs.SITE)
+        for index, layer in enumerate(plan.layers):
+            self._sites(layer, sites[index])
+            layers[index] = self._layer(index, layer)
+            progress()
+        model = structs.filled(
+            structs.MODEL,
+            **self._embedding_and_head(),
+            layers=len(plan.layers),
+            hidden=plan.hidden,
+            hidden_pad=align_up(plan.hidden, PANEL),
+            vocab=plan.vocab_size,
+            vocab_pad=align_up(plan.vocab_size, PANEL),
+            most_sites=plan.most_sites,
+            kv_block_bytes=self._kv_block_bytes,
+            layer=self._memory.records(layers),
+            site=int(sites.ctypes.data),
+            final=self._norm(plan.final, plan.hidden),
+            embed_scale=plan.embed_scale,
+            logit_scale=plan.logit_scale,
+            logit_cap=plan.logit_cap or 0.0,
+        )
+        progress()
+        return LoadedModel(model, sites, self._dtype, self._memory)
+
+    # --- linears ---
+
+    def _sites(self, layer: LayerPlan, sites: NDArray[np.void]) -> None:
+        """Reads the linears of a layer one after another, and fills the records of their parts."""
+        columns = [4 * column for group in layer.groups for column in group.columns(PANEL)]  # by site
+        for index, linear in enumerate(layer.linears):
+            matrix = self._matrix(linear)
+            bias = self._values(f"{linear.module}.bias", (linear.outputs,)) if linear.bias else None
+            for site in layer.sites:
+                if site.linear == index:
+                    rows = linear.parts[site.part].rows
+                    part_bias = None if bias is None else bias[_index(rows)]
+                    part = self._site(linear.format, matrix.rows(rows), part_bias, site.inputs, site.outputs)
+                    part["column"] = columns[site.index]
+                    sites[site.index] = part[0]
+
+    def _matrix(self, linear: LinearPlan) -> Matrix:
+        """Reads a linear's weights, [outputs, inputs]."""
+        if not linear.transposed:
+            return linear.format.read(self._read, linear.module, (linear.outputs, linear.inputs))
+        matrix = linear.format.read(self._read, linear.module, (linear.inputs, linear.outputs))
+        if matrix.dtype is None:
+            raise ModelLoadError(f"{linear.module}: weights stored as [inputs, outputs] can only be read as numbers")
+        return Matrix({"weight": matrix.arrays["weight"].T}, matrix.dtype)
+
+    def _site(
+        self, kind: WeightFormat, matrix: Matrix, bias: Floats | None, inputs: int, outputs: int
+    ) -> NDArray[np.void]:
+        """Packs weights; returns a SITE record without its column."""
+        kernels = kernels_of(kind.name)
+        packed = {"scale": 0, "dtype": 0, **kernels.pack(matrix, self._dtype, self._memory)}
+        panels = ceil_div(outputs, PANEL)
+        return structs.filled(
+            structs.SITE,
+            **packed,
+            product=kernels.product,
+            expand=kernels.expand,
+            bias=0 if bias is None else self._memory.vectors(bias, PANEL * panels),
+            inputs=inputs,
+            panels=panels,
+            column=0,
+        )
+
+    def _embedding_and_head(self) -> dict[str, int]:
+        plan, shape = self._plan, (self._plan.vocab_size, self._plan.hidden)
+        bias = None if plan.head_bias is None else self._values(plan.head_bias, shape[:1])
+        embedding = plan.embed_format.read(self._read, _module(plan.embed), shape)
+        table = Matrix({"weight": self._numbers(plan.embed_format, embedding)}, self._dtype)
+        is_tied = plan.head is None and not plan.has_unit_head_rows
+        kind: WeightFormat = PLAIN
+        matrix = table
+        if plan.head is not None:
+            kind, matrix = plan.head_format, plan.head_format.read(self._read, _module(plan.head), shape)
+        if plan.has_unit_head_rows:
+            values = kind.values(matrix)
+            kind, matrix = PLAIN, Matrix({"weight": values / np.linalg.norm(values, axis=1, keepdims=True)}, Dtype.F32)
+        head = self._site(kind, matrix, bias, plan.hidden, plan.vocab_size)
+        return {
+            "embed": int(head["weight"][0]) if is_tied else self._memory.rows(table.arrays["weight"]),
+            "embed_dtype": self._dtype.value,
+            "tied": is_tied,
+            "positions": self._positions(),
+            "head": self._memory.records(head),
+        }
+
+    def _numbers(self, kind: WeightFormat, matrix: Matrix) -> Raw:
+        """Returns weights as plain numbers of the model's dtype."""
+        if matrix.dtype is None:
+            return convert(kind.values(matrix), Dtype.F32, self._dtype)
+        return convert(matrix.arrays["weight"], matrix.dtype, self._dtype)
+
+    def _positions(self) -> int:
+        plan = self._plan
+        if plan.positions is None:
+            return 0
+        table = self._values(plan.positions, (plan.max_position, plan.hidden))
+        return self._memory.vectors(table[: self._max_context])
+
+    # --- blocks ---
+
+    def _layer(self, index: int, layer: LayerPlan) -> tuple[int, int]:
+        """Returns the fields of a LAYER record."""
+        scalars = [1.0] * len(layer.blocks)
+        if self._plan.layer_scalars:
+            scalars[-1] = float(self._values(self._plan.layer_scalars[index], (1,))[0])
+        blocks = np.zeros(len(layer.blocks), structs.BLOCK)
+        for number, block in enumerate(layer.blocks):
+            groups = [group for group in layer.groups if group.block == number]
+            blocks[number] = self._block(block, groups, scalars[number])[0]
+        return len(blocks), self._memory.records(blocks)
+
+    def _block(self, block: Block, groups: Sequence[Group], scalar: float) -> NDArray[np.void]:
+        (group_in, group_out), hidden = groups, self._plan.hidden
+        columns = zip((site.role for site in group_in.sites), group_in.columns(PANEL), strict=True)
+        offsets = {role: 4 * column for role, column in columns}
+        if isinstance(block.body, Attention):
+            kind, body = structs.ATTENTION, self._attention(block.body, offsets)
+        else:
+            assert isinstance(block.body, Mlp)
+            kind, body = structs.MLP, self._mlp(block.body, offsets)
+        return structs.filled(
+            structs.BLOCK,
+            kind=kind,
+            body=self._memory.records(body),
+            pre=self._norm(block.pre, hidden),
+            post=self._norm(block.post, hidden),
+            adds_directly=block.adds_directly and scalar == 1.0,
+            keeps_rows=block.reads_first_rows,
+            group_in=self._group(group_in),
+            group_out=self._group(group_out),
+            multiplier=block.multiplier,
+            scalar=scalar,
+        )
+
+    def _group(self, group: Group) -> int:
+        record = structs.filled(
+            structs.GROUP,
+            index=group.index,
+            first_site=group.sites[0].index,
+            sites=len(group.sites),
+            inputs=group.inputs,
+            panels=group.width(PANEL) // PANEL,
+            row_bytes=4 * group.width(PANEL),
+        )
+        return self._memory.records(record)
+
+    def _attention(self, body: Attention, offsets: Mapping[str, int]) -> NDArray[np.void]:
+        kv_offset = self._kv_block_bytes
+        self._kv_block_bytes += 4 * 2 * structs.BLOCK_TOKENS * body.kv_heads * body.head_dim
+        none = {"rotated": 0, "cos": 0, "sin": 0, "growth": 0}
+        return structs.filled(
+            structs.ATTENTION_BODY,
+            **(none if body.rope is None else self._ropes[body.rope]),
+            heads=body.heads,
+            kv_heads=body.kv_heads,
+            head_dim=body.head_dim,
+            window=body.window or structs.NO_WINDOW,
+            kv_offset=kv_offset,
+            q=offsets["q"],
+            k=offsets["k"],
+            v=offsets.get("v", offsets["k"]),
+            gate=offsets["gate"] if body.gated else structs.NO_COLUMN,
+            q_norm=self._norm(body.q_norm, body.head_dim, body.heads),
+            k_norm=self._norm(body.k_norm, body.head_dim, body.kv_heads),
+            v_norm=self._norm(body.v_norm, body.head_dim, body.kv_heads),
+            norm_after_rope=body.norm_after_rope,
+            sinks=0 if body.sinks is None else self._memory.vectors(self._values(body.sinks, (body.heads,))),
+            slopes=self._memory.vectors(alibi_slopes(body.heads)) if body.alibi else 0,
+            scale=body.scale,
+            cap=body.cap or 0.0,
+        )
+
+    def _mlp(self, body: Mlp, offsets: Mapping[str, int]) -> NDArray[np.void]:
+        gate = offsets["gate"] if body.is_gated else structs.NO_COLUMN
+        return structs.filled(structs.MLP_BODY, activation=ACTIVATIONS[body.activation], gate=gate, up=offsets["up"])
+
+    # --- vectors ---
+
+    def _values(self, name: str, shape: tuple[int, ...]) -> Floats:
+        return to_float32(*self._read(name, shape))
+
+    def _norm(self, norm: Norm | None, width: int, heads: int = 1) -> int:
+        """Returns the address of a NORM record, of rows of `heads` · `width` elements."""
+        if norm is None:
+            return 0
+        shape = {"row": (heads * width,), "head": (width,), "heads": (heads, width)}[norm.scope]
+        order = slice(None) if norm.order is None else _index(norm.order)
+
+        def ordered(name: str) -> Floats:
+            return self._values(name, shape).reshape(-1)[order].reshape(shape)
+
+        weight = np.ones(shape, np.float32) if norm.weight is None else ordered(norm.weight)
+        padded = align_up(shape[-1], LANES)
+        record = structs.filled(
+            structs.NORM,
+            weight=self._memory.vectors(weight + np.float32(norm.offset), padded),
+            bias=0 if norm.bias is None else self._memory.vectors(ordered(norm.bias), padded),
+            subtracts_mean=norm.kind == "layer",
+            width=shape[-1],
+            padded=padded,
+            head_bytes=4 * padded if norm.scope == "heads" else 0,
+            eps=norm.eps,
+        )
+        return self._memory.records(record)
+
+    def _rope(self, rope: Rope) -> dict[str, int]:
+        """Returns the fields of an ATTENTION_BODY record about a rotation."""
+        cos, sin = rope_tables(rope, self._max_context)
+        growth = 0
+        if rope.q_growth is not None:
+            beta, length = rope.q_growth
+            factors = 1 + beta * np.log1p(np.arange(self._max_context) // length)
+            growth = self._memory.vectors(factors)
+        tables = {"cos": self._memory.vectors(cos), "sin": self._memory.vectors(sin)}
+        return {"rotated": cos.shape[1], "growth": growth, **tables}
+
+
+def alibi_slopes(heads: int) -> Floats:
+    """Returns each head's slope: powers of 2^(-8/n) for n = the largest power of two up to `heads`, then the odd powers
+    of its root."""
+    whole = 2 ** int(math.log2(heads))
+    exponents = [8 / whole * (head + 1) for head in range(whole)]
+    exponents += [4 / whole * (2 * head + 1) for head in range(heads - whole)]
+    return (2.0 ** -np.array(exponents)).astype(np.float32)
+
+
+def _index(rows: Rows) -> slice | list[int]:
+    return slice(rows.start, rows.stop, rows.step) if isinstance(rows, range) else list(rows)
+
+
+def _module(tensor: str) -> str:
+    return tensor.removesuffix(".weight")
+
+
+def dummy_reader(seed: int, dtype: Dtype) -> TensorReader:
+    """Returns a reader of random weights of plausible size; norms are one and biases zero. The same seed gives the same
+    model."""
+    return _DummyTensors(seed, dtype)
+
+
+class _DummyTensors:
+    """The tensors of a model that has no files."""
+
+    def __init__(self, seed: int, dtype: Dtype) -> None:
+        self._rng, self._dtype = np.random.default_rng(seed), dtype
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> tuple[Raw, Dtype]:
+        if len(shape) == 1:
+            values = np.ones(shape, np.float32) if name.endswith("norm.weight") else np.zeros(shape, np.float32)
+        else:
+            values = self._rng.standard_normal(shape, np.float32) * np.float32(_DUMMY_STD)
+        return convert(values, Dtype.F32, self._dtype), self._dtype
+
+    def codes(self, name: str, shape: tuple[int, ...], code: Code) -> NDArray[np.uint8]:
+        values = decoded(np.arange(256, dtype=np.uint8), code)
+        return self._rng.choice(np.flatnonzero(np.abs(values) < 2 * _DUMMY_CODE).astype(np.uint8), shape)
+
+    def scales(self, module: str, outputs: int) -> Floats:
+        return np.full(outputs, _DUMMY_STD / _DUMMY_CODE, np.float32)

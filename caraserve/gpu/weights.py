@@ -111,9 +111,7 @@ def _load(spec: ModelSpec, max_context: int, loader: LinearLoader, progress: Cal
     vocabulary = (spec.vocab_size, spec.hidden)
     embedding = loader.filled("model.embed_tokens.weight", vocabulary)
     head = embedding if spec.tied_embeddings else loader.filled("lm_head.weight", vocabulary)
-    cos, sin = (
-        torch.from_numpy(table).to(loader.device) for table in rope_tables(spec.rope, spec.head_dim, max_context)
-    )
+    cos, sin = (torch.from_numpy(table).to(loader.device) for table in rope_tables(spec.rope, max_context))
     final_norm = loader.filled("model.norm.weight", (spec.hidden,), torch.float32)
     progress()
     return Weights(tuple(layers), embedding, DenseLinear.of(head, None), final_norm, cos, sin)

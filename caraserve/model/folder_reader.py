@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.errors import ModelLoadError
-from caraserve.model.dtype import Code, Dtype, decoded, to_float32
+from caraserve.model.dtype import Code, Dtype, to_float32
 from caraserve.model.quantization import Quantization
 from caraserve.model.safetensors_reader import TensorFile, TensorFileError, weight_files
 
@@ -76,16 +76,15 @@ class FolderReader:
     def __call__(self, name: str, shape: tuple[int, ...]) -> tuple[Raw, Dtype]:
         """Reads a tensor, which must have this shape. Weights of quantised modules are returned as float32, code times
         scale rounded once."""
-        scheme = None
+        stored = None
         if self._quantization is not None and name.endswith(_WEIGHT) and len(shape) == 2:
-            scheme = self._quantization.scheme_of(name.removesuffix(_WEIGHT))
-        if scheme is None:
+            stored = self._quantization.format_of(name.removesuffix(_WEIGHT))
+        if stored is None:
             with _load_errors():
                 file = self._file(name, shape)
                 return file.raw(name), file.dtype(name)
-        values = decoded(self.codes(name, shape, scheme.code), scheme.code)
-        values *= self.scales(name.removesuffix(_WEIGHT), shape[0])[:, None]
-        return values, Dtype.F32
+        outputs, inputs = shape
+        return stored.values(stored.read(self, name.removesuffix(_WEIGHT), (outputs, inputs))), Dtype.F32
 
     def codes(self, name: str, shape: tuple[int, ...], code: Code) -> NDArray[np.uint8]:
         """Reads the codes of a quantised module's weights, [outputs, inputs]."""

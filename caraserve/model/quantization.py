@@ -7,48 +7,34 @@ a weight is a code of one byte, and its value is the code's value times a scale 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from caraserve.errors import ModelLoadError
-from caraserve.model.dtype import Code
+from caraserve.model.formats import WeightFormat
+from caraserve.model.formats.fp8 import Fp8
+from caraserve.model.formats.int8 import Int8
+from caraserve.model.formats.scaled_codes import Inputs, ScaledCodes
 
 _SUPPORTED = (
     "supported are fp8 (E4M3) and int8 weights, symmetric, with a scale per tensor or per output, in checkpoints of "
     "compressed-tensors (format float-quantized, int-quantized or naive-quantized) and of fp8 (AutoFP8, vLLM)"
 )
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
-_CODES = {"float": Code.F8_E4M3, "int": Code.I8}
+_SCHEMES: Mapping[str, type[ScaledCodes]] = {"float": Fp8, "int": Int8}
 _LINEAR, _PATTERN = "Linear", "re:"  # a class of modules; the prefix of a regular expression over names
 _EMBEDDING = "model.embed_tokens"  # of all modules with a matrix, the only one that is not of this class
 
 
-class Inputs(Enum):
-    """How a module's inputs are quantised before they are multiplied by its weights."""
-
-    KEPT = "kept as they are"
-    PER_TOKEN = "by a scale for each token"
-    STATIC = "by a scale in the checkpoint"
-
-
-@dataclass(frozen=True, slots=True)
-class Scheme:
-    """How one linear module is quantised; inputs that are quantised have the code of the weights."""
-
-    code: Code
-    inputs: Inputs
-
-
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The quantised modules of a checkpoint. `groups`: (targets, scheme); targets and `ignore` are module names,
+    """The quantised modules of a checkpoint. `groups`: (targets, format); targets and `ignore` are module names,
     regular expressions after `re:` that match from a name's start, or `Linear` for all linear modules."""
 
-    groups: tuple[tuple[tuple[str, ...], Scheme], ...]
+    groups: tuple[tuple[tuple[str, ...], WeightFormat], ...]
     ignore: tuple[str, ...]
 
-    def scheme_of(self, module: str) -> Scheme | None:
-        """Returns the scheme of a module by its whole name, as `model.layers.0.mlp.up_proj`; None if it is not
+    def format_of(self, module: str) -> WeightFormat | None:
+        """Returns the format of a module by its whole name, as `model.layers.0.mlp.up_proj`; None if it is not
         quantised. Names come before regular expressions, and these before `Linear`."""
         if any(_rank(target, module) is not None for target in self.ignore):
             return None
@@ -99,7 +85,7 @@ def _compressed_tensors(section: Mapping[str, Any]) -> Quantization:
     return Quantization(parsed, _names(section, "ignore"))
 
 
-def _group(name: str, group: Any, format_of_all: Any) -> tuple[tuple[str, ...], Scheme]:
+def _group(name: str, group: Any, format_of_all: Any) -> tuple[tuple[str, ...], WeightFormat]:
     if not isinstance(group, dict):
         raise _refused(f"{name} {group!r}")
     packing = group.get("format") or format_of_all
@@ -108,19 +94,19 @@ def _group(name: str, group: Any, format_of_all: Any) -> tuple[tuple[str, ...], 
     if group.get("output_activations"):
         raise _refused(f"output_activations of {name}")
     weights: Any = group.get("weights")
-    code = _code(weights, f"weights of {name}")
+    scheme = _scheme(weights, f"weights of {name}")
     if weights.get("dynamic") or weights.get("strategy") not in ("tensor", "channel"):
         raise _refused(
             f"weights of {name} with strategy {weights.get('strategy')!r}, dynamic {weights.get('dynamic')!r}"
         )
-    return _names(group, "targets"), Scheme(code, _inputs(group.get("input_activations"), code, name))
+    return _names(group, "targets"), scheme(_inputs(group.get("input_activations"), scheme, name))
 
 
-def _inputs(inputs: Any, code: Code, group: str) -> Inputs:
+def _inputs(inputs: Any, scheme: type[ScaledCodes], group: str) -> Inputs:
     if not inputs:
         return Inputs.KEPT
     what = f"input_activations of {group}"
-    if _code(inputs, what) is not code:
+    if _scheme(inputs, what) is not scheme:
         raise _refused(f"{what} of type {inputs['type']!r} with weights of another type")
     strategy, dynamic = inputs.get("strategy"), inputs.get("dynamic")
     if dynamic is True and strategy in ("token", "tensor"):
@@ -130,14 +116,14 @@ def _inputs(inputs: Any, code: Code, group: str) -> Inputs:
     raise _refused(f"{what} with strategy {strategy!r}, dynamic {dynamic!r}")
 
 
-def _code(fields: Any, what: str) -> Code:
-    """Returns the code of 8-bit symmetric weights or inputs."""
+def _scheme(fields: Any, what: str) -> type[ScaledCodes]:
+    """Returns the format of 8-bit symmetric weights or inputs."""
     if not isinstance(fields, dict):
         raise _refused(f"{what} {fields!r}")
     kind, bits, symmetric = (fields.get(key) for key in ("type", "num_bits", "symmetric"))
-    if kind not in _CODES or bits != 8 or symmetric is not True:
+    if kind not in _SCHEMES or bits != 8 or symmetric is not True:
         raise _refused(f"{what} of type {kind!r} with {bits!r} bits, symmetric {symmetric!r}")
-    return _CODES[kind]
+    return _SCHEMES[kind]
 
 
 def _fp8(section: Mapping[str, Any]) -> Quantization:
@@ -151,7 +137,7 @@ def _fp8(section: Mapping[str, Any]) -> Quantization:
         raise _refused(f"activation_scheme {scheme!r}")
     ignore = (*_names(section, "ignored_layers"), *_names(section, "modules_to_not_convert"))
     # In this format the head is never quantised, whether the list has it or not.
-    return Quantization((((_LINEAR,), Scheme(Code.F8_E4M3, schemes[scheme])),), (*ignore, "lm_head"))
+    return Quantization((((_LINEAR,), Fp8(schemes[scheme])),), (*ignore, "lm_head"))
 
 
 def _names(fields: Mapping[str, Any], key: str) -> tuple[str, ...]:

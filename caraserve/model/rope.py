@@ -1,44 +1,76 @@
-"""Rotary embedding tables: default, linear and llama3 frequencies. numpy.
+"""Rotary embedding: frequencies from a configuration, and tables of cos and sin.
 
 The arithmetic is fp32 in the order that transformers uses, so that angles at long positions agree.
 """
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.model.spec import RopeSpec
+from caraserve.errors import ModelLoadError
+from caraserve.model.plan import Rope
 
 Floats = NDArray[np.float32]
+DEFAULT_THETA = 10000.0
 
 
-def rope_tables(rope: RopeSpec, head_dim: int, positions: int) -> tuple[Floats, Floats]:
-    """Returns cos and sin, each `[positions, head_dim / 2]`."""
-    angles = np.arange(positions, dtype=np.float32)[:, None] * inverse_frequencies(rope, head_dim)[None, :]
-    return np.cos(angles), np.sin(angles)
+def rope_tables(rope: Rope, positions: int) -> tuple[Floats, Floats]:
+    """Returns cos and sin times the rope's factor, each `[positions, frequencies]`."""
+    frequencies = np.asarray(rope.frequencies, np.float32)
+    angles = np.arange(positions, dtype=np.float32)[:, None] * frequencies[None, :]
+    factor = np.float32(rope.factor)
+    return np.cos(angles) * factor, np.sin(angles) * factor
 
 
-def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Floats:
-    """Returns radians per position for each pair of dimensions, `[head_dim / 2]`."""
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    frequencies: Floats = (np.float32(1.0) / np.power(np.float32(rope.theta), exponents)).astype(np.float32)
-    if rope.kind == "linear":
-        return np.divide(frequencies, np.float32(rope.factor), dtype=np.float32)
-    if rope.kind == "llama3":
-        return _llama3(frequencies, rope)
+def rope_of(config: Mapping[str, Any], head_dim: int, max_position: int, theta: float = DEFAULT_THETA) -> Rope:
+    """Returns the rotation that a configuration describes. Raises ModelLoadError for a type that is not computed.
+
+    `theta`: the base frequency if the configuration has none."""
+    # transformers 5 writes one `rope_parameters`; older files have `rope_theta` and `rope_scaling`.
+    fields: dict[str, Any] = {"rope_theta": config.get("rope_theta", theta)}
+    fields |= config.get("rope_scaling") or {}
+    fields |= config.get("rope_parameters") or {}
+    kind = fields.get("rope_type", fields.get("type", "default"))
+    if kind not in _STRETCHES:
+        raise ModelLoadError(f"config.json: rope type {kind!r} is not supported; {_listed()} are")
+    if float(config.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))) != 1.0:
+        raise ModelLoadError("config.json: partial_rotary_factor other than 1 is not supported")
+    fields.setdefault("original_max_position_embeddings", max_position)
+    frequencies = _STRETCHES[kind](_frequencies(float(fields["rope_theta"]), head_dim), fields)
+    return Rope(tuple(frequencies.tolist()))
+
+
+def _frequencies(theta: float, rotated: int) -> Floats:
+    exponents = np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated)
+    return (np.float32(1.0) / np.power(np.float32(theta), exponents)).astype(np.float32)
+
+
+def _as_they_are(frequencies: Floats, fields: Mapping[str, Any]) -> Floats:
     return frequencies
 
 
-def _llama3(frequencies: NDArray[np.float32], rope: RopeSpec) -> Floats:
+def _linear(frequencies: Floats, fields: Mapping[str, Any]) -> Floats:
+    return np.divide(frequencies, np.float32(fields.get("factor", 1.0)), dtype=np.float32)
+
+
+def _llama3(frequencies: Floats, fields: Mapping[str, Any]) -> Floats:
     """Stretches long wavelengths by `factor`, keeps short ones, and blends those between."""
+    low, high = float(fields.get("low_freq_factor", 1.0)), float(fields.get("high_freq_factor", 4.0))
+    original = int(fields["original_max_position_embeddings"])
     wavelengths = 2 * math.pi / frequencies
-    longest = rope.original_max_position / rope.low_freq_factor
-    shortest = rope.original_max_position / rope.high_freq_factor
-    blend = (rope.original_max_position / wavelengths - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
-    stretched = frequencies / np.float32(rope.factor)
+    blend = (original / wavelengths - low) / (high - low)
+    stretched = frequencies / np.float32(float(fields.get("factor", 1.0)))
     between = (1 - blend) * stretched + blend * frequencies
-    result = np.where(wavelengths > longest, stretched, np.where(wavelengths < shortest, frequencies, between))
-    return result.astype(np.float32)
+    is_long, is_short = wavelengths > original / low, wavelengths < original / high
+    return np.where(is_long, stretched, np.where(is_short, frequencies, between)).astype(np.float32)
+
+
+_STRETCHES = {"default": _as_they_are, "linear": _linear, "llama3": _llama3}
+
+
+def _listed() -> str:
+    *first, last = _STRETCHES
+    return f"{', '.join(first)} and {last}"

@@ -24,7 +24,7 @@ import torch
 from caraserve.bench.records import machine, versions
 from caraserve.bench.servers import drop_cached
 from caraserve.bench.synthetic import SHAPES, WEIGHTS_NAME, shape_spec, write_repeating_weights
-from caraserve.cpu.weights import huge_pages
+from caraserve.cpu.weight_memory import huge_pages
 from caraserve.gpu.memory.weight_transfer import WeightTransfer
 from caraserve.gpu.weights import load
 from caraserve.model.folder_reader import FolderReader, StoredTensor

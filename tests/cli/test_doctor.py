@@ -154,9 +154,9 @@ def test_quantised_weights_are_counted_as_the_device_stores_them(tmp_path: Path)
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
     spec = load_spec(tmp_path)
     here, gpu = found("model", str(tmp_path)), found("model", str(tmp_path), gpu=A100, packages=ALL)
-    assert here.found.endswith(f"weights of {human_bytes(2 * spec.num_parameters)}, dequantised")
+    assert here.found.endswith(f"weights of {human_bytes(spec.plan.weight_bytes(2))}, quantised")
     assert gpu.found.endswith(f"weights of {human_bytes(device_bytes(spec, 2))}, quantised")
-    assert device_bytes(spec, 2) < 2 * spec.num_parameters
+    assert device_bytes(spec, 2) == spec.plan.weight_bytes(2) < 2 * spec.num_parameters
 
 
 def test_adapters_are_counted_and_a_missing_one_is_a_problem() -> None:

@@ -9,13 +9,21 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from caraserve.cpu.kernels import PANEL, lora_shrink, panel_gemm
-from caraserve.cpu.structs import LORA_ENTRY
-from caraserve.cpu.weights import convert
+from caraserve.core.lora_layout import PANEL
+from caraserve.cpu.kernels import lora_shrink
+from caraserve.cpu.linear import kernels_of
+from caraserve.cpu.structs import LORA_ENTRY, SITE
+from caraserve.cpu.weight_memory import WeightMemory, convert
 from caraserve.model.dtype import Dtype, to_float32
+from caraserve.model.formats import Matrix, WeightFormat
+from caraserve.model.formats.fp8 import Fp8
+from caraserve.model.formats.int8 import Int8
+from caraserve.model.formats.plain import PLAIN
+from caraserve.model.formats.scaled_codes import Inputs
 
 DTYPES = (Dtype.F32, Dtype.BF16, Dtype.F16)
-_GEMM = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 9)(panel_gemm.address)
+FORMATS: dict[str, WeightFormat] = {"fp8": Fp8(Inputs.KEPT), "int8": Int8(Inputs.KEPT)}
+KINDS = (*(dtype.name for dtype in DTYPES), *FORMATS)
 _SHRINK = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 8)(lora_shrink.address)
 
 
@@ -25,39 +33,86 @@ def stored(values: NDArray[np.float32], dtype: Dtype) -> tuple[NDArray[np.generi
     return raw, to_float32(raw, dtype).astype(np.float64)
 
 
-def gemm(x: NDArray[np.float32], raw: NDArray[np.generic], dtype: Dtype, y: NDArray[np.float32], add: int) -> None:
-    rows, k = x.shape
-    _GEMM(dtype.value, x.ctypes.data, 4 * k, rows, raw.ctypes.data, k, y.ctypes.data, 4 * PANEL, add)
+def tensors_of(kind: str, outputs: int, inputs: int) -> Matrix:
+    """Returns random weights as a checkpoint has them: numbers of a dtype, or codes with scales."""
+    rng = np.random.default_rng(inputs + 1_000_000)
+    if kind in FORMATS:
+        codes = rng.integers(0, 127, (outputs, inputs), np.uint8) | rng.integers(0, 2, (outputs, inputs), np.uint8) << 7
+        return Matrix({"codes": codes, "scale": rng.uniform(0.001, 0.01, outputs).astype(np.float32)})
+    raw, _ = stored(rng.standard_normal((outputs, inputs), np.float32), Dtype[kind])
+    return Matrix({"weight": raw}, Dtype[kind])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("k", [1, 17, 144, 2048, 2500])
-def test_a_panel_is_the_matrix_product(dtype: Dtype, k: int) -> None:
-    """Also past `K_BLOCK`, where partial sums are stored in between."""
-    for rows in (1, 2, 3, 5, 6, 7, 8, 13, 16):
-        rng = np.random.default_rng(rows * k)
-        x = rng.standard_normal((rows, k), np.float32)
-        raw, weights = stored(rng.standard_normal((k, PANEL), np.float32), dtype)
+class Weights:
+    """Packed weights and the kernels of their format."""
+
+    def __init__(self, kind: str, outputs: int, inputs: int) -> None:
+        matrix, kernels = tensors_of(kind, outputs, inputs), kernels_of(kind if kind in FORMATS else "plain")
+        self.exact = FORMATS.get(kind, PLAIN).values(matrix).astype(np.float64)
+        self._memory, self._site = WeightMemory(), np.zeros(1, SITE)
+        dtype = Dtype.F32 if matrix.dtype is None else matrix.dtype
+        packed = kernels.pack(matrix, dtype, self._memory)
+        for name, value in {**packed, "inputs": inputs, "expand": kernels.expand}.items():
+            self._site[name] = value
+        self._product = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 8)(kernels.product)
+        self._expand = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(kernels.expand)
+
+    def multiply(self, x: NDArray[np.float32], panel: int, y: NDArray[np.float32], add: int) -> None:
+        at = self._site.ctypes.data
+        self._product(at, x.ctypes.data, x.strides[0], len(x), panel, y.ctypes.data, 4 * PANEL, add)
+
+    def expanded(self, panel: int, first: int, count: int) -> NDArray[np.float32]:
+        y = np.empty((count, PANEL), np.float32)
+        self._expand(self._site.ctypes.data, panel, first, count, y.ctypes.data)
+        return y
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("inputs", [1, 17, 144, 2048, 2500])
+def test_a_panel_is_the_matrix_product(kind: str, inputs: int) -> None:
+    """Also where partial sums are stored in between, and in a panel that has fewer outputs than columns."""
+    outputs = PANEL + 36
+    weights = Weights(kind, outputs, inputs)
+    for rows, panel in ((1, 0), (2, 1), (3, 0), (5, 1), (6, 0), (7, 1), (8, 0), (13, 1), (16, 0)):
+        rng = np.random.default_rng(rows * inputs)
+        x = rng.standard_normal((rows, inputs), np.float32)
         y = rng.standard_normal((rows, PANEL), np.float32)
-        before = y.astype(np.float64)
-        expected = x.astype(np.float64) @ weights
-        gemm(x, raw, dtype, y, 1)
-        np.testing.assert_allclose(y, before + expected, atol=2e-6 * k**0.5 * 8)
-        gemm(x, raw, dtype, y, 0)
-        np.testing.assert_allclose(y, expected, atol=2e-6 * k**0.5 * 8)
+        before, expected = y.astype(np.float64), np.zeros((rows, PANEL))
+        exact = weights.exact[PANEL * panel : PANEL * (panel + 1)]
+        expected[:, : len(exact)] = x.astype(np.float64) @ exact.T
+        weights.multiply(x, panel, y, 1)
+        np.testing.assert_allclose(y, before + expected, atol=2e-6 * inputs**0.5 * 8)
+        weights.multiply(x, panel, y, 0)
+        np.testing.assert_allclose(y, expected, atol=2e-6 * inputs**0.5 * 8)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_in_any_batch(dtype: Dtype) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_has_the_same_bits_in_any_batch(kind: str) -> None:
     """If the order of sums depended on the other rows, greedy output would, too."""
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((13, 2500), np.float32)
-    raw, _ = stored(rng.standard_normal((2500, PANEL), np.float32), dtype)
+    x = np.random.default_rng(0).standard_normal((13, 2500), np.float32)
+    weights = Weights(kind, PANEL, 2500)
     alone, together = np.empty((1, PANEL), np.float32), np.empty((13, PANEL), np.float32)
-    gemm(x, raw, dtype, together, 0)
+    weights.multiply(x, 0, together, 0)
     for row in range(13):
-        gemm(np.ascontiguousarray(x[row : row + 1]), raw, dtype, alone, 0)
+        weights.multiply(np.ascontiguousarray(x[row : row + 1]), 0, alone, 0)
         assert alone[0].tobytes() == together[row].tobytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_expand_to_exactly_their_values(kind: str) -> None:
+    weights = Weights(kind, 2 * PANEL, 150)
+    for first, count in ((0, 64), (64, 64), (128, 22)):
+        expected = weights.exact[PANEL:, first : first + count].T.astype(np.float32)
+        assert (weights.expanded(1, first, count) == expected).all()
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_an_fp8_code_without_a_value_makes_its_output_nan(code: int) -> None:
+    matrix, memory = tensors_of("fp8", 3, 8), WeightMemory()
+    matrix.arrays["codes"][1, 5] = code
+    scales = kernels_of("fp8").pack(matrix, Dtype.F32, memory)["scale"]
+    found = np.ctypeslib.as_array((ctypes.c_float * 3).from_address(scales))
+    assert np.isnan(found).tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

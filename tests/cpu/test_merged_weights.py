@@ -1,7 +1,7 @@
 """Compares weights with a merged adapter with numpy; they never contain another adapter's."""
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -13,12 +13,19 @@ from caraserve.cpu.adapters import CpuImage, DeviceAdapters
 from caraserve.cpu.buffers import Buffers
 from caraserve.cpu.jit import kernel
 from caraserve.cpu.merged_weights import CpuMergedWeights
-from caraserve.cpu.structs import NUM_WEIGHTS, WQ
+from caraserve.cpu.structs import SITE
 from caraserve.cpu.thread_team import ThreadTeam
-from caraserve.cpu.weights import LoadedModel, convert, dummy_reader, load_model
+from caraserve.cpu.weight_memory import convert
+from caraserve.cpu.weights import LoadedModel, dummy_reader, load_model
 from caraserve.model.dtype import Dtype, to_float32
-from caraserve.model.spec import SITES, parse_spec
+from caraserve.model.formats import TensorReader, WeightFormat
+from caraserve.model.formats.fp8 import Fp8
+from caraserve.model.formats.int8 import Int8
+from caraserve.model.formats.scaled_codes import Inputs
+from caraserve.model.plan import DecoderPlan
+from caraserve.model.spec import SITES, ModelSpec, module_name, parse_spec
 from caraserve.util.units import align_up
+from tests.plans.made_up import Tensors
 
 DTYPES = (Dtype.F32, Dtype.BF16, Dtype.F16)
 SPEC = parse_spec(
@@ -55,24 +62,28 @@ class Subject:
 
     def panels(self, model: NDArray[np.void], layer: int, site: str) -> NDArray[np.generic]:
         """Returns a module's stored weights, [out, in]."""
-        at = int(model["weights"][0]) + 8 * (NUM_WEIGHTS * layer + WQ + SITES.index(site))
+        at = int(model["site"][0]) + SITE.itemsize * (SPEC.plan.most_sites * layer + SITES.index(site))
+        record = np.frombuffer((ctypes.c_byte * SITE.itemsize).from_address(at), SITE)[0]
         inputs, outputs = SPEC.site_shape(site)
         count = align_up(outputs, PANEL) * inputs
         kind = ctypes.c_float if self.dtype is Dtype.F32 else ctypes.c_uint16
-        flat = np.ctypeslib.as_array((kind * count).from_address(ctypes.c_int64.from_address(at).value))
+        flat = np.ctypeslib.as_array((kind * count).from_address(int(record["weight"])))
         return flat.reshape(-1, inputs, PANEL).swapaxes(1, 2).reshape(-1, inputs)[:outputs].copy()
 
 
-def zeros(name: str, shape: tuple[int, ...]) -> tuple[NDArray[np.generic], Dtype]:
-    return np.zeros(shape, np.float32), Dtype.F32
+class Zeros(Tensors):
+    def __call__(self, name: str, shape: tuple[int, ...]) -> tuple[NDArray[np.generic], Dtype]:
+        return np.zeros(shape, np.float32), Dtype.F32
 
 
-def subject(dtype: Dtype = Dtype.F32, threads: int = 2, *, zero: bool = False) -> Subject:
-    loaded = load_model(SPEC, dtype, 64, zeros if zero else dummy_reader(0, dtype), lambda: None)
+def subject(
+    dtype: Dtype = Dtype.F32, threads: int = 2, *, plan: DecoderPlan = SPEC.plan, read: TensorReader | None = None
+) -> Subject:
+    loaded = load_model(ModelSpec(plan), dtype, 64, read or dummy_reader(0, dtype), lambda: None)
     adapters = DeviceAdapters(SPEC, 4)
-    buffers = Buffers(loaded.model, 8, 8, threads, 1 << 16, ())
+    buffers = Buffers(SPEC.plan, 8, 8, threads, 1 << 16, ())
     lora = buffers.lora_record(adapters.addresses())
-    return Subject(loaded, dtype, adapters, buffers, lora, ThreadTeam(threads), CpuMergedWeights(SPEC, loaded, threads))
+    return Subject(loaded, dtype, adapters, buffers, lora, ThreadTeam(threads), CpuMergedWeights(loaded, threads))
 
 
 def adapter(rank: int, dtype: Dtype, sites: tuple[str, ...] = SITES, layers: int = 2) -> tuple[CpuImage, Modules]:
@@ -115,10 +126,13 @@ def check(here: Subject, deltas: Modules) -> None:
             if delta is None:
                 assert base.tobytes() == merged.tobytes()
                 continue
-            exact = to_float32(base, here.dtype) + delta
-            spacing = {Dtype.F32: 2**-22, Dtype.BF16: 2**-8, Dtype.F16: 2**-11}[here.dtype]
-            error = np.abs(to_float32(merged, here.dtype) - exact)
-            assert (error <= spacing * np.abs(exact) + 1e-6).all()
+            check_rounded(merged, to_float32(base, here.dtype) + delta, here.dtype)
+
+
+def check_rounded(merged: NDArray[np.generic], exact: NDArray[np.float64], dtype: Dtype) -> None:
+    spacing = {Dtype.F32: 2**-22, Dtype.BF16: 2**-8, Dtype.F16: 2**-11}[dtype]
+    error = np.abs(to_float32(merged, dtype) - exact)
+    assert (error <= spacing * np.abs(exact) + 1e-6).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -174,12 +188,28 @@ def test_a_slot_that_is_bound_again_is_merged_again(unbound: bool) -> None:
     here.team.close()
 
 
+@pytest.mark.parametrize("kind", [Fp8(Inputs.KEPT), Int8(Inputs.KEPT)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_in_codes_become_numbers_with_the_adapter_added(kind: WeightFormat, dtype: Dtype) -> None:
+    layers = tuple(layer.with_linears(lambda one: replace(one, format=kind)) for layer in SPEC.plan.layers)
+    read = Tensors()
+    here = subject(dtype, plan=replace(SPEC.plan, layers=layers), read=read)
+    image, deltas = adapter(13, Dtype.F32)
+    here.adapters.bind(SLOT, image)
+    model = here.model()
+    for layer, site in deltas:
+        inputs, outputs = SPEC.site_shape(site)
+        base = kind.values(kind.read(read, module_name(layer, site), (outputs, inputs)))
+        check_rounded(here.panels(model, layer, site), base + deltas[layer, site], dtype)
+    here.team.close()
+
+
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.F16])
 @pytest.mark.parametrize("zero", [False, True])
 def test_sums_are_rounded_to_the_nearest_weight_and_ties_to_the_even_one(dtype: Dtype, zero: bool) -> None:
     """The adapter's products are exact and of all magnitudes, including subnormals. With a base weight of 0, many of
     them lie halfway between two weights."""
-    here = subject(dtype, threads=1, zero=zero)
+    here = subject(dtype, threads=1, read=Zeros() if zero else None)
     spans, ends = lay_out(SPEC, Dtype.F32, {(0, "q_proj"): (1, 1.0)})
     data = aligned_bytes(ends[-1])
     data[:] = 0

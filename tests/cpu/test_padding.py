@@ -10,7 +10,6 @@ from caraserve.cpu.adapters import CpuImage, DeviceAdapters
 from caraserve.cpu.batch import BatchShape, build_batch
 from caraserve.cpu.structs import LORA_ENTRY
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import SITES
 from caraserve.profiling.microbench import adapter_spec
 
 SPEC = one_layer_spec(256, layers=2)
@@ -29,12 +28,14 @@ def padded_ranks(rows: list[tuple[int, int]], *, padded: bool = True) -> list[in
     """The rank at which q is computed for each segment of rows, given as (adapter slot, tokens)."""
     scheduled = tuple(ScheduledRow(index, 0, count, slot, samples=False) for index, (slot, count) in enumerate(rows))
     table = adapters(padded=padded)
-    built = build_batch(Batch((), (), scheduled), table, np.full(8, 64), BatchShape(SPEC.layers, 0, traced=False))
+    built = build_batch(Batch((), (), scheduled), table, np.full(8, 64), BatchShape(SPEC.layers, 4, 0, traced=False))
     own = [RANKS[segment.adapter_slot] for segment in built.segments]
     if built.record["padding"][0] == 0:
         return own
-    (words,) = [array for array in built.arrays if array.size == len(own) * SPEC.layers * 7 * LORA_ENTRY.itemsize // 8]
-    entries = words.view(LORA_ENTRY).reshape(len(own), SPEC.layers, len(SITES))
+    sites = SPEC.plan.most_sites
+    words = len(own) * SPEC.layers * sites * LORA_ENTRY.itemsize // 8
+    (padding,) = [array for array in built.arrays if array.size == words]
+    entries = padding.view(LORA_ENTRY).reshape(len(own), SPEC.layers, sites)
     assert (entries["rank"][:, :, 3:] == 0).all(), "modules that no adapter has are not padded"
     assert (entries["rank"][:, 0] == entries["rank"][:, 1]).all()
     return [rank + int(more) for rank, more in zip(own, entries["rank"][:, 0, 0], strict=True)]

@@ -13,7 +13,7 @@ from caraserve.cpu import handoff
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.shared_memory import SharedRegion
 from caraserve.cpu.structs import LORA_ENTRY
-from caraserve.cpu.weights import convert
+from caraserve.cpu.weight_memory import convert
 from caraserve.gpu.kernels import cuda_launch, work_orders
 from caraserve.model.dtype import Dtype, to_float32
 from caraserve.util.units import align_up

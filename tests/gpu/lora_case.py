@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import A_COLUMNS, MAX_RANK, PANEL, aligned_bytes
-from caraserve.cpu.weights import convert
+from caraserve.cpu.weight_memory import convert
 from caraserve.gpu.kernels import cuda_launch
 from caraserve.gpu.kernels.bgmv_work import PLANES, adapter_items, plan_items
 from caraserve.model.dtype import Dtype, to_float32

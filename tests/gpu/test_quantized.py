@@ -24,7 +24,7 @@ from caraserve.gpu.linear.dense import DenseLinear
 from caraserve.gpu.linear.quantized import QuantizedLinear
 from caraserve.gpu.weights import Weights, columns_of, dummy, load
 from caraserve.model.dtype import Code
-from caraserve.model.quantization import Inputs
+from caraserve.model.formats.scaled_codes import Inputs
 from caraserve.model.spec import ModelSpec, load_spec, module_name, parse_spec
 from tests.gpu.host_backend import GRANULE_BYTES, serving
 from tests.gpu.host_device import host_device

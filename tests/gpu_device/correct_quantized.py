@@ -8,7 +8,7 @@ from caraserve.gpu.linear.base import RoundedRows
 from caraserve.gpu.linear.quantized import QuantizedLinear
 from caraserve.gpu.linear.quantized_kernels import round_rows
 from caraserve.model.dtype import Code, Dtype
-from caraserve.model.quantization import Inputs
+from caraserve.model.formats.scaled_codes import Inputs
 from scripts.laboratory.gpu.accelerator import Accelerator
 from scripts.laboratory.gpu.quantized import random_linear, rounded_rows
 from scripts.laboratory.gpu.results import check_close

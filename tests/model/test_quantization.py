@@ -12,7 +12,10 @@ from safetensors.torch import load_file, save_file
 from caraserve.errors import ModelLoadError
 from caraserve.model.dtype import Code, Dtype, decoded
 from caraserve.model.folder_reader import FolderReader
-from caraserve.model.quantization import Inputs, Quantization, Scheme, parse_quantization
+from caraserve.model.formats.fp8 import Fp8
+from caraserve.model.formats.int8 import Int8
+from caraserve.model.formats.scaled_codes import Inputs, ScaledCodes
+from caraserve.model.quantization import Quantization, parse_quantization
 from caraserve.model.spec import load_spec
 from tests.oracle.models import make_model
 from tests.oracle.quantized import KINDS, PER_TOKEN, STATIC, compressed, dequantize, quantize
@@ -30,19 +33,19 @@ def parsed(section: Any) -> Quantization:
 @pytest.mark.parametrize(
     ("kind", "scheme"),
     [
-        ("fp8-per-output", Scheme(Code.F8_E4M3, Inputs.PER_TOKEN)),
-        ("fp8-per-tensor", Scheme(Code.F8_E4M3, Inputs.PER_TOKEN)),
-        ("fp8-static", Scheme(Code.F8_E4M3, Inputs.STATIC)),
-        ("fp8-weights", Scheme(Code.F8_E4M3, Inputs.KEPT)),
-        ("int8", Scheme(Code.I8, Inputs.PER_TOKEN)),
-        ("int8-static", Scheme(Code.I8, Inputs.STATIC)),
-        ("int8-weights-partly", Scheme(Code.I8, Inputs.KEPT)),
+        ("fp8-per-output", Fp8(Inputs.PER_TOKEN)),
+        ("fp8-per-tensor", Fp8(Inputs.PER_TOKEN)),
+        ("fp8-static", Fp8(Inputs.STATIC)),
+        ("fp8-weights", Fp8(Inputs.KEPT)),
+        ("int8", Int8(Inputs.PER_TOKEN)),
+        ("int8-static", Int8(Inputs.STATIC)),
+        ("int8-weights-partly", Int8(Inputs.KEPT)),
     ],
 )
-def test_schemes_of_both_formats(kind: str, scheme: Scheme) -> None:
+def test_schemes_of_both_formats(kind: str, scheme: ScaledCodes) -> None:
     found = parsed(KINDS[kind].section)
-    assert found.scheme_of(UP) == scheme
-    assert found.scheme_of("lm_head") is None
+    assert found.format_of(UP) == scheme
+    assert found.format_of("lm_head") is None
 
 
 @pytest.mark.parametrize("config", [{}, {"quantization_config": None}, {"quantization_config": {}}])
@@ -69,10 +72,10 @@ def test_names_come_before_patterns_and_patterns_before_classes() -> None:
     }
     first["targets"] = ["Linear", "re:.*layers.3.mlp.up_proj", UP.replace("0", "4")]
     found = parsed(section)
-    codes = [found.scheme_of(UP.replace("0", str(layer))) for layer in range(5)]
-    fp8, int8 = Scheme(Code.F8_E4M3, Inputs.KEPT), Scheme(Code.I8, Inputs.KEPT)
+    codes = [found.format_of(UP.replace("0", str(layer))) for layer in range(5)]
+    fp8, int8 = Fp8(Inputs.KEPT), Int8(Inputs.KEPT)
     assert codes == [fp8, fp8, fp8, int8, int8]
-    assert found.scheme_of("model.layers.2.mlp.gate_proj") == int8  # a name is whole
+    assert found.format_of("model.layers.2.mlp.gate_proj") == int8  # a name is whole
 
 
 @pytest.mark.parametrize(
@@ -88,9 +91,9 @@ def test_names_come_before_patterns_and_patterns_before_classes() -> None:
     ],
 )
 def test_ignored_modules_are_whole_names_or_patterns_from_the_start(ignore: tuple[str, ...], ignored: bool) -> None:
-    assert (parsed(compressed("int", None, ignore=ignore)).scheme_of(UP) is None) == ignored
+    assert (parsed(compressed("int", None, ignore=ignore)).format_of(UP) is None) == ignored
     section = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ignore}
-    assert (parsed(section).scheme_of(UP) is None) == ignored
+    assert (parsed(section).format_of(UP) is None) == ignored
 
 
 def changed(**fields: Any) -> dict[str, Any]:
@@ -168,7 +171,7 @@ def test_quantised_weights_are_read_as_the_numbers_they_stand_for(kind: str, sou
         assert torch.equal(torch.from_numpy(values), wanted), name
         module = name.removesuffix(".weight")
         is_quantised = stored[name].element_size() == 1
-        assert wanted.dim() != 2 or (quantization.scheme_of(module) is not None) == is_quantised, name
+        assert wanted.dim() != 2 or (quantization.format_of(module) is not None) == is_quantised, name
         if is_quantised and KINDS[kind].input_scale is not None:
             assert checkpoint.input_scale(module) == float(stored[f"{module}.input_scale"])
 

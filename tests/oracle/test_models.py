@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from caraserve.model.rope import rope_of
 from caraserve.model.spec import load_spec
 from tests.oracle.models import ALL_TARGETS, FAMILIES, SLIDING_WINDOW, make_adapter, make_model
 from tests.oracle.oracle import Oracle
@@ -79,7 +80,7 @@ def test_the_server_reads_the_models_config(family: str, tmp_path: Path) -> None
     assert family.startswith(spec.family)
     assert spec.tied_embeddings == (family == "qwen2")
     assert spec.windows == ((SLIDING_WINDOW if family == "mistral" else None),) * spec.layers
-    assert spec.rope.kind == ("llama3" if family == "llama3" else "default")
+    assert (spec.rope == rope_of({}, spec.head_dim, spec.max_position)) == (family != "llama3")
     assert (spec.qkv_bias, spec.o_bias, spec.mlp_bias) == {
         "qwen2": (True, False, False),
         "llama_bias": (True, True, True),

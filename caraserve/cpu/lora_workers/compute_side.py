@@ -29,14 +29,13 @@ from caraserve.cpu.simd import (
 from caraserve.cpu.structs import (
     LORA_ENTRY,
     LOST,
-    SITE_GATE,
-    SITE_O,
-    SITE_Q,
-    SITE_UP,
     batch_at,
     buffers_at,
+    group_at,
     lora_at,
     model_at,
+    site_address,
+    site_at,
     word,
 )
 from caraserve.cpu.tiles import call_by_address
@@ -63,8 +62,8 @@ _usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 
 @kernel
 def host_entry(lora, adapter, layer, site):  # type: ignore[no-untyped-def]
-    """Returns the address of a module's LORA_ENTRY over the host cache."""
-    return lora.host_entries + _ENTRY_BYTES * ((adapter * lora.layers + layer) * 7 + site)
+    """Returns the address of a site's LORA_ENTRY over the host cache."""
+    return lora.host_entries + _ENTRY_BYTES * ((adapter * lora.layers + layer) * lora.most_sites + site)
 
 
 @kernel
@@ -108,7 +107,7 @@ def _free_workers(lora):  # type: ignore[no-untyped-def]
 
 @kernel
 def _adapts(lora, adapter, layer):  # type: ignore[no-untyped-def]
-    for site in range(7):  # noqa: SIM110  # compiled: no generators
+    for site in range(lora.most_sites):  # noqa: SIM110  # compiled: no generators
         if word(host_entry(lora, adapter, layer, site), 2) > 0:
             return True
     return False
@@ -150,58 +149,27 @@ def choose_sources(lora_address, batch_address, layer):  # type: ignore[no-untyp
 
 
 @kernel
-def _delta_stride(model, site):  # type: ignore[no-untyped-def]
-    """Returns the bytes of a row of deltas: all modules that read the same input, side by side."""
-    if site < SITE_O:
-        return 4 * (model.q_pad + 2 * model.kv_pad)
-    if site in (SITE_GATE, SITE_UP):
-        return 8 * model.inter_pad
-    return 4 * model.hidden_pad
-
-
-@kernel
-def _delta_column(model, site):  # type: ignore[no-untyped-def]
-    """Returns the offset of a module's columns in a row of deltas, in bytes."""
-    if site == 1:
-        return 4 * model.q_pad
-    if site == 2:
-        return 4 * (model.q_pad + model.kv_pad)
-    if site == SITE_UP:
-        return 4 * model.inter_pad
-    return 0 * model.inter_pad
-
-
-@kernel
-def _panels(model, site):  # type: ignore[no-untyped-def]
-    if site == SITE_Q:
-        return model.q_pad // PANEL
-    if site < SITE_O:
-        return model.kv_pad // PANEL
-    if site in (SITE_GATE, SITE_UP):
-        return model.inter_pad // PANEL
-    return model.hidden_pad // PANEL
-
-
-@kernel
-def _write_slice(model, lora, piece, segment, adapter, layer, site, sites, x, x_stride, k, rows, y):  # type: ignore[no-untyped-def]
-    """Writes the description of a slice: positions as offsets, and the modules that the adapter has."""
+def _write_slice(model, lora, piece, segment, adapter, layer, group, x, x_stride, rows, y):  # type: ignore[no-untyped-def]
+    """Writes the description of a slice: positions as offsets, and the modules that the adapter has. Deltas have the
+    columns of the group's output."""
     store_i64(piece + 8 * shared.SLICE_X, x - lora.base)
     store_i64(piece + 8 * shared.SLICE_X_STRIDE, x_stride)
-    store_i64(piece + 8 * shared.SLICE_K, k)
+    store_i64(piece + 8 * shared.SLICE_K, group.inputs)
     store_i64(piece + 8 * shared.SLICE_ROWS, rows)
     store_i64(piece + 8 * shared.SLICE_Y, y - lora.base)
-    store_i64(piece + 8 * shared.SLICE_Y_STRIDE, _delta_stride(model, site))
+    store_i64(piece + 8 * shared.SLICE_Y_STRIDE, group.row_bytes)
     count = 0
-    for which in range(sites):
-        entry = host_entry(lora, adapter, layer, site + which)
+    for which in range(group.sites):
+        entry = host_entry(lora, adapter, layer, group.first_site + which)
         if word(entry, 2) > 0:
+            site = site_at(site_address(model, layer, group.first_site + which))
             at = piece + shared.SLICE_HEAD_BYTES + count * _SITE_BYTES
             store_i64(at, word(entry, 0) - lora.base)
             store_i64(at + 8, word(entry, 1) - lora.base)
             for index in range(2, _ENTRY_BYTES // 8):
                 store_i64(at + 8 * index, word(entry, index))
-            store_i64(at + 8 * shared.SITE_PANELS, _panels(model, site + which))
-            store_i64(at + 8 * shared.SITE_COLUMN_BYTES, _delta_column(model, site + which))
+            store_i64(at + 8 * shared.SITE_PANELS, site.panels)
+            store_i64(at + 8 * shared.SITE_COLUMN_BYTES, site.column)
             count += 1
     store_i64(piece + 8 * shared.SLICE_SITES, count)
     store_i64(piece + 8 * shared.SLICE_DTYPE, DTYPE_F32)
@@ -210,10 +178,10 @@ def _write_slice(model, lora, piece, segment, adapter, layer, site, sites, x, x_
 
 
 @kernel
-def _largest_rank(lora, adapter, layer, site, sites):  # type: ignore[no-untyped-def]
+def _largest_rank(lora, adapter, layer, group):  # type: ignore[no-untyped-def]
     rank = np.int64(0)
-    for which in range(sites):
-        rank = max(rank, word(host_entry(lora, adapter, layer, site + which), 2))
+    for which in range(group.sites):
+        rank = max(rank, word(host_entry(lora, adapter, layer, group.first_site + which), 2))
     return rank
 
 
@@ -236,14 +204,14 @@ def _publish(lora):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _add_slice(model, lora, segment, adapter, layer, site, sites, x, x_stride, k, first, rows, worker, index):  # type: ignore[no-untyped-def]
+def _add_slice(model, lora, segment, adapter, layer, group, x, x_stride, first, rows, worker, index):  # type: ignore[no-untyped-def]
     """Appends a slice to a worker's block and to the table of awaited slices. Rows of deltas have the places of rows of
     x."""
     block = lora.blocks + worker * lora.block_bytes
     count = word(block, shared.COUNT // 8)
-    y = lora.deltas + worker * lora.delta_bytes + first * _delta_stride(model, site)
+    y = lora.deltas + worker * lora.delta_bytes + first * group.row_bytes
     piece = block + shared.SLICES + count * _SLICE_BYTES
-    _write_slice(model, lora, piece, segment, adapter, layer, site, sites, x + first * x_stride, x_stride, k, rows, y)
+    _write_slice(model, lora, piece, segment, adapter, layer, group, x + first * x_stride, x_stride, rows, y)
     store_i64(block + shared.COUNT, count + 1)
     at = lora.slices + _PIECE_BYTES * index
     store_i64(at, worker)
@@ -252,15 +220,15 @@ def _add_slice(model, lora, segment, adapter, layer, site, sites, x, x_stride, k
     store_i64(at + 40, y)
 
 
-@compiled_separately(9)
-def hand_off(model_address, lora_address, batch_address, layer, site, sites, x, x_stride, k):  # type: ignore[no-untyped-def]
+@compiled_separately(7)
+def hand_off(model_address, lora_address, batch_address, group_address, layer, x, x_stride):  # type: ignore[no-untyped-def]
     """Cuts the tokens of segments with source WORKERS into slices of at most c tokens, and publishes them.
 
-    c is `tokens_per_worker` of the rank. `site`, `sites`: the first module that reads x, and how many do. For member 0,
-    after x is complete and before a barrier. Without a free worker a segment gets no slice; the members that would wait
-    compute it.
+    c is `tokens_per_worker` of the rank; the record GROUP says which sites read x. For member 0, after x is complete
+    and before a barrier. Without a free worker a segment gets no slice; the members that would wait compute it.
     """
-    model, lora, batch = model_at(model_address), lora_at(lora_address), batch_at(batch_address)
+    model, lora = model_at(model_address), lora_at(lora_address)
+    batch, group = batch_at(batch_address), group_at(group_address)
     free = _free_workers(lora)
     slices, turn = 0, 0
     for worker in range(lora.workers):
@@ -270,7 +238,7 @@ def hand_off(model_address, lora_address, batch_address, layer, site, sites, x, 
         store_i64(lora.segment_slices + 16 * segment, slices)
         store_i64(lora.segment_slices + 16 * segment + 8, 0)
         adapter = word(batch.segment_adapter, segment)
-        rank = _largest_rank(lora, adapter, layer, site, sites)
+        rank = _largest_rank(lora, adapter, layer, group)
         if source_of(batch, layer, segment) != WORKERS or free == 0 or rank == 0:
             continue
         first, tokens = word(batch.segment_first, segment), word(batch.segment_tokens, segment)
@@ -282,22 +250,8 @@ def hand_off(model_address, lora_address, batch_address, layer, site, sites, x, 
                 turn += 1  # `free` workers are there; if one dies now, the members that wait compute its slices
                 if turn > 4 * lora.workers + slices:
                     break
-            _add_slice(
-                model,
-                lora,
-                segment,
-                adapter,
-                layer,
-                site,
-                sites,
-                x,
-                x_stride,
-                k,
-                first + start,
-                end - start,
-                turn % lora.workers,
-                slices,
-            )
+            worker, rows = turn % lora.workers, end - start
+            _add_slice(model, lora, segment, adapter, layer, group, x, x_stride, first + start, rows, worker, slices)
             turn += 1
             slices += 1
         store_i64(lora.segment_slices + 16 * segment + 8, parts)
@@ -357,13 +311,14 @@ def _add_rows(deltas, stride, rows, first, end, y, y_stride):  # type: ignore[no
 
 @compiled_separately(15)
 def add_deltas(  # type: ignore[no-untyped-def]
-    thread, model_address, buffers_address, lora_address, batch_address,
-    layer, site, segment, x, x_stride, k, first, end, y, y_stride,
+    thread, model_address, buffers_address, lora_address, batch_address, group_address,
+    layer, which, segment, x, x_stride, first, end, y, y_stride,
 ):  # fmt: skip
-    """Adds the workers' results for a segment to a module's output panels [first, end); computes missing slices."""
-    model, buffers = model_at(model_address), buffers_at(buffers_address)
-    lora, batch = lora_at(lora_address), batch_at(batch_address)
-    entry = host_entry(lora, word(batch.segment_adapter, segment), layer, site)
+    """Adds the workers' results for a segment to the output panels [first, end) of a group's site number `which`;
+    computes missing slices."""
+    model, buffers, lora = model_at(model_address), buffers_at(buffers_address), lora_at(lora_address)
+    batch, group = batch_at(batch_address), group_at(group_address)
+    entry = host_entry(lora, word(batch.segment_adapter, segment), layer, group.first_site + which)
     from_slice, slices = word(lora.segment_slices, 2 * segment), word(lora.segment_slices, 2 * segment + 1)
     at, rows = word(batch.segment_first, segment), word(batch.segment_tokens, segment)
     for index in range(max(slices, 1)):
@@ -372,13 +327,13 @@ def add_deltas(  # type: ignore[no-untyped-def]
             at, rows = word(piece, 3), word(piece, 4)
             is_done = await_slice(lora, thread, piece)
         if is_done:
-            deltas = word(piece, 5) + _delta_column(model, site)
-            _add_rows(deltas, _delta_stride(model, site), rows, first, end, y + at * y_stride, y_stride)
+            deltas = word(piece, 5) + site_at(site_address(model, layer, group.first_site + which)).column
+            _add_rows(deltas, group.row_bytes, rows, first, end, y + at * y_stride, y_stride)
             continue
         if first == 0:  # so that each module is counted once
             fetch_add(lora.redone, 1)
         x_at, y_at = x + at * x_stride, y + at * y_stride
-        _redo(buffers, lora, thread, entry, x_at, x_stride, k, rows, first, end, y_at, y_stride)
+        _redo(buffers, lora, thread, entry, x_at, x_stride, group.inputs, rows, first, end, y_at, y_stride)
 
 
 @kernel
@@ -389,6 +344,6 @@ def note_workers(thread, lora, batch, layer, group):  # type: ignore[no-untyped-
     for worker in range(lora.workers):
         block = lora.blocks + worker * lora.block_bytes
         if word(block, shared.COUNT // 8) > 0 and load_acquire(block + shared.DONE) == word(lora.published, worker):
-            at = batch.worker_ns + 16 * ((layer * 4 + group) * lora.workers + worker)
+            at = batch.worker_ns + 16 * ((layer * batch.groups + group.index) * lora.workers + worker)
             store_i64(at, word(block, shared.STARTED_NS // 8))
             store_i64(at + 8, word(block, shared.ENDED_NS // 8))

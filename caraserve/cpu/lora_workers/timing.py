@@ -11,17 +11,17 @@ from caraserve.cpu.libc import now_ns
 from caraserve.cpu.lora_workers import compute_side
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.simd import load_i64
-from caraserve.cpu.structs import BATCH, address_of, filled
+from caraserve.cpu.structs import BATCH, address_of, block_at, filled, group_at, layer_at
 from caraserve.cpu.tiles import call_by_address
 
-_SITES = np.int64(3)  # q, k, v: the modules that read a layer's first input
 _LAYER = np.int64(0)
-_call9 = call_by_address(9)
+_call7 = call_by_address(7)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundTrip:
-    """A timed hand-off of q, k and v: from publishing to the last delta, and the slowest worker's compute."""
+    """A timed hand-off of the modules that read a layer's first input: from publishing to the last delta, and the
+    slowest worker's compute."""
 
     total_s: float
     compute_s: float
@@ -31,12 +31,11 @@ class RoundTrip:
 def _round_trip(models, buffer_sets, loras, batches):  # type: ignore[no-untyped-def]
     """Returns the nanoseconds from publishing to the last delta, or -1 if no worker was free or one failed."""
     model, buffers, lora, batch = models[0], buffer_sets[0], loras[0], batches[0]
-    site = np.int64(0)
-    x_stride, k = 4 * model.hidden_pad, model.hidden
+    group = group_at(block_at(layer_at(model.layer).block).group_in)
     clock = compute_side.clock(lora, np.int64(0))
     started = now_ns(clock)
-    records = address_of(model), address_of(lora), address_of(batch)
-    _call9(buffers.hand_off, *records, _LAYER, site, _SITES, buffers.normed, x_stride, k)
+    records = address_of(model), address_of(lora), address_of(batch), address_of(group)
+    _call7(buffers.hand_off, *records, _LAYER, buffers.normed, 4 * model.hidden_pad)
     slices = load_i64(lora.segment_slices + 8)
     done = slices > 0
     for index in range(slices):

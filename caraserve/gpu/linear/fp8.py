@@ -16,7 +16,7 @@ from caraserve.gpu.linear.base import RoundedRows
 from caraserve.gpu.linear.quantized import QuantizedLinear
 from caraserve.gpu.linear.quantized_kernels import scale_rows
 from caraserve.model.dtype import Code
-from caraserve.model.quantization import Inputs, Scheme
+from caraserve.model.formats.scaled_codes import Inputs, ScaledCodes
 
 _TORCH_COLUMNS = 16  # torch's product needs multiples of it in inputs and outputs
 FUSED_ROWS = 64  # up to here a product takes as long as reading the weights, and each launch beside it adds to that
@@ -32,7 +32,7 @@ class Fp8Linear(QuantizedLinear):
     fused_rows: int = FUSED_ROWS
 
     @classmethod
-    def inputs_on(cls, capability: int, scheme: Scheme) -> Inputs:
+    def inputs_on(cls, capability: int, scheme: ScaledCodes) -> Inputs:
         """Returns how inputs are quantised: without instructions for fp8 nothing is gained from fp8 inputs, which only
         lose precision."""
         return scheme.inputs if capability >= FP8_CAPABILITY else Inputs.KEPT

@@ -15,7 +15,7 @@ from caraserve.gpu.kernels.capability import compute_capability
 from caraserve.gpu.linear.base import Fill, JoinedModules, LinearLoader, RoundedRows
 from caraserve.gpu.linear.quantized_kernels import multiply, round_rows
 from caraserve.model.dtype import Code
-from caraserve.model.quantization import Inputs, Scheme
+from caraserve.model.formats.scaled_codes import Inputs, ScaledCodes
 
 _BLOCK_NUMBERS = 1 << 24  # of a matrix, which are float32 at a time while it is dequantised or drawn
 
@@ -36,7 +36,7 @@ class QuantizedLinear:
     capability: int
 
     @classmethod
-    def load(cls, loader: LinearLoader, modules: JoinedModules, scheme: Scheme) -> Self:
+    def load(cls, loader: LinearLoader, modules: JoinedModules, scheme: ScaledCodes) -> Self:
         """Fills the modules' codes, scales and biases."""
         bias, capability = loader.bias(modules), compute_capability(loader.device)
         weight = loader.joined(modules, "weight", modules.inputs, cls.stored)
@@ -51,7 +51,7 @@ class QuantizedLinear:
         return cls(weight, scale, bias, inputs, input_scale, loader.one, capability)
 
     @classmethod
-    def inputs_on(cls, capability: int, scheme: Scheme) -> Inputs:
+    def inputs_on(cls, capability: int, scheme: ScaledCodes) -> Inputs:
         """Returns how a module's inputs are quantised on a GPU of this compute capability."""
         return scheme.inputs
 

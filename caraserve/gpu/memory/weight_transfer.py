@@ -19,7 +19,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from caraserve.cpu.weights import huge_pages
+from caraserve.cpu.weight_memory import huge_pages
 from caraserve.errors import ConfigError, ModelLoadError
 from caraserve.gpu.driver.api import Driver, DriverError, Event
 from caraserve.gpu.driver.device import GpuDevice

@@ -13,7 +13,9 @@ from caraserve.gpu.linear.formats import QUANTIZED
 from caraserve.gpu.linear.fp8 import Fp8Linear
 from caraserve.gpu.linear.quantized import QuantizedLinear
 from caraserve.model.dtype import Code
-from caraserve.model.quantization import Inputs, Scheme
+from caraserve.model.formats.fp8 import Fp8
+from caraserve.model.formats.int8 import Int8
+from caraserve.model.formats.scaled_codes import Inputs
 from scripts.laboratory.gpu.accelerator import Accelerator
 from scripts.laboratory.gpu.backends import DTYPE
 from scripts.laboratory.gpu.results import Lines, StageResult
@@ -38,7 +40,7 @@ def random_linear(
     scale = acc.random(generator, outputs, dtype=torch.float32).abs_() * (4 / code.largest / inputs**0.5)
     capability = compute_capability(acc.place)
     made = QUANTIZED[code]
-    quantized = made.inputs_on(capability, Scheme(code, taken))
+    quantized = made.inputs_on(capability, (Fp8 if code is Code.F8_E4M3 else Int8)(taken))
     given = torch.full((1,), _INPUT_SCALE, device=acc.place) if quantized is Inputs.STATIC else None
     return made(
         codes.to(made.stored),

@@ -21,7 +21,8 @@ from caraserve.cpu.lora_workers import pool
 from caraserve.cpu.lora_workers.compute_side import PIECE_WORDS
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.shared_memory import SharedRegion
-from caraserve.cpu.weights import convert, dummy_reader, load_model
+from caraserve.cpu.weight_memory import convert
+from caraserve.cpu.weights import dummy_reader, load_model
 from caraserve.model.dtype import Dtype, to_float32
 from caraserve.model.spec import SITES, parse_spec
 from caraserve.profiling.microbench import MeasuredBackend

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from caraserve.gpu.kernels.layers import embed, rms_norm, rotate_and_append, silu_mul
 from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
-from caraserve.model.rope import rope_tables
-from caraserve.model.spec import RopeSpec
+from caraserve.model.rope import rope_of, rope_tables
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EPS = 1e-5
@@ -101,7 +100,7 @@ def test_rotate_and_append(
     memory = torch.full((9, 2, 16, kv_heads, dim), 7.0, dtype=dtype, device=DEVICE)
     table = torch.tensor([[4, -9, -9], [7, 2, -9], [0, 1, 8]], dtype=torch.int32, device=DEVICE)
     cache = PagedCache(memory[:, 0], memory[:, 1], table)
-    cos, sin = (torch.from_numpy(part).to(DEVICE) for part in rope_tables(RopeSpec(10000.0), dim, 64))
+    cos, sin = (torch.from_numpy(part).to(DEVICE) for part in rope_tables(rope_of({}, dim, 64), 64))
     qkv = random(5, (heads + 2 * kv_heads) * dim, dtype=dtype)
     before = qkv.clone()
     q_norm, k_norm = random(dim, dtype=dtype), random(dim + 1, dtype=dtype)[:dim]

@@ -16,7 +16,7 @@ from caraserve.gpu.memory.copier import AdapterCopier, CopyRequest
 from caraserve.gpu.memory.link_queue import LayerGroup, LinkQueue, layer_groups
 from caraserve.gpu.memory.padding import copies, padded
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import SITES, ModelSpec, RopeSpec
+from caraserve.model.spec import SITES, parse_spec
 from caraserve.util.units import align_up
 from tests.gpu.host_driver import HostDriver, Operation, word
 from tests.gpu.lora_case import address
@@ -189,25 +189,18 @@ def test_bytes_still_being_read_delay_only_their_own_load() -> None:
 
 # --- the padded baseline ---
 
-MODEL = ModelSpec(
-    family="llama",
-    vocab_size=32,
-    hidden=40,
-    layers=2,
-    heads=2,
-    kv_heads=1,
-    head_dim=36,
-    intermediate=70,
-    rms_eps=1e-5,
-    rope=RopeSpec(10000.0),
-    max_position=64,
-    qkv_bias=False,
-    o_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    tied_embeddings=False,
-    windows=(None, None),
-    dtype="float32",
+MODEL = parse_spec(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 32,
+        "hidden_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 48,
+        "intermediate_size": 70,
+        "max_position_embeddings": 64,
+    }
 )
 
 

@@ -1,0 +1,243 @@
+"""What a decoder computes beside matrix products: embedding, norms, rotary embedding, activations. Rows are fp32."""
+
+import numpy as np
+
+from caraserve.core.lora_layout import PANEL
+from caraserve.cpu.jit import kernel
+from caraserve.cpu.kernels import itemsize, load_weight
+from caraserve.cpu.simd import (
+    LANES,
+    load_f32,
+    store_f32,
+    vadd,
+    vdiv,
+    vexp,
+    vfma,
+    vload,
+    vmax,
+    vmin,
+    vmul,
+    vsplat,
+    vstore,
+    vsub,
+    vsum,
+    vtanh,
+)
+from caraserve.cpu.structs import NO_COLUMN
+from caraserve.model.plan import Activation
+
+# The number of each activation in an MLP_BODY record.
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu2": 3, "clamped_swiglu": 4}
+_SILU, _GELU_TANH, _GELU, _RELU2, _CLAMPED_SWIGLU = (
+    np.int64(ACTIVATIONS[name]) for name in ("silu", "gelu_tanh", "gelu", "relu2", "clamped_swiglu")
+)
+# Abramowitz and Stegun 7.1.26: erfc(x) = (a₁t + … + a₅t⁵) e^(−x²) for x ≥ 0 and t = 1 / (1 + px), within 1.5e-7.
+_ERF_P = np.float32(0.3275911)
+_ERF_A = tuple(np.float32(a) for a in (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429))
+_HALF_ROOT = np.float32(0.5**0.5)
+_CLAMP, _CLAMPED_SLOPE = np.float32(7.0), np.float32(1.702)
+
+
+@kernel
+def embed(token, model, y):  # type: ignore[no-untyped-def]
+    """Writes the embedding of `token`, times the model's factor, to y[hidden]."""
+    dtype, hidden, scale = model.embed_dtype, model.hidden, model.embed_scale
+    size = itemsize(dtype)
+    at, step = model.embed + token * hidden * size, size
+    if model.tied:  # panels
+        at, step = model.embed + ((token // PANEL) * hidden * PANEL + token % PANEL) * size, PANEL * size
+    for d in range(hidden):
+        store_f32(y + 4 * d, load_weight(at + d * step, dtype) * scale)
+
+
+@kernel
+def copy_vector(x, count, y):  # type: ignore[no-untyped-def]
+    """Copies x[count] to y."""
+    for d in range(count):
+        store_f32(y + 4 * d, load_f32(x + 4 * d))
+
+
+@kernel
+def add_vector(x, count, y):  # type: ignore[no-untyped-def]
+    """Computes `y += x` for x[count]."""
+    for d in range(count):
+        store_f32(y + 4 * d, load_f32(y + 4 * d) + load_f32(x + 4 * d))
+
+
+@kernel
+def add_scaled(x, width, factor, scalar, y):  # type: ignore[no-untyped-def]
+    """Computes `y = (y + x · factor) · scalar` for x[width], a whole number of vectors."""
+    by, over_all = vsplat(factor), vsplat(scalar)
+    for lane in range(0, 4 * width, 4 * LANES):
+        vstore(y + lane, vmul(vfma(vload(x + lane), by, vload(y + lane)), over_all))
+
+
+@kernel
+def add_bias(y, y_stride, rows, bias):  # type: ignore[no-untyped-def]
+    """Computes `y[rows, 64] += bias[64]`."""
+    for row in range(rows):
+        for lane in range(0, PANEL, LANES):
+            at = y + row * y_stride + 4 * lane
+            vstore(at, vadd(vload(at), vload(bias + 4 * lane)))
+
+
+# --- norms ---
+
+
+@kernel
+def _rms_factor(x, width, padded, eps):  # type: ignore[no-untyped-def]
+    """Returns 1 / sqrt(mean(x²) + eps) of a row of `width` elements, zero-padded to `padded`.
+
+    Gives NaN if a square overflows: 1 / sqrt(inf) would give a row of zeros and equal logits, which look valid.
+    """
+    total = vsplat(np.float32(0.0))
+    for lane in range(0, padded, LANES):
+        value = vload(x + 4 * lane)
+        total = vfma(value, value, total)
+    mean = vsum(total) / np.float32(width)
+    return np.float32(1.0) / np.sqrt(mean + eps) + mean * np.float32(0.0)
+
+
+@kernel
+def _subtract_mean(x, y, width, padded):  # type: ignore[no-untyped-def]
+    """Writes x minus its mean, zero-padded, to y."""
+    total = vsplat(np.float32(0.0))
+    for lane in range(0, padded, LANES):
+        total = vadd(total, vload(x + 4 * lane))
+    mean = vsum(total) / np.float32(width)
+    shift = vsplat(mean)
+    for lane in range(0, padded, LANES):
+        vstore(y + 4 * lane, vsub(vload(x + 4 * lane), shift))
+    for d in range(width, padded):
+        store_f32(y + 4 * d, np.float32(0.0))
+
+
+@kernel
+def _scale(x, y, padded, weight, factor):  # type: ignore[no-untyped-def]
+    by = vsplat(factor)
+    for lane in range(0, padded, LANES):
+        vstore(y + 4 * lane, vmul(vload(weight + 4 * lane), vmul(vload(x + 4 * lane), by)))
+
+
+@kernel
+def normalise(norm, x, y, head):  # type: ignore[no-untyped-def]
+    """Writes a row, or head number `head` of it, normalised to y, which may be x. Elements are zero-padded."""
+    at = head * norm.head_bytes
+    if norm.subtracts_mean:
+        _subtract_mean(x, y, norm.width, norm.padded)
+        x = y
+    _scale(x, y, norm.padded, norm.weight + at, _rms_factor(x, norm.width, norm.padded, norm.eps))
+    if norm.bias != 0:
+        for lane in range(0, norm.padded, LANES):
+            vstore(y + 4 * lane, vadd(vload(y + 4 * lane), vload(norm.bias + at + 4 * lane)))
+
+
+@kernel
+def normalise_heads(norm, x, width):  # type: ignore[no-untyped-def]
+    """Normalises x[width] in place: as one row, or each head of it, by the norm's width."""
+    for head in range(width // norm.width):
+        at = x + 4 * norm.width * head
+        normalise(norm, at, at, head)
+
+
+# --- rotary embedding ---
+
+
+@kernel
+def rotate(head, pairs, cos, sin):  # type: ignore[no-untyped-def]
+    """Applies the rotary embedding to the first dimensions of a head: (x1, x2) → (x1·cos - x2·sin, x2·cos + x1·sin)
+    for each pair of dimensions (d, d + pairs)."""
+    for d in range(pairs):
+        c, s = load_f32(cos + 4 * d), load_f32(sin + 4 * d)
+        x1, x2 = load_f32(head + 4 * d), load_f32(head + 4 * (d + pairs))
+        store_f32(head + 4 * d, x1 * c - x2 * s)
+        store_f32(head + 4 * (d + pairs), x2 * c + x1 * s)
+
+
+@kernel
+def scale_row(x, width, factor):  # type: ignore[no-untyped-def]
+    """Computes `x *= factor` for x[width], a whole number of vectors."""
+    by = vsplat(factor)
+    for d in range(0, width, LANES):
+        vstore(x + 4 * d, vmul(vload(x + 4 * d), by))
+
+
+# --- activations ---
+
+
+@kernel
+def sigmoid(x):  # type: ignore[no-untyped-def]
+    """Returns 1 / (1 + e^-x) of sixteen numbers."""
+    one, zero = vsplat(np.float32(1.0)), vsplat(np.float32(0.0))
+    return vdiv(one, vadd(one, vexp(vsub(zero, x))))
+
+
+@kernel
+def _gelu(x):  # type: ignore[no-untyped-def]
+    """Returns x · Φ(x) with Φ(x) = erfc(-x / √2) / 2."""
+    one, zero = vsplat(np.float32(1.0)), vsplat(np.float32(0.0))
+    z = vmul(vmax(x, vsub(zero, x)), vsplat(_HALF_ROOT))  # |x| / √2
+    t = vdiv(one, vfma(vsplat(_ERF_P), z, one))
+    poly = vsplat(_ERF_A[4])
+    for index in range(4):
+        poly = vfma(poly, t, vsplat(_ERF_A[3 - index]))
+    tail = vmul(vmul(poly, t), vexp(vsub(zero, vmul(z, z))))  # erfc(z)
+    # max(x, 0) - |x| · tail / 2: both signs without a branch, and a tail that does not cancel
+    magnitude = vmul(vmax(x, vsub(zero, x)), vsplat(np.float32(0.5)))
+    return vsub(vmax(zero, x), vmul(magnitude, tail))
+
+
+@kernel
+def _activated(kind, x):  # type: ignore[no-untyped-def]
+    """Returns the activation of sixteen numbers. A NaN stays one."""
+    if kind == _SILU:
+        return vmul(x, sigmoid(x))
+    if kind == _GELU_TANH:  # x · (1 + tanh u) / 2 = x · σ(2u) with u = √(2/π) · (x + 0.044715 x³)
+        root = np.float32(2.0 * (2.0 / np.pi) ** 0.5)
+        inner = vfma(vmul(vmul(x, x), x), vsplat(np.float32(0.044715)), x)
+        return vmul(x, sigmoid(vmul(inner, vsplat(root))))
+    if kind == _GELU:
+        return _gelu(x)
+    return vmul(x, vmax(vsplat(np.float32(0.0)), x))  # relu²
+
+
+@kernel
+def _gated(kind, gate, up):  # type: ignore[no-untyped-def]
+    if kind == _CLAMPED_SWIGLU:
+        most, one = vsplat(_CLAMP), vsplat(np.float32(1.0))
+        gate, up = vmin(most, gate), vmax(vsplat(-_CLAMP), vmin(most, up))
+        return vmul(vadd(up, one), vmul(gate, sigmoid(vmul(gate, vsplat(_CLAMPED_SLOPE)))))
+    return vmul(_activated(kind, gate), up)
+
+
+@kernel
+def activate(mlp, rows, row_bytes, tokens, panel):  # type: ignore[no-untyped-def]
+    """Computes the activation of one panel in place: of gate and up in gate's columns, or of up alone in up's.
+
+    `rows`: address of `tokens` rows of `row_bytes` each, in which the record `mlp` names the columns.
+    """
+    kind, is_gated = mlp.activation, mlp.gate != NO_COLUMN
+    up = rows + mlp.up + 4 * PANEL * panel
+    gate = rows + mlp.gate + 4 * PANEL * panel if is_gated else up
+    for token in range(tokens):
+        for lane in range(token * row_bytes, token * row_bytes + 4 * PANEL, 4 * LANES):
+            if is_gated:
+                vstore(gate + lane, _gated(kind, vload(gate + lane), vload(up + lane)))
+            else:
+                vstore(up + lane, _activated(kind, vload(up + lane)))
+
+
+@kernel
+def cap_logits(y, width, scale, cap):  # type: ignore[no-untyped-def]
+    """Computes `y = cap · tanh(y · scale / cap)` for y[width], or `y · scale` if the cap is 0."""
+    for lane in range(0, width, LANES):
+        value = vmul(vload(y + 4 * lane), vsplat(scale))
+        vstore(y + 4 * lane, soft_cap(value, cap))
+
+
+@kernel
+def soft_cap(x, cap):  # type: ignore[no-untyped-def]
+    """Returns `cap · tanh(x / cap)` of sixteen numbers, x if the cap is 0."""
+    if cap == np.float32(0.0):
+        return x
+    return vmul(vsplat(cap), vtanh(vdiv(x, vsplat(cap))))

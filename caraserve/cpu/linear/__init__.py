@@ -1,0 +1,62 @@
+"""How the CPU keeps and multiplies weights: one file for each format of `model/formats/`.
+
+A format packs the weights of a site into memory and has two kernels, which the pass calls by address: `product`
+multiplies rows by one panel, `expand` turns a piece of a panel into fp32. A format that writes `expand` alone takes the
+product of `expanding.py`. Code outside the package calls `register`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from caraserve.cpu.weight_memory import WeightMemory
+from caraserve.model.dtype import Dtype
+from caraserve.model.formats import Matrix
+
+PIECE_INPUTS = 64  # `expand` is called for inputs from a multiple of this on, and for so many at most
+
+# Packs the rows of a matrix, one for each output, and returns the fields `weight`, `scale` and `dtype` of a SITE record
+# that its kernels need. The dtype is that of --dtype, for weights that are plain numbers.
+Pack = Callable[[Matrix, Dtype, WeightMemory], Mapping[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightKernels:
+    """What a format has on the CPU: `pack`, and the addresses of two separately compiled functions."""
+
+    pack: Pack
+    product: int  # (site, x, x_stride, rows, panel, y, y_stride, accumulate): y[rows, 64] (+)= x[rows, inputs] @ panel
+    expand: int  # (site, panel, first, count, y): y[count, 64] = weights of inputs [first, first + count), as fp32
+
+
+def _plain() -> WeightKernels:
+    from caraserve.cpu.linear.plain import KERNELS
+
+    return KERNELS
+
+
+def _fp8() -> WeightKernels:
+    from caraserve.cpu.linear.fp8 import KERNELS
+
+    return KERNELS
+
+
+def _int8() -> WeightKernels:
+    from caraserve.cpu.linear.int8 import KERNELS
+
+    return KERNELS
+
+
+# Functions, because an import compiles the kernels of a format, which most models do not have.
+_FORMATS: dict[str, Callable[[], WeightKernels]] = {"plain": _plain, "fp8": _fp8, "int8": _int8}
+
+
+def register(name: str, kernels: WeightKernels) -> None:
+    """Adds a format by the name of its `WeightFormat`. Raises ValueError if the name is taken."""
+    if name in _FORMATS:
+        raise ValueError(f"weight format {name} is registered already")
+    _FORMATS[name] = lambda: kernels
+
+
+def kernels_of(name: str) -> WeightKernels:
+    """Returns the kernels of a format by its name; compiles them, or loads them from the cache, at their first use."""
+    return _FORMATS[name]()

@@ -1,0 +1,54 @@
+"""Weights stored as numbers: float32, bfloat16 or float16."""
+
+import numpy as np
+
+from caraserve.core.lora_layout import PANEL
+from caraserve.cpu.jit import compiled_separately
+from caraserve.cpu.kernels import ADD, itemsize, panel_gemm
+from caraserve.cpu.linear import WeightKernels
+from caraserve.cpu.simd import DTYPE_BF16, DTYPE_F16, DTYPE_F32, LANES, vload, vstore, weight_ops
+from caraserve.cpu.structs import site_at
+from caraserve.cpu.weight_memory import WeightMemory, convert
+from caraserve.model.dtype import Dtype
+from caraserve.model.formats import Matrix
+
+_K_BLOCK = np.int64(2048)  # inputs summed before the partial result is stored: their weights stay in the L2 cache
+_load_bf16, _ = weight_ops(DTYPE_BF16)
+_load_f16, _ = weight_ops(DTYPE_F16)
+
+
+def pack(matrix: Matrix, dtype: Dtype, memory: WeightMemory) -> dict[str, int]:
+    """Packs weights as panels of numbers of `dtype`."""
+    assert matrix.dtype is not None
+    return {"weight": memory.panels(convert(matrix.arrays["weight"], matrix.dtype, dtype)), "dtype": dtype.value}
+
+
+@compiled_separately(8)
+def product(site_address, x, x_stride, rows, panel, y, y_stride, accumulate):  # type: ignore[no-untyped-def]
+    """Computes `y[rows, 64] (+)= x[rows, inputs] @ w[inputs, 64]` for one panel, in the same order of sums for all row
+    counts."""
+    site = site_at(site_address)
+    dtype, inputs = site.dtype, site.inputs
+    w = site.weight + panel * inputs * PANEL * itemsize(dtype)
+    for first in range(0, inputs, _K_BLOCK):
+        depth = min(_K_BLOCK, inputs - first)
+        add = ADD if first > 0 else accumulate
+        panel_gemm(dtype, x + 4 * first, x_stride, rows, w + first * PANEL * itemsize(dtype), depth, y, y_stride, add)
+
+
+@compiled_separately(5)
+def expand(site_address, panel, first, count, y):  # type: ignore[no-untyped-def]
+    """Writes the weights of some inputs of a panel, fp32 [count, 64]."""
+    site = site_at(site_address)
+    dtype = site.dtype
+    w = site.weight + (panel * site.inputs + first) * PANEL * itemsize(dtype)
+    for at in range(0, count * PANEL, LANES):
+        if dtype == DTYPE_F32:
+            vstore(y + 4 * at, vload(w + 4 * at))
+        elif dtype == DTYPE_BF16:
+            vstore(y + 4 * at, _load_bf16(w + 2 * at))
+        else:
+            vstore(y + 4 * at, _load_f16(w + 2 * at))
+
+
+KERNELS = WeightKernels(pack, product.address, expand.address)

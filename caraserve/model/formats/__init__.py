@@ -1,0 +1,58 @@
+"""Formats in which a linear's weights are stored: one file each, with a numpy reference of the values.
+
+A backend finds its kernels for a format by the format's name (`cpu/linear/`, `gpu/linear/`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.model.dtype import Code, Dtype
+
+Array = NDArray[np.generic]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """The weights of a linear as stored: arrays by name, each with the outputs as its first axis."""
+
+    arrays: Mapping[str, Array]
+    dtype: Dtype | None = None  # of weights that are plain numbers
+
+    def rows(self, rows: range | tuple[int, ...]) -> "Matrix":
+        """Returns the weights of some outputs, in their order."""
+        index = slice(rows.start, rows.stop, rows.step) if isinstance(rows, range) else list(rows)
+        return Matrix({name: array[index] for name, array in self.arrays.items()}, self.dtype)
+
+
+class TensorReader(Protocol):
+    """Reads the tensors of a checkpoint. Every error is a ModelLoadError that names the tensor."""
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> tuple[Array, Dtype]:
+        """Reads a tensor of plain numbers, which must have this shape."""
+
+    def codes(self, name: str, shape: tuple[int, ...], code: Code) -> NDArray[np.uint8]:
+        """Reads codes of one byte, which must have this shape."""
+
+    def scales(self, module: str, outputs: int) -> NDArray[np.float32]:
+        """Reads the scale of each output; the checkpoint may have one for all."""
+
+
+class WeightFormat(Protocol):
+    """How the weights of a linear are stored, and what they stand for."""
+
+    @property
+    def name(self) -> str:
+        """The name by which backends find their kernels."""
+
+    def read(self, tensors: TensorReader, module: str, shape: tuple[int, int]) -> Matrix:
+        """Reads a module's weights of shape [outputs, inputs]. Raises ModelLoadError."""
+
+    def values(self, matrix: Matrix) -> NDArray[np.float32]:
+        """Returns the weights as numbers, [outputs, inputs]: the reference for kernels."""
+
+    def num_bytes(self, inputs: int, outputs: int, itemsize: int) -> int:
+        """Returns the bytes of a matrix in memory. `itemsize`: of a weight that is stored as a number."""

@@ -1,0 +1,429 @@
+"""The description of a decoder: what its layers compute, from which tensors. Data only; both backends execute it.
+
+A family (`families/`) turns a configuration into a plan. Backends, loaders, adapters and memory budgets take sizes and
+names from the plan; groups, sites and columns are derived here and nowhere else.
+
+    DecoderPlan → layers: LayerPlan → blocks: Block, computing [pre norm] → body → [post norm] · multiplier → stream
+    body: Attention | Mlp | Moe | DeltaNet → linears: LinearPlan → parts: Part
+
+A linear is a module as checkpoints and adapters name it. A part is those of its outputs that play one role. A site is a
+part in its layer. A fused module (`qkv_proj`) has several parts, others have one, so backends see the same sites.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from caraserve.model.formats import WeightFormat
+from caraserve.model.formats.plain import PLAIN
+from caraserve.model.quantization import Quantization
+from caraserve.util.units import align_up
+
+Rows = range | tuple[int, ...]  # outputs of a module, in the order in which a backend keeps them
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "clamped_swiglu"]
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """y = x / √(mean x² + eps) · (weight + offset) + bias; `layer` subtracts the mean of x first."""
+
+    weight: str | None  # name of the tensor; None: no weight
+    eps: float
+    kind: Literal["rms", "layer"] = "rms"
+    offset: float = 0.0  # added to the weight in float32
+    bias: str | None = None
+    # row: over the whole row; head: over each head, with one weight for all; heads: with a weight for each head
+    scope: Literal["row", "head", "heads"] = "row"
+    order: Rows | None = None  # of the weight's elements, where outputs of q and k are reordered
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotation of pairs (i, i + n) of a head's first 2n dimensions by position · frequencies[i]."""
+
+    frequencies: tuple[float, ...]  # radians per position, float32 values; 0 does not rotate
+    factor: float = 1.0  # of cos and sin
+    q_growth: tuple[float, int] | None = None  # (β, length): q · (1 + β · ln(1 + ⌊position / length⌋))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The outputs of a linear that play one role in its block."""
+
+    role: str  # q, k, v, gate, up, out, down, router, z, a, b
+    rows: Rows
+
+    @property
+    def outputs(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPlan:
+    """y = x weightᵀ + bias. Adapters may change any linear of a layer."""
+
+    module: str  # name in checkpoints, as model.layers.0.self_attn.q_proj
+    inputs: int
+    outputs: int
+    parts: tuple[Part, ...]
+    bias: bool = False
+    transposed: bool = False  # stored as [inputs, outputs]
+    format: WeightFormat = PLAIN
+    adapter_module: str | None = None  # name in adapters, if it is another
+
+    @classmethod
+    def of_role(cls, module: str, inputs: int, outputs: int, role: str, *, bias: bool = False) -> "LinearPlan":
+        """Returns a linear with one part, which has all outputs."""
+        return cls(module, inputs, outputs, (Part(role, range(outputs)),), bias)
+
+    @property
+    def name_in_adapters(self) -> str:
+        return self.adapter_module or self.module
+
+    @property
+    def target(self) -> str:
+        """The last word of the module's name, by which adapters target it."""
+        return self.name_in_adapters.rpartition(".")[2]
+
+    @property
+    def order(self) -> tuple[int, ...] | None:
+        """The outputs in the order of the parts, None if that is the stored order."""
+        rows = tuple(row for part in self.parts for row in part.rows)
+        return None if rows == tuple(range(self.outputs)) else rows
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Causal attention over the KV cache: softmax(cap · tanh(q k · scale / cap)) v."""
+
+    linears: tuple[LinearPlan, ...]  # with the roles q, k, and v and gate where there are such
+    out: LinearPlan
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None  # positions that a token sees, its own included; None: all
+    cap: float | None = None
+    rope: Rope | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    v_norm: Norm | None = None
+    norm_after_rope: bool = False
+    sinks: str | None = None  # tensor [heads], a score for each head that takes weight and has no value
+    gated: bool = False  # the output is multiplied by σ(gate)
+    alibi: bool = False
+
+    @property
+    def linear_groups(self) -> tuple[tuple[LinearPlan, ...], ...]:
+        return self.linears, (self.out,)
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """down(activation(gate) · up), or down(activation(up)) without gate."""
+
+    linears: tuple[LinearPlan, ...]  # with the roles gate and up, or up alone
+    out: LinearPlan
+    activation: Activation = "silu"
+
+    @property
+    def linear_groups(self) -> tuple[tuple[LinearPlan, ...], ...]:
+        return self.linears, (self.out,)
+
+    @property
+    def is_gated(self) -> bool:
+        return any(part.role == "gate" for linear in self.linears for part in linear.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTensor:
+    """Where one matrix of every expert is stored: a tensor for each, with `{expert}` in its name, or one for all."""
+
+    tensor: str
+    outputs: int
+    inputs: int
+    rows: Rows | None = None  # None: all outputs of the tensor
+    transposed: bool = False
+    bias: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Moe:
+    """The sum of the outputs of the `top_k` experts that the router scores highest, weighted by their scores."""
+
+    router: LinearPlan
+    experts: int
+    top_k: int
+    gate: ExpertTensor
+    up: ExpertTensor
+    down: ExpertTensor
+    activation: Activation = "silu"
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalise: bool = True  # the weights of the chosen experts sum to 1
+    scale: float = 1.0
+    correction: str | None = None  # tensor [experts], added to scores for choosing only
+    groups: tuple[int, int, Literal["max", "top2"]] | None = None  # (groups, kept ones, how a group is scored)
+    shared: Mlp | None = None  # an MLP that every token takes
+    shared_gate: str | None = None  # tensor [1, hidden]: the shared MLP's output is multiplied by σ of it
+
+    @property
+    def linear_groups(self) -> tuple[tuple[LinearPlan, ...], ...]:
+        return ((self.router,), *(self.shared.linear_groups if self.shared else ()))
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """A gated delta rule, whose state per request is a matrix [key width, value width] for each value head."""
+
+    linears: tuple[LinearPlan, ...]  # with the roles q, k, v, z, a, b
+    out: LinearPlan
+    convolution: str  # tensor [channels, 1, kernel]
+    log_decay: str  # tensor [value heads], A_log
+    step_bias: str  # tensor [value heads], dt_bias
+    norm: Norm
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+    kernel: int
+
+    @property
+    def linear_groups(self) -> tuple[tuple[LinearPlan, ...], ...]:
+        return self.linears, (self.out,)
+
+
+Body = Attention | Mlp | Moe | DeltaNet
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """stream += post(body(rows)) · multiplier, where rows = pre(stream), or the rows of the layer's first block."""
+
+    body: Body
+    pre: Norm | None
+    post: Norm | None = None
+    reads_first_rows: bool = False
+    multiplier: float = 1.0
+
+    @property
+    def adds_directly(self) -> bool:
+        """True if the body's output can be added to the stream where it is computed."""
+        return self.post is None and self.multiplier == 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A part of a linear in its layer: what a backend multiplies by one adapter's A and B."""
+
+    index: int  # in the layer
+    role: str
+    linear: int  # index of its linear in the layer
+    part: int  # index in that linear
+    group: int  # index of its group in the layer
+    inputs: int
+    outputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Consecutive sites that read the same rows: one packed matrix in memory, one output buffer."""
+
+    index: int
+    block: int  # index of the block in the layer
+    sites: tuple[Site, ...]
+    inputs: int
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The outputs of each site."""
+        return tuple(site.outputs for site in self.sites)
+
+    def columns(self, step: int = 1) -> tuple[int, ...]:
+        """Returns the first column of each site in a row of the group's output, each a multiple of `step`."""
+        return tuple(accumulated(align_up(width, step) for width in self.widths))[:-1]
+
+    def width(self, step: int = 1) -> int:
+        """Returns the columns of a row of the group's output."""
+        return sum(align_up(width, step) for width in self.widths)
+
+
+def accumulated(widths: Iterable[int]) -> Iterator[int]:
+    """Yields 0 and the running sums of `widths`."""
+    total = 0
+    yield total
+    for width in widths:
+        total += width
+        yield total
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The blocks of one layer, in order, and the groups and sites that follow from them."""
+
+    blocks: tuple[Block, ...]
+
+    @cached_property
+    def linears(self) -> tuple[LinearPlan, ...]:
+        """The modules that adapters may change, in the order of use."""
+        return tuple(linear for block in self.blocks for group in block.body.linear_groups for linear in group)
+
+    def with_linears(self, change: Callable[[LinearPlan], LinearPlan]) -> "LayerPlan":
+        """Returns the layer with each of its linears changed."""
+        return LayerPlan(tuple(replace(block, body=_changed(block.body, change)) for block in self.blocks))
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        groups: list[Group] = []
+        linear, index = 0, 0
+        for block_index, block in enumerate(self.blocks):
+            for linears in block.body.linear_groups:
+                sites = []
+                for one in linears:
+                    for part_index, part in enumerate(one.parts):
+                        place = index, part.role, linear, part_index, len(groups)
+                        sites.append(Site(*place, inputs=one.inputs, outputs=part.outputs))
+                        index += 1
+                    linear += 1
+                groups.append(Group(len(groups), block_index, tuple(sites), linears[0].inputs))
+        return tuple(groups)
+
+    @cached_property
+    def sites(self) -> tuple[Site, ...]:
+        return tuple(site for group in self.groups for site in group.sites)
+
+    @property
+    def attention(self) -> Attention | None:
+        """The layer's attention, which has KV blocks; None in a layer of another kind."""
+        return next((block.body for block in self.blocks if isinstance(block.body, Attention)), None)
+
+    def linear_index(self, target: str) -> int | None:
+        """Returns the index of the module that adapters target by this name, None if the layer has none."""
+        return next((index for index, linear in enumerate(self.linears) if linear.target == target), None)
+
+
+@dataclass(frozen=True)
+class DecoderPlan:
+    """A decoder-only language model. Sizes are in elements; names are those of the checkpoint's tensors."""
+
+    family: str
+    vocab_size: int
+    hidden: int
+    layers: tuple[LayerPlan, ...]
+    final: Norm
+    max_position: int
+    dtype: str  # as the checkpoint states it: float32, bfloat16 or float16
+    embed: str = "model.embed_tokens.weight"
+    embed_scale: float = 1.0  # rounded to the checkpoint's dtype
+    positions: str | None = None  # tensor [positions, hidden], added to embeddings
+    head: str | None = "lm_head.weight"  # None: tied to the embedding
+    head_format: WeightFormat = PLAIN
+    embed_format: WeightFormat = PLAIN
+    head_bias: str | None = None
+    has_unit_head_rows: bool = False  # rows of the head are divided by their lengths
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
+    layer_scalars: tuple[str, ...] = ()  # a tensor [1] for each layer, which multiplies the stream after it
+    adapter_prefixes: tuple[str, ...] = ("model.",)  # before `layers.` in names of an adapter's tensors
+    ignored_prefixes: tuple[str, ...] = ()  # of tensors that a text model does not use
+
+    def with_formats(self, quantization: Quantization | None) -> "DecoderPlan":
+        """Returns the plan with the formats that the checkpoint's configuration states for its modules."""
+        if quantization is None:
+            return self
+
+        def format_of(tensor: str) -> WeightFormat:
+            return quantization.format_of(tensor.removesuffix(".weight")) or PLAIN
+
+        def with_format(linear: LinearPlan) -> LinearPlan:
+            return replace(linear, format=format_of(linear.module))
+
+        layers = tuple(layer.with_linears(with_format) for layer in self.layers)
+        head = PLAIN if self.head is None else format_of(self.head)
+        return replace(self, layers=layers, head_format=head, embed_format=format_of(self.embed))
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if some weights of layers are not plain numbers."""
+        return any(linear.format is not PLAIN for layer in self.layers for linear in layer.linears)
+
+    @cached_property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The different rotations of the layers; each needs a table of cos and sin."""
+        return tuple(dict.fromkeys(one.rope for one in self.attentions if one.rope is not None))
+
+    @property
+    def attentions(self) -> Iterator[Attention]:
+        return (layer.attention for layer in self.layers if layer.attention is not None)
+
+    @cached_property
+    def targets(self) -> tuple[str, ...]:
+        """The names by which adapters target modules, in the order of use in the layers that have them first."""
+        return tuple(dict.fromkeys(linear.target for layer in self.layers for linear in layer.linears))
+
+    @cached_property
+    def most_sites(self) -> int:
+        """The sites of the layer that has most, by which tables of adapters are indexed."""
+        return max(len(layer.sites) for layer in self.layers)
+
+    @cached_property
+    def most_groups(self) -> int:
+        return max(len(layer.groups) for layer in self.layers)
+
+    @cached_property
+    def widest_input(self) -> int:
+        return max(group.inputs for layer in self.layers for group in layer.groups)
+
+    @cached_property
+    def widest_output(self) -> int:
+        return max(site.outputs for layer in self.layers for site in layer.sites)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """The weights of embeddings, head and linear modules, without norms and biases."""
+        layers = sum(linear.inputs * linear.outputs for layer in self.layers for linear in layer.linears)
+        experts = sum(_expert_parameters(block.body) for layer in self.layers for block in layer.blocks)
+        return layers + experts + self.vocab_size * self.hidden * (1 if self.head is None else 2)
+
+    def weight_bytes(self, itemsize: int) -> int:
+        """Returns the bytes of these weights if linear modules and the head keep their formats. `itemsize`: of a weight
+        that is a number."""
+        kept = [(one.format, one.inputs, one.outputs) for layer in self.layers for one in layer.linears]
+        if self.head is not None:
+            kept.append((self.head_format, self.hidden, self.vocab_size))
+        numbers = self.num_parameters - sum(inputs * outputs for _, inputs, outputs in kept)
+        return numbers * itemsize + sum(one.num_bytes(inputs, outputs, itemsize) for one, inputs, outputs in kept)
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Returns the bytes of K and V of one token over all layers."""
+        return sum(2 * one.kv_heads * one.head_dim for one in self.attentions) * itemsize
+
+
+def _changed(body: Body, change: Callable[[LinearPlan], LinearPlan]) -> Body:
+    if isinstance(body, Moe):
+        shared = None if body.shared is None else replace(body.shared, **_changed_linears(body.shared, change))
+        return replace(body, router=change(body.router), shared=shared)
+    return replace(body, **_changed_linears(body, change))
+
+
+def _changed_linears(body: Attention | Mlp | DeltaNet, change: Callable[[LinearPlan], LinearPlan]) -> dict[str, Any]:
+    return {"linears": tuple(map(change, body.linears)), "out": change(body.out)}
+
+
+def _expert_parameters(body: Body) -> int:
+    if not isinstance(body, Moe):
+        return 0
+    return body.experts * sum(math.prod((one.inputs, one.outputs)) for one in (body.gate, body.up, body.down))
+
+
+def interleaved_rows(heads: int, head_dim: int, rotated: int) -> tuple[int, ...]:
+    """Returns the order of q's or k's outputs that turns rotation of pairs (2i, 2i + 1) into that of (i, i + n)."""
+    first = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, head_dim)]
+    return tuple(head * head_dim + row for head in range(heads) for row in first)
+
+
+def part_rows(sizes: Sequence[tuple[str, int]]) -> tuple[Part, ...]:
+    """Returns the parts of a fused module that lie one after another: (role, outputs) each."""
+    starts = accumulated(size for _, size in sizes)
+    return tuple(Part(role, range(start, start + size)) for start, (role, size) in zip(starts, sizes, strict=False))

@@ -1,0 +1,1 @@
+"""Made-up decoders, and what every backend must compute for a plan."""

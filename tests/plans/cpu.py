@@ -1,0 +1,58 @@
+"""Computes made-up decoders with the CPU backend."""
+
+from collections.abc import Sequence
+from queue import SimpleQueue
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.core.batch import Batch, BlockGrant, ScheduledRow, SlotSampling, SlotStart, StepResult
+from caraserve.cpu.backend import CpuBackend, CpuSizes
+from caraserve.cpu.structs import BLOCK_TOKENS
+from caraserve.cpu.weights import load_model
+from caraserve.model.dtype import Dtype
+from caraserve.model.formats import TensorReader
+from caraserve.model.plan import DecoderPlan
+from caraserve.model.spec import ModelSpec
+
+_BLOCKS = 32
+
+
+def backend_of(
+    plan: DecoderPlan, read: TensorReader, *, dtype: Dtype = Dtype.F32, threads: int = 1, adapter_slots: int = 2
+) -> CpuBackend:
+    """Returns a backend for requests of up to 128 tokens."""
+    spec = ModelSpec(plan)
+    sizes = CpuSizes(
+        threads=threads,
+        num_slots=2,
+        adapter_slots=adapter_slots,
+        max_step_tokens=128,
+        max_context=128,
+        kv_cache_bytes=plan.kv_bytes_per_token(4) * BLOCK_TOKENS * _BLOCKS,
+        host_bytes=4 << 20,
+    )
+    return CpuBackend(spec, load_model(spec, dtype, sizes.max_context, read, lambda: None), sizes)
+
+
+def logprobs(backend: CpuBackend, vocab: int, tokens: Sequence[int], pieces: Sequence[int]) -> NDArray[np.float64]:
+    """Returns the log-probabilities after each token but the last, [tokens - 1, vocab]. `pieces`: how many tokens each
+    iteration computes."""
+    found = np.full((len(tokens) - 1, vocab), np.nan)
+    starts = (SlotStart(0, tuple(tokens), SlotSampling.greedy(len(tokens))),)
+    grants = (BlockGrant(0, 0, tuple(range(_BLOCKS - 1, _BLOCKS - 1 - -(-len(tokens) // BLOCK_TOKENS), -1))),)
+    first = 0
+    for count in pieces:
+        row = ScheduledRow(0, first, count, 0, samples=False, prompt_logprobs=vocab)
+        for position, scored in enumerate(run(backend, Batch(starts, grants, (row,))).rows[0].prompt_scored, first):
+            found[position, list(scored.top_ids)] = scored.top_logprobs
+        starts, grants, first = (), (), first + count
+    return found
+
+
+def run(backend: CpuBackend, batch: Batch) -> StepResult:
+    results: SimpleQueue[StepResult | Exception] = SimpleQueue()
+    backend.launch(batch, results.put)
+    result = results.get(timeout=60)
+    assert isinstance(result, StepResult), result
+    return result
