@@ -159,7 +159,7 @@ def loading_rules(backend: "ServingBackend", spec: ModelSpec, profile: Profile |
         workers=len(backend.workers),
         handoff_ms=handoff_ms,
         shared_cores=backend.shares_cores,
-        delta_bytes=_delta_bytes(spec.plan, backend.delta_itemsize),
+        delta_bytes=delta_bytes(spec.plan, backend.delta_itemsize),
         attention_targets=frozenset(target_sets(spec.plan)["qkv"]),
         hand_offs=spec.plan.most_groups,
         pipeline_groups=lora.pipeline_groups,
@@ -167,7 +167,7 @@ def loading_rules(backend: "ServingBackend", spec: ModelSpec, profile: Profile |
     )
 
 
-def _delta_bytes(plan: DecoderPlan, itemsize: int) -> dict[Targets, int]:
+def delta_bytes(plan: DecoderPlan, itemsize: int) -> dict[Targets, int]:
     """Returns the bytes of one token's deltas of the widest layer, by the modules of the adapter."""
 
     def outputs(layer: LayerPlan, targets: tuple[str, ...]) -> int:
