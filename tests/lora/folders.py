@@ -20,19 +20,16 @@ RANK = 4
 MISSING = object()  # as the value of a field: the field is left out
 Tensors = dict[str, NDArray[Any]]
 
-SPEC: ModelSpec = parse_spec(
-    {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 96,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-)
-
-
+FIELDS: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+SPEC: ModelSpec = parse_spec(FIELDS)
 LINEARS = {linear.target: linear for linear in SPEC.plan.layers[0].linears}
 TARGETS = tuple(LINEARS)
 

@@ -23,7 +23,7 @@ from caraserve.lora.peft import inspect_adapter, read_adapter
 from caraserve.lora.peft_fields import PatternTable
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import ModelSpec, parse_spec
-from tests.lora.folders import LINEARS, RANK, SPEC, TARGETS, matrices, read, tensors_for, write_adapter
+from tests.lora.folders import FIELDS, LINEARS, RANK, SPEC, TARGETS, Tensors, matrices, read, tensors_for, write_adapter
 
 Deltas = dict[tuple[int, str], NDArray[np.float32]]  # (layer, module) → change of the weight, [out, in]
 
@@ -221,6 +221,36 @@ def test_inspecting_gives_the_same_spec_as_reading(bases: Mapping[str, Any], tmp
     spec = inspect_adapter(folder, SPEC)
     assert spec == read(folder, SPEC).spec
     assert (spec.rank, spec.targets) == (9, ("q_proj", "down_proj"))
+
+
+def narrowed(tensors: Tensors, module: str, rank: int) -> Tensors:
+    """Returns the tensors with a smaller rank of some modules."""
+    cut = {name: values[:rank] if "lora_A" in name else values[:, :rank] for name, values in tensors.items()}
+    return {name: np.ascontiguousarray(cut[name] if module in name else tensors[name]) for name in tensors}
+
+
+DIGESTS: dict[str, tuple[dict[str, Any], Tensors]] = {
+    "4c4671e8e15aff5418697c85e0a1ce99a4e5b8b12d0481720709fcdfd1f7a681": (
+        {"target_modules": list(TARGETS)},
+        tensors_for(TARGETS),
+    ),
+    "957cfadce5d5639167c1bf4ea2d855ac5c13015c0a887248ec695cf9b6b4d210": (
+        {"target_modules": list(TARGETS), "rank_pattern": {"o_proj": 2, "1.mlp.up_proj": 3}, "use_rslora": True},
+        narrowed(narrowed(tensors_for(TARGETS), "o_proj", 2), "1.mlp.up_proj", 3),
+    ),
+    "431a94c6a30fa7a51fa8fa5bfcc92ae130504eb86c2e8f4637a606c4f77c8772": (
+        {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]},
+        {name: values.astype(np.float16) for name, values in tensors_for(("q_proj", "down_proj"), (1,)).items()},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("expected", DIGESTS, ids=["all modules", "several ranks", "one layer, fp16"])
+def test_digests_are_those_of_earlier_versions(tmp_path: Path, family: str, expected: str) -> None:
+    """Registries, caches on disk and other instances know adapters by them."""
+    model = parse_spec(FIELDS | {"architectures": [f"{family}ForCausalLM"]})
+    assert inspect_adapter(write_adapter(tmp_path, *DIGESTS[expected]), model).digest == expected
 
 
 def digest(folder: Path, changes: Mapping[str, Any] | None = None, tensors: Any = None) -> str:
