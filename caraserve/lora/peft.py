@@ -30,7 +30,8 @@ from caraserve.lora.folder_contents import TENSORS_NAME as TENSORS_NAME
 from caraserve.lora.folder_contents import why_no_adapter
 from caraserve.lora.kinds import MATRICES, AdapterKind
 from caraserve.lora.manifest import ChunkHasher, identified
-from caraserve.lora.peft_config import CONFIG_NAME, PeftConfig, read_config, refusal
+from caraserve.lora.peft_config import PeftConfig, read_config
+from caraserve.lora.peft_fields import CONFIG_NAME, refusal
 from caraserve.model.dtype import Dtype, to_float32
 from caraserve.model.plan import DecoderPlan, LinearPlan
 from caraserve.model.safetensors_reader import TensorFile, TensorFileError
