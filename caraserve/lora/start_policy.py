@@ -94,6 +94,8 @@ class StartPolicy:
     shared_cores: bool = False  # whether the workers' cores are the device's own, as on the CPU backend
     pipeline_groups: int | None = None  # so many groups of about equal size; None: by predicted times
     tokens_per_worker: Callable[[int], int] | None = None  # most of one worker, by rank; None: prompts go to all
+    attention_targets: frozenset[str] = frozenset()  # modules that read the attention's input: one hand-off for all
+    hand_offs: int = 1  # of a layer, for adapters of other modules too
 
     # --- the order of a copy ---
 
@@ -216,7 +218,7 @@ class StartPolicy:
         which q, k and v take about the same share of the time on the device as on a CPU worker."""
         assert self.costs is not None
         all_ms = max(0.0, self.costs.prefill_ms(tokens, spec.rank) - self.costs.prefill_ms(tokens, 0)) / self.layers
-        if _targets(spec) == "all" or all_ms == 0.0:
+        if self._targets(spec) == "all" or all_ms == 0.0:
             return all_ms
         qkv_ms, worker_ms = (self.costs.cpu_lora_ms(tokens, spec.rank, targets) for targets in ("qkv", "all"))
         return all_ms * qkv_ms / worker_ms
@@ -238,17 +240,16 @@ class StartPolicy:
         """Returns by how many ms a layer takes longer whose LoRA the CPU workers compute. The device does not compute
         it then."""
         assert self.costs is not None
-        workers, targets = self.workers, _targets(spec)
+        workers, targets = self.workers, self._targets(spec)
         if self.tokens_per_worker is not None:
             workers = min(workers, ceil_div(tokens, self.tokens_per_worker(spec.rank)))
         cpu_ms = self.costs.cpu_lora_ms(tokens, spec.rank, targets) / workers
         saved_ms = self._device_lora_ms(spec, tokens) if self.shared_cores else self._layer_ms(spec, tokens)
         link_ms = 1000 * tokens * self.delta_bytes.get(targets, 0) / self.link_bytes_per_s
-        return self.handoff_ms * (1 if targets == "qkv" else 4) + max(0.0, cpu_ms - saved_ms) + link_ms
+        return self.handoff_ms * (1 if targets == "qkv" else self.hand_offs) + max(0.0, cpu_ms - saved_ms) + link_ms
 
-
-def _targets(spec: AdapterSpec) -> Targets:
-    return "qkv" if set(spec.targets) <= {"q_proj", "k_proj", "v_proj"} else "all"
+    def _targets(self, spec: AdapterSpec) -> Targets:
+        return "qkv" if self.attention_targets.issuperset(spec.targets) else "all"
 
 
 def _next_iteration_s(prefill: AwaitedPrefill, at_s: float) -> float:

@@ -18,7 +18,7 @@ from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.arriving_image import ArrivingImage
 from caraserve.lora.host_loader import Came, Done
-from caraserve.lora.peft import TENSORS_NAME, Pair, Site, specify
+from caraserve.lora.peft import TENSORS_NAME, specify
 from caraserve.model.safetensors_reader import TensorFile, TensorFileError
 from caraserve.model.spec import ModelSpec
 
@@ -40,17 +40,20 @@ class UploadStream(UploadSource):
     def __init__(self, folder: Path, model: ModelSpec, reader: AdapterReader) -> None:
         """Reads the file's header, which must have been written. Raises AdapterRejected for an adapter that does not
         fit `model`."""
-        self._model, self._reader = model, reader
+        self._reader = reader
         self._outcome: Source | CaraServeError | None = None
         self._reading: _Reading | None = None
         self._arriving: ArrivingImage | None = None
         try:
             self._file = TensorFile(folder / TENSORS_NAME)
-            self._pairs: dict[Site, Pair]
-            self.spec: AdapterSpec  # without digest
-            self.spec, self._pairs = specify(folder, self._file, model)
+            self._layout = specify(folder, self._file, model)
         except TensorFileError as error:
             raise AdapterRejected(str(error)) from None
+
+    @property
+    def spec(self) -> AdapterSpec:
+        """Without digest."""
+        return self._layout.spec
 
     # --- on the event loop ---
 
@@ -102,7 +105,7 @@ class UploadStream(UploadSource):
     def advance(self, num_bytes: int) -> None:
         """Places the tensors that have arrived with the file's first `num_bytes` bytes, if they are wanted."""
         if self._arriving is None and self._reading is not None:
-            self._arriving = ArrivingImage(self._file, self.spec, self._pairs, self._model, self._reading.into)
+            self._arriving = ArrivingImage(self._file, self._layout, self._reading.into)
         try:
             if self._arriving is not None:
                 self._arriving.advance(num_bytes)

@@ -20,8 +20,10 @@ from caraserve.core.machine_profile import (
 )
 from caraserve.errors import ConfigError
 from caraserve.lora.start_policy import StartPolicy
-from caraserve.model.spec import SITES, ModelSpec
+from caraserve.model.plan import DecoderPlan, LayerPlan
+from caraserve.model.spec import ModelSpec
 from caraserve.profiling.measure import measure, measure_alone, model_key
+from caraserve.profiling.microbench import target_sets
 
 if TYPE_CHECKING:
     from caraserve.backend_factory import ServingBackend
@@ -157,16 +159,22 @@ def loading_rules(backend: "ServingBackend", spec: ModelSpec, profile: Profile |
         workers=len(backend.workers),
         handoff_ms=handoff_ms,
         shared_cores=backend.shares_cores,
-        delta_bytes=_delta_bytes(spec, backend.delta_itemsize),
+        delta_bytes=delta_bytes(spec.plan, backend.delta_itemsize),
+        attention_targets=frozenset(target_sets(spec.plan)["qkv"]),
+        hand_offs=spec.plan.most_groups,
         pipeline_groups=lora.pipeline_groups,
         tokens_per_worker=_tokens_per_worker(profile, lora.tokens_per_cpu),
     )
 
 
-def _delta_bytes(spec: ModelSpec, itemsize: int) -> dict[Targets, int]:
-    """Returns the bytes of one token's deltas of one layer, by the modules of the adapter."""
-    outputs = [spec.site_shape(site)[1] for site in SITES]
-    return {"qkv": itemsize * sum(outputs[:3]), "all": itemsize * sum(outputs)}
+def delta_bytes(plan: DecoderPlan, itemsize: int) -> dict[Targets, int]:
+    """Returns the bytes of one token's deltas of the widest layer, by the modules of the adapter."""
+
+    def outputs(layer: LayerPlan, targets: tuple[str, ...]) -> int:
+        return sum(linear.outputs for linear in layer.linears if linear.target in targets)
+
+    sets = target_sets(plan).items()
+    return {name: itemsize * max(outputs(layer, targets) for layer in plan.layers) for name, targets in sets}
 
 
 def _tokens_per_worker(profile: Profile | None, tokens_per_cpu: int | None) -> Callable[[int], int] | None:

@@ -147,6 +147,8 @@ class _Case:
             handoff_ms=ASSUMED_HANDOFF_MS if self.profile.handoff_ms is None else self.profile.handoff_ms,
             shared_cores=self.shared_cores,
             tokens_per_worker=self.profile.tokens_per_worker,
+            attention_targets=frozenset(TARGETS["qkv"]),
+            hand_offs=self.spec.plan.most_groups,
         )
         ends_s = []
         for policy in (waiting, replace(waiting, workers=self.workers)):

@@ -166,7 +166,7 @@ DAMAGE: list[tuple[str, object]] = [
     *(("digest", value) for value in ("", "d1", OLD.upper(), OLD + "0", 5, b"\xff")),
     *(("path", value) for value in ("", "adapters/a", "../a", 5, b"/adapters/a")),
     *(("rank", value) for value in (0, -8, 513, 8.5, "eight", b"8")),
-    *(("targets", value) for value in ("[", "[]", "{}", "null", '["lm_head"]', "[[]]", '"q_proj"', "[" * 100_000, 5)),
+    *(("targets", value) for value in ("[", "[]", "{}", "null", '["q proj"]', "[[]]", '"q_proj"', "[" * 100_000, 5)),
     *(("num_bytes", value) for value in (0, -1, 1.5, "many", b"1")),
     *(("created_s", value) for value in ("yesterday", float("inf"), b"")),
     *(("stamp", value) for value in (b"10:20",)),

@@ -43,6 +43,7 @@ def adapter(layers: int, layer_bytes: int, targets: tuple[str, ...] = ("q_proj",
 
 def rules(mode: str, layers: int, layer_ms: float, **changed: Any) -> StartPolicy:
     fields = {"link_bytes_per_s": 1e6, "costs": Costs(layer_ms, layers), "workers": 2, "handoff_ms": 0.125}
+    fields |= {"attention_targets": frozenset(("q_proj", "k_proj", "v_proj")), "hand_offs": 4}
     return StartPolicy(LOADING_MODES[mode], layers, **fields | changed)  # type: ignore[arg-type]
 
 
