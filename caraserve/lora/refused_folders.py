@@ -11,7 +11,7 @@ _MOST_CHARACTERS = 500  # of a reason
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RefusedFolder:
     """A folder that is not served, by its name, which would be its adapter's."""
 
     name: str
@@ -25,7 +25,7 @@ class RefusedFolders:
     def __init__(self, roots: Sequence[Path] = (), now: Callable[[], float] = time.time) -> None:
         """`roots`: folders whose paths no client learns."""
         self._roots, self._now = _pattern(roots), now
-        self._refusals: dict[str, Refusal] = {}  # the oldest first
+        self._refusals: dict[str, RefusedFolder] = {}  # the oldest first
 
     def note(self, name: str, reason: str) -> bool:
         """Records why a folder is not served. Returns False if that is known already."""
@@ -34,7 +34,7 @@ class RefusedFolders:
         if old is not None and old.reason == reason:
             return False
         self._refusals.pop(name, None)
-        self._refusals[name] = Refusal(name, reason, self._now())
+        self._refusals[name] = RefusedFolder(name, reason, self._now())
         if len(self._refusals) > _MOST_REFUSED:
             del self._refusals[next(iter(self._refusals))]
         return True
@@ -43,11 +43,11 @@ class RefusedFolders:
         """Removes a name's refusal: its adapter is served, or its folder is gone."""
         self._refusals.pop(name, None)
 
-    def get(self, name: str) -> Refusal | None:
+    def get(self, name: str) -> RefusedFolder | None:
         """Returns a name's refusal, or None."""
         return self._refusals.get(name)
 
-    def all(self) -> list[Refusal]:
+    def all(self) -> list[RefusedFolder]:
         """Returns all refusals by name."""
         return sorted(self._refusals.values(), key=lambda refusal: refusal.name)
 

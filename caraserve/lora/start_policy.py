@@ -23,7 +23,7 @@ _LEAST_GAIN_MS = 0.5  # that assistance saves: for less, CPU workers are not occ
 
 
 @dataclass(frozen=True, slots=True)
-class LayerGroup:
+class ExpectedLayers:
     """Layers up to `end` are expected on the device at `arrives_s`, and in host memory, where CPU workers read them, at
     `in_host_s`."""
 
@@ -37,7 +37,7 @@ class CopyPlan:
     """The groups of layers in which an adapter is copied, by layers. The copy begins with the group that begins at
     `first_layer`; the groups before it come last."""
 
-    groups: tuple[LayerGroup, ...] = ()
+    groups: tuple[ExpectedLayers, ...] = ()
     first_layer: int = 0
 
 
@@ -144,7 +144,7 @@ class StartPolicy:
         groups = []
         for end in self._group_ends(spec, tokens, first_layer):
             num_bytes = ends[end - 1] - before + (spec.num_bytes if end <= first_layer else 0)
-            groups.append(LayerGroup(end, copy_s + num_bytes / self.link_bytes_per_s))
+            groups.append(ExpectedLayers(end, copy_s + num_bytes / self.link_bytes_per_s))
         return CopyPlan(tuple(groups), first_layer)
 
     def _group_ends(self, spec: AdapterSpec, tokens: int, first_layer: int) -> list[int]:
@@ -175,7 +175,7 @@ class StartPolicy:
     # --- the start of a prefill ---
 
     def start(
-        self, prefill: AwaitedPrefill, groups: Sequence[LayerGroup], spec: AdapterSpec, *, may_assist: bool = True
+        self, prefill: AwaitedPrefill, groups: Sequence[ExpectedLayers], spec: AdapterSpec, *, may_assist: bool = True
     ) -> PrefillStart:
         """Returns when a prefill may start whose adapter is being copied in `groups`. `may_assist`: whether CPU workers
         may help."""
@@ -221,7 +221,7 @@ class StartPolicy:
         qkv_ms, worker_ms = (self.costs.cpu_lora_ms(tokens, spec.rank, targets) for targets in ("qkv", "all"))
         return all_ms * qkv_ms / worker_ms
 
-    def _assisted_ms(self, now_s: float, groups: Sequence[LayerGroup], spec: AdapterSpec, tokens: int) -> float:
+    def _assisted_ms(self, now_s: float, groups: Sequence[ExpectedLayers], spec: AdapterSpec, tokens: int) -> float:
         """Returns by how many ms a prefill that starts now with the CPU workers takes longer than with a loaded
         adapter."""
         layer_ms, extra_ms = self._layer_ms(spec, tokens), self._extra_ms(spec, tokens)

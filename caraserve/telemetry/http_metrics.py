@@ -5,7 +5,7 @@ Like there, a size is what the header Content-Length says, and 0 for a stream; a
 
 from collections.abc import Iterator
 
-from caraserve.telemetry.prometheus import Histogram, Sample, Summary, family, label_set
+from caraserve.telemetry.prometheus import Histogram, Sample, SizeSummary, family, label_set
 
 _MANY_BOUNDS_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 7.5, 10, 30, 60)
 _FEW_BOUNDS_S = (0.1, 0.5, 1)
@@ -18,7 +18,7 @@ class HttpMetrics:
         self._counts: dict[tuple[str, str, int], int] = {}  # the last: the hundreds of the status
         self._seconds: dict[tuple[str, str], Histogram] = {}
         self._all_seconds = Histogram(_MANY_BOUNDS_S)
-        self._sizes: dict[str, tuple[Summary, Summary]] = {}  # of requests and responses
+        self._sizes: dict[str, tuple[SizeSummary, SizeSummary]] = {}  # of requests and responses
 
     def observe(
         self, handler: str, method: str, status: int, seconds: float, request_bytes: int, response_bytes: int
@@ -31,7 +31,7 @@ class HttpMetrics:
         by_handler.observe(seconds)
         self._all_seconds.observe(seconds)
         if (sizes := self._sizes.get(handler)) is None:
-            sizes = self._sizes[handler] = Summary(), Summary()
+            sizes = self._sizes[handler] = SizeSummary(), SizeSummary()
         sizes[0].observe(request_bytes)
         sizes[1].observe(response_bytes)
 

@@ -41,7 +41,7 @@ class Histogram:
         return f"{''.join(lines)}{name}_sum{{{labels}}} {self._sum}\n{name}_count{{{labels}}} {total}\n"
 
 
-class Summary:
+class SizeSummary:
     """A count and a sum, without quantiles."""
 
     __slots__ = ("_count", "_sum")
@@ -59,7 +59,7 @@ class Summary:
 
 
 # Its labels, as `label_set` writes them, and its value.
-Sample = tuple[str, float | Histogram | Summary]
+Sample = tuple[str, float | Histogram | SizeSummary]
 
 
 def heading(name: str, kind: str, text: str) -> str:
@@ -71,7 +71,7 @@ def family(name: str, kind: str, text: str, samples: Sequence[Sample]) -> str:
     """Returns a whole family: one value for each label set. The `name` of a counter ends in `_total`."""
     lines = "".join(
         [
-            value.samples(name, labels) if isinstance(value, Histogram | Summary) else f"{name}{{{labels}}} {value}\n"
+            value.samples(name, labels) if isinstance(value, Histogram | SizeSummary) else f"{name}{{{labels}}} {value}\n"
             for labels, value in samples
         ]
     )

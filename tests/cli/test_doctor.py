@@ -12,7 +12,7 @@ import pytest
 
 from caraserve import demo
 from caraserve.cli import doctor
-from caraserve.cli.doctor import Configs, Finding, Machine, examine
+from caraserve.cli.doctor import Configs, Finding, MachineFacts, examine
 from caraserve.cli.options import OptionParser
 from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.core.quantized_groups import device_bytes
@@ -23,7 +23,7 @@ from caraserve.util.units import human_bytes
 
 GIB = 1 << 30
 NONE = Installed(torch="", torch_cuda=None, cupy_cuda=None, triton=False)
-SERVER = Machine(
+SERVER = MachineFacts(
     python=(3, 12, 1),
     architecture="x86_64",
     cpu_flags=frozenset({"avx2", "fma", "avx512f", "f16c"}),
@@ -213,7 +213,7 @@ def test_the_configuration_and_tensors_of_adapters_are_checked_as_at_the_start(t
 def test_a_problem_ends_with_exit_code_1_and_is_printed_as_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor.Machine, "here", classmethod(lambda cls: SERVER))
+    monkeypatch.setattr(doctor.MachineFacts, "here", classmethod(lambda cls: SERVER))
     assert doctor.doctor(configs()) == 0
     capsys.readouterr()
     assert doctor.doctor(configs("/nowhere[bold]")) == 1

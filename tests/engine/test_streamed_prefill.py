@@ -12,7 +12,7 @@ from caraserve.config import LOADING_MODES
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter, aligned_bytes
 from caraserve.lora.adapter import Adapter, AdapterTier, PartialImage
 from caraserve.lora.arrival_estimates import ArrivalEstimates
-from caraserve.lora.start_policy import LayerGroup, StartPolicy
+from caraserve.lora.start_policy import ExpectedLayers, StartPolicy
 from caraserve.model.dtype import Dtype
 from tests.engine_world import Asked, World, in_world, turn
 
@@ -338,7 +338,7 @@ def test_an_adapter_unregistered_during_its_download_is_freed_after_the_download
 LAYERS, LAYER_BYTES, LINK_BYTES_PER_S = 4, 1000, 8000.0
 
 
-def expected(layers: int, seconds: float) -> tuple[LayerGroup, ...]:
+def expected(layers: int, seconds: float) -> tuple[ExpectedLayers, ...]:
     """Returns the expected arrivals of an adapter of which so many layers were downloaded in so many seconds."""
     ends = tuple(LAYER_BYTES * (layer + 1) for layer in range(LAYERS))
     image = HostAdapter(AdapterSpec("digest", Dtype.F32, 8, ("q_proj",), ends, ()), aligned_bytes(ends[-1]))

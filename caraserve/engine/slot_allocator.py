@@ -12,7 +12,7 @@ from caraserve.lora.manager import AdapterManager
 from caraserve.util.units import ceil_div
 
 
-class RequestSlots:
+class SlotAllocator:
     """Assigns slots and prefixes to requests, and releases them. Runs on the event loop."""
 
     def __init__(
