@@ -86,7 +86,9 @@ class ChatClient:
             raise CaraServeError(f"{self._url} lists no model that may be used")
         return Models(bases[0] if bases else adapters[0], adapters)
 
-    async def answer(self, model: str, messages: Sequence[Mapping[str, str]], timing: Timing) -> AsyncGenerator[AnswerPart]:
+    async def answer(
+        self, model: str, messages: Sequence[Mapping[str, str]], timing: Timing
+    ) -> AsyncGenerator[AnswerPart]:
         """Yields the pieces of an answer as they arrive, and notes their times. Closing the iterator ends the
         answer on the server."""
         body = {"model": model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
