@@ -42,7 +42,7 @@ from caraserve.lora.settings import SettingsStore
 from caraserve.lora.uploads import AdapterUploads
 from caraserve.model.digest import model_digest
 from caraserve.model.spec import ModelSpec, load_spec
-from caraserve.profiling.apply import check_profile, loading_rules, tuned
+from caraserve.profiling.apply import check_profile, loading_rules, prepare_machine
 from caraserve.start_checks import (
     adapter_folders,
     check_names,
@@ -101,7 +101,7 @@ def _with_demo_adapters(lora: LoraConfig) -> LoraConfig:
     given = {module.name for module in lora.lora_modules}
     bundled = [LoraModule(name, demo.adapters_folder() / name) for name in demo.ADAPTER_NAMES if name not in given]
     uploads = None
-    if lora.allow_runtime_lora_updating and not lora.mode.preloads:
+    if lora.takes_uploads:
         with contextlib.suppress(RuntimeError):  # no home
             folder = data_folder("adapters")
             uploads = None if why_unwritable(folder) else folder
@@ -154,7 +154,9 @@ async def build_engine(
     backend = build_backend(spec, model_config, engine_config, lora_config, trace)
     stack.callback(backend.close)
     with progress("measuring this machine", 100, done="machine measured") as advance:
-        profile = tuned(backend, spec, model_config, engine_config, lora_config, advance, for_routing=has_peers)
+        profile = prepare_machine(
+            *(backend, spec, model_config, engine_config, lora_config), advance, for_routing=has_peers
+        )
     loop = asyncio.get_running_loop()
 
     def on_loop(call: Callable[[], None]) -> None:

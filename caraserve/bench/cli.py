@@ -12,8 +12,7 @@ from typing import Any
 
 from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, add_json, count, names_among, positive
 from caraserve.bench.synthetic import ITEMSIZE, SHAPES
-from caraserve.cluster.routing.policies import ROUTINGS
-from caraserve.config import LOADING_MODES, LORA_KERNELS
+from caraserve.config import LOADING_MODES, LORA_KERNELS, ROUTINGS
 from caraserve.errors import ConfigError
 from caraserve.util.option_values import parse_cpus
 

@@ -23,7 +23,7 @@ class ArrivalEstimates:
     @property
     def uses_workers(self) -> bool:
         """Whether CPU workers may compute layers that are not on the device yet."""
-        return self._loading.mode.uses_workers and self._loading.workers > 0
+        return self._loading.uses_workers
 
     def expect(self, spec: AdapterSpec, prefill: AwaitedPrefill) -> CopyPlan:
         """Plans a copy that is started now for `prefill`, and begins after all that were started before."""

@@ -95,6 +95,11 @@ class StartPolicy:
     pipeline_groups: int | None = None  # so many groups of about equal size; None: by predicted times
     tokens_per_worker: Callable[[int], int] | None = None  # most of one worker, by rank; None: prompts go to all
 
+    @property
+    def uses_workers(self) -> bool:
+        """Whether CPU workers may compute layers that are not on the device yet."""
+        return self.mode.uses_workers and self.workers > 0
+
     # --- the order of a copy ---
 
     def plan_copy(self, spec: AdapterSpec, copy_s: float, prefill: AwaitedPrefill) -> CopyPlan:
@@ -104,7 +109,7 @@ class StartPolicy:
         §4.1). Mode `auto` takes the order with which it expects the prefill to end first.
         """
         in_order = self._planned(spec, copy_s, prefill.tokens, 0)
-        if not self.mode.uses_workers or self.workers == 0:
+        if not self.uses_workers:
             return in_order
         first_layer = self._first_group(spec, copy_s, prefill)
         if first_layer == 0:
@@ -183,7 +188,7 @@ class StartPolicy:
         at_s = now_s
         for layer, group in zip((0, *(group.end for group in groups)), groups, strict=False):
             at_s = max(at_s, group.arrives_s - layer * layer_ms / 1000)
-        if not self.mode.uses_workers or self.workers == 0 or not may_assist:
+        if not self.uses_workers or not may_assist:
             return self._begin(at_s, prefill, layer_ms, assist=False)
         if not self.mode.chooses:
             return PrefillStart(now_s, assist=True)
