@@ -64,7 +64,7 @@ async def until(condition: Callable[[], bool]) -> None:
 def test_an_unknown_adapter_is_refused_without_effect() -> None:
     async def test(engine: Engine) -> None:
         with pytest.raises(NotFound):
-            submit(engine, PROMPT, "nobody")
+            submit(engine, PROMPT, "unknown")
         engine.check()
 
     with_engine(test)

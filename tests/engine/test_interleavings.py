@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from caraserve.core.request import GenerateRequest, SamplingParams
 from caraserve.engine import token_stream, unread
 from caraserve.errors import BackendFailed
-from tests.engine_world import Asked, World, world
+from tests.engine_harness import EngineHarness, SentRequest, harness
 
 
 async def random_run(
@@ -23,16 +23,16 @@ async def random_run(
     plan_failures: float = 0.0,
     read_failures: float = 0.0,
     copy_failures: float = 0.0,
-    aside_failures: float = 0.0,
+    side_batch_failures: float = 0.0,
     most_rests: int = 0,
     clients: str = "",
     **kind: Any,
-) -> World:
-    """Runs random requests, arrivals, cancellations and failures. Returns the world after their end."""
+) -> EngineHarness:
+    """Runs random requests, arrivals, cancellations and failures. Returns the harness after their end."""
     rng = random.Random(seed)
     stems = [[rng.randrange(97) for _ in range(24)] for _ in range(2)]
-    async with world(rng, **kind) as here:
-        here.plan_failures, here.aside_failures = plan_failures, aside_failures
+    async with harness(rng, **kind) as here:
+        here.plan_failures, here.side_batch_failures = plan_failures, side_batch_failures
         here.read_failures, here.copy_failures = read_failures, copy_failures
         here.most_rests = most_rests
         asked, tasks = [], []
@@ -60,9 +60,9 @@ async def random_run(
             phases = one.finish.phases
             assert phases.stalled_ms + phases.interrupted_ms <= phases.prefill_ms + phases.decode_ms + 1e-6
             if one.finish.reason == "length" and one.params.prompt_logprobs is not None and len(one.prompt) > 1:
-                told = [entry for delta in one.deltas for entry in delta.prompt_logprobs]
-                assert told[0] is None
-                assert [entry.token_id for entry in told[1:] if entry] == list(one.prompt[1:])
+                scores = [entry for delta in one.deltas for entry in delta.prompt_logprobs]
+                assert scores[0] is None
+                assert [entry.token_id for entry in scores[1:] if entry] == list(one.prompt[1:])
             if one.finish.error is not None and not read_failures and not copy_failures:
                 assert isinstance(one.finish.error, BackendFailed)
         return here
@@ -110,32 +110,32 @@ def test_a_failed_iteration_never_causes_a_wrong_token(seed: int, **kind: Any) -
 @bounded
 @given(seed=st.integers(0, 2**32), **KINDS | {"mode": st.just("assisted"), "assisted_batches": st.sampled_from([1, 3])})
 def test_a_failed_side_batch_changes_no_token_of_other_requests(seed: int, **kind: Any) -> None:
-    asyncio.run(random_run(seed, aside_failures=0.4, **kind))
+    asyncio.run(random_run(seed, side_batch_failures=0.4, **kind))
 
 
 @bounded
 @given(seed=st.integers(0, 2**32), **KINDS | {"mode": st.just("assisted"), "assisted_batches": st.sampled_from([1, 3])})
 def test_failures_beside_assisted_prefills_never_cause_a_wrong_token(seed: int, **kind: Any) -> None:
-    asyncio.run(random_run(seed, plan_failures=0.1, copy_failures=0.2, aside_failures=0.2, **kind))
+    asyncio.run(random_run(seed, plan_failures=0.1, copy_failures=0.2, side_batch_failures=0.2, **kind))
 
 
 @bounded
 @given(seed=st.integers(0, 2**32), **KINDS | STREAMED)
 def test_failures_beside_streamed_prefills_never_cause_a_wrong_token(seed: int, **kind: Any) -> None:
-    asyncio.run(random_run(seed, read_failures=0.2, copy_failures=0.2, aside_failures=0.2, **kind))
+    asyncio.run(random_run(seed, read_failures=0.2, copy_failures=0.2, side_batch_failures=0.2, **kind))
 
 
 @bounded
 @given(seed=st.integers(0, 2**32), **KINDS)
 def test_requests_that_pause_for_slow_readers_have_the_same_tokens(seed: int, **kind: Any) -> None:
     with patch.multiple(unread, FREE_BYTES=500, _SHARE_BYTES=900), patch.object(token_stream, "FREE_BYTES", 500):
-        asyncio.run(random_run(seed, aside_failures=0.2, most_rests=40, **kind))
+        asyncio.run(random_run(seed, side_batch_failures=0.2, most_rests=40, **kind))
 
 
 @bounded
 @given(seed=st.integers(0, 2**32), **KINDS)
 def test_requests_that_lose_their_slots_to_other_clients_have_the_same_tokens(seed: int, **kind: Any) -> None:
-    asyncio.run(random_run(seed, aside_failures=0.2, clients="aaaabc", slots=3, **kind))
+    asyncio.run(random_run(seed, side_batch_failures=0.2, clients="aaaabc", slots=3, **kind))
 
 
 def test_slow_readers_do_cause_pauses() -> None:
@@ -159,7 +159,7 @@ def test_a_small_pool_does_cause_preemptions() -> None:
 def test_five_hundred_requests_release_all_they_held() -> None:
     async def body() -> None:
         rng = random.Random(5)
-        async with world(rng) as here:
+        async with harness(rng) as here:
             tasks = []
             for _ in range(500):
                 prompt = [rng.randrange(97) for _ in range(rng.randrange(1, 30))]
@@ -179,7 +179,7 @@ def test_five_hundred_requests_release_all_they_held() -> None:
 
 def test_two_hundred_adapters_are_served_with_memory_for_three() -> None:
     async def body() -> None:
-        async with world(random.Random(6), adapters=200, device_adapters=3) as here:
+        async with harness(random.Random(6), adapters=200, device_adapters=3) as here:
             tasks = [here.ask([index % 97, 3], f"a{index}", max_tokens=3)[1] for index in range(200)]
             await here.until_done(tasks)
             await here.settle()
@@ -193,7 +193,7 @@ def test_two_hundred_adapters_are_served_with_memory_for_three() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_requests_before_an_in_place_load_keep_the_old_adapter(seed: int) -> None:
     async def body() -> None:
-        async with world(random.Random(seed)) as here:
+        async with harness(random.Random(seed)) as here:
             prompt = list(range(20))
             before, first = here.ask(prompt, "a0", max_tokens=12)
             await here.engine.load_adapter("a0", "digest-new", inplace=True)
@@ -214,11 +214,11 @@ def requests_of_one_response(count: int, name: str | None) -> list[GenerateReque
 
 def test_the_requests_of_one_response_use_one_adapter_despite_in_place_loads_between_them() -> None:
     async def body() -> None:
-        async with world(random.Random(1)) as here:
+        async with harness(random.Random(1)) as here:
             requests = requests_of_one_response(2, "a0")
             submitted = here.engine.submit_each(requests)
             for stream in submitted:  # the first one has ended, and its name has another adapter, before the next
-                asked = Asked(requests[0].prompt_ids, "digest-0", requests[0].params, stream)
+                asked = SentRequest(requests[0].prompt_ids, "digest-0", requests[0].params, stream)
                 await here.until_done([asyncio.create_task(asked.collect())])
                 await here.engine.load_adapter("a0", "digest-new", inplace=True)
                 asked.check()
@@ -231,7 +231,7 @@ def test_the_requests_of_one_response_use_one_adapter_despite_in_place_loads_bet
 
 def test_thousands_of_requests_cancelled_together_end_over_several_turns() -> None:
     async def body() -> None:
-        async with world(random.Random(2)) as here:
+        async with harness(random.Random(2)) as here:
             streams = list(here.engine.submit_each(requests_of_one_response(1000, None)))
             for stream in streams:
                 stream.cancel()
@@ -249,7 +249,7 @@ def test_thousands_of_requests_cancelled_together_end_over_several_turns() -> No
 
 def test_with_exclusive_loads_no_iteration_is_launched_during_a_load() -> None:
     async def body() -> None:
-        async with world(random.Random(8), exclusive=True) as here:
+        async with harness(random.Random(8), exclusive=True) as here:
             _, warm = here.ask([1, 2, 3], None, max_tokens=20)
             for _ in range(10):
                 await asyncio.sleep(0)
@@ -270,7 +270,7 @@ def test_with_exclusive_loads_no_iteration_is_launched_during_a_load() -> None:
 
 def test_an_adapter_whose_only_request_was_cancelled_during_the_copy_is_evicted_for_the_next() -> None:
     async def body() -> None:
-        async with world(random.Random(9), device_adapters=1) as here:
+        async with harness(random.Random(9), device_adapters=1) as here:
             left, first = here.ask([1, 2, 3], "a0", max_tokens=2)
             await asyncio.sleep(0)
             here.reader.reads.pop()(True)
@@ -291,7 +291,7 @@ def test_an_adapter_whose_only_request_was_cancelled_during_the_copy_is_evicted_
 
 def test_a_request_never_continues_with_reused_blocks_of_a_failed_iteration() -> None:
     async def body() -> None:
-        async with world(random.Random(10), step_tokens=8) as here:
+        async with harness(random.Random(10), step_tokens=8) as here:
             prompt = list(range(17))
             _, first = here.ask(prompt, None, max_tokens=4)
             await asyncio.sleep(0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, ScheduledRow
-from tests.engine_world import world
+from tests.engine_harness import harness
 
 
 def row(slot: int, adapter_slot: int) -> ScheduledRow:
@@ -25,7 +25,7 @@ def test_a_merged_batch_has_rows_of_one_adapter_only() -> None:
 
 async def serve(names: Sequence[str | None], seed: int = 0, tokens: int = 9, **kind: Any) -> list[Batch]:
     """Serves requests for `names` to their ends. Returns the batches launched."""
-    async with world(random.Random(seed), mode="merged", **kind) as here:
+    async with harness(random.Random(seed), mode="merged", **kind) as here:
         tasks = [here.ask([index, 3], name, max_tokens=tokens)[1] for index, name in enumerate(names)]
         await here.until_done(tasks)
         await here.settle()
@@ -46,7 +46,7 @@ def test_the_base_model_alone_is_never_merged() -> None:
 
 def test_without_the_mode_nothing_is_merged() -> None:
     async def body() -> list[Batch]:
-        async with world(random.Random(0)) as here:
+        async with harness(random.Random(0)) as here:
             tasks = [here.ask([index, 3], "a1", max_tokens=9)[1] for index in range(8)]
             await here.until_done(tasks)
             await here.settle()

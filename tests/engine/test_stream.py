@@ -72,8 +72,10 @@ def test_a_reader_waits_for_the_next_delta() -> None:
 
 def test_cancelling_calls_the_owner() -> None:
     async def body() -> None:
-        told: list[bool] = []
-        TokenStream(lambda: told.append(True), UnreadAnswer(UnreadBudget(1 << 20, lambda: None), "client")).cancel()
-        assert told == [True]
+        cancelled: list[bool] = []
+        TokenStream(
+            lambda: cancelled.append(True), UnreadAnswer(UnreadBudget(1 << 20, lambda: None), "client")
+        ).cancel()
+        assert cancelled == [True]
 
     asyncio.run(body())

@@ -14,21 +14,21 @@ from caraserve.lora.adapter import Adapter, AdapterTier, PartialImage
 from caraserve.lora.arrival_estimates import ArrivalEstimates
 from caraserve.lora.start_policy import ExpectedLayers, StartPolicy
 from caraserve.model.dtype import Dtype
-from tests.engine_world import Asked, World, in_world, turn
+from tests.engine_harness import EngineHarness, SentRequest, in_harness, turn
 
 PROMPT = [1, 2, 3, 4, 5]
 
 
-with_world = partial(in_world, mode="pipelined", streamed_batches=2)
+with_world = partial(in_harness, mode="pipelined", streamed_batches=2)
 
 
-async def run_lane(here: World) -> None:
+async def run_lane(here: EngineHarness) -> None:
     while here.backend.lane:
         here.backend.step()
         await turn()
 
 
-async def come(here: World, layers: int = 1, read: int = -1) -> None:
+async def come(here: EngineHarness, layers: int = 1, read: int = -1) -> None:
     """Delivers the next layers of a download, by default of the last one, and lets time pass until they may be used."""
     for _ in range(layers):
         here.reader.coming[read]()
@@ -37,15 +37,15 @@ async def come(here: World, layers: int = 1, read: int = -1) -> None:
     await run_lane(here)
 
 
-async def end_read(here: World, *, ok: bool = True, read: int = -1) -> None:
+async def end_read(here: EngineHarness, *, ok: bool = True, read: int = -1) -> None:
     here.reader.reads.pop(read)(ok)
     await turn()
     await run_lane(here)
 
 
 async def begun(
-    here: World, name: str = "a0", prompt: Sequence[int] = PROMPT, **params: Any
-) -> "tuple[Asked, asyncio.Task[Asked]]":
+    here: EngineHarness, name: str = "a0", prompt: Sequence[int] = PROMPT, **params: Any
+) -> "tuple[SentRequest, asyncio.Task[SentRequest]]":
     """Submits a request, and starts its side batch with the first layers of its adapter."""
     asked, task = here.ask(prompt, name, **{"max_tokens": 4} | params)
     await turn()
@@ -53,11 +53,11 @@ async def begun(
     return asked, task
 
 
-def version_of(here: World, name: str) -> Adapter:
+def version_of(here: EngineHarness, name: str) -> Adapter:
     return here.engine.catalog.manager._names[name]
 
 
-def used_bytes(here: World) -> int:
+def used_bytes(here: EngineHarness) -> int:
     return here.engine.catalog.manager._host_cache._arena.used_bytes
 
 
@@ -65,9 +65,9 @@ def used_bytes(here: World) -> int:
 
 
 def test_a_prompt_starts_with_the_first_downloaded_layer_and_ends_with_the_last() -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         asked, task = await begun(here)
-        assert len(here.backend.asides) == 1
+        assert len(here.backend.side_batches) == 1
         assert version_of(here, "a0").tier is AdapterTier.STREAMING
         await come(here)
         await end_read(here)
@@ -80,7 +80,7 @@ def test_a_prompt_starts_with_the_first_downloaded_layer_and_ends_with_the_last(
 
 
 def test_a_prompt_starts_at_once_however_long_the_download_takes() -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         here.ask(PROMPT, "a0", max_tokens=2)
         await turn()
         here.backend.now_s += 1000.0
@@ -88,14 +88,14 @@ def test_a_prompt_starts_at_once_however_long_the_download_takes() -> None:
         await turn()
         await run_lane(here)
         assert version_of(here, "a0").groups[-1].arrives_s > here.backend.now_s + 1000.0
-        assert len(here.backend.asides) == 1
+        assert len(here.backend.side_batches) == 1
         await end_read(here)
 
     with_world(test)
 
 
 def test_the_copy_is_extended_by_each_layer_and_by_the_last_when_the_download_ends() -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         _, task = await begun(here)
         slot = version_of(here, "a0").slot
         for layers in (1, 2, 3, 3):
@@ -111,7 +111,7 @@ def test_the_copy_is_extended_by_each_layer_and_by_the_last_when_the_download_en
 
 
 def test_layers_downloaded_before_a_request_was_admitted_are_used_at_once() -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         first, one = here.ask([7], None, max_tokens=20)
         await turn()
         _, task = here.ask(PROMPT, "a0", max_tokens=2)
@@ -130,7 +130,7 @@ def test_layers_downloaded_before_a_request_was_admitted_are_used_at_once() -> N
     "kind", [{"mode": "overlapped"}, {"streamed_batches": 0}], ids=["no layerwise mode", "no such device"]
 )
 def test_without_streaming_the_request_waits_for_the_whole_download(kind: dict[str, Any]) -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         _, task = here.ask(PROMPT, "a0", max_tokens=2)
         await turn()
         if here.streams:
@@ -144,7 +144,7 @@ def test_without_streaming_the_request_waits_for_the_whole_download(kind: dict[s
 
 
 def test_an_adapter_without_room_on_the_device_is_copied_after_its_download() -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         holds, first = here.ask(PROMPT, "a1", max_tokens=30)
         await turn()
         await end_read(here)
@@ -168,7 +168,7 @@ def test_an_adapter_without_room_on_the_device_is_copied_after_its_download() ->
 
 
 def test_iterations_continue_during_a_streamed_prefill() -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         other, task = here.ask([7, 8], None, max_tokens=20)
         _, streamed = await begun(here)
         await run_lane(here)
@@ -181,11 +181,11 @@ def test_iterations_continue_during_a_streamed_prefill() -> None:
 
 
 def test_there_are_at_most_as_many_streamed_prefills_as_the_device_allows() -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         tasks = [here.ask([*PROMPT, index], "a0", max_tokens=2)[1] for index in range(4)]
         await turn()
         await come(here)
-        assert len(here.backend.asides) == 2
+        assert len(here.backend.side_batches) == 2
         await here.until_done(tasks)
         assert [task.result().finish.reason for task in tasks] == ["length"] * 4
 
@@ -193,7 +193,7 @@ def test_there_are_at_most_as_many_streamed_prefills_as_the_device_allows() -> N
 
 
 def test_a_request_that_lacks_blocks_gets_those_of_a_streamed_prefill() -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         asked, streamed = await begun(here, prompt=range(24))
         other, task = here.ask(range(40, 64), None, max_tokens=20)
         await turn()
@@ -202,7 +202,7 @@ def test_a_request_that_lacks_blocks_gets_those_of_a_streamed_prefill() -> None:
         other.check()
         assert other.finish.reason == "length"
         await come(here)
-        assert here.backend.asides == [], "once is enough: it waits for all of its adapter now"
+        assert here.backend.side_batches == [], "once is enough: it waits for all of its adapter now"
         await here.until_done([streamed])
         asked.check()
         assert asked.finish.reason == "length"
@@ -211,7 +211,7 @@ def test_a_request_that_lacks_blocks_gets_those_of_a_streamed_prefill() -> None:
 
 
 def test_a_request_that_cannot_start_for_lack_of_blocks_gets_those_of_a_streamed_prefill() -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         _, streamed = await begun(here, prompt=range(36))
         other, task = here.ask(range(40, 60), None, max_tokens=2)
         await turn()
@@ -224,7 +224,7 @@ def test_a_request_that_cannot_start_for_lack_of_blocks_gets_those_of_a_streamed
 
 
 def test_a_cancelled_streamed_prefill_releases_its_memory_at_once() -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         asked, _ = await begun(here)
         asked.stream.cancel()
         await turn()
@@ -237,7 +237,7 @@ def test_a_cancelled_streamed_prefill_releases_its_memory_at_once() -> None:
 
 
 def test_a_drain_does_not_wait_for_a_download() -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         await begun(here)
         drain = asyncio.create_task(here.engine.drain(timeout_s=0.0))
         await asyncio.wait_for(_until(drain.done, here), timeout=30)
@@ -245,7 +245,7 @@ def test_a_drain_does_not_wait_for_a_download() -> None:
     with_world(test)
 
 
-async def _until(condition: Callable[[], bool], here: World) -> None:
+async def _until(condition: Callable[[], bool], here: EngineHarness) -> None:
     while not condition():
         await asyncio.sleep(0.001)
         await run_lane(here)
@@ -255,7 +255,7 @@ async def _until(condition: Callable[[], bool], here: World) -> None:
 
 
 def test_when_a_download_fails_its_memory_is_freed_only_after_its_last_reader_has_ended() -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         asked, task = await begun(here)
         here.reader.reads.pop()(False)
         await turn()
@@ -272,7 +272,7 @@ def test_when_a_download_fails_its_memory_is_freed_only_after_its_last_reader_ha
 
 
 def test_the_next_request_after_a_failed_download_is_served() -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         await begun(here)
         await end_read(here, ok=False)
         again, task = await begun(here)
@@ -286,9 +286,9 @@ def test_the_next_request_after_a_failed_download_is_served() -> None:
 def test_a_failed_copy_is_reported_when_the_download_has_ended() -> None:
     """The download still writes into the arena."""
 
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         asked, task = await begun(here)
-        here.backend.end_aside(0, "void")
+        here.backend.end_side_batch(0, "void")
         here.backend.fail_streamed(version_of(here, "a0").slot)
         await run_lane(here)
         assert not task.done()
@@ -301,7 +301,7 @@ def test_a_failed_copy_is_reported_when_the_download_has_ended() -> None:
 
 
 def test_a_download_that_fails_after_its_copy_is_reported_as_a_failed_download() -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         asked, _ = await begun(here)
         here.backend.fail_streamed(version_of(here, "a0").slot)
         await run_lane(here)
@@ -314,7 +314,7 @@ def test_a_download_that_fails_after_its_copy_is_reported_as_a_failed_download()
 
 
 def test_an_adapter_unregistered_during_its_download_is_freed_after_the_download_and_its_last_request() -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         asked, task = await begun(here)
         unloading = asyncio.create_task(here.engine.unload_adapter("a0"))
         await _until(lambda: here.engine.catalog.find("a0") is None, here)

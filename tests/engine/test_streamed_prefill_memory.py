@@ -8,12 +8,12 @@ import pytest
 
 from caraserve.lora.adapter import AdapterTier
 from tests.engine.test_streamed_prefill import PROMPT, begun, come, end_read, run_lane, used_bytes, version_of
-from tests.engine_world import Asked, World, in_world, turn
+from tests.engine_harness import EngineHarness, SentRequest, in_harness, turn
 
-with_world = partial(in_world, mode="pipelined", streamed_batches=2)
+with_world = partial(in_harness, mode="pipelined", streamed_batches=2)
 
 
-async def ends(here: World, asked: Asked) -> None:
+async def ends(here: EngineHarness, asked: SentRequest) -> None:
     """Checks that a request finishes while no download makes progress."""
     for _ in range(100):
         while here.backend.copies:
@@ -25,7 +25,7 @@ async def ends(here: World, asked: Asked) -> None:
     assert asked.finish.reason == "length"
 
 
-async def served(here: World, name: str, prompt: list[int] = PROMPT) -> None:
+async def served(here: EngineHarness, name: str, prompt: list[int] = PROMPT) -> None:
     """Serves one request to its end, with an adapter that is downloaded at once."""
     asked, _ = here.ask(prompt, name, max_tokens=1)
     await turn()
@@ -33,7 +33,7 @@ async def served(here: World, name: str, prompt: list[int] = PROMPT) -> None:
     await ends(here, asked)
 
 
-async def taken(here: World) -> "tuple[Asked, asyncio.Task[Asked]]":
+async def taken(here: EngineHarness) -> "tuple[SentRequest, asyncio.Task[SentRequest]]":
     """Sets up a device with room for one adapter: a0 is being streamed to it, and a1 is in the host cache."""
     await served(here, "a1")
     first = await begun(here, "a0")
@@ -41,7 +41,7 @@ async def taken(here: World) -> "tuple[Asked, asyncio.Task[Asked]]":
     return first
 
 
-async def wanted(here: World, name: str = "a1") -> Asked:
+async def wanted(here: EngineHarness, name: str = "a1") -> SentRequest:
     """Submits a request for an adapter that is complete in the host cache."""
     asked, _ = here.ask([9, 8, 7], name, max_tokens=3)
     await turn()
@@ -52,18 +52,18 @@ async def wanted(here: World, name: str = "a1") -> Asked:
 
 
 def test_a_complete_adapter_gets_the_room_of_an_incomplete_one() -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         await taken(here)
         await ends(here, await wanted(here))
         assert version_of(here, "a0").tier is AdapterTier.READING
-        assert here.backend.asides == []
+        assert here.backend.side_batches == []
         await end_read(here)
 
     with_world(test, device_adapters=1)
 
 
 def test_an_adapter_that_lost_its_room_is_served_after_its_download() -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         first, task = await taken(here)
         await ends(here, await wanted(here))
         await come(here)
@@ -77,7 +77,7 @@ def test_an_adapter_that_lost_its_room_is_served_after_its_download() -> None:
 
 
 def test_an_adapter_that_lost_its_room_can_be_streamed_in_a_later_download() -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         await taken(here)
         await ends(here, await wanted(here))
         await end_read(here, ok=False)
@@ -89,7 +89,7 @@ def test_an_adapter_that_lost_its_room_can_be_streamed_in_a_later_download() -> 
 
 
 def test_an_adapter_complete_before_it_was_unloaded_is_served_after_the_one_that_needed_its_room() -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         first, task = await taken(here)
         other = await wanted(here)
         assert version_of(here, "a0").makes_room
@@ -104,7 +104,7 @@ def test_an_adapter_complete_before_it_was_unloaded_is_served_after_the_one_that
 
 
 def test_a_download_that_fails_before_its_adapter_was_unloaded_leaks_nothing() -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         first, _ = await taken(here)
         before = used_bytes(here)
         other = await wanted(here)
@@ -117,7 +117,7 @@ def test_a_download_that_fails_before_its_adapter_was_unloaded_leaks_nothing() -
 
 
 def test_an_adapter_that_loses_its_room_does_not_fail_because_of_an_earlier_failed_copy() -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         first, task = await taken(here)
         here.backend.fail_streamed(version_of(here, "a0").slot)
         await run_lane(here)
@@ -132,7 +132,7 @@ def test_an_adapter_that_loses_its_room_does_not_fail_because_of_an_earlier_fail
 
 @pytest.mark.parametrize("copied", [True, False])
 def test_an_incomplete_adapter_without_requests_is_unloaded_too(copied: bool) -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         left, _ = await taken(here)
         if not copied:
             here.backend.fail_streamed(version_of(here, "a0").slot)
@@ -148,7 +148,7 @@ def test_an_incomplete_adapter_without_requests_is_unloaded_too(copied: bool) ->
 
 
 def test_no_more_incomplete_adapters_are_unloaded_than_necessary() -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         await served(here, "a2")
         await begun(here, "a0")
         await begun(here, "a1")
@@ -164,7 +164,7 @@ def test_no_more_incomplete_adapters_are_unloaded_than_necessary() -> None:
 def test_no_side_batch_starts_with_an_adapter_that_is_about_to_be_unloaded(breaks: bool) -> None:
     """Otherwise it would stay on the device as long as new requests came."""
 
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         await taken(here)
         if breaks:
             here.reader.reads.pop()(False)
@@ -186,7 +186,7 @@ def test_no_side_batch_starts_with_an_adapter_that_is_about_to_be_unloaded(break
 def test_no_request_starts_with_an_adapter_whose_copy_has_failed_during_a_side_batch() -> None:
     """When the side batch ends, the image may be evicted, which other batches would still read."""
 
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         first, _ = await begun(here, "a0")
         here.backend.fail_streamed(version_of(here, "a0").slot)
         await run_lane(here)
@@ -197,7 +197,7 @@ def test_no_request_starts_with_an_adapter_whose_copy_has_failed_during_a_side_b
         here.backend.now_s += 1000.0
         await turn()
         assert here.backend.launched[launched:] == []
-        here.backend.end_aside(0)
+        here.backend.end_side_batch(0)
         await turn()
         assert [asked.finish.reason for asked in (first, second)] == ["error", "error"]
         first.check()
@@ -206,7 +206,7 @@ def test_no_request_starts_with_an_adapter_whose_copy_has_failed_during_a_side_b
 
 
 def test_no_request_continues_with_an_adapter_whose_copy_has_failed_and_its_blocks_are_not_reused() -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         await begun(here, "a0")
         await end_read(here)
         here.backend.now_s += 1000.0
@@ -217,7 +217,7 @@ def test_no_request_continues_with_an_adapter_whose_copy_has_failed_and_its_bloc
         launched = len(here.backend.launched)
         await turn()
         assert len(here.backend.launched) == launched
-        here.backend.end_aside(0)
+        here.backend.end_side_batch(0)
         await turn()
         assert second.finish.reason == "error"
         assert second.tokens, "it had begun"
@@ -231,7 +231,7 @@ def test_no_request_continues_with_an_adapter_whose_copy_has_failed_and_its_bloc
 
 
 def test_at_most_as_many_adapters_as_streamed_prefills_are_streamed() -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         await begun(here, "a0")
         await begun(here, "a1")
         assert [version_of(here, name).tier for name in ("a0", "a1")] == [AdapterTier.STREAMING, AdapterTier.READING]
@@ -245,7 +245,7 @@ def test_at_most_as_many_adapters_as_streamed_prefills_are_streamed() -> None:
 
 
 def test_a_decoding_request_is_not_preempted_while_a_streamed_prefill_can_be_recalled() -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         await begun(here, prompt=range(24))
         decoding = [here.ask(range(first, first + 8), None, max_tokens=16)[0] for first in (40, 60)]
         for asked in decoding:
@@ -261,7 +261,7 @@ def test_a_decoding_request_is_not_preempted_while_a_streamed_prefill_can_be_rec
 def test_a_streamed_prompt_that_lacks_blocks_for_its_side_batch_holds_none(steps: int) -> None:
     """It has found six blocks of its prefix and lacks the last one; `steps` varies when its first layer arrives."""
 
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         await served(here, "a0", prompt=list(range(25)))
         for index in range(1, 5):
             await served(here, f"a{index}", prompt=[50 + index])
@@ -287,7 +287,7 @@ def test_a_streamed_prompt_that_lacks_blocks_for_its_side_batch_holds_none(steps
 def test_a_decoding_request_is_not_preempted_for_a_prompt_that_will_wait_for_layers(blocks: int, steps: int) -> None:
     """The prompt has found its prefix, and there are too few blocks for the rest."""
 
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         await served(here, "a0", prompt=list(range(25)))
         for index in range(1, 5):
             await served(here, f"a{index}", prompt=[50 + index])
@@ -313,7 +313,7 @@ def test_a_decoding_request_is_not_preempted_for_a_prompt_that_will_wait_for_lay
 def test_a_recalled_prompt_waits_for_the_copy_outside_iterations() -> None:
     """Also when the adapter's download has ended before the recall is processed."""
 
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         await begun(here, "a0", prompt=range(24))
         here.backend.recall(0)
         while here.backend.lane:
@@ -328,12 +328,14 @@ def test_a_recalled_prompt_waits_for_the_copy_outside_iterations() -> None:
 
 
 def test_a_streamed_prompt_that_lacks_blocks_to_start_does_not_delay_later_requests() -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         await begun(here, "a0", prompt=range(24))
         await begun(here, "a1", prompt=range(40, 70))
         other, _ = here.ask([7, 8], None, max_tokens=2)
         await ends(here, other)
-        assert [aside.row.count for aside in here.backend.asides] == [24], "it is not recalled for the other"
+        assert [side_batch.row.count for side_batch in here.backend.side_batches] == [24], (
+            "it is not recalled for the other"
+        )
         assert [active.choice for active in here.engine._queues.loading] == [None]
         await end_read(here)
         await end_read(here)
@@ -345,7 +347,7 @@ def test_a_streamed_prompt_that_lacks_blocks_to_start_does_not_delay_later_reque
 
 
 def test_waiting_for_a_download_does_not_count_as_time_of_an_iteration() -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         asked, task = await begun(here)
         here.backend.now_s += 5000.0
         await end_read(here)
@@ -357,7 +359,7 @@ def test_waiting_for_a_download_does_not_count_as_time_of_an_iteration() -> None
 
 
 def test_the_choice_of_auto_is_dropped_when_its_prompt_is_recalled() -> None:
-    async def test(here: World) -> None:
+    async def test(here: EngineHarness) -> None:
         await begun(here, prompt=range(24))
         (active,) = here.engine._queues.running
         assert active.choice is not None

@@ -71,7 +71,7 @@ def truncated(folder: Path) -> None:
 
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (truncated, "is not a valid safetensors file"),
-    "of a field that nobody knows": (lambda folder: write_adapter(folder, {"use_magic": 7}), "use_magic is 7"),
+    "of an unknown field": (lambda folder: write_adapter(folder, {"use_magic": 7}), "use_magic is 7"),
     "without tensors": (lambda folder: (write_adapter(folder) / TENSORS_NAME).unlink(), f"has no {TENSORS_NAME}"),
     "too large": (lambda folder: write_adapter(folder, {"r": 512}, wide()), "more than --lora-pool-bytes"),
 }

@@ -87,7 +87,7 @@ class Costs:
 COSTS = Costs()
 
 
-class World:
+class CacheTiers:
     """An `AdapterManager` with a fake disk and a clock, whose loads end when `settle` is called."""
 
     def __init__(self, device_bytes: int = 100, host_bytes: int = 1000, streamed_batches: int = 0) -> None:
