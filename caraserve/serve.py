@@ -32,10 +32,10 @@ from caraserve.loop import Engine
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.aliases import Aliases
 from caraserve.lora.catalog import Catalog, CatalogRules
+from caraserve.lora.folder_contents import why_alias
 from caraserve.lora.folder_watch import FolderWatch
 from caraserve.lora.management import AdapterManagement
 from caraserve.lora.manager import AdapterManager
-from caraserve.lora.refused_folders import why_alias
 from caraserve.lora.registry import Registry
 from caraserve.lora.replicated_settings import ReplicatedSettings
 from caraserve.lora.settings import SettingsStore
