@@ -17,8 +17,8 @@ from caraserve.errors import CaraServeError, ContextLengthExceeded, InvalidReque
 from caraserve.lora.adapter import Adapter, EndedLoad
 from caraserve.tokenizer.adapter_templates import AdapterTemplates
 from caraserve.tokenizer.grammar import GrammarSource
-from caraserve.tokenizer.infill import InfillFormat
 from caraserve.tokenizer.reasoning import ReasoningFormat
+from caraserve.tokenizer.tokenizer import InfillFormat
 from caraserve.tokenizer.tool_format import HERMES, ToolFormat
 
 PHASES = Phases(queued_ms=1.0, load_ms=2.0, prefill_ms=3.0, decode_ms=4.0)

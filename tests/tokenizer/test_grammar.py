@@ -19,13 +19,16 @@ from caraserve.core.request import Tenant
 from caraserve.errors import GrammarDeadEnd, GrammarTooComplex, InvalidRequest, Overloaded
 from caraserve.model.spec import load_spec
 from caraserve.tokenizer import grammar as grammar_module
-from caraserve.tokenizer.grammar import POOL, GrammarCompiler, GrammarKind, GrammarSource
-from caraserve.tokenizer.grammar_limits import (
+from caraserve.tokenizer.grammar import (
     FREE_GROWTH_BYTES,
     MAX_ANSWERS,
     MAX_GROWN_BYTES,
     MAX_SOURCE_BYTES,
+    POOL,
     WORN_BYTES,
+    GrammarCompiler,
+    GrammarKind,
+    GrammarSource,
 )
 from caraserve.tokenizer.grammar_memory import Growth
 from caraserve.tokenizer.tokenizer import Tokenizer, load_tokenizer
