@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -320,15 +320,12 @@ async def harness(
         registry.close()
 
 
-def in_harness(test: Callable[[EngineHarness], Awaitable[None]], **kind: Any) -> None:
-    """Runs a test in a harness of its own, and ends all operations that it left under way."""
-
-    async def body() -> None:
-        async with harness(random.Random(0), **kind) as here:
-            await test(here)
-            await here.settle()
-
-    asyncio.run(body())
+@contextlib.asynccontextmanager
+async def in_harness(**kind: Any) -> AsyncIterator[EngineHarness]:
+    """Yields a harness for one test, and ends all operations that the test left under way."""
+    async with harness(random.Random(0), **kind) as here:
+        yield here
+        await here.settle()
 
 
 async def turn() -> None:

@@ -306,7 +306,7 @@ def test_a_taken_port_is_named() -> None:
     assert "weights loaded" not in done.stderr
 
 
-def test_no_resources_are_left_after_500_requests_that_end_in_every_way() -> None:
+async def test_no_resources_are_left_after_500_requests_that_end_in_every_way() -> None:
     """Sends requests that are answered, streamed, disconnected in every phase, or bad. Afterwards all blocks, slots and
     pins are free again (`running` asserts it), and no request is open."""
     rng = random.Random(0)
@@ -327,22 +327,19 @@ def test_no_resources_are_left_after_500_requests_that_end_in_every_way() -> Non
                 await answer.read()
                 assert answer.status == (404 if body["model"] == "unknown" else 200)
 
-    async def load() -> None:
-        adapters = {name: demo.adapters_folder() / name for name in demo.ADAPTER_NAMES}
-        lora = lora_config(adapters, device_bytes=3 << 20)  # less than all of them together
-        async with running(model_config(demo.model_folder()), lora, engine_config(seqs=8)) as engine:
-            metrics = Metrics("base", max_loras=8, block_tokens=16)
-            config = http_config()
-            runner, port = await start_http(make_app(engine, config, metrics, allow_lora_updates=True), config)
-            try:
-                async with aiohttp.ClientSession() as client:
-                    for _ in range(10):
-                        await asyncio.gather(*(one(client, f"http://127.0.0.1:{port}") for _ in range(50)))
-            finally:
-                await engine.drain(30.0)
-                await runner.cleanup()
-
-    asyncio.run(load())
+    adapters = {name: demo.adapters_folder() / name for name in demo.ADAPTER_NAMES}
+    lora = lora_config(adapters, device_bytes=3 << 20)  # less than all of them together
+    async with running(model_config(demo.model_folder()), lora, engine_config(seqs=8)) as engine:
+        metrics = Metrics("base", max_loras=8, block_tokens=16)
+        config = http_config()
+        runner, port = await start_http(make_app(engine, config, metrics, allow_lora_updates=True), config)
+        try:
+            async with aiohttp.ClientSession() as client:
+                for _ in range(10):
+                    await asyncio.gather(*(one(client, f"http://127.0.0.1:{port}") for _ in range(50)))
+        finally:
+            await engine.drain(30.0)
+            await runner.cleanup()
 
 
 def test_a_registry_remembers_adapters_across_restarts(tmp_path: Path) -> None:

@@ -156,55 +156,46 @@ def test_a_small_pool_does_cause_preemptions() -> None:
     assert sum(asyncio.run(random_run(seed, blocks=13)).metrics.preemptions for seed in range(20)) > 5
 
 
-def test_five_hundred_requests_release_all_they_held() -> None:
-    async def body() -> None:
-        rng = random.Random(5)
-        async with harness(rng) as here:
-            tasks = []
-            for _ in range(500):
-                prompt = [rng.randrange(97) for _ in range(rng.randrange(1, 30))]
-                one, task = here.ask(prompt, rng.choice([None, "a0", "a1", "a2", "a3"]), max_tokens=rng.randrange(1, 8))
-                tasks.append(task)
-                if rng.random() < 0.4:
-                    one.stream.cancel()
-                await asyncio.sleep(0)
-                here.end_something()
-            await here.until_done(tasks)
-            await here.settle()
-            for task in tasks:
-                task.result().check()
-
-    asyncio.run(body())
+async def test_five_hundred_requests_release_all_they_held() -> None:
+    rng = random.Random(5)
+    async with harness(rng) as here:
+        tasks = []
+        for _ in range(500):
+            prompt = [rng.randrange(97) for _ in range(rng.randrange(1, 30))]
+            one, task = here.ask(prompt, rng.choice([None, "a0", "a1", "a2", "a3"]), max_tokens=rng.randrange(1, 8))
+            tasks.append(task)
+            if rng.random() < 0.4:
+                one.stream.cancel()
+            await asyncio.sleep(0)
+            here.end_something()
+        await here.until_done(tasks)
+        await here.settle()
+        for task in tasks:
+            task.result().check()
 
 
-def test_two_hundred_adapters_are_served_with_memory_for_three() -> None:
-    async def body() -> None:
-        async with harness(random.Random(6), adapters=200, device_adapters=3) as here:
-            tasks = [here.ask([index % 97, 3], f"a{index}", max_tokens=3)[1] for index in range(200)]
-            await here.until_done(tasks)
-            await here.settle()
-            for task in tasks:
-                task.result().check()
-                assert task.result().finish.reason == "length"
-
-    asyncio.run(body())
+async def test_two_hundred_adapters_are_served_with_memory_for_three() -> None:
+    async with harness(random.Random(6), adapters=200, device_adapters=3) as here:
+        tasks = [here.ask([index % 97, 3], f"a{index}", max_tokens=3)[1] for index in range(200)]
+        await here.until_done(tasks)
+        await here.settle()
+        for task in tasks:
+            task.result().check()
+            assert task.result().finish.reason == "length"
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_requests_before_an_in_place_load_keep_the_old_adapter(seed: int) -> None:
-    async def body() -> None:
-        async with harness(random.Random(seed)) as here:
-            prompt = list(range(20))
-            before, first = here.ask(prompt, "a0", max_tokens=12)
-            await here.engine.load_adapter("a0", "digest-new", inplace=True)
-            after, second = here.ask(prompt, "a0", max_tokens=12)
-            await here.until_done([first, second])
-            await here.settle()
-            assert (before.digest, after.digest) == ("digest-0", "digest-new")
-            before.check()
-            after.check()
-
-    asyncio.run(body())
+async def test_requests_before_an_in_place_load_keep_the_old_adapter(seed: int) -> None:
+    async with harness(random.Random(seed)) as here:
+        prompt = list(range(20))
+        before, first = here.ask(prompt, "a0", max_tokens=12)
+        await here.engine.load_adapter("a0", "digest-new", inplace=True)
+        after, second = here.ask(prompt, "a0", max_tokens=12)
+        await here.until_done([first, second])
+        await here.settle()
+        assert (before.digest, after.digest) == ("digest-0", "digest-new")
+        before.check()
+        after.check()
 
 
 def requests_of_one_response(count: int, name: str | None) -> list[GenerateRequest]:
@@ -212,99 +203,84 @@ def requests_of_one_response(count: int, name: str | None) -> list[GenerateReque
     return [GenerateRequest(f"r{index}", tuple(range(20)), name, params, arrival_s=0.0) for index in range(count)]
 
 
-def test_the_requests_of_one_response_use_one_adapter_despite_in_place_loads_between_them() -> None:
-    async def body() -> None:
-        async with harness(random.Random(1)) as here:
-            requests = requests_of_one_response(2, "a0")
-            submitted = here.engine.submit_each(requests)
-            for stream in submitted:  # the first one has ended, and its name has another adapter, before the next
-                asked = SentRequest(requests[0].prompt_ids, "digest-0", requests[0].params, stream)
-                await here.until_done([asyncio.create_task(asked.collect())])
-                await here.engine.load_adapter("a0", "digest-new", inplace=True)
-                asked.check()
-                assert asked.finish.reason == "length"
-            await here.settle()
-            here.engine.check()
-
-    asyncio.run(body())
+async def test_the_requests_of_one_response_use_one_adapter_despite_in_place_loads_between_them() -> None:
+    async with harness(random.Random(1)) as here:
+        requests = requests_of_one_response(2, "a0")
+        submitted = here.engine.submit_each(requests)
+        for stream in submitted:  # the first one has ended, and its name has another adapter, before the next
+            asked = SentRequest(requests[0].prompt_ids, "digest-0", requests[0].params, stream)
+            await here.until_done([asyncio.create_task(asked.collect())])
+            await here.engine.load_adapter("a0", "digest-new", inplace=True)
+            asked.check()
+            assert asked.finish.reason == "length"
+        await here.settle()
+        here.engine.check()
 
 
-def test_thousands_of_requests_cancelled_together_end_over_several_turns() -> None:
-    async def body() -> None:
-        async with harness(random.Random(2)) as here:
-            streams = list(here.engine.submit_each(requests_of_one_response(1000, None)))
-            for stream in streams:
-                stream.cancel()
-            waiting = [len(here.engine.waiting())]
-            while waiting[-1]:
-                here.end_something()
-                await asyncio.sleep(0)
-                waiting.append(len(here.engine.waiting()))
-            assert max(before - after for before, after in pairwise(waiting)) <= 100
-            await here.settle()
-            here.engine.check()
-
-    asyncio.run(body())
+async def test_thousands_of_requests_cancelled_together_end_over_several_turns() -> None:
+    async with harness(random.Random(2)) as here:
+        streams = list(here.engine.submit_each(requests_of_one_response(1000, None)))
+        for stream in streams:
+            stream.cancel()
+        waiting = [len(here.engine.waiting())]
+        while waiting[-1]:
+            here.end_something()
+            await asyncio.sleep(0)
+            waiting.append(len(here.engine.waiting()))
+        assert max(before - after for before, after in pairwise(waiting)) <= 100
+        await here.settle()
+        here.engine.check()
 
 
-def test_with_exclusive_loads_no_iteration_is_launched_during_a_load() -> None:
-    async def body() -> None:
-        async with harness(random.Random(8), exclusive=True) as here:
-            _, warm = here.ask([1, 2, 3], None, max_tokens=20)
+async def test_with_exclusive_loads_no_iteration_is_launched_during_a_load() -> None:
+    async with harness(random.Random(8), exclusive=True) as here:
+        _, warm = here.ask([1, 2, 3], None, max_tokens=20)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        _, cold = here.ask([1, 2, 3], "a0", max_tokens=2)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        launched = len(here.backend.launched)
+        while here.backend.lane:
+            here.backend.step()
             for _ in range(10):
                 await asyncio.sleep(0)
-            _, cold = here.ask([1, 2, 3], "a0", max_tokens=2)
-            for _ in range(10):
-                await asyncio.sleep(0)
-            launched = len(here.backend.launched)
-            while here.backend.lane:
-                here.backend.step()
-                for _ in range(10):
-                    await asyncio.sleep(0)
-            assert len(here.backend.launched) == launched
-            await here.until_done([warm, cold])
-            await here.settle()
-
-    asyncio.run(body())
+        assert len(here.backend.launched) == launched
+        await here.until_done([warm, cold])
+        await here.settle()
 
 
-def test_an_adapter_whose_only_request_was_cancelled_during_the_copy_is_evicted_for_the_next() -> None:
-    async def body() -> None:
-        async with harness(random.Random(9), device_adapters=1) as here:
-            left, first = here.ask([1, 2, 3], "a0", max_tokens=2)
+async def test_an_adapter_whose_only_request_was_cancelled_during_the_copy_is_evicted_for_the_next() -> None:
+    async with harness(random.Random(9), device_adapters=1) as here:
+        left, first = here.ask([1, 2, 3], "a0", max_tokens=2)
+        await asyncio.sleep(0)
+        here.reader.reads.pop()(True)
+        here.backend.copies.pop()(True)
+        _, second = here.ask([1, 2, 3], "a1", max_tokens=2)
+        for _ in range(5):
             await asyncio.sleep(0)
-            here.reader.reads.pop()(True)
-            here.backend.copies.pop()(True)
-            _, second = here.ask([1, 2, 3], "a1", max_tokens=2)
-            for _ in range(5):
-                await asyncio.sleep(0)
-            here.reader.reads.pop()(True)
-            left.stream.cancel()
-            for _ in range(5):
-                await asyncio.sleep(0)
-            await here.until_done([first, second])
-            await here.settle()
-            assert second.result().finish.reason == "length"
-
-    asyncio.run(body())
-
-
-def test_a_request_never_continues_with_reused_blocks_of_a_failed_iteration() -> None:
-    async def body() -> None:
-        async with harness(random.Random(10), step_tokens=8) as here:
-            prompt = list(range(17))
-            _, first = here.ask(prompt, None, max_tokens=4)
+        here.reader.reads.pop()(True)
+        left.stream.cancel()
+        for _ in range(5):
             await asyncio.sleep(0)
-            reader, second = here.ask([*prompt, 5], None, max_tokens=4)
-            here.backend.step()
-            for _ in range(5):
-                await asyncio.sleep(0)
-            written, found = here.backend.launched[1].grants[0], here.backend.launched[2].grants[0]
-            assert set(written.blocks) < set(found.blocks), "the second request reuses what is still being computed"
-            here.backend.fail_next = True
-            here.backend.step()
-            await here.until_done([first, second])
-            await here.settle()
-            reader.check()
+        await here.until_done([first, second])
+        await here.settle()
+        assert second.result().finish.reason == "length"
 
-    asyncio.run(body())
+
+async def test_a_request_never_continues_with_reused_blocks_of_a_failed_iteration() -> None:
+    async with harness(random.Random(10), step_tokens=8) as here:
+        prompt = list(range(17))
+        _, first = here.ask(prompt, None, max_tokens=4)
+        await asyncio.sleep(0)
+        reader, second = here.ask([*prompt, 5], None, max_tokens=4)
+        here.backend.step()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        written, found = here.backend.launched[1].grants[0], here.backend.launched[2].grants[0]
+        assert set(written.blocks) < set(found.blocks), "the second request reuses what is still being computed"
+        here.backend.fail_next = True
+        here.backend.step()
+        await here.until_done([first, second])
+        await here.settle()
+        reader.check()

@@ -9,7 +9,7 @@ from caraserve.telemetry.metrics import Metrics
 from tests.engine_harness import EngineHarness, in_harness, turn
 from tests.http.fake_engine import FakeSnapshot
 
-with_world = partial(in_harness, mode="auto", device_adapters=4)
+with_harness = partial(in_harness, mode="auto", device_adapters=4)
 
 
 async def serve(here: EngineHarness, name: str | None, prompt: int) -> None:
@@ -17,17 +17,15 @@ async def serve(here: EngineHarness, name: str | None, prompt: int) -> None:
     await here.until_done([task])
 
 
-def test_a_cold_start_and_a_warm_one() -> None:
-    async def test(here: EngineHarness) -> None:
+async def test_a_cold_start_and_a_warm_one() -> None:
+    async with with_harness() as here:
         await serve(here, "a0", 5)
         await serve(here, "a0", 5)
         assert [name for name, _, _ in here.metrics.choices] == ["assisted", "cached"]
 
-    with_world(test)
 
-
-def test_where_no_worker_is_free_a_prefill_starts_when_its_weights_are_expected() -> None:
-    async def test(here: EngineHarness) -> None:
+async def test_where_no_worker_is_free_a_prefill_starts_when_its_weights_are_expected() -> None:
+    async with with_harness(assisted_batches=1) as here:
         tasks = [here.ask(range(5), name, max_tokens=3)[1] for name in ("a0", "a1")]
         for _ in range(5):
             await asyncio.sleep(0)
@@ -41,11 +39,9 @@ def test_where_no_worker_is_free_a_prefill_starts_when_its_weights_are_expected(
         await here.until_done(tasks)
         assert sorted(name for name, _, _ in here.metrics.choices) == ["assisted", "pipelined"]
 
-    with_world(test, assisted_batches=1)
 
-
-def test_workers_may_compute_a_layer_that_is_late_although_none_was_expected_to_be() -> None:
-    async def test(here: EngineHarness) -> None:
+async def test_workers_may_compute_a_layer_that_is_late_although_none_was_expected_to_be() -> None:
+    async with with_harness() as here:
         tasks = [here.ask(range(5), "a0", max_tokens=3)[1]]
         await turn()
         here.reader.reads.pop()(True)
@@ -60,11 +56,9 @@ def test_workers_may_compute_a_layer_that_is_late_although_none_was_expected_to_
         await here.until_done(tasks)
         assert [name for name, _, _ in here.metrics.choices] == ["assisted", "pipelined"]
 
-    with_world(test)
 
-
-def test_the_predicted_time_is_from_the_choice_to_the_end_of_the_first_chunk() -> None:
-    async def test(here: EngineHarness) -> None:
+async def test_the_predicted_time_is_from_the_choice_to_the_end_of_the_first_chunk() -> None:
+    async with with_harness() as here:
         await serve(here, "a0", 5)
         await serve(here, "a0", 7)
         (_, cold_ms, _), (_, warm_ms, seen_ms) = here.metrics.choices
@@ -72,24 +66,18 @@ def test_the_predicted_time_is_from_the_choice_to_the_end_of_the_first_chunk() -
         assert warm_ms == pytest.approx(700)
         assert seen_ms == 1000, "an iteration of the fake takes a second"
 
-    with_world(test)
-
 
 @pytest.mark.parametrize("mode", ["pipelined", "assisted", "overlapped"])
-def test_other_modes_choose_nothing(mode: str) -> None:
-    async def test(here: EngineHarness) -> None:
+async def test_other_modes_choose_nothing(mode: str) -> None:
+    async with with_harness(mode=mode) as here:
         await serve(here, "a0", 5)
         assert here.metrics.choices == []
 
-    with_world(test, mode=mode)
 
-
-def test_requests_of_the_base_model_count_as_no_choice() -> None:
-    async def test(here: EngineHarness) -> None:
+async def test_requests_of_the_base_model_count_as_no_choice() -> None:
+    async with with_harness() as here:
         await serve(here, None, 5)
         assert here.metrics.choices == []
-
-    with_world(test)
 
 
 def test_choices_are_exported_with_predicted_and_observed_seconds() -> None:

@@ -185,7 +185,21 @@ def test_objects_in_properties_are_limited_too() -> None:
         ["not", "a", "schema"],
         {"properties": [], "items": 3, "anyOf": {}, "required": None},
     ],
-    ids="none others patterns unlisted count all any ref large deep bool list odd".split(),
+    ids=[
+        "none",
+        "others",
+        "patterns",
+        "unlisted",
+        "count",
+        "all",
+        "any",
+        "ref",
+        "large",
+        "deep",
+        "bool",
+        "list",
+        "odd",
+    ],
 )
 def test_objects_of_other_schemas_stay_as_they_are(schema: Any) -> None:
     assert close_objects(schema) is schema or close_objects(schema) == schema
