@@ -3,6 +3,8 @@
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -79,75 +81,51 @@ KINDS = {
     "streamed_batches": st.sampled_from([0, 0, 1, 2]),
     "clock_step_s": st.sampled_from([0.0, 0.003]),  # with 3 ms, other tasks run between two results of an iteration
 }
+ASSISTED = {"mode": st.just("assisted"), "assisted_batches": st.sampled_from([1, 3])}
 STREAMED = {"mode": st.sampled_from(["pipelined", "assisted", "auto"]), "streamed_batches": st.sampled_from([1, 2])}
-bounded = settings(max_examples=32, suppress_health_check=list(HealthCheck))
+# What fails and how often, or who reads slowly; and the kinds of engines beside `KINDS`.
+RUNS: dict[str, tuple[dict[str, Any], dict[str, st.SearchStrategy[Any]]]] = {
+    "nothing fails": ({}, {}),
+    "reads fail": ({"read_failures": 0.3}, {}),
+    "copies fail": ({"copy_failures": 0.3}, {}),
+    "iterations fail": ({"plan_failures": 0.1}, {}),
+    "side batches fail": ({"side_batch_failures": 0.4}, ASSISTED),
+    "assisted": ({"plan_failures": 0.1, "copy_failures": 0.2, "side_batch_failures": 0.2}, ASSISTED),
+    "streamed": ({"read_failures": 0.2, "copy_failures": 0.2, "side_batch_failures": 0.2}, STREAMED),
+    "slow readers": ({"side_batch_failures": 0.2, "most_rests": 40}, {}),
+    "clients take turns": ({"side_batch_failures": 0.2, "clients": "aaaabc", "slots": 3}, {}),
+}
 
 
-@bounded
-@given(seed=st.integers(0, 2**32), **KINDS)
-def test_no_interleaving_changes_a_token(seed: int, **kind: Any) -> None:
-    asyncio.run(random_run(seed, **kind))
-
-
-@bounded
-@given(seed=st.integers(0, 2**32), **KINDS)
-def test_a_failed_read_fails_only_its_own_requests(seed: int, **kind: Any) -> None:
-    asyncio.run(random_run(seed, read_failures=0.3, **kind))
-
-
-@bounded
-@given(seed=st.integers(0, 2**32), **KINDS)
-def test_a_copy_that_fails_under_running_requests_fails_only_them(seed: int, **kind: Any) -> None:
-    asyncio.run(random_run(seed, copy_failures=0.3, **kind))
-
-
-@bounded
-@given(seed=st.integers(0, 2**32), **KINDS)
-def test_a_failed_iteration_never_causes_a_wrong_token(seed: int, **kind: Any) -> None:
-    asyncio.run(random_run(seed, plan_failures=0.1, **kind))
-
-
-@bounded
-@given(seed=st.integers(0, 2**32), **KINDS | {"mode": st.just("assisted"), "assisted_batches": st.sampled_from([1, 3])})
-def test_a_failed_side_batch_changes_no_token_of_other_requests(seed: int, **kind: Any) -> None:
-    asyncio.run(random_run(seed, side_batch_failures=0.4, **kind))
-
-
-@bounded
-@given(seed=st.integers(0, 2**32), **KINDS | {"mode": st.just("assisted"), "assisted_batches": st.sampled_from([1, 3])})
-def test_failures_beside_assisted_prefills_never_cause_a_wrong_token(seed: int, **kind: Any) -> None:
-    asyncio.run(random_run(seed, plan_failures=0.1, copy_failures=0.2, side_batch_failures=0.2, **kind))
-
-
-@bounded
-@given(seed=st.integers(0, 2**32), **KINDS | STREAMED)
-def test_failures_beside_streamed_prefills_never_cause_a_wrong_token(seed: int, **kind: Any) -> None:
-    asyncio.run(random_run(seed, read_failures=0.2, copy_failures=0.2, side_batch_failures=0.2, **kind))
-
-
-@bounded
-@given(seed=st.integers(0, 2**32), **KINDS)
-def test_requests_that_pause_for_slow_readers_have_the_same_tokens(seed: int, **kind: Any) -> None:
+@contextmanager
+def small_shares() -> Iterator[None]:
+    """Answers of which little is unread pause."""
     with patch.multiple(unread, FREE_BYTES=500, _SHARE_BYTES=900), patch.object(token_stream, "FREE_BYTES", 500):
-        asyncio.run(random_run(seed, side_batch_failures=0.2, most_rests=40, **kind))
+        yield
 
 
-@bounded
-@given(seed=st.integers(0, 2**32), **KINDS)
-def test_requests_that_lose_their_slots_to_other_clients_have_the_same_tokens(seed: int, **kind: Any) -> None:
-    asyncio.run(random_run(seed, side_batch_failures=0.2, clients="aaaabc", slots=3, **kind))
+@pytest.mark.parametrize("run", RUNS)
+@settings(max_examples=32, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32), data=st.data())
+def test_no_interleaving_changes_a_token_and_a_failure_fails_only_its_own_requests(
+    run: str, seed: int, data: st.DataObject
+) -> None:
+    options, kinds = RUNS[run]
+    kind = data.draw(st.fixed_dictionaries(KINDS | kinds))
+    with small_shares() if "most_rests" in options else nullcontext():
+        asyncio.run(random_run(seed, **options, **kind))
 
 
 def test_slow_readers_do_cause_pauses() -> None:
     """Otherwise the test above would not cover it."""
-    with patch.multiple(unread, FREE_BYTES=500, _SHARE_BYTES=900), patch.object(token_stream, "FREE_BYTES", 500):
+    with small_shares():
         assert sum(asyncio.run(random_run(seed, most_rests=40)).engine.unread.paused for seed in range(20)) > 20
 
 
 def test_some_streamed_prefills_do_end_and_some_are_recalled() -> None:
     """Otherwise the tests above would not cover it."""
-    worlds = [asyncio.run(random_run(seed, mode="assisted", blocks=13, streamed_batches=2)) for seed in range(20)]
-    outcomes = sum((here.backend.outcomes for here in worlds), start=Counter[str]())
+    ended = [asyncio.run(random_run(seed, mode="assisted", blocks=13, streamed_batches=2)) for seed in range(20)]
+    outcomes = sum((here.backend.outcomes for here in ended), start=Counter[str]())
     assert min(outcomes["done"], outcomes["void"]) > 5
 
 
