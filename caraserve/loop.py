@@ -27,10 +27,9 @@ from caraserve.engine.executor import Executor, Iteration
 from caraserve.engine.iteration_times import IterationTime, IterationTimes, IterationWork
 from caraserve.engine.merge_policy import MergePolicy
 from caraserve.engine.queues import RequestQueues
-from caraserve.engine.request_counts import RequestCounts
 from caraserve.engine.side_batches import SideBatches
 from caraserve.engine.slot_allocator import SlotAllocator
-from caraserve.engine.stats import EngineLoad, IterationObserver, rank_of, snapshot_of
+from caraserve.engine.stats import EngineLoad, IterationObserver, RequestCounts, rank_of, snapshot_of
 from caraserve.engine.token_stream import TokenStream
 from caraserve.engine.unread import UnreadAnswer, UnreadBudget, default_budget_bytes
 from caraserve.errors import (

@@ -339,8 +339,17 @@ async def serve(
         if credentials is not None:
             digest = model_identity(model_config, engine_config, served.spec)
             cluster = serve_cluster.make_cluster(
-                *(stack, cluster_config, credentials, lora_config, engine, observers),
-                *(served.reader, served.settings, served.management.uploads, served.spec, digest),
+                stack,
+                cluster_config,
+                credentials,
+                lora_config,
+                engine,
+                observers,
+                reader=served.reader,
+                settings=served.settings,
+                uploads=served.management.uploads,
+                model=served.spec,
+                model_digest=digest,
             )
         background = cluster.node.background if cluster else BackgroundTasks()
         tracer = None

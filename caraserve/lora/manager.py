@@ -98,8 +98,8 @@ class AdapterManager:
         self.forget_if_unused(adapter)
 
     def _follow_names(self, adapter: Adapter) -> None:
-        """Has an adapter read from the folder of a name that stands for it, if there is one: that of a former name may
-        be removed next, or has other files already."""
+        """Chooses the folder from which an adapter is read: one of a name that stands for it, if there is one, as that
+        of a former name may be removed next, or hold other files already."""
         folders = [source for source in adapter.names.values() if isinstance(source, AdapterFolder)]
         if folders and adapter.source not in folders:
             adapter.read_from(folders[0])

@@ -11,7 +11,7 @@ import numpy as np
 from caraserve.core.reasoning_grammar import ReasoningTokens
 from caraserve.core.request import Finish, FinishReason, GenerateRequest, Phases, Tenant, TokenDelta, TokenLogprob
 from caraserve.engine.batch_timeline import BatchTimeline
-from caraserve.engine.request_counts import RequestCounts
+from caraserve.engine.stats import RequestCounts
 from caraserve.engine.unread import UnreadAnswer, UnreadBudget
 from caraserve.errors import CaraServeError, ContextLengthExceeded, InvalidRequest, NotFound
 from caraserve.lora.adapter import Adapter, EndedLoad
