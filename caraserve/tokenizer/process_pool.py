@@ -223,7 +223,9 @@ class ProcessPool(Generic[P]):
             job.result.set_exception(error)
 
     def _is_ready(self, job: _Job[P]) -> bool:
-        return all(self._running.count(kind, name) < self._limits.running_of(kind) for kind, name in job.owner.parties())
+        return all(
+            self._running.count(kind, name) < self._limits.running_of(kind) for kind, name in job.owner.parties()
+        )
 
     def _dispatch(self) -> None:
         """Starts the jobs for which there is a process, and another process if one more could be used."""
