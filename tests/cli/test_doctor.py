@@ -117,10 +117,6 @@ def test_only_kernels_of_this_version_at_this_path_count_as_compiled() -> None:
     assert "has kernels of this version" in found("kernel cache").found
 
 
-def test_a_wanted_gpu_that_is_not_there_is_a_problem() -> None:
-    assert found("device", "--device", "cuda").state == "problem"
-
-
 def test_a_port_in_use_is_a_problem() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         finding = found("address", "--port", str(other.getsockname()[1]))
@@ -130,11 +126,6 @@ def test_a_port_in_use_is_a_problem() -> None:
 def test_a_server_that_others_may_use_without_a_key_is_warned_of() -> None:
     finding = found("access", "--host", "0.0.0.0", "--port", "0")
     assert (finding.state, "--api-key" in finding.found) == ("warning", True)
-
-
-def test_a_cluster_without_a_secret_is_a_problem() -> None:
-    finding = found("address", "--peers", "10.0.0.1:8000")
-    assert (finding.state, "--cluster-secret-file" in finding.found) == ("problem", True)
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
@@ -175,6 +166,8 @@ REFUSED = {
     "trace": ("files", ("--trace", "/nope/t.json"), "--trace '/nope/t.json'"),
     "profile": ("files", ("--profile", "/nope.json"), "/nope.json"),
     "routing": ("address", ("--routing", "auto"), "--peers"),
+    "cluster": ("address", ("--peers", "10.0.0.1:8000"), "--cluster-secret-file"),
+    "GPU": ("device", ("--device", "cuda"), "no NVIDIA driver"),
     "rank": ("adapters", ("--max-lora-rank", "1"), "above --max-lora-rank 1"),
 }
 
