@@ -100,7 +100,7 @@ class HostLoader:
             other = self._find(digest)
             return other is not None and (other.pinned is not None or is_needed(other))
 
-        extent = self._host_cache.take(adapter.digest, adapter.num_bytes, stays, self._evict)
+        extent = self._host_cache.take(adapter.digest, adapter.num_bytes, stays, self.evict)
         if extent is None:
             return False
         adapter.move_to(AdapterTier.READING)
@@ -116,7 +116,8 @@ class HostLoader:
         )
         return True
 
-    def _evict(self, digest: str) -> None:
+    def evict(self, digest: str) -> None:
+        """Evicts an image from the host cache."""
         self._host_cache.drop(digest)
         self._counters.host_evictions += 1
         if (adapter := self._find(digest)) is not None and adapter.tier is AdapterTier.HOST:
