@@ -131,17 +131,9 @@ def test_every_adapter_gives_its_own_answer(server: Server) -> None:
 
 def test_a_stream_has_the_text_of_the_whole_answer(server: Server) -> None:
     client = server.client()
-    whole = client.completions.create(model="poet", prompt="O sea", temperature=0, max_tokens=40)
-    chunks = list(
-        client.completions.create(
-            model="poet",
-            prompt="O sea",
-            temperature=0,
-            max_tokens=40,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-    )
+    asked: dict[str, Any] = {"model": "poet", "prompt": "O sea", "temperature": 0, "max_tokens": 40}
+    whole = client.completions.create(**asked)
+    chunks = list(client.completions.create(stream=True, stream_options={"include_usage": True}, **asked))
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
     assert chunks[-1].usage == whole.usage or chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
@@ -160,15 +152,9 @@ def test_every_dialect_gives_the_answer_of_chat_completions(server: Server) -> N
 
 
 def test_a_seed_repeats_a_sampled_answer(server: Server) -> None:
-    client = server.client()
-    texts = [
-        client.completions.create(model="chef", prompt="Tell me", temperature=1.2, top_p=0.9, seed=7, max_tokens=30)
-        .choices[0]
-        .text
-        for _ in range(2)
-    ]
-    other = client.completions.create(model="chef", prompt="Tell me", temperature=1.2, top_p=0.9, seed=8, max_tokens=30)
-    assert texts[0] == texts[1] != other.choices[0].text
+    asked: dict[str, Any] = {"model": "chef", "prompt": "Tell me", "temperature": 1.2, "top_p": 0.9, "max_tokens": 30}
+    texts = [server.client().completions.create(seed=seed, **asked).choices[0].text for seed in (7, 7, 8)]
+    assert texts[0] == texts[1] != texts[2]
 
 
 def test_every_adapter_embeds_texts_in_its_own_way(server: Server) -> None:
@@ -280,29 +266,17 @@ def test_a_failed_start_prints_one_line_and_exits_with_a_code(
     assert "Traceback" not in said
 
 
-def test_the_process_of_a_failed_start_ends_with_its_code() -> None:
-    command = [sys.executable, "-m", "caraserve", "serve", "--port", "0", "--kv-cache-bytes", "1KiB"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2
-    assert "--kv-cache-bytes" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_taken_port_is_named() -> None:
+def test_the_process_of_a_failed_start_ends_with_its_code_and_a_taken_port_is_named_first() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = taken.getsockname()[1]
-        done = subprocess.run(
-            [sys.executable, "-m", "caraserve", "serve", "--port", str(port)],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "caraserve", "serve", "--port", port]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
-    assert str(port) in done.stderr
+    assert port in done.stderr
     assert "--port" in done.stderr
+    assert "Traceback" not in done.stderr
     assert "weights loaded" not in done.stderr
 
 
