@@ -13,8 +13,7 @@ from tests.lora.tiers import CacheTiers
 
 
 def test_a_request_brings_its_adapter_to_the_device_and_the_next_finds_it_there() -> None:
-    tiers = CacheTiers()
-    tiers.add("a")
+    tiers = CacheTiers("a")
     tiers.serve("a")
     tiers.serve("a")
     assert tiers.manager.counters.disk_reads == 1
@@ -22,9 +21,7 @@ def test_a_request_brings_its_adapter_to_the_device_and_the_next_finds_it_there(
 
 
 def test_metrics_count_hits_misses_and_evictions_of_both_caches() -> None:
-    tiers = CacheTiers(device_bytes=100)
-    for name in "abc":
-        tiers.add(name)
+    tiers = CacheTiers("abc", device_bytes=100)
     for name in "aabca":
         tiers.serve(name)
     text = "".join(tiers.manager.counters.families('engine="0"'))
@@ -44,9 +41,7 @@ def test_metrics_count_hits_misses_and_evictions_of_both_caches() -> None:
 
 
 def test_the_least_requested_adapter_is_evicted() -> None:
-    tiers = CacheTiers(device_bytes=100)
-    for name in "abc":
-        tiers.add(name)
+    tiers = CacheTiers("abc", device_bytes=100)
     for name in "aab":
         tiers.serve(name)
     tiers.serve("c")
@@ -54,9 +49,7 @@ def test_the_least_requested_adapter_is_evicted() -> None:
 
 
 def test_old_requests_count_less_than_recent_ones() -> None:
-    tiers = CacheTiers(device_bytes=100)
-    for name in "abc":
-        tiers.add(name)
+    tiers = CacheTiers("abc", device_bytes=100)
     for name in "aaa":
         tiers.serve(name)
     tiers.now_s = 600.0
@@ -74,9 +67,7 @@ def test_of_two_equally_requested_adapters_the_one_faster_to_reload_is_evicted()
 
 
 def test_an_adapter_in_use_is_never_evicted_and_the_next_gets_its_room_when_it_ends() -> None:
-    tiers = CacheTiers(device_bytes=50)
-    tiers.add("a")
-    tiers.add("b")
+    tiers = CacheTiers("ab", device_bytes=50)
     first, second = tiers.ask("a"), tiers.ask("b")
     tiers.settle()
     assert tiers.on_device() == {"a"}
@@ -87,9 +78,7 @@ def test_an_adapter_in_use_is_never_evicted_and_the_next_gets_its_room_when_it_e
 
 
 def test_adapters_that_wait_for_room_are_loaded_in_order() -> None:
-    tiers = CacheTiers(device_bytes=50)
-    for name in "abc":
-        tiers.add(name)
+    tiers = CacheTiers("abc", device_bytes=50)
     asked = [tiers.ask(name) for name in "abc"]
     tiers.settle()
     for version in asked:
@@ -99,9 +88,7 @@ def test_adapters_that_wait_for_room_are_loaded_in_order() -> None:
 
 
 def test_admission_pauses_when_too_many_pass_an_adapter_that_waits() -> None:
-    tiers = CacheTiers(device_bytes=50)
-    tiers.add("hot")
-    tiers.add("cold")
+    tiers = CacheTiers(["hot", "cold"], device_bytes=50)
     holding = [tiers.ask("hot")]
     tiers.settle()
     tiers.ask("cold")
@@ -130,8 +117,7 @@ def test_the_host_cache_keeps_the_most_recent_images_within_its_bytes() -> None:
 
 
 def test_a_failed_read_is_reported_and_repeated_for_the_next_request() -> None:
-    tiers = CacheTiers()
-    tiers.add("a")
+    tiers = CacheTiers("a")
     tiers.disk["a"] = AdapterRejected("broken")
     version = tiers.ask("a")
     tiers.settle()
@@ -143,8 +129,7 @@ def test_a_failed_read_is_reported_and_repeated_for_the_next_request() -> None:
 
 
 def test_files_that_changed_since_registration_are_refused() -> None:
-    tiers = CacheTiers()
-    tiers.add("a")
+    tiers = CacheTiers("a")
     tiers.manager.register("b", "other-digest", AdapterFolder(Path("a")), 40)
     version = tiers.ask("b")
     tiers.settle()
@@ -153,16 +138,14 @@ def test_files_that_changed_since_registration_are_refused() -> None:
 
 
 def test_an_adapter_larger_than_the_device_is_refused() -> None:
-    tiers = CacheTiers(device_bytes=30)
-    tiers.add("a")
+    tiers = CacheTiers("a", device_bytes=30)
     version = tiers.ask("a")
     tiers.settle()
     assert isinstance(version.error, AdapterRejected)
 
 
 def test_an_adapter_without_a_name_stays_until_its_last_request_ends() -> None:
-    tiers = CacheTiers()
-    tiers.add("a")
+    tiers = CacheTiers("a")
     version = tiers.ask("a")
     tiers.settle()
     tiers.manager.unregister("a")
@@ -174,8 +157,7 @@ def test_an_adapter_without_a_name_stays_until_its_last_request_ends() -> None:
 
 
 def test_two_names_of_one_adapter_share_its_memory() -> None:
-    tiers = CacheTiers(device_bytes=50)
-    tiers.add("a")
+    tiers = CacheTiers("a", device_bytes=50)
     tiers.manager.register("alias", "a", AdapterFolder(Path("a")), 40)
     first, second = tiers.ask("a"), tiers.ask("alias")
     tiers.settle()
@@ -186,8 +168,7 @@ def test_two_names_of_one_adapter_share_its_memory() -> None:
 
 
 def test_an_adapter_that_no_request_needs_any_more_is_not_copied() -> None:
-    tiers = CacheTiers()
-    tiers.add("a")
+    tiers = CacheTiers("a")
     version = tiers.ask("a")
     tiers.end(version)
     tiers.settle()
@@ -198,9 +179,7 @@ def test_an_adapter_that_no_request_needs_any_more_is_not_copied() -> None:
 def test_adapters_get_room_in_the_host_cache_in_the_order_of_their_requests() -> None:
     """The host cache has room for one image and the device is full: an image that waits for the device is not
     evicted."""
-    tiers = CacheTiers(device_bytes=50, host_bytes=ALIGN_BYTES)
-    for name in "abc":
-        tiers.add(name)
+    tiers = CacheTiers("abc", device_bytes=50, host_bytes=ALIGN_BYTES)
     asked = [tiers.ask(name) for name in "abc"]
     tiers.settle()
     assert [version.tier for version in asked] == [AdapterTier.DEVICE, AdapterTier.HOST, AdapterTier.DISK]
@@ -222,9 +201,7 @@ def test_images_are_evicted_until_the_free_bytes_are_contiguous() -> None:
 
 
 def test_a_request_cancelled_while_it_waits_for_the_host_cache_leaks_nothing() -> None:
-    tiers = CacheTiers(device_bytes=50, host_bytes=ALIGN_BYTES)
-    for name in "abc":
-        tiers.add(name)
+    tiers = CacheTiers("abc", device_bytes=50, host_bytes=ALIGN_BYTES)
     first, second, third = (tiers.ask(name) for name in "abc")
     tiers.settle()
     tiers.end(third)
@@ -236,9 +213,7 @@ def test_a_request_cancelled_while_it_waits_for_the_host_cache_leaks_nothing() -
 
 
 def test_a_failed_read_frees_its_room() -> None:
-    tiers = CacheTiers(host_bytes=ALIGN_BYTES)
-    tiers.add("a")
-    tiers.add("b")
+    tiers = CacheTiers("ab", host_bytes=ALIGN_BYTES)
     tiers.disk["a"] = AdapterRejected("broken")
     tiers.end(tiers.ask("a"))
     tiers.settle()
@@ -247,8 +222,7 @@ def test_a_failed_read_frees_its_room() -> None:
 
 
 def test_a_failed_copy_is_reported_and_its_slot_unbound() -> None:
-    tiers = CacheTiers()
-    tiers.add("a")
+    tiers = CacheTiers("a")
     tiers.device.failures["a"] = RuntimeError("no room")
     version = tiers.ask("a")
     tiers.settle()
@@ -260,9 +234,7 @@ def test_a_failed_copy_is_reported_and_its_slot_unbound() -> None:
 
 def test_an_image_is_kept_while_it_is_copied() -> None:
     """CPU workers may be reading the image."""
-    tiers = CacheTiers(device_bytes=200, host_bytes=ALIGN_BYTES)
-    tiers.add("a")
-    tiers.add("b")
+    tiers = CacheTiers("ab", device_bytes=200, host_bytes=ALIGN_BYTES)
     copying = tiers.ask("a")
     tiers.reads.pop()()
     waiting = tiers.ask("b")
@@ -272,8 +244,7 @@ def test_an_image_is_kept_while_it_is_copied() -> None:
 
 
 def test_a_downloaded_adapter_takes_room_on_the_device_with_its_first_layer() -> None:
-    tiers = CacheTiers(streamed_batches=1)
-    tiers.add("a")
+    tiers = CacheTiers("a", streamed_batches=1)
     version = tiers.ask("a")
     tiers.coming["a"]()
     assert version.tier is AdapterTier.STREAMING
@@ -299,9 +270,7 @@ def test_a_downloaded_adapter_takes_no_room_that_another_one_waits_for() -> None
 
 
 def test_a_pinned_adapter_stays_on_the_device_whoever_else_is_asked_for() -> None:
-    tiers = CacheTiers(device_bytes=100)
-    for name in "abc":
-        tiers.add(name)
+    tiers = CacheTiers("abc", device_bytes=100)
     tiers.manager.set_pin("a", "device")
     for name in "abbccbc":
         tiers.serve(name)
@@ -313,9 +282,7 @@ def test_a_pinned_adapter_stays_on_the_device_whoever_else_is_asked_for() -> Non
 
 
 def test_an_adapter_pinned_in_host_memory_is_read_at_once_and_stays_there() -> None:
-    tiers = CacheTiers(device_bytes=40, host_bytes=192)
-    for name in "abcd":
-        tiers.add(name)
+    tiers = CacheTiers("abcd", device_bytes=40, host_bytes=192)
     tiers.manager.set_pin("a", "host")
     tiers.settle()
     assert tiers.manager.image("a") is not None
@@ -326,9 +293,7 @@ def test_an_adapter_pinned_in_host_memory_is_read_at_once_and_stays_there() -> N
 
 
 def test_a_pinned_adapter_of_other_instances_is_fetched_for_requests_alone_and_stays() -> None:
-    tiers = CacheTiers(device_bytes=40, host_bytes=192)
-    for name in "bcd":
-        tiers.add(name)
+    tiers = CacheTiers("bcd", device_bytes=40, host_bytes=192)
     tiers.disk["a"] = 40
     tiers.manager.set_pin("a", "host")
     tiers.manager.register("a", "a", RemoteSource("a"), 40)
