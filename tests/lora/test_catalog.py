@@ -5,7 +5,7 @@ import asyncio
 import os
 import shutil
 import sqlite3
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -234,10 +234,7 @@ def test_damaged_rows_are_among_the_complaints(adapters_dir: Path, reader: Adapt
 
 
 def load(made: Catalog, path: Path) -> AdapterInfo:
-    async def body(call: Callable[[], Awaitable[AdapterInfo]]) -> AdapterInfo:
-        return await call()
-
-    return asyncio.run(body(lambda: made.load("new", str(path), inplace=False)))
+    return asyncio.run(made.load("new", str(path), inplace=False))
 
 
 def test_run_time_loads_are_accepted_only_from_allowed_folders(adapters_dir: Path, reader: AdapterReader) -> None:

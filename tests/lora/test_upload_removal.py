@@ -6,11 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from caraserve.errors import (
-    AdapterRejected,
-    CaraServeError,
-    NotFound,
-)
+from caraserve.errors import AdapterRejected, CaraServeError, NotFound
 from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.peft import inspect_adapter
 from caraserve.lora.uploads import AdapterUploads, UploadClaims
