@@ -360,11 +360,7 @@ class HttpConfig(_FromArgs):
             help="client keys; if any is set, all routes need a key but /health, /ready, /ping and the files of the "
             "web page, which hold no data",
         )
-        add(
-            "--admin-key",
-            **_KEYS,
-            help="keys that may also load and unload adapters; if any is set, no other key may",
-        )
+        add("--admin-key", **_KEYS, help="keys that may also load and unload adapters; if any is set, no other key may")
         add(
             "--api-key-file",
             **_FILE,

@@ -105,13 +105,7 @@ class Catalog:
         return self.manager.pin(name)
 
     async def load(
-        self,
-        name: str,
-        path: str,
-        *,
-        inplace: bool,
-        was_served: bool = False,
-        check: Callable[[], None] = lambda: None,
+        self, name: str, path: str, *, inplace: bool, was_served: bool = False, check: Callable[[], None] = lambda: None
     ) -> AdapterInfo:
         """Registers the adapter at `path`. Succeeds without effect if the name has the same contents already.
         `was_served`: it may be anywhere, as it was loaded before. `check`: called when it is the name's turn; may
@@ -223,14 +217,7 @@ class Catalog:
             return None
         digest = secrets.token_hex(32)
         info = self._uploading[name] = AdapterInfo(
-            name,
-            digest,
-            str(self.rules.roots[0] / name),
-            spec.rank,
-            (),
-            spec.num_bytes,
-            time.time(),
-            state=UPLOADING,
+            name, digest, str(self.rules.roots[0] / name), spec.rank, (), spec.num_bytes, time.time(), state=UPLOADING
         )
         self.manager.register(name, digest, source, spec.num_bytes)
         self._notify(self._upload_observers, name, info)

@@ -40,11 +40,7 @@ class FolderWatch:
     """The folders of one root. Runs on the event loop; the disk is read on a thread."""
 
     def __init__(
-        self,
-        root: Path,
-        catalog: Catalog,
-        aliases: Aliases,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        self, root: Path, catalog: Catalog, aliases: Aliases, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     ) -> None:
         self._root, self._catalog, self._aliases, self._sleep = root.resolve(), catalog, aliases, sleep
         self._polled = _Polled()

@@ -15,15 +15,7 @@ from caraserve.core.lora_layout import HostAdapter
 from caraserve.cpu.shared_memory import Arena
 from caraserve.errors import CaraServeError
 from caraserve.kv.memory_budget import MemoryBudget
-from caraserve.lora.adapter import (
-    Adapter,
-    AdapterTier,
-    CacheCounters,
-    EndedLoad,
-    ReadAdapter,
-    RemoteSource,
-    Source,
-)
+from caraserve.lora.adapter import Adapter, AdapterTier, CacheCounters, EndedLoad, ReadAdapter, RemoteSource, Source
 from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.arrival_estimates import ArrivalEstimates
 from caraserve.lora.device_cache import DeviceCache

@@ -135,11 +135,7 @@ class AdapterUploads:
         self._executor.shutdown()
 
     async def put(
-        self,
-        name: str,
-        pieces: AsyncIterator[bytes],
-        claims: UploadClaims,
-        check: CheckUpload = lambda digest: None,
+        self, name: str, pieces: AsyncIterator[bytes], claims: UploadClaims, check: CheckUpload = lambda digest: None
     ) -> UploadedAdapter:
         """Stores the adapter that `pieces` bring, and points `name` at it. Raises AdapterRejected, PayloadTooLarge,
         Forbidden, AdapterBusy, ServerBusy, or as `check`; then nothing has changed."""

@@ -74,10 +74,7 @@ class AdapterTemplates:
     """Compiles and renders templates, in fair order between clients and adapters."""
 
     def __init__(
-        self,
-        special_tokens: Mapping[str, str],
-        tool_call_parser: str | None,
-        marks: ReasoningTokens | None,
+        self, special_tokens: Mapping[str, str], tool_call_parser: str | None, marks: ReasoningTokens | None
     ) -> None:
         """`tool_call_parser`: of `TOOL_FORMATS`, else by the template. `marks`: of the model's reasoning; None if its
         tokens cannot write them."""

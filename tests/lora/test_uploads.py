@@ -14,13 +14,7 @@ import pytest
 from safetensors.numpy import save
 
 from caraserve.core.lora_layout import aligned_bytes
-from caraserve.errors import (
-    AdapterRejected,
-    CaraServeError,
-    Forbidden,
-    PayloadTooLarge,
-    Unreachable,
-)
+from caraserve.errors import AdapterRejected, CaraServeError, Forbidden, PayloadTooLarge, Unreachable
 from caraserve.lora.adapter import UploadSource
 from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.peft import TENSORS_NAME, inspect_adapter
