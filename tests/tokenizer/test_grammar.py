@@ -414,7 +414,7 @@ def test_a_grammar_that_has_grown_fails_where_its_client_has_no_memory_left(
 
 
 async def test_concurrent_and_later_requests_share_one_compilation(tokenizer: Tokenizer) -> None:
-    async with compiling(tokenizer) as grammars:
+    async with compiling(tokenizer) as compiler:
         source = GrammarSource("regex", "[a-f]{3}", "regex")
-        grammars = await asyncio.gather(*(grammars.compile(source) for _ in range(5)))
-        assert {*grammars, await grammars.compile(source)} == {grammars[0]}
+        grammars = await asyncio.gather(*(compiler.compile(source) for _ in range(5)))
+        assert {*grammars, await compiler.compile(source)} == {grammars[0]}
