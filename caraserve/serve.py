@@ -32,17 +32,17 @@ from caraserve.loop import Engine
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.aliases import Aliases
 from caraserve.lora.catalog import Catalog, CatalogRules
+from caraserve.lora.folder_contents import why_alias
 from caraserve.lora.folder_watch import FolderWatch
 from caraserve.lora.management import AdapterManagement
 from caraserve.lora.manager import AdapterManager
-from caraserve.lora.refused_folders import why_alias
 from caraserve.lora.registry import Registry
 from caraserve.lora.replicated_settings import ReplicatedSettings
 from caraserve.lora.settings import SettingsStore
 from caraserve.lora.uploads import AdapterUploads
 from caraserve.model.digest import model_digest
 from caraserve.model.spec import ModelSpec, load_spec
-from caraserve.profiling.apply import check_profile, loading_rules, tuned
+from caraserve.profiling.apply import check_profile, loading_rules, prepare_machine
 from caraserve.start_checks import (
     adapter_folders,
     check_names,
@@ -101,7 +101,7 @@ def _with_demo_adapters(lora: LoraConfig) -> LoraConfig:
     given = {module.name for module in lora.lora_modules}
     bundled = [LoraModule(name, demo.adapters_folder() / name) for name in demo.ADAPTER_NAMES if name not in given]
     uploads = None
-    if lora.allow_runtime_lora_updating and not lora.mode.preloads:
+    if lora.takes_uploads:
         with contextlib.suppress(RuntimeError):  # no home
             folder = data_folder("adapters")
             uploads = None if why_unwritable(folder) else folder
@@ -154,7 +154,9 @@ async def build_engine(
     backend = build_backend(spec, model_config, engine_config, lora_config, trace)
     stack.callback(backend.close)
     with progress("measuring this machine", 100, done="machine measured") as advance:
-        profile = tuned(backend, spec, model_config, engine_config, lora_config, advance, for_routing=has_peers)
+        profile = prepare_machine(
+            *(backend, spec, model_config, engine_config, lora_config), advance, for_routing=has_peers
+        )
     loop = asyncio.get_running_loop()
 
     def on_loop(call: Callable[[], None]) -> None:
@@ -337,8 +339,17 @@ async def serve(
         if credentials is not None:
             digest = model_identity(model_config, engine_config, served.spec)
             cluster = serve_cluster.make_cluster(
-                *(stack, cluster_config, credentials, lora_config, engine, observers),
-                *(served.reader, served.settings, served.management.uploads, served.spec, digest),
+                stack,
+                cluster_config,
+                credentials,
+                lora_config,
+                engine,
+                observers,
+                reader=served.reader,
+                settings=served.settings,
+                uploads=served.management.uploads,
+                model=served.spec,
+                model_digest=digest,
             )
         background = cluster.node.background if cluster else BackgroundTasks()
         tracer = None

@@ -339,6 +339,7 @@ def make_cluster(
     lora: LoraConfig,
     engine: Engine,
     observers: EngineObservers,
+    *,
     reader: AdapterReader,
     settings: ReplicatedSettings,
     uploads: AdapterUploads,

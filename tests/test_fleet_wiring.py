@@ -44,24 +44,20 @@ def lora_config(*arguments: str) -> LoraConfig:
 @pytest.mark.parametrize(
     ("draining", "failure", "reason"), [(False, None, None), (True, None, "draining"), (False, "gone", "draining")]
 )
-def test_a_draining_or_failed_instance_refuses_forwarded_requests(
+async def test_a_draining_or_failed_instance_refuses_forwarded_requests(
     tmp_path: Path, draining: bool, failure: str | None, reason: str | None
 ) -> None:
     config = cluster_config()
     catalog = SimpleNamespace(find=lambda name: None)
     engine: Any = SimpleNamespace(draining=draining, failure=failure, catalog=catalog)
-
-    async def body() -> str | None:
-        async with asyncio.timeout(20), instances(tmp_path) as running:
-            node = (await running.start("a")).node
-            router = make_router(node, engine, config, ClusterCredentials(KEYS))
-            try:
-                refusal = router.selector.refusal(router.selector.arrival(None, 10, 10), force=True)
-                return refusal.reason if refusal else None
-            finally:
-                await router.close()
-
-    assert asyncio.run(body()) == reason
+    async with asyncio.timeout(20), instances(tmp_path) as running:
+        node = (await running.start("a")).node
+        router = make_router(node, engine, config, ClusterCredentials(KEYS))
+        try:
+            refusal = router.selector.refusal(router.selector.arrival(None, 10, 10), force=True)
+            assert (refusal.reason if refusal else None) == reason
+        finally:
+            await router.close()
 
 
 @asynccontextmanager
@@ -72,12 +68,7 @@ async def prepared(
     manager = SimpleNamespace(on_move=lambda report: None)
     catalog = SimpleNamespace(all=lambda: list(infos.values()), find=infos.get, find_whole=infos.get, manager=manager)
     work = EngineLoad(0, 0, {}, 0, 0, 1000, 1000, 10)
-    engine: Any = SimpleNamespace(
-        draining=False,
-        failure=None,
-        catalog=catalog,
-        workload=lambda tokens: work,
-    )
+    engine: Any = SimpleNamespace(draining=False, failure=None, catalog=catalog, workload=lambda tokens: work)
     metrics: Any = SimpleNamespace(answers=lambda: (0, 0), show=lambda families: None)
     async with AsyncExitStack() as stack:
         node = Node(NodeConfig("tests", "a", "m", ("127.0.0.1:1",), KEYS), ClusterRegistryFile(None), rng=Random(1))
@@ -104,46 +95,35 @@ async def prepared(
 
 
 @pytest.mark.parametrize(("kernel", "rank"), [("bgmv", None), ("bgmv-padded", 64)])
-def test_the_published_model_uses_the_rank_that_the_kernels_compute(kernel: str, rank: int | None) -> None:
+async def test_the_published_model_uses_the_rank_that_the_kernels_compute(kernel: str, rank: int | None) -> None:
     config = lora_config("--lora-kernel", kernel)
     profile = load(PROFILE)
-
-    async def body() -> None:
-        async with prepared({}) as (node, _, join_it):
-            await join_it(lambda *parts: None, profile, config)
-            (instance,) = node.instances()
-            assert instance.model == PerfModel.of(profile, padded_rank=rank)
-
-    asyncio.run(asyncio.wait_for(body(), 20))
+    async with prepared({}) as (node, _, join_it):
+        await join_it(lambda *parts: None, profile, config)
+        (instance,) = node.instances()
+        assert instance.model == PerfModel.of(profile, padded_rank=rank)
 
 
-def test_an_instance_says_which_forwarded_requests_it_still_answers() -> None:
-    async def body() -> None:
-        async with prepared({}) as (node, router, join_it):
-            await join_it(lambda *parts: None, None, lora_config())
-            question = ANSWERING_QUESTION, "id", 1
-            assert node._listener.answer_query("b", question) == (0,)
-            router._answering.add(("b", "id", 1))
-            assert node._listener.answer_query("b", question) == (1,)
-            assert node._listener.answer_query("c", question) == (0,)
-
-    asyncio.run(asyncio.wait_for(body(), 20))
+async def test_an_instance_says_which_forwarded_requests_it_still_answers() -> None:
+    async with prepared({}) as (node, router, join_it):
+        await join_it(lambda *parts: None, None, lora_config())
+        question = ANSWERING_QUESTION, "id", 1
+        assert node._listener.answer_query("b", question) == (0,)
+        router._answering.add(("b", "id", 1))
+        assert node._listener.answer_query("b", question) == (1,)
+        assert node._listener.answer_query("c", question) == (0,)
 
 
-def test_accounting_begins_before_adapters_are_announced_and_forwarding_after() -> None:
+async def test_accounting_begins_before_adapters_are_announced_and_forwarding_after() -> None:
     infos = {f"n{index}": AdapterInfo(f"n{index}", f"d{index}", "", 8, (), 10, created_s=0.0) for index in range(500)}
+    async with prepared(infos) as (node, router, join_it):
+        found: list[tuple[int, bool]] = []
 
-    async def body() -> None:
-        async with prepared(infos) as (node, router, join_it):
-            found: list[tuple[int, bool]] = []
+        def accounting_begins(*parts: object) -> None:
+            found.append((sum(1 for _ in node.adapters()), router.selector.joined))
 
-            def accounting_begins(*parts: object) -> None:
-                found.append((sum(1 for _ in node.adapters()), router.selector.joined))
-
-            await join_it(accounting_begins, None, lora_config())
-            assert found == [(0, False)]
-            assert sum(1 for _ in node.adapters()) == len(infos)
-            assert router.selector.joined
-            assert 'task="cluster publisher"' in "".join(node.background.families(""))
-
-    asyncio.run(asyncio.wait_for(body(), 20))
+        await join_it(accounting_begins, None, lora_config())
+        assert found == [(0, False)]
+        assert sum(1 for _ in node.adapters()) == len(infos)
+        assert router.selector.joined
+        assert 'task="cluster publisher"' in "".join(node.background.families(""))

@@ -19,27 +19,21 @@ def joined(node: Node, now: Callable[[], float]) -> InstanceSelector:
     return router
 
 
-def test_a_joining_instance_is_ready_when_it_has_the_registry(tmp_path: Path) -> None:
-    async def body() -> None:
-        async with asyncio.timeout(20), instances(tmp_path) as running:
-            a = (await running.start("a")).node
-            for number in range(500):
-                a.register(RegisteredAdapter(f"poet-{number}", "d" * 64, 8, 1))
-            b = (await running.start("b")).node
-            router = joined(b, lambda: 0.0)
-            assert not router.is_registry_known
-            await until(lambda: router.is_registry_known)
-            assert len(list(b.adapters())) == 500
-
-    asyncio.run(body())
+async def test_a_joining_instance_is_ready_when_it_has_the_registry(tmp_path: Path) -> None:
+    async with asyncio.timeout(20), instances(tmp_path) as running:
+        a = (await running.start("a")).node
+        for number in range(500):
+            a.register(RegisteredAdapter(f"poet-{number}", "d" * 64, 8, 1))
+        b = (await running.start("b")).node
+        router = joined(b, lambda: 0.0)
+        assert not router.is_registry_known
+        await until(lambda: router.is_registry_known)
+        assert len(list(b.adapters())) == 500
 
 
-def test_an_instance_without_peers_is_ready_after_5_s(tmp_path: Path) -> None:
-    async def body() -> None:
-        async with asyncio.timeout(20), instances(tmp_path) as running:
-            times = iter((0.0, 4.9, 5.0))
-            router = joined((await running.start("a")).node, lambda: next(times))
-            assert not router.is_registry_known
-            assert router.is_registry_known
-
-    asyncio.run(body())
+async def test_an_instance_without_peers_is_ready_after_5_s(tmp_path: Path) -> None:
+    async with asyncio.timeout(20), instances(tmp_path) as running:
+        times = iter((0.0, 4.9, 5.0))
+        router = joined((await running.start("a")).node, lambda: next(times))
+        assert not router.is_registry_known
+        assert router.is_registry_known

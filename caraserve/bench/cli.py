@@ -15,8 +15,7 @@ from caraserve.bench.checkout import laboratory
 from caraserve.bench.lora import PARTS
 from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, add_json, count, names_among, positive
 from caraserve.bench.synthetic import ITEMSIZE, SHAPES
-from caraserve.cluster.routing.policies import ROUTINGS
-from caraserve.config import LOADING_MODES, LORA_KERNELS
+from caraserve.config import LOADING_MODES, LORA_KERNELS, ROUTINGS
 from caraserve.errors import ConfigError
 from caraserve.util.option_values import parse_cpus
 

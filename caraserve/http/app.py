@@ -53,7 +53,7 @@ from caraserve.loop import Engine
 from caraserve.lora.management import AdapterManagement
 from caraserve.telemetry.background import BackgroundTasks
 from caraserve.telemetry.metrics import Metrics
-from caraserve.util.exceptions import forget_frames
+from caraserve.util.tasks import forget_frames
 
 log = logging.getLogger("caraserve.http")
 

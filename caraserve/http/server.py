@@ -25,7 +25,7 @@ from caraserve.http.apis.api_format import shape_error
 from caraserve.http.connection_limit import ConnectionLimit
 from caraserve.http.context import HttpTimings
 from caraserve.http.responses import SERVER, error_body, error_response, json_response
-from caraserve.util.exceptions import forget_frames
+from caraserve.util.tasks import forget_frames
 
 log = logging.getLogger("caraserve.http")
 

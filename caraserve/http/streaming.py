@@ -13,7 +13,7 @@ from aiohttp import web
 from caraserve.errors import CaraServeError
 from caraserve.http.api_request import StreamFormat
 from caraserve.http.context import HttpTimings
-from caraserve.util.exceptions import forget_frames
+from caraserve.util.tasks import forget_frames
 
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",

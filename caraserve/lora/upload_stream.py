@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.errors import AdapterRejected, CaraServeError
-from caraserve.lora.adapter import Source, UploadSource
+from caraserve.lora.adapter import Done, LayersArrived, Source, UploadSource
 from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.arriving_image import ArrivingImage
-from caraserve.lora.host_loader import Came, Done
 from caraserve.lora.peft import TENSORS_NAME, specify
 from caraserve.model.safetensors_reader import TensorFile, TensorFileError
 from caraserve.model.spec import ModelSpec
@@ -29,7 +28,7 @@ class _Reading:
 
     into: NDArray[np.uint8]
     done: Done
-    came: Came
+    layers_arrived: LayersArrived
     announced: int = 0  # layers
 
 
@@ -57,19 +56,19 @@ class UploadStream(UploadSource):
 
     # --- on the event loop ---
 
-    def read(self, into: NDArray[np.uint8], done: Done, came: Came) -> None:
+    def read(self, into: NDArray[np.uint8], done: Done, layers_arrived: LayersArrived) -> None:
         """Fills `into` as the tensors arrive."""
         if self._outcome is None:
-            self._reading = _Reading(into, done, came)
+            self._reading = _Reading(into, done, layers_arrived)
         else:
-            self._read_outcome(_Reading(into, done, came))
+            self._read_outcome(_Reading(into, done, layers_arrived))
 
     def announce(self) -> None:
         """Reports layers that have arrived since the last call."""
         reading, arriving = self._reading, self._arriving
         if reading is not None and arriving is not None and arriving.layers > reading.announced:
             reading.announced = arriving.layers
-            reading.came(arriving.so_far(), arriving.layers)
+            reading.layers_arrived(arriving.so_far(), arriving.layers)
 
     def complete(self, image: HostAdapter | None) -> None:
         """Reports the whole image, whose checksum is right, if it was being read."""

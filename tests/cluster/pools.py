@@ -128,7 +128,7 @@ class Member:
 
     def evict(self, name: str) -> None:
         """Evicts an adapter's image from the host cache."""
-        self.manager.evict_from_host(self.catalog.get(name).digest)
+        self.manager._host_loader.evict(self.catalog.get(name).digest)
 
     def knows(self, *names: str) -> bool:
         return all(self.catalog.find(name) is not None for name in names)

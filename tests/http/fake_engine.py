@@ -11,14 +11,14 @@ import numpy as np
 from caraserve.core.reasoning_grammar import ReasoningTokens
 from caraserve.core.request import Finish, FinishReason, GenerateRequest, Phases, Tenant, TokenDelta, TokenLogprob
 from caraserve.engine.batch_timeline import BatchTimeline
-from caraserve.engine.request_counts import RequestCounts
+from caraserve.engine.stats import RequestCounts
 from caraserve.engine.unread import UnreadAnswer, UnreadBudget
 from caraserve.errors import CaraServeError, ContextLengthExceeded, InvalidRequest, NotFound
 from caraserve.lora.adapter import Adapter, EndedLoad
 from caraserve.tokenizer.adapter_templates import AdapterTemplates
 from caraserve.tokenizer.grammar import GrammarSource
-from caraserve.tokenizer.infill import InfillFormat
 from caraserve.tokenizer.reasoning import ReasoningFormat
+from caraserve.tokenizer.tokenizer import InfillFormat
 from caraserve.tokenizer.tool_format import HERMES, ToolFormat
 
 PHASES = Phases(queued_ms=1.0, load_ms=2.0, prefill_ms=3.0, decode_ms=4.0)

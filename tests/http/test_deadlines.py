@@ -18,7 +18,7 @@ from caraserve.http.context import HttpTimings
 from caraserve.http.deadline import HEADER, remaining_time_header, within_deadline
 from caraserve.http.proxy import body_digest
 from caraserve.http.streaming import EventStream
-from tests.engine_world import world
+from tests.engine_harness import harness
 from tests.http.fake_engine import FakeEngine
 from tests.http.fleet import KEYS, RawAnswer, fleet, streamed
 from tests.http.serving import Answer, serving
@@ -140,7 +140,7 @@ async def test_the_engine_gets_back_all_that_the_request_held(
 ) -> None:
     finishes: list[Finish] = []
     first = asyncio.Event()
-    async with world(random.Random(0), slots=1) as here:
+    async with harness(random.Random(0), slots=1) as here:
         engine: Any = here.engine
         monkeypatch.setattr(here.metrics, "observe_finish", finishes.append)
         monkeypatch.setattr(here.metrics, "observe_first_token", lambda seconds: first.set())

@@ -25,7 +25,7 @@ from caraserve.model.dtype import Dtype
 from caraserve.model.plan import LinearPlan
 from caraserve.model.spec import ModelSpec, load_spec, parse_spec
 from caraserve.profiling import measure as calibrate
-from caraserve.profiling.apply import loading_rules, make_profile, tuned
+from caraserve.profiling.apply import loading_rules, make_profile, prepare_machine
 from caraserve.profiling.cpu_lora_rate import LayerLora
 from caraserve.profiling.measure import measure, model_key
 from caraserve.profiling.microbench import adapter_spec, random_adapter
@@ -227,7 +227,7 @@ def test_a_profile_of_another_lora_kernel_is_refused(tmp_path: Path) -> None:
     backend.start_workers = lambda tokens_per_worker: None
     lora = lora_config({}, mode="auto", profile=tmp_path / "p.json")
     with pytest.raises(ConfigError, match="measured with another --lora-kernel than bgmv;"):
-        tuned(backend, spec(), model_config(tmp_path), engine_config(), lora, lambda: None)
+        prepare_machine(backend, spec(), model_config(tmp_path), engine_config(), lora, lambda: None)
 
 
 def test_routing_has_the_machine_profiled_in_every_loading_mode(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_routing_has_the_machine_profiled_in_every_loading_mode(tmp_path: Path) 
         backend: Any = _Untimed(LARGE)
         backend.start_workers = backend.use = lambda *values, **named: None
         lora = lora_config({}, mode=mode, profile=profile)
-        made = tuned(
+        made = prepare_machine(
             backend, spec(), model_config(tmp_path), engine_config(), lora, lambda: None, for_routing=for_routing
         )
         assert loading_rules(backend, spec(), made, lora).mode.name == mode
@@ -296,7 +296,7 @@ def test_a_saved_profile_without_a_hand_off_gets_it_when_there_are_workers(
         backend.start_workers = backend.use = lambda *values, **named: None
         timed = None if handoff_s is None else RoundTrip(total_s=1e-3 + handoff_s, compute_s=1e-3)
         backend.time_hand_off = lambda slot, tokens: timed if backend.ranks.get(slot) else None
-        made = tuned(backend, spec(), model_config(tmp_path), engine_config(), lora, lambda: None)
+        made = prepare_machine(backend, spec(), model_config(tmp_path), engine_config(), lora, lambda: None)
         assert made is not None
         (saved,) = tmp_path.rglob("*.json")
         assert load(saved) == made

@@ -20,6 +20,7 @@ from caraserve.cluster.routing.router import (
     Proposal,
     rank_candidates,
 )
+from caraserve.config import ROUTINGS
 from caraserve.errors import ConfigError
 
 _REQUESTS = attrgetter("backlog.requests")
@@ -221,6 +222,7 @@ class Dlora:
         return Proposal(LazyOrder((nearest[0],), lambda: (*nearest, *others())))
 
 
+# One for each name in `ROUTINGS`.
 _POLICIES: Mapping[str, Callable[[], Policy]] = {
     "auto": Auto,
     "rank-aware": RankAware,
@@ -233,4 +235,3 @@ _POLICIES: Mapping[str, Callable[[], Policy]] = {
     "s-lora-random": ByPlan,
     "s-lora-contiguous": ByPlan,
 }
-ROUTINGS: tuple[str, ...] = tuple(_POLICIES)

@@ -23,10 +23,9 @@ from caraserve.cluster.transfer.peer_client import PeerClient
 from caraserve.cluster.transfer.replaced_folders import ReplacedFolders
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.errors import CaraServeError, Forbidden, Unreachable
-from caraserve.lora.adapter import AdapterTier, UploadSource
+from caraserve.lora.adapter import AdapterTier, Done, LayersArrived, UploadSource
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.catalog import Catalog
-from caraserve.lora.host_loader import Came, Done
 from caraserve.lora.registry import AdapterInfo
 from caraserve.model.spec import ModelSpec
 from caraserve.telemetry.prometheus import family
@@ -192,7 +191,7 @@ class AdapterPool:
 
     # --- bytes ---
 
-    def fetch(self, digest: str, into: NDArray[np.uint8], done: Done, came: Came) -> None:
+    def fetch(self, digest: str, into: NDArray[np.uint8], done: Done, came: LayersArrived) -> None:
         """For `AdapterReader`: reads an adapter that no folder here has from the disk cache, or downloads it."""
         self._tasks.start(self._fetch(digest, into, done, came), f"fetch of adapter {digest[:12]}")
 
@@ -217,7 +216,7 @@ class AdapterPool:
         info = self._catalog.find(name)
         return info is not None and self.store.holds(info.digest)
 
-    async def _fetch(self, digest: str, into: NDArray[np.uint8], done: Done, came: Came) -> None:
+    async def _fetch(self, digest: str, into: NDArray[np.uint8], done: Done, came: LayersArrived) -> None:
         result: HostAdapter | CaraServeError | None = None
         is_new = False
         try:
@@ -234,7 +233,7 @@ class AdapterPool:
         if is_new:
             await self.store.keep(digest)
 
-    async def _download(self, digest: str, into: NDArray[np.uint8], came: Came) -> HostAdapter:
+    async def _download(self, digest: str, into: NDArray[np.uint8], came: LayersArrived) -> HostAdapter:
         """Downloads an adapter for requests. Raises Unreachable, also when no request waits for it any more."""
         try:
             async with asyncio.timeout(None) as scope:

@@ -27,11 +27,10 @@ from caraserve.cluster.transfer.disk_cache import DiskCache, file_size
 from caraserve.cluster.transfer.upload import UploadsBusy, UploadServer
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.errors import AdapterRejected, CaraServeError
-from caraserve.lora.adapter import RemoteSource, Source
+from caraserve.lora.adapter import Done, RemoteSource, Source
 from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.folder_contents import stamp
-from caraserve.lora.host_loader import Done
 from caraserve.lora.manager import AdapterManager
 from caraserve.lora.registry import AdapterInfo
 from caraserve.util.tasks import Tasks, in_turns

@@ -27,7 +27,7 @@ from caraserve.cluster.routing.cost import Tier
 from caraserve.cluster.transfer.peer_client import PeerClient, TransferFailure
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.errors import AdapterRejected, Unreachable
-from caraserve.lora.host_loader import Came
+from caraserve.lora.adapter import LayersArrived
 from caraserve.lora.manifest import chunk_ends, read_manifest
 from caraserve.model.spec import ModelSpec
 
@@ -88,7 +88,7 @@ class DownloadCounts:
 class _Download:
     digest: str
     into: NDArray[np.uint8]
-    came: Came
+    came: LayersArrived
     gives_up_s: float  # without progress and without a holder
     ends_s: float  # without progress
     spec: AdapterSpec | None = None
@@ -150,7 +150,9 @@ class Downloader:
         # (digest, peer) → corrupt chunks, time of the last
         self._corrupt: dict[tuple[str, str], tuple[int, float]] = {}
 
-    async def fetch(self, digest: str, into: NDArray[np.uint8], came: Came = lambda image, layers: None) -> HostAdapter:
+    async def fetch(
+        self, digest: str, into: NDArray[np.uint8], came: LayersArrived = lambda image, layers: None
+    ) -> HostAdapter:
         """Fills `into` with an adapter's image. Calls `came(image, layers)` whenever more leading layers are complete.
         Raises Unreachable when no holder sends it, and AdapterRejected when it does not fit this base model."""
         began_s = self._now()

@@ -23,8 +23,7 @@ from caraserve.cluster.membership.auth import SIGNATURE_HEADER, Keyring, is_sign
 from caraserve.core.adapter_rules import DIGEST
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.errors import CaraServeError
-from caraserve.lora.adapter import Source
-from caraserve.lora.host_loader import Done
+from caraserve.lora.adapter import Done, Source
 from caraserve.lora.manager import AdapterManager
 from caraserve.lora.manifest import manifest_of
 

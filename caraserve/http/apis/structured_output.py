@@ -15,8 +15,7 @@ from caraserve.http.apis.reasoning import Reasoning
 from caraserve.http.request_schema import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, check_fields
 from caraserve.http.validation import Fields, shown
 from caraserve.loop import Engine
-from caraserve.tokenizer.grammar import GrammarKind, GrammarSource
-from caraserve.tokenizer.grammar_limits import MAX_SOURCE_BYTES
+from caraserve.tokenizer.grammar import MAX_SOURCE_BYTES, GrammarKind, GrammarSource
 
 _ANY_OBJECT = '{"type":"object"}'
 _MAX_CHOICES = 1024

@@ -16,7 +16,7 @@ from caraserve.http.apis.structured_output import json_text
 from caraserve.http.validation import Fields, shown
 from caraserve.tokenizer.chat_template import HOW_TO_RENDER_TOOLS
 from caraserve.tokenizer.grammar import GrammarSource
-from caraserve.tokenizer.grammar_limits import WHITESPACE
+from caraserve.tokenizer.grammar_check import WHITESPACE
 from caraserve.tokenizer.tool_format import (
     CallStart,
     TextPart,

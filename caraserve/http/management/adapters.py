@@ -168,7 +168,7 @@ class _ReplacementCheck:
         """As `CheckUpload`. Raises AdapterRejected, AdapterBusy, VersionDiffers or AdapterAliased."""
         refuse_alias(self._context, self._name)
         _refuse_uploading(self._context, self._name)
-        version, aliases = _version(self._context, self._name), self._aliases.of(self._name)
+        version, aliases = _version(self._context, self._name), self._aliases.names_of(self._name)
         check_change(self._request, self._name, version)
         if digest is None:
             self._at_first = aliases
@@ -301,7 +301,7 @@ class _Deletion:
         if self.is_deleted():
             raise _unknown(self._request)
         check_change(self._request, self._name, _version(self._context, self._name))
-        if not self._is_forced and (aliases := self._aliases.of(self._name)):
+        if not self._is_forced and (aliases := self._aliases.names_of(self._name)):
             raise _aliased(self._name, aliases, "they are deleted too")
 
     def remove_elsewhere(self) -> str | None:

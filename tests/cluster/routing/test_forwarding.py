@@ -25,7 +25,7 @@ from caraserve.cluster.routing.forward_auth import (
     parse_refusal,
 )
 from caraserve.cluster.routing.perf_model import PerfModel
-from caraserve.cluster.routing.policies import ROUTINGS, policy
+from caraserve.cluster.routing.policies import policy
 from caraserve.cluster.routing.router import Instance, Refusal
 from caraserve.cluster.routing.selector import (
     LOCAL,
@@ -37,7 +37,6 @@ from caraserve.cluster.routing.selector import (
     PeerTarget,
 )
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
-from caraserve.config import ROUTINGS as FLAG
 from caraserve.errors import Forbidden, Overloaded
 
 MODEL = PerfModel(0.01, 0.1, 5.0, False, 1.0, 0.05, 0.001)
@@ -102,10 +101,6 @@ def selector(
     )
     made.join()
     return made
-
-
-def test_the_option_accepts_every_policy_and_local() -> None:
-    assert set(FLAG) == {*ROUTINGS, "local"}
 
 
 def test_a_burst_at_one_instance_is_spread_before_any_heartbeat() -> None:

@@ -86,7 +86,7 @@ async def test_other_instances_learn_in_which_cache_an_adapter_is(
         await submit(engine, PROMPT, "poet", max_tokens=1)
         await until(lambda: b.holders(digest) == {"a": Tier.DEVICE})
         manager.device_loader.drop(adapter)
-        manager.evict_from_host(digest)
+        manager._host_loader.evict(digest)
         await until(lambda: b.holders(digest) == {"a": Tier.DISK})
         publishing.cancel()
 

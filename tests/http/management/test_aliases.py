@@ -113,7 +113,7 @@ async def test_no_alias_takes_the_name_of_an_adapter_that_is_arriving(tmp_path: 
         await add(receiver, "a")
         async with receiver.catalog.changing("prod"):
             pointing = asyncio.create_task(point(client, "prod", "a"))
-            await until(lambda: receiver.catalog._locks._users["prod"] == 2)
+            await until(lambda: len(receiver.catalog._changes._waiting) == 1)
             info = replace(receiver.catalog.get("a"), name="prod")
             await receiver.catalog._register(info, receiver.catalog.folders.at(Path(info.path)))
         assert await pointing == 400

@@ -12,16 +12,11 @@ from caraserve.lora.manager import AdapterManager
 from caraserve.util.units import ceil_div
 
 
-class RequestSlots:
+class SlotAllocator:
     """Assigns slots and prefixes to requests, and releases them. Runs on the event loop."""
 
     def __init__(
-        self,
-        backend: Backend,
-        manager: AdapterManager,
-        eos_ids: frozenset[int],
-        *,
-        prefix_caching: bool,
+        self, backend: Backend, manager: AdapterManager, eos_ids: frozenset[int], *, prefix_caching: bool
     ) -> None:
         limits = backend.limits
         self.pool = manager.memory.pool

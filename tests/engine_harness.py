@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from caraserve.lora.manager import AdapterManager
 from caraserve.lora.registry import AdapterInfo, Registry
 from caraserve.lora.start_policy import StartPolicy
 from caraserve.util.units import align_up
-from tests.fake_backend import Aside, FakeBackend, FakeTokenizer, expected, expected_embedding
+from tests.fake_backend import FakeBackend, FakeTokenizer, SideBatch, expected, expected_embedding
 from tests.fake_images import ADAPTER_BYTES, FakeReader
 
 Way = TypeVar("Way")
@@ -85,13 +85,13 @@ class _Catalog(Catalog):
 def asked_for(
     prompt: Sequence[int], name: str | None, *, embeds: bool = False, client: str = "", **params: Any
 ) -> GenerateRequest:
-    """Returns the request of `World.ask`."""
+    """Returns the request of `EngineHarness.ask`."""
     settings = SamplingParams(**{"temperature": 0.0} | params)
     return GenerateRequest("r", tuple(prompt), name, settings, 0.0, tenant=Tenant(client), embeds=embeds)
 
 
 @dataclass
-class Asked:
+class SentRequest:
     """A request and its output."""
 
     prompt: tuple[int, ...]
@@ -102,7 +102,7 @@ class Asked:
     deltas: list[TokenDelta] = field(default_factory=list)
     rest: Callable[[], int] = lambda: 0  # returns the turns of the event loop before the next delta is read
 
-    async def collect(self) -> "Asked":
+    async def collect(self) -> "SentRequest":
         async for delta in self.stream:
             self.deltas.append(delta)
             for _ in range(self.rest()):
@@ -133,8 +133,8 @@ class Asked:
             assert self.tokens == right
 
 
-@dataclass(repr=False)  # asyncio.run formats the result of its task: 10 ms for a world with all its requests
-class World:
+@dataclass(repr=False)  # asyncio.run formats the result of its task: 10 ms for one with all its requests
+class EngineHarness:
     """An engine on a fake backend, in which a test chooses the operation that ends next."""
 
     engine: Engine
@@ -145,16 +145,16 @@ class World:
     read_failures: float = 0.0
     plan_failures: float = 0.0
     copy_failures: float = 0.0
-    aside_failures: float = 0.0  # probability that a side batch needs a retry, or fails
+    side_batch_failures: float = 0.0  # probability that a side batch needs a retry, or fails
     streams: bool = False  # whether adapters are downloaded layer by layer
     most_rests: int = 0  # of a reader before its next delta, in turns of the event loop
 
     def ask(
         self, prompt: Sequence[int], name: str | None, *, embeds: bool = False, client: str = "", **params: Any
-    ) -> tuple[Asked, "asyncio.Task[Asked]"]:
+    ) -> tuple[SentRequest, "asyncio.Task[SentRequest]"]:
         request = asked_for(prompt, name, embeds=embeds, client=client, **params)
         digest = None if name is None else self.engine.adapter(name).digest
-        asked = Asked(tuple(prompt), digest, request.params, self.engine.submit(request), embeds)
+        asked = SentRequest(tuple(prompt), digest, request.params, self.engine.submit(request), embeds)
         if self.most_rests:
             asked.rest = functools.partial(self.rng.randrange, self.most_rests + 1)
         return asked, asyncio.create_task(asked.collect())
@@ -172,7 +172,7 @@ class World:
                 (backend.resizes, lambda: self._any(backend.resizes)()),
                 (self.reader.coming if self.streams else [], lambda: self.rng.choice(self.reader.coming)()),
                 (backend.streamed if self.copy_failures else {}, self._fail_streamed),
-                (self._ending_asides(), self._end_aside),
+                (self._ending_side_batches(), self._end_side_batch),
             )
             if queue
         ]
@@ -194,18 +194,18 @@ class World:
         if self.rng.random() < self.copy_failures:
             self.backend.fail_streamed(self.rng.choice(list(self.backend.streamed)))
 
-    def _ending_asides(self) -> list[Aside]:
-        return [aside for aside in self.backend.asides if self.backend.may_end(aside)]
+    def _ending_side_batches(self) -> list[SideBatch]:
+        return [side_batch for side_batch in self.backend.side_batches if self.backend.may_end(side_batch)]
 
-    def _end_aside(self) -> None:
-        failed = self.rng.random() < self.aside_failures
-        index = self.backend.asides.index(self.rng.choice(self._ending_asides()))
-        self.backend.end_aside(index, self.rng.choice(("void", "failed")) if failed else "done")
+    def _end_side_batch(self) -> None:
+        failed = self.rng.random() < self.side_batch_failures
+        index = self.backend.side_batches.index(self.rng.choice(self._ending_side_batches()))
+        self.backend.end_side_batch(index, self.rng.choice(("void", "failed")) if failed else "done")
 
     def _any(self, queue: list[Way]) -> Way:
         return queue.pop(self.rng.randrange(len(queue)))
 
-    async def until_done(self, tasks: "Sequence[asyncio.Task[Asked]]") -> None:
+    async def until_done(self, tasks: "Sequence[asyncio.Task[SentRequest]]") -> None:
         idle = 0
         while not all(task.done() for task in tasks):
             for _ in range(self.rng.randrange(1, 6)):
@@ -231,7 +231,7 @@ def shared_memory(spare_bytes: int, blocks: int, adapters: int) -> SharedMemory:
 
 
 @contextlib.asynccontextmanager
-async def world(
+async def harness(
     rng: random.Random,
     *,
     adapters: int = 4,
@@ -247,8 +247,8 @@ async def world(
     streamed_batches: int = 0,
     clock_step_s: float = 0.0,
     iteration_ms: IterationTime | None = None,
-) -> AsyncIterator[World]:
-    """Builds a world. `spare_bytes`: memory beyond `blocks` blocks and the largest adapter, where they share it.
+) -> AsyncIterator[EngineHarness]:
+    """Builds one. `spare_bytes`: memory beyond `blocks` blocks and the largest adapter, where they share it.
     `streamed_batches`: if above 0, adapters have several layers, which are downloaded one by one. `clock_step_s`: time
     that passes with each reading of the engine's clock. `iteration_ms`: the engine's performance model."""
     limits = Limits(
@@ -304,7 +304,7 @@ async def world(
     )
     running = asyncio.create_task(engine.run())
     try:
-        yield World(engine, backend, reader, metrics, rng, streams=streamed_batches > 0)
+        yield EngineHarness(engine, backend, reader, metrics, rng, streams=streamed_batches > 0)
         engine.check()
         snapshot = engine.snapshot()
         assert (snapshot.running, snapshot.waiting, snapshot.kv_used_blocks) == (0, 0, 0)
@@ -320,15 +320,12 @@ async def world(
         registry.close()
 
 
-def in_world(test: Callable[[World], Awaitable[None]], **kind: Any) -> None:
-    """Runs a test in a world of its own, and ends all operations that it left under way."""
-
-    async def body() -> None:
-        async with world(random.Random(0), **kind) as here:
-            await test(here)
-            await here.settle()
-
-    asyncio.run(body())
+@contextlib.asynccontextmanager
+async def in_harness(**kind: Any) -> AsyncIterator[EngineHarness]:
+    """Yields a harness for one test, and ends all operations that the test left under way."""
+    async with harness(random.Random(0), **kind) as here:
+        yield here
+        await here.settle()
 
 
 async def turn() -> None:
