@@ -32,6 +32,18 @@ LAYERS = (
     *("telemetry", "core", "model", "config", "demo", "errors", "util"),
 )
 
+# The subfolders and single modules of a folder, likewise.
+SUBFOLDERS = {
+    "http": (
+        *("app", "operations", "openapi", "server", "connection_limit"),  # routes and connections
+        *("dispatch", "queue_rebalance", "proxy", "peer_watch"),  # this instance or another
+        *("generation", "generation_routes", "deadline", "tracing", "otlp"),
+        *("management", "apis", "access"),
+        *("responses", "request_log", "streaming", "context", "client", "api_request", "whole_answer", "tls_files"),
+        "body",
+    ),
+}
+
 # Packages with a price, and the parts that may pay it.
 HOMES = {
     "torch": {"model", "gpu", "bench"},
@@ -136,6 +148,19 @@ def test_imports_run_downwards() -> None:
         below = LAYERS[LAYERS.index(part(path)) + 1 :] if part(path) in LAYERS else ()
         for there, line in own_imports(path):
             assert there in below, f"{relative(path)}:{line}: {part(path)} imports {there}, which is not below it"
+
+
+@pytest.mark.parametrize("folder", SUBFOLDERS)
+def test_imports_within_a_folder_run_downwards(folder: str) -> None:
+    paths = sorted((PACKAGE / folder).rglob("*.py"))
+    order, inside = SUBFOLDERS[folder], {path: path.relative_to(PACKAGE / folder).parts[0] for path in paths}
+    assert {name.removesuffix(".py") for name in inside.values()} - {"__init__"} == set(order)
+    for path in paths:
+        here = inside[path].removesuffix(".py")
+        for name, line in imports(path):
+            there = name.removeprefix(f"caraserve.{folder}.").split(".")[0]
+            if name.startswith(f"caraserve.{folder}.") and there != here:
+                assert there in order[order.index(here) + 1 :], f"{relative(path)}:{line} imports {name}, not below it"
 
 
 def test_heavy_packages_are_imported_only_where_they_belong() -> None:

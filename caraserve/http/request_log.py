@@ -14,9 +14,9 @@ from aiohttp import web
 
 from caraserve.core.request import Phases
 from caraserve.errors import CaraServeError
-from caraserve.http.context import CLIENT
+from caraserve.http.api_request import ResponseTotals
+from caraserve.http.client import CLIENT
 from caraserve.http.streaming import EVENT_STREAM
-from caraserve.http.usage import ResponseTotals
 
 log = logging.getLogger("caraserve.http.requests")
 

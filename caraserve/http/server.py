@@ -21,9 +21,9 @@ from aiohttp.streams import StreamReader
 
 from caraserve.errors import CaraServeError, ConfigError, ServerBusy
 from caraserve.http.access.auth import PROBES
-from caraserve.http.apis.api_format import shape_error
 from caraserve.http.connection_limit import ConnectionLimit
 from caraserve.http.context import HttpTimings
+from caraserve.http.generation_routes import shape_error
 from caraserve.http.responses import SERVER, error_body, error_response, json_response
 from caraserve.util.exceptions import forget_frames
 
@@ -256,11 +256,7 @@ class _Connection(web.RequestHandler):
     # --- what aiohttp refuses ---
 
     def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """The last response of a connection: to bytes that are no request, and to exceptions outside handlers."""
         if request.writer.output_size > 0:

@@ -16,7 +16,8 @@ from typing import Any
 from aiohttp import web
 
 from caraserve.core.request import PhaseTime
-from caraserve.http.context import CLIENT, REQUEST_ID, SERVED_BY
+from caraserve.http.client import CLIENT
+from caraserve.http.context import REQUEST_ID, SERVED_BY
 from caraserve.http.otlp import OtlpExporter, Value, attributes
 from caraserve.http.request_log import SUMMARY, RequestSummary
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import aiohttp
 
-from caraserve.http.adapter_defaults import read_defaults
 from caraserve.http.app import make_app, start_http
+from caraserve.http.body.sampling import read_defaults
 from caraserve.lora.aliases import Aliases
 from caraserve.lora.catalog import Catalog
 from caraserve.lora.management import AdapterManagement

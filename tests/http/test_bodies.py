@@ -95,6 +95,6 @@ async def test_the_parsers_lack_of_memory_is_not_reported_as_bad_json(monkeypatc
     def lacking(body: bytes) -> None:
         raise ValueError("Not enough memory to allocate buffer for parsing: line 1 column 1 (char 0)")
 
-    monkeypatch.setattr("caraserve.http.json_reader.orjson.loads", lacking)
+    monkeypatch.setattr("caraserve.http.body.json_reader.orjson.loads", lacking)
     async with serving(FakeEngine()) as client:
         assert (await client.complete()).status == 503

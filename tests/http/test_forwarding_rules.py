@@ -13,7 +13,7 @@ from caraserve.cluster.routing.forward_auth import CLAIMS_HEADER, INSTANCE_HEADE
 from caraserve.cluster.routing.selector import LOCAL, LatencyTargets
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from caraserve.errors import Unreachable
-from caraserve.http.adapter_defaults import read_defaults
+from caraserve.http.body.sampling import read_defaults
 from caraserve.lora.aliases import Aliases
 from caraserve.lora.management import AdapterManagement
 from caraserve.lora.registry import UPLOADING, AdapterInfo, Registry

@@ -15,9 +15,10 @@ from caraserve.cluster.membership.swim import MemberState
 from caraserve.core.request import TokenDelta
 from caraserve.errors import BackendFailed
 from caraserve.http.access.api_keys import key_name
-from caraserve.http.access.client import Client as Sender
 from caraserve.http.apis.choices import OpenAiStream
-from caraserve.http.context import CLIENT, HttpTimings
+from caraserve.http.client import CLIENT
+from caraserve.http.client import Client as Sender
+from caraserve.http.context import HttpTimings
 from caraserve.http.request_log import SUMMARY, RequestSummary, log_request, note_end
 from caraserve.http.streaming import EVENT_STREAM, EventStream
 from caraserve.telemetry.log import configure

@@ -6,23 +6,21 @@ from typing import Any
 import pytest
 
 from caraserve.errors import InvalidRequest
-from caraserve.http.apis.translated_fields import MESSAGES, RESPONSES
-from caraserve.http.request_schema import (
+from caraserve.http.body.field_types import Fields
+from caraserve.http.body.known_fields import MAX_UNKNOWN, KnownFields, check_fields
+from caraserve.http.body.request_schema import (
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
     EMBEDDINGS,
     LOAD_ADAPTER,
-    MAX_UNKNOWN,
     RERANK,
     SCORE,
     STREAM_OPTIONS,
     TOKENIZE,
     UNLOAD_ADAPTER,
-    KnownFields,
-    check_fields,
 )
-from caraserve.http.validation import Fields
+from caraserve.http.body.translated_schema import MESSAGES, RESPONSES
 from tests.http.fake_engine import FakeEngine
 from tests.http.serving import serving
 

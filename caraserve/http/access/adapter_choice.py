@@ -1,8 +1,10 @@
 """Which adapter a request names: in `model`, or in a field by which clients of other servers name an adapter.
 
-Every field that is present counts. A request in which two fields name different adapters is refused.
+Every field that is present counts. A request in which two fields name different adapters is refused. Which version of
+the adapter may answer is checked by the header If-Match.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +12,17 @@ from typing import Any
 from aiohttp import web
 
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
-from caraserve.errors import AdapterRejected, InvalidRequest, NotFound
-from caraserve.http import body_fields
-from caraserve.http.access.client import Client
-from caraserve.http.context import CLIENT, CONTEXT, Context
-from caraserve.http.validation import Fields, shown
+from caraserve.errors import AdapterRejected, InvalidRequest, NotFound, VersionDiffers
+from caraserve.http.body import fields as body_fields
+from caraserve.http.body.field_types import Fields, shown
+from caraserve.http.client import CLIENT, Client
+from caraserve.http.context import CONTEXT, Context
 from caraserve.lora.registry import AdapterInfo
 from caraserve.lora.settings import NO_DEFAULTS, AdapterSettings, RequestDefaults
+
+SERVED_BY_HEADER = "x-caraserve-adapter"
+_REQUIRED_HEADER, _REFUSED_HEADER = "If-Match", "If-None-Match"
+_TAGS = re.compile(r'\s*"[0-9a-f]{64}"\s*(,\s*"[0-9a-f]{64}"\s*){0,15}')
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +33,7 @@ class ChosenAdapter:
     defaults: RequestDefaults = NO_DEFAULTS
 
 
-Find = Callable[[str], ChosenAdapter | None]
+AdapterFinder = Callable[[str], ChosenAdapter | None]
 """The adapter that a model name stands for, None for the base model. Raises NotFound with param `model`."""
 
 
@@ -112,7 +118,7 @@ def refusal(request: web.Request, name: str) -> str:
     return f" {which} in --adapters-dir is not served: {found.reason}."
 
 
-def adapter_finder(request: web.Request) -> Find:
+def adapter_finder(request: web.Request) -> AdapterFinder:
     """A function that gives the adapter that a model name stands for, among those that the client of `request` may
     use; see `find_adapter`."""
 
@@ -134,7 +140,9 @@ def remote_adapter(context: Context, adapter: RegisteredAdapter) -> RemoteAdapte
     return RemoteAdapter(adapter.name, adapter.digest, adapter.rank, adapter.num_bytes, context.started_s)
 
 
-def choose_adapter(fields: Fields, base_name: str, find: Find, client: Client) -> tuple[str, ChosenAdapter | None]:
+def choose_adapter(
+    fields: Fields, base_name: str, find: AdapterFinder, client: Client
+) -> tuple[str, ChosenAdapter | None]:
     """Returns the name that the response repeats, and the adapter, None for the base model. If `model` is absent or
     names the base model, the other fields choose.
 
@@ -158,7 +166,7 @@ def choose_adapter(fields: Fields, base_name: str, find: Find, client: Client) -
     return shown_name, adapter
 
 
-def _found(field: str, name: str, find: Find) -> ChosenAdapter | None:
+def _found(field: str, name: str, find: AdapterFinder) -> ChosenAdapter | None:
     try:
         return find(name)
     except NotFound as error:
@@ -205,3 +213,53 @@ def _entry_name(entry: Any) -> str:
     if type(scale) not in (int, float) or scale != 1:
         raise InvalidRequest(f"lora[0].scale must be 1, not {shown(scale)}; no other is served.", param="lora")
     return name
+
+
+# --- versions ---
+
+
+def entity_tag(digest: str) -> str:
+    """An adapter's digest as the value of the header ETag."""
+    return f'"{digest}"'
+
+
+def check_version(request: web.Request, served_by: str) -> None:
+    """Raises VersionDiffers if If-Match names other versions than the one that answers, or InvalidRequest if it is
+    malformed. `served_by`: `adapter@digest`, or the base model's name."""
+    required = _tags(request, _REQUIRED_HEADER)
+    if required in ("", "*"):
+        return
+    name, _, digest = served_by.partition("@")
+    if not digest or entity_tag(digest) not in required:
+        what = f"the version {digest}" if digest else "the base model, which has no version"
+        raise VersionDiffers(f"{name} is {what}, not the one that {_REQUIRED_HEADER} requires.", param=_REQUIRED_HEADER)
+
+
+def check_change(request: web.Request, name: str, digest: str | None) -> None:
+    """Raises VersionDiffers unless a request may change what a name stands for, by its If-Match and If-None-Match.
+    `digest`: of the version that the name stands for now, None for none. Raises InvalidRequest for malformed ones."""
+    is_now = "no adapter" if digest is None else f"the version {digest}"
+    required, refused = _tags(request, _REQUIRED_HEADER), _tags(request, _REFUSED_HEADER)
+    if required and (digest is None or (required != "*" and entity_tag(digest) not in required)):
+        raise VersionDiffers(
+            f"{name} is {is_now}, which {_REQUIRED_HEADER} excludes; nothing was changed.", param=_REQUIRED_HEADER
+        )
+    if refused and digest is not None and (refused == "*" or entity_tag(digest) in refused):
+        raise VersionDiffers(
+            f"{name} is {is_now}, which {_REFUSED_HEADER} excludes; nothing was changed.", param=_REFUSED_HEADER
+        )
+
+
+def _tags(request: web.Request, header: str) -> str:
+    """The digests in a header, each in double quotes; `*` for any, empty without the header. Raises InvalidRequest."""
+    if not (lines := request.headers.getall(header, [])):
+        return ""
+    tags = ", ".join(lines)
+    if tags.strip() != "*" and not _TAGS.fullmatch(tags):
+        raise InvalidRequest(
+            f"{header} must be an adapter's digest in double quotes, 64 lower-case hexadecimal digits, or up to 16 of "
+            f"them with commas between them, or * for any, not {shown(tags)}; GET /v1/adapters/NAME gives an adapter's "
+            "as ETag.",
+            param=header,
+        )
+    return tags.strip()

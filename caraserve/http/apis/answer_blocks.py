@@ -1,4 +1,4 @@
-"""An answer as a row of blocks, as Responses and Messages write it: reasoning, texts, and calls of functions."""
+"""An answer as a row of blocks, which all chat APIs write: reasoning, texts, and calls of functions."""
 
 import uuid
 from dataclasses import dataclass, field
@@ -37,13 +37,15 @@ class BlockChange(NamedTuple):
 
 
 class AnswerBlocks:
-    """The blocks of one answer, whose text may come in pieces. There is one at least, an empty text if need be."""
+    """The blocks of one answer, whose text may come in pieces. There is one at least, an empty text if need be.
+    `keeps_text`: whether a block's text is needed after the change that adds it."""
 
-    def __init__(self, tools: CallableTools | None, reasoning: Reasoning | None) -> None:
+    def __init__(self, tools: CallableTools | None, reasoning: Reasoning | None, *, keeps_text: bool = True) -> None:
         self._tools = tools
         self._reasoning = None if reasoning is None else reasoning.parser()
         self._shows_reasoning = reasoning is not None and reasoning.is_shown
         self._parser = None if tools is None else ToolCallParser(tools.tool_format, tools.most_calls)
+        self._keeps_text = keeps_text
         self._blocks: list[Block] = []
 
     @property
@@ -84,7 +86,8 @@ class AnswerBlocks:
     def _add(self, changes: list[BlockChange], kind: BlockKind, text: str) -> None:
         if not self._blocks or self._blocks[-1].kind != kind:
             self._start(changes, kind)
-        self._blocks[-1].parts.append(text)
+        if self._keeps_text:
+            self._blocks[-1].parts.append(text)
         changes.append(BlockChange("add", self._blocks[-1], text))
 
     def _start(self, changes: list[BlockChange], kind: BlockKind, name: str = "") -> None:

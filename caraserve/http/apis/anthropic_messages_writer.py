@@ -9,9 +9,9 @@ from aiohttp import web
 from caraserve.core.reasoning_progress import ReasoningProgress
 from caraserve.core.request import Finish, TokenDelta
 from caraserve.errors import CaraServeError, RateLimited, ThreadsUnsupported
+from caraserve.http.api_request import ResponseTotals, TokenCounts
 from caraserve.http.apis.answer_blocks import AnswerBlocks, Block, BlockChange, BlockKind
 from caraserve.http.apis.reasoning import add_tokens
-from caraserve.http.usage import ResponseTotals, TokenCounts
 from caraserve.http.whole_answer import WholeAnswer
 from caraserve.util.tasks import in_turns
 

@@ -6,8 +6,8 @@ from caraserve.core.grammar import Grammar
 from caraserve.core.request import SamplingParams
 from caraserve.core.token_filter import TokenFilter
 from caraserve.errors import InvalidRequest
-from caraserve.http import body_fields
-from caraserve.http.validation import Fields, shown, token_ids
+from caraserve.http.body import fields as body_fields
+from caraserve.http.body.field_types import Fields, shown, token_ids
 from caraserve.loop import Engine
 from caraserve.tokenizer.tokenizer import Tokenizer
 from caraserve.util.tasks import in_turns

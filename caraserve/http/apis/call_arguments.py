@@ -10,8 +10,8 @@ from typing import Any
 import orjson
 
 from caraserve.errors import InvalidRequest
-from caraserve.http.json_reader import NoObjectError, parse_object
-from caraserve.http.validation import shown
+from caraserve.http.body.field_types import shown
+from caraserve.http.body.json_reader import NoObjectError, parse_object
 from caraserve.util.tasks import in_turns, slices
 
 _AT_ONCE_CHARACTERS = 64 << 10  # parsed in up to 4 ms

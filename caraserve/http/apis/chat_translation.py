@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from caraserve.errors import InvalidRequest
-from caraserve.http.request_schema import CHAT, KnownFields
-from caraserve.http.validation import Fields, shown
+from caraserve.http.body.field_types import Fields, shown
+from caraserve.http.body.known_fields import KnownFields
+from caraserve.http.body.request_schema import CHAT
 from caraserve.util.tasks import in_shared_turns
 
 _MESSAGE = re.compile(r"\bmessages\[\d+\]")

@@ -1,5 +1,6 @@
 """The format of completions and chat completions: the answers to a body are the entries of `choices`."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -7,11 +8,11 @@ from typing import Any, Protocol
 import orjson
 from aiohttp import web
 
-from caraserve.core.request import TokenDelta, TokenLogprob
+from caraserve.core.request import Finish, GenerateRequest, TokenDelta, TokenLogprob
 from caraserve.errors import CaraServeError
+from caraserve.http.api_request import ResponseTotals, TokenCounts
 from caraserve.http.responses import openai_error
-from caraserve.http.usage import ResponseTotals, TokenCounts
-from caraserve.http.whole_answer import WholeAnswer, response_of
+from caraserve.http.whole_answer import PROMPT_LOGPROBS, WholeAnswer, response_of
 from caraserve.tokenizer.tokenizer import Tokenizer
 from caraserve.util.tasks import in_turns
 
@@ -62,10 +63,10 @@ class TokenNames:
     """Names the tokens of logprobs, by their texts or as vLLM's `token_id:7`."""
 
     def __init__(self, tokenizer: Tokenizer, *, by_id: bool) -> None:
-        self._tokenizer, self._by_id = tokenizer, by_id
+        self.tokenizer, self._by_id = tokenizer, by_id
 
     def of(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._by_id else self._tokenizer.token_text(token_id)
+        return f"token_id:{token_id}" if self._by_id else self.tokenizer.token_text(token_id)
 
 
 class PromptLogprobs:
@@ -91,6 +92,42 @@ class PromptLogprobs:
 
     def _shape(self, token_id: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": self._names.of(token_id)}
+
+
+class Choice(ABC):
+    """The part of a `ChoiceWriter` that completions and chat completions share. `prompt_logprobs`: alternatives to each
+    token of the prompt; None: no logprobs of it."""
+
+    def __init__(
+        self,
+        index: int,
+        request: GenerateRequest,
+        names: TokenNames,
+        *,
+        prompt_logprobs: int | None,
+        return_token_ids: bool,
+    ) -> None:
+        self._index, self._request, self._names = index, request, names
+        self._prompt_logprobs = None if prompt_logprobs is None else PromptLogprobs(names, prompt_logprobs)
+        self._return_token_ids = return_token_ids
+        self._is_first = True  # the next delta
+
+    def logprobs(self, delta: TokenDelta) -> dict[str, list[Any]] | None:
+        of_prompt = {} if self._prompt_logprobs is None else {PROMPT_LOGPROBS: self._prompt_logprobs.entries(delta)}
+        if self._request.params.logprobs is None:
+            return of_prompt or None
+        return of_prompt | self._scored(delta)
+
+    @abstractmethod
+    def _scored(self, delta: TokenDelta) -> dict[str, list[Any]]:
+        """The logprobs of the tokens of a delta, by the field of `logprobs`."""
+
+
+def finish_fields(finish: Finish | None) -> dict[str, Any]:
+    return {
+        "finish_reason": None if finish is None else finish.reason,
+        "stop_reason": None if finish is None else finish.stop_reason,
+    }
 
 
 class OpenAiStream:

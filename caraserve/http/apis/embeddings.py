@@ -17,16 +17,16 @@ from numpy.typing import NDArray
 
 from caraserve.core.request import GenerateRequest, SamplingParams, TokenDelta
 from caraserve.errors import ContextLengthExceeded, InvalidRequest
-from caraserve.http import body_fields
-from caraserve.http.access.adapter_choice import Find, choose_adapter
-from caraserve.http.access.client import Client
-from caraserve.http.api_request import ApiRequest
+from caraserve.http.access.adapter_choice import AdapterFinder, choose_adapter
+from caraserve.http.api_request import ApiRequest, ResponseTotals, TokenCounts
 from caraserve.http.apis.choices import OpenAiStream
 from caraserve.http.apis.completions import MAX_CHOICES, encode, listed_prompts, response_head
-from caraserve.http.apis.truncation import Truncation, parse_truncation
-from caraserve.http.request_schema import EMBEDDINGS, check_fields
-from caraserve.http.usage import ResponseTotals, TokenCounts
-from caraserve.http.validation import Fields, token_ids
+from caraserve.http.body import fields as body_fields
+from caraserve.http.body.field_types import Fields, token_ids
+from caraserve.http.body.known_fields import check_fields
+from caraserve.http.body.limits import Truncation, parse_truncation
+from caraserve.http.body.request_schema import EMBEDDINGS
+from caraserve.http.client import Client
 from caraserve.http.whole_answer import WholeAnswer, response_of
 from caraserve.loop import Engine
 from caraserve.util.tasks import in_turns
@@ -50,7 +50,7 @@ class NamedPrompt(NamedTuple):
         return self.field + self.place
 
 
-async def parse_embeddings(fields: Fields, engine: Engine, find: Find, client: Client) -> ApiRequest:
+async def parse_embeddings(fields: Fields, engine: Engine, find: AdapterFinder, client: Client) -> ApiRequest:
     """Reads a body. Raises InvalidRequest, ContextLengthExceeded or NotFound, which name the field."""
     check_fields(fields, EMBEDDINGS)
     dimensions = body_fields.DIMENSIONS.read(fields, high=engine.embedding_size)
@@ -67,7 +67,12 @@ async def parse_embeddings(fields: Fields, engine: Engine, find: Find, client: C
 
 
 async def embedding_requests(
-    fields: Fields, engine: Engine, find: Find, client: Client, response_id: str, prompts: Sequence[NamedPrompt]
+    fields: Fields,
+    engine: Engine,
+    find: AdapterFinder,
+    client: Client,
+    response_id: str,
+    prompts: Sequence[NamedPrompt],
 ) -> tuple[str, tuple[GenerateRequest, ...]]:
     """Reads the fields that all routes here share. Returns the model as the client named it, and an engine request for
     each prompt. Raises InvalidRequest, ContextLengthExceeded or NotFound, which name the field."""
@@ -78,7 +83,7 @@ async def embedding_requests(
     cache_salt = body_fields.CACHE_SALT.read(fields) or ""
     priority = body_fields.PRIORITY.read(fields)
     add_special_tokens = body_fields.ADD_SPECIAL_TOKENS.read(fields)
-    truncation = parse_truncation(fields, engine, answer_tokens=0)
+    truncation = parse_truncation(fields, engine.max_model_len, answer_tokens=0)
     check_count(prompts[-1].field, len(prompts), engine)
     requests: list[GenerateRequest] = []
     tokens = 0

@@ -13,10 +13,8 @@ from aiohttp import web
 from numpy.typing import NDArray
 
 from caraserve.errors import InvalidRequest
-from caraserve.http import body_fields
-from caraserve.http.access.adapter_choice import Find
-from caraserve.http.access.client import Client
-from caraserve.http.api_request import ApiRequest
+from caraserve.http.access.adapter_choice import AdapterFinder
+from caraserve.http.api_request import ApiRequest, ResponseTotals, TokenCounts
 from caraserve.http.apis.completions import response_head
 from caraserve.http.apis.embeddings import (
     NamedPrompt,
@@ -26,9 +24,11 @@ from caraserve.http.apis.embeddings import (
     prompt_usage,
     vector_of,
 )
-from caraserve.http.request_schema import RERANK, SCORE, check_fields
-from caraserve.http.usage import ResponseTotals, TokenCounts
-from caraserve.http.validation import Fields, shown
+from caraserve.http.body import fields as body_fields
+from caraserve.http.body.field_types import Fields, shown
+from caraserve.http.body.known_fields import check_fields
+from caraserve.http.body.request_schema import RERANK, SCORE
+from caraserve.http.client import Client
 from caraserve.http.whole_answer import WholeAnswer, response_of
 from caraserve.loop import Engine
 from caraserve.util.tasks import in_turns
@@ -36,7 +36,7 @@ from caraserve.util.tasks import in_turns
 _PAIRED_FIELDS = (("text_1", "text_2"), ("queries", "documents"))
 
 
-async def parse_score(fields: Fields, engine: Engine, find: Find, client: Client) -> ApiRequest:
+async def parse_score(fields: Fields, engine: Engine, find: AdapterFinder, client: Client) -> ApiRequest:
     """Reads a body. Raises InvalidRequest, ContextLengthExceeded or NotFound, which name the field."""
     check_fields(fields, SCORE)
     first, second = _paired_texts(fields, engine)
@@ -46,7 +46,7 @@ async def parse_score(fields: Fields, engine: Engine, find: Find, client: Client
     return ApiRequest(requests, 1, stream=False, writer=writer)
 
 
-async def parse_rerank(fields: Fields, engine: Engine, find: Find, client: Client) -> ApiRequest:
+async def parse_rerank(fields: Fields, engine: Engine, find: AdapterFinder, client: Client) -> ApiRequest:
     """Reads a body. Raises InvalidRequest, ContextLengthExceeded or NotFound, which name the field."""
     check_fields(fields, RERANK)
     query = body_fields.QUERY.read(fields)

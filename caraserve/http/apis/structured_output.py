@@ -12,8 +12,9 @@ from caraserve.core.request import SamplingParams
 from caraserve.errors import InvalidRequest
 from caraserve.http.apis.banned_tokens import with_banned_tokens
 from caraserve.http.apis.reasoning import Reasoning
-from caraserve.http.request_schema import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, check_fields
-from caraserve.http.validation import Fields, shown
+from caraserve.http.body.field_types import Fields, shown
+from caraserve.http.body.known_fields import check_fields
+from caraserve.http.body.request_schema import RESPONSE_FORMAT, STRUCTURED_OUTPUTS
 from caraserve.loop import Engine
 from caraserve.tokenizer.grammar import GrammarKind, GrammarSource
 from caraserve.tokenizer.grammar_limits import MAX_SOURCE_BYTES

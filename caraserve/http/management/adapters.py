@@ -14,24 +14,27 @@ from aiohttp import web
 
 from caraserve.core.adapter_rules import PINS
 from caraserve.errors import AdapterAliased, AdapterBusy, Forbidden, InvalidRequest, NotFound
-from caraserve.http import body_fields
 from caraserve.http.access.adapter_choice import (
     ListedAdapter,
+    check_change,
+    entity_tag,
     find_named,
     refusal,
     refuse_alias,
     remote_adapter,
     settings_of,
 )
-from caraserve.http.access.adapter_version import check_change, entity_tag
-from caraserve.http.adapter_defaults import parse_defaults
 from caraserve.http.apis.chat_format import check_template
-from caraserve.http.context import CLIENT, CONTEXT, Context, HttpTimings
+from caraserve.http.body import fields as body_fields
+from caraserve.http.body.field_types import Fields, shown
+from caraserve.http.body.known_fields import check_fields
+from caraserve.http.body.request_schema import ADAPTER_SETTINGS
+from caraserve.http.body.sampling import parse_defaults
+from caraserve.http.client import CLIENT
+from caraserve.http.context import CONTEXT, Context, HttpTimings
 from caraserve.http.management.admin import updatable
 from caraserve.http.management.status import sorted_by_name
-from caraserve.http.request_schema import ADAPTER_SETTINGS, check_fields
 from caraserve.http.responses import json_response, read_object
-from caraserve.http.validation import Fields, shown
 from caraserve.lora.adapter import Adapter, AdapterTier, RemoteSource, UploadSource
 from caraserve.lora.management import AdapterManagement, DeletedAdapter
 from caraserve.lora.uploads import UploadClaims, UploadedAdapter
@@ -57,8 +60,11 @@ _TIERS = {
 
 
 async def list_adapters(request: web.Request) -> web.Response:
-    """GET /v1/adapters: the adapters that the client may use, first this instance's, then those that only others have,
-    by name; then the folders that this instance does not serve, and why."""
+    """Lists the adapters, and the folders that are not served.
+
+    They are those that the client may use: first this instance's adapters, then those that only others have, by name;
+    then the folders that this instance does not serve, and why.
+    """
     context, client = request.app[CONTEXT], request[CLIENT]
     cards, local_names = [], set()
     async for adapter in in_turns(context.engine.adapters()):
@@ -84,7 +90,7 @@ def refused_folders(request: web.Request) -> Iterator[dict[str, Any]]:
 
 
 async def show_adapter(request: web.Request) -> web.Response:
-    """GET /v1/adapters/NAME"""
+    """Shows an adapter."""
     card = _full_card(request.app[CONTEXT], _named(request))
     return json_response(card, headers={"ETag": entity_tag(card["digest"])} if card["digest"] else {})
 
@@ -136,7 +142,7 @@ def _full_card(context: Context, info: ListedAdapter) -> dict[str, Any]:
 
 
 async def put_adapter(request: web.Request) -> web.Response:
-    """PUT /v1/adapters/NAME: stores the body and points NAME at it; 201 if the name is new."""
+    """Stores an adapter, as a tar or safetensors file, under a name; 201 if the name is new."""
     context, management = _managed(request)
     name = request.match_info["name"]
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
@@ -210,7 +216,8 @@ def _version(context: Context, name: str) -> str | None:
 
 
 async def patch_adapter(request: web.Request) -> web.Response:
-    """PATCH /v1/adapters/NAME {"labels": …, "pinned": …, "sampling": …}: sets what is given. A null ends a default."""
+    """Sets an adapter's labels, the cache in which it is kept, and what its requests take where they leave a field out.
+    A null ends a default."""
     context, management = _managed(request)
     fields = await read_object(request)
     check_fields(fields, ADAPTER_SETTINGS)
@@ -264,7 +271,7 @@ def _labels(fields: Fields) -> dict[str, str] | None:
 
 
 async def delete_adapter(request: web.Request) -> web.Response:
-    """DELETE /v1/adapters/NAME: responds when no running request uses the adapter any more."""
+    """Deletes an adapter; answers when its last request has ended."""
     context, management = _managed(request)
     name = request.match_info["name"]
     deletion = _Deletion(request, context, management, name)

@@ -1,50 +1,27 @@
-"""Lists models and adapters, and serves vLLM's two routes that load and unload adapters.
-
-Like vLLM's, the two routes answer in plain text, and their errors have OpenAI's shape.
-"""
+"""vLLM's two routes that load and unload adapters. They answer in plain text, as vLLM's do; their errors have OpenAI's
+shape."""
 
 import logging
 
 from aiohttp import web
 
 from caraserve.errors import AdapterRejected, Forbidden, NotFound
-from caraserve.http import body_fields
-from caraserve.http.access.adapter_choice import (
-    find_adapter,
-    refuse_alias,
-    target_of,
-    unknown_model,
-)
-from caraserve.http.context import CLIENT, CONTEXT, Context
-from caraserve.http.field_types import TextField
-from caraserve.http.management.model_list import MODELS, adapter_card, base_card
-from caraserve.http.request_schema import LOAD_ADAPTER, UNLOAD_ADAPTER, check_fields
-from caraserve.http.responses import json_response, note_ignored, read_object
-from caraserve.http.validation import Fields
+from caraserve.http.access.adapter_choice import refuse_alias
+from caraserve.http.access.api_keys import KEYS
+from caraserve.http.body import fields as body_fields
+from caraserve.http.body.field_types import Fields, TextField
+from caraserve.http.body.known_fields import check_fields
+from caraserve.http.body.request_schema import LOAD_ADAPTER, UNLOAD_ADAPTER
+from caraserve.http.client import CLIENT
+from caraserve.http.context import CONTEXT, Context
+from caraserve.http.responses import note_ignored, read_object
 from caraserve.util.option_values import ADAPTER_NAME
 
 log = logging.getLogger("caraserve.http")
 
 
-async def list_models(request: web.Request) -> web.Response:
-    body = await request.app[MODELS].body(request.app[CONTEXT], request[CLIENT])
-    return web.Response(body=body, content_type="application/json")
-
-
-async def show_model(request: web.Request) -> web.Response:
-    context = request.app[CONTEXT]
-    name = request.match_info["model"]
-    adapter = find_adapter(request, name)
-    if adapter is None and not request[CLIENT].may_use(None):
-        raise unknown_model(name)
-    if adapter is None:
-        return json_response(base_card(context, name))
-    is_alias = target_of(context, name) != name
-    card = adapter_card(context, adapter, shows_path=request[CLIENT].is_admin)
-    return json_response(card | ({"id": name} if is_alias else {}))
-
-
 async def load_lora_adapter(request: web.Request) -> web.Response:
+    """Loads an adapter from a folder."""
     context = updatable(request)
     fields = await read_object(request)
     check_fields(fields, LOAD_ADAPTER)
@@ -67,7 +44,7 @@ async def load_lora_adapter(request: web.Request) -> web.Response:
 
 
 async def unload_lora_adapter(request: web.Request) -> web.Response:
-    """Responds when no running request uses the adapter any more."""
+    """Unloads an adapter; answers when its last request has ended."""
     context = updatable(request)
     fields = await read_object(request)
     check_fields(fields, UNLOAD_ADAPTER)
@@ -89,10 +66,9 @@ def updatable(request: web.Request) -> Context:
     if not context.allow_lora_updates:
         raise Forbidden("Adapters cannot be changed while this server runs; start with --allow-runtime-lora-updating.")
     if not request[CLIENT].is_admin:
-        may = (
-            "use one of --admin-key's, or an admin's" if context.keys.has_admin else "start the server with --admin-key"
-        )
-        raise Forbidden(f"This key may not load or unload adapters; {may}.")
+        has_admin = request.app[KEYS].has_admin
+        advice = "use one of --admin-key's, or an admin's" if has_admin else "start the server with --admin-key"
+        raise Forbidden(f"This key may not load or unload adapters; {advice}.")
     return context
 
 

@@ -13,9 +13,8 @@ from caraserve.bench.cli import without_keys
 from caraserve.bench.servers import api_key_in
 from caraserve.config import HttpConfig
 from caraserve.http.access.api_keys import key_name
-from caraserve.http.access.client import Client
 from caraserve.http.app import add_peer_routes, make_app, start_http
-from caraserve.http.context import CLIENT
+from caraserve.http.client import CLIENT, Client
 from caraserve.http.generation_routes import GENERATION_ROUTES
 from caraserve.http.management.page import PAGE_PATHS
 from caraserve.util import tasks
@@ -81,7 +80,7 @@ async def test_with_any_key_every_route_but_the_probes_needs_one(keys: dict[str,
     assert page == {"/": 200, "/page/main.js": 200}  # they hold no data; the page asks for the key
     assert len(probes) == 7
     assert 401 not in probes.values()
-    forwarded = {f"/cluster{route.path}": 403 for route in GENERATION_ROUTES}
+    forwarded = {f"/cluster{path}": 403 for path in GENERATION_ROUTES}
     assert peers == {"/cluster/ws": 503} | forwarded
     assert len(statuses) >= 20
     assert set(statuses.values()) == {401}

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from caraserve.core.request import GenerateRequest, SamplingParams, Tenant, TokenDelta
 from caraserve.errors import NonFiniteLogits
-from caraserve.http.request_schema import EMBEDDINGS
+from caraserve.http.body.request_schema import EMBEDDINGS
 from tests.http.fake_engine import BOS, EMBEDDING_SIZE, FakeEngine, embedding_of, finish
 from tests.http.fleet import fleet
 from tests.http.serving import Answer, serving

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from caraserve.core.request import GenerateRequest, TokenDelta, TokenLogprob
-from caraserve.http.body_fields import MAX_TOKENIZED
+from caraserve.http.body.fields import MAX_TOKENIZED
 from tests.http.fake_engine import BOS, FakeEngine, FakeTokenizer, finish
 from tests.http.serving import Answer, Client, serving
 

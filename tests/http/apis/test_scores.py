@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from caraserve.http.request_schema import RERANK, SCORE
+from caraserve.http.body.request_schema import RERANK, SCORE
 from tests.http.fake_engine import BOS, FakeEngine, embedding_of
 from tests.http.serving import Answer, serving
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from caraserve.http.access.api_keys import ApiKeys
-from caraserve.http.access.client import Client as Sender
 from caraserve.http.app import make_app
+from caraserve.http.client import Client as Sender
 from caraserve.http.context import CONTEXT, BodyBudget, Context, HttpTimings
 from caraserve.http.generation import LocalRouter
 from caraserve.http.management.model_list import MODELS, ModelList
@@ -187,7 +186,6 @@ async def test_encoding_a_long_list_of_models_does_not_block_the_event_loop() ->
         engine,
         new_metrics(),
         http_config(),
-        ApiKeys(http_config()),
         True,
         HttpTimings(),
         0.0,

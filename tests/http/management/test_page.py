@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from caraserve.engine.request_counts import RequestCounts
-from caraserve.http.access.client import Client as Sender
+from caraserve.http.client import Client as Sender
 from caraserve.http.management.page import PAGE_PATHS
 from caraserve.lora.adapter import Adapter, AdapterTier, EndedLoad, PartialImage, RemoteSource, Source
 from tests.engine.test_batch_timeline import row
