@@ -3,6 +3,7 @@
 Each API parses a body into an `ApiRequest`, whose writer knows the API's format; a `RequestRouter` answers it.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
@@ -69,30 +70,35 @@ class ResponseTotals:
         )
 
 
-class StreamFormat(Protocol):
+class StreamFormat(ABC):
     """What an API's streams have beside the events of an answer."""
 
-    stream_end: bytes  # the last bytes of every stream, also after an error
-    ping: bytes  # what keeps a silent stream open
+    stream_end = b": end\n\n"  # the last bytes of every stream, also after an error
+    ping = b": ping\n\n"  # what keeps a silent stream open
 
+    @abstractmethod
     def error_event(self, error: CaraServeError, num_events: int) -> bytes:
         """The event of an error that comes after `num_events` events."""
 
 
-class AnswerWriter(StreamFormat, Protocol):
+class AnswerWriter(StreamFormat):
     """Writes the answer to one API request in its API's format, as events or whole. Keeps state between deltas."""
 
     def events(self, index: int, delta: TokenDelta, counts: TokenCounts) -> bytes:
         """The events that a delta of engine request `index` becomes, empty for none. `counts`: of that request's tokens
         so far."""
+        return b""
 
     def last_events(self, totals: ResponseTotals) -> bytes:
         """The events that follow those of all deltas."""
+        return b""
 
     def logprobs(self, index: int, delta: TokenDelta) -> dict[str, list[Any]] | None:
         """The logprobs of a delta of engine request `index`, for a whole answer: entries to add to each field of
         `logprobs`; None without logprobs."""
+        return None
 
+    @abstractmethod
     async def whole(self, answers: Sequence[WholeAnswer], totals: ResponseTotals) -> web.Response:
         """The response that is not streamed, of the answers to all engine requests."""
 

@@ -28,7 +28,7 @@ from caraserve.errors import (
     ServerBusy,
     Unreachable,
 )
-from caraserve.http.access.adapter_choice import AdapterFinder, ChosenAdapter, settings_of
+from caraserve.http.access.adapter_choice import BASE_MODEL, AdapterFinder, ChosenAdapter, settings_of
 from caraserve.http.api_request import ApiRequest, ReceivedBody
 from caraserve.http.body.field_types import Fields
 from caraserve.http.body.json_reader import Body, parse_object
@@ -128,12 +128,12 @@ async def _answer_verified(
         values["seed"] = claims.seed
     fields = Fields(values)
     # The sender has resolved the model's name; this instance may not know it yet.
-    chosen = None
+    chosen = BASE_MODEL
     if claims.adapter is not None:
         chosen = ChosenAdapter(claims.adapter, settings_of(request.app[CONTEXT], claims.adapter).defaults)
         if chosen.defaults.digest != claims.defaults_digest:
             return _refused(engine, selector, Refusal("no-adapter", _NEVER))
-    find: AdapterFinder = lambda model: None if model in engine.base_names else chosen  # noqa: E731
+    find: AdapterFinder = lambda model: BASE_MODEL if model in engine.base_names else chosen  # noqa: E731
     api_request = await route.parse(fields, engine, find, request[CLIENT])
     note_parsed(request, fields, api_request)
     routed = _RoutedRequest(router, request, api_request, forwarded_digest=claims.digest)

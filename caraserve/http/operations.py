@@ -44,7 +44,7 @@ from caraserve.http.body.request_schema import (
 )
 from caraserve.http.body.translated_schema import MESSAGES, RESPONSES
 from caraserve.http.generation_routes import GENERATION_ROUTES
-from caraserve.http.management import adapters, admin, aliases, model_list, page, status
+from caraserve.http.management import adapters, aliases, model_list, page, status
 from caraserve.http.openapi import Errors, Handler, Operation, Operations
 from caraserve.telemetry.usage import Usage
 
@@ -257,7 +257,7 @@ def _alias(route: str, handler: Handler, answer: Schema, **more: Any) -> Operati
 
 def _vllm(prefix: str) -> Iterator[Operation]:
     """vLLM's routes that load and unload adapters; without its prefix, SGLang's of the same meaning."""
-    load, unload = admin.load_lora_adapter, admin.unload_lora_adapter
+    load, unload = adapters.load_lora_adapter, adapters.unload_lora_adapter
     yield Operation(
         f"POST {prefix}/load_lora_adapter", load, _TEXT, LOAD_ADAPTER, "lora_name lora_path", _ADAPTER_ERRORS
     )

@@ -27,14 +27,16 @@ _TAGS = re.compile(r'\s*"[0-9a-f]{64}"\s*(,\s*"[0-9a-f]{64}"\s*){0,15}')
 
 @dataclass(frozen=True, slots=True)
 class ChosenAdapter:
-    """The adapter of a request, and what the request takes where it leaves a field out."""
+    """The adapter of a request, and what the request takes where it leaves a field out. `name`: None for the base
+    model."""
 
-    name: str
+    name: str | None
     defaults: RequestDefaults = NO_DEFAULTS
 
 
-AdapterFinder = Callable[[str], ChosenAdapter | None]
-"""The adapter that a model name stands for, None for the base model. Raises NotFound with param `model`."""
+BASE_MODEL = ChosenAdapter(None)
+AdapterFinder = Callable[[str], ChosenAdapter]
+"""The adapter that a model name stands for. Raises NotFound with param `model`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +124,9 @@ def adapter_finder(request: web.Request) -> AdapterFinder:
     """A function that gives the adapter that a model name stands for, among those that the client of `request` may
     use; see `find_adapter`."""
 
-    def find(model: str) -> ChosenAdapter | None:
+    def find(model: str) -> ChosenAdapter:
         if (adapter := find_adapter(request, model)) is None:
-            return None
+            return BASE_MODEL
         return ChosenAdapter(adapter.name, settings_of(request.app[CONTEXT], adapter.name).defaults)
 
     return find
@@ -140,18 +142,16 @@ def remote_adapter(context: Context, adapter: RegisteredAdapter) -> RemoteAdapte
     return RemoteAdapter(adapter.name, adapter.digest, adapter.rank, adapter.num_bytes, context.started_s)
 
 
-def choose_adapter(
-    fields: Fields, base_name: str, find: AdapterFinder, client: Client
-) -> tuple[str, ChosenAdapter | None]:
-    """Returns the name that the response repeats, and the adapter, None for the base model. If `model` is absent or
-    names the base model, the other fields choose.
+def choose_adapter(fields: Fields, base_name: str, find: AdapterFinder, client: Client) -> tuple[str, ChosenAdapter]:
+    """Returns the name that the response repeats, and the adapter. If `model` is absent or names the base model, the
+    other fields choose.
 
     Raises NotFound or InvalidRequest naming the field, and NotFound if only the base model is left and `client` may not
     use it.
     """
     shown_name = body_fields.MODEL.read(fields) or base_name
     adapter = find(shown_name)
-    chosen_by = "model" if adapter is not None else None
+    chosen_by = None if adapter == BASE_MODEL else "model"
     for field, name in _named(fields):
         other = _found(field, name, find)
         if chosen_by is None:
@@ -161,12 +161,12 @@ def choose_adapter(
                 f"{chosen_by} and {field} name different adapters, {shown(shown_name)} and {shown(name)}; send one.",
                 param=field,
             )
-    if adapter is None and not client.may_use(None):
+    if adapter == BASE_MODEL and not client.may_use(None):
         raise unknown_model(shown_name)
     return shown_name, adapter
 
 
-def _found(field: str, name: str, find: AdapterFinder) -> ChosenAdapter | None:
+def _found(field: str, name: str, find: AdapterFinder) -> ChosenAdapter:
     try:
         return find(name)
     except NotFound as error:

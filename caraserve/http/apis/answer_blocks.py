@@ -1,11 +1,19 @@
 """An answer as a row of blocks, which all chat APIs write: reasoning, texts, and calls of functions."""
 
 import uuid
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from caraserve.http.apis.reasoning import Reasoning
+from aiohttp import web
+
+from caraserve.core.reasoning_progress import ReasoningProgress
+from caraserve.core.request import Finish, TokenDelta
+from caraserve.http.api_request import AnswerWriter, ResponseTotals, TokenCounts
+from caraserve.http.apis.reasoning import Reasoning, add_tokens
 from caraserve.http.apis.tool_calls import CallableTools, new_call_id
+from caraserve.http.whole_answer import WholeAnswer
 from caraserve.tokenizer.tool_format import CallStart, TextPart, ToolCallParser, ToolEvent, pieces
 from caraserve.util.tasks import in_turns
 
@@ -96,3 +104,40 @@ class AnswerBlocks:
         call_id = new_call_id(self._tools.tool_format) if kind == "call" and self._tools is not None else ""
         self._blocks.append(Block(len(self._blocks), kind, name, call_id))
         changes.append(BlockChange("start", self._blocks[-1]))
+
+
+class BlocksWriter(AnswerWriter):
+    """The part of an `AnswerWriter` that Responses and Messages share. `reasoning`: None for a model that does not
+    reason."""
+
+    def __init__(self, blocks: AnswerBlocks, reasoning: ReasoningProgress | None) -> None:
+        self._blocks, self._reasoning = blocks, reasoning
+        self._has_started = False
+        self._finish: Finish | None = None
+
+    def events(self, index: int, delta: TokenDelta, counts: TokenCounts) -> bytes:
+        written = [] if self._has_started else self._first_events(counts)
+        self._has_started, self._finish = True, delta.finish
+        if self._reasoning is not None:
+            self._reasoning.add(delta.token_ids)
+        for change in self._blocks.push(delta.text, is_last=delta.finish is not None):
+            written += self._events_of(change)
+        return b"".join(written)
+
+    async def whole(self, answers: Sequence[WholeAnswer], totals: ResponseTotals) -> web.Response:
+        answer = answers[0].joined()
+        self._finish = answer.finish
+        await add_tokens(self._reasoning, answer)
+        return await self._response(await self._blocks.read(answer.text), totals)
+
+    @abstractmethod
+    def _first_events(self, counts: TokenCounts) -> list[bytes]:
+        """The events before those of the first delta."""
+
+    @abstractmethod
+    def _events_of(self, change: BlockChange) -> list[bytes]:
+        """The events that a change of a block becomes."""
+
+    @abstractmethod
+    async def _response(self, blocks: Sequence[Block], totals: ResponseTotals) -> web.Response:
+        """The whole answer with these blocks."""

@@ -11,9 +11,8 @@ from caraserve.errors import InvalidRequest
 from caraserve.http.access.adapter_choice import AdapterFinder
 from caraserve.http.api_request import ApiRequest
 from caraserve.http.apis.answer_blocks import AnswerBlocks, Block, BlockChange, BlockKind
-from caraserve.http.apis.call_arguments import read_arguments
 from caraserve.http.apis.chat_format import ChatFormat
-from caraserve.http.apis.chat_translation import joined_text
+from caraserve.http.apis.chat_translation import joined_text, read_arguments
 from caraserve.http.apis.choices import Choice, ChoicesWriter, ResponseHeads, TokenNames, finish_fields, finite
 from caraserve.http.apis.completions import (
     DEFAULT_MAX_TOKENS,
@@ -97,13 +96,13 @@ async def parse_chat_fields(
     """Reads the checked fields of a chat. `default_max_tokens`: a limit, lowered to what the context has room for, if
     the fields have none; it comes before the adapter's. Raises as `parse_chat`."""
     common = parse_common(fields, engine, find, client)
-    chat_format = await ChatFormat.of(engine.tokenizer, common.defaults, common.tenant, common.adapter)
+    chat_format = await ChatFormat.of_adapter(engine.tokenizer, common.adapter, common.tenant)
     tools = parse_tools(fields, chat_format)
     limit = body_fields.CHAT_MAX_COMPLETION_TOKENS.read(fields)
     older_limit = body_fields.CHAT_MAX_TOKENS.read(fields)
     params = sampling_params(fields, engine)
     asked_tokens = older_limit if limit is None else limit
-    own_default = default_limit(common.defaults)
+    own_default = default_limit(common.adapter.defaults)
     reserved_tokens = (own_default or DEFAULT_MAX_TOKENS) if asked_tokens is None else asked_tokens
     truncation = parse_truncation(fields, engine.max_model_len, reserved_tokens)
     with truncation.refusing("messages"):

@@ -12,7 +12,7 @@ from typing import Any
 
 from caraserve.core.request import GenerateRequest, PromptEmbeds, SamplingParams, Tenant, TokenDelta, TokenLogprob
 from caraserve.errors import InvalidRequest
-from caraserve.http.access.adapter_choice import AdapterFinder, choose_adapter
+from caraserve.http.access.adapter_choice import AdapterFinder, ChosenAdapter, choose_adapter
 from caraserve.http.api_request import ApiRequest
 from caraserve.http.apis.choices import (
     Choice,
@@ -33,7 +33,6 @@ from caraserve.http.body.request_schema import COMPLETIONS, STREAM_OPTIONS
 from caraserve.http.body.sampling import default_limit, field_defaults, nth_seed, sampling_params
 from caraserve.http.client import Client
 from caraserve.loop import Engine
-from caraserve.lora.settings import NO_DEFAULTS, RequestDefaults
 from caraserve.tokenizer.tokenizer import ENCODED_IN_PLACE_CHARACTERS, Tokenizer
 from caraserve.util.tasks import in_turns
 
@@ -49,8 +48,7 @@ class CommonFields:
     """The fields of completions and chat completions beside prompt and sampling."""
 
     model: str  # as the client named it; the response repeats it
-    adapter: str | None
-    defaults: RequestDefaults
+    adapter: ChosenAdapter
     n: int
     tenant: Tenant
     cache_salt: str
@@ -63,12 +61,10 @@ def parse_common(fields: Fields, engine: Engine, find: AdapterFinder, client: Cl
     """Reads the common fields of a body, which takes the adapter's defaults from then on. Raises NotFound or
     InvalidRequest, which name the field."""
     model, adapter = choose_adapter(fields, engine.base_name, find, client)
-    defaults = NO_DEFAULTS if adapter is None else adapter.defaults
-    fields.take_defaults(field_defaults(defaults))
+    fields.take_defaults(field_defaults(adapter.defaults))
     return CommonFields(
         model=model,
-        adapter=None if adapter is None else adapter.name,
-        defaults=defaults,
+        adapter=adapter,
         n=body_fields.N.read(fields),
         tenant=client.tenant(body_fields.USER.read(fields) or ""),
         cache_salt=body_fields.CACHE_SALT.read(fields) or "",
@@ -173,7 +169,7 @@ def _limits(
     wanted_tokens = older_limit if limit is None else limit
     if wanted_tokens == 0 and not echo:
         raise InvalidRequest("max_tokens may be 0 only with echo; ask for at least 1.", param="max_tokens")
-    default_tokens = default_limit(common.defaults) or DEFAULT_MAX_TOKENS
+    default_tokens = default_limit(common.adapter.defaults) or DEFAULT_MAX_TOKENS
     lengths = engine.max_model_len, wanted_tokens, default_tokens, params.min_tokens
     return AnswerLimits(*lengths, common.n, params.logprobs, prompt_logprobs, echoed=echo)
 
@@ -191,7 +187,7 @@ def fan_out(
         GenerateRequest(
             request_id=f"{prefix}{first + index}",
             prompt_ids=ids,
-            adapter=common.adapter,
+            adapter=common.adapter.name,
             params=dataclasses.replace(params, seed=nth_seed(params.seed, index)),
             arrival_s=common.arrival_s,
             tenant=common.tenant,
@@ -321,10 +317,6 @@ class CompletionChoice(Choice):
         self._pending_echo = echoed or ""
         self._prompt_written = False
         self._text_offset = 0
-
-    @property
-    def reasoning_tokens(self) -> None:
-        return None
 
     def stream_chunks(self, delta: TokenDelta) -> list[dict[str, Any]]:
         is_visible = delta.text or self._pending_echo or delta.finish or self._return_token_ids

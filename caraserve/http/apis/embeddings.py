@@ -15,10 +15,10 @@ import orjson
 from aiohttp import web
 from numpy.typing import NDArray
 
-from caraserve.core.request import GenerateRequest, SamplingParams, TokenDelta
+from caraserve.core.request import GenerateRequest, SamplingParams
 from caraserve.errors import ContextLengthExceeded, InvalidRequest
 from caraserve.http.access.adapter_choice import AdapterFinder, choose_adapter
-from caraserve.http.api_request import ApiRequest, ResponseTotals, TokenCounts
+from caraserve.http.api_request import AnswerWriter, ApiRequest, ResponseTotals, TokenCounts
 from caraserve.http.apis.choices import OpenAiStream
 from caraserve.http.apis.completions import MAX_CHOICES, encode, listed_prompts, response_head
 from caraserve.http.body import fields as body_fields
@@ -77,8 +77,7 @@ async def embedding_requests(
     """Reads the fields that all routes here share. Returns the model as the client named it, and an engine request for
     each prompt. Raises InvalidRequest, ContextLengthExceeded or NotFound, which name the field."""
     arrival_s = time.monotonic()
-    model, chosen = choose_adapter(fields, engine.base_name, find, client)
-    adapter = None if chosen is None else chosen.name
+    model, adapter = choose_adapter(fields, engine.base_name, find, client)
     tenant = client.tenant(body_fields.USER.read(fields) or "")
     cache_salt = body_fields.CACHE_SALT.read(fields) or ""
     priority = body_fields.PRIORITY.read(fields)
@@ -96,7 +95,9 @@ async def embedding_requests(
             )
         request_id = f"{response_id}-{len(requests)}"
         requests.append(
-            GenerateRequest(request_id, ids, adapter, _NO_TOKENS, arrival_s, tenant, cache_salt, priority, embeds=True)
+            GenerateRequest(
+                request_id, ids, adapter.name, _NO_TOKENS, arrival_s, tenant, cache_salt, priority, embeds=True
+            )
         )
     return model, tuple(requests)
 
@@ -153,20 +154,7 @@ def prompt_usage(tokens: TokenCounts) -> dict[str, int]:
     return {"prompt_tokens": tokens.prompt, "completion_tokens": 0, "total_tokens": tokens.prompt}
 
 
-class UnstreamedAnswer(OpenAiStream):
-    """The part of an `AnswerWriter` that answers without tokens do not need."""
-
-    def events(self, index: int, delta: TokenDelta, counts: TokenCounts) -> bytes:
-        return b""
-
-    def last_events(self, totals: ResponseTotals) -> bytes:
-        return b""
-
-    def logprobs(self, index: int, delta: TokenDelta) -> dict[str, list[Any]] | None:
-        return None
-
-
-class EmbeddingsWriter(UnstreamedAnswer):
+class EmbeddingsWriter(OpenAiStream, AnswerWriter):
     """Writes the entries of `data`, one for each prompt."""
 
     def __init__(self, head: dict[str, Any], dimensions: int | None, *, normalize: bool, in_base64: bool) -> None:

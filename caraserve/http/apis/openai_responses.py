@@ -12,7 +12,6 @@ from caraserve.http.access.adapter_choice import AdapterFinder
 from caraserve.http.api_request import ApiRequest
 from caraserve.http.apis import translated_fields as body
 from caraserve.http.apis.answer_blocks import AnswerBlocks
-from caraserve.http.apis.call_arguments import read_arguments
 from caraserve.http.apis.chat import ParsedChat, parse_chat_fields
 from caraserve.http.apis.chat_translation import (
     checked_choice,
@@ -20,6 +19,7 @@ from caraserve.http.apis.chat_translation import (
     checked_text,
     client_names,
     joined_text,
+    read_arguments,
     shared_values,
     skip_unread,
 )

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from caraserve.errors import InvalidRequest
 from caraserve.http.access.adapter_choice import AdapterFinder
-from caraserve.http.api_request import ApiRequest, ResponseTotals, TokenCounts
+from caraserve.http.api_request import AnswerWriter, ApiRequest, ResponseTotals, TokenCounts
+from caraserve.http.apis.choices import OpenAiStream
 from caraserve.http.apis.completions import response_head
 from caraserve.http.apis.embeddings import (
     NamedPrompt,
-    UnstreamedAnswer,
     check_count,
     embedding_requests,
     prompt_usage,
@@ -103,7 +103,7 @@ def _similarity(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
     return float(np.dot(one, other))
 
 
-class ScoresWriter(UnstreamedAnswer):
+class ScoresWriter(OpenAiStream, AnswerWriter):
     """Writes the entries of `data`, one for each text of the second side."""
 
     def __init__(self, head: dict[str, Any], first_texts: int) -> None:
@@ -125,7 +125,7 @@ class ScoresWriter(UnstreamedAnswer):
         yield b'],"usage":%b}' % orjson.dumps(prompt_usage(tokens))
 
 
-class RankingWriter(UnstreamedAnswer):
+class RankingWriter(OpenAiStream, AnswerWriter):
     """Writes the entries of `results`, best first. The first prompt is the query."""
 
     def __init__(self, head: dict[str, Any], top_n: int, documents: Sequence[object] | None) -> None:

@@ -1,4 +1,4 @@
-"""Lists, uploads, labels, pins and deletes adapters under /v1/adapters."""
+"""Lists, uploads, labels, pins and deletes adapters under /v1/adapters; vLLM's two routes that load and unload them."""
 
 import asyncio
 import base64
@@ -13,7 +13,7 @@ import orjson
 from aiohttp import web
 
 from caraserve.core.adapter_rules import PINS
-from caraserve.errors import AdapterAliased, AdapterBusy, Forbidden, InvalidRequest, NotFound
+from caraserve.errors import AdapterAliased, AdapterBusy, AdapterRejected, Forbidden, InvalidRequest, NotFound
 from caraserve.http.access.adapter_choice import (
     ListedAdapter,
     check_change,
@@ -24,21 +24,22 @@ from caraserve.http.access.adapter_choice import (
     remote_adapter,
     settings_of,
 )
+from caraserve.http.access.api_keys import KEYS
 from caraserve.http.apis.chat_format import check_template
 from caraserve.http.body import fields as body_fields
-from caraserve.http.body.field_types import Fields, shown
+from caraserve.http.body.field_types import Fields, TextField, shown
 from caraserve.http.body.known_fields import check_fields
-from caraserve.http.body.request_schema import ADAPTER_SETTINGS
+from caraserve.http.body.request_schema import ADAPTER_SETTINGS, LOAD_ADAPTER, UNLOAD_ADAPTER
 from caraserve.http.body.sampling import parse_defaults
 from caraserve.http.client import CLIENT
 from caraserve.http.context import CONTEXT, Context, HttpTimings
-from caraserve.http.management.admin import updatable
 from caraserve.http.management.status import sorted_by_name
-from caraserve.http.responses import json_response, read_object
+from caraserve.http.responses import json_response, note_ignored, read_object
 from caraserve.lora.adapter import Adapter, AdapterTier, RemoteSource, UploadSource
 from caraserve.lora.management import AdapterManagement, DeletedAdapter
 from caraserve.lora.uploads import UploadClaims, UploadedAdapter
 from caraserve.util.least_rate import LeastRate
+from caraserve.util.option_values import ADAPTER_NAME
 from caraserve.util.tasks import in_turns
 
 log = logging.getLogger("caraserve.http")
@@ -335,6 +336,18 @@ def _refuse_uploading(context: Context, name: str) -> None:
         )
 
 
+def updatable(request: web.Request) -> Context:
+    """The context, for a client that may change adapters. Raises Forbidden."""
+    context = request.app[CONTEXT]
+    if not context.allow_lora_updates:
+        raise Forbidden("Adapters cannot be changed while this server runs; start with --allow-runtime-lora-updating.")
+    if not request[CLIENT].is_admin:
+        has_admin = request.app[KEYS].has_admin
+        advice = "use one of --admin-key's, or an admin's" if has_admin else "start the server with --admin-key"
+        raise Forbidden(f"This key may not load or unload adapters; {advice}.")
+    return context
+
+
 def _managed(request: web.Request) -> tuple[Context, AdapterManagement]:
     """The context and its parts that change adapters, for a client that may. Raises Forbidden."""
     context = updatable(request)
@@ -396,3 +409,53 @@ def _sha256_in(header: str) -> bytes:
             if len(digest) == 32:
                 return digest
     raise InvalidRequest(f"{_DIGEST_HEADER} must have sha-256=:BASE64:.", param=_DIGEST_HEADER)
+
+
+# --- vLLM's routes: they answer in plain text, but errors have OpenAI's shape ---
+
+
+async def load_lora_adapter(request: web.Request) -> web.Response:
+    """Loads an adapter from a folder."""
+    context = updatable(request)
+    fields = await read_object(request)
+    check_fields(fields, LOAD_ADAPTER)
+    name, path = _required(fields, body_fields.LORA_NAME), _required(fields, body_fields.LORA_FOLDER)
+    inplace = body_fields.LOAD_INPLACE.read(fields)
+    note_ignored(request, fields)
+    if not ADAPTER_NAME.fullmatch(name) or name in context.engine.base_names:
+        raise AdapterRejected(
+            f"{name[:80]!r} cannot name an adapter: use letters, digits and . _ : - (128 at most), beginning with a "
+            "letter or digit, and not the base model's name.",
+            param="lora_name",
+        )
+
+    def check() -> None:
+        refuse_alias(context, name)
+
+    await context.complete(context.engine.load_adapter(name, path, inplace=inplace, check=check))
+    log.info("adapter %s loaded from %r", name, path)
+    return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
+
+
+async def unload_lora_adapter(request: web.Request) -> web.Response:
+    """Unloads an adapter; answers when its last request has ended."""
+    context = updatable(request)
+    fields = await read_object(request)
+    check_fields(fields, UNLOAD_ADAPTER)
+    name = _required(fields, body_fields.LORA_NAME)
+    note_ignored(request, fields)
+    try:
+        await context.complete(context.engine.unload_adapter(name))
+    except NotFound:
+        if context.cluster is None or context.cluster.adapter(name) is None:
+            raise
+        context.cluster.remove(name)
+    log.info("adapter %r unloaded", name)
+    return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
+
+
+def _required(fields: Fields, field: TextField) -> str:
+    value = field.read(fields)
+    if not value:
+        raise AdapterRejected(f"{field.name} is missing.", param=field.name)
+    return value

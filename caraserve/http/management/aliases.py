@@ -15,7 +15,7 @@ from caraserve.http.body.known_fields import check_fields
 from caraserve.http.body.request_schema import ALIAS
 from caraserve.http.client import CLIENT
 from caraserve.http.context import CONTEXT, Context
-from caraserve.http.management.admin import updatable
+from caraserve.http.management.adapters import updatable
 from caraserve.http.responses import json_response, read_object
 from caraserve.lora.aliases import Alias, Aliases
 from caraserve.util.option_values import ADAPTER_NAME

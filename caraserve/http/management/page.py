@@ -9,10 +9,9 @@ import dataclasses
 import operator
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from importlib.resources import files
-from typing import Any, Self
+from typing import Any
 
 from aiohttp import web
 
@@ -180,9 +179,9 @@ class _Table:
     def _sorted(self) -> list[_Row]:
         return sorted(self._first, key=operator.itemgetter(0))[:_SHOWN_ADAPTERS]
 
-    def entries(self, now_s: float) -> list["_Entry"]:
+    def entries(self, now_s: float) -> list[dict[str, Any]]:
         """Returns the lines of the table."""
-        return [_Entry.of(info, adapter, self._context, now_s) for _, info, adapter in self._sorted()]
+        return [_entry(info, adapter, self._context, now_s) for _, info, adapter in self._sorted()]
 
 
 def _listed(context: Context) -> Iterator[ListedAdapter]:
@@ -194,36 +193,24 @@ def _listed(context: Context) -> Iterator[ListedAdapter]:
                 yield remote_adapter(context, one)
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A line of the page's table. `layers`: of a download, how many layers have arrived, and of how many."""
-
-    name: str
-    rank: int
-    num_bytes: int
-    tier: str
-    loading: str | None
-    layers: tuple[int, int] | None
-    pinned: str | None
-    labels: Mapping[str, str]
-    own_chat_template: bool
-    requests: int = 0  # unfinished
-    per_minute: float = 0.0
-
-    @classmethod
-    def of(cls, info: ListedAdapter, adapter: Adapter | None, context: Context, now_s: float) -> Self:
-        """Describes an adapter; `adapter` is None for one that only other instances have."""
-        settings, requests = settings_of(context, info.name), context.engine.request_counts
-        known = info.name, info.rank, info.num_bytes, tier_of(adapter)
-        chosen = settings.pinned, settings.labels, settings.defaults.chat_template is not None
-        if adapter is None:
-            return cls(*known, None, None, *chosen)
-        layers = None
-        if (partial := adapter.partial) is not None:
-            layers = partial.layers, len(partial.image.spec.layer_ends)
-        per_minute = round(requests.per_minute(info.name, now_s), 1)
-        unfinished = requests.unfinished(info.name)
-        return cls(*known, _LOADING.get(adapter.tier), layers, *chosen, unfinished, per_minute)
+def _entry(info: ListedAdapter, adapter: Adapter | None, context: Context, now_s: float) -> dict[str, Any]:
+    """A line of the page's table; `adapter` is None for one that only other instances have. `layers`: of a download,
+    how many layers have arrived, and of how many."""
+    settings, counts = settings_of(context, info.name), context.engine.request_counts
+    partial = None if adapter is None else adapter.partial
+    return {
+        "name": info.name,
+        "rank": info.rank,
+        "num_bytes": info.num_bytes,
+        "tier": tier_of(adapter),
+        "loading": None if adapter is None else _LOADING.get(adapter.tier),
+        "layers": None if partial is None else (partial.layers, len(partial.image.spec.layer_ends)),
+        "pinned": settings.pinned,
+        "labels": settings.labels,
+        "own_chat_template": settings.defaults.chat_template is not None,
+        "requests": 0 if adapter is None else counts.unfinished(info.name),
+        "per_minute": 0.0 if adapter is None else round(counts.per_minute(info.name, now_s), 1),
+    }
 
 
 def _filters(request: web.Request) -> tuple[str, str]:
