@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -130,6 +130,21 @@ async def serving(
             yield Client(session, port)
     finally:
         await runner.cleanup()
+
+
+class OneOff:
+    """Sends one request by a method of `Client` to a server of its own: `await OneOff().complete()`."""
+
+    def __init__(self, engine: FakeEngine | None = None, **settings: Any) -> None:
+        self._engine, self._settings = engine or FakeEngine(), settings
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Answer]]:
+        async def send(*args: Any, **options: Any) -> Answer:
+            async with serving(self._engine, **self._settings) as client:
+                answer: Answer = await getattr(client, method)(*args, **options)
+                return answer
+
+        return send
 
 
 def typed_events(answer: Answer) -> list[dict[str, Any]]:

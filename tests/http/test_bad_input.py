@@ -7,7 +7,7 @@ import pytest
 
 from caraserve.http.context import HttpTimings
 from tests.http.fake_engine import FakeEngine
-from tests.http.serving import exchange, serving
+from tests.http.serving import OneOff, exchange, serving
 
 NOT_JSON_OBJECTS = {
     "not JSON": b"hello",
@@ -125,8 +125,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("fields", "param"), BAD_FIELDS, ids=str)
 async def test_bad_fields_are_named(fields: dict[str, Any], param: str) -> None:
     fake = FakeEngine()
-    async with serving(fake) as client:
-        answer = await client.complete(**fields)
+    answer = await OneOff(fake).complete(**fields)
     assert (answer.status, answer.error["type"], answer.error["param"]) == (400, "invalid_request_error", param)
     assert param.split("_")[0] in answer.error["message"]
     assert len(answer.error["message"]) < 300
@@ -158,8 +157,7 @@ async def test_bad_token_ids_are_named_by_position(bad: object) -> None:
     ],
 )
 async def test_fields_that_ask_for_nothing_are_accepted(neutral: dict[str, Any]) -> None:
-    async with serving(FakeEngine()) as client:
-        assert (await client.complete(**neutral)).status == 200
+    assert (await OneOff().complete(**neutral)).status == 200
 
 
 async def test_body_over_the_limit() -> None:
@@ -175,17 +173,15 @@ async def endless() -> AsyncIterator[bytes]:
 
 
 async def test_body_of_unknown_length_over_the_limit() -> None:
-    async with serving(FakeEngine(), max_body_bytes=10_000) as client:
-        answer = await client.request(
-            "POST", "/v1/completions", data=endless(), headers={"Content-Type": "application/json"}
-        )
+    answer = await OneOff(max_body_bytes=10_000).request(
+        "POST", "/v1/completions", data=endless(), headers={"Content-Type": "application/json"}
+    )
     assert answer.status == 413
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
 async def test_other_content_types(content_type: str) -> None:
-    async with serving(FakeEngine()) as client:
-        answer = await client.post("/v1/completions", b'{"prompt":"a"}', headers={"Content-Type": content_type})
+    answer = await OneOff().post("/v1/completions", b'{"prompt":"a"}', headers={"Content-Type": content_type})
     assert answer.status == 415
     assert "application/json" in answer.error["message"]
 

@@ -21,7 +21,7 @@ from caraserve.http.streaming import EventStream
 from tests.engine_world import world
 from tests.http.fake_engine import FakeEngine
 from tests.http.fleet import KEYS, RawAnswer, fleet, streamed
-from tests.http.serving import Answer, serving
+from tests.http.serving import Answer, OneOff, serving
 from tests.http.test_forwarding import EVENTS, same
 from tests.http.test_streaming import begun, read_chunk, read_event
 
@@ -123,8 +123,7 @@ async def test_zero_means_no_deadline(pass_time: PassTime) -> None:
 @pytest.mark.parametrize("given", ["", "-1", "+5", "1.5", "10s", "1e3", "٣", "1" * 16])
 async def test_a_header_that_gives_no_time_is_refused(given: str) -> None:
     fake = FakeEngine()
-    async with serving(fake) as client:
-        answer = await client.complete(headers={HEADER: given})
+    answer = await OneOff(fake).complete(headers={HEADER: given})
     assert (answer.status, answer.error["param"]) == (400, HEADER)
     assert f"{HEADER} must be a whole number of milliseconds" in answer.error["message"]
     assert repr(given) in answer.error["message"]

@@ -9,7 +9,7 @@ from caraserve.http.app import make_app
 from caraserve.http.openapi import ERROR, MESSAGES_ERROR, body_schema, document
 from caraserve.http.operations import OPERATIONS
 from tests.http.fake_engine import FakeEngine
-from tests.http.serving import http_config, new_metrics, serving
+from tests.http.serving import OneOff, http_config, new_metrics, serving
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 
@@ -123,8 +123,7 @@ async def test_the_page_and_the_document_take_a_password_where_there_are_keys() 
 
 
 async def test_the_page_loads_nothing_from_elsewhere() -> None:
-    async with serving(FakeEngine()) as client:
-        page = await client.get("/docs")
+    page = await OneOff().get("/docs")
     assert b"http:" not in page.body
     assert b"https:" not in page.body
     assert page.headers["Content-Security-Policy"].startswith("default-src 'none'")

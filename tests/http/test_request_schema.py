@@ -22,7 +22,7 @@ from caraserve.http.body.request_schema import (
 )
 from caraserve.http.body.translated_schema import MESSAGES, RESPONSES
 from tests.http.fake_engine import FakeEngine
-from tests.http.serving import serving
+from tests.http.serving import OneOff, serving
 
 TABLES = [COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE, LOAD_ADAPTER, UNLOAD_ADAPTER, STREAM_OPTIONS]
 TABLES += [EMBEDDINGS, SCORE, RERANK, RESPONSES, MESSAGES]
@@ -185,8 +185,7 @@ async def test_fields_that_would_change_the_answer_are_refused(
     ],
 )
 async def test_values_that_ask_for_nothing_are_read(neutral: dict[str, Any]) -> None:
-    async with serving(FakeEngine()) as client:
-        answer = await client.complete(**neutral)
+    answer = await OneOff().complete(**neutral)
     assert answer.status == 200
     assert IGNORED not in answer.headers
 
@@ -219,8 +218,7 @@ async def test_values_that_ask_for_nothing_are_read(neutral: dict[str, Any]) -> 
 )
 async def test_a_misspelt_field_is_refused_with_the_right_name(path: str, field: str, meant: str) -> None:
     fake = FakeEngine()
-    async with serving(fake) as client:
-        answer = await client.post(path, {field: "x"})
+    answer = await OneOff(fake).post(path, {field: "x"})
     assert (answer.status, answer.error["param"]) == (400, field)
     assert f"did you mean {meant!r}" in answer.error["message"]
 
@@ -267,8 +265,7 @@ async def test_options_inside_stream_options_are_checked_too() -> None:
 
 async def test_ignored_names_cannot_break_the_header() -> None:
     names = ["a\r\nSet-Cookie: x=1", "naïve", "comma, comma", "\0", "", "x" * 500]
-    async with serving(FakeEngine()) as client:
-        answer = await client.complete(**dict.fromkeys(names, 1))
+    answer = await OneOff().complete(**dict.fromkeys(names, 1))
     assert answer.status == 200
     assert "Set-Cookie" not in answer.headers
     listed = answer.headers[IGNORED].split(", ")
@@ -277,8 +274,7 @@ async def test_ignored_names_cannot_break_the_header() -> None:
 
 async def test_a_long_list_of_ignored_names_is_cut_between_two() -> None:
     names = [f"{number}{'y' * 70}" for number in range(MAX_UNKNOWN)]
-    async with serving(FakeEngine()) as client:
-        answer = await client.complete(**dict.fromkeys(names, 1))
+    answer = await OneOff().complete(**dict.fromkeys(names, 1))
     *listed, end = answer.headers[IGNORED].split(", ")
     assert (end, {len(name) for name in listed}) == ("...", {64})
     assert len(answer.headers[IGNORED]) <= 2100

@@ -6,7 +6,7 @@ import pytest
 
 from tests.http.fake_engine import FakeEngine
 from tests.http.fleet import fleet
-from tests.http.serving import serving
+from tests.http.serving import OneOff, serving
 
 BASE = "org/base"
 WAYS_TO_NAME_A: list[dict[str, Any]] = [
@@ -50,8 +50,7 @@ async def test_every_way_to_name_an_adapter_reaches_it(naming: dict[str, Any]) -
 )
 async def test_naming_no_adapter_reaches_the_base(naming: dict[str, Any]) -> None:
     fake = FakeEngine()
-    async with serving(fake) as client:
-        answer = await client.complete(**naming)
+    answer = await OneOff(fake).complete(**naming)
     assert (answer.json["model"], fake.requests[0].adapter) == (BASE, None)
 
 
@@ -114,8 +113,7 @@ async def test_a_field_that_does_not_name_exactly_one_adapter_is_refused(
     path: str, naming: dict[str, Any], param: str
 ) -> None:
     fake = FakeEngine()
-    async with serving(fake) as client:
-        answer = await client.post(path, {"prompt": "x"} | naming)
+    answer = await OneOff(fake).post(path, {"prompt": "x"} | naming)
     assert (answer.status, answer.error["param"]) == (400, param)
     assert param in answer.error["message"]
     assert not fake.streams
@@ -147,8 +145,7 @@ async def test_a_name_that_is_not_loaded_is_not_found(field: str, name: str) -> 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 async def test_other_ways_to_choose_weights_are_refused_by_name(path: str, field: str, value: object) -> None:
     fake = FakeEngine()
-    async with serving(fake) as client:
-        answer = await client.post(path, {"model": BASE, field: value})
+    answer = await OneOff(fake).post(path, {"model": BASE, field: value})
     assert (answer.status, answer.error["param"]) == (400, field)
     assert "as model" in answer.error["message"]
     assert not fake.streams

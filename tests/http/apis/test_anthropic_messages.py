@@ -12,7 +12,7 @@ from caraserve.http.context import HttpTimings
 from caraserve.tokenizer.grammar import GrammarSource
 from tests.http.apis.test_tool_calls import ARGUMENTS, CALL, SCHEMA, engine
 from tests.http.fake_engine import DIGEST, FakeEngine, FakeTokenizer, finish, spell
-from tests.http.serving import Answer, serving, typed_events
+from tests.http.serving import Answer, OneOff, serving, typed_events
 from tests.http.test_streaming import read_event
 
 PATH = "/v1/messages"
@@ -23,8 +23,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "c1", "content": "4 °C"}
 
 
 async def answered(fake: FakeEngine | None = None, path: str = PATH, **fields: Any) -> Answer:
-    async with serving(fake or FakeEngine()) as client:
-        return await client.post(path, ASKED | fields)
+    return await OneOff(fake or FakeEngine()).post(path, ASKED | fields)
 
 
 def error_of(answer: Answer) -> tuple[int, str, str]:

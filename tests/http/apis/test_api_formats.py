@@ -12,7 +12,7 @@ from caraserve.errors import Overloaded
 from tests.http.apis.test_tool_calls import engine
 from tests.http.fake_engine import DIGEST, FakeEngine, finish
 from tests.http.fleet import RawAnswer, fleet, streamed
-from tests.http.serving import Answer, serving
+from tests.http.serving import Answer, OneOff, serving
 from tests.http.test_deadlines import HEADERS, HOLDS_S, PassTime
 from tests.http.test_request_log import Lines, lines  # noqa: F401
 from tests.http.test_streaming import begun, read_event
@@ -147,7 +147,6 @@ async def test_an_answer_without_text_is_one_empty_text(path: str) -> None:
     def silent(request: GenerateRequest) -> list[TokenDelta]:
         return [TokenDelta("", (), finish=finish(request, 0))]
 
-    async with serving(FakeEngine(script=silent)) as client:
-        answer = (await client.post(path, ROUTES[path])).json
+    answer = (await OneOff(FakeEngine(script=silent)).post(path, ROUTES[path])).json
     content = answer["content"] if path == "/v1/messages" else answer["output"][0]["content"]
     assert [part["text"] for part in content] == [""]

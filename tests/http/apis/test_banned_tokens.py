@@ -7,7 +7,7 @@ import pytest
 
 from caraserve.core.grammar import mask_words
 from tests.http.fake_engine import EOS, FakeEngine, FakeTokenizer
-from tests.http.serving import serving
+from tests.http.serving import OneOff, serving
 
 EVERY = set(range(FakeTokenizer.vocab_size))
 
@@ -49,8 +49,7 @@ async def test_a_word_within_a_text_counts_where_a_space_makes_other_tokens_of_i
     monkeypatch.setattr(FakeTokenizer, "encode", encode)
     fields: dict[str, Any] = {"prompt": [1], "bad_words": ["ab", "c"]}
     fake = FakeEngine()
-    async with serving(fake) as client:
-        assert (await client.complete(**fields)).status == 200
+    assert (await OneOff(fake).complete(**fields)).status == 200
     grammar = fake.requests[0].params.grammar
     assert grammar is not None
     for output, missing in (([], {99, 227}), ([97], {98, 99, 227}), ([225], {98, 99, 227})):

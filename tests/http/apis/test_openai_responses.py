@@ -13,7 +13,7 @@ from caraserve.tokenizer.grammar import GrammarSource
 from tests.http.apis.test_openai_client import connected
 from tests.http.apis.test_tool_calls import ARGUMENTS, CALL, SCHEMA, engine
 from tests.http.fake_engine import DIGEST, FakeEngine, finish
-from tests.http.serving import Answer, serving, typed_events
+from tests.http.serving import Answer, OneOff, typed_events
 
 PATH = "/v1/responses"
 WEATHER: Any = {"type": "function", "name": "weather", "description": "It.", "parameters": SCHEMA, "strict": False}
@@ -31,8 +31,7 @@ TEXT_EVENTS = [
 
 
 async def answered(fake: FakeEngine | None = None, **fields: Any) -> Answer:
-    async with serving(fake or FakeEngine()) as client:
-        return await client.post(PATH, {"model": "a", "input": "hello"} | fields)
+    return await OneOff(fake or FakeEngine()).post(PATH, {"model": "a", "input": "hello"} | fields)
 
 
 def events_of(answer: Answer) -> list[dict[str, Any]]:

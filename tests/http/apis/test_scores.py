@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from caraserve.http.body.request_schema import RERANK, SCORE
-from tests.http.fake_engine import BOS, FakeEngine, embedding_of
-from tests.http.serving import Answer, serving
+from tests.http.fake_engine import BOS, embedding_of
+from tests.http.serving import Answer, OneOff
 
 COMMON: dict[str, Any] = {
     "model": "a",
@@ -24,8 +24,7 @@ COMMON: dict[str, Any] = {
 
 
 async def asked(path: str, **fields: Any) -> Answer:
-    async with serving(FakeEngine()) as client:
-        return await client.post(path, fields)
+    return await OneOff().post(path, fields)
 
 
 def cosine(one: str, other: str) -> float:

@@ -12,7 +12,7 @@ from caraserve.tokenizer.grammar import GrammarSource
 from caraserve.tokenizer.tool_format import HERMES, LLAMA3, MISTRAL, ToolFormat
 from tests.http.apis.test_openai_client import MESSAGES, connected
 from tests.http.fake_engine import FakeEngine, FakeTokenizer, finish, scored
-from tests.http.serving import Answer, serving
+from tests.http.serving import Answer, OneOff, serving
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: Any = {"type": "function", "function": {"name": "weather", "description": "It.", "parameters": SCHEMA}}
@@ -48,8 +48,7 @@ def engine(
 
 
 async def answered(fake: FakeEngine, **fields: Any) -> Answer:
-    async with serving(fake) as client:
-        return await client.chat(**{"tools": [WEATHER, TIME]} | fields)
+    return await OneOff(fake).chat(**{"tools": [WEATHER, TIME]} | fields)
 
 
 def joined(answer: Answer) -> dict[str, Any]:
@@ -341,8 +340,7 @@ async def test_a_long_answer_is_searched_for_calls_in_turns_of_the_event_loop(
     path: str, fields: dict[str, Any], rests: list[float]
 ) -> None:
     text = 10_000 * "<tool_call>"
-    async with serving(engine(text, size=len(text))) as client:
-        answer = await client.post(path, fields)
+    answer = await OneOff(engine(text, size=len(text))).post(path, fields)
     assert answer.status == 200
     assert text in answer.body.decode()
     assert len(rests) > 2
