@@ -278,5 +278,30 @@ async def streamed(*pieces: bytes, request: web.Request, die: bool = False) -> w
     return response
 
 
+def streams(*pieces: bytes, die: bool = False) -> RawPeer:
+    """Returns a peer that answers with `streamed`."""
+
+    async def handle(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+        return await streamed(*pieces, request=request, die=die)
+
+    return handle
+
+
+def answers(make: Callable[[], web.Response]) -> RawPeer:
+    """Returns a peer that answers with what `make` returns."""
+
+    async def handle(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+        return make()
+
+    return handle
+
+
+async def die(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+    """A peer that closes the connection."""
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
 FULL = Backlog(requests=40)  # for first-fit
 NEVER = inf

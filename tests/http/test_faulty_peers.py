@@ -19,7 +19,7 @@ from caraserve.http.dispatch import is_answering
 from caraserve.http.peer_watch import PeerFailedError, PeerWatch
 from caraserve.util.least_rate import LeastRate
 from tests.http.fake_engine import FakeEngine
-from tests.http.fleet import RawAnswer, View, fleet, streamed
+from tests.http.fleet import RawAnswer, View, answers, fleet, streamed
 from tests.http.test_streaming import begun
 
 pytestmark = pytest.mark.timeout(30)  # what takes longer waits without end
@@ -258,11 +258,8 @@ async def test_the_largest_answers_are_passed_back(monkeypatch: pytest.MonkeyPat
     ],
 )
 async def test_what_no_instance_sends_is_answered_by_another(status: int, headers: dict[str, str], body: bytes) -> None:
-    async def send(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
-        return web.Response(status=status, headers=headers, body=body)
-
     async with fleet("b") as running:
-        await running.start_raw("a", send)
+        await running.start_raw("a", answers(lambda: web.Response(status=status, headers=headers, body=body)))
         for stream in (False, True):
             answer = await running["b"].client.complete(stream=stream)
             assert answer.status == 200
@@ -274,22 +271,19 @@ async def test_what_no_instance_sends_is_answered_by_another(status: int, header
 async def test_a_stream_for_a_whole_answer_or_the_other_way_round_is_answered_by_another(
     stream: bool, headers: dict[str, str], body: bytes
 ) -> None:
-    async def send(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
-        return web.Response(headers=headers, body=body)
-
     async with fleet("b") as running:
-        await running.start_raw("a", send)
+        await running.start_raw("a", answers(lambda: web.Response(headers=headers, body=body)))
         answer = await running["b"].client.complete(stream=stream)
         assert (answer.status, len(running["b"].engine.requests)) == (200, 1)
 
 
 @pytest.mark.parametrize("headers", [JSON, STREAM])
 async def test_an_answer_that_is_not_passed_back_leaves_no_trace_in_the_next_one(headers: dict[str, str]) -> None:
-    async def send(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
-        return web.Response(headers=headers | {"x-caraserve-adapter": "poet@old"}, body=b"garbage\n\n")
-
     async with fleet("b") as running:
-        await running.start_raw("a", send)
+        await running.start_raw(
+            "a",
+            answers(lambda: web.Response(headers=headers | {"x-caraserve-adapter": "poet@old"}, body=b"garbage\n\n")),
+        )
         answer = await running["b"].client.complete(stream=headers is STREAM)
         assert answer.headers["x-caraserve-adapter"] == "org/base"
 

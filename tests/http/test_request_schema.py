@@ -123,6 +123,32 @@ async def test_every_field_of_a_table_is_read(path: str, table: KnownFields, own
         assert IGNORED not in each.headers
 
 
+@pytest.mark.parametrize(
+    ("path", "table", "own"),
+    [
+        (
+            "/v1/embeddings",
+            EMBEDDINGS,
+            {"input": "x", "encoding_format": "base64", "dimensions": 2, "normalize": False},
+        ),
+        ("/v1/score", SCORE, {"text_1": "x", "text_2": "y"}),
+        ("/v1/score", SCORE, {"queries": "x", "documents": "y"}),
+        ("/v1/rerank", RERANK, {"query": "x", "documents": ["y"], "top_n": 1, "return_documents": False}),
+    ],
+    ids=["embeddings", "texts", "queries", "rerank"],
+)
+async def test_every_field_of_a_route_for_embeddings_is_read(
+    path: str, table: KnownFields, own: dict[str, Any]
+) -> None:
+    body = {"add_special_tokens": False, **own}
+    body |= {name: value for name, value in EVERY_SERVED_VALUE.items() if name in table.served}
+    others = {"text_1", "text_2", "queries", "documents"} if table is SCORE else set()
+    assert body.keys() | others == table.served
+    answer = await OneOff().post(path, body)
+    assert answer.status == 200, answer.body
+    assert IGNORED not in answer.headers
+
+
 @pytest.mark.parametrize("table", TABLES)
 def test_no_field_is_in_two_groups(table: KnownFields) -> None:
     assert not table.served & table.refused.keys()
@@ -217,8 +243,7 @@ async def test_values_that_ask_for_nothing_are_read(neutral: dict[str, Any]) -> 
     ],
 )
 async def test_a_misspelt_field_is_refused_with_the_right_name(path: str, field: str, meant: str) -> None:
-    fake = FakeEngine()
-    answer = await OneOff(fake).post(path, {field: "x"})
+    answer = await OneOff(fake := FakeEngine()).post(path, {field: "x"})
     assert (answer.status, answer.error["param"]) == (400, field)
     assert f"did you mean {meant!r}" in answer.error["message"]
 

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from caraserve.errors import ConfigError, Draining
+from caraserve.errors import ConfigError
 from caraserve.http.app import make_app, start_http
 from caraserve.http.context import HttpTimings
 from caraserve.telemetry.background import BackgroundTasks
@@ -59,8 +59,7 @@ async def test_requests_to_addresses_and_localhost_are_accepted(host: str) -> No
     ids=str,
 )
 async def test_web_pages_of_other_origins_cannot_use_a_local_server_without_keys(headers: dict[str, str]) -> None:
-    fake = FakeEngine()
-    answer = await OneOff(fake).complete(headers=headers)
+    answer = await OneOff(fake := FakeEngine()).complete(headers=headers)
     assert (answer.status, answer.error["type"]) == (403, "permission_error")
     assert not fake.streams
 
@@ -192,9 +191,3 @@ async def test_metrics_count_responses_by_route_not_by_url() -> None:
     )
     assert 'route="unknown",status="404",model_name="org/base",engine="0"} 1\n' in text
     assert "secret-1" not in text
-
-
-async def test_draining_error_reaches_a_stream_request_as_a_status() -> None:
-    assert (
-        await OneOff(FakeEngine(refusals={0: Draining("Stopping.", retry_after_s=2)})).complete(stream=True)
-    ).status == 503

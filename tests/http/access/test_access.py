@@ -37,8 +37,7 @@ def basic(key: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer wrong", f"Basic {KEY}", KEY, "Bearer ÿ"])
 async def test_wrong_keys(header: str | None) -> None:
-    fake = FakeEngine()
-    answer = await OneOff(fake, api_key=(KEY, OTHER)).complete(
+    answer = await OneOff(fake := FakeEngine(), api_key=(KEY, OTHER)).complete(
         headers=None if header is None else {"Authorization": header}
     )
     assert (answer.status, answer.error["type"]) == (401, "authentication_error")

@@ -49,8 +49,7 @@ async def test_every_way_to_name_an_adapter_reaches_it(naming: dict[str, Any]) -
     ids=str,
 )
 async def test_naming_no_adapter_reaches_the_base(naming: dict[str, Any]) -> None:
-    fake = FakeEngine()
-    answer = await OneOff(fake).complete(**naming)
+    answer = await OneOff(fake := FakeEngine()).complete(**naming)
     assert (answer.json["model"], fake.requests[0].adapter) == (BASE, None)
 
 
@@ -112,8 +111,7 @@ async def test_a_forwarded_request_resolves_to_the_same_adapter() -> None:
 async def test_a_field_that_does_not_name_exactly_one_adapter_is_refused(
     path: str, naming: dict[str, Any], param: str
 ) -> None:
-    fake = FakeEngine()
-    answer = await OneOff(fake).post(path, {"prompt": "x"} | naming)
+    answer = await OneOff(fake := FakeEngine()).post(path, {"prompt": "x"} | naming)
     assert (answer.status, answer.error["param"]) == (400, param)
     assert param in answer.error["message"]
     assert not fake.streams
@@ -144,8 +142,7 @@ async def test_a_name_that_is_not_loaded_is_not_found(field: str, name: str) -> 
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 async def test_other_ways_to_choose_weights_are_refused_by_name(path: str, field: str, value: object) -> None:
-    fake = FakeEngine()
-    answer = await OneOff(fake).post(path, {"model": BASE, field: value})
+    answer = await OneOff(fake := FakeEngine()).post(path, {"model": BASE, field: value})
     assert (answer.status, answer.error["param"]) == (400, field)
     assert "as model" in answer.error["message"]
     assert not fake.streams

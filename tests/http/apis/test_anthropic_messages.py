@@ -11,7 +11,7 @@ from caraserve.errors import BackendFailed, Draining, Overloaded, RateLimited, U
 from caraserve.http.context import HttpTimings
 from caraserve.tokenizer.grammar import GrammarSource
 from tests.http.apis.test_tool_calls import ARGUMENTS, CALL, SCHEMA, engine
-from tests.http.fake_engine import DIGEST, FakeEngine, FakeTokenizer, finish, spell
+from tests.http.fake_engine import DIGEST, FakeEngine, FakeTokenizer, failing, finish, spell
 from tests.http.serving import Answer, OneOff, serving, typed_events
 from tests.http.test_streaming import read_event
 
@@ -173,11 +173,7 @@ async def test_a_silent_stream_has_pings() -> None:
 
 
 async def test_a_failure_in_a_stream_is_its_last_event() -> None:
-    def fails(request: GenerateRequest) -> list[TokenDelta]:
-        last = TokenDelta("", (), finish=finish(request, 1, "error", error=BackendFailed("device lost")))
-        return [TokenDelta("x", (1,)), last]
-
-    last = typed_events(await answered(FakeEngine(script=fails), stream=True))[-1]
+    last = typed_events(await answered(FakeEngine(script=failing(BackendFailed("device lost"), "x")), stream=True))[-1]
     assert last == {"type": "error", "error": {"type": "api_error", "message": "device lost"}}
 
 

@@ -8,14 +8,13 @@ import pytest
 
 from caraserve.core.request import GenerateRequest, Phases, Tenant, TokenDelta
 from caraserve.errors import BackendFailed, Draining, NonFiniteLogits, Overloaded
-from tests.http.fake_engine import BOS, DIGEST, FakeEngine, finish, scored
+from tests.http.fake_engine import BOS, DIGEST, FakeEngine, failing, finish, scored
 from tests.http.serving import OneOff, serving
 
 
 async def submitted(fields: dict[str, Any], **engine: Any) -> list[GenerateRequest]:
     """Returns the engine requests that a body gives."""
-    fake = FakeEngine(**engine)
-    answer = await OneOff(fake).complete(**fields)
+    answer = await OneOff(fake := FakeEngine(**engine)).complete(**fields)
     assert answer.status == 200, answer.body
     return fake.requests
 
@@ -131,8 +130,7 @@ async def test_top_k_minus_one_and_zero_mean_off(top_k: int) -> None:
 
 
 async def test_each_prompt_and_answer_is_one_request_with_its_own_seed() -> None:
-    fake = FakeEngine()
-    answer = (await OneOff(fake).complete(prompt=["a", "b"], n=2, seed=10)).json
+    answer = (await OneOff(fake := FakeEngine()).complete(prompt=["a", "b"], n=2, seed=10)).json
     assert [request.params.seed for request in fake.requests] == [10, 11, 10, 11]
     assert [request.request_id for request in fake.requests] == [f"{answer['id']}-{index}" for index in range(4)]
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
@@ -154,8 +152,7 @@ async def test_base_model_is_the_default(model: str | None) -> None:
 
 @pytest.mark.parametrize("model", ["gpt-4", "org/base:zzz", "org/base:", "x" * 1000])
 async def test_unknown_model_is_never_the_base(model: str) -> None:
-    fake = FakeEngine()
-    answer = await OneOff(fake).complete(model=model)
+    answer = await OneOff(fake := FakeEngine()).complete(model=model)
     assert answer.status == 404
     assert (answer.error["type"], answer.error["code"], answer.error["param"]) == (
         "NotFoundError",
@@ -265,16 +262,6 @@ async def test_the_default_length_is_limited_by_the_context() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "numbers"),
-    [({"prompt": [1] * 990, "max_tokens": 11}, ("1000", "1001")), ({"prompt": [1] * 1000}, ("1000", "1000"))],
-)
-async def test_too_long_for_the_context_names_both_numbers(fields: dict[str, Any], numbers: tuple[str, str]) -> None:
-    answer = await OneOff().complete(**fields)
-    assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
-    assert all(number in answer.error["message"] for number in numbers)
-
-
-@pytest.mark.parametrize(
     ("asked", "words"),
     [
         (11, "However, you requested 1001 tokens (990 in the {source}, 11 in the completion)."),
@@ -315,38 +302,29 @@ async def test_overload_has_retry_after_and_no_effects() -> None:
     assert [stream.cancelled.is_set() for stream in fake.streams] == [True, True]
 
 
-async def test_draining_is_503() -> None:
-    answer = await OneOff(FakeEngine(refusals={0: Draining("Stopping.", retry_after_s=3)})).complete()
+@pytest.mark.parametrize("stream", [False, True])
+async def test_draining_is_503(stream: bool) -> None:
+    answer = await OneOff(FakeEngine(refusals={0: Draining("Stopping.", retry_after_s=3)})).complete(stream=stream)
     assert (answer.status, answer.headers["Retry-After"]) == (503, "3")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_failure_before_the_first_token_has_a_status(stream: bool) -> None:
-    def fails(request: GenerateRequest) -> list[TokenDelta]:
-        return [TokenDelta("", (), finish=finish(request, 0, "error", error=BackendFailed("device lost")))]
-
-    answer = await OneOff(FakeEngine(script=fails)).complete(stream=stream)
+    answer = await OneOff(FakeEngine(script=failing(BackendFailed("device lost")))).complete(stream=stream)
     assert answer.status == 500
     assert answer.error == {"message": "device lost", "type": "server_error", "param": None, "code": "backend_failed"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_logits_that_are_not_finite_are_an_error_that_names_the_adapter(stream: bool) -> None:
-    def fails(request: GenerateRequest) -> list[TokenDelta]:
-        return [TokenDelta("", (), finish=finish(request, 0, "error", error=NonFiniteLogits("a")))]
-
-    answer = await OneOff(FakeEngine(script=fails)).complete(model="a", stream=stream)
+    answer = await OneOff(FakeEngine(script=failing(NonFiniteLogits("a")))).complete(model="a", stream=stream)
     assert answer.status == 422
     assert "'a' computes numbers that are not finite" in answer.error["message"]
     assert (answer.error["param"], answer.error["code"]) == ("model", "non_finite_logits")
 
 
 async def test_a_stream_that_has_begun_ends_with_the_error_of_its_adapter() -> None:
-    def fails(request: GenerateRequest) -> list[TokenDelta]:
-        end = finish(request, 1, "error", error=NonFiniteLogits("a"))
-        return [TokenDelta("half", (1,)), TokenDelta("", (), finish=end)]
-
-    answer = await OneOff(FakeEngine(script=fails)).complete(model="a", stream=True)
+    answer = await OneOff(FakeEngine(script=failing(NonFiniteLogits("a"), "half"))).complete(model="a", stream=True)
     assert answer.status == 200
     assert b'"code":"non_finite_logits"' in answer.body.replace(b" ", b"")
 

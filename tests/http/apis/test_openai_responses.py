@@ -7,12 +7,11 @@ import openai
 import pydantic
 import pytest
 
-from caraserve.core.request import GenerateRequest, TokenDelta
 from caraserve.errors import BackendFailed
 from caraserve.tokenizer.grammar import GrammarSource
 from tests.http.apis.test_openai_client import connected
 from tests.http.apis.test_tool_calls import ARGUMENTS, CALL, SCHEMA, engine
-from tests.http.fake_engine import DIGEST, FakeEngine, finish
+from tests.http.fake_engine import DIGEST, FakeEngine, failing
 from tests.http.serving import Answer, OneOff, typed_events
 
 PATH = "/v1/responses"
@@ -126,11 +125,7 @@ async def test_a_stream_and_a_whole_response_are_the_same() -> None:
 
 
 async def test_a_failure_in_a_stream_is_its_last_event() -> None:
-    def fails(request: GenerateRequest) -> list[TokenDelta]:
-        last = TokenDelta("", (), finish=finish(request, 1, "error", error=BackendFailed("device lost")))
-        return [TokenDelta("x", (1,)), last]
-
-    last = events_of(await answered(FakeEngine(script=fails), stream=True))[-1]
+    last = events_of(await answered(FakeEngine(script=failing(BackendFailed("device lost"), "x")), stream=True))[-1]
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
     assert last["response"]["error"] == {"code": "backend_failed", "message": "device lost"}
 
@@ -302,11 +297,7 @@ async def test_openais_client_parses_calls() -> None:
 
 
 async def test_openais_client_sees_what_fails() -> None:
-    def fails(request: GenerateRequest) -> list[TokenDelta]:
-        last = TokenDelta("", (), finish=finish(request, 1, "error", error=BackendFailed("device lost")))
-        return [TokenDelta("x", (1,)), last]
-
-    async with connected(FakeEngine(script=fails)) as client:
+    async with connected(FakeEngine(script=failing(BackendFailed("device lost"), "x"))) as client:
         stream = await client.responses.create(model="a", input="x", stream=True)
         events = [event async for event in stream]
         assert events[-1].type == "response.failed"

@@ -23,8 +23,7 @@ def file_of(values: np.ndarray[Any, Any] = VECTORS) -> str:
 
 
 async def test_a_file_is_a_whole_prompt() -> None:
-    fake = FakeEngine()
-    answer = await OneOff(fake).complete(prompt=None, prompt_embeds=file_of())
+    answer = await OneOff(fake := FakeEngine()).complete(prompt=None, prompt_embeds=file_of())
     (request,) = fake.requests
     assert (answer.status, answer.json["usage"]["prompt_tokens"]) == (200, 3)
     assert request.prompt_ids == (-1, -2, -3)
@@ -33,8 +32,7 @@ async def test_a_file_is_a_whole_prompt() -> None:
 
 
 async def test_several_files_are_several_prompts() -> None:
-    fake = FakeEngine()
-    answer = await OneOff(fake).complete(prompt="", prompt_embeds=[file_of(), file_of(VECTORS[:1])])
+    answer = await OneOff(fake := FakeEngine()).complete(prompt="", prompt_embeds=[file_of(), file_of(VECTORS[:1])])
     assert [len(request.prompt_ids) for request in fake.requests] == [3, 1]
     assert len(answer.json["choices"]) == 2
 
@@ -89,7 +87,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 async def test_anything_else_is_refused_with_the_reason(case: str) -> None:
     body, reason = REFUSED[case]
-    fake = FakeEngine()
-    answer = await OneOff(fake).complete(**({"prompt": None} | body))
+    answer = await OneOff(fake := FakeEngine()).complete(**({"prompt": None} | body))
     assert (answer.status, fake.requests) == (400, [])
     assert reason in answer.error["message"]

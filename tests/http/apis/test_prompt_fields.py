@@ -118,8 +118,7 @@ async def test_prompt_logprobs_of_a_completion_are_in_each_choice() -> None:
 
 
 async def test_prompt_logprobs_of_a_chat_are_in_the_response_once() -> None:
-    fake = FakeEngine()
-    response = (await OneOff(fake).chat(n=2, prompt_logprobs=0, logprobs=True)).json
+    response = (await OneOff(fake := FakeEngine()).chat(n=2, prompt_logprobs=0, logprobs=True)).json
     scores = response["prompt_logprobs"]
     assert scores[0] is None
     assert scores[1:] == [entry(token_id, 1, chr(token_id)) for token_id in CHAT_PROMPT]

@@ -188,8 +188,7 @@ async def test_a_template_without_a_switch_refuses_no_effort(
 
 
 async def grammar_of(**fields: Any) -> Any:
-    fake = FakeEngine()
-    answer = await OneOff(fake).chat(**fields)
+    answer = await OneOff(fake := FakeEngine()).chat(**fields)
     assert answer.status == 200, answer.body
     return fake.requests[0].params.grammar
 

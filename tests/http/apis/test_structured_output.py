@@ -120,8 +120,7 @@ async def test_a_schema_that_cannot_be_compiled_is_refused_by_the_clients_own_fi
     body = {"model": "a", "messages": [{"role": "user", "content": "x"}], "max_tokens": 5} | fields
     if "input" in fields:
         del body["messages"], body["max_tokens"]
-    fake = FakeEngine()
-    refused = await OneOff(fake).post(path.strip(), body | {"stream": stream})
+    refused = await OneOff(fake := FakeEngine()).post(path.strip(), body | {"stream": stream})
     assert refused.status == 400
     assert refused.json["error"]["message"].startswith(f"{own} cannot be compiled")
     assert refused.json["error"].get("param", own) == own
@@ -130,8 +129,7 @@ async def test_a_schema_that_cannot_be_compiled_is_refused_by_the_clients_own_fi
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_grammar_that_cannot_be_compiled_is_refused_by_its_field(stream: bool) -> None:
-    fake = FakeEngine()
-    refused = await OneOff(fake).complete(guided_regex=WRONG_GRAMMAR, stream=stream)
+    refused = await OneOff(fake := FakeEngine()).complete(guided_regex=WRONG_GRAMMAR, stream=stream)
     assert (refused.status, refused.error["param"]) == (400, "guided_regex")
     assert not fake.requests
 

@@ -107,8 +107,7 @@ async def test_load_and_unload_answer_as_vllm_does(prefix: str) -> None:
     ids=str,
 )  # fmt: skip
 async def test_refused_loads(fields: dict[str, Any], status: int, kind: str, param: str | None) -> None:
-    fake = FakeEngine()
-    answer = await OneOff(fake).post("/v1/load_lora_adapter", fields)
+    answer = await OneOff(fake := FakeEngine()).post("/v1/load_lora_adapter", fields)
     assert (answer.status, answer.error["type"], answer.error["param"]) == (status, kind, param)
     assert set(fake.loaded) == {"a", "b"}
 
