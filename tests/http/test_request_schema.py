@@ -243,7 +243,7 @@ async def test_values_that_ask_for_nothing_are_read(neutral: dict[str, Any]) -> 
     ],
 )
 async def test_a_misspelt_field_is_refused_with_the_right_name(path: str, field: str, meant: str) -> None:
-    answer = await OneOff(fake := FakeEngine()).post(path, {field: "x"})
+    answer = await OneOff().post(path, {field: "x"})
     assert (answer.status, answer.error["param"]) == (400, field)
     assert f"did you mean {meant!r}" in answer.error["message"]
 

@@ -39,26 +39,7 @@ AdapterFinder = Callable[[str], ChosenAdapter]
 """The adapter that a model name stands for. Raises NotFound with param `model`."""
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteAdapter:
-    """An adapter that only other instances have, as the API lists it."""
-
-    name: str
-    digest: str
-    rank: int
-    num_bytes: int
-    created_s: float
-
-    @property
-    def path(self) -> str:
-        """The digest: it has no folder on this instance."""
-        return self.digest
-
-
-ListedAdapter = AdapterInfo | RemoteAdapter
-
-
-def find_adapter(request: web.Request, model: str) -> ListedAdapter | None:
+def find_adapter(request: web.Request, model: str) -> AdapterInfo | None:
     """The adapter, here or in the cluster, that `model` names as `adapter`, by an alias or, as for SGLang, as
     `base:adapter`; None for the base model. Raises NotFound with param `model`, also for an adapter that the client may
     not use: it does not learn that there is one."""
@@ -92,7 +73,7 @@ def refuse_alias(context: Context, name: str) -> None:
         raise AdapterRejected(f"{name!r} is an alias; use another name, or delete the alias.", param="name")
 
 
-def find_named(context: Context, name: str) -> ListedAdapter | None:
+def find_named(context: Context, name: str) -> AdapterInfo | None:
     """The adapter of that name, here or in the cluster, also one that is being uploaded; None if there is none. Aliases
     are not looked up."""
     try:
@@ -137,9 +118,11 @@ def settings_of(context: Context, name: str) -> AdapterSettings:
     return AdapterSettings() if context.management is None else context.management.settings.get(name)
 
 
-def remote_adapter(context: Context, adapter: RegisteredAdapter) -> RemoteAdapter:
-    """An entry of the cluster's registry as the API lists it."""
-    return RemoteAdapter(adapter.name, adapter.digest, adapter.rank, adapter.num_bytes, context.started_s)
+def remote_adapter(context: Context, adapter: RegisteredAdapter) -> AdapterInfo:
+    """An entry of the cluster's registry as the API lists it: with the digest as its path, since it has no folder on
+    this instance."""
+    digest, created_s = adapter.digest, context.started_s
+    return AdapterInfo(adapter.name, digest, digest, adapter.rank, (), adapter.num_bytes, created_s)
 
 
 def choose_adapter(fields: Fields, base_name: str, find: AdapterFinder, client: Client) -> tuple[str, ChosenAdapter]:

@@ -15,7 +15,6 @@ from aiohttp import web
 from caraserve.core.adapter_rules import PINS
 from caraserve.errors import AdapterAliased, AdapterBusy, AdapterRejected, Forbidden, InvalidRequest, NotFound
 from caraserve.http.access.adapter_choice import (
-    ListedAdapter,
     check_change,
     entity_tag,
     find_named,
@@ -37,6 +36,7 @@ from caraserve.http.management.status import sorted_by_name
 from caraserve.http.responses import json_response, note_ignored, read_object
 from caraserve.lora.adapter import Adapter, AdapterTier, RemoteSource, UploadSource
 from caraserve.lora.management import AdapterManagement, DeletedAdapter
+from caraserve.lora.registry import AdapterInfo
 from caraserve.lora.uploads import UploadClaims, UploadedAdapter
 from caraserve.util.least_rate import LeastRate
 from caraserve.util.option_values import ADAPTER_NAME
@@ -96,7 +96,7 @@ async def show_adapter(request: web.Request) -> web.Response:
     return json_response(card, headers={"ETag": entity_tag(card["digest"])} if card["digest"] else {})
 
 
-def _named(request: web.Request) -> ListedAdapter:
+def _named(request: web.Request) -> AdapterInfo:
     """The adapter that the URL names. Raises NotFound, also if the client may not use it."""
     context, name = request.app[CONTEXT], request.match_info["name"]
     if request[CLIENT].may_use(name) and (found := find_named(context, name)) is not None:
@@ -120,7 +120,7 @@ def tier_of(adapter: Adapter | None) -> str:
     return _TIERS.get(adapter.tier) or ("peer" if isinstance(adapter.source, RemoteSource) else "disk")
 
 
-def _card(context: Context, info: ListedAdapter) -> dict[str, Any]:
+def _card(context: Context, info: AdapterInfo) -> dict[str, Any]:
     adapter = context.engine.catalog.manager.find(info.digest)
     settings, tier = settings_of(context, info.name), tier_of(adapter)
     return {
@@ -137,7 +137,7 @@ def _card(context: Context, info: ListedAdapter) -> dict[str, Any]:
     }
 
 
-def _full_card(context: Context, info: ListedAdapter) -> dict[str, Any]:
+def _full_card(context: Context, info: AdapterInfo) -> dict[str, Any]:
     """The card with the defaults of requests, which a list leaves out: a chat template may have 64 KiB."""
     return _card(context, info) | asdict(settings_of(context, info.name).defaults)
 
@@ -235,7 +235,7 @@ async def patch_adapter(request: web.Request) -> web.Response:
     if pinned is not None:
         changes["pinned"] = None if pinned == _NO_PIN else pinned
 
-    async def change() -> ListedAdapter:
+    async def change() -> AdapterInfo:
         name = request.match_info["name"]
         async with context.engine.catalog.changing(name):
             adapter = _named(request)

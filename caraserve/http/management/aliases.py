@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from caraserve.errors import AdapterRejected, InvalidRequest, NotFound
-from caraserve.http.access.adapter_choice import ListedAdapter, find_named
+from caraserve.http.access.adapter_choice import find_named
 from caraserve.http.body import fields as body_fields
 from caraserve.http.body.known_fields import check_fields
 from caraserve.http.body.request_schema import ALIAS
@@ -18,6 +18,7 @@ from caraserve.http.context import CONTEXT, Context
 from caraserve.http.management.adapters import updatable
 from caraserve.http.responses import json_response, read_object
 from caraserve.lora.aliases import Alias, Aliases
+from caraserve.lora.registry import AdapterInfo
 from caraserve.util.option_values import ADAPTER_NAME
 from caraserve.util.tasks import in_turns
 
@@ -118,7 +119,7 @@ def may_use_alias(request: web.Request, alias: Alias) -> bool:
     return request[CLIENT].may_use(alias.name) or request[CLIENT].may_use(alias.adapter)
 
 
-def _target(context: Context, adapter: str) -> ListedAdapter:
+def _target(context: Context, adapter: str) -> AdapterInfo:
     if (found := find_named(context, adapter)) is None:
         raise NotFound(f"There is no adapter {adapter[:200]!r}; GET /v1/adapters lists them.", param="adapter")
     return found

@@ -18,7 +18,6 @@ from aiohttp import web
 
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from caraserve.http.access.adapter_choice import (
-    ListedAdapter,
     find_adapter,
     find_named,
     remote_adapter,
@@ -191,7 +190,7 @@ def base_card(context: Context, name: str) -> dict[str, Any]:
     }
 
 
-def adapter_card(context: Context, adapter: ListedAdapter, *, shows_path: bool) -> dict[str, Any]:
+def adapter_card(context: Context, adapter: AdapterInfo, *, shows_path: bool) -> dict[str, Any]:
     """vLLM's model card with an adapter's rank; `root` is where the weights are from, or the adapter's name for a
     client that does not learn paths of this machine; `parent` is its base model."""
     return base_card(context, adapter.name) | {

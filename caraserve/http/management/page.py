@@ -18,12 +18,13 @@ from aiohttp import web
 from caraserve import __version__
 from caraserve.engine.batch_timeline import INTERVAL_S, INTERVALS, TimelineRow, position
 from caraserve.errors import InvalidRequest
-from caraserve.http.access.adapter_choice import ListedAdapter, remote_adapter, settings_of
+from caraserve.http.access.adapter_choice import remote_adapter, settings_of
 from caraserve.http.client import CLIENT
 from caraserve.http.context import CONTEXT, Context
 from caraserve.http.management.adapters import refused_folders, tier_of
 from caraserve.http.responses import json_response
 from caraserve.lora.adapter import Adapter, AdapterTier
+from caraserve.lora.registry import AdapterInfo
 from caraserve.util.tasks import in_turns, slices
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
@@ -149,7 +150,7 @@ async def adapter_stats(request: web.Request) -> web.Response:
 
 
 _Place = tuple[bool, float, int, int, str]
-_Row = tuple[_Place, ListedAdapter, Adapter | None]
+_Row = tuple[_Place, AdapterInfo, Adapter | None]
 
 
 class _Table:
@@ -161,7 +162,7 @@ class _Table:
         self._first: list[_Row] = []
         self._beyond: _Place | None = None  # the place of the last row that was kept
 
-    def add(self, info: ListedAdapter, adapter: Adapter | None, tier: str, now_s: float) -> None:
+    def add(self, info: AdapterInfo, adapter: Adapter | None, tier: str, now_s: float) -> None:
         """Adds an adapter, unless there are enough before it."""
         self.matching += 1
         if adapter is None:
@@ -184,7 +185,7 @@ class _Table:
         return [_entry(info, adapter, self._context, now_s) for _, info, adapter in self._sorted()]
 
 
-def _listed(context: Context) -> Iterator[ListedAdapter]:
+def _listed(context: Context) -> Iterator[AdapterInfo]:
     """This instance's adapters, then those that only others have."""
     yield from context.engine.adapters()
     if context.cluster is not None:
@@ -193,7 +194,7 @@ def _listed(context: Context) -> Iterator[ListedAdapter]:
                 yield remote_adapter(context, one)
 
 
-def _entry(info: ListedAdapter, adapter: Adapter | None, context: Context, now_s: float) -> dict[str, Any]:
+def _entry(info: AdapterInfo, adapter: Adapter | None, context: Context, now_s: float) -> dict[str, Any]:
     """A line of the page's table; `adapter` is None for one that only other instances have. `layers`: of a download,
     how many layers have arrived, and of how many."""
     settings, counts = settings_of(context, info.name), context.engine.request_counts
