@@ -13,6 +13,7 @@ from caraserve.core.adapter_rules import PINS
 from caraserve.http import deadline, openapi
 from caraserve.http.access.rate_limits import rate_limited
 from caraserve.http.apis import anthropic_messages, tokenize
+from caraserve.http.body import request_schema as body
 from caraserve.http.body.field_types import (
     BOOLEAN,
     INTEGER,
@@ -29,19 +30,6 @@ from caraserve.http.body.field_types import (
     whole_object,
 )
 from caraserve.http.body.known_fields import KnownFields
-from caraserve.http.body.request_schema import (
-    ADAPTER_SETTINGS,
-    ALIAS,
-    CHAT,
-    COMPLETIONS,
-    DETOKENIZE,
-    EMBEDDINGS,
-    LOAD_ADAPTER,
-    RERANK,
-    SCORE,
-    TOKENIZE,
-    UNLOAD_ADAPTER,
-)
 from caraserve.http.body.translated_schema import MESSAGES, RESPONSES
 from caraserve.http.generation_routes import GENERATION_ROUTES
 from caraserve.http.management import adapters, aliases, model_list, page, status
@@ -227,27 +215,27 @@ _VERSION_ERRORS: Errors = (*_ADAPTER_ERRORS, errors.VersionDiffers, errors.Adapt
 # --- routes ---
 
 
-def _text(path: str, summary: str, body: KnownFields, required: str, answer: Schema) -> Operation:
+def _text(path: str, summary: str, table: KnownFields, required: str, answer: Schema) -> Operation:
     """A route that generates text, whole or as a stream of events."""
     answers, raises = _json(answer) | {"text/event-stream": {}}, (*_ENGINE_ERRORS, errors.GrammarTooComplex)
     return Operation(
         f"POST {path}",
         GENERATION_ROUTES[path].handler(),
         answers,
-        body,
+        table,
         required,
         raises,
         _OF_ENGINE,
         summary,
-        is_messages=body is MESSAGES,
+        is_messages=table is MESSAGES,
     )
 
 
-def _embeddings(paths: str, summary: str, body: KnownFields, required: str, answer: Schema) -> Iterator[Operation]:
+def _embeddings(paths: str, summary: str, table: KnownFields, required: str, answer: Schema) -> Iterator[Operation]:
     """Routes with the same answer, which is made of embeddings."""
     for path in paths.split():
         handler, answers = GENERATION_ROUTES[path].handler(), _json(answer)
-        yield Operation(f"POST {path}", handler, answers, body, required, _ENGINE_ERRORS, _OF_ENGINE, summary)
+        yield Operation(f"POST {path}", handler, answers, table, required, _ENGINE_ERRORS, _OF_ENGINE, summary)
 
 
 def _alias(route: str, handler: Handler, answer: Schema, **more: Any) -> Operation:
@@ -259,15 +247,17 @@ def _vllm(prefix: str) -> Iterator[Operation]:
     """vLLM's routes that load and unload adapters; without its prefix, SGLang's of the same meaning."""
     load, unload = adapters.load_lora_adapter, adapters.unload_lora_adapter
     yield Operation(
-        f"POST {prefix}/load_lora_adapter", load, _TEXT, LOAD_ADAPTER, "lora_name lora_path", _ADAPTER_ERRORS
+        f"POST {prefix}/load_lora_adapter", load, _TEXT, body.LOAD_ADAPTER, "lora_name lora_path", _ADAPTER_ERRORS
     )
-    yield Operation(f"POST {prefix}/unload_lora_adapter", unload, _TEXT, UNLOAD_ADAPTER, "lora_name", _ADAPTER_ERRORS)
+    yield Operation(
+        f"POST {prefix}/unload_lora_adapter", unload, _TEXT, body.UNLOAD_ADAPTER, "lora_name", _ADAPTER_ERRORS
+    )
 
 
 _AS_MESSAGES = "Answers a conversation, in Anthropic's Messages API."
 _TABLE = (
-    _text("/v1/completions", "Continues prompts.", COMPLETIONS, "prompt", _COMPLETION),
-    _text("/v1/chat/completions", "Answers a conversation.", CHAT, "messages", _CHAT_COMPLETION),
+    _text("/v1/completions", "Continues prompts.", body.COMPLETIONS, "prompt", _COMPLETION),
+    _text("/v1/chat/completions", "Answers a conversation.", body.CHAT, "messages", _CHAT_COMPLETION),
     _text("/v1/responses", "Answers a conversation, in OpenAI's Responses API.", RESPONSES, "input", _RESPONSE),
     _text("/v1/messages", _AS_MESSAGES, MESSAGES, "messages max_tokens", _MESSAGES_MESSAGE),
     Operation(
@@ -279,9 +269,11 @@ _TABLE = (
         _TOKEN_ERRORS,
         is_messages=True,
     ),
-    *_embeddings("/v1/embeddings", "Embeds texts.", EMBEDDINGS, "input", _list(_EMBEDDING, **_EMBEDDED_HEAD)),
-    *_embeddings("/v1/score /score", "Compares texts.", SCORE, "", _list(_SCORE, **_EMBEDDED_HEAD)),
-    *_embeddings("/v1/rerank /rerank /v2/rerank", "Sorts documents by a query.", RERANK, "query documents", _RANKING),
+    *_embeddings("/v1/embeddings", "Embeds texts.", body.EMBEDDINGS, "input", _list(_EMBEDDING, **_EMBEDDED_HEAD)),
+    *_embeddings("/v1/score /score", "Compares texts.", body.SCORE, "", _list(_SCORE, **_EMBEDDED_HEAD)),
+    *_embeddings(
+        "/v1/rerank /rerank /v2/rerank", "Sorts documents by a query.", body.RERANK, "query documents", _RANKING
+    ),
     Operation("GET /v1/models", model_list.list_models, _listed(_CARD)),
     Operation(
         "GET /v1/models/{model:.+}",
@@ -311,7 +303,7 @@ _TABLE = (
         "PATCH /v1/adapters/{name}",
         adapters.patch_adapter,
         _ADAPTER,
-        ADAPTER_SETTINGS,
+        body.ADAPTER_SETTINGS,
         raises=(*_VERSION_ERRORS, errors.Overloaded),
         parameters=(_ADAPTER_NAME, *_TO_CHANGE),
     ),
@@ -330,18 +322,18 @@ _TABLE = (
         raises=(errors.NotFound,),
         parameters=(_ALIAS_NAME,),
     ),
-    _alias("PUT /v1/aliases/{name}", aliases.put_alias, _ALIAS, body=ALIAS, required="adapter", creates=True),
+    _alias("PUT /v1/aliases/{name}", aliases.put_alias, _ALIAS, body=body.ALIAS, required="adapter", creates=True),
     _alias("POST /v1/aliases/{name}/rollback", aliases.roll_back_alias, _ALIAS),
     _alias("DELETE /v1/aliases/{name}", aliases.delete_alias, _deleted("alias")),
     Operation("GET /v1/cluster", status.cluster_members, _listed(OBJECT, name=or_null(STRING))),
     Operation("GET /v1/cluster/adapters", status.cluster_adapters, _listed(OBJECT)),
     Operation("GET /v1/usage", status.usage, _listed(_USED, since=INTEGER)),
-    Operation("POST /tokenize", rate_limited(tokenize.tokenize), _json(_TOKENS), TOKENIZE, raises=_TOKEN_ERRORS),
+    Operation("POST /tokenize", rate_limited(tokenize.tokenize), _json(_TOKENS), body.TOKENIZE, raises=_TOKEN_ERRORS),
     Operation(
         "POST /detokenize",
         rate_limited(tokenize.detokenize),
         _json(whole_object(prompt=STRING)),
-        DETOKENIZE,
+        body.DETOKENIZE,
         "tokens",
         _TOKEN_ERRORS,
     ),
