@@ -86,7 +86,7 @@ async def test_only_an_instance_with_the_same_defaults_of_the_adapter_answers() 
 
 
 def adapters_at(temperature: float) -> Any:
-    """What an instance has been told of its adapters: all have this temperature by default."""
+    """The settings that an instance has of its adapters: all have this temperature by default."""
     settings = AdapterSettings(defaults=RequestDefaults(sampling={"temperature": temperature}))
     return SimpleNamespace(
         settings=SimpleNamespace(get=lambda name: settings),

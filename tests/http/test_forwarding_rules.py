@@ -40,7 +40,7 @@ async def test_a_remote_adapter_is_listed_and_answered_by_its_holder() -> None:
         assert (await running["a"].client.complete(model="far")).json["model"] == "far"
         assert [request.adapter for request in c.engine.requests] == ["far"]
         assert [name for name, _ in running["a"].forwards] == ["c"]
-        assert (await running["a"].client.complete(model="nobody's")).status == 404
+        assert (await running["a"].client.complete(model="absent")).status == 404
 
 
 async def test_an_adapter_without_reachable_holders_is_unavailable_not_unknown() -> None:

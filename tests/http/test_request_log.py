@@ -121,7 +121,7 @@ async def test_a_deadline_that_cuts_a_stream_is_named(lines: Lines) -> None:
     ("path", "body", "expected"),
     [
         ("/v1/completions", {"prompt": "x", "adapters": "a"}, (400, "invalid_request_error", "adapters")),
-        ("/v1/completions", {"prompt": "x", "model": "nobody"}, (404, "model_not_found", "model")),
+        ("/v1/completions", {"prompt": "x", "model": "absent"}, (404, "model_not_found", "model")),
         ("/v1/completions", {"prompt": [1] * 1000}, (400, "context_length_exceeded", "prompt")),
         ("/v1/nothing", {}, (404, None, None)),
         ("/tokenize", {"prompt": "x"}, (200, None, None)),

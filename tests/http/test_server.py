@@ -180,7 +180,7 @@ async def test_a_host_of_another_machine_is_a_config_error() -> None:
 async def test_metrics_count_responses_by_route_not_by_url() -> None:
     async with serving(FakeEngine()) as client:
         await client.get("/v1/models/a")
-        await client.get("/v1/models/nobody")
+        await client.get("/v1/models/absent")
         await client.get("/secret-1")
         answer = await client.get("/metrics")
     text = answer.body.decode()

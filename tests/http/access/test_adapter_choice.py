@@ -118,7 +118,7 @@ async def test_a_field_that_does_not_name_exactly_one_adapter_is_refused(
 
 
 @pytest.mark.parametrize("field", ["model", "lora_path", "adapter_id"])
-@pytest.mark.parametrize("name", ["nobody", "/adapters/a", "../a", "a\r\nX-Evil: 1"])
+@pytest.mark.parametrize("name", ["absent", "/adapters/a", "../a", "a\r\nX-Evil: 1"])
 async def test_a_name_that_is_not_loaded_is_not_found(field: str, name: str) -> None:
     fake = FakeEngine()
     async with serving(fake) as client:

@@ -56,7 +56,7 @@ async def test_a_field_for_an_adapter_is_applied_or_refused(path: str, stream: b
         for name, value in APPLIED.items():
             status, adapter, _ = await asked(client, path, stream, **{name: value})
             assert (status, adapter) == (200, "b" if fake.streams else ""), name
-            unknown = [{"id": "nobody"}] if name == "lora" else "nobody"
+            unknown = [{"id": "absent"}] if name == "lora" else "absent"
             assert (await asked(client, path, stream, **{name: unknown}))[0] == 404, name
         num_answered = len(fake.streams)
         for name, value in REFUSED.items():

@@ -207,8 +207,8 @@ async def test_the_template_learns_of_errors_and_of_thinking() -> None:
             seen.update(kwargs=options["kwargs"], result=messages[-1])
             return super().chat(messages, **options)
 
-    told = {"role": "user", "content": [RESULT | {"is_error": True}]}
-    messages = [*ASKED["messages"], {"role": "assistant", "content": [TOOL_USE]}, told]
+    turn = {"role": "user", "content": [RESULT | {"is_error": True}]}
+    messages = [*ASKED["messages"], {"role": "assistant", "content": [TOOL_USE]}, turn]
     for kind, expected in (("enabled", True), ("disabled", False)):
         await answered(
             FakeEngine(tokenizer=Tokenizer()),
@@ -230,8 +230,8 @@ async def test_a_content_is_input_again() -> None:
     async with serving(fake) as client:
         content = (await client.post(PATH, ASKED | {"tools": [WEATHER]})).json["content"]
         result = RESULT | {"tool_use_id": content[1]["id"], "content": [{"type": "text", "text": "4"}]}
-        told = [{"role": "assistant", "content": content}, {"role": "user", "content": [result]}]
-        answer = await client.post(PATH, ASKED | {"tools": [WEATHER], "messages": ASKED["messages"] + told})
+        turn = [{"role": "assistant", "content": content}, {"role": "user", "content": [result]}]
+        answer = await client.post(PATH, ASKED | {"tools": [WEATHER], "messages": ASKED["messages"] + turn})
     assert answer.status == 200
 
 
@@ -372,7 +372,7 @@ async def test_clients_learn_that_conversations_are_not_kept() -> None:
     [
         (Overloaded("full", retry_after_s=1), (529, "overloaded_error")),
         (Draining("stopping", retry_after_s=1), (529, "overloaded_error")),
-        (Unreachable("nobody has it", retry_after_s=1), (529, "overloaded_error")),
+        (Unreachable("no instance has it", retry_after_s=1), (529, "overloaded_error")),
         (RateLimited("1 request", "requests", 1), (429, "rate_limit_error")),
         (BackendFailed("lost"), (500, "api_error")),
     ],
@@ -391,7 +391,7 @@ async def test_errors_of_every_layer_have_the_shape() -> None:
         assert error_of(wrong)[:2] == (401, "authentication_error")
         assert "WWW-Authenticate" in wrong.headers
         assert (await client.post(PATH, ASKED, headers=key)).status == 200
-        assert error_of(await client.post(PATH, ASKED | {"model": "nobody"}, headers=key))[:2] == (
+        assert error_of(await client.post(PATH, ASKED | {"model": "absent"}, headers=key))[:2] == (
             404,
             "not_found_error",
         )

@@ -151,13 +151,13 @@ async def template_messages(*messages: dict[str, Any]) -> list[dict[str, Any]]:
 )
 async def test_templates_get_the_arguments_of_tool_calls_as_objects(arguments: object, expected: object) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
-    asked, told = await template_messages(
+    call_message, result = await template_messages(
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": [{"type": "text", "text": "4 °C"}], "tool_call_id": "1"},
     )
-    assert asked["content"] == ""
-    assert asked["tool_calls"] == [{**call, "function": {"name": "weather", "arguments": expected}}]
-    assert told == {"role": "tool", "content": "4 °C", "tool_call_id": "1"}
+    assert call_message["content"] == ""
+    assert call_message["tool_calls"] == [{**call, "function": {"name": "weather", "arguments": expected}}]
+    assert result == {"role": "tool", "content": "4 °C", "tool_call_id": "1"}
 
 
 @pytest.mark.parametrize(

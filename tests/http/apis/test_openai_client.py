@@ -102,7 +102,7 @@ async def test_refusals_are_the_clients_exceptions(refusal: Exception, expected:
 async def test_bad_requests_are_the_clients_exceptions() -> None:
     async with connected(FakeEngine()) as client:
         with pytest.raises(openai.NotFoundError) as unknown:
-            await client.completions.create(model="nobody", prompt="x")
+            await client.completions.create(model="absent", prompt="x")
         with pytest.raises(openai.BadRequestError) as bad:
             await client.completions.create(model="a", prompt="x", temperature=-1)
     assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")

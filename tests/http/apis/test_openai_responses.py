@@ -160,8 +160,8 @@ async def test_an_output_is_input_again() -> None:
         asked: Any = [{"role": "user", "content": "Tromsø?"}]
         response = await client.responses.create(model="a", input=asked, tools=[WEATHER])
         calls = [item for item in response.output if item.type == "function_call"]
-        told: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "4 °C"} for call in calls]
-        assert await client.responses.create(model="a", input=[*asked, *response.output, *told], tools=[WEATHER])
+        results: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "4 °C"} for call in calls]
+        assert await client.responses.create(model="a", input=[*asked, *response.output, *results], tools=[WEATHER])
 
 
 async def test_what_cannot_be_called_here_is_left_out_and_listed() -> None:
@@ -304,4 +304,4 @@ async def test_openais_client_sees_what_fails() -> None:
         with pytest.raises(openai.InternalServerError, match="device lost"):
             await client.responses.create(model="a", input="x")
         with pytest.raises(openai.NotFoundError):
-            await client.responses.create(model="nobody", input="x")
+            await client.responses.create(model="absent", input="x")

@@ -296,8 +296,8 @@ async def test_openais_client_calls_a_tool_and_sends_its_answer() -> None:
         (call,) = answer.choices[0].message.tool_calls or ()
         assert call.type == "function"
         assert json.loads(call.function.arguments) == json.loads(ARGUMENTS)
-        told: Any = {"role": "tool", "content": "4 °C", "tool_call_id": call.id}
-        history = [*MESSAGES, answer.choices[0].message.model_dump(), told]
+        result: Any = {"role": "tool", "content": "4 °C", "tool_call_id": call.id}
+        history = [*MESSAGES, answer.choices[0].message.model_dump(), result]
         assert await client.chat.completions.create(model="a", messages=history, tools=[WEATHER])
 
 

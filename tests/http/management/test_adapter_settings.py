@@ -103,7 +103,7 @@ async def test_what_is_not_a_setting_is_refused_and_changes_nothing(
         answer = await patch(client, "a", **fields)
         assert (answer.status, answer.error["param"]) == (400, param)
         assert (await client.get("/v1/adapters/a")).json["labels"] == {}
-        assert (await patch(client, "nobody", labels={})).status == 404
+        assert (await patch(client, "absent", labels={})).status == 404
 
 
 async def test_an_unknown_field_is_refused_by_what_can_be_set_so_that_nothing_looks_done(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ async def test_one_model_by_its_id(path: str, model: str) -> None:
 
 
 async def test_unknown_model() -> None:
-    answer = await OneOff().get("/v1/models/nobody")
+    answer = await OneOff().get("/v1/models/absent")
     assert (answer.status, answer.error["code"], answer.error["param"]) == (404, "model_not_found", "model")
 
 
@@ -113,7 +113,7 @@ async def test_refused_loads(fields: dict[str, Any], status: int, kind: str, par
 
 
 async def test_unload_of_an_unknown_adapter() -> None:
-    assert (await OneOff().post("/v1/unload_lora_adapter", {"lora_name": "nobody"})).status == 404
+    assert (await OneOff().post("/v1/unload_lora_adapter", {"lora_name": "absent"})).status == 404
 
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
@@ -160,7 +160,7 @@ async def test_tokenize_options() -> None:
     [
         ("/tokenize", {}, 400, "prompt"),
         ("/tokenize", {"prompt": 3}, 400, "prompt"),
-        ("/tokenize", {"prompt": "a", "model": "nobody"}, 404, "model"),
+        ("/tokenize", {"prompt": "a", "model": "absent"}, 404, "model"),
         ("/detokenize", {}, 400, "tokens"),
         ("/detokenize", {"tokens": [1, 999]}, 400, "tokens"),
         ("/detokenize", {"tokens": "abc"}, 400, "tokens"),
