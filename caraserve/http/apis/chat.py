@@ -13,7 +13,14 @@ from caraserve.http.api_request import ApiRequest
 from caraserve.http.apis.answer_blocks import AnswerBlocks, Block, BlockChange, BlockKind
 from caraserve.http.apis.chat_format import ChatFormat
 from caraserve.http.apis.chat_translation import joined_text, read_arguments
-from caraserve.http.apis.choices import Choice, ChoicesWriter, ResponseHeads, TokenNames, finish_fields, finite
+from caraserve.http.apis.choices import (
+    Choice,
+    ChoicesWriter,
+    ResponseHeads,
+    TokenNames,
+    finish_fields,
+    finite,
+)
 from caraserve.http.apis.completions import (
     DEFAULT_MAX_TOKENS,
     CommonFields,
@@ -52,15 +59,11 @@ async def parse_chat(fields: Fields, engine: Engine, find: AdapterFinder, client
     chat = await parse_chat_fields(fields, engine, find, client, response_id)
     delivery, model = chat.common.delivery, chat.common.model
     names = TokenNames(engine.tokenizer, by_id=delivery.tokens_as_ids)
-    choices = [
-        ChatChoice(
-            *(index, request, names),
-            AnswerBlocks(chat.tools.callable, chat.reasoning, keeps_text=not delivery.stream),
-            chat.progress(engine.tokenizer),
-            return_token_ids=delivery.token_ids,
-        )
-        for index, request in enumerate(chat.requests)
-    ]
+    choices = []
+    for index, request in enumerate(chat.requests):
+        blocks = AnswerBlocks(chat.tools.callable, chat.reasoning, keeps_text=not delivery.stream)
+        scored, progress = request.params.prompt_logprobs, chat.progress(engine.tokenizer)
+        choices.append(ChatChoice(index, request, names, scored, delivery.token_ids, blocks, progress))
     shown_prompt = {"prompt_token_ids": chat.requests[0].prompt_ids} if delivery.token_ids else {}
     heads = ResponseHeads(
         response_head(response_id, "chat.completion", model) | shown_prompt,
@@ -221,43 +224,36 @@ def _logprobs(fields: Fields) -> int | None:
     return top if wanted else None
 
 
+@dataclasses.dataclass
 class ChatChoice(Choice):
     """Writes one entry of `choices`: a message, or its deltas: first the role, then text, last the finish reason."""
 
-    def __init__(
-        self,
-        index: int,
-        request: GenerateRequest,
-        names: TokenNames,
-        blocks: AnswerBlocks,
-        progress: ReasoningProgress | None,
-        *,
-        return_token_ids: bool,
-    ) -> None:
-        scored = request.params.prompt_logprobs
-        super().__init__(index, request, names, prompt_logprobs=scored, return_token_ids=return_token_ids)
-        self._blocks, self._progress = blocks, progress
+    blocks: AnswerBlocks
+    progress: ReasoningProgress | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._num_calls = 0
 
     @property
     def reasoning_tokens(self) -> int | None:
-        return None if self._progress is None else self._progress.num_tokens
+        return None if self.progress is None else self.progress.num_tokens
 
     def stream_chunks(self, delta: TokenDelta) -> list[dict[str, Any]]:
         chunks = []
         if self._is_first:
             self._is_first = False
             chunks.append(self._chunk({"role": "assistant", "content": ""}))
-        if self._progress is not None:
-            self._progress.add(delta.token_ids)
-        changes = self._blocks.push(delta.text, is_last=delta.finish is not None)
+        if self.progress is not None:
+            self.progress.add(delta.token_ids)
+        changes = self.blocks.push(delta.text, is_last=delta.finish is not None)
         parts = [part for change in changes for part in self._parts(change)]
-        if not parts and (delta.logprobs or (self._return_token_ids and delta.token_ids)):
+        if not parts and (delta.logprobs or (self.return_token_ids and delta.token_ids)):
             parts = [{"content": ""}]
         new = [self._chunk(part) for part in parts]
         if new:
             new[0]["logprobs"] = self.logprobs(delta)
-            if self._return_token_ids:
+            if self.return_token_ids:
                 new[0]["token_ids"] = delta.token_ids
         if delta.finish is not None:
             new.append(self._chunk({}) | self._finish_fields(delta.finish))
@@ -282,10 +278,10 @@ class ChatChoice(Choice):
         return fields
 
     async def fields_around_logprobs(self, answer: TokenDelta) -> tuple[dict[str, Any], dict[str, Any]]:
-        await add_tokens(self._progress, answer)
+        await add_tokens(self.progress, answer)
         texts: dict[BlockKind, str] = {"reasoning": "", "text": ""}
         calls = []
-        async for block in in_turns(await self._blocks.read(answer.text)):
+        async for block in in_turns(await self.blocks.read(answer.text)):
             if block.kind == "call":
                 calls.append(_call(block, block.text))
             else:
@@ -297,14 +293,14 @@ class ChatChoice(Choice):
             message["tool_calls"] = calls
         if texts["reasoning"]:
             message |= dict.fromkeys(_REASONING, texts["reasoning"])
-        before = {"index": self._index, "message": message}
+        before = {"index": self.index, "message": message}
         after = self._finish_fields(answer.finish)
-        if self._return_token_ids:
+        if self.return_token_ids:
             after["token_ids"] = answer.token_ids
         return before, after
 
     def _chunk(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def _scored(self, delta: TokenDelta) -> dict[str, list[Any]]:
         return {"content": [self._with_best(scored) for scored in delta.logprobs]}
@@ -315,9 +311,9 @@ class ChatChoice(Choice):
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {
-            "token": self._names.of(token_id),
+            "token": self.names.of(token_id),
             "logprob": finite(logprob),
-            "bytes": list(self._names.tokenizer.token_bytes(token_id)),
+            "bytes": list(self.names.tokenizer.token_bytes(token_id)),
         }
 
 

@@ -76,22 +76,20 @@ class PromptLogprobs:
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": self._names.of(token_id)}
 
 
+@dataclass
 class Choice(ABC):
-    """Writes one entry of `choices` in the shape of its API. Keeps state between deltas. `prompt_logprobs`:
-    alternatives to each token of the prompt; None: no logprobs of it."""
+    """Writes one entry of `choices` in the shape of its API. Keeps state between deltas. `prompt_alternatives`: to each
+    token of the prompt, in `prompt_logprobs`; None: without that field."""
 
-    def __init__(
-        self,
-        index: int,
-        request: GenerateRequest,
-        names: TokenNames,
-        *,
-        prompt_logprobs: int | None,
-        return_token_ids: bool,
-    ) -> None:
-        self._index, self._request, self._names = index, request, names
-        self._prompt_logprobs = None if prompt_logprobs is None else PromptLogprobs(names, prompt_logprobs)
-        self._return_token_ids = return_token_ids
+    index: int
+    request: GenerateRequest
+    names: TokenNames
+    prompt_alternatives: int | None
+    return_token_ids: bool
+
+    def __post_init__(self) -> None:
+        most = self.prompt_alternatives
+        self._prompt_logprobs = None if most is None else PromptLogprobs(self.names, most)
         self._is_first = True  # the next delta
 
     @property
@@ -111,7 +109,7 @@ class Choice(ABC):
     def logprobs(self, delta: TokenDelta) -> dict[str, list[Any]] | None:
         """The logprobs of a delta, by the field of `logprobs` to which they are added; None without logprobs."""
         of_prompt = {} if self._prompt_logprobs is None else {PROMPT_LOGPROBS: self._prompt_logprobs.entries(delta)}
-        if self._request.params.logprobs is None:
+        if self.request.params.logprobs is None:
             return of_prompt or None
         return of_prompt | self._scored(delta)
 

@@ -139,13 +139,7 @@ async def parse_completion(fields: Fields, engine: Engine, find: AdapterFinder, 
         if echo:
             echoed = str(prompt) if is_whole else await decode(engine.tokenizer, ids)
         for request in fan_out(f"{response_id}-", len(requests), ids, common, sized, embeds):
-            choice = CompletionChoice(
-                *(len(choices), request, names),
-                echoed=echoed,
-                prompt_logprobs=prompt_logprobs,
-                return_token_ids=return_token_ids,
-            )
-            choices.append(choice)
+            choices.append(CompletionChoice(len(choices), request, names, prompt_logprobs, return_token_ids, echoed))
             requests.append(request)
     head = response_head(response_id, "text_completion", common.model)
     writer = ChoicesWriter(choices, ResponseHeads(head, head, {}), common.delivery)
@@ -298,29 +292,22 @@ async def decode(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_token
     return await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens=skip_special_tokens)
 
 
+@dataclasses.dataclass
 class CompletionChoice(Choice):
-    """Writes one entry of `choices`, which has the same shape in a stream and in a whole response."""
+    """Writes one entry of `choices`, which has the same shape in a stream and in a whole response. `echoed`: the
+    prompt's text, None if the answer does not begin with it."""
 
-    def __init__(
-        self,
-        index: int,
-        request: GenerateRequest,
-        names: TokenNames,
-        *,
-        echoed: str | None,
-        prompt_logprobs: int | None,
-        return_token_ids: bool,
-    ) -> None:
-        """`echoed`: the prompt's text, None if the answer does not begin with it."""
-        super().__init__(index, request, names, prompt_logprobs=prompt_logprobs, return_token_ids=return_token_ids)
-        self._echoes = echoed is not None
-        self._pending_echo = echoed or ""
+    echoed: str | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._pending_echo = self.echoed or ""
         self._prompt_written = False
         self._text_offset = 0
 
     def stream_chunks(self, delta: TokenDelta) -> list[dict[str, Any]]:
-        is_visible = delta.text or self._pending_echo or delta.finish or self._return_token_ids
-        if not is_visible and self._request.params.logprobs is None:
+        is_visible = delta.text or self._pending_echo or delta.finish or self.return_token_ids
+        if not is_visible and self.request.params.logprobs is None:
             return []  # the engine holds text back: an incomplete character, or the start of a stop string
         before, after = self._fields(delta)
         return [before | {"logprobs": self.logprobs(delta)} | after]
@@ -329,37 +316,37 @@ class CompletionChoice(Choice):
         return self._fields(answer)
 
     def _fields(self, answer: TokenDelta) -> tuple[dict[str, Any], dict[str, Any]]:
-        before = {"index": self._index, "text": self._pending_echo + answer.text}
+        before = {"index": self.index, "text": self._pending_echo + answer.text}
         after = finish_fields(answer.finish)
-        if self._return_token_ids:
+        if self.return_token_ids:
             after["token_ids"] = answer.token_ids
-            after["prompt_token_ids"] = self._request.prompt_ids if self._is_first else None
+            after["prompt_token_ids"] = self.request.prompt_ids if self._is_first else None
         self._is_first, self._pending_echo = False, ""
         return before, after
 
     def _scored(self, delta: TokenDelta) -> dict[str, list[Any]]:
         shape: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-        if not self._prompt_written and self._echoes:
-            self._add_token(shape, self._request.prompt_ids[0], None)  # the first token has no logprob
+        if not self._prompt_written and self.echoed is not None:
+            self._add_token(shape, self.request.prompt_ids[0], None)  # the first token has no logprob
         self._prompt_written = True
         # A long prompt is computed in chunks, so several deltas hold parts of its logprobs.
-        for scored in (*(delta.prompt_logprobs if self._echoes else ()), *delta.logprobs):
+        for scored in (*(() if self.echoed is None else delta.prompt_logprobs), *delta.logprobs):
             if scored is not None:
                 self._add_token(shape, scored.token_id, scored)
         return shape
 
     def _add_token(self, shape: dict[str, list[Any]], token_id: int, scored: TokenLogprob | None) -> None:
-        name = self._names.of(token_id)
+        name = self.names.of(token_id)
         shape["tokens"].append(name)
         shape["text_offset"].append(self._text_offset)
         shape["token_logprobs"].append(None if scored is None else finite(scored.logprob))
         shape["top_logprobs"].append(None if scored is None else self._best(name, scored))
-        self._text_offset += len(self._names.tokenizer.token_text(token_id))
+        self._text_offset += len(self.names.tokenizer.token_text(token_id))
 
     def _best(self, name: str, scored: TokenLogprob) -> dict[str, float]:
         """The alternatives by name, with the token itself if it is not among them."""
         best = {name: finite(scored.logprob)}
-        most = self._request.params.logprobs  # tokens of the prompt may have more, for `prompt_logprobs`
+        most = self.request.params.logprobs  # tokens of the prompt may have more, for `prompt_logprobs`
         for token_id, logprob in zip(scored.top_ids[:most], scored.top_logprobs, strict=False):
-            best.setdefault(self._names.of(token_id), finite(logprob))
+            best.setdefault(self.names.of(token_id), finite(logprob))
         return best
