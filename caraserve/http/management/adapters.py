@@ -150,7 +150,7 @@ async def put_adapter(request: web.Request) -> web.Response:
         raise web.HTTPUnsupportedMediaType(text="Content-Encoding is not taken; send the body as it is.")
     config, checksums = request.query.get("config"), tuple(_checksums(request))
     claims = UploadClaims(request.content_length, config, checksums, request[CLIENT].name)
-    check = _ReplacementCheck(request, context, management, name).check
+    check = _Replacement(request, context, management, name).check
     stored = await management.uploads.put(name, _pieces(request, context.timings), claims, check)
     log.info("adapter %s %s: %s", name, _what_happened(stored), stored.info.digest)
     headers = {"ETag": entity_tag(stored.info.digest)}
@@ -163,13 +163,17 @@ def _what_happened(stored: UploadedAdapter) -> str:
     return "uploaded again, the same version" if stored.old.digest == stored.info.digest else "replaced"
 
 
-class _ReplacementCheck:
-    """What must hold for an upload to replace what a name stands for, when it begins and when it is to be stored."""
+class _Change:
+    """A change of what a name stands for. Raises InvalidRequest."""
 
     def __init__(self, request: web.Request, context: Context, management: AdapterManagement, name: str) -> None:
         self._request, self._context, self._aliases, self._name = request, context, management.aliases, name
         self._is_forced = _is_forced(request)
-        self._at_first: list[str] = []  # aliases that stood for the name when the upload began
+        self._at_first: list[str] = []  # aliases that stood for the name when an upload began
+
+
+class _Replacement(_Change):
+    """Checks an upload that is to replace what a name stands for, when it begins and when it is to be stored."""
 
     def check(self, digest: str | None) -> None:
         """As `CheckUpload`. Raises AdapterRejected, AdapterBusy, VersionDiffers or AdapterAliased."""
@@ -296,12 +300,8 @@ async def _delete(context: Context, management: AdapterManagement, name: str, de
     return deleted
 
 
-class _Deletion:
-    """As `Deletion`: what must hold for an adapter to be deleted, and where it is."""
-
-    def __init__(self, request: web.Request, context: Context, management: AdapterManagement, name: str) -> None:
-        self._request, self._context, self._aliases, self._name = request, context, management.aliases, name
-        self._is_forced = _is_forced(request)
+class _Deletion(_Change):
+    """As `Deletion`: checks the deletion of an adapter, and removes it where it is."""
 
     def check(self) -> None:
         """Raises NotFound, AdapterBusy, VersionDiffers or AdapterAliased."""
