@@ -117,15 +117,9 @@ STRUCTURED_OUTPUTS = OtherField(
         structural_tag=_JSON_SCHEMA,
     ),
 )
-GUIDED_JSON = OtherField("guided_json", _JSON_SCHEMA)
-GUIDED_REGEX = OtherField("guided_regex", STRING)
 GUIDED_CHOICE = OtherField("guided_choice", list_of(STRING))
-GUIDED_GRAMMAR = OtherField("guided_grammar", STRING)
-REGEX = OtherField("regex", STRING)
-EBNF = OtherField("ebnf", STRING)
-GRAMMAR = OtherField("grammar", STRING)
-JSON_SCHEMA = OtherField("json_schema", _JSON_SCHEMA)
-STRUCTURAL_TAG = OtherField("structural_tag", _JSON_SCHEMA)
+SCHEMAS = tuple(OtherField(name, _JSON_SCHEMA) for name in ("guided_json", "json_schema", "structural_tag"))
+GRAMMARS = tuple(OtherField(name, STRING) for name in ("guided_regex", "guided_grammar", "regex", "ebnf", "grammar"))
 
 # --- the prompt ---
 
