@@ -147,6 +147,11 @@ class OneOff:
         return send
 
 
+def wrong(field: str, *values: object) -> list[tuple[dict[str, Any], str]]:
+    """Returns bodies with each of these values of a field, and the field's name, which the error must give."""
+    return [({field: value}, field) for value in values]
+
+
 def typed_events(answer: Answer) -> list[dict[str, Any]]:
     """Returns the data of all events of a stream that is not OpenAI's chunks; each must have its type as name."""
     assert answer.body.endswith(b"\n\n: end\n\n")

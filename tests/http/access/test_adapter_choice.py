@@ -6,7 +6,7 @@ import pytest
 
 from tests.http.fake_engine import FakeEngine
 from tests.http.fleet import fleet
-from tests.http.serving import OneOff, serving
+from tests.http.serving import OneOff, serving, wrong
 
 BASE = "org/base"
 WAYS_TO_NAME_A: list[dict[str, Any]] = [
@@ -91,19 +91,11 @@ async def test_a_forwarded_request_resolves_to_the_same_adapter() -> None:
         ({"model": "a", "lora_path": BASE}, "lora_path"),
         ({"lora_path": "a", "adapter_id": "b"}, "adapter_id"),
         ({"lora_path": BASE, "adapter_id": "b"}, "adapter_id"),
-        ({"lora_path": ["a", "b"]}, "lora_path"),
-        ({"lora_path": ["a"]}, "lora_path"),
-        ({"lora_path": 3}, "lora_path"),
+        *wrong("lora_path", ["a", "b"], ["a"], 3),
         ({"adapter_id": {}}, "adapter_id"),
-        ({"lora": "a"}, "lora"),
-        ({"lora": ["a"]}, "lora"),
-        ({"lora": [{"id": "a"}, {"id": "b"}]}, "lora"),
-        ({"lora": [{"id": 0, "scale": 1}]}, "lora"),
-        ({"lora": [{"id": "a", "scale": 0.5}]}, "lora"),
-        ({"lora": [{"id": "a", "scale": 0}]}, "lora"),
-        ({"lora": [{"id": "a", "scale": True}]}, "lora"),
-        ({"lora": [{"id": "a", "path": "b"}]}, "lora"),
-        ({"lora": [{"scale": 1}]}, "lora"),
+        *wrong("lora", "a", ["a"], [{"id": "a"}, {"id": "b"}], [{"id": 0, "scale": 1}], [{"id": "a", "scale": 0.5}]),
+        *wrong("lora", [{"id": "a", "scale": 0}], [{"id": "a", "scale": True}], [{"id": "a", "path": "b"}]),
+        *wrong("lora", [{"scale": 1}]),
     ],
     ids=str,
 )

@@ -12,7 +12,7 @@ from caraserve.http.context import HttpTimings
 from caraserve.tokenizer.grammar import GrammarSource
 from tests.http.apis.test_tool_calls import ARGUMENTS, CALL, SCHEMA, engine
 from tests.http.fake_engine import DIGEST, FakeEngine, FakeTokenizer, failing, finish, spell
-from tests.http.serving import Answer, OneOff, serving, typed_events
+from tests.http.serving import Answer, OneOff, serving, typed_events, wrong
 from tests.http.test_streaming import read_event
 
 PATH = "/v1/messages"
@@ -313,10 +313,8 @@ def message(*blocks: Any, role: str = "user") -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"messages": None}, "messages"),
-        ({"messages": []}, "messages"),
+        *wrong("max_tokens", None, 0),
+        *wrong("messages", None, []),
         ({"messages": ["x"]}, "messages[0]"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),

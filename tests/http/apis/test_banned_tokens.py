@@ -7,7 +7,7 @@ import pytest
 
 from caraserve.core.grammar import mask_words
 from tests.http.fake_engine import EOS, FakeEngine, FakeTokenizer
-from tests.http.serving import OneOff, serving
+from tests.http.serving import OneOff, serving, wrong
 
 EVERY = set(range(FakeTokenizer.vocab_size))
 
@@ -67,16 +67,8 @@ async def test_the_end_may_not_come_before_min_tokens() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"allowed_token_ids": []}, "allowed_token_ids"),
-        ({"allowed_token_ids": [258]}, "allowed_token_ids"),
-        ({"allowed_token_ids": ["a"]}, "allowed_token_ids"),
-        ({"bad_words": "sea"}, "bad_words"),
-        ({"bad_words": [""]}, "bad_words"),
-        ({"bad_words": [" "]}, "bad_words"),
-        ({"bad_words": [3]}, "bad_words"),
-        ({"bad_words": ["x" * 257]}, "bad_words"),
-        ({"bad_words": ["x"] * 1025}, "bad_words"),
-        ({"bad_words": ["x" * 200] * 41}, "bad_words"),
+        *wrong("allowed_token_ids", [], [258], ["a"]),
+        *wrong("bad_words", "sea", [""], [" "], [3], ["x" * 257], ["x"] * 1025, ["x" * 200] * 41),
     ],
     ids=str,
 )

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.http.fake_engine import BOS, DIGEST, FakeEngine, FakeTokenizer
-from tests.http.serving import OneOff
+from tests.http.serving import OneOff, wrong
 
 
 async def prompt_of(**fields: Any) -> str:
@@ -213,32 +213,19 @@ async def test_token_ids_on_request() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"messages": []}, "messages"),
-        ({"messages": None}, "messages"),
-        ({"messages": "hello"}, "messages"),
-        ({"messages": ["hello"]}, "messages"),
-        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
-        ({"messages": [{"content": "x"}]}, "messages"),
-        ({"messages": [{"role": ["user"], "content": "x"}]}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": 3}]}, "messages"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
-            "messages",
-        ),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages"),
-        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}]}, "messages"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages"),
-        ({"messages": [{"role": "assistant", "tool_calls": {}, "content": None}]}, "messages"),
-        ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]},
-            "messages",
-        ),
-        ({"messages": [{"role": "assistant", "content": "x", "function_call": {"name": "f"}}]}, "messages"),
+        *wrong("messages", [], None, "hello", ["hello"], [{"role": "wizard", "content": "x"}], [{"content": "x"}]),
+        *wrong("messages", [{"role": ["user"], "content": "x"}], [{"role": "user"}]),
+        *wrong("messages", [{"role": "user", "content": 3}]),
+        *wrong("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]),
+        *wrong("messages", [{"role": "user", "content": [{"type": "text", "text": 1}]}]),
+        *wrong("messages", [{"role": "user", "content": ["x"]}], [{"role": "user", "content": None}]),
+        *wrong("messages", [{"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}]),
+        *wrong("messages", [{"role": "user", "content": "x", "tool_calls": [CALL]}]),
+        *wrong("messages", [{"role": "assistant", "tool_calls": {}, "content": None}]),
+        *wrong("messages", [{"role": "assistant", "tool_calls": [3]}]),
+        *wrong("messages", [{"role": "assistant", "tool_calls": [{"function": {}}]}]),
+        *wrong("messages", [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]),
+        *wrong("messages", [{"role": "assistant", "content": "x", "function_call": {"name": "f"}}]),
         ({"max_completion_tokens": 10**12}, "max_tokens"),
         ({"logprobs": 3}, "logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),

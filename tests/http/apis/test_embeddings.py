@@ -11,7 +11,7 @@ from caraserve.core.request import GenerateRequest, SamplingParams, Tenant, Toke
 from caraserve.errors import NonFiniteLogits
 from tests.http.fake_engine import BOS, EMBEDDING_SIZE, FakeEngine, embedding_of, finish
 from tests.http.fleet import fleet
-from tests.http.serving import Answer, OneOff
+from tests.http.serving import Answer, OneOff, wrong
 
 
 async def asked(**fields: Any) -> Answer:
@@ -115,16 +115,12 @@ async def test_a_text_longer_than_the_context_is_cut_only_if_asked_for() -> None
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"input": None}, "input"),
-        ({"input": []}, "input"),
-        ({"input": ["a", 3]}, "input"),
-        ({"input": [[1], [-1]]}, "input"),
+        *wrong("input", None, [], ["a", 3], [[1], [-1]]),
         ({"input": "", "add_special_tokens": False}, "input"),
         ({"input": ["a"] * 2049}, "input"),
         ({"dimensions": EMBEDDING_SIZE + 1}, "dimensions"),
         ({"encoding_format": "int8"}, "encoding_format"),
-        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-        ({"truncate_prompt_tokens": 1001}, "truncate_prompt_tokens"),
+        *wrong("truncate_prompt_tokens", 0, 1001),
         ({"truncation_side": "middle"}, "truncation_side"),
         ({"messages": [{"role": "user", "content": "x"}]}, "messages"),
         ({"embed_dtype": "float16"}, "embed_dtype"),

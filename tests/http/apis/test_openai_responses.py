@@ -12,7 +12,7 @@ from caraserve.tokenizer.grammar import GrammarSource
 from tests.http.apis.test_openai_client import connected
 from tests.http.apis.test_tool_calls import ARGUMENTS, CALL, SCHEMA, engine
 from tests.http.fake_engine import DIGEST, FakeEngine, failing
-from tests.http.serving import Answer, OneOff, typed_events
+from tests.http.serving import Answer, OneOff, typed_events, wrong
 
 PATH = "/v1/responses"
 WEATHER: Any = {"type": "function", "name": "weather", "description": "It.", "parameters": SCHEMA, "strict": False}
@@ -216,27 +216,18 @@ async def test_sampling_fields_pass_on() -> None:
         ({"response_format": {"type": "text"}}, "response_format"),
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
-        ({"input": None}, "input"),
-        ({"input": []}, "input"),
-        ({"input": 3}, "input"),
-        ({"input": ["x"]}, "input"),
-        ({"input": [{"role": "robot", "content": "x"}]}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": [1]}]}, "input"),
-        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input"),
-        ({"input": [{"type": "function_call_output", "call_id": "c", "output": 3}]}, "input"),
-        ({"input": "x" * 2000}, "input"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"max_output_tokens": 5000}, "max_output_tokens"),
+        *wrong("input", None, [], 3, ["x"], [{"role": "robot", "content": "x"}]),
+        *wrong("input", [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]),
+        *wrong("input", [{"type": "item_reference", "id": "x"}]),
+        *wrong("input", [{"type": "function_call", "call_id": "c", "name": "f", "arguments": [1]}]),
+        *wrong("input", [{"type": "function_call", "name": "f", "arguments": "{}"}]),
+        *wrong("input", [{"type": "function_call_output", "call_id": "c", "output": 3}], "x" * 2000),
+        *wrong("max_output_tokens", 0, 5000),
         ({"text": {"format": {"type": "yaml"}}}, "text.format"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tools": [{"name": "f"}]}, "tools"),
-        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"metadata": {"a": 1}}, "metadata"),
-        ({"metadata": {str(key): "" for key in range(17)}}, "metadata"),
+        *wrong("tools", [{"type": "function"}], [{"name": "f"}]),
+        *wrong("tool_choice", {"type": "web_search"}, "required"),
+        *wrong("metadata", {"a": 1}, {str(key): "" for key in range(17)}),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"temperature": -1}, "temperature"),
         ({"regex": "a"}, "regex"),

@@ -12,7 +12,7 @@ from caraserve.tokenizer.grammar import GrammarSource
 from caraserve.tokenizer.tool_format import HERMES, LLAMA3, MISTRAL, ToolFormat
 from tests.http.apis.test_openai_client import MESSAGES, connected
 from tests.http.fake_engine import FakeEngine, FakeTokenizer, finish, scored
-from tests.http.serving import Answer, OneOff, serving
+from tests.http.serving import Answer, OneOff, serving, wrong
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: Any = {"type": "function", "function": {"name": "weather", "description": "It.", "parameters": SCHEMA}}
@@ -244,25 +244,15 @@ def tool(**function: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": {}}, "tools"),
-        ({"tools": ["f"]}, "tools"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools"),
-        ({"tools": tool(name="a b")}, "tools"),
-        ({"tools": tool(name="x" * 65)}, "tools"),
-        ({"tools": tool(name=None)}, "tools"),
-        ({"tools": tool(description=3)}, "tools"),
-        ({"tools": tool(parameters=[])}, "tools"),
-        ({"tools": tool(strict="yes")}, "tools"),
-        ({"tools": tool() * 2}, "tools"),
-        ({"tools": [tool(name=f"f{at}")[0] for at in range(129)]}, "tools"),
+        *wrong("tools", {}, ["f"], [{"type": "function"}], [{"type": "custom", "function": {"name": "f"}}]),
+        *wrong("tools", tool(name="a b"), tool(name="x" * 65), tool(name=None), tool(description=3)),
+        *wrong("tools", tool(parameters=[]), tool(strict="yes"), tool() * 2),
+        *wrong("tools", [tool(name=f"f{at}")[0] for at in range(129)]),
         ({"tools": None, "tool_choice": "required"}, "tool_choice"),
         ({"tools": [], "tool_choice": "auto"}, "tool_choice"),
         ({"tools": None, "tool_choice": NAMED}, "tool_choice"),
-        ({"tool_choice": "always"}, "tool_choice"),
-        ({"tool_choice": ["auto"]}, "tool_choice"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        *wrong("tool_choice", "always", ["auto"], {"type": "function"}),
+        *wrong("tool_choice", {"type": "function", "function": {"name": "other"}}),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": tool(strict=True), "regex": "a"}, "regex"),
