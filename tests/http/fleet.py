@@ -255,13 +255,21 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet(*names: str, routing: str = "first-fit", slo: LatencyTargets | None = None) -> AsyncIterator[Fleet]:
-    """Yields instances with these names. With `first-fit`, a request goes to the first one by name that has room."""
+async def fleet(
+    *names: str,
+    routing: str = "first-fit",
+    slo: LatencyTargets | None = None,
+    raw: Mapping[str, RawPeer] | None = None,
+) -> AsyncIterator[Fleet]:
+    """Yields instances with these names, and `raw` peers by name. With `first-fit`, a request goes to the first one by
+    name that has room."""
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
         running = Fleet(stack, session, routing, slo or LatencyTargets())
         for name in names:
             await running.start(name)
+        for name, handler in (raw or {}).items():
+            await running.start_raw(name, handler)
         yield running
 
 

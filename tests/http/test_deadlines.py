@@ -221,8 +221,7 @@ async def test_after_the_deadline_no_other_instance_is_tried(pass_time: PassTime
         pass_time(HOLDS_S)
         return await die(request, seen)
 
-    async with fleet("c") as running:
-        await running.start_raw("a", late)
+    async with fleet("c", raw={"a": late}) as running:
         other = await running.start_raw("b", serve)
         assert_exceeded(await running["c"].client.complete(headers=HEADERS))
         assert not other.headers
@@ -263,8 +262,7 @@ async def test_the_sender_of_a_request_enforces_its_deadline_on_a_stuck_peer(pas
             ended.set()
         return web.Response()
 
-    async with fleet("b", "c") as running:
-        await running.start_raw("a", stick)
+    async with fleet("b", "c", raw={"a": stick}) as running:
         client = running["b"].client
         body = COMPLETION[1] | {"stream": stream}
         if stream:
@@ -318,8 +316,7 @@ async def test_the_receiver_of_a_request_enforces_its_deadline(pass_time: PassTi
 async def test_the_receivers_504_reaches_the_client() -> None:
     words = {"error": {"message": "late", "type": "server_error", "param": None, "code": "deadline_exceeded"}}
 
-    async with fleet("b", "c") as running:
-        await running.start_raw("a", answers(lambda: web.json_response(words, status=504)))
+    async with fleet("b", "c", raw={"a": answers(lambda: web.json_response(words, status=504))}) as running:
         answer = await running["b"].client.complete(headers=HEADERS)
         assert (answer.status, answer.json) == (504, words)
         assert [name for name, _ in running["b"].forwards] == ["a"]

@@ -115,8 +115,7 @@ async def test_a_stream_passes_byte_for_byte_however_it_is_cut(size: int) -> Non
         pieces = [text[at : at + size] for at in range(0, len(text), size)]
         return await streamed(*pieces, request=request)
 
-    async with fleet("b") as running:
-        await running.start_raw("a", send)
+    async with fleet("b", raw={"a": send}) as running:
         assert (await running["b"].client.complete(stream=True)).body == text
 
 
@@ -132,8 +131,7 @@ async def test_events_come_as_they_are_sent(cut: int) -> None:
         await response.write(DONE)
         return response
 
-    async with fleet("b") as running:
-        await running.start_raw("a", send)
+    async with fleet("b", raw={"a": send}) as running:
         client = running["b"].client
         async with client.session.post(f"{client.url}/v1/completions", json={"prompt": "x", "stream": True}) as answer:
             assert await read_event(answer) + b"\n\n" == EVENTS[0]
@@ -257,8 +255,7 @@ async def test_a_client_that_does_not_read_delays_its_own_stream_and_buffers_lit
         finally:
             ended.set()
 
-    async with fleet("b") as running:
-        await running.start_raw("a", send)
+    async with fleet("b", raw={"a": send}) as running:
         reader, writer = await raw_post(running["b"].client, "/v1/completions", {"prompt": "ab", "stream": True})
         await reader.readuntil(b"data: ")
         before = -1
@@ -318,8 +315,7 @@ async def test_a_stream_whose_instance_dies_ends_with_an_error(how: str) -> None
             await waiting.wait()
         return response
 
-    async with fleet("b", "c") as running:
-        await running.start_raw("a", send)
+    async with fleet("b", "c", raw={"a": send}) as running:
         client = running["b"].client
         async with client.session.post(f"{client.url}/v1/completions", json={"prompt": "x", "stream": True}) as answer:
             assert await read_event(answer) + b"\n\n" == EVENTS[0]
@@ -339,8 +335,7 @@ async def test_a_stream_whose_instance_dies_ends_with_an_error(how: str) -> None
 
 
 async def test_after_a_stream_whose_instance_died_the_connection_takes_the_next_request() -> None:
-    async with fleet("b") as running:
-        await running.start_raw("a", streams(EVENTS[0], die=True))
+    async with fleet("b", raw={"a": streams(EVENTS[0], die=True)}) as running:
         reader, writer = await raw_post(running["b"].client, "/v1/completions", {"prompt": "ab", "stream": True})
         assert b"instance_lost" in await reader.readuntil(b"\r\n0\r\n\r\n")
         writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -358,8 +353,7 @@ async def test_a_peers_internal_error_is_passed_on_and_not_counted_as_an_answer(
 
 
 async def test_a_stream_without_done_counts_as_lost() -> None:
-    async with fleet("b") as running:
-        await running.start_raw("a", streams(EVENTS[0]))
+    async with fleet("b", raw={"a": streams(EVENTS[0])}) as running:
         answer = await running["b"].client.complete(stream=True)
         assert [event.get("error", {}).get("code") for event in answer.events] == [None, "instance_lost"]
 
@@ -384,8 +378,7 @@ async def test_a_partial_response_that_is_no_stream_is_retried() -> None:
         request.transport.abort()
         return response
 
-    async with fleet("b") as running:
-        await running.start_raw("a", cut)
+    async with fleet("b", raw={"a": cut}) as running:
         answer = await running["b"].client.complete()
         assert answer.json["choices"][0]["text"] == "Hi!"
 

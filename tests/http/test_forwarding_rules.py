@@ -205,8 +205,7 @@ async def test_a_forwarded_request_must_be_signed_and_is_accepted_once() -> None
         caught.append((request.path, headers, seen.bodies[-1]))
         return web.json_response({})
 
-    async with fleet("b", "c") as running:
-        await running.start_raw("a", catch)
+    async with fleet("b", "c", raw={"a": catch}) as running:
         for _ in range(2):
             await running["b"].client.complete()
         (path, headers, body), (_, others, _) = caught

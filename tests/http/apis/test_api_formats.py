@@ -79,8 +79,7 @@ async def test_a_refusal_of_another_instance_has_the_shape_of_the_api(path: str)
 
 @PATHS
 async def test_a_stream_whose_instance_dies_ends_with_an_error(path: str) -> None:
-    async with fleet("b") as running:
-        await running.start_raw("a", streams(b'event: x\ndata: {"type":"x"}\n\n', die=True))
+    async with fleet("b", raw={"a": streams(b'event: x\ndata: {"type":"x"}\n\n', die=True)}) as running:
         asked = ROUTES[path] | {"model": "org/base", "stream": True}
         body = (await running["b"].client.post(path, asked)).body
     event = last_event(body)
