@@ -11,8 +11,6 @@ import aiohttp
 
 from caraserve.config import HttpConfig
 from caraserve.http.app import make_app, start_http
-from caraserve.http.context import HttpTimings
-from caraserve.telemetry.background import BackgroundTasks
 from caraserve.telemetry.metrics import Metrics
 from tests.http.fake_engine import FakeEngine
 
@@ -108,22 +106,17 @@ async def exchange(port: int, data: bytes) -> bytes:
         writer.close()
 
 
+_OPTIONS = ("timings", "background", "cluster", "management", "tracer")  # of `make_app`
+
+
 @asynccontextmanager
 async def serving(
-    engine: FakeEngine,
-    *,
-    timings: HttpTimings | None = None,
-    allow_lora_updates: bool = True,
-    background: BackgroundTasks | None = None,
-    **settings: Any,
+    engine: FakeEngine, *, allow_lora_updates: bool = True, metrics: Metrics | None = None, **settings: Any
 ) -> AsyncIterator[Client]:
+    """Yields a client of a new server. `settings`: options of `make_app` and fields of HttpConfig."""
+    options = {name: settings.pop(name) for name in _OPTIONS if name in settings}
     config = http_config(**settings)
-    app = make_app(
-        *(engine, config, new_metrics()),
-        allow_lora_updates=allow_lora_updates,
-        timings=timings,
-        background=background,
-    )
+    app = make_app(engine, config, metrics or new_metrics(), allow_lora_updates=allow_lora_updates, **options)
     runner, port = await start_http(app, config)
     try:
         async with aiohttp.ClientSession() as session:
