@@ -124,8 +124,9 @@ def document(operations: Operations, *, needs_keys: bool) -> dict[str, Any]:
     """Returns the OpenAPI document of the routes for clients."""
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), operation in operations.items():
-        is_open = {"security": []} if path in _WITHOUT_KEY else {}
-        paths.setdefault(path, {})[method.lower()] = _described(operation) | is_open
+        paths.setdefault(path, {})[method.lower()] = described = _described(operation)
+        if path in _WITHOUT_KEY:
+            described["security"] = []
     return {
         "openapi": "3.1.0",
         "info": {

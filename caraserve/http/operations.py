@@ -36,7 +36,7 @@ from caraserve.http.management import adapters, aliases, model_list, page, statu
 from caraserve.http.openapi import Errors, Handler, Operation, Operations
 from caraserve.telemetry.usage import Usage
 
-_Answers = Mapping[str, Schema]
+_Answers = dict[str, Schema]
 _Parameters = tuple[Mapping[str, Any], ...]
 
 # --- answers ---

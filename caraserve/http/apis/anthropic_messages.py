@@ -9,7 +9,6 @@ from aiohttp import web
 from caraserve.errors import ContextLengthExceeded, InvalidRequest, ThreadsUnsupported
 from caraserve.http.access.adapter_choice import AdapterFinder, adapter_finder, choose_adapter
 from caraserve.http.api_request import ApiRequest
-from caraserve.http.apis import translated_fields as body
 from caraserve.http.apis.answer_blocks import AnswerBlocks
 from caraserve.http.apis.anthropic_messages_writer import MessagesWriter
 from caraserve.http.apis.chat import MAX_NUMBERS, chat_ids, parse_chat_fields
@@ -26,6 +25,7 @@ from caraserve.http.apis.chat_translation import (
 )
 from caraserve.http.apis.tool_calls import parse_tools
 from caraserve.http.body import fields as body_fields
+from caraserve.http.body import translated_schema as body
 from caraserve.http.body.field_types import LARGEST, Fields, shown
 from caraserve.http.body.json_reader import parse_object
 from caraserve.http.body.known_fields import check_fields
@@ -117,7 +117,7 @@ async def _chat_values(fields: Fields) -> dict[str, Any]:
     values = shared_values(fields, MESSAGES) | {
         "messages": messages,
         "stop": body.STOP_SEQUENCES.read(fields) if fields.raw("stop_sequences") is not None else None,
-        "user": fields.nested("metadata").maybe_text("user_id", 256),
+        "user": fields.nested("metadata").text("user_id", 256),
         "response_format": _response_format(fields),
         "tools": _functions(fields),
         "tool_choice": _tool_choice(choice),
@@ -258,7 +258,7 @@ def _thinking(fields: Fields, reasoning_format: ReasoningFormat | None) -> dict[
     if kind == "disabled" and reasoning_format.switch is None:
         values["thinking_token_budget"] = 0
     else:
-        values["thinking_token_budget"] = thinking.maybe_integer("budget_tokens", 0, LARGEST)
+        values["thinking_token_budget"] = thinking.integer("budget_tokens", 0, LARGEST)
     return values
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from caraserve.errors import InvalidRequest
 from caraserve.http.access.adapter_choice import AdapterFinder
 from caraserve.http.api_request import ApiRequest
-from caraserve.http.apis import translated_fields as body
 from caraserve.http.apis.answer_blocks import AnswerBlocks
 from caraserve.http.apis.chat import ParsedChat, parse_chat_fields
 from caraserve.http.apis.chat_translation import (
@@ -24,6 +23,7 @@ from caraserve.http.apis.chat_translation import (
     skip_unread,
 )
 from caraserve.http.apis.openai_responses_writer import ResponsesWriter
+from caraserve.http.body import translated_schema as body
 from caraserve.http.body.field_types import Fields, shown
 from caraserve.http.body.known_fields import check_fields
 from caraserve.http.body.translated_schema import RESPONSES

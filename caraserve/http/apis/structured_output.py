@@ -95,7 +95,7 @@ def _response_format(fields: Fields) -> Iterator[GrammarSource]:
     name = "response_format"
     inner = fields.nested(name)
     check_fields(inner, RESPONSE_FORMAT)
-    kind = inner.maybe_text("type", 64)
+    kind = inner.text("type", 64)
     if kind == "json_object":
         schema = inner.mapping("schema")  # llama.cpp's place for one
         yield GrammarSource("json_schema", _schema(schema, name) if schema else _ANY_OBJECT, name)
