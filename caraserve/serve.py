@@ -129,7 +129,7 @@ async def build_engine(
     `has_peers`: the machine is profiled in every loading mode, as others route to it by its profile. Raises ConfigError
     or ModelLoadError.
     """
-    from caraserve.http.adapter_defaults import read_defaults
+    from caraserve.http.body.sampling import read_defaults
 
     observers = observers or EngineObservers()
     folder = model_config.model

@@ -37,11 +37,20 @@ LAYERS = (
 # Folders of the laboratory, likewise.
 LABORATORY_LAYERS = ("papers", "fleet", "gpu")
 
-# Inside a folder, likewise; what one line names does not import one another.
-ORDERS = {
+# Inside folders, from the top down: subfolders, and single files beside them. Those in one tuple import neither each
+# other nor what is above them.
+SUBFOLDERS: dict[str, tuple[str | tuple[str, ...], ...]] = {
     "gpu": (
-        *(("backend",), ("builder",), ("assist",), ("forward",), ("checkpoint", "merged_weights"), ("memory",)),
-        *(("weights",), ("linear", "attention"), ("kernels",), ("driver",)),
+        *("backend", "builder", "assist", "forward", ("checkpoint", "merged_weights"), "memory"),
+        *("weights", ("linear", "attention"), "kernels", "driver"),
+    ),
+    "http": (
+        *("app", "operations", "openapi", "server", "connection_limit"),  # routes and connections
+        *("dispatch", "queue_rebalance", "proxy", "peer_watch"),  # this instance or another
+        *("generation", "generation_routes", "deadline", "tracing", "otlp"),
+        *("management", "apis", "access"),
+        *("responses", "request_log", "streaming", "context", "client", "api_request", "whole_answer", "tls_files"),
+        "body",
     ),
 }
 
@@ -150,15 +159,24 @@ def test_imports_run_downwards() -> None:
             assert there in below, f"{relative(path)}:{line}: {part(path)} imports {there}, which is not below it"
 
 
-@pytest.mark.parametrize("folder", ORDERS)
+def inner_part(path: Path) -> str:
+    """Returns the second name below the package: `routing` for caraserve/cluster/routing/cost.py."""
+    return path.relative_to(PACKAGE).parts[1].removesuffix(".py")
+
+
+@pytest.mark.parametrize("folder", SUBFOLDERS)
 def test_imports_inside_a_folder_run_downwards(folder: str) -> None:
-    level = {name: index for index, names in enumerate(ORDERS[folder]) for name in names}
-    for path in (PACKAGE / folder).rglob("*.py"):
-        own = path.relative_to(PACKAGE / folder).parts[0].removesuffix(".py")
-        for name, line in imports(path) if own != "__init__" else ():
-            there = name.removeprefix(f"caraserve.{folder}.").split(".")[0]
-            if name.startswith(f"caraserve.{folder}.") and there != own:
-                assert level[there] > level[own], f"{relative(path)}:{line}: {own} imports {there}, not below it"
+    order = [(names,) if isinstance(names, str) else names for names in SUBFOLDERS[folder]]
+    ranks = {name: rank for rank, names in enumerate(order) for name in names}
+    files = [path for path in MODULES if part(path) == folder]
+    assert {inner_part(path) for path in files} - {"__init__"} == set(ranks)
+    for path in files:
+        here = inner_part(path)
+        for name, line in imports(path):
+            there = name.split(".")[2] if name.startswith(f"caraserve.{folder}.") else here
+            assert there == here or ranks[here] < ranks[there], (
+                f"{relative(path)}:{line}: {here} imports {there}, which is not below it"
+            )
 
 
 def test_imports_of_the_laboratory_run_downwards() -> None:

@@ -169,6 +169,16 @@ def spell(request: GenerateRequest, text: str = "Hi!") -> list[TokenDelta]:
     return deltas
 
 
+def failing(error: CaraServeError, text: str = "") -> Callable[[GenerateRequest], list[TokenDelta]]:
+    """Returns a script of answers that are `text`, if any, and then end with an error."""
+
+    def script(request: GenerateRequest) -> list[TokenDelta]:
+        deltas = [TokenDelta(text, (1,))] if text else []
+        return [*deltas, TokenDelta("", (), finish=finish(request, len(deltas), "error", error=error))]
+
+    return script
+
+
 def scored(token_id: int, alternatives: int) -> TokenLogprob:
     """Returns logprobs in which the token itself is the best, the next ids follow, and the last has probability 0."""
     top_logprobs = [-0.5 - place for place in range(alternatives)]

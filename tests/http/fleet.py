@@ -255,13 +255,21 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet(*names: str, routing: str = "first-fit", slo: LatencyTargets | None = None) -> AsyncIterator[Fleet]:
-    """Yields instances with these names. With `first-fit`, a request goes to the first one by name that has room."""
+async def fleet(
+    *names: str,
+    routing: str = "first-fit",
+    slo: LatencyTargets | None = None,
+    raw: Mapping[str, RawPeer] | None = None,
+) -> AsyncIterator[Fleet]:
+    """Yields instances with these names, and `raw` peers by name. With `first-fit`, a request goes to the first one by
+    name that has room."""
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
         running = Fleet(stack, session, routing, slo or LatencyTargets())
         for name in names:
             await running.start(name)
+        for name, handler in (raw or {}).items():
+            await running.start_raw(name, handler)
         yield running
 
 
@@ -276,6 +284,31 @@ async def streamed(*pieces: bytes, request: web.Request, die: bool = False) -> w
         assert request.transport is not None
         request.transport.abort()
     return response
+
+
+def streams(*pieces: bytes, die: bool = False) -> RawPeer:
+    """Returns a peer that answers with `streamed`."""
+
+    async def handle(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+        return await streamed(*pieces, request=request, die=die)
+
+    return handle
+
+
+def answers(make: Callable[[], web.Response]) -> RawPeer:
+    """Returns a peer that answers with what `make` returns."""
+
+    async def handle(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+        return make()
+
+    return handle
+
+
+async def die(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+    """A peer that closes the connection."""
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
 
 
 FULL = Backlog(requests=40)  # for first-fit

@@ -6,18 +6,16 @@ import itertools
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 
 from caraserve.core.request import GenerateRequest, Phase, Phases, PhaseTime, Request, SamplingParams, TokenDelta
 from caraserve.errors import BackendFailed, Displaced
 from caraserve.http import otlp
-from caraserve.http.app import make_app, start_http
 from caraserve.http.deadline import HEADER
 from caraserve.http.otlp import OtlpExporter
 from caraserve.http.tracing import Tracer
@@ -25,7 +23,7 @@ from caraserve.lora.adapter import AdapterTier
 from tests.engine_harness import EngineHarness, harness
 from tests.http.fake_engine import DIGEST, PHASES, FakeEngine, finish, spell
 from tests.http.fleet import FULL, fleet
-from tests.http.serving import Answer, Client, http_config, new_metrics
+from tests.http.serving import Answer, Client, serving
 from tests.http.test_streaming import begun
 
 TRACE_ID, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -74,16 +72,8 @@ async def collecting() -> AsyncIterator[tuple[Collector, OtlpExporter]]:
         await runner.cleanup()
 
 
-@asynccontextmanager
-async def traced(engine: FakeEngine, exporter: OtlpExporter) -> AsyncIterator[Client]:
-    tracer = Tracer(exporter, "auto")
-    app = make_app(engine, http_config(), new_metrics(), allow_lora_updates=False, tracer=tracer)
-    runner, port = await start_http(app, http_config())
-    try:
-        async with aiohttp.ClientSession() as session:
-            yield Client(session, port)
-    finally:
-        await runner.cleanup()
+def traced(engine: FakeEngine, exporter: OtlpExporter) -> AbstractAsyncContextManager[Client]:
+    return serving(engine, tracer=Tracer(exporter, "auto"))
 
 
 def phased(request: GenerateRequest) -> Iterable[TokenDelta]:

@@ -339,7 +339,7 @@ async def test_why_a_folder_is_not_served_is_told_to_those_who_may_use_its_name(
         page = (await client.get("/stats/adapters", headers=root, params=query)).json["refused"]
         assert [one["name"] for one in page["folders"]] == ["team-b-x"]
         assert len((await client.get("/v1/adapters", headers=root)).json["refused"]) == 2
-        for name, is_told in (("team-a-x", True), ("team-b-x", False), ("nobody", False)):
+        for name, is_told in (("team-a-x", True), ("team-b-x", False), ("absent", False)):
             for answer in (
                 await client.complete(model=name, headers=ann),
                 await client.complete(model="org/base", lora_path=name, headers=ann),

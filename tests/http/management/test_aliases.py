@@ -77,7 +77,7 @@ async def test_an_alias_of_an_unloaded_adapter_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "param"),
     [
-        ("PUT", "prod", {"adapter": "nobody"}, 404, "adapter"),
+        ("PUT", "prod", {"adapter": "absent"}, 404, "adapter"),
         ("PUT", "prod", {"adapter": "other"}, 404, "adapter"),
         ("PUT", "prod", {}, 400, "adapter"),
         ("PUT", "prod", {"adapter": 3}, 400, "adapter"),
@@ -85,9 +85,9 @@ async def test_an_alias_of_an_unloaded_adapter_says_so(tmp_path: Path) -> None:
         ("PUT", "a", {"adapter": "a"}, 400, "name"),
         ("PUT", ".x", {"adapter": "a"}, 400, "name"),
         ("POST", "other/rollback", None, 400, "name"),
-        ("POST", "nobody/rollback", None, 404, "name"),
-        ("DELETE", "nobody", None, 404, "name"),
-        ("GET", "nobody", None, 404, "name"),
+        ("POST", "absent/rollback", None, 404, "name"),
+        ("DELETE", "absent", None, 404, "name"),
+        ("GET", "absent", None, 404, "name"),
     ],
 )
 async def test_refused_changes(tmp_path: Path, method: str, path: str, body: Any, status: int, param: str) -> None:

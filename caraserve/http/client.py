@@ -5,7 +5,10 @@ import functools
 import re
 from dataclasses import dataclass
 
+from aiohttp import web
+
 from caraserve.core.request import Tenant
+from caraserve.util.tasks import TURN_OWNER
 
 ALL_ADAPTERS = ("*",)
 
@@ -43,6 +46,15 @@ class Client:
     def tenant(self, user: str) -> Tenant:
         """The owner of a request that this client sends for `user`."""
         return Tenant(self.name, user, self.weight, self.owns_cache)
+
+
+CLIENT = web.RequestKey("CLIENT", Client)
+
+
+def note_client(request: web.Request, client: Client) -> None:
+    """Notes who has sent a request. Long loops over what it sends then go on in that client's turns."""
+    request[CLIENT] = client
+    TURN_OWNER.set(client.name)
 
 
 @functools.lru_cache(maxsize=1024)

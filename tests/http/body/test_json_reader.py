@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caraserve.errors import InvalidRequest
-from caraserve.http import json_reader
-from caraserve.http.json_reader import parse_object
+from caraserve.http.body import json_reader
+from caraserve.http.body.json_reader import parse_object
 
 _TEXTS = ["", "a", "日本", "😀", 'quote " backslash \\ line \n', "x" * 40_000, "é\\" * 20_000]
 _VALUES = st.recursive(

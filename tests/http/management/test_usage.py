@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from caraserve.core.request import Finish, GenerateRequest, Phases, SamplingParams, Tenant
-from caraserve.http.app import make_app, start_http
 from tests.http.fake_engine import FakeEngine, spell
-from tests.http.serving import Client, http_config, new_metrics, serving
+from tests.http.serving import OneOff, new_metrics, serving
 
 USES = [("team-a", "sql"), ("team-a", None), ("team-b", "sql")]
 
@@ -22,17 +20,11 @@ async def rows(
     headers: dict[str, str], uses: Sequence[tuple[str, str | None]] = USES, **settings: Any
 ) -> list[dict[str, Any]]:
     """Returns the rows that a client with these headers gets after one request for each of `uses`."""
-    metrics, config = new_metrics(), http_config(**settings)
+    metrics = new_metrics()
     for client, adapter in uses:
         request = GenerateRequest("id", (1, 2, 3), adapter, SamplingParams(), 0.0, Tenant(client))
         metrics.observe_request(request, Finish("stop", 3, 4, 2, Phases(1.0, 0.0, 1.0, 1.0)), 0.1)
-    app = make_app(FakeEngine(), config, metrics, allow_lora_updates=False)
-    runner, port = await start_http(app, config)
-    try:
-        async with aiohttp.ClientSession() as session:
-            answer = await Client(session, port).get("/v1/usage", headers=headers)
-    finally:
-        await runner.cleanup()
+    answer = await OneOff(metrics=metrics, **settings).get("/v1/usage", headers=headers)
     assert (answer.json["object"], answer.json["since"] > 0) == ("list", True)
     found: list[dict[str, Any]] = answer.json["data"]
     return found

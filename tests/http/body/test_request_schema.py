@@ -6,25 +6,23 @@ from typing import Any
 import pytest
 
 from caraserve.errors import InvalidRequest
-from caraserve.http.apis.translated_fields import MESSAGES, RESPONSES
-from caraserve.http.request_schema import (
+from caraserve.http.body.field_types import Fields
+from caraserve.http.body.known_fields import MAX_UNKNOWN, KnownFields, check_fields
+from caraserve.http.body.request_schema import (
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
     EMBEDDINGS,
     LOAD_ADAPTER,
-    MAX_UNKNOWN,
     RERANK,
     SCORE,
     STREAM_OPTIONS,
     TOKENIZE,
     UNLOAD_ADAPTER,
-    KnownFields,
-    check_fields,
 )
-from caraserve.http.validation import Fields
+from caraserve.http.body.translated_schema import MESSAGES, RESPONSES
 from tests.http.fake_engine import FakeEngine
-from tests.http.serving import serving
+from tests.http.serving import OneOff, serving
 
 TABLES = [COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE, LOAD_ADAPTER, UNLOAD_ADAPTER, STREAM_OPTIONS]
 TABLES += [EMBEDDINGS, SCORE, RERANK, RESPONSES, MESSAGES]
@@ -125,6 +123,32 @@ async def test_every_field_of_a_table_is_read(path: str, table: KnownFields, own
         assert IGNORED not in each.headers
 
 
+@pytest.mark.parametrize(
+    ("path", "table", "own"),
+    [
+        (
+            "/v1/embeddings",
+            EMBEDDINGS,
+            {"input": "x", "encoding_format": "base64", "dimensions": 2, "normalize": False},
+        ),
+        ("/v1/score", SCORE, {"text_1": "x", "text_2": "y"}),
+        ("/v1/score", SCORE, {"queries": "x", "documents": "y"}),
+        ("/v1/rerank", RERANK, {"query": "x", "documents": ["y"], "top_n": 1, "return_documents": False}),
+    ],
+    ids=["embeddings", "texts", "queries", "rerank"],
+)
+async def test_every_field_of_a_route_for_embeddings_is_read(
+    path: str, table: KnownFields, own: dict[str, Any]
+) -> None:
+    body = {"add_special_tokens": False, **own}
+    body |= {name: value for name, value in EVERY_SERVED_VALUE.items() if name in table.served}
+    others = {"text_1", "text_2", "queries", "documents"} if table is SCORE else set()
+    assert body.keys() | others == table.served
+    answer = await OneOff().post(path, body)
+    assert answer.status == 200, answer.body
+    assert IGNORED not in answer.headers
+
+
 @pytest.mark.parametrize("table", TABLES)
 def test_no_field_is_in_two_groups(table: KnownFields) -> None:
     assert not table.served & table.refused.keys()
@@ -187,8 +211,7 @@ async def test_fields_that_would_change_the_answer_are_refused(
     ],
 )
 async def test_values_that_ask_for_nothing_are_read(neutral: dict[str, Any]) -> None:
-    async with serving(FakeEngine()) as client:
-        answer = await client.complete(**neutral)
+    answer = await OneOff().complete(**neutral)
     assert answer.status == 200
     assert IGNORED not in answer.headers
 
@@ -220,9 +243,7 @@ async def test_values_that_ask_for_nothing_are_read(neutral: dict[str, Any]) -> 
     ],
 )
 async def test_a_misspelt_field_is_refused_with_the_right_name(path: str, field: str, meant: str) -> None:
-    fake = FakeEngine()
-    async with serving(fake) as client:
-        answer = await client.post(path, {field: "x"})
+    answer = await OneOff().post(path, {field: "x"})
     assert (answer.status, answer.error["param"]) == (400, field)
     assert f"did you mean {meant!r}" in answer.error["message"]
 
@@ -269,8 +290,7 @@ async def test_options_inside_stream_options_are_checked_too() -> None:
 
 async def test_ignored_names_cannot_break_the_header() -> None:
     names = ["a\r\nSet-Cookie: x=1", "naïve", "comma, comma", "\0", "", "x" * 500]
-    async with serving(FakeEngine()) as client:
-        answer = await client.complete(**dict.fromkeys(names, 1))
+    answer = await OneOff().complete(**dict.fromkeys(names, 1))
     assert answer.status == 200
     assert "Set-Cookie" not in answer.headers
     listed = answer.headers[IGNORED].split(", ")
@@ -279,8 +299,7 @@ async def test_ignored_names_cannot_break_the_header() -> None:
 
 async def test_a_long_list_of_ignored_names_is_cut_between_two() -> None:
     names = [f"{number}{'y' * 70}" for number in range(MAX_UNKNOWN)]
-    async with serving(FakeEngine()) as client:
-        answer = await client.complete(**dict.fromkeys(names, 1))
+    answer = await OneOff().complete(**dict.fromkeys(names, 1))
     *listed, end = answer.headers[IGNORED].split(", ")
     assert (end, {len(name) for name in listed}) == ("...", {64})
     assert len(answer.headers[IGNORED]) <= 2100

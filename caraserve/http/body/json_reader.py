@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from caraserve.errors import InvalidRequest
-from caraserve.http.validation import shown
+from caraserve.http.body.field_types import shown
 from caraserve.util.tasks import in_shared_turns
 
 MOST_NUMBERS = 1 << 19  # 10 ms to free
