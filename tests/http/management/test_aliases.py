@@ -127,12 +127,12 @@ async def test_an_alias_is_not_changed_while_its_rollback_waits(tmp_path: Path, 
         await add(receiver, "v1", "v2", "v3")
         for version in ("v1", "v2"):
             await point(client, "prod", version)
-        users = receiver.catalog._locks._users
+        waits = receiver.catalog._changes._waits
         async with receiver.catalog.changing("v1"):
             back = asyncio.create_task(client.post("/v1/aliases/prod/rollback"))
-            await until(lambda: users["v1"] == 2)
+            await until(lambda: waits("v1") == 1)
             change = asyncio.create_task(client.request(method, "/v1/aliases/prod", json={"adapter": "v3"}))
-            await until(lambda: change.done() or users.get("prod") == 2)
+            await until(lambda: change.done() or waits("prod") == 1)
         assert ((await back).status, (await back).json["adapter"]) == (200, "v1")
         assert (await change).status == 200
         left = [(one["adapter"], one["previous"]) for one in (await client.get("/v1/aliases")).json["data"]]
@@ -145,14 +145,14 @@ async def test_a_rollback_leads_to_no_adapter_that_is_deleted_meanwhile(tmp_path
         await add(receiver, "v1", "v2", "v3")
         for version in ("v1", "v2"):
             await point(client, "z", version)
-        catalog, users = receiver.catalog, receiver.catalog._locks._users
+        catalog, waits = receiver.catalog, receiver.catalog._changes._waits
         async with catalog.changing("v1"):
             back = asyncio.create_task(client.post("/v1/aliases/z/rollback"))
-            await until(lambda: users["v1"] == 2)
+            await until(lambda: waits("v1") == 1)
             await point(client, "z", "v3")
             deletion = catalog.changing("v2")
             await deletion.__aenter__()
-        await until(lambda: back.done() or users["v2"] == 2)
+        await until(lambda: back.done() or waits("v2") == 1)
         await catalog.unregister("v2")
         await deletion.__aexit__(None, None, None)
         assert (await back).status == 404
