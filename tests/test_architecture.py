@@ -7,7 +7,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from functools import cache
 from pathlib import Path
 
@@ -31,6 +31,12 @@ LAYERS = (
     *("backend_factory", "gpu", "cpu"),
     *("telemetry", "core", "model", "config", "demo", "errors", "util"),
 )
+
+# Inside folders, from the top down: subfolders, and single files beside them. Those in one tuple import neither each
+# other nor what is above them.
+SUBFOLDERS: dict[str, tuple[str | tuple[str, ...], ...]] = {
+    "cluster": ("node", "transfer", "placement", "routing", "membership", "state"),
+}
 
 # Packages with a price, and the parts that may pay it.
 HOMES = {
@@ -59,14 +65,14 @@ PURE = (
     *("kv/block_pool.py", "kv/prefix_keys.py", "kv/memory_budget.py"),
     *(
         f"cluster/membership/{name}.py"
-        for name in ("connection", "dialer", "events", "message_fields", "messages", "protocol", "swim")
+        for name in ("anti_entropy", "connection", "dialer", "events", "messages", "protocol", "swim")
     ),
-    *(f"cluster/state/{name}.py" for name in ("anti_entropy", "lww_map", "replicated_map")),
-    *(f"cluster/routing/{name}.py" for name in ("cost", "perf_model", "policies", "router")),
+    *(f"cluster/state/{name}.py" for name in ("lww_map", "replicated_map")),
     *(
-        f"cluster/placement/{name}.py"
-        for name in ("bin_packing", "cold_adapters", "loraserve", "migration", "plan", "shares")
+        f"cluster/routing/{name}.py"
+        for name in ("cost", "perf_model", "placement_plan", "policies", "policy_rules", "router", "shares")
     ),
+    *(f"cluster/placement/{name}.py" for name in ("bin_packing", "cold_adapters", "loraserve", "migration", "plan")),
     "cluster/transfer/delete_lease.py",
 )
 PURE_IMPORTS = {f"caraserve.{name.removesuffix('.py').replace('/', '.')}" for name in PURE}
@@ -136,6 +142,61 @@ def test_imports_run_downwards() -> None:
         below = LAYERS[LAYERS.index(part(path)) + 1 :] if part(path) in LAYERS else ()
         for there, line in own_imports(path):
             assert there in below, f"{relative(path)}:{line}: {part(path)} imports {there}, which is not below it"
+
+
+def inner_part(path: Path) -> str:
+    """Returns the second name below the package: `routing` for caraserve/cluster/routing/cost.py."""
+    return path.relative_to(PACKAGE).parts[1].removesuffix(".py")
+
+
+@pytest.mark.parametrize("folder", SUBFOLDERS)
+def test_imports_inside_a_folder_run_downwards(folder: str) -> None:
+    order = [(names,) if isinstance(names, str) else names for names in SUBFOLDERS[folder]]
+    ranks = {name: rank for rank, names in enumerate(order) for name in names}
+    files = [path for path in MODULES if part(path) == folder]
+    assert {inner_part(path) for path in files} - {"__init__"} == set(ranks)
+    for path in files:
+        here = inner_part(path)
+        for name, line in imports(path):
+            there = name.split(".")[2] if name.startswith(f"caraserve.{folder}.") else here
+            assert there == here or ranks[here] < ranks[there], (
+                f"{relative(path)}:{line}: {here} imports {there}, which is not below it"
+            )
+
+
+def circles(arrows: Mapping[str, Set[str]]) -> list[list[str]]:
+    """Returns the names that import one another, directly or through others, in groups."""
+    reached: dict[str, set[str]] = {}
+    for name in arrows:
+        found, left = set[str](), [*arrows[name]]
+        while left:
+            there = left.pop()
+            if there not in found:
+                found.add(there)
+                left += arrows.get(there, ())
+        reached[name] = found
+    groups = {frozenset(other for other in reached[name] if name in reached.get(other, ())) for name in reached}
+    return sorted(sorted(group) for group in groups if group)
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_no_files_import_one_another() -> None:
+    known = {module_name(path) for path in MODULES}
+    arrows = {module_name(path): {name for name, _ in imports(path)} & known for path in MODULES}
+    assert circles({name: there - {name} for name, there in arrows.items()}) == []
+
+
+def test_no_folders_import_one_another() -> None:
+    """A folder counts as one, as does a file beside folders."""
+    arrows: dict[str, set[str]] = {}
+    for path in MODULES:
+        here = ".".join(module_name(path).split(".")[:3])
+        there = {".".join(name.split(".")[:3]) for name, _ in imports(path) if name.startswith("caraserve.")}
+        arrows.setdefault(here, set()).update(there - {here})
+    assert circles(arrows) == []
 
 
 def test_heavy_packages_are_imported_only_where_they_belong() -> None:

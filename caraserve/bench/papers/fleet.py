@@ -12,9 +12,9 @@ from math import inf, isfinite
 
 from caraserve.bench.papers.command import PaperOptions
 from caraserve.bench.papers.result import FigureData, Panel, Series, Value, mean_value
-from caraserve.bench.simulator.machines import Machine, PaperKernel, paper_machine
+from caraserve.bench.simulator.machines import PaperKernel, SimulatedMachine, paper_machine
 from caraserve.bench.simulator.operating_points import profiled_points
-from caraserve.bench.simulator.simulation import Setting
+from caraserve.bench.simulator.setting import ClusterSetting
 from caraserve.bench.simulator.sweep import FleetResult, FleetSpec, SimulationResult, simulate
 from caraserve.bench.workload.build import WorkloadSpec, build, spec_from_preset
 from caraserve.bench.workload.presets import find_preset
@@ -46,7 +46,7 @@ def routing_policies(figure: Mapping[str, str], options: PaperOptions) -> Figure
         for kernel, central in _ASSUMPTIONS:
             runs, bare = [], []
             for one in seeded(options):
-                setting = Setting((), "auto", inf, scheduler="central" if central else "gossip", seed=one.seed)
+                setting = ClusterSetting((), "auto", inf, scheduler="central" if central else "gossip", seed=one.seed)
                 (found,) = simulated(preset, routings, paper_machine(kernel), setting, one)
                 notes |= dict.fromkeys(found.notes)
                 runs.append([policy.at_size for policy in found.policies])
@@ -138,7 +138,12 @@ def scaling(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
 
 
 def simulated(
-    preset: str, routings: Sequence[str], machine: Machine, setting: Setting, options: PaperOptions, *rates: float
+    preset: str,
+    routings: Sequence[str],
+    machine: SimulatedMachine,
+    setting: ClusterSetting,
+    options: PaperOptions,
+    *rates: float,
 ) -> Iterator[FleetResult]:
     """Simulates a preset's load on its number of instances, once for each rate; without rates, at its own."""
     fleet = FleetSpec((machine,), find_preset(preset).servers, setting)
@@ -155,10 +160,10 @@ def _over_rates(preset: str, routings: Sequence[str], options: PaperOptions) -> 
     return list(simulated(preset, routings, LORASERVE_MACHINE, assumed, options, *swept))
 
 
-def loraserve_setting(preset: str, options: PaperOptions) -> Setting:
+def loraserve_setting(preset: str, options: PaperOptions) -> ClusterSetting:
     """Returns LoRAServe's assumptions: one scheduler, and operating points that are profiled under its SLO."""
     points = profiled_points(LORASERVE_MACHINE, build(load_of(preset, options)), _TTFT_SLO_MS)
-    return Setting((), "auto", inf, scheduler="central", operating_points=points, seed=options.seed)
+    return ClusterSetting((), "auto", inf, scheduler="central", operating_points=points, seed=options.seed)
 
 
 def load_of(preset: str, options: PaperOptions) -> WorkloadSpec:

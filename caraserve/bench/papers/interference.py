@@ -20,7 +20,8 @@ from caraserve.bench.papers.fleet import (
 )
 from caraserve.bench.papers.result import FigureData, Panel, Series, Value, mean_value
 from caraserve.bench.simulator.compiled import MS
-from caraserve.bench.simulator.simulation import Setting, Simulation
+from caraserve.bench.simulator.setting import ClusterSetting
+from caraserve.bench.simulator.simulation import Simulation
 from caraserve.bench.simulator.sweep import FleetResult, SimulationResult
 from caraserve.bench.workload.build import WorkloadSpec, build
 
@@ -120,7 +121,7 @@ def _tail_of_first(spec: WorkloadSpec) -> float:
 def _served(spec: WorkloadSpec) -> tuple[np.ndarray, np.ndarray]:
     """Simulates one instance. Returns TTFT in ms and the adapter's index, [requests] each."""
     workload = build(spec)
-    simulation = Simulation(Setting((LORASERVE_MACHINE,), "round-robin", inf), workload)
+    simulation = Simulation(ClusterSetting((LORASERVE_MACHINE,), "round-robin", inf), workload)
     simulation.run()
     requests = simulation.requests
     ttft_ms = np.where(requests["first"] < 0, inf, (requests["first"] - requests["arrived"]) / MS)

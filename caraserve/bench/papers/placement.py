@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from caraserve.bench.papers.command import PaperOptions
 from caraserve.bench.papers.result import FigureData, Panel, Series, Value
 from caraserve.cluster.placement.loraserve import make_plan
-from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server
+from caraserve.cluster.placement.plan import AdapterDemand, Server
+from caraserve.cluster.routing.placement_plan import PlacementPlan
 
 _PLACEMENTS = ("s-lora-random", "s-lora-contiguous", "loraserve")
 _SERVERS = tuple(Server(f"server {number + 1}", 10**12) for number in range(4))

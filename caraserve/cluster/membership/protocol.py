@@ -12,6 +12,7 @@ from random import Random
 from msgspec.structs import replace
 
 from caraserve.cluster.membership import messages
+from caraserve.cluster.membership.anti_entropy import AntiEntropy
 from caraserve.cluster.membership.auth import Keyring
 from caraserve.cluster.membership.connection import Connection, Ignored, limit_accepted, should_replace
 from caraserve.cluster.membership.dialer import Dialer
@@ -28,7 +29,6 @@ from caraserve.cluster.membership.events import (
     name_conflict_refusal,
     refusal_reason,
 )
-from caraserve.cluster.membership.message_fields import MAX_NAME
 from caraserve.cluster.membership.swim import (
     MAX_LIVE,
     MemberRecord,
@@ -38,8 +38,7 @@ from caraserve.cluster.membership.swim import (
     NameConflict,
     PingRelays,
 )
-from caraserve.cluster.state.anti_entropy import AntiEntropy
-from caraserve.cluster.state.lww_map import Entry, EntryValue
+from caraserve.cluster.state.lww_map import MAX_NAME, Entry, EntryValue
 from caraserve.cluster.state.replicated_map import REGISTRY, InstanceLoad, RegisteredAdapter, ReplicatedState
 from caraserve.errors import ConfigError
 
@@ -212,8 +211,7 @@ class ClusterProtocol:
         if self.state.has_room(entry):
             news, _ = self.state.merge(REGISTRY, [entry], self._wall_ms(now))
             self._anti_entropy.push(REGISTRY, news)
-        names = self.state.map_of(REGISTRY)
-        newest = names.get(entry.key) if names is not None else None
+        newest = self.state.registry.get(entry.key)
         return newest is not None and newest.order >= entry.order
 
     def send_query(self, peer: str, quote: messages.PeerQuery) -> bool:
@@ -424,8 +422,8 @@ class ClusterProtocol:
 
     def _send_heartbeats(self) -> None:
         self._sequence += 1
-        names, mine = self.state.map_of(REGISTRY), self.state.map_of(self._settings.name)
-        roots = (names.root if names else 0, mine.root if mine else 0)
+        mine = self.state.map_of(self._settings.name)
+        roots = (self.state.registry.root, mine.root if mine else 0)
         heartbeat = messages.Heartbeat(self.members.me, self._sequence, self._load, *roots, ())
         for name, connection in self._peers.items():
             connection.send(replace(heartbeat, updates=self.members.updates(name)))

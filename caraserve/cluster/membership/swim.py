@@ -24,7 +24,7 @@ from random import Random
 from msgspec import Struct
 from msgspec.structs import replace
 
-from caraserve.cluster.membership.message_fields import Address, Count, Name, NameOrEmpty
+from caraserve.cluster.state.lww_map import Address, Count, Name, NameOrEmpty
 
 MAX_LIVE = 64  # n² connections and heartbeats are cheap up to here; larger fleets are better served by a router
 MAX_KNOWN = 4 * MAX_LIVE  # records kept, dead and left instances included: bounds memory if names are invented

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Iterable, Mapping
 
 from caraserve.cluster.placement.loraserve import make_plan
-from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server, decoded, encoded, packed, unpacked
+from caraserve.cluster.placement.plan import AdapterDemand, Server, decoded, encoded, packed, unpacked
+from caraserve.cluster.routing.placement_plan import PlacementPlan
 
 _NICE = 10
 

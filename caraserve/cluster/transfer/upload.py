@@ -9,7 +9,6 @@ from the host cache.
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
-from caraserve.cluster.membership.auth import SIGNATURE_HEADER, Keyring, is_signed_request
+from caraserve.cluster.membership.auth import Keyring
+from caraserve.cluster.membership.peer_client import check_peer
 from caraserve.core.adapter_rules import DIGEST
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.errors import CaraServeError
@@ -100,9 +100,7 @@ class UploadServer:
 
     @asynccontextmanager
     async def _requested_image(self, request: web.Request) -> AsyncIterator[HostAdapter]:
-        signed = request.headers.get(SIGNATURE_HEADER, "")
-        if not is_signed_request(self._keys(), signed, request.method, request.path_qs, time.time()):
-            raise web.HTTPForbidden(text="This address is for other instances.")
+        check_peer(request, self._keys())
         digest = request.match_info["digest"]
         if self._uploads >= _MAX_UPLOADS:
             self.refusals += 1

@@ -13,8 +13,8 @@ import pytest
 
 from caraserve.cluster.membership import dns, websocket
 from caraserve.cluster.membership.dns import PeerResolver, resolve_peers
+from caraserve.cluster.membership.peer_client import PeerClient, TransferFailure
 from caraserve.cluster.membership.websocket import WebSocketTransport
-from caraserve.cluster.transfer.peer_client import PeerClient, TransferFailure
 from caraserve.http.proxy import PeerProxy
 from tests.cluster.nodes import KEYS, instances, until
 

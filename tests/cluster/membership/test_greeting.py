@@ -151,4 +151,4 @@ async def test_an_instance_of_another_version_is_logged_once_and_ends_no_instanc
             f"z at z:1 is refused: a speaks version {PROTOCOL_VERSION} of the cluster's protocol, "
             f"not {PROTOCOL_VERSION + 1}"
         ]
-        assert not a.node.ended.done()
+        assert not a.member.ended.done()

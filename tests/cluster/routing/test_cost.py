@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caraserve.cluster.routing.cost import AnswerLengths, Arrival, Backlog, CostEstimate, LinkSpeeds, Tier, estimate
+from caraserve.cluster.routing.cost import AnswerLengths, Arrival, Backlog, CostEstimate, LinkSpeeds, estimate
 from caraserve.cluster.routing.perf_model import PerfModel
+from caraserve.cluster.state.replicated_map import Tier
 
 SLO_MS = 36.0
 

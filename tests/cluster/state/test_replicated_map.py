@@ -13,11 +13,19 @@ from caraserve.cluster.state.lww_map import (
     MAX_VALUE,
     TOMBSTONE_S,
     Entry,
+    EntryValue,
     LwwMap,
     entry_fits,
     is_setting,
 )
-from caraserve.cluster.state.replicated_map import REGISTRY, InstanceLoad, RegisteredAdapter, ReplicatedState
+from caraserve.cluster.state.replicated_map import (
+    REGISTRY,
+    InstanceLoad,
+    RegisteredAdapter,
+    ReplicatedState,
+    Tier,
+    tier_of,
+)
 from caraserve.core.adapter_rules import ADAPTER_NAME, DIGEST
 from caraserve.errors import InvalidRequest
 from caraserve.util.hybrid_clock import HybridClock
@@ -461,3 +469,11 @@ def test_iteration_and_length_agree(count: int) -> None:
     lww_map = lww_map_of([Entry(f"k{index}", (), HLC, "n1") for index in range(count)])
     assert len(list(lww_map)) == len(lww_map) == count
     assert sum(lww_map.sums) % 2**64 == lww_map.root
+
+
+@pytest.mark.parametrize(
+    ("value", "tier"),
+    [((0,), Tier.DEVICE), ((1, "x"), Tier.HOST), ((), Tier.DISK), ((9,), Tier.DISK), (("0",), Tier.DISK)],
+)
+def test_an_unknown_tier_counts_as_disk(value: EntryValue, tier: Tier) -> None:
+    assert tier_of(value) is tier

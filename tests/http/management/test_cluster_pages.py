@@ -8,8 +8,7 @@ import aiohttp
 import pytest
 
 from caraserve.cluster.membership.swim import MemberRecord
-from caraserve.cluster.routing.cost import Tier
-from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter
+from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter, Tier
 from caraserve.http.app import make_app, start_http
 from tests.http.fake_engine import FakeEngine
 from tests.http.serving import Client, http_config, new_metrics

@@ -5,10 +5,10 @@ from random import Random
 
 import pytest
 
+from caraserve.cluster.membership.anti_entropy import AntiEntropy
 from caraserve.cluster.membership.messages import MAX_BATCH, Compare, entry_batches
 from caraserve.cluster.membership.messages import Entries as EntriesMessage
 from caraserve.cluster.state import anti_entropy as module
-from caraserve.cluster.state.anti_entropy import AntiEntropy
 from caraserve.cluster.state.lww_map import Entry
 from caraserve.cluster.state.replicated_map import REGISTRY, RegisteredAdapter, ReplicatedState
 
