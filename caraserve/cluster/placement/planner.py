@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import orjson
 from aiohttp import web
 
@@ -21,7 +22,7 @@ from caraserve.cluster.membership.member import Member
 from caraserve.cluster.membership.peer_client import PeerClient, TransferFailure, check_peer
 from caraserve.cluster.membership.swim import MemberRecord, MemberState
 from caraserve.cluster.placement.plan import MAX_PLAN_BYTES, AdapterDemand, Server, decoded, extrapolated, planners
-from caraserve.cluster.placement.planner_process import ask, question
+from caraserve.cluster.placement.planner_process import Question, ask
 from caraserve.cluster.routing.advertised import InstanceViews
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.placement_plan import PlacementPlan
@@ -294,4 +295,4 @@ def _question(
     middle = ranks[len(ranks) // 2] if ranks else 0
     servers = [Server(name, room, point(name, middle) / point(measure, middle)) for name, room in rooms.items()]
     points = {rank: point(measure, rank) for rank in ranks}
-    return question(routing, epoch, adapters, servers, points, padded=models[measure].padded)
+    return msgspec.json.encode(Question(routing, epoch, adapters, servers, points, models[measure].padded))

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import orjson
 import pytest
 
@@ -25,7 +26,7 @@ from caraserve.cluster.placement.planner import (
     _rates,
     expected_demand,
 )
-from caraserve.cluster.placement.planner_process import answer, ask, question
+from caraserve.cluster.placement.planner_process import Question, ask
 from caraserve.cluster.routing.advertised import InstanceViews, publish_speed
 from caraserve.cluster.routing.cost import LinkSpeeds
 from caraserve.cluster.routing.perf_model import PerfModel
@@ -267,19 +268,24 @@ ADAPTERS = [AdapterDemand("x", 8, 10, 5.0), AdapterDemand("y", 64, 10, 5.0)]
 SERVERS = [Server("a", 100), Server("b", 100)]
 
 
+POINTS = {8: 10.0, 64: 10.0}
+
+
+async def asked(question: Question, previous: bytes = b"") -> bytes:
+    return await ask(msgspec.json.encode(question), previous, 60)
+
+
 async def test_the_process_makes_the_same_plan_and_keeps_a_good_one() -> None:
-    asked = question("loraserve", 3, ADAPTERS, SERVERS, {8: 10.0, 64: 10.0}, padded=True)
-    body = await ask(asked, b"", 60)
-    assert decoded(body) == answer(asked, None)
-    later = question("loraserve", 4, ADAPTERS, SERVERS[::-1], {8: 10.0, 64: 10.0}, padded=True)
-    again = decoded(await ask(later, body, 60))
+    question = Question("loraserve", 3, ADAPTERS, SERVERS, POINTS, padded=True)
+    body = await asked(question)
+    assert decoded(body) == question.answer(None)
+    again = decoded(await asked(Question("loraserve", 4, ADAPTERS, SERVERS[::-1], POINTS, padded=True), body))
     assert (again.epoch, again.shares) == (4, decoded(body).shares)
 
 
 async def test_an_error_of_the_process_is_raised_with_its_text() -> None:
-    asked = question("loraserve", 3, ADAPTERS, [], {8: 10.0, 64: 10.0}, padded=True)
     with pytest.raises(OSError, match="no instance to place adapters on"):
-        await ask(asked, b"", 60)
+        await asked(Question("loraserve", 3, ADAPTERS, [], POINTS, padded=True))
 
 
 # --- demand ---
