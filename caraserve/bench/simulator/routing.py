@@ -6,7 +6,7 @@ A simulated hour has a million decisions over 60 instances. All functions are co
 
 # mypy: disable-error-code="no-untyped-def"
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import numpy as np
 
@@ -21,30 +21,12 @@ from caraserve.cluster.state.replicated_map import Tier
 _ABSENT = int(Tier.ABSENT)
 
 
-class View(NamedTuple):
-    """What one decision works on; see `policy_rules.py`."""
-
-    fleet: Any
-    slot: Any
-    requests: Any
-    holds: Any
-    planned: Any
-    shares: Any
-    fractions: Any
-    classes: Any
-    class_rank: Any
-    costs: Any
-    latencies_ms: Any
-    draws: Any
-    estimated: Any
-    marked: Any
-    members: Any
-    ranking: Any
-    kept: Any
-    pool: Any
-    chosen: Any
-    order: Any
-    known: Any
+# What one decision works on; see `policy_rules.py`.
+View = namedtuple(
+    "View",
+    "fleet slot requests holds planned shares fractions classes class_rank costs latencies_ms draws estimated marked "
+    "members ranking kept pool chosen order known",
+)
 
 
 @kernel

@@ -37,7 +37,7 @@ class Question(msgspec.Struct, frozen=True):
 
 async def ask(body: bytes, previous: bytes, timeout_s: float) -> bytes:
     """Runs the process and returns the encoded plan; empty if none is needed. `body`: a Question as JSON. `previous`:
-    the encoded plan before it, or empty. Raises TimeoutError, and OSError with the end of the process's error output."""
+    the plan before it, or empty. Raises TimeoutError, and OSError with the end of what the process wrote to stderr."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", __name__),
         stdin=asyncio.subprocess.PIPE,

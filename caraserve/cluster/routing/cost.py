@@ -34,10 +34,6 @@ class LinkSpeeds:
     fetch_bytes_per_ms: float = math.inf  # from another instance's host tier
     blocks_batch: bool = False  # the running batch waits for loads (loading mode `ondemand`)
 
-    def cold_ms(self, tier: Tier, num_bytes: int) -> float:
-        """Returns a cold start's wait for an adapter of so many bytes while all links are idle."""
-        return cold_ms(self, tier, num_bytes)
-
 
 def cold_ms(links: LinkSpeeds, tier: int, num_bytes: float) -> float:
     """Returns a cold start's wait for an adapter of so many bytes while all links are idle."""

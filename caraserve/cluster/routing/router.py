@@ -160,15 +160,12 @@ class RoutingTarget:
 
 
 def check_acceptance(
-    arrival: Arrival, own: Instance, tier: Tier, force: bool, obtainable: bool = True, draining: bool = False
+    arrival: Arrival, own: Instance, tier: Tier, force: bool, draining: bool = False
 ) -> Refusal | None:
-    """Decides for the receiving instance, on its exact state; None: it accepts. `obtainable`: it has the adapter or can
-    download it."""
+    """Decides for the receiving instance, on its exact state; None: it accepts."""
     here = own.estimate(arrival, tier, 0.0)
     if draining:
         return Refusal("draining", here)
-    if tier is Tier.ABSENT and not obtainable:
-        return Refusal("no-adapter", here)
     decision = policy_rules.acceptance(own.backlog.queue_room, here.cost, here.latency_ms, force)
     reasons: dict[int, Reason] = {policy_rules.FULL: "full", policy_rules.MISSES_SLO: "slo"}
     return Refusal(reasons[decision], here) if decision in reasons else None

@@ -180,11 +180,6 @@ class AdapterPool:
             return True  # in memory, or being read
         return self.has(digest) or bool(self._holders.holders(digest))
 
-    def find(self, name: str) -> AdapterInfo | None:
-        """Returns the adapter of that name if its bytes are here."""
-        info = self._catalog.find(name)
-        return info if info is not None and self.has(info.digest) else None
-
     def has(self, digest: str) -> bool:
         """Whether all bytes of an adapter are here, in memory or on disk."""
         return self.store.holds(digest) or self._catalog.manager.image(digest) is not None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from caraserve.cluster.placement.loraserve import make_plan
 from caraserve.cluster.placement.plan import AdapterDemand, Server
-from caraserve.cluster.routing.cost import Arrival, Backlog, CostEstimate, LinkSpeeds, estimate
+from caraserve.cluster.routing.cost import Arrival, Backlog, CostEstimate, LinkSpeeds, cold_ms, estimate
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.placement_plan import PlacementPlan
 from caraserve.cluster.routing.policies import ROUTINGS, Policy
@@ -192,7 +192,6 @@ def test_policies_without_an_slo_force_requests_from_the_start() -> None:
     [
         (instance("i"), Tier.DEVICE, {}, None),
         (instance("i"), Tier.ABSENT, {}, None),
-        (instance("i"), Tier.ABSENT, {"obtainable": False}, "no-adapter"),
         (instance("i"), Tier.DEVICE, {"draining": True}, "draining"),
         (instance("i", 200), Tier.DEVICE, {}, "slo"),
         (Instance("i", PADDED, Backlog(queue_room=0)), Tier.DEVICE, {}, "full"),
@@ -287,7 +286,7 @@ def test_the_order_is_that_of_all_estimates(seen: Fleet, arrival: Arrival, seed:
     ranked = []
     for name, one in seen.able.items():
         links, tier = one.links, tiers.get(name, missing)
-        plain = estimate(one.model, one.backlog, arrival, links.cold_ms(tier, arrival.adapter_bytes), False, 0.0)
+        plain = estimate(one.model, one.backlog, arrival, cold_ms(links, tier, arrival.adapter_bytes), False, 0.0)
         assert one.estimate(arrival, tier, 0.0) == plain
         ranked.append((plain, draw(), name))
     proposal = Policy("rank-aware").propose(arrival, seen, random.Random(seed))
