@@ -7,7 +7,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from functools import cache
 from pathlib import Path
 
@@ -52,6 +52,7 @@ SUBFOLDERS: dict[str, tuple[str | tuple[str, ...], ...]] = {
         *("responses", "request_log", "streaming", "context", "client", "api_request", "whole_answer", "tls_files"),
         "body",
     ),
+    "cluster": ("node", "transfer", "placement", "routing", "membership", "state"),
 }
 
 # Packages with a price, and the parts that may pay it.
@@ -80,14 +81,14 @@ PURE = (
     *("kv/block_pool.py", "kv/prefix_keys.py", "kv/memory_budget.py"),
     *(
         f"cluster/membership/{name}.py"
-        for name in ("connection", "dialer", "events", "message_fields", "messages", "protocol", "swim")
+        for name in ("anti_entropy", "connection", "dialer", "events", "messages", "protocol", "swim")
     ),
-    *(f"cluster/state/{name}.py" for name in ("anti_entropy", "lww_map", "replicated_map")),
-    *(f"cluster/routing/{name}.py" for name in ("cost", "perf_model", "policies", "router")),
+    *(f"cluster/state/{name}.py" for name in ("lww_map", "replicated_map")),
     *(
-        f"cluster/placement/{name}.py"
-        for name in ("bin_packing", "cold_adapters", "loraserve", "migration", "plan", "shares")
+        f"cluster/routing/{name}.py"
+        for name in ("cost", "perf_model", "placement_plan", "policies", "policy_rules", "router", "shares")
     ),
+    *(f"cluster/placement/{name}.py" for name in ("bin_packing", "cold_adapters", "loraserve", "migration", "plan")),
     "cluster/transfer/delete_lease.py",
 )
 PURE_IMPORTS = {f"caraserve.{name.removesuffix('.py').replace('/', '.')}" for name in PURE}
@@ -193,6 +194,41 @@ def test_the_product_does_not_import_what_only_a_checkout_has() -> None:
     for path in MODULES:
         for name, line in imports(path):
             assert name.split(".")[0] not in ("scripts", "tests"), f"{relative(path)}:{line} imports {name}"
+
+
+def circles(arrows: Mapping[str, Set[str]]) -> list[list[str]]:
+    """Returns the names that import one another, directly or through others, in groups."""
+    reached: dict[str, set[str]] = {}
+    for name in arrows:
+        found, left = set[str](), [*arrows[name]]
+        while left:
+            there = left.pop()
+            if there not in found:
+                found.add(there)
+                left += arrows.get(there, ())
+        reached[name] = found
+    groups = {frozenset(other for other in reached[name] if name in reached.get(other, ())) for name in reached}
+    return sorted(sorted(group) for group in groups if group)
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_no_files_import_one_another() -> None:
+    known = {module_name(path) for path in MODULES}
+    arrows = {module_name(path): {name for name, _ in imports(path)} & known for path in MODULES}
+    assert circles({name: there - {name} for name, there in arrows.items()}) == []
+
+
+def test_no_folders_import_one_another() -> None:
+    """A folder counts as one, as does a file beside folders."""
+    arrows: dict[str, set[str]] = {}
+    for path in MODULES:
+        here = ".".join(module_name(path).split(".")[:3])
+        there = {".".join(name.split(".")[:3]) for name, _ in imports(path) if name.startswith("caraserve.")}
+        arrows.setdefault(here, set()).update(there - {here})
+    assert circles(arrows) == []
 
 
 def test_heavy_packages_are_imported_only_where_they_belong() -> None:

@@ -16,7 +16,7 @@ from functools import partial
 from aiohttp import hdrs, web
 from aiohttp.web_urldispatcher import SystemRoute
 
-from caraserve.cluster.membership.node import Node
+from caraserve.cluster.membership.member import Member
 from caraserve.cluster.membership.websocket import WEBSOCKET_PATH
 from caraserve.cluster.routing.forward_auth import INSTANCE_HEADER, PREFIX
 from caraserve.config import HttpConfig
@@ -74,7 +74,7 @@ def make_app(
     *,
     allow_lora_updates: bool,
     timings: HttpTimings | None = None,
-    cluster: Node | None = None,
+    cluster: Member | None = None,
     router: RequestRouter | None = None,
     background: BackgroundTasks | None = None,
     management: AdapterManagement | None = None,
@@ -105,7 +105,9 @@ def make_app(
     return app
 
 
-def add_peer_routes(app: web.Application, node: Node, router: ClusterRouter, more: Sequence[web.RouteDef] = ()) -> None:
+def add_peer_routes(
+    app: web.Application, node: Member, router: ClusterRouter, more: Sequence[web.RouteDef] = ()
+) -> None:
     """Adds all routes for other instances, which authenticate with the cluster's secret and need no API key."""
     forwarded = [
         web.post(PREFIX + path, partial(router.answer_forwarded, route=route))
@@ -115,7 +117,7 @@ def add_peer_routes(app: web.Application, node: Node, router: ClusterRouter, mor
 
 
 async def start_peer_http(
-    node: Node,
+    node: Member,
     router: ClusterRouter,
     client_app: web.Application,
     host: str,

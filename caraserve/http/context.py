@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from caraserve.cluster.membership.node import Node
+from caraserve.cluster.membership.member import Member
 from caraserve.config import KEEP_ALIVE_S, HttpConfig
 from caraserve.errors import ServerBusy
 from caraserve.http.api_request import RequestRouter
@@ -85,7 +85,7 @@ class Context:
     started_s: float  # unix time
     bodies: BodyBudget
     router: RequestRouter
-    cluster: Node | None = None  # None: this server has no peers
+    cluster: Member | None = None  # None: this server has no peers
     background: BackgroundTasks = field(default_factory=BackgroundTasks)
     management: AdapterManagement | None = None
     begin_turns: TurnBudget = field(default_factory=lambda: TurnBudget(_BEGUN_PER_TURN))

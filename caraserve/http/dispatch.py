@@ -12,7 +12,7 @@ from math import inf
 
 from aiohttp import web
 
-from caraserve.cluster.membership.node import Node, QueryBody
+from caraserve.cluster.membership.member import Member, QueryBody
 from caraserve.cluster.routing.cost import CostEstimate
 from caraserve.cluster.routing.forward_auth import REFUSED_HEADER, ForwardClaims, ForwardVerifier, format_refusal
 from caraserve.cluster.routing.router import Reason, Refusal
@@ -54,7 +54,7 @@ _ANSWER_S = 1.0
 _ASKED = 5  # times, with a second in between: connections of the cluster break and come back
 
 
-async def is_answering(node: Node, peer: str, request_id: str, attempt: int) -> bool:
+async def is_answering(node: Member, peer: str, request_id: str, attempt: int) -> bool:
     """Asks another instance whether it still answers a request that was forwarded to it. No answer to several questions
     counts as no; one that is neither yes nor no counts as yes, since instances of earlier versions send it."""
     for _ in range(_ASKED):

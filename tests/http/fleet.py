@@ -15,21 +15,21 @@ import aiohttp
 from aiohttp import web
 
 from caraserve.cluster.membership.auth import Keyring
+from caraserve.cluster.membership.member import QueryBody
 from caraserve.cluster.membership.swim import MemberRecord, MemberState
-from caraserve.cluster.routing.cost import Backlog, Tier
+from caraserve.cluster.routing.cost import Backlog
 from caraserve.cluster.routing.forward_auth import CLAIMS_HEADER, INSTANCE_HEADER, PREFIX, ForwardVerifier
 from caraserve.cluster.routing.perf_model import PerfModel
-from caraserve.cluster.routing.policies import policy
+from caraserve.cluster.routing.policies import Policy
 from caraserve.cluster.routing.router import Instance
 from caraserve.cluster.routing.selector import (
     LOCAL,
     AdapterFetcher,
-    Body,
     InstanceSelector,
     LatencyTargets,
     refuses_new_requests,
 )
-from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter
+from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter, Tier
 from caraserve.http.app import add_peer_routes, make_app, start_http, start_peer_http
 from caraserve.http.context import HttpTimings
 from caraserve.http.dispatch import ANSWERING_QUESTION, ClusterRouter, is_answering
@@ -94,7 +94,7 @@ class View:
         found = self._world.uploads.get(name, {})
         return {instance: adapter for instance, adapter in found.items() if instance != self.name}
 
-    async def query(self, peer: str, body: Body, timeout_s: float) -> Body | None:
+    async def query(self, peer: str, body: QueryBody, timeout_s: float) -> QueryBody | None:
         router = self._world.routers.get(peer)
         if router is None:
             return (0,) if body[0] == ANSWERING_QUESTION else ()  # a raw peer
@@ -183,9 +183,9 @@ class Fleet:
         `pace`: of other instances' answers."""
         engine = engine or FakeEngine()
         view = View(name, self.world)
-        chosen = None if self._routing == LOCAL else policy(self._routing)
+        chosen = None if self._routing == LOCAL else Policy(self._routing)
         selector = InstanceSelector(
-            *(view, chosen, self._slo, engine.loaded.get, lambda: refuses_new_requests(engine)),
+            *(view, view, chosen, self._slo, engine.loaded.get, lambda: refuses_new_requests(engine)),
             fetcher=fetcher,
             rng=Random(name),
         )

@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 from aiohttp import web
 
-from caraserve.cluster.routing.cost import Backlog, Tier
+from caraserve.cluster.routing.cost import Backlog
 from caraserve.cluster.routing.forward_auth import CLAIMS_HEADER, INSTANCE_HEADER, PREFIX, SIGNATURE_HEADER
 from caraserve.cluster.routing.selector import LOCAL, LatencyTargets
-from caraserve.cluster.state.replicated_map import RegisteredAdapter
+from caraserve.cluster.state.replicated_map import RegisteredAdapter, Tier
 from caraserve.errors import Unreachable
 from caraserve.http.body.sampling import read_defaults
 from caraserve.lora.aliases import Aliases

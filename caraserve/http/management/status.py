@@ -11,7 +11,7 @@ import orjson
 from aiohttp import web
 
 from caraserve import __version__
-from caraserve.cluster.membership.node import Node
+from caraserve.cluster.membership.member import Member
 from caraserve.cluster.membership.swim import MemberRecord
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from caraserve.errors import BackendFailed, Draining, NotReady
@@ -85,7 +85,7 @@ async def cluster_members(request: web.Request) -> web.Response:
     return json_response({"object": "list", "name": name, "data": data})
 
 
-def _member(cluster: Node, record: MemberRecord) -> dict[str, Any]:
+def _member(cluster: Member, record: MemberRecord) -> dict[str, Any]:
     found = cluster.load(record.name)
     load = None
     if found is not None:
@@ -158,7 +158,7 @@ async def sorted_by_name(adapters: Iterator[RegisteredAdapter]) -> AsyncIterator
         yield some
 
 
-def _adapter(cluster: Node | None, adapter: RegisteredAdapter) -> dict[str, Any]:
+def _adapter(cluster: Member | None, adapter: RegisteredAdapter) -> dict[str, Any]:
     holders = cluster.holders(adapter.digest) if cluster else {}
     return {
         "name": adapter.name,

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from caraserve.bench.records import PlannedRequest, Workload
 from caraserve.bench.simulator.compiled import MS
-from caraserve.bench.simulator.machines import Machine, paper_machine, profiled_machine
-from caraserve.bench.simulator.simulation import Setting, Simulation
+from caraserve.bench.simulator.machines import SimulatedMachine, paper_machine, profiled_machine
+from caraserve.bench.simulator.setting import ClusterSetting
+from caraserve.bench.simulator.simulation import Simulation
 from caraserve.bench.simulator.sweep import WARM_UP, FleetSpec, base
 from caraserve.bench.workload.build import build
 from caraserve.cluster.routing.cost import LinkSpeeds
@@ -61,7 +62,7 @@ class Comparison:
     by_profile: Figures  # simulated by the profiles alone, without what a server does beside its model
 
 
-def machines(known: Calibration, instances: int, probes: Sequence[Probe]) -> list[Machine]:
+def machines(known: Calibration, instances: int, probes: Sequence[Probe]) -> list[SimulatedMachine]:
     """Returns the simulated machines of a fleet's instances by their profiles: all adapters are on their devices, and
     loads take no time. With `probes` each machine takes the time of its own server, whose event loop shares its core
     with the model; profiles are measured without one."""
@@ -75,7 +76,7 @@ def machines(known: Calibration, instances: int, probes: Sequence[Probe]) -> lis
     return [_as_served(machine, alpha_ms, _of(number, probes)) for number, machine in enumerate(each)]
 
 
-def _as_served(machine: Machine, alpha_ms: float, probes: Sequence[Probe]) -> Machine:
+def _as_served(machine: SimulatedMachine, alpha_ms: float, probes: Sequence[Probe]) -> SimulatedMachine:
     """Returns a machine with the times of the server whose requests the probes have: decode times, with `alpha_ms` for
     each unit of rank, and prefill times in proportion to the profile's. What an idle server's TTFT has beyond the
     prefill is the time of the request.
@@ -149,7 +150,7 @@ def slo_ms(known: Calibration) -> float:
     """Returns 1.5 times the mean time per token of such a load without adapters, simulated by the profile at 0.6 of the
     capacity."""
     rate = _BASE_LOAD * known.capacity_per_s
-    fleet = FleetSpec(tuple(machines(known, 1, ())), 1, Setting((), "round-robin", inf))
+    fleet = FleetSpec(tuple(machines(known, 1, ())), 1, ClusterSetting((), "round-robin", inf))
     return base(fleet, build(load_spec(rate, seconds=_BASE_S)), _SLO_SCALE).slo_ms
 
 
@@ -189,7 +190,7 @@ def _mean(found: Sequence[Figures]) -> Figures:
     return Figures(*(fmean(getattr(one, name) for one in found) for name in Figures.__slots__))
 
 
-def _simulated(run: FleetRun, every: Sequence[Machine], limit_ms: float, seed: int) -> Figures:
+def _simulated(run: FleetRun, every: Sequence[SimulatedMachine], limit_ms: float, seed: int) -> Figures:
     if run.routing == FIXED:  # each instance by itself
         parts = [
             _simulate([one for one in run.requests if one.instance == number], (machine,), "round-robin", inf, seed)
@@ -203,13 +204,13 @@ def _simulated(run: FleetRun, every: Sequence[Machine], limit_ms: float, seed: i
 
 
 def _simulate(
-    served: Sequence[ServedRequest], every: tuple[Machine, ...], routing: str, limit_ms: float, seed: int
+    served: Sequence[ServedRequest], every: tuple[SimulatedMachine, ...], routing: str, limit_ms: float, seed: int
 ) -> NDArray[np.void]:
     planned = tuple(
         PlannedRequest(index, one.sent_s, one.adapter, one.prompt_tokens, one.output_tokens)
         for index, one in enumerate(served)
     )
-    setting = Setting(every, routing, limit_ms, copies=len(every), seed=seed)
+    setting = ClusterSetting(every, routing, limit_ms, copies=len(every), seed=seed)
     simulation = Simulation(setting, Workload(planned, _RANKS))
     simulation.run()
     return simulation.requests

@@ -18,9 +18,10 @@ import uvloop
 
 from caraserve.bench.report.plots import Panel, Series
 from caraserve.bench.simulator.compiled import MS
-from caraserve.bench.simulator.machines import Machine, PaperKernel, paper_machine
+from caraserve.bench.simulator.machines import PaperKernel, SimulatedMachine, paper_machine
 from caraserve.bench.simulator.operating_points import profiled_points
-from caraserve.bench.simulator.simulation import Setting, Simulation
+from caraserve.bench.simulator.setting import ClusterSetting
+from caraserve.bench.simulator.simulation import Simulation
 from caraserve.bench.simulator.sweep import FleetResult, FleetSpec, SimulationResult, simulate
 from caraserve.bench.workload.build import WorkloadSpec, build, spec_from_preset
 from caraserve.bench.workload.presets import find_preset
@@ -64,7 +65,7 @@ def routing_policies(figure: Mapping[str, str], options: PaperOptions) -> Figure
         for kernel, central in _ASSUMPTIONS:
             runs, bare = [], []
             for one in seeded(options):
-                setting = Setting((), "auto", inf, scheduler="central" if central else "gossip", seed=one.seed)
+                setting = ClusterSetting((), "auto", inf, scheduler="central" if central else "gossip", seed=one.seed)
                 (found,) = simulated(preset, routings, paper_machine(kernel), setting, one)
                 notes |= dict.fromkeys(found.notes)
                 runs.append([policy.at_size for policy in found.policies])
@@ -156,7 +157,12 @@ def scaling(figure: Mapping[str, str], options: PaperOptions) -> FigureData:
 
 
 def simulated(
-    preset: str, routings: Sequence[str], machine: Machine, setting: Setting, options: PaperOptions, *rates: float
+    preset: str,
+    routings: Sequence[str],
+    machine: SimulatedMachine,
+    setting: ClusterSetting,
+    options: PaperOptions,
+    *rates: float,
 ) -> Iterator[FleetResult]:
     """Simulates a preset's load on its number of instances, once for each rate; without rates, at its own."""
     fleet = FleetSpec((machine,), find_preset(preset).servers, setting)
@@ -173,10 +179,10 @@ def _over_rates(preset: str, routings: Sequence[str], options: PaperOptions) -> 
     return list(simulated(preset, routings, LORASERVE_MACHINE, assumed, options, *swept))
 
 
-def loraserve_setting(preset: str, options: PaperOptions) -> Setting:
+def loraserve_setting(preset: str, options: PaperOptions) -> ClusterSetting:
     """Returns LoRAServe's assumptions: one scheduler, and operating points that are profiled under its SLO."""
     points = profiled_points(LORASERVE_MACHINE, build(load_of(preset, options)), _TTFT_SLO_MS)
-    return Setting((), "auto", inf, scheduler="central", operating_points=points, seed=options.seed)
+    return ClusterSetting((), "auto", inf, scheduler="central", operating_points=points, seed=options.seed)
 
 
 def load_of(preset: str, options: PaperOptions) -> WorkloadSpec:
@@ -337,7 +343,7 @@ def _tail_of_first(spec: WorkloadSpec) -> float:
 def _served(spec: WorkloadSpec) -> tuple[np.ndarray, np.ndarray]:
     """Simulates one instance. Returns TTFT in ms and the adapter's index, [requests] each."""
     workload = build(spec)
-    simulation = Simulation(Setting((LORASERVE_MACHINE,), "round-robin", inf), workload)
+    simulation = Simulation(ClusterSetting((LORASERVE_MACHINE,), "round-robin", inf), workload)
     simulation.run()
     requests = simulation.requests
     ttft_ms = np.where(requests["first"] < 0, inf, (requests["first"] - requests["arrived"]) / MS)

@@ -7,8 +7,7 @@ from contextlib import suppress
 import pytest
 
 from caraserve.cluster.membership.swim import MemberRecord
-from caraserve.cluster.routing.cost import Tier
-from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter
+from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter, Tier
 from tests.http.fake_engine import FakeEngine
 from tests.http.serving import serving
 

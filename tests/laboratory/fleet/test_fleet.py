@@ -11,7 +11,8 @@ import pytest
 
 from caraserve.bench.records import PlannedRequest, Workload
 from caraserve.bench.simulator.compiled import MS
-from caraserve.bench.simulator.simulation import Setting, Simulation
+from caraserve.bench.simulator.setting import ClusterSetting
+from caraserve.bench.simulator.simulation import Simulation
 from caraserve.core.machine_profile import SCHEMA, Decode, DecodePoint, LoraRate, Prefill, PrefillPoint, Profile
 from caraserve.errors import ConfigError
 from scripts.laboratory.fleet import cpu_share
@@ -142,7 +143,7 @@ def test_requests_of_a_busy_server_take_as_long_to_arrive_as_those_of_an_idle_on
     arrivals = tuple(PlannedRequest(n, 0.100 * n, n, 10, 50) for n in range(2))
     first_ms = []
     for request_ms in (0.0, 25.0):
-        setting = Setting((replace(machine, request_ms=request_ms),), "round-robin", math.inf)
+        setting = ClusterSetting((replace(machine, request_ms=request_ms),), "round-robin", math.inf)
         simulation = Simulation(setting, Workload(arrivals, RANKS))
         simulation.run()
         first_ms.append((simulation.requests["first"] - simulation.requests["arrived"]) / MS)

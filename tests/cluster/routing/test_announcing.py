@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from caraserve.cluster.membership.node import Node
-from caraserve.cluster.routing.cost import LinkSpeeds, Tier
+from caraserve.cluster.membership.member import Member
+from caraserve.cluster.routing.advertised import MODEL
+from caraserve.cluster.routing.cost import LinkSpeeds
 from caraserve.cluster.routing.perf_model import DriftWatch
-from caraserve.cluster.state.publisher import Publisher
-from caraserve.cluster.state.replicated_map import RegisteredAdapter
+from caraserve.cluster.routing.publisher import Publisher
+from caraserve.cluster.state.replicated_map import RegisteredAdapter, Tier
 from caraserve.core.machine_profile import load
 from caraserve.lora.registry import AdapterInfo
 from caraserve.util.tasks import in_turns
@@ -39,7 +40,7 @@ class Catalog:
 
 
 def publisher_of(
-    node: Node, catalog: Catalog, on_wanted: Callable[[RegisteredAdapter], None] = lambda adapter: None
+    node: Member, catalog: Catalog, on_wanted: Callable[[RegisteredAdapter], None] = lambda adapter: None
 ) -> Publisher:
     engine: Any = SimpleNamespace(catalog=catalog)
     return Publisher(node, engine, lambda: (0, 0), DriftWatch(load(PROFILE)), LinkSpeeds(), on_wanted)
@@ -47,7 +48,7 @@ def publisher_of(
 
 async def test_other_tasks_run_while_all_adapters_are_announced(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
-        node = (await running.start("a")).node
+        node = (await running.start("a")).member
         seen: set[int] = set()
 
         async def look() -> None:
@@ -67,16 +68,18 @@ async def test_other_tasks_run_while_all_adapters_are_announced(tmp_path: Path) 
 
 async def test_the_speed_is_advertised_after_all_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with instances(tmp_path) as running:
-        node = (await running.start("a")).node
+        node = (await running.start("a")).member
         known: list[int] = []
-        monkeypatch.setattr(node, "publish", lambda model, links: known.append(sum(1 for _ in node.adapters())))
+        monkeypatch.setattr(
+            node, "advertise", lambda key, value: key == MODEL and known.append(len([*node.adapters()]))
+        )
         await publisher_of(node, Catalog()).announce()
         assert known == [COUNT]
 
 
 async def test_changes_during_the_announcement_are_kept(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
-        node, catalog = (await running.start("a")).node, Catalog()
+        node, catalog = (await running.start("a")).member, Catalog()
         publisher = publisher_of(node, catalog)
 
         async def change() -> None:
@@ -97,7 +100,7 @@ async def test_changes_during_the_announcement_are_kept(tmp_path: Path) -> None:
 async def test_older_entries_of_the_cluster_do_not_replace_loaded_adapters(tmp_path: Path) -> None:
     """Checks it for entries that arrive while names wait to be announced."""
     async with instances(tmp_path) as running:
-        node, catalog = (await running.start("a")).node, Catalog()
+        node, catalog = (await running.start("a")).member, Catalog()
         wanted: list[RegisteredAdapter] = []
         publisher = publisher_of(node, catalog, wanted.append)
 
@@ -117,7 +120,7 @@ async def test_older_entries_of_the_cluster_do_not_replace_loaded_adapters(tmp_p
 async def test_after_the_announcement_changes_of_others_are_applied(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
         wanted: list[RegisteredAdapter] = []
-        publisher = publisher_of((await running.start("a")).node, Catalog(), wanted.append)
+        publisher = publisher_of((await running.start("a")).member, Catalog(), wanted.append)
         await publisher.announce()
         publisher.apply_registry_changes({"n2999": (newer := RegisteredAdapter("n2999", "b" * 64, 8, 10))})
         assert wanted == [newer]

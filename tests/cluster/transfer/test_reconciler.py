@@ -8,12 +8,11 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 
-from caraserve.cluster.placement.migration import MigrationLimits
-from caraserve.cluster.placement.plan import PlacementPlan
-from caraserve.cluster.placement.reconciler import Reconciler
-from caraserve.cluster.placement.shares import Share
+from caraserve.cluster.routing.placement_plan import PlacementPlan
+from caraserve.cluster.routing.shares import Share
+from caraserve.cluster.transfer.reconciler import ByteBucket, MigrationLimits, Reconciler, is_elsewhere
 from tests.cluster.nodes import until
-from tests.cluster.pools import Member, Pools, pools
+from tests.cluster.pools import PoolInstance, Pools, pools
 
 CLASSES = {"a": 8, "b": 8, "c": 8}
 
@@ -54,8 +53,8 @@ async def mended(
     """Runs a reconciler for each member; all move towards the last of the yielded plans."""
     plans = Plans()
     tasks = [
-        asyncio.create_task(Reconciler(one.node, one.pool, limits, now, turn_s=0.05).run(partial(plans.last, name)))
-        for name, one in fleet.members.items()
+        asyncio.create_task(Reconciler(one.member, one.pool, limits, now, turn_s=0.05).run(partial(plans.last, name)))
+        for name, one in fleet.running.items()
     ]
     try:
         yield plans
@@ -72,12 +71,12 @@ async def test_adapters_are_moved_to_where_the_plan_places_them(tmp_path: Path) 
         digest = await fleet.load(a, "poet", 1)
         async with mended(fleet) as plans:
             plans.append(plan(1, poet="ab"))
-            await until(lambda: set(a.node.holders(digest)) == {"a", "b"})
+            await until(lambda: set(a.member.holders(digest)) == {"a", "b"})
             plans.append(plan(2, poet="ac"))
-            await until(lambda: set(a.node.holders(digest)) == {"a", "c"})
+            await until(lambda: set(a.member.holders(digest)) == {"a", "c"})
             assert (digest in b.stored, digest in c.stored) == (False, True)
             plans.append(plan(3, poet="bc"))
-            await until(lambda: set(a.node.holders(digest)) == {"a", "b", "c"})  # a's folder is its user's
+            await until(lambda: set(a.member.holders(digest)) == {"a", "b", "c"})  # a's folder is its user's
 
 
 async def test_an_adapter_is_kept_until_all_its_planned_instances_have_it(tmp_path: Path) -> None:
@@ -90,6 +89,30 @@ async def test_an_adapter_is_kept_until_all_its_planned_instances_have_it(tmp_pa
             chef = b.catalog.get("chef").digest
             await until(lambda: chef in b.stored)  # several turns
             assert digest in b.stored
+
+
+def test_background_moves_keep_to_their_rate() -> None:
+    bucket = ByteBucket(MigrationLimits(bytes_per_s=100.0, burst_bytes=200.0))
+    taken = sum(bucket.take(100, tenth / 10) for tenth in range(101) for _ in range(9))
+    assert 11 <= taken <= 13  # 200 bytes at once, 100 a second after that, the last on credit
+
+
+def test_an_idle_hour_adds_no_more_credit_than_the_burst() -> None:
+    bucket = ByteBucket(MigrationLimits(bytes_per_s=100.0, burst_bytes=200.0))
+    assert [bucket.take(100, 3600.0) for _ in range(3)] == [True, True, False]
+
+
+def test_an_adapter_larger_than_the_burst_still_moves() -> None:
+    bucket = ByteBucket(MigrationLimits(bytes_per_s=100.0, burst_bytes=10.0))
+    assert [bucket.take(1000, now_s) for now_s in (0.0, 9.0, 10.0)] == [True, False, True]
+
+
+def test_an_adapter_is_elsewhere_only_when_all_its_planned_instances_have_it() -> None:
+    held = plan(1, poet="xy", mine="m")
+    assert is_elsewhere(held, "poet", "m", {"x", "y", "m"})
+    assert not is_elsewhere(held, "poet", "m", {"x", "m"})
+    assert not is_elsewhere(held, "mine", "m", {"x", "m"})
+    assert not is_elsewhere(held, "newer than the plan", "m", {"x"})
 
 
 async def test_moves_keep_to_their_rate(tmp_path: Path) -> None:
@@ -148,7 +171,7 @@ async def test_a_move_that_fails_by_a_defect_is_counted_and_other_moves_continue
             return await store_planned(name)
 
         b.pool.store_planned = trips  # type: ignore[method-assign]
-        reconciler = Reconciler(b.node, b.pool, turn_s=0.05)
+        reconciler = Reconciler(b.member, b.pool, turn_s=0.05)
         held = plan(1, chef="b", poet="b")
         task = asyncio.create_task(reconciler.run(lambda: held))
         await until(lambda: poet in b.stored and reconciler.failed == 1)
@@ -157,5 +180,5 @@ async def test_a_move_that_fails_by_a_defect_is_counted_and_other_moves_continue
         await asyncio.gather(task, return_exceptions=True)
 
 
-def _holds(member: Member, digest: str) -> bool:
+def _holds(member: PoolInstance, digest: str) -> bool:
     return digest in member.stored

@@ -1,4 +1,4 @@
-"""Requests manifests and ranges of adapters from other instances, on a thread of its own.
+"""Requests bytes from other instances over HTTP, signed, on a thread of its own.
 
 The event loop that serves requests gets only results: receiving and hashing take none of its time. A chunk counts once
 its hash is right; bytes after the last such chunk are ignored. An answer that comes too slowly, or begins too late,
@@ -17,11 +17,10 @@ from enum import Enum
 from typing import Any, TypeVar
 
 import aiohttp
+from aiohttp import web
 
-from caraserve.cluster.membership.auth import SIGNATURE_HEADER, Keyring, sign_request
+from caraserve.cluster.membership.auth import SIGNATURE_HEADER, Keyring, is_signed_request, sign_request
 from caraserve.cluster.membership.dns import PeerResolver
-from caraserve.cluster.transfer.upload import PATH
-from caraserve.lora.manifest import MAX_MANIFEST_BYTES
 from caraserve.util.least_rate import LeastRate
 
 T = TypeVar("T")
@@ -35,12 +34,19 @@ _KEPT_ALIVE_S = 15.0
 _CLOSING_S = 0.05  # aiohttp closes connections some turns of the loop after their session
 
 
+def check_peer(request: web.Request, keys: Keyring) -> None:
+    """Raises HTTPForbidden for a request that no instance of this cluster has signed within 30 s."""
+    signature = request.headers.get(SIGNATURE_HEADER, "")
+    if not is_signed_request(keys, signature, request.method, request.path_qs, time.time()):
+        raise web.HTTPForbidden(text="This address is for other instances.")
+
+
 class TransferFailure(Enum):
     """Why a peer did not send the requested bytes."""
 
     FAILED = "failed"  # no connection, or it broke
     BUSY = "busy"
-    ABSENT = "absent"  # it does not have the adapter
+    ABSENT = "absent"  # it does not have them
     CORRUPT = "corrupt"  # wrong bytes
 
 
@@ -57,34 +63,26 @@ class PeerClient:
 
     async def page(self, address: str, path: str, most_bytes: int) -> bytes | TransferFailure:
         """Gets the whole body of a small answer."""
-        return await self._on_thread(self._page(f"http://{address}{path}", self._signed(path), most_bytes))
-
-    async def manifest(self, address: str, digest: str) -> bytes | TransferFailure:
-        """Gets an adapter's manifest, not yet checked."""
-        return await self.page(address, f"{PATH}/{digest}/manifest", MAX_MANIFEST_BYTES)
+        return await self._on_thread(self._page(address, path, most_bytes))
 
     async def chunks(
         self,
         address: str,
-        digest: str,
-        start: int,
-        ends: Sequence[int],
+        path: str,
+        sizes: Sequence[int],
         hashes: Sequence[bytes],
         into: memoryview,
         on_verified: Callable[[], None],
     ) -> TransferFailure | None:
-        """Gets the bytes [start, ends[-1]) of an image into `into`, which is as long. `ends`: of its chunks, in the
-        image; `hashes`: SHA-256 of each. Calls `on_verified` on this event loop for each chunk with the right hash,
-        in order; its bytes do not change any more. Returns why the next chunk failed, or None."""
-        path = f"{PATH}/{digest}?from={start}&to={ends[-1]}"
-        sizes = [end - begin for begin, end in zip((start, *ends), ends, strict=False)]
-        here = asyncio.get_running_loop()
+        """Gets a body of chunks of these sizes into `into`, which is as long. `hashes`: SHA-256 of each chunk. Calls
+        `on_verified` on this event loop for each chunk with the right hash, in order; its bytes do not change any more.
+        Returns why the next chunk failed, or None."""
+        loop = asyncio.get_running_loop()
 
-        def checked() -> None:
-            here.call_soon_threadsafe(on_verified)
+        def note_verified() -> None:
+            loop.call_soon_threadsafe(on_verified)
 
-        work = self._chunks(f"http://{address}{path}", self._signed(path), sizes, hashes, into, checked)
-        return await self._on_thread(work)
+        return await self._on_thread(self._chunks(address, path, sizes, hashes, into, note_verified))
 
     async def close(self) -> None:
         """Ends all work in progress, and the thread."""
@@ -92,9 +90,6 @@ class PeerClient:
         self._loop.call_soon_threadsafe(self._loop.stop)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
         self._loop.close()
-
-    def _signed(self, path: str) -> dict[str, str]:
-        return {SIGNATURE_HEADER: sign_request(self._keys(), "GET", path, time.time())}
 
     async def _on_thread(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs work on the thread. A cancelled caller waits for its end too: it writes into the caller's memory."""
@@ -120,22 +115,22 @@ class PeerClient:
 
     # --- on the thread ---
 
-    def _get(self, url: str, headers: dict[str, str]) -> Any:
+    def _get(self, address: str, path: str) -> Any:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_ALIVE_S, resolver=PeerResolver())
             timeout = aiohttp.ClientTimeout(None, connect=_REACH_S, sock_connect=_CONNECT_S)
             self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
-        scheme = "https" if self._tls else "http"
-        url = url.replace("http", scheme, 1)
+        url = f"{'https' if self._tls else 'http'}://{address}{path}"
+        headers = {SIGNATURE_HEADER: sign_request(self._keys(), "GET", path, time.time())}
         return self._session.get(url, headers=headers, ssl=self._tls or True, allow_redirects=False)
 
     @contextlib.asynccontextmanager
-    async def _answer(self, url: str, headers: dict[str, str]) -> AsyncIterator[_NextPiece | TransferFailure]:
+    async def _answer(self, address: str, path: str) -> AsyncIterator[_NextPiece | TransferFailure]:
         """Yields a function that returns the next bytes of an answer's body, empty at its end, or why there is none.
         Raises an error of `_TROUBLES` when the answer breaks off or comes too slowly."""
         now = self._loop.time
         deadline_s = self._pace.deadline_s(now())
-        async with asyncio.timeout_at(deadline_s) as limit, self._get(url, headers) as answer:
+        async with asyncio.timeout_at(deadline_s) as limit, self._get(address, path) as answer:
 
             async def next_piece() -> bytes:
                 nonlocal deadline_s
@@ -146,10 +141,10 @@ class PeerClient:
 
             yield _failure(answer.status) or next_piece
 
-    async def _page(self, url: str, headers: dict[str, str], most_bytes: int) -> bytes | TransferFailure:
+    async def _page(self, address: str, path: str, most_bytes: int) -> bytes | TransferFailure:
         body = bytearray()
         try:
-            async with self._answer(url, headers) as next_piece:
+            async with self._answer(address, path) as next_piece:
                 if isinstance(next_piece, TransferFailure):
                     return next_piece
                 while piece := await next_piece():
@@ -162,8 +157,8 @@ class PeerClient:
 
     async def _chunks(
         self,
-        url: str,
-        headers: dict[str, str],
+        address: str,
+        path: str,
         sizes: Sequence[int],
         hashes: Sequence[bytes],
         into: memoryview,
@@ -171,7 +166,7 @@ class PeerClient:
     ) -> TransferFailure | None:
         count = at = checked = 0
         try:
-            async with self._answer(url, headers) as next_piece:
+            async with self._answer(address, path) as next_piece:
                 if isinstance(next_piece, TransferFailure):
                     return next_piece
                 while piece := await next_piece():

@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Callable
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from caraserve.cluster.membership.events import EntriesChanged
 from caraserve.cluster.membership.protocol import ClusterProtocol
 from caraserve.cluster.state.lww_map import Entry, is_setting
 from caraserve.cluster.state.replicated_map import REGISTRY, RegisteredAdapter
-from caraserve.cluster.state.shared_settings import SharedSettings, entry_of
+from caraserve.cluster.state.setting_entries import entry_of, settings_in, stored_entry_of
 from caraserve.core.adapter_rules import MAX_SETTING
 from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.lora.aliases import Alias, Aliases
@@ -28,15 +27,10 @@ class Instance:
     def __init__(self, fleet: Fleet, name: str, registry: Registry) -> None:
         self.fleet, self.name, self.registry = fleet, name, registry
         self.protocol: ClusterProtocol = fleet.nodes[name].protocol
-        node: Any = SimpleNamespace(
-            name=name,
-            share=lambda entry: self.protocol.share(entry, fleet.now),
-            restore=lambda entry: self.protocol.restore([entry], fleet.now),
-        )
-        observers: list[Callable[[Setting], None]] = []
-        self.settings = ReplicatedSettings(registry, observers, lambda: self.protocol._wall_ms(fleet.now))
-        self.shared = SharedSettings(node, self.settings)
-        observers.append(self.shared.changed)
+        self.settings = ReplicatedSettings(registry, [self.share], lambda: self.protocol._wall_ms(fleet.now))
+        # As `Node` does.
+        entries = [stored_entry_of(setting, name) for setting in self.settings.all()]
+        self.protocol.restore(filter(None, entries), fleet.now)
         self.aliases = Aliases(self.settings, self.knows)
         self.bodies: dict[str, dict[str, Any]] = {}
         self.settings.attach("adapter", self._apply)
@@ -49,6 +43,9 @@ class Instance:
             self.bodies[name] = body
         return True
 
+    def share(self, setting: Setting) -> None:
+        self.protocol.share(entry_of(setting, self.name), self.fleet.now)
+
     def knows(self, name: str) -> bool:
         return self.protocol.state.adapter(name) is not None
 
@@ -60,7 +57,7 @@ class Instance:
         outputs = self.fleet.nodes[self.name].outputs
         for _, output in outputs[self._seen :]:
             if isinstance(output, EntriesChanged) and output.owner == REGISTRY:
-                self.shared.apply([entry for entry in output.entries if is_setting(entry.key)])
+                self.settings.merge(settings_in(entry for entry in output.entries if is_setting(entry.key)))
         self._seen = len(outputs)
         if self.aliases.find("prod") is not None:
             is_known = self.knows(self.aliases.target("prod", self.knows))
@@ -81,7 +78,6 @@ class SharingFleet:
         for name in names or self.names:
             self.fleet.start(name, self.names[:2])
             self.running[name] = Instance(self.fleet, name, self.registries[name])
-            await self.running[name].shared.announce()
 
     async def kill(self, name: str) -> None:
         """Kills an instance once its registry has been written."""

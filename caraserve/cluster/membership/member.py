@@ -1,12 +1,12 @@
-"""One instance of the cluster, with sockets and clocks: the I/O of `ClusterProtocol`.
+"""This instance as a member of its cluster: `ClusterProtocol` with sockets and clocks.
 
-    await node.start(address, listener)   when HTTP listens; `address`: where other instances reach this one
-    await node.stop()                     announces the leave and closes all connections
-    await node.close()                    closes the registry file, when HTTP has ended
-    await node.ended                      raises ConfigError when the cluster refuses this instance for good
+    await member.start(address, listener)   when HTTP listens; `address`: where other instances reach this one
+    await member.stop()                     announces the leave and closes all connections
+    await member.close()                    closes the registry file, when HTTP has ended
+    await member.ended                      raises ConfigError when the cluster refuses this instance for good
 
-All other methods run on the event loop and do not wait. `add_peer_routes` of http/app.py adds `node.accept` to a port.
-Forwarded requests and adapter bytes use that port too: `record.address` is an instance's only address.
+All other methods run on the event loop and do not wait. `add_peer_routes` of http/app.py adds `member.accept` to a
+port. Forwarded requests and adapter bytes use that port too: `record.address` is an instance's only address.
 """
 
 import asyncio
@@ -39,22 +39,17 @@ from caraserve.cluster.membership.messages import PeerQuery
 from caraserve.cluster.membership.protocol import ClusterProtocol
 from caraserve.cluster.membership.swim import MemberChanged, MemberRecord, MemberState
 from caraserve.cluster.membership.websocket import WebSocketTransport
-from caraserve.cluster.routing.cost import LinkSpeeds, Tier
-from caraserve.cluster.routing.perf_model import PerfModel
-from caraserve.cluster.routing.router import Instance
-from caraserve.cluster.state.advertised import (
-    LINKS,
-    MODEL,
-    InstanceViews,
-    links_value,
-    model_value,
+from caraserve.cluster.state.lww_map import Entry, EntryValue, is_setting
+from caraserve.cluster.state.persistence import ClusterRegistryFile
+from caraserve.cluster.state.replicated_map import (
+    REGISTRY,
+    InstanceLoad,
+    RegisteredAdapter,
+    Tier,
     tier_of,
     upload_key,
     upload_of,
 )
-from caraserve.cluster.state.lww_map import Entry, is_setting
-from caraserve.cluster.state.persistence import ClusterRegistryFile
-from caraserve.cluster.state.replicated_map import REGISTRY, InstanceLoad, RegisteredAdapter
 from caraserve.errors import ConfigError
 from caraserve.telemetry.background import BackgroundTasks
 from caraserve.telemetry.prometheus import family
@@ -71,7 +66,7 @@ QueryBody = tuple[str | int | float, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class NodeConfig:
+class MemberConfig:
     """The cluster to join, and the credentials for it."""
 
     cluster: str
@@ -84,8 +79,8 @@ class NodeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeListener:
-    """Functions that a node calls on the event loop while it runs."""
+class MemberListener:
+    """Functions that a member calls on the event loop while it runs."""
 
     # Returns the load for the next heartbeat, given the event loop's lag in seconds.
     current_load: Callable[[float], InstanceLoad] = lambda lag_s: InstanceLoad("serving", lag_s=lag_s)
@@ -93,33 +88,37 @@ class NodeListener:
     on_registry_change: Callable[[Mapping[str, RegisteredAdapter | None]], None] = lambda changes: None
     # Gets the entries of settings that other instances wrote.
     on_settings_change: Callable[[Sequence[Entry]], None] = lambda entries: None
-    # Gets an instance that joined, came back, became suspect, died or left, and its state before; None if it is new.
-    on_member_change: Callable[[MemberRecord, MemberState | None], None] = lambda record, before: None
+    # Gets the record of an instance that joined, came back, became suspect, died or left.
+    on_member_change: Callable[[MemberRecord], None] = lambda record: None
     # Called when the adapters that some instance advertises have changed, or the state of an instance.
     on_holders_change: Callable[[], None] = lambda: None
     # Returns the answer to a query, given the name of the instance that sent it and the query's body.
     answer_query: Callable[[str, QueryBody], QueryBody] = lambda peer, body: ()
 
 
-class Node:
-    """One instance of the cluster, with sockets and clocks. Made before the port listens, started when it does."""
+class Member:
+    """This instance in its cluster. Made before the port listens, started when it does."""
 
     def __init__(
-        self, config: NodeConfig, names: ClusterRegistryFile, *, rng: Random, now: Callable[[], float] = time.monotonic
+        self,
+        config: MemberConfig,
+        names: ClusterRegistryFile,
+        *,
+        rng: Random,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = config.name or ""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._listener = NodeListener()
+        self._listener = MemberListener()
         self._config, self._names, self._rng, self._now = config, names, rng, now
         self._protocol: ClusterProtocol | None = None
         self._transport: WebSocketTransport | None = None
-        self.background = BackgroundTasks()  # this node's own, and those of the parts that are built on it
+        self.background = BackgroundTasks()  # this member's own, and those of the parts that are built on it
         self._stack = AsyncExitStack()
         self._lag_s, self._heartbeat_s, self._status = 0.0, 0.0, "starting"
         self._outputs: deque[Output] = deque()
         self._query_numbers = itertools.count()
         self._queries: dict[tuple[str, int], asyncio.Future[QueryBody]] = {}
-        self._instance_views = InstanceViews()
         self._logged_s: dict[tuple[str, str], float] = {}
         self._resolver = PeerResolver()
         self._unresolved: list[str] = []
@@ -127,7 +126,7 @@ class Node:
 
     # ---- start and stop
 
-    async def start(self, address: str, listener: NodeListener) -> None:
+    async def start(self, address: str, listener: MemberListener) -> None:
         """Starts to join the cluster, in the background, by dialling the peers. Raises ConfigError."""
         self._listener = listener
         seeds, self._unresolved = await resolve_peers(self._config.peers, self._resolver)
@@ -173,12 +172,17 @@ class Node:
     @property
     def protocol(self) -> ClusterProtocol:
         """The protocol state. Raises AssertionError before `start`."""
-        assert self._protocol is not None, "the node has not started"
+        assert self._protocol is not None, "this instance has not started to join its cluster"
         return self._protocol
 
     def members(self) -> tuple[MemberRecord, ...]:
         """Returns the records of all known instances, the own one first, dead and departed ones included."""
         return self.protocol.members.records() if self._protocol else ()
+
+    def live(self) -> tuple[MemberRecord, ...]:
+        """Returns the records of the instances that are alive or suspect, the own one first."""
+        members = self.protocol.members
+        return (members.me, *filter(None, map(members.get, members.live())))
 
     def record(self, name: str) -> MemberRecord | None:
         """Returns the record of one instance."""
@@ -186,23 +190,14 @@ class Node:
 
     def load(self, name: str) -> tuple[InstanceLoad, float] | None:
         """Returns the newest load of an instance and its age in seconds."""
-        return (
-            (self._listener.current_load(self._lag_s), 0.0)
-            if name == self.name
-            else self.protocol.state.load(name, self._now())
-        )
-
-    def instances(self) -> tuple[Instance, ...]:
-        """Returns the instances that a router chooses among."""
-        live = (self.protocol.members.me, *filter(None, map(self.record, self.protocol.members.live())))
-        lww_map = self.protocol.state.map_of
-        return self._instance_views.all((record, self.load(record.name), lww_map(record.name)) for record in live)
+        if name == self.name:
+            return self._listener.current_load(self._lag_s), 0.0
+        return self.protocol.state.load(name, self._now())
 
     @property
     def registry_version(self) -> int:
         """A number that changes whenever the registry does."""
-        lww_map = self._protocol.state.map_of(REGISTRY) if self._protocol else None
-        return lww_map.root if lww_map else 0
+        return self._protocol.state.registry.root if self._protocol else 0
 
     @property
     def has_registry(self) -> bool:
@@ -216,9 +211,9 @@ class Node:
     async def adapters_in_turns(self) -> AsyncIterator[RegisteredAdapter]:
         """Yields the adapter of each name, as it is when its turn comes, and lets other tasks run in between. Names
         registered meanwhile may be missing."""
-        entries = self.protocol.state
-        async for entry in in_turns(entries.map_of(REGISTRY) or ()):
-            if (adapter := entries.adapter(entry.key)) is not None:
+        state = self.protocol.state
+        async for entry in in_turns(state.registry):
+            if (adapter := state.adapter(entry.key)) is not None:
                 yield adapter
 
     def adapter(self, name: str) -> RegisteredAdapter | None:
@@ -227,9 +222,14 @@ class Node:
 
     def last_changed_s(self, name: str) -> float | None:
         """Returns the unix time at which a name was last registered or removed, or None."""
-        lww_map = self.protocol.state.map_of(REGISTRY)
-        entry = lww_map.get(name) if lww_map else None
+        entry = self.protocol.state.registry.get(name)
         return entry.time_ms / 1000 if entry else None
+
+    def advertised(self, key: str) -> dict[str, EntryValue]:
+        """Returns the value that each live instance advertises under a key, this one and suspects included."""
+        protocol = self.protocol
+        live = {protocol.members.me.name, *protocol.members.live()}
+        return {name: value for name, value in protocol.state.holders(key).items() if name in live}
 
     def holders(self, digest: str) -> dict[str, Tier]:
         """Returns the instances that have a digest's bytes, with their tier. Only live ones; suspects are left out."""
@@ -240,11 +240,8 @@ class Node:
     def uploads(self, name: str) -> dict[str, RegisteredAdapter]:
         """Returns the other live instances that take requests for an adapter while it is uploaded to them, suspects
         included, with the adapter."""
-        if self._protocol is None:
-            return {}
-        said = self._protocol.state.holders(upload_key(name))
-        live = self._protocol.members.live() if said else ()
-        found = ((instance, upload_of(name, value)) for instance, value in said.items() if instance in live)
+        said = self.advertised(upload_key(name)) if self._protocol is not None else {}
+        found = ((instance, upload_of(name, value)) for instance, value in said.items() if instance != self.name)
         return {instance: adapter for instance, adapter in found if adapter is not None}
 
     # ---- changes and queries by this instance
@@ -266,28 +263,27 @@ class Node:
         """Adds a setting of an earlier run to the registry, unless there is a newer one."""
         self.protocol.restore([entry], self._now())
 
-    def advertise(self, digest: str, tier: Tier) -> None:
-        """Advertises that this instance has all bytes of a digest, verified."""
-        self.protocol.advertise(digest, (int(tier),), self._now())
+    def advertise(self, key: str, value: EntryValue) -> None:
+        """Advertises a value of this instance. Raises InvalidRequest."""
+        self.protocol.advertise(key, value, self._now())
 
-    def withdraw(self, digest: str) -> None:
-        """Withdraws this instance from the holders of a digest."""
-        self.protocol.withdraw(digest, self._now())
+    def advertise_tier(self, digest: str, tier: Tier) -> None:
+        """Advertises that this instance has all bytes of a digest, verified. Raises InvalidRequest."""
+        self.advertise(digest, (int(tier),))
+
+    def withdraw(self, key: str) -> None:
+        """Withdraws what this instance advertises under a key."""
+        self.protocol.withdraw(key, self._now())
 
     def advertise_upload(self, name: str, rank: int, num_bytes: int) -> None:
         """Advertises at once that this instance takes requests for an adapter while it is uploaded to it. Raises
         InvalidRequest."""
-        self.protocol.advertise(upload_key(name), (rank, num_bytes), self._now())
+        self.advertise(upload_key(name), (rank, num_bytes))
         self._settle()
 
     def withdraw_upload(self, name: str) -> None:
         """Withdraws what `advertise_upload` has advertised."""
-        self.protocol.withdraw(upload_key(name), self._now())
-
-    def publish(self, model: PerfModel | None, links: LinkSpeeds) -> None:
-        """Advertises the speed of this instance; None: it was not measured."""
-        self.protocol.advertise(MODEL, model_value(model), self._now())
-        self.protocol.advertise(LINKS, links_value(links), self._now())
+        self.withdraw(upload_key(name))
 
     async def query(self, peer: str, body: QueryBody, timeout_s: float) -> QueryBody | None:
         """Sends a query to another instance. Returns its answer, or None if none came in time."""
@@ -317,26 +313,35 @@ class Node:
                 self._log_rarely(logging.ERROR, "secrets", "", "%s; the secrets from before stay", error.message)
 
     def families(self, labels: str) -> Iterator[str]:
-        """Yields the metric families for GET /metrics: counts of refused entries, frames and instances."""
+        """Yields the metric families for GET /metrics: counts of instances by state, of refused entries, frames and
+        instances, and of forgotten removals."""
         protocol = self.protocol
-        counts = {
-            "entries": (
+        states = [record.state for record in self.members()]
+        members = [(f'state="{state.name.lower()}",{labels}', states.count(state)) for state in MemberState]
+        yield family("caraserve:cluster_members", "gauge", "Instances by state, this one included.", members)
+        for name, count, text in (
+            (
+                "entries_refused",
                 protocol.state.refused,
                 "Entries of other instances refused: wrong clocks, impostors, names or sizes that no adapter has.",
             ),
-            "frames": (
+            (
+                "frames_refused",
                 protocol.malformed,
                 "Frames of other instances refused: not signed with a secret of ours, or no message.",
             ),
-            "instances": (
+            (
+                "instances_refused",
                 protocol.members.refused_names,
                 "Times that an instance was not taken in, as there are too many.",
             ),
-        }
-        for what, (count, text) in counts.items():
-            yield family(f"caraserve:cluster_{what}_refused_total", "counter", text, [(labels, count)])
-        text = "Removals of names forgotten before their time, for want of room."
-        yield family("caraserve:cluster_removals_dropped_total", "counter", text, [(labels, protocol.state.dropped)])
+            (
+                "removals_dropped",
+                protocol.state.dropped,
+                "Removals of names forgotten before their time, for want of room.",
+            ),
+        ):
+            yield family(f"caraserve:cluster_{name}_total", "counter", text, [(labels, count)])
 
     # ---- TransportListener
 
@@ -367,16 +372,13 @@ class Node:
             now = self._now()
             self._lag_s = max(now - planned_s, 0.8 * self._lag_s)
             if now >= self._heartbeat_s:
-                self._update_load(now)
+                load = self._listener.current_load(self._lag_s)
+                self.protocol.set_load(load, now, urgent=load.status != self._status)
+                self._status, self._heartbeat_s = load.status, now + 2 * _TICK_S
             self.protocol.tick(now, int(time.time() * 1000))
             self._settle()
             planned_s = self._now() + _TICK_S
             await asyncio.sleep(_TICK_S)
-
-    def _update_load(self, now: float) -> None:
-        load = self._listener.current_load(self._lag_s)
-        self.protocol.set_load(load, now, urgent=load.status != self._status)
-        self._status, self._heartbeat_s = load.status, now + 2 * _TICK_S
 
     async def _upkeep(self) -> None:
         resolve_s = self._now() + (_REREAD_S if self._unresolved else _RESOLVE_S)
@@ -402,23 +404,21 @@ class Node:
         assert transport is not None
         self._outputs.extend(protocol.take_outputs())
         while self._outputs:  # if one raises, the next call continues with the one after it
-            output = self._outputs.popleft()
-            if isinstance(output, Dial):
-                transport.dial(output.address)
-            elif isinstance(output, CloseConnection):
-                transport.close(output.connection_id)
-                who = output.dialled or "an instance that connected to us"
-                level = logging.WARNING if output.reason in (NO_ANSWER, UNKNOWN_SECRET) else logging.DEBUG
-                self._log_rarely(level, output.reason, who, "the connection with %s ends: %s", who, output.reason)
-            else:
-                self._handle_output(output)
+            self._handle_output(transport, self._outputs.popleft())
         transport.flush(protocol.writable())
 
-    def _handle_output(self, output: Output) -> None:
+    def _handle_output(self, transport: WebSocketTransport, output: Output) -> None:
         match output:
-            case MemberChanged(record, before):
+            case Dial(address):
+                transport.dial(address)
+            case CloseConnection(connection_id, reason, dialled):
+                transport.close(connection_id)
+                who = dialled or "an instance that connected to us"
+                level = logging.WARNING if reason in (NO_ANSWER, UNKNOWN_SECRET) else logging.DEBUG
+                self._log_rarely(level, reason, who, "the connection with %s ends: %s", who, reason)
+            case MemberChanged(record):
                 log.info("%s at %s is %s", record.name, record.address, record.state.name.lower())
-                self._listener.on_member_change(record, before)
+                self._listener.on_member_change(record)
                 self._listener.on_holders_change()
             case EntriesChanged(owner, entries) if owner == REGISTRY:
                 if settings := [entry for entry in entries if is_setting(entry.key)]:

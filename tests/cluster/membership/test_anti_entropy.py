@@ -5,10 +5,10 @@ from random import Random
 
 import pytest
 
+from caraserve.cluster.membership import anti_entropy as module
+from caraserve.cluster.membership.anti_entropy import AntiEntropy
 from caraserve.cluster.membership.messages import MAX_BATCH, Compare, entry_batches
 from caraserve.cluster.membership.messages import Entries as EntriesMessage
-from caraserve.cluster.state import anti_entropy as module
-from caraserve.cluster.state.anti_entropy import AntiEntropy
 from caraserve.cluster.state.lww_map import Entry
 from caraserve.cluster.state.replicated_map import REGISTRY, RegisteredAdapter, ReplicatedState
 
@@ -26,13 +26,11 @@ class Side:
 
     def copy(self, other: "Side", most: int = 10**6) -> None:
         """Merges all entries of the other side's registry, or the first `most`."""
-        self.state.merge(REGISTRY, list(other.state.map_of(REGISTRY) or ())[:most], WALL_MS)
+        self.state.merge(REGISTRY, list(other.state.registry)[:most], WALL_MS)
 
     @property
     def root(self) -> int:
-        lww_map = self.state.map_of(REGISTRY)
-        assert lww_map is not None
-        return lww_map.root
+        return self.state.registry.root
 
 
 def fetch(mine: Side, theirs: Side, question: Compare | None, now: float = 0.0) -> int:
@@ -163,7 +161,7 @@ def test_answers_and_pushes_read_few_more_entries_than_they_send(monkeypatch: py
 
     monkeypatch.setattr(module, "entry_batches", counted)
     side = Side("a", 10_000)
-    side.anti_entropy.push(REGISTRY, list(side.state.map_of(REGISTRY) or ()))
+    side.anti_entropy.push(REGISTRY, list(side.state.registry))
     question = Compare(1, REGISTRY, (0,) * 256)
     sends: list[Callable[[], list[EntriesMessage]]] = [
         lambda: side.anti_entropy.answer(question),

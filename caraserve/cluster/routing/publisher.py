@@ -9,14 +9,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from caraserve.cluster.membership.node import Node
-from caraserve.cluster.membership.swim import MemberState
-from caraserve.cluster.routing.cost import LinkSpeeds, Tier
+from caraserve.cluster.membership.member import Member
+from caraserve.cluster.routing.advertised import backlog_of, load_of, publish_speed
+from caraserve.cluster.routing.cost import LinkSpeeds
 from caraserve.cluster.routing.perf_model import DriftWatch
 from caraserve.cluster.routing.price_metrics import TypicalRequest, price_families
 from caraserve.cluster.routing.selector import refuses_new_requests
-from caraserve.cluster.state.advertised import AdvertisedTiers, backlog_of, load_of
-from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter, ServingStatus
+from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter, ServingStatus, Tier
 from caraserve.core.batch import ScheduledRow
 from caraserve.engine.active_request import ActiveRequest
 from caraserve.engine.iteration_times import IterationWork
@@ -40,7 +39,7 @@ class Publisher:
 
     def __init__(
         self,
-        node: Node,
+        member: Member,
         engine: Engine,
         answers: Callable[[], tuple[int, int]],
         drift: DriftWatch | None,
@@ -51,11 +50,11 @@ class Publisher:
         """`answers`: returns how many answers have ended, and their tokens.
         `drift` None: this machine was not measured; routers use the model of the slowest instance that was.
         `on_wanted`: called for a name in the registry whose bytes are not here."""
-        self._node, self._engine, self._answers = node, engine, answers
+        self._member, self._engine, self._answers = member, engine, answers
         self._drift, self._links, self._on_wanted, self._now = drift, links, on_wanted, now
-        self._holdings = AdvertisedTiers()
+        self._tiers: dict[str, Tier] = {}  # of the digests that this instance holds, as last advertised
         self._moved: set[str] = set()  # digests that may have another tier than the advertised one
-        engine.catalog.manager.on_move(self._note_move)
+        engine.catalog.manager.on_move(self._moved.add)
         self._response_tokens = _PRIOR_TOKENS
         self._answered = (0, 0)
         self._iteration_ended_s: float | None = None  # when the last iteration ended, while there is work
@@ -76,13 +75,13 @@ class Publisher:
             self._unannounced.discard(info.name)
             if self._engine.catalog.find_whole(info.name) is not info:
                 continue
-            given_s = self._node.last_changed_s(info.name)
+            given_s = self._member.last_changed_s(info.name)
             if given_s is not None and given_s > info.created_s and not self._means(info.name, info.digest):
                 self.advertise(info.digest, Tier.DISK)
-                self.apply_registry_changes({info.name: self._node.adapter(info.name)})
+                self.apply_registry_changes({info.name: self._member.adapter(info.name)})
             else:
                 self.changed(info.name, info)
-        self._node.publish(self._drift.model if self._drift else None, self._links)
+        publish_speed(self._member, self._drift.model if self._drift else None, self._links)
 
     def changed(self, name: str, info: AdapterInfo | None) -> None:
         """Registers an adapter that was loaded here, or removes the name of one that was unloaded."""
@@ -91,10 +90,10 @@ class Publisher:
             if name in self._unloading:
                 self._unloading.remove(name)
             else:
-                self._node.remove(name)
+                self._member.remove(name)
             return
         try:
-            self._node.register(RegisteredAdapter(name, info.digest, info.rank, info.num_bytes))
+            self._member.register(RegisteredAdapter(name, info.digest, info.rank, info.num_bytes))
         except CaraServeError as error:
             log.warning("adapter %s serves on this instance alone: %s", name, error.message)
         self.advertise(info.digest, Tier.DISK)
@@ -103,22 +102,22 @@ class Publisher:
         """Advertises that this instance takes requests for an adapter while it is uploaded to it, or no longer."""
         try:
             if info is None:
-                self._node.withdraw_upload(name)
+                self._member.withdraw_upload(name)
             else:
-                self._node.advertise_upload(name, info.rank, info.num_bytes)
+                self._member.advertise_upload(name, info.rank, info.num_bytes)
         except CaraServeError as error:
             log.warning("adapter %s serves on this instance alone until it is complete: %s", name, error.message)
 
     def advertise(self, digest: str, tier: Tier) -> None:
         """Advertises that all bytes of a digest are here and verified."""
-        if self._holdings.add(digest):
-            self._node.advertise(digest, tier)
-            self._note_move(digest)  # it may be in a cache already
+        if digest not in self._tiers:
+            self._advertise_tier(digest, tier)
+            self._moved.add(digest)  # it may be in a cache already
 
     def withdraw(self, digest: str) -> None:
         """Withdraws this instance from the holders of a digest."""
-        self._holdings.withdraw(digest)
-        self._node.withdraw(digest)
+        self._tiers.pop(digest, None)
+        self._member.withdraw(digest)
 
     def apply_registry_changes(self, news: Mapping[str, RegisteredAdapter | None]) -> None:
         """Unloads names that others removed, and calls `on_wanted` for names whose bytes are not here.
@@ -166,21 +165,22 @@ class Publisher:
         else:
             return
         if refitted:
-            self._node.publish(drift.model, self._links)
+            publish_speed(self._member, drift.model, self._links)
 
     async def run(self) -> None:
         """Advertises changed tiers every second, until cancelled."""
         while True:
             await asyncio.sleep(_HOLDINGS_S)
             self._observe_answers()
-            moved, self._moved = self._moved, set()
+            moved = list(self._moved)
+            self._moved.clear()
             async for digest in in_turns(moved):
-                tier = self._tier_of(digest)
-                if self._holdings.move(digest, tier):
-                    self._node.advertise(digest, tier)
+                if digest in self._tiers and (tier := self._tier_of(digest)) is not self._tiers[digest]:
+                    self._advertise_tier(digest, tier)
 
-    def _note_move(self, digest: str) -> None:
-        self._moved.add(digest)
+    def _advertise_tier(self, digest: str, tier: Tier) -> None:
+        self._tiers[digest] = tier
+        self._member.advertise_tier(digest, tier)
 
     def _tier_of(self, digest: str) -> Tier:
         manager = self._engine.catalog.manager
@@ -195,9 +195,6 @@ class Publisher:
         def by(name: str, kind: str, text: str, label: str, values: Mapping[str, float]) -> str:
             return family(name, kind, text, [(f'{label}="{of}",{labels}', value) for of, value in values.items()])
 
-        states = [record.state for record in self._node.members()]
-        counts = {state.name.lower(): states.count(state) for state in MemberState}
-        yield by("caraserve:cluster_members", "gauge", "Instances by state, this one included.", "state", counts)
         if self._drift is None:
             return
         for index, kind in enumerate(("predicted", "observed")):
@@ -224,7 +221,7 @@ class Publisher:
         self._answered = count, tokens
 
     def _means(self, name: str, digest: str) -> bool:
-        adapter = self._node.adapter(name)
+        adapter = self._member.adapter(name)
         return adapter is not None and adapter.digest == digest
 
     async def _unload(self, name: str) -> None:
@@ -232,7 +229,7 @@ class Publisher:
 
         def is_wanted() -> bool:
             """Whether the name is still removed, and stands for an adapter here, when its turn has come."""
-            return self._node.adapter(name) is None and self._engine.catalog.find_whole(name) is not None
+            return self._member.adapter(name) is None and self._engine.catalog.find_whole(name) is not None
 
         try:
             await self._engine.unload_adapter(name, is_wanted)
@@ -242,5 +239,5 @@ class Publisher:
             log.warning("adapter %s was removed from the cluster and stays here: %s", name, error.message)
         finally:
             self._unloading.discard(name)
-        again = self._node.adapter(name)  # it may have been registered again meanwhile
+        again = self._member.adapter(name)  # it may have been registered again meanwhile
         self.apply_registry_changes({name: again} if again else {})

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from caraserve.cluster.transfer.peer_client import PeerClient, TransferFailure
+from caraserve.cluster.membership.peer_client import PeerClient, TransferFailure
 from caraserve.util.least_rate import LeastRate
 from tests.cluster.nodes import KEYS
 
@@ -57,8 +57,8 @@ async def test_an_error_on_the_thread_is_raised_in_the_caller() -> None:
 # --- peers that send slowly ---
 
 PACE = LeastRate(grace_s=0.2, bytes_per_s=100_000)
-DIGEST = "a" * 64
 HEAD, BODY = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n", bytes(range(250)) * 200
+SIZES = [30_000, 20_000]
 HASHES = [hashlib.sha256(BODY[:30_000]).digest(), hashlib.sha256(BODY[30_000:]).digest()]
 
 
@@ -101,10 +101,10 @@ SLOW = {
 @pytest.mark.parametrize(("start", "again"), SLOW.values(), ids=SLOW)
 async def test_an_answer_that_comes_too_slowly_ends(start: bytes, again: bytes) -> None:
     async with peer_that_sends(start, again) as (client, address):
-        assert await client.manifest(address, DIGEST) is TransferFailure.FAILED
-        ends, right = [30_000, len(BODY)], list[None]()
+        assert await client.page(address, "/x", len(BODY)) is TransferFailure.FAILED
+        right = list[None]()
         into = memoryview(bytearray(len(BODY)))
-        got = await client.chunks(address, DIGEST, 0, ends, HASHES, into, lambda: right.append(None))
+        got = await client.chunks(address, "/x", SIZES, HASHES, into, lambda: right.append(None))
         assert got is TransferFailure.FAILED
         assert len(right) == (len(start) > 40_000)
 
@@ -113,7 +113,7 @@ async def test_an_answer_at_the_least_rate_is_received() -> None:
     """It takes longer than `grace_s`."""
     async with peer_that_sends(HEAD % len(BODY), BODY[:1250], 0.015) as (client, address):
         client._pace = LeastRate(0.5, 10_000)
-        assert await client.manifest(address, DIGEST) == BODY
+        assert await client.page(address, "/x", len(BODY)) == BODY
 
 
 @pytest.mark.parametrize("start", [HEAD % (2 * len(BODY)), b"HTTP/1.1 200 OK\r\n\r\n"], ids=["longer", "without end"])
@@ -122,5 +122,5 @@ async def test_chunks_have_come_when_their_bytes_have(start: bytes) -> None:
     async with peer_that_sends(start + BODY) as (client, address):
         into = memoryview(bytearray(len(BODY)))
         client._pace = LeastRate(60.0, 1.0)
-        assert await client.chunks(address, DIGEST, 0, [30_000, len(BODY)], HASHES, into, lambda: None) is None
+        assert await client.chunks(address, "/x", SIZES, HASHES, into, lambda: None) is None
         assert into == BODY

@@ -8,10 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from caraserve.cluster.membership.swim import MemberRecord, MemberState
-from caraserve.cluster.routing.cost import LinkSpeeds, Tier
-from caraserve.cluster.routing.perf_model import PerfModel
-from caraserve.cluster.state.advertised import (
-    AdvertisedTiers,
+from caraserve.cluster.routing.advertised import (
     backlog_of,
     instance_of,
     is_hung,
@@ -20,8 +17,9 @@ from caraserve.cluster.state.advertised import (
     load_of,
     model_of,
     model_value,
-    tier_of,
 )
+from caraserve.cluster.routing.cost import LinkSpeeds
+from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.state.lww_map import EntryValue, entry_fits
 from caraserve.cluster.state.replicated_map import InstanceLoad
 from caraserve.engine.stats import EngineLoad
@@ -100,20 +98,3 @@ def test_an_iteration_may_take_ten_times_the_predicted_time() -> None:
     long = InstanceLoad("serving", running=1, queued_tokens=10_000, iteration_age_s=4.9)  # 506 ms
     assert not is_hung(long, MODEL)
     assert is_hung(InstanceLoad("serving", running=1, queued_tokens=10_000, iteration_age_s=5.2), MODEL)
-
-
-def test_only_changed_tiers_of_added_digests_are_advertised() -> None:
-    holdings = AdvertisedTiers()
-    assert [holdings.add(digest) for digest in ("a", "b", "a")] == [True, True, False]
-    assert [holdings.move(digest, Tier.HOST) for digest in ("a", "stranger", "a")] == [True, False, False]
-    assert [holdings.move("a", tier) for tier in (Tier.DEVICE, Tier.DEVICE, Tier.DISK)] == [True, False, True]
-    holdings.withdraw("b")
-    assert not holdings.move("b", Tier.HOST)
-
-
-@pytest.mark.parametrize(
-    ("value", "tier"),
-    [((0,), Tier.DEVICE), ((1, "x"), Tier.HOST), ((), Tier.DISK), ((9,), Tier.DISK), (("0",), Tier.DISK)],
-)
-def test_an_unknown_tier_counts_as_disk(value: EntryValue, tier: Tier) -> None:
-    assert tier_of(value) is tier

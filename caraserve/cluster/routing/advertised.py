@@ -1,30 +1,27 @@
-"""Encodes and decodes what an instance advertises: load, performance model, adapters by tier. No I/O, no clock.
+"""Encodes and decodes what instances advertise to routers: load, performance model, link speeds. No I/O, no clock.
 
     EngineLoad            ─► InstanceLoad ──heartbeat──► Backlog ─┐
-    PerfModel, LinkSpeeds ─► entries ──LwwMap──► the same ────────┴─► router.Instance
-    digests by tier       ─► entries ──LwwMap──► holders
-    uploads under way     ─► entries ──LwwMap──► uploads
+    PerfModel, LinkSpeeds ─► values ──LwwMap──► the same ─────────┴─► router.Instance
 
 A value that is malformed, or of another version of this program, counts as not advertised.
 """
 
 import dataclasses
 import operator
-from collections.abc import Iterable
 from functools import lru_cache
 from math import inf
 
+from caraserve.cluster.membership.member import Member
 from caraserve.cluster.membership.swim import MemberRecord, MemberState
-from caraserve.cluster.routing.cost import Backlog, LinkSpeeds, Tier
+from caraserve.cluster.routing.cost import Backlog, LinkSpeeds
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.router import Instance
-from caraserve.cluster.state.lww_map import Entry, EntryValue, LwwMap
-from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter, ServingStatus
+from caraserve.cluster.state.lww_map import EntryValue
+from caraserve.cluster.state.replicated_map import InstanceLoad, ServingStatus
 from caraserve.engine.stats import EngineLoad
 
-# Keys in an instance's own map; placement has two more, and all others are digests.
+# Keys in an instance's own map; placement has two more, uploads have theirs, and all others are digests.
 MODEL, LINKS = ":model", ":links"
-_UPLOAD = ":upload:"  # then the name of an adapter that takes requests there while it is uploaded
 
 _MOST_VALUES = 256  # decoded models, or links, in the cache: several of each instance
 
@@ -117,6 +114,12 @@ def _value(numbers: tuple[float | bool, ...]) -> EntryValue:
     return tuple(repr(float(number)) for number in numbers)  # which reads back exactly
 
 
+def publish_speed(member: Member, model: PerfModel | None, links: LinkSpeeds) -> None:
+    """Advertises the speed of this instance; None: it was not measured."""
+    member.advertise(MODEL, model_value(model))
+    member.advertise(LINKS, links_value(links))
+
+
 # --- an instance as a router sees it ---
 
 
@@ -130,55 +133,52 @@ def instance_of(
     return Instance(record.name, model, backlog_of(load), links, able)
 
 
-Known = tuple[
-    MemberRecord, tuple[InstanceLoad, float] | None, LwwMap | None
-]  # an instance's record, its newest load with its age in seconds, and its own map
-
-
 class InstanceViews:
-    """Instances as a router sees them, rebuilt only when a heartbeat, a performance model or a state has changed.
+    """The instances of a cluster as a router sees them, each made again only when its heartbeat, performance model or
+    state has changed.
 
     An instance that was never measured gets the model of the slowest that was: it attracts no requests from faster
     ones, and gets its share when they are busy. While none was measured, each instance answers what it receives.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, member: Member) -> None:
+        self._member = member
         self._known: dict[str, tuple[tuple[object, ...], Instance]] = {}
 
-    def all(self, known: Iterable[Known]) -> tuple[Instance, ...]:
-        """Returns the instances whose load and model are known."""
-        measured: list[tuple[Instance, Entry, Entry | None]] = []
+    def instances(self) -> tuple[Instance, ...]:
+        """Returns the instances whose load and model are known, this one included."""
+        models, links = self._member.advertised(MODEL), self._member.advertised(LINKS)
+        measured: list[Instance] = []
         unmeasured: list[tuple[MemberRecord, tuple[InstanceLoad, float]]] = []
-        for record, found, lww_map in known:
-            model_entry, links_entry = (lww_map.get(key) if lww_map else None for key in (MODEL, LINKS))
-            if found is None or model_entry is None:
+        for record in self._member.live():
+            load = self._member.load(record.name)
+            if load is None or record.name not in models:
                 continue
-            instance = self._of(record, found, model_entry, links_entry)
+            instance = self._instance(record, load, models[record.name], links.get(record.name))
             if instance is None:
-                unmeasured.append((record, found))
+                unmeasured.append((record, load))
             else:
-                measured.append((instance, model_entry, links_entry))
-        seen = [instance for instance, _, _ in measured]
-        if measured and unmeasured:
-            _, model_entry, links_entry = max(measured, key=lambda one: _typical_ms(one[0].model))
-            taken = (self._of(record, found, model_entry, links_entry) for record, found in unmeasured)
-            seen += filter(None, taken)
-        return tuple(seen)
+                measured.append(instance)
+        if not measured:
+            return ()
+        slowest = max(measured, key=lambda one: _typical_ms(one.model)).name
+        values = models[slowest], links.get(slowest)
+        taken = (self._instance(record, load, *values) for record, load in unmeasured)
+        return (*measured, *filter(None, taken))
 
-    def _of(
-        self, record: MemberRecord, found: tuple[InstanceLoad, float], model_entry: Entry, links_entry: Entry | None
+    def _instance(
+        self, record: MemberRecord, found: tuple[InstanceLoad, float], value: EntryValue, links: EntryValue | None
     ) -> Instance | None:
-        """Returns the instance, or None if its entry contains no model."""
+        """Returns the instance, or None if `value` is no model."""
         load, age_s = found
-        parts = (record, load, model_entry, links_entry, age_s > STALE_S)
+        parts = (record, load, value, links, age_s > STALE_S)
         known = self._known.get(record.name)
         if known is not None and all(map(operator.is_, known[0], parts)):
             return known[1]
-        model = model_of(model_entry.value)
+        model = model_of(value)
         if model is None:
             return None
-        links = links_of(links_entry.value) if links_entry is not None else LinkSpeeds()
-        instance = instance_of(record, load, model, links, age_s)
+        instance = instance_of(record, load, model, LinkSpeeds() if links is None else links_of(links), age_s)
         self._known[record.name] = parts, instance
         return instance
 
@@ -194,56 +194,3 @@ def is_hung(load: InstanceLoad, model: PerfModel) -> bool:
     predicted_ms = model.decode_ms(backlog.requests, backlog.rank_sum, backlog.rank_max)
     predicted_ms += model.prefill_ms(backlog.queued_tokens, backlog.queued_token_ranks, backlog.rank_max)
     return load.iteration_age_s > max(_HUNG_S, _HUNG_ITERATIONS * predicted_ms / 1000)
-
-
-# --- adapters by tier ---
-
-
-class AdvertisedTiers:
-    """The digests that this instance advertises, and the tier of each as last advertised."""
-
-    def __init__(self) -> None:
-        self._said: dict[str, Tier] = {}
-
-    def move(self, digest: str, tier: Tier) -> bool:
-        """Notes the tier of a digest. Returns whether it is to be advertised: one that was added and has another
-        tier."""
-        if self._said.get(digest, tier) is tier:
-            return False
-        self._said[digest] = tier
-        return True
-
-    def add(self, digest: str) -> bool:
-        """Adds a digest whose bytes are on the disk now. Returns whether it is new."""
-        if digest in self._said:
-            return False
-        self._said[digest] = Tier.DISK
-        return True
-
-    def withdraw(self, digest: str) -> None:
-        """Removes a digest."""
-        self._said.pop(digest, None)
-
-
-def tier_of(value: EntryValue) -> Tier:
-    """Returns the tier in a holder's entry; DISK if it is none that is known."""
-    match value:
-        case (int(number), *_) if number in (Tier.DEVICE, Tier.HOST):
-            return Tier(number)
-    return Tier.DISK
-
-
-# --- uploads under way ---
-
-
-def upload_key(name: str) -> str:
-    """Returns the key under which an instance advertises an adapter that takes requests while it is uploaded to it."""
-    return _UPLOAD + name
-
-
-def upload_of(name: str, value: EntryValue) -> RegisteredAdapter | None:
-    """Returns the adapter in the entry of an upload, or None. Its digest is empty: it is not known yet."""
-    match value:
-        case (int(rank), int(num_bytes), *_) if rank > 0 and num_bytes > 0:
-            return RegisteredAdapter(name, "", rank, num_bytes)
-    return None

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from caraserve import demo
-from caraserve.cluster.routing.cost import LinkSpeeds, Tier
+from caraserve.cluster.routing.cost import LinkSpeeds
 from caraserve.cluster.routing.perf_model import DriftWatch, PerfModel
-from caraserve.cluster.state.publisher import Publisher
-from caraserve.cluster.state.replicated_map import RegisteredAdapter
+from caraserve.cluster.routing.publisher import Publisher
+from caraserve.cluster.state.replicated_map import RegisteredAdapter, Tier
 from caraserve.core.machine_profile import load
 from caraserve.engine.stats import EngineObservers
 from caraserve.loop import Engine
@@ -45,7 +45,7 @@ async def published(folder: Path) -> AsyncIterator[tuple[Engine, Publisher, Inst
         instances(folder) as group,
     ):
         a = await group.start("a")
-        publisher = Publisher(a.node, engine, lambda: (0, 0), DriftWatch(load(PROFILE)), LinkSpeeds())
+        publisher = Publisher(a.member, engine, lambda: (0, 0), DriftWatch(load(PROFILE)), LinkSpeeds())
         a.handlers.current_load, a.handlers.on_registry_change = (
             publisher.current_load,
             publisher.apply_registry_changes,
@@ -60,11 +60,11 @@ async def published(folder: Path) -> AsyncIterator[tuple[Engine, Publisher, Inst
 
 async def test_other_instances_receive_adapters_and_the_performance_model(tmp_path: Path) -> None:
     async with published(tmp_path) as (engine, _, group):
-        b = group.running["b"].node
+        b, views = group.running["b"].member, group.running["b"].views
         poet = engine.adapter("poet")
         await until(lambda: b.adapter("poet") == RegisteredAdapter("poet", poet.digest, poet.rank, poet.num_bytes))
         await until(lambda: b.holders(poet.digest) == {"a": Tier.DISK})
-        await until(lambda: [one.model for one in b.instances()] == [PerfModel.of(load(PROFILE))])
+        await until(lambda: [one.model for one in views.instances()] == [PerfModel.of(load(PROFILE))])
         await engine.unload_adapter("poet")
         await until(lambda: b.adapter("poet") is None)
 
@@ -72,9 +72,9 @@ async def test_other_instances_receive_adapters_and_the_performance_model(tmp_pa
 async def test_other_instances_learn_in_which_cache_an_adapter_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("caraserve.cluster.state.publisher._HOLDINGS_S", 0.01)
+    monkeypatch.setattr("caraserve.cluster.routing.publisher._HOLDINGS_S", 0.01)
     async with published(tmp_path) as (engine, publisher, group):
-        b, manager = group.running["b"].node, engine.catalog.manager
+        b, manager = group.running["b"].member, engine.catalog.manager
         digest = engine.adapter("poet").digest
         publishing = asyncio.create_task(publisher.run())
         manager.prefetch(adapter := engine.catalog.pin("poet"))
@@ -95,7 +95,7 @@ async def test_names_removed_by_others_are_unloaded_and_new_ones_wanted(tmp_path
     async with published(tmp_path) as (engine, publisher, group):
         wanted: list[RegisteredAdapter] = []
         publisher._on_wanted = wanted.append
-        b = group.running["b"].node
+        b = group.running["b"].member
         await until(lambda: b.adapter("chef") is not None)
         b.remove("chef")
         await until(lambda: [info.name for info in engine.adapters()].count("chef") == 0)
@@ -108,7 +108,7 @@ async def test_a_folder_that_is_only_present_does_not_restore_a_removed_name(tmp
     lora = lora_config(ADAPTERS if asked_for else {}, adapters_dir=demo.adapters_folder(), mode="overlapped")
     removed_s = time.time()
     async with instances(tmp_path) as group:
-        a = (await group.start("a")).node
+        a = (await group.start("a")).member
         a.register(RegisteredAdapter("poet", "d" * 64, 8, 1))
         a.remove("poet")
         async with running(model_config(demo.model_folder()), lora, engine_config(seqs=2)) as engine:
@@ -169,4 +169,3 @@ async def test_predicted_and_observed_times_are_exported(tmp_path: Path) -> None
         for phase in ("decode", "prefill"):
             for kind in ("predicted", "observed"):
                 assert values[f'caraserve:{kind}_iteration_seconds_total{{phase="{phase}",x="y"}}'] > 0
-        assert values['caraserve:cluster_members{state="alive",x="y"}'] == 2
