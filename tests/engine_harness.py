@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 from caraserve.config import LAYERWISE_MODES, LOADING_MODES
 from caraserve.core.backend import Limits, SharedMemory
 from caraserve.core.lora_layout import aligned_bytes
-from caraserve.core.request import Finish, GenerateRequest, SamplingParams, Tenant, TokenDelta
+from caraserve.core.request import Finish, GenerateRequest, SamplingParams, TokenDelta
+from caraserve.core.tenant import Tenant
 from caraserve.cpu.shared_memory import Arena
 from caraserve.engine.iteration_times import IterationTime
 from caraserve.engine.merge_policy import MergePolicy

@@ -13,7 +13,7 @@ from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.config import PRELOADED_MODES
 from caraserve.core.batch import Batch, StepResult
 from caraserve.core.machine_profile import load
-from caraserve.core.request import NO_TENANT, Tenant
+from caraserve.core.tenant import NO_TENANT, Tenant
 from caraserve.errors import (
     AdapterRejected,
     BackendFailed,

@@ -11,7 +11,7 @@ from operator import itemgetter
 
 from caraserve.core.backend import Limits
 from caraserve.core.fair_queue import FairQueue
-from caraserve.core.request import Tenant
+from caraserve.core.tenant import Tenant
 from caraserve.engine.active_request import ActiveRequest
 from caraserve.engine.scheduler import total_tokens
 from caraserve.engine.side_batches import SideBatches

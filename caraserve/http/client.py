@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from caraserve.core.request import Tenant
+from caraserve.core.tenant import Tenant
 from caraserve.util.tasks import TURN_OWNER
 
 ALL_ADAPTERS = ("*",)

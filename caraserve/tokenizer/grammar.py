@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.core.grammar import Grammar, TokenMatcher
-from caraserve.core.request import NO_TENANT, Tenant
+from caraserve.core.tenant import NO_TENANT, Tenant
 from caraserve.errors import GrammarDeadEnd, GrammarTooComplex, InvalidRequest, Overloaded
 from caraserve.tokenizer.grammar_check import COMPILE_CPU_S, LIMITS
 from caraserve.tokenizer.grammar_memory import GrammarBudget, Growth, counted_bytes

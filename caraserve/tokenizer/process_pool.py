@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from caraserve.core.fair_queue import FairQueue
-from caraserve.core.request import Tenant
+from caraserve.core.tenant import Tenant
 from caraserve.errors import Displaced, Overloaded, ServerBusy
 from caraserve.util.tasks import Tasks
 

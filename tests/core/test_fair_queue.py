@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from caraserve.core import fair_queue
 from caraserve.core.fair_queue import FairQueue
-from caraserve.core.request import Tenant
+from caraserve.core.tenant import Tenant
 
 
 def queue_of(*items: tuple[Tenant | str, str], priority: Callable[[str], int] = lambda item: 0) -> FairQueue[str]:

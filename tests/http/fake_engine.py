@@ -9,7 +9,8 @@ from typing import Any, Self
 import numpy as np
 
 from caraserve.core.reasoning_grammar import ReasoningTokens
-from caraserve.core.request import Finish, FinishReason, GenerateRequest, Phases, Tenant, TokenDelta, TokenLogprob
+from caraserve.core.request import Finish, FinishReason, GenerateRequest, Phases, TokenDelta, TokenLogprob
+from caraserve.core.tenant import Tenant
 from caraserve.engine.batch_timeline import BatchTimeline
 from caraserve.engine.stats import RequestCounts
 from caraserve.engine.unread import UnreadAnswer, UnreadBudget

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from caraserve.cluster.membership.swim import MemberState
 from caraserve.cluster.routing.cost import Backlog
-from caraserve.core.request import Tenant
+from caraserve.core.tenant import Tenant
 from caraserve.errors import BackendFailed, Draining, Overloaded, ServerBusy
 from caraserve.http.access.api_keys import key_name
 from caraserve.http.context import HttpTimings

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from caraserve.core.reasoning_grammar import ReasoningTokens
-from caraserve.core.request import Tenant
+from caraserve.core.tenant import Tenant
 from caraserve.cpu.lora_workers import fork_server
 from caraserve.errors import InvalidRequest
 from caraserve.tokenizer.adapter_templates import MAX_TEXT_CHARACTERS, AdapterTemplates

@@ -16,7 +16,7 @@ import tokenizers
 
 from caraserve import demo
 from caraserve.core.grammar import Grammar, TokenMatcher, mask_words
-from caraserve.core.request import Tenant
+from caraserve.core.tenant import Tenant
 from caraserve.errors import GrammarDeadEnd, GrammarTooComplex, InvalidRequest, Overloaded
 from caraserve.model.spec import load_spec
 from caraserve.tokenizer import grammar as grammar_module

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from caraserve.core.request import Tenant
+from caraserve.core.tenant import Tenant
 from caraserve.errors import Displaced, Overloaded, ServerBusy
 from caraserve.tokenizer.process_pool import JobOwner, PoolLimits, ProcessPool
 

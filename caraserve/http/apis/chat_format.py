@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from caraserve.core.request import Tenant
+from caraserve.core.tenant import Tenant
 from caraserve.errors import InvalidRequest
 from caraserve.http.access.adapter_choice import ChosenAdapter
 from caraserve.tokenizer.adapter_templates import AdapterTemplate

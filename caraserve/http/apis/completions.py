@@ -10,7 +10,8 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from caraserve.core.request import GenerateRequest, PromptEmbeds, SamplingParams, Tenant, TokenDelta, TokenLogprob
+from caraserve.core.request import GenerateRequest, PromptEmbeds, SamplingParams, TokenDelta, TokenLogprob
+from caraserve.core.tenant import Tenant
 from caraserve.errors import InvalidRequest
 from caraserve.http.access.adapter_choice import AdapterFinder, ChosenAdapter, choose_adapter
 from caraserve.http.api_request import ApiRequest

@@ -8,9 +8,10 @@ from caraserve.bench.report.plots import Panel, Series
 from caraserve.bench.workload.popularity import parse_popularity
 from caraserve.bench.workload.traces import included_trace
 from caraserve.cluster.placement.loraserve import make_plan
-from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server
+from caraserve.cluster.placement.plan import AdapterDemand, Server
 from caraserve.cluster.routing.cost import Arrival, Backlog, estimate
 from caraserve.cluster.routing.perf_model import PerfModel
+from caraserve.cluster.routing.placement_plan import PlacementPlan
 from scripts.laboratory.papers.figures import FigureData, PaperOptions, Value
 
 _ADAPTERS, _GROUPS, _SHOWN = (128, 256, 512), 200, 64

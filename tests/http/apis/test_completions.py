@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from caraserve.core.request import GenerateRequest, Phases, Tenant, TokenDelta
+from caraserve.core.request import GenerateRequest, Phases, TokenDelta
+from caraserve.core.tenant import Tenant
 from caraserve.errors import BackendFailed, Draining, NonFiniteLogits, Overloaded
 from tests.http.fake_engine import BOS, DIGEST, FakeEngine, failing, finish, scored
 from tests.http.serving import OneOff, serving

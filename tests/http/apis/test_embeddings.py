@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from caraserve.core.request import GenerateRequest, SamplingParams, Tenant, TokenDelta
+from caraserve.core.request import GenerateRequest, SamplingParams, TokenDelta
+from caraserve.core.tenant import Tenant
 from caraserve.errors import NonFiniteLogits
 from tests.http.fake_engine import BOS, EMBEDDING_SIZE, FakeEngine, embedding_of, finish
 from tests.http.fleet import fleet

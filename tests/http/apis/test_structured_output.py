@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from caraserve.core.request import Tenant
+from caraserve.core.tenant import Tenant
 from caraserve.tokenizer.grammar import GrammarKind, GrammarSource
 from tests.http.fake_engine import WRONG_GRAMMAR, FakeEngine, FakeGrammar
 from tests.http.serving import OneOff, serving

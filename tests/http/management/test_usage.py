@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from caraserve.core.request import Finish, GenerateRequest, Phases, SamplingParams, Tenant
+from caraserve.core.request import Finish, GenerateRequest, Phases, SamplingParams
+from caraserve.core.tenant import Tenant
 from tests.http.fake_engine import FakeEngine, spell
 from tests.http.serving import OneOff, new_metrics, serving
 
