@@ -105,7 +105,7 @@ class Connections:
     def __init__(self, root: str, context: ssl.SSLContext | None) -> None:
         """`root`: the endpoint's, of which only host and port matter here."""
         parts = urlsplit(root)
-        self._address = parts.hostname, parts.port or (443 if context else 80)
+        self._address = parts.hostname or "", parts.port or (443 if context else 80)
         self._context = context
         self._open: set[_Connection] = set()
         self._idle: list[_Connection] = []
