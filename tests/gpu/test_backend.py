@@ -244,7 +244,8 @@ async def test_a_layer_is_computed_while_the_next_one_is_copied(
 ) -> None:
     room, prompt = 24 * GRANULE_BYTES, [7]  # one token, which decoding kernels compute
     lora = lora_config(subject.adapters, mode="pipelined", device_bytes=room, host_bytes=4 * MIB, pipeline_groups=2)
-    settings, model = engine_config(seqs=2, step_tokens=8, kv_bytes=room), model_config(subject.model)
+    settings = engine_config(seqs=2, step_tokens=8, kv_bytes=room)
+    model = model_config(subject.model, max_model_len=CONTEXT)
     async with serving(model, lora, settings, graph_bytes=graph_bytes) as (engine, host):
         before = host.driver.log.count("bgmv_shrink")
         hold_second_copy(monkeypatch)

@@ -19,6 +19,7 @@ from caraserve.cpu import handoff
 from caraserve.cpu.sampling import MAX_END_IDS, SLOT_SAMPLING
 from caraserve.errors import ConfigError
 from caraserve.model.dtype import Dtype
+from caraserve.util.units import align_up
 
 SOURCES = ("bgmv", "handoff", "sampling", "words")
 _OF_ACTIVATIONS = ("bgmv", "handoff", "sampling")  # the code of the others is the same for every dtype
@@ -116,7 +117,9 @@ def compiled(unit: Unit) -> Compiled:
         log = nvrtc.getProgramLog(program).strip()
         if status or log:
             raise CompilationFailed(f"{name} for {unit.arch}: {log or status}")
-        return Compiled(nvrtc.getCUBIN(program), nvrtc.getPTX(program).rstrip(b"\0").decode())
+        # CuPy drops the last byte of both. A cubin ends with 8 bytes of a header, the last of which is 0.
+        cubin = nvrtc.getCUBIN(program)
+        return Compiled(cubin.ljust(align_up(len(cubin), 8), b"\0"), nvrtc.getPTX(program).rstrip(b"\0").decode())
     finally:
         nvrtc.destroyProgram(program)
 

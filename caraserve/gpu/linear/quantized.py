@@ -88,7 +88,7 @@ class QuantizedLinear:
     def _rounded(self, x: Tensor, rounded: RoundedRows | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Quantises x. Returns the codes, or their values, and the scale of each row."""
         assert rounded is not None
-        codes = rounded.room(*x.shape, dtype)
+        codes = rounded.room(len(x), x.shape[1], dtype)
         round_rows(x, codes, rounded.scales, self.code, self.input_scale)
         return codes, rounded.scales[: len(x)] if self.inputs is Inputs.PER_TOKEN else None
 

@@ -252,9 +252,8 @@ def test_an_error_of_a_launch_is_the_drivers_if_the_device_has_failed(case: Driv
         case.driver.run(case.stream, refuse)
 
 
-@pytest.mark.parametrize("way", ["run", "call"])
-def test_run_and_call_make_the_stream_current_in_torch(case: DriverCase, way: str) -> None:
-    getattr(case.driver, way)(case.stream, lambda: case.torch.current.append(-1))
+def test_a_run_makes_the_stream_current_in_torch(case: DriverCase) -> None:
+    case.driver.run(case.stream, lambda: case.torch.current.append(-1))
     assert case.torch.current == [case.stream, -1]
 
 

@@ -41,7 +41,7 @@ def test_what_is_compiled_ahead_is_what_a_launch_looks_for(tmp_path: Path) -> No
     builds = recorded(lambda: (launch(64), launch(64), launch(96), launch(33)))
     assert [build.kernel for build in builds] == ["silu_mul_kernel"] * 2  # widths of 16s, and others
     assert not list(tmp_path.iterdir())
-    assert compiled(builds[:1], [], CAPABILITY, 13, processes=1) == {}
+    assert compiled(builds[:1], [], CAPABILITY, processes=1) == {}
     ahead = set(tmp_path.rglob("*"))
     assert any(path.suffix == ".cubin" for path in ahead)
     late = LateKernels()
