@@ -29,6 +29,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 
@@ -206,7 +207,7 @@ def _measure(repeats: int) -> dict[str, bytes]:
         profile, spec = load(profile_file), _spec(_MODEL)
         lengths_file.write_text("prompt_tokens,output_tokens\n" + "".join(f"{each},2\n" for each in _MEASURED_TOKENS))
         options = PaperOptions(duration_s=0.0, repeats=repeats, seed=0)
-        cells = []
+        cells = list[_Cell]()
         for times, targets in product(_LOAD_TIMES, ("qkv", "all")):
             words = ["--targets", targets, "--trace", f"lengths:{lengths_file}", "--repeats", str(repeats), *_COLD]
             words += ["--emulate-link-mb-per-s", f"{_link_bytes_per_s(profile, spec, times) / 1e6:g}"]
@@ -225,7 +226,7 @@ def _reported(cells: Sequence["_Cell"]) -> dict[str, bytes]:
             _MEASURED_TOKENS,
             [[value(found[times, *row, tokens]) for tokens in _MEASURED_TOKENS] for row in rows],
         )
-        for name, value in (("measured", lambda cell: cell.saved), ("predicted", lambda cell: cell.predicted))
+        for name, value in (("measured", attrgetter("saved")), ("predicted", attrgetter("predicted")))
         for times in _LOAD_TIMES
     ]
     names = [f"{targets} rank {rank}" for targets, rank in rows]
@@ -265,10 +266,10 @@ def _cells(profile: Profile, spec: ModelSpec, times: float, targets: str, runs: 
                 ttft_ms[run.label, record.rank or 0, record.prompt_tokens].append(1000 * record.ttft_s)
     link = _link_bytes_per_s(profile, spec, times) / profile.link_bytes_per_s
     for rank, tokens in product(_REPORTED_RANKS, _MEASURED_TOKENS):
-        medians = [median(ttft_ms[mode, rank, tokens]) for mode in _MODES]
+        cached, pipelined, assisted, auto = (median(ttft_ms[mode, rank, tokens]) for mode in _MODES)
         predicted = _Case(profile, spec, True, len(os.sched_getaffinity(0)) - 1, targets, rank, link).saved(tokens)
         count = len(ttft_ms[_MODES[0], rank, tokens])
-        yield _Cell(times, targets, rank, tokens, count, *medians, predicted)
+        yield _Cell(times, targets, rank, tokens, count, cached, pipelined, assisted, auto, predicted)
 
 
 def _profile_here(folder: Path, file: Path) -> None:

@@ -154,7 +154,7 @@ async def _send(request: web.Request, start: bytes, again: bytes, pause_s: float
     if not again and not pause_s:
         transport.close()
     while not transport.is_closing():
-        if transport.get_write_buffer_size() < 1 << 20:  # type: ignore[attr-defined]
+        if transport.get_write_buffer_size() < 1 << 20:
             transport.write(again)
         await asyncio.sleep(pause_s)
     return web.Response()  # for no client
@@ -305,6 +305,11 @@ async def names(peer: FaultyPeer, a: Instance, b: Instance) -> None:
         row("name", what, f"{first}, then 200", f"{time.monotonic() - began_s:.0f}", "")
 
 
+def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+
+
 async def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -320,7 +325,7 @@ async def main() -> None:
             processes = []
             for one, more in arguments.items():
                 processes.append(await one.start(",".join(at[:2]), *model, *more))
-                stack.callback(lambda process: process.returncode is None and process.kill(), processes[-1])
+                stack.callback(_end, processes[-1])
             peer = FaultyPeer(at[3], at[0], "demo")
             row("what", "the faulty instance sends", "end", "seconds", "")
             row(*["---"] * 5)

@@ -8,6 +8,7 @@ import base64
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from urllib.parse import urlsplit
 
 import numpy as np
 import orjson
@@ -170,9 +171,18 @@ class LlamaCpp:
 Dialect: TypeAlias = OpenAICompletions | LlamaCpp  # the body of a request and the events of an answer
 
 
-def encode(dialect: Dialect, request: ClientRequest) -> bytes:
-    """Returns the body of a request."""
-    return orjson.dumps(dialect.body(request))
+def request_head(dialect: Dialect, root: str, headers: Mapping[str, str]) -> str:
+    """Returns the HTTP head that all requests of a run share, up to the value of Content-Length."""
+    parts = urlsplit(root)
+    own = {"Host": parts.netloc, "Content-Type": "application/json", "Accept": "text/event-stream"}
+    lines = (f"{name}: {value}" for name, value in {**own, **headers}.items())
+    return "\r\n".join([f"POST {parts.path}{dialect.path} HTTP/1.1", *lines, "Content-Length: "])
+
+
+def encode(dialect: Dialect, head: str, request: ClientRequest) -> bytes:
+    """Returns the bytes of a complete HTTP request."""
+    body = orjson.dumps(dialect.body(request))
+    return f"{head}{len(body)}\r\n\r\n".encode("latin-1") + body
 
 
 def decode(dialect: Dialect, exchange: HttpExchange) -> ParsedAnswer:

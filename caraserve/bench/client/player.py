@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from caraserve.bench.client.connection import Connections, HttpExchange
-from caraserve.bench.client.dialects import ClientRequest, decode, encode
+from caraserve.bench.client.dialects import ClientRequest, decode, encode, request_head
 from caraserve.bench.client.endpoint import Endpoint
 from caraserve.bench.records import PlannedRequest, RequestRecord, Run, Workload
 
@@ -112,36 +112,37 @@ class Player:
         """`names[i]` is the name of the adapter with index i in the workload. Requests go in turn to `endpoint` and to
         `others`, further instances of the same service."""
         self._endpoint, self._names, self._settings, self._label = endpoint, names, settings, label
-        self._endpoints = (endpoint, *others)
         self._planned = workload.requests
-        self._requests = [encode(endpoint.dialect, self._asked(planned)) for planned in self._planned]
+        endpoints = (endpoint, *others)
+        heads = [request_head(one.dialect, one.root, one.headers) for one in endpoints]
+        self._requests = [
+            encode(endpoint.dialect, heads[place % len(heads)], self._asked(planned))
+            for place, planned in enumerate(self._planned)
+        ]
         self._exchanges: dict[int, HttpExchange] = {}
         self._waiting: list[int] = []  # closed loop: requests that are due while `max_concurrency` are in flight
         self._stopped = False
         self.live = RunProgress(len(self._planned))
         self._ended = asyncio.Event()
-        self._connections: list[Connections] = []
+        self._connections = [Connections(one.root, one.tls) for one in endpoints]
         self._pacer: Pacer | None = None
 
     async def play(self) -> Run:
         """Sends all requests and waits for all responses. Raises OSError when the endpoint cannot be reached."""
         _allow_many_connections()
-        try:
-            for one in self._endpoints:
-                self._connections.append(Connections(one.root, one.dialect.path, one.headers, one.tls))
-                await self._connections[-1].warm_up()
-            if self._stopped:
-                return Run(self._label, (), 0.0, interrupted=True, concurrency=self._settings.max_concurrency)
-            with _undisturbed():
-                started_s = time.perf_counter() + _LEAD_S
-                moments_s = [started_s + planned.at_s for planned in self._planned]
-                if self._planned:
-                    self._pacer = Pacer(moments_s, self._due)
-                    await self._ended.wait()
-                ended_s = time.perf_counter()
-        finally:
-            for connections in self._connections:
-                await connections.close()
+        for connections in self._connections:
+            await connections.warm_up()
+        if self._stopped:
+            self._close()
+            return Run(self._label, (), 0.0, interrupted=True, concurrency=self._settings.max_concurrency)
+        with _undisturbed():
+            started_s = time.perf_counter() + _LEAD_S
+            moments_s = [started_s + planned.at_s for planned in self._planned]
+            if self._planned:
+                self._pacer = Pacer(moments_s, self._due)
+                await self._ended.wait()
+            ended_s = time.perf_counter()
+        self._close()
         records = tuple(self._record(index, exchange, started_s) for index, exchange in sorted(self._exchanges.items()))
         return Run(self._label, records, ended_s - started_s, self._stopped, self._settings.max_concurrency)
 
@@ -152,9 +153,12 @@ class Player:
             self._pacer.stop()
         for exchange in list(self._exchanges.values()):
             exchange.finish(_INTERRUPTED)
-        for connections in self._connections:
-            connections.abort()
+        self._close()
         self._ended.set()
+
+    def _close(self) -> None:
+        for connections in self._connections:
+            connections.close()
 
     # --- sending ---
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from caraserve.core.batch import ScheduledRow
-from caraserve.gpu.forward import batch
+from caraserve.gpu.memory import pass_shape
 from caraserve.gpu.memory.pass_shape import PassShape
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS
 from caraserve.gpu.merged_weights import MergedDeviceWeights
@@ -126,10 +126,10 @@ def test_a_base_model_batch_launches_no_lora(llama: Subject, rng: random.Random)
     assert launched == ["sample_tokens", "score_tokens"] * 2
 
 
-def test_every_prompt_token_is_scored_in_pieces_of_few_rows(
+def test_every_prompt_token_is_scored_a_few_rows_at_a_time(
     llama: Subject, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch, "_LOGITS_ROWS", 4)
+    monkeypatch.setattr(pass_shape, "_LOGITS_ROWS", 4)
     device = TinyDevice(llama.device.folder)
     request = Request(3, prompt_of(rng, 11), chunk=9, prompt_logprobs=2)
     serve(device, [request], 2)
