@@ -8,93 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
-from safetensors.numpy import save_file
 
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.errors import AdapterRejected
-from caraserve.lora.arriving_image import ArrivingImage
 from caraserve.lora.manifest import manifest_of, read_manifest
-from caraserve.lora.peft import TENSORS_NAME, inspect_adapter, specify
+from caraserve.lora.peft import inspect_adapter
 from caraserve.model.dtype import Dtype
 from caraserve.model.plan import (
     DecoderPlan,
-    LayerPlan,
     LinearPlan,
-    Part,
-    interleaved_rows,
-    part_rows,
 )
-from caraserve.model.safetensors_reader import TensorFile
 from caraserve.profiling.apply import delta_bytes
 from caraserve.profiling.microbench import adapter_spec, random_adapter, target_sets
 from tests.lora.folders import SPEC, matrices, read
-
-HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE = 4, 2, 16, 64, 96
-Q, KV = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-Parts = tuple[Part, ...]
-
-
-def by_kv_head() -> Parts:
-    """Returns the parts of a module that has, for each KV head, its query heads, then k, then v, as InternLM2."""
-    per_head = np.arange(Q + 2 * KV).reshape(KV_HEADS, -1, HEAD_DIM)
-    rows = per_head[:, :-2], per_head[:, -2], per_head[:, -1]
-    return tuple(Part(role, tuple(part.ravel().tolist())) for role, part in zip("qkv", rows, strict=True))
-
-
-def rotated_in_pairs() -> Parts:
-    """Returns the parts of a module whose q and k are rotated in pairs of neighbours."""
-    q, k = interleaved_rows(HEADS, HEAD_DIM, 8), interleaved_rows(KV_HEADS, HEAD_DIM, 8)
-    return Part("q", q), Part("k", tuple(Q + row for row in k)), Part("v", range(Q + KV, Q + 2 * KV))
-
-
-QKV: dict[str, Parts] = {
-    "one after another": part_rows((("q", Q), ("k", KV), ("v", KV))),
-    "by KV head": by_kv_head(),
-    "rotated in pairs": rotated_in_pairs(),
-}
-GATE_UP: dict[str, Parts] = {
-    "one after another": part_rows((("gate", INTERMEDIATE), ("up", INTERMEDIATE))),
-    "alternating": (Part("gate", range(0, 2 * INTERMEDIATE, 2)), Part("up", range(1, 2 * INTERMEDIATE, 2))),
-}
-
-
-def fused_plan(qkv: str = "one after another", gate_up: str = "one after another", **changed: Any) -> DecoderPlan:
-    """Returns the plan of `SPEC` with fused modules whose parts lie as said."""
-    layers = []
-    for index, layer in enumerate(SPEC.plan.layers):
-        attention, mlp = layer.blocks
-        name = f"model.layers.{index}"
-        fused = LinearPlan(f"{name}.self_attn.qkv_proj", HIDDEN, Q + 2 * KV, QKV[qkv])
-        both = LinearPlan(f"{name}.mlp.gate_up_proj", HIDDEN, 2 * INTERMEDIATE, GATE_UP[gate_up])
-        blocks = (
-            replace(attention, body=replace(attention.body, linears=(fused,))),
-            replace(mlp, body=replace(mlp.body, linears=(both,))),
-        )
-        layers.append(LayerPlan(blocks))
-    return replace(SPEC.plan, layers=tuple(layers), **changed)
-
-
-Tensors = dict[str, NDArray[np.float32]]
-CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "rank_pattern": {"mlp.gate_up_proj": 9}}
-
-
-def tensors_of(plan: DecoderPlan) -> Tensors:
-    """Returns random A and B of every module, with names as in the plan."""
-    rng, tensors = np.random.default_rng(0), Tensors()
-    for linear in (linear for layer in plan.layers for linear in layer.linears):
-        name, rank = f"base_model.model.{linear.name_in_adapters}", 9 if linear.target == "gate_up_proj" else 4
-        tensors[f"{name}.lora_A.weight"] = rng.standard_normal((rank, linear.inputs), np.float32)
-        tensors[f"{name}.lora_B.weight"] = rng.standard_normal((linear.outputs, rank), np.float32)
-    return tensors
-
-
-def write(folder: Path, plan: DecoderPlan, tensors: Tensors | None = None, **changed: Any) -> Path:
-    folder.mkdir(exist_ok=True)
-    config = CONFIG | {"target_modules": [target.split(".")[-1] for target in plan.targets]} | changed
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    save_file(tensors_of(plan) if tensors is None else tensors, folder / TENSORS_NAME)
-    return folder
+from tests.plans.fused import GATE_UP, HIDDEN, INTERMEDIATE, KV, QKV, Q, Tensors, fused_plan, tensors_of, write
 
 
 def refusal(folder: Path, plan: DecoderPlan) -> str:
@@ -133,7 +60,8 @@ def test_parts_of_a_fused_module_share_a(tmp_path: Path) -> None:
     plan = fused_plan()
     spec = inspect_adapter(write(tmp_path, plan), plan)
     offsets = [span.a_offset for span in spec.spans if span.layer == 0]
-    assert offsets[0] == offsets[1] == offsets[2] < offsets[3] < offsets[4] == offsets[5] < offsets[6]
+    assert spec.spans[0].b_offset == spec.spans[0].padded_rank * HIDDEN * 4  # there is nothing else before it
+    assert 0 == offsets[0] == offsets[1] == offsets[2] < offsets[3] < offsets[4] == offsets[5] < offsets[6]
     assert len({span.b_offset for span in spec.spans}) == len(spec.spans)
 
 
@@ -146,18 +74,6 @@ def test_a_manifest_has_a_fused_module_once(tmp_path: Path) -> None:
     assert read_manifest(manifest_of(spec), spec.digest, plan) == spec
     with pytest.raises(AdapterRejected, match="not for this base model"):
         read_manifest(manifest_of(spec), spec.digest, replace(plan, layers=plan.layers[:1]))
-
-
-def test_an_adapter_that_arrives_becomes_the_same_image(tmp_path: Path) -> None:
-    plan = fused_plan("rotated in pairs", "alternating")
-    whole = read(write(tmp_path, plan), plan)
-    with TensorFile(tmp_path / TENSORS_NAME) as file:
-        layout = specify(tmp_path, file, plan)
-        arriving = ArrivingImage(file, layout, aligned_bytes(layout.spec.num_bytes))
-        for num_bytes in range(0, (tmp_path / TENSORS_NAME).stat().st_size + 1000, 1000):
-            arriving.advance(num_bytes)
-        assert arriving.finished().spec == whole.spec
-        assert (arriving.so_far().data == whole.data).all()
 
 
 # --- names ---
@@ -251,6 +167,18 @@ def test_a_layer_past_the_last_one_is_named(tmp_path: Path) -> None:
     plan = with_names(fused_plan())
     tensors = {name.replace("h.1.", "h.2."): values for name, values in tensors_of(plan).items()}
     assert "the base model has only 2 layers" in refusal(write(tmp_path, plan, tensors), plan)
+
+
+def test_layers_may_have_different_modules(tmp_path: Path) -> None:
+    fused = fused_plan()
+    plan = replace(fused, layers=(fused.layers[0], SPEC.plan.layers[1]))
+    adapter = read(write(tmp_path, plan), plan)
+    assert adapter.spec.targets == plan.targets
+    assert len(adapter.spec.spans) == 14
+    check_products(adapter, plan, tensors_of(plan))
+    assert "is not LoRA A or B of one of qkv_proj, o_proj, gate_up_proj, down_proj, q_proj" in refusal(
+        write(tmp_path, plan, tensors_of(fused)), plan
+    )
 
 
 # --- profiles ---
