@@ -21,10 +21,14 @@ KEYS = Keyring((SECRET,))
 SETTLED_S = 6.0  # after this time connected, both ways, two instances must not declare each other dead
 
 
-def protocol_of(name: str = "a", now: float = 0.0, *, keys: Keyring = KEYS, **settings: str) -> ClusterProtocol:
-    """Returns the protocol of an instance that starts at that time, connected to no other."""
+def protocol_of(
+    name: str = "a", now: float = 0.0, *, keys: Keyring = KEYS, seed: object = None, **settings: str
+) -> ClusterProtocol:
+    """Returns the protocol of an instance that starts at that time, connected to no other. `seed`: by default its
+    name."""
     given = {"cluster": "c", "model": "m", "name": name, "address": f"{name}:1"} | settings
-    return ClusterProtocol(ProtocolSettings(**given), keys, Random(name), now, WALL_MS + int(now * 1000))
+    wall_ms = WALL_MS + int(now * 1000)
+    return ClusterProtocol(ProtocolSettings(**given), keys, Random(str(seed or name)), now, wall_ms)
 
 
 K = TypeVar("K")

@@ -24,8 +24,8 @@ _ABSENT = int(Tier.ABSENT)
 # What one decision works on; see `policy_rules.py`.
 View = namedtuple(
     "View",
-    "fleet slot requests holds planned shares fractions classes class_rank costs latencies_ms draws estimated marked "
-    "members ranking kept pool chosen order known",
+    "fleet slot count requests holds planned shares fractions classes class_rank costs latencies_ms draws estimated "
+    "marked members ranking kept pool chosen order known",
 )
 
 
@@ -41,6 +41,7 @@ def view_of(fleet, slot):
     return View(
         fleet,
         slot,
+        fleet.members.size,
         fleet.requests_seen[slot],
         fleet.held[slot],
         plan.in_order[start:end],
@@ -146,13 +147,14 @@ def propose(fleet, slot, now, rng):
             fleet.held[slot, number] = _seen_tier(fleet, adapter, number) != _ABSENT
     view = view_of(fleet, slot)
     route.partial = policy != rules.RANK_AWARE
+    view.known[0] = 0
+    view.marked[:] = False
     if policy not in rules.BY_COST:
         rules.choose_first(view, policy, fleet.turns[route.router], rng)
         fleet.turns[route.router] += 1
         return now
     view.estimated[:] = False
     count = rules.rank_candidates(view, policy, setting.slo_ms, rng)
-    view.known[0] = 0
     if not setting.central:  # a scheduler that knows everything needs no quotes
         _ask(view, rules.shortlist(view, count, route.router, rng), now)
     rules.mark_known(view)

@@ -1,11 +1,12 @@
 """The routing policies by name, as the server uses them: `policy_rules.py` on the views that a router has."""
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from functools import cached_property
 from random import Random
 
 from caraserve.cluster.routing import policy_rules
-from caraserve.cluster.routing.cost import Arrival, CostEstimate
-from caraserve.cluster.routing.placement_plan import PlacementPlan, rendezvous
+from caraserve.cluster.routing.cost import Arrival, CostEstimate, cold_ms, cost_and_latency
+from caraserve.cluster.routing.placement_plan import rendezvous
 from caraserve.cluster.routing.policy_rules import AUTO, BY_COST, BY_PLAN, POLICIES, SHORTLIST
 from caraserve.cluster.routing.router import Fleet, LazyOrder, Proposal
 from caraserve.cluster.state.replicated_map import Tier
@@ -16,40 +17,65 @@ _NO_CLASS = -2  # of an instance that the plan lacks
 
 
 class RoutingView:
-    """What one decision works on, in lists by the instances' numbers; see `policy_rules.py`."""
+    """What one decision works on, in lists by the instances' numbers; see `policy_rules.py`. What few decisions need is
+    made when it is read."""
 
     def __init__(self, arrival: Arrival, fleet: Fleet, own_weight: float) -> None:
-        tiers, others = fleet.adapter_tiers(arrival.adapter)
-        instances = [*fleet.able.values()]
-        count = len(instances)
+        count = len(fleet.able)
+        self.count = count
         self.names = [*fleet.able]
-        self.requests = [one.backlog.requests for one in instances]
-        self.holds = [tiers.get(name, others) is not Tier.ABSENT for name in self.names]
-        self.planned: Sequence[int] = ()
-        self.shares: list[int] = []
-        self.fractions: list[float] = []
-        self.classes: list[int] = []
-        self.class_rank = -1
-        if fleet.plan is not None and arrival.adapter is not None:  # the base model pads no request and is everywhere
-            self._add_plan(arrival.adapter, arrival.rank, fleet.plan)
         self.costs, self.latencies_ms, self.draws = [0.0] * count, [0.0] * count, [0.0] * count
         self.estimated, self.marked = [False] * count, [False] * count
         self.members, self.ranking, self.kept = [0] * count, [0] * count, [0] * count
         self.pool, self.chosen = [0] * SHORTLIST, [0] * SHORTLIST
         self.order, self.known = [0] * count, [0]
-        self.estimate: Callable[[int], CostEstimate] = lambda number: instances[number].estimate(
-            arrival, tiers.get(self.names[number], others), own_weight
-        )
-
-    def _add_plan(self, adapter: str, rank: int, plan: PlacementPlan) -> None:
-        numbers = {name: number for number, name in enumerate(self.names)}
-        for instance, fraction in plan.shares.get(adapter, ()):
-            if instance in numbers:
-                self.shares.append(numbers[instance])
-                self.fractions.append(fraction)
+        # The base model pads no request and is everywhere.
+        self._plan = fleet.plan if arrival.adapter is not None else None
+        self._arrival, self._instances, self._own_weight = arrival, [*fleet.able.values()], own_weight
+        self._tiers, self._other_tier = fleet.adapter_tiers(arrival.adapter)
+        self.shares: list[int] = []
+        self.fractions: list[float] = []
+        if self._plan is not None and arrival.adapter is not None:
+            for instance, fraction in self._plan.shares.get(arrival.adapter, ()):
+                if (number := self.number_of(instance)) >= 0:
+                    self.shares.append(number)
+                    self.fractions.append(fraction)
         self.planned = sorted(self.shares)
-        self.classes = [plan.classes.get(name, _NO_CLASS) for name in self.names]
-        self.class_rank = policy_rules.class_for(plan.members, rank)
+
+    def number_of(self, name: str) -> int:
+        """Returns the number of an instance, or -1 if it is not able."""
+        number = bisect_left(self.names, name)
+        return number if number < self.count and self.names[number] == name else -1
+
+    @cached_property
+    def requests(self) -> list[int]:
+        """The number of requests of each instance."""
+        return [one.backlog.requests for one in self._instances]
+
+    @cached_property
+    def holds(self) -> list[bool]:
+        """Whether each instance has the adapter."""
+        return [self._tiers.get(name, self._other_tier) is not Tier.ABSENT for name in self.names]
+
+    @cached_property
+    def classes(self) -> list[int]:
+        """The rank that each instance is for by the plan; empty without a plan."""
+        return [] if self._plan is None else [self._plan.classes.get(name, _NO_CLASS) for name in self.names]
+
+    @cached_property
+    def class_rank(self) -> int:
+        """The class for requests of this rank."""
+        return policy_rules.class_for(() if self._plan is None else self._plan.members, self._arrival.rank)
+
+    def estimate(self, number: int) -> tuple[float, float]:
+        """Returns cost and latency of the request on an instance, by the load that it last published."""
+        one, arrival = self._instances[number], self._arrival
+        links = one.links
+        wait_ms = cold_ms(links, self._tiers.get(one.name, self._other_tier), arrival.adapter_bytes)
+        return cost_and_latency(
+            *(one.model, one.backlog, arrival.rank, arrival.prompt_tokens, arrival.output_tokens, arrival.slo_ms),
+            *(wait_ms, links.blocks_batch, self._own_weight),
+        )
 
     def known_names(self) -> list[str]:
         """Returns the names in the order so far."""
@@ -90,8 +116,7 @@ class Policy:
     def _by_cost(self, view: RoutingView, arrival: Arrival, fleet: Fleet, rng: Random) -> Proposal:
         """Proposes quotes from some of the best candidates; the rest of the ranking follows, then the others."""
         count = policy_rules.rank_candidates(view, self._number, arrival.slo_ms, rng)
-        me = view.names.index(fleet.me) if fleet.me in fleet.able else -1
-        asked = view.order[: policy_rules.shortlist(view, count, me, rng)]
+        asked = view.order[: policy_rules.shortlist(view, count, view.number_of(fleet.me), rng)]
         names = tuple(view.known_names())
         estimates = [CostEstimate(view.costs[number], view.latencies_ms[number]) for number in asked]
 

@@ -3,7 +3,8 @@
 Instances are numbered in the order of their names. `view` has what one decision works on, in lists here and in NumPy
 arrays in the simulator:
 
-    requests, holds           of each instance: its requests, and whether it has the adapter
+    count                     the number of instances
+    requests, holds           of each: its requests, and whether it has the adapter
     planned                   the adapter's instances by the plan, ascending
     shares, fractions         the same, the largest fraction first, and the fraction of each
     classes, class_rank       the rank that each instance is for by the plan, and the one for requests of this rank
@@ -70,7 +71,7 @@ def shuffle(rng: Any, numbers: Any, count: int, drawn: int) -> None:
 
 def mark_known(view: Any) -> None:
     """Marks the instances that are in the order, and no others."""
-    for number in range(len(view.requests)):
+    for number in range(view.count):
         view.marked[number] = False
     for at in range(view.known[0]):
         view.marked[view.order[at]] = True
@@ -86,15 +87,15 @@ def append(view: Any, number: int) -> None:
 
 def all_members(view: Any) -> int:
     """Makes all instances members. Returns their number."""
-    for number in range(len(view.requests)):
+    for number in range(view.count):
         view.members[number] = number
-    return len(view.requests)
+    return int(view.count)
 
 
 def holding_members(view: Any, holding: bool) -> int:
     """Makes those instances members that hold the adapter, or those that do not. Returns their number."""
     count = 0
-    for number in range(len(view.requests)):
+    for number in range(view.count):
         if view.holds[number] == holding:
             view.members[count] = number
             count += 1
@@ -214,7 +215,7 @@ def rank_candidates(view: Any, policy: int, slo_ms: float, rng: Any) -> int:
 
 
 def shortlist(view: Any, count: int, me: int, rng: Any) -> int:
-    """Starts the order with those of the `count` best whose exact quotes are worth a round trip, in order of the
+    """Starts an empty order with those of the `count` best whose exact quotes are worth a round trip, in order of the
     ranking. Returns how many. `me`: the router's own instance; its state is at hand: a fifth quote at no cost, and no
     forwarding if it is the best."""
     pool, chosen = view.pool, view.chosen
@@ -233,7 +234,6 @@ def shortlist(view: Any, count: int, me: int, rng: Any) -> int:
         chosen[at] = pool[at]
     if within_slo:
         shuffle(rng, chosen, size, asked)
-    view.known[0] = 0
     for at in range(size):
         wanted = pool[at] == me
         for drawn in range(size - asked, size):
@@ -277,16 +277,14 @@ def draw_by_plan(view: Any, rng: Any) -> None:
 
 
 def choose_first(view: Any, policy: int, turn: int, rng: Any) -> None:
-    """Starts the order by a policy that is not in `BY_COST`. `turn`: the number of requests that this router has routed
-    before. There is at least one instance.
+    """Starts an empty order by a policy that is not in `BY_COST`. `turn`: the number of requests that this router has
+    routed before. There is at least one instance.
 
     Random; round robin; first-fit (Punica): those with room by name, which fills instances one by one up to a batch
     size; most idle (Toppings' baseline): the fewest requests; dLoRA: the fewest among the adapter's holders; by plan
     (LoRAServe): drawn by fraction φ, of which S-LoRA's static plans have one of 1.
     """
-    view.known[0] = 0
-    mark_known(view)
-    count = len(view.requests)
+    count = view.count
     if policy == ROUND_ROBIN:
         append(view, turn % count)
     elif policy == FIRST_FIT:
@@ -309,7 +307,7 @@ def choose_first(view: Any, policy: int, turn: int, rng: Any) -> None:
 def complete(view: Any, policy: int, rng: Any) -> None:
     """Adds all instances that are not in the order, which only refused requests need."""
     mark_known(view)
-    count = len(view.requests)
+    count = view.count
     if policy == AUTO:  # smaller groups first, in each the least busy first
         for which in range(3):
             append_by_requests(view, group_members(view, which))

@@ -116,8 +116,7 @@ class Reconciler:
                 return
             else:
                 self._missing.rotate(-1)
-                self._moves[name] = task = asyncio.create_task(self._download(name))
-                task.add_done_callback(lambda _, name=name: self._moves.pop(name))
+                self._moves[name] = asyncio.create_task(self._download(name))
 
     async def _download(self, name: str) -> None:
         try:
@@ -126,6 +125,8 @@ class Reconciler:
                 return
         except Exception:  # a defect in this code must not end the other moves
             log.exception("adapter %s could not be moved here", name)
+        finally:
+            del self._moves[name]
         self.failed += 1
         self._retry_s[name] = self._now() + _RETRY_S
 

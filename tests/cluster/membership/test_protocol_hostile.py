@@ -46,7 +46,7 @@ def exchange(one: ClusterProtocol, other: ClusterProtocol, now: float) -> list[t
 def test_recorded_frames_are_not_accepted_on_another_connection() -> None:
     one, other, frames = pair()
     frames += exchange(one, other, 0.3)
-    victim = protocol_of("b", 10.0)
+    victim = protocol_of("b", 10.0, seed="restarted")
     victim.connected(1, 10.0)
     for _ in range(2):
         for to, frame in frames:
