@@ -5,11 +5,12 @@ workers beyond their computing, over shared memory and over a UNIX socket; and c
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
 from rich.console import Console
 
@@ -29,6 +30,7 @@ from caraserve.model.dtype import Dtype
 from caraserve.telemetry.progress import terminal_bar
 
 _ROUND_TRIP_RANK = 64
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,30 +142,28 @@ def _steps(parts: Sequence[str], effort: LoraEffort, cores: int) -> int:
 
 
 def _measure(report: LoraReport, parts: Sequence[str], effort: LoraEffort, advance: Callable[[], None]) -> None:
+    def keep(found: list[T], points: Iterable[T]) -> None:
+        for point in points:
+            found.append(point)
+            advance()
+
     if "kernels" in parts:
         with pinned_process(report.cores[:1]) as pool:
-            for dtype, rank, tokens in product(effort.dtypes, effort.ranks, effort.tokens):
-                case = KernelCase(effort.hidden, dtype, rank, tokens)
-                report.kernels.append(pool.submit(measure, case).result())
-                advance()
+            cases = product((effort.hidden,), effort.dtypes, effort.ranks, effort.tokens)
+            keep(report.kernels, (pool.submit(measure, KernelCase(*case)).result() for case in cases))
     if "gpu" in parts:
         report.gpu += _gpu_bench().gpu_points(effort.gpu_s)
         advance()
     if not {"round-trip", "threads"} & set(parts):
         return
-    adapters = [(Dtype.F16, _ROUND_TRIP_RANK), *((Dtype.F32, rank) for rank in effort.ranks)]
-    with HandoffBench(effort.hidden, adapters, report.cores) as bench:
+    rank, cores = _ROUND_TRIP_RANK, report.cores
+    adapters = [(Dtype.F16, rank), *((Dtype.F32, each) for each in effort.ranks)]
+    with HandoffBench(effort.hidden, adapters, cores) as bench:
         if "round-trip" in parts:
-            points = round_trips(
-                bench, effort.hidden, _ROUND_TRIP_RANK, effort.round_trip_tokens, report.cores, effort.hand_offs
-            )
-            for point in points:
-                report.round_trips.append(point)
-                advance()
+            prompts, repeats = effort.round_trip_tokens, effort.hand_offs
+            keep(report.round_trips, round_trips(bench, effort.hidden, rank, prompts, cores, repeats))
         if "threads" in parts:
-            for compared in beside_threads(bench, effort.hidden, effort.ranks, report.cores, effort.rounds):
-                report.threads.append(compared)
-                advance()
+            keep(report.threads, beside_threads(bench, effort.hidden, effort.ranks, cores, effort.rounds))
 
 
 def _show(report: LoraReport, save: Path | None, as_line: bool) -> None:
