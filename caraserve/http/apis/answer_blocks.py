@@ -14,7 +14,7 @@ from caraserve.http.api_request import AnswerWriter, ResponseTotals, TokenCounts
 from caraserve.http.apis.reasoning import Reasoning, add_tokens
 from caraserve.http.apis.tool_calls import CallableTools, new_call_id
 from caraserve.http.whole_answer import WholeAnswer
-from caraserve.tokenizer.tool_format import CallStart, TextPart, ToolCallParser, ToolEvent, pieces
+from caraserve.tokenizer.tool_format import CallStart, TextPart, ToolCallParser, pieces
 from caraserve.util.tasks import in_turns
 
 BlockKind = Literal["reasoning", "text", "call"]
@@ -68,11 +68,15 @@ class AnswerBlocks:
             reasoning, text = self._reasoning.push(text, is_last=is_last)
             if reasoning and self._shows_reasoning:
                 self._add(changes, "reasoning", reasoning)
-        for event in self._tool_events(text, is_last):
-            if isinstance(event, CallStart):
-                self._start(changes, "call", event.name)
-            else:
-                self._add(changes, "text" if isinstance(event, TextPart) else "call", event.text)
+        if self._parser is None:
+            if text:
+                self._add(changes, "text", text)
+        else:
+            for event in self._parser.push(text) + (self._parser.finish() if is_last else []):
+                if isinstance(event, CallStart):
+                    self._start(changes, "call", event.name)
+                else:
+                    self._add(changes, "text" if isinstance(event, TextPart) else "call", event.text)
         if is_last:
             if not self._blocks:
                 self._start(changes, "text")
@@ -86,17 +90,13 @@ class AnswerBlocks:
         self.push("", is_last=True)
         return self._blocks
 
-    def _tool_events(self, text: str, is_last: bool) -> list[ToolEvent]:
-        if self._parser is None:
-            return [TextPart(text)] if text else []
-        return self._parser.push(text) + (self._parser.finish() if is_last else [])
-
     def _add(self, changes: list[BlockChange], kind: BlockKind, text: str) -> None:
         if not self._blocks or self._blocks[-1].kind != kind:
             self._start(changes, kind)
+        block = self._blocks[-1]
         if self._keeps_text:
-            self._blocks[-1].parts.append(text)
-        changes.append(BlockChange("add", self._blocks[-1], text))
+            block.parts.append(text)
+        changes.append(BlockChange("add", block, text))
 
     def _start(self, changes: list[BlockChange], kind: BlockKind, name: str = "") -> None:
         if self._blocks:

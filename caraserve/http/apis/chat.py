@@ -2,7 +2,7 @@
 
 import dataclasses
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from caraserve.core.reasoning_progress import ReasoningProgress
@@ -247,7 +247,7 @@ class ChatChoice(Choice):
         if self.progress is not None:
             self.progress.add(delta.token_ids)
         changes = self.blocks.push(delta.text, is_last=delta.finish is not None)
-        parts = [part for change in changes for part in self._parts(change)]
+        parts = [part for change in changes if (part := self._part(change)) is not None]
         if not parts and (delta.logprobs or (self.return_token_ids and delta.token_ids)):
             parts = [{"content": ""}]
         new = [self._chunk(part) for part in parts]
@@ -259,16 +259,18 @@ class ChatChoice(Choice):
             new.append(self._chunk({}) | self._finish_fields(delta.finish))
         return chunks + new
 
-    def _parts(self, change: BlockChange) -> Iterator[dict[str, Any]]:
-        """The `delta` objects that a change of a block becomes."""
-        kind = change.block.kind
-        if change.kind == "start" and kind == "call":
-            self._num_calls += 1
-            yield {"tool_calls": [{"index": self._num_calls - 1, **_call(change.block, "")}]}
-        elif change.kind == "add" and kind == "call":
-            yield {"tool_calls": [{"index": self._num_calls - 1, "function": {"arguments": change.text}}]}
-        elif change.kind == "add":
-            yield dict.fromkeys(_REASONING if kind == "reasoning" else ("content",), change.text)
+    def _part(self, change: BlockChange) -> dict[str, Any] | None:
+        """The `delta` object that a change of a block becomes; None for none."""
+        what, block, text = change
+        if what == "add" and block.kind == "text":
+            return {"content": text}
+        if what == "add" and block.kind == "reasoning":
+            return dict.fromkeys(_REASONING, text)
+        if block.kind != "call" or what == "end":
+            return None
+        self._num_calls += what == "start"
+        call = _call(block, "") if what == "start" else {"function": {"arguments": text}}
+        return {"tool_calls": [{"index": self._num_calls - 1, **call}]}
 
     def _finish_fields(self, finish: Finish | None) -> dict[str, Any]:
         """With calls, also of a named function, the reason is `tool_calls`, unless the answer was cut off."""
