@@ -210,10 +210,10 @@ class _Loader:
             kind, body = structs.ATTENTION, self._attention(block.body, offsets)
         else:
             assert isinstance(block.body, Mlp)
-            kind, body = structs.MLP, self._mlp(block.body, offsets)
+            kind, body = structs.MLP, self._mlp(block.body, group_in, offsets)
         return structs.filled(
             structs.BLOCK,
-            kind=kind,
+            kind=int(kind),
             body=self._memory.records(body),
             pre=self._norm(block.pre, hidden),
             post=self._norm(block.post, hidden),
@@ -252,7 +252,7 @@ class _Loader:
             q=offsets["q"],
             k=offsets["k"],
             v=offsets.get("v", offsets["k"]),
-            gate=offsets["gate"] if body.gated else structs.NO_COLUMN,
+            gate=offsets["gate"] if body.gated else int(structs.NO_COLUMN),
             q_norm=self._norm(body.q_norm, body.head_dim, body.heads),
             k_norm=self._norm(body.k_norm, body.head_dim, body.kv_heads),
             v_norm=self._norm(body.v_norm, body.head_dim, body.kv_heads),
@@ -263,9 +263,14 @@ class _Loader:
             cap=body.cap or 0.0,
         )
 
-    def _mlp(self, body: Mlp, offsets: Mapping[str, int]) -> NDArray[np.void]:
-        gate = offsets["gate"] if body.is_gated else structs.NO_COLUMN
-        return structs.filled(structs.MLP_BODY, activation=ACTIVATIONS[body.activation], gate=gate, up=offsets["up"])
+    def _mlp(self, body: Mlp, group: Group, offsets: Mapping[str, int]) -> NDArray[np.void]:
+        return structs.filled(
+            structs.MLP_BODY,
+            activation=ACTIVATIONS[body.activation],
+            gate=offsets["gate"] if body.is_gated else int(structs.NO_COLUMN),
+            up=offsets["up"],
+            panels=ceil_div(group.widths[0], PANEL),
+        )
 
     # --- vectors ---
 
