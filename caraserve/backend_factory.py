@@ -104,8 +104,6 @@ def check_options(spec: ModelSpec, model: ModelConfig, engine: EngineConfig, lor
     if device == "cuda":
         _check_cuda_options(spec, lora)
         return
-    if engine.attention_backend == "flashinfer":
-        raise ConfigError("--attention-backend flashinfer needs a GPU, and this is a CPU; leave it out")
     _kv_bytes(spec, _context(spec, model), engine.kv_cache_bytes)
 
 
@@ -169,16 +167,13 @@ def build_cuda_backend(
 ) -> ServingBackend:
     """Returns a backend on the first visible GPU, with captured graphs; its LoRA workers are not started."""
     from caraserve.gpu.backend import CudaBackend
+    from caraserve.gpu.builder import GRAPH_BYTES, GpuSizes
     from caraserve.gpu.checkpoint import load_checkpoint
-    from caraserve.gpu.driver.modules import open_device
-    from caraserve.gpu.forward.builder import GRAPH_BYTES, GpuSizes
-    from caraserve.gpu.forward.flashinfer_prefill import check_flashinfer
+    from caraserve.gpu.kernels.cuda_kernels import open_device
     from caraserve.gpu.weights import TORCH_DTYPES, dummy, load, progress_steps
 
     assert model.model is not None
     dtype, context = dtype_of(spec, model.dtype), _context(spec, model)
-    if uses_flashinfer := engine.attention_backend == "flashinfer":
-        check_flashinfer(spec, dtype)
     seqs, lora_cpus = engine.max_num_seqs or _GPU_SEQS, _lora_cpus(lora)
     sys.setswitchinterval(_SWITCH_S)
     device = open_device(dtype)
@@ -202,7 +197,6 @@ def build_cuda_backend(
         pool_bytes=engine.kv_cache_bytes,
         padded_rank=lora.padded_rank,
         merging=lora.mode.merges,
-        flashinfer=uses_flashinfer,
         lora_cpus=lora_cpus,
     )
     backend = CudaBackend(spec, weights, sizes, device, trace)

@@ -28,35 +28,45 @@ from caraserve.util.option_values import (
     url,
 )
 
+# The policies of `cluster/routing/policies.py`; --routing takes `local` too, which needs none.
 ROUTINGS = (
     *("auto", "rank-aware", "loraserve", "random", "round-robin", "first-fit", "most-idle", "dlora"),
-    *("s-lora-random", "s-lora-contiguous", "local"),
+    *("s-lora-random", "s-lora-contiguous"),
 )
 LORA_KERNELS = ("bgmv", "bgmv-padded")
 _PADDED_RANK = 64  # rows that every module is stored with on a GPU with bgmv-padded
 _DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
 _LOAD_FORMATS = {"safetensors": "auto", "hf": "auto"}
-# Other servers' names. What only they have is computed by our kernels.
-_ATTENTION_BACKENDS = dict.fromkeys(("triton_attn", "flash_attn", "fa2", "fa3", "fa4"), "triton")
 _FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
 _SIZE: dict[str, Any] = {"type": size, "metavar": "SIZE"}
 _COUNT: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
 _TOKENS: dict[str, Any] = {"type": tokens, "metavar": "TOKENS"}
 _LIST: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
+_KEYS = _LIST | {"type": key, "metavar": "KEY"}
 _SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
 
 
 @dataclass(frozen=True, slots=True)
 class LoadingMode:
-    """What happens when a request's adapter is not on the device."""
+    """What happens when a request's adapter is not on the device.
+
+    A mode is a row of `LOADING_MODES`, and rules in `lora/start_policy.py` if none of the others' hold. All other parts
+    ask what they need to know here, never for a mode's name.
+    """
 
     name: str
-    preloads: bool = False  # all adapters are on the device from the start, and stay there
+    preloads: bool = False  # all adapters are on the device from the start, and stay there: none comes or goes later
     merges: bool = False  # adapters are merged into the base weights by turns
     stops_others: bool = False  # no iteration runs while an adapter is loading
     is_layerwise: bool = False  # a prefill may start before all layers of its adapter have arrived
     uses_workers: bool = False  # CPU workers compute layers that have not arrived
     chooses: bool = False  # for each request, by predicted times, whether to wait or to use CPU workers
+    without_profile: str = ""  # the mode in its place where this machine is not profiled; empty: needs no profile
+
+    @property
+    def needs_profile(self) -> bool:
+        """Whether it is predicted when a layer will be needed, by a profile of this machine."""
+        return self.without_profile != ""
 
 
 LOADING_MODES = {
@@ -66,9 +76,9 @@ LOADING_MODES = {
         LoadingMode("merged", preloads=True, merges=True),
         LoadingMode("ondemand", stops_others=True),
         LoadingMode("overlapped"),
-        LoadingMode("pipelined", is_layerwise=True),
-        LoadingMode("assisted", is_layerwise=True, uses_workers=True),
-        LoadingMode("auto", is_layerwise=True, uses_workers=True, chooses=True),
+        LoadingMode("pipelined", is_layerwise=True, without_profile="overlapped"),
+        LoadingMode("assisted", is_layerwise=True, uses_workers=True, without_profile="overlapped"),
+        LoadingMode("auto", is_layerwise=True, uses_workers=True, chooses=True, without_profile="overlapped"),
     )
 }
 PRELOADED_MODES = tuple(name for name, mode in LOADING_MODES.items() if mode.preloads)
@@ -107,12 +117,8 @@ class ModelConfig(_FromArgs):
             metavar="MODEL",
             help="Hugging Face model folder; may also come before all options, without --model (default: the demo)",
         )
-        add(
-            "--served-model-name",
-            **_LIST,
-            metavar="NAME",
-            help="names of the base model in the API; the first is listed",
-        )
+        names = _LIST | {"metavar": "NAME"}
+        add("--served-model-name", **names, help="names of the base model in the API; the first is listed")
         add(
             "--dtype",
             type=lambda text: _DTYPES.get(text, text),
@@ -166,6 +172,11 @@ class LoraConfig(_FromArgs):
         return LOADING_MODES[self.loading_mode]
 
     @property
+    def takes_uploads(self) -> bool:
+        """Whether clients may add and remove adapters over HTTP."""
+        return self.allow_runtime_lora_updating and not self.mode.preloads
+
+    @property
     def padded_rank(self) -> int | None:
         """Returns the rank at which a GPU stores every adapter, or None for each adapter's own rank."""
         return _PADDED_RANK if self.lora_kernel == "bgmv-padded" else None
@@ -175,15 +186,12 @@ class LoraConfig(_FromArgs):
         add = parser.add_argument_group("adapters").add_argument
         add(
             "--lora-modules",
-            **_LIST,
-            type=lora_module,
-            metavar="NAME=PATH",
+            **_LIST | {"type": lora_module, "metavar": "NAME=PATH"},
             help="adapters to serve: PEFT folders by name, or vLLM's JSON form",
         )
         add(
             "--adapters-dir",
-            type=Path,
-            metavar="DIR",
+            **_FILE | {"metavar": "DIR"},
             help="serve each folder in DIR as an adapter of the same name, also those that come or change later",
         )
         add("--registry", **_FILE, help="SQLite file that stores the adapter registry")
@@ -241,16 +249,12 @@ class LoraConfig(_FromArgs):
         )
         add(
             "--allow-adapter-path",
-            type=Path,
-            action="append",
-            default=[],
-            metavar="ROOT",
+            **_FILE | {"metavar": "ROOT", "action": "append", "default": []},
             help="allow loading adapters from ROOT at run time, besides --adapters-dir; may be repeated",
         )
         add(
             "--max-lora-rank",
-            type=at_least(1),
-            metavar="RANK",
+            **_COUNT | {"metavar": "RANK"},
             help="reject adapters of higher rank; reserves no memory (default: no limit)",
         )
         add(
@@ -274,7 +278,6 @@ class EngineConfig(_FromArgs):
     cpu_threads: int | None
     seed: int
     trace: Path | None
-    attention_backend: str = "triton"
     enforce_eager: bool = False
     max_unread_bytes: int | None = None
 
@@ -295,14 +298,6 @@ class EngineConfig(_FromArgs):
         add("--enable-prefix-caching", **_SWITCH, default=True, help="reuse KV blocks of equal prompt prefixes")
         add("--cpu-threads", **_COUNT, help="compute threads (default: one less than the cores, but both of two)")
         add("--seed", type=int, default=0, help="seed of requests without one, and of dummy weights")
-        add(
-            "--attention-backend",
-            type=lambda text: _ATTENTION_BACKENDS.get(text.lower(), text.lower()),
-            choices=("triton", "flashinfer"),
-            default="triton",
-            help="on a GPU; flashinfer: attend with large prompt chunks by FlashInfer, where no captured graph serves "
-            "them, so that a request's last bits depend on the others",
-        )
         add("--enforce-eager", **_SWITCH, default=False, help="on a GPU: launch kernels one by one, without graphs")
         add(
             "--max-unread-bytes",
@@ -350,19 +345,11 @@ class HttpConfig(_FromArgs):
         add("--port", type=parse_port, default=8000, help="port to listen on; 0 picks a free one")
         add(
             "--api-key",
-            **_LIST,
-            type=key,
-            metavar="KEY",
+            **_KEYS,
             help="client keys; if any is set, all routes need a key but /health, /ready, /ping and the files of the "
             "web page, which hold no data",
         )
-        add(
-            "--admin-key",
-            **_LIST,
-            type=key,
-            metavar="KEY",
-            help="keys that may also load and unload adapters; if any is set, no other key may",
-        )
+        add("--admin-key", **_KEYS, help="keys that may also load and unload adapters; if any is set, no other key may")
         add(
             "--api-key-file",
             **_FILE,
@@ -371,9 +358,7 @@ class HttpConfig(_FromArgs):
         )
         add(
             "--allowed-origins",
-            **_LIST,
-            type=origin,
-            metavar="ORIGIN",
+            **_LIST | {"type": origin, "metavar": "ORIGIN"},
             help="web origins to allow (CORS), such as https://chat.example; * for all. Without keys, a server on a "
             "loopback address is also reached by the host names of these",
         )
@@ -475,7 +460,7 @@ class ClusterConfig(_FromArgs):
         add("--cluster-tls-ca", **_FILE, help="CA, PEM; accept only instances with a certificate signed by it")
         add(
             "--routing",
-            choices=ROUTINGS,
+            choices=(*ROUTINGS, "local"),
             help="policy that chooses the instance for a request (default: auto); local: the instance that gets it, "
             "for use behind a router",
         )

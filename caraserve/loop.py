@@ -6,7 +6,7 @@ are in flight, so the device never waits for the event loop. Everything here run
 A request that ends while its next iteration is already launched gives its slot and blocks back at once: the backend
 applies batches in launch order, so their next owner writes after that iteration has read. Its result is dropped.
 
-When a client disconnects, `_expire` ends its request, and `RequestSlots.release` returns its slot, KV blocks and
+When a client disconnects, `_expire` ends its request, and `SlotAllocator.release` returns its slot, KV blocks and
 adapter. A full queue refuses requests in `_submit` (429).
 """
 
@@ -27,10 +27,9 @@ from caraserve.engine.executor import Executor, Iteration
 from caraserve.engine.iteration_times import IterationTime, IterationTimes, IterationWork
 from caraserve.engine.merge_policy import MergePolicy
 from caraserve.engine.queues import RequestQueues
-from caraserve.engine.request_counts import RequestCounts
-from caraserve.engine.request_slots import RequestSlots
 from caraserve.engine.side_batches import SideBatches
-from caraserve.engine.stats import EngineLoad, IterationObserver, rank_of, snapshot_of
+from caraserve.engine.slot_allocator import SlotAllocator
+from caraserve.engine.stats import EngineLoad, IterationObserver, RequestCounts, rank_of, snapshot_of
 from caraserve.engine.token_stream import TokenStream
 from caraserve.engine.unread import UnreadAnswer, UnreadBudget, default_budget_bytes
 from caraserve.errors import (
@@ -102,7 +101,7 @@ class Engine:
         self._wake = asyncio.Event()
         self.unread = UnreadBudget(config.max_unread_bytes or default_budget_bytes(), self._wake.set)
         limits, manager = backend.limits, catalog.manager
-        self._slots = RequestSlots(backend, manager, tokenizer.eos_ids, prefix_caching=config.enable_prefix_caching)
+        self._slots = SlotAllocator(backend, manager, tokenizer.eos_ids, prefix_caching=config.enable_prefix_caching)
         launcher = BatchLauncher(backend, self._slots)
         self._side_batches = SideBatches(backend, manager, self._slots, launcher, self._wake.set)
         self._queues = RequestQueues(

@@ -32,17 +32,17 @@ from caraserve.loop import Engine
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.aliases import Aliases
 from caraserve.lora.catalog import Catalog, CatalogRules
+from caraserve.lora.folder_contents import why_alias
 from caraserve.lora.folder_watch import FolderWatch
 from caraserve.lora.management import AdapterManagement
 from caraserve.lora.manager import AdapterManager
-from caraserve.lora.refused_folders import why_alias
 from caraserve.lora.registry import Registry
 from caraserve.lora.replicated_settings import ReplicatedSettings
 from caraserve.lora.settings import SettingsStore
 from caraserve.lora.uploads import AdapterUploads
 from caraserve.model.digest import model_digest
 from caraserve.model.spec import ModelSpec, load_spec
-from caraserve.profiling.apply import check_profile, loading_rules, tuned
+from caraserve.profiling.apply import check_profile, loading_rules, prepare_machine
 from caraserve.start_checks import (
     adapter_folders,
     check_names,
@@ -62,7 +62,7 @@ from caraserve.util.garbage import GarbageCollector
 from caraserve.util.option_values import LoraModule
 
 if TYPE_CHECKING:
-    from caraserve.cluster.membership.node import Node
+    from caraserve.cluster.membership.member import Member
     from caraserve.http.access.api_keys import ApiKeys
     from caraserve.http.api_request import RequestRouter
 
@@ -101,7 +101,7 @@ def _with_demo_adapters(lora: LoraConfig) -> LoraConfig:
     given = {module.name for module in lora.lora_modules}
     bundled = [LoraModule(name, demo.adapters_folder() / name) for name in demo.ADAPTER_NAMES if name not in given]
     uploads = None
-    if lora.allow_runtime_lora_updating and not lora.mode.preloads:
+    if lora.takes_uploads:
         with contextlib.suppress(RuntimeError):  # no home
             folder = data_folder("adapters")
             uploads = None if why_unwritable(folder) else folder
@@ -129,7 +129,7 @@ async def build_engine(
     `has_peers`: the machine is profiled in every loading mode, as others route to it by its profile. Raises ConfigError
     or ModelLoadError.
     """
-    from caraserve.http.adapter_defaults import read_defaults
+    from caraserve.http.body.sampling import read_defaults
 
     observers = observers or EngineObservers()
     folder = model_config.model
@@ -154,7 +154,9 @@ async def build_engine(
     backend = build_backend(spec, model_config, engine_config, lora_config, trace)
     stack.callback(backend.close)
     with progress("measuring this machine", 100, done="machine measured") as advance:
-        profile = tuned(backend, spec, model_config, engine_config, lora_config, advance, for_routing=has_peers)
+        profile = prepare_machine(
+            *(backend, spec, model_config, engine_config, lora_config), advance, for_routing=has_peers
+        )
     loop = asyncio.get_running_loop()
 
     def on_loop(call: Callable[[], None]) -> None:
@@ -309,6 +311,7 @@ async def serve(
     server cannot start, and ConfigError if the cluster rejects it.
     """
     from caraserve import serve_cluster
+    from caraserve.cluster.node import LocalParts
     from caraserve.http.access.api_keys import ApiKeys
     from caraserve.http.app import make_app, start_http
     from caraserve.http.generation import LocalRouter
@@ -336,11 +339,19 @@ async def serve(
         cluster = None
         if credentials is not None:
             digest = model_identity(model_config, engine_config, served.spec)
-            cluster = serve_cluster.make_cluster(
-                *(stack, cluster_config, credentials, lora_config, engine, observers),
-                *(served.reader, served.settings, served.management.uploads, served.spec, digest),
+            local = LocalParts(
+                engine=engine,
+                observers=observers,
+                reader=served.reader,
+                settings=served.settings,
+                uploads=served.management.uploads,
+                spec=served.spec,
+                model_digest=digest,
+                profile=served.profile,
+                metrics=metrics,
             )
-        background = cluster.node.background if cluster else BackgroundTasks()
+            cluster = serve_cluster.make_cluster(stack, cluster_config, lora_config, credentials, local)
+        background = cluster.member.background if cluster else BackgroundTasks()
         tracer = None
         if http_config.otlp_traces_endpoint is not None:
             name = cluster_config.name or f"{http_config.host}:{http_config.port}"
@@ -356,7 +367,7 @@ async def serve(
             metrics,
             allow_lora_updates=lora_config.allow_runtime_lora_updating,
             router=router,
-            cluster=cluster.node if cluster else None,
+            cluster=cluster.member if cluster else None,
             background=background,
             management=served.management,
             keys=keys,
@@ -373,7 +384,7 @@ async def serve(
             watch = FolderWatch(lora_config.adapters_dir, engine.catalog, served.management.aliases)
             background.run(stack, watch.run, "watch of --adapters-dir")
         if cluster is not None:
-            await cluster.start(stack, app, http_config, port, metrics, served.profile)
+            await cluster.start(stack, app, http_config, port)
             rereads.append(cluster.reread)
         collector = GarbageCollector(lambda: engine.is_idle)
         collector.settle()
@@ -381,14 +392,14 @@ async def serve(
         if warning := exposure(http_config):
             log.warning("%s", warning)
         _announce(served, http_config, port)
-        await _stopped(stop, cluster.node if cluster else None)
+        await _stopped(stop, cluster.member if cluster else None)
         log.info(
             "draining: no new requests; up to %.0f s for those running, which a second Ctrl-C or SIGTERM ends at once",
             http_config.drain_timeout_s,
         )
         await _drain(engine, router, http_config.drain_timeout_s)
-        if cluster is not None and cluster.node.ended.done():
-            cluster.node.ended.result()
+        if cluster is not None and cluster.member.ended.done():
+            cluster.member.ended.result()
 
 
 def _watch_files(
@@ -416,11 +427,11 @@ async def _drain(engine: Engine, router: "RequestRouter", timeout_s: float) -> N
     await router.drain(ends_s - clock())
 
 
-async def _stopped(stop: asyncio.Event, node: "Node | None") -> None:
+async def _stopped(stop: asyncio.Event, member: "Member | None") -> None:
     """Waits for a signal, or until the cluster has rejected this instance."""
     waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(stop.wait())]
-    if node is not None:
-        waits.append(node.ended)
+    if member is not None:
+        waits.append(member.ended)
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     waits[0].cancel()
 

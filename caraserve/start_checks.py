@@ -19,7 +19,7 @@ def check_paths(model: ModelConfig, lora: LoraConfig) -> None:
         raise ConfigError(f"--chat-template {str(model.chat_template)!r} is not a file")
     if lora.adapters_dir is not None and (problem := _why_no_folder(lora.adapters_dir)):
         raise ConfigError(f"--adapters-dir {problem}; make the folder, or give another one")
-    if lora.adapters_dir is not None and lora.allow_runtime_lora_updating and not lora.mode.preloads:
+    if lora.adapters_dir is not None and lora.takes_uploads:
         _check_takes_uploads(lora.adapters_dir)
     for root in lora.allow_adapter_path:
         if problem := _why_no_folder(root):

@@ -68,7 +68,7 @@ class Streamed:
 
 
 @dataclass
-class Aside:
+class SideBatch:
     """A side batch that has begun."""
 
     row: ScheduledRow
@@ -94,7 +94,7 @@ class FakeBackend:
     copies: list[Callable[[bool], None]] = field(default_factory=list)  # beside the lane; each ends as one of its jobs
     resizes: list[Callable[[], None]] = field(default_factory=list)  # growths of the KV pool under way
     resize_failure: Exception | None = None  # ends every growth
-    asides: list[Aside] = field(default_factory=list)  # begun; `end_aside` ends each
+    side_batches: list[SideBatch] = field(default_factory=list)  # begun; `end_side_batch` ends each
     arriving: set[int] = field(default_factory=set)  # slots
     streamed: dict[int, Streamed] = field(default_factory=dict)  # by adapter slot, until all layers are in host memory
     bound: dict[int, int] = field(default_factory=lambda: {BASE_ADAPTER_SLOT: BASE})
@@ -121,7 +121,7 @@ class FakeBackend:
         self.launched.append(plan)
         self._check_launched(plan)
         if plan.is_side_batch:
-            self.lane.append(lambda: self._begin_aside(plan, done))
+            self.lane.append(lambda: self._begin_side_batch(plan, done))
         else:
             self.lane.append(lambda: done(self._run(plan)))
 
@@ -131,54 +131,56 @@ class FakeBackend:
         if beyond:
             self.faults.append(f"blocks {beyond} are named of {self.kv_blocks}")
         if taken := {row.slot for row in plan.rows} & {other.rows[0].slot for other in self._under_way}:
-            self.faults.append(f"slots {taken} are in a plan aside")
+            self.faults.append(f"slots {taken} are in a side batch")
         if plan.is_side_batch:
             self._under_way.append(plan)
             if len(self._under_way) > self.limits.assisted_batches + self.limits.streamed_batches:
-                self.faults.append(f"{len(self._under_way)} plans are aside")
+                self.faults.append(f"{len(self._under_way)} side batches are under way")
         if any(row.assist for row in plan.rows) and self.limits.assisted_batches and not plan.is_side_batch:
             self.faults.append("workers are to help within an iteration")
 
-    def _begin_aside(self, plan: Batch, done: Callable[[StepResult | Exception], None]) -> None:
+    def _begin_side_batch(self, plan: Batch, done: Callable[[StepResult | Exception], None]) -> None:
         self._apply(plan)
         (row,) = plan.rows
 
-        def told(outcome: StepResult | Exception) -> None:
+        def settle(outcome: StepResult | Exception) -> None:
             self._under_way.remove(plan)
             done(outcome)
 
         streamed = self._bound_streams.get(row.adapter_slot)
-        self.asides.append(
-            Aside(row, self._history[row.slot], self.bound[row.adapter_slot], self.now_s, streamed, told)
+        self.side_batches.append(
+            SideBatch(row, self._history[row.slot], self.bound[row.adapter_slot], self.now_s, streamed, settle)
         )
-        self._void(lambda aside: aside.streamed is not None and aside.streamed.is_cut)
+        self._void(lambda side_batch: side_batch.streamed is not None and side_batch.streamed.is_cut)
 
-    def may_end(self, aside: Aside) -> bool:
+    def may_end(self, side_batch: SideBatch) -> bool:
         """Returns whether all layers that a side batch waits for are in host memory."""
-        return aside.streamed is None or aside.streamed.is_whole
+        return side_batch.streamed is None or side_batch.streamed.is_whole
 
-    def _void(self, which: Callable[[Aside], bool]) -> None:
-        for aside in [aside for aside in self.asides if which(aside) and not self.may_end(aside)]:
-            self.end_aside(self.asides.index(aside), "void")
+    def _void(self, which: Callable[[SideBatch], bool]) -> None:
+        for side_batch in [
+            side_batch for side_batch in self.side_batches if which(side_batch) and not self.may_end(side_batch)
+        ]:
+            self.end_side_batch(self.side_batches.index(side_batch), "void")
 
-    def end_aside(self, index: int, outcome: Literal["done", "void", "failed"] = "done") -> None:
+    def end_side_batch(self, index: int, outcome: Literal["done", "void", "failed"] = "done") -> None:
         """Ends a side batch that has begun. If it has no result, its blocks get undefined contents."""
-        aside = self.asides.pop(index)
-        row = aside.row
+        side_batch = self.side_batches.pop(index)
+        row = side_batch.row
         self.outcomes[outcome] += 1
-        if self._history[row.slot] is not aside.tokens or self.bound.get(row.adapter_slot) != aside.adapter:
+        if self._history[row.slot] is not side_batch.tokens or self.bound.get(row.adapter_slot) != side_batch.adapter:
             self.faults.append(f"{row} has lost its slot or its adapter")
         self.now_s += 1.0
         if outcome == "done":
-            if not (self.may_end(aside) and is_whole(self.images[row.adapter_slot])):
+            if not (self.may_end(side_batch) and is_whole(self.images[row.adapter_slot])):
                 self.faults.append(f"{row} has read layers that had not come")
-            waited_ms = 1000 * (self.now_s - 1.0 - aside.began_s)
-            result = replace(self._run_row(row, aside=True), waited_ms=waited_ms)
-            aside.done(StepResult((result,), aside.began_s, self.now_s))
+            waited_ms = 1000 * (self.now_s - 1.0 - side_batch.began_s)
+            result = replace(self._run_row(row, in_side_batch=True), waited_ms=waited_ms)
+            side_batch.done(StepResult((result,), side_batch.began_s, self.now_s))
             return
         for position in range(row.start, row.start + row.count):
             self._entries[self._place(row.slot, position)] = -position
-        aside.done(
+        side_batch.done(
             self._result(self.now_s - 1.0, RowResult(None, needs_retry=True))
             if outcome == "void"
             else RuntimeError("the lane failed")
@@ -234,7 +236,7 @@ class FakeBackend:
         self.images[slot] = adapter
         self._check_memory()
         if layers is not None and not 0 < layers < len(adapter.spec.layer_ends):
-            self.faults.append(f"{layers} layers are told of")
+            self.faults.append(f"{layers} layers are announced")
 
         streamed = None if layers is None else Streamed(adapter, layers, lambda failure: end(failure))
 
@@ -263,7 +265,7 @@ class FakeBackend:
     def extend_load(self, slot: int, layers: int) -> None:
         streamed = self.streamed[slot]
         if layers <= streamed.layers:
-            self.faults.append(f"{layers} layers are told of after {streamed.layers}")
+            self.faults.append(f"{layers} layers are announced after {streamed.layers}")
         streamed.layers = layers
         if streamed.is_whole:
             del self.streamed[slot]
@@ -280,13 +282,13 @@ class FakeBackend:
         streamed.is_cut = True
 
         def end() -> None:
-            self._void(lambda aside: aside.streamed is streamed)
+            self._void(lambda side_batch: side_batch.streamed is streamed)
             streamed.end(cause)
 
         self.lane.append(end)
 
     def recall(self, slot: int) -> None:
-        self.lane.append(lambda: self._void(lambda aside: aside.row.slot == slot))
+        self.lane.append(lambda: self._void(lambda side_batch: side_batch.row.slot == slot))
 
     def device_bytes(self, spec: AdapterSpec) -> int:
         return spec.num_bytes
@@ -350,15 +352,15 @@ class FakeBackend:
     def _place(self, slot: int, position: int) -> tuple[int, int]:
         return self._tables[slot][position // self.limits.block_tokens], position % self.limits.block_tokens
 
-    def _run_row(self, row: ScheduledRow, *, aside: bool = False) -> RowResult:
+    def _run_row(self, row: ScheduledRow, *, in_side_batch: bool = False) -> RowResult:
         history, end = self._history[row.slot], row.start + row.count
         if row.adapter_slot in self.arriving and not self.layerwise:
             self.faults.append(f"{row} names an adapter that has not arrived")
         if row.adapter_slot not in self.bound or end > len(history):
-            self.faults.append(f"{row} names an unbound adapter or tokens that nobody knows")
+            self.faults.append(f"{row} names an unbound adapter or unknown tokens")
             return RowResult(None)
         streamed = self._bound_streams.get(row.adapter_slot)
-        if not (aside or streamed is None or streamed.is_whole):
+        if not (in_side_batch or streamed is None or streamed.is_whole):
             self.faults.append(f"{row} would wait for layers that have not come")
         entry = self._entries[self._place(row.slot, row.start - 1)] if row.start else _ROOT
         prompt_scored = []

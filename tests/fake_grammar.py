@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.core.request import Tenant
+from caraserve.core.tenant import Tenant
 
 Allowed = Callable[[int], Sequence[int]]
 

@@ -9,15 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from caraserve.config import EngineConfig, LoraConfig, LoraModule, ModelConfig
-from caraserve.core.request import (
-    NO_TENANT,
-    Finish,
-    GenerateRequest,
-    PromptEmbeds,
-    SamplingParams,
-    Tenant,
-    TokenLogprob,
-)
+from caraserve.core.request import Finish, GenerateRequest, PromptEmbeds, SamplingParams, TokenLogprob
+from caraserve.core.tenant import NO_TENANT, Tenant
 from caraserve.engine.stats import EngineObservers
 from caraserve.loop import Engine
 from caraserve.serve import build_engine

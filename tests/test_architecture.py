@@ -7,7 +7,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +18,8 @@ from caraserve import errors
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "caraserve"
 MODULES = sorted(PACKAGE.rglob("*.py"))
+LABORATORY = ROOT / "scripts" / "laboratory"
+EXPERIMENTS = sorted(LABORATORY.rglob("*.py"))
 FOLDERS = [ROOT / folder for folder in ("caraserve", "tests", "scripts")]
 SOURCES = sorted(
     path for ending in ("py", "cu", "cuh", "h") for folder in FOLDERS for path in folder.rglob(f"*.{ending}")
@@ -32,12 +34,32 @@ LAYERS = (
     *("telemetry", "core", "model", "config", "demo", "errors", "util"),
 )
 
+# Folders of the laboratory, likewise.
+LABORATORY_LAYERS = ("papers", "fleet", "gpu")
+
+# Inside folders, from the top down: subfolders, and single files beside them. Those in one tuple import neither each
+# other nor what is above them.
+SUBFOLDERS: dict[str, tuple[str | tuple[str, ...], ...]] = {
+    "gpu": (
+        *("backend", "builder", "assist", "forward", ("checkpoint", "merged_weights"), "memory"),
+        *("weights", ("linear", "attention"), "kernels", "driver"),
+    ),
+    "http": (
+        *("app", "operations", "openapi", "server", "connection_limit"),  # routes and connections
+        *("dispatch", "queue_rebalance", "proxy", "peer_watch"),  # this instance or another
+        *("generation", "generation_routes", "deadline", "tracing", "otlp"),
+        *("management", "apis", "access"),
+        *("responses", "request_log", "streaming", "context", "client", "api_request", "whole_answer", "tls_files"),
+        "body",
+    ),
+    "cluster": ("node", "transfer", "placement", "routing", "membership", "state"),
+}
+
 # Packages with a price, and the parts that may pay it.
 HOMES = {
     "torch": {"model", "gpu", "bench"},
     "cupy": {"gpu"},
     "triton": {"gpu"},
-    "flashinfer": {"gpu"},
     "numba": {"cpu"},
     "llvmlite": {"cpu"},
     "aiohttp": {"http", "cluster", "bench", "serve_cluster", "cli"},
@@ -59,14 +81,14 @@ PURE = (
     *("kv/block_pool.py", "kv/prefix_keys.py", "kv/memory_budget.py"),
     *(
         f"cluster/membership/{name}.py"
-        for name in ("connection", "dialer", "events", "message_fields", "messages", "protocol", "swim")
+        for name in ("anti_entropy", "connection", "dialer", "events", "messages", "protocol", "swim")
     ),
-    *(f"cluster/state/{name}.py" for name in ("anti_entropy", "lww_map", "replicated_map")),
-    *(f"cluster/routing/{name}.py" for name in ("cost", "perf_model", "policies", "router")),
+    *(f"cluster/state/{name}.py" for name in ("lww_map", "replicated_map")),
     *(
-        f"cluster/placement/{name}.py"
-        for name in ("bin_packing", "cold_adapters", "loraserve", "migration", "plan", "shares")
+        f"cluster/routing/{name}.py"
+        for name in ("cost", "perf_model", "placement_plan", "policies", "policy_rules", "router", "shares")
     ),
+    *(f"cluster/placement/{name}.py" for name in ("bin_packing", "cold_adapters", "loraserve", "migration", "plan")),
     "cluster/transfer/delete_lease.py",
 )
 PURE_IMPORTS = {f"caraserve.{name.removesuffix('.py').replace('/', '.')}" for name in PURE}
@@ -138,11 +160,85 @@ def test_imports_run_downwards() -> None:
             assert there in below, f"{relative(path)}:{line}: {part(path)} imports {there}, which is not below it"
 
 
+def inner_part(path: Path) -> str:
+    """Returns the second name below the package: `routing` for caraserve/cluster/routing/cost.py."""
+    return path.relative_to(PACKAGE).parts[1].removesuffix(".py")
+
+
+@pytest.mark.parametrize("folder", SUBFOLDERS)
+def test_imports_inside_a_folder_run_downwards(folder: str) -> None:
+    order = [(names,) if isinstance(names, str) else names for names in SUBFOLDERS[folder]]
+    ranks = {name: rank for rank, names in enumerate(order) for name in names}
+    files = [path for path in MODULES if part(path) == folder]
+    assert {inner_part(path) for path in files} - {"__init__"} == set(ranks)
+    for path in files:
+        here = inner_part(path)
+        for name, line in imports(path):
+            there = name.split(".")[2] if name.startswith(f"caraserve.{folder}.") else here
+            assert there == here or ranks[here] < ranks[there], (
+                f"{relative(path)}:{line}: {here} imports {there}, which is not below it"
+            )
+
+
+def test_imports_of_the_laboratory_run_downwards() -> None:
+    assert {path.relative_to(LABORATORY).parts[0] for path in EXPERIMENTS} == {*LABORATORY_LAYERS, "__init__.py"}
+    for path in EXPERIMENTS:
+        folder = path.relative_to(LABORATORY).parts[0]
+        below = LABORATORY_LAYERS[LABORATORY_LAYERS.index(folder) :] if folder in LABORATORY_LAYERS else ()
+        for name, line in imports(path):
+            there = name.removeprefix("scripts.laboratory.").split(".")[0]
+            assert there == name.split(".")[0] or there in below, f"{relative(path)}:{line} imports {name}"
+
+
+def test_the_product_does_not_import_what_only_a_checkout_has() -> None:
+    for path in MODULES:
+        for name, line in imports(path):
+            assert name.split(".")[0] not in ("scripts", "tests"), f"{relative(path)}:{line} imports {name}"
+
+
+def circles(arrows: Mapping[str, Set[str]]) -> list[list[str]]:
+    """Returns the names that import one another, directly or through others, in groups."""
+    reached: dict[str, set[str]] = {}
+    for name in arrows:
+        found, left = set[str](), [*arrows[name]]
+        while left:
+            there = left.pop()
+            if there not in found:
+                found.add(there)
+                left += arrows.get(there, ())
+        reached[name] = found
+    groups = {frozenset(other for other in reached[name] if name in reached.get(other, ())) for name in reached}
+    return sorted(sorted(group) for group in groups if group)
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_no_files_import_one_another() -> None:
+    known = {module_name(path) for path in MODULES}
+    arrows = {module_name(path): {name for name, _ in imports(path)} & known for path in MODULES}
+    assert circles({name: there - {name} for name, there in arrows.items()}) == []
+
+
+def test_no_folders_import_one_another() -> None:
+    """A folder counts as one, as does a file beside folders."""
+    arrows: dict[str, set[str]] = {}
+    for path in MODULES:
+        here = ".".join(module_name(path).split(".")[:3])
+        there = {".".join(name.split(".")[:3]) for name, _ in imports(path) if name.startswith("caraserve.")}
+        arrows.setdefault(here, set()).update(there - {here})
+    assert circles(arrows) == []
+
+
 def test_heavy_packages_are_imported_only_where_they_belong() -> None:
     for path in MODULES:
         for name, line in imports(path):
             homes = HOMES.get(name.split(".")[0])
             assert homes is None or part(path) in homes, f"{relative(path)}:{line}: {name} belongs in {homes}"
+    for path in set(EXPERIMENTS) - set((LABORATORY / "gpu").iterdir()):
+        for name, line in imports(path):
+            assert name.split(".")[0] != "torch", f"{relative(path)}:{line}: torch belongs in laboratory/gpu"
 
 
 def test_the_product_does_not_need_the_test_extra() -> None:
@@ -185,7 +281,7 @@ def only_annotates(path: Path, what: str) -> bool:
 def test_only_active_request_writes_the_fields_of_a_request() -> None:
     """Checks the fields of `x.request` in all files, and those of `request` where it is a `core.request.Request`."""
     allowed = {PACKAGE / "engine" / "active_request.py", PACKAGE / "core" / "request.py"}
-    for path in set(MODULES) - allowed:
+    for path in {*MODULES, *EXPERIMENTS} - allowed:
         is_imported = ("caraserve.core.request" in {name for name, _ in imports(path)}) and any(
             isinstance(node, ast.ImportFrom) and "Request" in {alias.name for alias in node.names}
             for node in nodes_of(path)
@@ -205,7 +301,7 @@ def test_only_active_request_writes_the_fields_of_a_request() -> None:
 
 def dependency_attributes() -> set[str]:
     """Returns the names of attributes that hold a function or an object behind a Protocol, and in no class data."""
-    classes = [node for path in MODULES for node in nodes_of(path) if isinstance(node, ast.ClassDef)]
+    classes = [node for path in (*MODULES, *EXPERIMENTS) for node in nodes_of(path) if isinstance(node, ast.ClassDef)]
     protocols = {node.name for node in classes if "Protocol" in {ast.unparse(base) for base in node.bases}}
     kinds = re.compile(rf"\b(?:{'|'.join(['Callable', *sorted(protocols)])})\b")
     found, data = set(), set()
@@ -233,7 +329,7 @@ def dependency_attributes() -> set[str]:
 
 def test_dependencies_come_in_through_constructors() -> None:
     names = dependency_attributes()
-    nodes = [(path, node) for path in MODULES for node in nodes_of(path)]
+    nodes = [(path, node) for path in (*MODULES, *EXPERIMENTS) for node in nodes_of(path)]
     for path, node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
@@ -268,14 +364,14 @@ def test_no_file_has_marks_of_unfinished_work() -> None:
 
 
 def test_only_the_command_line_prints() -> None:
-    for path in set(MODULES) - {PACKAGE / "cli" / "main.py"}:
+    for path in {*MODULES, *EXPERIMENTS} - {PACKAGE / "cli" / "main.py"}:
         for node in nodes_of(path):
             prints = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
             assert not prints, f"{relative(path)}:{node.lineno} prints"
 
 
 def test_every_module_says_what_it_is() -> None:
-    assert [relative(path) for path in MODULES if not ast.get_docstring(tree(path))] == []
+    assert [relative(path) for path in (*MODULES, *EXPERIMENTS) if not ast.get_docstring(tree(path))] == []
 
 
 def drawn_errors() -> dict[str, tuple[str | None, int | None]]:

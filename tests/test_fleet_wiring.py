@@ -7,22 +7,24 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from caraserve.cluster.membership.auth import Keyring
-from caraserve.cluster.membership.node import Node, NodeConfig
+from caraserve.cluster.membership.member import Member, MemberConfig
+from caraserve.cluster.node import LocalParts, Node, drift_of, link_speeds, make_selector
+from caraserve.cluster.routing.advertised import InstanceViews
 from caraserve.cluster.routing.perf_model import PerfModel
+from caraserve.cluster.routing.publisher import Publisher
 from caraserve.cluster.state.persistence import ClusterRegistryFile
-from caraserve.cluster.state.shared_settings import SharedSettings
 from caraserve.config import ClusterConfig, LoraConfig
 from caraserve.core.machine_profile import Profile, load
 from caraserve.engine.stats import EngineLoad, EngineObservers
 from caraserve.http.dispatch import ANSWERING_QUESTION, ClusterRouter
 from caraserve.lora.registry import AdapterInfo, Registry
 from caraserve.lora.replicated_settings import ReplicatedSettings
-from caraserve.serve_cluster import ClusterCredentials, ClusterInstance, make_router
+from caraserve.serve_cluster import ClusterCredentials, make_router
 from tests.cluster.nodes import instances
 
 PROFILE = Path(__file__).parent / "profile.json"
@@ -44,106 +46,90 @@ def lora_config(*arguments: str) -> LoraConfig:
 @pytest.mark.parametrize(
     ("draining", "failure", "reason"), [(False, None, None), (True, None, "draining"), (False, "gone", "draining")]
 )
-def test_a_draining_or_failed_instance_refuses_forwarded_requests(
+async def test_a_draining_or_failed_instance_refuses_forwarded_requests(
     tmp_path: Path, draining: bool, failure: str | None, reason: str | None
 ) -> None:
-    config = cluster_config()
     catalog = SimpleNamespace(find=lambda name: None)
     engine: Any = SimpleNamespace(draining=draining, failure=failure, catalog=catalog)
-
-    async def body() -> str | None:
-        async with asyncio.timeout(20), instances(tmp_path) as running:
-            node = (await running.start("a")).node
-            router = make_router(node, engine, config, ClusterCredentials(KEYS))
-            try:
-                refusal = router.selector.refusal(router.selector.arrival(None, 10, 10), force=True)
-                return refusal.reason if refusal else None
-            finally:
-                await router.close()
-
-    assert asyncio.run(body()) == reason
+    async with asyncio.timeout(20), instances(tmp_path) as running:
+        one = await running.start("a")
+        selector = make_selector(one.member, one.views, engine, cluster_config(), None)
+        refusal = selector.refusal(selector.arrival(None, 10, 10), force=True)
+        assert (refusal.reason if refusal else None) == reason
 
 
 @asynccontextmanager
 async def prepared(
     infos: dict[str, AdapterInfo],
-) -> AsyncIterator[tuple[Node, ClusterRouter, Callable[..., Awaitable[Any]]]]:
-    """Yields a node that has not joined yet, its router, and a function that makes it join as `serve` does."""
+) -> AsyncIterator[tuple[Member, ClusterRouter, Callable[..., Awaitable[Any]]]]:
+    """Yields a member that has not joined yet, its router, and a function that makes it join as `serve` does."""
     manager = SimpleNamespace(on_move=lambda report: None)
     catalog = SimpleNamespace(all=lambda: list(infos.values()), find=infos.get, find_whole=infos.get, manager=manager)
     work = EngineLoad(0, 0, {}, 0, 0, 1000, 1000, 10)
-    engine: Any = SimpleNamespace(
-        draining=False,
-        failure=None,
-        catalog=catalog,
-        workload=lambda tokens: work,
-    )
+    engine: Any = SimpleNamespace(draining=False, failure=None, catalog=catalog, workload=lambda tokens: work)
     metrics: Any = SimpleNamespace(answers=lambda: (0, 0), show=lambda families: None)
     async with AsyncExitStack() as stack:
-        node = Node(NodeConfig("tests", "a", "m", ("127.0.0.1:1",), KEYS), ClusterRegistryFile(None), rng=Random(1))
-        stack.push_async_callback(node.close)
-        config, credentials = cluster_config(), ClusterCredentials(KEYS)
-        router = make_router(node, engine, config, credentials)
+        member = Member(
+            MemberConfig("tests", "a", "m", ("127.0.0.1:1",), KEYS), ClusterRegistryFile(None), rng=Random(1)
+        )
+        stack.push_async_callback(member.close)
+        config, views = cluster_config(), InstanceViews(member)
+        selector = make_selector(member, views, engine, config, None)
+        router = make_router(member, selector, engine, ClusterCredentials(KEYS))
         stack.push_async_callback(router.close)
 
-        async def join_it(accounting_begins: Callable[..., None], profile: Profile | None, lora: LoraConfig) -> None:
+        async def join_it(accounting_begins: Callable[[], None], profile: Profile | None, lora: LoraConfig) -> None:
             pool: Any = SimpleNamespace(
-                adopt=lambda adapter: None,
                 on_holders_change=lambda: None,
                 begin=accounting_begins,
                 changed=lambda name, info: None,
                 run=lambda: asyncio.sleep(60),
                 families=None,
+                store=SimpleNamespace(answer=None),
             )
-            settings = SharedSettings(node, ReplicatedSettings(Registry(None)))
-            removal: Any = SimpleNamespace(removed=lambda name, digest: None)
-            parts = (config, lora, credentials, engine, EngineObservers(), node, pool, settings, router, None, removal)
-            await ClusterInstance(*parts).join(stack, metrics, profile, "127.0.0.1", 1)
+            removal: Any = SimpleNamespace(removed=lambda name, digest: None, answer=None)
+            settings, none = ReplicatedSettings(Registry(None)), cast(Any, None)
+            local = LocalParts(engine, EngineObservers(), none, settings, none, none, "m", profile, metrics)
+            drift = drift_of(profile, lora)
+            publisher = Publisher(member, engine, metrics.answers, drift, link_speeds(profile, lora))
+            node = Node(config, lora, local, member, publisher, pool, removal, selector, None)
+            answers = {ANSWERING_QUESTION: router.answer_query}
+            await node.join(stack, "127.0.0.1:1", lambda record: None, answers)
 
-        yield node, router, join_it
+        yield member, router, join_it
 
 
 @pytest.mark.parametrize(("kernel", "rank"), [("bgmv", None), ("bgmv-padded", 64)])
-def test_the_published_model_uses_the_rank_that_the_kernels_compute(kernel: str, rank: int | None) -> None:
+async def test_the_published_model_uses_the_rank_that_the_kernels_compute(kernel: str, rank: int | None) -> None:
     config = lora_config("--lora-kernel", kernel)
     profile = load(PROFILE)
-
-    async def body() -> None:
-        async with prepared({}) as (node, _, join_it):
-            await join_it(lambda *parts: None, profile, config)
-            (instance,) = node.instances()
-            assert instance.model == PerfModel.of(profile, padded_rank=rank)
-
-    asyncio.run(asyncio.wait_for(body(), 20))
+    async with prepared({}) as (member, _, join_it):
+        await join_it(lambda: None, profile, config)
+        (instance,) = InstanceViews(member).instances()
+        assert instance.model == PerfModel.of(profile, padded_rank=rank)
 
 
-def test_an_instance_says_which_forwarded_requests_it_still_answers() -> None:
-    async def body() -> None:
-        async with prepared({}) as (node, router, join_it):
-            await join_it(lambda *parts: None, None, lora_config())
-            question = ANSWERING_QUESTION, "id", 1
-            assert node._listener.answer_query("b", question) == (0,)
-            router._answering.add(("b", "id", 1))
-            assert node._listener.answer_query("b", question) == (1,)
-            assert node._listener.answer_query("c", question) == (0,)
-
-    asyncio.run(asyncio.wait_for(body(), 20))
+async def test_an_instance_says_which_forwarded_requests_it_still_answers() -> None:
+    async with prepared({}) as (member, router, join_it):
+        await join_it(lambda: None, None, lora_config())
+        question = ANSWERING_QUESTION, "id", 1
+        assert member._listener.answer_query("b", question) == (0,)
+        router._answering.add(("b", "id", 1))
+        assert member._listener.answer_query("b", question) == (1,)
+        assert member._listener.answer_query("c", question) == (0,)
+        assert member._listener.answer_query("c", ()) == ()
 
 
-def test_accounting_begins_before_adapters_are_announced_and_forwarding_after() -> None:
+async def test_accounting_begins_before_adapters_are_announced_and_forwarding_after() -> None:
     infos = {f"n{index}": AdapterInfo(f"n{index}", f"d{index}", "", 8, (), 10, created_s=0.0) for index in range(500)}
+    async with prepared(infos) as (member, router, join_it):
+        found: list[tuple[int, bool]] = []
 
-    async def body() -> None:
-        async with prepared(infos) as (node, router, join_it):
-            found: list[tuple[int, bool]] = []
+        def accounting_begins() -> None:
+            found.append((sum(1 for _ in member.adapters()), router.selector.joined))
 
-            def accounting_begins(*parts: object) -> None:
-                found.append((sum(1 for _ in node.adapters()), router.selector.joined))
-
-            await join_it(accounting_begins, None, lora_config())
-            assert found == [(0, False)]
-            assert sum(1 for _ in node.adapters()) == len(infos)
-            assert router.selector.joined
-            assert 'task="cluster publisher"' in "".join(node.background.families(""))
-
-    asyncio.run(asyncio.wait_for(body(), 20))
+        await join_it(accounting_begins, None, lora_config())
+        assert found == [(0, False)]
+        assert sum(1 for _ in member.adapters()) == len(infos)
+        assert router.selector.joined
+        assert 'task="cluster publisher"' in "".join(member.background.families(""))

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.config import PRELOADED_MODES
 from caraserve.core.batch import Batch, StepResult
 from caraserve.core.machine_profile import load
-from caraserve.core.request import NO_TENANT, Tenant
+from caraserve.core.tenant import NO_TENANT, Tenant
 from caraserve.errors import (
     AdapterRejected,
     BackendFailed,
@@ -32,27 +32,22 @@ ADAPTERS = {name: demo.adapters_folder() / name for name in demo.ADAPTER_NAMES}
 PROMPT = tuple(range(5, 45))
 
 
-def with_engine(
-    test: Callable[[Engine], Awaitable[None]],
+@contextlib.asynccontextmanager
+async def demo_engine(
     *,
     adapters: dict[str, Path] | None = None,
     mode: str = "overlapped",
     device_bytes: int = 64 * MIB,
     max_queue: int = 4096,
     seqs: int = 8,
-) -> None:
-    async def body() -> None:
-        lora = lora_config(
-            ADAPTERS if adapters is None else adapters,
-            mode=mode,
-            device_bytes=device_bytes,
-            adapters_dir=demo.adapters_folder() if adapters is None else None,
-        )
-        settings = engine_config(seqs=seqs, max_queue=max_queue)
-        async with running(model_config(demo.model_folder()), lora, settings) as engine:
-            await test(engine)
-
-    asyncio.run(body())
+) -> AsyncIterator[Engine]:
+    folder = demo.adapters_folder() if adapters is None else None
+    lora = lora_config(
+        ADAPTERS if adapters is None else adapters, mode=mode, device_bytes=device_bytes, adapters_dir=folder
+    )
+    settings = engine_config(seqs=seqs, max_queue=max_queue)
+    async with running(model_config(demo.model_folder()), lora, settings) as engine:
+        yield engine
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -61,39 +56,32 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-def test_an_unknown_adapter_is_refused_without_effect() -> None:
-    async def test(engine: Engine) -> None:
+async def test_an_unknown_adapter_is_refused_without_effect() -> None:
+    async with demo_engine() as engine:
         with pytest.raises(NotFound):
-            submit(engine, PROMPT, "nobody")
+            submit(engine, PROMPT, "unknown")
         engine.check()
 
-    with_engine(test)
 
-
-def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers() -> None:
-    async def test(engine: Engine) -> None:
+async def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers() -> None:
+    async with demo_engine() as engine:
         with pytest.raises(ContextLengthExceeded, match=rf"{engine.max_model_len}.*{engine.max_model_len}"):
             submit(engine, [5] * engine.max_model_len)
 
-    with_engine(test)
 
-
-def test_a_full_queue_refuses_with_a_time_to_retry() -> None:
-    async def test(engine: Engine) -> None:
+async def test_a_full_queue_refuses_with_a_time_to_retry() -> None:
+    async with demo_engine(max_queue=2, seqs=1) as engine:
         tasks = [submit(engine, PROMPT) for _ in range(3)]  # one runs, two wait
         with pytest.raises(Overloaded) as caught:
             submit(engine, PROMPT)
         assert caught.value.retry_after_s >= 1.0
         await asyncio.gather(*tasks)
 
-    with_engine(test, max_queue=2, seqs=1)
 
-
-def test_the_time_to_retry_is_what_the_performance_model_predicts_for_the_queue() -> None:
+async def test_the_time_to_retry_is_what_the_performance_model_predicts_for_the_queue() -> None:
     """While there is no answer yet, answers are taken to have 200 tokens."""
     model = PerfModel.of(load(PROFILE))
-
-    async def test(engine: Engine) -> None:
+    async with demo_engine(mode="auto", max_queue=40, seqs=1) as engine:
         tasks = [submit(engine, PROMPT, max_tokens=2) for _ in range(41)]  # one runs, 40 wait
         with pytest.raises(Overloaded) as caught:
             submit(engine, PROMPT)
@@ -102,13 +90,10 @@ def test_the_time_to_retry_is_what_the_performance_model_predicts_for_the_queue(
         assert engine.predicted_answer_s() == pytest.approx(0.2 * model.decode_ms(2, 0, 0), rel=0.1)
         await asyncio.gather(*tasks)
 
-    with_engine(test, mode="auto", max_queue=40, seqs=1)
 
-
-def test_a_client_that_fills_the_queue_loses_its_newest_request_to_another_client() -> None:
+async def test_a_client_that_fills_the_queue_loses_its_newest_request_to_another_client() -> None:
     """The newest request of the flood is refused, not the other client's."""
-
-    async def test(engine: Engine) -> None:
+    async with demo_engine(max_queue=4, seqs=1) as engine:
         flood = [submit(engine, PROMPT, tenant=Tenant("flood", f"user {i}")) for i in range(5)]  # one runs, four wait
         quiet = [submit(engine, PROMPT, tenant=Tenant("quiet")) for _ in range(2)]
         with pytest.raises(Overloaded):  # both have two waiting requests: it has its share
@@ -119,11 +104,9 @@ def test_a_client_that_fills_the_queue_loses_its_newest_request_to_another_clien
         assert [type(error) for error in errors] == [Displaced, Displaced]
         engine.check()
 
-    with_engine(test, max_queue=4, seqs=1)
 
-
-def test_ended_requests_are_counted_by_client_and_adapter() -> None:
-    async def test(engine: Engine) -> None:
+async def test_ended_requests_are_counted_by_client_and_adapter() -> None:
+    async with demo_engine() as engine:
         first = await submit(engine, PROMPT, "poet", tenant=Tenant("c"))
         again = await submit(engine, PROMPT, "poet", tenant=Tenant("c", "user"))
         base = await submit(engine, PROMPT, max_tokens=3, tenant=Tenant("d"))
@@ -141,22 +124,18 @@ def test_ended_requests_are_counted_by_client_and_adapter() -> None:
                 rf'caraserve:adapter_requests_total{{reason="length",adapter_name="{name}",.*}} {count}', page
             )
 
-    with_engine(test)
 
-
-def test_output_ends_at_max_tokens_and_at_the_context() -> None:
-    async def test(engine: Engine) -> None:
+async def test_output_ends_at_max_tokens_and_at_the_context() -> None:
+    async with demo_engine() as engine:
         short = await submit(engine, PROMPT, max_tokens=3)
         assert (short.finish.reason, len(short.token_ids)) == ("length", 3)
         prompt = [5] * (engine.max_model_len - 4)
         full = await submit(engine, prompt, max_tokens=100)
         assert (full.finish.reason, len(full.token_ids)) == ("length", 4)
 
-    with_engine(test)
 
-
-def test_a_stop_token_ends_the_output_and_is_not_shown() -> None:
-    async def test(engine: Engine) -> None:
+async def test_a_stop_token_ends_the_output_and_is_not_shown() -> None:
+    async with demo_engine() as engine:
         free = await submit(engine, PROMPT, "poet", max_tokens=10)
         stopped = await submit(engine, PROMPT, "poet", max_tokens=10, stop_token_ids=(free.token_ids[4],))
         ended = free.token_ids.index(free.token_ids[4]) + 1
@@ -165,11 +144,9 @@ def test_a_stop_token_ends_the_output_and_is_not_shown() -> None:
         assert free.text.startswith(stopped.text)
         assert len(stopped.text) < len(free.text)
 
-    with_engine(test)
 
-
-def test_a_stop_string_ends_the_output_and_is_cut_off_by_default() -> None:
-    async def test(engine: Engine) -> None:
+async def test_a_stop_string_ends_the_output_and_is_cut_off_by_default() -> None:
+    async with demo_engine() as engine:
         free = await submit(engine, PROMPT, "pirate", max_tokens=30)
         word = free.text[8:14]
         first = free.text.index(word)
@@ -180,11 +157,9 @@ def test_a_stop_string_ends_the_output_and_is_cut_off_by_default() -> None:
             assert stopped.text == free.text[: first + (len(word) if included else 0)]
             assert (stopped.finish.reason, stopped.finish.stop_reason) == ("stop", word)
 
-    with_engine(test)
 
-
-def test_the_end_token_counts_only_after_min_tokens() -> None:
-    async def test(engine: Engine) -> None:
+async def test_the_end_token_counts_only_after_min_tokens() -> None:
+    async with demo_engine() as engine:
         prompt = engine.tokenizer.chat(
             [{"role": "user", "content": "Tell me about the sea."}], add_generation_prompt=True
         )
@@ -195,39 +170,31 @@ def test_the_end_token_counts_only_after_min_tokens() -> None:
         )
         assert len(longer.token_ids) >= len(ended.token_ids) + 5
 
-    with_engine(test)
 
-
-def test_a_common_prefix_is_computed_once_for_each_adapter() -> None:
-    async def test(engine: Engine) -> None:
+async def test_a_common_prefix_is_computed_once_for_each_adapter() -> None:
+    async with demo_engine() as engine:
         cached = [
             (await submit(engine, PROMPT, adapter)).finish.cached_tokens
             for adapter in ("poet", "poet", "pirate", None, None)
         ]
         assert cached == [0, 32, 0, 0, 32]
 
-    with_engine(test)
 
-
-def test_requests_with_different_salts_share_no_blocks() -> None:
-    async def test(engine: Engine) -> None:
+async def test_requests_with_different_salts_share_no_blocks() -> None:
+    async with demo_engine() as engine:
         await submit(engine, PROMPT, cache_salt="a")
         assert (await submit(engine, PROMPT, cache_salt="b")).finish.cached_tokens == 0
 
-    with_engine(test)
 
-
-def test_tenants_with_caches_of_their_own_share_no_blocks() -> None:
-    async def test(engine: Engine) -> None:
+async def test_tenants_with_caches_of_their_own_share_no_blocks() -> None:
+    async with demo_engine() as engine:
         a, b = Tenant("a", owns_cache=True), Tenant("b", owns_cache=True)
         cached = [(await submit(engine, PROMPT, tenant=one)).finish.cached_tokens for one in (NO_TENANT, a, b, b)]
         assert cached == [0, 0, 0, 32]
 
-    with_engine(test)
 
-
-def test_draining_refuses_new_requests_and_lets_unfinished_ones_end() -> None:
-    async def test(engine: Engine) -> None:
+async def test_draining_refuses_new_requests_and_lets_unfinished_ones_end() -> None:
+    async with demo_engine() as engine:
         task = submit(engine, PROMPT, "poet", max_tokens=60)
         await asyncio.sleep(0)
         draining = asyncio.create_task(engine.drain(30.0))
@@ -237,21 +204,17 @@ def test_draining_refuses_new_requests_and_lets_unfinished_ones_end() -> None:
         await draining
         assert (await task).finish.reason == "length"
 
-    with_engine(test)
 
-
-def test_a_drain_that_takes_too_long_cancels_the_requests_left() -> None:
-    async def test(engine: Engine) -> None:
+async def test_a_drain_that_takes_too_long_cancels_the_requests_left() -> None:
+    async with demo_engine() as engine:
         task = submit(engine, PROMPT, "poet", max_tokens=900)
         await asyncio.sleep(0)
         await engine.drain(0.0)
         assert (await task).finish.reason == "cancelled"
 
-    with_engine(test)
 
-
-def test_unloading_waits_for_running_requests_and_refuses_new_ones_at_once() -> None:
-    async def test(engine: Engine) -> None:
+async def test_unloading_waits_for_running_requests_and_refuses_new_ones_at_once() -> None:
+    async with demo_engine() as engine:
         task = submit(engine, PROMPT, "poet", max_tokens=80)
         unloading = asyncio.create_task(engine.unload_adapter("poet"))
         await until(lambda: "poet" not in {info.name for info in engine.adapters()})
@@ -263,12 +226,10 @@ def test_unloading_waits_for_running_requests_and_refuses_new_ones_at_once() -> 
         assert len(answer.token_ids) == 80
         assert "poet" not in engine.snapshot().device_adapters
 
-    with_engine(test)
-
 
 @pytest.mark.parametrize("mode", PRELOADED_MODES)
-def test_a_mode_without_cold_starts_keeps_the_adapters_of_the_start(mode: str) -> None:
-    async def test(engine: Engine) -> None:
+async def test_a_mode_without_cold_starts_keeps_the_adapters_of_the_start(mode: str) -> None:
+    async with demo_engine(mode=mode) as engine:
         assert set(engine.snapshot().device_adapters) == set(ADAPTERS)
         with pytest.raises(Forbidden):
             await engine.unload_adapter("poet")
@@ -278,11 +239,9 @@ def test_a_mode_without_cold_starts_keeps_the_adapters_of_the_start(mode: str) -
         phases = [answer.finish.phases for answer in answers]
         assert [(one.load_ms, one.stalled_ms, one.interrupted_ms) for one in phases] == [(0.0, 0.0, 0.0)] * len(answers)
 
-    with_engine(test, mode=mode)
 
-
-def test_a_name_loaded_in_place_gets_the_new_weights_and_running_requests_keep_the_old() -> None:
-    async def test(engine: Engine) -> None:
+async def test_a_name_loaded_in_place_gets_the_new_weights_and_running_requests_keep_the_old() -> None:
+    async with demo_engine() as engine:
         poet, pirate = [await submit(engine, PROMPT, name, max_tokens=40) for name in ("poet", "pirate")]
         before = submit(engine, PROMPT, "poet", max_tokens=40)
         with pytest.raises(AdapterRejected, match="already"):
@@ -292,16 +251,13 @@ def test_a_name_loaded_in_place_gets_the_new_weights_and_running_requests_keep_t
         assert (await before).token_ids == poet.token_ids
         assert after.token_ids == pirate.token_ids
 
-    with_engine(test)
 
-
-def test_an_adapter_whose_files_vanish_fails_its_own_requests_only(tmp_path: Path) -> None:
+async def test_an_adapter_whose_files_vanish_fails_its_own_requests_only(tmp_path: Path) -> None:
     folder = tmp_path / "gone"
     folder.mkdir()
     for file in ADAPTERS["poet"].iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-
-    async def test(engine: Engine) -> None:
+    async with demo_engine(adapters={"gone": folder, "pirate": ADAPTERS["pirate"]}) as engine:
         (folder / "adapter_model.safetensors").unlink()
         lost, kept = submit(engine, PROMPT, "gone"), submit(engine, PROMPT, "pirate")
         finish = (await lost).finish
@@ -309,10 +265,8 @@ def test_an_adapter_whose_files_vanish_fails_its_own_requests_only(tmp_path: Pat
         assert isinstance(finish.error, AdapterRejected)
         assert (await kept).finish.reason == "length"
 
-    with_engine(test, adapters={"gone": folder, "pirate": ADAPTERS["pirate"]})
 
-
-def test_a_failed_iteration_fails_only_its_own_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_iteration_fails_only_its_own_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     from caraserve.cpu.backend import CpuBackend
 
     run, broken = CpuBackend._run, iter([False, False, True])
@@ -320,20 +274,18 @@ def test_a_failed_iteration_fails_only_its_own_requests(monkeypatch: pytest.Monk
     def breaking(self: CpuBackend, plan: Batch) -> StepResult | Exception:
         return RuntimeError("out of order") if next(broken, False) else run(self, plan)
 
-    async def test(engine: Engine) -> None:
+    monkeypatch.setattr(CpuBackend, "_run", breaking)
+    async with demo_engine() as engine:
         lost = await submit(engine, PROMPT, "poet", max_tokens=30)
         assert lost.finish.reason == "error"
         assert isinstance(lost.finish.error, BackendFailed)
         later = await submit(engine, PROMPT, "poet", max_tokens=30)
         assert (later.finish.reason, later.finish.cached_tokens) == ("length", 0)
 
-    monkeypatch.setattr(CpuBackend, "_run", breaking)
-    with_engine(test)
-
 
 @pytest.mark.parametrize("mode", ["overlapped", "ondemand"])
-def test_a_small_device_serves_all_adapters_in_turn(mode: str) -> None:
-    async def test(engine: Engine) -> None:
+async def test_a_small_device_serves_all_adapters_in_turn(mode: str) -> None:
+    async with demo_engine(mode=mode, device_bytes=int(1.6 * MIB)) as engine:
         names = list(ADAPTERS) * 6
         answers = await asyncio.gather(*(submit(engine, PROMPT, name, max_tokens=12) for name in names))
         by_name: dict[str, list[int]] = {}
@@ -341,13 +293,10 @@ def test_a_small_device_serves_all_adapters_in_turn(mode: str) -> None:
             assert by_name.setdefault(name, answer.token_ids) == answer.token_ids
         assert len({tuple(tokens) for tokens in by_name.values()}) == len(ADAPTERS)
 
-    with_engine(test, mode=mode, device_bytes=int(1.6 * MIB))
 
-
-def test_a_cold_adapter_is_served_despite_a_stream_of_requests_for_a_hot_one() -> None:
+async def test_a_cold_adapter_is_served_despite_a_stream_of_requests_for_a_hot_one() -> None:
     """The device has room for one adapter, and new requests for it keep coming."""
-
-    async def test(engine: Engine) -> None:
+    async with demo_engine(device_bytes=int(1.2 * MIB), seqs=4) as engine:
         hot: set[asyncio.Task[Answer]] = set()
         cold: asyncio.Task[Answer] | None = None
         for turn in range(400):
@@ -362,22 +311,18 @@ def test_a_cold_adapter_is_served_despite_a_stream_of_requests_for_a_hot_one() -
         assert cold.done()
         await asyncio.gather(*hot)
 
-    with_engine(test, device_bytes=int(1.2 * MIB), seqs=4)
 
-
-def test_phases_add_up_and_a_cold_adapter_shows_as_load() -> None:
-    async def test(engine: Engine) -> None:
+async def test_phases_add_up_and_a_cold_adapter_shows_as_load() -> None:
+    async with demo_engine() as engine:
         cold = (await submit(engine, PROMPT, "chef")).finish.phases
         warm = (await submit(engine, PROMPT, "chef")).finish.phases
         assert cold.load_ms > 0
         assert warm.load_ms == 0
         assert cold.e2e_ms == cold.queued_ms + cold.load_ms + cold.prefill_ms + cold.decode_ms
 
-    with_engine(test)
 
-
-def test_a_cancelled_request_releases_its_slot_blocks_and_adapter() -> None:
-    async def test(engine: Engine) -> None:
+async def test_a_cancelled_request_releases_its_slot_blocks_and_adapter() -> None:
+    async with demo_engine() as engine:
         task = submit(engine, PROMPT, "poet", max_tokens=900)
         await until(lambda: engine.snapshot().running == 1)
         task.cancel()
@@ -387,13 +332,10 @@ def test_a_cancelled_request_releases_its_slot_blocks_and_adapter() -> None:
         assert engine.snapshot().kv_used_blocks == 0
         engine.check()
 
-    with_engine(test)
 
-
-def test_tenants_share_the_engine() -> None:
+async def test_tenants_share_the_engine() -> None:
     """A tenant with one request does not wait behind another's forty."""
-
-    async def test(engine: Engine) -> None:
+    async with demo_engine(seqs=4) as engine:
         done: list[str] = []
         tasks = [submit(engine, PROMPT, tenant=Tenant("flood"), max_tokens=10) for _ in range(40)]
         tasks.append(submit(engine, PROMPT, tenant=Tenant("quiet"), max_tokens=10))
@@ -402,16 +344,12 @@ def test_tenants_share_the_engine() -> None:
         await asyncio.gather(*tasks)
         assert done.index("quiet") < 12
 
-    with_engine(test, seqs=4)
 
-
-def test_a_tenants_waiting_requests_of_lower_priority_start_first() -> None:
-    async def test(engine: Engine) -> None:
+async def test_a_tenants_waiting_requests_of_lower_priority_start_first() -> None:
+    async with demo_engine(seqs=1) as engine:
         done: list[int] = []
         tasks = [submit(engine, PROMPT, priority=priority) for priority in (0, 7, 0, -7)]  # one runs, three wait
         for number, task in enumerate(tasks):
             task.add_done_callback(lambda _, number=number: done.append(number))
         await asyncio.gather(*tasks)
         assert done == [0, 3, 2, 1]
-
-    with_engine(test, seqs=1)

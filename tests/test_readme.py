@@ -15,12 +15,12 @@ import pytest
 
 from caraserve import demo
 from caraserve.bench.cli import bench_parser
-from caraserve.bench.gpu import stages
 from caraserve.bench.workload.presets import find_preset
 from caraserve.cli.compat_flags import SAME
 from caraserve.cli.options import OptionParser
 from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.http.operations import OPERATIONS
+from scripts.laboratory.gpu import stages
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -89,7 +89,7 @@ ENDED_EARLY = {
     "timed out stream": Kind(body=LONG | {"stream": True}, until=LATE, headers=DEADLINE),
     "timed out stream of 3": Kind(body=LONG | {"stream": True, "n": 3}, until=LATE, headers=DEADLINE),
     "bad": Kind(body={"prompt": 3}, until=ERROR),
-    "unknown model": Kind(body=short(model="nobody"), until=ERROR),
+    "unknown model": Kind(body=short(model="unknown"), until=ERROR),
 }
 HALF = {"body": b"{", "missing_bytes": 1000, "until": ERROR}
 REFUSED = {

@@ -4,20 +4,20 @@ The benchmarks' modules are imported when one runs, so that parsing the command 
 """
 
 import argparse
+import importlib.util
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from caraserve.bench.checkout import laboratory
+from caraserve.bench.lora import PARTS
 from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, add_json, count, names_among, positive
 from caraserve.bench.synthetic import ITEMSIZE, SHAPES
-from caraserve.cluster.routing.policies import ROUTINGS
-from caraserve.config import LOADING_MODES, LORA_KERNELS
+from caraserve.config import LOADING_MODES, LORA_KERNELS, ROUTINGS
 from caraserve.errors import ConfigError
 from caraserve.util.option_values import parse_cpus
-
-LORA_PARTS = ("kernels", "round-trip", "threads", "gpu")
 
 
 def run_benchmark(argv: Sequence[str]) -> int:
@@ -77,41 +77,22 @@ def _add_modes(kinds: Any) -> None:
         usage="caraserve bench modes [OPTIONS] [-- SERVE-OPTIONS]",
     )
     group = modes.add_argument_group("modes")
-    modes_of = names_among(LOADING_MODES, "loading mode")
-    group.add_argument(
-        "--modes", type=modes_of, default=tuple(LOADING_MODES), metavar="LIST", help=",".join(LOADING_MODES)
-    )
-    group.add_argument(
-        "--lora-kernel",
-        dest="lora_kernels",
-        type=names_among(LORA_KERNELS, "LoRA kernel"),
-        default=(),
-        metavar="LIST",
-        help=f"every mode with each of {','.join(LORA_KERNELS)} in turn (default: the server's)",
-    )
-    group.add_argument("--repeats", type=count, default=3, help="of every mode")
-    group.add_argument("--resident", type=count, metavar="N", help="adapters on the device at once (default a quarter)")
-    group.add_argument("--emulate-link-mb-per-s", type=positive, metavar="MB", help="bandwidth to the device")
-    group.add_argument(
-        "--load-share",
-        type=positive,
-        metavar="X",
-        help="emulate a link that loads for all requests would keep busy for this share of the time",
-    )
-    group.add_argument("--prompt-embeds", action="store_true", help="prompts are random vectors in place of tokens")
-    group.add_argument(
-        "--calm-cores",
-        type=positive,
-        default=max(0.2, 0.1 * (os.cpu_count() or 1)),
-        metavar="X",
-        help="cores that other programs may use; a run that they disturbed more is made again, twice at most",
-    )
-    group.add_argument(
-        "--cores-used",
-        type=positive,
-        metavar="X",
-        help="choose the rate so that `cached` keeps X cores busy (default: by this machine's capacity)",
-    )
+    add = group.add_argument
+    known = names_among(LOADING_MODES, "loading mode")
+    add("--modes", type=known, default=tuple(LOADING_MODES), metavar="LIST", help=",".join(LOADING_MODES))
+    known = names_among(LORA_KERNELS, "LoRA kernel")
+    each = f"every mode with each of {','.join(LORA_KERNELS)} in turn (default: the server's)"
+    add("--lora-kernel", dest="lora_kernels", type=known, default=(), metavar="LIST", help=each)
+    add("--repeats", type=count, default=3, help="of every mode")
+    add("--resident", type=count, metavar="N", help="adapters on the device at once (default a quarter)")
+    add("--emulate-link-mb-per-s", type=positive, metavar="MB", help="bandwidth to the device")
+    busy = "emulate a link that loads for all requests would keep busy for this share of the time"
+    add("--load-share", type=positive, metavar="X", help=busy)
+    add("--prompt-embeds", action="store_true", help="prompts are random vectors in place of tokens")
+    calm = "cores that other programs may use; a run that they disturbed more is made again, twice at most"
+    add("--calm-cores", type=positive, default=max(0.2, 0.1 * (os.cpu_count() or 1)), metavar="X", help=calm)
+    used = "choose the rate so that `cached` keeps X cores busy (default: by this machine's capacity)"
+    add("--cores-used", type=positive, metavar="X", help=used)
     _add_random_model(group)
     LoadOptions.add_arguments(modes)
     ReportOptions.add_arguments(modes)
@@ -157,10 +138,9 @@ def _add_paper(kinds: Any) -> None:
 
 
 def _paper(args: argparse.Namespace) -> int:
-    from caraserve.bench.papers.command import PaperOptions, bench_paper
-
-    options = PaperOptions(args.duration_s, args.repeats, args.seed)
-    return bench_paper(args.paper, args.figure, options, args.save, args.json)
+    command = laboratory("papers.command", f"paper {args.paper} --figure {args.figure}")
+    options = command.PaperOptions(args.duration_s, args.repeats, args.seed)
+    return int(command.bench_paper(args.paper, args.figure, options, args.save, args.json))
 
 
 def _add_lora(kinds: Any) -> None:
@@ -171,7 +151,7 @@ def _add_lora(kinds: Any) -> None:
         "beside a UNIX socket, the workers beside torch's threads, and a GPU's decode kernels beside torch.bmm.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    lora.add_argument("--parts", nargs="+", choices=LORA_PARTS, help="what to measure (all that this machine has)")
+    lora.add_argument("--parts", nargs="+", choices=PARTS, help="what to measure (all that this machine has)")
     lora.add_argument(
         "--lora-cpus", type=parse_cpus, metavar="LIST", help="cores to measure on, as 1-3,6 (default: all)"
     )
@@ -187,64 +167,38 @@ def _add_cluster(kinds: Any) -> None:
         description="Simulates a fleet with the functions that route and place in a real one, under a virtual clock. "
         "Without --preset or --trace it is Toppings' simulation: 60 instances, 40,000 adapters, 340 requests/s.",
     )
-    group = cluster.add_argument_group("fleet")
-    routings = names_among(ROUTINGS, "routing policy")
-    group.add_argument("--routing", type=routings, default=ROUTINGS, metavar="LIST", help=",".join(ROUTINGS))
-    group.add_argument(
-        "--instances",
-        type=count,
-        nargs="+",
-        default=(),
-        metavar="N",
-        help="fleet sizes to simulate one after another (default: as many as the preset has)",
-    )
-    group.add_argument(
-        "--kernel",
-        choices=("unpadded", "padded", "measured"),
-        help="how the ranks of a batch add up: in a sum, as in this server's kernels and S-LoRA's MBGMV; every request "
+    add = cluster.add_argument_group("fleet").add_argument
+    known = names_among(ROUTINGS, "routing policy")
+    add("--routing", type=known, default=ROUTINGS, metavar="LIST", help=",".join(ROUTINGS))
+    sizes = "fleet sizes to simulate one after another (default: as many as the preset has)"
+    add("--instances", type=count, nargs="+", default=(), metavar="N", help=sizes)
+    kernel = (
+        "how the ranks of a batch add up: in a sum, as in this server's kernels and S-LoRA's MBGMV; every request "
         "at the largest rank of its batch, as in Punica's BGMV, which only the simulator has; or as a profile was "
-        "measured (default: measured with --profile, otherwise unpadded)",
+        "measured (default: measured with --profile, otherwise unpadded)"
     )
-    group.add_argument(
-        "--profile",
-        type=Path,
-        nargs="+",
-        default=(),
-        metavar="FILE",
-        help="times of measured machines, not the papers'",
+    add("--kernel", choices=("unpadded", "padded", "measured"), help=kernel)
+    machines = "times of measured machines, not the papers'"
+    add("--profile", type=Path, nargs="+", default=(), metavar="FILE", help=machines)
+    add("--slo-scale", type=positive, default=1.5, metavar="X", help="TPT within X times the base's")
+    who = (
+        "who routes: the instances, by what gossip tells them, or one scheduler that knows every instance's state "
+        "at once, with every adapter on every instance, as the papers assume (default %(default)s)"
     )
-    group.add_argument("--slo-scale", type=positive, default=1.5, metavar="X", help="TPT within X times the base's")
-    group.add_argument(
-        "--scheduler",
-        choices=("gossip", "central"),
-        default="gossip",
-        help="who routes: the instances, by what gossip tells them, or one scheduler that knows every instance's state "
-        "at once, with every adapter on every instance, as the papers assume (default %(default)s)",
-    )
-    group.add_argument("--beat-ms", type=positive, metavar="MS", help="between an instance's load beats (default 250)")
-    group.add_argument("--routers", type=count, metavar="N", help="instances that clients send to (default: all)")
-    group.add_argument(
-        "--copies",
-        type=count,
-        metavar="N",
-        help="of each adapter at the start, under routings that make no plan (default 2; all if central)",
-    )
-    group.add_argument(
-        "--plan-s", type=positive, default=60.0, metavar="S", help="between placement plans (default %(default)s)"
-    )
-    group.add_argument(
-        "--profiled-points",
-        action="store_true",
-        help="plan by the rate at which one instance's P95 TTFT breaks the SLO for each rank, not by the formula",
-    )
-    group.add_argument(
-        "--padded-prompts",
-        action="store_true",
-        help="prompts cost what the largest rank of their iteration does, as in LoRAServe; here they do not",
-    )
-    group.add_argument("--need-attainment", type=positive, metavar="X", help="find the least fleet with this share")
-    group.add_argument("--need-ttft-p95-ms", type=positive, metavar="MS", help="and with 95 %% of TTFTs under this")
-    group.add_argument("--processes", type=count, metavar="N", help="(default: one for each core)")
+    add("--scheduler", choices=("gossip", "central"), default="gossip", help=who)
+    add("--beat-ms", type=positive, metavar="MS", help="between an instance's load beats (default 250)")
+    add("--routers", type=count, metavar="N", help="instances that clients send to (default: all)")
+    copies = "of each adapter at the start, under routings that make no plan (default 2; all if central)"
+    add("--copies", type=count, metavar="N", help=copies)
+    between = "between placement plans (default %(default)s)"
+    add("--plan-s", type=positive, default=60.0, metavar="S", help=between)
+    points = "plan by the rate at which one instance's P95 TTFT breaks the SLO for each rank, not by the formula"
+    add("--profiled-points", action="store_true", help=points)
+    padded = "prompts cost what the largest rank of their iteration does, as in LoRAServe; here they do not"
+    add("--padded-prompts", action="store_true", help=padded)
+    add("--need-attainment", type=positive, metavar="X", help="find the least fleet with this share")
+    add("--need-ttft-p95-ms", type=positive, metavar="MS", help="and with 95 %% of TTFTs under this")
+    add("--processes", type=count, metavar="N", help="(default: one for each core)")
     LoadOptions.add_arguments(cluster)
     _add_save(cluster)
     cluster.set_defaults(run=_cluster)
@@ -264,14 +218,9 @@ def _add_save(kind: argparse.ArgumentParser) -> None:
 
 
 def _lora(args: argparse.Namespace) -> int:
-    try:
-        from caraserve.bench.lora.run import FULL, QUICK, bench_lora
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise ConfigError(
-            "bench lora compares with torch: install the package's `test` extra, or torch itself"
-        ) from None
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("bench lora compares with torch: install the package's `test` extra, or torch itself")
+    from caraserve.bench.lora.run import FULL, QUICK, bench_lora
 
     bench_lora(args.parts, args.lora_cpus, QUICK if args.quick else FULL, args.save, args.json)
     return 0

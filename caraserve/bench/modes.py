@@ -17,15 +17,14 @@ from pathlib import Path
 from statistics import mean
 
 from caraserve.bench.capacity import measure_capacity, objective, probe_spec, rate_here
-from caraserve.bench.client.adapter_loads import adapter_loads
 from caraserve.bench.client.dialects import PromptEmbeds
-from caraserve.bench.client.endpoint import find_endpoint
+from caraserve.bench.client.endpoint import adapter_loads, find_endpoint
 from caraserve.bench.client.player import LoadSettings
 from caraserve.bench.mode_loads import ModeLoads, mode_loads
 from caraserve.bench.mode_servers import ModeServers, WarmServer
 from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, with_rate
 from caraserve.bench.records import Run, ServerUse, Workload
-from caraserve.bench.runner import BenchmarkRunner, interruptible
+from caraserve.bench.runner import BenchmarkRunner, TimeLeft, interruptible
 from caraserve.bench.serve import Measurements, keep_measured
 from caraserve.bench.servers import (
     Synthetic,
@@ -38,7 +37,6 @@ from caraserve.bench.servers import (
     working_folder,
 )
 from caraserve.bench.synthetic import SHAPES
-from caraserve.bench.time_left import TimeLeft
 from caraserve.bench.workload.build import WorkloadSpec
 from caraserve.errors import ConfigError
 

@@ -55,48 +55,30 @@ class LoadOptions:
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        group = parser.add_argument_group("load")
-        group.add_argument("--preset", metavar="NAME", help="a paper's setting; `caraserve bench presets` lists them")
-        group.add_argument("--trace", metavar="KIND:FILE", help="replay a trace's lengths, arrivals, adapters")
-        group.add_argument("--lengths", metavar="NAME", help=f"of prompts and answers (default {_LENGTHS})")
-        group.add_argument("--random-input-len", type=count, metavar="N", help="prompt tokens, all alike")
-        group.add_argument("--random-output-len", type=count, metavar="N", help="output tokens, all alike")
-        group.add_argument("--arrivals", metavar="NAME", help=f"{', '.join(_shown(ARRIVALS))} (default poisson)")
-        group.add_argument("--burstiness", type=positive, metavar="X", help="gamma arrivals; 1 is poisson")
-        group.add_argument(
-            "--request-rate",
-            type=_rate,
-            nargs="+",
-            metavar="RPS",
-            help=f"requests a second, `inf` for all at once; several are run one after another (default {_RATE:g})",
-        )
-        group.add_argument(
-            "--rate-scale",
-            type=_rate_scale,
-            metavar="X",
-            help="times the rate; `auto`: at the share of this machine's capacity that the paper's machine ran at",
-        )
-        group.add_argument("--scale", type=_share, default=1.0, metavar="X", help="shrinks a preset's model and run")
-        group.add_argument("--num-prompts", type=count, metavar="N", help=f"requests (default {_REQUESTS})")
-        group.add_argument("--duration-s", type=positive, metavar="S", help="of sending, instead of --num-prompts")
-        group.add_argument(
-            "--lora-assignment",
-            metavar="NAME",
-            help=f"which adapter each request uses: {', '.join(_shown(POPULARITIES))} (default uniform)",
-        )
-        group.add_argument(
-            "--adapters", type=count, metavar="N", help=f"used (default all, or {_ADAPTERS} random ones)"
-        )
-        group.add_argument("--ranks", type=_ranks, metavar="LIST", help="of random adapters in turn, as 8,16,32,64")
-        group.add_argument("--max-concurrency", type=count, metavar="N", help="closed loop: so many under way at most")
-        group.add_argument("--max-model-len", type=count, metavar="TOKENS", help="longer requests are cut to it")
-        group.add_argument(
-            "--ignore-eos",
-            action=argparse.BooleanOptionalAction,
-            default=True,
-            help="answers of exactly the length asked for, so that runs compare",
-        )
-        group.add_argument("--seed", type=int, default=0, help="of the load and its prompts")
+        add = parser.add_argument_group("load").add_argument
+        add("--preset", metavar="NAME", help="a paper's setting; `caraserve bench presets` lists them")
+        add("--trace", metavar="KIND:FILE", help="replay a trace's lengths, arrivals, adapters")
+        add("--lengths", metavar="NAME", help=f"of prompts and answers (default {_LENGTHS})")
+        add("--random-input-len", type=count, metavar="N", help="prompt tokens, all alike")
+        add("--random-output-len", type=count, metavar="N", help="output tokens, all alike")
+        add("--arrivals", metavar="NAME", help=f"{', '.join(_shown(ARRIVALS))} (default poisson)")
+        add("--burstiness", type=positive, metavar="X", help="gamma arrivals; 1 is poisson")
+        rates = f"requests a second, `inf` for all at once; several are run one after another (default {_RATE:g})"
+        add("--request-rate", type=_rate, nargs="+", metavar="RPS", help=rates)
+        auto = "times the rate; `auto`: at the share of this machine's capacity that the paper's machine ran at"
+        add("--rate-scale", type=_rate_scale, metavar="X", help=auto)
+        add("--scale", type=_share, default=1.0, metavar="X", help="shrinks a preset's model and run")
+        add("--num-prompts", type=count, metavar="N", help=f"requests (default {_REQUESTS})")
+        add("--duration-s", type=positive, metavar="S", help="of sending, instead of --num-prompts")
+        popularities = f"which adapter each request uses: {', '.join(_shown(POPULARITIES))} (default uniform)"
+        add("--lora-assignment", metavar="NAME", help=popularities)
+        add("--adapters", type=count, metavar="N", help=f"used (default all, or {_ADAPTERS} random ones)")
+        add("--ranks", type=_ranks, metavar="LIST", help="of random adapters in turn, as 8,16,32,64")
+        add("--max-concurrency", type=count, metavar="N", help="closed loop: so many under way at most")
+        add("--max-model-len", type=count, metavar="TOKENS", help="longer requests are cut to it")
+        as_asked = "answers of exactly the length asked for, so that runs compare"
+        add("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help=as_asked)
+        add("--seed", type=int, default=0, help="of the load and its prompts")
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Self:
@@ -246,26 +228,15 @@ class ReportOptions:
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group("report")
-        group.add_argument("--slo", metavar="LIMITS", help="latency limits in ms, as ttft:200,tpot:30")
-        group.add_argument(
-            "--slo-scale", type=positive, metavar="X", help="limit TPT to X times that of a run without adapters"
-        )
-        group.add_argument(
-            "--metric-percentiles",
-            dest="percentiles",
-            type=_percentiles,
-            default=(50.0, 90.0, 95.0, 99.0),
-            metavar="LIST",
-            help="percentiles of every latency (default 50,90,95,99)",
-        )
-        group.add_argument(
-            "--percentile-metrics",
-            type=names_among(LATENCIES, "latency", _VLLM_METRIC),
-            default=LATENCIES,
-            metavar="LIST",
-            help=f"latencies on the terminal (default {','.join(LATENCIES)}); a saved report has all",
-        )
-        group.add_argument("--save", type=Path, metavar="DIR", help="folder for JSON, CSV and figures")
+        add = group.add_argument
+        add("--slo", metavar="LIMITS", help="latency limits in ms, as ttft:200,tpot:30")
+        add("--slo-scale", type=positive, metavar="X", help="limit TPT to X times that of a run without adapters")
+        usual, every = (50.0, 90.0, 95.0, 99.0), "percentiles of every latency (default 50,90,95,99)"
+        add("--metric-percentiles", dest="percentiles", type=_percentiles, default=usual, metavar="LIST", help=every)
+        known = names_among(LATENCIES, "latency", _VLLM_METRIC)
+        shown = f"latencies on the terminal (default {','.join(LATENCIES)}); a saved report has all"
+        add("--percentile-metrics", type=known, default=LATENCIES, metavar="LIST", help=shown)
+        add("--save", type=Path, metavar="DIR", help="folder for JSON, CSV and figures")
         add_json(group)
 
     @classmethod
@@ -292,23 +263,21 @@ def _number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
-def _bounded(text: str, good: Callable[[float], bool], complaint: str) -> float:
-    value = _number(text)
-    if not good(value):
-        raise argparse.ArgumentTypeError(f"{text} {complaint}")
-    return value
+def _bounded(good: Callable[[float], bool], complaint: str) -> Callable[[str], float]:
+    """Returns a function that reads a number and refuses one that is not good with the complaint."""
+
+    def parse(text: str) -> float:
+        value = _number(text)
+        if not good(value):
+            raise argparse.ArgumentTypeError(f"{text} {complaint}")
+        return value
+
+    return parse
 
 
-def positive(text: str) -> float:
-    return _bounded(text, lambda value: 0 < value < math.inf, "is not above 0")
-
-
-def _share(text: str) -> float:
-    return _bounded(text, lambda value: 0 < value <= 1, "is not above 0 and at most 1")
-
-
-def _rate(text: str) -> float:
-    return _bounded(text, lambda value: value > 0, "is no rate; write one above 0, or inf")
+positive = _bounded(lambda value: 0 < value < math.inf, "is not above 0")
+_share = _bounded(lambda value: 0 < value <= 1, "is not above 0 and at most 1")
+_rate = _bounded(lambda value: value > 0, "is no rate; write one above 0, or inf")
 
 
 def _rate_scale(text: str) -> float:

@@ -5,16 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from rich.table import Table
 
 from caraserve.bench.console import open_console, write_document
 from caraserve.bench.options import ReportOptions
 from caraserve.bench.report.compare import compare
 from caraserve.bench.report.files import document, load_saved, make_folder, save_report, write_files
-from caraserve.bench.report.paired import PairedRatio, paired_document, paired_ratios, paired_table
-from caraserve.bench.report.plots import NO_FIGURES, can_draw, comparison_plot, run_plots
+from caraserve.bench.report.plots import NO_FIGURES, can_draw
+from caraserve.bench.report.ratios import PairedRatio, paired_document, paired_ratios
+from caraserve.bench.report.run_plots import comparison_plot, run_plots
 from caraserve.bench.report.summary import Summary, summarize
-from caraserve.bench.report.tables import NONE, report_tables, to_rich
+from caraserve.bench.report.tables import NONE, TextTable, paired_table, report_tables, to_rich
 from caraserve.bench.serve import Measurements
 from caraserve.bench.workload.presets import find_preset, load_presets
 from caraserve.errors import BackendFailed, ConfigError
@@ -97,14 +97,13 @@ def show_presets(name: str | None) -> int:
     console = open_console()
     if name is None:
         heads = ("preset", "model", "requests/s", "adapters", "ranks", "popularity", "lengths", "source")
-        table = Table(*heads)
-        for key, preset in load_presets().items():
-            if key == preset.name:
-                rate = NONE if preset.rates is None else f"{preset.rates.default:g}"
-                row = [key, preset.base_model.default, rate, str(preset.adapters.default)]
-                row += [",".join(map(str, preset.ranks.default)), preset.popularity.default, preset.lengths.default]
-                table.add_row(*row, preset.source)
-        console.print(table)
+        rows = []
+        for preset in (preset for key, preset in load_presets().items() if key == preset.name):
+            rate = NONE if preset.rates is None else f"{preset.rates.default:g}"
+            row = [preset.name, preset.base_model.default, rate, str(preset.adapters.default)]
+            row += [",".join(map(str, preset.ranks.default)), preset.popularity.default, preset.lengths.default]
+            rows.append([*row, preset.source])
+        console.print(to_rich(TextTable("", heads, rows, left=len(heads))))
         return 0
     preset = find_preset(name)
     console.print(f"{preset.name}: {preset.source}; {preset.base_model.default} on {preset.hardware}")

@@ -12,7 +12,7 @@ from caraserve.bench.client.endpoint import Endpoint, find_endpoint
 from caraserve.bench.client.player import LoadSettings
 from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, with_rate
 from caraserve.bench.records import Run, Workload
-from caraserve.bench.report.plots import SWEEP_MARK
+from caraserve.bench.report.run_plots import SWEEP_MARK
 from caraserve.bench.report.summary import SloLimits, summarize
 from caraserve.bench.runner import BenchmarkRunner, interruptible
 from caraserve.bench.servers import Interrupted, api_key_in, longest, make_synthetic, own_server, working_folder

@@ -70,6 +70,11 @@ def llama_config(shape: Shape, max_position: int) -> dict[str, Any]:
     }
 
 
+def shape_spec(shape: Shape, max_position: int) -> ModelSpec:
+    """Returns the specification of a Llama-shaped model that is not on disk."""
+    return parse_spec(llama_config(shape, max_position))
+
+
 def write_model(
     folder: Path, shape: Shape, dtype: str, max_position: int, *, seed: int = 0, weights: bool = True
 ) -> ModelSpec:

@@ -14,7 +14,7 @@ from contextlib import aclosing
 
 from rich.console import Console
 
-from caraserve.cli.chat_client import ChatClient, Models, Piece, Timing
+from caraserve.cli.chat_client import AnswerPart, ChatClient, Models, Timing
 from caraserve.errors import CaraServeError
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model's text must not control the terminal
@@ -54,7 +54,7 @@ class Chat:
         becomes part of the conversation; reasoning does not, as models are trained without that of earlier turns."""
         self._messages.append({"role": "user", "content": text})
         timing = Timing(time.monotonic())
-        pieces: list[Piece] = []
+        pieces: list[AnswerPart] = []
         try:
             async with aclosing(self._client.answer(self.model, self._messages, timing)) as answer:
                 async for piece in answer:

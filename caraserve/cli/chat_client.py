@@ -40,7 +40,7 @@ class Timing:
         return (self.tokens - 1) / (self.last_s - self.first_s) if self.last_s > self.first_s else None
 
 
-class Piece(NamedTuple):
+class AnswerPart(NamedTuple):
     """Some text of an answer, or of the reasoning before it."""
 
     text: str
@@ -86,7 +86,9 @@ class ChatClient:
             raise CaraServeError(f"{self._url} lists no model that may be used")
         return Models(bases[0] if bases else adapters[0], adapters)
 
-    async def answer(self, model: str, messages: Sequence[Mapping[str, str]], timing: Timing) -> AsyncGenerator[Piece]:
+    async def answer(
+        self, model: str, messages: Sequence[Mapping[str, str]], timing: Timing
+    ) -> AsyncGenerator[AnswerPart]:
         """Yields the pieces of an answer as they arrive, and notes their times. Closing the iterator ends the
         answer on the server."""
         body = {"model": model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
@@ -105,7 +107,7 @@ class ChatClient:
                         if text:
                             timing.last_s = time.monotonic()
                             timing.first_s = timing.first_s or timing.last_s
-                            yield Piece(text, is_reasoning)
+                            yield AnswerPart(text, is_reasoning)
 
     @asynccontextmanager
     async def _request(self, method: str, path: str, **options: Any) -> AsyncIterator[aiohttp.ClientResponse]:

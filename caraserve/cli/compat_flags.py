@@ -121,6 +121,7 @@ FLAGS = (
     _any("--compilation-config -O --optimization-level --max-seq-len-to-capture --cuda-graph-sizes --cuda-graph-max-bs",
          _GRAPHS),
     _switch("--enable-chunked-prefill", "prompts are always computed in chunks, see --max-num-batched-tokens"),
+    _any("--attention-backend", "one set of kernels attends for every model"),
     _any("--num-scheduler-steps", "requests join and leave at every iteration"),
     _any("--max-num-partial-prefills --max-long-partial-prefills --long-prefill-token-threshold",
          "prompts of any number share the tokens of an iteration, see --max-num-batched-tokens"),

@@ -67,7 +67,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineFacts:
     """Facts about this machine that checks judge. `limit_bytes`: the container's memory limit, None without one."""
 
     python: tuple[int, int, int]
@@ -84,7 +84,7 @@ class Machine:
     packages: Installed
 
     @classmethod
-    def here(cls) -> "Machine":
+    def here(cls) -> "MachineFacts":
         """Reads the facts; starts a process that asks the GPU's driver, if there is one."""
         gpu, gpu_problem = look()
         return cls(
@@ -116,7 +116,7 @@ class Configs:
 
 def doctor(configs: Configs) -> int:
     """Prints all findings; returns the exit code: 1 if there is a problem."""
-    findings = examine(Machine.here(), configs)
+    findings = examine(MachineFacts.here(), configs)
     console = Console(soft_wrap=True, highlight=False)
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
@@ -128,7 +128,7 @@ def doctor(configs: Configs) -> int:
     return int(counts[0][0] > 0)
 
 
-def examine(machine: Machine, configs: Configs) -> list[Finding]:
+def examine(machine: MachineFacts, configs: Configs) -> list[Finding]:
     """Returns the findings on a machine and on what a server would be started with."""
     return [
         _python(machine),
@@ -144,7 +144,7 @@ def examine(machine: Machine, configs: Configs) -> list[Finding]:
 # --- the machine ---
 
 
-def _python(machine: Machine) -> Finding:
+def _python(machine: MachineFacts) -> Finding:
     found = ".".join(map(str, machine.python))
     if machine.python[:2] > _NEWEST_PYTHON:
         newest = ".".join(map(str, _NEWEST_PYTHON))
@@ -152,7 +152,7 @@ def _python(machine: Machine) -> Finding:
     return Finding("Python", "ok", found)
 
 
-def _cpu(machine: Machine) -> Finding:
+def _cpu(machine: MachineFacts) -> Finding:
     flags, cores = machine.cpu_flags, f"{machine.usable_cores} of {machine.cores} cores"
     if machine.architecture not in ("x86_64", "AMD64"):
         return Finding("CPU", "ok", f"{machine.architecture}, {cores}")
@@ -167,7 +167,7 @@ def _cpu(machine: Machine) -> Finding:
     return Finding("CPU", "ok", found)
 
 
-def _memory(machine: Machine) -> Finding:
+def _memory(machine: MachineFacts) -> Finding:
     found = f"{human_bytes(machine.free_bytes)} free of {human_bytes(machine.memory_bytes)}"
     if machine.limit_bytes is not None and machine.limit_bytes < machine.memory_bytes:
         found += f", {human_bytes(machine.limit_bytes)} allowed to this container"
@@ -179,7 +179,7 @@ def _memory(machine: Machine) -> Finding:
     return Finding("memory", "ok", found)
 
 
-def _shared_memory(machine: Machine) -> Finding:
+def _shared_memory(machine: MachineFacts) -> Finding:
     if machine.has_memfd:
         return Finding("shared memory", "ok", "memfd works; the size of /dev/shm does not matter")
     advice = "a sandbox forbids memfd_create: allow it"
@@ -195,7 +195,7 @@ def _kernel_cache(folder: Path) -> Finding:
     return Finding("kernel cache", "ok", f"{found}, in about half a minute on an idle machine")
 
 
-def _gpu(machine: Machine, wanted: str) -> Iterator[Finding]:
+def _gpu(machine: MachineFacts, wanted: str) -> Iterator[Finding]:
     gpu, packages = machine.gpu, machine.packages
     if gpu is None:
         yield Finding("GPU", "warning" if machine.gpu_problem else "ok", machine.gpu_problem or "no NVIDIA driver")
@@ -224,7 +224,7 @@ def _built_for(cuda: int | None) -> str:
 # --- what a server would be started with ---
 
 
-def _configured(machine: Machine, configs: Configs) -> Iterator[Finding]:
+def _configured(machine: MachineFacts, configs: Configs) -> Iterator[Finding]:
     model, lora = with_demo(configs.model, configs.lora)
     device = _device(machine, configs.engine.device)
     room_bytes = min(machine.free_bytes, machine.limit_bytes or machine.free_bytes) if device == "cpu" else None
@@ -270,7 +270,7 @@ def _keys(http: HttpConfig) -> str:
     return f"{ApiKeys(http).num_keys} given or in --api-key-file"
 
 
-def _device(machine: Machine, wanted: str) -> str:
+def _device(machine: MachineFacts, wanted: str) -> str:
     """Returns the device that would be served on; "" if there is none, which another line says."""
     try:
         return choose(wanted, machine.gpu, machine.gpu_problem, machine.packages).device

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain, islice, takewhile
 from typing import Generic, TypeVar
 
-from caraserve.core.request import Tenant
+from caraserve.core.tenant import Tenant
 
 _PROMPT_WEIGHT, _OUTPUT_WEIGHT = 1.0, 2.0  # an output token takes a whole iteration, a prompt token a part of one
 _MAX_COUNTERS = 10_000  # for clients, and for users, that are not waiting; clients choose users' names, without limit

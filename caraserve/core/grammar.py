@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.core.request import Tenant
+from caraserve.core.tenant import Tenant
 from caraserve.util.units import ceil_div
 
 _MASK_BITS = 32

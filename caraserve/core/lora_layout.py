@@ -1,24 +1,28 @@
 """The byte layout of an adapter image, the same in every cache: rank rows, layer-major, contiguous. No I/O.
 
-Per layer, for each group of projections that read the same input (qkv, o, gate-up, down): every A of the group, then
-every B. A is `[padded_rank, in]`; B is transposed and cut into panels, `[out / 64, padded_rank, 64]`, so that a tile of
-outputs is one stream for a CPU core and for a thread block alike. Ranks are padded to a multiple of `RANK_STEP`, A's
-rows to `A_COLUMNS` and B's to whole panels, all with zeros, which add exact zeros. A group of layers is one range of
-bytes: loading is a copy, and CPU workers read the same layout as the device.
+Per layer, for each group of linears that read the same input (`model/plan.py`): A of every adapted linear, then B of
+every site, which is a part of a linear. A is `[padded_rank, in]`; B is transposed and cut into panels,
+`[out / 64, padded_rank, 64]`, so that a tile of outputs is one stream for a CPU core and for a thread block alike.
+Ranks are padded to a multiple of `RANK_STEP`, A's rows to `A_COLUMNS` and B's to whole panels, all with zeros, which
+add exact zeros. A group of layers is one range of bytes: loading is a copy, and CPU workers read the same layout as the
+device.
 
 All values have the adapter's own dtype, so nothing is rounded. The scale (alpha / r or alpha / sqrt(r)) is stored apart
 from the bytes, because folding it in could round.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import SITES, ModelSpec
-from caraserve.util.units import align_up
+from caraserve.model.plan import DecoderPlan
+from caraserve.model.spec import ModelSpec, as_plan
+from caraserve.util.units import align_up, ceil_div
 
 RANK_STEP = 8
 MAX_RANK = 512
@@ -26,6 +30,12 @@ A_COLUMNS = 16  # a row of A is a whole number of fp32 vectors
 PANEL = 64  # outputs in a panel
 ALIGN_BYTES = 64  # a cache line; every A and B starts on one
 
+Array = NDArray[np.generic]
+Bytes = NDArray[np.uint8]
+Module = tuple[int, int]  # layer, index of the linear in it
+RankAndScale = tuple[int, float]
+
+# For code that does not take groups from the plan yet, as `ModelSpec` and names of modules in `lay_out`.
 GROUPS: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
     ("o_proj",),
@@ -37,10 +47,11 @@ QKV, OUT, GATE_UP, DOWN = range(4)  # indices of GROUPS
 
 @dataclass(frozen=True, slots=True)
 class SiteSpan:
-    """The offsets of one adapted module's A and B in the image. `rank` is without padding."""
+    """The offsets of A and B of one site in the image. Sites of one linear share A. `rank` is without padding."""
 
     layer: int
-    site: int  # index into SITES
+    site: int  # its index in the layer
+    linear: int  # index of its linear in the layer
     rank: int
     scale: float
     a_offset: int
@@ -50,6 +61,10 @@ class SiteSpan:
     def padded_rank(self) -> int:
         return align_up(self.rank, RANK_STEP)
 
+    @property
+    def module(self) -> Module:
+        return self.layer, self.linear
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
@@ -58,10 +73,18 @@ class AdapterSpec:
     digest: str
     dtype: Dtype
     rank: int  # the largest of any module
-    targets: tuple[str, ...]  # adapted modules, in the order of SITES
+    targets: tuple[str, ...]  # names of adapted modules, in the order of the plan's
     layer_ends: tuple[int, ...]  # [layers] where each layer's bytes end; a layer without modules has none
-    spans: tuple[SiteSpan, ...]  # ordered by layer, then by group
+    spans: tuple[SiteSpan, ...]  # ordered by layer, then by site
     chunks: tuple[bytes, ...] = ()  # sha256 of each chunk of the bytes (`lora/manifest.py`)
+
+    @classmethod
+    def of(cls, plan: DecoderPlan, dtype: Dtype, modules: Mapping[Module, RankAndScale], digest: str = "") -> Self:
+        """Returns the description of an adapter of some modules. Without `digest`, which follows from its bytes."""
+        spans, layer_ends = lay_out(plan, dtype, modules)
+        changed = {plan.layers[layer].linears[linear].target for layer, linear in modules}
+        targets = tuple(target for target in plan.targets if target in changed)
+        return cls(digest, dtype, max(rank for rank, _ in modules.values()), targets, layer_ends, spans)
 
     @property
     def num_bytes(self) -> int:
@@ -73,48 +96,87 @@ class HostAdapter:
     """An adapter image in the host cache. `data`: uint8 [spec.num_bytes], 64-byte aligned, laid out as `spec.spans`."""
 
     spec: AdapterSpec
-    data: NDArray[np.uint8]
+    data: Bytes
 
 
-def a_bytes(span: SiteSpan, in_features: int, dtype: Dtype) -> int:
-    """Returns the bytes of a module's A, up to the start of the next matrix."""
-    return align_up(span.padded_rank * align_up(in_features, A_COLUMNS) * dtype.itemsize, ALIGN_BYTES)
-
-
-def b_bytes(span: SiteSpan, out_features: int, dtype: Dtype) -> int:
-    """Returns the bytes of a module's B, up to the start of the next matrix."""
-    return align_up(span.padded_rank * align_up(out_features, PANEL) * dtype.itemsize, ALIGN_BYTES)
+def modules_of(plan: DecoderPlan, targets: Collection[str], layers: int | None = None) -> list[Module]:
+    """Returns the modules of these names in the first `layers` layers, None: in all."""
+    return [
+        (layer, index)
+        for layer, one in enumerate(plan.layers[:layers])
+        for index, linear in enumerate(one.linears)
+        if linear.target in targets
+    ]
 
 
 def lay_out(
-    model: ModelSpec, dtype: Dtype, modules: Mapping[tuple[int, str], tuple[int, float]]
+    model: ModelSpec | DecoderPlan,
+    dtype: Dtype,
+    modules: Mapping[Module, RankAndScale] | Mapping[tuple[int, str], RankAndScale],
 ) -> tuple[tuple[SiteSpan, ...], tuple[int, ...]]:
-    """Places modules {(layer, site name): (rank, scale)}. Returns the spans, and the end of each layer's bytes."""
+    """Places modules {(layer, linear): (rank, scale)}. Returns the spans, and the end of each layer's bytes."""
+    plan = as_plan(model)
     spans: list[SiteSpan] = []
-    ends = [0] * model.layers
-    offset = 0
-    for layer, group in _groups(modules):
-        placed = []
-        for site in group:
-            span = SiteSpan(layer, SITES.index(site), *modules[layer, site], a_offset=offset, b_offset=0)
-            offset += a_bytes(span, model.site_shape(site)[0], dtype)
-            placed.append(span)
-        for span in placed:
-            spans.append(replace(span, b_offset=offset))
-            offset += b_bytes(span, model.site_shape(SITES[span.site])[1], dtype)
-        ends[layer:] = [offset] * (model.layers - layer)
+    ends, offset = [0] * len(plan.layers), 0
+    wanted = {_module(plan, *place): sizes for place, sizes in modules.items()}
+    for layer in sorted({layer for layer, _ in wanted}):
+        for group in plan.layers[layer].groups:
+            sites = [site for site in group.sites if (layer, site.linear) in wanted]
+            a_offsets: dict[int, int] = {}
+            for linear in dict.fromkeys(site.linear for site in sites):
+                a_offsets[linear] = offset
+                offset += _matrix_bytes(wanted[layer, linear][0], align_up(group.inputs, A_COLUMNS), dtype)
+            for site in sites:
+                rank, scale = wanted[layer, site.linear]
+                spans.append(SiteSpan(layer, site.index, site.linear, rank, scale, a_offsets[site.linear], offset))
+                offset += _matrix_bytes(rank, align_up(site.outputs, PANEL), dtype)
+        ends[layer:] = [offset] * (len(ends) - layer)
     return tuple(spans), tuple(ends)
 
 
-def _groups(modules: Mapping[tuple[int, str], tuple[int, float]]) -> Iterator[tuple[int, list[str]]]:
-    for layer in sorted({layer for layer, _ in modules}):
-        for group in GROUPS:
-            present = [site for site in group if (layer, site) in modules]
-            if present:
-                yield layer, present
+def _module(plan: DecoderPlan, layer: int, linear: int | str) -> Module:
+    if isinstance(linear, int):
+        return layer, linear
+    index = plan.layers[layer].linear_index(linear)
+    assert index is not None, f"layer {layer} has no module {linear}"
+    return layer, index
 
 
-def aligned_bytes(num_bytes: int) -> NDArray[np.uint8]:
+def _matrix_bytes(rank: int, columns: int, dtype: Dtype) -> int:
+    """Returns the bytes of a matrix, up to the start of the next one."""
+    return align_up(align_up(rank, RANK_STEP) * columns * dtype.itemsize, ALIGN_BYTES)
+
+
+def stored_a(data: Bytes, span: SiteSpan, inputs: int, dtype: Dtype, start: int = 0) -> Array:
+    """Returns A [padded rank, padded inputs] in `data`, the bytes of an image from `start` on."""
+    return _stored(data, span.a_offset - start, (span.padded_rank, align_up(inputs, A_COLUMNS)), dtype)
+
+
+def stored_b(data: Bytes, span: SiteSpan, outputs: int, dtype: Dtype, start: int = 0) -> Array:
+    """Returns B [panels, padded rank, PANEL] in `data`, the bytes of an image from `start` on."""
+    return _stored(data, span.b_offset - start, (ceil_div(outputs, PANEL), span.padded_rank, PANEL), dtype)
+
+
+def _stored(data: Bytes, offset: int, shape: tuple[int, ...], dtype: Dtype) -> Array:
+    return data[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype.storage).reshape(shape)
+
+
+def place_a(values: Array, data: Bytes, span: SiteSpan, dtype: Dtype, start: int = 0) -> None:
+    """Copies A, `values` [rank, in], into `data`, the bytes of an image from `start` on."""
+    rank, inputs = values.shape
+    stored_a(data, span, inputs, dtype, start)[:rank, :inputs] = values
+
+
+def place_b(values: Array, data: Bytes, span: SiteSpan, dtype: Dtype, start: int = 0) -> None:
+    """Copies B, `values` [out, rank] as PEFT stores it, into panels in `data`, the bytes of an image from `start`
+    on."""
+    outputs, rank = values.shape
+    panels, whole = stored_b(data, span, outputs, dtype, start), outputs // PANEL
+    panels[:whole, :rank] = values[: whole * PANEL].reshape(whole, PANEL, rank).transpose(0, 2, 1)
+    panels[whole:, :rank, : outputs % PANEL] = values[whole * PANEL :].T
+
+
+def aligned_bytes(num_bytes: int) -> Bytes:
     """Returns an uninitialised uint8 array whose first byte is 64-byte aligned."""
     raw = np.empty(num_bytes + ALIGN_BYTES, dtype=np.uint8)
     start = -raw.ctypes.data % ALIGN_BYTES

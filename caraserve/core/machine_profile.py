@@ -25,7 +25,7 @@ from caraserve.util.cache_folder import cache_folder
 
 SCHEMA = 3  # increases when a field changes its name or meaning
 
-Targets = Literal["qkv", "all"]  # q, k and v; or all seven modules of a layer
+Targets = Literal["qkv", "all"]  # modules that read the attention's input; or all of a layer
 
 _FIXED_SHARE = 0.2  # of the time of a slice, at the knee
 ASSUMED_HANDOFF_MS = 0.05  # if not measured; 0.04 ms for 16 tokens and one worker on a Zen 5 core

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from caraserve.core.grammar import Grammar, TokenMatcher
 from caraserve.core.reasoning_progress import ReasoningProgress, ReasoningState
-from caraserve.core.request import Tenant
+from caraserve.core.tenant import Tenant
 from caraserve.core.token_filter import allow_tokens, ban_tokens, every_token
 
 _Mask = NDArray[np.uint32]

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from caraserve.core.tenant import NO_TENANT, Tenant
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -53,18 +55,6 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: "Grammar | None" = None
-
-
-class Tenant(NamedTuple):
-    """The owner of a request. Fairness divides service between clients, and a client's share between its users."""
-
-    client: str = ""  # the name of its key, or its address
-    user: str = ""  # as the client states it
-    weight: float = 1.0  # of the client: with 2 it gets twice the service of one with 1
-    owns_cache: bool = False  # whether the KV of this client's prompts is reused for its own requests only
-
-
-NO_TENANT = Tenant()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.core.grammar import Grammar, TokenMatcher, mask_words
-from caraserve.core.request import Tenant
+from caraserve.core.tenant import Tenant
 from caraserve.errors import GrammarDeadEnd
 
 _Mask = NDArray[np.uint32]

@@ -28,7 +28,8 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck"
 kernel: Callable[..., Any] = numba.njit(**_OPTIONS)
 # For functions of many arrays that compiled code calls: without wrappers for Python and without counting references to
 # the arrays, either of which can take longer than the function itself. They may not make arrays.
-inner: Callable[..., Any] = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False, **_OPTIONS)
+_INNER: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "_nrt": False, **_OPTIONS}
+inner: Callable[..., Any] = numba.njit(**_INNER)
 reduction: Callable[..., Any] = numba.njit(fastmath={"reassoc", "nsz"}, **_OPTIONS)  # sums that may be vectorised
 entry: Callable[..., Any] = numba.njit(cache=True, **_OPTIONS)
 
@@ -53,6 +54,21 @@ def counting(compiled: Callable[[], None]) -> Iterator[None]:
 def callee(function: Callable[..., Any]) -> None:
     """Lets compiled code call a function that stays plain Python for all other callers."""
     numba.extending.register_jitable(**_OPTIONS)(function)
+
+
+def inner_callee(function: Callable[..., Any]) -> None:
+    """Like `callee`, for a function that is compiled like one of `inner`."""
+    numba.extending.register_jitable(**_INNER)(function)
+
+
+def compiled_for(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Returns a decorator for what compiled code calls in place of a function of plain Python."""
+
+    def replace(compiled: Callable[..., Any]) -> Callable[..., Any]:
+        numba.extending.overload(function, jit_options=_INNER, strict=False)(lambda *arguments: compiled)
+        return compiled
+
+    return replace
 
 
 def variant(name: object) -> Callable[[Callable[..., Any]], Any]:

@@ -18,7 +18,8 @@ from caraserve.cpu.adapters import DeviceAdapters
 from caraserve.cpu.forward import device_entry, meet
 from caraserve.cpu.jit import entry, kernel
 from caraserve.cpu.kernels import STORE, itemsize, load_weight
-from caraserve.cpu.linear import PIECE_INPUTS, kernels_of
+from caraserve.cpu.linear import kernels_of
+from caraserve.cpu.linear.base import PIECE_INPUTS
 from caraserve.cpu.simd import DTYPE_BF16, DTYPE_F16, DTYPE_F32, LANES, load_f32, store_f32, vadd, vload, weight_ops
 from caraserve.cpu.structs import site_address, site_at, word
 from caraserve.cpu.tiles import call_by_address

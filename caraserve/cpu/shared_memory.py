@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import ALIGN_BYTES
 from caraserve.errors import ConfigError
-from caraserve.util.memory_file import memory_file
+from caraserve.util.memory import memory_file
 from caraserve.util.units import align_up, human_bytes
 
 PAGE_BYTES = 4096

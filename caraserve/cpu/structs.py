@@ -217,7 +217,7 @@ def address_of(typing_context, record):  # type: ignore[no-untyped-def]
     return types.int64(record), codegen
 
 
-def filled(kind: np.dtype[np.void], /, **values: float) -> NDArray[np.void]:
+def filled(kind: np.dtype[np.void], /, **values: float | np.signedinteger[Any]) -> NDArray[np.void]:
     """Returns a one-element array of `kind` with every field set. Raises KeyError for a missing field."""
     record = np.zeros(1, kind)
     for name in kind.names or ():

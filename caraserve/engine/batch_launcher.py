@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from caraserve.core.backend import Backend
 from caraserve.core.batch import Batch, ScheduledRow, StepResult
 from caraserve.engine.active_request import ActiveRequest
-from caraserve.engine.request_slots import RequestSlots
 from caraserve.engine.scheduler import Scheduled, grants
+from caraserve.engine.slot_allocator import SlotAllocator
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class LaunchedBatch:
 class BatchLauncher:
     """Builds and launches batches. Runs on the event loop."""
 
-    def __init__(self, backend: Backend, slots: RequestSlots) -> None:
+    def __init__(self, backend: Backend, slots: SlotAllocator) -> None:
         self._backend, self._slots = backend, slots
         self._loop = asyncio.get_running_loop()
 

@@ -10,9 +10,9 @@ from caraserve.engine.active_request import ActiveRequest
 from caraserve.engine.batch_launcher import BatchLauncher, LaunchedBatch
 from caraserve.engine.merge_policy import MergePolicy
 from caraserve.engine.queues import RequestQueues
-from caraserve.engine.request_slots import RequestSlots
 from caraserve.engine.scheduler import Scheduled, has_work, plan_iteration
 from caraserve.engine.side_batches import SideBatches
+from caraserve.engine.slot_allocator import SlotAllocator
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Executor:
         self,
         limits: Limits,
         queues: RequestQueues,
-        slots: RequestSlots,
+        slots: SlotAllocator,
         side_batches: SideBatches,
         launcher: BatchLauncher,
         merging: MergePolicy | None,

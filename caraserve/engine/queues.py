@@ -11,11 +11,11 @@ from operator import itemgetter
 
 from caraserve.core.backend import Limits
 from caraserve.core.fair_queue import FairQueue
-from caraserve.core.request import Tenant
+from caraserve.core.tenant import Tenant
 from caraserve.engine.active_request import ActiveRequest
-from caraserve.engine.request_slots import RequestSlots
 from caraserve.engine.scheduler import total_tokens
 from caraserve.engine.side_batches import SideBatches
+from caraserve.engine.slot_allocator import SlotAllocator
 from caraserve.lora.adapter import Adapter, AdapterTier
 from caraserve.lora.manager import AdapterManager
 from caraserve.lora.start_policy import AwaitedPrefill, ModeChoice, PrefillStart
@@ -33,7 +33,7 @@ class RequestQueues:
         self,
         limits: Limits,
         manager: AdapterManager,
-        slots: RequestSlots,
+        slots: SlotAllocator,
         side_batches: SideBatches,
         *,
         prefetching: bool,

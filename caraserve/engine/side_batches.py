@@ -24,8 +24,8 @@ from caraserve.core.backend import Backend
 from caraserve.core.batch import ScheduledRow, StepResult
 from caraserve.engine.active_request import ActiveRequest
 from caraserve.engine.batch_launcher import BatchLauncher, LaunchedBatch
-from caraserve.engine.request_slots import RequestSlots
 from caraserve.engine.scheduler import Scheduled, plan_side_batch
+from caraserve.engine.slot_allocator import SlotAllocator
 from caraserve.lora.manager import AdapterManager
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class SideBatches:
         self,
         backend: Backend,
         manager: AdapterManager,
-        slots: RequestSlots,
+        slots: SlotAllocator,
         launcher: BatchLauncher,
         wake: Callable[[], None],
     ) -> None:

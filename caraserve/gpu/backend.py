@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, RowResult, StepResult
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
@@ -19,9 +20,10 @@ from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.lora_workers.timing import RoundTrip
 from caraserve.errors import ConfigError, CopyFailed
 from caraserve.gpu.assist.predictions import measured_predictions
-from caraserve.gpu.driver.late_kernels import LateKernels
+from caraserve.gpu.builder import BackendParts, GpuSizes
+from caraserve.gpu.driver.device import GpuDevice
 from caraserve.gpu.driver.streams import Lane
-from caraserve.gpu.forward.builder import BackendParts, GpuDevice, GpuSizes, build_parts
+from caraserve.gpu.forward.warm_up import LateKernels
 from caraserve.gpu.weights import Weights
 from caraserve.model.spec import ModelSpec
 from caraserve.telemetry.trace import Trace
@@ -32,6 +34,7 @@ _POLL_S = 0.001  # between two polls while anything is being copied
 _NICE = -5  # of the launching thread, where the system allows it: the device may wait for this thread
 
 Done = Callable[[StepResult | Exception], None]
+T = TypeVar("T")
 
 
 class CudaBackend:
@@ -48,21 +51,19 @@ class CudaBackend:
         self._late_kernels = LateKernels()
         self.delta_itemsize = weights.dtype.itemsize
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        made: SimpleQueue[BackendParts | Exception] = SimpleQueue()
+        built: SimpleQueue[BackendParts | Exception] = SimpleQueue()
 
-        def make() -> BackendParts:
-            return build_parts(spec, weights, sizes, device, lambda: self._jobs.put(_nothing), trace)
+        def build() -> BackendParts:
+            return BackendParts(spec, weights, sizes, device, lambda: self._jobs.put(_nothing), trace)
 
         self._thread = threading.Thread(
-            target=self._run, args=(device, make, made), name="caraserve-launch", daemon=True
+            target=self._run, args=(device, build, built), name="caraserve-launch", daemon=True
         )
         self._thread.start()
-        if isinstance(outcome := made.get(), Exception):
-            raise outcome
-        self._parts: BackendParts = outcome
+        self._parts: BackendParts = _raised(built.get())
         self.limits = self._parts.limits
-        self.host_memory = self._parts.assist_resources.region.arena
-        self.workers: WorkerPool = self._parts.assist_resources.workers
+        self.host_memory = self._parts.region.arena
+        self.workers: WorkerPool = self._parts.workers
 
     # --- before serving ---
 
@@ -74,20 +75,12 @@ class CudaBackend:
     def warm_up(self, advance: Callable[[], None] = lambda: None) -> None:
         """Loads every kernel and captures the graphs; to be called once, before any batch. Raises the errors of both.
         Kernels that are loaded later are counted and logged."""
-        result: SimpleQueue[Exception | None] = SimpleQueue()
 
-        def warm() -> None:
-            try:
-                self._parts.warm_up(advance)
-                self._late_kernels.watch()
-            except Exception as error:
-                result.put(error)
-            else:
-                result.put(None)
+        def warm_up() -> None:
+            self._parts.warm_up(advance)
+            self._late_kernels.watch()
 
-        self._jobs.put(warm)
-        if (error := result.get()) is not None:
-            raise error
+        self._on_thread(warm_up)
 
     def start_workers(self, tokens_per_worker: Callable[[int], int]) -> None:
         """Starts the CPU LoRA workers; to be called once. Returns at once: until they run, prefills wait for their
@@ -111,19 +104,7 @@ class CudaBackend:
         """Times hand-offs of q, k, v to one worker, for a loaded slot, and returns their mean: from the kernel that
         copies x to the one that adds the deltas. Returns None if no worker is idle, one fails, or a prompt is computed
         with their help. Raises DriverError."""
-        result: SimpleQueue[RoundTrip | Exception | None] = SimpleQueue()
-
-        def measure() -> None:
-            try:
-                result.put(self._parts.assisted.time_hand_offs(slot, tokens))
-            except Exception as error:
-                result.put(error)
-
-        self._jobs.put(measure)
-        outcome = result.get()
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
+        return self._on_thread(lambda: self._parts.assisted.time_hand_offs(slot, tokens))
 
     # --- counts ---
 
@@ -131,17 +112,17 @@ class CudaBackend:
     def slices_handed_off(self) -> int:
         """Returns the slices in all work orders so far, including those for layers that arrived before they were
         needed."""
-        return self._parts.assisted.counts.slices
+        return self._parts.assisted.slices
 
     @property
     def modules_redone(self) -> int:
         """Returns the number of assisted chunks that were aborted because a worker died or stopped."""
-        return self._parts.assisted.counts.void_chunks
+        return self._parts.assisted.void_chunks
 
     @property
     def adapters_merged(self) -> int:
         """Returns how often an adapter was merged into the base weights."""
-        return self._parts.pass_selector.merges
+        return 0 if self._parts.merged is None else self._parts.merged.merges
 
     @property
     def late_kernels(self) -> int:
@@ -169,16 +150,14 @@ class CudaBackend:
         self._jobs.put(lambda: self._parts.images.load(adapter, slot, group_ends, first_layer, done))
 
     def extend_load(self, slot: int, layers: int) -> None:
-        """Raises AssertionError: an iteration that waits for a copy cannot be recalled, so only whole images are
-        loaded."""
+        """Raises AssertionError, as `break_load` and `recall` do: an iteration that waits for a copy cannot be
+        recalled, so only whole images are loaded."""
         raise _whole_images_only()
 
     def break_load(self, slot: int, cause: Exception) -> None:
-        """Raises AssertionError; see `extend_load`."""
         raise _whole_images_only()
 
     def recall(self, slot: int) -> None:
-        """Raises AssertionError; see `extend_load`."""
         raise _whole_images_only()
 
     def device_bytes(self, spec: AdapterSpec) -> int:
@@ -206,19 +185,28 @@ class CudaBackend:
 
     # --- the launching thread ---
 
+    def _on_thread(self, job: Callable[[], T]) -> T:
+        """Runs a job on the launching thread. Returns its result, or raises its error."""
+        result: SimpleQueue[T | Exception] = SimpleQueue()
+        self._jobs.put(lambda: result.put(_tried(job)))
+        return _raised(result.get())
+
     def _run(
-        self, device: GpuDevice, make: Callable[[], BackendParts], made: "SimpleQueue[BackendParts | Exception]"
+        self, device: GpuDevice, build: Callable[[], BackendParts], built: "SimpleQueue[BackendParts | Exception]"
     ) -> None:
         """Runs the launching thread. The thread builds the parts itself, because libraries keep memory for each thread
         that launches."""
         _raise_priority()
-        try:
+
+        def enter_and_build() -> BackendParts:
             device.enter_thread()
-            self._parts = make()
-        except Exception as error:
-            made.put(error)
+            self._parts = build()
+            return self._parts
+
+        outcome = _tried(enter_and_build)
+        built.put(outcome)
+        if isinstance(outcome, Exception):
             return
-        made.put(self._parts)
         while True:
             try:
                 job = self._jobs.get(timeout=self._wait_s())
@@ -294,6 +282,19 @@ def _without(failures: Mapping[int, Exception], batch: Batch, done: Done) -> tup
 
 def _whole_images_only() -> AssertionError:
     return AssertionError("Limits.streamed_batches is 0: adapters are loaded from complete images in host memory")
+
+
+def _tried(job: Callable[[], T]) -> T | Exception:
+    try:
+        return job()
+    except Exception as error:
+        return error
+
+
+def _raised(outcome: T | Exception) -> T:
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 def _nothing() -> None:

@@ -9,10 +9,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from caraserve.gpu.forward.builder import GpuDevice
+from caraserve.gpu.driver.device import GpuDevice
+from caraserve.gpu.linear.base import SCALE, Fill
+from caraserve.gpu.linear.formats import TORCH_CODES
 from caraserve.gpu.memory.weight_transfer import TransferFigures, WeightTransfer
-from caraserve.gpu.quantized_linear import TORCH_CODES
-from caraserve.gpu.weights import SCALE, Fill, Weights
+from caraserve.gpu.weights import Weights
 from caraserve.model.folder_reader import FolderReader, StoredTensor
 from caraserve.model.quantization import Quantization
 

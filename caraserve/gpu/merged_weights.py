@@ -18,7 +18,7 @@ from torch import Tensor
 
 from caraserve.core.lora_layout import A_COLUMNS, GROUPS, PANEL, AdapterSpec, SiteSpan, lay_out
 from caraserve.gpu.driver.api import Driver, Stream
-from caraserve.gpu.weights import TORCH_DTYPES, Layer, Linear, Weights, columns_of
+from caraserve.gpu.weights import TORCH_DTYPES, Layer, Weights, columns_of
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES, ModelSpec
 from caraserve.util.units import align_up
@@ -32,7 +32,7 @@ class MergedDeviceWeights:
     def __init__(self, spec: ModelSpec, base: Weights, max_rank: int) -> None:
         """Allocates the copy. `max_rank`: the largest rank of any adapter, with padding."""
         self._spec, self._base, self._max_rank = spec, base, max_rank
-        self.weights = replace(base, layers=tuple(_copied(layer) for layer in base.layers))
+        self.weights = replace(base, layers=tuple(map(_copied, base.layers)))
         inputs, outputs = (max(spec.site_shape(site)[side] for site in SITES) for side in range(2))
         # Buffers for one module's A and B as plain matrices in the model's dtype.
         self._a = torch.empty(max_rank * inputs, dtype=base.dtype, device=base.device)
@@ -107,12 +107,7 @@ class MergedDeviceWeights:
 
 
 def _copied(layer: Layer) -> Layer:
-    linears = []
-    for linear in layer.linears:
-        if not isinstance(linear, Linear):
-            raise AssertionError("quantised weights cannot hold a sum")
-        linears.append(Linear.of(linear.weight.clone(), linear.bias))
-    return replace(layer, linears=tuple(linears))
+    return replace(layer, linears=tuple(linear.copy() for linear in layer.linears))
 
 
 def _group_of(site: str) -> int:

@@ -16,20 +16,17 @@ from functools import partial
 from aiohttp import hdrs, web
 from aiohttp.web_urldispatcher import SystemRoute
 
-from caraserve.cluster.membership.node import Node
+from caraserve.cluster.membership.member import Member
 from caraserve.cluster.membership.websocket import WEBSOCKET_PATH
 from caraserve.cluster.routing.forward_auth import INSTANCE_HEADER, PREFIX
 from caraserve.config import HttpConfig
 from caraserve.errors import CaraServeError, ServerBusy, Unauthorized
-from caraserve.http import openapi
-from caraserve.http.access import client_usage
-from caraserve.http.access.adapter_version import SERVED_BY_HEADER
-from caraserve.http.access.api_keys import ApiKeys
+from caraserve.http.access.adapter_choice import SERVED_BY_HEADER
+from caraserve.http.access.api_keys import KEYS, ApiKeys
 from caraserve.http.access.auth import PROBES, add_cors_headers, answer_preflight, authenticate, challenge
-from caraserve.http.access.rate_limits import LIMITS, LimitedRouter, rate_limited
+from caraserve.http.access.rate_limits import RATE_LIMITER, RateLimiter
 from caraserve.http.api_request import RequestRouter
-from caraserve.http.apis import anthropic_messages, tokenize
-from caraserve.http.apis.api_format import shape_error
+from caraserve.http.client import note_client
 from caraserve.http.context import (
     ANSWERED_BY,
     CONTEXT,
@@ -39,12 +36,14 @@ from caraserve.http.context import (
     BodyBudget,
     Context,
     HttpTimings,
-    note_client,
 )
 from caraserve.http.dispatch import ClusterRouter
 from caraserve.http.generation import LocalRouter
-from caraserve.http.generation_routes import GENERATION_ROUTES
-from caraserve.http.management import adapters, admin, aliases, model_list, page, page_stats, status
+from caraserve.http.generation_routes import GENERATION_ROUTES, shape_error
+from caraserve.http.management.model_list import MODELS, ModelList
+from caraserve.http.management.page import PAGE_PATHS
+from caraserve.http.openapi import API_DOCUMENT, ApiDocument
+from caraserve.http.operations import OPERATIONS
 from caraserve.http.request_log import CLIENT_LEFT, IGNORED_HEADER, SUMMARY, RequestSummary, log_request, note_end
 from caraserve.http.responses import SERVER, error_body, error_response, json_response, refusal_response
 from caraserve.http.server import Runner, bind, listen_error
@@ -53,7 +52,7 @@ from caraserve.loop import Engine
 from caraserve.lora.management import AdapterManagement
 from caraserve.telemetry.background import BackgroundTasks
 from caraserve.telemetry.metrics import Metrics
-from caraserve.util.exceptions import forget_frames
+from caraserve.util.tasks import forget_frames
 
 log = logging.getLogger("caraserve.http")
 
@@ -75,7 +74,7 @@ def make_app(
     *,
     allow_lora_updates: bool,
     timings: HttpTimings | None = None,
-    cluster: Node | None = None,
+    cluster: Member | None = None,
     router: RequestRouter | None = None,
     background: BackgroundTasks | None = None,
     management: AdapterManagement | None = None,
@@ -84,79 +83,41 @@ def make_app(
 ) -> web.Application:
     """The application over `engine`; it owns nothing but its own tasks. Without `router` every request is answered by
     `engine`. `background`: the tasks that /ready reports. `keys`: those of `config`, if they have been read."""
-    limited = LimitedRouter(router or LocalRouter(), engine.predicted_answer_s)
     context = Context(
         engine,
         metrics,
         config,
-        keys or ApiKeys(config),
         allow_lora_updates,
         timings or HttpTimings(keepalive_s=config.keep_alive_timeout_s),
         started_s=time.time(),
         bodies=BodyBudget(config.max_body_bytes),
-        router=limited,
+        router=router or LocalRouter(),
         cluster=cluster,
         background=background or BackgroundTasks(),
         management=management,
     )
-    app = bare_app(context, tracer)
-    app[LIMITS] = limited
-    app[model_list.MODELS] = model_list.ModelList()
-    app[openapi.API_DOCUMENT] = openapi.ApiDocument()
+    app = bare_app(context, keys or ApiKeys(config), tracer)
+    app[RATE_LIMITER] = RateLimiter(engine.predicted_answer_s)
+    app[MODELS] = ModelList()
+    app[API_DOCUMENT] = ApiDocument(OPERATIONS, needs_keys=config.needs_keys)
     app.on_cleanup.append(_close)
-    app.add_routes(
-        [
-            *(route.for_clients() for route in GENERATION_ROUTES),
-            web.post("/v1/messages/count_tokens", rate_limited(anthropic_messages.count_tokens)),
-            web.get("/v1/models", admin.list_models),
-            web.get("/v1/models/{model:.+}", admin.show_model),
-            web.get("/v1/adapters", adapters.list_adapters),
-            web.get("/v1/adapters/{name}", adapters.show_adapter),
-            web.put("/v1/adapters/{name}", adapters.put_adapter),
-            web.patch("/v1/adapters/{name}", adapters.patch_adapter),
-            web.delete("/v1/adapters/{name}", adapters.delete_adapter),
-            web.get("/v1/aliases", aliases.list_aliases),
-            web.get("/v1/aliases/{name}", aliases.show_alias),
-            web.put("/v1/aliases/{name}", aliases.put_alias),
-            web.delete("/v1/aliases/{name}", aliases.delete_alias),
-            web.post("/v1/aliases/{name}/rollback", aliases.roll_back_alias),
-            web.get("/v1/cluster", status.cluster_members),
-            web.get("/v1/cluster/adapters", status.cluster_adapters),
-            web.get("/v1/usage", client_usage.usage),
-            web.post("/tokenize", rate_limited(tokenize.tokenize)),
-            web.post("/detokenize", rate_limited(tokenize.detokenize)),
-            web.get("/tokenizer_info", tokenize.tokenizer_info),
-            web.get("/health", status.health),
-            web.get("/ready", status.ready),
-            web.get("/ping", status.health),
-            web.post("/ping", status.health),
-            web.get("/version", status.version),
-            web.get("/load", status.load),
-            web.get("/metrics", status.metrics),
-            web.get("/stats", page_stats.stats),
-            web.get("/stats/adapters", page_stats.adapter_stats),
-            web.get("/", page.page),
-            web.get("/page/{file}", page.page_file),
-            web.get("/openapi.json", openapi.openapi),
-            web.get("/docs", openapi.docs),
-        ]
-    )
-    for prefix in ("/v1", ""):  # vLLM's routes, and SGLang's of the same meaning
-        app.router.add_post(f"{prefix}/load_lora_adapter", admin.load_lora_adapter)
-        app.router.add_post(f"{prefix}/unload_lora_adapter", admin.unload_lora_adapter)
+    app.add_routes([operation.definition() for operation in OPERATIONS.values()])
     return app
 
 
-def add_peer_routes(app: web.Application, node: Node, router: ClusterRouter, more: Sequence[web.RouteDef] = ()) -> None:
+def add_peer_routes(
+    app: web.Application, node: Member, router: ClusterRouter, more: Sequence[web.RouteDef] = ()
+) -> None:
     """Adds all routes for other instances, which authenticate with the cluster's secret and need no API key."""
     forwarded = [
-        web.post(PREFIX + route.path, partial(router.answer_forwarded, route=route)) for route in GENERATION_ROUTES
+        web.post(PREFIX + path, partial(router.answer_forwarded, route=route))
+        for path, route in GENERATION_ROUTES.items()
     ]
     app.add_routes([web.get(WEBSOCKET_PATH, node.accept), *forwarded, *more])
 
 
 async def start_peer_http(
-    node: Node,
+    node: Member,
     router: ClusterRouter,
     client_app: web.Application,
     host: str,
@@ -165,15 +126,15 @@ async def start_peer_http(
     more: Sequence[web.RouteDef] = (),
 ) -> tuple[web.AppRunner, int]:
     """Listens for other instances on a port of their own, with the engine of `client_app`; see `listen`."""
-    app = bare_app(client_app[CONTEXT], client_app.get(TRACER))
+    app = bare_app(client_app[CONTEXT], client_app[KEYS], client_app.get(TRACER))
     add_peer_routes(app, node, router, more)
     return await listen(app, client_app[CONTEXT].config, host, port, tls)
 
 
-def bare_app(context: Context, tracer: Tracer | None = None) -> web.Application:
+def bare_app(context: Context, keys: ApiKeys, tracer: Tracer | None) -> web.Application:
     """An application without routes, in which every request passes the middleware."""
     app = web.Application(middlewares=[_handle], client_max_size=context.config.max_body_bytes)
-    app[CONTEXT] = context
+    app[CONTEXT], app[KEYS] = context, keys
     if tracer is not None:
         app[TRACER] = tracer
     app.on_response_prepare.append(_add_headers)
@@ -238,7 +199,7 @@ async def _answer(request: web.Request, handler: _Handler, context: Context) -> 
         _check_header_size(request)
         if (preflight := answer_preflight(request, context.config.allowed_origins)) is not None:
             return preflight
-        if (client := authenticate(request, context.config, context.keys)) is not None:
+        if (client := authenticate(request, context.config, request.app[KEYS], PAGE_PATHS)) is not None:
             note_client(request, client)
         return await handler(request)
     except Exception as error:
@@ -294,10 +255,7 @@ async def _close(app: web.Application) -> None:
 
 
 async def start_http(
-    app: web.Application,
-    config: HttpConfig,
-    sockets: Sequence[socket.socket] = (),
-    tls: ssl.SSLContext | None = None,
+    app: web.Application, config: HttpConfig, sockets: Sequence[socket.socket] = (), tls: ssl.SSLContext | None = None
 ) -> tuple[web.AppRunner, int]:
     """Listens for clients, on bound `sockets` or at the configured address; see `listen`."""
     return await listen(app, config, config.host, config.port, tls, sockets)

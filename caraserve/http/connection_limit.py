@@ -50,7 +50,7 @@ class ConnectionLimit(Generic[C]):
         self._idle: _ByClient[C] = _ByClient()  # wait for a request, and have a place
         self._receiving: _ByClient[C] = _ByClient()  # have a place, and a body arrives
 
-    def open(self, one: C) -> bool:
+    def add(self, one: C) -> bool:
         """Adds a new connection, for which another one may be closed. Returns False if there is no room."""
         if len(self._open) >= self.most + _SPARE:
             useless = self._refused.first() or _first_idle(self._unplaced)
@@ -60,12 +60,12 @@ class ConnectionLimit(Generic[C]):
         self._unplaced.add(one)
         return True
 
-    def began(self, one: C) -> None:
+    def request_began(self, one: C) -> None:
         """Notes that the headers of a request have arrived."""
         for waiting in (self._refused, self._unplaced, self._idle):
             waiting.discard(one)
 
-    def place(self, one: C) -> bool:
+    def give_place(self, one: C) -> bool:
         """Gives a connection a place for its request, for which another one may be closed. Returns False if there is
         none."""
         if one not in self._placed:
@@ -80,7 +80,7 @@ class ConnectionLimit(Generic[C]):
             self._receiving.add(one)
         return True
 
-    def ended(self, one: C) -> None:
+    def request_ended(self, one: C) -> None:
         """Notes that a request has been answered."""
         if one not in self._open:
             return
@@ -91,9 +91,9 @@ class ConnectionLimit(Generic[C]):
         else:
             (self._idle if one in self._placed else self._unplaced).add(one)
 
-    def lost(self, one: C) -> None:
+    def remove(self, one: C) -> None:
         """Removes a connection that is closed."""
-        self.began(one)
+        self.request_began(one)
         self._receiving.discard(one)
         self._open.discard(one)
         self._leave_place(one)
@@ -108,7 +108,7 @@ class ConnectionLimit(Generic[C]):
     def _close(self, one: C | None) -> bool:
         if one is None:
             return False
-        self.lost(one)
+        self.remove(one)
         one.give_up()
         return True
 

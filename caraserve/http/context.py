@@ -8,18 +8,16 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from caraserve.cluster.membership.node import Node
+from caraserve.cluster.membership.member import Member
 from caraserve.config import KEEP_ALIVE_S, HttpConfig
 from caraserve.errors import ServerBusy
-from caraserve.http.access.api_keys import ApiKeys
-from caraserve.http.access.client import Client
 from caraserve.http.api_request import RequestRouter
 from caraserve.http.whole_answer import TURN_LOGPROBS
 from caraserve.loop import Engine
 from caraserve.lora.management import AdapterManagement
 from caraserve.telemetry.background import BackgroundTasks
 from caraserve.telemetry.metrics import Metrics
-from caraserve.util.tasks import TURN_OWNER, TurnBudget
+from caraserve.util.tasks import TurnBudget
 from caraserve.util.units import human_bytes
 
 log = logging.getLogger("caraserve.http")
@@ -82,13 +80,12 @@ class Context:
     engine: Engine
     metrics: Metrics
     config: HttpConfig
-    keys: ApiKeys
     allow_lora_updates: bool
     timings: HttpTimings
     started_s: float  # unix time
     bodies: BodyBudget
     router: RequestRouter
-    cluster: Node | None = None  # None: this server has no peers
+    cluster: Member | None = None  # None: this server has no peers
     background: BackgroundTasks = field(default_factory=BackgroundTasks)
     management: AdapterManagement | None = None
     begin_turns: TurnBudget = field(default_factory=lambda: TurnBudget(_BEGUN_PER_TURN))
@@ -117,15 +114,8 @@ class Context:
 
 CONTEXT = web.AppKey("CONTEXT", Context)
 REQUEST_ID = web.RequestKey("REQUEST_ID", str)
-CLIENT = web.RequestKey("CLIENT", Client)
 RATE_HEADERS = web.RequestKey("RATE_HEADERS", dict[str, str])  # of the response, where the client has limits
 ANSWERED_BY = web.RequestKey("ANSWERED_BY", str)  # the name of the instance that answers, in a cluster
 FORWARDED = web.RequestKey("FORWARDED", bool)  # set where another instance has forwarded the request to this one
 SERVED_BY = web.RequestKey("SERVED_BY", str)  # `adapter@digest`, or the base model's name; once it is known
 _HELD_BYTES = web.RequestKey("_HELD_BYTES", int)
-
-
-def note_client(request: web.Request, client: Client) -> None:
-    """Notes who has sent a request. Long loops over what it sends then go on in that client's turns."""
-    request[CLIENT] = client
-    TURN_OWNER.set(client.name)

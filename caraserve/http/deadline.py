@@ -13,8 +13,8 @@ from typing import Any, Concatenate, ParamSpec
 from aiohttp import web
 
 from caraserve.errors import DeadlineExceeded, InvalidRequest
+from caraserve.http.body.field_types import shown
 from caraserve.http.streaming import EVENT_STREAM
-from caraserve.http.validation import shown
 
 HEADER = "x-envoy-expected-rq-timeout-ms"
 _MILLISECONDS = re.compile(r"[0-9]{1,15}")

@@ -12,7 +12,7 @@ from math import inf
 
 from aiohttp import web
 
-from caraserve.cluster.membership.node import Node, QueryBody
+from caraserve.cluster.membership.member import Member, QueryBody
 from caraserve.cluster.routing.cost import CostEstimate
 from caraserve.cluster.routing.forward_auth import REFUSED_HEADER, ForwardClaims, ForwardVerifier, format_refusal
 from caraserve.cluster.routing.router import Reason, Refusal
@@ -28,18 +28,18 @@ from caraserve.errors import (
     ServerBusy,
     Unreachable,
 )
-from caraserve.http.access.adapter_choice import ChosenAdapter, Find, settings_of
-from caraserve.http.access.client import Client
+from caraserve.http.access.adapter_choice import BASE_MODEL, AdapterFinder, ChosenAdapter, settings_of
 from caraserve.http.api_request import ApiRequest, ReceivedBody
-from caraserve.http.context import ANSWERED_BY, CLIENT, CONTEXT, FORWARDED, REQUEST_ID, note_client
+from caraserve.http.body.field_types import Fields
+from caraserve.http.body.json_reader import Body, parse_object
+from caraserve.http.client import CLIENT, Client, note_client
+from caraserve.http.context import ANSWERED_BY, CONTEXT, FORWARDED, REQUEST_ID
 from caraserve.http.deadline import within_deadline
 from caraserve.http.generation import Generation, OtherVersionError
 from caraserve.http.generation_routes import GenerationRoute
-from caraserve.http.json_reader import Body, parse_object
 from caraserve.http.proxy import ForwardedRequest, PeerProxy, RefusedError, UnreachedError, body_digest
 from caraserve.http.queue_rebalance import QueueRebalancer
 from caraserve.http.responses import error_response, note_parsed, read_body
-from caraserve.http.validation import Fields
 from caraserve.loop import Engine
 from caraserve.lora.settings import AdapterSettings
 from caraserve.util.tasks import in_turns
@@ -54,7 +54,7 @@ _ANSWER_S = 1.0
 _ASKED = 5  # times, with a second in between: connections of the cluster break and come back
 
 
-async def is_answering(node: Node, peer: str, request_id: str, attempt: int) -> bool:
+async def is_answering(node: Member, peer: str, request_id: str, attempt: int) -> bool:
     """Asks another instance whether it still answers a request that was forwarded to it. No answer to several questions
     counts as no; one that is neither yes nor no counts as yes, since instances of earlier versions send it."""
     for _ in range(_ASKED):
@@ -128,12 +128,12 @@ async def _answer_verified(
         values["seed"] = claims.seed
     fields = Fields(values)
     # The sender has resolved the model's name; this instance may not know it yet.
-    chosen = None
+    chosen = BASE_MODEL
     if claims.adapter is not None:
         chosen = ChosenAdapter(claims.adapter, settings_of(request.app[CONTEXT], claims.adapter).defaults)
         if chosen.defaults.digest != claims.defaults_digest:
             return _refused(engine, selector, Refusal("no-adapter", _NEVER))
-    find: Find = lambda model: None if model in engine.base_names else chosen  # noqa: E731
+    find: AdapterFinder = lambda model: BASE_MODEL if model in engine.base_names else chosen  # noqa: E731
     api_request = await route.parse(fields, engine, find, request[CLIENT])
     note_parsed(request, fields, api_request)
     routed = _RoutedRequest(router, request, api_request, forwarded_digest=claims.digest)

@@ -11,14 +11,13 @@ from aiohttp import web
 from caraserve.core.request import Finish, GenerateRequest
 from caraserve.engine.token_stream import TokenStream
 from caraserve.errors import BackendFailed, CaraServeError, Draining
-from caraserve.http.access.adapter_version import check_version
-from caraserve.http.api_request import ApiRequest, ReceivedBody
+from caraserve.http.access.adapter_choice import check_version
+from caraserve.http.api_request import ApiRequest, ReceivedBody, ResponseTotals, TokenCounts
 from caraserve.http.context import CONTEXT, FORWARDED, REQUEST_ID, SERVED_BY
 from caraserve.http.management.adapters import tier_of
 from caraserve.http.request_log import SUMMARY, model_label
 from caraserve.http.streaming import EventStream, comment, progress_comment, tokens_comment
 from caraserve.http.tracing import TRACE
-from caraserve.http.usage import ResponseTotals, TokenCounts
 from caraserve.http.whole_answer import ANSWER_BODY, WholeAnswer, paced
 from caraserve.util.tasks import in_turns, run_together
 

@@ -1,25 +1,32 @@
-"""GET /openapi.json and GET /docs: the document of the API, made of the routes and of the tables that check requests.
+"""GET /openapi.json and GET /docs: the document of the API, made of the table of routes (`operations.py`) and of the
+tables that check bodies."""
 
-Every route of the application is in the document, also one that `operations.py` says nothing about.
-"""
-
-from collections.abc import Iterator
+import functools
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
 import orjson
 from aiohttp import web
 
-from caraserve import __version__
-from caraserve.cluster.routing.forward_auth import PREFIX as PEER_PREFIX
-from caraserve.errors import RateLimited
+from caraserve import __version__, errors
+from caraserve.errors import CaraServeError, RateLimited
 from caraserve.http.access.auth import PROBES
 from caraserve.http.apis.anthropic_messages_writer import error_status
-from caraserve.http.context import CONTEXT
-from caraserve.http.field_types import Schema, or_null
-from caraserve.http.operations import ERROR, MESSAGES_ERROR, OPERATIONS, Operation
-from caraserve.http.request_schema import KnownFields
+from caraserve.http.body.field_types import STRING, Schema, closed, object_of, or_null, whole_object
+from caraserve.http.body.known_fields import KnownFields
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Errors = tuple[type[CaraServeError], ...]
+
+_ERRORS: Errors = (errors.Unauthorized, errors.Forbidden, errors.ServerBusy)
+_BODY_ERRORS: Errors = (errors.InvalidRequest, errors.PayloadTooLarge)
+ERROR = whole_object(error=whole_object(message=STRING, type=STRING, param=or_null(STRING), code=or_null(STRING)))
+MESSAGES_ERROR = whole_object(
+    type={"const": "error"}, error=object_of(("type", "message"), type=STRING, message=STRING)
+)
 _PAGE = files("caraserve.http").joinpath("api.html").read_bytes()
 # A page runs only its own script and shows only its own text.
 _PAGE_HEADERS = {
@@ -36,42 +43,90 @@ _OF_ANY = {
 _OF_BODIES = {408: "The body did not arrive in time.", 415: "The body has another content type, or is compressed."}
 _RETRIED = (409, 429, 503, 529)  # statuses after which the header says when to ask again
 _KEYS: list[dict[str, list[str]]] = [{"bearer": []}, {"apiKey": []}]
+_PATTERN = re.compile(r":[^}]+")
 _WITHOUT_KEY = {*PROBES, "/", "/page/{file}"}
-_OTHER = Operation("Not described.")
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One route: `GET /v1/models`, its path in aiohttp's form. `answers`: the schema of a successful answer, by content
+    type; none if it has no body. `body`: the table of its JSON body; `required`: those of its fields that must be
+    there, with spaces between. `raises`: what it may answer besides the errors of every route. `summary`: if it is not
+    the first paragraph of the handler's docstring. `takes_bytes`: its body is a file. `creates`: the status may be 201.
+    `is_messages`: its errors have the shape of Anthropic's Messages API."""
+
+    route: str
+    handler: Handler
+    answers: Mapping[str, Schema] = field(default_factory=dict)
+    body: KnownFields | None = None
+    required: str = ""
+    raises: Errors = ()
+    parameters: tuple[Mapping[str, Any], ...] = ()
+    summary: str = ""
+    takes_bytes: bool = False
+    creates: bool = False
+    is_messages: bool = False
+
+    @property
+    def method(self) -> str:
+        return self.route.partition(" ")[0]
+
+    @property
+    def path(self) -> str:
+        """The path without the patterns of its parts."""
+        return _PATTERN.sub("", self.route.partition(" ")[2])
+
+    def definition(self) -> web.RouteDef:
+        """Returns the route as aiohttp takes it; HEAD comes with GET."""
+        method, _, path = self.route.partition(" ")
+        make: Callable[[str, Handler], web.RouteDef] = getattr(web, method.lower())
+        return make(path, self.handler)
+
+    @property
+    def has_body(self) -> bool:
+        return self.body is not None or self.takes_bytes
+
+    @property
+    def errors(self) -> Errors:
+        """All errors that it may answer, those of every route included."""
+        return (*_ERRORS, *(_BODY_ERRORS if self.has_body else ()), *self.raises)
+
+
+Operations = Mapping[tuple[str, str], Operation]
+"""By method and path."""
 
 
 class ApiDocument:
-    """The encoded document of an application, made when it is first asked for: all routes are known then."""
+    """The document of a server's API. `needs_keys`: whether requests without a key are refused."""
 
-    def __init__(self) -> None:
-        self._body = b""
+    def __init__(self, operations: Operations, *, needs_keys: bool) -> None:
+        self._operations, self._needs_keys = operations, needs_keys
 
-    def body(self, app: web.Application) -> bytes:
-        if not self._body:
-            self._body = orjson.dumps(document(app))
-        return self._body
+    @functools.cached_property
+    def body(self) -> bytes:
+        return orjson.dumps(document(self._operations, needs_keys=self._needs_keys))
 
 
 API_DOCUMENT = web.AppKey("API_DOCUMENT", ApiDocument)
 
 
 async def openapi(request: web.Request) -> web.Response:
-    return web.Response(body=request.app[API_DOCUMENT].body(request.app), content_type="application/json")
+    """This document."""
+    return web.Response(body=request.app[API_DOCUMENT].body, content_type="application/json")
 
 
 async def docs(request: web.Request) -> web.Response:
+    """This document as a page."""
     return web.Response(body=_PAGE, content_type="text/html", charset="utf-8", headers=_PAGE_HEADERS)
 
 
-def document(app: web.Application) -> dict[str, Any]:
+def document(operations: Operations, *, needs_keys: bool) -> dict[str, Any]:
     """Returns the OpenAPI document of the routes for clients."""
-    keys = _KEYS if app[CONTEXT].config.needs_keys else [*_KEYS, {}]
     paths: dict[str, dict[str, Any]] = {}
-    for method, path in client_routes(app):
-        described = _described(OPERATIONS.get((method, path), _OTHER))
+    for (method, path), operation in operations.items():
+        paths.setdefault(path, {})[method.lower()] = described = _described(operation)
         if path in _WITHOUT_KEY:
             described["security"] = []
-        paths.setdefault(path, {})[method.lower()] = described
     return {
         "openapi": "3.1.0",
         "info": {
@@ -81,7 +136,7 @@ def document(app: web.Application) -> dict[str, Any]:
             "in the header x-caraserve-ignored, unless they would change the answer or look misspelt, or the "
             "body takes no additional properties: those are refused with 400. Every GET route answers HEAD as well.",
         },
-        "security": keys,
+        "security": _KEYS if needs_keys else [*_KEYS, {}],
         "paths": paths,
         "components": {
             "schemas": {"Error": ERROR, "MessagesError": MESSAGES_ERROR},
@@ -93,24 +148,17 @@ def document(app: web.Application) -> dict[str, Any]:
     }
 
 
-def client_routes(app: web.Application) -> Iterator[tuple[str, str]]:
-    """Yields method and path of every route for clients; HEAD comes with GET."""
-    for route in app.router.routes():
-        path = route.resource.canonical if route.resource is not None else ""
-        if route.method != "HEAD" and not path.startswith(f"{PEER_PREFIX}/"):
-            yield route.method, path
-
-
 def _described(operation: Operation) -> dict[str, Any]:
     content = {"content": {kind: {"schema": schema} for kind, schema in operation.answers.items()}}
     answered = {200: {"description": "OK"} | content}
     if operation.creates:
         answered[201] = {"description": "Created"} | content
-    described: dict[str, Any] = {"summary": operation.summary, "responses": answered | _errors(operation)}
+    summary = operation.summary or " ".join((operation.handler.__doc__ or "").partition("\n\n")[0].split())
+    described: dict[str, Any] = {"summary": summary, "responses": answered | _errors(operation)}
     if operation.parameters:
         described["parameters"] = list(operation.parameters)
     if operation.body is not None:
-        schema = body_schema(operation.body, operation.required)
+        schema = body_schema(operation.body, operation.required.split())
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     elif operation.takes_bytes:
         described["requestBody"] = {"required": True, "content": {"application/octet-stream": {}}}
@@ -127,17 +175,15 @@ def _errors(operation: Operation) -> dict[int, dict[str, Any]]:
     schema = {"$ref": f"#/components/schemas/{'MessagesError' if operation.is_messages else 'Error'}"}
     return {
         status: {"description": " ".join(texts), "content": {"application/json": {"schema": schema}}}
-        | ({"headers": {"Retry-After": {"schema": {"type": "string"}}}} if status in _RETRIED else {})
+        | ({"headers": {"Retry-After": {"schema": STRING}}} if status in _RETRIED else {})
         for status, texts in reasons.items()
     }
 
 
-def body_schema(known: KnownFields, required: tuple[str, ...]) -> Schema:
+def body_schema(known: KnownFields, required: Sequence[str]) -> Schema:
     """Returns the schema of a body: the served fields, each with the type and bounds by which it is read."""
     properties = {
         name: one.schema() if name in required else or_null(one.schema()) for name, one in known.types.items()
     }
-    described: Schema = {"type": "object", "properties": properties}
-    if known.is_closed:
-        described["additionalProperties"] = False
-    return described | ({"required": list(required)} if required else {})
+    schema = object_of(tuple(required), **properties)
+    return closed(schema) if known.is_closed else schema

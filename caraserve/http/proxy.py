@@ -39,11 +39,12 @@ from caraserve.cluster.routing.forward_auth import (
 from caraserve.cluster.routing.router import Reason, Refusal
 from caraserve.cluster.routing.selector import PeerTarget
 from caraserve.errors import BackendFailed, Draining, InstanceLost, ServerBusy, Unreachable
-from caraserve.http.access.adapter_version import SERVED_BY_HEADER
-from caraserve.http.apis.api_format import stream_format
-from caraserve.http.context import CLIENT, CONTEXT, REQUEST_ID, SERVED_BY
+from caraserve.http.access.adapter_choice import SERVED_BY_HEADER
+from caraserve.http.body.json_reader import Body
+from caraserve.http.client import CLIENT
+from caraserve.http.context import CONTEXT, REQUEST_ID, SERVED_BY
 from caraserve.http.deadline import remaining_time_header
-from caraserve.http.json_reader import Body
+from caraserve.http.generation_routes import GENERATION_ROUTES
 from caraserve.http.peer_watch import PeerFailedError, PeerWatch
 from caraserve.http.request_log import SUMMARY, model_label
 from caraserve.http.streaming import EventStream, error_in, tokens_in, without_progress
@@ -265,7 +266,7 @@ class _UpstreamResponse:
         self._request, self._peer, self._forwarded = request, peer, forwarded
         self._events: EventStream | None = None
         self._tokens: int | None = None  # of a stream so far; None if it says nothing of them
-        self._format = stream_format(request.path)
+        self._format = GENERATION_ROUTES[request.path].stream_format
 
     @property
     def started(self) -> bool:

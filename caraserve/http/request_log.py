@@ -14,9 +14,9 @@ from aiohttp import web
 
 from caraserve.core.request import Phases
 from caraserve.errors import CaraServeError
-from caraserve.http.context import CLIENT
+from caraserve.http.api_request import ResponseTotals
+from caraserve.http.client import CLIENT
 from caraserve.http.streaming import EVENT_STREAM
-from caraserve.http.usage import ResponseTotals
 
 log = logging.getLogger("caraserve.http.requests")
 
@@ -24,6 +24,7 @@ IGNORED_HEADER = "x-caraserve-ignored"
 CLIENT_LEFT = 499  # nginx's number: the client closed the connection before the answer was complete
 _LOGGED_METHODS = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 _QUIET_PATHS = frozenset({"/ping"})  # SageMaker may send this probe as a POST
+_LOGGED_PHASES = ("queued_ms", "load_ms", "prefill_ms", "decode_ms")
 _LONGEST_PATH = 200
 _LONGEST_NAME = 64
 _LONGEST_LIST = 2048  # characters of the header; clients and proxies accept at least 8 KB of headers
@@ -112,12 +113,7 @@ def log_request(request: web.Request, request_id: str, status: int) -> None:
         "finish": summary.finish,
     }
     if (phases := summary.phases) is not None:
-        details |= {
-            "queued_ms": round(phases.queued_ms, 1),
-            "load_ms": round(phases.load_ms, 1),
-            "prefill_ms": round(phases.prefill_ms, 1),
-            "decode_ms": round(phases.decode_ms, 1),
-        }
+        details |= {name: round(getattr(phases, name), 1) for name in _LOGGED_PHASES}
     details |= {
         "total_ms": round(1000 * (time.perf_counter() - summary.began_s), 1),
         "forwarded_to": summary.forwarded_to,

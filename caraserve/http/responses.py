@@ -21,10 +21,10 @@ from caraserve.errors import (
     Unreachable,
 )
 from caraserve.http.api_request import ApiRequest, ReceivedBody
+from caraserve.http.body.field_types import Fields
+from caraserve.http.body.json_reader import MOST_NUMBERS, Body, parse_object
 from caraserve.http.context import CONTEXT
-from caraserve.http.json_reader import MOST_NUMBERS, Body, parse_object
 from caraserve.http.request_log import SUMMARY, listed
-from caraserve.http.validation import Fields
 from caraserve.util.tasks import in_turns
 from caraserve.util.units import human_bytes
 

@@ -21,11 +21,11 @@ from aiohttp.streams import StreamReader
 
 from caraserve.errors import CaraServeError, ConfigError, ServerBusy
 from caraserve.http.access.auth import PROBES
-from caraserve.http.apis.api_format import shape_error
 from caraserve.http.connection_limit import ConnectionLimit
 from caraserve.http.context import HttpTimings
+from caraserve.http.generation_routes import shape_error
 from caraserve.http.responses import SERVER, error_body, error_response, json_response
-from caraserve.util.exceptions import forget_frames
+from caraserve.util.tasks import forget_frames
 
 log = logging.getLogger("caraserve.http")
 
@@ -103,13 +103,13 @@ class _Server(web.Server):
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
         assert isinstance(handler, _Connection)
-        if not self.limit.open(handler):
+        if not self.limit.add(handler):
             transport.abort()
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
         super().connection_lost(handler, exc)
         assert isinstance(handler, _Connection)
-        self.limit.lost(handler)
+        self.limit.remove(handler)
 
     def _make_request(
         self,
@@ -134,7 +134,7 @@ class _Server(web.Server):
             return _refusal(501, f"Transfer-Encoding: {encodings[:100]!r} is not served; chunked alone is.")
         connection = request.protocol
         assert isinstance(connection, _Connection)
-        if request.path not in PROBES and not self.limit.place(connection):
+        if request.path not in PROBES and not self.limit.give_place(connection):
             connection.stop_lingering()
             refused = _last(error_response(_all_in_use(self.limit)))
             shape_error(request.path, refused)
@@ -199,7 +199,7 @@ class _Connection(web.RequestHandler):
     def begin(self, body: StreamReader) -> None:
         """Notes that the headers of a request have arrived."""
         self._body, self._is_refused = body, False
-        self._server.limit.began(self)
+        self._server.limit.request_began(self)
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
@@ -210,7 +210,7 @@ class _Connection(web.RequestHandler):
         if isinstance(resp, web.Response):
             resp.body = None  # aiohttp keeps the response until the next one of this connection
         self._is_refused = not self.body_is_whole
-        self._server.limit.ended(self)
+        self._server.limit.request_ended(self)
         return finished
 
     def give_up(self) -> None:
@@ -256,11 +256,7 @@ class _Connection(web.RequestHandler):
     # --- what aiohttp refuses ---
 
     def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """The last response of a connection: to bytes that are no request, and to exceptions outside handlers."""
         if request.writer.output_size > 0:

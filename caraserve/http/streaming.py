@@ -13,13 +13,9 @@ from aiohttp import web
 from caraserve.errors import CaraServeError
 from caraserve.http.api_request import StreamFormat
 from caraserve.http.context import HttpTimings
-from caraserve.util.exceptions import forget_frames
+from caraserve.util.tasks import forget_frames
 
-_HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",
-}
+_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _PROGRESS_COMMENT = re.compile(rb"(?:\A|(?<=\n\n)): tokens_so_far ([0-9]{1,15})\n\n")
 _TOKENS_COMMENT = re.compile(rb"(?:\A|\n\n): completion_tokens ([0-9]{1,15})\n\n")
 _ERROR_COMMENT = re.compile(rb"(?:\A|\n\n): error ([a-z_]{1,64})\n\n")

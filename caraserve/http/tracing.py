@@ -15,8 +15,8 @@ from typing import Any
 
 from aiohttp import web
 
-from caraserve.core.request import PhaseTime
-from caraserve.http.context import CLIENT, REQUEST_ID, SERVED_BY
+from caraserve.http.client import CLIENT
+from caraserve.http.context import REQUEST_ID, SERVED_BY
 from caraserve.http.otlp import OtlpExporter, Value, attributes
 from caraserve.http.request_log import SUMMARY, RequestSummary
 
@@ -71,22 +71,18 @@ class Tracer:
         trace, summary = request.get(TRACE), request[SUMMARY]
         if trace is None or not summary.model or CLIENT not in request:
             return
-        ended_ns, is_error = time.time_ns(), status >= 400 or bool(summary.error)
-        self._add(
-            trace, "llm_request", _SERVER, trace.span_id, trace.parent_id, trace.began_ns, ended_ns,
-            self._facts(request, trace, summary, status), is_error=is_error,
-        )  # fmt: skip
+        is_error, facts = status >= 400 or bool(summary.error), self._facts(request, trace, summary, status)
+        ids, times_ns = (trace.span_id, trace.parent_id), (trace.began_ns, time.time_ns())
+        self._add(trace, "llm_request", _SERVER, ids, times_ns, facts, is_error=is_error)
         for one in trace.forwards:
-            facts: dict[str, Value | None] = {"caraserve.instance": one.peer}
-            answered = one is trace.forwards[-1] and bool(summary.forwarded_to)
-            self._add(
-                trace, "forward", _CLIENT, one.span_id, trace.span_id, one.began_ns, one.ended_ns, facts,
-                is_error=one.failed or (answered and is_error),
-            )  # fmt: skip
-        if summary.phases is not None:
-            offset_ns = time.time_ns() - time.monotonic_ns()
-            for phase in summary.phases.history:
-                self._add_phase(trace, phase, offset_ns)
+            has_failed = one.failed or (is_error and one is trace.forwards[-1] and bool(summary.forwarded_to))
+            ids, times_ns = (one.span_id, trace.span_id), (one.began_ns, one.ended_ns)
+            self._add(trace, "forward", _CLIENT, ids, times_ns, {"caraserve.instance": one.peer}, is_error=has_failed)
+        offset_ns = time.time_ns() - time.monotonic_ns()
+        for phase in () if summary.phases is None else summary.phases.history:
+            began_ns, ended_ns = (int(1e9 * at_s) + offset_ns for at_s in (phase.began_s, phase.ended_s))
+            ids = secrets.token_hex(8), trace.span_id
+            self._add(trace, phase.name, _INTERNAL, ids, (began_ns, ended_ns), {}, is_error=False)
 
     def _facts(
         self, request: web.Request, trace: RequestTrace, summary: RequestSummary, status: int
@@ -121,34 +117,29 @@ class Tracer:
             }
         return facts
 
-    def _add_phase(self, trace: RequestTrace, phase: PhaseTime, offset_ns: int) -> None:
-        began_ns, ended_ns = (int(1e9 * at_s) + offset_ns for at_s in (phase.began_s, phase.ended_s))
-        self._add(trace, phase.name, _INTERNAL, secrets.token_hex(8), trace.span_id, began_ns, ended_ns, {})
-
     def _add(
         self,
         trace: RequestTrace,
         name: str,
         kind: int,
-        span_id: str,
-        parent_id: str,
-        began_ns: int,
-        ended_ns: int,
+        ids: tuple[str, str],
+        times_ns: tuple[int, int],
         facts: dict[str, Value | None],
         *,
-        is_error: bool = False,
+        is_error: bool,
     ) -> None:
+        """Exports a span. `ids`: its own and its parent's, empty for none. `times_ns`: when it began and ended."""
         span: dict[str, Any] = {
             "traceId": trace.trace_id,
-            "spanId": span_id,
+            "spanId": ids[0],
             "name": name,
             "kind": kind,
-            "startTimeUnixNano": str(began_ns),
-            "endTimeUnixNano": str(ended_ns),
+            "startTimeUnixNano": str(times_ns[0]),
+            "endTimeUnixNano": str(times_ns[1]),
             "attributes": attributes(facts),
         }
-        if parent_id:
-            span["parentSpanId"] = parent_id
+        if ids[1]:
+            span["parentSpanId"] = ids[1]
         if is_error:
             span["status"] = {"code": _ERROR}
         self._exporter.add(span)

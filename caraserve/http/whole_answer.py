@@ -22,9 +22,8 @@ _PART_LOGPROBS = 256  # encoded at once, at 2 to 4 µs each
 TURN_LOGPROBS = 512  # encoded by all requests in one turn of the event loop
 _DELTA_COST = 32  # an event without logprobs takes as long as this many logprobs
 _BLOCK_BYTES = 256 << 10  # written to the socket at once
-PROMPT_LOGPROBS = (
-    "prompt_logprobs"  # of the fields that a writer's `logprobs` returns, the one that is not of `logprobs`
-)
+# Of the fields that a writer's `logprobs` returns, the one that is not a part of `logprobs`.
+PROMPT_LOGPROBS = "prompt_logprobs"
 
 
 async def paced(delta: TokenDelta, turns: TurnBudget) -> AsyncIterator[TokenDelta]:

@@ -9,7 +9,8 @@ import hashlib
 import struct
 from collections.abc import Sequence
 
-from caraserve.core.request import NO_TENANT, PromptEmbeds, Tenant
+from caraserve.core.request import PromptEmbeds
+from caraserve.core.tenant import NO_TENANT, Tenant
 
 
 def root_key(adapter_digest: str | None, salt: str, tenant: Tenant = NO_TENANT) -> bytes:

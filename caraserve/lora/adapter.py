@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from caraserve.core.batch import BASE_ADAPTER_SLOT
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.lora.adapter_folder import AdapterFolder
-from caraserve.lora.start_policy import NO_PREFILL, AwaitedPrefill, LayerGroup
+from caraserve.lora.start_policy import NO_PREFILL, AwaitedPrefill, ExpectedLayers
 from caraserve.telemetry.prometheus import family
 
 _AGAIN_S = 5.0  # from a failure to the next prefetch; an admitted request tries at once
@@ -51,20 +51,27 @@ class RemoteSource:
     digest: str
 
 
+Done: TypeAlias = Callable[[HostAdapter | CaraServeError], None]
+LayersArrived: TypeAlias = Callable[[HostAdapter, int], None]
+
+
 class UploadSource(ABC):
     """The source of an adapter that a client is still uploading. Its digest is known when all of it has arrived."""
 
     @abstractmethod
-    def read(
-        self,
-        into: NDArray[np.uint8],
-        done: Callable[[HostAdapter | CaraServeError], None],
-        came: Callable[[HostAdapter, int], None],
-    ) -> None:
+    def read(self, into: NDArray[np.uint8], done: Done, layers_arrived: LayersArrived) -> None:
         """Reads the adapter as `ReadAdapter` does."""
 
 
 Source: TypeAlias = AdapterFolder | RemoteSource | UploadSource
+
+
+class ReadAdapter(Protocol):
+    """Reads an adapter into an extent of the arena, on another thread, and calls `done` on the event loop. Of a
+    download, `layers_arrived(image, layers)` is called there before, when the first `layers` layers of the image are
+    verified: they do not change any more; the bytes after them may not be read yet."""
+
+    def __call__(self, source: Source, into: NDArray[np.uint8], done: Done, layers_arrived: LayersArrived) -> None: ...
 
 
 @dataclass(slots=True)
@@ -99,7 +106,7 @@ class Adapter:
     spec: AdapterSpec | None = None  # known once its image has been in the host cache
     partial: PartialImage | None = None  # while it is downloaded, once layers have arrived
     makes_room: bool = False  # whether it makes room for others: it is copied again when it is complete
-    groups: tuple[LayerGroup, ...] = ()  # expected on the device while STREAMING or COPYING
+    groups: tuple[ExpectedLayers, ...] = ()  # expected on the device while STREAMING or COPYING
     prefill: AwaitedPrefill = NO_PREFILL  # of the request that it was last acquired for
     error: CaraServeError | None = None
     again_s: float = 0.0  # after a failure: when it may be prefetched again

@@ -10,10 +10,9 @@ from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import HostAdapter
 from caraserve.errors import AdapterRejected, CaraServeError
-from caraserve.lora.adapter import RemoteSource, Source, UploadSource
+from caraserve.lora.adapter import Done, LayersArrived, RemoteSource, Source, UploadSource
 from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.folder_contents import stamp
-from caraserve.lora.host_loader import Came, Done
 from caraserve.lora.peft import read_adapter
 from caraserve.model.spec import ModelSpec
 
@@ -26,7 +25,7 @@ class AdapterReader:
     """Reads adapter folders on threads of its own, and calls back on the event loop."""
 
     def __init__(self, spec: ModelSpec, on_loop: Callable[[Callable[[], None]], None]) -> None:
-        self._download: Callable[[str, NDArray[np.uint8], Done, Came], None] | None = None
+        self._download: Callable[[str, NDArray[np.uint8], Done, LayersArrived], None] | None = None
         self._on_read: Callable[[str, AdapterFolder, str], None] = lambda digest, folder, stamp: None
         self._spec, self._on_loop = spec, on_loop
         self.executor = ThreadPoolExecutor(_READERS, "caraserve-read")
@@ -35,7 +34,7 @@ class AdapterReader:
 
     def connect(
         self,
-        download: Callable[[str, NDArray[np.uint8], Done, Came], None],
+        download: Callable[[str, NDArray[np.uint8], Done, LayersArrived], None],
         on_read: Callable[[str, AdapterFolder, str], None],
     ) -> None:
         """Connects the reader to a cluster. `download` downloads the adapter of a digest that no local folder has.
@@ -44,16 +43,20 @@ class AdapterReader:
         self._download, self._on_read = download, on_read
 
     def read(
-        self, source: Source, into: NDArray[np.uint8], done: Done, came: Came = lambda image, layers: None
+        self,
+        source: Source,
+        into: NDArray[np.uint8],
+        done: Done,
+        layers_arrived: LayersArrived = lambda image, layers: None,
     ) -> None:
         """Reads and checks a whole adapter into `into`. Calls `done` on the event loop with the image or the error and,
-        during a download, `came` with the layers that have arrived so far."""
+        during a download, `layers_arrived` with the layers so far."""
         if isinstance(source, UploadSource):
-            source.read(into, done, came)
+            source.read(into, done, layers_arrived)
             return
         if isinstance(source, RemoteSource):
             assert self._download is not None, "only a cluster has adapters without a folder"
-            self._download(source.digest, into, done, came)
+            self._download(source.digest, into, done, layers_arrived)
             return
         folder = source
         folder.add_user()

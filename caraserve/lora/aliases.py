@@ -46,7 +46,7 @@ class Aliases:
         """Returns all aliases by name."""
         return sorted(self._aliases.values(), key=lambda alias: alias.name)
 
-    def of(self, adapter: str) -> list[str]:
+    def names_of(self, adapter: str) -> list[str]:
         """Returns the names of the aliases that stand for an adapter."""
         return sorted(alias.name for alias in self._aliases.values() if alias.adapter == adapter)
 
@@ -93,7 +93,7 @@ class Aliases:
         """Removes the aliases that stand for an adapter when it is their turn. Returns the names of those removed."""
         removed = []
         async with self._writing:
-            for name in self.of(adapter):
+            for name in self.names_of(adapter):
                 if (alias := self.find(name)) is None or alias.adapter != adapter:
                     continue  # another instance has changed it while those before it were written
                 await self._settings.write(_KIND, name, None)

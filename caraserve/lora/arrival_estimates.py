@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from caraserve.core.lora_layout import AdapterSpec
 from caraserve.lora.adapter import Adapter, AdapterTier, PartialImage
-from caraserve.lora.start_policy import AwaitedPrefill, CopyPlan, LayerGroup, PrefillStart, StartPolicy
+from caraserve.lora.start_policy import AwaitedPrefill, CopyPlan, ExpectedLayers, PrefillStart, StartPolicy
 
 
 class ArrivalEstimates:
@@ -23,7 +23,7 @@ class ArrivalEstimates:
     @property
     def uses_workers(self) -> bool:
         """Whether CPU workers may compute layers that are not on the device yet."""
-        return self._loading.mode.uses_workers and self._loading.workers > 0
+        return self._loading.uses_workers
 
     def expect(self, spec: AdapterSpec, prefill: AwaitedPrefill) -> CopyPlan:
         """Plans a copy that is started now for `prefill`, and begins after all that were started before."""
@@ -32,7 +32,7 @@ class ArrivalEstimates:
         self._link_free_s = starts_s + spec.num_bytes / self._loading.link_bytes_per_s
         return self._loading.plan_copy(spec, starts_s, replace(prefill, begins_s=max(now_s, prefill.begins_s)))
 
-    def expect_streamed(self, partial: PartialImage) -> tuple[LayerGroup, ...]:
+    def expect_streamed(self, partial: PartialImage) -> tuple[ExpectedLayers, ...]:
         """Returns the expected arrival of each layer of an adapter that is copied while it is downloaded. Assumes that
         the remaining layers are downloaded as fast as those so far."""
         now_s, ends = self._now(), partial.image.spec.layer_ends
@@ -42,11 +42,11 @@ class ArrivalEstimates:
         groups, start = [], 0
         for layer, end in enumerate(ends):
             in_host_s = now_s + max(0, end - there) * s_per_byte
-            groups.append(LayerGroup(layer + 1, in_host_s + (end - start) * link_s_per_byte, in_host_s))
+            groups.append(ExpectedLayers(layer + 1, in_host_s + (end - start) * link_s_per_byte, in_host_s))
             start = end
         return tuple(groups)
 
-    def expect_rest(self, adapter: Adapter) -> tuple[LayerGroup, ...]:
+    def expect_rest(self, adapter: Adapter) -> tuple[ExpectedLayers, ...]:
         """Returns the layer groups of a streamed adapter whose download has just ended. Layers that had arrived before
         are on the device already; the link copies only the rest."""
         assert adapter.partial is not None
@@ -54,7 +54,7 @@ class ArrivalEstimates:
         rest_s = (ends[-1] - ends[layers - 1]) / self._loading.link_bytes_per_s
         self._link_free_s = max(now_s, self._link_free_s) + rest_s
         return tuple(
-            LayerGroup(group.end, now_s if group.end <= layers else self._link_free_s) for group in adapter.groups
+            ExpectedLayers(group.end, now_s if group.end <= layers else self._link_free_s) for group in adapter.groups
         )
 
     def all_there(self) -> None:

@@ -20,12 +20,11 @@ from caraserve.errors import AdapterBusy, AdapterRejected, CaraServeError, Confi
 from caraserve.lora.adapter import Adapter, RemoteSource, UploadSource, too_large
 from caraserve.lora.adapter_folder import AdapterFolder, AdapterFolders
 from caraserve.lora.adapter_reader import AdapterReader
-from caraserve.lora.folder_contents import changed_s, stamp
+from caraserve.lora.folder_contents import RefusedFolders, changed_s, stamp
 from caraserve.lora.manager import AdapterManager
-from caraserve.lora.name_locks import NameLocks
 from caraserve.lora.peft import inspect_adapter, resolve_adapter_path
-from caraserve.lora.refused_folders import RefusedFolders
 from caraserve.lora.registry import UNLOADED, UPLOADING, AdapterInfo, Registry
+from caraserve.lora.turns import LONGEST_WAIT_S, Turns
 from caraserve.model.spec import ModelSpec
 
 T = TypeVar("T")
@@ -33,6 +32,7 @@ AdapterObserver = Callable[[str, AdapterInfo | None], None]
 
 _ANYWHERE = (Path("/"),)  # adapters given at the start may be in any folder
 _RETRY_S = 1.0
+_MOST_CHANGES = 256  # of one name that wait
 _STAYS_UNLOADED = "it was unloaded or deleted over HTTP; change its files, or load it over HTTP, to serve it again"
 
 
@@ -77,7 +77,7 @@ class Catalog:
         self._reader, self._observers, self._upload_observers = reader, observers, upload_observers
         self._infos: dict[str, AdapterInfo] = {}
         self._uploading: dict[str, AdapterInfo] = {}  # with a random digest; not in `_infos`
-        self._locks = NameLocks()
+        self._changes = Turns(_change_refused, of_key=1, waiting=_MOST_CHANGES)  # of names
         self._unloaded: dict[str, str] = {}  # stamps of folders in --adapters-dir whose adapters were unloaded, by name
 
     def all(self) -> list[AdapterInfo]:
@@ -105,13 +105,7 @@ class Catalog:
         return self.manager.pin(name)
 
     async def load(
-        self,
-        name: str,
-        path: str,
-        *,
-        inplace: bool,
-        was_served: bool = False,
-        check: Callable[[], None] = lambda: None,
+        self, name: str, path: str, *, inplace: bool, was_served: bool = False, check: Callable[[], None] = lambda: None
     ) -> AdapterInfo:
         """Registers the adapter at `path`. Succeeds without effect if the name has the same contents already.
         `was_served`: it may be anywhere, as it was loaded before. `check`: called when it is the name's turn; may
@@ -223,14 +217,7 @@ class Catalog:
             return None
         digest = secrets.token_hex(32)
         info = self._uploading[name] = AdapterInfo(
-            name,
-            digest,
-            str(self.rules.roots[0] / name),
-            spec.rank,
-            (),
-            spec.num_bytes,
-            time.time(),
-            state=UPLOADING,
+            name, digest, str(self.rules.roots[0] / name), spec.rank, (), spec.num_bytes, time.time(), state=UPLOADING
         )
         self.manager.register(name, digest, source, spec.num_bytes)
         self._notify(self._upload_observers, name, info)
@@ -428,11 +415,11 @@ class Catalog:
 
     def is_changing(self, name: str) -> bool:
         """Whether the name's adapter is being loaded, stored or unloaded, or is being uploaded."""
-        return self._locks.is_held(name) or name in self._uploading
+        return self._changes.is_taken(name) or name in self._uploading
 
     def changing(self, name: str) -> AbstractAsyncContextManager[None]:
         """Returns the context of one change of what a name stands for; it waits for its turn. Raises AdapterBusy."""
-        return self._locks.held(name)
+        return self._changes.taken(name)
 
     def _notify(self, observers: Sequence[AdapterObserver], name: str, info: AdapterInfo | None) -> None:
         for observe in observers:
@@ -441,6 +428,13 @@ class Catalog:
     async def _on_thread(self, function: Callable[..., T], *arguments: object) -> T:
         call = functools.partial(function, *arguments)
         return await asyncio.get_running_loop().run_in_executor(self._reader.executor, call)
+
+
+def _change_refused(name: str, has_many: bool) -> AdapterBusy:
+    reason = f"{_MOST_CHANGES} changes of {name!r} are waiting"
+    if not has_many:
+        reason = f"{name!r} is being changed, for more than {LONGEST_WAIT_S:g} s"
+    return AdapterBusy(f"{reason}; try again", retry_after_s=_RETRY_S)
 
 
 def _info_of(name: str, spec: AdapterSpec, folder: Path, stamped: str) -> AdapterInfo:

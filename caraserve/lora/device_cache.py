@@ -13,11 +13,7 @@ class DeviceCache:
     """Adapters by digest, and the free slots of the device's adapter table. Not thread-safe: for the event loop."""
 
     def __init__(
-        self,
-        backend: Backend,
-        memory: MemoryBudget,
-        value: Callable[[Adapter], float],
-        moved: Callable[[str], None],
+        self, backend: Backend, memory: MemoryBudget, value: Callable[[Adapter], float], moved: Callable[[str], None]
     ) -> None:
         """`value`: returns what an idle adapter is worth; the least valuable is evicted first. `moved`: called with
         each digest that has left the device."""

@@ -22,15 +22,21 @@ from caraserve.lora.host_cache import HostCache
 MAX_BYPASSES = 64  # admissions while the same adapter waits for device room
 
 
-class DeviceLoaderOwner(Protocol):
+class LoadOwner(Protocol):
     """The methods of `AdapterManager` that a `DeviceLoader` calls. The manager owns the loader, so its module imports
     this one."""
 
-    def gone_from_host(self, adapter: Adapter) -> None: ...
-    def arrived(self, adapter: Adapter, image: HostAdapter) -> None: ...
-    def copied(self, adapter: Adapter) -> None: ...
-    def not_copied(self, adapter: Adapter, error: CaraServeError) -> None: ...
-    def changed(self) -> None: ...
+    def read_again(self, adapter: Adapter) -> None:
+        """Reads an adapter that was evicted from the host cache while it waited for room on the device."""
+
+    def end_load(self, adapter: Adapter, error: CaraServeError | None = None) -> None:
+        """Reports a load that has ended: the adapter is on the device, whole, or has failed with `error`."""
+
+    def forget_if_unused(self, adapter: Adapter) -> None:
+        """Frees what an adapter has that no name and no request refers to any more."""
+
+    def changed(self) -> None:
+        """Reports a change that may let a request start or continue."""
 
 
 class DeviceLoader:
@@ -43,19 +49,14 @@ class DeviceLoader:
         host: HostCache,
         device: DeviceCache,
         arrivals: ArrivalEstimates,
-        owner: DeviceLoaderOwner,
+        owner: LoadOwner,
         counters: CacheCounters,
         on_loop: Callable[[Callable[[], None]], None],
     ) -> None:
         self.under_way = 0
         self.failure: Exception | None = None  # the error because of which the KV cache cannot grow
-        self._backend, self._memory, self._host_cache, self._device_cache, self._arrivals = (
-            backend,
-            memory,
-            host,
-            device,
-            arrivals,
-        )
+        self._backend, self._memory, self._arrivals = backend, memory, arrivals
+        self._host_cache, self._device_cache = host, device
         self._owner, self._counters, self._on_loop = owner, counters, on_loop
         self._wanting: deque[Adapter] = deque()  # in the host cache, waiting for device room
         self._bypasses = 0
@@ -108,7 +109,7 @@ class DeviceLoader:
             if image is None or adapter.users == 0:
                 self._wanting.popleft()
                 if adapter.users:
-                    self._owner.gone_from_host(adapter)
+                    self._owner.read_again(adapter)
                 continue
             if not self._device_cache.make_room(adapter.device_bytes, self._evict):
                 self._stop_streaming()
@@ -147,16 +148,56 @@ class DeviceLoader:
             if adapter.error is None:  # iterations named it: blocks that they were to fill are published already
                 self._memory.pool.forget_all()
             self._leave(adapter)
-            self._owner.not_copied(adapter, adapter.error or CopyFailed(error))
+            if adapter.tier is AdapterTier.STREAMING:
+                self._host_cache.drop(adapter.digest)
+            self._owner.end_load(adapter, adapter.error or CopyFailed(error))
         else:
             adapter.move_to(AdapterTier.DEVICE)
             adapter.groups = ()
-            self._owner.copied(adapter)
+            self._owner.end_load(adapter)
 
     def end_failed(self, adapter: Adapter) -> None:
         """Ends a failed copy that was kept for a side batch or a download, which has ended."""
         if adapter.copy_error is not None:
             self._copied(adapter, adapter.copy_error)
+
+    # --- what the host loader reads ---
+
+    def layers_arrived(self, adapter: Adapter) -> None:
+        """Starts or extends the copy of an adapter of which more layers have been downloaded."""
+        if adapter.tier is not AdapterTier.STREAMING:
+            self.stream(adapter)
+        elif not adapter.makes_room:
+            assert adapter.partial is not None
+            adapter.groups = self._arrivals.expect_streamed(adapter.partial)
+            self._backend.extend_load(adapter.slot, adapter.partial.layers)
+            self._owner.changed()
+
+    def image_arrived(self, adapter: Adapter, image: HostAdapter) -> None:
+        """Queues an adapter whose image is now complete in the host cache for a copy, if an admitted request needs
+        it."""
+        if adapter.tier is AdapterTier.STREAMING:
+            self._complete(adapter, image.spec)
+            return
+        adapter.move_to(AdapterTier.HOST)
+        try:
+            adapter.device_bytes = self._device_cache.measure(image.spec)
+        except AdapterRejected as refusal:
+            self._owner.end_load(adapter, refusal)
+        else:
+            (self.want if adapter.users else self._owner.forget_if_unused)(adapter)
+        self._owner.changed()
+
+    def read_failed(self, adapter: Adapter, error: CaraServeError) -> None:
+        """Fails an adapter that could not be read or downloaded to its end. One that is being copied is unloaded when
+        no side batch uses it."""
+        if adapter.tier is not AdapterTier.STREAMING:
+            self._host_cache.drop(adapter.digest)
+            self._owner.end_load(adapter, error)
+            return
+        adapter.error = error
+        if not adapter.makes_room:
+            self._break(adapter, error)
 
     # --- adapters that are still being downloaded ---
 
@@ -182,15 +223,7 @@ class DeviceLoader:
             self._load(adapter, partial.image, partial.layers)
             self._owner.changed()
 
-    def grew(self, adapter: Adapter) -> None:
-        """Extends the copy of a streamed adapter to the layers that have arrived in the host cache."""
-        if not adapter.makes_room:
-            assert adapter.partial is not None
-            adapter.groups = self._arrivals.expect_streamed(adapter.partial)
-            self._backend.extend_load(adapter.slot, adapter.partial.layers)
-            self._owner.changed()
-
-    def completed(self, adapter: Adapter, spec: AdapterSpec) -> None:
+    def _complete(self, adapter: Adapter, spec: AdapterSpec) -> None:
         """Extends the copy of a streamed adapter to all its layers, when its download is complete. An adapter that
         makes room for another one is still unloaded first."""
         if not adapter.makes_room:
@@ -200,13 +233,6 @@ class DeviceLoader:
             self._backend.extend_load(adapter.slot, len(spec.layer_ends))
             self.end_failed(adapter)
             self._owner.changed()
-
-    def broke(self, adapter: Adapter, error: CaraServeError) -> None:
-        """Ends the copy of a streamed adapter whose download has failed with `error`. The adapter is unloaded when no
-        side batch uses it."""
-        adapter.error = error
-        if not adapter.makes_room:
-            self._break(adapter, error)
 
     def _stop_streaming(self) -> None:
         """Unloads the streamed adapter whose copy began last, to make room. `schedule_pending` runs again once it has
@@ -227,7 +253,7 @@ class DeviceLoader:
         self._leave(adapter)
         adapter.move_to(AdapterTier.READING)
         if (image := self._host_cache.get(adapter.digest)) is not None:
-            self._owner.arrived(adapter, image)
+            self.image_arrived(adapter, image)
         self.schedule_pending()
         self._owner.changed()
 

@@ -2,7 +2,7 @@
 
 A folder counts once its files have had the same sizes and times in two polls, so one that is still being copied waits.
 An adapter that was unloaded over HTTP stays unloaded until its files change. A folder that cannot be served is named
-in the log, and its reason is kept for clients (`refused_folders.py`), also if it has no adapter's files. A folder with
+in the log, and its reason is kept for clients (`RefusedFolders`), also if it has no adapter's files. A folder with
 the name of an alias is left out while there is that alias: no request could name its adapter.
 """
 
@@ -17,8 +17,7 @@ from pathlib import Path
 from caraserve.errors import AdapterBusy, AdapterRejected, CaraServeError, ServerBusy
 from caraserve.lora.aliases import Aliases
 from caraserve.lora.catalog import Catalog
-from caraserve.lora.folder_contents import NO_ADAPTERS, stamp, why_no_adapter
-from caraserve.lora.refused_folders import why_alias
+from caraserve.lora.folder_contents import NO_ADAPTERS, stamp, why_alias, why_no_adapter
 from caraserve.lora.upload_folders import is_uploaded
 from caraserve.util.tasks import Tasks
 
@@ -41,11 +40,7 @@ class FolderWatch:
     """The folders of one root. Runs on the event loop; the disk is read on a thread."""
 
     def __init__(
-        self,
-        root: Path,
-        catalog: Catalog,
-        aliases: Aliases,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        self, root: Path, catalog: Catalog, aliases: Aliases, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     ) -> None:
         self._root, self._catalog, self._aliases, self._sleep = root.resolve(), catalog, aliases, sleep
         self._polled = _Polled()

@@ -1,15 +1,11 @@
 """Reads adapters into the host cache, and queues those that wait for room there.
 
 An adapter read from disk is usable when it is complete. One that is downloaded is usable layer by layer. The extent of
-a failed read is freed by `AdapterManager`, once no side batch reads it any more.
+a failed read is freed by `DeviceLoader`, once no side batch reads it any more.
 """
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import HostAdapter
 from caraserve.errors import CaraServeError
@@ -18,50 +14,33 @@ from caraserve.lora.adapter import (
     AdapterTier,
     CacheCounters,
     PartialImage,
-    Source,
+    ReadAdapter,
     UploadSource,
     files_changed,
 )
+from caraserve.lora.device_loader import DeviceLoader
 from caraserve.lora.host_cache import HostCache
 
 _MOST_PREFETCHES = 2  # reads at a time for requests that are not admitted yet; more of them would only share the disk
 
-Done = Callable[[HostAdapter | CaraServeError], None]
-Came = Callable[[HostAdapter, int], None]
-
-
-class ReadAdapter(Protocol):
-    """Reads an adapter into an extent of the arena, on another thread, and calls `done` on the event loop. Of a
-    download, `came(image, layers)` is called there before, when the first `layers` layers of the image are verified:
-    they do not change any more; the bytes after them may not be read yet."""
-
-    def __call__(self, source: Source, into: NDArray[np.uint8], done: Done, came: Came) -> None: ...
-
-
-class HostLoaderOwner(Protocol):
-    """The methods of `AdapterManager` that a `HostLoader` calls. The manager owns the loader, so its module imports
-    this one."""
-
-    def find(self, digest: str) -> Adapter | None: ...
-    def evict_from_host(self, digest: str) -> None: ...
-    def arrived(self, adapter: Adapter, image: HostAdapter) -> None: ...
-    def grew(self, adapter: Adapter) -> None: ...
-    def not_read(self, adapter: Adapter, error: CaraServeError) -> None: ...
-
 
 class HostLoader:
-    """Starts reads, at most as many as there is room for. Not thread-safe: for the event loop."""
+    """Starts reads, at most as many as there is room for, and passes what they bring to the device loader. Not
+    thread-safe: for the event loop."""
 
     def __init__(
         self,
         host: HostCache,
         read: ReadAdapter,
-        owner: HostLoaderOwner,
+        device_loader: DeviceLoader,
+        find: Callable[[str], Adapter | None],
         counters: CacheCounters,
         now: Callable[[], float],
     ) -> None:
+        """`find`: returns the adapter of a digest, or None if no name and no request has it."""
         self.under_way = 0
-        self._host_cache, self._read, self._owner, self._counters, self._now = host, read, owner, counters, now
+        self._host_cache, self._read, self._device_loader = host, read, device_loader
+        self._find, self._counters, self._now = find, counters, now
         self._waiting: deque[Adapter] = deque()  # for room in the arena
         self._ahead: set[str] = set()  # digests that are read for requests not admitted yet
 
@@ -112,16 +91,16 @@ class HostLoader:
         if (image := self._host_cache.get(adapter.digest)) is not None:
             self._counters.host_hits += 1
             self._host_cache.touch(adapter.digest)
-            self._owner.arrived(adapter, image)
+            self._device_loader.image_arrived(adapter, image)
             return True
         return self._begin(adapter, _needs_image)
 
     def _begin(self, adapter: Adapter, is_needed: Callable[[Adapter], bool]) -> bool:
         def stays(digest: str) -> bool:
-            other = self._owner.find(digest)
+            other = self._find(digest)
             return other is not None and (other.pinned is not None or is_needed(other))
 
-        extent = self._host_cache.take(adapter.digest, adapter.num_bytes, stays, self._owner.evict_from_host)
+        extent = self._host_cache.take(adapter.digest, adapter.num_bytes, stays, self.evict)
         if extent is None:
             return False
         adapter.move_to(AdapterTier.READING)
@@ -133,15 +112,22 @@ class HostLoader:
             adapter.source,
             extent,
             lambda result: self._ended(adapter, result),
-            lambda image, layers: self._came(adapter, PartialImage(image, began_s, layers)),
+            lambda image, layers: self._layers_arrived(adapter, PartialImage(image, began_s, layers)),
         )
         return True
 
-    def _came(self, adapter: Adapter, partial: PartialImage) -> None:
+    def evict(self, digest: str) -> None:
+        """Evicts an image from the host cache."""
+        self._host_cache.drop(digest)
+        self._counters.host_evictions += 1
+        if (adapter := self._find(digest)) is not None and adapter.tier is AdapterTier.HOST:
+            adapter.move_to(AdapterTier.DISK)
+
+    def _layers_arrived(self, adapter: Adapter, partial: PartialImage) -> None:
         partial.layers = min(partial.layers, len(partial.image.spec.layer_ends) - 1)
         if partial.layers > (adapter.partial.layers if adapter.partial is not None else 0):
             adapter.partial = partial
-            self._owner.grew(adapter)
+            self._device_loader.layers_arrived(adapter)
 
     def _ended(self, adapter: Adapter, result: HostAdapter | CaraServeError) -> None:
         self.under_way -= 1
@@ -150,10 +136,10 @@ class HostLoader:
         if is_other and not isinstance(adapter.source, UploadSource):  # an upload may be what another name has already
             result = files_changed()
         if isinstance(result, CaraServeError):
-            self._owner.not_read(adapter, result)
+            self._device_loader.read_failed(adapter, result)
         else:
             self._host_cache.keep(adapter.digest, result)
-            self._owner.arrived(adapter, result)
+            self._device_loader.image_arrived(adapter, result)
         adapter.partial = None
         self.schedule_pending()
 

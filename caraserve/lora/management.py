@@ -5,7 +5,7 @@ from typing import Protocol
 
 from caraserve.errors import NotFound
 from caraserve.lora.aliases import Aliases
-from caraserve.lora.refused_folders import RefusedFolders
+from caraserve.lora.folder_contents import RefusedFolders
 from caraserve.lora.settings import SettingsStore
 from caraserve.lora.uploads import AdapterUploads, Unregistered
 

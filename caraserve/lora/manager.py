@@ -13,15 +13,15 @@ from caraserve.core.adapter_rules import PINNED_SHARE, PINS
 from caraserve.core.backend import Backend
 from caraserve.core.lora_layout import HostAdapter
 from caraserve.cpu.shared_memory import Arena
-from caraserve.errors import AdapterRejected, CaraServeError
+from caraserve.errors import CaraServeError
 from caraserve.kv.memory_budget import MemoryBudget
-from caraserve.lora.adapter import Adapter, AdapterTier, CacheCounters, EndedLoad, RemoteSource, Source
+from caraserve.lora.adapter import Adapter, AdapterTier, CacheCounters, EndedLoad, ReadAdapter, RemoteSource, Source
 from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.arrival_estimates import ArrivalEstimates
 from caraserve.lora.device_cache import DeviceCache
 from caraserve.lora.device_loader import DeviceLoader
 from caraserve.lora.host_cache import HostCache
-from caraserve.lora.host_loader import HostLoader, ReadAdapter
+from caraserve.lora.host_loader import HostLoader
 from caraserve.lora.start_policy import NO_PREFILL, AwaitedPrefill, StartPolicy
 
 _KEPT_LOADS = 100  # that have ended, for the web page
@@ -54,13 +54,13 @@ class AdapterManager:
         self._host_cache = HostCache(arena, self._note_move)
         self.counters = CacheCounters()
         self.ended_loads: deque[EndedLoad] = deque(maxlen=_KEPT_LOADS)  # the newest last
-        self._host_loader = HostLoader(self._host_cache, read, self, self.counters, now)
         self.device_cache = DeviceCache(
             backend, memory, lambda adapter: adapter.device_bytes * adapter.rate_at(now()), self._note_move
         )
         self.device_loader = DeviceLoader(
             backend, memory, self._host_cache, self.device_cache, self.arrivals, self, self.counters, on_loop
         )
+        self._host_loader = HostLoader(self._host_cache, read, self.device_loader, self.find, self.counters, now)
 
     # --- names and pins ---
 
@@ -87,11 +87,11 @@ class AdapterManager:
         del adapter.names[name]
         self._follow_names(adapter)
         self._update_pin(adapter)
-        self._forget_if_unused(adapter)
+        self.forget_if_unused(adapter)
 
     def _follow_names(self, adapter: Adapter) -> None:
-        """Has an adapter read from the folder of a name that stands for it, if there is one: that of a former name may
-        be removed next, or has other files already."""
+        """Chooses the folder from which an adapter is read: one of a name that stands for it, if there is one, as that
+        of a former name may be removed next, or hold other files already."""
         folders = [source for source in adapter.names.values() if isinstance(source, AdapterFolder)]
         if folders and adapter.source not in folders:
             adapter.read_from(folders[0])
@@ -151,7 +151,7 @@ class AdapterManager:
     def unpin(self, adapter: Adapter) -> None:
         """Takes back one `pin`, when the request that pinned `adapter` has ended."""
         adapter.pins -= 1
-        self._forget_if_unused(adapter)
+        self.forget_if_unused(adapter)
         self.changed()
 
     def on_change(self, changed: Callable[[], None]) -> None:
@@ -176,7 +176,8 @@ class AdapterManager:
         return self._host_loader.under_way + self.device_loader.under_way
 
     async def settled(self) -> bool:
-        """Waits until no load is under way. Returns False if adapters still wait for room, which there is not."""
+        """Waits until no load is under way. Returns False if adapters are left that wait, as there is no room for
+        them."""
         while self.loading:
             await self.next_change()
         return not self.device_loader.are_waiting and not self._host_loader.are_waiting
@@ -276,64 +277,26 @@ class AdapterManager:
         """The number of images in the host cache."""
         return len(self._host_cache)
 
-    # --- callbacks of the host loader ---
-
-    def evict_from_host(self, digest: str) -> None:
-        """Evicts an image from the host cache."""
-        self._host_cache.drop(digest)
-        self.counters.host_evictions += 1
-        if (adapter := self.find(digest)) is not None and adapter.tier is AdapterTier.HOST:
-            adapter.move_to(AdapterTier.DISK)
-
-    def grew(self, adapter: Adapter) -> None:
-        """Starts or extends the copy of an adapter of which more layers have been downloaded."""
-        (self.device_loader.grew if adapter.tier is AdapterTier.STREAMING else self.device_loader.stream)(adapter)
-
-    def arrived(self, adapter: Adapter, image: HostAdapter) -> None:
-        """Queues an adapter whose image is now complete in the host cache for a copy, if an admitted request needs
-        it."""
-        if adapter.tier is AdapterTier.STREAMING:
-            self.device_loader.completed(adapter, image.spec)
-            return
-        adapter.move_to(AdapterTier.HOST)
-        try:
-            adapter.device_bytes = self.device_cache.measure(image.spec)
-        except AdapterRejected as refusal:
-            self._fail(adapter, refusal)
-        else:
-            (self.device_loader.want if adapter.users else self._forget_if_unused)(adapter)
-        self.changed()
-
-    def not_read(self, adapter: Adapter, error: CaraServeError) -> None:
-        """Fails an adapter that could not be read or downloaded to its end."""
-        if adapter.tier is AdapterTier.STREAMING:
-            self.device_loader.broke(adapter, error)
-        else:
-            self._host_cache.drop(adapter.digest)
-            self._fail(adapter, error)
-
     # --- callbacks of the device loader ---
 
-    def gone_from_host(self, adapter: Adapter) -> None:
-        """Reads an adapter again that was evicted from the host cache while it waited for room on the device."""
+    def read_again(self, adapter: Adapter) -> None:
+        """Reads an adapter that was evicted from the host cache while it waited for room on the device."""
         self._host_loader.ask(adapter)
 
-    def copied(self, adapter: Adapter) -> None:
-        """Reports the load of an adapter that is now on the device, whole."""
-        self._note_move(adapter.digest)
-        self._load_ended(adapter, succeeded=True)
-        self._forget_if_unused(adapter)
-        self._host_loader.schedule_pending()  # its image may be evicted now
-        self.device_loader.schedule_pending()  # if its requests have ended meanwhile, it can be evicted at once
-        self.changed()
-
-    def not_copied(self, adapter: Adapter, error: CaraServeError) -> None:
-        """Fails an adapter that was unloaded because its copy or its download has failed."""
-        if adapter.tier is AdapterTier.STREAMING:
-            self._host_cache.drop(adapter.digest)
-        self._fail(adapter, error)
+    def end_load(self, adapter: Adapter, error: CaraServeError | None = None) -> None:
+        """Reports a load that has ended: the adapter is on the device, whole, or has failed with `error`. Its image may
+        be evicted now, and if its requests have ended meanwhile, the adapter too."""
+        now_s, succeeded = self._now(), error is None
+        if error is None:
+            self._note_move(adapter.digest)
+        else:
+            adapter.fail(error, now_s)
+        self._observe_load(now_s - adapter.asked_s, succeeded)
+        self.ended_loads.append(EndedLoad(min(adapter.names, default=""), adapter.asked_s, now_s, succeeded))
+        self.forget_if_unused(adapter)
         self._host_loader.schedule_pending()
         self.device_loader.schedule_pending()
+        self.changed()
 
     def changed(self) -> None:
         """Calls the callback of `on_change`, and ends the waits of `next_change`."""
@@ -342,18 +305,8 @@ class AdapterManager:
         for event in waiting:
             event.set()
 
-    def _load_ended(self, adapter: Adapter, *, succeeded: bool) -> None:
-        now_s = self._now()
-        self._observe_load(now_s - adapter.asked_s, succeeded)
-        self.ended_loads.append(EndedLoad(min(adapter.names, default=""), adapter.asked_s, now_s, succeeded))
-
-    def _fail(self, adapter: Adapter, error: CaraServeError) -> None:
-        self._load_ended(adapter, succeeded=False)
-        adapter.fail(error, self._now())
-        self._forget_if_unused(adapter)
-        self.changed()
-
-    def _forget_if_unused(self, adapter: Adapter) -> None:
+    def forget_if_unused(self, adapter: Adapter) -> None:
+        """Frees what an adapter has that no name and no request refers to any more."""
         if adapter.pins or adapter.names or self.is_forgotten(adapter):
             return
         if adapter.tier in (AdapterTier.READING, AdapterTier.STREAMING, AdapterTier.COPYING):

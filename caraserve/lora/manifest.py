@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from caraserve.core.lora_layout import MAX_RANK, AdapterSpec, lay_out
+from caraserve.core.lora_layout import MAX_RANK, AdapterSpec, Module, RankAndScale
 from caraserve.errors import AdapterRejected
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import SITES, ModelSpec
+from caraserve.model.plan import DecoderPlan
+from caraserve.model.spec import ModelSpec, as_plan
 
 MAX_MANIFEST_BYTES = 4 << 20
 
@@ -69,44 +70,41 @@ def identified(spec: AdapterSpec, hashes: Sequence[bytes]) -> AdapterSpec:
 
 def manifest_of(spec: AdapterSpec) -> bytes:
     """Returns an adapter's manifest as JSON. Equal adapters have equal manifests."""
-    modules = [[span.layer, span.site, span.rank, span.scale] for span in spec.spans]
+    modules = list(dict.fromkeys((*span.module, span.rank, span.scale) for span in spec.spans))
     chunks = [one.hex() for one in spec.chunks]
     return json.dumps([_FORMAT, spec.dtype.value, modules, chunks], separators=(",", ":")).encode()
 
 
-def read_manifest(body: bytes, digest: str, model: ModelSpec) -> AdapterSpec:
+def read_manifest(body: bytes, digest: str, model: ModelSpec | DecoderPlan) -> AdapterSpec:
     """Returns the adapter that a manifest describes. Raises AdapterRejected if its hash is not `digest`, or if the
     adapter does not fit `model`."""
     if hashlib.sha256(body).hexdigest() != digest:
         raise AdapterRejected(f"adapter {digest[:12]}: what was read is not its manifest")
+    plan = as_plan(model)
     try:
-        written, dtype, modules, chunks = json.loads(body)
+        written, dtype, listed, chunks = json.loads(body)
         if written != _FORMAT:
             raise ValueError(f"format {written}")
-        sites = {(layer, SITES[site]): (rank, scale) for layer, site, rank, scale in map(_module, modules)}
-        if not sites or len(sites) != len(modules) or not all(layer < model.layers for layer, _ in sites):
+        modules = dict(_module(value, plan) for value in listed)
+        if not modules or len(modules) != len(listed):
             raise ValueError("modules")
-        spans, layer_ends = lay_out(model, Dtype(dtype), sites)
+        spec = AdapterSpec.of(plan, Dtype(dtype), modules, digest)
         hashes = tuple(bytes.fromhex(one) for one in chunks)
-        if len(hashes) != len(chunk_ends(layer_ends)) or any(len(one) != 32 for one in hashes):
+        if len(hashes) != len(chunk_ends(spec.layer_ends)) or any(len(one) != 32 for one in hashes):
             raise ValueError("chunks")
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
         raise AdapterRejected(f"adapter {digest[:12]} is not for this base model or this version: {error}") from None
-    targets = {site for _, site in sites}
-    return AdapterSpec(
-        digest=digest,
-        dtype=Dtype(dtype),
-        rank=max(span.rank for span in spans),
-        targets=tuple(site for site in SITES if site in targets),
-        layer_ends=layer_ends,
-        spans=spans,
-        chunks=hashes,
-    )
+    return replace(spec, chunks=hashes)
 
 
-def _module(value: Any) -> tuple[int, int, int, float]:
-    layer, site, rank, scale = value
-    whole = all(type(number) is int for number in (layer, site, rank))
-    if not (whole and layer >= 0 and 0 <= site < len(SITES) and 0 < rank <= MAX_RANK and math.isfinite(scale)):
+def _module(value: Any, plan: DecoderPlan) -> tuple[Module, RankAndScale]:
+    layer, linear, rank, scale = value
+    if not (
+        all(type(number) is int for number in (layer, linear, rank))
+        and 0 <= layer < len(plan.layers)
+        and 0 <= linear < len(plan.layers[layer].linears)
+        and 0 < rank <= MAX_RANK
+        and math.isfinite(scale)
+    ):
         raise ValueError(f"module {value}")
-    return layer, site, rank, float(scale)
+    return (layer, linear), (rank, float(scale))

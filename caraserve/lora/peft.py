@@ -8,115 +8,164 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from caraserve.core.lora_layout import A_COLUMNS, PANEL, AdapterSpec, HostAdapter, SiteSpan, aligned_bytes, lay_out
+from caraserve.core.lora_layout import (
+    AdapterSpec,
+    Array,
+    Bytes,
+    HostAdapter,
+    Module,
+    SiteSpan,
+    aligned_bytes,
+    place_a,
+    place_b,
+)
 from caraserve.errors import AdapterRejected, Forbidden, NotFound
 from caraserve.lora.adapter import files_changed
 from caraserve.lora.folder_contents import TENSORS_NAME as TENSORS_NAME
 from caraserve.lora.folder_contents import why_no_adapter
+from caraserve.lora.kinds import MATRICES, AdapterKind
 from caraserve.lora.manifest import ChunkHasher, identified
-from caraserve.lora.peft_config import CONFIG_NAME, PeftConfig, read_config, refusal
-from caraserve.lora.peft_names import module_name
-from caraserve.model.dtype import Dtype
+from caraserve.lora.peft_config import PeftConfig, read_config
+from caraserve.lora.peft_fields import CONFIG_NAME, refusal
+from caraserve.model.dtype import Dtype, to_float32
+from caraserve.model.plan import DecoderPlan, LinearPlan
 from caraserve.model.safetensors_reader import TensorFile, TensorFileError
-from caraserve.model.spec import SITES, ModelSpec
-from caraserve.util.units import align_up, ceil_div
+from caraserve.model.spec import ModelSpec, as_plan
 
-_TENSOR = re.compile(
-    r"(?:base_model\.model\.)?(?P<module>model\.layers\.(?P<layer>[0-9]{1,6})\.(?:self_attn|mlp)\."
-    rf"(?P<site>{'|'.join(SITES)}))\.lora_(?P<half>[AB])(?P<adapter>(?:\.[A-Za-z0-9_-]+)?)\.weight"
-)
+_LAYER_NUMBER = re.compile(r"(?<=\.)(?:0|[1-9][0-9]{0,5})(?=\.)")
 # Of A's and B's product with the scale, for inputs of 1: what is larger overflows where it is squared, in norms and
 # attention. The adapters of the demo reach 500.
 LARGEST_UPDATE = 1e18
-Site = tuple[int, str]  # layer, module
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """The two tensors of one adapted module, with its rank and scale."""
+class AdaptedModule:
+    """One adapted module, with its rank and scale."""
 
-    a: str
-    b: str
+    name: str  # in the file
+    tensors: Mapping[str, str]  # {name in the module: name in the file}
     rank: int
     scale: float
 
 
-def inspect_adapter(folder: Path, model: ModelSpec) -> AdapterSpec:
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """The tensors of an adapter's file, and the image that they become."""
+
+    plan: DecoderPlan
+    kind: AdapterKind
+    modules: Mapping[Module, AdaptedModule]
+    spec: AdapterSpec  # without digest, which follows from the bytes
+
+
+class ImageWriter:
+    """Writes the matrices of an adapter into its image, in any order."""
+
+    def __init__(self, file: TensorFile, layout: TensorLayout) -> None:
+        self._file, self._layout = file, layout
+        self._largest: dict[Module, float] = {}  # values of the matrices that were written first
+        self._spans: dict[Module, list[SiteSpan]] = {}
+        for span in layout.spec.spans:
+            self._spans.setdefault(span.module, []).append(span)
+
+    def modules_by_layer(self) -> dict[int, list[Module]]:
+        """Returns the adapted modules in the order of the image."""
+        return {layer: list(modules) for layer, modules in groupby(self._spans, lambda module: module[0])}
+
+    def end(self, module: Module, matrix: str) -> int:
+        """Returns where the last of a matrix's tensors ends in the file."""
+        return max(self._file.end(tensor) for tensor in self._sources(module, matrix).values())
+
+    def write(self, module: Module, matrix: str, data: Bytes, start: int = 0) -> None:
+        """Writes one of `MATRICES` to `data`, the bytes of the image from `start` on, which must be zero. Raises
+        AdapterRejected for values that are not finite or whose results would not be, and TensorFileError."""
+        plan, dtype, spans = self._layout.plan, self._layout.spec.dtype, self._spans[module]
+        values, largest = self._values(module, matrix)
+        if (other := self._largest.pop(module, None)) is None:
+            self._largest[module] = largest
+        else:
+            self._check_product(module, largest * other)
+        if matrix == "A":
+            place_a(values, data, spans[0], dtype, start)
+            return
+        layer, linear = module
+        parts = plan.layers[layer].linears[linear].parts
+        for span in spans:
+            part = parts[plan.layers[layer].sites[span.site].part]
+            place_b(values[part.index], data, span, dtype, start)
+
+    def _sources(self, module: Module, matrix: str) -> dict[str, str]:
+        tensors = self._layout.modules[module].tensors
+        return {name: tensors[name] for name in self._layout.kind.sources[matrix]}
+
+    def _values(self, module: Module, matrix: str) -> tuple[Array, float]:
+        """Returns a matrix in the adapter's dtype, and its largest absolute value."""
+        kind, dtype = self._layout.kind, self._layout.spec.dtype
+        read = {name: _finite(self._file, tensor, dtype) for name, tensor in self._sources(module, matrix).items()}
+        values = kind.matrix(matrix, {name: tensor for name, (tensor, _) in read.items()})
+        return values, _largest(values, dtype) if kind.is_computed else max(largest for _, largest in read.values())
+
+    def _check_product(self, module: Module, largest_values: float) -> None:
+        """Raises AdapterRejected for a module whose results would not be finite. `largest_values`: the product of the
+        largest value of A and that of B."""
+        kind, adapted, (layer, linear) = self._layout.kind, self._layout.modules[module], module
+        inputs = self._layout.plan.layers[layer].linears[linear].inputs
+        largest = abs(adapted.scale) * adapted.rank * inputs * largest_values
+        if not largest <= LARGEST_UPDATE:  # nor NaN
+            (a, *_), (b, *_) = (kind.sources[matrix] for matrix in MATRICES)
+            raise AdapterRejected(
+                f"tensors {adapted.tensors[a]} and {b}: with the scale {adapted.scale:.3g} their product may reach "
+                f"{largest:.0e}; above {LARGEST_UPDATE:.0e}, what is computed with it is not finite"
+            )
+
+
+def inspect_adapter(folder: Path, model: ModelSpec | DecoderPlan) -> AdapterSpec:
     """Checks an adapter's configuration and tensors, and computes its digest. Raises AdapterRejected, or ServerBusy if
     they cannot be checked now."""
     with _opened(folder) as file:
-        spec, pairs = specify(folder, file, model)
-        starts = (0, *spec.layer_ends)
-        layer = aligned_bytes(max(end - start for start, end in pairwise(starts)))
-        return _fill(file, spec, pairs, model, lambda start, end: layer[: end - start])
+        layout = specify(folder, file, model)
+        ends = layout.spec.layer_ends
+        layer = aligned_bytes(max(end - start for start, end in pairwise((0, *ends))))
+        return _fill(file, layout, lambda start, end: layer[: end - start])
 
 
-def check_layout(folder: Path, model: ModelSpec) -> AdapterSpec:
+def check_layout(folder: Path, model: ModelSpec | DecoderPlan) -> AdapterSpec:
     """Checks an adapter's configuration, and the names and shapes of its tensors, and returns its layout without a
     digest. Reads no tensor. Raises as `inspect_adapter`."""
     with _opened(folder) as file:
-        return specify(folder, file, model)[0]
+        return specify(folder, file, model).spec
 
 
-def read_adapter(folder: Path, model: ModelSpec, into: NDArray[np.uint8]) -> HostAdapter:
+def read_adapter(folder: Path, model: ModelSpec | DecoderPlan, into: Bytes) -> HostAdapter:
     """Reads and checks a whole adapter, which `inspect_adapter` has accepted, into `into`. Raises AdapterRejected
     naming the field or tensor."""
+    plan = as_plan(model)
     with _opened(folder) as file:
-        spec, pairs = _specify(read_config(folder), file, model)
-        if spec.num_bytes > into.nbytes:
+        layout = _layout(read_config(folder, plan), file, plan)
+        if layout.spec.num_bytes > into.nbytes:
             raise files_changed()
-        spec = _fill(file, spec, pairs, model, lambda start, end: into[start:end])
+        spec = _fill(file, layout, lambda start, end: into[start:end])
         return HostAdapter(spec, into[: spec.num_bytes])
 
 
-def _fill(
-    file: TensorFile,
-    spec: AdapterSpec,
-    pairs: Mapping[Site, Pair],
-    model: ModelSpec,
-    room: Callable[[int, int], NDArray[np.uint8]],
-) -> AdapterSpec:
+def _fill(file: TensorFile, layout: TensorLayout, room: Callable[[int, int], Bytes]) -> AdapterSpec:
     """Writes the image layer after layer; `room(start, end)` returns the memory of a layer. Returns the spec with its
     digest."""
-    hasher = ChunkHasher(spec.layer_ends)
-    for layer, (start, end) in enumerate(pairwise((0, *spec.layer_ends))):
+    writer, hasher = ImageWriter(file, layout), ChunkHasher(layout.spec.layer_ends)
+    modules = writer.modules_by_layer()
+    for layer, (start, end) in enumerate(pairwise((0, *layout.spec.layer_ends))):
         data = room(start, end)
         data[:] = 0
-        for span in (span for span in spec.spans if span.layer == layer):
-            pair = pairs[layer, SITES[span.site]]
-            inputs, outputs = model.site_shape(SITES[span.site])
-            (a, largest_a), (b, largest_b) = (tensor_values(file, name, spec.dtype) for name in (pair.a, pair.b))
-            check_product(pair, inputs, largest_a * largest_b)
-            place_a(a, data, span, span.a_offset - start, inputs)
-            place_b(b, data, span, span.b_offset - start, outputs)
+        for module in modules.get(layer, ()):
+            for matrix in MATRICES:
+                writer.write(module, matrix, data, start)
         hasher.update(data.data)
-    return identified(spec, hasher.hashes)
-
-
-def place_a(values: NDArray[np.generic], data: NDArray[np.uint8], span: SiteSpan, offset: int, inputs: int) -> None:
-    """Copies A, `values` [rank, in], into a layer's bytes at `offset`."""
-    shape = span.padded_rank, align_up(inputs, A_COLUMNS)
-    _view(data, offset, shape, values.dtype)[: span.rank, :inputs] = values
-
-
-def place_b(values: NDArray[np.generic], data: NDArray[np.uint8], span: SiteSpan, offset: int, outputs: int) -> None:
-    """Copies B, `values` [out, rank] as PEFT stores it, into panels in a layer's bytes at `offset`."""
-    panels = _view(data, offset, (ceil_div(outputs, PANEL), span.padded_rank, PANEL), values.dtype)
-    whole = outputs // PANEL
-    panels[:whole, : span.rank] = values[: whole * PANEL].reshape(whole, PANEL, span.rank).transpose(0, 2, 1)
-    panels[whole:, : span.rank, : outputs % PANEL] = values[whole * PANEL :].T
-
-
-def _view(
-    data: NDArray[np.uint8], offset: int, shape: tuple[int, ...], dtype: np.dtype[np.generic]
-) -> NDArray[np.generic]:
-    return data[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+    return identified(layout.spec, hasher.hashes)
 
 
 def may_exist(path: Path) -> bool:
@@ -182,120 +231,102 @@ def _opened(folder: Path) -> Iterator[TensorFile]:
         raise AdapterRejected(str(error)) from None
 
 
-def specify(folder: Path, file: TensorFile, model: ModelSpec) -> tuple[AdapterSpec, dict[Site, Pair]]:
-    """Returns an adapter's layout, still without its digest, and its pairs of tensors. Reads no tensor. Raises
-    AdapterRejected, or ServerBusy if the configuration's regular expressions cannot be matched now."""
-    config = read_config(folder)
-    spec, pairs = _specify(config, file, model)
-    config.check_patterns(tuple(module_name(*site) for site in sorted(pairs)))
-    return spec, pairs
+def specify(folder: Path, file: TensorFile, model: ModelSpec | DecoderPlan) -> TensorLayout:
+    """Returns the layout of an adapter's tensors in the file and in the image. Reads no tensor. Raises AdapterRejected,
+    or ServerBusy if the configuration's regular expressions cannot be matched now."""
+    plan = as_plan(model)
+    config = read_config(folder, plan)
+    layout = _layout(config, file, plan)
+    config.check_patterns(tuple(layout.modules[module].name for module in sorted(layout.modules)))
+    return layout
 
 
-def _specify(config: PeftConfig, file: TensorFile, model: ModelSpec) -> tuple[AdapterSpec, dict[Site, Pair]]:
+def _layout(config: PeftConfig, file: TensorFile, plan: DecoderPlan) -> TensorLayout:
     """As `specify`, but matches no regular expressions: they change nothing in the layout."""
-    pairs = _pairs(file, config, model)
-    kinds = {file.dtype(name) for pair in pairs.values() for name in (pair.a, pair.b)}
-    dtype = kinds.pop() if len(kinds) == 1 else Dtype.F32  # fp32 represents all of them exactly
-    spans, layer_ends = lay_out(model, dtype, {site: (pair.rank, pair.scale) for site, pair in pairs.items()})
-    sites = {site for _, site in pairs}
-    spec = AdapterSpec(
-        digest="",  # follows from the bytes
-        dtype=dtype,
-        rank=max(pair.rank for pair in pairs.values()),
-        targets=tuple(site for site in SITES if site in sites),
-        layer_ends=layer_ends,
-        spans=spans,
-    )
-    return spec, pairs
+    modules = _modules(file, config, plan)
+    dtypes = {file.dtype(tensor) for module in modules.values() for tensor in module.tensors.values()}
+    exact = dtypes.pop() if len(dtypes) == 1 else Dtype.F32  # fp32 represents all of them exactly
+    dtype = Dtype.F32 if config.kind.is_computed else exact
+    sizes = {place: (module.rank, module.scale) for place, module in modules.items()}
+    return TensorLayout(plan, config.kind, modules, AdapterSpec.of(plan, dtype, sizes))
 
 
-def _pairs(file: TensorFile, config: PeftConfig, model: ModelSpec) -> dict[Site, Pair]:
-    """Returns the tensors of all adapted modules. Raises AdapterRejected if a tensor belongs to none of them."""
-    if config.layers is not None and max(config.layers) >= model.layers:
-        raise refusal("layers_to_transform", f"names layers that a model with {model.layers} does not have")
-    halves = _halves(file, model)
-    if not halves:
+def _modules(file: TensorFile, config: PeftConfig, plan: DecoderPlan) -> dict[Module, AdaptedModule]:
+    """Returns all adapted modules. Raises AdapterRejected if one lacks tensors, or tensors belong to none of them."""
+    if config.layers is not None and max(config.layers) >= len(plan.layers):
+        raise refusal("layers_to_transform", f"names layers that a model with {len(plan.layers)} does not have")
+    needed = [name for matrix in MATRICES for name in config.kind.sources[matrix]]
+    modules: dict[Module, AdaptedModule] = {}
+    for name, tensors in _tensors(file, config.kind, plan).items():
+        layer, linear = module = plan.adapter_modules[name]
+        if missing := [one for one in needed if one not in tensors]:
+            raise AdapterRejected(f"tensor {next(iter(tensors.values()))} has no {missing[0]} beside it")
+        first = tensors[needed[0]]
+        if module in modules:
+            raise AdapterRejected(f"tensor {first} and {modules[module].tensors[needed[0]]} are the same module's")
+        if not config.covers(layer, name):
+            raise AdapterRejected(f"tensor {first}: adapter_config.json does not target this module")
+        rank = config.settings.rank(name)
+        _check_shapes(file, tensors, rank, config.kind, plan.layers[layer].linears[linear])
+        modules[module] = AdaptedModule(name, tensors, rank, config.settings.scale(name))
+    if not modules:
         raise AdapterRejected(f"{TENSORS_NAME} has no LoRA tensors")
-    pairs: dict[Site, Pair] = {}
-    for (layer, site), found in halves.items():
-        module = module_name(layer, site)
-        missing = {"A", "B"} - found.keys()
-        if missing:
-            raise AdapterRejected(f"tensor {next(iter(found.values()))} has no lora_{missing.pop()} beside it")
-        if not config.covers(layer, module):
-            raise AdapterRejected(f"tensor {found['A']}: adapter_config.json does not target this module")
-        rank = config.ranks.of(module)
-        _check_shapes(file, found["A"], found["B"], rank, model.site_shape(site))
-        pairs[layer, site] = Pair(found["A"], found["B"], rank, config.scale_of(module, rank))
-    _check_complete(config, pairs, model)
-    return pairs
+    for name, module in plan.adapter_modules.items():
+        if module not in modules and config.requires(module[0], name):
+            raise refusal("target_modules", f"covers {name}, but {TENSORS_NAME} has no tensors for it")
+    return modules
 
 
-def _halves(file: TensorFile, model: ModelSpec) -> dict[Site, dict[str, str]]:
-    """Returns the tensors' names as {(layer, module): {"A": name, "B": name}}."""
-    halves: dict[Site, dict[str, str]] = {}
+def _tensors(file: TensorFile, kind: AdapterKind, plan: DecoderPlan) -> dict[str, dict[str, str]]:
+    """Returns the tensors of each module by their names in it: {module: {name in the module: name in the file}}."""
+    modules: dict[str, dict[str, str]] = {}
     adapters: set[str] = set()
     for name in file.names:
-        match = _TENSOR.fullmatch(name)
-        if match is None or match["module"] != module_name(int(match["layer"]), match["site"]):
-            raise AdapterRejected(f"tensor {ascii(name)[:200]} is not LoRA A or B of one of {', '.join(SITES)}")
-        layer = int(match["layer"])
-        if layer >= model.layers:
-            raise AdapterRejected(f"tensor {name}: the base model has only {model.layers} layers")
-        found = halves.setdefault((layer, match["site"]), {})
-        if match["half"] in found:
-            raise AdapterRejected(f"tensor {name} and {found[match['half']]} are the same module's")
-        found[match["half"]] = name
+        match = kind.tensor_name.fullmatch(name.removeprefix("base_model.model."))
+        if match is None or match["module"] not in plan.adapter_modules:
+            if match is not None and _is_past_the_last_layer(match["module"], plan):
+                raise AdapterRejected(f"tensor {name}: the base model has only {len(plan.layers)} layers")
+            known = ", ".join(plan.targets)
+            raise AdapterRejected(f"tensor {ascii(name)[:200]} is not {kind.what} of one of {known}")
+        tensors = modules.setdefault(match["module"], {})
+        if match["tensor"] in tensors:
+            raise AdapterRejected(f"tensor {name} and {tensors[match['tensor']]} are the same module's")
+        tensors[match["tensor"]] = name
         adapters.add(match["adapter"])
         if len(adapters) > 1:
             raise AdapterRejected(f"tensor {name} belongs to another adapter than those before it")
-    return halves
+    return modules
 
 
-def _check_shapes(file: TensorFile, a: str, b: str, rank: int, features: tuple[int, int]) -> None:
-    for name, expected in ((a, (rank, features[0])), (b, (features[1], rank))):
-        if file.shape(name) != expected:
+def _is_past_the_last_layer(module: str, plan: DecoderPlan) -> bool:
+    number = _LAYER_NUMBER.search(module)
+    if number is None or int(number[0]) < len(plan.layers):
+        return False
+    start, end = module[: number.start()], module[number.end() :]
+    return any(f"{start}{layer}{end}" in plan.adapter_modules for layer in range(len(plan.layers)))
+
+
+def _check_shapes(
+    file: TensorFile, tensors: Mapping[str, str], rank: int, kind: AdapterKind, linear: LinearPlan
+) -> None:
+    for name, expected in kind.shapes(rank, linear.inputs, linear.outputs).items():
+        if (shape := file.shape(tensors[name])) != expected:
             raise AdapterRejected(
-                f"tensor {name} has shape {list(file.shape(name))}; "
-                f"rank {rank} on this base model needs {list(expected)}"
+                f"tensor {tensors[name]} has shape {list(shape)}; rank {rank} on this base model needs {list(expected)}"
             )
 
 
-def _check_complete(config: PeftConfig, pairs: dict[Site, Pair], model: ModelSpec) -> None:
-    """Raises AdapterRejected if a module that the configuration names has no tensors."""
-    for layer in range(model.layers):
-        for site in SITES:
-            module = module_name(layer, site)
-            if config.requires(layer, module) and (layer, site) not in pairs:
-                raise refusal("target_modules", f"covers {module}, but {TENSORS_NAME} has no tensors for it")
-
-
-def tensor_values(file: TensorFile, name: str, dtype: Dtype) -> tuple[NDArray[np.generic], float]:
+def _finite(file: TensorFile, name: str, dtype: Dtype) -> tuple[Array, float]:
     """Returns a tensor in the adapter's dtype, and its largest absolute value. Raises AdapterRejected if a value is not
     finite."""
     raw, source = file.raw(name), file.dtype(name)
     largest = _largest(raw, source)
     if not math.isfinite(largest):
         raise AdapterRejected(f"tensor {name} has values that are not finite")
-    if source is dtype:
-        return raw, largest
-    if source is Dtype.F16:
-        return raw.view(np.float16).astype(np.float32), largest
-    return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32), largest
+    return raw if source is dtype else to_float32(raw, source), largest
 
 
-def check_product(pair: Pair, inputs: int, largest_values: float) -> None:
-    """Raises AdapterRejected for a module whose results would not be finite. `largest_values`: the product of the
-    largest value of A and that of B."""
-    largest = abs(pair.scale) * pair.rank * inputs * largest_values
-    if largest > LARGEST_UPDATE:
-        raise AdapterRejected(
-            f"tensors {pair.a} and lora_B: with the scale {pair.scale:.3g} their product may reach {largest:.0e}; "
-            f"above {LARGEST_UPDATE:.0e}, what is computed with it is not finite"
-        )
-
-
-def _largest(raw: NDArray[np.generic], dtype: Dtype) -> float:
+def _largest(raw: Array, dtype: Dtype) -> float:
     """Returns the largest absolute value; not finite if one of the values is not. Without their signs, the bits of
     floats are in the order of the values."""
     if dtype is Dtype.F32:

@@ -7,23 +7,21 @@ Nothing from the file is executed here. The tensors say which modules were adapt
 """
 
 import json
-import math
 import os
-from collections.abc import Callable, Mapping
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from caraserve.core.lora_layout import MAX_RANK
 from caraserve.errors import AdapterRejected
-from caraserve.lora.peft_names import PatternTable, Value, name_ends
+from caraserve.lora.kinds import AdapterKind, ModuleSettings, kind_of
+from caraserve.lora.peft_fields import CONFIG_NAME as CONFIG_NAME
+from caraserve.lora.peft_fields import Fields, name_ends, refusal, shown
 from caraserve.lora.target_patterns import matched
+from caraserve.model.plan import DecoderPlan
 from caraserve.model.safetensors_reader import TensorFileError, open_regular
-from caraserve.model.spec import SITES
 
-CONFIG_NAME = "adapter_config.json"
 _MAX_CONFIG_BYTES = 1 << 20
-_MAX_ALPHA = 1e9
 
 # Fields that say where an adapter came from or how it was trained; they change nothing in inference.
 _HARMLESS = {
@@ -33,33 +31,21 @@ _HARMLESS = {
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
     *("megatron_core", "qalora_group_size"),  # names and sizes that only other, refused fields would use
 }
-# Fields that are read below, and applied or refused there.
-_UNDERSTOOD = {
-    *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "bias"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-}
-# Ways of initialising that only choose A's and B's first values. Others change the base weights too.
-_PLAIN_INITS = ("gaussian", "orthogonal", "eva")
-# Names of the list of layers, as peft's default and `layers_pattern` give it.
-_LAYER_LISTS = {"layers", "model.layers"}
+# Fields of every kind, that are read below and applied or refused there.
+_UNDERSTOOD = {"peft_type", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
 
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
     """The fields of the configuration that decide which modules an adapter changes, and how."""
 
-    ranks: PatternTable[int]
-    alphas: PatternTable[float]
-    rslora: bool
+    kind: AdapterKind
+    settings: ModuleSettings
     targets: frozenset[str] | None  # names or dotted ends of names; None: a pattern
     excluded: frozenset[str] | None
     target_pattern: str | None  # a regular expression in place of names
     excluded_pattern: str | None
     layers: frozenset[int] | None  # None: every layer
-
-    def scale_of(self, module: str, rank: int) -> float:
-        """Returns alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA."""
-        return self.alphas.of(module) / (math.sqrt(rank) if self.rslora else rank)
 
     def covers(self, layer: int, module: str) -> bool:
         """Returns whether the configuration targets a module that has tensors."""
@@ -76,7 +62,7 @@ class PeftConfig:
         they cannot be matched now. Waits for a process."""
         targeted = self._matched("target_modules", self.target_pattern, modules)
         if targeted is not None and not targeted:
-            raise refusal("target_modules", f"is {_shown(self.target_pattern)}, which matches no module with tensors")
+            raise refusal("target_modules", f"is {shown(self.target_pattern)}, which matches no module with tensors")
         excluded = self._matched("exclude_modules", self.excluded_pattern, modules) or frozenset()
         for module in modules:
             if module in excluded or (targeted is not None and module not in targeted):
@@ -86,7 +72,7 @@ class PeftConfig:
         try:
             return None if pattern is None else matched(pattern, modules)
         except ValueError as error:
-            raise refusal(field, f"is {_shown(pattern)}: {error}") from None
+            raise refusal(field, f"is {shown(pattern)}: {error}") from None
 
     def requires(self, layer: int, module: str) -> bool:
         """Returns whether a module must have tensors: it is targeted by name, and no regular expression may exclude
@@ -94,33 +80,21 @@ class PeftConfig:
         return self.targets is not None and self.excluded is not None and self.covers(layer, module)
 
 
-def read_config(folder: Path) -> PeftConfig:
+def read_config(folder: Path, plan: DecoderPlan) -> PeftConfig:
     """Reads `adapter_config.json`. Raises AdapterRejected naming the field."""
     fields = _load(folder / CONFIG_NAME)
-    if fields.get("peft_type") != "LORA":
-        raise refusal("peft_type", f"is {_shown(fields.get('peft_type'))}; only LORA is supported")
-    _refuse_unsupported(fields)
-    _check_layers_pattern(fields.get("layers_pattern"))
+    kind = kind_of(fields)
+    _refuse_unknown(fields, kind)
+    _check_layers_pattern(fields.get("layers_pattern"), plan)
     return PeftConfig(
-        ranks=_table(fields, "rank_pattern", "r", _rank),
-        alphas=_table(fields, "alpha_pattern", "lora_alpha", _alpha),
-        rslora=_flag(fields, "use_rslora"),
-        targets=_targets(fields.get("target_modules")),
+        kind=kind,
+        settings=kind.settings(fields, plan),
+        targets=_targets(fields.get("target_modules"), plan),
         excluded=_excluded(fields.get("exclude_modules")),
         target_pattern=_pattern(fields.get("target_modules")),
         excluded_pattern=_pattern(fields.get("exclude_modules")),
         layers=_layers(fields.get("layers_to_transform")),
     )
-
-
-def refusal(field: str, what: str) -> AdapterRejected:
-    """Returns the error that refuses an adapter because of one field."""
-    return AdapterRejected(f"{CONFIG_NAME}: {field} {what}")
-
-
-def _shown(value: Any) -> str:
-    """Returns a value of the file for a message: at most 80 characters, all ASCII."""
-    return ascii(value)[:80]
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -142,72 +116,40 @@ def _load(path: Path) -> dict[str, Any]:
     return fields
 
 
-def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
-    if fields.get("bias", "none") != "none":
-        raise refusal("bias", f"is {_shown(fields['bias'])}; only 'none' is supported")
-    init = fields.get("init_lora_weights")
-    if not (init is None or isinstance(init, bool) or (isinstance(init, str) and init.lower() in _PLAIN_INITS)):
-        raise refusal(
-            "init_lora_weights", f"is {_shown(init)}, which may change the base weights; convert it to plain LoRA first"
-        )
+def _refuse_unknown(fields: Fields, kind: AdapterKind) -> None:
+    known = _HARMLESS | _UNDERSTOOD | kind.fields
     for field, value in fields.items():
-        if value and field not in _HARMLESS and field not in _UNDERSTOOD:
-            name = field if field.isascii() and field.isidentifier() else _shown(field)
-            raise refusal(name[:80], f"is {_shown(value)}; adapters that use it are not supported")
+        if value and field not in known:
+            name = field if field.isascii() and field.isidentifier() else shown(field)
+            raise refusal(name[:80], f"is {shown(value)}; adapters that use it are not supported")
 
 
-def _check_layers_pattern(value: Any) -> None:
+def _check_layers_pattern(value: Any, plan: DecoderPlan) -> None:
+    """Refuses all names but those of the list of layers, as in peft: `layers` or `model.layers`."""
     names = value if isinstance(value, list) else [value]
-    if value and not any(isinstance(name, str) and name in _LAYER_LISTS for name in names):
-        raise refusal("layers_pattern", f"is {_shown(value)}; the base model's layers are at 'layers'")
-
-
-def _rank(field: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_RANK:
-        raise refusal(field, f"is {_shown(value)}; a rank is an integer from 1 to {MAX_RANK}")
-    return value
-
-
-def _alpha(field: str, value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < _MAX_ALPHA:
-        raise refusal(field, f"is {_shown(value)}; a number below {_MAX_ALPHA:.0e} is needed")
-    return float(value)
-
-
-def _table(
-    fields: Mapping[str, Any], field: str, default_field: str, read: Callable[[str, Any], Value]
-) -> PatternTable[Value]:
-    patterns = fields.get(field) or {}
-    if not isinstance(patterns, dict):
-        raise refusal(field, "must be an object")
-    default = read(default_field, fields.get(default_field))
-    try:
-        return PatternTable(default, [(pattern, read(field, value)) for pattern, value in patterns.items()])
-    except ValueError as error:
-        raise refusal(field, f"has {_shown(error.args[0])}; only ends of module names are supported") from None
-
-
-def _flag(fields: Mapping[str, Any], field: str) -> bool:
-    value = fields.get(field) or False
-    if not isinstance(value, bool):
-        raise refusal(field, f"is {_shown(value)}; true or false is needed")
-    return value
+    if not value:
+        return
+    lists = {re.split(r"\.[0-9]+\.", module)[0] for module in plan.adapter_modules}
+    ends = {one.rpartition(".")[2] for one in lists}
+    if not any(isinstance(name, str) and name in lists | ends for name in names):
+        known = " or ".join(repr(end) for end in sorted(ends))
+        raise refusal("layers_pattern", f"is {shown(value)}; the base model's layers are at {known}")
 
 
 def _pattern(value: Any) -> str | None:
     return value if isinstance(value, str) and value and value != "all-linear" else None
 
 
-def _targets(value: Any) -> frozenset[str] | None:
+def _targets(value: Any, plan: DecoderPlan) -> frozenset[str] | None:
     if value == "all-linear":
-        return frozenset(SITES)
+        return frozenset(plan.targets)
     if isinstance(value, str) and value:
         return None
     if not value or not _are_names(value):
         raise refusal("target_modules", "must be a list of module names, or a pattern")
     for name in value:
-        if name.split(".")[-1] not in SITES:
-            raise refusal("target_modules", f"has {_shown(name)}; supported modules are {', '.join(SITES)}")
+        if name.split(".")[-1] not in plan.targets:
+            raise refusal("target_modules", f"has {shown(name)}; supported modules are {', '.join(plan.targets)}")
     return frozenset(value)
 
 
@@ -228,5 +170,5 @@ def _layers(value: Any) -> frozenset[int] | None:
         return None
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0 for layer in values):
-        raise refusal("layers_to_transform", f"is {_shown(value)}; layer numbers are needed")
+        raise refusal("layers_to_transform", f"is {shown(value)}; layer numbers are needed")
     return frozenset(values)

@@ -5,6 +5,7 @@ threads."""
 
 import json
 import math
+import re
 import sqlite3
 import threading
 import time
@@ -16,7 +17,6 @@ from typing import Any
 from caraserve.core.adapter_rules import ADAPTER_NAME, DIGEST, SETTING_KINDS, TOMBSTONE_S
 from caraserve.core.lora_layout import MAX_RANK
 from caraserve.errors import CaraServeError, ConfigError, StorageFull
-from caraserve.model.spec import SITES
 from caraserve.util.hybrid_clock import hlc_of
 
 _SCHEMA_VERSION = 2
@@ -41,6 +41,7 @@ CREATE TABLE IF NOT EXISTS setting_times (
 """
 _COLUMNS = "name, digest, path, rank, targets, num_bytes, created_s, stamp, state"
 _WAIT_FOR_LOCK_S = 1.0
+_TARGET = re.compile(r"[A-Za-z0-9_]{1,100}")
 
 UPLOADING = "uploading"  # state of an adapter that takes requests while it is uploaded
 UNLOADED = "unloaded"  # state of a folder in --adapters-dir that is not loaded again as it is
@@ -257,13 +258,13 @@ def _from_row(
 ) -> AdapterInfo:
     """Checks every column, as SQLite keeps a value of any type in any column. Raises ValueError naming an invalid
     one."""
-    sites = _sites(targets)
+    names = _targets(targets)
     for column, value, is_right in (
         ("name", name, isinstance(name, str) and ADAPTER_NAME.fullmatch(name)),
         ("digest", digest, isinstance(digest, str) and DIGEST.fullmatch(digest)),
         ("path", path, isinstance(path, str) and path.startswith("/")),
         ("rank", rank, isinstance(rank, int) and 0 < rank <= MAX_RANK),
-        ("targets", targets, sites),
+        ("targets", targets, names),
         ("num_bytes", num_bytes, isinstance(num_bytes, int) and num_bytes > 0),
         ("created_s", created_s, isinstance(created_s, float) and math.isfinite(created_s)),
         ("stamp", stamp, isinstance(stamp, str)),
@@ -271,16 +272,17 @@ def _from_row(
     ):
         if not is_right:
             raise ValueError(f"{column} is {_shown(value)}")
-    return AdapterInfo(name, digest, path, rank, sites, num_bytes, created_s, stamp, state)
+    return AdapterInfo(name, digest, path, rank, names, num_bytes, created_s, stamp, state)
 
 
-def _sites(targets: Any) -> tuple[str, ...]:
-    """Returns the modules that a row names; empty if the row is invalid or names an unknown one."""
+def _targets(text: Any) -> tuple[str, ...]:
+    """Returns the names of modules in a row; empty if the row is invalid."""
     try:
-        sites = json.loads(targets)
+        names = json.loads(text)
     except (ValueError, TypeError, RecursionError):
         return ()
-    return tuple(sites) if isinstance(sites, list) and all(site in SITES for site in sites) else ()
+    are_names = isinstance(names, list) and all(isinstance(name, str) and _TARGET.fullmatch(name) for name in names)
+    return tuple(names) if are_names else ()
 
 
 def _shown(value: Any) -> str:

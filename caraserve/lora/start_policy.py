@@ -23,7 +23,7 @@ _LEAST_GAIN_MS = 0.5  # that assistance saves: for less, CPU workers are not occ
 
 
 @dataclass(frozen=True, slots=True)
-class LayerGroup:
+class ExpectedLayers:
     """Layers up to `end` are expected on the device at `arrives_s`, and in host memory, where CPU workers read them, at
     `in_host_s`."""
 
@@ -37,7 +37,7 @@ class CopyPlan:
     """The groups of layers in which an adapter is copied, by layers. The copy begins with the group that begins at
     `first_layer`; the groups before it come last."""
 
-    groups: tuple[LayerGroup, ...] = ()
+    groups: tuple[ExpectedLayers, ...] = ()
     first_layer: int = 0
 
 
@@ -94,6 +94,13 @@ class StartPolicy:
     shared_cores: bool = False  # whether the workers' cores are the device's own, as on the CPU backend
     pipeline_groups: int | None = None  # so many groups of about equal size; None: by predicted times
     tokens_per_worker: Callable[[int], int] | None = None  # most of one worker, by rank; None: prompts go to all
+    attention_targets: frozenset[str] = frozenset()  # modules that read the attention's input: one hand-off for all
+    hand_offs: int = 1  # of a layer, for adapters of other modules too
+
+    @property
+    def uses_workers(self) -> bool:
+        """Whether CPU workers may compute layers that are not on the device yet."""
+        return self.mode.uses_workers and self.workers > 0
 
     # --- the order of a copy ---
 
@@ -104,7 +111,7 @@ class StartPolicy:
         §4.1). Mode `auto` takes the order with which it expects the prefill to end first.
         """
         in_order = self._planned(spec, copy_s, prefill.tokens, 0)
-        if not self.mode.uses_workers or self.workers == 0:
+        if not self.uses_workers:
             return in_order
         first_layer = self._first_group(spec, copy_s, prefill)
         if first_layer == 0:
@@ -144,7 +151,7 @@ class StartPolicy:
         groups = []
         for end in self._group_ends(spec, tokens, first_layer):
             num_bytes = ends[end - 1] - before + (spec.num_bytes if end <= first_layer else 0)
-            groups.append(LayerGroup(end, copy_s + num_bytes / self.link_bytes_per_s))
+            groups.append(ExpectedLayers(end, copy_s + num_bytes / self.link_bytes_per_s))
         return CopyPlan(tuple(groups), first_layer)
 
     def _group_ends(self, spec: AdapterSpec, tokens: int, first_layer: int) -> list[int]:
@@ -175,7 +182,7 @@ class StartPolicy:
     # --- the start of a prefill ---
 
     def start(
-        self, prefill: AwaitedPrefill, groups: Sequence[LayerGroup], spec: AdapterSpec, *, may_assist: bool = True
+        self, prefill: AwaitedPrefill, groups: Sequence[ExpectedLayers], spec: AdapterSpec, *, may_assist: bool = True
     ) -> PrefillStart:
         """Returns when a prefill may start whose adapter is being copied in `groups`. `may_assist`: whether CPU workers
         may help."""
@@ -183,7 +190,7 @@ class StartPolicy:
         at_s = now_s
         for layer, group in zip((0, *(group.end for group in groups)), groups, strict=False):
             at_s = max(at_s, group.arrives_s - layer * layer_ms / 1000)
-        if not self.mode.uses_workers or self.workers == 0 or not may_assist:
+        if not self.uses_workers or not may_assist:
             return self._begin(at_s, prefill, layer_ms, assist=False)
         if not self.mode.chooses:
             return PrefillStart(now_s, assist=True)
@@ -216,12 +223,12 @@ class StartPolicy:
         which q, k and v take about the same share of the time on the device as on a CPU worker."""
         assert self.costs is not None
         all_ms = max(0.0, self.costs.prefill_ms(tokens, spec.rank) - self.costs.prefill_ms(tokens, 0)) / self.layers
-        if _targets(spec) == "all" or all_ms == 0.0:
+        if self._targets(spec) == "all" or all_ms == 0.0:
             return all_ms
         qkv_ms, worker_ms = (self.costs.cpu_lora_ms(tokens, spec.rank, targets) for targets in ("qkv", "all"))
         return all_ms * qkv_ms / worker_ms
 
-    def _assisted_ms(self, now_s: float, groups: Sequence[LayerGroup], spec: AdapterSpec, tokens: int) -> float:
+    def _assisted_ms(self, now_s: float, groups: Sequence[ExpectedLayers], spec: AdapterSpec, tokens: int) -> float:
         """Returns by how many ms a prefill that starts now with the CPU workers takes longer than with a loaded
         adapter."""
         layer_ms, extra_ms = self._layer_ms(spec, tokens), self._extra_ms(spec, tokens)
@@ -238,17 +245,16 @@ class StartPolicy:
         """Returns by how many ms a layer takes longer whose LoRA the CPU workers compute. The device does not compute
         it then."""
         assert self.costs is not None
-        workers, targets = self.workers, _targets(spec)
+        workers, targets = self.workers, self._targets(spec)
         if self.tokens_per_worker is not None:
             workers = min(workers, ceil_div(tokens, self.tokens_per_worker(spec.rank)))
         cpu_ms = self.costs.cpu_lora_ms(tokens, spec.rank, targets) / workers
         saved_ms = self._device_lora_ms(spec, tokens) if self.shared_cores else self._layer_ms(spec, tokens)
         link_ms = 1000 * tokens * self.delta_bytes.get(targets, 0) / self.link_bytes_per_s
-        return self.handoff_ms * (1 if targets == "qkv" else 4) + max(0.0, cpu_ms - saved_ms) + link_ms
+        return self.handoff_ms * (1 if targets == "qkv" else self.hand_offs) + max(0.0, cpu_ms - saved_ms) + link_ms
 
-
-def _targets(spec: AdapterSpec) -> Targets:
-    return "qkv" if set(spec.targets) <= {"q_proj", "k_proj", "v_proj"} else "all"
+    def _targets(self, spec: AdapterSpec) -> Targets:
+        return "qkv" if self.attention_targets.issuperset(spec.targets) else "all"
 
 
 def _next_iteration_s(prefill: AwaitedPrefill, at_s: float) -> float:

@@ -8,10 +8,10 @@ files. No more than one member's header is held in memory.
 import json
 import os
 import tarfile
-from collections.abc import Callable
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from caraserve.errors import AdapterRejected, PayloadTooLarge
 from caraserve.lora.peft import TENSORS_NAME
@@ -41,7 +41,8 @@ class _Member:
     left: int | None  # bytes; None: all that follow are its own
 
 
-_State: TypeAlias = Callable[["UploadBody", memoryview], memoryview]
+_T = TypeVar("_T")
+_Reading: TypeAlias = Generator[None, memoryview, _T]  # gets bytes of the body as they arrive
 
 
 class UploadBody:
@@ -57,20 +58,18 @@ class UploadBody:
         self._folder, self._config = folder, config
         self._num_bytes = num_bytes
         self._limits = {CONFIG_NAME: MOST_CONFIG_BYTES, TENSORS_NAME: most_tensor_bytes}
-        self._take: _State = UploadBody._sniff  # a function: a bound method would refer to its object
-        self._held = bytearray()  # the start of a tar's header, or of the body
-        self._skipped = 0  # bytes still to skip
-        self._pax_left = 0
         self._member: _Member | None = None
         self._top: str | None = None  # the folder in the tar that its files are in
         self._folders = 0
         self._written: set[str] = set()
+        self._rest = memoryview(b"")  # bytes that have arrived and are not read yet
+        self._may_end = True  # whether the body may end where it has been read to
+        self._reading = self._read_body()
+        next(self._reading)
 
     def write(self, data: bytes) -> None:
         """Writes the next bytes of the body. Raises AdapterRejected, PayloadTooLarge or OSError."""
-        rest = memoryview(data)
-        while rest:
-            rest = self._take(self, rest)
+        self._reading.send(memoryview(data))
 
     def has(self, name: str) -> bool:
         """Whether a file has been written to its end."""
@@ -92,9 +91,10 @@ class UploadBody:
         """Ends the last file, after the last byte. Raises AdapterRejected if the body ends too early."""
         if self._member is not None and self._member.left is None:
             self._end_member()
+            return
         if self._member is not None:
             raise AdapterRejected(f"the body ends in the middle of {self._member.name}")
-        if self._held or self._pax_left or self._skipped:
+        if not self._may_end:
             raise AdapterRejected("the body ends too early; send a tar of the adapter's folder, or a safetensors file")
 
     def check_complete(self) -> None:
@@ -120,116 +120,80 @@ class UploadBody:
         self._written.add(CONFIG_NAME)
 
     def close(self) -> None:
-        """Closes the file that is being written."""
-        if self._member is not None:
-            os.close(self._member.descriptor)
-            self._member = None
+        """Ends the reading, and closes the file that is being written."""
+        self._reading.close()  # its frame refers to this object: they would be a cycle
+        self._close_member()
 
-    # --- states: each takes some of the bytes and returns the rest ---
+    # --- what the body is made of, in order ---
 
-    def _sniff(self, data: memoryview) -> memoryview:
-        rest = self._hold(data, _SNIFFED_BYTES)
-        if len(self._held) < _SNIFFED_BYTES:
-            return rest
-        start = bytes(self._held)
+    def _read_body(self) -> _Reading[None]:
+        start = yield from self._read(_SNIFFED_BYTES, may_end=True)
         if start[8:] == b"{" and int.from_bytes(start[:8], "little") < _MOST_SAFETENSORS_HEADER:
             self._is_bare = True
             self._begin(TENSORS_NAME, self._num_bytes)
             if self._config is not None:
                 self.add_config(self._config)
-            self._held.clear()
             self._write_all(memoryview(start))
-            self._take = UploadBody._contents
+            yield from self._read_contents()
+            start = b""
         elif start[:2] == b"\x1f\x8b":
             raise AdapterRejected("the body is compressed; send the tar as it is")
         elif self._config is not None:
             raise AdapterRejected("config goes with a safetensors body; a tar has its own file", param="config")
-        else:
-            self._take = UploadBody._header
-        return rest
+        block = start + (yield from self._read(_BLOCK - len(start), may_end=not start))
+        while any(block):
+            yield from self._read_entry(block)
+            block = yield from self._read(_BLOCK, may_end=True)
+        self._may_end = True
+        while not any(self._rest):
+            self._rest = yield
+        raise AdapterRejected("the tar has bytes after its end")
 
-    def _header(self, data: memoryview) -> memoryview:
-        rest = self._hold(data, _BLOCK)
-        if len(self._held) == _BLOCK:
-            block = bytes(self._held)
-            self._held.clear()
-            self._begin_entry(block)
-        return rest
+    def _read(self, count: int, *, may_end: bool = False) -> _Reading[bytes]:
+        """Returns the next `count` bytes. `may_end`: whether the body may end before them."""
+        held = bytearray()
+        while len(held) < count:
+            if not self._rest:
+                self._may_end = may_end and not held
+                self._rest = yield
+            part = self._rest[: count - len(held)]
+            held += part
+            self._rest = self._rest[len(part) :]
+        return bytes(held)
 
-    def _contents(self, data: memoryview) -> memoryview:
-        assert self._member is not None
-        left = self._member.left
-        mine = data if left is None else data[:left]
-        self._write_all(mine)
-        if self._member.left == 0:
-            self._end_member()
-        return data[len(mine) :]
-
-    def _pax(self, data: memoryview) -> memoryview:
-        """Checks the records of a pax header, each `LENGTH KEY=VALUE` and a newline."""
-        rest = self._hold(data, self._pax_left)
-        if len(self._held) < self._pax_left:
-            return rest
-        records = bytes(self._held)
-        self._held.clear()
-        self._pax_left = 0
-        while records:
-            digits = records.partition(b" ")[0]
-            length = int(digits) if digits.isdigit() and len(digits) < 6 else 0
-            if not len(digits) < length <= len(records):
-                raise AdapterRejected("the tar has a pax header that is not valid")
-            key = records[len(digits) + 1 : length].partition(b"=")[0].decode(errors="replace")
-            if key.startswith(_REFUSED_PAX):
-                raise AdapterRejected(f"the tar has a pax header with {key[:40]!a}; use plain names and files")
-            records = records[length:]
-        self._skip_padding()
-        return rest
-
-    def _skip(self, data: memoryview) -> memoryview:
-        count = min(self._skipped, len(data))
-        self._skipped -= count
-        if self._skipped == 0:
-            self._take = UploadBody._header
-        return data[count:]
-
-    def _trailer(self, data: memoryview) -> memoryview:
-        """Nothing but zeros follows the end of a tar."""
-        if any(data):
-            raise AdapterRejected("the tar has bytes after its end")
-        return data[len(data) :]
-
-    # --- parts of states ---
-
-    def _hold(self, data: memoryview, wanted: int) -> memoryview:
-        """Holds bytes until there are `wanted`. Returns the rest."""
-        count = min(wanted - len(self._held), len(data))
-        self._held += data[:count]
-        return data[count:]
-
-    def _begin_entry(self, block: bytes) -> None:
-        """Checks a tar's header block and begins what it announces."""
-        if not any(block):
-            self._take = UploadBody._trailer
-            return
+    def _read_entry(self, block: bytes) -> _Reading[None]:
+        """Checks a tar's header block, and reads what it announces."""
         try:
             entry = tarfile.TarInfo.frombuf(block, "utf-8", "strict")
         except (tarfile.TarError, UnicodeDecodeError, ValueError) as error:
             raise AdapterRejected(f"the body is neither a tar nor a safetensors file: {error}") from None
         if entry.size < 0:  # GNU's binary numbers have a sign
             raise AdapterRejected(f"the tar has {entry.name[:100]!a} with {entry.size} bytes")
-        self._skipped = -entry.size % _BLOCK
         if entry.type in _PAX and 0 < entry.size <= _MOST_PAX_BYTES:
-            self._pax_left, self._take = entry.size, UploadBody._pax
+            _check_pax((yield from self._read(entry.size)))
         elif entry.type == tarfile.DIRTYPE and entry.size == 0 and self._folders < _MOST_FOLDERS:
             self._folders += 1
         elif entry.type in _REGULAR:
             self._begin(self._file_name(entry.name), entry.size)
-            self._take = UploadBody._contents
-            if entry.size == 0:
-                self._end_member()
+            yield from self._read_contents()
         else:
             kind = "a link" if entry.issym() or entry.islnk() else f"an entry of type {entry.type!a}"
             raise AdapterRejected(f"the tar has {kind}, {entry.name[:100]!a}; only plain files are taken")
+        yield from self._read(-entry.size % _BLOCK)
+
+    def _read_contents(self) -> _Reading[None]:
+        """Writes the file that has begun to its end."""
+        assert self._member is not None
+        while self._member.left != 0:
+            if not self._rest:
+                self._may_end = False
+                self._rest = yield
+            part = self._rest[: self._member.left]
+            self._write_all(part)
+            self._rest = self._rest[len(part) :]
+        self._end_member()
+
+    # --- files ---
 
     def _file_name(self, path: str) -> str:
         """Returns the name of a tar's file. Raises AdapterRejected unless it may be in an adapter's folder."""
@@ -270,11 +234,25 @@ class UploadBody:
     def _end_member(self) -> None:
         assert self._member is not None
         self._written.add(self._member.name)
-        self.close()
-        self._skip_padding()
+        self._close_member()
 
-    def _skip_padding(self) -> None:
-        self._take = UploadBody._skip if self._skipped else UploadBody._header
+    def _close_member(self) -> None:
+        if self._member is not None:
+            os.close(self._member.descriptor)
+            self._member = None
+
+
+def _check_pax(records: bytes) -> None:
+    """Checks the records of a pax header, each `LENGTH KEY=VALUE` and a newline."""
+    while records:
+        digits = records.partition(b" ")[0]
+        length = int(digits) if digits.isdigit() and len(digits) < 6 else 0
+        if not len(digits) < length <= len(records):
+            raise AdapterRejected("the tar has a pax header that is not valid")
+        key = records[len(digits) + 1 : length].partition(b"=")[0].decode(errors="replace")
+        if key.startswith(_REFUSED_PAX):
+            raise AdapterRejected(f"the tar has a pax header with {key[:40]!a}; use plain names and files")
+        records = records[length:]
 
 
 def config_of(metadata: dict[str, object]) -> str | None:

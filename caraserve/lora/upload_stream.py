@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.errors import AdapterRejected, CaraServeError
-from caraserve.lora.adapter import Source, UploadSource
+from caraserve.lora.adapter import Done, LayersArrived, Source, UploadSource
 from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.arriving_image import ArrivingImage
-from caraserve.lora.host_loader import Came, Done
-from caraserve.lora.peft import TENSORS_NAME, Pair, Site, specify
+from caraserve.lora.peft import TENSORS_NAME, specify
 from caraserve.model.safetensors_reader import TensorFile, TensorFileError
 from caraserve.model.spec import ModelSpec
 
@@ -29,7 +28,7 @@ class _Reading:
 
     into: NDArray[np.uint8]
     done: Done
-    came: Came
+    layers_arrived: LayersArrived
     announced: int = 0  # layers
 
 
@@ -40,33 +39,36 @@ class UploadStream(UploadSource):
     def __init__(self, folder: Path, model: ModelSpec, reader: AdapterReader) -> None:
         """Reads the file's header, which must have been written. Raises AdapterRejected for an adapter that does not
         fit `model`."""
-        self._model, self._reader = model, reader
+        self._reader = reader
         self._outcome: Source | CaraServeError | None = None
         self._reading: _Reading | None = None
         self._arriving: ArrivingImage | None = None
         try:
             self._file = TensorFile(folder / TENSORS_NAME)
-            self._pairs: dict[Site, Pair]
-            self.spec: AdapterSpec  # without digest
-            self.spec, self._pairs = specify(folder, self._file, model)
+            self._layout = specify(folder, self._file, model)
         except TensorFileError as error:
             raise AdapterRejected(str(error)) from None
 
+    @property
+    def spec(self) -> AdapterSpec:
+        """Without digest."""
+        return self._layout.spec
+
     # --- on the event loop ---
 
-    def read(self, into: NDArray[np.uint8], done: Done, came: Came) -> None:
+    def read(self, into: NDArray[np.uint8], done: Done, layers_arrived: LayersArrived) -> None:
         """Fills `into` as the tensors arrive."""
         if self._outcome is None:
-            self._reading = _Reading(into, done, came)
+            self._reading = _Reading(into, done, layers_arrived)
         else:
-            self._read_outcome(_Reading(into, done, came))
+            self._read_outcome(_Reading(into, done, layers_arrived))
 
     def announce(self) -> None:
         """Reports layers that have arrived since the last call."""
         reading, arriving = self._reading, self._arriving
         if reading is not None and arriving is not None and arriving.layers > reading.announced:
             reading.announced = arriving.layers
-            reading.came(arriving.so_far(), arriving.layers)
+            reading.layers_arrived(arriving.so_far(), arriving.layers)
 
     def complete(self, image: HostAdapter | None) -> None:
         """Reports the whole image, whose checksum is right, if it was being read."""
@@ -102,7 +104,7 @@ class UploadStream(UploadSource):
     def advance(self, num_bytes: int) -> None:
         """Places the tensors that have arrived with the file's first `num_bytes` bytes, if they are wanted."""
         if self._arriving is None and self._reading is not None:
-            self._arriving = ArrivingImage(self._file, self.spec, self._pairs, self._model, self._reading.into)
+            self._arriving = ArrivingImage(self._file, self._layout, self._reading.into)
         try:
             if self._arriving is not None:
                 self._arriving.advance(num_bytes)

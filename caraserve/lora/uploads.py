@@ -28,6 +28,7 @@ from caraserve.errors import (
     CaraServeError,
     Forbidden,
     PayloadTooLarge,
+    ServerBusy,
     Unreachable,
     VersionDiffers,
 )
@@ -39,9 +40,9 @@ from caraserve.lora.folder_contents import stamp
 from caraserve.lora.peft import TENSORS_NAME, inspect_adapter
 from caraserve.lora.peft_config import CONFIG_NAME
 from caraserve.lora.registry import AdapterInfo
+from caraserve.lora.turns import Turns
 from caraserve.lora.upload_body import MOST_CONFIG_BYTES, UploadBody, config_of
 from caraserve.lora.upload_folders import UploadFolders, is_uploaded, not_written, write_through
-from caraserve.lora.upload_places import UploadPlaces
 from caraserve.lora.upload_stream import UploadStream
 from caraserve.model.safetensors_reader import TensorFile, TensorFileError
 from caraserve.model.spec import ModelSpec
@@ -53,6 +54,8 @@ log = logging.getLogger(__name__)
 _WRITERS = 4  # threads
 _MOST_OVERHEAD_BYTES = 4 * MOST_CONFIG_BYTES  # of a body, beside its tensors
 _RETRY_S = 1.0
+_MOST_UPLOADS, _MOST_OF_CLIENT = 16, 4  # at the same time
+_MOST_WAITING = 64  # of a client
 _HEARD_S = 60.0  # until this instance has heard, or changed again, what a name stands for
 
 T = TypeVar("T")
@@ -118,7 +121,9 @@ class AdapterUploads:
         self._root, self._observers = root, observers
         self._folders = None if root is None else UploadFolders(root)
         self._executor = ThreadPoolExecutor(_WRITERS, "caraserve-upload")
-        self._places = UploadPlaces()
+        self._places = Turns(  # by client: one's slow uploads leave room for others
+            _upload_refused, of_key=_MOST_OF_CLIENT, of_all=_MOST_UPLOADS, waiting=_MOST_WAITING
+        )
         self._removals = Tasks()
         self._under_way: Counter[str] = Counter()  # names
 
@@ -130,11 +135,7 @@ class AdapterUploads:
         self._executor.shutdown()
 
     async def put(
-        self,
-        name: str,
-        pieces: AsyncIterator[bytes],
-        claims: UploadClaims,
-        check: CheckUpload = lambda digest: None,
+        self, name: str, pieces: AsyncIterator[bytes], claims: UploadClaims, check: CheckUpload = lambda digest: None
     ) -> UploadedAdapter:
         """Stores the adapter that `pieces` bring, and points `name` at it. Raises AdapterRejected, PayloadTooLarge,
         Forbidden, AdapterBusy, ServerBusy, or as `check`; then nothing has changed."""
@@ -156,13 +157,6 @@ class AdapterUploads:
             finally:
                 self._under_way[name] -= 1
                 self._under_way += Counter()  # drops names without any
-
-    async def delete(self, name: str) -> None:
-        """Unregisters a name, waits until the last request of its adapter has ended, and removes the files if they were
-        uploaded, also if the caller is cancelled. Raises NotFound or AdapterBusy."""
-        async with self.catalog.changing(name):
-            unregistered = await self.unregister(name)
-        await self.ended(unregistered)
 
     async def unregister(self, name: str) -> Unregistered:
         """Unregisters a name, for a caller that is `changing` it. `ended` must be called next. Raises NotFound or
@@ -447,6 +441,11 @@ def _has_upload(folder: Path, digest: str, model: ModelSpec) -> bool:
         return is_uploaded(folder) and inspect_adapter(folder, model).digest == digest
     except (CaraServeError, OSError):
         return False
+
+
+def _upload_refused(client: str, has_many: bool) -> ServerBusy:
+    text = f"{_MOST_UPLOADS} adapters are being uploaded, or {_MOST_OF_CLIENT} by this client; try again"
+    return ServerBusy(text, retry_after_s=_RETRY_S)
 
 
 def _broken(name: str, why: CaraServeError) -> CaraServeError:

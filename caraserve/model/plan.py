@@ -59,6 +59,12 @@ class Part:
     def outputs(self) -> int:
         return len(self.rows)
 
+    @property
+    def index(self) -> slice | list[int]:
+        """The rows as an index of arrays whose first axis is the module's outputs."""
+        rows = self.rows
+        return slice(rows.start, rows.stop, rows.step) if isinstance(rows, range) else list(rows)
+
 
 @dataclass(frozen=True, slots=True)
 class LinearPlan:
@@ -361,6 +367,18 @@ class DecoderPlan:
     def targets(self) -> tuple[str, ...]:
         """The names by which adapters target modules, in the order of use in the layers that have them first."""
         return tuple(dict.fromkeys(linear.target for layer in self.layers for linear in layer.linears))
+
+    @cached_property
+    def adapter_modules(self) -> dict[str, tuple[int, int]]:
+        """The names that adapters may have for each linear, with every prefix: {name: (layer, index in the layer)}."""
+        modules: dict[str, tuple[int, int]] = {}
+        for layer, one in enumerate(self.layers):
+            for index, linear in enumerate(one.linears):
+                name = linear.name_in_adapters
+                own = max(filter(name.startswith, self.adapter_prefixes), key=len, default=None)
+                others = () if own is None else (prefix + name.removeprefix(own) for prefix in self.adapter_prefixes)
+                modules |= dict.fromkeys((name, *others), (layer, index))
+        return modules
 
     @cached_property
     def most_sites(self) -> int:

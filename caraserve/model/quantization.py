@@ -120,6 +120,7 @@ def _scheme(fields: Any, what: str) -> type[ScaledCodes]:
     """Returns the format of 8-bit symmetric weights or inputs."""
     if not isinstance(fields, dict):
         raise _refused(f"{what} {fields!r}")
+    kind: Any
     kind, bits, symmetric = (fields.get(key) for key in ("type", "num_bits", "symmetric"))
     if kind not in _SCHEMES or bits != 8 or symmetric is not True:
         raise _refused(f"{what} of type {kind!r} with {bits!r} bits, symmetric {symmetric!r}")

@@ -45,7 +45,8 @@ def rope_of(config: Mapping[str, Any], head_dim: int, max_position: int, theta: 
 
 def _frequencies(theta: float, rotated: int) -> Floats:
     exponents = np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated)
-    return (np.float32(1.0) / np.power(np.float32(theta), exponents)).astype(np.float32)
+    frequencies: Floats = (np.float32(1.0) / np.power(np.float32(theta), exponents)).astype(np.float32)
+    return frequencies
 
 
 def _as_they_are(frequencies: Floats, fields: Mapping[str, Any]) -> Floats:

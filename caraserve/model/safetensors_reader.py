@@ -21,7 +21,7 @@ import safetensors
 from numpy.typing import NDArray
 
 from caraserve.model.dtype import Code, Dtype
-from caraserve.util.memory_file import memory_file
+from caraserve.util.memory import memory_file
 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _MAX_INDEX_BYTES = 64 << 20

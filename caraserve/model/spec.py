@@ -117,6 +117,11 @@ class ModelSpec:
         return self.plan.kv_bytes_per_token(itemsize)
 
 
+def as_plan(model: ModelSpec | DecoderPlan) -> DecoderPlan:
+    """Returns the plan, of which some callers have only the view yet."""
+    return model.plan if isinstance(model, ModelSpec) else model
+
+
 def load_spec(folder: Path) -> ModelSpec:
     """Reads `folder/config.json`. Raises ModelLoadError naming the file or field that cannot be served."""
     return parse_spec(read_config(folder))

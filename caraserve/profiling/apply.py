@@ -20,8 +20,10 @@ from caraserve.core.machine_profile import (
 )
 from caraserve.errors import ConfigError
 from caraserve.lora.start_policy import StartPolicy
-from caraserve.model.spec import SITES, ModelSpec
+from caraserve.model.plan import DecoderPlan, LayerPlan
+from caraserve.model.spec import ModelSpec
 from caraserve.profiling.measure import measure, measure_alone, model_key
+from caraserve.profiling.microbench import target_sets
 
 if TYPE_CHECKING:
     from caraserve.backend_factory import ServingBackend
@@ -34,7 +36,7 @@ _HAND_OFF_TOKENS, _DEVICE_HAND_OFF_TOKENS = 16, 1  # the time of a device's link
 _WORKER_START_S, _QUICK_WORKER_START_S = 20.0, 0.5  # wait for workers before the hand-off is left unmeasured
 
 
-def tuned(
+def prepare_machine(
     backend: "ServingBackend",
     spec: ModelSpec,
     model: ModelConfig,
@@ -44,16 +46,16 @@ def tuned(
     *,
     for_routing: bool = False,
 ) -> Profile | None:
-    """Returns the profile of this machine with this model: from a file, or measured quickly now and saved for later.
-    A saved one that lacks the time of a hand-off, as workers were missing or slow to start, gets it as soon as there
-    are workers. The file of --profile is used as it is.
+    """Starts the CPU LoRA workers, limits the link to --emulate-link-mb-per-s, and returns the profile of this machine
+    with this model: from a file, or measured quickly now and saved for later. A saved one that lacks the time of a
+    hand-off, as workers were missing or slow to start, gets it as soon as there are workers. The file of --profile is
+    used as it is.
 
-    None if neither the loading mode nor routing (`for_routing`) needs a profile. Also starts the CPU LoRA workers.
-    `advance` is called a hundred times during a measurement. Raises ConfigError if the file of --profile is not a valid
-    profile."""
+    None, and no workers, if neither the loading mode nor routing (`for_routing`) needs a profile. `advance` is called a
+    hundred times during a measurement. Raises ConfigError if the file of --profile is not a valid profile."""
     profile = None
     dtype = spec.dtype if model.dtype == "auto" else model.dtype
-    if lora.mode.is_layerwise or for_routing:
+    if lora.mode.needs_profile or for_routing:
         try:
             padded = backend.pads_to_largest_rank
             key = machine_key(backend.accelerator), model_key(spec, dtype, engine.cpu_threads, padded=padded)
@@ -75,7 +77,7 @@ def tuned(
         except ConfigError as error:
             if lora.profile is not None:
                 raise
-            effect = "adapters load as a whole" if lora.mode.is_layerwise else "its speed is unknown to others"
+            effect = "adapters load as a whole" if lora.mode.needs_profile else "its speed is unknown to others"
             log.warning("this machine cannot be profiled, so %s: %s", effect, error.message)
     if lora.emulate_link_mb_per_s is not None:
         backend.emulate_link(lora.emulate_link_mb_per_s * 1e6)
@@ -83,8 +85,8 @@ def tuned(
 
 
 def check_profile(lora: LoraConfig, *, for_routing: bool) -> None:
-    """Raises ConfigError if `tuned` would refuse the file of --profile."""
-    if lora.profile is not None and (lora.mode.is_layerwise or for_routing):
+    """Raises ConfigError if `prepare_machine` would refuse the file of --profile."""
+    if lora.profile is not None and (lora.mode.needs_profile or for_routing):
         _check_kernel(load(lora.profile), lora.profile, lora)
 
 
@@ -136,10 +138,10 @@ def _handoff_ms(backend: "ServingBackend", *, quick: bool) -> float | None:
 
 
 def loading_rules(backend: "ServingBackend", spec: ModelSpec, profile: Profile | None, lora: LoraConfig) -> StartPolicy:
-    """Returns the loading policy on this machine. Without a profile, layer-wise modes become `overlapped`, because it
-    cannot be predicted when a layer will be needed; other modes predict nothing."""
-    profile = profile if lora.mode.is_layerwise else None
-    mode = LOADING_MODES["overlapped"] if profile is None and lora.mode.is_layerwise else lora.mode
+    """Returns the loading policy on this machine. Without a profile, another mode takes the place of one that needs
+    it, because it cannot be predicted when a layer will be needed; other modes predict nothing."""
+    profile = profile if lora.mode.needs_profile else None
+    mode = LOADING_MODES[lora.mode.without_profile] if profile is None and lora.mode.needs_profile else lora.mode
     bytes_per_s = math.inf if profile is None else profile.link_bytes_per_s
     handoff_ms = None if profile is None else profile.handoff_ms
     if handoff_ms is None:
@@ -157,16 +159,22 @@ def loading_rules(backend: "ServingBackend", spec: ModelSpec, profile: Profile |
         workers=len(backend.workers),
         handoff_ms=handoff_ms,
         shared_cores=backend.shares_cores,
-        delta_bytes=_delta_bytes(spec, backend.delta_itemsize),
+        delta_bytes=delta_bytes(spec.plan, backend.delta_itemsize),
+        attention_targets=frozenset(target_sets(spec.plan)["qkv"]),
+        hand_offs=spec.plan.most_groups,
         pipeline_groups=lora.pipeline_groups,
         tokens_per_worker=_tokens_per_worker(profile, lora.tokens_per_cpu),
     )
 
 
-def _delta_bytes(spec: ModelSpec, itemsize: int) -> dict[Targets, int]:
-    """Returns the bytes of one token's deltas of one layer, by the modules of the adapter."""
-    outputs = [spec.site_shape(site)[1] for site in SITES]
-    return {"qkv": itemsize * sum(outputs[:3]), "all": itemsize * sum(outputs)}
+def delta_bytes(plan: DecoderPlan, itemsize: int) -> dict[Targets, int]:
+    """Returns the bytes of one token's deltas of the widest layer, by the modules of the adapter."""
+
+    def outputs(layer: LayerPlan, targets: tuple[str, ...]) -> int:
+        return sum(linear.outputs for linear in layer.linears if linear.target in targets)
+
+    sets = target_sets(plan).items()
+    return {name: itemsize * max(outputs(layer, targets) for layer in plan.layers) for name, targets in sets}
 
 
 def _tokens_per_worker(profile: Profile | None, tokens_per_cpu: int | None) -> Callable[[int], int] | None:

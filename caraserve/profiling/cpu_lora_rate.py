@@ -1,7 +1,7 @@
 """Times the LoRA of whole layers on one core, with the kernels and the order of a CPU LoRA worker."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,8 @@ from caraserve.cpu.jit import entry
 from caraserve.cpu.kernels import RANK_GROUP, STORE, lora_expand, lora_shrink
 from caraserve.cpu.structs import LORA_ENTRY, word
 from caraserve.cpu.tiles import call_by_address
-from caraserve.model.spec import SITES, ModelSpec
+from caraserve.model.plan import DecoderPlan
+from caraserve.model.spec import ModelSpec, as_plan
 from caraserve.util.units import align_up, ceil_div
 
 _call8, _call9 = call_by_address(8), call_by_address(9)
@@ -41,10 +42,13 @@ class LayerLora:
     `x` is [tokens, widest padded input]; `y` is [tokens, widest padded output], overwritten by each module.
     """
 
-    def __init__(self, model: ModelSpec, adapter: HostAdapter, sites: Sequence[str], tokens: int) -> None:
-        spec = adapter.spec
-        spans = [span for span in spec.spans if SITES[span.site] in sites]
-        shapes = [model.site_shape(SITES[span.site]) for span in spans]
+    def __init__(
+        self, model: ModelSpec | DecoderPlan, adapter: HostAdapter, targets: Collection[str], tokens: int
+    ) -> None:
+        spec, layers = adapter.spec, as_plan(model).layers
+        spans = [span for span in spec.spans if layers[span.layer].linears[span.linear].target in targets]
+        sites = [layers[span.layer].sites[span.site] for span in spans]
+        shapes = [(site.inputs, site.outputs) for site in sites]
         self._layers, self._tokens = len({span.layer for span in spans}), tokens
         at = int(adapter.data.ctypes.data)
         self._modules = np.zeros(len(spans), _MODULE)

@@ -18,12 +18,19 @@ from caraserve.core.batch import BASE_ADAPTER_SLOT
 from caraserve.core.lora_layout import ALIGN_BYTES, HostAdapter, aligned_bytes
 from caraserve.errors import ConfigError
 from caraserve.model.dtype import DTYPES, Dtype
-from caraserve.model.spec import SITES, ModelSpec
-from caraserve.profiling.microbench import MeasuredBackend, Measurement, SyntheticRequests, adapter_spec, random_adapter
+from caraserve.model.plan import DecoderPlan
+from caraserve.model.spec import ModelSpec, as_plan
+from caraserve.profiling.microbench import (
+    MeasuredBackend,
+    Measurement,
+    SyntheticRequests,
+    adapter_spec,
+    random_adapter,
+    target_sets,
+)
 from caraserve.util.units import align_up, human_bytes
 
 _LORA_RANKS = (8, 16, 32, 64, 128)
-_LORA_SITES: Mapping[profiles.Targets, Sequence[str]] = {"qkv": SITES[:3], "all": SITES}
 _LORA_TOKENS = (8, 32, 64)  # of slices: few enough for the fixed time to show, and more than a usual slice
 _LORA_LAYERS = 4  # several, so that weights come from memory
 _LORA_LEAST_MS = 2.0  # of one sample, so that the overhead of the clock and the call is negligible
@@ -83,18 +90,20 @@ class _Measurements:
         return sorted(measurements, key=lambda measurement: not measurement.is_needed)
 
 
-def model_key(model: ModelSpec, dtype: str, threads: int | None = None, *, padded: bool = False) -> str:
+def model_key(model: ModelSpec | DecoderPlan, dtype: str, threads: int | None = None, *, padded: bool = False) -> str:
     """Returns the key of a model in profiles: its shape, its weights' dtype, the threads if set, and the kernels."""
+    plan = as_plan(model)
+    attention, last = next(plan.attentions), plan.layers[0].linears[-1]
     shape = (
-        f"{model.family}-{model.layers}x{model.hidden}-heads{model.heads}-{model.kv_heads}-{model.head_dim}"
-        f"-mlp{model.intermediate}-vocab{model.vocab_size}-{dtype}"
+        f"{plan.family}-{len(plan.layers)}x{plan.hidden}-heads{attention.heads}-{attention.kv_heads}"
+        f"-{attention.head_dim}-mlp{last.inputs}-vocab{plan.vocab_size}-{dtype}"
     )
     return shape + ("" if threads is None else f"-threads{threads}") + ("-padded" if padded else "")
 
 
 def measure(
     backend: Backend,
-    model: ModelSpec,
+    model: ModelSpec | DecoderPlan,
     *,
     quick: bool,
     progress: Callable[[float], None],
@@ -112,11 +121,12 @@ def measure(
     """
     started_s = time.monotonic()
     effort = _QUICK if quick else _Effort()
-    dtype = dtype or model.dtype
+    plan = as_plan(model)
+    dtype = dtype or plan.dtype
     device = MeasuredBackend(backend)
-    images = _host_images(device, model, DTYPES[dtype], effort.ranks)
+    images = _host_images(device, plan, DTYPES[dtype], effort.ranks)
     with _bound(device, images, effort) as slots:
-        measurements = _measurements(device, model, images[-1], slots, effort, padded=padded)
+        measurements = _measurements(device, plan, images[-1], slots, effort, padded=padded)
         _run_rounds(measurements.all(), effort, started_s, progress)
         handoff_ms = measure_handoff() if measure_handoff is not None else None
     bytes_per_s, latency_ms = _link(measurements.loads)
@@ -124,7 +134,7 @@ def measure(
         profiles.LoraRate.fitted(
             rank, targets, {tokens: measurements.lora[targets, rank, tokens].ms for tokens in _LORA_TOKENS}
         )
-        for targets, rank in product(_LORA_SITES, _LORA_RANKS)
+        for targets, rank in product(target_sets(plan), _LORA_RANKS)
     ]
     prefill = [
         profiles.PrefillPoint(*point, measurement.ms)
@@ -139,7 +149,7 @@ def measure(
     return profiles.Profile(
         schema=profiles.SCHEMA,
         machine=profiles.machine_key(accelerator),
-        model=model_key(model, dtype, threads, padded=padded),
+        model=model_key(plan, dtype, threads, padded=padded),
         made_unix_s=time.time(),
         quick=quick,
         link_bytes_per_s=bytes_per_s,
@@ -152,18 +162,18 @@ def measure(
 
 
 def measure_alone(
-    backend: Backend, model: ModelSpec, dtype: str, measure_handoff: Callable[[], float | None]
+    backend: Backend, model: ModelSpec | DecoderPlan, dtype: str, measure_handoff: Callable[[], float | None]
 ) -> float | None:
     """Returns what `measure_handoff` returns with an adapter in slot 1 of an idle backend, and unloads that."""
     device = MeasuredBackend(backend)
-    images = _host_images(device, model, DTYPES[dtype], _QUICK.ranks[:1])
+    images = _host_images(device, as_plan(model), DTYPES[dtype], _QUICK.ranks[:1])
     with _bound(device, images, replace(_QUICK, adapters=1)):
         return measure_handoff()
 
 
 def _measurements(
     device: MeasuredBackend,
-    model: ModelSpec,
+    plan: DecoderPlan,
     image: HostAdapter,
     slots: Mapping[int, Sequence[int]],
     effort: _Effort,
@@ -173,7 +183,7 @@ def _measurements(
     """Returns all measurements. `slots`: of loaded adapters, by rank; `image`: an adapter to time loads with."""
     requests = SyntheticRequests(
         device,
-        model.vocab_size,
+        plan.vocab_size,
         context_tokens=effort.context_tokens,
         most=max(*effort.base_batches, effort.adapters),
         contexts=effort.contexts,
@@ -192,8 +202,8 @@ def _measurements(
     needed = {(prompts[0], 0), *product(prompts[:2][-1:], (0, max(adapters))), *mixes[:2]}
     needed.add(next(ranks for ranks in reversed(mixes) if len(set(ranks)) == 1))
     return _Measurements(
-        lora=_lora_measurements(model, image.spec.dtype),
-        loads=_load_measurements(device, model, image, slot=1 + sum(len(each) for each in slots.values())),
+        lora=_lora_measurements(plan, image.spec.dtype),
+        loads=_load_measurements(device, plan, image, slot=1 + sum(len(each) for each in slots.values())),
         prefill={
             point: replace(requests.prefill(point[0], adapters[point[1]]), is_needed=point in needed)
             for point in product(prompts, adapters)
@@ -253,9 +263,9 @@ def _run_rounds(
 # --- adapters ---
 
 
-def _host_images(device: MeasuredBackend, model: ModelSpec, dtype: Dtype, ranks: Sequence[int]) -> list[HostAdapter]:
+def _host_images(device: MeasuredBackend, plan: DecoderPlan, dtype: Dtype, ranks: Sequence[int]) -> list[HostAdapter]:
     """Makes one adapter of each rank in the host cache's memory. Ranks that do not fit are left out."""
-    specs = [adapter_spec(model, dtype, rank, model.layers) for rank in ranks]
+    specs = [adapter_spec(plan, dtype, rank, len(plan.layers)) for rank in ranks]
     starts = list(accumulate((align_up(spec.num_bytes, ALIGN_BYTES) for spec in specs), initial=0))
     room = device.host_memory.nbytes
     if specs[0].num_bytes > room:
@@ -264,7 +274,7 @@ def _host_images(device: MeasuredBackend, model: ModelSpec, dtype: Dtype, ranks:
             f"--max-host-adapters-bytes {room} is too small to measure with: rank {ranks[0]} takes {needed}"
         )
     return [
-        random_adapter(model, spec, device.host_memory[start:])
+        random_adapter(plan, spec, device.host_memory[start:])
         for spec, start in zip(specs, starts, strict=False)
         if start + spec.num_bytes <= room
     ]
@@ -292,7 +302,7 @@ def _bound(device: MeasuredBackend, images: Sequence[HostAdapter], effort: _Effo
 
 
 def _load_measurements(
-    device: MeasuredBackend, model: ModelSpec, image: HostAdapter, slot: int
+    device: MeasuredBackend, plan: DecoderPlan, image: HostAdapter, slot: int
 ) -> dict[int, Measurement]:
     """Returns measurements, by bytes, of copying an adapter's first layer and as many layers as take about 50 ms.
 
@@ -301,7 +311,7 @@ def _load_measurements(
     spec = image.spec
 
     def part(layers: int) -> HostAdapter:
-        cut = adapter_spec(model, spec.dtype, spec.rank, layers)
+        cut = adapter_spec(plan, spec.dtype, spec.rank, layers)
         return HostAdapter(cut, image.data[: cut.num_bytes])
 
     def load(adapter: HostAdapter) -> float:
@@ -314,7 +324,7 @@ def _load_measurements(
         return [load(adapter) for _ in range(_LOADS)]
 
     first_ms = load(part(1))
-    layers = max(1, min(model.layers, int(_LOAD_MS / first_ms)))
+    layers = max(1, min(len(plan.layers), int(_LOAD_MS / first_ms)))
     return {part(count).spec.num_bytes: Measurement(partial(sample, part(count))) for count in (1, layers)}
 
 
@@ -327,17 +337,17 @@ def _link(loads: Mapping[int, Measurement]) -> tuple[float, float]:
     return 1000 / ms_per_byte, latency_ms
 
 
-def _lora_measurements(model: ModelSpec, dtype: Dtype) -> dict[tuple[profiles.Targets, int, int], Measurement]:
+def _lora_measurements(plan: DecoderPlan, dtype: Dtype) -> dict[tuple[profiles.Targets, int, int], Measurement]:
     from caraserve.profiling.cpu_lora_rate import LayerLora  # compiles kernels: not when this file is imported
 
-    layers = min(_LORA_LAYERS, model.layers)
-    specs = [adapter_spec(model, dtype, rank, layers) for rank in _LORA_RANKS]
-    adapters = [random_adapter(model, spec, aligned_bytes(spec.num_bytes)) for spec in specs]
+    layers = min(_LORA_LAYERS, len(plan.layers))
+    specs = [adapter_spec(plan, dtype, rank, layers) for rank in _LORA_RANKS]
+    adapters = [random_adapter(plan, spec, aligned_bytes(spec.num_bytes)) for spec in specs]
     return {
         (targets, adapter.spec.rank, tokens): _lora_measurement(
-            LayerLora(model, adapter, sites, tokens).layer_ms, layers
+            LayerLora(plan, adapter, names, tokens).layer_ms, layers
         )
-        for targets, sites in _LORA_SITES.items()
+        for targets, names in target_sets(plan).items()
         for adapter in adapters
         for tokens in _LORA_TOKENS
     }

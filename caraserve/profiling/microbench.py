@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from statistics import median
@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 
 from caraserve.core.backend import Backend
 from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, BlockGrant, ScheduledRow, SlotSampling, SlotStart, StepResult
-from caraserve.core.lora_layout import A_COLUMNS, PANEL, AdapterSpec, HostAdapter, lay_out
+from caraserve.core.lora_layout import PANEL, AdapterSpec, HostAdapter, modules_of, stored_a, stored_b
+from caraserve.core.machine_profile import Targets
 from caraserve.errors import BackendFailed, ConfigError
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import SITES, ModelSpec
-from caraserve.util.units import align_up, ceil_div
+from caraserve.model.plan import DecoderPlan
+from caraserve.model.spec import ModelSpec, as_plan
+from caraserve.util.units import ceil_div
 
 _T = TypeVar("_T")
 _TIMEOUT_S = 300.0  # of one iteration or copy, after which the device counts as hung
@@ -89,31 +91,36 @@ def wait_for(results: "SimpleQueue[_T]", timeout_s: float = _TIMEOUT_S) -> _T:
 # --- synthetic adapters ---
 
 
-def adapter_spec(model: ModelSpec, dtype: Dtype, rank: int, layers: int, sites: Sequence[str] = SITES) -> AdapterSpec:
-    """Returns the spec of an adapter of these modules of the first `layers` layers."""
-    spans, layer_ends = lay_out(model, dtype, {(layer, site): (rank, 1.0) for layer in range(layers) for site in sites})
-    digest = hashlib.sha256(f"synthetic {dtype.name} {rank} {layers} {sites}".encode()).hexdigest()
-    return AdapterSpec(digest, dtype, rank, tuple(sites), layer_ends, spans)
+def target_sets(plan: DecoderPlan) -> dict[Targets, tuple[str, ...]]:
+    """Returns the names of the modules whose LoRA is timed together: those that read the attention's input, and all."""
+    inputs = (linear.target for attention in plan.attentions for linear in attention.linears)
+    return {"qkv": tuple(dict.fromkeys(inputs)), "all": plan.targets}
 
 
-def random_adapter(model: ModelSpec, spec: AdapterSpec, memory: NDArray[np.uint8]) -> HostAdapter:
+def adapter_spec(
+    model: ModelSpec | DecoderPlan, dtype: Dtype, rank: int, layers: int, targets: Collection[str] | None = None
+) -> AdapterSpec:
+    """Returns the spec of an adapter of the modules of these names, None: of all, in the first `layers` layers."""
+    plan = as_plan(model)
+    targets = plan.targets if targets is None else tuple(targets)
+    modules = dict.fromkeys(modules_of(plan, targets, layers), (rank, 1.0))
+    digest = hashlib.sha256(f"synthetic {dtype.name} {rank} {layers} {targets}".encode()).hexdigest()
+    return AdapterSpec.of(plan, dtype, modules, digest)
+
+
+def random_adapter(model: ModelSpec | DecoderPlan, spec: AdapterSpec, memory: NDArray[np.uint8]) -> HostAdapter:
     """Writes an adapter of random weights, with zero padding, to the front of `memory`."""
-    data = memory[: spec.num_bytes]
+    plan, data = as_plan(model), memory[: spec.num_bytes]
     data[:] = 0
     noise = _bits(np.random.default_rng(spec.rank).standard_normal(1 << 16, np.float32) * _NOISE, spec.dtype)
     for span in spec.spans:
-        inputs, outputs = model.site_shape(SITES[span.site])
-        a = _matrix(data, span.a_offset, (span.padded_rank, align_up(inputs, A_COLUMNS)), spec.dtype)
-        a[: span.rank, :inputs] = np.resize(noise, (span.rank, inputs))
-        b = _matrix(data, span.b_offset, (ceil_div(outputs, PANEL), span.padded_rank, PANEL), spec.dtype)
+        site = plan.layers[span.layer].sites[span.site]
+        a = stored_a(data, span, site.inputs, spec.dtype)
+        a[: span.rank, : site.inputs] = np.resize(noise, (span.rank, site.inputs))
+        b = stored_b(data, span, site.outputs, spec.dtype)
         b[:, : span.rank] = np.resize(noise, (len(b), span.rank, PANEL))
-        b[-1, :, outputs - PANEL * (len(b) - 1) :] = 0
+        b[-1, :, site.outputs - PANEL * (len(b) - 1) :] = 0
     return HostAdapter(spec, data)
-
-
-def _matrix(data: NDArray[np.uint8], offset: int, shape: tuple[int, ...], dtype: Dtype) -> NDArray[np.generic]:
-    num_bytes = int(np.prod(shape)) * dtype.itemsize
-    return data[offset : offset + num_bytes].view(dtype.storage).reshape(shape)
 
 
 def _bits(values: NDArray[np.float32], dtype: Dtype) -> NDArray[np.generic]:

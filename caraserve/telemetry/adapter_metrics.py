@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from caraserve.core.request import Finish, FinishReason
-from caraserve.telemetry.prometheus import Histogram, heading, label_set
+from caraserve.telemetry.prometheus import Histogram, counter, histogram, label_set
 
 OTHER = "other"
 _MOST = 100
@@ -21,11 +21,10 @@ _FIRST_TOKEN_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _PER_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25)
 
 _FAMILIES = (
-    ("caraserve:adapter_requests_total", "counter", "Ended requests of the busiest adapters, and of all others."),
-    ("caraserve:adapter_time_to_first_token_seconds", "histogram", "Time to the first token, by adapter."),
-    (
-        "caraserve:adapter_time_per_output_token_seconds",
-        "histogram",
+    counter("caraserve:adapter_requests_total", "Ended requests of the busiest adapters, and of all others."),
+    histogram("caraserve:adapter_time_to_first_token_seconds", _FIRST_TOKEN_S, "Time to the first token, by adapter."),
+    histogram(
+        *("caraserve:adapter_time_per_output_token_seconds", _PER_TOKEN_S),
         "Mean time per token after the first, by adapter.",
     ),
 )
@@ -51,7 +50,7 @@ class _AdapterSeries:
     def texts(self) -> tuple[str, ...]:
         """Returns the lines of each family."""
         if not self._texts:
-            requests, first, each = (name for name, _, _ in _FAMILIES)
+            requests, first, each = (one.name for one in _FAMILIES)
             counts = [
                 f'{requests}{{reason="{reason}",{self._labels}}} {count}\n' for reason, count in self._requests.items()
             ]
@@ -89,8 +88,8 @@ class AdapterMetrics:
     def families(self, labels: str) -> Iterator[str]:
         """Yields the families for GET /metrics."""
         texts = [series.texts() for series in (*self._own.values(), self._other)]
-        for (name, kind, text), lines in zip(_FAMILIES, zip(*texts, strict=True), strict=True):
-            yield heading(name, kind, text) + "".join(lines)
+        for one, lines in zip(_FAMILIES, zip(*texts, strict=True), strict=True):
+            yield one.heading() + "".join(lines)
 
     def _choose(self) -> None:
         """Gives the series of idle adapters to adapters that have been busier."""

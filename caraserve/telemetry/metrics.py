@@ -1,6 +1,6 @@
 """The metrics of GET /metrics. Those that vLLM has too carry its names, so its dashboards and gateways work.
 
-Call points, all on the event loop's thread and all within 2 µs, so the engine may call them for each token:
+Call points, all on the event loop's thread; those of an iteration or a token take under 1 µs, those of a request 10:
 
     observe_iteration     after each iteration, with the tokens it computed
     observe_begin         after each iteration, with the error of its predicted begin
@@ -22,14 +22,14 @@ router, vLLM's production-stack and AIBrix read.
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from caraserve.core.request import Finish, GenerateRequest
 from caraserve.telemetry.adapter_metrics import AdapterMetrics
 from caraserve.telemetry.http_metrics import HttpMetrics
 from caraserve.telemetry.process_metrics import ProcessMetrics
-from caraserve.telemetry.prometheus import Histogram, Sample, family, label_set
+from caraserve.telemetry.prometheus import FamilyTable, Histogram, Sample, counter, gauge, histogram, label_set
 from caraserve.telemetry.usage import UsageCounters
 
 MAX_HOST_SERIES = 512  # adapters of the host cache shown one by one, the most recently used
@@ -48,110 +48,87 @@ _LONG_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15,
 _REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}  # ours → vLLM's
 
 
-# Every family of this module in the order of the page: name, kind, help text. Others come through `Metrics.show`.
+# Every family of this module in the order of the page. Others come through `Metrics.show`.
 _FAMILIES = (
-    ("vllm:num_requests_running", "gauge", "Requests in the running batch."),
-    ("vllm:num_requests_waiting", "gauge", "Requests in the queue."),
-    ("vllm:kv_cache_usage_perc", "gauge", "Share of KV blocks in use, from 0 to 1."),
-    ("vllm:gpu_cache_usage_perc", "gauge", "Older name of vllm:kv_cache_usage_perc."),
-    ("vllm:cpu_cache_usage_perc", "gauge", "Share of swapped-out KV blocks; always 0."),
-    ("vllm:cache_config_info", "gauge", "Sizes of the KV cache, as labels."),
-    ("vllm:lora_requests_info", "gauge", "Adapters on the device and waiting, as labels; the value is the time."),
-    ("caraserve:draining", "gauge", "1 while the server is stopping."),
-    ("vllm:num_gpu_loaded_lora_adapters", "gauge", "Adapters in the device cache."),
-    ("vllm:num_cpu_loaded_lora_adapters", "gauge", "Adapters in the host cache."),
-    ("vllm:max_gpu_lora_adapters", "gauge", "Most adapters in the device cache."),
-    ("vllm:lora_adapter_loaded", "gauge", "1 for each adapter in a cache."),
-    ("vllm:prompt_tokens_total", "counter", "Prompt tokens of ended requests."),
-    ("vllm:generation_tokens_total", "counter", "Output tokens of ended requests."),
-    ("vllm:num_preemptions_total", "counter", "Preemptions of running requests."),
-    ("vllm:prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix cache."),
-    ("vllm:prefix_cache_hits_total", "counter", "Prompt tokens found in the prefix cache."),
-    ("vllm:gpu_prefix_cache_queries_total", "counter", "Older name of vllm:prefix_cache_queries_total."),
-    ("vllm:gpu_prefix_cache_hits_total", "counter", "Older name of vllm:prefix_cache_hits_total."),
-    ("vllm:request_success_total", "counter", "Ended requests by reason."),
-    ("caraserve:cpu_lora_layers_total", "counter", "Layers of ended requests whose LoRA CPU workers computed."),
-    ("caraserve:lora_workers", "gauge", "CPU LoRA workers that are running."),
-    ("caraserve:lora_worker_deaths_total", "counter", "CPU LoRA workers that died and were replaced."),
-    ("caraserve:lora_worker_slices_total", "counter", "Slices of layers handed off to CPU LoRA workers."),
-    (
-        "caraserve:lora_worker_redone_total",
-        "counter",
-        "Modules of slices that the device computed after a worker failed.",
+    gauge("vllm:num_requests_running", "Requests in the running batch."),
+    gauge("vllm:num_requests_waiting", "Requests in the queue."),
+    gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, from 0 to 1."),
+    gauge("vllm:gpu_cache_usage_perc", "Older name of vllm:kv_cache_usage_perc."),
+    gauge("vllm:cpu_cache_usage_perc", "Share of swapped-out KV blocks; always 0."),
+    gauge("vllm:cache_config_info", "Sizes of the KV cache, as labels."),
+    gauge("vllm:lora_requests_info", "Adapters on the device and waiting, as labels; the value is the time."),
+    gauge("caraserve:draining", "1 while the server is stopping."),
+    gauge("vllm:num_gpu_loaded_lora_adapters", "Adapters in the device cache."),
+    gauge("vllm:num_cpu_loaded_lora_adapters", "Adapters in the host cache."),
+    gauge("vllm:max_gpu_lora_adapters", "Most adapters in the device cache."),
+    gauge("vllm:lora_adapter_loaded", "1 for each adapter in a cache."),
+    counter("vllm:prompt_tokens_total", "Prompt tokens of ended requests."),
+    counter("vllm:generation_tokens_total", "Output tokens of ended requests."),
+    counter("vllm:num_preemptions_total", "Preemptions of running requests."),
+    counter("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."),
+    counter("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
+    counter("vllm:gpu_prefix_cache_queries_total", "Older name of vllm:prefix_cache_queries_total."),
+    counter("vllm:gpu_prefix_cache_hits_total", "Older name of vllm:prefix_cache_hits_total."),
+    counter("vllm:request_success_total", "Ended requests by reason.", "finished_reason"),
+    counter("caraserve:cpu_lora_layers_total", "Layers of ended requests whose LoRA CPU workers computed."),
+    gauge("caraserve:lora_workers", "CPU LoRA workers that are running."),
+    counter("caraserve:lora_worker_deaths_total", "CPU LoRA workers that died and were replaced."),
+    counter("caraserve:lora_worker_slices_total", "Slices of layers handed off to CPU LoRA workers."),
+    counter("caraserve:lora_worker_redone_total", "Modules of slices that the device computed after a worker failed."),
+    counter("caraserve:adapter_merges_total", "Adapters merged into the base weights (mode merged)."),
+    counter("caraserve:late_kernels_total", "Kernels compiled or loaded after the start, which delays all requests."),
+    counter("caraserve:adapter_loads_total", "Loads of adapters to the device.", "mode", "outcome"),
+    gauge("caraserve:adapter_loads_under_way", "Reads of adapters to host memory and copies to the device."),
+    counter("caraserve:loading_choice_total", "Requests by the way in which mode auto started them.", "choice"),
+    counter(
+        "caraserve:loading_choice_predicted_seconds_total", "Predicted time to the end of the first chunk.", "choice"
     ),
-    ("caraserve:adapter_merges_total", "counter", "Adapters merged into the base weights (mode merged)."),
-    (
-        "caraserve:late_kernels_total",
-        "counter",
-        "Kernels compiled or loaded after the start, which delays all requests.",
+    counter(
+        "caraserve:loading_choice_observed_seconds_total", "Observed time to the end of the first chunk.", "choice"
     ),
-    ("caraserve:adapter_loads_total", "counter", "Loads of adapters to the device."),
-    ("caraserve:adapter_loads_under_way", "gauge", "Reads of adapters to host memory and copies to the device."),
-    ("caraserve:loading_choice_total", "counter", "Requests by the way in which mode auto started them."),
-    ("caraserve:loading_choice_predicted_seconds_total", "counter", "Predicted time to the end of the first chunk."),
-    ("caraserve:loading_choice_observed_seconds_total", "counter", "Observed time to the end of the first chunk."),
-    ("caraserve:http_responses_total", "counter", "HTTP responses."),
-    ("vllm:time_to_first_token_seconds", "histogram", "Time from a request's arrival to its first token."),
-    ("vllm:inter_token_latency_seconds", "histogram", "Time between two tokens of a request."),
-    ("vllm:time_per_output_token_seconds", "histogram", "Older name of vllm:inter_token_latency_seconds."),
-    ("vllm:request_time_per_output_token_seconds", "histogram", "A request's mean time per token after the first."),
-    ("vllm:e2e_request_latency_seconds", "histogram", "Time from a request's arrival to its end."),
-    ("vllm:request_queue_time_seconds", "histogram", "Time of a request in the queue."),
-    ("vllm:request_prefill_time_seconds", "histogram", "Time of a request in prefill."),
-    ("vllm:request_decode_time_seconds", "histogram", "Time of a request in decode."),
-    ("vllm:request_inference_time_seconds", "histogram", "Time of a request in prefill and decode."),
-    ("vllm:iteration_tokens_total", "histogram", "Tokens of an iteration."),
-    ("vllm:request_prompt_tokens", "histogram", "Prompt tokens of a request."),
-    ("vllm:request_generation_tokens", "histogram", "Output tokens of a request."),
-    ("vllm:request_params_n", "histogram", "Answers asked for to a prompt."),
-    ("vllm:request_params_max_tokens", "histogram", "Most output tokens that a request may have."),
-    ("vllm:request_max_num_generation_tokens", "histogram", "Output tokens of the longest answer to a prompt."),
-    (
+    counter("caraserve:http_responses_total", "HTTP responses.", "route", "status"),
+    histogram("vllm:time_to_first_token_seconds", _SHORT_S, "Time from a request's arrival to its first token."),
+    histogram("vllm:inter_token_latency_seconds", _SHORT_S, "Time between two tokens of a request."),
+    histogram("vllm:time_per_output_token_seconds", _SHORT_S, "Older name of vllm:inter_token_latency_seconds."),
+    histogram(
+        "vllm:request_time_per_output_token_seconds", _SHORT_S, "A request's mean time per token after the first."
+    ),
+    histogram("vllm:e2e_request_latency_seconds", _LONG_S, "Time from a request's arrival to its end."),
+    histogram("vllm:request_queue_time_seconds", _LONG_S, "Time of a request in the queue."),
+    histogram("vllm:request_prefill_time_seconds", _LONG_S, "Time of a request in prefill."),
+    histogram("vllm:request_decode_time_seconds", _LONG_S, "Time of a request in decode."),
+    histogram("vllm:request_inference_time_seconds", _LONG_S, "Time of a request in prefill and decode."),
+    histogram("vllm:iteration_tokens_total", _ITERATION_TOKENS, "Tokens of an iteration."),
+    histogram("vllm:request_prompt_tokens", _TOKENS, "Prompt tokens of a request."),
+    histogram("vllm:request_generation_tokens", _TOKENS, "Output tokens of a request."),
+    histogram("vllm:request_params_n", _ANSWERS, "Answers asked for to a prompt."),
+    histogram("vllm:request_params_max_tokens", _TOKENS, "Most output tokens that a request may have."),
+    histogram("vllm:request_max_num_generation_tokens", _TOKENS, "Output tokens of the longest answer to a prompt."),
+    histogram(
         "vllm:lora_adapter_load_seconds",
-        "histogram",
+        _SHORT_S,
         "Time from the request for an adapter to its arrival on the device.",
+        "transition",
     ),
-    ("caraserve:iteration_seconds", "histogram", "Time of an iteration on the device."),
-    (
+    histogram("caraserve:iteration_seconds", _SHORT_S, "Time of an iteration on the device."),
+    histogram(
         "caraserve:iteration_begin_error_seconds",
-        "histogram",
+        _ERRORS_S,
         "Time between the predicted and the real begin of an iteration.",
     ),
-    ("caraserve:adapter_stall_seconds", "histogram", "Time in which a request's iterations waited for its weights."),
-    (
-        "caraserve:adapter_interruption_seconds",
-        "histogram",
-        "Time in which a request waited for other adapters' loads.",
+    histogram(
+        "caraserve:adapter_stall_seconds", _SHORT_S, "Time in which a request's iterations waited for its weights."
     ),
-    (
+    histogram(
+        "caraserve:adapter_interruption_seconds", _SHORT_S, "Time in which a request waited for other adapters' loads."
+    ),
+    histogram(
         "caraserve:request_cpu_lora_seconds",
-        "histogram",
+        _SHORT_S,
         "Time that CPU LoRA workers spent on a request which they helped, added over workers.",
     ),
-    ("caraserve:request_phase_seconds", "histogram", "Time of a request by phase."),
+    histogram("caraserve:request_phase_seconds", _LONG_S, "Time of a request by phase.", "phase"),
 )
-# The histograms that have one series each, and their bounds.
-_HISTOGRAMS: dict[str, Sequence[float]] = {
-    "vllm:time_to_first_token_seconds": _SHORT_S,
-    "vllm:inter_token_latency_seconds": _SHORT_S,
-    "vllm:request_time_per_output_token_seconds": _SHORT_S,
-    "vllm:e2e_request_latency_seconds": _LONG_S,
-    "vllm:request_queue_time_seconds": _LONG_S,
-    "vllm:request_prefill_time_seconds": _LONG_S,
-    "vllm:request_decode_time_seconds": _LONG_S,
-    "vllm:request_inference_time_seconds": _LONG_S,
-    "vllm:iteration_tokens_total": _ITERATION_TOKENS,
-    "vllm:request_prompt_tokens": _TOKENS,
-    "vllm:request_generation_tokens": _TOKENS,
-    "vllm:request_params_n": _ANSWERS,
-    "vllm:request_params_max_tokens": _TOKENS,
-    "vllm:request_max_num_generation_tokens": _TOKENS,
-    "caraserve:iteration_seconds": _SHORT_S,
-    "caraserve:iteration_begin_error_seconds": _ERRORS_S,
-    "caraserve:adapter_stall_seconds": _SHORT_S,
-    "caraserve:adapter_interruption_seconds": _SHORT_S,
-    "caraserve:request_cpu_lora_seconds": _SHORT_S,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,21 +191,23 @@ class Metrics:
             *(self._by_adapter.families, self.http.families, ProcessMetrics().families)
         ]
         self.computed_tokens = 0  # prompt and output tokens over all iterations
-        self._histograms = {name: Histogram(bounds) for name, bounds in _HISTOGRAMS.items()}
-        self._first_token_s = self._histograms["vllm:time_to_first_token_seconds"]
-        self._token_gap_s = self._histograms["vllm:inter_token_latency_seconds"]
-        self._histograms["vllm:time_per_output_token_seconds"] = self._token_gap_s
-        self._iteration_tokens = self._histograms["vllm:iteration_tokens_total"]
-        self._iteration_s = self._histograms["caraserve:iteration_seconds"]
-        self._begin_errors_s = self._histograms["caraserve:iteration_begin_error_seconds"]
+        self._table = table = FamilyTable(_FAMILIES, self._labels)
+        self._first_token_s = table.histogram("vllm:time_to_first_token_seconds")
+        self._token_gap_s = table.histogram("vllm:inter_token_latency_seconds")
+        table.put("vllm:time_per_output_token_seconds", self._token_gap_s)
+        self._iteration_tokens = table.histogram("vllm:iteration_tokens_total")
+        self._iteration_s = table.histogram("caraserve:iteration_seconds")
+        self._begin_errors_s = table.histogram("caraserve:iteration_begin_error_seconds")
+        self._load_s = table.histogram("vllm:lora_adapter_load_seconds", "activate")
         self._waits_s = Histogram(_LONG_S)  # of requests for their adapters
-        self._load_s = Histogram(_SHORT_S)
-        self._cpu_layers = 0
-        self._prompt_tokens = self._output_tokens = self._cached_tokens = self._preemptions = 0
-        self._finished = dict.fromkeys(_REASONS, 0)
-        self._loads: dict[tuple[str, str], int] = {}
-        self._choices: dict[str, tuple[int, float, float]] = {}  # count, predicted and observed seconds
-        self._responses: dict[tuple[str, int], int] = {}
+        queued, prefill, decode = (
+            table.histogram(f"vllm:request_{phase}_time_seconds") for phase in ("queue", "prefill", "decode")
+        )
+        for phase, times in {"queued": queued, "load": self._waits_s, "prefill": prefill, "decode": decode}.items():
+            table.put("caraserve:request_phase_seconds", times, phase)
+        for reason in _REASONS.values():
+            table.put("vllm:request_success_total", 0, reason)
+        self._ended = self._output_tokens = 0
         self._recent_first_s: deque[float] = deque(maxlen=_RECENT)
         self._recent_gap_s: deque[float] = deque(maxlen=_RECENT)
 
@@ -251,14 +230,19 @@ class Metrics:
 
     def observe_finish(self, finish: Finish) -> None:
         """Counts an ended request. Only complete answers count in latencies."""
-        self._finished[finish.reason] += 1
-        self._prompt_tokens += finish.prompt_tokens
+        self._ended += 1
         self._output_tokens += finish.completion_tokens
-        self._cached_tokens += finish.cached_tokens
+        add = self._table.add
+        add("vllm:request_success_total", 1, _REASONS[finish.reason])
+        add("vllm:prompt_tokens_total", finish.prompt_tokens)
+        add("vllm:generation_tokens_total", finish.completion_tokens)
+        for prefix in ("vllm:", "vllm:gpu_"):
+            add(f"{prefix}prefix_cache_queries_total", finish.prompt_tokens)
+            add(f"{prefix}prefix_cache_hits_total", finish.cached_tokens)
         if finish.reason in ("cancelled", "error"):
             return
         phases = finish.phases
-        self._cpu_layers += phases.cpu_layers
+        add("caraserve:cpu_lora_layers_total", phases.cpu_layers)
         self._waits_s.observe(phases.load_ms / 1000)
         observed = {
             "vllm:e2e_request_latency_seconds": phases.e2e_ms / 1000,
@@ -276,22 +260,22 @@ class Metrics:
         if (later := finish.completion_tokens - 1) > 0:
             observed["vllm:request_time_per_output_token_seconds"] = phases.decode_ms / 1000 / later
         for name, value in observed.items():
-            self._histograms[name].observe(value)
+            self._table.histogram(name).observe(value)
 
     def observe_request(self, request: GenerateRequest, finish: Finish, first_token_s: float | None) -> None:
         """Counts an ended request by its client and its adapter. `first_token_s`: from its arrival, if it had one."""
         self.usage.observe(request, finish)
         self._by_adapter.observe(request.adapter, finish, first_token_s)
-        self._histograms["vllm:request_params_max_tokens"].observe(request.params.max_tokens)
+        self._table.histogram("vllm:request_params_max_tokens").observe(request.params.max_tokens)
 
     def observe_prompt(self, n: int, longest_tokens: int) -> None:
         """Counts a prompt whose `n` answers have ended. `longest_tokens`: of the longest."""
-        self._histograms["vllm:request_params_n"].observe(n)
-        self._histograms["vllm:request_max_num_generation_tokens"].observe(longest_tokens)
+        self._table.histogram("vllm:request_params_n").observe(n)
+        self._table.histogram("vllm:request_max_num_generation_tokens").observe(longest_tokens)
 
     def answers(self) -> tuple[int, int]:
         """Returns how many requests have ended, and the tokens of their answers."""
-        return sum(self._finished.values()), self._output_tokens
+        return self._ended, self._output_tokens
 
     def mean_answer_tokens(self) -> float:
         """Returns the mean length of answers, or a guess before there are any."""
@@ -300,21 +284,22 @@ class Metrics:
 
     def observe_load(self, mode: str, seconds: float, *, outcome: str = "ok") -> None:
         """Counts a load. `mode`: a loading mode's name; `outcome`: `ok`, or a word for the failure."""
-        self._loads[mode, outcome] = self._loads.get((mode, outcome), 0) + 1
+        self._table.add("caraserve:adapter_loads_total", 1, mode, outcome)
         if outcome == "ok":
             self._load_s.observe(seconds)
 
     def observe_choice(self, choice: str, predicted_ms: float, observed_ms: float) -> None:
         """`choice`: how mode `auto` started a request; times from that start to the end of its first chunk."""
-        count, predicted_s, observed_s = self._choices.get(choice, (0, 0.0, 0.0))
-        self._choices[choice] = count + 1, predicted_s + predicted_ms / 1000, observed_s + observed_ms / 1000
+        self._table.add("caraserve:loading_choice_total", 1, choice)
+        self._table.add("caraserve:loading_choice_predicted_seconds_total", predicted_ms / 1000, choice)
+        self._table.add("caraserve:loading_choice_observed_seconds_total", observed_ms / 1000, choice)
 
     def observe_preemption(self) -> None:
-        self._preemptions += 1
+        self._table.add("vllm:num_preemptions_total", 1)
 
     def observe_response(self, route: str, status: int) -> None:
         """Counts a response. `route`: the route's pattern, never the URL that a client sent."""
-        self._responses[route, status] = self._responses.get((route, status), 0) + 1
+        self._table.add("caraserve:http_responses_total", 1, route, str(status))
 
     def first_token(self) -> Latencies:
         return _latencies(self._recent_first_s)
@@ -328,8 +313,7 @@ class Metrics:
 
     def render(self, snapshot: EngineSnapshot, rank_of: Callable[[str], int]) -> bytes:
         """Returns the page of GET /metrics in Prometheus' text format. `rank_of`: an adapter's rank by its name."""
-        found = {**self._state(snapshot, rank_of), **self._counters(), **self._single(self._histograms)}
-        parts = [family(name, kind, text, found[name]) for name, kind, text in _FAMILIES]
+        parts = [*self._table.render(self._state(snapshot, rank_of))]
         for more in self._more:
             parts += more(self._labels)
         return "".join(parts).encode()
@@ -342,6 +326,25 @@ class Metrics:
         device = self._used_first(snapshot.device_adapters, active)
         awaited = sorted(active - snapshot.device_adapters)
         shown = [*(("gpu", name) for name in device), *(("cpu", name) for name in snapshot.host_adapters)]
+        workers = self._workers()
+        single = {
+            "vllm:num_requests_running": snapshot.running,
+            "vllm:num_requests_waiting": snapshot.waiting,
+            "vllm:kv_cache_usage_perc": used,
+            "vllm:gpu_cache_usage_perc": used,
+            "vllm:cpu_cache_usage_perc": 0,
+            "caraserve:draining": int(snapshot.draining),
+            "vllm:num_gpu_loaded_lora_adapters": snapshot.num_on_device,
+            "vllm:num_cpu_loaded_lora_adapters": snapshot.num_in_host,
+            "vllm:max_gpu_lora_adapters": self._max_loras,
+            "caraserve:adapter_loads_under_way": snapshot.loads_under_way,
+            "caraserve:lora_workers": workers.alive,
+            "caraserve:lora_worker_deaths_total": workers.deaths,
+            "caraserve:lora_worker_slices_total": workers.slices,
+            "caraserve:lora_worker_redone_total": workers.redone,
+            "caraserve:adapter_merges_total": self._merges(),
+            "caraserve:late_kernels_total": self._late_kernels(),
+        }
         return {
             "vllm:cache_config_info": [(sizes, 1)],
             "vllm:lora_requests_info": [(self._adapters(device, awaited), time.time())],
@@ -350,20 +353,7 @@ class Metrics:
                 (f'adapter_name="{name}",level="{level}",pinned="false",rank="{rank_of(name)}",{self._labels}', 1)
                 for level, name in shown
             ],
-            **self._single(
-                {
-                    "vllm:num_requests_running": snapshot.running,
-                    "vllm:num_requests_waiting": snapshot.waiting,
-                    "vllm:kv_cache_usage_perc": used,
-                    "vllm:gpu_cache_usage_perc": used,
-                    "vllm:cpu_cache_usage_perc": 0,
-                    "caraserve:draining": int(snapshot.draining),
-                    "vllm:num_gpu_loaded_lora_adapters": snapshot.num_on_device,
-                    "vllm:num_cpu_loaded_lora_adapters": snapshot.num_in_host,
-                    "vllm:max_gpu_lora_adapters": self._max_loras,
-                    "caraserve:adapter_loads_under_way": snapshot.loads_under_way,
-                }
-            ),
+            **{name: [(self._labels, value)] for name, value in single.items()},
         }
 
     def _used_first(self, device: frozenset[str], active: set[str]) -> list[str]:
@@ -385,59 +375,6 @@ class Metrics:
                 "waiting_lora_adapters": ",".join(awaited[: self._max_loras]),
             }
         )
-
-    def _counters(self) -> dict[str, list[Sample]]:
-        workers, prompt_tokens, cached_tokens = self._workers(), self._prompt_tokens, self._cached_tokens
-        choices, responses = self._choices.items(), self._responses.items()
-        queued, prefill, decode = (
-            self._histograms[f"vllm:request_{phase}_time_seconds"] for phase in ("queue", "prefill", "decode")
-        )
-        phases = {("queued",): queued, ("load",): self._waits_s, ("prefill",): prefill, ("decode",): decode}
-        return {
-            **self._single(
-                {
-                    "vllm:prompt_tokens_total": prompt_tokens,
-                    "vllm:generation_tokens_total": self._output_tokens,
-                    "vllm:num_preemptions_total": self._preemptions,
-                    "vllm:prefix_cache_queries_total": prompt_tokens,
-                    "vllm:prefix_cache_hits_total": cached_tokens,
-                    "vllm:gpu_prefix_cache_queries_total": prompt_tokens,
-                    "vllm:gpu_prefix_cache_hits_total": cached_tokens,
-                    "caraserve:cpu_lora_layers_total": self._cpu_layers,
-                    "caraserve:lora_workers": workers.alive,
-                    "caraserve:lora_worker_deaths_total": workers.deaths,
-                    "caraserve:lora_worker_slices_total": workers.slices,
-                    "caraserve:lora_worker_redone_total": workers.redone,
-                    "caraserve:adapter_merges_total": self._merges(),
-                    "caraserve:late_kernels_total": self._late_kernels(),
-                }
-            ),
-            "vllm:request_success_total": self._by(
-                ("finished_reason",), [((_REASONS[reason],), count) for reason, count in self._finished.items()]
-            ),
-            "caraserve:adapter_loads_total": self._by(("mode", "outcome"), self._loads.items()),
-            **{
-                f"caraserve:loading_choice_{what}": self._by(
-                    ("choice",), [((name,), each[at]) for name, each in choices]
-                )
-                for at, what in enumerate(("total", "predicted_seconds_total", "observed_seconds_total"))
-            },
-            "caraserve:http_responses_total": self._by(
-                ("route", "status"), [((route, str(status)), count) for (route, status), count in responses]
-            ),
-            "vllm:lora_adapter_load_seconds": self._by(("transition",), [(("activate",), self._load_s)]),
-            "caraserve:request_phase_seconds": self._by(("phase",), phases.items()),
-        }
-
-    def _single(self, values: Mapping[str, float | Histogram]) -> dict[str, list[Sample]]:
-        """Gives each family its one sample, with the server's own labels."""
-        return {name: [(self._labels, value)] for name, value in values.items()}
-
-    def _by(self, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float | Histogram]]) -> list[Sample]:
-        """Returns a family's samples: `labels` with each of their values, then the server's own labels."""
-        return [
-            (f"{label_set(dict(zip(labels, texts, strict=True)))},{self._labels}", value) for texts, value in values
-        ]
 
 
 def _latencies(recent_s: Sequence[float]) -> Latencies:

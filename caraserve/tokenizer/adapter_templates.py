@@ -14,17 +14,13 @@ from caraserve.errors import InvalidRequest
 from caraserve.tokenizer.message_process import MessageProcess
 from caraserve.tokenizer.process_pool import JobOwner, PoolLimits, ProcessPool
 from caraserve.tokenizer.reasoning import ReasoningFormat, detect_reasoning
-from caraserve.tokenizer.template_limits import (
-    ANSWER_S,
-    MAX_PROCESS_BYTES,
-    MAX_TEMPLATES,
-    MAX_TEXT_CHARACTERS,
-    RENDER_CPU_S,
-)
-from caraserve.tokenizer.template_process import ERROR
+from caraserve.tokenizer.template_process import ERROR, MAX_PROCESS_BYTES, RENDER_CPU_S
 from caraserve.tokenizer.tool_format import ToolFormat, detect_format, names_tools
 from caraserve.util.units import human_bytes
 
+MAX_TEXT_CHARACTERS = 4 << 20  # of the messages, which are copied in 4 ms
+_ANSWER_S = 30.0  # until a template must have been compiled and rendered, on a machine that is busy
+_MOST_TEMPLATES = 1024  # whose formats are known; the least recently used is dropped
 # A process takes 23 MB, and renders an ordinary prompt in 0.2 ms: many requests may arrive at once.
 _POOL = PoolLimits(processes=3, waiting=1024, of_client=512, of_user=512)
 _PROCESS = "caraserve.tokenizer.template_process"
@@ -78,10 +74,7 @@ class AdapterTemplates:
     """Compiles and renders templates, in fair order between clients and adapters."""
 
     def __init__(
-        self,
-        special_tokens: Mapping[str, str],
-        tool_call_parser: str | None,
-        marks: ReasoningTokens | None,
+        self, special_tokens: Mapping[str, str], tool_call_parser: str | None, marks: ReasoningTokens | None
     ) -> None:
         """`tool_call_parser`: of `TOOL_FORMATS`, else by the template. `marks`: of the model's reasoning; None if its
         tokens cannot write them."""
@@ -108,7 +101,7 @@ class AdapterTemplates:
             template = AdapterTemplate(source, tool_format, reasoning_format, renders_tools, self)
             self._known[source] = template
         self._known.move_to_end(source)
-        if len(self._known) > MAX_TEMPLATES:
+        if len(self._known) > _MOST_TEMPLATES:
             self._known.popitem(last=False)
         return template
 
@@ -131,7 +124,7 @@ class AdapterTemplates:
 
 async def _answer(message: bytes, process: MessageProcess) -> bytes:
     try:
-        return await process.ask(message, ANSWER_S)
+        return await process.ask(message, _ANSWER_S)
     except (TimeoutError, ConnectionError):
         most = f"{RENDER_CPU_S:g} s or {human_bytes(MAX_PROCESS_BYTES)} of memory"
         return bytes([ERROR]) + json.dumps([f"the chat template takes more than {most}", "messages"]).encode()

@@ -11,8 +11,7 @@ that 6e23 would become another number.
 import json
 from typing import Any
 
-from caraserve.tokenizer.disjoint_schemas import ANNOTATIONS
-from caraserve.tokenizer.schema_nodes import change_nodes, schema_nodes
+from caraserve.tokenizer.schemas import ANNOTATIONS, change_nodes, schema_nodes
 
 _Schema = dict[str, Any]
 

@@ -9,12 +9,16 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import TypeAlias
 
 LENGTH_BYTES = 8
 # Below the threads that compute, which have 5: three busy processes would take most of two cores from them.
 NICE = 10
 MAX_ANSWER_BYTES = 4 << 20  # text that the server decodes within 5 ms
+
+Answer: TypeAlias = Callable[[bytes], bytes]
+"""Returns the answer to a message. May call `limit_cpu`, which holds until it has returned."""
 
 
 class _MallocInfo(ctypes.Structure):
@@ -34,18 +38,23 @@ if hasattr(_LIBC, "mallinfo2"):  # glibc since 2.33
     _LIBC.mallinfo2.restype = _MallocInfo
 
 
-def messages() -> Iterator[bytes]:
-    """Lowers the priority of this process, then yields messages until the input ends."""
+def answer_messages(begin: Callable[[bytes], Answer], more_bytes: int) -> None:
+    """Lowers the priority of this process, then answers messages until the input ends. `begin`: gets the first one,
+    whose answer is empty, and returns what answers the others; for these, the private memory may grow by at most
+    `more_bytes`."""
     os.nice(NICE)
     source = sys.stdin.buffer
+    respond: Answer | None = None
     while head := source.read(LENGTH_BYTES):
-        yield source.read(int.from_bytes(head))
-
-
-def answer(message: bytes) -> None:
-    """Sends the answer to a message."""
-    sys.stdout.buffer.write(len(message).to_bytes(LENGTH_BYTES) + message)
-    sys.stdout.buffer.flush()
+        message, answer = source.read(int.from_bytes(head)), b""
+        if respond is None:
+            respond = begin(message)
+            resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + more_bytes,) * 2)
+        else:
+            answer = respond(message)
+            limit_cpu(0)
+        sys.stdout.buffer.write(len(answer).to_bytes(LENGTH_BYTES) + answer)
+        sys.stdout.buffer.flush()
 
 
 def data_bytes() -> int:
@@ -66,8 +75,3 @@ def limit_cpu(seconds: float) -> None:
     """Has SIGPROF end this process after so much more time on the CPU; 0: never. Other work on the machine does not
     shorten it."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
-
-
-def limit_data(more_bytes: int) -> None:
-    """Lets the private memory grow by at most `more_bytes`."""
-    resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + more_bytes,) * 2)

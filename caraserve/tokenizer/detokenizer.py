@@ -39,7 +39,7 @@ class Detokenizer:
             return self._release(len(self._pending)), None
         hits = [(at, text) for text in self._stop if (at := self._pending.find(text)) >= 0]
         if not hits:
-            return self._release(len(self._pending) - self._possible_stop_length()), None
+            return self._release(len(self._pending) - begun_length(self._pending, self._stop)), None
         at, text = min(hits, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
         self._stopped = True
         ready = self._pending[: at + len(text)] if self._include_stop else self._pending[:at]
@@ -76,17 +76,15 @@ class Detokenizer:
             return self._ids[self._shown :]
         return self._ids[: self._shown] if before or len(self._ids) > _MAX_CONTEXT_TOKENS else self._ids
 
-    def _possible_stop_length(self) -> int:
-        """Returns the length of the longest suffix of the pending text that is a prefix of a stop string."""
-        longest = min(len(self._pending), max(map(len, self._stop)) - 1)
-        for length in range(longest, 0, -1):
-            if any(text.startswith(self._pending[-length:]) for text in self._stop):
-                return length
-        return 0
-
     def _release(self, length: int) -> str:
         ready, self._pending = self._pending[:length], self._pending[length:]
         return ready
+
+
+def begun_length(text: str, marks: Sequence[str]) -> int:
+    """Returns the length of the longest end of `text` that begins one of `marks`, which is not complete."""
+    longest = min(len(text), max(map(len, marks)) - 1)
+    return next((size for size in range(longest, 0, -1) if any(mark.startswith(text[-size:]) for mark in marks)), 0)
 
 
 def _context(decode: Decode, prompt_ids: Sequence[int]) -> list[int]:

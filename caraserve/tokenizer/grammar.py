@@ -19,18 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.core.grammar import Grammar, TokenMatcher
-from caraserve.core.request import NO_TENANT, Tenant
+from caraserve.core.tenant import NO_TENANT, Tenant
 from caraserve.errors import GrammarDeadEnd, GrammarTooComplex, InvalidRequest, Overloaded
-from caraserve.tokenizer.grammar_limits import (
-    ANSWER_S,
-    COMPILE_CPU_S,
-    FREE_GROWTH_BYTES,
-    LIMITS,
-    MAX_ANSWERS,
-    MAX_GROWN_BYTES,
-    MAX_SOURCE_BYTES,
-    WORN_BYTES,
-)
+from caraserve.tokenizer.grammar_check import COMPILE_CPU_S, LIMITS
 from caraserve.tokenizer.grammar_memory import GrammarBudget, Growth, counted_bytes
 from caraserve.tokenizer.message_process import MessageProcess
 from caraserve.tokenizer.process_pool import JobOwner, PoolLimits, ProcessPool
@@ -38,6 +29,14 @@ from caraserve.util.units import human_bytes
 
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark", "structural_tag"]
 
+MAX_SOURCE_BYTES = 256 << 10
+# A matcher of a shared grammar adds to its lexer's states, of which there is a limit: after so many answers it is
+# compiled again, in some ms.
+MAX_ANSWERS = 200
+# Answers also make a grammar take more memory. Above the first limit they fail if its client has no memory left. Above
+# the second it is compiled again for the next ones, whose masks then take longer. Above the third they fail.
+FREE_GROWTH_BYTES, WORN_BYTES, MAX_GROWN_BYTES = 8 << 20, 32 << 20, 64 << 20
+_ANSWER_S = 30.0  # until a grammar must have been compiled, on a machine that is busy
 # A process takes 26 MB, or 130 MB with 128,000 tokens. A user's requests for one grammar wait as one.
 POOL = PoolLimits(processes=3, waiting=256, of_client=64, of_user=32)
 _CHECK = "caraserve.tokenizer.grammar_check"
@@ -258,7 +257,7 @@ class GrammarCompiler:
     async def _checked(self, source: GrammarSource, process: MessageProcess) -> _CheckedSource:
         """Returns a source in llguidance's notation once the other process has compiled it. Raises InvalidRequest."""
         try:
-            answer = json.loads(await process.ask(_message(kind=source.kind, text=source.text), ANSWER_S))
+            answer = json.loads(await process.ask(_message(kind=source.kind, text=source.text), _ANSWER_S))
         except TimeoutError:
             reason = f"it takes longer than {COMPILE_CPU_S:g} s"
         except ConnectionError:

@@ -7,47 +7,52 @@ notation with the bytes that it takes when it is compiled, or why it is refused.
 
 import json
 import time
+from functools import partial
 from typing import Any
 
 import llguidance
 
 from caraserve.tokenizer.bounded_integers import bound_integers
-from caraserve.tokenizer.child_process import allocated_bytes, answer, limit_cpu, limit_data, messages
-from caraserve.tokenizer.closed_schema import close_objects
-from caraserve.tokenizer.disjoint_schemas import JSON_TYPES
-from caraserve.tokenizer.grammar_limits import (
-    COMPILE_CPU_S,
-    FIRST_MASK_CPU_S,
-    LIMITS,
-    MAX_GRAMMAR_BYTES,
-    MAX_PROCESS_BYTES,
-    WHITESPACE,
-)
-from caraserve.tokenizer.rewritten_schema import rewrite_schema
+from caraserve.tokenizer.child_process import Answer, allocated_bytes, answer_messages, limit_cpu
+from caraserve.tokenizer.rewritten_schema import close_objects, rewrite_schema
+from caraserve.tokenizer.schemas import JSON_TYPES
 
+COMPILE_CPU_S = 1.0  # then this process ends
+FIRST_MASK_CPU_S = 0.02  # for one of the first tokens: all requests of an iteration wait for it
+MAX_GRAMMAR_BYTES = 24 << 20  # that a compiled grammar takes
+MAX_PROCESS_BYTES = 256 << 20  # that compiling one may take
+# Between the tokens of JSON: a space, or a line with its indentation. Without a bound, a weak model writes spaces until
+# `max_tokens`: 40 of 1,000 answers of the demo model never ended.
+WHITESPACE = r" ?(\n[ \t]{0,32})?"
+LIMITS = llguidance.LLParserLimits(
+    max_items_in_row=2_000,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=100_000,
+    step_max_items=25_000,
+    max_lexer_states=50_000,
+    max_grammar_size=10_000,
+    verbose_errors=False,
+)
 _SCHEMA = "%json "
 
 
-def main() -> None:
-    """Answers sources until the input ends."""
-    inputs = messages()
-    start = json.loads(next(inputs))
-    tokenizer = llguidance.LLTokenizer(start["tokenizer"], start["vocab_size"], start["end_ids"] or None)
-    limit_data(MAX_PROCESS_BYTES)
-    _answer({"ready": True})
-    for message in inputs:
-        source = json.loads(message)
-        limit_cpu(COMPILE_CPU_S)
-        found: dict[str, Any]
-        try:
-            grammar, num_bytes = _checked(source["kind"], source["text"], tokenizer)
-            found = {"grammar": grammar, "bytes": num_bytes}
-        except RecursionError:
-            found = {"error": "it is nested too deeply"}
-        except ValueError as error:
-            found = {"error": _explained(str(error))}
-        limit_cpu(0)
-        _answer(found)
+def _begin(message: bytes) -> Answer:
+    start = json.loads(message)
+    return partial(_answer, llguidance.LLTokenizer(start["tokenizer"], start["vocab_size"], start["end_ids"] or None))
+
+
+def _answer(tokenizer: llguidance.LLTokenizer, message: bytes) -> bytes:
+    source = json.loads(message)
+    limit_cpu(COMPILE_CPU_S)
+    found: dict[str, Any]
+    try:
+        grammar, num_bytes = _checked(source["kind"], source["text"], tokenizer)
+        found = {"grammar": grammar, "bytes": num_bytes}
+    except RecursionError:
+        found = {"error": "it is nested too deeply"}
+    except ValueError as error:
+        found = {"error": _explained(str(error))}
+    return json.dumps(found).encode()
 
 
 def _explained(error: str) -> str:
@@ -58,10 +63,6 @@ def _explained(error: str) -> str:
     if not error.startswith("Invalid type"):
         return error
     return f"{error.partition(chr(10))[0]}; the types of JSON Schema are {', '.join(JSON_TYPES)}"
-
-
-def _answer(value: dict[str, Any]) -> None:
-    answer(json.dumps(value).encode())
 
 
 def _checked(kind: str, text: str, tokenizer: llguidance.LLTokenizer) -> tuple[str, int]:
@@ -130,4 +131,4 @@ def _is_special(text: str, tokenizer: llguidance.LLTokenizer) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    answer_messages(_begin, MAX_PROCESS_BYTES)

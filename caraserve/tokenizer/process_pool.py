@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from caraserve.core.fair_queue import FairQueue
-from caraserve.core.request import Tenant
+from caraserve.core.tenant import Tenant
 from caraserve.errors import Displaced, Overloaded, ServerBusy
 from caraserve.util.tasks import Tasks
 
@@ -90,7 +90,7 @@ class _Places:
     def __init__(self) -> None:
         self._taken: dict[tuple[str, object], int] = {}
 
-    def of(self, kind: str, name: object) -> int:
+    def count(self, kind: str, name: object) -> int:
         return self._taken.get((kind, name), 0)
 
     def take(self, owner: JobOwner) -> None:
@@ -180,7 +180,7 @@ class ProcessPool(Generic[P]):
     def check_room(self, owner: JobOwner) -> None:
         """Raises Overloaded if as many jobs of this client or user wait as may."""
         for kind, name in owner.parties():
-            if (count := self._waiting.of(kind, name)) >= self._limits.waiting_of(kind):
+            if (count := self._waiting.count(kind, name)) >= self._limits.waiting_of(kind):
                 message = f"{count} requests of this {kind} wait for {self._waits_for}"
                 raise Overloaded(message, retry_after_s=self._wait_s(count, self._limits.running_of(kind)))
 
@@ -223,7 +223,9 @@ class ProcessPool(Generic[P]):
             job.result.set_exception(error)
 
     def _is_ready(self, job: _Job[P]) -> bool:
-        return all(self._running.of(kind, name) < self._limits.running_of(kind) for kind, name in job.owner.parties())
+        return all(
+            self._running.count(kind, name) < self._limits.running_of(kind) for kind, name in job.owner.parties()
+        )
 
     def _dispatch(self) -> None:
         """Starts the jobs for which there is a process, and another process if one more could be used."""

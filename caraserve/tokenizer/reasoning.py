@@ -7,6 +7,7 @@ from typing import NamedTuple
 from caraserve.core import reasoning_progress as marks
 from caraserve.core.reasoning_grammar import ReasoningTokens
 from caraserve.core.reasoning_progress import ReasoningState
+from caraserve.tokenizer.detokenizer import begun_length
 
 BEGIN, END, BLANKS = (text.decode() for text in (marks.BEGIN, marks.END, marks.BLANKS))
 SWITCHES = ("enable_thinking", "thinking")  # names by which templates let the client choose
@@ -103,7 +104,7 @@ class ReasoningParser:
     def _read_reasoning(self, is_last: bool) -> ReasoningText:
         at = self._buffer.find(END)
         if at < 0:
-            kept = 0 if is_last else _overlap(self._buffer, END)
+            kept = 0 if is_last else begun_length(self._buffer, (END,))
             text = self._stripped(self._buffer[: len(self._buffer) - kept])
             shown = text.rstrip()
             self._buffer = "" if is_last else text[len(shown) :] + self._buffer[len(self._buffer) - kept :]
@@ -121,9 +122,3 @@ class ReasoningParser:
             text = text.lstrip()
             self._is_stripping = not text
         return text
-
-
-def _overlap(text: str, marker: str) -> int:
-    """Returns the length of the longest end of `text` that begins `marker`."""
-    longest = min(len(text), len(marker) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)

@@ -1,4 +1,8 @@
-"""Says in the keywords that llguidance enforces what JSON schemas say in others.
+"""Says in the keywords that llguidance enforces what JSON schemas say in others, and limits objects to the properties
+that the schemas list.
+
+llguidance's own option for `oneOf`, `coerce_one_of`, would take it for `anyOf` everywhere: answers could then follow
+two of its schemas, which the standard forbids.
 
 Answers that follow the rewritten schema also follow the original. What cannot be rewritten stays as it is, and
 llguidance refuses it by name.
@@ -9,9 +13,7 @@ from itertools import permutations
 from typing import Any
 from urllib.parse import quote, unquote
 
-from caraserve.tokenizer.closed_schema import closed
-from caraserve.tokenizer.disjoint_schemas import ANNOTATIONS, SchemaComparison, types_of
-from caraserve.tokenizer.schema_nodes import change_nodes, schema_nodes
+from caraserve.tokenizer.schemas import ANNOTATIONS, SchemaComparison, change_nodes, schema_nodes, types_of
 
 _Schema = dict[str, Any]
 
@@ -28,13 +30,20 @@ _NEW_DIALECT, _OLD_DIALECT = "https://json-schema.org/draft/{}/schema", "http://
 _LATEST_DIALECT = "json-schema.org/schema"
 # Say more about the objects that alternatives beside them describe, which may have properties of both.
 _BESIDE = ("properties", "patternProperties", "required", "anyOf", "$ref")
+_COMBINED = ("anyOf", "$ref", "$dynamicRef")
+# What else decides which properties an object may have.
+_OPEN = (
+    *("additionalProperties", "patternProperties", "unevaluatedProperties", "dependentSchemas", "dependentRequired"),
+    *("dependencies", "if", "not", "propertyNames", "minProperties", "allOf", "oneOf", *_COMBINED),
+)
 
 
 def rewrite_schema(schema: Any) -> Any:
     """Returns a schema whose answers follow `schema`. Returns it unchanged if it is too large or too deep."""
     if schema_nodes(schema) is None:
         return schema
-    # What follows one narrowed alternative of `oneOf` alone may follow several as they were.
+    # A narrowed schema allows less. So where another `oneOf` stays as it is, a value that follows just one of its
+    # schemas, because another one was narrowed, may follow both of the original.
     rewritten = _rewritten(schema, narrows=True)
     nodes = schema_nodes(rewritten)
     if nodes is None or any("oneOf" in node for node in nodes):
@@ -180,3 +189,32 @@ def _only_required(schema: Any) -> list[str]:
 
 def _without(names: list[str]) -> _Schema:
     return {"properties": dict.fromkeys(names, False)}
+
+
+def close_objects(schema: Any) -> Any:
+    """Returns the schema with `"additionalProperties": false` in every object that lists properties and says nothing
+    about others. By the standard, an object may have more properties, and weak models use that freedom until
+    `max_tokens`: 3 of 3 answers of the demo model never ended. Answers that follow the limited schema also follow the
+    original. Returns it unchanged if schemas are combined to describe one object, or if it is too large."""
+    nodes = schema_nodes(schema)
+    if nodes is None or any(_is_combined(node) for node in nodes):
+        return schema
+    return change_nodes(schema, closed)
+
+
+def closed(node: dict[str, Any]) -> dict[str, Any]:
+    """Returns one schema without those inside it, closed if it lists all properties."""
+    return node | {"additionalProperties": False} if _lists_all_properties(node) else node
+
+
+def _is_combined(node: dict[str, Any]) -> bool:
+    """Returns whether closing could be wrong: an answer that one closed alternative of `oneOf` alone allows may be
+    allowed by several as they were."""
+    return "allOf" in node or "oneOf" in node or ("properties" in node and any(key in node for key in _COMBINED))
+
+
+def _lists_all_properties(node: dict[str, Any]) -> bool:
+    properties, required = node.get("properties"), node.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list) or any(key in node for key in _OPEN):
+        return False
+    return all(isinstance(name, str) and name in properties for name in required)

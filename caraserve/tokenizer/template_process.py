@@ -16,34 +16,14 @@ from typing import Any
 
 from caraserve.errors import CaraServeError
 from caraserve.tokenizer.chat_template import ChatTemplate
-from caraserve.tokenizer.child_process import MAX_ANSWER_BYTES, answer, limit_cpu, limit_data, messages
-from caraserve.tokenizer.template_limits import COMPILE_CPU_S, MAX_COMPILED_CHARACTERS, MAX_PROCESS_BYTES, RENDER_CPU_S
+from caraserve.tokenizer.child_process import MAX_ANSWER_BYTES, Answer, answer_messages, limit_cpu
 
+COMPILE_CPU_S = 2.0  # 64 KiB take up to 1 s
+RENDER_CPU_S = 0.5  # 4,096 messages take a tenth of it
+MAX_PROCESS_BYTES = 512 << 20  # that renderings may take
+MAX_COMPILED_CHARACTERS = 2 << 20  # of templates that are kept compiled, at 80 bytes or so for each
 PROMPT, ARGUMENTS, ERROR = KINDS = b"pae"  # text; a JSON list of names; a JSON list of the message and the field
 _MAX_ERROR_CHARACTERS = 300
-
-
-def main() -> None:
-    """Answers templates until the input ends."""
-    inputs = messages()
-    special_tokens, tool_call_parser = marshal.loads(next(inputs))
-    limit_data(MAX_PROCESS_BYTES)
-    answer(b"")
-
-    compiled = _CompiledTemplates(special_tokens, tool_call_parser)
-    for message in inputs:
-        try:
-            source, arguments = marshal.loads(message)
-            limit_cpu(COMPILE_CPU_S)
-            template = compiled.get(source)
-            limit_cpu(RENDER_CPU_S)
-            answered = _answered(template, arguments)
-        except CaraServeError as error:
-            answered = _error(error.message, error.param)
-        except Exception as error:  # of a compiler for any text, or of text that is not UTF-8
-            answered = _error(f"the chat template fails: {type(error).__name__}: {error}", "messages")
-        limit_cpu(0)
-        answer(answered)
 
 
 class _CompiledTemplates:
@@ -54,8 +34,21 @@ class _CompiledTemplates:
         self._templates: OrderedDict[str, ChatTemplate] = OrderedDict()
         self._characters = 0
 
-    def get(self, source: str) -> ChatTemplate:
-        """Returns a template. Raises ModelLoadError if it does not compile."""
+    def answer(self, message: bytes) -> bytes:
+        """Returns the answer to a message."""
+        try:
+            source, arguments = marshal.loads(message)
+            limit_cpu(COMPILE_CPU_S)
+            template = self._get(source)
+            limit_cpu(RENDER_CPU_S)
+            return _answered(template, arguments)
+        except CaraServeError as error:
+            return _error(error.message, error.param)
+        except Exception as error:  # of a compiler for any text, or of text that is not UTF-8
+            return _error(f"the chat template fails: {type(error).__name__}: {error}", "messages")
+
+    def _get(self, source: str) -> ChatTemplate:
+        """Raises ModelLoadError for a template that does not compile."""
         if source not in self._templates:
             self._templates[source] = ChatTemplate(source, self._special_tokens, "the adapter", self._tool_call_parser)
             self._characters += len(source)
@@ -81,5 +74,9 @@ def _error(message: str, param: str | None) -> bytes:
     return bytes([ERROR]) + json.dumps([message[:_MAX_ERROR_CHARACTERS], param]).encode()
 
 
+def _begin(message: bytes) -> Answer:
+    return _CompiledTemplates(*marshal.loads(message)).answer
+
+
 if __name__ == "__main__":
-    main()
+    answer_messages(_begin, MAX_PROCESS_BYTES)

@@ -6,7 +6,8 @@ batches of one, which block no other thread.
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from caraserve.tokenizer.adapter_templates import AdapterTemplates
 from caraserve.tokenizer.chat_template import ChatTemplate
 from caraserve.tokenizer.detokenizer import Decode, Detokenizer
 from caraserve.tokenizer.grammar import GrammarCompiler
-from caraserve.tokenizer.infill import InfillFormat, find_format
 from caraserve.tokenizer.reasoning import ReasoningFormat, detect_reasoning, reasoning_tokens
 from caraserve.tokenizer.tool_format import ToolFormat
 
@@ -38,6 +38,39 @@ _PIECES_TO_WHOLE = 2
 _DECODED_AT_ONCE_TOKENS = 1024  # 0.3 µs each
 # A batch of one gains nothing from the library's threads, and would wait for them while they encode other texts.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@dataclass(frozen=True, slots=True)
+class InfillFormat:
+    """How a model that was trained to fill in the middle is given the texts before and after a gap: the special tokens
+    before each of the two, and at the end of the prompt."""
+
+    before_prefix: str
+    before_suffix: str
+    end: str = ""
+    suffix_first: bool = False
+
+    def prompt(self, prefix: str, suffix: str) -> str:
+        """Returns the prompt whose answer is the text of the gap."""
+        first, second = self.before_prefix + prefix, self.before_suffix + suffix
+        return (second + first if self.suffix_first else first + second) + self.end
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.before_prefix, self.before_suffix, self.end)))
+
+
+_INFILL_FORMATS = (
+    InfillFormat("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen
+    InfillFormat("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
+    InfillFormat("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek Coder
+    InfillFormat("[PREFIX]", "[SUFFIX]", suffix_first=True),  # Codestral
+)
+
+
+def find_infill_format(has_token: Callable[[str], bool]) -> InfillFormat | None:
+    """Returns the first format all of whose special tokens the vocabulary has."""
+    return next((one for one in _INFILL_FORMATS if all(map(has_token, one.tokens))), None)
 
 
 class Tokenizer:
@@ -113,7 +146,7 @@ class Tokenizer:
     @property
     def infill_format(self) -> InfillFormat | None:
         """How the model is given the texts before and after a gap; None if its vocabulary has no tokens for that."""
-        return find_format(lambda token: self._tokenizer.token_to_id(token) is not None)
+        return find_infill_format(lambda token: self._tokenizer.token_to_id(token) is not None)
 
     def special_id(self, text: str) -> int | None:
         """Returns the id of the special token that is written as `text`; None if there is none."""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from caraserve.tokenizer.detokenizer import begun_length
+
 _HEAD_CHARACTERS = 512  # no head of a call is longer
 _HEAD = re.compile(
     r'\{\s{0,16}"name"\s{0,16}:\s{0,16}"([^"\\\x00-\x1f]{1,256})"\s{0,16},'
@@ -231,7 +233,7 @@ class ToolCallParser:
     def _read_text(self) -> bool:
         trigger = self._format.trigger
         at = self._buffer.find(trigger)
-        end = at if at >= 0 else len(self._buffer) - _overlap(self._buffer, trigger)
+        end = at if at >= 0 else len(self._buffer) - begun_length(self._buffer, (trigger,))
         text = self._buffer[:end].rstrip()
         self._add_text(text)
         if at < 0:
@@ -395,12 +397,6 @@ class _JsonScanner:
             else:
                 return at - 1, True
         return len(text), False
-
-
-def _overlap(text: str, trigger: str) -> int:
-    """Returns the length of the longest end of `text` that begins `trigger`."""
-    longest = min(len(text), len(trigger))
-    return next((size for size in range(longest, 0, -1) if text.endswith(trigger[:size])), 0)
 
 
 def _parse_call(text: str) -> tuple[str, str] | None:

@@ -62,10 +62,7 @@ class GarbageCollector:
         # A collection at a peak must not hide garbage that comes after the peak.
         self._least_blocks = min(self._least_blocks, blocks)
         self._least_bytes = min(self._least_bytes, private_bytes)
-        grown = max(
-            (blocks - self._least_blocks) / _GROWN_BLOCKS,
-            (private_bytes - self._least_bytes) / _GROWN_BYTES,
-        )
+        grown = max((blocks - self._least_blocks) / _GROWN_BLOCKS, (private_bytes - self._least_bytes) / _GROWN_BYTES)
         if grown > (1 if self._is_idle() else _BUSY_FACTOR):
             self._collect_all()
 

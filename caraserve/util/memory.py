@@ -1,7 +1,10 @@
-"""How much memory this process may use."""
+"""How much memory this process may use, and files in memory, which processes share and libraries read."""
 
+import errno
 import os
 from pathlib import Path
+
+from caraserve.util.units import human_bytes
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of versions 2 and 1
 
@@ -31,3 +34,18 @@ def limit_bytes() -> int | None:
             continue
         return int(text) if text.isdecimal() else None
     return None
+
+
+def memory_file(name: str, num_bytes: int) -> int:
+    """Makes a file of zeros in memory, and returns its descriptor. Raises OSError, whose text names the limit that
+    forbids a file of that size."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, num_bytes)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno == errno.EFBIG:
+            text = f"this process may not make files of {human_bytes(num_bytes)}, in memory neither; raise ulimit -f"
+            raise OSError(errno.EFBIG, text) from None
+        raise
+    return descriptor

@@ -1,7 +1,7 @@
 """Maps where CPU workers that compute a cold adapter's first layers end a prefill earlier than waiting for the link.
 
-    .venv/bin/python scripts/bench/assist_map.py predict [--save DIR]
-    .venv/bin/python scripts/bench/assist_map.py measure [--save DIR]
+    .venv/bin/python -m scripts.bench.assist_map predict [--save DIR]
+    .venv/bin/python -m scripts.bench.assist_map measure [--save DIR]
 
 `predict` asks the rule of `--loading-mode auto` about a request whose adapter begins to be copied as it arrives, on an
 idle server: over ranks, modules, prompt lengths, and links of a 64th, a 16th, a quarter and all of the speed. The
@@ -29,6 +29,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 
@@ -38,8 +39,6 @@ from rich.console import Console
 from rich.table import Table
 
 from caraserve.bench.options import TARGETS
-from caraserve.bench.papers.command import PaperOptions
-from caraserve.bench.papers.servers import run_modes
 from caraserve.bench.records import Run, machine, versions
 from caraserve.bench.report.files import make_folder, write_files
 from caraserve.bench.report.plots import INK, new_figure, render
@@ -60,6 +59,8 @@ from caraserve.lora.start_policy import AwaitedPrefill, StartPolicy
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES, ModelSpec, parse_spec
 from caraserve.profiling.microbench import adapter_spec
+from scripts.laboratory.papers.figures import PaperOptions
+from scripts.laboratory.papers.servers import run_modes
 
 _RANKS, _TOKENS, _LINKS = (8, 16, 32, 64, 128), (16, 64, 128, 256, 512, 1024), (1 / 64, 1 / 16, 1 / 4, 1)
 _COMPUTE_SHARE, _MEMORY_SHARE = 0.5, 0.8  # of a published peak
@@ -147,6 +148,8 @@ class _Case:
             handoff_ms=ASSUMED_HANDOFF_MS if self.profile.handoff_ms is None else self.profile.handoff_ms,
             shared_cores=self.shared_cores,
             tokens_per_worker=self.profile.tokens_per_worker,
+            attention_targets=frozenset(TARGETS["qkv"]),
+            hand_offs=self.spec.plan.most_groups,
         )
         ends_s = []
         for policy in (waiting, replace(waiting, workers=self.workers)):
@@ -204,7 +207,7 @@ def _measure(repeats: int) -> dict[str, bytes]:
         profile, spec = load(profile_file), _spec(_MODEL)
         lengths_file.write_text("prompt_tokens,output_tokens\n" + "".join(f"{each},2\n" for each in _MEASURED_TOKENS))
         options = PaperOptions(duration_s=0.0, repeats=repeats, seed=0)
-        cells = []
+        cells = list[_Cell]()
         for times, targets in product(_LOAD_TIMES, ("qkv", "all")):
             words = ["--targets", targets, "--trace", f"lengths:{lengths_file}", "--repeats", str(repeats), *_COLD]
             words += ["--emulate-link-mb-per-s", f"{_link_bytes_per_s(profile, spec, times) / 1e6:g}"]
@@ -223,7 +226,7 @@ def _reported(cells: Sequence["_Cell"]) -> dict[str, bytes]:
             _MEASURED_TOKENS,
             [[value(found[times, *row, tokens]) for tokens in _MEASURED_TOKENS] for row in rows],
         )
-        for name, value in (("measured", lambda cell: cell.saved), ("predicted", lambda cell: cell.predicted))
+        for name, value in (("measured", attrgetter("saved")), ("predicted", attrgetter("predicted")))
         for times in _LOAD_TIMES
     ]
     names = [f"{targets} rank {rank}" for targets, rank in rows]
@@ -263,10 +266,10 @@ def _cells(profile: Profile, spec: ModelSpec, times: float, targets: str, runs: 
                 ttft_ms[run.label, record.rank or 0, record.prompt_tokens].append(1000 * record.ttft_s)
     link = _link_bytes_per_s(profile, spec, times) / profile.link_bytes_per_s
     for rank, tokens in product(_REPORTED_RANKS, _MEASURED_TOKENS):
-        medians = [median(ttft_ms[mode, rank, tokens]) for mode in _MODES]
+        cached, pipelined, assisted, auto = (median(ttft_ms[mode, rank, tokens]) for mode in _MODES)
         predicted = _Case(profile, spec, True, len(os.sched_getaffinity(0)) - 1, targets, rank, link).saved(tokens)
         count = len(ttft_ms[_MODES[0], rank, tokens])
-        yield _Cell(times, targets, rank, tokens, count, *medians, predicted)
+        yield _Cell(times, targets, rank, tokens, count, cached, pipelined, assisted, auto, predicted)
 
 
 def _profile_here(folder: Path, file: Path) -> None:

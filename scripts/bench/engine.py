@@ -146,7 +146,7 @@ async def _run_cases(
     words = np.ones(_READ_BYTES // 8, np.uint64)  # written, so that pages are not all one page of zeros
     _sum(words[:8])
     for case in cases:
-        repeats = {name: {metric: [] for metric in _METRICS} for name in sides}
+        repeats: dict[str, dict[str, list[float]]] = {name: {metric: [] for metric in _METRICS} for name in sides}
         case |= {"read_bandwidths_gb_per_s": [], "equal_answers": None, "sides": repeats, "equal": []}
     console = Console(stderr=True)
     for turn in track(range(args.repeats + 1), "measuring", console=console, disable=not console.is_terminal):
@@ -252,7 +252,7 @@ def _ratios(case: Mapping[str, Any], base: Mapping[str, Any], weight_bytes: int)
 
     def over_reading(num_bytes: int) -> float:
         pairs = zip(case["sides"]["caraserve"]["tpot_ms"]["repeats"], case["read_bandwidths_gb_per_s"], strict=True)
-        return median(tpot_ms * gb_per_s * 1e6 / num_bytes for tpot_ms, gb_per_s in pairs)
+        return float(median(tpot_ms * gb_per_s * 1e6 / num_bytes for tpot_ms, gb_per_s in pairs))
 
     ours = {metric: _median(case, "caraserve", metric) for metric in _METRICS}
     result = {

@@ -29,13 +29,14 @@ from aiohttp import web
 from caraserve import demo
 from caraserve.bench.servers import end_with_parent, free_ports
 from caraserve.cluster.membership.auth import LOOPBACK_SECRET, Keyring
-from caraserve.cluster.membership.node import Node, NodeConfig, NodeListener, QueryBody
+from caraserve.cluster.membership.member import Member, MemberConfig, MemberListener, QueryBody
 from caraserve.cluster.membership.websocket import WEBSOCKET_PATH
-from caraserve.cluster.routing.cost import LinkSpeeds, Tier
+from caraserve.cluster.routing.advertised import publish_speed
+from caraserve.cluster.routing.cost import LinkSpeeds
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.state.lww_map import Entry
 from caraserve.cluster.state.persistence import ClusterRegistryFile
-from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter
+from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter, Tier
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.http.dispatch import ANSWERING_QUESTION
 from caraserve.lora.manifest import ChunkHasher, identified, manifest_of
@@ -89,13 +90,13 @@ class FaultyPeer:
         self.images: dict[str, HostAdapter] = {}  # that it really has
         self._address = address
         digest = model_digest(demo.model_folder(), SPEC.dtype, "checkpoint")
-        config = NodeConfig("caraserve", "0", digest, (peer,), Keyring((LOOPBACK_SECRET,)), base_name=name)
-        self.node = Node(config, ClusterRegistryFile(None), rng=Random(1))
+        config = MemberConfig("caraserve", "0", digest, (peer,), Keyring((LOOPBACK_SECRET,)), base_name=name)
+        self.member = Member(config, ClusterRegistryFile(None), rng=Random(1))
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         app = web.Application(client_max_size=1 << 30)
-        app.router.add_get(WEBSOCKET_PATH, self.node.accept)
+        app.router.add_get(WEBSOCKET_PATH, self.member.accept)
         app.router.add_get("/cluster/adapters/{digest}/manifest", self._manifest)
         app.router.add_get("/cluster/adapters/{digest}", self._chunks)
         app.router.add_post("/cluster/{path:.*}", self._forwarded)
@@ -104,15 +105,15 @@ class FaultyPeer:
         host, port = self._address.split(":")
         await web.TCPSite(runner, host, int(port)).start()
         load = InstanceLoad("serving", kv_tokens=1 << 20, kv_free_tokens=1 << 20, queue_room=1000)
-        listener = NodeListener(lambda lag_s: load, answer_query=answer_query)
-        await self.node.start(self._address, listener)
-        self.node.publish(PerfModel(1e-6, 1e-6, 1e-3, False, 1e-3, 1e-6, 1e-9), LinkSpeeds())
+        listener = MemberListener(lambda lag_s: load, answer_query=answer_query)
+        await self.member.start(self._address, listener)
+        publish_speed(self.member, PerfModel(1e-6, 1e-6, 1e-3, False, 1e-3, 1e-6, 1e-9), LinkSpeeds())
         try:
             yield
         finally:
-            await self.node.stop()
+            await self.member.stop()
             await runner.cleanup()
-            await self.node.close()
+            await self.member.close()
 
     async def _forwarded(self, request: web.Request) -> web.StreamResponse:
         prompt = json.loads(await request.read())["prompt"]
@@ -137,10 +138,10 @@ class FaultyPeer:
         """Registers an adapter that only this instance has."""
         self.images[image.spec.digest] = image
         self.register(name, image.spec.digest, image.spec.num_bytes)
-        self.node.advertise(image.spec.digest, Tier.HOST)
+        self.member.advertise_tier(image.spec.digest, Tier.HOST)
 
     def register(self, name: str, digest: str, num_bytes: int) -> None:
-        self.node.register(RegisteredAdapter(name, digest, 16, num_bytes))
+        self.member.register(RegisteredAdapter(name, digest, 16, num_bytes))
 
 
 HUGE = json.dumps([1, "float32", [[0, 0, 8, 10**400]], []]).encode()
@@ -153,7 +154,7 @@ async def _send(request: web.Request, start: bytes, again: bytes, pause_s: float
     if not again and not pause_s:
         transport.close()
     while not transport.is_closing():
-        if transport.get_write_buffer_size() < 1 << 20:  # type: ignore[attr-defined]
+        if transport.get_write_buffer_size() < 1 << 20:
             transport.write(again)
         await asyncio.sleep(pause_s)
     return web.Response()  # for no client
@@ -247,7 +248,7 @@ async def downloads(peer: FaultyPeer, a: Instance, c: Instance) -> None:
     digests = {one["name"]: one["digest"] for one in (await a.get("/v1/cluster/adapters"))["data"]}
     for name, sends in DOWNLOADS.items():
         peer.downloads[digests[name]] = sends
-        peer.node.advertise(digests[name], Tier.HOST)
+        peer.member.advertise_tier(digests[name], Tier.HOST)
     images = dict(zip([*SLOW, "after"], map(made_image, range(10)), strict=True))
     for name, image in images.items():
         peer.add(name, image)
@@ -255,7 +256,7 @@ async def downloads(peer: FaultyPeer, a: Instance, c: Instance) -> None:
             peer.downloads[image.spec.digest] = (BYTES + b"\r\n", b"x", 1.0)
     huge = hashlib.sha256(HUGE).hexdigest()
     peer.register("huge", huge, 1000)
-    peer.node.advertise(huge, Tier.HOST)
+    peer.member.advertise_tier(huge, Tier.HOST)
     await asyncio.sleep(2)
     for name, what in {
         **{name: f"{name}: also on a" for name in DOWNLOADS},
@@ -279,7 +280,7 @@ async def settings(peer: FaultyPeer, a: Instance) -> None:
         value = base64.b64encode(zlib.compress(text, 9)).decode()
         for number in range(500):
             hlc = hlc_of(int(time.time() * 1000))
-            peer.node.share(Entry(f"{kind}/{kind}{number}{len(text)}", (value,), hlc, "0"))
+            peer.member.share(Entry(f"{kind}/{kind}{number}{len(text)}", (value,), hlc, "0"))
     await asyncio.sleep(15)
     size = sum(file.stat().st_size for file in a.registry.parent.glob("a.*db*"))
     row(
@@ -304,6 +305,11 @@ async def names(peer: FaultyPeer, a: Instance, b: Instance) -> None:
         row("name", what, f"{first}, then 200", f"{time.monotonic() - began_s:.0f}", "")
 
 
+def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+
+
 async def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -319,7 +325,7 @@ async def main() -> None:
             processes = []
             for one, more in arguments.items():
                 processes.append(await one.start(",".join(at[:2]), *model, *more))
-                stack.callback(lambda process: process.returncode is None and process.kill(), processes[-1])
+                stack.callback(_end, processes[-1])
             peer = FaultyPeer(at[3], at[0], "demo")
             row("what", "the faulty instance sends", "end", "seconds", "")
             row(*["---"] * 5)

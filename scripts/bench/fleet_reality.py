@@ -1,9 +1,9 @@
 """Compares simulated fleets with real ones on this machine, instance by instance confined to a fifth of a core.
 
-    .venv/bin/python scripts/bench/fleet_reality.py profile --folder DIR
-    .venv/bin/python scripts/bench/fleet_reality.py calibrate --folder DIR
-    .venv/bin/python scripts/bench/fleet_reality.py run --folder DIR --instances 3 --routing fixed
-    .venv/bin/python scripts/bench/fleet_reality.py report --folder DIR
+    .venv/bin/python -m scripts.bench.fleet_reality profile --folder DIR
+    .venv/bin/python -m scripts.bench.fleet_reality calibrate --folder DIR
+    .venv/bin/python -m scripts.bench.fleet_reality run --folder DIR --instances 3 --routing fixed
+    .venv/bin/python -m scripts.bench.fleet_reality report --folder DIR
 
 `profile` measures instances' profiles, `calibrate` their capacity and what serving costs beside the model. `run` sends
 a fleet 0.3, 0.6 and 0.9 of its capacity, one after the other. `report` simulates all runs of the folder, request for
@@ -25,8 +25,12 @@ import msgspec
 import uvloop
 
 from caraserve.bench.console import open_console
-from caraserve.bench.fleet.compare import Comparison, compare, slo_ms
-from caraserve.bench.fleet.measure import (
+from caraserve.bench.records import machine, versions
+from caraserve.bench.report.tables import TextTable, to_rich
+from caraserve.core.machine_profile import Profile
+from caraserve.errors import CaraServeError
+from scripts.laboratory.fleet.compare import Comparison, compare, slo_ms
+from scripts.laboratory.fleet.measure import (
     FIXED,
     Calibration,
     FleetModel,
@@ -35,10 +39,6 @@ from caraserve.bench.fleet.measure import (
     measure_fleet,
     measure_profiles,
 )
-from caraserve.bench.records import machine, versions
-from caraserve.bench.report.tables import TextTable, to_rich
-from caraserve.core.machine_profile import Profile
-from caraserve.errors import CaraServeError
 
 _RESULT = Path(__file__).parent / "results/fleet_reality.json"
 _PROFILES, _CALIBRATION = "profiles.json", "calibration.json"

@@ -1,6 +1,6 @@
 """Compares `auto` with single loading modes over links of several speeds, request by request.
 
-    .venv/bin/python scripts/bench/modes_links.py [--links 20,60,200] [--runs 5]
+    .venv/bin/python -m scripts.bench.modes_links [--links 20,60,200] [--runs 5]
 
 Sixteen adapters of ranks 8 to 64 on q, k and v, of which the device holds 0.6 of the bytes, three requests a second.
 Every run starts its servers anew, because two servers of one mode differ by a few percent for as long as they run. What
@@ -19,12 +19,11 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
-from caraserve.bench.papers.command import PaperOptions
-from caraserve.bench.papers.servers import run_modes
 from caraserve.bench.records import RequestRecord, Run, machine, versions
-from caraserve.bench.report.paired import PairedRatio, with_interval
-from caraserve.bench.report.ratios import by_label
+from caraserve.bench.report.ratios import PairedRatio, by_label, with_interval
 from caraserve.bench.report.tables import TextTable, to_rich
+from scripts.laboratory.papers.figures import PaperOptions
+from scripts.laboratory.papers.servers import run_modes
 
 _RESULT = Path(__file__).parent / "results/modes_links.json"
 _MODES = ("cached", "assisted", "pipelined", "auto")

@@ -1,14 +1,12 @@
 """Makes docs/papers.md and its plots from the results in scripts/bench/results/papers/.
 
-.venv/bin/python scripts/bench/papers_page.py
+.venv/bin/python -m scripts.bench.papers_page
 """
 
 from pathlib import Path
 
-from caraserve.bench.papers.catalog import load_figures
-from caraserve.bench.papers.page import papers_page, same_before
-from caraserve.bench.papers.plots import draw_figure
-from caraserve.bench.papers.result import load_result
+from scripts.laboratory.papers.figures import draw_figure, load_figures, load_result
+from scripts.laboratory.papers.page import papers_page, same_before
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,6 +1,6 @@
 """Measures how fast a checkpoint's weights get into pinned memory: by threads, and as one thread would do it.
 
-    .venv/bin/python scripts/bench/weight_reads.py --layers 4
+    .venv/bin/python -m scripts.bench.weight_reads --layers 4
 
 There is no device, and copies to it take no time: what is measured is the most that the reader can deliver. Without
 threads, a tensor is read into new memory and then copied to pinned memory, piece by piece. All ways alternate in one
@@ -21,16 +21,15 @@ from statistics import median
 
 import torch
 
-from caraserve.bench.gpu.backends import shape_spec
 from caraserve.bench.records import machine, versions
 from caraserve.bench.servers import drop_cached
-from caraserve.bench.synthetic import SHAPES, WEIGHTS_NAME, write_repeating_weights
+from caraserve.bench.synthetic import SHAPES, WEIGHTS_NAME, shape_spec, write_repeating_weights
 from caraserve.cpu.weight_memory import huge_pages
 from caraserve.gpu.memory.weight_transfer import WeightTransfer
-from caraserve.gpu.null_device import null_device
 from caraserve.gpu.weights import load
 from caraserve.model.folder_reader import FolderReader, StoredTensor
 from caraserve.model.spec import ModelSpec
+from scripts.laboratory.gpu.null_device import null_device
 
 _THREADS = (1, 2, 4, 8)
 _STAGING_BYTES = 32 << 20

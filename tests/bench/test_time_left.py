@@ -2,7 +2,7 @@
 
 import pytest
 
-from caraserve.bench.time_left import TimeLeft, shown_duration
+from caraserve.bench.runner import TimeLeft, shown_duration
 
 
 class Clock:

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from caraserve.bench.client.adapter_loads import AdapterLoads, adapter_loads
-from caraserve.bench.client.endpoint import Endpoint, find_endpoint
+from caraserve.bench.client.endpoint import AdapterLoads, Endpoint, adapter_loads, find_endpoint
 from caraserve.bench.client.player import LoadSettings
 from caraserve.bench.runner import BenchmarkRunner
 from caraserve.telemetry.metrics import Metrics

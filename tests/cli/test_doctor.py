@@ -12,7 +12,7 @@ import pytest
 
 from caraserve import demo
 from caraserve.cli import doctor
-from caraserve.cli.doctor import Configs, Finding, Machine, examine
+from caraserve.cli.doctor import Configs, Finding, MachineFacts, examine
 from caraserve.cli.options import OptionParser
 from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.core.quantized_groups import device_bytes
@@ -23,7 +23,7 @@ from caraserve.util.units import human_bytes
 
 GIB = 1 << 30
 NONE = Installed(torch="", torch_cuda=None, cupy_cuda=None, triton=False)
-SERVER = Machine(
+SERVER = MachineFacts(
     python=(3, 12, 1),
     architecture="x86_64",
     cpu_flags=frozenset({"avx2", "fma", "avx512f", "f16c"}),
@@ -117,10 +117,6 @@ def test_only_kernels_of_this_version_at_this_path_count_as_compiled() -> None:
     assert "has kernels of this version" in found("kernel cache").found
 
 
-def test_a_wanted_gpu_that_is_not_there_is_a_problem() -> None:
-    assert found("device", "--device", "cuda").state == "problem"
-
-
 def test_a_port_in_use_is_a_problem() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         finding = found("address", "--port", str(other.getsockname()[1]))
@@ -130,11 +126,6 @@ def test_a_port_in_use_is_a_problem() -> None:
 def test_a_server_that_others_may_use_without_a_key_is_warned_of() -> None:
     finding = found("access", "--host", "0.0.0.0", "--port", "0")
     assert (finding.state, "--api-key" in finding.found) == ("warning", True)
-
-
-def test_a_cluster_without_a_secret_is_a_problem() -> None:
-    finding = found("address", "--peers", "10.0.0.1:8000")
-    assert (finding.state, "--cluster-secret-file" in finding.found) == ("problem", True)
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
@@ -170,11 +161,12 @@ REFUSED = {
     "core": ("options", ("--lora-cpus", "8191"), "core 8191"),
     "KV cache": ("options", ("--kv-cache-bytes", "1k"), "too small"),
     "context": ("options", ("--max-model-len", "4k"), "1024 positions"),
-    "FlashInfer": ("options", ("--attention-backend", "flashinfer"), "needs a GPU"),
     "registry": ("files", ("--registry", "/nope/x.db"), "--registry /nope/x.db"),
     "trace": ("files", ("--trace", "/nope/t.json"), "--trace '/nope/t.json'"),
     "profile": ("files", ("--profile", "/nope.json"), "/nope.json"),
     "routing": ("address", ("--routing", "auto"), "--peers"),
+    "cluster": ("address", ("--peers", "10.0.0.1:8000"), "--cluster-secret-file"),
+    "GPU": ("device", ("--device", "cuda"), "no NVIDIA driver"),
     "rank": ("adapters", ("--max-lora-rank", "1"), "above --max-lora-rank 1"),
 }
 
@@ -213,7 +205,7 @@ def test_the_configuration_and_tensors_of_adapters_are_checked_as_at_the_start(t
 def test_a_problem_ends_with_exit_code_1_and_is_printed_as_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor.Machine, "here", classmethod(lambda cls: SERVER))
+    monkeypatch.setattr(doctor.MachineFacts, "here", classmethod(lambda cls: SERVER))
     assert doctor.doctor(configs()) == 0
     capsys.readouterr()
     assert doctor.doctor(configs("/nowhere[bold]")) == 1

@@ -11,13 +11,10 @@ from caraserve.serve import _reread_on_hangup, _watch_signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_first_signal_starts_draining(number: signal.Signals) -> None:
-    async def test() -> None:
-        stop = _watch_signals()
-        os.kill(os.getpid(), number)
-        await asyncio.wait_for(stop.wait(), 20.0)
-
-    asyncio.run(test())
+async def test_the_first_signal_starts_draining(number: signal.Signals) -> None:
+    stop = _watch_signals()
+    os.kill(os.getpid(), number)
+    await asyncio.wait_for(stop.wait(), 20.0)
 
 
 def test_an_ignored_hangup_stays_ignored() -> None:
@@ -33,17 +30,14 @@ def test_an_ignored_hangup_stays_ignored() -> None:
 
 
 @pytest.mark.parametrize("has_files", [True, False])
-def test_a_hangup_has_files_read_again_and_ends_nothing(has_files: bool) -> None:
-    async def test() -> None:
-        handled, read, rereads = asyncio.Event(), asyncio.Event(), list[Callable[[], None]]()
-        _reread_on_hangup(rereads)
-        stop = _watch_signals()
-        if has_files:
-            rereads.append(read.set)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, handled.set)
-        for number in (signal.SIGHUP, signal.SIGUSR1):  # handled in this order
-            os.kill(os.getpid(), number)
-        await asyncio.wait_for(handled.wait(), 20.0)
-        assert (read.is_set(), stop.is_set()) == (has_files, False)
-
-    asyncio.run(test())
+async def test_a_hangup_has_files_read_again_and_ends_nothing(has_files: bool) -> None:
+    handled, read, rereads = asyncio.Event(), asyncio.Event(), list[Callable[[], None]]()
+    _reread_on_hangup(rereads)
+    stop = _watch_signals()
+    if has_files:
+        rereads.append(read.set)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, handled.set)
+    for number in (signal.SIGHUP, signal.SIGUSR1):  # handled in this order
+        os.kill(os.getpid(), number)
+    await asyncio.wait_for(handled.wait(), 20.0)
+    assert (read.is_set(), stop.is_set()) == (has_files, False)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
+from typing import TypeVar
 
 from caraserve.cluster.membership.auth import Keyring
 from caraserve.cluster.membership.connection import MAX_WAITING
@@ -16,7 +17,31 @@ from caraserve.cluster.membership.swim import MAX_KNOWN, DetectorTiming, MemberC
 SECRET = b"a secret of the tests"
 WALL_MS = 1_700_000_000_000
 TICK_S = 0.1
+KEYS = Keyring((SECRET,))
 SETTLED_S = 6.0  # after this time connected, both ways, two instances must not declare each other dead
+
+
+def protocol_of(
+    name: str = "a", now: float = 0.0, *, keys: Keyring = KEYS, seed: object = None, **settings: str
+) -> ClusterProtocol:
+    """Returns the protocol of an instance that starts at that time, connected to no other. `seed`: by default its
+    name."""
+    given = {"cluster": "c", "model": "m", "name": name, "address": f"{name}:1"} | settings
+    wall_ms = WALL_MS + int(now * 1000)
+    return ClusterProtocol(ProtocolSettings(**given), keys, Random(str(seed or name)), now, wall_ms)
+
+
+K = TypeVar("K")
+
+
+def taken(protocol: ClusterProtocol, kind: type[K]) -> list[K]:
+    """Takes all outputs of a protocol. Returns those of one kind."""
+    return [output for output in protocol.take_outputs() if isinstance(output, kind)]
+
+
+def closed(protocol: ClusterProtocol) -> list[int]:
+    """Takes all outputs of a protocol. Returns the connections that are to be closed."""
+    return [output.connection_id for output in taken(protocol, CloseConnection)]
 
 
 @dataclass

@@ -12,9 +12,10 @@ from random import Random
 from aiohttp import web
 
 from caraserve.cluster.membership.auth import Keyring, SecretFile
-from caraserve.cluster.membership.node import Node, NodeConfig, NodeListener, QueryBody
+from caraserve.cluster.membership.member import Member, MemberConfig, MemberListener, QueryBody
 from caraserve.cluster.membership.swim import MemberRecord, MemberState
 from caraserve.cluster.membership.websocket import WEBSOCKET_PATH
+from caraserve.cluster.routing.advertised import InstanceViews
 from caraserve.cluster.state.persistence import ClusterRegistryFile
 from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter
 
@@ -99,19 +100,19 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 @dataclass
 class Handlers:
-    """The functions that a node's listener calls. Unlike the listener's fields, they may be replaced at any time."""
+    """The functions that a member's listener calls. Unlike the listener's fields, they may be replaced at any time."""
 
     current_load: Callable[[float], InstanceLoad] = lambda lag_s: LOAD
     on_registry_change: Callable[[Mapping[str, RegisteredAdapter | None]], None] = lambda changes: None
-    on_member_change: Callable[[MemberRecord, MemberState | None], None] = lambda record, before: None
+    on_member_change: Callable[[MemberRecord], None] = lambda record: None
     on_holders_change: Callable[[], None] = lambda: None
     answer_query: Callable[[str, QueryBody], QueryBody] = lambda peer, body: ()
 
-    def listener(self) -> NodeListener:
-        return NodeListener(
+    def listener(self) -> MemberListener:
+        return MemberListener(
             current_load=lambda lag_s: self.current_load(lag_s),
             on_registry_change=lambda changes: self.on_registry_change(changes),
-            on_member_change=lambda record, before: self.on_member_change(record, before),
+            on_member_change=lambda record: self.on_member_change(record),
             on_holders_change=lambda: self.on_holders_change(),
             answer_query=lambda peer, body: self.answer_query(peer, body),
         )
@@ -119,9 +120,10 @@ class Handlers:
 
 @dataclass
 class Instance:
-    """A node with a port, so that other nodes can connect to it."""
+    """A member with a port, so that other nodes can connect to it."""
 
-    node: Node
+    member: Member
+    views: InstanceViews
     handlers: Handlers
     runner: web.AppRunner
     door: socket.socket
@@ -129,18 +131,18 @@ class Instance:
     relay: Relay | None
 
     async def stop(self) -> None:
-        """Stops the node in order: it announces that it leaves."""
-        await self.node.stop()
+        """Stops the member in order: it announces that it leaves."""
+        await self.member.stop()
         asyncio.get_running_loop().remove_reader(self.door)
         for _ in range(_TURNS):
             await asyncio.sleep(0)
         await self.runner.cleanup()
-        await self.node.close()
+        await self.member.close()
         if self.relay is not None:
             await self.relay.close()
 
     def sees(self, name: str) -> MemberState | None:
-        record = self.node.record(name)
+        record = self.member.record(name)
         return record.state if record else None
 
 
@@ -163,18 +165,18 @@ class Instances:
         tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None,
         called: str | None = None,
         base_name: str = "",
-        prepare: Callable[[Node, Handlers], None] = lambda node, handlers: None,
-        routes: Callable[[Node], Sequence[web.RouteDef]] = lambda node: (),
+        prepare: Callable[[Member, Handlers], None] = lambda member, handlers: None,
+        routes: Callable[[Member], Sequence[web.RouteDef]] = lambda member: (),
     ) -> Instance:
         """Starts an instance. `peers`: by default the first instance started. `tls`: for listening and for dialling."""
         names = ClusterRegistryFile(self._folder / f"{name}.db")
         seeds = peers if peers is not None else (self._first,) if self._first else ("127.0.0.1:1",)
-        config = NodeConfig("tests", called or name, model, seeds, keys, tls[1] if tls else None, base_name)
-        node = Node(config, names, rng=Random(name))
+        config = MemberConfig("tests", called or name, model, seeds, keys, tls[1] if tls else None, base_name)
+        member = Member(config, names, rng=Random(name))
         handlers = Handlers()
-        prepare(node, handlers)
+        prepare(member, handlers)
         app = web.Application()
-        app.add_routes([web.get(WEBSOCKET_PATH, node.accept), *routes(node)])
+        app.add_routes([web.get(WEBSOCKET_PATH, member.accept), *routes(member)])
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
         door = socket.create_server(("127.0.0.1", 0))
@@ -183,8 +185,8 @@ class Instances:
         relay = Relay(port) if behind_relay else None
         address = f"127.0.0.1:{await relay.start() if relay else port}"
         self._first = self._first or address
-        await node.start(address, handlers.listener())
-        instance = self.running[name] = Instance(node, handlers, runner, door, address, relay)
+        await member.start(address, handlers.listener())
+        instance = self.running[name] = Instance(member, InstanceViews(member), handlers, runner, door, address, relay)
         return instance
 
     async def stop(self, name: str) -> None:
@@ -195,8 +197,8 @@ class Instances:
         """Whether every instance sees exactly the running instances as alive."""
         names = set(self.running)
         return all(
-            {record.name for record in one.node.members() if record.state == MemberState.ALIVE} == names
-            and all(record.state in (MemberState.ALIVE, MemberState.LEFT) for record in one.node.members())
+            {record.name for record in one.member.members() if record.state == MemberState.ALIVE} == names
+            and all(record.state in (MemberState.ALIVE, MemberState.LEFT) for record in one.member.members())
             for one in self.running.values()
         )
 

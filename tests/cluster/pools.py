@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from caraserve.cluster.membership.node import Node
+from caraserve.cluster.membership.member import Member
+from caraserve.cluster.membership.peer_client import PeerClient
 from caraserve.cluster.routing.cost import LinkSpeeds
-from caraserve.cluster.state.publisher import Publisher
+from caraserve.cluster.routing.publisher import Publisher
 from caraserve.cluster.transfer.adapter_pool import AdapterPool
 from caraserve.cluster.transfer.disk_cache import DiskCache
-from caraserve.cluster.transfer.peer_client import PeerClient
 from caraserve.config import LOADING_MODES
 from caraserve.core.backend import Limits
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
@@ -62,7 +62,7 @@ class _Engine:
 
 
 @dataclass
-class Member:
+class PoolInstance:
     """One instance with its catalog, disk cache and publisher."""
 
     folder: Path
@@ -78,7 +78,7 @@ class Member:
     _transfers: PeerClient = field(init=False)
     _tasks: list["asyncio.Task[None]"] = field(default_factory=list)
 
-    def make(self, node: Node, handlers: Handlers) -> None:
+    def make(self, member: Member, handlers: Handlers) -> None:
         loop = asyncio.get_running_loop()
         self._reader = AdapterReader(SPEC, lambda call: loop.call_soon_threadsafe(call) and None)
         room, arena = MemoryBudget(_LIMITS, _MIB), Arena(aligned_bytes(self.host_bytes))
@@ -92,22 +92,26 @@ class Member:
         self.catalog = Catalog(SPEC, Registry(None), self.manager, self._reader, rules, self._observers)
         self.stored = DiskCache(self.folder, SPEC)
         self._transfers = PeerClient(lambda: KEYS, None)
-        self.pool = AdapterPool(node, self.catalog, self._reader, self.stored, self._transfers, SPEC, self.most_bytes)
         engine: Any = _Engine(self.catalog)
-        self.publisher = Publisher(node, engine, lambda: (0, 0), None, LinkSpeeds(), self.pool.adopt)
+        self.publisher = Publisher(
+            *(member, engine, lambda: (0, 0), None, LinkSpeeds()), on_wanted=lambda adapter: self.pool.adopt(adapter)
+        )
+        self.pool = AdapterPool(
+            *(member, self.publisher, self.catalog, self._reader, self.stored, self._transfers, SPEC, self.most_bytes)
+        )
         handlers.on_registry_change = self.publisher.apply_registry_changes
         handlers.on_holders_change, handlers.answer_query = self.pool.on_holders_change, self.pool.store.answer
 
     async def begin(self, instance: Instance) -> None:
         self.instance = instance
-        self.pool.begin(self.publisher)
+        self.pool.begin()
         self._observers.append(self.pool.changed)
         await self.publisher.announce()
         self._tasks.append(asyncio.create_task(self.pool.run()))
 
     @property
-    def node(self) -> Node:
-        return self.instance.node
+    def member(self) -> Member:
+        return self.instance.member
 
     async def want(self, name: str) -> HostAdapter:
         """Waits until an adapter is in the host cache, as a request does. Raises the error of its load."""
@@ -128,7 +132,7 @@ class Member:
 
     def evict(self, name: str) -> None:
         """Evicts an adapter's image from the host cache."""
-        self.manager.evict_from_host(self.catalog.get(name).digest)
+        self.manager._host_loader.evict(self.catalog.get(name).digest)
 
     def knows(self, *names: str) -> bool:
         return all(self.catalog.find(name) is not None for name in names)
@@ -144,61 +148,61 @@ class Member:
 
 
 class Pools:
-    """The members of one test."""
+    """The instances of one test."""
 
     def __init__(self, group: Instances, folder: Path) -> None:
         self._group, self._folder = group, folder
-        self.members: dict[str, Member] = {}
+        self.running: dict[str, PoolInstance] = {}
 
-    async def start(self, name: str, **sizes: int) -> Member:
+    async def start(self, name: str, **sizes: int) -> PoolInstance:
         folder = self._folder / f"{name}.adapters"
-        member = self.members[name] = Member(folder, **sizes)
+        one = self.running[name] = PoolInstance(folder, **sizes)
 
         instance = await self._group.start(
-            name, prepare=member.make, routes=lambda node: member.pool.store.uploads.routes()
+            name, prepare=one.make, routes=lambda member: one.pool.store.uploads.routes()
         )
-        await member.begin(instance)
-        await asyncio.gather(*member.pool._tasks, *member.pool.store._tasks)  # what is known is taken up
+        await one.begin(instance)
+        await asyncio.gather(*one.pool._tasks, *one.pool.store._tasks)  # what is known is taken up
         await until(self._group.agree)
-        return member
+        return one
 
-    async def load(self, member: Member, name: str, seed: int) -> str:
-        """Loads an adapter from a folder of that member. Returns its digest once all members have its name."""
+    async def load(self, instance: PoolInstance, name: str, seed: int) -> str:
+        """Loads an adapter from a folder of that instance. Returns its digest once all have its name."""
         path = write_folder(self._folder / f"folders {name} {seed}", seed)
-        info = await member.catalog.load(name, str(path), inplace=True)
-        await until(lambda: all(_means(one, name, info.digest) for one in self.members.values()))
-        await until(lambda: all(one.node.holders(info.digest) for one in self.members.values()))
+        info = await instance.catalog.load(name, str(path), inplace=True)
+        await until(lambda: all(_means(one, name, info.digest) for one in self.running.values()))
+        await until(lambda: all(one.member.holders(info.digest) for one in self.running.values()))
         return info.digest
 
-    async def sharing(self, *names: str) -> tuple[list[Member], str]:
-        """Starts members of which the first loads an adapter, `poet`, and the others download and store it. Returns
+    async def sharing(self, *names: str) -> tuple[list[PoolInstance], str]:
+        """Starts instances of which the first loads an adapter, `poet`, and the others download and store it. Returns
         them and the adapter's digest."""
-        first, *others = members = [await self.start(name) for name in names]
+        first, *others = started = [await self.start(name) for name in names]
         digest = await self.load(first, "poet", 1)
         for other in others:
             await other.want("poet")
         await until(lambda: all(digest in other.stored for other in others))
-        await until(lambda: set(first.node.holders(digest)) == set(names))
-        return members, digest
+        await until(lambda: set(first.member.holders(digest)) == set(names))
+        return started, digest
 
     async def stop(self, name: str) -> None:
-        member = self.members.pop(name)
+        one = self.running.pop(name)
         await self._group.stop(name)
-        await member.close()
+        await one.close()
 
 
-def _means(member: Member, name: str, digest: str) -> bool:
-    info = member.catalog.find(name)
+def _means(instance: PoolInstance, name: str, digest: str) -> bool:
+    info = instance.catalog.find(name)
     return info is not None and info.digest == digest
 
 
 @contextlib.asynccontextmanager
 async def pools(folder: Path) -> AsyncIterator[Pools]:
-    """Yields an empty group; members that are started in it are stopped at the end."""
+    """Yields an empty group; instances that are started in it are stopped at the end."""
     async with instances(folder) as group:
         started = Pools(group, folder)
         try:
             yield started
         finally:
-            for name in list(started.members):
+            for name in list(started.running):
                 await started.stop(name)

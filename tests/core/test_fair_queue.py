@@ -1,6 +1,7 @@
 """Clients get equal service, and so do the users of each client; a user's requests are served in order of arrival."""
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +9,15 @@ from hypothesis import strategies as st
 
 from caraserve.core import fair_queue
 from caraserve.core.fair_queue import FairQueue
-from caraserve.core.request import Tenant
+from caraserve.core.tenant import Tenant
+
+
+def queue_of(*items: tuple[Tenant | str, str], priority: Callable[[str], int] = lambda item: 0) -> FairQueue[str]:
+    """Returns a queue into which (tenant, item) were put in this order; a text is a client without users."""
+    queue = FairQueue(priority)
+    for tenant, item in items:
+        queue.push(Tenant(tenant) if isinstance(tenant, str) else tenant, item)
+    return queue
 
 
 def take(queue: FairQueue[str], output_tokens: int) -> str:
@@ -30,74 +39,35 @@ def served_order(queue: FairQueue[str], count: int, output_tokens: dict[str, int
 
 
 def test_one_tenant_is_served_in_order_of_arrival() -> None:
-    queue: FairQueue[str] = FairQueue()
-    for item in "abc":
-        queue.push(Tenant("t"), item)
+    queue = queue_of(*(("t", item) for item in "abc"))
     assert served_order(queue, 3, {"t": 5}) == ["a", "b", "c"]
     assert (len(queue), queue.first()) == (0, None)
 
 
 def test_a_tenants_items_of_lower_priority_are_served_first() -> None:
-    queue: FairQueue[str] = FairQueue(lambda item: int(item[1:]))
-    for item in ("a0", "b0", "c5", "d-3", "e5", "f0"):
-        queue.push(Tenant("t"), item)
+    items = ("a0", "b0", "c5", "d-3", "e5", "f0")
+    queue = queue_of(*(("t", item) for item in items), priority=lambda item: int(item[1:]))
     assert served_order(queue, 6, {"t": 5}) == ["d-3", "a0", "b0", "f0", "c5", "e5"]
 
 
 def test_priority_does_not_count_between_tenants() -> None:
-    queue: FairQueue[str] = FairQueue(lambda item: -1000 if item.startswith("pushy") else 0)
-    for index in range(3):
-        queue.push(Tenant("modest"), f"m{index}")
-    for index in range(3):
-        queue.push(Tenant("pushy"), f"pushy{index}")
+    items = [(client, f"{client}{index}") for client in ("modest", "pushy") for index in range(3)]
+    queue = queue_of(*items, priority=lambda item: -1000 if item.startswith("pushy") else 0)
     order = served_order(queue, 4, {"modest": 10, "pushy": 10})
-    assert sorted(order) == ["m0", "m1", "pushy0", "pushy1"]
-
-
-def test_a_flood_of_one_client_does_not_delay_another_client() -> None:
-    queue: FairQueue[str] = FairQueue()
-    for index in range(10):
-        queue.push(Tenant("flood"), f"f{index}")
-    queue.push(Tenant("quiet"), "q0")
-    queue.push(Tenant("quiet"), "q1")
-    assert set(served_order(queue, 4, {"flood": 10, "quiet": 10})) == {"f0", "f1", "q0", "q1"}
+    assert sorted(order) == ["modest0", "modest1", "pushy0", "pushy1"]
 
 
 def test_a_client_has_one_share_however_many_users_it_names() -> None:
-    queue: FairQueue[str] = FairQueue()
-    for index in range(1000):
-        queue.push(Tenant("flood", f"user {index}"), "flood")
-    for _ in range(20):
-        queue.push(Tenant("quiet"), "quiet")
+    flood = [(Tenant("flood", f"user {index}"), "flood") for index in range(1000)]
+    queue = queue_of(*flood, *[("quiet", "quiet")] * 20)
     assert Counter(take(queue, 10) for _ in range(40)) == {"flood": 20, "quiet": 20}
 
 
-def test_users_of_one_client_share_its_service_equally() -> None:
-    queue: FairQueue[str] = FairQueue()
-    for _ in range(50):
-        queue.push(Tenant("gateway", "loud"), "loud")
-        queue.push(Tenant("other"), "other")
-    for _ in range(10):
-        queue.push(Tenant("gateway", "soft"), "soft")
-    assert Counter(take(queue, 10) for _ in range(40)) == {"other": 20, "loud": 10, "soft": 10}
-
-
-def test_service_is_shared_by_tokens_and_not_by_requests() -> None:
-    queue: FairQueue[str] = FairQueue()
-    for index in range(9):
-        queue.push(Tenant("long"), f"l{index}")
-        queue.push(Tenant("short"), f"s{index}")
-    order = served_order(queue, 8, {"long": 30, "short": 10})
-    assert sum(item.startswith("s") for item in order) == 6
-
-
 def test_idle_time_earns_no_credit() -> None:
-    queue: FairQueue[str] = FairQueue()
-    queue.push(Tenant("busy"), "b0")
+    queue = queue_of(("busy", "b0"))
     queue.charge(Tenant("busy"), 0, 1000)
-    queue.push(Tenant("busy"), "b1")
-    queue.push(Tenant("back"), "k0")
-    queue.push(Tenant("back"), "k1")
+    for client, item in (("busy", "b1"), ("back", "k0"), ("back", "k1")):
+        queue.push(Tenant(client), item)
     order = served_order(queue, 3, {"busy": 1, "back": 600})
     assert order[0] in ("b0", "k0")
     assert "b0" in order[:2]
@@ -117,29 +87,24 @@ def test_service_received_while_no_other_client_waited_is_not_charged(old: Tenan
 
 
 def test_items_that_are_not_ready_are_passed_over_with_all_behind_them() -> None:
-    queue: FairQueue[str] = FairQueue()
-    for client, user, item in (("a", "x", "a1"), ("a", "x", "a2"), ("a", "y", "a3"), ("b", "", "b1")):
-        queue.push(Tenant(client, user), item)
+    x, y = Tenant("a", "x"), Tenant("a", "y")
+    queue = queue_of((x, "a1"), (x, "a2"), (y, "a3"), ("b", "b1"))
     queue.charge_service(Tenant("b"), 1.0)
-    assert queue.first_of(lambda item: True) == queue.first() == Tenant("a", "x")
-    assert queue.first_of(lambda item: item != "a1") == Tenant("a", "y")
+    assert queue.first_of(lambda item: True) == queue.first() == x
+    assert queue.first_of(lambda item: item != "a1") == y
     assert queue.first_of(lambda item: item in ("a2", "b1")) == Tenant("b")
     assert queue.first_of(lambda item: False) is None
 
 
 def test_an_item_can_be_removed_from_the_middle() -> None:
-    queue: FairQueue[str] = FairQueue()
-    for item in "abc":
-        queue.push(Tenant("t"), item)
+    queue = queue_of(*(("t", item) for item in "abc"))
     queue.remove(Tenant("t"), "b")
     assert list(queue) == ["a", "c"]
 
 
 def test_upcoming_items_are_the_first_of_every_client_then_the_second_of_every_client() -> None:
-    queue: FairQueue[str] = FairQueue()
-    for client, item in (("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("c", "c1"), ("c", "c2")):
-        queue.push(Tenant(client), item)
-    queue.push(Tenant("a", "z"), "z1")
+    items = [("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("c", "c1"), ("c", "c2")]
+    queue = queue_of(*items, (Tenant("a", "z"), "z1"))
     queue.charge(Tenant("a"), 100, 0)
     whole = ["b1", "c1", "z1", "c2", "a1", "a2", "a3"]
     assert [queue.upcoming(count) for count in range(9)] == [whole[:count] for count in range(9)]
@@ -147,10 +112,8 @@ def test_upcoming_items_are_the_first_of_every_client_then_the_second_of_every_c
 
 
 def test_the_newest_item_of_the_largest_client_is_dropped_for_a_client_with_fewer() -> None:
-    queue: FairQueue[str] = FairQueue()
-    for index in range(4):
-        queue.push(Tenant("flood", f"u{index % 2}"), f"f{index}")
-    queue.push(Tenant("quiet"), "q0")
+    flood = [(Tenant("flood", f"u{index % 2}"), f"f{index}") for index in range(4)]
+    queue = queue_of(*flood, ("quiet", "q0"))
     assert queue.newest_of_largest(Tenant("quiet")) in ("f2", "f3")
     assert queue.newest_of_largest(Tenant("flood")) is None
     queue.push(Tenant("quiet"), "q1")
@@ -160,20 +123,14 @@ def test_the_newest_item_of_the_largest_client_is_dropped_for_a_client_with_fewe
 
 
 def test_a_client_of_twice_the_weight_gets_twice_the_service_while_both_wait() -> None:
-    queue: FairQueue[str] = FairQueue()
-    for _ in range(60):
-        queue.push(Tenant("heavy", weight=2.0), "heavy")
-        queue.push(Tenant("light", weight=1.0), "light")
+    heavy, light = Tenant("heavy", weight=2.0), Tenant("light", weight=1.0)
+    queue = queue_of(*[(heavy, "heavy"), (light, "light")] * 60)
     assert Counter(take(queue, 10) for _ in range(60)) == {"heavy": 40, "light": 20}
 
 
 def test_a_client_of_twice_the_weight_may_have_twice_as_many_items_in_a_full_queue() -> None:
-    queue: FairQueue[str] = FairQueue()
     heavy, light = Tenant("heavy", weight=2.0), Tenant("light", weight=1.0)
-    for _ in range(8):
-        queue.push(heavy, "heavy")
-    for _ in range(3):
-        queue.push(light, "light")
+    queue = queue_of(*[(heavy, "heavy")] * 8, *[(light, "light")] * 3)
     assert queue.newest_of_largest(light) is None  # 7 of weight 2 are fewer than 4 of weight 1
     queue.push(heavy, "heavy")
     assert queue.newest_of_largest(light) == "heavy"
@@ -190,11 +147,7 @@ def test_clients_that_always_wait_get_equal_service_within_one_request(
     """This holds for any requests of their users, and also when counters of idle users are removed."""
     before, fair_queue._MAX_COUNTERS = fair_queue._MAX_COUNTERS, most
     try:
-        queue: FairQueue[str] = FairQueue()
-        for client in "abc":
-            for user in "xyz":
-                for _ in range(200):
-                    queue.push(Tenant(client, user), client)
+        queue = queue_of(*[(Tenant(client, user), client) for client in "abc" for user in "xyz"] * 200)
         clients: Counter[str] = Counter()
         users: Counter[Tenant] = Counter()
         for _, tokens in charged:
@@ -232,18 +185,14 @@ def test_two_names_that_wait_get_equal_service_within_two_requests(steps: list[s
 
 
 def test_the_first_of_other_clients() -> None:
-    queue: FairQueue[str] = FairQueue()
-    queue.push(Tenant("a"), "a1")
-    queue.push(Tenant("b"), "b1")
+    queue = queue_of(("a", "a1"), ("b", "b1"))
     assert queue.first() == Tenant("a")
     assert queue.first({"a"}) == Tenant("b")
     assert queue.first({"a", "b"}) is None
 
 
 def test_what_is_put_back_is_the_next_of_its_tenant() -> None:
-    queue: FairQueue[str] = FairQueue()
-    for item in ("a1", "a2"):
-        queue.push(Tenant("a"), item)
+    queue = queue_of(("a", "a1"), ("a", "a2"))
     assert queue.pop(Tenant("a")) == "a1"
     queue.put_back(Tenant("a"), "a1")
     assert [queue.pop(Tenant("a")) for _ in range(2)] == ["a1", "a2"]

@@ -3,14 +3,14 @@
 import asyncio
 
 from caraserve.lora.adapter import AdapterTier
-from tests.engine_world import World, in_world, turn
+from tests.engine_harness import in_harness, turn
 from tests.fake_images import BASE
 
 PROMPT = [1, 2, 3, 4, 5]
 
 
-def test_requests_that_come_before_a_failed_copy_is_reported_fail_too_and_none_runs_without_the_adapter() -> None:
-    async def test(here: World) -> None:
+async def test_requests_that_come_before_a_failed_copy_is_reported_fail_too_and_none_runs_without_the_adapter() -> None:
+    async with in_harness(mode="pipelined") as here:
         first, one = here.ask(PROMPT, "a0", max_tokens=20)
         await turn()
         here.reader.reads.pop()(True)
@@ -28,14 +28,11 @@ def test_requests_that_come_before_a_failed_copy_is_reported_fail_too_and_none_r
         first.check()
         assert second.tokens == []
 
-    in_world(test, mode="pipelined")
 
-
-def test_kv_blocks_of_a_failed_copy_are_not_reused_though_its_request_was_cancelled() -> None:
+async def test_kv_blocks_of_a_failed_copy_are_not_reused_though_its_request_was_cancelled() -> None:
     """The request's full blocks are published when its iteration is launched, which then computes nothing of it."""
     prompt = list(range(1, 13))
-
-    async def test(here: World) -> None:
+    async with in_harness(mode="pipelined") as here:
         backend = here.backend
         other, zero = here.ask(PROMPT, None, max_tokens=30)  # so that iterations are under way
         await turn()
@@ -64,5 +61,3 @@ def test_kv_blocks_of_a_failed_copy_are_not_reused_though_its_request_was_cancel
         assert (lost.finish.reason, again.finish.reason) == ("cancelled", "length")
         for asked in (other, again):
             asked.check()
-
-    in_world(test, mode="pipelined")

@@ -3,6 +3,8 @@
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from caraserve.core.request import GenerateRequest, SamplingParams
 from caraserve.engine import token_stream, unread
 from caraserve.errors import BackendFailed
-from tests.engine_world import Asked, World, world
+from tests.engine_harness import EngineHarness, SentRequest, harness
 
 
 async def random_run(
@@ -23,16 +25,16 @@ async def random_run(
     plan_failures: float = 0.0,
     read_failures: float = 0.0,
     copy_failures: float = 0.0,
-    aside_failures: float = 0.0,
+    side_batch_failures: float = 0.0,
     most_rests: int = 0,
     clients: str = "",
     **kind: Any,
-) -> World:
-    """Runs random requests, arrivals, cancellations and failures. Returns the world after their end."""
+) -> EngineHarness:
+    """Runs random requests, arrivals, cancellations and failures. Returns the harness after their end."""
     rng = random.Random(seed)
     stems = [[rng.randrange(97) for _ in range(24)] for _ in range(2)]
-    async with world(rng, **kind) as here:
-        here.plan_failures, here.aside_failures = plan_failures, aside_failures
+    async with harness(rng, **kind) as here:
+        here.plan_failures, here.side_batch_failures = plan_failures, side_batch_failures
         here.read_failures, here.copy_failures = read_failures, copy_failures
         here.most_rests = most_rests
         asked, tasks = [], []
@@ -60,9 +62,9 @@ async def random_run(
             phases = one.finish.phases
             assert phases.stalled_ms + phases.interrupted_ms <= phases.prefill_ms + phases.decode_ms + 1e-6
             if one.finish.reason == "length" and one.params.prompt_logprobs is not None and len(one.prompt) > 1:
-                told = [entry for delta in one.deltas for entry in delta.prompt_logprobs]
-                assert told[0] is None
-                assert [entry.token_id for entry in told[1:] if entry] == list(one.prompt[1:])
+                scores = [entry for delta in one.deltas for entry in delta.prompt_logprobs]
+                assert scores[0] is None
+                assert [entry.token_id for entry in scores[1:] if entry] == list(one.prompt[1:])
             if one.finish.error is not None and not read_failures and not copy_failures:
                 assert isinstance(one.finish.error, BackendFailed)
         return here
@@ -79,75 +81,51 @@ KINDS = {
     "streamed_batches": st.sampled_from([0, 0, 1, 2]),
     "clock_step_s": st.sampled_from([0.0, 0.003]),  # with 3 ms, other tasks run between two results of an iteration
 }
+ASSISTED = {"mode": st.just("assisted"), "assisted_batches": st.sampled_from([1, 3])}
 STREAMED = {"mode": st.sampled_from(["pipelined", "assisted", "auto"]), "streamed_batches": st.sampled_from([1, 2])}
-bounded = settings(max_examples=32, suppress_health_check=list(HealthCheck))
+# What fails and how often, or who reads slowly; and the kinds of engines beside `KINDS`.
+RUNS: dict[str, tuple[dict[str, Any], dict[str, st.SearchStrategy[Any]]]] = {
+    "nothing fails": ({}, {}),
+    "reads fail": ({"read_failures": 0.3}, {}),
+    "copies fail": ({"copy_failures": 0.3}, {}),
+    "iterations fail": ({"plan_failures": 0.1}, {}),
+    "side batches fail": ({"side_batch_failures": 0.4}, ASSISTED),
+    "assisted": ({"plan_failures": 0.1, "copy_failures": 0.2, "side_batch_failures": 0.2}, ASSISTED),
+    "streamed": ({"read_failures": 0.2, "copy_failures": 0.2, "side_batch_failures": 0.2}, STREAMED),
+    "slow readers": ({"side_batch_failures": 0.2, "most_rests": 40}, {}),
+    "clients take turns": ({"side_batch_failures": 0.2, "clients": "aaaabc", "slots": 3}, {}),
+}
 
 
-@bounded
-@given(seed=st.integers(0, 2**32), **KINDS)
-def test_no_interleaving_changes_a_token(seed: int, **kind: Any) -> None:
-    asyncio.run(random_run(seed, **kind))
-
-
-@bounded
-@given(seed=st.integers(0, 2**32), **KINDS)
-def test_a_failed_read_fails_only_its_own_requests(seed: int, **kind: Any) -> None:
-    asyncio.run(random_run(seed, read_failures=0.3, **kind))
-
-
-@bounded
-@given(seed=st.integers(0, 2**32), **KINDS)
-def test_a_copy_that_fails_under_running_requests_fails_only_them(seed: int, **kind: Any) -> None:
-    asyncio.run(random_run(seed, copy_failures=0.3, **kind))
-
-
-@bounded
-@given(seed=st.integers(0, 2**32), **KINDS)
-def test_a_failed_iteration_never_causes_a_wrong_token(seed: int, **kind: Any) -> None:
-    asyncio.run(random_run(seed, plan_failures=0.1, **kind))
-
-
-@bounded
-@given(seed=st.integers(0, 2**32), **KINDS | {"mode": st.just("assisted"), "assisted_batches": st.sampled_from([1, 3])})
-def test_a_failed_side_batch_changes_no_token_of_other_requests(seed: int, **kind: Any) -> None:
-    asyncio.run(random_run(seed, aside_failures=0.4, **kind))
-
-
-@bounded
-@given(seed=st.integers(0, 2**32), **KINDS | {"mode": st.just("assisted"), "assisted_batches": st.sampled_from([1, 3])})
-def test_failures_beside_assisted_prefills_never_cause_a_wrong_token(seed: int, **kind: Any) -> None:
-    asyncio.run(random_run(seed, plan_failures=0.1, copy_failures=0.2, aside_failures=0.2, **kind))
-
-
-@bounded
-@given(seed=st.integers(0, 2**32), **KINDS | STREAMED)
-def test_failures_beside_streamed_prefills_never_cause_a_wrong_token(seed: int, **kind: Any) -> None:
-    asyncio.run(random_run(seed, read_failures=0.2, copy_failures=0.2, aside_failures=0.2, **kind))
-
-
-@bounded
-@given(seed=st.integers(0, 2**32), **KINDS)
-def test_requests_that_pause_for_slow_readers_have_the_same_tokens(seed: int, **kind: Any) -> None:
+@contextmanager
+def small_shares() -> Iterator[None]:
+    """Answers of which little is unread pause."""
     with patch.multiple(unread, FREE_BYTES=500, _SHARE_BYTES=900), patch.object(token_stream, "FREE_BYTES", 500):
-        asyncio.run(random_run(seed, aside_failures=0.2, most_rests=40, **kind))
+        yield
 
 
-@bounded
-@given(seed=st.integers(0, 2**32), **KINDS)
-def test_requests_that_lose_their_slots_to_other_clients_have_the_same_tokens(seed: int, **kind: Any) -> None:
-    asyncio.run(random_run(seed, aside_failures=0.2, clients="aaaabc", slots=3, **kind))
+@pytest.mark.parametrize("run", RUNS)
+@settings(max_examples=32, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32), data=st.data())
+def test_no_interleaving_changes_a_token_and_a_failure_fails_only_its_own_requests(
+    run: str, seed: int, data: st.DataObject
+) -> None:
+    options, kinds = RUNS[run]
+    kind = data.draw(st.fixed_dictionaries(KINDS | kinds))
+    with small_shares() if "most_rests" in options else nullcontext():
+        asyncio.run(random_run(seed, **options, **kind))
 
 
 def test_slow_readers_do_cause_pauses() -> None:
     """Otherwise the test above would not cover it."""
-    with patch.multiple(unread, FREE_BYTES=500, _SHARE_BYTES=900), patch.object(token_stream, "FREE_BYTES", 500):
+    with small_shares():
         assert sum(asyncio.run(random_run(seed, most_rests=40)).engine.unread.paused for seed in range(20)) > 20
 
 
 def test_some_streamed_prefills_do_end_and_some_are_recalled() -> None:
     """Otherwise the tests above would not cover it."""
-    worlds = [asyncio.run(random_run(seed, mode="assisted", blocks=13, streamed_batches=2)) for seed in range(20)]
-    outcomes = sum((here.backend.outcomes for here in worlds), start=Counter[str]())
+    ended = [asyncio.run(random_run(seed, mode="assisted", blocks=13, streamed_batches=2)) for seed in range(20)]
+    outcomes = sum((here.backend.outcomes for here in ended), start=Counter[str]())
     assert min(outcomes["done"], outcomes["void"]) > 5
 
 
@@ -156,55 +134,46 @@ def test_a_small_pool_does_cause_preemptions() -> None:
     assert sum(asyncio.run(random_run(seed, blocks=13)).metrics.preemptions for seed in range(20)) > 5
 
 
-def test_five_hundred_requests_release_all_they_held() -> None:
-    async def body() -> None:
-        rng = random.Random(5)
-        async with world(rng) as here:
-            tasks = []
-            for _ in range(500):
-                prompt = [rng.randrange(97) for _ in range(rng.randrange(1, 30))]
-                one, task = here.ask(prompt, rng.choice([None, "a0", "a1", "a2", "a3"]), max_tokens=rng.randrange(1, 8))
-                tasks.append(task)
-                if rng.random() < 0.4:
-                    one.stream.cancel()
-                await asyncio.sleep(0)
-                here.end_something()
-            await here.until_done(tasks)
-            await here.settle()
-            for task in tasks:
-                task.result().check()
-
-    asyncio.run(body())
+async def test_five_hundred_requests_release_all_they_held() -> None:
+    rng = random.Random(5)
+    async with harness(rng) as here:
+        tasks = []
+        for _ in range(500):
+            prompt = [rng.randrange(97) for _ in range(rng.randrange(1, 30))]
+            one, task = here.ask(prompt, rng.choice([None, "a0", "a1", "a2", "a3"]), max_tokens=rng.randrange(1, 8))
+            tasks.append(task)
+            if rng.random() < 0.4:
+                one.stream.cancel()
+            await asyncio.sleep(0)
+            here.end_something()
+        await here.until_done(tasks)
+        await here.settle()
+        for task in tasks:
+            task.result().check()
 
 
-def test_two_hundred_adapters_are_served_with_memory_for_three() -> None:
-    async def body() -> None:
-        async with world(random.Random(6), adapters=200, device_adapters=3) as here:
-            tasks = [here.ask([index % 97, 3], f"a{index}", max_tokens=3)[1] for index in range(200)]
-            await here.until_done(tasks)
-            await here.settle()
-            for task in tasks:
-                task.result().check()
-                assert task.result().finish.reason == "length"
-
-    asyncio.run(body())
+async def test_two_hundred_adapters_are_served_with_memory_for_three() -> None:
+    async with harness(random.Random(6), adapters=200, device_adapters=3) as here:
+        tasks = [here.ask([index % 97, 3], f"a{index}", max_tokens=3)[1] for index in range(200)]
+        await here.until_done(tasks)
+        await here.settle()
+        for task in tasks:
+            task.result().check()
+            assert task.result().finish.reason == "length"
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_requests_before_an_in_place_load_keep_the_old_adapter(seed: int) -> None:
-    async def body() -> None:
-        async with world(random.Random(seed)) as here:
-            prompt = list(range(20))
-            before, first = here.ask(prompt, "a0", max_tokens=12)
-            await here.engine.load_adapter("a0", "digest-new", inplace=True)
-            after, second = here.ask(prompt, "a0", max_tokens=12)
-            await here.until_done([first, second])
-            await here.settle()
-            assert (before.digest, after.digest) == ("digest-0", "digest-new")
-            before.check()
-            after.check()
-
-    asyncio.run(body())
+async def test_requests_before_an_in_place_load_keep_the_old_adapter(seed: int) -> None:
+    async with harness(random.Random(seed)) as here:
+        prompt = list(range(20))
+        before, first = here.ask(prompt, "a0", max_tokens=12)
+        await here.engine.load_adapter("a0", "digest-new", inplace=True)
+        after, second = here.ask(prompt, "a0", max_tokens=12)
+        await here.until_done([first, second])
+        await here.settle()
+        assert (before.digest, after.digest) == ("digest-0", "digest-new")
+        before.check()
+        after.check()
 
 
 def requests_of_one_response(count: int, name: str | None) -> list[GenerateRequest]:
@@ -212,99 +181,84 @@ def requests_of_one_response(count: int, name: str | None) -> list[GenerateReque
     return [GenerateRequest(f"r{index}", tuple(range(20)), name, params, arrival_s=0.0) for index in range(count)]
 
 
-def test_the_requests_of_one_response_use_one_adapter_despite_in_place_loads_between_them() -> None:
-    async def body() -> None:
-        async with world(random.Random(1)) as here:
-            requests = requests_of_one_response(2, "a0")
-            submitted = here.engine.submit_each(requests)
-            for stream in submitted:  # the first one has ended, and its name has another adapter, before the next
-                asked = Asked(requests[0].prompt_ids, "digest-0", requests[0].params, stream)
-                await here.until_done([asyncio.create_task(asked.collect())])
-                await here.engine.load_adapter("a0", "digest-new", inplace=True)
-                asked.check()
-                assert asked.finish.reason == "length"
-            await here.settle()
-            here.engine.check()
-
-    asyncio.run(body())
+async def test_the_requests_of_one_response_use_one_adapter_despite_in_place_loads_between_them() -> None:
+    async with harness(random.Random(1)) as here:
+        requests = requests_of_one_response(2, "a0")
+        submitted = here.engine.submit_each(requests)
+        for stream in submitted:  # the first one has ended, and its name has another adapter, before the next
+            asked = SentRequest(requests[0].prompt_ids, "digest-0", requests[0].params, stream)
+            await here.until_done([asyncio.create_task(asked.collect())])
+            await here.engine.load_adapter("a0", "digest-new", inplace=True)
+            asked.check()
+            assert asked.finish.reason == "length"
+        await here.settle()
+        here.engine.check()
 
 
-def test_thousands_of_requests_cancelled_together_end_over_several_turns() -> None:
-    async def body() -> None:
-        async with world(random.Random(2)) as here:
-            streams = list(here.engine.submit_each(requests_of_one_response(1000, None)))
-            for stream in streams:
-                stream.cancel()
-            waiting = [len(here.engine.waiting())]
-            while waiting[-1]:
-                here.end_something()
-                await asyncio.sleep(0)
-                waiting.append(len(here.engine.waiting()))
-            assert max(before - after for before, after in pairwise(waiting)) <= 100
-            await here.settle()
-            here.engine.check()
-
-    asyncio.run(body())
+async def test_thousands_of_requests_cancelled_together_end_over_several_turns() -> None:
+    async with harness(random.Random(2)) as here:
+        streams = list(here.engine.submit_each(requests_of_one_response(1000, None)))
+        for stream in streams:
+            stream.cancel()
+        waiting = [len(here.engine.waiting())]
+        while waiting[-1]:
+            here.end_something()
+            await asyncio.sleep(0)
+            waiting.append(len(here.engine.waiting()))
+        assert max(before - after for before, after in pairwise(waiting)) <= 100
+        await here.settle()
+        here.engine.check()
 
 
-def test_with_exclusive_loads_no_iteration_is_launched_during_a_load() -> None:
-    async def body() -> None:
-        async with world(random.Random(8), exclusive=True) as here:
-            _, warm = here.ask([1, 2, 3], None, max_tokens=20)
+async def test_with_exclusive_loads_no_iteration_is_launched_during_a_load() -> None:
+    async with harness(random.Random(8), exclusive=True) as here:
+        _, warm = here.ask([1, 2, 3], None, max_tokens=20)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        _, cold = here.ask([1, 2, 3], "a0", max_tokens=2)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        launched = len(here.backend.launched)
+        while here.backend.lane:
+            here.backend.step()
             for _ in range(10):
                 await asyncio.sleep(0)
-            _, cold = here.ask([1, 2, 3], "a0", max_tokens=2)
-            for _ in range(10):
-                await asyncio.sleep(0)
-            launched = len(here.backend.launched)
-            while here.backend.lane:
-                here.backend.step()
-                for _ in range(10):
-                    await asyncio.sleep(0)
-            assert len(here.backend.launched) == launched
-            await here.until_done([warm, cold])
-            await here.settle()
-
-    asyncio.run(body())
+        assert len(here.backend.launched) == launched
+        await here.until_done([warm, cold])
+        await here.settle()
 
 
-def test_an_adapter_whose_only_request_was_cancelled_during_the_copy_is_evicted_for_the_next() -> None:
-    async def body() -> None:
-        async with world(random.Random(9), device_adapters=1) as here:
-            left, first = here.ask([1, 2, 3], "a0", max_tokens=2)
+async def test_an_adapter_whose_only_request_was_cancelled_during_the_copy_is_evicted_for_the_next() -> None:
+    async with harness(random.Random(9), device_adapters=1) as here:
+        left, first = here.ask([1, 2, 3], "a0", max_tokens=2)
+        await asyncio.sleep(0)
+        here.reader.reads.pop()(True)
+        here.backend.copies.pop()(True)
+        _, second = here.ask([1, 2, 3], "a1", max_tokens=2)
+        for _ in range(5):
             await asyncio.sleep(0)
-            here.reader.reads.pop()(True)
-            here.backend.copies.pop()(True)
-            _, second = here.ask([1, 2, 3], "a1", max_tokens=2)
-            for _ in range(5):
-                await asyncio.sleep(0)
-            here.reader.reads.pop()(True)
-            left.stream.cancel()
-            for _ in range(5):
-                await asyncio.sleep(0)
-            await here.until_done([first, second])
-            await here.settle()
-            assert second.result().finish.reason == "length"
-
-    asyncio.run(body())
-
-
-def test_a_request_never_continues_with_reused_blocks_of_a_failed_iteration() -> None:
-    async def body() -> None:
-        async with world(random.Random(10), step_tokens=8) as here:
-            prompt = list(range(17))
-            _, first = here.ask(prompt, None, max_tokens=4)
+        here.reader.reads.pop()(True)
+        left.stream.cancel()
+        for _ in range(5):
             await asyncio.sleep(0)
-            reader, second = here.ask([*prompt, 5], None, max_tokens=4)
-            here.backend.step()
-            for _ in range(5):
-                await asyncio.sleep(0)
-            written, found = here.backend.launched[1].grants[0], here.backend.launched[2].grants[0]
-            assert set(written.blocks) < set(found.blocks), "the second request reuses what is still being computed"
-            here.backend.fail_next = True
-            here.backend.step()
-            await here.until_done([first, second])
-            await here.settle()
-            reader.check()
+        await here.until_done([first, second])
+        await here.settle()
+        assert second.result().finish.reason == "length"
 
-    asyncio.run(body())
+
+async def test_a_request_never_continues_with_reused_blocks_of_a_failed_iteration() -> None:
+    async with harness(random.Random(10), step_tokens=8) as here:
+        prompt = list(range(17))
+        _, first = here.ask(prompt, None, max_tokens=4)
+        await asyncio.sleep(0)
+        reader, second = here.ask([*prompt, 5], None, max_tokens=4)
+        here.backend.step()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        written, found = here.backend.launched[1].grants[0], here.backend.launched[2].grants[0]
+        assert set(written.blocks) < set(found.blocks), "the second request reuses what is still being computed"
+        here.backend.fail_next = True
+        here.backend.step()
+        await here.until_done([first, second])
+        await here.settle()
+        reader.check()

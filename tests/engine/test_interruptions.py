@@ -3,18 +3,18 @@
 import pytest
 
 from caraserve.core.batch import RowResult, ScheduledRow, StepResult
-from tests.engine_world import World, in_world, turn
+from tests.engine_harness import EngineHarness, in_harness, turn
 from tests.fake_backend import STALL_MS
 
 
-async def run_lane(here: World) -> None:
+async def run_lane(here: EngineHarness) -> None:
     """Ends iterations until no more are launched."""
     while here.backend.lane:
         here.backend.step()
         await turn()
 
 
-async def load(here: World, read_s: float, copy_s: float) -> None:
+async def load(here: EngineHarness, read_s: float, copy_s: float) -> None:
     """Ends the read and the copy under way, after so many seconds each."""
     here.backend.now_s += read_s
     here.reader.reads.pop()(True)
@@ -24,8 +24,8 @@ async def load(here: World, read_s: float, copy_s: float) -> None:
     await turn()
 
 
-def test_an_exclusive_load_interrupts_all_decoding_requests_and_not_its_own() -> None:
-    async def test(here: World) -> None:
+async def test_an_exclusive_load_interrupts_all_decoding_requests_and_not_its_own() -> None:
+    async with in_harness(exclusive=True) as here:
         running = [here.ask(prompt, None, max_tokens=20) for prompt in ([1, 2, 3], [4, 5])]
         await turn()
         here.backend.step()  # computes their prompts
@@ -41,11 +41,9 @@ def test_an_exclusive_load_interrupts_all_decoding_requests_and_not_its_own() ->
         assert cold.finish.phases.interrupted_ms == 0
         assert cold.finish.phases.load_ms >= 5000
 
-    in_world(test, exclusive=True)
 
-
-def test_a_request_whose_own_load_has_ended_is_interrupted_by_the_next_one() -> None:
-    async def test(here: World) -> None:
+async def test_a_request_whose_own_load_has_ended_is_interrupted_by_the_next_one() -> None:
+    async with in_harness(exclusive=True) as here:
         first, first_ends = here.ask([1, 2], "a0", max_tokens=2)
         await turn()
         await load(here, read_s=1.0, copy_s=1.0)
@@ -61,11 +59,9 @@ def test_a_request_whose_own_load_has_ended_is_interrupted_by_the_next_one() -> 
         assert third.finish.phases.load_ms == 0
         assert third.finish.phases.interrupted_ms == pytest.approx(7000)
 
-    in_world(test, exclusive=True)
 
-
-def test_a_load_beside_iterations_interrupts_no_request() -> None:
-    async def test(here: World) -> None:
+async def test_a_load_beside_iterations_interrupts_no_request() -> None:
+    async with in_harness(mode="overlapped") as here:
         running, running_ends = here.ask([1, 2, 3], None, max_tokens=20)
         await turn()
         _, cold_ends = here.ask([6, 7], "a0", max_tokens=2)
@@ -74,11 +70,9 @@ def test_a_load_beside_iterations_interrupts_no_request() -> None:
         await here.until_done([running_ends, cold_ends])
         assert running.finish.phases.interrupted_ms == 0
 
-    in_world(test, mode="overlapped")
 
-
-def test_weights_that_an_iteration_waits_for_stall_their_own_requests_and_interrupt_the_others() -> None:
-    async def test(here: World) -> None:
+async def test_weights_that_an_iteration_waits_for_stall_their_own_requests_and_interrupt_the_others() -> None:
+    async with in_harness(mode="assisted") as here:
         running, running_ends = here.ask([1, 2, 3], None, max_tokens=20)
         await turn()
         here.backend.step()
@@ -97,8 +91,6 @@ def test_weights_that_an_iteration_waits_for_stall_their_own_requests_and_interr
             assert asked.finish.phases.interrupted_ms == 0, "they wait for the same adapter"
         assert running.finish.phases.interrupted_ms == STALL_MS, "both waited at once"
         assert running.finish.phases.stalled_ms == 0
-
-    in_world(test, mode="assisted")
 
 
 def test_overlapping_waits_interrupt_for_no_longer_than_the_iteration_took() -> None:

@@ -9,7 +9,7 @@ from caraserve.core.batch import Batch
 from caraserve.engine.iteration_times import IterationTimes, IterationWork
 from caraserve.lora.adapter import Adapter
 from caraserve.lora.start_policy import AwaitedPrefill
-from tests.engine_world import World, in_world, turn
+from tests.engine_harness import EngineHarness, in_harness, turn
 
 NEAR_S = 0.0005
 
@@ -34,7 +34,7 @@ def clock_s(batch: Batch) -> float:
     return takes_ms(len(batch.rows) - len(prompts), sum(prompts)) / 1000
 
 
-async def ask_in_turn(here: World, lengths: Sequence[int]) -> None:
+async def ask_in_turn(here: EngineHarness, lengths: Sequence[int]) -> None:
     """Asks for answers to prompts of these lengths, one every three iterations, and steps until all have ended. No
     prompt shares a prefix with another one, which would shorten its prefill."""
     here.backend.takes_s = clock_s
@@ -48,20 +48,17 @@ async def ask_in_turn(here: World, lengths: Sequence[int]) -> None:
     await here.until_done(tasks)
 
 
-def test_the_begin_of_every_iteration_is_predicted_also_after_prompts() -> None:
-    async def test(here: World) -> None:
+async def test_the_begin_of_every_iteration_is_predicted_also_after_prompts() -> None:
+    async with in_harness(iteration_ms=model_ms, blocks=40, step_tokens=64) as here:
         await ask_in_turn(here, (5, 16, 9, 3, 12, 16, 2, 7))
         errors_s = here.metrics.begin_errors_s
         assert len(errors_s) > 20
         assert max(map(abs, errors_s)) < NEAR_S, errors_s
 
-    in_world(test, iteration_ms=model_ms, blocks=40, step_tokens=64)
 
-
-def test_an_iteration_longer_than_expected_spoils_the_prediction_of_the_next_one_alone() -> None:
+async def test_an_iteration_longer_than_expected_spoils_the_prediction_of_the_next_one_alone() -> None:
     """Predictions that start from earlier ones would all be too early from then on."""
-
-    async def test(here: World) -> None:
+    async with in_harness(iteration_ms=model_ms) as here:
         surprising = 9
 
         def takes_s(batch: Batch) -> float:
@@ -73,12 +70,10 @@ def test_an_iteration_longer_than_expected_spoils_the_prediction_of_the_next_one
         wrong = [index for index, error_s in enumerate(here.metrics.begin_errors_s) if abs(error_s) > NEAR_S]
         assert wrong == [surprising + 1]
 
-    in_world(test, iteration_ms=model_ms)
-
 
 @pytest.mark.parametrize("model", [wrong_model_ms, None])
-def test_iterations_correct_a_model_that_is_wrong_for_their_kind(model: Any) -> None:
-    async def test(here: World) -> None:
+async def test_iterations_correct_a_model_that_is_wrong_for_their_kind(model: Any) -> None:
+    async with in_harness(iteration_ms=model, blocks=40, step_tokens=64) as here:
         await ask_in_turn(here, (16, 8, 4, 16, 8, 4))
         known = here.metrics.begin_errors_s
         here.metrics.begin_errors_s = []
@@ -87,13 +82,10 @@ def test_iterations_correct_a_model_that_is_wrong_for_their_kind(model: Any) -> 
         assert max(map(abs, known)) > NEAR_S
         assert max(map(abs, errors_s)) < NEAR_S, errors_s
 
-    in_world(test, iteration_ms=model, blocks=40, step_tokens=64)
 
-
-def test_a_new_request_expects_its_prefill_after_the_two_iterations_under_way() -> None:
+async def test_a_new_request_expects_its_prefill_after_the_two_iterations_under_way() -> None:
     """Its adapter's layers are ordered for this time as soon as it arrives, while the first of them still runs."""
-
-    async def test(here: World) -> None:
+    async with in_harness(iteration_ms=model_ms, mode="pipelined") as here:
         here.backend.takes_s = clock_s
         awaited: list[AwaitedPrefill] = []
         acquire = here.engine.catalog.manager.acquire
@@ -113,8 +105,6 @@ def test_a_new_request_expects_its_prefill_after_the_two_iterations_under_way() 
         assert awaited[0].begins_s == pytest.approx(began_s + 2 * takes_ms(1, 0) / 1000, abs=NEAR_S)
         here.backend.now_s = began_s
         await here.until_done([long, cold])
-
-    in_world(test, iteration_ms=model_ms, mode="pipelined")
 
 
 def test_an_iteration_that_waited_for_weights_changes_no_prediction() -> None:

@@ -6,28 +6,26 @@ from functools import partial
 import pytest
 
 from caraserve.telemetry.metrics import Metrics
-from tests.engine_world import World, in_world, turn
+from tests.engine_harness import EngineHarness, in_harness, turn
 from tests.http.fake_engine import FakeSnapshot
 
-with_world = partial(in_world, mode="auto", device_adapters=4)
+with_harness = partial(in_harness, mode="auto", device_adapters=4)
 
 
-async def serve(here: World, name: str | None, prompt: int) -> None:
+async def serve(here: EngineHarness, name: str | None, prompt: int) -> None:
     _, task = here.ask(range(prompt), name, max_tokens=3)
     await here.until_done([task])
 
 
-def test_a_cold_start_and_a_warm_one() -> None:
-    async def test(here: World) -> None:
+async def test_a_cold_start_and_a_warm_one() -> None:
+    async with with_harness() as here:
         await serve(here, "a0", 5)
         await serve(here, "a0", 5)
         assert [name for name, _, _ in here.metrics.choices] == ["assisted", "cached"]
 
-    with_world(test)
 
-
-def test_where_no_worker_is_free_a_prefill_starts_when_its_weights_are_expected() -> None:
-    async def test(here: World) -> None:
+async def test_where_no_worker_is_free_a_prefill_starts_when_its_weights_are_expected() -> None:
+    async with with_harness(assisted_batches=1) as here:
         tasks = [here.ask(range(5), name, max_tokens=3)[1] for name in ("a0", "a1")]
         for _ in range(5):
             await asyncio.sleep(0)
@@ -41,11 +39,9 @@ def test_where_no_worker_is_free_a_prefill_starts_when_its_weights_are_expected(
         await here.until_done(tasks)
         assert sorted(name for name, _, _ in here.metrics.choices) == ["assisted", "pipelined"]
 
-    with_world(test, assisted_batches=1)
 
-
-def test_workers_may_compute_a_layer_that_is_late_although_none_was_expected_to_be() -> None:
-    async def test(here: World) -> None:
+async def test_workers_may_compute_a_layer_that_is_late_although_none_was_expected_to_be() -> None:
+    async with with_harness() as here:
         tasks = [here.ask(range(5), "a0", max_tokens=3)[1]]
         await turn()
         here.reader.reads.pop()(True)
@@ -60,11 +56,9 @@ def test_workers_may_compute_a_layer_that_is_late_although_none_was_expected_to_
         await here.until_done(tasks)
         assert [name for name, _, _ in here.metrics.choices] == ["assisted", "pipelined"]
 
-    with_world(test)
 
-
-def test_the_predicted_time_is_from_the_choice_to_the_end_of_the_first_chunk() -> None:
-    async def test(here: World) -> None:
+async def test_the_predicted_time_is_from_the_choice_to_the_end_of_the_first_chunk() -> None:
+    async with with_harness() as here:
         await serve(here, "a0", 5)
         await serve(here, "a0", 7)
         (_, cold_ms, _), (_, warm_ms, seen_ms) = here.metrics.choices
@@ -72,24 +66,18 @@ def test_the_predicted_time_is_from_the_choice_to_the_end_of_the_first_chunk() -
         assert warm_ms == pytest.approx(700)
         assert seen_ms == 1000, "an iteration of the fake takes a second"
 
-    with_world(test)
-
 
 @pytest.mark.parametrize("mode", ["pipelined", "assisted", "overlapped"])
-def test_other_modes_choose_nothing(mode: str) -> None:
-    async def test(here: World) -> None:
+async def test_other_modes_choose_nothing(mode: str) -> None:
+    async with with_harness(mode=mode) as here:
         await serve(here, "a0", 5)
         assert here.metrics.choices == []
 
-    with_world(test, mode=mode)
 
-
-def test_requests_of_the_base_model_count_as_no_choice() -> None:
-    async def test(here: World) -> None:
+async def test_requests_of_the_base_model_count_as_no_choice() -> None:
+    async with with_harness() as here:
         await serve(here, None, 5)
         assert here.metrics.choices == []
-
-    with_world(test)
 
 
 def test_choices_are_exported_with_predicted_and_observed_seconds() -> None:
@@ -99,8 +87,8 @@ def test_choices_are_exported_with_predicted_and_observed_seconds() -> None:
     metrics.observe_choice("cached", 1.0, 2.0)
     text = metrics.render(FakeSnapshot(), lambda name: 8).decode()
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if 'choice="' in line)
-    told = {(name.split("{")[0], name.split('choice="')[1].split('"')[0]): float(v) for name, v in values.items()}
-    assert told["caraserve:loading_choice_total", "assisted"] == 2
-    assert told["caraserve:loading_choice_total", "cached"] == 1
-    assert told["caraserve:loading_choice_predicted_seconds_total", "assisted"] == pytest.approx(0.06)
-    assert told["caraserve:loading_choice_observed_seconds_total", "assisted"] == pytest.approx(0.08)
+    found = {(name.split("{")[0], name.split('choice="')[1].split('"')[0]): float(v) for name, v in values.items()}
+    assert found["caraserve:loading_choice_total", "assisted"] == 2
+    assert found["caraserve:loading_choice_total", "cached"] == 1
+    assert found["caraserve:loading_choice_predicted_seconds_total", "assisted"] == pytest.approx(0.06)
+    assert found["caraserve:loading_choice_observed_seconds_total", "assisted"] == pytest.approx(0.08)

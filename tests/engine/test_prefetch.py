@@ -5,14 +5,14 @@ from functools import partial
 from caraserve.core.lora_layout import ALIGN_BYTES
 from caraserve.errors import CaraServeError
 from caraserve.lora.adapter import AdapterTier
-from tests.engine_world import World, in_world, turn
-from tests.lora.tiers import World as Tiers
+from tests.engine_harness import in_harness, turn
+from tests.lora.tiers import CacheTiers as Tiers
 
-with_world = partial(in_world, slots=1, device_adapters=4)
+with_harness = partial(in_harness, slots=1, device_adapters=4)
 
 
-def test_adapters_of_the_next_requests_are_prefetched_while_all_slots_are_taken() -> None:
-    async def test(here: World) -> None:
+async def test_adapters_of_the_next_requests_are_prefetched_while_all_slots_are_taken() -> None:
+    async with with_harness() as here:
         tasks = [here.ask([1, 2], name, max_tokens=9)[1] for name in (None, "a0", "a1", "a2")]
         await turn()
         assert len(here.reader.reads) == 2, "no more at a time"
@@ -26,30 +26,23 @@ def test_adapters_of_the_next_requests_are_prefetched_while_all_slots_are_taken(
         await here.until_done(tasks)
         assert here.engine.catalog.manager.counters.disk_reads == 3
 
-    with_world(test)
 
-
-def test_with_exclusive_loads_nothing_is_prefetched() -> None:
+async def test_with_exclusive_loads_nothing_is_prefetched() -> None:
     """The read would stop the device for a request that is not even admitted."""
-
-    async def test(here: World) -> None:
+    async with with_harness(exclusive=True) as here:
         tasks = [here.ask([1, 2], name, max_tokens=9)[1] for name in (None, "a0")]
         await turn()
         assert not here.reader.reads
         await here.until_done(tasks)
 
-    with_world(test, exclusive=True)
 
-
-def test_a_failed_prefetch_is_repeated_when_the_request_is_admitted() -> None:
-    async def test(here: World) -> None:
+async def test_a_failed_prefetch_is_repeated_when_the_request_is_admitted() -> None:
+    async with with_harness() as here:
         tasks = [here.ask([1, 2], name, max_tokens=3)[1] for name in (None, "a0")]
         await turn()
         here.reader.reads.pop()(False)
         await here.until_done(tasks)
         assert [task.result().finish.reason for task in tasks] == ["length", "length"]
-
-    with_world(test)
 
 
 def test_a_prefetch_evicts_no_image_that_an_unfinished_request_will_need() -> None:
@@ -108,7 +101,7 @@ def test_a_request_cancelled_during_its_adapters_prefetch_leaks_nothing() -> Non
 def test_a_failed_prefetch_is_repeated_after_a_while() -> None:
     tiers = Tiers()
     tiers.add("a")
-    there, tiers.disk["a"] = tiers.disk["a"], CaraServeError("nobody has it")
+    there, tiers.disk["a"] = tiers.disk["a"], CaraServeError("no instance has it")
     version = tiers.manager.pin("a")
     tiers.manager.prefetch(version)
     tiers.settle()

@@ -6,10 +6,10 @@ import gc
 import pytest
 
 from caraserve.engine.active_request import ActiveRequest
-from tests.engine_world import World, in_world, turn
+from tests.engine_harness import EngineHarness, in_harness, turn
 
 
-async def turns_of_first_tokens(here: World, requests: int) -> list[int]:
+async def turns_of_first_tokens(here: EngineHarness, requests: int) -> list[int]:
     """Returns, for each of several requests in one iteration, the turn of the event loop in which its token came."""
     turns = 0
     asked = [here.ask([7, index], None, max_tokens=2) for index in range(requests)]
@@ -27,11 +27,9 @@ async def turns_of_first_tokens(here: World, requests: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("clock_step_s", "several"), [(0.0, False), (0.003, True)])
-def test_other_tasks_run_between_results_that_take_long(clock_step_s: float, several: bool) -> None:
-    async def test(here: World) -> None:
+async def test_other_tasks_run_between_results_that_take_long(clock_step_s: float, several: bool) -> None:
+    async with in_harness(clock_step_s=clock_step_s) as here:
         assert (len(set(await turns_of_first_tokens(here, 4))) > 1) is several
-
-    in_world(test, clock_step_s=clock_step_s)
 
 
 def active_requests() -> list[ActiveRequest]:
@@ -40,18 +38,19 @@ def active_requests() -> list[ActiveRequest]:
 
 
 def test_a_finished_request_is_freed_without_a_garbage_collection() -> None:
-    async def test(here: World) -> None:
-        one, task = here.ask([7, 8], None, max_tokens=1)
-        assert len(active_requests()) == before + 1
-        await here.until_done([task])
-        await here.settle()
-        assert one.finish.reason == "length"
-        assert len(active_requests()) == before
+    async def body() -> None:
+        async with in_harness() as here:
+            one, task = here.ask([7, 8], None, max_tokens=1)
+            assert len(active_requests()) == before + 1
+            await here.until_done([task])
+            await here.settle()
+            assert one.finish.reason == "length"
+            assert len(active_requests()) == before
 
     gc.collect()
     before = len(active_requests())
     gc.disable()
     try:
-        in_world(test)
+        asyncio.run(body())
     finally:
         gc.enable()

@@ -63,11 +63,7 @@ def rows(decision: SchedulerOutput) -> list[tuple[int, int, int, bool]]:
 
 
 def plan(
-    running: list[Request],
-    pool: BlockPool,
-    limit: Limits,
-    slots: list[int] | None = None,
-    served: int | None = None,
+    running: list[Request], pool: BlockPool, limit: Limits, slots: list[int] | None = None, served: int | None = None
 ) -> SchedulerOutput:
     return plan_iteration(running, slots or [0] * len(running), pool, limit, served)
 

@@ -2,23 +2,23 @@
 
 from collections import Counter
 
-from tests.engine_world import World, asked_for, in_world, turn
+from tests.engine_harness import EngineHarness, asked_for, in_harness, turn
 
 
-def slots(here: World) -> Counter[str]:
+def slots(here: EngineHarness) -> Counter[str]:
     """Returns the slots of each client."""
     queues = here.engine._queues
     return Counter(one.request.inputs.tenant.client for one in (*queues.loading, *queues.running))
 
 
-async def end_iterations(here: World, count: int) -> None:
+async def end_iterations(here: EngineHarness, count: int) -> None:
     for _ in range(count):
         here.end_something()
         await turn()
 
 
-def test_a_client_without_a_slot_gets_one_of_a_client_with_several() -> None:
-    async def test(here: World) -> None:
+async def test_a_client_without_a_slot_gets_one_of_a_client_with_several() -> None:
+    async with in_harness(slots=3) as here:
         greedy = [here.ask([number], "a0", client="greedy", max_tokens=40) for number in range(6)]
         await end_iterations(here, 8)
         assert slots(here) == {"greedy": 3}
@@ -34,11 +34,9 @@ def test_a_client_without_a_slot_gets_one_of_a_client_with_several() -> None:
         for one, _ in greedy + others:
             one.check()
 
-    in_world(test, slots=3)
 
-
-def test_the_request_that_lost_its_slot_is_its_clients_next_one() -> None:
-    async def test(here: World) -> None:
+async def test_the_request_that_lost_its_slot_is_its_clients_next_one() -> None:
+    async with in_harness(slots=2) as here:
         asked = [here.ask([number], None, client="greedy", max_tokens=30) for number in range(4)]
         await end_iterations(here, 4)
         first, second = here.engine._queues.running
@@ -50,11 +48,9 @@ def test_the_request_that_lost_its_slot_is_its_clients_next_one() -> None:
         for one, _ in asked:
             one.check()
 
-    in_world(test, slots=2)
 
-
-def test_no_client_loses_its_only_slot() -> None:
-    async def test(here: World) -> None:
+async def test_no_client_loses_its_only_slot() -> None:
+    async with in_harness(slots=2) as here:
         asked = [here.ask([number], None, client=client, max_tokens=20) for number, client in enumerate("ab")]
         await end_iterations(here, 4)
         asked += [here.ask([number], None, client="c", max_tokens=20) for number in range(2)]
@@ -64,11 +60,9 @@ def test_no_client_loses_its_only_slot() -> None:
         for one, _ in asked:
             one.check()
 
-    in_world(test, slots=2)
 
-
-def test_requests_that_wait_for_their_adapter_give_their_places_up_too() -> None:
-    async def test(here: World) -> None:
+async def test_requests_that_wait_for_their_adapter_give_their_places_up_too() -> None:
+    async with in_harness(slots=2) as here:
         streams = list(here.engine.submit_each([asked_for([number], "a0", client="greedy") for number in range(4)]))
         await turn()
         assert slots(here) == {"greedy": 2}
@@ -80,5 +74,3 @@ def test_requests_that_wait_for_their_adapter_give_their_places_up_too() -> None
         asked.check()
         for stream in streams:
             stream.cancel()
-
-    in_world(test, slots=2)

@@ -19,61 +19,46 @@ async def gathered(stream: TokenStream) -> list[TokenDelta]:
     return [delta async for delta in stream]
 
 
-def test_a_reader_that_keeps_up_gets_each_delta_as_it_was_put() -> None:
-    async def body() -> None:
-        stream = new_stream()
-        reading = asyncio.create_task(gathered(stream))
-        deltas = [TokenDelta("a", (1,)), TokenDelta("b", (2,)), TokenDelta("", (), finish=FINISH)]
-        for delta in deltas:
-            stream.put(delta)
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-        assert await reading == deltas
-
-    asyncio.run(body())
-
-
-def test_a_slow_reader_gets_missed_deltas_merged_into_one() -> None:
-    async def body() -> None:
-        stream = new_stream()
-        one, two = TokenLogprob(1, -1.0), TokenLogprob(2, -2.0)
-        stream.put(TokenDelta("x", (9,), prompt_logprobs=(None, one)))
-        stream.put(TokenDelta("a", (1,), logprobs=(one,), prompt_logprobs=(two,)))
-        stream.put(TokenDelta("b", (2, 3), logprobs=(two, one), finish=FINISH))
-        whole = TokenDelta("xab", (9, 1, 2, 3), (one, two, one), (None, one, two), FINISH)
-        assert await gathered(stream) == [whole]
-
-    asyncio.run(body())
-
-
-def test_after_the_finish_the_stream_stays_ended() -> None:
-    async def body() -> None:
-        stream = new_stream()
-        stream.put(TokenDelta("a", (1,), finish=FINISH))
-        await anext(stream)
-        for _ in range(2):
-            with pytest.raises(StopAsyncIteration):
-                await anext(stream)
-
-    asyncio.run(body())
-
-
-def test_a_reader_waits_for_the_next_delta() -> None:
-    async def body() -> None:
-        stream = new_stream()
-        reading = asyncio.create_task(gathered(stream))
+async def test_a_reader_that_keeps_up_gets_each_delta_as_it_was_put() -> None:
+    stream = new_stream()
+    reading = asyncio.create_task(gathered(stream))
+    deltas = [TokenDelta("a", (1,)), TokenDelta("b", (2,)), TokenDelta("", (), finish=FINISH)]
+    for delta in deltas:
+        stream.put(delta)
         await asyncio.sleep(0)
-        assert not reading.done()
-        stream.put(TokenDelta("a", (1,), finish=FINISH))
-        assert [delta.text for delta in await reading] == ["a"]
-
-    asyncio.run(body())
+        await asyncio.sleep(0)
+    assert await reading == deltas
 
 
-def test_cancelling_calls_the_owner() -> None:
-    async def body() -> None:
-        told: list[bool] = []
-        TokenStream(lambda: told.append(True), UnreadAnswer(UnreadBudget(1 << 20, lambda: None), "client")).cancel()
-        assert told == [True]
+async def test_a_slow_reader_gets_missed_deltas_merged_into_one() -> None:
+    stream = new_stream()
+    one, two = TokenLogprob(1, -1.0), TokenLogprob(2, -2.0)
+    stream.put(TokenDelta("x", (9,), prompt_logprobs=(None, one)))
+    stream.put(TokenDelta("a", (1,), logprobs=(one,), prompt_logprobs=(two,)))
+    stream.put(TokenDelta("b", (2, 3), logprobs=(two, one), finish=FINISH))
+    whole = TokenDelta("xab", (9, 1, 2, 3), (one, two, one), (None, one, two), FINISH)
+    assert await gathered(stream) == [whole]
 
-    asyncio.run(body())
+
+async def test_after_the_finish_the_stream_stays_ended() -> None:
+    stream = new_stream()
+    stream.put(TokenDelta("a", (1,), finish=FINISH))
+    await anext(stream)
+    for _ in range(2):
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+
+async def test_a_reader_waits_for_the_next_delta() -> None:
+    stream = new_stream()
+    reading = asyncio.create_task(gathered(stream))
+    await asyncio.sleep(0)
+    assert not reading.done()
+    stream.put(TokenDelta("a", (1,), finish=FINISH))
+    assert [delta.text for delta in await reading] == ["a"]
+
+
+async def test_cancelling_calls_the_owner() -> None:
+    cancelled: list[bool] = []
+    TokenStream(lambda: cancelled.append(True), UnreadAnswer(UnreadBudget(1 << 20, lambda: None), "client")).cancel()
+    assert cancelled == [True]

@@ -12,23 +12,23 @@ from caraserve.config import LOADING_MODES
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter, aligned_bytes
 from caraserve.lora.adapter import Adapter, AdapterTier, PartialImage
 from caraserve.lora.arrival_estimates import ArrivalEstimates
-from caraserve.lora.start_policy import LayerGroup, StartPolicy
+from caraserve.lora.start_policy import ExpectedLayers, StartPolicy
 from caraserve.model.dtype import Dtype
-from tests.engine_world import Asked, World, in_world, turn
+from tests.engine_harness import EngineHarness, SentRequest, in_harness, turn
 
 PROMPT = [1, 2, 3, 4, 5]
 
 
-with_world = partial(in_world, mode="pipelined", streamed_batches=2)
+with_harness = partial(in_harness, mode="pipelined", streamed_batches=2)
 
 
-async def run_lane(here: World) -> None:
+async def run_lane(here: EngineHarness) -> None:
     while here.backend.lane:
         here.backend.step()
         await turn()
 
 
-async def come(here: World, layers: int = 1, read: int = -1) -> None:
+async def come(here: EngineHarness, layers: int = 1, read: int = -1) -> None:
     """Delivers the next layers of a download, by default of the last one, and lets time pass until they may be used."""
     for _ in range(layers):
         here.reader.coming[read]()
@@ -37,15 +37,15 @@ async def come(here: World, layers: int = 1, read: int = -1) -> None:
     await run_lane(here)
 
 
-async def end_read(here: World, *, ok: bool = True, read: int = -1) -> None:
+async def end_read(here: EngineHarness, *, ok: bool = True, read: int = -1) -> None:
     here.reader.reads.pop(read)(ok)
     await turn()
     await run_lane(here)
 
 
 async def begun(
-    here: World, name: str = "a0", prompt: Sequence[int] = PROMPT, **params: Any
-) -> "tuple[Asked, asyncio.Task[Asked]]":
+    here: EngineHarness, name: str = "a0", prompt: Sequence[int] = PROMPT, **params: Any
+) -> "tuple[SentRequest, asyncio.Task[SentRequest]]":
     """Submits a request, and starts its side batch with the first layers of its adapter."""
     asked, task = here.ask(prompt, name, **{"max_tokens": 4} | params)
     await turn()
@@ -53,21 +53,21 @@ async def begun(
     return asked, task
 
 
-def version_of(here: World, name: str) -> Adapter:
+def version_of(here: EngineHarness, name: str) -> Adapter:
     return here.engine.catalog.manager._names[name]
 
 
-def used_bytes(here: World) -> int:
+def used_bytes(here: EngineHarness) -> int:
     return here.engine.catalog.manager._host_cache._arena.used_bytes
 
 
 # --- layers are used as they are downloaded ---
 
 
-def test_a_prompt_starts_with_the_first_downloaded_layer_and_ends_with_the_last() -> None:
-    async def test(here: World) -> None:
+async def test_a_prompt_starts_with_the_first_downloaded_layer_and_ends_with_the_last() -> None:
+    async with with_harness() as here:
         asked, task = await begun(here)
-        assert len(here.backend.asides) == 1
+        assert len(here.backend.side_batches) == 1
         assert version_of(here, "a0").tier is AdapterTier.STREAMING
         await come(here)
         await end_read(here)
@@ -76,11 +76,9 @@ def test_a_prompt_starts_with_the_first_downloaded_layer_and_ends_with_the_last(
         asked.check()
         assert asked.finish.reason == "length"
 
-    with_world(test)
 
-
-def test_a_prompt_starts_at_once_however_long_the_download_takes() -> None:
-    async def test(here: World) -> None:
+async def test_a_prompt_starts_at_once_however_long_the_download_takes() -> None:
+    async with with_harness() as here:
         here.ask(PROMPT, "a0", max_tokens=2)
         await turn()
         here.backend.now_s += 1000.0
@@ -88,14 +86,12 @@ def test_a_prompt_starts_at_once_however_long_the_download_takes() -> None:
         await turn()
         await run_lane(here)
         assert version_of(here, "a0").groups[-1].arrives_s > here.backend.now_s + 1000.0
-        assert len(here.backend.asides) == 1
+        assert len(here.backend.side_batches) == 1
         await end_read(here)
 
-    with_world(test)
 
-
-def test_the_copy_is_extended_by_each_layer_and_by_the_last_when_the_download_ends() -> None:
-    async def test(here: World) -> None:
+async def test_the_copy_is_extended_by_each_layer_and_by_the_last_when_the_download_ends() -> None:
+    async with with_harness() as here:
         _, task = await begun(here)
         slot = version_of(here, "a0").slot
         for layers in (1, 2, 3, 3):
@@ -107,11 +103,9 @@ def test_the_copy_is_extended_by_each_layer_and_by_the_last_when_the_download_en
         assert slot not in here.backend.streamed
         await here.until_done([task])
 
-    with_world(test)
 
-
-def test_layers_downloaded_before_a_request_was_admitted_are_used_at_once() -> None:
-    async def test(here: World) -> None:
+async def test_layers_downloaded_before_a_request_was_admitted_are_used_at_once() -> None:
+    async with with_harness(slots=1) as here:
         first, one = here.ask([7], None, max_tokens=20)
         await turn()
         _, task = here.ask(PROMPT, "a0", max_tokens=2)
@@ -123,14 +117,12 @@ def test_layers_downloaded_before_a_request_was_admitted_are_used_at_once() -> N
         assert version_of(here, "a0").tier is AdapterTier.STREAMING
         await here.until_done([one, task])
 
-    with_world(test, slots=1)
-
 
 @pytest.mark.parametrize(
     "kind", [{"mode": "overlapped"}, {"streamed_batches": 0}], ids=["no layerwise mode", "no such device"]
 )
-def test_without_streaming_the_request_waits_for_the_whole_download(kind: dict[str, Any]) -> None:
-    async def test(here: World) -> None:
+async def test_without_streaming_the_request_waits_for_the_whole_download(kind: dict[str, Any]) -> None:
+    async with with_harness(**kind) as here:
         _, task = here.ask(PROMPT, "a0", max_tokens=2)
         await turn()
         if here.streams:
@@ -140,11 +132,9 @@ def test_without_streaming_the_request_waits_for_the_whole_download(kind: dict[s
         assert here.backend.images
         await here.until_done([task])
 
-    with_world(test, **kind)
 
-
-def test_an_adapter_without_room_on_the_device_is_copied_after_its_download() -> None:
-    async def test(here: World) -> None:
+async def test_an_adapter_without_room_on_the_device_is_copied_after_its_download() -> None:
+    async with with_harness(device_adapters=1) as here:
         holds, first = here.ask(PROMPT, "a1", max_tokens=30)
         await turn()
         await end_read(here)
@@ -161,14 +151,12 @@ def test_an_adapter_without_room_on_the_device_is_copied_after_its_download() ->
         await here.until_done([first, second])
         holds.check()
 
-    with_world(test, device_adapters=1)
-
 
 # --- other requests are not delayed ---
 
 
-def test_iterations_continue_during_a_streamed_prefill() -> None:
-    async def test(here: World) -> None:
+async def test_iterations_continue_during_a_streamed_prefill() -> None:
+    async with with_harness() as here:
         other, task = here.ask([7, 8], None, max_tokens=20)
         _, streamed = await begun(here)
         await run_lane(here)
@@ -177,23 +165,19 @@ def test_iterations_continue_during_a_streamed_prefill() -> None:
         assert not streamed.done()
         await here.until_done([streamed])
 
-    with_world(test)
 
-
-def test_there_are_at_most_as_many_streamed_prefills_as_the_device_allows() -> None:
-    async def test(here: World) -> None:
+async def test_there_are_at_most_as_many_streamed_prefills_as_the_device_allows() -> None:
+    async with with_harness() as here:
         tasks = [here.ask([*PROMPT, index], "a0", max_tokens=2)[1] for index in range(4)]
         await turn()
         await come(here)
-        assert len(here.backend.asides) == 2
+        assert len(here.backend.side_batches) == 2
         await here.until_done(tasks)
         assert [task.result().finish.reason for task in tasks] == ["length"] * 4
 
-    with_world(test)
 
-
-def test_a_request_that_lacks_blocks_gets_those_of_a_streamed_prefill() -> None:
-    async def test(here: World) -> None:
+async def test_a_request_that_lacks_blocks_gets_those_of_a_streamed_prefill() -> None:
+    async with with_harness(blocks=14, step_tokens=64) as here:
         asked, streamed = await begun(here, prompt=range(24))
         other, task = here.ask(range(40, 64), None, max_tokens=20)
         await turn()
@@ -202,16 +186,14 @@ def test_a_request_that_lacks_blocks_gets_those_of_a_streamed_prefill() -> None:
         other.check()
         assert other.finish.reason == "length"
         await come(here)
-        assert here.backend.asides == [], "once is enough: it waits for all of its adapter now"
+        assert here.backend.side_batches == [], "once is enough: it waits for all of its adapter now"
         await here.until_done([streamed])
         asked.check()
         assert asked.finish.reason == "length"
 
-    with_world(test, blocks=14, step_tokens=64)
 
-
-def test_a_request_that_cannot_start_for_lack_of_blocks_gets_those_of_a_streamed_prefill() -> None:
-    async def test(here: World) -> None:
+async def test_a_request_that_cannot_start_for_lack_of_blocks_gets_those_of_a_streamed_prefill() -> None:
+    async with with_harness(blocks=13, step_tokens=64) as here:
         _, streamed = await begun(here, prompt=range(36))
         other, task = here.ask(range(40, 60), None, max_tokens=2)
         await turn()
@@ -220,11 +202,9 @@ def test_a_request_that_cannot_start_for_lack_of_blocks_gets_those_of_a_streamed
         other.check()
         await here.until_done([streamed])
 
-    with_world(test, blocks=13, step_tokens=64)
 
-
-def test_a_cancelled_streamed_prefill_releases_its_memory_at_once() -> None:
-    async def test(here: World) -> None:
+async def test_a_cancelled_streamed_prefill_releases_its_memory_at_once() -> None:
+    async with with_harness() as here:
         asked, _ = await begun(here)
         asked.stream.cancel()
         await turn()
@@ -233,19 +213,15 @@ def test_a_cancelled_streamed_prefill_releases_its_memory_at_once() -> None:
         assert version_of(here, "a0").tier is AdapterTier.STREAMING, "its bytes come all the same"
         await end_read(here)
 
-    with_world(test)
 
-
-def test_a_drain_does_not_wait_for_a_download() -> None:
-    async def test(here: World) -> None:
+async def test_a_drain_does_not_wait_for_a_download() -> None:
+    async with with_harness() as here:
         await begun(here)
         drain = asyncio.create_task(here.engine.drain(timeout_s=0.0))
         await asyncio.wait_for(_until(drain.done, here), timeout=30)
 
-    with_world(test)
 
-
-async def _until(condition: Callable[[], bool], here: World) -> None:
+async def _until(condition: Callable[[], bool], here: EngineHarness) -> None:
     while not condition():
         await asyncio.sleep(0.001)
         await run_lane(here)
@@ -254,8 +230,8 @@ async def _until(condition: Callable[[], bool], here: World) -> None:
 # --- failures ---
 
 
-def test_when_a_download_fails_its_memory_is_freed_only_after_its_last_reader_has_ended() -> None:
-    async def test(here: World) -> None:
+async def test_when_a_download_fails_its_memory_is_freed_only_after_its_last_reader_has_ended() -> None:
+    async with with_harness() as here:
         asked, task = await begun(here)
         here.reader.reads.pop()(False)
         await turn()
@@ -268,11 +244,9 @@ def test_when_a_download_fails_its_memory_is_freed_only_after_its_last_reader_ha
         assert "the disk failed" in asked.finish.error.message
         assert here.backend.images == {}
 
-    with_world(test)
 
-
-def test_the_next_request_after_a_failed_download_is_served() -> None:
-    async def test(here: World) -> None:
+async def test_the_next_request_after_a_failed_download_is_served() -> None:
+    async with with_harness() as here:
         await begun(here)
         await end_read(here, ok=False)
         again, task = await begun(here)
@@ -280,15 +254,12 @@ def test_the_next_request_after_a_failed_download_is_served() -> None:
         again.check()
         assert again.finish.reason == "length"
 
-    with_world(test)
 
-
-def test_a_failed_copy_is_reported_when_the_download_has_ended() -> None:
+async def test_a_failed_copy_is_reported_when_the_download_has_ended() -> None:
     """The download still writes into the arena."""
-
-    async def test(here: World) -> None:
+    async with with_harness() as here:
         asked, task = await begun(here)
-        here.backend.end_aside(0, "void")
+        here.backend.end_side_batch(0, "void")
         here.backend.fail_streamed(version_of(here, "a0").slot)
         await run_lane(here)
         assert not task.done()
@@ -297,11 +268,9 @@ def test_a_failed_copy_is_reported_when_the_download_has_ended() -> None:
         assert "could not be copied" in asked.finish.error.message
         here.engine.check()
 
-    with_world(test)
 
-
-def test_a_download_that_fails_after_its_copy_is_reported_as_a_failed_download() -> None:
-    async def test(here: World) -> None:
+async def test_a_download_that_fails_after_its_copy_is_reported_as_a_failed_download() -> None:
+    async with with_harness() as here:
         asked, _ = await begun(here)
         here.backend.fail_streamed(version_of(here, "a0").slot)
         await run_lane(here)
@@ -310,11 +279,9 @@ def test_a_download_that_fails_after_its_copy_is_reported_as_a_failed_download()
         assert "the disk failed" in asked.finish.error.message
         assert used_bytes(here) == 0
 
-    with_world(test)
 
-
-def test_an_adapter_unregistered_during_its_download_is_freed_after_the_download_and_its_last_request() -> None:
-    async def test(here: World) -> None:
+async def test_an_adapter_unregistered_during_its_download_is_freed_after_the_download_and_its_last_request() -> None:
+    async with with_harness() as here:
         asked, task = await begun(here)
         unloading = asyncio.create_task(here.engine.unload_adapter("a0"))
         await _until(lambda: here.engine.catalog.find("a0") is None, here)
@@ -330,15 +297,13 @@ def test_an_adapter_unregistered_during_its_download_is_freed_after_the_download
         assert used_bytes(here) == 0
         assert here.backend.images == {}
 
-    with_world(test)
-
 
 # --- expected arrivals ---
 
 LAYERS, LAYER_BYTES, LINK_BYTES_PER_S = 4, 1000, 8000.0
 
 
-def expected(layers: int, seconds: float) -> tuple[LayerGroup, ...]:
+def expected(layers: int, seconds: float) -> tuple[ExpectedLayers, ...]:
     """Returns the expected arrivals of an adapter of which so many layers were downloaded in so many seconds."""
     ends = tuple(LAYER_BYTES * (layer + 1) for layer in range(LAYERS))
     image = HostAdapter(AdapterSpec("digest", Dtype.F32, 8, ("q_proj",), ends, ()), aligned_bytes(ends[-1]))

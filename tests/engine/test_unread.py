@@ -12,7 +12,7 @@ from caraserve.engine import token_stream, unread
 from caraserve.engine.token_stream import TokenStream
 from caraserve.engine.unread import UnreadAnswer, UnreadBudget, size_of
 from caraserve.errors import Displaced, Overloaded, ReaderTooSlow, ServerBusy
-from tests.engine_world import World, asked_for, in_world, turn
+from tests.engine_harness import EngineHarness, asked_for, in_harness, turn
 
 FREE, SHARE = 2_000, 6_000  # about 6 and 20 tokens of the fake engine
 
@@ -23,7 +23,7 @@ def small() -> Iterator[None]:
         yield
 
 
-async def generate(here: World, until: Callable[[], bool], most: int = 1000) -> None:
+async def generate(here: EngineHarness, until: Callable[[], bool], most: int = 1000) -> None:
     """Ends iterations until something holds."""
     for _ in range(most):
         if until():
@@ -37,8 +37,8 @@ async def read_until_ended(stream: TokenStream) -> int:
     return sum([len(delta.token_ids) async for delta in stream])
 
 
-def test_an_answer_that_is_not_read_pauses_and_gives_its_slot_and_blocks_to_others() -> None:
-    async def test(here: World) -> None:
+async def test_an_answer_that_is_not_read_pauses_and_gives_its_slot_and_blocks_to_others() -> None:
+    async with in_harness(slots=1) as here:
         slow, reading = here.ask([1, 2, 3], "a0", max_tokens=30)
         reading.cancel()  # its client reads nothing
         await generate(here, lambda: here.engine.unread.paused == 1)
@@ -54,11 +54,9 @@ def test_an_answer_that_is_not_read_pauses_and_gives_its_slot_and_blocks_to_othe
         slow.check()
         assert slow.finish.completion_tokens == 30
 
-    in_world(test, slots=1)
 
-
-def test_an_answer_goes_on_when_half_of_it_is_read() -> None:
-    async def test(here: World) -> None:
+async def test_an_answer_goes_on_when_half_of_it_is_read() -> None:
+    async with in_harness() as here:
         slow, reading = here.ask([1, 2, 3], None, max_tokens=30)
         reading.cancel()
         await generate(here, lambda: here.engine.snapshot().running == 0 and here.engine.unread.paused == 1)
@@ -72,11 +70,9 @@ def test_an_answer_goes_on_when_half_of_it_is_read() -> None:
         slow.check()
         assert slow.finish.reason == "length"
 
-    in_world(test)
 
-
-def test_while_the_budget_is_exceeded_every_answer_pauses_that_is_not_nearly_read() -> None:
-    async def test(here: World) -> None:
+async def test_while_the_budget_is_exceeded_every_answer_pauses_that_is_not_nearly_read() -> None:
+    async with in_harness() as here:
         here.engine.unread.max_bytes = SHARE
         asked = [here.ask([number], None, max_tokens=30) for number in range(3)]
         for _, reading in asked:
@@ -90,13 +86,11 @@ def test_while_the_budget_is_exceeded_every_answer_pauses_that_is_not_nearly_rea
         for one, _ in asked:
             one.check()
 
-    in_world(test)
 
-
-def test_while_the_budget_is_exceeded_an_answer_of_which_too_little_is_read_in_a_minute_ends_with_an_error(
+async def test_while_the_budget_is_exceeded_an_answer_of_which_too_little_is_read_in_a_minute_ends_with_an_error(
     pass_time: Callable[[float], None],
 ) -> None:
-    async def test(here: World) -> None:
+    async with in_harness() as here:
         slow, reading = here.ask([1, 2, 3], None, max_tokens=30)
         reading.cancel()
         await generate(here, lambda: here.engine.unread.paused == 1)
@@ -113,11 +107,9 @@ def test_while_the_budget_is_exceeded_an_answer_of_which_too_little_is_read_in_a
             await anext(slow.stream)
         assert here.engine.unread.held_bytes == 0
 
-    in_world(test)
 
-
-def test_a_finished_answer_counts_until_it_is_read_and_ends_too(pass_time: Callable[[float], None]) -> None:
-    async def test(here: World) -> None:
+async def test_a_finished_answer_counts_until_it_is_read_and_ends_too(pass_time: Callable[[float], None]) -> None:
+    async with in_harness() as here:
         slow, reading = here.ask([1, 2, 3], None, max_tokens=15)
         reading.cancel()
         await generate(here, lambda: slow.stream.unread.unread_bytes > FREE and here.engine.snapshot().running == 0)
@@ -128,11 +120,9 @@ def test_a_finished_answer_counts_until_it_is_read_and_ends_too(pass_time: Calla
             await anext(slow.stream)
         assert here.engine.unread.held_bytes == 0
 
-    in_world(test)
 
-
-def test_a_slow_reader_that_reads_on_keeps_its_answer(pass_time: Callable[[float], None]) -> None:
-    async def test(here: World) -> None:
+async def test_a_slow_reader_that_reads_on_keeps_its_answer(pass_time: Callable[[float], None]) -> None:
+    async with in_harness() as here:
         slow, reading = here.ask([1, 2, 3], None, max_tokens=40)
         reading.cancel()
         while not (slow.deltas and slow.deltas[-1].finish):
@@ -148,11 +138,9 @@ def test_a_slow_reader_that_reads_on_keeps_its_answer(pass_time: Callable[[float
         assert here.engine.unread.paused > 0
         slow.check()
 
-    in_world(test)
 
-
-def test_an_answer_that_is_cancelled_or_left_does_not_count() -> None:
-    async def test(here: World) -> None:
+async def test_an_answer_that_is_cancelled_or_left_does_not_count() -> None:
+    async with in_harness() as here:
         for finished in (False, True):
             slow, reading = here.ask([1, 2, 3], None, max_tokens=15 if finished else 40)
             reading.cancel()
@@ -161,11 +149,9 @@ def test_an_answer_that_is_cancelled_or_left_does_not_count() -> None:
             assert here.engine.unread.held_bytes == 0
             await generate(here, lambda: here.engine.snapshot().waiting == 0)
 
-    in_world(test)
 
-
-def test_paused_requests_take_places_of_their_client_in_the_queue_and_of_no_other() -> None:
-    async def test(here: World) -> None:
+async def test_paused_requests_take_places_of_their_client_in_the_queue_and_of_no_other() -> None:
+    async with in_harness() as here:
         here.engine._config.max_queue = 3  # type: ignore[misc]
         asked = [here.ask([number], None, client="slow", max_tokens=40) for number in range(3)]
         for _, reading in asked:
@@ -184,11 +170,9 @@ def test_paused_requests_take_places_of_their_client_in_the_queue_and_of_no_othe
         for one, _ in asked:
             one.stream.cancel()
 
-    in_world(test)
 
-
-def test_a_request_that_waits_for_its_adapter_pauses_with_the_others_of_its_answer() -> None:
-    async def test(here: World) -> None:
+async def test_a_request_that_waits_for_its_adapter_pauses_with_the_others_of_its_answer() -> None:
+    async with in_harness() as here:
         streams = list(here.engine.submit_each([asked_for([number], "a0", max_tokens=40) for number in range(2)]))
         await turn()
         assert len(here.engine._queues.loading) == 2
@@ -201,11 +185,9 @@ def test_a_request_that_waits_for_its_adapter_pauses_with_the_others_of_its_answ
         await generate(here, reading.done)
         assert reading.result() == [40, 40]
 
-    in_world(test)
 
-
-def test_the_other_answers_to_the_same_body_do_not_start_while_it_is_paused() -> None:
-    async def test(here: World) -> None:
+async def test_the_other_answers_to_the_same_body_do_not_start_while_it_is_paused() -> None:
+    async with in_harness(slots=1) as here:
         request = asked_for([1], None, max_tokens=40)
         streams = list(here.engine.submit_each([request] * 4))  # on a device with one slot
         await generate(here, lambda: here.engine.unread.paused == 1 and here.engine.snapshot().running == 0)
@@ -213,8 +195,6 @@ def test_the_other_answers_to_the_same_body_do_not_start_while_it_is_paused() ->
         assert len(here.backend.launched) < 30
         for stream in streams:
             stream.cancel()
-
-    in_world(test, slots=1)
 
 
 async def test_a_whole_answer_without_memory_is_refused_and_small_ones_are_not() -> None:

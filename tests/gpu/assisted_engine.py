@@ -72,10 +72,10 @@ class AssistedEngine:
     async def help_with(self, name: str, tokens: int, seed: int = 0) -> int:
         """Runs a prompt that only workers can compute, then loads its weights again. Returns the layers that workers
         computed."""
-        before = self.assisted.counts.slices
+        before = self.assisted.slices
         self.driver.held = {Lane.COPY}
         answer = self.ask(name, tokens, seed)
-        await self.until(lambda: not self.assisted.is_open and self.assisted.counts.slices > before)
+        await self.until(lambda: not self.assisted.is_open and self.assisted.slices > before)
         self.driver.held = set()
         return await self.check(name, tokens, answer, seed)
 

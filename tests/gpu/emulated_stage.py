@@ -7,11 +7,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from caraserve.bench.gpu.__main__ import main
-from caraserve.bench.gpu.device_limits import DeviceLimits
-from caraserve.bench.gpu.processes import StageProcess, run_process
-from caraserve.bench.gpu.results import StageReport
-from caraserve.bench.gpu.setup import CheckSetup
+from scripts.laboratory.gpu.__main__ import main
+from scripts.laboratory.gpu.processes import StageProcess, run_process
+from scripts.laboratory.gpu.results import StageReport
+from scripts.laboratory.gpu.setup import CheckSetup, DeviceLimits
 from tests.gpu.rehearsal import emulated_setup, opener, prepare_interpreter
 
 

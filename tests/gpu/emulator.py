@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.gpu.driver import nvrtc
-from caraserve.gpu.kernels.cuda_launch import Launch
+from caraserve.gpu.driver.launch import Launch
+from caraserve.gpu.kernels import cuda_sources
 from caraserve.model.dtype import Dtype
 
 _HEADER, TYPES = (Path(__file__).with_name(name) for name in ("cuda_on_host.h", "cuda_types.h"))
@@ -53,17 +53,17 @@ def shared_library(compiler: str, flags: Sequence[str], main: str, files: Mappin
 @cache
 def _library(source: str, activation: Dtype) -> ctypes.CDLL:
     main = [f'#include "{_HEADER.name}"', f'#include "{source}.cu"']
-    main += [f"EMULATE({kernel})" for kernel in nvrtc.kernels(source)]
+    main += [f"EMULATE({kernel})" for kernel in cuda_sources.kernels(source)]
     headers = {header.name: header.read_text(encoding="utf-8") for header in (_HEADER, TYPES)}
-    files = {**nvrtc.sources(source), **headers, "main.cpp": "\n".join(main)}
-    macros = [f"-D{name}={value}" for name, value in nvrtc.definitions(activation).items()]
+    files = {**cuda_sources.sources(source), **headers, "main.cpp": "\n".join(main)}
+    macros = [f"-D{name}={value}" for name, value in cuda_sources.definitions(activation).items()]
     return ctypes.CDLL(str(shared_library("c++", (*_FLAGS, *macros), "main.cpp", files)))
 
 
 @cache
 def _argument_counts(source: str) -> dict[str, int]:
     """Returns the number of arguments of each kernel."""
-    return {kernel: len(arguments) for kernel, arguments in nvrtc.kernels(source).items()}
+    return {kernel: len(arguments) for kernel, arguments in cuda_sources.kernels(source).items()}
 
 
 def run_early(launch: Launch, activation: Dtype, written: NDArray[np.float32], seed: int = 0) -> None:

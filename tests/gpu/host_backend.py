@@ -2,39 +2,45 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, ParamSpec
 
 import pytest
 
 import caraserve.backend_factory
 from caraserve.config import EngineConfig, LoraConfig, ModelConfig
 from caraserve.core.lora_layout import HostAdapter
-from caraserve.gpu import weights
+from caraserve.gpu import builder, weights
 from caraserve.gpu.backend import CudaBackend
+from caraserve.gpu.builder import BackendParts, GpuSizes
 from caraserve.gpu.checkpoint import load_checkpoint
-from caraserve.gpu.driver import modules as opening
+from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.detect import DeviceChoice
+from caraserve.gpu.driver.device import GpuDevice
+from caraserve.gpu.driver.launch import Kernels
 from caraserve.gpu.driver.streams import Lane
-from caraserve.gpu.forward import builder
-from caraserve.gpu.forward.builder import BackendParts, GpuDevice, GpuSizes
-from caraserve.gpu.kernels.cuda_launch import Kernels
+from caraserve.gpu.kernels import cuda_kernels
 from caraserve.gpu.memory.host_memory import SYNC_SLOTS
+from caraserve.gpu.memory.pool import DevicePool
 from caraserve.loop import Engine
 from caraserve.lora.peft import inspect_adapter, read_adapter
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import load_spec
-from tests.gpu.host_device import HostDriver, host_device
+from tests.gpu.host_device import host_device
+from tests.gpu.host_driver import HostDriver
 from tests.serving import running
 
 GRANULE_BYTES = 32 << 10  # small, so that tiny adapters differ in their number of granules
 KV_BLOCK_BYTES = 8 << 10  # of the models here in fp32
 NO_NUMBER = 0xFF  # NaN, if every byte has this value
 PATIENCE_S = 60.0
+
+P = ParamSpec("P")
 
 
 @dataclass
@@ -50,8 +56,6 @@ class Host:
 
     def on_launching_thread(self, job: Any) -> Any:
         """Returns the result of a job that runs on the launching thread between two others."""
-        from queue import SimpleQueue
-
         result: SimpleQueue[Any] = SimpleQueue()
 
         def run() -> None:
@@ -76,7 +80,7 @@ class Host:
 
     def _check_at_rest(self) -> None:
         parts = self.parts
-        parts.images.pool.check()
+        check_pool(parts.images.pool)
         assert not parts.is_busy
         assert not parts.assisted.is_open
         assert parts.context.queue.answers == 0
@@ -86,7 +90,7 @@ class Host:
         for lane in Lane:
             parts.context.timelines.settle(lane)
         parts.assisted._sync_slots.reclaim(())
-        assert len(parts.assisted._sync_slots._free) == len(parts.assist_resources.region.hand_off_buffers)
+        assert len(parts.assisted._sync_slots._free) == len(parts.region.hand_off_buffers)
 
 
 @asynccontextmanager
@@ -113,7 +117,7 @@ async def serving(
         return GpuSizes(**fields | {name: value for name, value in changed.items() if value is not None})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opening, "open_device", open_device)
+        patch.setattr(cuda_kernels, "open_device", open_device)
         patch.setattr(builder, "GpuSizes", with_sizes)
         patch.setattr(builder, "GRANULE_BYTES", GRANULE_BYTES)
         patch.setattr(caraserve.backend_factory, "detect", lambda device: DeviceChoice("cuda"))
@@ -176,6 +180,44 @@ def host_tier(host: Host, folders: Mapping[str, Path], model: Path) -> dict[str,
         found[name] = read_adapter(folder, spec, host.backend.host_memory[at : at + num_bytes])
         at += -(-num_bytes // 4096) * 4096
     return found
+
+
+def on_a_loop(test: Callable[P, Awaitable[None]]) -> Callable[P, None]:
+    """Makes a test of a coroutine, which fails if it takes some minutes, as when an answer never comes."""
+
+    @wraps(test)
+    def run(*args: P.args, **named: P.kwargs) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **named), 5 * PATIENCE_S))
+
+    return run
+
+
+def check_pool(pool: DevicePool) -> None:
+    """Fails if bytes have two owners or a limit is exceeded."""
+    place = pool._lowest(pool.kv_blocks)
+    for extent in pool._extents:
+        assert extent.start >= place, f"adapter slot {extent.slot} overlaps what lies before it"
+        assert extent.start % pool._granule == 0, f"adapter slot {extent.slot} is not on a granule"
+        assert pool._by_slot[extent.slot] is extent, f"adapter slot {extent.slot} is registered at another place"
+        place = extent.end
+    assert place <= pool.num_bytes, "adapters reach beyond the pool"
+    assert len(pool._extents) == len(pool._by_slot), "an adapter is lost"
+    assert pool.adapter_bytes <= pool.lora_bytes, "adapters are over their cap"
+
+
+def hold_second_copy(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Makes the copy lane stand still once its second copy has begun. Returns the bytes of the copies that have
+    begun."""
+    link_time, begun = HostDriver.link_time, list[int]()
+
+    def holding(driver: HostDriver, stream: Stream, num_bytes: int) -> Callable[[], bool]:
+        if driver.is_lane(stream, Lane.COPY):
+            begun.append(num_bytes)
+            driver.held |= {Lane.COPY} if len(begun) == 2 else set()
+        return link_time(driver, stream, num_bytes)
+
+    monkeypatch.setattr(HostDriver, "link_time", holding)
+    return begun
 
 
 def note_calls(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, calls: list[str]) -> None:

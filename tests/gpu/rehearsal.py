@@ -16,27 +16,26 @@ from typing import Any
 import torch
 
 from caraserve.bench.cli import bench_parser
-from caraserve.bench.gpu.__main__ import run_stage
-from caraserve.bench.gpu.accelerator import Mark
-from caraserve.bench.gpu.device_limits import DeviceLimits, known_limits
-from caraserve.bench.gpu.processes import Known, StageProcess
-from caraserve.bench.gpu.results import StageReport
-from caraserve.bench.gpu.results_file import ResultsFile
-from caraserve.bench.gpu.run import check
-from caraserve.bench.gpu.setup import CheckEffort, CheckSetup, Opened
-from caraserve.bench.gpu.stages import STAGES, Stage, find_stage
 from caraserve.bench.records import RequestRecord, Run
 from caraserve.bench.report.files import document
 from caraserve.bench.report.summary import summarize
 from caraserve.bench.synthetic import Shape
 from caraserve.gpu.driver.api import Stream
-from caraserve.gpu.driver.detect import DeviceFacts
-from caraserve.gpu.forward.builder import GpuDevice
-from caraserve.gpu.kernels.cuda_launch import Launch
+from caraserve.gpu.driver.device import GpuDevice
+from caraserve.gpu.driver.launch import Launch
 from caraserve.model.dtype import Dtype
+from scripts.laboratory.gpu.__main__ import run_stage
+from scripts.laboratory.gpu.accelerator import Mark
+from scripts.laboratory.gpu.device_facts import DeviceFacts
+from scripts.laboratory.gpu.processes import Known, StageProcess
+from scripts.laboratory.gpu.results import StageReport
+from scripts.laboratory.gpu.run import ResultsFile, check
+from scripts.laboratory.gpu.setup import CheckEffort, CheckSetup, DeviceLimits, Opened, known_limits
+from scripts.laboratory.gpu.stages import STAGES, Stage, find_stage
 from tests.gpu.fast_interpreter import speed_up
 from tests.gpu.honest_dots import use_honest_dots
-from tests.gpu.host_device import HostDriver, host_device
+from tests.gpu.host_device import host_device
+from tests.gpu.host_driver import HostDriver
 
 FACTS = DeviceFacts(
     name="a device on the host",
@@ -133,7 +132,7 @@ class Kernels:
     """Raw kernels, one of which is not launched."""
 
     def __init__(self, real: Any, missing: str) -> None:
-        self._real, self._missing, self.bgmv_grid = real, missing, real.bgmv_grid
+        self._real, self._missing, self.multiprocessors = real, missing, real.multiprocessors
 
     def launch(self, launch: Launch, stream: Stream) -> None:
         if launch.kernel != self._missing:
@@ -154,7 +153,7 @@ def opener(missing: str = "") -> Callable[[Dtype], Opened]:
     return open_
 
 
-def told(argv: Sequence[str], timeout_s: float) -> None:
+def report_modes(argv: Sequence[str], timeout_s: float) -> None:
     """Stands in for `caraserve bench modes`: takes its arguments and writes a report like its own."""
     assert timeout_s > 0
     args = bench_parser().parse_args(["modes", *argv[: argv.index("--")]])
@@ -232,7 +231,7 @@ def emulated_setup(
         budget_s,
         limits,
         server_arguments,
-        bench_modes=told,
+        bench_modes=report_modes,
         run_part=run_part,
         caraserve=(sys.executable, "-m", "tests.gpu.serve_emulated"),
     )

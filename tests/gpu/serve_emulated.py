@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import caraserve.backend_factory
 from caraserve.__main__ import run
-from caraserve.gpu.driver import modules
+from caraserve.gpu import builder
 from caraserve.gpu.driver.detect import DeviceChoice
-from caraserve.gpu.forward import builder
-from caraserve.gpu.forward.builder import GpuDevice
+from caraserve.gpu.driver.device import GpuDevice
+from caraserve.gpu.kernels import cuda_kernels
 from caraserve.model.dtype import Dtype
 from tests.gpu.host_device import host_device
 from tests.gpu.torch_kernels import torch_kernels
@@ -20,7 +20,7 @@ from tests.gpu.torch_kernels import torch_kernels
 def main() -> int:
     """Runs the command on a device of this process, with few captured graphs: they bring no speed here."""
     real_sizes = builder.GpuSizes
-    modules.open_device = open_device
+    cuda_kernels.open_device = open_device
     builder.GpuSizes = lambda **fields: replace(real_sizes(**fields), graph_bytes=1 << 21)
     caraserve.backend_factory.detect = lambda wanted: DeviceChoice("cpu" if wanted == "cpu" else "cuda")
     with torch_kernels():

@@ -8,8 +8,8 @@ import numpy as np
 
 from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.cuda_driver import CudaDriver
+from caraserve.gpu.driver.launch import Launch
 from caraserve.gpu.driver.libcuda import Cuda
-from caraserve.gpu.kernels.cuda_launch import Launch
 from tests.gpu.emulator import shared_library
 
 _TRITON = find_spec("triton")
@@ -86,7 +86,7 @@ class Stub:
 class Recorder:
     """Kernels that only record launches."""
 
-    bgmv_grid = 1
+    multiprocessors = 1
 
     def __init__(self) -> None:
         self.launched: list[tuple[Launch, Stream]] = []
@@ -109,7 +109,7 @@ class Torch:
         return self.given
 
 
-class World:
+class DriverCase:
     """A driver, a stream, 4 KiB on the host and 4 KiB on the device, which the host can read, too."""
 
     def __init__(self, stub: Stub) -> None:

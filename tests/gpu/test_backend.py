@@ -6,7 +6,7 @@ import json
 import random
 import re
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,29 +17,25 @@ from numpy.typing import NDArray
 
 from caraserve.config import LOADING_MODES, PRELOADED_MODES, LoraConfig
 from caraserve.core.batch import Batch
+from caraserve.core.lora_layout import GROUPS
 from caraserve.engine.active_request import ActiveRequest
 from caraserve.engine.queues import RequestQueues
 from caraserve.errors import ConfigError
+from caraserve.gpu import builder
 from caraserve.gpu.driver.api import DriverError, Graph, Stream
 from caraserve.gpu.driver.streams import Lane
-from caraserve.gpu.forward import builder
-from caraserve.gpu.forward.batch import PassShape
 from caraserve.gpu.forward.lanes import CapturedPass
 from caraserve.gpu.kernels.bgmv_work import GROUP_RANK, WorkItems
+from caraserve.gpu.memory.pass_shape import PassShape
 from caraserve.loop import Engine
 from tests.gpu.answers import CONTEXT, Asked, check, run_server
-from tests.gpu.host_backend import GRANULE_BYTES, PATIENCE_S, Host, serving
-from tests.gpu.host_device import HostDriver
-from tests.gpu.torch_kernels import torch_kernels
+from tests.gpu.host_backend import GRANULE_BYTES, PATIENCE_S, Host, hold_second_copy, on_a_loop, serving
+from tests.gpu.host_driver import HostDriver
 from tests.oracle.models import prompt_of
 from tests.oracle.subject import KINDS, Subject
 from tests.serving import MIB, PROFILE, Answer, engine_config, lora_config, model_config, running, submit
 
-
-@pytest.fixture(scope="module", autouse=True)
-def stand_in() -> Iterator[None]:
-    with torch_kernels():
-        yield
+pytestmark = pytest.mark.usefixtures("torch_for_triton")
 
 
 def some_requests(rng: random.Random, names: Sequence[str | None], count: int) -> list[Asked]:
@@ -241,6 +237,27 @@ def test_adapters_are_awaited_without_graphs_if_waits_cannot_be_captured(
     assert complaint.endswith("which takes longer: cuStreamWaitValue32_v2: not supported")
 
 
+@pytest.mark.parametrize("graph_bytes", [0, 1 << 30], ids=["kernels", "graphs"])
+@on_a_loop
+async def test_a_layer_is_computed_while_the_next_one_is_copied(
+    subject: Subject, graph_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room, prompt = 24 * GRANULE_BYTES, [7]  # one token, which decoding kernels compute
+    lora = lora_config(subject.adapters, mode="pipelined", device_bytes=room, host_bytes=4 * MIB, pipeline_groups=2)
+    settings = engine_config(seqs=2, step_tokens=8, kv_bytes=room)
+    model = model_config(subject.model, max_model_len=CONTEXT)
+    async with serving(model, lora, settings, graph_bytes=graph_bytes) as (engine, host):
+        before = host.driver.log.count("bgmv_shrink")
+        hold_second_copy(monkeypatch)
+        answer = submit(engine, prompt, "half", max_tokens=1)
+        while (launched := host.driver.log.count("bgmv_shrink") - before) < len(GROUPS):  # noqa: ASYNC110  no event
+            await asyncio.sleep(0.001)
+        assert not answer.done()
+        assert launched == len(GROUPS)  # of the first of two layers
+        host.driver.held = set()
+        check(subject, [(prompt, "half")], [await answer], 1)
+
+
 def test_passes_over_merged_weights_are_captured(subject: Subject) -> None:
     rng, seen = random.Random(5), Seen()
     asked = some_requests(rng, ["r8", "mlp", None], 8)
@@ -283,7 +300,7 @@ def test_the_padded_baseline_answers_like_peft_at_the_largest_rank_of_each_batch
 
 
 def test_many_rows_of_one_adapter_answer_like_peft_in_graphs_of_their_own(subject: Subject) -> None:
-    rng, crowded = random.Random(9), list[bool]()
+    rng, segmented = random.Random(9), list[bool]()
     names = ["r8"] * 10 + ["r13", None, "r64"]
     asked = [(prompt_of(rng, 9), name) for name in names]
 
@@ -293,7 +310,7 @@ def test_many_rows_of_one_adapter_answer_like_peft_in_graphs_of_their_own(subjec
         def finding(plan: Batch, shape: PassShape, arriving: Collection[int]) -> CapturedPass | None:
             found = find(plan, shape, arriving)
             if shape.tokens == len(plan.rows) and shape.segments:
-                crowded.append(found is not None)
+                segmented.append(found is not None)
                 assert shape.has_items == any(row.adapter_slot not in (0, row_slot(plan)) for row in plan.rows)
             return found
 
@@ -306,8 +323,8 @@ def test_many_rows_of_one_adapter_answer_like_peft_in_graphs_of_their_own(subjec
     room = {"seqs": len(asked), "step_tokens": 200, "pool_granules": 64, "graph_bytes": 1 << 30}
     answers = ask(subject, asked, 6, prepare=watch, **room)
     check(subject, asked, answers, 6)
-    assert crowded
-    assert all(crowded)
+    assert segmented
+    assert all(segmented)
 
 
 @pytest.mark.parametrize("host_bytes", [4 * MIB, MIB // 3])

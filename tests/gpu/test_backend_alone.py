@@ -4,7 +4,7 @@ failing device, and a clean end."""
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -20,8 +20,7 @@ from caraserve.gpu.driver.streams import Lane
 from caraserve.gpu.memory.adapters import DeviceImages
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS
 from caraserve.kv.memory_budget import MemoryBudget
-from tests.gpu.host_backend import GRANULE_BYTES, KV_BLOCK_BYTES, PATIENCE_S, Host, alone, host_tier
-from tests.gpu.torch_kernels import torch_kernels
+from tests.gpu.host_backend import GRANULE_BYTES, KV_BLOCK_BYTES, PATIENCE_S, Host, alone, check_pool, host_tier
 from tests.oracle.models import ALL_TARGETS, prompt_of
 from tests.oracle.oracle import Oracle
 from tests.oracle.subject import KINDS, Subject, make_subject
@@ -31,10 +30,7 @@ BLOCKS_EACH, SLOTS = 5, 4  # of a request
 ADAPTER_SLOTS = 12
 
 
-@pytest.fixture(scope="module", autouse=True)
-def stand_in() -> Iterator[None]:
-    with torch_kernels():
-        yield
+pytestmark = pytest.mark.usefixtures("torch_for_triton")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +67,7 @@ def check_base(oracle: Oracle, number: int, outcome: Outcome) -> None:
 
 @dataclass
 class Served:
-    """A request of a `World`."""
+    """A request of `RandomUse`."""
 
     prompt: list[int]
     adapter: str | None
@@ -93,7 +89,7 @@ class Served:
         oracle.check_greedy(self.prompt, self.adapter, output)
 
 
-class World:
+class RandomUse:
     """Random requests and adapters, within the totals that the engine guarantees."""
 
     def __init__(self, host: Host, tier: dict[str, HostAdapter], oracle: Oracle, rng: random.Random) -> None:
@@ -115,7 +111,7 @@ class World:
             assert self.grown.get() is None
             self.room.grown()
         self.room.check()
-        self.host.on_launching_thread(self.host.parts.images.pool.check)
+        self.host.on_launching_thread(lambda: check_pool(self.host.parts.images.pool))
 
     def load(self) -> None:
         name = self.rng.choice(sorted(self.tier))
@@ -221,10 +217,10 @@ class World:
 def test_any_order_of_loads_and_batches_keeps_every_bytes_owner(subject: Subject, seed: int, last: Lane) -> None:
     model, adapters, oracle = subject
     with alone(model, seed=seed, last=last, adapter_slots=ADAPTER_SLOTS) as host:
-        world = World(host, host_tier(host, adapters, model), oracle, random.Random(seed))
+        use = RandomUse(host, host_tier(host, adapters, model), oracle, random.Random(seed))
         for _ in range(150):
-            world.step()
-        world.settle()
+            use.step()
+        use.settle()
         host.check_at_rest()
         assert host.parts.images.pool.adapter_bytes == 0
 
@@ -242,7 +238,7 @@ def test_everything_launched_before_close_has_a_result(subject: Subject) -> None
     assert ours <= names
     assert not ours & {thread.name for thread in threading.enumerate()}
     with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(host.parts.assist_resources.region.region.fd)
+        os.fstat(host.parts.region.region.fd)
 
 
 def test_a_batch_that_cannot_be_launched_fails_alone_and_in_order(subject: Subject) -> None:
@@ -265,7 +261,7 @@ def test_a_failing_device_ends_every_batch_and_load_with_an_error(subject: Subje
     ended: SimpleQueue[tuple[int, Outcome]] = SimpleQueue()
     others: SimpleQueue[Outcome | None] = SimpleQueue()
 
-    def told(number: int) -> Callable[[Outcome], None]:
+    def put_for(number: int) -> Callable[[Outcome], None]:
         return lambda outcome: ended.put((number, outcome))
 
     with alone(model, lora_cpus=(min(os.sched_getaffinity(0)),) if is_assisted else ()) as host:
@@ -273,14 +269,14 @@ def test_a_failing_device_ends_every_batch_and_load_with_an_error(subject: Subje
         host.driver.held = {Lane.COMPUTE, Lane.COPY, Lane.ASSIST}
         backend.load_adapter(tier["r8"], 1, others.put, [1])
         for number in (0, 1):
-            backend.launch(base_plan(number), told(number))
+            backend.launch(base_plan(number), put_for(number))
         for slot in (1, 2, 3) if is_assisted else ():  # one more than there are sync slots
             blocks = range(slot * BLOCKS_EACH, (slot + 1) * BLOCKS_EACH)
             backend.launch(prompt_plan(slot, [3, 4, 5], blocks, 1, is_side_batch=True), others.put)
         host.on_launching_thread(lambda: None)
         host.driver.failed = True
         for number in (2, 3, 4):
-            backend.launch(base_plan(number), told(number))
+            backend.launch(base_plan(number), put_for(number))
         backend.load_adapter(tier["r13"], 2, others.put, [1])
         outcomes = [ended.get(timeout=PATIENCE_S) for _ in range(5)]
         assert [number for number, _ in outcomes] == list(range(5))
@@ -416,14 +412,14 @@ def test_kv_reuses_an_adapters_bytes_only_after_other_lanes_have_read_them(subje
         seen = np.empty(image.data.nbytes, np.uint8)
         place = images.pool.place_of(1)
 
-        def read_aside() -> None:
+        def read_on_assist_lane() -> None:
             timelines = host.parts.context.timelines
             source = images.bytes_of(1).data_ptr()
             host.driver.copy_to_host(seen.ctypes.data, source, seen.nbytes, timelines.streams[Lane.ASSIST])
             images.used([1], Lane.ASSIST, timelines.mark(Lane.ASSIST))
 
         host.driver.held = {Lane.ASSIST}
-        host.on_launching_thread(read_aside)
+        host.on_launching_thread(read_on_assist_lane)
         host.backend.unload_adapter(1)
         host.backend.resize_kv(images.pool.num_bytes // KV_BLOCK_BYTES, lambda error: None)
         host.backend.launch(prompt_plan(0, base_prompt(0), [place // KV_BLOCK_BYTES]), results.put)

@@ -3,14 +3,12 @@ batch with generation."""
 
 import asyncio
 import random
-from collections.abc import Iterator
 
 import pytest
 
 from caraserve.config import PRELOADED_MODES
 from caraserve.gpu.driver.streams import Lane
 from tests.gpu.host_backend import GRANULE_BYTES, serving
-from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle.models import prompt_of
 from tests.oracle.subject import Subject
 from tests.serving import MIB, Answer, embed, engine_config, lora_config, model_config, submit
@@ -18,10 +16,7 @@ from tests.serving import MIB, Answer, embed, engine_config, lora_config, model_
 CONTEXT = 200
 
 
-@pytest.fixture(scope="module", autouse=True)
-def stand_in() -> Iterator[None]:
-    with torch_kernels():
-        yield
+pytestmark = pytest.mark.usefixtures("torch_for_triton")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ others get their answers."""
 
 import asyncio
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,16 +19,11 @@ from caraserve.gpu.memory.pool import DevicePool
 from caraserve.loop import Engine
 from tests.gpu.answers import Asked, check, run_server
 from tests.gpu.host_backend import Host
-from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle.models import prompt_of
 from tests.oracle.subject import Subject
 from tests.serving import submit
 
-
-@pytest.fixture(scope="module", autouse=True)
-def stand_in() -> Iterator[None]:
-    with torch_kernels():
-        yield
+pytestmark = pytest.mark.usefixtures("torch_for_triton")
 
 
 def fail(*given: object, **named: object) -> None:

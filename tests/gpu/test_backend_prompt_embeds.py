@@ -3,7 +3,6 @@ and peft answer them."""
 
 import asyncio
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from caraserve.engine.queues import RequestQueues
 from caraserve.gpu.driver.streams import Lane
 from caraserve.gpu.memory import request_state
 from tests.gpu.host_backend import GRANULE_BYTES, Host, serving
-from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle.models import prompt_of
 from tests.oracle.subject import Subject
 from tests.oracle.vectors import are_freed_when_the_request_ends, embeds_of, vectors_of_tokens, with_vectors
@@ -24,10 +22,7 @@ from tests.serving import MIB, Answer, engine_config, lora_config, model_config,
 CONTEXT = 100
 
 
-@pytest.fixture(scope="module", autouse=True)
-def stand_in() -> Iterator[None]:
-    with torch_kernels():
-        yield
+pytestmark = pytest.mark.usefixtures("torch_for_triton")
 
 
 @pytest.mark.parametrize(
@@ -41,7 +36,7 @@ def test_the_vectors_of_tokens_answer_like_the_tokens(
     """Vectors at the beginning, between tokens, and everywhere, sent seven at a time; in chunks beside prompts without
     vectors."""
     rng, vectors = random.Random(mode), vectors_of_tokens(subject.model)
-    monkeypatch.setattr(request_state, "_PIECE_BYTES", 7 * vectors[0].nbytes)
+    monkeypatch.setattr(request_state, "_STEP_BYTES", 7 * vectors[0].nbytes)
     prompts = [prompt_of(rng, tokens) for tokens in (1, 17, 40, 70)]
     places = [range(1), range(5, 12), range(40), [*range(0, 20, 3), *range(50, 70)]]
     asked = [

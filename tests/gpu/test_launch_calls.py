@@ -12,10 +12,11 @@ import pytest
 
 from caraserve.core.batch import Batch, BlockGrant, ScheduledRow, SlotSampling, SlotStart, StepResult
 from caraserve.core.lora_layout import GROUPS, HostAdapter
+from caraserve.gpu.driver.launch import Launch
 from caraserve.gpu.driver.streams import Lane
-from caraserve.gpu.kernels.cuda_launch import Launch
 from tests.gpu.host_backend import PATIENCE_S, Host, alone, host_tier
-from tests.gpu.host_device import HostDriver, HostKernels
+from tests.gpu.host_device import HostKernels
+from tests.gpu.host_driver import HostDriver
 from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle.models import prompt_of
 from tests.oracle.subject import KINDS, make_subject

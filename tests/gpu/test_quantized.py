@@ -17,17 +17,18 @@ from torch import Tensor
 from caraserve.core.lora_layout import GROUPS
 from caraserve.core.quantized_groups import device_bytes
 from caraserve.errors import ConfigError
-from caraserve.gpu import weights as device_weights
 from caraserve.gpu.checkpoint import load_checkpoint
-from caraserve.gpu.quantized_linear import QuantizedLinear, RoundedRows
-from caraserve.gpu.weights import Linear, Weights, columns_of, dummy, load
+from caraserve.gpu.linear import quantized as quantized_linear
+from caraserve.gpu.linear.base import Linear, RoundedRows
+from caraserve.gpu.linear.dense import DenseLinear
+from caraserve.gpu.linear.quantized import QuantizedLinear
+from caraserve.gpu.weights import Weights, columns_of, dummy, load
 from caraserve.model.dtype import Code
-from caraserve.model.quantization import Inputs
+from caraserve.model.formats.scaled_codes import Inputs
 from caraserve.model.spec import ModelSpec, load_spec, module_name, parse_spec
 from tests.gpu.host_backend import GRANULE_BYTES, serving
 from tests.gpu.host_device import host_device
 from tests.gpu.small_model import CONFIG
-from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle.models import make_adapters, make_model, prompt_of
 from tests.oracle.oracle import Oracle
 from tests.oracle.quantized import KINDS, compressed, dequantize, quantize, quantize_inputs
@@ -40,10 +41,7 @@ CPU = torch.device("cpu")
 TIE_MARGIN = 0.05
 
 
-@pytest.fixture(scope="module", autouse=True)
-def stand_in() -> Iterator[None]:
-    with torch_kernels():
-        yield
+pytestmark = pytest.mark.usefixtures("torch_for_triton")
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +82,15 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelSpec,
     )[0]
 
 
-def linears(weights: Weights) -> Iterator[tuple[int, int, Linear | QuantizedLinear]]:
+def linears(weights: Weights) -> Iterator[tuple[int, int, Linear]]:
     """Yields (layer, module group, linear)."""
     for index, layer in enumerate(weights.layers):
         for group, linear in enumerate(layer.linears):
             yield index, group, linear
+
+
+def quantised(weights: Weights) -> list[QuantizedLinear]:
+    return [linear for _, _, linear in linears(weights) if isinstance(linear, QuantizedLinear)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,10 +123,10 @@ def test_modules_of_one_input_that_are_not_all_quantised_are_dequantised(source:
     _, weights = loaded(folder)
     numbers = load_file(dequantize(folder, tmp_path / "plain") / "model.safetensors")
     qkv = weights.layers[0].linears[0]
-    assert isinstance(qkv, Linear)
+    assert isinstance(qkv, DenseLinear)
     wanted = torch.cat([numbers[f"{module_name(0, site)}.weight"] for site in GROUPS[0]])
     assert torch.equal(qkv.weight, wanted)
-    assert len(weights.quantized) == 7
+    assert len(quantised(weights)) == 7
 
 
 def test_the_largest_input_scale_serves_all_modules_of_an_input(source: Path, tmp_path: Path) -> None:
@@ -143,11 +145,11 @@ def test_the_largest_input_scale_serves_all_modules_of_an_input(source: Path, tm
 def test_inputs_become_fp8_where_the_gpu_has_instructions_for_it(
     capability: int, inputs: Inputs, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_weights, "compute_capability", lambda device: capability)
+    monkeypatch.setattr(quantized_linear, "compute_capability", lambda device: capability)
     for kind, wanted in (("fp8-per-output", inputs), ("int8", Inputs.PER_TOKEN), ("fp8-weights", Inputs.KEPT)):
         _, weights = loaded(quantize(source, tmp_path / kind, KINDS[kind]))
-        assert {linear.inputs for linear in weights.quantized} == {wanted}
-        assert weights.quantizes_inputs == (wanted is not Inputs.KEPT)
+        assert {linear.inputs for linear in quantised(weights)} == {wanted}
+        assert weights.rounds_inputs == (wanted is not Inputs.KEPT)
 
 
 @pytest.mark.parametrize("kind", ["fp8-per-output", "fp8-static", "int8"])
@@ -164,8 +166,8 @@ def test_products_of_many_rows_are_those_of_few(
 
     monkeypatch.setattr(torch, "_scaled_mm", counting)
     spec, weights = loaded(quantize(source, tmp_path / "quantised", KINDS[kind]), torch.bfloat16)
-    rounded = RoundedRows.empty(spec, rows, CPU)
-    for linear in weights.quantized:
+    rounded = RoundedRows.empty(spec.intermediate, rows, CPU)
+    for linear in quantised(weights):
         outputs, inputs = linear.weight.shape
         x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).bfloat16()
         out, plain = (torch.empty(rows, outputs, dtype=torch.bfloat16) for _ in range(2))
@@ -185,7 +187,7 @@ def test_torch_multiplies_no_widths_that_are_not_multiples_of_16(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, weights = loaded(quantize(source, tmp_path / "quantised", KINDS["fp8-per-output"]), torch.bfloat16)
-    rounded, linear = RoundedRows.empty(spec, 65, CPU), weights.quantized[0]
+    rounded, linear = RoundedRows.empty(spec.intermediate, 65, CPU), quantised(weights)[0]
     x = torch.randn(65, linear.weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
     whole, part = torch.empty(65, len(linear.weight)).bfloat16(), torch.empty(65, 40).bfloat16()
     linear.apply(x, whole, rounded)
@@ -200,8 +202,8 @@ def test_the_memory_of_quantised_weights_is_counted_exactly() -> None:
     spec = parse_spec(CONFIG | {"quantization_config": section})
     weights = load(spec, torch.bfloat16, 32, CPU, dummy(0, CPU))
     found = {linear.weight.data_ptr(): linear.weight.nbytes for _, _, linear in linears(weights)}
-    assert len(weights.quantized) == 5
-    total = sum(found.values()) + sum(linear.scale.nbytes for linear in weights.quantized)
+    assert len(quantised(weights)) == 5
+    total = sum(found.values()) + sum(linear.scale.nbytes for linear in quantised(weights))
     total += weights.embedding.nbytes + weights.head.weight.nbytes
     assert total == device_bytes(spec, 2)
     assert device_bytes(spec, 2) < spec.num_parameters * 2
@@ -211,7 +213,7 @@ def test_dummy_weights_are_of_plausible_size() -> None:
     for kind in ("fp8-static", "int8"):
         spec = parse_spec(CONFIG | {"quantization_config": KINDS[kind].section})
         first, again, other = (load(spec, torch.bfloat16, 32, CPU, dummy(seed, CPU)) for seed in (1, 1, 2))
-        for mine, same, different in zip(first.quantized, again.quantized, other.quantized, strict=True):
+        for mine, same, different in zip(quantised(first), quantised(again), quantised(other), strict=True):
             codes, others = (each.weight.view(torch.uint8) for each in (mine, different))
             assert torch.equal(codes, same.weight.view(torch.uint8))
             assert not torch.equal(codes, others)

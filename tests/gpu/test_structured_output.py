@@ -5,7 +5,7 @@ import asyncio
 import random
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,8 +15,7 @@ from caraserve.gpu.driver.streams import Lane
 from caraserve.loop import Engine
 from caraserve.tokenizer.grammar import GrammarSource
 from tests.fake_grammar import FakeGrammar
-from tests.gpu.host_backend import PATIENCE_S, serving
-from tests.gpu.torch_kernels import torch_kernels
+from tests.gpu.host_backend import PATIENCE_S, on_a_loop, serving
 from tests.oracle.models import prompt_of
 from tests.oracle.subject import KINDS, Subject, make_subject
 from tests.serving import MIB, Answer, engine_config, lora_config, model_config, running, submit
@@ -25,10 +24,7 @@ CONTEXT = 120
 TEXTS = ["[a-z ]{3,12}!", "(yes|no|perhaps)", "[0-9]{1,9}(\\.[0-9]{1,4})?"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def stand_in() -> Iterator[None]:
-    with torch_kernels():
-        yield
+pytestmark = pytest.mark.usefixtures("torch_for_triton")
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +92,8 @@ class Failing(Exception):
     [(GrammarTooComplex("too many states"), "grammar_too_complex"), (Failing("a defect"), None)],
     ids=["refused", "defect"],
 )
-def test_a_matcher_that_fails_ends_its_request_alone(
+@on_a_loop
+async def test_a_matcher_that_fails_ends_its_request_alone(
     subject: Subject, error: Exception, code: str | None, graph_bytes: int
 ) -> None:
     def failing(count: int) -> Sequence[int]:
@@ -104,23 +101,21 @@ def test_a_matcher_that_fails_ends_its_request_alone(
             raise error
         return [5 + count]
 
-    async def ask() -> None:
-        device = on_the_device(subject, graph_bytes=graph_bytes)
-        async with asyncio.timeout(PATIENCE_S), device as (engine, _):
-            other = submit(engine, [9, 8, 7], "r8", max_tokens=8)
-            refused = submit(engine, [5, 6], max_tokens=8, grammar=FakeGrammar(failing))
-            right = submit(engine, [5, 6], max_tokens=8, grammar=FakeGrammar(lambda count: [5 + count]))
-            subject.oracle.check_greedy([9, 8, 7], "r8", (await other).token_ids)
-            assert (await right).token_ids == list(range(5, 13))
-            answer = await refused
-            assert answer.token_ids == [5, 6, 7]
-            assert isinstance(answer.finish.error, GrammarFailed)
-            assert answer.finish.error.code == code
-
-    asyncio.run(ask())
+    device = on_the_device(subject, graph_bytes=graph_bytes)
+    async with asyncio.timeout(PATIENCE_S), device as (engine, _):
+        other = submit(engine, [9, 8, 7], "r8", max_tokens=8)
+        refused = submit(engine, [5, 6], max_tokens=8, grammar=FakeGrammar(failing))
+        right = submit(engine, [5, 6], max_tokens=8, grammar=FakeGrammar(lambda count: [5 + count]))
+        subject.oracle.check_greedy([9, 8, 7], "r8", (await other).token_ids)
+        assert (await right).token_ids == list(range(5, 13))
+        answer = await refused
+        assert answer.token_ids == [5, 6, 7]
+        assert isinstance(answer.finish.error, GrammarFailed)
+        assert answer.finish.error.code == code
 
 
-def test_a_request_cancelled_while_its_mask_is_written_stops_nobody(subject: Subject) -> None:
+@on_a_loop
+async def test_a_request_cancelled_while_its_mask_is_written_stops_no_other(subject: Subject) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
     def slow(count: int) -> Sequence[int]:
@@ -128,25 +123,20 @@ def test_a_request_cancelled_while_its_mask_is_written_stops_nobody(subject: Sub
         assert go_on.wait(PATIENCE_S)
         return [5]
 
-    async def ask() -> None:
-        device = on_the_device(subject, graph_bytes=1 << 30)
-        async with asyncio.timeout(PATIENCE_S), device as (engine, _):
-            left = submit(engine, [5, 6], max_tokens=8, grammar=FakeGrammar(slow))
-            other = submit(engine, [9, 8, 7], "r8", max_tokens=8)
-            await asyncio.to_thread(begun.wait, PATIENCE_S)
-            left.cancel()
-            go_on.set()
-            subject.oracle.check_greedy([9, 8, 7], "r8", (await other).token_ids)
-
-    asyncio.run(ask())
+    device = on_the_device(subject, graph_bytes=1 << 30)
+    async with asyncio.timeout(PATIENCE_S), device as (engine, _):
+        left = submit(engine, [5, 6], max_tokens=8, grammar=FakeGrammar(slow))
+        other = submit(engine, [9, 8, 7], "r8", max_tokens=8)
+        await asyncio.to_thread(begun.wait, PATIENCE_S)
+        left.cancel()
+        go_on.set()
+        subject.oracle.check_greedy([9, 8, 7], "r8", (await other).token_ids)
 
 
-def test_a_finished_requests_matcher_is_freed_at_once(subject: Subject) -> None:
-    async def ask() -> None:
-        loop, freed = asyncio.get_running_loop(), asyncio.Event()
-        grammar = FakeGrammar(lambda count: [5 + count], lambda: loop.call_soon_threadsafe(freed.set))
-        async with asyncio.timeout(PATIENCE_S), on_the_device(subject) as (engine, _):
-            await submit(engine, [5, 6], max_tokens=20, grammar=grammar)
-            await freed.wait()
-
-    asyncio.run(ask())
+@on_a_loop
+async def test_a_finished_requests_matcher_is_freed_at_once(subject: Subject) -> None:
+    loop, freed = asyncio.get_running_loop(), asyncio.Event()
+    grammar = FakeGrammar(lambda count: [5 + count], lambda: loop.call_soon_threadsafe(freed.set))
+    async with asyncio.timeout(PATIENCE_S), on_the_device(subject) as (engine, _):
+        await submit(engine, [5, 6], max_tokens=20, grammar=grammar)
+        await freed.wait()

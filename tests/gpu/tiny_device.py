@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,22 +16,25 @@ from caraserve.core.batch import Batch, RowResult, ScheduledRow, SlotSampling
 from caraserve.core.lora_layout import GROUPS, AdapterSpec, HostAdapter, aligned_bytes
 from caraserve.core.outputs import OutputValues, collect, outputs_of
 from caraserve.cpu.sampling import SLOT_SAMPLING, write_sampling
+from caraserve.gpu.attention.triton import ATTENTION
 from caraserve.gpu.checkpoint import load_checkpoint
-from caraserve.gpu.driver.api import Driver, Stream
-from caraserve.gpu.driver.modules import open_device
-from caraserve.gpu.forward.batch import BatchWriter, Capacity, PassShape, Results, decode_slots, make_batch
+from caraserve.gpu.driver.api import Stream
+from caraserve.gpu.driver.launch import Launch
+from caraserve.gpu.forward.batch import BatchWriter, decode_slots, make_batch
 from caraserve.gpu.forward.decoder import Decoder, issue_pass
-from caraserve.gpu.kernels.attention import prefill_tile_tokens
 from caraserve.gpu.kernels.bgmv_work import AdapterItems, adapter_items, plan_items
-from caraserve.gpu.kernels.cuda_launch import Launch
+from caraserve.gpu.kernels.cuda_kernels import open_device
 from caraserve.gpu.memory.adapter_tables import GROUP_SITES, AdapterTables, column
+from caraserve.gpu.memory.pass_shape import Capacity, PassShape
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS, block_bytes, make_state
+from caraserve.gpu.memory.results import Results
 from caraserve.gpu.memory.workspace import make_workspace
 from caraserve.gpu.weights import TORCH_DTYPES, Weights, load
 from caraserve.lora.peft import inspect_adapter, read_adapter
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES, ModelSpec, load_spec
 from caraserve.util.units import ceil_div
+from scripts.laboratory.gpu.null_device import NullDriver
 from tests.gpu.emulator import run as emulate
 from tests.gpu.host_device import host_device
 
@@ -41,27 +44,17 @@ STREAM = Stream(0)
 GREEDY = SlotSampling.greedy(0)
 
 
-class AtOnce:
-    """A driver whose operations have run when they are issued."""
-
-    def run(self, stream: Stream, issue: Callable[[], None]) -> None:
-        issue()
-
-    def wait_value(self, stream: Stream, address: int, value: int) -> None:
-        """Issues nothing: the kernel that follows waits for the workers itself."""
-
-
 class Kernels:
     """The raw kernels of whichever device there is."""
 
-    bgmv_grid = 3
+    multiprocessors = 1
 
     def __init__(self, activation: Dtype) -> None:
         self._activation, self._real = activation, None
         self.watch: Callable[[Launch], None] | None = None  # called with every launch
         if DEVICE.type == "cuda":
             from caraserve.gpu.driver.libcuda import Cuda
-            from caraserve.gpu.driver.modules import CudaKernels
+            from caraserve.gpu.kernels.cuda_kernels import CudaKernels
 
             self._real = CudaKernels(activation, Cuda())
 
@@ -108,15 +101,19 @@ class TinyDevice:
         self.state.block_table.copy_(blocks.view(SLOTS, per_slot))
         self.tables = AdapterTables(self.spec, ADAPTER_SLOTS, DEVICE)
         capacity = Capacity(
-            self.max_tokens, SLOTS, self.max_tokens, prefill_tile_tokens(dtype, self.spec.head_dim), ADAPTER_SLOTS
+            self.max_tokens,
+            SLOTS,
+            self.max_tokens,
+            ATTENTION.prefill.tile_tokens(dtype, self.spec.head_dim),
+            ADAPTER_SLOTS,
         )
         self.host = BatchWriter(capacity)
         self.batch = make_batch(self.spec, capacity, MAX_RANK, DEVICE)
-        self.workspace = make_workspace(self.spec, dtype, capacity, MAX_RANK, MAX_CONTEXT, DEVICE)
-        self.driver = cast(Driver, AtOnce())
+        self.workspace = make_workspace(self.spec, dtype, capacity, MAX_RANK, MAX_CONTEXT, DEVICE, ATTENTION.decode)
         self.kernels = Kernels(self.dtype)
+        at_once = replace(device, driver=NullDriver(), kernels=self.kernels)
         parts = self.spec, self.weights, self.state, self.batch, self.tables, self.workspace
-        self.decoder = Decoder(*parts, self.kernels, self.driver)
+        self.decoder = Decoder(*parts, at_once, ATTENTION)
         self.sampling = np.zeros(SLOTS, SLOT_SAMPLING)
 
     def bind(self, slot: int, folder: Path) -> Bound:

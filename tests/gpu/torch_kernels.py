@@ -14,11 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from caraserve.core.lora_layout import A_COLUMNS, PANEL
-from caraserve.gpu import quantized_linear
+from caraserve.gpu.attention.base import LayerAttention, Scratch
+from caraserve.gpu.attention.triton import TritonDecode, TritonPrefill
 from caraserve.gpu.forward import decoder, lora_pass
 from caraserve.gpu.forward.batch import NO_TOKEN
-from caraserve.gpu.kernels.attention import NO_WINDOW, DecodeScratch, PagedCache, TokenTables
 from caraserve.gpu.kernels.lora import Segments, SiteTables
+from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
+from caraserve.gpu.linear import fp8, quantized
+from caraserve.gpu.linear.formats import TORCH_CODES
 from caraserve.gpu.weights import TORCH_DTYPES
 from caraserve.model.dtype import Code, Dtype
 from caraserve.util.units import align_up
@@ -32,12 +35,15 @@ def torch_kernels() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("embed", "rms_norm", "rotate_and_append", "silu_mul", "attend_decode", "attend_prefill"):
+        for name in ("embed", "rms_norm", "rotate_and_append", "silu_mul"):
             patch.setattr(decoder, name, globals()[name])
+        patch.setattr(TritonDecode, "attend", attend_decode)
+        patch.setattr(TritonPrefill, "attend", attend_prefill)
         for name in ("lora_shrink", "lora_expand"):
             patch.setattr(lora_pass, name, globals()[name])
-        for name in ("round_rows", "multiply", "scale_rows"):
-            patch.setattr(quantized_linear, name, globals()[name])
+        for name in ("round_rows", "multiply"):
+            patch.setattr(quantized, name, globals()[name])
+        patch.setattr(fp8, "scale_rows", scale_rows)
         yield
     torch.set_num_threads(threads)
 
@@ -101,34 +107,38 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> None:
 
 
 def attend_decode(
+    _: TritonDecode,
     q: Tensor,
     cache: PagedCache,
     tokens: TokenTables,
     row_token: Tensor,
     out: Tensor,
-    scratch: DecodeScratch,
-    window: int = NO_WINDOW,
+    scratch: Scratch,
+    how: LayerAttention,
 ) -> None:
     for row in row_token.tolist():
         if row != NO_TOKEN:
-            _attend(q, cache, tokens, row, 1, out, window)
+            _attend(q, cache, tokens, row, 1, out, how)
 
 
 def attend_prefill(
+    _: TritonPrefill,
     q: Tensor,
     cache: PagedCache,
     tokens: TokenTables,
     tile_first: Tensor,
     tile_tokens: Tensor,
     out: Tensor,
-    window: int = NO_WINDOW,
+    how: LayerAttention,
 ) -> None:
     for first, count in zip(tile_first.tolist(), tile_tokens.tolist(), strict=True):
         if count:
-            _attend(q, cache, tokens, first, count, out, window)
+            _attend(q, cache, tokens, first, count, out, how)
 
 
-def _attend(q: Tensor, cache: PagedCache, tokens: TokenTables, row: int, count: int, out: Tensor, window: int) -> None:
+def _attend(
+    q: Tensor, cache: PagedCache, tokens: TokenTables, row: int, count: int, out: Tensor, how: LayerAttention
+) -> None:
     """Computes attention of `count` tokens of one request, from a row on."""
     slot, position = int(tokens.slot[row]), int(tokens.position[row])
     block, kv_heads, dim = cache.keys.shape[1:]
@@ -136,12 +146,13 @@ def _attend(q: Tensor, cache: PagedCache, tokens: TokenTables, row: int, count: 
     blocks = cache.block_table[slot, : -(-end // block)].long()
     keys, values = (part[blocks].reshape(-1, kv_heads, dim)[:end] for part in (cache.keys, cache.values))
     queries = q[row : row + count].view(count, kv_heads, -1, dim)
-    scores = torch.einsum("thgd,shd->hgts", queries, keys) * dim**-0.5
+    scores = torch.einsum("thgd,shd->hgts", queries, keys) * how.scale
+    scores = scores if how.cap is None else how.cap * torch.tanh(scores / how.cap)
     at, seen = torch.arange(position, end)[:, None], torch.arange(end)[None, :]
-    scores = scores.masked_fill((seen > at) | (seen <= at - window), float("-inf"))
+    scores = scores.masked_fill((seen > at) | (seen <= at - how.window), float("-inf"))
     weights = scores.softmax(-1)
     # Masked values may be NaN.
-    values = torch.where((seen > at - window).any(0)[:, None, None], values, 0.0)
+    values = torch.where((seen > at - how.window).any(0)[:, None, None], values, 0.0)
     out[row : row + count] = torch.einsum("hgts,shd->thgd", weights, values).reshape(count, -1)
 
 
@@ -192,7 +203,7 @@ def multiply(
     x_scale: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> None:
-    values = weight.view(quantized_linear.TORCH_CODES[code]).float()
+    values = weight.view(TORCH_CODES[code]).float()
     out.copy_(_scaled(x.float() @ values.T, scale, x_scale, bias))
 
 

@@ -7,17 +7,15 @@ which computes the base model's products, does not guarantee equal bits.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 
-from caraserve.bench.gpu.accelerator import Accelerator
-from caraserve.bench.gpu.backends import TINY_CONTEXT, TinyModel, cpu_backend, cuda_backend
-from caraserve.bench.gpu.processes import StageProcess
-from caraserve.bench.gpu.results import Lines, Outcome, StageResult, WrongResult
-from caraserve.bench.gpu.session import Prompt, Session, tokens
-from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.core.backend import Backend
-from caraserve.gpu.forward.builder import GpuSizes
+from caraserve.gpu.builder import GpuSizes
 from caraserve.model.dtype import Dtype
+from scripts.laboratory.gpu.accelerator import Accelerator
+from scripts.laboratory.gpu.backends import TINY_CONTEXT, TinyModel, cpu_backend, cuda_backend
+from scripts.laboratory.gpu.results import Lines, StageResult, WrongResult
+from scripts.laboratory.gpu.session import Prompt, Session, tokens
+from scripts.laboratory.gpu.setup import CheckSetup
 from tests.gpu_device.correct_lora import check_bgmv, check_prefill_lora
 from tests.gpu_device.correct_model import check_attention, check_layers, check_rotation
 from tests.gpu_device.correct_quantized import check_quantized
@@ -71,7 +69,6 @@ def correct(setup: CheckSetup) -> StageResult[CorrectFigures]:
     lines.add("kernels beside fp64", f"{sum(counts)} random cases right")
     found = _check_model(setup)
     lines.add("a whole model beside the CPU's, fp32", "token for token, launched and replayed")
-    lines.add("prompts by FlashInfer beside fp64", _check_flashinfer(setup))
     return StageResult(CorrectFigures(kernels, found), lines.all)
 
 
@@ -109,19 +106,6 @@ def _check_model(setup: CheckSetup) -> int:
                 at = next(index for index, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
                 raise WrongResult(f"tiny model, {way}: token {at} of answer {prompt} is not the CPU's")
     return sum(map(len, expected))
-
-
-def _check_flashinfer(setup: CheckSetup) -> str:
-    """Checks FlashInfer where it is installed, and returns what was found. It may compile for minutes, so it has a
-    process that can be killed."""
-    if find_spec("flashinfer") is None:
-        return "not checked: it is not installed"
-    report = setup.run_part(StageProcess("correct_flashinfer", setup.folder / "flashinfer", setup.left_s, is_part=True))
-    if report.outcome is Outcome.WRONG:
-        raise WrongResult(report.error)
-    if report.outcome is not Outcome.DONE:
-        return f"not checked: {report.error}; a start with --attention-backend flashinfer compiles its kernels"
-    return report.lines[0].value
 
 
 def _served(setup: CheckSetup, backend: Backend, model: TinyModel) -> list[list[int]]:

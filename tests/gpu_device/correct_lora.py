@@ -2,12 +2,12 @@
 
 import random
 
-from caraserve.bench.gpu.accelerator import Accelerator
-from caraserve.bench.gpu.adapters import SEGMENTS_TOLERANCE, TOLERANCE, Adapters, DecodingRows, SegmentedRows, Site
-from caraserve.bench.gpu.results import check_close, check_same_bits
-from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.core.lora_layout import MAX_RANK
 from caraserve.model.dtype import Dtype
+from scripts.laboratory.gpu.accelerator import Accelerator
+from scripts.laboratory.gpu.adapters import SEGMENTS_TOLERANCE, TOLERANCE, Adapters, DecodingRows, SegmentedRows, Site
+from scripts.laboratory.gpu.results import check_close, check_same_bits
+from scripts.laboratory.gpu.setup import CheckSetup
 
 _RANKS = (0, 8, 8, 16, 24, 64, 128, 256)
 _MOST_SLOTS = 6

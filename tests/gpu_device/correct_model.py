@@ -6,26 +6,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from caraserve.bench.gpu.accelerator import Accelerator
-from caraserve.bench.gpu.results import check_close, check_same_bits
-from caraserve.bench.gpu.setup import CheckSetup
-from caraserve.gpu.kernels.attention import (
-    NO_WINDOW,
-    DecodeScratch,
-    PagedCache,
-    TokenTables,
-    attend_decode,
-    attend_prefill,
-    prefill_tile_tokens,
-)
+from caraserve.gpu.attention.base import LayerAttention
+from caraserve.gpu.attention.triton import ATTENTION
 from caraserve.gpu.kernels.layers import embed, rms_norm, rotate_and_append, silu_mul
+from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
 from caraserve.model.dtype import Dtype
 from caraserve.util.units import ceil_div
+from scripts.laboratory.gpu.accelerator import Accelerator
+from scripts.laboratory.gpu.results import check_close, check_same_bits
+from scripts.laboratory.gpu.setup import CheckSetup
 
 _BLOCK = 16
 _EPS = 1e-5
 _ROUNDED = {Dtype.F32: 2e-5, Dtype.BF16: 2.0**-7, Dtype.F16: 2.0**-10}
-ATTENTION = {Dtype.F32: 2e-5, Dtype.BF16: 2.0**-6, Dtype.F16: 2.0**-9}
+_ATTENDED = {Dtype.F32: 2e-5, Dtype.BF16: 2.0**-6, Dtype.F16: 2.0**-9}
 _SLOTS = 4
 
 
@@ -85,10 +79,10 @@ class Paged:
             block = int(self.cache.block_table[slot, position // _BLOCK])
             self.memory[block, :, position % _BLOCK] = torch.nan
 
-    def attended(self, query: Tensor, slot: int, position: int, window: int = NO_WINDOW) -> Tensor:
+    def attended(self, query: Tensor, slot: int, position: int) -> Tensor:
         """Returns the attention of one token, [heads · dim], float64."""
         kv_heads, dim = self.memory.shape[3:]
-        seen = torch.arange(max(0, position + 1 - window), position + 1, device=query.device)
+        seen = torch.arange(position + 1, device=query.device)
         blocks = self.cache.block_table[slot].long()[seen // _BLOCK]
         keys, values = (self.memory[blocks, half, seen % _BLOCK].double() for half in range(2))
         queries = query.double().view(kv_heads, -1, dim)
@@ -109,15 +103,15 @@ def check_attention(setup: CheckSetup, acc: Accelerator, case: int) -> float:
     q = acc.random(generator, _SLOTS, heads * dim)
     out, tokens = torch.full_like(q, torch.nan), _tables(acc, list(range(_SLOTS)), ends)
     rows = torch.arange(_SLOTS, dtype=torch.int32, device=acc.place)
-    scratch = DecodeScratch.empty(_SLOTS, heads, dim, context, acc.place)
+    scratch, how = ATTENTION.decode.scratch(_SLOTS, heads, dim, context, acc.place), LayerAttention(dim**-0.5)
     for part in (scratch.sums, scratch.best, scratch.mass):
         part.fill_(torch.nan)
-    acc.run(lambda: attend_decode(q, paged.cache, tokens, rows, out, scratch, NO_WINDOW))
+    acc.run(lambda: ATTENTION.decode.attend(q, paged.cache, tokens, rows, out, scratch, how))
     acc.settle()
     expected = torch.stack([paged.attended(q[slot], slot, end) for slot, end in enumerate(ends)])
-    worst = check_close(f"decode attention, {acc.dtype.name}", out, expected, ATTENTION[acc.dtype])
+    worst = check_close(f"decode attention, {acc.dtype.name}", out, expected, _ATTENDED[acc.dtype])
     alone = torch.full_like(q, torch.nan)
-    acc.run(lambda: attend_decode(q, paged.cache, tokens, rows[1:2], alone, scratch, NO_WINDOW))
+    acc.run(lambda: ATTENTION.decode.attend(q, paged.cache, tokens, rows[1:2], alone, scratch, how))
     acc.settle()
     check_same_bits("decode attention", alone[1:2], out[1:2])
     return max(worst, _check_prefill(acc, generator, paged, ends[0], heads * dim))
@@ -125,7 +119,8 @@ def check_attention(setup: CheckSetup, acc: Accelerator, case: int) -> float:
 
 def _check_prefill(acc: Accelerator, generator: torch.Generator, paged: Paged, end: int, width: int) -> float:
     """Checks the last tokens of the first request as chunks, in tiles, and that their bits do not depend on the cut."""
-    most = prefill_tile_tokens(acc.torch_dtype, paged.cache.keys.shape[3])
+    dim = paged.cache.keys.shape[3]
+    most, how = ATTENTION.prefill.tile_tokens(acc.torch_dtype, dim), LayerAttention(dim**-0.5)
     count = min(end + 1, most + most // 2)
     q = acc.random(generator, count, width)
     tokens = _tables(acc, [0] * count, list(range(end + 1 - count, end + 1)))
@@ -136,7 +131,7 @@ def _check_prefill(acc: Accelerator, generator: torch.Generator, paged: Paged, e
         tiles = (torch.tensor([*part, 0], dtype=torch.int32, device=acc.place) for part in (firsts, counts))
         first, taken = tiles  # an unused tile is last
         out = torch.full_like(q, torch.nan)
-        acc.run(lambda: attend_prefill(q, paged.cache, tokens, first, taken, out, NO_WINDOW))
+        acc.run(lambda: ATTENTION.prefill.attend(q, paged.cache, tokens, first, taken, out, how))
         acc.settle()
         return out
 
@@ -144,7 +139,7 @@ def _check_prefill(acc: Accelerator, generator: torch.Generator, paged: Paged, e
     check_same_bits("prefill attention of another chunking", attended_in_tiles_of(max(1, most * 5 // 8)), out)
     wanted = sorted({0, count // 2, count - 1})
     expected = torch.stack([paged.attended(q[index], 0, end + 1 - count + index) for index in wanted])
-    return check_close(f"prefill attention, {acc.dtype.name}", out[wanted], expected, ATTENTION[acc.dtype])
+    return check_close(f"prefill attention, {acc.dtype.name}", out[wanted], expected, _ATTENDED[acc.dtype])
 
 
 def check_rotation(setup: CheckSetup, acc: Accelerator, case: int) -> float:

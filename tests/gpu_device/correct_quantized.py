@@ -4,14 +4,15 @@ codes of the inputs with the nearest ones, bit by bit."""
 import torch
 from torch import Tensor
 
-from caraserve.bench.gpu.accelerator import Accelerator
-from caraserve.bench.gpu.quantized_case import random_linear, rounded_rows
-from caraserve.bench.gpu.results import check_close
-from caraserve.bench.gpu.setup import CheckSetup
-from caraserve.gpu.kernels.quantized import round_rows
-from caraserve.gpu.quantized_linear import QuantizedLinear, RoundedRows
+from caraserve.gpu.linear.base import RoundedRows
+from caraserve.gpu.linear.quantized import QuantizedLinear
+from caraserve.gpu.linear.quantized_kernels import round_rows
 from caraserve.model.dtype import Code, Dtype
-from caraserve.model.quantization import Inputs
+from caraserve.model.formats.scaled_codes import Inputs
+from scripts.laboratory.gpu.accelerator import Accelerator
+from scripts.laboratory.gpu.quantized import random_linear, rounded_rows
+from scripts.laboratory.gpu.results import check_close
+from scripts.laboratory.gpu.setup import CheckSetup
 from tests.gpu_device.nearest_codes import nearest_codes
 
 _MOST_ROWS = 300  # more than any tile has

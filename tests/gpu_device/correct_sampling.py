@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from caraserve.bench.gpu.accelerator import Accelerator
-from caraserve.bench.gpu.results import WrongResult, check_close
-from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.core.batch import SlotSampling
 from caraserve.core.grammar import mask_words
 from caraserve.core.outputs import SAMPLE, SAMPLE_MASKED
 from caraserve.core.request import MAX_LOGPROBS
 from caraserve.cpu.sampling import SLOT_SAMPLING, choose, write_sampling
-from caraserve.gpu.kernels.attention import TokenTables
+from caraserve.gpu.kernels.paged_cache import TokenTables
 from caraserve.gpu.kernels.sampling import MaskedRows, Outputs, SamplerState, sample, score
+from scripts.laboratory.gpu.accelerator import Accelerator
+from scripts.laboratory.gpu.results import WrongResult, check_close
+from scripts.laboratory.gpu.setup import CheckSetup
 
 _WAYS: tuple[dict[str, Any], ...] = (
     {},

@@ -3,19 +3,20 @@
 import numpy as np
 import torch
 
-from caraserve.bench.gpu.accelerator import Accelerator
-from caraserve.bench.gpu.results import WrongResult
-from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.cpu.shared_memory import SharedRegion
+from caraserve.gpu.driver.launch import wait_word
 from caraserve.gpu.kernels import cuda_launch
 from caraserve.util.units import align_up
+from scripts.laboratory.gpu.accelerator import Accelerator
+from scripts.laboratory.gpu.results import WrongResult
+from scripts.laboratory.gpu.setup import CheckSetup
 
 _PIECES = ((300, 300, 300), (70, 1, 9), (64, 2, 5))  # words, words in a row, words between the starts of two rows
 _TARGET_WORDS, _SOURCE_WORDS, _APART = 4096, 1024, 1000
 
 
 def check_words(setup: CheckSetup, acc: Accelerator, case: int) -> float:
-    """Checks that pieces come to their rows and nowhere else, and that a wait for a word that is there ends."""
+    """Checks that arrays come to their rows and nowhere else, and that a wait for a word that is there ends."""
     region, driver = SharedRegion(1 << 14), acc.device.driver
     source, table = (region.carve(4096).view(dtype) for dtype in (np.int32, np.int64))
     source[:] = np.random.default_rng(case).integers(1, 1 << 30, _SOURCE_WORDS)
@@ -31,7 +32,7 @@ def check_words(setup: CheckSetup, acc: Accelerator, case: int) -> float:
             expected[places] = source[at : at + words]
             at += align_up(words, 16)
         acc.settle()
-        acc.launch(cuda_launch.wait_word(base, int(source[0])))
+        acc.launch(wait_word(base, int(source[0])))
         acc.launch(cuda_launch.scatter_words(base + region.offset(int(table.ctypes.data)), len(_PIECES)))
         acc.settle()
     finally:

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from caraserve.bench.gpu.results import Lines, StageResult
-from caraserve.bench.gpu.setup import CheckSetup
+from scripts.laboratory.gpu.results import Lines, StageResult
+from scripts.laboratory.gpu.setup import CheckSetup
 from tests.gpu_device.correct import CHECKS
 from tests.gpu_device.handshake_rounds import handshake_bench, run_rounds
 

@@ -13,24 +13,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from caraserve.bench.gpu.accelerator import Accelerator
-from caraserve.bench.gpu.adapters import TOLERANCE
-from caraserve.bench.gpu.backends import shape_spec
-from caraserve.bench.gpu.results import WrongResult, check_close
-from caraserve.bench.gpu.setup import CheckSetup
-from caraserve.bench.synthetic import Shape
+from caraserve.bench.synthetic import Shape, shape_spec
 from caraserve.core.lora_layout import PANEL, HostAdapter
 from caraserve.cpu import handoff
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.shared_memory import PAGE_BYTES, SharedRegion
 from caraserve.cpu.structs import LORA_ENTRY
 from caraserve.errors import BackendFailed
-from caraserve.gpu.assist import work_orders
-from caraserve.gpu.kernels import cuda_launch
+from caraserve.gpu.kernels import cuda_launch, work_orders
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES
 from caraserve.profiling.microbench import adapter_spec, random_adapter
 from caraserve.util.units import align_up
+from scripts.laboratory.gpu.accelerator import Accelerator
+from scripts.laboratory.gpu.adapters import TOLERANCE
+from scripts.laboratory.gpu.results import WrongResult, check_close
+from scripts.laboratory.gpu.setup import CheckSetup
 
 _SHAPE = Shape(hidden=128, layers=1, intermediate=128, vocab=64, heads=2, kv_heads=2)
 _QKV = SITES[:3]

@@ -6,19 +6,19 @@ import time
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
-from caraserve.bench.gpu.backends import TINY_CONTEXT, TinyModel, cuda_backend
-from caraserve.bench.gpu.held_link import HeldLink
-from caraserve.bench.gpu.results import Lines, StageResult, WrongResult
-from caraserve.bench.gpu.session import Prompt, Session, tokens, wait_for_load
-from caraserve.bench.gpu.setup import CheckSetup
-from caraserve.bench.gpu.warm import NOTHING_ARRIVES
 from caraserve.core.batch import Batch, ScheduledRow, StepResult
 from caraserve.core.lora_layout import HostAdapter
 from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.errors import BackendFailed
 from caraserve.gpu.backend import CudaBackend
-from caraserve.gpu.forward.builder import GpuSizes
+from caraserve.gpu.builder import GpuSizes
 from caraserve.model.dtype import Dtype
+from scripts.laboratory.gpu.backends import TINY_CONTEXT, TinyModel, cuda_backend
+from scripts.laboratory.gpu.held_link import HeldLink
+from scripts.laboratory.gpu.results import Lines, StageResult, WrongResult
+from scripts.laboratory.gpu.session import Prompt, Session, tokens, wait_for_load
+from scripts.laboratory.gpu.setup import CheckSetup
+from scripts.laboratory.gpu.warm import NOTHING_ARRIVES
 from tests.gpu_device.handshake_rounds import HandshakeBench, handshake_bench, run_rounds
 
 _RELEASE_TARGET_MS = 5.0
@@ -219,8 +219,8 @@ def _check_stopped_workers(prompt: _AssistedPrompt, lines: Lines) -> tuple[int, 
         raise WrongResult("a prompt whose workers stand still was not given up")
     passed = void[0]  # iterations that ended before the prompt was aborted
     given_up_ms = 1000 * (ended[passed].received_s - started_s)
-    told = f"{passed} of {_DECODES} iterations passed it"
-    lines.add("a prompt that waits for workers", told, f"{_DECODES}", passed == _DECODES)
+    said = f"{passed} of {_DECODES} iterations passed it"
+    lines.add("a prompt that waits for workers", said, f"{_DECODES}", passed == _DECODES)
     lines.add("… is given up after", f"{given_up_ms:.1f} ms")
     prompt.end()
     return passed, given_up_ms

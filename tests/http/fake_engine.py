@@ -9,16 +9,17 @@ from typing import Any, Self
 import numpy as np
 
 from caraserve.core.reasoning_grammar import ReasoningTokens
-from caraserve.core.request import Finish, FinishReason, GenerateRequest, Phases, Tenant, TokenDelta, TokenLogprob
+from caraserve.core.request import Finish, FinishReason, GenerateRequest, Phases, TokenDelta, TokenLogprob
+from caraserve.core.tenant import Tenant
 from caraserve.engine.batch_timeline import BatchTimeline
-from caraserve.engine.request_counts import RequestCounts
+from caraserve.engine.stats import RequestCounts
 from caraserve.engine.unread import UnreadAnswer, UnreadBudget
 from caraserve.errors import CaraServeError, ContextLengthExceeded, InvalidRequest, NotFound
 from caraserve.lora.adapter import Adapter, EndedLoad
 from caraserve.tokenizer.adapter_templates import AdapterTemplates
 from caraserve.tokenizer.grammar import GrammarSource
-from caraserve.tokenizer.infill import InfillFormat
 from caraserve.tokenizer.reasoning import ReasoningFormat
+from caraserve.tokenizer.tokenizer import InfillFormat
 from caraserve.tokenizer.tool_format import HERMES, ToolFormat
 
 PHASES = Phases(queued_ms=1.0, load_ms=2.0, prefill_ms=3.0, decode_ms=4.0)
@@ -167,6 +168,16 @@ def spell(request: GenerateRequest, text: str = "Hi!") -> list[TokenDelta]:
         first = deltas[0]
         deltas[0] = TokenDelta(first.text, first.token_ids, first.logprobs, prompt_scores, first.finish)
     return deltas
+
+
+def failing(error: CaraServeError, text: str = "") -> Callable[[GenerateRequest], list[TokenDelta]]:
+    """Returns a script of answers that are `text`, if any, and then end with an error."""
+
+    def script(request: GenerateRequest) -> list[TokenDelta]:
+        deltas = [TokenDelta(text, (1,))] if text else []
+        return [*deltas, TokenDelta("", (), finish=finish(request, len(deltas), "error", error=error))]
+
+    return script
 
 
 def scored(token_id: int, alternatives: int) -> TokenLogprob:

@@ -15,21 +15,21 @@ import aiohttp
 from aiohttp import web
 
 from caraserve.cluster.membership.auth import Keyring
+from caraserve.cluster.membership.member import QueryBody
 from caraserve.cluster.membership.swim import MemberRecord, MemberState
-from caraserve.cluster.routing.cost import Backlog, Tier
+from caraserve.cluster.routing.cost import Backlog
 from caraserve.cluster.routing.forward_auth import CLAIMS_HEADER, INSTANCE_HEADER, PREFIX, ForwardVerifier
 from caraserve.cluster.routing.perf_model import PerfModel
-from caraserve.cluster.routing.policies import policy
+from caraserve.cluster.routing.policies import Policy
 from caraserve.cluster.routing.router import Instance
 from caraserve.cluster.routing.selector import (
     LOCAL,
     AdapterFetcher,
-    Body,
     InstanceSelector,
     LatencyTargets,
     refuses_new_requests,
 )
-from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter
+from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter, Tier
 from caraserve.http.app import add_peer_routes, make_app, start_http, start_peer_http
 from caraserve.http.context import HttpTimings
 from caraserve.http.dispatch import ANSWERING_QUESTION, ClusterRouter, is_answering
@@ -94,7 +94,7 @@ class View:
         found = self._world.uploads.get(name, {})
         return {instance: adapter for instance, adapter in found.items() if instance != self.name}
 
-    async def query(self, peer: str, body: Body, timeout_s: float) -> Body | None:
+    async def query(self, peer: str, body: QueryBody, timeout_s: float) -> QueryBody | None:
         router = self._world.routers.get(peer)
         if router is None:
             return (0,) if body[0] == ANSWERING_QUESTION else ()  # a raw peer
@@ -183,9 +183,9 @@ class Fleet:
         `pace`: of other instances' answers."""
         engine = engine or FakeEngine()
         view = View(name, self.world)
-        chosen = None if self._routing == LOCAL else policy(self._routing)
+        chosen = None if self._routing == LOCAL else Policy(self._routing)
         selector = InstanceSelector(
-            *(view, chosen, self._slo, engine.loaded.get, lambda: refuses_new_requests(engine)),
+            *(view, view, chosen, self._slo, engine.loaded.get, lambda: refuses_new_requests(engine)),
             fetcher=fetcher,
             rng=Random(name),
         )
@@ -255,13 +255,21 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet(*names: str, routing: str = "first-fit", slo: LatencyTargets | None = None) -> AsyncIterator[Fleet]:
-    """Yields instances with these names. With `first-fit`, a request goes to the first one by name that has room."""
+async def fleet(
+    *names: str,
+    routing: str = "first-fit",
+    slo: LatencyTargets | None = None,
+    raw: Mapping[str, RawPeer] | None = None,
+) -> AsyncIterator[Fleet]:
+    """Yields instances with these names, and `raw` peers by name. With `first-fit`, a request goes to the first one by
+    name that has room."""
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
         running = Fleet(stack, session, routing, slo or LatencyTargets())
         for name in names:
             await running.start(name)
+        for name, handler in (raw or {}).items():
+            await running.start_raw(name, handler)
         yield running
 
 
@@ -276,6 +284,31 @@ async def streamed(*pieces: bytes, request: web.Request, die: bool = False) -> w
         assert request.transport is not None
         request.transport.abort()
     return response
+
+
+def streams(*pieces: bytes, die: bool = False) -> RawPeer:
+    """Returns a peer that answers with `streamed`."""
+
+    async def handle(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+        return await streamed(*pieces, request=request, die=die)
+
+    return handle
+
+
+def answers(make: Callable[[], web.Response]) -> RawPeer:
+    """Returns a peer that answers with what `make` returns."""
+
+    async def handle(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+        return make()
+
+    return handle
+
+
+async def die(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+    """A peer that closes the connection."""
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
 
 
 FULL = Backlog(requests=40)  # for first-fit

@@ -5,18 +5,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
-from caraserve.http.adapter_defaults import read_defaults
-from caraserve.http.app import make_app, start_http
+from caraserve.http.body.sampling import read_defaults
 from caraserve.lora.aliases import Aliases
 from caraserve.lora.catalog import Catalog
 from caraserve.lora.management import AdapterManagement
 from caraserve.lora.registry import AdapterInfo, Registry
 from caraserve.lora.replicated_settings import ReplicatedSettings
 from caraserve.lora.settings import SettingsStore
+from tests.http import serving as base
 from tests.http.fake_engine import FakeEngine
-from tests.http.serving import Client, http_config, new_metrics
+from tests.http.serving import Client
 from tests.lora.uploads import Receiver, receiving
 
 
@@ -34,32 +32,18 @@ class CatalogEngine(FakeEngine):
 
 @asynccontextmanager
 async def serving(root: Path, **settings: Any) -> AsyncIterator[tuple[Client, Receiver]]:
-    timings = settings.pop("timings", None)
-    allow = settings.pop("allow_lora_updates", True)
+    """Yields a client of a new server, and what receives uploads to `root`. `settings`: as of `serving.serving`."""
     registry = settings.pop("registry", None) or Registry(None)
-    replicated, cluster = (
-        settings.pop("replicated", None) or ReplicatedSettings(registry),
-        settings.pop("cluster", None),
-    )
-    async with receiving(root, registry) as receiver, aiohttp.ClientSession() as session:
-        engine, config = settings.pop("engine", None) or CatalogEngine(), http_config(**settings)
+    replicated = settings.pop("replicated", None) or ReplicatedSettings(registry)
+    async with receiving(root, registry) as receiver:
+        engine = settings.pop("engine", None) or CatalogEngine()
         engine.catalog = receiver.catalog
         aliases = Aliases(replicated, lambda name: receiver.catalog.find(name) is not None)
         store = SettingsStore(replicated, receiver.catalog, read_defaults)
         management = AdapterManagement(receiver.uploads, aliases, store)
-        app = make_app(
-            engine,  # type: ignore[arg-type]
-            config,
-            new_metrics(),
-            allow_lora_updates=allow,
-            timings=timings,
-            cluster=cluster,
-            management=management,
-        )
-        runner, port = await start_http(app, config)
         try:
-            yield Client(session, port), receiver
+            async with base.serving(engine, management=management, **settings) as client:
+                yield client, receiver
         finally:
-            await runner.cleanup()
             await store.close()
             await engine.tokenizer.adapter_templates.close()

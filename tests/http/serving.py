@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +11,6 @@ import aiohttp
 
 from caraserve.config import HttpConfig
 from caraserve.http.app import make_app, start_http
-from caraserve.http.context import HttpTimings
-from caraserve.telemetry.background import BackgroundTasks
 from caraserve.telemetry.metrics import Metrics
 from tests.http.fake_engine import FakeEngine
 
@@ -108,28 +106,43 @@ async def exchange(port: int, data: bytes) -> bytes:
         writer.close()
 
 
+_OPTIONS = ("timings", "background", "cluster", "management", "tracer")  # of `make_app`
+
+
 @asynccontextmanager
 async def serving(
-    engine: FakeEngine,
-    *,
-    timings: HttpTimings | None = None,
-    allow_lora_updates: bool = True,
-    background: BackgroundTasks | None = None,
-    **settings: Any,
+    engine: FakeEngine, *, allow_lora_updates: bool = True, metrics: Metrics | None = None, **settings: Any
 ) -> AsyncIterator[Client]:
+    """Yields a client of a new server. `settings`: options of `make_app` and fields of HttpConfig."""
+    options = {name: settings.pop(name) for name in _OPTIONS if name in settings}
     config = http_config(**settings)
-    app = make_app(
-        *(engine, config, new_metrics()),
-        allow_lora_updates=allow_lora_updates,
-        timings=timings,
-        background=background,
-    )
+    app = make_app(engine, config, metrics or new_metrics(), allow_lora_updates=allow_lora_updates, **options)
     runner, port = await start_http(app, config)
     try:
         async with aiohttp.ClientSession() as session:
             yield Client(session, port)
     finally:
         await runner.cleanup()
+
+
+class OneOff:
+    """Sends one request by a method of `Client` to a server of its own: `await OneOff().complete()`."""
+
+    def __init__(self, engine: FakeEngine | None = None, **settings: Any) -> None:
+        self._engine, self._settings = engine or FakeEngine(), settings
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Answer]]:
+        async def send(*args: Any, **options: Any) -> Answer:
+            async with serving(self._engine, **self._settings) as client:
+                answer: Answer = await getattr(client, method)(*args, **options)
+                return answer
+
+        return send
+
+
+def wrong(field: str, *values: object) -> list[tuple[dict[str, Any], str]]:
+    """Returns bodies with each of these values of a field, and the field's name, which the error must give."""
+    return [({field: value}, field) for value in values]
 
 
 def typed_events(answer: Answer) -> list[dict[str, Any]]:

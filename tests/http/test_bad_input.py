@@ -7,7 +7,7 @@ import pytest
 
 from caraserve.http.context import HttpTimings
 from tests.http.fake_engine import FakeEngine
-from tests.http.serving import exchange, serving
+from tests.http.serving import OneOff, exchange, serving, wrong
 
 NOT_JSON_OBJECTS = {
     "not JSON": b"hello",
@@ -39,80 +39,39 @@ async def test_body_must_be_one_json_object(body: bytes) -> None:
     assert len(fake.streams) == 1
 
 
+# Beside the bounds of each field, which test_openapi.py checks.
 BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
-    ({"prompt": None}, "prompt"),
-    ({"prompt": []}, "prompt"),
-    ({"prompt": 7}, "prompt"),
-    ({"prompt": {"text": "x"}}, "prompt"),
-    ({"prompt": ["a", 3]}, "prompt"),
-    ({"prompt": [[]]}, "prompt"),
-    ({"prompt": [["a"]]}, "prompt"),
+    *wrong("prompt", None, [], 7, {"text": "x"}, ["a", 3], [[]], [["a"]]),
     ({"prompt": "", "add_special_tokens": False}, "prompt"),
     ({"prompt": ["x"] * 2049}, "prompt"),
     ({"model": 3}, "model"),
-    ({"temperature": -1}, "temperature"),
-    ({"temperature": "hot"}, "temperature"),
-    ({"temperature": True}, "temperature"),
-    ({"top_p": 0}, "top_p"),
-    ({"top_p": 7}, "top_p"),
-    ({"top_k": -2}, "top_k"),
+    *wrong("temperature", "hot", True),
     ({"top_k": 1.5}, "top_k"),
-    ({"min_p": 1.1}, "min_p"),
-    ({"n": 0}, "n"),
-    ({"n": 10**9}, "n"),
     ({"n": 1, "best_of": 2}, "best_of"),
-    ({"max_tokens": -1}, "max_tokens"),
-    ({"max_tokens": 10**12}, "max_tokens"),
-    ({"max_tokens": 10**30}, "max_tokens"),
-    ({"max_tokens": 0}, "max_tokens"),
+    *wrong("max_tokens", 10**12, 0),
     ({"max_tokens": 2, "min_tokens": 3}, "min_tokens"),
-    ({"min_tokens": -1}, "min_tokens"),
-    ({"stop": ["x"] * 10_000}, "stop"),
-    ({"stop": ["x"] * 17}, "stop"),
-    ({"stop": ["x", 1]}, "stop"),
-    ({"stop": ""}, "stop"),
-    ({"stop": "x" * 2000}, "stop"),
-    ({"stop_token_ids": [258]}, "stop_token_ids"),
-    ({"stop_token_ids": 3}, "stop_token_ids"),
+    *wrong("stop", ["x"] * 10_000, ["x"] * 17, ["x", 1], "", "x" * 2000),
+    *wrong("stop_token_ids", [258], 3),
     ({"seed": 1.5}, "seed"),
-    ({"seed": 2**63}, "seed"),
-    ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
     ({"echo": 1}, "echo"),
-    ({"presence_penalty": 2.1}, "presence_penalty"),
-    ({"frequency_penalty": -2.1}, "frequency_penalty"),
-    ({"repetition_penalty": 0}, "repetition_penalty"),
-    ({"logit_bias": [1]}, "logit_bias"),
-    ({"logit_bias": {"258": 1}}, "logit_bias"),
-    ({"logit_bias": {"-1": 1}}, "logit_bias"),
-    ({"logit_bias": {"٣": 1}}, "logit_bias"),
-    ({"logit_bias": {"x": 1}}, "logit_bias"),
-    ({"logit_bias": {"1": 101}}, "logit_bias"),
-    ({"logit_bias": {"1": None}}, "logit_bias"),
-    ({"logit_bias": {str(key): 1 for key in range(301)}}, "logit_bias"),
-    ({"ignore_eos": "yes"}, "ignore_eos"),
+    *wrong("logit_bias", [1], {"258": 1}, {"-1": 1}, {"٣": 1}, {"x": 1}, {"1": 101}, {"1": None}),
+    *wrong("logit_bias", {str(key): 1 for key in range(301)}),
     ({"stream": 1}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage"),
     ({"stream": True, "stream_options": []}, "stream_options"),
     ({"user": 3}, "user"),
-    ({"user": "x" * 1000}, "user"),
     ({"cache_salt": []}, "cache_salt"),
-    ({"priority": 1.5}, "priority"),
-    ({"priority": True}, "priority"),
-    ({"priority": 2**63}, "priority"),
-    ({"response_format": {"type": "yaml"}}, "response_format"),
-    ({"response_format": {"schema": {}}}, "response_format"),
-    ({"response_format": {"type": "json_schema"}}, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "response_format"),
-    ({"response_format": {"type": "structural_tag", "structures": []}}, "response_format"),
-    ({"response_format": "json"}, "response_format"),
+    *wrong("priority", 1.5, True),
+    *wrong("response_format", {"type": "yaml"}, {"schema": {}}, {"type": "json_schema"}),
+    *wrong("response_format", {"type": "json_schema", "json_schema": {"schema": 3}}),
+    *wrong("response_format", {"type": "structural_tag", "structures": []}, "json"),
     ({"structured_outputs": {"whitespace_pattern": " "}}, "whitespace_pattern"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
     ({"guided_json": 3}, "guided_json"),
     ({"guided_regex": ["a*"]}, "guided_regex"),
-    ({"guided_choice": "yes"}, "guided_choice"),
-    ({"guided_choice": ["yes", ""]}, "guided_choice"),
+    *wrong("guided_choice", "yes", ["yes", ""]),
     ({"regex": "a", "grammar": 'root ::= "a"'}, "regex"),
     ({"regex": "a", "ignore_eos": True}, "ignore_eos"),
     ({"regex": "a", "min_tokens": 2}, "min_tokens"),
@@ -124,9 +83,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("fields", "param"), BAD_FIELDS, ids=str)
 async def test_bad_fields_are_named(fields: dict[str, Any], param: str) -> None:
-    fake = FakeEngine()
-    async with serving(fake) as client:
-        answer = await client.complete(**fields)
+    answer = await OneOff(fake := FakeEngine()).complete(**fields)
     assert (answer.status, answer.error["type"], answer.error["param"]) == (400, "invalid_request_error", param)
     assert param.split("_")[0] in answer.error["message"]
     assert len(answer.error["message"]) < 300
@@ -158,8 +115,7 @@ async def test_bad_token_ids_are_named_by_position(bad: object) -> None:
     ],
 )
 async def test_fields_that_ask_for_nothing_are_accepted(neutral: dict[str, Any]) -> None:
-    async with serving(FakeEngine()) as client:
-        assert (await client.complete(**neutral)).status == 200
+    assert (await OneOff().complete(**neutral)).status == 200
 
 
 async def test_body_over_the_limit() -> None:
@@ -175,17 +131,15 @@ async def endless() -> AsyncIterator[bytes]:
 
 
 async def test_body_of_unknown_length_over_the_limit() -> None:
-    async with serving(FakeEngine(), max_body_bytes=10_000) as client:
-        answer = await client.request(
-            "POST", "/v1/completions", data=endless(), headers={"Content-Type": "application/json"}
-        )
+    answer = await OneOff(max_body_bytes=10_000).request(
+        "POST", "/v1/completions", data=endless(), headers={"Content-Type": "application/json"}
+    )
     assert answer.status == 413
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
 async def test_other_content_types(content_type: str) -> None:
-    async with serving(FakeEngine()) as client:
-        answer = await client.post("/v1/completions", b'{"prompt":"a"}', headers={"Content-Type": content_type})
+    answer = await OneOff().post("/v1/completions", b'{"prompt":"a"}', headers={"Content-Type": content_type})
     assert answer.status == 415
     assert "application/json" in answer.error["message"]
 

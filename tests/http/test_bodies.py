@@ -9,7 +9,7 @@ from caraserve.http import context as budget
 from caraserve.http import responses
 from caraserve.http.context import HttpTimings
 from tests.http.fake_engine import FakeEngine
-from tests.http.serving import Client, exchange, serving
+from tests.http.serving import Client, OneOff, exchange, serving
 from tests.http.test_transport import HEAD, parsed
 
 BODY = b'{"prompt":"' + b"a" * 900 + b'"}'
@@ -86,8 +86,7 @@ async def test_a_lack_of_memory_is_a_503(monkeypatch: pytest.MonkeyPatch) -> Non
         raise MemoryError
 
     monkeypatch.setattr(responses, "parse_object", lacking)
-    async with serving(FakeEngine()) as client:
-        answer = await client.complete()
+    answer = await OneOff().complete()
     assert (answer.status, answer.error["code"]) == (503, "server_busy")
 
 
@@ -95,6 +94,5 @@ async def test_the_parsers_lack_of_memory_is_not_reported_as_bad_json(monkeypatc
     def lacking(body: bytes) -> None:
         raise ValueError("Not enough memory to allocate buffer for parsing: line 1 column 1 (char 0)")
 
-    monkeypatch.setattr("caraserve.http.json_reader.orjson.loads", lacking)
-    async with serving(FakeEngine()) as client:
-        assert (await client.complete()).status == 503
+    monkeypatch.setattr("caraserve.http.body.json_reader.orjson.loads", lacking)
+    assert (await OneOff().complete()).status == 503

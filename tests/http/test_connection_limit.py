@@ -22,7 +22,7 @@ class FakeConnection:
         self.client = client
         self.is_idle, self.body_is_whole, self.is_closed = True, True, False
         self._limit = limit
-        self.has_room = limit.open(self)
+        self.has_room = limit.add(self)
 
     def give_up(self) -> None:
         self.is_closed = True
@@ -30,11 +30,11 @@ class FakeConnection:
     def request(self, *, whole: bool = True) -> bool:
         """Begins a request. Returns whether it has a place."""
         self.is_idle, self.body_is_whole = False, whole
-        self._limit.began(self)
-        return self._limit.place(self)
+        self._limit.request_began(self)
+        return self._limit.give_place(self)
 
     def answer(self) -> None:
-        self._limit.ended(self)
+        self._limit.request_ended(self)
         self.is_idle = self.body_is_whole
 
 
@@ -173,7 +173,7 @@ def test_without_room_a_new_connection_is_refused_while_all_others_are_being_ans
     probes = [FakeConnection(limit) for _ in range(SPARE)]
     for one in probes:
         one.is_idle = False
-        limit.began(one)
+        limit.request_began(one)
     assert not FakeConnection(limit).has_room
     assert not closed([*busy, *probes])
 
@@ -182,7 +182,7 @@ def test_a_connection_that_is_lost_gives_back_all_that_it_held() -> None:
     limit: ConnectionLimit[FakeConnection] = ConnectionLimit(2)
     for whole in (True, False):
         for one in connections(limit, 2, whole=whole):
-            limit.lost(one)
+            limit.remove(one)
     assert not closed(connections(limit, 2))
 
 
@@ -196,5 +196,5 @@ def test_one_client_leaves_places_for_others() -> None:
     greedy[7].answer()
     assert FakeConnection(limit, "greedy").request()
     assert closed(greedy) == [7]  # its own
-    limit.lost(greedy[0])
+    limit.remove(greedy[0])
     assert FakeConnection(limit, "third").request()

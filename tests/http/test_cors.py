@@ -4,7 +4,7 @@ import pytest
 
 from caraserve.errors import BackendFailed
 from tests.http.fake_engine import FakeEngine
-from tests.http.serving import serving
+from tests.http.serving import OneOff, serving
 
 CHAT, EVIL = "https://chat.example", "https://evil.example"
 ASK = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-stainless-os"}
@@ -12,8 +12,9 @@ ASK = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers"
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/v1/models/a"])
 async def test_a_preflight_is_answered_without_a_key(path: str) -> None:
-    async with serving(FakeEngine(), api_key=("k",), allowed_origins=(CHAT,)) as client:
-        answer = await client.request("OPTIONS", path, headers=ASK | {"Origin": CHAT})
+    answer = await OneOff(api_key=("k",), allowed_origins=(CHAT,)).request(
+        "OPTIONS", path, headers=ASK | {"Origin": CHAT}
+    )
     assert (answer.status, answer.body) == (204, b"")
     assert answer.headers["Access-Control-Allow-Origin"] == CHAT
     assert answer.headers["Access-Control-Allow-Methods"] == "GET, POST"
@@ -62,5 +63,6 @@ async def test_an_allowed_page_may_use_a_local_server_without_keys_and_others_st
 
 
 async def test_options_without_a_preflight_header_is_method_not_allowed() -> None:
-    async with serving(FakeEngine(), allowed_origins=(CHAT,)) as client:
-        assert (await client.request("OPTIONS", "/v1/models", headers={"Origin": CHAT})).status == 405
+    assert (
+        await OneOff(allowed_origins=(CHAT,)).request("OPTIONS", "/v1/models", headers={"Origin": CHAT})
+    ).status == 405

@@ -18,10 +18,10 @@ from caraserve.http.context import HttpTimings
 from caraserve.http.deadline import HEADER, remaining_time_header, within_deadline
 from caraserve.http.proxy import body_digest
 from caraserve.http.streaming import EventStream
-from tests.engine_world import world
+from tests.engine_harness import harness
 from tests.http.fake_engine import FakeEngine
-from tests.http.fleet import KEYS, RawAnswer, fleet, streamed
-from tests.http.serving import Answer, serving
+from tests.http.fleet import KEYS, RawAnswer, answers, die, fleet, streamed
+from tests.http.serving import Answer, OneOff, serving
 from tests.http.test_forwarding import EVENTS, same
 from tests.http.test_streaming import begun, read_chunk, read_event
 
@@ -122,9 +122,7 @@ async def test_zero_means_no_deadline(pass_time: PassTime) -> None:
 
 @pytest.mark.parametrize("given", ["", "-1", "+5", "1.5", "10s", "1e3", "٣", "1" * 16])
 async def test_a_header_that_gives_no_time_is_refused(given: str) -> None:
-    fake = FakeEngine()
-    async with serving(fake) as client:
-        answer = await client.complete(headers={HEADER: given})
+    answer = await OneOff(fake := FakeEngine()).complete(headers={HEADER: given})
     assert (answer.status, answer.error["param"]) == (400, HEADER)
     assert f"{HEADER} must be a whole number of milliseconds" in answer.error["message"]
     assert repr(given) in answer.error["message"]
@@ -140,7 +138,7 @@ async def test_the_engine_gets_back_all_that_the_request_held(
 ) -> None:
     finishes: list[Finish] = []
     first = asyncio.Event()
-    async with world(random.Random(0), slots=1) as here:
+    async with harness(random.Random(0), slots=1) as here:
         engine: Any = here.engine
         monkeypatch.setattr(here.metrics, "observe_finish", finishes.append)
         monkeypatch.setattr(here.metrics, "observe_first_token", lambda seconds: first.set())
@@ -207,28 +205,23 @@ async def test_a_forwarded_request_carries_the_remaining_time() -> None:
 
 
 async def test_a_second_attempt_carries_the_remaining_time(pass_time: PassTime) -> None:
-    async def die(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+    async def late(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
         pass_time(7.0)
-        assert request.transport is not None
-        request.transport.abort()
-        return web.Response()
+        return await die(request, seen)
 
     async with fleet("c") as running:
-        dead, alive = await running.start_raw("a", die), await running.start_raw("b", serve)
+        dead, alive = await running.start_raw("a", late), await running.start_raw("b", serve)
         assert (await running["c"].client.complete(headers={HEADER: "20000"})).status == 200
         (first,), (second,) = dead.headers, alive.headers
         assert 0 < int(second[HEADER]) <= int(first[HEADER]) - 7000
 
 
 async def test_after_the_deadline_no_other_instance_is_tried(pass_time: PassTime) -> None:
-    async def die(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+    async def late(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
         pass_time(HOLDS_S)
-        assert request.transport is not None
-        request.transport.abort()
-        return web.Response()
+        return await die(request, seen)
 
-    async with fleet("c") as running:
-        await running.start_raw("a", die)
+    async with fleet("c", raw={"a": late}) as running:
         other = await running.start_raw("b", serve)
         assert_exceeded(await running["c"].client.complete(headers=HEADERS))
         assert not other.headers
@@ -269,8 +262,7 @@ async def test_the_sender_of_a_request_enforces_its_deadline_on_a_stuck_peer(pas
             ended.set()
         return web.Response()
 
-    async with fleet("b", "c") as running:
-        await running.start_raw("a", stick)
+    async with fleet("b", "c", raw={"a": stick}) as running:
         client = running["b"].client
         body = COMPLETION[1] | {"stream": stream}
         if stream:
@@ -324,11 +316,7 @@ async def test_the_receiver_of_a_request_enforces_its_deadline(pass_time: PassTi
 async def test_the_receivers_504_reaches_the_client() -> None:
     words = {"error": {"message": "late", "type": "server_error", "param": None, "code": "deadline_exceeded"}}
 
-    async def late(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
-        return web.json_response(words, status=504)
-
-    async with fleet("b", "c") as running:
-        await running.start_raw("a", late)
+    async with fleet("b", "c", raw={"a": answers(lambda: web.json_response(words, status=504))}) as running:
         answer = await running["b"].client.complete(headers=HEADERS)
         assert (answer.status, answer.json) == (504, words)
         assert [name for name, _ in running["b"].forwards] == ["a"]

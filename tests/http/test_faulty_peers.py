@@ -19,7 +19,7 @@ from caraserve.http.dispatch import is_answering
 from caraserve.http.peer_watch import PeerFailedError, PeerWatch
 from caraserve.util.least_rate import LeastRate
 from tests.http.fake_engine import FakeEngine
-from tests.http.fleet import RawAnswer, View, fleet, streamed
+from tests.http.fleet import RawAnswer, View, answers, fleet, streamed
 from tests.http.test_streaming import begun
 
 pytestmark = pytest.mark.timeout(30)  # what takes longer waits without end
@@ -80,8 +80,7 @@ async def continues(request: web.Request, seen: RawAnswer) -> web.StreamResponse
     ],
 )
 async def test_an_instance_that_falls_silent_before_the_first_byte_is_replaced(handler: Handler, stream: bool) -> None:
-    async with fleet() as running:
-        await running.start_raw("a", handler)
+    async with fleet(raw={"a": handler}) as running:
         b = await running.start("b", pace=HASTE)
         answer = await b.client.complete(stream=stream)
         assert (answer.status, len(b.engine.requests), b.routing_metrics.unreached) == (200, 1, {"a": 1})
@@ -89,8 +88,7 @@ async def test_an_instance_that_falls_silent_before_the_first_byte_is_replaced(h
 
 @pytest.mark.parametrize("rest", [b"", b" "], ids=["nothing", "byte by byte"])
 async def test_a_stream_that_falls_silent_ends_with_an_error(rest: bytes) -> None:
-    async with fleet() as running:
-        await running.start_raw("a", sends(STREAM, EVENT + EVENT[:5], rest, pause_s=0.01))
+    async with fleet(raw={"a": sends(STREAM, EVENT + EVENT[:5], rest, pause_s=0.01)}) as running:
         b = await running.start("b", pace=HASTE)
         answer = await b.client.complete(stream=True)
         assert [event.get("error", {}).get("code") for event in answer.events] == [None, "instance_lost"]
@@ -197,22 +195,19 @@ async def test_an_answer_larger_than_any_is_not_read_to_its_end() -> None:
             await response.write(piece)
             sent += len(piece)
 
-    async with fleet("b") as running:
-        await running.start_raw("a", send)
+    async with fleet("b", raw={"a": send}) as running:
         answer = await running["b"].client.complete(max_tokens=3)
         assert answer.json["choices"][0]["text"] == "Hi!"
         assert sent < 16 << 20
 
 
 async def test_an_answer_whose_stated_length_is_larger_than_any_is_not_read() -> None:
-    async with fleet("b") as running:
-        await running.start_raw("a", sends(JSON | {"Content-Length": str(1 << 40)}))
+    async with fleet("b", raw={"a": sends(JSON | {"Content-Length": str(1 << 40)})}) as running:
         assert (await running["b"].client.complete(max_tokens=3)).status == 200
 
 
 async def test_answers_of_other_instances_count_as_bodies_of_requests() -> None:
-    async with fleet() as running:
-        await running.start_raw("a", sends(JSON, b'{"id":"' + b"x" * (1 << 20)))
+    async with fleet(raw={"a": sends(JSON, b'{"id":"' + b"x" * (1 << 20))}) as running:
         b = await running.start("b", pace=HASTE)
         bodies = b.app[CONTEXT].bodies
         bodies._max_bytes = 1 << 19
@@ -258,11 +253,8 @@ async def test_the_largest_answers_are_passed_back(monkeypatch: pytest.MonkeyPat
     ],
 )
 async def test_what_no_instance_sends_is_answered_by_another(status: int, headers: dict[str, str], body: bytes) -> None:
-    async def send(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
-        return web.Response(status=status, headers=headers, body=body)
-
     async with fleet("b") as running:
-        await running.start_raw("a", send)
+        await running.start_raw("a", answers(lambda: web.Response(status=status, headers=headers, body=body)))
         for stream in (False, True):
             answer = await running["b"].client.complete(stream=stream)
             assert answer.status == 200
@@ -274,22 +266,18 @@ async def test_what_no_instance_sends_is_answered_by_another(status: int, header
 async def test_a_stream_for_a_whole_answer_or_the_other_way_round_is_answered_by_another(
     stream: bool, headers: dict[str, str], body: bytes
 ) -> None:
-    async def send(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
-        return web.Response(headers=headers, body=body)
-
-    async with fleet("b") as running:
-        await running.start_raw("a", send)
+    async with fleet("b", raw={"a": answers(lambda: web.Response(headers=headers, body=body))}) as running:
         answer = await running["b"].client.complete(stream=stream)
         assert (answer.status, len(running["b"].engine.requests)) == (200, 1)
 
 
 @pytest.mark.parametrize("headers", [JSON, STREAM])
 async def test_an_answer_that_is_not_passed_back_leaves_no_trace_in_the_next_one(headers: dict[str, str]) -> None:
-    async def send(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
-        return web.Response(headers=headers | {"x-caraserve-adapter": "poet@old"}, body=b"garbage\n\n")
-
     async with fleet("b") as running:
-        await running.start_raw("a", send)
+        await running.start_raw(
+            "a",
+            answers(lambda: web.Response(headers=headers | {"x-caraserve-adapter": "poet@old"}, body=b"garbage\n\n")),
+        )
         answer = await running["b"].client.complete(stream=headers is STREAM)
         assert answer.headers["x-caraserve-adapter"] == "org/base"
 
@@ -301,8 +289,7 @@ async def test_garbage_in_the_middle_of_a_stream_ends_it_with_an_error() -> None
         await response.write(b"<html>\n\n" + DONE)
         return response
 
-    async with fleet("b") as running:
-        await running.start_raw("a", send)
+    async with fleet("b", raw={"a": send}) as running:
         answer = await running["b"].client.complete(stream=True)
         assert [event.get("error", {}).get("code") for event in answer.events] == [None, "instance_lost"]
 

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.http.fake_engine import FakeAdapter, FakeEngine, FakeSnapshot
-from tests.http.serving import new_metrics, serving
+from tests.http.serving import OneOff, new_metrics, serving
 
 
 def page(snapshot: FakeSnapshot | None = None) -> str:
@@ -146,15 +146,13 @@ async def test_production_stack_reads_older_names(name: str, value: float) -> No
 
 
 async def test_production_stack_takes_a_model_with_a_parent_for_an_adapter() -> None:
-    async with serving(FakeEngine()) as client:
-        cards = (await client.get("/v1/models")).json["data"]
+    cards = (await OneOff().get("/v1/models")).json["data"]
     assert {card["id"]: card["parent"] for card in cards} == {"org/base": None, "a": "org/base", "b": "org/base"}
     assert all({"object", "created", "owned_by", "root"} <= card.keys() for card in cards)
 
 
 async def test_production_stack_takes_the_first_model_for_the_instances_name() -> None:
-    async with serving(FakeEngine()) as client:
-        assert (await client.get("/v1/models")).json["data"][0]["id"] == "org/base"
+    assert (await OneOff().get("/v1/models")).json["data"][0]["id"] == "org/base"
 
 
 async def test_production_stacks_operator_loads_an_adapter_repeatedly() -> None:
@@ -200,8 +198,7 @@ async def test_aibrix_asks_for_the_models_before_it_loads_one() -> None:
 
 
 async def test_lists_are_split_at_commas_so_no_name_has_one() -> None:
-    async with serving(FakeEngine()) as client:
-        assert (await client.post("/v1/load_lora_adapter", {"lora_name": "a,b", "lora_path": "x"})).status == 400
+    assert (await OneOff().post("/v1/load_lora_adapter", {"lora_name": "a,b", "lora_path": "x"})).status == 400
 
 
 async def test_a_draining_instance_is_alive_but_not_ready() -> None:
@@ -213,16 +210,14 @@ async def test_a_draining_instance_is_alive_but_not_ready() -> None:
 
 async def test_an_instance_whose_device_has_failed_is_not_alive() -> None:
     """Only a restart can repair the instance."""
-    async with serving(FakeEngine(failure="CUDA_ERROR_ILLEGAL_ADDRESS")) as client:
-        answer = await client.get("/health")
+    answer = await OneOff(FakeEngine(failure="CUDA_ERROR_ILLEGAL_ADDRESS")).get("/health")
     assert answer.status == 500
     assert "CUDA_ERROR_ILLEGAL_ADDRESS" in answer.json["error"]["message"]
 
 
 async def test_server_load_is_what_vllm_calls_it() -> None:
     fake = FakeEngine(shown=FakeSnapshot(running=3, waiting=4))
-    async with serving(fake) as client:
-        assert (await client.get("/load")).json == {"server_load": 7}
+    assert (await OneOff(fake).get("/load")).json == {"server_load": 7}
 
 
 def series(name: str, text: str) -> list[tuple[dict[str, str], float]]:

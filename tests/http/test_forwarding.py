@@ -13,14 +13,14 @@ from msgspec.structs import replace
 
 from caraserve.cluster.membership.swim import MemberState
 from caraserve.cluster.routing.cost import Backlog
-from caraserve.core.request import Tenant
+from caraserve.core.tenant import Tenant
 from caraserve.errors import BackendFailed, Draining, Overloaded, ServerBusy
 from caraserve.http.access.api_keys import key_name
 from caraserve.http.context import HttpTimings
 from caraserve.http.responses import error_body
 from caraserve.lora.settings import AdapterSettings, RequestDefaults
 from tests.http.fake_engine import WRONG_GRAMMAR, FakeAdapter, FakeEngine
-from tests.http.fleet import FULL, RawAnswer, fleet, streamed
+from tests.http.fleet import FULL, RawAnswer, answers, die, fleet, streamed, streams
 from tests.http.serving import Answer
 from tests.http.test_streaming import begun, raw_post, read_chunk, read_event
 
@@ -86,7 +86,7 @@ async def test_only_an_instance_with_the_same_defaults_of_the_adapter_answers() 
 
 
 def adapters_at(temperature: float) -> Any:
-    """What an instance has been told of its adapters: all have this temperature by default."""
+    """The settings that an instance has of its adapters: all have this temperature by default."""
     settings = AdapterSettings(defaults=RequestDefaults(sampling={"temperature": temperature}))
     return SimpleNamespace(
         settings=SimpleNamespace(get=lambda name: settings),
@@ -115,8 +115,7 @@ async def test_a_stream_passes_byte_for_byte_however_it_is_cut(size: int) -> Non
         pieces = [text[at : at + size] for at in range(0, len(text), size)]
         return await streamed(*pieces, request=request)
 
-    async with fleet("b") as running:
-        await running.start_raw("a", send)
+    async with fleet("b", raw={"a": send}) as running:
         assert (await running["b"].client.complete(stream=True)).body == text
 
 
@@ -132,8 +131,7 @@ async def test_events_come_as_they_are_sent(cut: int) -> None:
         await response.write(DONE)
         return response
 
-    async with fleet("b") as running:
-        await running.start_raw("a", send)
+    async with fleet("b", raw={"a": send}) as running:
         client = running["b"].client
         async with client.session.post(f"{client.url}/v1/completions", json={"prompt": "x", "stream": True}) as answer:
             assert await read_event(answer) + b"\n\n" == EVENTS[0]
@@ -196,12 +194,9 @@ async def test_an_instance_whose_device_has_failed_refuses_requests() -> None:
 
 
 async def test_ids_traces_tenant_and_seed_are_forwarded_and_the_clients_key_is_not() -> None:
-    async def send(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
-        return web.json_response({})
-
     async with fleet() as running:
         b = await running.start("b", api_key=("secret",))
-        seen = await running.start_raw("a", send)
+        seen = await running.start_raw("a", answers(lambda: web.json_response({})))
         headers = {"X-Request-Id": "r-1", "traceparent": "00-abc-01", "Authorization": "Bearer secret"}
         answer = await b.client.complete(headers=headers, user="alice", seed=5)
         assert answer.headers["X-Request-Id"] == "r-1"
@@ -260,8 +255,7 @@ async def test_a_client_that_does_not_read_delays_its_own_stream_and_buffers_lit
         finally:
             ended.set()
 
-    async with fleet("b") as running:
-        await running.start_raw("a", send)
+    async with fleet("b", raw={"a": send}) as running:
         reader, writer = await raw_post(running["b"].client, "/v1/completions", {"prompt": "ab", "stream": True})
         await reader.readuntil(b"data: ")
         before = -1
@@ -277,17 +271,9 @@ async def test_a_client_that_does_not_read_delays_its_own_stream_and_buffers_lit
 
 
 async def test_before_the_first_byte_another_instance_retries_with_the_same_id_and_seed() -> None:
-    async def die(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
-        assert request.transport is not None
-        request.transport.abort()
-        return web.Response()
-
-    async def serve(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
-        return await streamed(*EVENTS, DONE, request=request)
-
     async with fleet("d") as running:
         running.add_absent("a")
-        dead, alive = await running.start_raw("b", die), await running.start_raw("c", serve)
+        dead, alive = await running.start_raw("b", die), await running.start_raw("c", streams(*EVENTS, DONE))
         answer = await running["d"].client.complete(stream=True)
         assert answer.body == b"".join(EVENTS) + DONE
         (one,), (two,) = dead.claims, alive.claims
@@ -329,8 +315,7 @@ async def test_a_stream_whose_instance_dies_ends_with_an_error(how: str) -> None
             await waiting.wait()
         return response
 
-    async with fleet("b", "c") as running:
-        await running.start_raw("a", send)
+    async with fleet("b", "c", raw={"a": send}) as running:
         client = running["b"].client
         async with client.session.post(f"{client.url}/v1/completions", json={"prompt": "x", "stream": True}) as answer:
             assert await read_event(answer) + b"\n\n" == EVENTS[0]
@@ -350,11 +335,7 @@ async def test_a_stream_whose_instance_dies_ends_with_an_error(how: str) -> None
 
 
 async def test_after_a_stream_whose_instance_died_the_connection_takes_the_next_request() -> None:
-    async def send(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
-        return await streamed(EVENTS[0], request=request, die=True)
-
-    async with fleet("b") as running:
-        await running.start_raw("a", send)
+    async with fleet("b", raw={"a": streams(EVENTS[0], die=True)}) as running:
         reader, writer = await raw_post(running["b"].client, "/v1/completions", {"prompt": "ab", "stream": True})
         assert b"instance_lost" in await reader.readuntil(b"\r\n0\r\n\r\n")
         writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -363,21 +344,16 @@ async def test_after_a_stream_whose_instance_died_the_connection_takes_the_next_
 
 
 async def test_a_peers_internal_error_is_passed_on_and_not_counted_as_an_answer() -> None:
-    async def fail(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
-        return web.json_response(error_body("a mistake", "server_error", None, None), status=500)
-
     async with fleet("b") as running:
-        await running.start_raw("a", fail)
+        await running.start_raw(
+            "a", answers(lambda: web.json_response(error_body("a mistake", "server_error", None, None), status=500))
+        )
         assert (await running["b"].client.complete()).status == 500
         assert running["b"].routing_metrics.forwarded == {}
 
 
 async def test_a_stream_without_done_counts_as_lost() -> None:
-    async def send(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
-        return await streamed(EVENTS[0], request=request)
-
-    async with fleet("b") as running:
-        await running.start_raw("a", send)
+    async with fleet("b", raw={"a": streams(EVENTS[0])}) as running:
         answer = await running["b"].client.complete(stream=True)
         assert [event.get("error", {}).get("code") for event in answer.events] == [None, "instance_lost"]
 
@@ -402,8 +378,7 @@ async def test_a_partial_response_that_is_no_stream_is_retried() -> None:
         request.transport.abort()
         return response
 
-    async with fleet("b") as running:
-        await running.start_raw("a", cut)
+    async with fleet("b", raw={"a": cut}) as running:
         answer = await running["b"].client.complete()
         assert answer.json["choices"][0]["text"] == "Hi!"
 

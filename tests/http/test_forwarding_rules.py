@@ -8,12 +8,12 @@ from typing import Any, cast
 import pytest
 from aiohttp import web
 
-from caraserve.cluster.routing.cost import Backlog, Tier
+from caraserve.cluster.routing.cost import Backlog
 from caraserve.cluster.routing.forward_auth import CLAIMS_HEADER, INSTANCE_HEADER, PREFIX, SIGNATURE_HEADER
 from caraserve.cluster.routing.selector import LOCAL, LatencyTargets
-from caraserve.cluster.state.replicated_map import RegisteredAdapter
+from caraserve.cluster.state.replicated_map import RegisteredAdapter, Tier
 from caraserve.errors import Unreachable
-from caraserve.http.adapter_defaults import read_defaults
+from caraserve.http.body.sampling import read_defaults
 from caraserve.lora.aliases import Aliases
 from caraserve.lora.management import AdapterManagement
 from caraserve.lora.registry import UPLOADING, AdapterInfo, Registry
@@ -40,7 +40,7 @@ async def test_a_remote_adapter_is_listed_and_answered_by_its_holder() -> None:
         assert (await running["a"].client.complete(model="far")).json["model"] == "far"
         assert [request.adapter for request in c.engine.requests] == ["far"]
         assert [name for name, _ in running["a"].forwards] == ["c"]
-        assert (await running["a"].client.complete(model="nobody's")).status == 404
+        assert (await running["a"].client.complete(model="absent")).status == 404
 
 
 async def test_an_adapter_without_reachable_holders_is_unavailable_not_unknown() -> None:
@@ -205,8 +205,7 @@ async def test_a_forwarded_request_must_be_signed_and_is_accepted_once() -> None
         caught.append((request.path, headers, seen.bodies[-1]))
         return web.json_response({})
 
-    async with fleet("b", "c") as running:
-        await running.start_raw("a", catch)
+    async with fleet("b", "c", raw={"a": catch}) as running:
         for _ in range(2):
             await running["b"].client.complete()
         (path, headers, body), (_, others, _) = caught

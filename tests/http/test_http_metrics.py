@@ -54,7 +54,7 @@ async def test_requests_count_by_the_pattern_of_their_route_and_unknown_paths_ar
     async with serving(FakeEngine()) as client:
         sent = await client.complete()
         await client.complete(stream=True)
-        for path in ("/v1/models/a", "/v1/models/nobody", "/secret-1", "/secret-2"):
+        for path in ("/v1/models/a", "/v1/models/absent", "/secret-1", "/secret-2"):
             await client.get(path)
         await exchange(client.port, b"BREW /secret-3 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         found = await scrape(client)

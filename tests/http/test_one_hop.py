@@ -6,10 +6,11 @@ import contextlib
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from caraserve.cluster.routing.cost import Backlog, LinkSpeeds, Tier
-from caraserve.cluster.routing.policies import ROUTINGS
+from caraserve.cluster.routing.cost import Backlog, LinkSpeeds
 from caraserve.cluster.routing.router import Instance
 from caraserve.cluster.routing.selector import LatencyTargets
+from caraserve.cluster.state.replicated_map import Tier
+from caraserve.config import ROUTINGS
 from caraserve.errors import Overloaded
 from tests.http.fake_engine import FakeAdapter, FakeEngine
 from tests.http.fleet import MODEL, Fleet, fleet

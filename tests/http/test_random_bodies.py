@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from caraserve.http import request_schema, validation
-from caraserve.http.apis.translated_fields import MESSAGES, RESPONSES
-from caraserve.http.request_schema import KnownFields
+from caraserve.http.body import field_types, request_schema
+from caraserve.http.body.known_fields import KnownFields
+from caraserve.http.body.translated_schema import MESSAGES, RESPONSES
 from tests.http.fake_engine import FakeEngine
 from tests.http.serving import Answer, Client, serving
 
@@ -32,28 +32,8 @@ ROUTES: dict[str, tuple[KnownFields, dict[str, Any]]] = {
     "/v1/unload_lora_adapter": (request_schema.UNLOAD_ADAPTER, {"lora_name": "b"}),
 }
 PLAUSIBLE: list[Any] = [
-    *(
-        None,
-        True,
-        False,
-        0,
-        1,
-        2,
-        -1,
-        0.5,
-        1.0,
-        "",
-        "a",
-        "b",
-        "org/base",
-        "none",
-        "auto",
-        "text",
-        [],
-        {},
-        ["x"],
-        [1, 2],
-    ),
+    *(None, True, False, 0, 1, 2, -1, 0.5, 1.0, [], {}, ["x"], [1, 2]),
+    *("", "a", "b", "org/base", "none", "auto", "text"),
     *([{"id": "a", "scale": 1.0}], {"type": "text"}, {"include_usage": True}, {"a": None}, {"3": 1}, 2**63, 10**400),
     [{"role": "tool", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [{"function": 3}]}],
 ]
@@ -97,13 +77,13 @@ class Asking:
         self._loop = asyncio.new_event_loop()
         self._stack = AsyncExitStack()
         self._client: Client = self._run(self._stack.enter_async_context(serving(FakeEngine())))
-        raw = validation.Fields.raw
+        raw = field_types.Fields.raw
 
-        def noting(read: validation.Fields, name: str) -> Any:
+        def noting(read: field_types.Fields, name: str) -> Any:
             self.read.add(name)
             return raw(read, name)
 
-        monkeypatch.setattr(validation.Fields, "raw", noting)
+        monkeypatch.setattr(field_types.Fields, "raw", noting)
 
     def _run(self, work: Any) -> Any:
         return self._loop.run_until_complete(work)

@@ -15,9 +15,10 @@ from caraserve.cluster.membership.swim import MemberState
 from caraserve.core.request import TokenDelta
 from caraserve.errors import BackendFailed
 from caraserve.http.access.api_keys import key_name
-from caraserve.http.access.client import Client as Sender
 from caraserve.http.apis.choices import OpenAiStream
-from caraserve.http.context import CLIENT, HttpTimings
+from caraserve.http.client import CLIENT
+from caraserve.http.client import Client as Sender
+from caraserve.http.context import HttpTimings
 from caraserve.http.request_log import SUMMARY, RequestSummary, log_request, note_end
 from caraserve.http.streaming import EVENT_STREAM, EventStream
 from caraserve.telemetry.log import configure
@@ -25,7 +26,7 @@ from tests.http.fake_engine import DIGEST, FakeEngine, spell
 from tests.http.fleet import fleet
 from tests.http.log_lines import LogLines, logged
 from tests.http.managed import serving as managed
-from tests.http.serving import Client, serving
+from tests.http.serving import Client, OneOff, serving
 from tests.http.test_streaming import begun, read_chunk, read_event
 from tests.lora.folders import write_adapter
 from tests.lora.uploads import tar_of
@@ -44,8 +45,7 @@ def lines() -> Iterator[Lines]:
 
 async def test_a_line_has_client_model_and_phases(lines: Lines) -> None:
     fake = FakeEngine()
-    async with serving(fake) as client:
-        answer = await client.complete(model="a", n=2, metadata={}, headers={"X-Request-Id": "my-id"})
+    answer = await OneOff(fake).complete(model="a", n=2, metadata={}, headers={"X-Request-Id": "my-id"})
     (line,) = await lines.until(1)
     assert line.pop("total_ms") >= 0
     usage = answer.json["usage"]
@@ -121,7 +121,7 @@ async def test_a_deadline_that_cuts_a_stream_is_named(lines: Lines) -> None:
     ("path", "body", "expected"),
     [
         ("/v1/completions", {"prompt": "x", "adapters": "a"}, (400, "invalid_request_error", "adapters")),
-        ("/v1/completions", {"prompt": "x", "model": "nobody"}, (404, "model_not_found", "model")),
+        ("/v1/completions", {"prompt": "x", "model": "absent"}, (404, "model_not_found", "model")),
         ("/v1/completions", {"prompt": [1] * 1000}, (400, "context_length_exceeded", "prompt")),
         ("/v1/nothing", {}, (404, None, None)),
         ("/tokenize", {"prompt": "x"}, (200, None, None)),
@@ -131,8 +131,7 @@ async def test_a_deadline_that_cuts_a_stream_is_named(lines: Lines) -> None:
 async def test_every_kind_of_end_is_logged(
     lines: Lines, path: str, body: dict[str, Any], expected: tuple[int, str | None, str | None]
 ) -> None:
-    async with serving(FakeEngine()) as client:
-        await client.post(path, body)
+    await OneOff().post(path, body)
     (line,) = await lines.until(1)
     assert line["path"] == path
     assert (line["status"], line.get("error"), line.get("param")) == expected
@@ -177,8 +176,7 @@ async def test_clients_without_a_key_cannot_fill_the_log_and_those_with_one_are_
 
 
 async def test_the_lines_can_be_turned_off(lines: Lines) -> None:
-    async with serving(FakeEngine(), log_requests=False) as client:
-        await client.complete()
+    await OneOff(log_requests=False).complete()
     assert lines.all == []
 
 

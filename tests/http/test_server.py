@@ -7,12 +7,12 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from caraserve.errors import ConfigError, Draining
+from caraserve.errors import ConfigError
 from caraserve.http.app import make_app, start_http
 from caraserve.http.context import HttpTimings
 from caraserve.telemetry.background import BackgroundTasks
 from tests.http.fake_engine import FakeEngine
-from tests.http.serving import http_config, new_metrics, serving
+from tests.http.serving import OneOff, http_config, new_metrics, serving
 
 
 async def test_an_instance_whose_background_tasks_keep_failing_is_not_ready_and_says_which() -> None:
@@ -44,8 +44,7 @@ async def test_an_instance_whose_background_tasks_keep_failing_is_not_ready_and_
     "host", ["localhost", "localhost:8000", "127.0.0.1:1", "[::1]:80", "app.localhost", "10.0.0.7"]
 )
 async def test_requests_to_addresses_and_localhost_are_accepted(host: str) -> None:
-    async with serving(FakeEngine()) as client:
-        assert (await client.complete(headers={"Host": host})).status == 200
+    assert (await OneOff().complete(headers={"Host": host})).status == 200
 
 
 @pytest.mark.parametrize(
@@ -60,9 +59,7 @@ async def test_requests_to_addresses_and_localhost_are_accepted(host: str) -> No
     ids=str,
 )
 async def test_web_pages_of_other_origins_cannot_use_a_local_server_without_keys(headers: dict[str, str]) -> None:
-    fake = FakeEngine()
-    async with serving(fake) as client:
-        answer = await client.complete(headers=headers)
+    answer = await OneOff(fake := FakeEngine()).complete(headers=headers)
     assert (answer.status, answer.error["type"]) == (403, "permission_error")
     assert not fake.streams
 
@@ -84,21 +81,19 @@ async def test_web_pages_of_other_origins_cannot_use_a_local_server_without_keys
 async def test_a_local_server_without_keys_has_the_names_of_its_allowed_origins(
     origin: str, host: str, is_allowed: bool
 ) -> None:
-    async with serving(FakeEngine(), allowed_origins=(origin,)) as client:
-        assert (await client.complete(headers={"Host": host})).status == (200 if is_allowed else 403)
+    assert (await OneOff(allowed_origins=(origin,)).complete(headers={"Host": host})).status == (
+        200 if is_allowed else 403
+    )
 
 
 async def test_the_refusal_of_a_name_says_which_option_allows_it() -> None:
-    async with serving(FakeEngine()) as client:
-        message = (await client.complete(headers={"Host": "vm:8000"})).error["message"]
+    message = (await OneOff().complete(headers={"Host": "vm:8000"})).error["message"]
     (origin,) = re.findall(r"--allowed-origins (\S+)", message)
-    async with serving(FakeEngine(), allowed_origins=(origin,)) as client:
-        assert (await client.complete(headers={"Host": "vm:8000"})).status == 200
+    assert (await OneOff(allowed_origins=(origin,)).complete(headers={"Host": "vm:8000"})).status == 200
 
 
 async def test_local_web_pages_may_use_a_local_server() -> None:
-    async with serving(FakeEngine()) as client:
-        assert (await client.complete(headers={"Origin": "http://localhost:3000"})).status == 200
+    assert (await OneOff().complete(headers={"Origin": "http://localhost:3000"})).status == 200
 
 
 async def test_any_host_is_accepted_with_a_key() -> None:
@@ -115,14 +110,12 @@ async def test_request_id_comes_back() -> None:
 
 @pytest.mark.parametrize("given", ["a b", "x" * 129, "<script>", "é"])
 async def test_an_unsafe_request_id_is_replaced(given: str) -> None:
-    async with serving(FakeEngine()) as client:
-        sent_back = (await client.get("/health", headers={"X-Request-Id": given})).headers["X-Request-Id"]
+    sent_back = (await OneOff().get("/health", headers={"X-Request-Id": given})).headers["X-Request-Id"]
     assert len(sent_back) == 32
 
 
 async def test_version() -> None:
-    async with serving(FakeEngine()) as client:
-        assert (await client.get("/version")).json["version"]
+    assert (await OneOff().get("/version")).json["version"]
 
 
 async def test_draining_server_is_healthy_but_not_ready() -> None:
@@ -133,8 +126,7 @@ async def test_draining_server_is_healthy_but_not_ready() -> None:
 
 
 async def test_a_server_whose_device_has_failed_is_not_ready() -> None:
-    async with serving(FakeEngine(failure="out of its bus")) as client:
-        ready = await client.get("/ready")
+    ready = await OneOff(FakeEngine(failure="out of its bus")).get("/ready")
     assert (ready.status, ready.error["code"]) == (503, "not_ready")
     assert "out of its bus" in ready.error["message"]
 
@@ -188,7 +180,7 @@ async def test_a_host_of_another_machine_is_a_config_error() -> None:
 async def test_metrics_count_responses_by_route_not_by_url() -> None:
     async with serving(FakeEngine()) as client:
         await client.get("/v1/models/a")
-        await client.get("/v1/models/nobody")
+        await client.get("/v1/models/absent")
         await client.get("/secret-1")
         answer = await client.get("/metrics")
     text = answer.body.decode()
@@ -199,8 +191,3 @@ async def test_metrics_count_responses_by_route_not_by_url() -> None:
     )
     assert 'route="unknown",status="404",model_name="org/base",engine="0"} 1\n' in text
     assert "secret-1" not in text
-
-
-async def test_draining_error_reaches_a_stream_request_as_a_status() -> None:
-    async with serving(FakeEngine(refusals={0: Draining("Stopping.", retry_after_s=2)})) as client:
-        assert (await client.complete(stream=True)).status == 503

@@ -19,8 +19,7 @@ async def test_forwarded_streams_have_the_drain_timeout_to_end() -> None:
         await response.write(DONE)
         return response
 
-    async with fleet("b") as running:
-        await running.start_raw("a", send)
+    async with fleet("b", raw={"a": send}) as running:
         client, proxy = running["b"].client, running["b"].router.proxy
         async with client.session.post(f"{client.url}/v1/completions", json={"prompt": "x", "stream": True}) as answer:
             assert await read_event(answer) + b"\n\n" == EVENTS[0]
@@ -44,8 +43,7 @@ async def test_after_the_drain_timeout_forwarded_streams_end_with_an_error() -> 
         return response
 
     arrived = asyncio.Event()
-    async with fleet("b") as running:
-        await running.start_raw("a", send)
+    async with fleet("b", raw={"a": send}) as running:
         client = running["b"].client
         async with client.session.post(f"{client.url}/v1/completions", json={"prompt": "x", "stream": True}) as answer:
             assert await read_event(answer) + b"\n\n" == EVENTS[0]

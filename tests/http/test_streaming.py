@@ -17,7 +17,7 @@ from caraserve.http.streaming import progress_comment, tokens_comment, tokens_in
 from caraserve.http.whole_answer import TURN_LOGPROBS, paced
 from caraserve.util.tasks import TurnBudget
 from tests.http.fake_engine import BOS, DIGEST, FakeEngine, finish
-from tests.http.serving import Client, serving
+from tests.http.serving import Client, OneOff, serving
 
 FIELDS: dict[str, Any] = {"prompt": "ab", "stream": True}
 
@@ -60,8 +60,7 @@ async def raw_post(client: Client, path: str, fields: dict[str, Any]) -> tuple[A
 
 
 async def test_headers() -> None:
-    async with serving(FakeEngine()) as client:
-        headers = (await client.complete(stream=True)).headers
+    headers = (await OneOff().complete(stream=True)).headers
     assert headers["Content-Type"] == "text/event-stream; charset=utf-8"
     assert headers["Cache-Control"] == "no-cache"
     assert headers["X-Accel-Buffering"] == "no"
@@ -69,8 +68,7 @@ async def test_headers() -> None:
 
 
 async def test_bytes_of_a_completion_stream() -> None:
-    async with serving(FakeEngine()) as client:
-        answer = await client.complete(stream=True, model="a", max_tokens=2)
+    answer = await OneOff().complete(stream=True, model="a", max_tokens=2)
     first = answer.events[0]
     head = b'data: {"id":"%b","object":"text_completion","created":%d,"model":"a","choices":[{"index":0,"text":' % (
         first["id"].encode(),
@@ -89,8 +87,7 @@ async def test_bytes_of_a_completion_stream() -> None:
 
 
 async def test_chat_stream_is_role_then_text_then_finish() -> None:
-    async with serving(FakeEngine()) as client:
-        events = (await client.chat(stream=True, max_tokens=2)).events
+    events = (await OneOff().chat(stream=True, max_tokens=2)).events
     assert {(event["object"], event["id"]) for event in events} == {("chat.completion.chunk", events[0]["id"])}
     assert [event["choices"][0]["delta"] for event in events] == [
         {"role": "assistant", "content": ""},
@@ -105,8 +102,7 @@ async def test_chat_text_that_comes_with_the_finish_is_not_lost() -> None:
     def at_once(request: GenerateRequest) -> list[TokenDelta]:
         return [TokenDelta("all", (1, 2), finish=finish(request, 2))]
 
-    async with serving(FakeEngine(script=at_once)) as client:
-        events = (await client.chat(stream=True)).events
+    events = (await OneOff(FakeEngine(script=at_once)).chat(stream=True)).events
     assert [event["choices"][0]["delta"] for event in events] == [
         {"role": "assistant", "content": ""},
         {"content": "all"},
@@ -115,8 +111,7 @@ async def test_chat_text_that_comes_with_the_finish_is_not_lost() -> None:
 
 
 async def test_usage_is_null_until_the_last_event() -> None:
-    async with serving(FakeEngine()) as client:
-        *chunks, last = (await client.complete(stream=True, stream_options={"include_usage": True}, n=2)).events
+    *chunks, last = (await OneOff().complete(stream=True, stream_options={"include_usage": True}, n=2)).events
     assert [chunk["usage"] for chunk in chunks] == [None] * 8
     assert last["choices"] == []
     assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (3, 6)
@@ -129,14 +124,12 @@ async def test_no_usage_unless_asked() -> None:
 
 async def test_continuous_usage_counts_up() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    async with serving(FakeEngine()) as client:
-        events = (await client.complete(stream=True, stream_options=options)).events
+    events = (await OneOff().complete(stream=True, stream_options=options)).events
     assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 3, 3]
 
 
 async def test_answers_of_one_request_share_the_stream_and_keep_their_order() -> None:
-    async with serving(FakeEngine()) as client:
-        events = (await client.complete(stream=True, prompt=["a", "b"], n=2)).events
+    events = (await OneOff().complete(stream=True, prompt=["a", "b"], n=2)).events
     texts = ["", "", "", ""]
     for event in events:
         (choice,) = event["choices"]
@@ -189,8 +182,7 @@ async def test_held_back_text_sends_no_event() -> None:
     def held(request: GenerateRequest) -> list[TokenDelta]:
         return [TokenDelta("", (1,)), TokenDelta("é", (2,)), TokenDelta("", (), finish=finish(request, 2))]
 
-    async with serving(FakeEngine(script=held)) as client:
-        events = (await client.complete(stream=True)).events
+    events = (await OneOff(FakeEngine(script=held)).complete(stream=True)).events
     assert [event["choices"][0]["text"] for event in events] == ["é", ""]
 
 
@@ -289,8 +281,7 @@ async def test_a_write_to_a_client_that_has_left_is_not_logged(
 
 async def test_finished_stream_is_not_cancelled() -> None:
     fake = FakeEngine()
-    async with serving(fake) as client:
-        await client.complete(stream=True)
+    await OneOff(fake).complete(stream=True)
     assert not fake.streams[0].cancelled.is_set()
 
 

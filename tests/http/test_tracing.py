@@ -6,26 +6,24 @@ import itertools
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 
 from caraserve.core.request import GenerateRequest, Phase, Phases, PhaseTime, Request, SamplingParams, TokenDelta
 from caraserve.errors import BackendFailed, Displaced
 from caraserve.http import otlp
-from caraserve.http.app import make_app, start_http
 from caraserve.http.deadline import HEADER
 from caraserve.http.otlp import OtlpExporter
 from caraserve.http.tracing import Tracer
 from caraserve.lora.adapter import AdapterTier
-from tests.engine_world import World, world
+from tests.engine_harness import EngineHarness, harness
 from tests.http.fake_engine import DIGEST, PHASES, FakeEngine, finish, spell
 from tests.http.fleet import FULL, fleet
-from tests.http.serving import Answer, Client, http_config, new_metrics
+from tests.http.serving import Answer, Client, serving
 from tests.http.test_streaming import begun
 
 TRACE_ID, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -74,16 +72,8 @@ async def collecting() -> AsyncIterator[tuple[Collector, OtlpExporter]]:
         await runner.cleanup()
 
 
-@asynccontextmanager
-async def traced(engine: FakeEngine, exporter: OtlpExporter) -> AsyncIterator[Client]:
-    tracer = Tracer(exporter, "auto")
-    app = make_app(engine, http_config(), new_metrics(), allow_lora_updates=False, tracer=tracer)
-    runner, port = await start_http(app, http_config())
-    try:
-        async with aiohttp.ClientSession() as session:
-            yield Client(session, port)
-    finally:
-        await runner.cleanup()
+def traced(engine: FakeEngine, exporter: OtlpExporter) -> AbstractAsyncContextManager[Client]:
+    return serving(engine, tracer=Tracer(exporter, "auto"))
 
 
 def phased(request: GenerateRequest) -> Iterable[TokenDelta]:
@@ -189,12 +179,12 @@ async def test_a_failure_is_marked() -> None:
 
 
 async def phases_of_a_failure(
-    end: Callable[[World, asyncio.Task[Answer]], None], *, until: str, stream: bool = False
+    end: Callable[[EngineHarness, asyncio.Task[Answer]], None], *, until: str, stream: bool = False
 ) -> tuple[list[str], dict[str, Any]]:
     """Returns the names of the phases in the trace of a request for a cold adapter, and the facts of its span. `end`
     ends it when it has reached phase `until`."""
     async with collecting() as (collector, exporter):
-        async with world(random.Random(0), slots=1) as here:
+        async with harness(random.Random(0), slots=1) as here:
             engine: Any = here.engine
             before = here.ask([1, 2, 3], None, max_tokens=40) if until == "queued" else None
             async with traced(engine, exporter) as client:
@@ -216,7 +206,7 @@ async def phases_of_a_failure(
     return [span["name"] for span in phases], facts(root)
 
 
-async def reached(here: World, phase: str) -> None:
+async def reached(here: EngineHarness, phase: str) -> None:
     """Runs the engine until its request for adapter a0 is in this phase."""
     shown = here.engine.snapshot
     while "a0" not in {*shown().waiting_adapters, *shown().running_adapters}:  # noqa: ASYNC110
@@ -248,7 +238,7 @@ async def test_a_request_past_its_deadline_has_the_phases_that_it_reached(
 
 
 async def test_a_request_whose_adapter_cannot_be_read_was_queued_and_loading() -> None:
-    def fail_read(here: World, asking: asyncio.Task[Answer]) -> None:
+    def fail_read(here: EngineHarness, asking: asyncio.Task[Answer]) -> None:
         here.read_failures = 1.0
         here.end_something()
 

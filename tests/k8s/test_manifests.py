@@ -120,12 +120,10 @@ def test_the_small_fleet_fits_a_laptop_and_needs_no_network() -> None:
     assert options("overlays/kind")["MODEL"] == "demo"
 
 
-@pytest.mark.parametrize("document", [d for d in whole().documents if d["kind"] in CUSTOM], ids=named)
-def test_others_kinds_have_the_fields_of_their_types(document: Document) -> None:
-    jsonschema.validate(document, CUSTOM[document["kind"]])
-
-
-def test_the_pickers_configuration_has_the_fields_of_its_type() -> None:
+def test_others_kinds_and_the_pickers_configuration_have_the_fields_of_their_types() -> None:
+    for document in whole().documents:
+        if document["kind"] in CUSTOM:
+            jsonschema.validate(document, CUSTOM[document["kind"]])
     jsonschema.validate(picker_config(), PICKER_CONFIG)
 
 
@@ -151,19 +149,13 @@ def test_the_server_knows_every_argument() -> None:
     assert arguments().model == Path("/data/models") / options()["MODEL"]
 
 
-def test_ports_are_those_that_the_server_listens_on() -> None:
+def test_ports_are_those_on_which_the_server_listens_to_other_machines() -> None:
+    """Production Stack's operator loads adapters at port 8000 of a pod that has no port named `container-port`."""
     ports = {port["name"]: port["containerPort"] for port in server()["ports"]}
     assert ports == {"http": arguments().port, "peers": arguments().peer_port}
-
-
-def test_production_stacks_operator_finds_the_port() -> None:
-    """It loads adapters at port 8000 of a pod that has no port named `container-port`."""
+    assert arguments().host == "0.0.0.0"
     assert arguments().port == 8000
     assert arguments().allow_runtime_lora_updating
-
-
-def test_it_listens_to_other_machines() -> None:
-    assert arguments().host == "0.0.0.0"
 
 
 def test_every_probe_asks_for_a_page_that_exists() -> None:
@@ -353,11 +345,8 @@ def test_what_is_referred_to_is_there(reference: tuple[str, str]) -> None:
     assert reference in there
 
 
-def test_the_secret_is_mounted_under_the_name_that_the_server_reads() -> None:
+def test_the_secret_is_mounted_under_the_name_that_the_server_reads_and_is_not_kept() -> None:
     assert [arguments().cluster_secret_file.name] == whole().secrets["caraserve-cluster"]
-
-
-def test_the_secret_itself_is_not_kept() -> None:
     assert (FOLDER / "base" / ".gitignore").read_text(encoding="utf-8").split() == whole().secrets["caraserve-cluster"]
 
 

@@ -1,11 +1,8 @@
 """The pool of KV blocks: each is accounted for, published ones are reused, the least recently used is overwritten."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from caraserve.kv.block_pool import BlockPool
-from caraserve.kv.prefix_keys import next_key, root_key
 
 
 def test_take_is_all_or_nothing() -> None:
@@ -86,29 +83,3 @@ def test_check_notices_a_block_without_an_owner() -> None:
     pool.take(1)
     with pytest.raises(AssertionError):
         pool.check([])
-
-
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), max_size=60))
-def test_counts_add_up_after_any_sequence_of_operations(steps: list[tuple[int, int]]) -> None:
-    """Steps: 0 takes blocks, 1 releases those held longest, 2 finds one by its key."""
-    pool, held = BlockPool(5), []
-    for action, argument in steps:
-        if action == 0 and (blocks := pool.take(argument % 4)) is not None:
-            held.append(blocks)
-            for block in blocks:
-                pool.publish(block, bytes([argument, block]))
-        elif action == 1 and held:
-            pool.release(held.pop(0))
-        elif action == 2 and (found := pool.find(bytes([argument, argument % 5]))) is not None:
-            held.append([found])
-        pool.check(held)
-
-
-def test_a_key_depends_on_adapter_digest_salt_and_every_token_before() -> None:
-    tokens = [1, 2, 3]
-    roots = {root_key(None, ""), root_key("a", ""), root_key("b", ""), root_key("a", "x"), root_key("ax", "")}
-    assert len(roots) == 5
-    root = root_key("a", "")
-    assert next_key(root, tokens) == next_key(root_key("a", ""), list(tokens))
-    assert next_key(next_key(root, tokens), tokens) != next_key(root, tokens)
-    assert next_key(root, tokens) != next_key(root, [1, 2, 4])

@@ -13,10 +13,6 @@ def test_a_root_depends_on_adapter_and_salt_and_their_boundary() -> None:
     assert len(set(roots)) == len(roots)
 
 
-def test_the_base_model_has_one_root_for_a_salt() -> None:
-    assert root_key(None, "salt") == root_key(None, "salt")
-
-
 @given(first=TOKENS, second=TOKENS)
 def test_keys_are_equal_exactly_when_tokens_are(first: list[int], second: list[int]) -> None:
     root = root_key("adapter", "")
@@ -28,7 +24,3 @@ def test_a_key_depends_on_all_blocks_before(first: list[int], second: list[int])
     last = [1, 2, 3]
     keys = [next_key(next_key(root_key(None, ""), tokens), last) for tokens in (first, second)]
     assert (keys[0] == keys[1]) == (first == second)
-
-
-def test_the_same_tokens_have_another_key_with_another_adapter() -> None:
-    assert next_key(root_key("old", ""), [1, 2]) != next_key(root_key("new", ""), [1, 2])

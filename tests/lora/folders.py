@@ -9,42 +9,46 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from caraserve.core.lora_layout import HostAdapter, aligned_bytes
+from caraserve.core.lora_layout import A_COLUMNS, PANEL, HostAdapter, SiteSpan, aligned_bytes
 from caraserve.lora.peft import inspect_adapter, read_adapter
-from caraserve.model.spec import SITES, ModelSpec, parse_spec
+from caraserve.model.dtype import to_float32
+from caraserve.model.plan import DecoderPlan
+from caraserve.model.spec import ModelSpec, as_plan, parse_spec
+from caraserve.util.units import align_up, ceil_div
 
 RANK = 4
 MISSING = object()  # as the value of a field: the field is left out
 Tensors = dict[str, NDArray[Any]]
 
-SPEC: ModelSpec = parse_spec(
-    {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 96,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-)
+FIELDS: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+SPEC: ModelSpec = parse_spec(FIELDS)
+LINEARS = {linear.target: linear for linear in SPEC.plan.layers[0].linears}
+TARGETS = tuple(LINEARS)
 
 
-def tensor_name(layer: int, site: str, half: str) -> str:
-    """Writes the folder as peft saves it."""
-    block = "self_attn" if site in SITES[:4] else "mlp"
-    return f"base_model.model.model.layers.{layer}.{block}.{site}.lora_{half}.weight"
+def tensor_name(layer: int, target: str, half: str) -> str:
+    """Writes the name as peft saves it."""
+    module = LINEARS[target].module.replace("layers.0.", f"layers.{layer}.")
+    return f"base_model.model.{module}.lora_{half}.weight"
 
 
-def tensors_for(targets: tuple[str, ...] = ("q_proj",), layers: tuple[int, ...] = (0, 1)) -> Tensors:
-    """Returns random A and B of rank `RANK` for `SPEC`, the same ones each time."""
+def tensors_for(targets: tuple[str, ...] = ("q_proj",), layers: tuple[int, ...] = (0, 1), rank: int = RANK) -> Tensors:
+    """Returns random A and B for `SPEC`, the same ones each time."""
     rng = np.random.default_rng(0)
     tensors: Tensors = {}
     for layer in layers:
-        for site in targets:
-            inputs, outputs = SPEC.site_shape(site)
-            tensors[tensor_name(layer, site, "A")] = rng.standard_normal((RANK, inputs), np.float32)
-            tensors[tensor_name(layer, site, "B")] = rng.standard_normal((outputs, RANK), np.float32)
+        for target in targets:
+            linear = LINEARS[target]
+            tensors[tensor_name(layer, target, "A")] = rng.standard_normal((rank, linear.inputs), np.float32)
+            tensors[tensor_name(layer, target, "B")] = rng.standard_normal((linear.outputs, rank), np.float32)
     return tensors
 
 
@@ -58,8 +62,23 @@ def write_adapter(folder: Path, changes: Mapping[str, Any] | None = None, tensor
     return folder
 
 
-def read(folder: Path, model: ModelSpec, filled: int = 0) -> HostAdapter:
+def read(folder: Path, model: ModelSpec | DecoderPlan, filled: int = 0) -> HostAdapter:
     """Reads a whole adapter into memory that was filled with the byte `filled`."""
     into = aligned_bytes(inspect_adapter(folder, model).num_bytes)
     into[:] = filled
     return read_adapter(folder, model, into)
+
+
+def matrices(
+    adapter: HostAdapter, span: SiteSpan, model: ModelSpec | DecoderPlan
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Returns A [padded rank, padded inputs] and B [padded rank, padded outputs] of a site, from the image's bytes."""
+    site, rank, dtype = as_plan(model).layers[span.layer].sites[span.site], span.padded_rank, adapter.spec.dtype
+
+    def stored(offset: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        data = adapter.data[offset : offset + int(np.prod(shape)) * dtype.itemsize]
+        return to_float32(data.view(dtype.storage), dtype).reshape(shape)
+
+    a = stored(span.a_offset, (rank, align_up(site.inputs, A_COLUMNS)))
+    panels = stored(span.b_offset, (ceil_div(site.outputs, PANEL), rank, PANEL))
+    return a, panels.transpose(1, 0, 2).reshape(rank, -1)

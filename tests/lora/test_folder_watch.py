@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from caraserve.errors import ServerBusy
-from caraserve.lora import refused_folders
+from caraserve.lora import folder_contents
+from caraserve.lora.folder_contents import RefusedFolder, RefusedFolders
 from caraserve.lora.folder_watch import FolderWatch
 from caraserve.lora.peft import TENSORS_NAME
 from caraserve.lora.peft_config import CONFIG_NAME
-from caraserve.lora.refused_folders import Refusal, RefusedFolders
 from tests.cluster.nodes import until
 from tests.lora.folders import write_adapter
 from tests.lora.uploads import Receiver, aliases_of, receiving, tar_of
@@ -112,7 +112,7 @@ async def test_what_others_have_loaded_or_unloaded_is_left_alone(tmp_path: Path)
         uploaded = await receiver.put("sent", body)
         await settle(watch)
         assert receiver.catalog.get("sent") is uploaded.info
-        await receiver.uploads.delete("sent")
+        await receiver.delete("sent")
         await settle(watch)
         assert names(receiver) == []
 
@@ -286,7 +286,7 @@ async def test_hidden_folders_files_and_those_of_file_systems_are_passed_over(tm
 
 
 def test_refusals_are_bounded_and_name_no_path_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refused_folders, "_MOST_REFUSED", 2)
+    monkeypatch.setattr(folder_contents, "_MOST_REFUSED", 2)
     refused = RefusedFolders([Path("/srv/adapters")], now=lambda: 7.0)
     assert refused.note("a", "a link that leads outside /srv/adapters")
     assert not refused.note("a", "a link that leads outside /srv/adapters")
@@ -295,7 +295,7 @@ def test_refusals_are_bounded_and_name_no_path_of_the_server(monkeypatch: pytest
     assert refused.note("c", "it is empty")
     assert [(one.name, len(one.reason), one.since_s) for one in refused.all()] == [("a", 11, 7.0), ("c", 11, 7.0)]
     refused.note("d", "outside /srv/adapters")
-    assert refused.get("d") == Refusal("d", "outside --adapters-dir", 7.0)
+    assert refused.get("d") == RefusedFolder("d", "outside --adapters-dir", 7.0)
 
 
 @pytest.mark.parametrize(
@@ -316,4 +316,4 @@ def test_a_reason_is_changed_only_where_it_has_a_folder_of_the_server(
 ) -> None:
     refused = RefusedFolders([Path(root) for root in roots], now=lambda: 7.0)
     refused.note("x", reason)
-    assert refused.get("x") == Refusal("x", shown, 7.0)
+    assert refused.get("x") == RefusedFolder("x", shown, 7.0)

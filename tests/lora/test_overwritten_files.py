@@ -49,8 +49,8 @@ def test_files_overwritten_and_cut_short_thousands_of_times_while_they_load(tmp_
             for _ in range(_ROUNDS):
                 file.truncate(4096)
                 os.pwrite(file.fileno(), content, 0)
-        told, _ = loads.communicate(timeout=30)
+        printed, _ = loads.communicate(timeout=30)
     assert loads.returncode == 0, f"exit code {loads.returncode}"
-    *loaded, refused = told.split()
+    *loaded, refused = printed.split()
     assert set(loaded) <= {digest}
     assert int(refused) > 0

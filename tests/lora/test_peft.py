@@ -3,7 +3,6 @@
 import copy
 import itertools
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,13 @@ from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
-from caraserve.core.lora_layout import A_COLUMNS, ALIGN_BYTES, PANEL, HostAdapter, SiteSpan, aligned_bytes
+from caraserve.core.lora_layout import ALIGN_BYTES, HostAdapter, aligned_bytes
 from caraserve.errors import AdapterRejected
 from caraserve.lora.peft import inspect_adapter, read_adapter
-from caraserve.lora.peft_names import PatternTable, module_name
+from caraserve.lora.peft_fields import PatternTable
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import SITES, ModelSpec, parse_spec
-from caraserve.util.units import align_up, ceil_div
-from tests.lora.folders import RANK, SPEC, read, tensors_for, write_adapter
+from caraserve.model.spec import ModelSpec, parse_spec
+from tests.lora.folders import FIELDS, LINEARS, RANK, SPEC, TARGETS, Tensors, matrices, read, tensors_for, write_adapter
 
 Deltas = dict[tuple[int, str], NDArray[np.float32]]  # (layer, module) → change of the weight, [out, in]
 
@@ -41,10 +39,10 @@ _CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**_SIZES, architectures=["LlamaForCausalLM"]),
     "qwen2": Qwen2Config(**_SIZES, architectures=["Qwen2ForCausalLM"]),
 }
-MODULES = [module_name(layer, site) for layer in range(12) for site in SITES]
+MODULES = [linear.module.replace(".0.", f".{layer}.") for layer in range(12) for linear in LINEARS.values()]
 
 KINDS: dict[str, dict[str, Any]] = {
-    "all modules": {"target_modules": list(SITES)},
+    "all modules": {"target_modules": list(TARGETS)},
     "all-linear": {"target_modules": "all-linear"},
     "two modules": {"target_modules": ["o_proj", "down_proj"]},
     "an end of a name": {"target_modules": ["self_attn.k_proj", "1.mlp.gate_proj"]},
@@ -60,8 +58,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "layers_to_transform": [0],
         "layers_pattern": ["h", "layers"],
     },
-    "excluded by name": {"target_modules": list(SITES), "exclude_modules": ["k_proj", "1.mlp.up_proj"]},
-    "excluded by expression": {"target_modules": list(SITES), "exclude_modules": r".*0\..*_proj"},
+    "excluded by name": {"target_modules": list(TARGETS), "exclude_modules": ["k_proj", "1.mlp.up_proj"]},
+    "excluded by expression": {"target_modules": list(TARGETS), "exclude_modules": r".*0\..*_proj"},
     "rank-stabilised": {"target_modules": ["q_proj", "down_proj"], "use_rslora": True, "r": 6},
     "fractional alpha": {"target_modules": ["q_proj"], "lora_alpha": 0.3},
     "rank 1": {"target_modules": ["v_proj"], "r": 1},
@@ -83,7 +81,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "alpha_pattern": {"q_proj": 2, "layers.0.self_attn.q_proj": 32},
     },
     "ranks, alphas and rank-stabilised": {
-        "target_modules": list(SITES),
+        "target_modules": list(TARGETS),
         "use_rslora": True,
         "rank_pattern": {"gate_proj": 3},
         "alpha_pattern": {"gate_proj": 5, "1.self_attn.o_proj": 7},
@@ -123,36 +121,14 @@ def deltas_of_peft(base: Any, folder: Path) -> Deltas:
     return deltas
 
 
-def as_float32(data: NDArray[np.uint8], dtype: Dtype) -> NDArray[np.float32]:
-    torch_dtype = {Dtype.F32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.F16: torch.float16}[dtype]
-    values: NDArray[np.float32] = torch.from_numpy(data.copy()).view(torch_dtype).float().numpy()
-    return values
-
-
 def deltas_of(adapter: HostAdapter, model: ModelSpec) -> Deltas:
     """Returns what a backend adds to each weight, computed from the image's bytes alone."""
     deltas: Deltas = {}
     for span in adapter.spec.spans:
-        inputs, outputs = model.site_shape(SITES[span.site])
-        a, b = a_of(adapter, span, inputs), b_of(adapter, span, outputs)
-        deltas[span.layer, SITES[span.site]] = (b[:, :outputs].T @ a[:, :inputs]) * np.float32(span.scale)
+        linear = model.plan.layers[span.layer].linears[span.linear]
+        a, b = matrices(adapter, span, model)
+        deltas[span.layer, linear.target] = b[:, : linear.outputs].T @ a[:, : linear.inputs] * np.float32(span.scale)
     return deltas
-
-
-def a_of(adapter: HostAdapter, span: SiteSpan, inputs: int) -> NDArray[np.float32]:
-    """Returns A as stored: [padded_rank, inputs, padded to whole vectors]."""
-    return matrix(adapter, span.a_offset, (span.padded_rank, align_up(inputs, A_COLUMNS)))
-
-
-def b_of(adapter: HostAdapter, span: SiteSpan, outputs: int) -> NDArray[np.float32]:
-    """Returns B as stored: [padded_rank, outputs, padded to whole panels]."""
-    panels = matrix(adapter, span.b_offset, (ceil_div(outputs, PANEL), span.padded_rank, PANEL))
-    return panels.transpose(1, 0, 2).reshape(span.padded_rank, -1)
-
-
-def matrix(adapter: HostAdapter, offset: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    end = offset + math.prod(shape) * adapter.spec.dtype.itemsize
-    return as_float32(adapter.data[offset:end], adapter.spec.dtype).reshape(shape)
 
 
 def assert_same(ours: Deltas, theirs: Deltas) -> None:
@@ -169,7 +145,7 @@ def test_every_weight_changes_as_in_peft(bases: Mapping[str, Any], tmp_path: Pat
 
 
 def test_every_weight_changes_as_in_peft_in_a_family_with_biases(bases: Mapping[str, Any], tmp_path: Path) -> None:
-    folder = save(bases["qwen2"], tmp_path, target_modules=list(SITES))
+    folder = save(bases["qwen2"], tmp_path, target_modules=list(TARGETS))
     ours = deltas_of(read(folder, spec_of("qwen2")), spec_of("qwen2"))
     assert_same(ours, deltas_of_peft(bases["qwen2"], folder))
 
@@ -218,15 +194,15 @@ def test_the_image_is_aligned_and_padded_with_zeros(tmp_path: Path) -> None:
     assert adapter.data.ctypes.data % ALIGN_BYTES == 0
     assert adapter.data.size == adapter.spec.num_bytes
     for span in adapter.spec.spans:
-        inputs, outputs = SPEC.site_shape(SITES[span.site])
-        for values, columns in ((a_of(adapter, span, inputs), inputs), (b_of(adapter, span, outputs), outputs)):
+        linear = SPEC.plan.layers[span.layer].linears[span.linear]
+        for values, columns in zip(matrices(adapter, span, SPEC), (linear.inputs, linear.outputs), strict=True):
             assert not values[RANK:].any()
             assert not values[:, columns:].any()
 
 
 def test_layers_follow_one_another(bases: Mapping[str, Any], tmp_path: Path) -> None:
     """A group of layers is one range of bytes; a layer that is not adapted has none."""
-    folder = save(bases["llama"], tmp_path, target_modules=list(SITES), layers_to_transform=[1])
+    folder = save(bases["llama"], tmp_path, target_modules=list(TARGETS), layers_to_transform=[1])
     spec = inspect_adapter(folder, SPEC)
     assert spec.layer_ends[0] == 0
     assert set(spec.layer_ends[1:]) == {spec.num_bytes}
@@ -245,6 +221,36 @@ def test_inspecting_gives_the_same_spec_as_reading(bases: Mapping[str, Any], tmp
     spec = inspect_adapter(folder, SPEC)
     assert spec == read(folder, SPEC).spec
     assert (spec.rank, spec.targets) == (9, ("q_proj", "down_proj"))
+
+
+def narrowed(tensors: Tensors, module: str, rank: int) -> Tensors:
+    """Returns the tensors with a smaller rank of some modules."""
+    cut = {name: values[:rank] if "lora_A" in name else values[:, :rank] for name, values in tensors.items()}
+    return {name: np.ascontiguousarray(cut[name] if module in name else tensors[name]) for name in tensors}
+
+
+DIGESTS: dict[str, tuple[dict[str, Any], Tensors]] = {
+    "4c4671e8e15aff5418697c85e0a1ce99a4e5b8b12d0481720709fcdfd1f7a681": (
+        {"target_modules": list(TARGETS)},
+        tensors_for(TARGETS),
+    ),
+    "957cfadce5d5639167c1bf4ea2d855ac5c13015c0a887248ec695cf9b6b4d210": (
+        {"target_modules": list(TARGETS), "rank_pattern": {"o_proj": 2, "1.mlp.up_proj": 3}, "use_rslora": True},
+        narrowed(narrowed(tensors_for(TARGETS), "o_proj", 2), "1.mlp.up_proj", 3),
+    ),
+    "431a94c6a30fa7a51fa8fa5bfcc92ae130504eb86c2e8f4637a606c4f77c8772": (
+        {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]},
+        {name: values.astype(np.float16) for name, values in tensors_for(("q_proj", "down_proj"), (1,)).items()},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("expected", DIGESTS, ids=["all modules", "several ranks", "one layer, fp16"])
+def test_digests_are_those_of_earlier_versions(tmp_path: Path, family: str, expected: str) -> None:
+    """Registries, caches on disk and other instances know adapters by them."""
+    model = parse_spec(FIELDS | {"architectures": [f"{family}ForCausalLM"]})
+    assert inspect_adapter(write_adapter(tmp_path, *DIGESTS[expected]), model).digest == expected
 
 
 def digest(folder: Path, changes: Mapping[str, Any] | None = None, tensors: Any = None) -> str:
@@ -295,7 +301,7 @@ def test_a_pattern_matches_the_same_modules_as_in_peft_or_is_refused() -> None:
     accepted = 0
     for pattern in patterns_of_peft():
         try:
-            table = PatternTable(0, [(pattern, 1)])
+            table = PatternTable(0, [(pattern, 1)], SPEC.plan)
         except ValueError:
             continue
         accepted += 1
@@ -307,6 +313,6 @@ def test_a_pattern_matches_the_same_modules_as_in_peft_or_is_refused() -> None:
 def test_the_first_of_several_patterns_decides_as_in_peft() -> None:
     patterns = ["1.mlp.up_proj", r".*\.up_proj", "^model.layers.2.mlp.up_proj", "up_proj", "q_proj$", "q_proj"]
     for order in itertools.permutations(patterns):
-        table = PatternTable(-1, [(pattern, place) for place, pattern in enumerate(order)])
+        table = PatternTable(-1, [(pattern, place) for place, pattern in enumerate(order)], SPEC.plan)
         for module in ("model.layers.1.mlp.up_proj", "model.layers.2.mlp.up_proj", "model.layers.0.self_attn.q_proj"):
             assert order[table.of(module)] == get_pattern_key(order, module)

@@ -75,7 +75,7 @@ async def test_a_read_that_has_begun_gets_its_own_version(
         read = Read(receiver, adapter, moment, monkeypatch)
         deletion = None
         if change == "deleted":
-            deletion = asyncio.create_task(receiver.uploads.delete("new"))
+            deletion = asyncio.create_task(receiver.delete("new"))
             await until(lambda: receiver.catalog.find("new") is None)
         else:
             await receiver.put("new", bodies[1])
@@ -163,7 +163,7 @@ async def test_uploads_of_one_name_are_stored_in_the_order_in_which_they_are_com
         await until(lambda: receiver.catalog.find("new") is not None)
         waiting = receiver.catalog.pin("new")
         with pytest.raises(AdapterBusy, match="is being uploaded"):
-            await receiver.uploads.delete("new")
+            await receiver.delete("new")
         fast = await receiver.put("new", bodies[1])
         assert receiver.catalog.get("new") is fast.info
         digest = await slow.end()
@@ -179,7 +179,7 @@ async def test_a_name_that_was_given_and_deleted_while_an_upload_arrives_stands_
         slow = Arriving(receiver, bodies[0])
         await until(lambda: receiver.catalog.find("new") is not None)
         await receiver.put("new", bodies[1])
-        await receiver.uploads.delete("new")
+        await receiver.delete("new")
         with pytest.raises(NotFound):
             receiver.catalog.pin("new")
         digest = await slow.end()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from caraserve.config import LAYERWISE_MODES, LOADING_MODES
 from caraserve.core.lora_layout import AdapterSpec
-from caraserve.lora.start_policy import NO_PREFILL, AwaitedPrefill, CopyPlan, LayerGroup, PrefillStart, StartPolicy
+from caraserve.lora.start_policy import NO_PREFILL, AwaitedPrefill, CopyPlan, ExpectedLayers, PrefillStart, StartPolicy
 from caraserve.model.dtype import Dtype
 
 MIB = 1 << 20
@@ -43,6 +43,7 @@ def adapter(layers: int, layer_bytes: int, targets: tuple[str, ...] = ("q_proj",
 
 def rules(mode: str, layers: int, layer_ms: float, **changed: Any) -> StartPolicy:
     fields = {"link_bytes_per_s": 1e6, "costs": Costs(layer_ms, layers), "workers": 2, "handoff_ms": 0.125}
+    fields |= {"attention_targets": frozenset(("q_proj", "k_proj", "v_proj")), "hand_offs": 4}
     return StartPolicy(LOADING_MODES[mode], layers, **fields | changed)  # type: ignore[arg-type]
 
 
@@ -225,7 +226,7 @@ TOKENS = 40  # of the prompt
 class Case:
     """A prefill whose adapter is being copied. Times are sums of powers of two, so they compare exactly."""
 
-    groups: list[LayerGroup]
+    groups: list[ExpectedLayers]
     layer_ms: float
     cpu_ms: float  # of a layer's modules on one core
     workers: int
@@ -297,7 +298,7 @@ def cases(draw: st.DrawFn) -> Case:
     steps = st.tuples(st.integers(1, 6), st.integers(0, 64), st.integers(0, 64))
     for size, wait, link in draw(st.lists(steps, min_size=1, max_size=8)):
         end, arrives_s = end + size, arrives_s + wait / 1024
-        groups.append(LayerGroup(end, arrives_s, in_host_s=arrives_s - link / 1024))
+        groups.append(ExpectedLayers(end, arrives_s, in_host_s=arrives_s - link / 1024))
     layer_ms = draw(eighths)
     return Case(
         groups,
@@ -345,5 +346,5 @@ def test_without_workers_nothing_is_assisted(mode: str, case: Case) -> None:
 @pytest.mark.parametrize("mode", ["pipelined", "auto"])
 @given(case=cases())
 def test_a_prefill_with_all_layers_on_the_device_starts_at_once(mode: str, case: Case) -> None:
-    there = replace(case, groups=[LayerGroup(group.end, min(group.arrives_s, NOW_S)) for group in case.groups])
+    there = replace(case, groups=[ExpectedLayers(group.end, min(group.arrives_s, NOW_S)) for group in case.groups])
     assert there.start(mode) == PrefillStart(NOW_S, assist=False)

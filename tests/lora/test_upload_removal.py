@@ -6,11 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from caraserve.errors import (
-    AdapterRejected,
-    CaraServeError,
-    NotFound,
-)
+from caraserve.errors import AdapterRejected, CaraServeError, NotFound
 from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.peft import inspect_adapter
 from caraserve.lora.uploads import AdapterUploads, UploadClaims
@@ -71,7 +67,7 @@ async def test_a_folder_that_was_not_uploaded_is_never_replaced_nor_removed(tmp_
         await receiver.catalog.load("own", "own", inplace=False)
         with pytest.raises(AdapterRejected, match="was not uploaded"):
             await receiver.put("own", tar_of(folder))
-        await receiver.uploads.delete("own")
+        await receiver.delete("own")
         assert receiver.left() == ["own"]
         assert receiver.catalog.find("own") is None
 
@@ -82,7 +78,7 @@ async def test_deleting_an_uploaded_adapter_waits_for_its_requests_and_removes_i
     async with receiving(tmp_path / "root") as receiver:
         await receiver.put("new", tar_of(folder))
         pinned = receiver.catalog.pin("new")
-        deletion = asyncio.create_task(receiver.uploads.delete("new"))
+        deletion = asyncio.create_task(receiver.delete("new"))
         await until(lambda: receiver.catalog.find("new") is None)
         assert isinstance(pinned.source, AdapterFolder)
         assert inspect_adapter(pinned.source.path, SPEC).digest == pinned.digest
@@ -90,7 +86,7 @@ async def test_deleting_an_uploaded_adapter_waits_for_its_requests_and_removes_i
         await deletion
         assert receiver.left() == []
         with pytest.raises(NotFound):
-            await receiver.uploads.delete("new")
+            await receiver.delete("new")
 
 
 async def test_files_that_another_instance_has_replaced_stay_until_their_last_request_has_ended(
@@ -174,7 +170,7 @@ async def test_a_start_finds_nothing_of_a_deletion_that_was_cancelled_while_requ
     async with receiving(tmp_path / "root") as receiver:
         await receiver.put("new", tar_of(folder))
         pinned = receiver.catalog.pin("new")
-        deletion = asyncio.create_task(receiver.uploads.delete("new"))
+        deletion = asyncio.create_task(receiver.delete("new"))
         await until(lambda: receiver.catalog.find("new") is None)
         deletion.cancel()
         await asyncio.wait([deletion])
@@ -189,6 +185,6 @@ async def test_a_deletion_that_the_registry_refuses_changes_nothing(tmp_path: Pa
         await receiver.put("new", tar_of(folder))
         receiver.registry.close()
         with pytest.raises(CaraServeError, match="registry"):
-            await receiver.uploads.delete("new")
+            await receiver.delete("new")
         assert source_path(receiver, "new") == receiver.root / "new"
         assert receiver.left() == ["new"]

@@ -14,13 +14,7 @@ import pytest
 from safetensors.numpy import save
 
 from caraserve.core.lora_layout import aligned_bytes
-from caraserve.errors import (
-    AdapterRejected,
-    CaraServeError,
-    Forbidden,
-    PayloadTooLarge,
-    Unreachable,
-)
+from caraserve.errors import AdapterRejected, CaraServeError, Forbidden, PayloadTooLarge, Unreachable
 from caraserve.lora.adapter import UploadSource
 from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.peft import TENSORS_NAME, inspect_adapter
@@ -275,7 +269,7 @@ async def test_the_same_bytes_under_another_name_stay_when_a_name_changes(
         for name in names:
             await receiver.put(name, tar_of(folder))
         if how == "deleted":
-            await receiver.uploads.delete("changing")
+            await receiver.delete("changing")
         elif how == "elsewhere":
             digest = receiver.catalog.get("changing").digest
             receiver.catalog.adopt("changing", "f" * 64, 8, 1000)

@@ -1,6 +1,6 @@
 """An `AdapterManager` with a fake disk, a fake backend and a clock. Loads end when the test ends them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,10 +87,13 @@ class Costs:
 COSTS = Costs()
 
 
-class World:
+class CacheTiers:
     """An `AdapterManager` with a fake disk and a clock, whose loads end when `settle` is called."""
 
-    def __init__(self, device_bytes: int = 100, host_bytes: int = 1000, streamed_batches: int = 0) -> None:
+    def __init__(
+        self, names: Iterable[str] = (), device_bytes: int = 100, host_bytes: int = 1000, streamed_batches: int = 0
+    ) -> None:
+        """`names`: of adapters that are there already."""
         self.device, self.now_s = Device(streamed_batches), 0.0
         self.coming: dict[str, Callable[[], None]] = {}  # the first of two layers, of reads under way
         self.disk: dict[str, int | CaraServeError] = {}
@@ -107,6 +110,8 @@ class World:
                 LOADING_MODES["pipelined" if streamed_batches else "overlapped"], 1, link_bytes_per_s=100.0, costs=COSTS
             ),
         )
+        for name in names:
+            self.add(name)
 
     def add(self, name: str, size: int = 40) -> None:
         self.disk[name] = size
@@ -142,7 +147,7 @@ class World:
         source: AdapterFolder | RemoteSource,
         into: NDArray[np.uint8],
         done: Callable[[HostAdapter | CaraServeError], None],
-        came: Callable[[HostAdapter, int], None],
+        layers_arrived: Callable[[HostAdapter, int], None],
     ) -> None:
         name = source.name if isinstance(source, AdapterFolder) else source.digest
         found = self.disk[name]
@@ -150,7 +155,7 @@ class World:
             self.reads.append(lambda: done(found))
             return
         image = HostAdapter(AdapterSpec(name, Dtype.F32, 8, ("q_proj",), (found // 2, found), ()), into)
-        self.coming[name] = lambda: came(image, 1)
+        self.coming[name] = lambda: layers_arrived(image, 1)
 
         def finish() -> None:
             del self.coming[name]

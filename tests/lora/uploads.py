@@ -55,6 +55,12 @@ class Receiver:
     ) -> UploadedAdapter:
         return await self.uploads.put(name, in_pieces(body, step), claims or UploadClaims(len(body)))
 
+    async def delete(self, name: str) -> None:
+        """Deletes an adapter that has no aliases; returns when its last request has ended."""
+        async with self.catalog.changing(name):
+            unregistered = await self.uploads.unregister(name)
+        await self.uploads.ended(unregistered)
+
     def left(self) -> list[str]:
         """Returns the names of everything in the root; see `left_in`."""
         return left_in(self.root)

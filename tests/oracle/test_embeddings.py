@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from caraserve.config import LOADING_MODES, PRELOADED_MODES
 from caraserve.engine.active_request import ActiveRequest
-from caraserve.engine.request_slots import RequestSlots
+from caraserve.engine.slot_allocator import SlotAllocator
 from caraserve.errors import NonFiniteLogits
 from caraserve.model.spec import load_spec
 from tests.oracle.models import FAMILIES, SOME_KINDS, prompt_of
@@ -71,9 +71,9 @@ def test_a_preempted_prompt_is_embedded_all_the_same(subject: Subject, monkeypat
     """Seven answers take one more KV block each, of 20 in all, while the prompt is computed 9 tokens at a time."""
     model, adapters, oracle = subject
     preempted: list[ActiveRequest] = []
-    preempt = RequestSlots.preempt
+    preempt = SlotAllocator.preempt
     monkeypatch.setattr(
-        RequestSlots, "preempt", lambda slots, active, now_s: (preempted.append(active), preempt(slots, active, now_s))
+        SlotAllocator, "preempt", lambda slots, active, now_s: (preempted.append(active), preempt(slots, active, now_s))
     )
     rng = random.Random(5)
     generated = [prompt_of(rng, 15) for _ in range(7)]

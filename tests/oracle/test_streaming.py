@@ -18,9 +18,8 @@ from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.cpu.backend import CpuBackend
 from caraserve.errors import Unreachable
 from caraserve.loop import Engine
-from caraserve.lora.adapter import AdapterTier, Source
+from caraserve.lora.adapter import AdapterTier, Done, LayersArrived, Source
 from caraserve.lora.adapter_folder import AdapterFolder
-from caraserve.lora.host_loader import Came, Done
 from caraserve.lora.peft import read_adapter
 from caraserve.model.spec import ModelSpec, load_spec
 from tests.cluster.nodes import until
@@ -47,7 +46,7 @@ class Sending:
     held: HostAdapter
     into: NDArray[np.uint8]
     done: Done
-    came: Came
+    came: LayersArrived
 
     def send(self, layers: int) -> None:
         end = self.held.spec.layer_ends[layers - 1]
@@ -68,7 +67,7 @@ class Network:
     def __init__(self, spec: ModelSpec) -> None:
         self._spec, self._sendings = spec, dict[str, Sending]()
 
-    def read(self, source: Source, into: NDArray[np.uint8], done: Done, came: Came) -> None:
+    def read(self, source: Source, into: NDArray[np.uint8], done: Done, came: LayersArrived) -> None:
         assert isinstance(source, AdapterFolder)
         held = read_adapter(source.path, self._spec, aligned_bytes(into.nbytes))
         into[:] = NAN

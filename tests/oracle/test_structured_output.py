@@ -15,7 +15,7 @@ from caraserve import demo
 from caraserve.core.grammar import Grammar
 from caraserve.cpu.thread_team import ThreadTeam
 from caraserve.engine.active_request import ActiveRequest
-from caraserve.engine.request_slots import RequestSlots
+from caraserve.engine.slot_allocator import SlotAllocator
 from caraserve.errors import GrammarTooComplex
 from caraserve.loop import Engine
 from caraserve.tokenizer.grammar import GrammarSource
@@ -60,9 +60,9 @@ def test_constrained_answers_are_valid_and_change_no_other_answer(
     monkeypatch: pytest.MonkeyPatch, kv_bytes: int, preempts: bool
 ) -> None:
     preempted: list[ActiveRequest] = []
-    preempt = RequestSlots.preempt
+    preempt = SlotAllocator.preempt
     monkeypatch.setattr(
-        RequestSlots, "preempt", lambda slots, active, now_s: (preempted.append(active), preempt(slots, active, now_s))
+        SlotAllocator, "preempt", lambda slots, active, now_s: (preempted.append(active), preempt(slots, active, now_s))
     )
     rng = random.Random(5)
     names = [None, *ADAPTERS]

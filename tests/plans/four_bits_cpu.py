@@ -6,7 +6,8 @@ from llvmlite import ir
 
 from caraserve.core.lora_layout import PANEL
 from caraserve.cpu.jit import compiled_separately
-from caraserve.cpu.linear import WeightKernels, register
+from caraserve.cpu.linear import register
+from caraserve.cpu.linear.base import WeightKernels
 from caraserve.cpu.linear.expanding import product
 from caraserve.cpu.simd import LANES, VF, VI8, emit_load_bytes, vector_load, vload, vmul, vstore
 from caraserve.cpu.structs import site_at

@@ -4,7 +4,7 @@ import itertools
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,18 +17,19 @@ from caraserve import demo
 from caraserve.cli.main import main
 from caraserve.core.backend import Limits
 from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, ScheduledRow, StepResult
-from caraserve.core.lora_layout import A_COLUMNS, PANEL, AdapterSpec, HostAdapter, aligned_bytes
+from caraserve.core.lora_layout import AdapterSpec, HostAdapter, aligned_bytes
 from caraserve.core.machine_profile import ASSUMED_HANDOFF_MS, Profile, load, machine_key
 from caraserve.cpu.lora_workers.timing import RoundTrip
 from caraserve.errors import BackendFailed, ConfigError
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import SITES, ModelSpec, load_spec, parse_spec
+from caraserve.model.plan import LinearPlan
+from caraserve.model.spec import ModelSpec, load_spec, parse_spec
 from caraserve.profiling import measure as calibrate
-from caraserve.profiling.apply import loading_rules, make_profile, tuned
+from caraserve.profiling.apply import loading_rules, make_profile, prepare_machine
 from caraserve.profiling.cpu_lora_rate import LayerLora
 from caraserve.profiling.measure import measure, model_key
 from caraserve.profiling.microbench import adapter_spec, random_adapter
-from caraserve.util.units import align_up
+from tests.lora.folders import matrices
 from tests.serving import engine_config, lora_config, model_config
 
 MIB = 1 << 20
@@ -226,7 +227,7 @@ def test_a_profile_of_another_lora_kernel_is_refused(tmp_path: Path) -> None:
     backend.start_workers = lambda tokens_per_worker: None
     lora = lora_config({}, mode="auto", profile=tmp_path / "p.json")
     with pytest.raises(ConfigError, match="measured with another --lora-kernel than bgmv;"):
-        tuned(backend, spec(), model_config(tmp_path), engine_config(), lora, lambda: None)
+        prepare_machine(backend, spec(), model_config(tmp_path), engine_config(), lora, lambda: None)
 
 
 def test_routing_has_the_machine_profiled_in_every_loading_mode(tmp_path: Path) -> None:
@@ -237,7 +238,7 @@ def test_routing_has_the_machine_profiled_in_every_loading_mode(tmp_path: Path) 
         backend: Any = _Untimed(LARGE)
         backend.start_workers = backend.use = lambda *values, **named: None
         lora = lora_config({}, mode=mode, profile=profile)
-        made = tuned(
+        made = prepare_machine(
             backend, spec(), model_config(tmp_path), engine_config(), lora, lambda: None, for_routing=for_routing
         )
         assert loading_rules(backend, spec(), made, lora).mode.name == mode
@@ -274,8 +275,10 @@ def test_without_a_measured_hand_off_auto_logs_its_assumption(
             for profile in (made, replace(made, handoff_ms=0.01))
         ]
     assert [rule.handoff_ms for rule in rules] == [ASSUMED_HANDOFF_MS, 0.01]
-    assert rules[0].delta_bytes["qkv"] == 2 * sum(spec().site_shape(site)[1] for site in SITES[:3])
-    assert rules[0].delta_bytes["all"] == 2 * sum(spec().site_shape(site)[1] for site in SITES)
+    widths = [linear.outputs for linear in spec().plan.layers[0].linears]
+    assert rules[0].delta_bytes == {"qkv": 2 * sum(widths[:3]), "all": 2 * sum(widths)}
+    assert rules[0].attention_targets == {"q_proj", "k_proj", "v_proj"}
+    assert rules[0].hand_offs == 4
     assert len([record for record in caplog.records if "auto assumes 0.05 ms" in record.message]) == 1
 
 
@@ -293,7 +296,7 @@ def test_a_saved_profile_without_a_hand_off_gets_it_when_there_are_workers(
         backend.start_workers = backend.use = lambda *values, **named: None
         timed = None if handoff_s is None else RoundTrip(total_s=1e-3 + handoff_s, compute_s=1e-3)
         backend.time_hand_off = lambda slot, tokens: timed if backend.ranks.get(slot) else None
-        made = tuned(backend, spec(), model_config(tmp_path), engine_config(), lora, lambda: None)
+        made = prepare_machine(backend, spec(), model_config(tmp_path), engine_config(), lora, lambda: None)
         assert made is not None
         (saved,) = tmp_path.rglob("*.json")
         assert load(saved) == made
@@ -416,20 +419,11 @@ def odd_spec() -> ModelSpec:
     )
 
 
-def matrices(model: ModelSpec, adapter: HostAdapter) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """(A `[rank, in padded]`, B `[rank, out padded]`) of the first layer's modules, as fp32."""
-    found = {}
+def first_layer(model: ModelSpec, adapter: HostAdapter) -> Iterator[tuple[LinearPlan, np.ndarray, np.ndarray]]:
+    """Yields each module of the first layer with A [rank, padded inputs] and B [rank, padded outputs]."""
     for span in adapter.spec.spans:
         if span.layer == 0:
-            inputs, outputs = model.site_shape(SITES[span.site])
-            width, height = align_up(inputs, A_COLUMNS), align_up(outputs, PANEL)
-            words = [
-                adapter.data[at : at + count * 4].view(np.float32)
-                for at, count in ((span.a_offset, span.rank * width), (span.b_offset, span.rank * height))
-            ]
-            b = words[1].reshape(-1, span.rank, PANEL).transpose(1, 0, 2).reshape(span.rank, height)
-            found[SITES[span.site]] = words[0].reshape(span.rank, width), b
-    return found
+            yield model.plan.layers[0].linears[span.linear], *matrices(adapter, span, model)
 
 
 def test_random_adapters_have_weights_everywhere_and_zeros_as_padding() -> None:
@@ -437,9 +431,8 @@ def test_random_adapters_have_weights_everywhere_and_zeros_as_padding() -> None:
     layout = adapter_spec(model, Dtype.F32, 16, model.layers)
     memory = aligned_bytes(layout.num_bytes + 64)
     memory[:] = 255
-    for site, (a, b) in matrices(model, random_adapter(model, layout, memory)).items():
-        inputs, outputs = model.site_shape(site)
-        for matrix, width in ((a, inputs), (b, outputs)):
+    for linear, a, b in first_layer(model, random_adapter(model, layout, memory)):
+        for matrix, width in ((a, linear.inputs), (b, linear.outputs)):
             assert (matrix[:, :width] != 0).all()
             assert (matrix[:, width:] == 0).all()
     assert (memory[layout.num_bytes :] == 255).all()
@@ -459,8 +452,8 @@ def test_the_rate_on_one_core_counts_the_whole_product() -> None:
     model = odd_spec()
     layout = adapter_spec(model, Dtype.F32, 16, 1)
     adapter = random_adapter(model, layout, aligned_bytes(layout.num_bytes))
-    for site, (a, b) in matrices(model, adapter).items():
-        lora = LayerLora(model, adapter, (site,), tokens=40)
+    for linear, a, b in first_layer(model, adapter):
+        lora = LayerLora(model, adapter, (linear.target,), tokens=40)
         lora.x[:] = np.random.default_rng(0).standard_normal(lora.x.shape)
         assert lora.layer_ms(2) > 0
         expected = lora.x[:, : a.shape[1]].astype(np.float64) @ a.T @ b

@@ -9,7 +9,7 @@ import pytest
 from caraserve.telemetry.background import BackgroundTasks
 
 
-class World:
+class TaskHarness:
     """A clock that moves when a test says so, pauses that last until then, and work that fails on demand."""
 
     def __init__(self) -> None:
@@ -57,21 +57,21 @@ async def settled() -> None:
 
 
 @asynccontextmanager
-async def running() -> AsyncIterator[World]:
-    world = World()
+async def running() -> AsyncIterator[TaskHarness]:
+    here = TaskHarness()
     async with AsyncExitStack() as stack:
-        world.tasks.run(stack, world.work, "planner")
+        here.tasks.run(stack, here.work, "planner")
         await settled()
-        yield world
+        yield here
 
 
 async def test_a_task_that_fails_runs_again_after_pauses_that_double() -> None:
-    async with running() as world:
+    async with running() as here:
         for _ in range(9):
-            await world.fail()
-            await world.restart()
-        assert world.pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
-        assert world.calls == 10
+            await here.fail()
+            await here.restart()
+        assert here.pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+        assert here.calls == 10
 
 
 async def test_chance_shortens_a_pause_by_half_at_most() -> None:
@@ -95,54 +95,49 @@ async def test_chance_shortens_a_pause_by_half_at_most() -> None:
 
 
 async def test_a_task_that_ran_for_a_minute_restarts_with_short_pauses() -> None:
-    async with running() as world:
+    async with running() as here:
         for ran_s in (1.0, 59.0, 61.0, 0.0):
-            world.now_s += ran_s
-            await world.fail()
-            await world.restart()
-        assert world.pauses == [0.5, 1.0, 0.5, 1.0]
+            here.now_s += ran_s
+            await here.fail()
+            await here.restart()
+        assert here.pauses == [0.5, 1.0, 0.5, 1.0]
 
 
 async def test_a_task_counts_as_failing_from_its_third_failure_until_it_has_run_for_a_minute() -> None:
-    async with running() as world:
+    async with running() as here:
         found = []
         for _ in range(3):
-            await world.fail()
-            found.append(world.tasks.failing())
-            await world.restart()
+            await here.fail()
+            found.append(here.tasks.failing())
+            await here.restart()
         assert found == [[], [], ["planner"]]
-        world.now_s += 59.0
-        assert world.tasks.failing() == ["planner"]
-        world.now_s += 1.0
-        assert world.tasks.failing() == []
+        here.now_s += 59.0
+        assert here.tasks.failing() == ["planner"]
+        here.now_s += 1.0
+        assert here.tasks.failing() == []
 
 
 async def test_metrics_show_which_task_is_down_and_its_failures() -> None:
-    async with running() as world:
+    async with running() as here:
         up, failures = "caraserve:background_task_up", "caraserve:background_task_failures_total"
-        assert (world.metric(up + "{"), world.metric(failures + "{")) == (
-            'task="planner",x="y"} 1',
-            'task="planner",x="y"} 0',
-        )
-        await world.fail()
-        assert (world.metric(up + "{"), world.metric(failures + "{")) == (
-            'task="planner",x="y"} 0',
-            'task="planner",x="y"} 1',
-        )
-        await world.restart()
-        assert (world.metric(up + "{"), world.metric(failures + "{")) == (
-            'task="planner",x="y"} 1',
-            'task="planner",x="y"} 1',
-        )
+
+        def shown() -> tuple[str, str]:
+            return here.metric(up + "{"), here.metric(failures + "{")
+
+        assert shown() == ('task="planner",x="y"} 1', 'task="planner",x="y"} 0')
+        await here.fail()
+        assert shown() == ('task="planner",x="y"} 0', 'task="planner",x="y"} 1')
+        await here.restart()
+        assert shown() == ('task="planner",x="y"} 1', 'task="planner",x="y"} 1')
 
 
 async def test_each_failure_is_one_record_and_only_the_first_in_a_row_has_a_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with running() as world:
+    async with running() as here:
         for _ in range(4):
-            await world.fail(ValueError("x" * 10_000))
-            await world.restart()
+            await here.fail(ValueError("x" * 10_000))
+            await here.restart()
     assert [(record.levelname, record.exc_info is not None) for record in caplog.records] == [
         ("ERROR", True),
         *[("ERROR", False)] * 3,
@@ -152,22 +147,22 @@ async def test_each_failure_is_one_record_and_only_the_first_in_a_row_has_a_trac
 
 
 async def test_a_cancellation_of_another_task_is_a_failure() -> None:
-    async with running() as world:
-        await world.fail(asyncio.CancelledError())
-        await world.restart()
-        assert world.calls == 2
+    async with running() as here:
+        await here.fail(asyncio.CancelledError())
+        await here.restart()
+        assert here.calls == 2
 
 
 @pytest.mark.parametrize("waits", [False, True])
 async def test_the_stack_ends_a_task_that_runs_and_one_that_waits(
     waits: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running() as world:
+    async with running() as here:
         if waits:
-            await world.fail()
+            await here.fail()
         caplog.clear()
     assert not caplog.records
-    assert "planner" not in "".join(world.tasks.families(""))
+    assert "planner" not in "".join(here.tasks.families(""))
 
 
 async def test_a_task_that_returns_is_not_restarted() -> None:

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from caraserve.core.request import Finish, GenerateRequest, Phases, SamplingParams, Tenant
+from caraserve.core.request import Finish, GenerateRequest, Phases, SamplingParams
+from caraserve.core.tenant import Tenant
 from caraserve.telemetry.usage import OTHERS, Usage, UsageCounters
 
 

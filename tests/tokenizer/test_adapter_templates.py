@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from caraserve.core.reasoning_grammar import ReasoningTokens
-from caraserve.core.request import Tenant
+from caraserve.core.tenant import Tenant
 from caraserve.cpu.lora_workers import fork_server
 from caraserve.errors import InvalidRequest
-from caraserve.tokenizer.adapter_templates import AdapterTemplates
+from caraserve.tokenizer.adapter_templates import MAX_TEXT_CHARACTERS, AdapterTemplates
 from caraserve.tokenizer.chat_template import ChatTemplate
 from caraserve.tokenizer.process_pool import JobOwner
-from caraserve.tokenizer.template_limits import MAX_COMPILED_CHARACTERS, MAX_TEXT_CHARACTERS
+from caraserve.tokenizer.template_process import MAX_COMPILED_CHARACTERS
 from caraserve.tokenizer.tool_format import HERMES
 
 MARKS = ReasoningTokens(1, (2,))

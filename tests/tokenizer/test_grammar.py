@@ -5,7 +5,8 @@ import gc
 import itertools
 import json
 import weakref
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,17 +16,20 @@ import tokenizers
 
 from caraserve import demo
 from caraserve.core.grammar import Grammar, TokenMatcher, mask_words
-from caraserve.core.request import Tenant
+from caraserve.core.tenant import Tenant
 from caraserve.errors import GrammarDeadEnd, GrammarTooComplex, InvalidRequest, Overloaded
 from caraserve.model.spec import load_spec
 from caraserve.tokenizer import grammar as grammar_module
-from caraserve.tokenizer.grammar import POOL, GrammarCompiler, GrammarKind, GrammarSource
-from caraserve.tokenizer.grammar_limits import (
+from caraserve.tokenizer.grammar import (
     FREE_GROWTH_BYTES,
     MAX_ANSWERS,
     MAX_GROWN_BYTES,
     MAX_SOURCE_BYTES,
+    POOL,
     WORN_BYTES,
+    GrammarCompiler,
+    GrammarKind,
+    GrammarSource,
 )
 from caraserve.tokenizer.grammar_memory import Growth
 from caraserve.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -173,9 +177,10 @@ def test_a_type_of_another_language_is_refused_with_those_that_there_are(tokeniz
         compiled(tokenizer, "json_schema", {"type": "dict"})
 
 
-async def closing(tokenizer: Tokenizer, test: Coroutine[Any, Any, None]) -> None:
+@asynccontextmanager
+async def compiling(tokenizer: Tokenizer) -> AsyncIterator[GrammarCompiler]:
     try:
-        await test
+        yield tokenizer.grammars
     finally:
         await tokenizer.grammars.close()
 
@@ -220,8 +225,10 @@ def test_a_wrong_or_too_complex_source_is_refused_by_the_name_of_its_field(
     assert len(caught.value.message) < 400
 
 
-def test_a_source_that_takes_too_long_stops_neither_the_event_loop_nor_later_sources(tokenizer: Tokenizer) -> None:
-    async def ask() -> None:
+async def test_a_source_that_takes_too_long_stops_neither_the_event_loop_nor_later_sources(
+    tokenizer: Tokenizer,
+) -> None:
+    async with compiling(tokenizer) as grammars:
         turns = 0
 
         async def turn() -> None:
@@ -232,25 +239,23 @@ def test_a_source_that_takes_too_long_stops_neither_the_event_loop_nor_later_sou
 
         turning = asyncio.create_task(turn())
         endless = GrammarSource("json_schema", '{"type": "integer", "multipleOf": 9999991}', "f")
-        hostile = asyncio.create_task(tokenizer.grammars.compile(endless))
+        hostile = asyncio.create_task(grammars.compile(endless))
         await asyncio.sleep(0)
-        await tokenizer.grammars.compile(GrammarSource("regex", "[x-z]{7}", "f"))
+        await grammars.compile(GrammarSource("regex", "[x-z]{7}", "f"))
         with pytest.raises(InvalidRequest, match="takes longer than 1 s"):
             await hostile
         turning.cancel()
         assert turns > 100
 
-    asyncio.run(closing(tokenizer, ask()))
 
-
-def test_a_user_with_too_many_new_grammars_is_refused_and_another_one_need_not_wait_for_them(
+async def test_a_user_with_too_many_new_grammars_is_refused_and_another_one_need_not_wait_for_them(
     tokenizer: Tokenizer,
 ) -> None:
-    async def ask() -> None:
+    async with compiling(tokenizer) as grammars:
         ended: list[str] = []
 
         async def compile_one(user: str, regex: str) -> None:
-            await tokenizer.grammars.uncompiled(GrammarSource("regex", regex, "f")).prepare(Tenant("key", user))
+            await grammars.uncompiled(GrammarSource("regex", regex, "f")).prepare(Tenant("key", user))
             ended.append(user)
 
         greedy = [compile_one("greedy", f"[a-f]{{{count}}}g") for count in range(1, POOL.of_user + 7)]
@@ -261,8 +266,6 @@ def test_a_user_with_too_many_new_grammars_is_refused_and_another_one_need_not_w
         results = await flood
         assert sum(isinstance(result, Overloaded) for result in results) == 6
         assert results.count(None) == POOL.of_user
-
-    asyncio.run(closing(tokenizer, ask()))
 
 
 def test_the_memory_of_grammars_and_what_waits_are_metrics(tokenizer: Tokenizer) -> None:
@@ -291,7 +294,7 @@ def test_a_grammar_counts_while_it_is_compiled(shared: Shared, monkeypatch: pyte
     assert grammars.num_bytes > before_bytes
 
 
-def test_a_refusal_leaves_nothing_for_the_garbage_collector(tokenizer: Tokenizer) -> None:
+async def test_a_refusal_leaves_nothing_for_the_garbage_collector(tokenizer: Tokenizer) -> None:
     async def refused() -> weakref.ref[InvalidRequest]:
         try:
             await tokenizer.grammars.compile(GrammarSource("regex", "(", "f"))
@@ -299,7 +302,7 @@ def test_a_refusal_leaves_nothing_for_the_garbage_collector(tokenizer: Tokenizer
             return weakref.ref(error)
         raise AssertionError("it was compiled")
 
-    async def ask() -> None:
+    async with compiling(tokenizer):
         gc.collect()
         gc.disable()
         try:
@@ -309,27 +312,22 @@ def test_a_refusal_leaves_nothing_for_the_garbage_collector(tokenizer: Tokenizer
         finally:
             gc.enable()
 
-    asyncio.run(closing(tokenizer, ask()))
 
-
-def test_requests_of_a_user_for_one_new_grammar_wait_as_one_until_all_have_left(tokenizer: Tokenizer) -> None:
-    async def ask() -> None:
+async def test_requests_of_a_user_for_one_new_grammar_wait_as_one_until_all_have_left(tokenizer: Tokenizer) -> None:
+    async with compiling(tokenizer) as grammars:
         sources = [GrammarSource("regex", regex, "f") for regex in ("[a-f]{3}", "[a-f]{4}")]
         requests = [
-            [asyncio.create_task(tokenizer.grammars.compile(source)) for _ in range(POOL.of_user + 1)]
-            for source in sources
+            [asyncio.create_task(grammars.compile(source)) for _ in range(POOL.of_user + 1)] for source in sources
         ]
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert tokenizer.grammars.num_waiting == 2
+        assert grammars.num_waiting == 2
         for one in requests[1]:
             one.cancel()
         await asyncio.wait(requests[1])
         await asyncio.sleep(0)
-        assert tokenizer.grammars.num_waiting == 1
+        assert grammars.num_waiting == 1
         assert len({await one for one in requests[0]}) == 1
-
-    asyncio.run(closing(tokenizer, ask()))
 
 
 def exhaust(tokenizer: Tokenizer, matcher: TokenMatcher) -> None:
@@ -347,25 +345,21 @@ def test_a_grammar_that_failed_is_compiled_again(tokenizer: Tokenizer) -> None:
     assert allowed(tokenizer, compiled(tokenizer, "regex", regex), "aa")
 
 
-def test_a_grammar_whose_text_no_token_begins_says_so() -> None:
+async def test_a_grammar_whose_text_no_token_begins_says_so() -> None:
     vocabulary = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0, "b": 1, "<end>": 2}, merges=[]))
     vocabulary.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     vocabulary.decoder = tokenizers.decoders.ByteLevel()
     vocabulary.add_special_tokens(["<end>"])
-
-    async def dead_end() -> None:
-        grammars = GrammarCompiler(vocabulary.to_str, 3, [2])
-        try:
-            grammar = await grammars.compile(GrammarSource("regex", "(a|b)c", "regex"))
-        finally:
-            await grammars.close()
-        mask = np.zeros(1, np.uint32)
-        grammar.matcher().write_mask(mask)
-        assert mask[0] == 0b011
-        with pytest.raises(GrammarDeadEnd, match="no token"):
-            grammar.matcher([0]).write_mask(mask)
-
-    asyncio.run(dead_end())
+    grammars = GrammarCompiler(vocabulary.to_str, 3, [2])
+    try:
+        grammar = await grammars.compile(GrammarSource("regex", "(a|b)c", "regex"))
+    finally:
+        await grammars.close()
+    mask = np.zeros(1, np.uint32)
+    grammar.matcher().write_mask(mask)
+    assert mask[0] == 0b011
+    with pytest.raises(GrammarDeadEnd, match="no token"):
+        grammar.matcher([0]).write_mask(mask)
 
 
 def test_a_grammar_is_compiled_again_after_many_answers(tokenizer: Tokenizer) -> None:
@@ -419,10 +413,8 @@ def test_a_grammar_that_has_grown_fails_where_its_client_has_no_memory_left(
     assert needed == [""]
 
 
-def test_concurrent_and_later_requests_share_one_compilation(tokenizer: Tokenizer) -> None:
-    async def ask() -> None:
+async def test_concurrent_and_later_requests_share_one_compilation(tokenizer: Tokenizer) -> None:
+    async with compiling(tokenizer) as compiler:
         source = GrammarSource("regex", "[a-f]{3}", "regex")
-        grammars = await asyncio.gather(*(tokenizer.grammars.compile(source) for _ in range(5)))
-        assert {*grammars, await tokenizer.grammars.compile(source)} == {grammars[0]}
-
-    asyncio.run(closing(tokenizer, ask()))
+        grammars = await asyncio.gather(*(compiler.compile(source) for _ in range(5)))
+        assert {*grammars, await compiler.compile(source)} == {grammars[0]}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from caraserve.tokenizer.grammar_limits import FREE_GROWTH_BYTES
+from caraserve.tokenizer.grammar import FREE_GROWTH_BYTES
 from caraserve.tokenizer.grammar_memory import GrammarBudget, Growth
 
 MB = 1 << 20

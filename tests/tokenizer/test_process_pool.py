@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from caraserve.core.request import Tenant
+from caraserve.core.tenant import Tenant
 from caraserve.errors import Displaced, Overloaded, ServerBusy
 from caraserve.tokenizer.process_pool import JobOwner, PoolLimits, ProcessPool
 
@@ -34,7 +34,7 @@ class FakeProcess:
 
 
 @dataclass
-class World:
+class PoolHarness:
     """A pool whose processes, clock and jobs the test controls."""
 
     limits: PoolLimits
@@ -82,8 +82,8 @@ class World:
 
 
 @asynccontextmanager
-async def world(limits: PoolLimits = LIMITS) -> AsyncIterator[World]:
-    made = World(limits)
+async def harness(limits: PoolLimits = LIMITS) -> AsyncIterator[PoolHarness]:
+    made = PoolHarness(limits)
     try:
         yield made
     finally:
@@ -92,7 +92,7 @@ async def world(limits: PoolLimits = LIMITS) -> AsyncIterator[World]:
 
 
 async def test_a_client_with_many_jobs_does_not_delay_another_one() -> None:
-    async with world() as there:
+    async with harness() as there:
         for number in range(6):
             await there.submit(f"greedy {number}", owner("greedy"))
         modest = await there.submit("modest", owner("modest"))
@@ -105,7 +105,7 @@ async def test_a_client_with_many_jobs_does_not_delay_another_one() -> None:
     "other", [owner(user="another"), owner(adapter="nice"), owner("another"), owner("another", adapter="evil")]
 )
 async def test_a_user_has_one_process_for_an_adapter_and_others_do_not_wait_for_it(other: JobOwner) -> None:
-    async with world() as there:
+    async with harness() as there:
         for number in range(3):
             await there.submit(f"evil {number}", owner(adapter="evil"))
         await there.submit("other", other)
@@ -122,7 +122,7 @@ async def test_a_user_has_one_process_for_an_adapter_and_others_do_not_wait_for_
     ],
 )
 async def test_no_client_and_no_adapter_has_all_processes(many: list[JobOwner], other: JobOwner) -> None:
-    async with world() as there:
+    async with harness() as there:
         for number, one in enumerate(many):
             await there.submit(f"many {number}", one)
         assert there.began == ["many 0", "many 1"]
@@ -131,7 +131,7 @@ async def test_no_client_and_no_adapter_has_all_processes(many: list[JobOwner], 
 
 
 async def test_a_single_client_starts_no_more_processes_than_it_uses() -> None:
-    async with world() as there:
+    async with harness() as there:
         for number in range(5):
             await there.submit(f"job {number}", owner())
         await there.end_all()
@@ -140,7 +140,7 @@ async def test_a_single_client_starts_no_more_processes_than_it_uses() -> None:
 
 
 async def test_clients_get_equal_time_and_those_of_twice_the_weight_twice_as_much() -> None:
-    async with world(ONE) as there:
+    async with harness(ONE) as there:
         for number in range(30):
             await there.submit(f"slow {number}", owner("slow"))
             await there.submit(f"quick {number}", owner("quick"))
@@ -157,7 +157,7 @@ async def test_clients_get_equal_time_and_those_of_twice_the_weight_twice_as_muc
 
 
 async def test_small_jobs_of_a_queue_go_before_large_ones_that_have_not_waited_long() -> None:
-    async with world(ONE) as there:
+    async with harness(ONE) as there:
         await there.submit("first", owner())
         await there.submit("large", owner(), 1_000_000)
         await there.submit("small", owner(), 100)
@@ -177,7 +177,7 @@ async def test_small_jobs_of_a_queue_go_before_large_ones_that_have_not_waited_l
 async def test_a_client_and_a_user_may_have_so_many_jobs_that_wait(
     owners: list[JobOwner], refused: JobOwner, count: int, kind: str
 ) -> None:
-    async with world() as there:
+    async with harness() as there:
         for number, one in enumerate(owners):
             await there.submit(f"job {number}", one)
         assert there.pool.num_waiting == count
@@ -191,7 +191,7 @@ async def test_a_client_and_a_user_may_have_so_many_jobs_that_wait(
 
 
 async def test_retry_after_is_the_time_that_the_jobs_before_take() -> None:
-    async with world(ONE) as there:
+    async with harness(ONE) as there:
         for number in range(60):
             await there.submit(f"job {number}", owner())
         for number in range(40):
@@ -204,7 +204,7 @@ async def test_retry_after_is_the_time_that_the_jobs_before_take() -> None:
 
 
 async def test_in_a_full_queue_the_client_with_the_most_jobs_loses_one_for_a_client_with_fewer() -> None:
-    async with world() as there:
+    async with harness() as there:
         jobs = [await there.submit(f"{number}", owner("abc"[number % 3], str(number // 9))) for number in range(22)]
         assert there.pool.num_waiting == 19
         await there.submit("d 0", owner("d"))
@@ -217,7 +217,7 @@ async def test_in_a_full_queue_the_client_with_the_most_jobs_loses_one_for_a_cli
 
 
 async def test_one_clients_jobs_for_an_adapter_do_not_refuse_those_of_another_client() -> None:
-    async with world() as there:
+    async with harness() as there:
         many = [owner(client, user, "shared") for client in "ab" for user in "xy" for _ in range(6)][:21]
         greedy = [await there.submit(f"greedy {number}", one) for number, one in enumerate(many)]
         assert there.pool.num_waiting == 19
@@ -233,7 +233,7 @@ async def test_one_clients_jobs_for_an_adapter_do_not_refuse_those_of_another_cl
 
 
 async def test_a_job_that_waits_is_dropped_with_its_client_and_one_that_runs_goes_on() -> None:
-    async with world() as there:
+    async with harness() as there:
         jobs = [await there.submit(f"job {number}", owner()) for number in range(3)]
         jobs[0].cancel()
         jobs[1].cancel()
@@ -245,7 +245,7 @@ async def test_a_job_that_waits_is_dropped_with_its_client_and_one_that_runs_goe
 
 
 async def test_a_lost_process_is_started_again_while_the_place_of_its_job_is_taken() -> None:
-    async with world() as there:
+    async with harness() as there:
         evil = await there.submit("evil 0", owner(adapter="evil"))
         await there.submit("evil 1", owner(adapter="evil"))
         await there.submit("nice 0", owner(adapter="nice"))
@@ -262,7 +262,7 @@ async def test_a_lost_process_is_started_again_while_the_place_of_its_job_is_tak
 
 
 async def test_an_error_of_a_job_is_that_of_its_caller() -> None:
-    async with world() as there:
+    async with harness() as there:
 
         async def fail(process: FakeProcess) -> None:
             raise ConnectionError("it died")
@@ -274,7 +274,7 @@ async def test_an_error_of_a_job_is_that_of_its_caller() -> None:
 
 
 async def test_jobs_fail_where_no_process_can_be_started_and_the_next_ones_try_again() -> None:
-    async with world() as there:
+    async with harness() as there:
         there.start_fails = True
         jobs = [await there.submit(f"job {number}", owner()) for number in range(2)]
         for job in jobs:
@@ -291,7 +291,7 @@ async def test_jobs_fail_where_no_process_can_be_started_and_the_next_ones_try_a
 
 
 async def test_a_process_that_died_while_it_was_idle_is_replaced() -> None:
-    async with world() as there:
+    async with harness() as there:
         await there.submit("first", owner())
         await there.end("first")
         there.processes[0].is_usable = False
@@ -301,7 +301,7 @@ async def test_a_process_that_died_while_it_was_idle_is_replaced() -> None:
 
 
 async def test_processes_that_were_idle_for_long_end_but_one() -> None:
-    async with world(PoolLimits(3, 20, 12, 6, idle_s=0.0)) as there:
+    async with harness(PoolLimits(3, 20, 12, 6, idle_s=0.0)) as there:
         for user in "abc":
             await there.submit(user, owner(user, user))
         await there.end_all()
@@ -310,7 +310,7 @@ async def test_processes_that_were_idle_for_long_end_but_one() -> None:
 
 
 async def test_closing_cancels_what_runs_and_waits_and_the_pool_may_be_used_again() -> None:
-    async with world() as there:
+    async with harness() as there:
         jobs = [await there.submit(f"job {number}", owner()) for number in range(3)]
         await there.pool.close()
         for job in jobs:

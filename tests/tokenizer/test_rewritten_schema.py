@@ -1,4 +1,5 @@
-"""JSON schemas in other keywords: what follows the rewritten one, and that it follows the original too."""
+"""JSON schemas in other keywords: what follows the rewritten one, and that it follows the original too; which objects
+are limited to the properties that they list."""
 
 import json
 from typing import Any
@@ -6,8 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from caraserve.tokenizer.closed_schema import close_objects
-from caraserve.tokenizer.rewritten_schema import rewrite_schema
+from caraserve.tokenizer.rewritten_schema import close_objects, rewrite_schema
 
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "lives": {"type": "integer"}}, "required": ["kind"]}
 DOG = {"type": "object", "properties": {"kind": {"const": "dog"}, "lives": {"type": "integer"}}, "required": ["kind"]}
@@ -15,6 +15,8 @@ IS_CAT, IS_DOG = ({key: value for key, value in one.items() if key != "type"} fo
 BY_ID = {"type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"]}
 BY_NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 A_AND_B = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+LISTS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+CLOSED = LISTS | {"additionalProperties": False}
 REFUSED = ("not", "oneOf", "propertyNames", "dependentRequired", "dependentSchemas", "uniqueItems")
 
 
@@ -128,7 +130,76 @@ def test_alternatives_keep_the_properties_that_other_schemas_give_the_same_objec
 
 
 def test_the_client_s_schema_is_not_changed() -> None:
-    schema = {"oneOf": [CAT, DOG], "dependentRequired": {"a": ["b"]}, "items": {"format": "color"}}
+    schema = {"oneOf": [CAT, DOG], "dependentRequired": {"a": ["b"]}, "items": {"format": "color"} | LISTS}
     before = json.dumps(schema)
     rewrite_schema(schema)
+    close_objects(schema)
     assert json.dumps(schema) == before
+
+
+# --- objects that list their properties ---
+
+
+DEEP: dict[str, Any] = LISTS
+for _ in range(2_000):
+    DEEP = {"items": DEEP}
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda schema: schema,
+        lambda schema: {"type": "array", "items": schema},
+        lambda schema: {"prefixItems": [{}, schema]},
+        lambda schema: {"anyOf": [{"type": "null"}, schema]},
+        lambda schema: {"$ref": "#/$defs/x", "$defs": {"x": schema}},
+        lambda schema: {"type": "object", "additionalProperties": schema},
+    ],
+    ids=["top", "items", "prefix", "any", "definition", "values"],
+)
+def test_an_object_that_lists_properties_has_no_others(place: Any) -> None:
+    assert close_objects(place(LISTS)) == place(CLOSED)
+
+
+def test_objects_in_properties_are_limited_too() -> None:
+    assert close_objects({"properties": {"inner": LISTS}, "additionalProperties": True}) == {
+        "properties": {"inner": CLOSED},
+        "additionalProperties": True,
+    }
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object"},
+        LISTS | {"additionalProperties": {"type": "string"}},
+        LISTS | {"patternProperties": {"^x": {}}},
+        LISTS | {"required": ["a", "b"]},
+        LISTS | {"minProperties": 2},
+        {"allOf": [LISTS, {"properties": {"b": {}}}]},
+        LISTS | {"anyOf": [{"properties": {"b": {}}}, {}]},
+        LISTS | {"$ref": "#/$defs/x"},
+        {"properties": {str(number): {} for number in range(6_000)}},
+        DEEP,
+        True,
+        ["not", "a", "schema"],
+        {"properties": [], "items": 3, "anyOf": {}, "required": None},
+    ],
+    ids=[
+        "none",
+        "others",
+        "patterns",
+        "unlisted",
+        "count",
+        "all",
+        "any",
+        "ref",
+        "large",
+        "deep",
+        "bool",
+        "list",
+        "odd",
+    ],
+)
+def test_objects_of_other_schemas_stay_as_they_are(schema: Any) -> None:
+    assert close_objects(schema) is schema or close_objects(schema) == schema

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from caraserve import demo
 from caraserve.errors import ContextLengthExceeded, InvalidRequest, ModelLoadError
 from caraserve.model.spec import load_spec
-from caraserve.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from caraserve.tokenizer.tokenizer import Tokenizer, find_infill_format, load_tokenizer
 from tests.oracle.models import make_model
 
 
@@ -253,3 +253,24 @@ def test_the_settings_for_clients_have_tokens_and_template_and_no_paths(tmp_path
 def test_the_settings_for_clients_of_a_model_without_any(tmp_path: Path) -> None:
     folder = with_file(tmp_path, tokenizer_config=None)
     assert loaded(folder).info == {"tokenizer_class": "PreTrainedTokenizerFast", "additional_special_tokens": []}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "prompt"),
+    [
+        ({"<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"}, "<|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>"),
+        ({"<fim_prefix>", "<fim_suffix>", "<fim_middle>", "[PREFIX]"}, "<fim_prefix>a<fim_suffix>b<fim_middle>"),
+        ({"<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"}, "<｜fim▁begin｜>a<｜fim▁hole｜>b<｜fim▁end｜>"),
+        ({"[PREFIX]", "[SUFFIX]", "[INST]"}, "[SUFFIX]b[PREFIX]a"),
+    ],
+    ids=["qwen", "starcoder", "deepseek", "codestral"],
+)
+def test_a_prompt_with_a_gap_is_written_with_the_tokens_of_the_vocabulary(tokens: set[str], prompt: str) -> None:
+    found = find_infill_format(tokens.__contains__)
+    assert found is not None
+    assert found.prompt("a", "b") == prompt
+
+
+@pytest.mark.parametrize("tokens", [set(), {"<|fim_prefix|>", "<|fim_suffix|>"}, {"[SUFFIX]"}], ids=len)
+def test_a_vocabulary_without_all_tokens_has_no_format_for_gaps(tokens: set[str]) -> None:
+    assert find_infill_format(tokens.__contains__) is None

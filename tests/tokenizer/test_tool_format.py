@@ -108,21 +108,7 @@ def test_calls_and_text_are_told_apart(
 @given(st.data())
 def test_any_pieces_give_the_same_result(data: st.DataObject) -> None:
     tool_format, whole, _ = data.draw(st.sampled_from(CASES))
-    bits = [
-        "<tool_call>",
-        "</tool_call>",
-        "[TOOL_CALLS]",
-        "<|python_tag|>",
-        "{",
-        "}",
-        "[",
-        "]",
-        '"',
-        "\\",
-        ",",
-        "\n",
-        "f",
-    ]
+    bits = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", *'{}[]"\\,\nf']
     bits += ['{"name": "f", "arguments": {', whole]
     text = "".join(data.draw(st.lists(st.sampled_from(bits), max_size=12)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))

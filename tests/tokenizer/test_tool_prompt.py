@@ -1,4 +1,4 @@
-"""Tools as text, for chat templates that have none: what the model is told, and that its calls are written as read."""
+"""Tools as text, for chat templates that have none: what the model is shown, and that its calls are written as read."""
 
 import json
 from collections.abc import Sequence

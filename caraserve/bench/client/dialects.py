@@ -8,6 +8,7 @@ import base64
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from urllib.parse import urlsplit
 
 import numpy as np
 import orjson
@@ -170,17 +171,12 @@ class LlamaCpp:
 Dialect: TypeAlias = OpenAICompletions | LlamaCpp  # the body of a request and the events of an answer
 
 
-def request_head(dialect: Dialect, prefix: str, host: str, api_key: str | None) -> str:
+def request_head(dialect: Dialect, root: str, headers: Mapping[str, str]) -> str:
     """Returns the HTTP head that all requests of a run share, up to the value of Content-Length."""
-    lines = [
-        f"POST {prefix}{dialect.path} HTTP/1.1",
-        f"Host: {host}",
-        "Content-Type: application/json",
-        "Accept: text/event-stream",
-    ]
-    if api_key is not None:
-        lines.append(f"Authorization: Bearer {api_key}")
-    return "\r\n".join([*lines, "Content-Length: "])
+    parts = urlsplit(root)
+    own = {"Host": parts.netloc, "Content-Type": "application/json", "Accept": "text/event-stream"}
+    lines = (f"{name}: {value}" for name, value in {**own, **headers}.items())
+    return "\r\n".join([f"POST {parts.path}{dialect.path} HTTP/1.1", *lines, "Content-Length: "])
 
 
 def encode(dialect: Dialect, head: str, request: ClientRequest) -> bytes:

@@ -1,6 +1,7 @@
-"""Finds out an endpoint's address, dialect, base model and adapters."""
+"""Finds out an endpoint's address, dialect, base model and adapters, and how many of them a server has loaded."""
 
 import asyncio
+import re
 import ssl
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -14,6 +15,7 @@ from caraserve.bench.client.dialects import Dialect, LlamaCpp, OpenAIChat, OpenA
 from caraserve.errors import BackendFailed, ConfigError
 
 _PATIENCE_S = 10.0
+_LOADS = re.compile(r"^caraserve:adapter_loads_(total|under_way)\{[^}]*\} (\S+)", re.MULTILINE)
 _LISTED_S = 60.0  # for other instances to announce their adapters
 
 
@@ -21,11 +23,9 @@ _LISTED_S = 60.0  # for other instances to announce their adapters
 class Endpoint:
     """An endpoint to which requests can be sent."""
 
-    host: str
-    port: int
+    root: str  # of its paths, as http://host:port, without a trailing slash
     tls: ssl.SSLContext | None
-    prefix: str  # of every path, without a trailing slash
-    api_key: str | None
+    headers: Mapping[str, str]  # of every request
     base_model: str
     adapters: tuple[str, ...]
     unlisted: tuple[str, ...]  # those of `adapters` that it does not list; a gateway may serve them all the same
@@ -33,10 +33,13 @@ class Endpoint:
     max_model_len: int | None  # tokens of prompt and output together; None: the server lists no limit
     dialect: Dialect
 
-    @property
-    def host_header(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoads:
+    """Loads since the server's start. `ended`: to the device; `under_way`: also from disk to host memory."""
+
+    ended: int
+    under_way: int
 
 
 async def find_endpoint(url: str, backend: str, api_key: str | None, adapters: Sequence[str] | None) -> Endpoint:
@@ -46,7 +49,7 @@ async def find_endpoint(url: str, backend: str, api_key: str | None, adapters: S
     """
     try:
         parts = urlsplit(url)
-        port = parts.port
+        _ = parts.port  # raises ValueError for one that is no number
     except ValueError as error:
         raise ConfigError(f"--url {url}: {error}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -65,11 +68,9 @@ async def find_endpoint(url: str, backend: str, api_key: str | None, adapters: S
     if unlisted and backend == "llamacpp":
         raise ConfigError(f"--lora-modules: {root} has no adapter {unlisted[0]!r}; it has {', '.join(known) or 'none'}")
     return Endpoint(
-        host=parts.hostname,
-        port=port or (443 if parts.scheme == "https" else 80),
+        root=root,
         tls=ssl.create_default_context() if parts.scheme == "https" else None,
-        prefix=prefix,
-        api_key=api_key,
+        headers=headers,
         base_model=base,
         adapters=known if adapters is None else tuple(adapters),
         unlisted=unlisted,
@@ -77,6 +78,24 @@ async def find_endpoint(url: str, backend: str, api_key: str | None, adapters: S
         max_model_len=most,
         dialect=dialect,
     )
+
+
+async def adapter_loads(endpoint: Endpoint) -> AdapterLoads:
+    """Reads from the metrics of a CaraServe server how many adapters it has loaded. Raises OSError if it does not
+    answer."""
+    url = f"{endpoint.root}/metrics"
+    try:
+        async with (
+            aiohttp.ClientSession(headers=endpoint.headers, raise_for_status=True) as session,
+            session.get(url) as answer,
+        ):
+            samples = _LOADS.findall(await answer.text())
+    except aiohttp.ClientError as error:
+        raise OSError(f"{url}: {error}") from error
+    counts = {"total": 0, "under_way": 0}
+    for name, count in samples:
+        counts[name] += int(float(count))
+    return AdapterLoads(counts["total"], counts["under_way"])
 
 
 async def await_adapters(url: str, names: Collection[str]) -> None:

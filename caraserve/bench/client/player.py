@@ -114,7 +114,7 @@ class Player:
         self._endpoint, self._names, self._settings, self._label = endpoint, names, settings, label
         self._planned = workload.requests
         endpoints = (endpoint, *others)
-        heads = [request_head(one.dialect, one.prefix, one.host_header, one.api_key) for one in endpoints]
+        heads = [request_head(one.dialect, one.root, one.headers) for one in endpoints]
         self._requests = [
             encode(endpoint.dialect, heads[place % len(heads)], self._asked(planned))
             for place, planned in enumerate(self._planned)
@@ -124,7 +124,7 @@ class Player:
         self._stopped = False
         self.live = RunProgress(len(self._planned))
         self._ended = asyncio.Event()
-        self._connections = [Connections(one.host, one.port, one.tls) for one in endpoints]
+        self._connections = [Connections(one.root, one.tls) for one in endpoints]
         self._pacer: Pacer | None = None
 
     async def play(self) -> Run:

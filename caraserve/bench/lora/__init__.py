@@ -1,1 +1,3 @@
 """`caraserve bench lora`: kernels, hand-offs and threads of the CPU LoRA path."""
+
+PARTS = ("kernels", "round-trip", "threads", "gpu")

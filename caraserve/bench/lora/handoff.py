@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from caraserve.bench.lora.kernels import QKV, KernelCase, adapter_of, one_layer_spec, torch_layers
 from caraserve.bench.lora.process import deaf_to_interrupts, pin, pinned_process
 from caraserve.cpu.backend import CpuBackend, CpuSizes
+from caraserve.cpu.lora_workers.timing import RoundTrip
 from caraserve.cpu.weights import dummy_reader, load_model
 from caraserve.errors import BackendFailed
 from caraserve.model.dtype import Dtype
@@ -29,15 +30,6 @@ _MOST_TOKENS = 256
 _SOCKET_BUFFER_BYTES = 4 << 20
 _HOST_BYTES = 64 << 20
 _DONE = b"\0"
-_MEASURED = np.dtype(np.float64)  # a socket worker's compute time in s
-
-
-@dataclass(frozen=True, slots=True)
-class HandoffTiming:
-    """Times of one hand-off: until all deltas have arrived, and the compute time of the slowest worker."""
-
-    total_s: float
-    compute_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +52,11 @@ class ThreadsPoint:
     rank: int
     workers_ms: float
     torch_ms: float
+
+    @property
+    def ratio(self) -> float:
+        """torch's time ÷ the workers'."""
+        return self.torch_ms / self.workers_ms
 
 
 # --- shared memory ---
@@ -101,13 +98,13 @@ class HandoffBench:
     ) -> None:
         self._backend.close()
 
-    def exchange(self, dtype: Dtype, rank: int, tokens: int, workers: int) -> HandoffTiming:
+    def exchange(self, dtype: Dtype, rank: int, tokens: int, workers: int) -> RoundTrip:
         """Times one hand-off of `tokens` tokens, split among `workers` workers."""
         self._backend.set_slices(lambda _: ceil_div(tokens, workers))
         while (timed := self._backend.time_hand_off(self._slots[dtype, rank], tokens)) is None:
             if not self._backend.workers.await_all(_BIRTH_S):
                 raise BackendFailed("a CPU LoRA worker died and was not replaced")
-        return HandoffTiming(timed.total_s, timed.compute_s)
+        return timed
 
 
 # --- UNIX socket ---
@@ -137,9 +134,9 @@ class SocketWorkers:
         for end in self._ends:
             _receive(end, np.empty(1, np.uint8))  # sent when the worker's kernels are compiled
 
-    def exchange(self) -> HandoffTiming:
+    def exchange(self) -> RoundTrip:
         """Times one round trip: x to all workers, the deltas of all workers back."""
-        computed_s = np.empty(1, _MEASURED)
+        computed_s = np.empty(1)  # by a worker
         slowest_s, first = 0.0, 0
         started_s = time.perf_counter()
         for end, share in zip(self._ends, self._shares, strict=True):
@@ -149,7 +146,7 @@ class SocketWorkers:
             _receive(end, computed_s)
             _receive(end, deltas)
             slowest_s = max(slowest_s, float(computed_s[0]))
-        return HandoffTiming(time.perf_counter() - started_s, slowest_s)
+        return RoundTrip(time.perf_counter() - started_s, slowest_s)
 
     def close(self) -> None:
         for end in self._ends:
@@ -173,7 +170,7 @@ def _serve_socket(end: socket.socket, hidden: int, rank: int, tokens: int, core:
         while True:
             _receive(end, x)
             lora.x[:tokens, :hidden] = x
-            computed_s = np.array([lora.layer_ms(1) / 1000], _MEASURED)
+            computed_s = np.array([lora.layer_ms(1) / 1000])
             end.sendall(computed_s.data.cast("B"))
             end.sendall(deltas.data.cast("B"))
     except (EOFError, ConnectionError):
@@ -183,11 +180,8 @@ def _serve_socket(end: socket.socket, hidden: int, rank: int, tokens: int, core:
 def _receive(end: socket.socket, into: NDArray[np.generic]) -> None:
     """Fills an array. Raises EOFError when the other end has closed."""
     view = into.reshape(-1).view(np.uint8).data
-    while len(view):
-        got = end.recv_into(view)
-        if got == 0:
-            raise EOFError
-        view = view[got:]
+    if end.recv_into(view, len(view), socket.MSG_WAITALL) < len(view):
+        raise EOFError
 
 
 # --- what is measured ---
@@ -221,7 +215,7 @@ def timed_transports(
     return shared_point, _point("UNIX socket", len(cores), tokens, sent)
 
 
-def _point(transport: str, workers: int, tokens: int, exchanges: Sequence[HandoffTiming]) -> RoundTripPoint:
+def _point(transport: str, workers: int, tokens: int, exchanges: Sequence[RoundTrip]) -> RoundTripPoint:
     beyond_us = [1e6 * (each.total_s - each.compute_s) for each in exchanges]
     return RoundTripPoint(
         transport=transport,

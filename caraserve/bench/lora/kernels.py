@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from caraserve.bench.synthetic import Shape, llama_config
+from caraserve.bench.synthetic import Shape, shape_spec
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import SITES, ModelSpec, parse_spec
+from caraserve.model.spec import SITES, ModelSpec
 from caraserve.profiling.microbench import adapter_spec, random_adapter
 
 QKV = SITES[:3]
@@ -25,7 +25,7 @@ _HEAD_DIM = 128
 def one_layer_spec(hidden: int, layers: int = 1) -> ModelSpec:
     """Returns a model with full-size attention projections and a minimal MLP and vocabulary: LoRA needs no more."""
     heads = max(1, hidden // _HEAD_DIM)
-    return parse_spec(llama_config(Shape(hidden, layers, 64, 64, heads, heads), 1024))
+    return shape_spec(Shape(hidden, layers, 64, 64, heads, heads), 1024)
 
 
 def adapter_of(model: ModelSpec, dtype: Dtype, rank: int) -> HostAdapter:
@@ -54,6 +54,22 @@ class KernelPoint:
     @property
     def share_of_peak(self) -> float:
         return self.ours / self.peak
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPoint:
+    """The LoRA of q, k and v of decode in one layer on a GPU, with a different adapter in every row."""
+
+    rows: int
+    ranks: tuple[int, ...]  # row i has rank ranks[i % len(ranks)]
+    us: float
+    mbytes: float  # of adapter weights
+    share_of_floor: float  # the time in which the memory can be read ÷ measured time
+    torch_us: float | None  # torch.bmm over stacked weights; None for mixed ranks
+
+    @property
+    def name(self) -> str:
+        return f"n {self.rows}, rank {'+'.join(map(str, self.ranks))}"
 
 
 @dataclass(frozen=True, slots=True)

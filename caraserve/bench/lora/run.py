@@ -5,36 +5,32 @@ workers beyond their computing, over shared memory and over a UNIX socket; and c
 """
 
 import os
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
 
 from rich.console import Console
 
-from caraserve.bench.cli import LORA_PARTS
+from caraserve.bench.checkout import laboratory
 from caraserve.bench.console import open_console, write_document
-from caraserve.bench.gpu.limits import memory_bytes_per_s
-from caraserve.bench.gpu.lora import LoraPoint
-from caraserve.bench.gpu.lora import measure as measure_gpu
-from caraserve.bench.gpu.results import WrongResult
-from caraserve.bench.gpu.setup import CheckSetup, real_setup
+from caraserve.bench.lora import PARTS
 from caraserve.bench.lora.handoff import HandoffBench, RoundTripPoint, ThreadsPoint, beside_threads, round_trips
-from caraserve.bench.lora.kernels import KernelCase, KernelPoint, measure
+from caraserve.bench.lora.kernels import GpuPoint, KernelCase, KernelPoint, measure
 from caraserve.bench.lora.process import pinned_process
 from caraserve.bench.lora.report import draw, tables
 from caraserve.bench.records import machine, versions
 from caraserve.bench.report.files import as_json, make_folder, write_files
 from caraserve.bench.report.plots import NO_FIGURES, can_draw
-from caraserve.errors import BackendFailed, ConfigError
+from caraserve.errors import ConfigError
 from caraserve.gpu.driver.detect import detect
-from caraserve.gpu.driver.environment import prepare_environment
 from caraserve.model.dtype import Dtype
 from caraserve.telemetry.progress import terminal_bar
 
-_HIDDEN = 4096  # of Llama-2-7B
 _ROUND_TRIP_RANK = 64
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +48,7 @@ class LoraEffort:
 
 
 FULL = LoraEffort(
-    hidden=_HIDDEN,
+    hidden=4096,  # of Llama-2-7B
     ranks=(8, 16, 32, 64, 128),
     tokens=(1, 4, 16, 64, 256),
     dtypes=(Dtype.F16, Dtype.BF16, Dtype.F32),
@@ -61,15 +57,8 @@ FULL = LoraEffort(
     rounds=15,
     gpu_s=60.0,
 )
-QUICK = LoraEffort(
-    hidden=_HIDDEN,
-    ranks=(8, 64),
-    tokens=(64,),
-    dtypes=(Dtype.F16,),
-    round_trip_tokens=(64,),
-    hand_offs=10,
-    rounds=3,
-    gpu_s=15.0,
+QUICK = replace(
+    FULL, ranks=(8, 64), tokens=(64,), dtypes=(Dtype.F16,), round_trip_tokens=(64,), hand_offs=10, rounds=3, gpu_s=15.0
 )
 
 
@@ -82,7 +71,7 @@ class LoraReport:
     kernels: list[KernelPoint] = field(default_factory=list)
     round_trips: list[RoundTripPoint] = field(default_factory=list)
     threads: list[ThreadsPoint] = field(default_factory=list)
-    gpu: list[LoraPoint] = field(default_factory=list)
+    gpu: list[GpuPoint] = field(default_factory=list)
     complete: bool = False
 
     def document(self) -> dict[str, object]:
@@ -98,14 +87,14 @@ def bench_lora(
     `parts` None means all that this machine has. Ctrl-C ends the measurement early and reports the points so far.
     Raises ConfigError for cores, a folder or a GPU that cannot be used.
     """
-    parts = _parts(parts)
+    console = Console(stderr=True)
+    parts = _parts(parts, console)
     here = sorted(os.sched_getaffinity(0))
     cores = tuple(cores) if cores else (*here[1:], here[0])  # the first core last: a server's event loop uses it
     if missing := sorted(set(cores) - set(here)):
         raise ConfigError(f"--lora-cpus {missing[0]}: this process may use cores {', '.join(map(str, here))}")
     make_folder(save)
     report = LoraReport(effort.hidden, tuple(cores))
-    console = Console(stderr=True)
     try:
         with terminal_bar() as progress:
             task = progress.add_task("measuring", total=_steps(parts, effort, len(cores)))
@@ -118,13 +107,27 @@ def bench_lora(
     _show(report, save, as_line)
 
 
-def _parts(requested: Sequence[str] | None) -> Sequence[str]:
-    """Returns the requested parts, or all that this machine has. Raises ConfigError if a requested GPU is absent."""
+def _parts(requested: Sequence[str] | None, console: Console) -> Sequence[str]:
+    """Returns the requested parts, or all that this machine and this installation have. Raises ConfigError for a
+    requested part without a GPU, or without a checkout."""
     if requested is not None:
         if "gpu" in requested:
             detect("cuda")
+            _gpu_bench()
         return requested
-    return [part for part in LORA_PARTS if part != "gpu" or detect("auto").device == "cuda"]
+    parts = list(PARTS[:-1])
+    if detect("auto").device == "cuda":
+        try:
+            _gpu_bench()
+            parts.append("gpu")
+        except ConfigError as error:
+            console.print(f"not measured: {error}")
+    return parts
+
+
+def _gpu_bench() -> ModuleType:
+    """Returns the module of stage `lora` of `scripts/gpu_check`, which measures the GPU's kernels."""
+    return laboratory("gpu.lora", "lora --parts gpu")
 
 
 def _steps(parts: Sequence[str], effort: LoraEffort, cores: int) -> int:
@@ -139,42 +142,28 @@ def _steps(parts: Sequence[str], effort: LoraEffort, cores: int) -> int:
 
 
 def _measure(report: LoraReport, parts: Sequence[str], effort: LoraEffort, advance: Callable[[], None]) -> None:
+    def keep(found: list[T], points: Iterable[T]) -> None:
+        for point in points:
+            found.append(point)
+            advance()
+
     if "kernels" in parts:
         with pinned_process(report.cores[:1]) as pool:
-            for dtype, rank, tokens in product(effort.dtypes, effort.ranks, effort.tokens):
-                case = KernelCase(effort.hidden, dtype, rank, tokens)
-                report.kernels.append(pool.submit(measure, case).result())
-                advance()
+            cases = product((effort.hidden,), effort.dtypes, effort.ranks, effort.tokens)
+            keep(report.kernels, (pool.submit(measure, KernelCase(*case)).result() for case in cases))
     if "gpu" in parts:
-        prepare_environment()
-        with tempfile.TemporaryDirectory() as folder:
-            report.gpu += gpu_points(real_setup(Path(folder), effort.gpu_s, None, ()))
+        report.gpu += _gpu_bench().gpu_points(effort.gpu_s)
         advance()
     if not {"round-trip", "threads"} & set(parts):
         return
-    adapters = [(Dtype.F16, _ROUND_TRIP_RANK), *((Dtype.F32, rank) for rank in effort.ranks)]
-    with HandoffBench(effort.hidden, adapters, report.cores) as bench:
+    rank, cores = _ROUND_TRIP_RANK, report.cores
+    adapters = [(Dtype.F16, rank), *((Dtype.F32, each) for each in effort.ranks)]
+    with HandoffBench(effort.hidden, adapters, cores) as bench:
         if "round-trip" in parts:
-            points = round_trips(
-                bench, effort.hidden, _ROUND_TRIP_RANK, effort.round_trip_tokens, report.cores, effort.hand_offs
-            )
-            for point in points:
-                report.round_trips.append(point)
-                advance()
+            prompts, repeats = effort.round_trip_tokens, effort.hand_offs
+            keep(report.round_trips, round_trips(bench, effort.hidden, rank, prompts, cores, repeats))
         if "threads" in parts:
-            for compared in beside_threads(bench, effort.hidden, effort.ranks, report.cores, effort.rounds):
-                report.threads.append(compared)
-                advance()
-
-
-def gpu_points(setup: CheckSetup) -> list[LoraPoint]:
-    """Returns as many points as the setup's time allows, most rows first: the same as stage `lora` of
-    `scripts/gpu_check`. Raises BackendFailed for wrong results."""
-    acc = setup.accelerator(Dtype.BF16)
-    try:
-        return list(measure_gpu(setup, acc, memory_bytes_per_s(setup, acc)))
-    except WrongResult as error:
-        raise BackendFailed(f"the GPU's LoRA kernels are wrong: {error}") from error
+            keep(report.threads, beside_threads(bench, effort.hidden, effort.ranks, cores, effort.rounds))
 
 
 def _show(report: LoraReport, save: Path | None, as_line: bool) -> None:

@@ -1,39 +1,155 @@
-"""Figures of a report as PNG: latency CDFs, ratios of modes, time lines, rate sweeps, latencies by rank, comparisons.
+"""Figures as PNG: panels of lines or bars, and the parts that other figures are made of.
 
-matplotlib is an optional dependency and is imported when a figure is drawn (`can_draw`). Repeats with the same label
-are drawn as one line. A function returns None where the runs have nothing to show.
+matplotlib is an optional dependency and is imported when a figure is drawn (`can_draw`).
 """
 
 import importlib.util
 import io
 import warnings
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from dataclasses import dataclass, field
+from itertools import count, zip_longest
 from typing import Any
-
-import numpy as np
-
-from caraserve.bench.records import Run
-from caraserve.bench.report.compare import Comparison
-from caraserve.bench.report.ratios import RATIO_METRICS, by_label, ratios_to_first
-from caraserve.bench.report.summary import Columns, Floats, RequestGroup, SloLimits, Summary
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, with grey and Tol's violet in place of yellow and
 # black.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#8C8C8C", "#8F6BD1")
 _DASHES = ("-", "--", ":", "-.")
-INK, _GRID = "#1f2328", "#d0d4d9"
+INK, _GRID, _THEIRS = "#1f2328", "#d0d4d9", "#8C8C8C"
 _NAME_LENGTH = 34
-_CDF_POINTS = 400  # per line: more make no visible difference
-_WINDOWS = 60  # of a time line
-_LONG_TAIL = 30  # 99th over 1st percentile above which an axis is logarithmic: a linear one would show only the tail
+_PANEL_INCHES, _COLUMNS = (4.6, 3.6), 3
+_GROUP_WIDTH = 0.8  # of all bars at one category
+_LEVEL_NAMES, _LEVEL_LETTERS = 5, 40  # of categories whose names stand side by side; others are turned
+_FEW_POINTS = 12  # of a line: fewer have dots
 NO_FIGURES = "no figures: matplotlib, of the package's `plot` extra, is not installed"
-SWEEP_MARK = " @ "  # between a name and its rate in a run's label
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A line, or a group of bars. `x` has numbers for lines; bars stand at the panel's `categories`."""
+
+    label: str
+    y: tuple[float | None, ...]  # None: not measured there
+    x: tuple[float, ...] = ()
+    theirs: bool = False  # of others, for comparison: drawn in grey
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One part of a figure."""
+
+    title: str
+    y_label: str
+    series: tuple[Series, ...]
+    x_label: str = ""
+    categories: tuple[str, ...] = ()  # of bars; empty: lines over `x`
+    points: bool = False  # separate points in place of lines
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a panel is drawn, beside its data."""
+
+    log: str = ""  # axes with logarithmic scales, as `xy`
+    highest: float | None = None  # end of the axis of values
+    marks: Mapping[str, float] = field(default_factory=dict)  # upright lines by name
+    levels: Mapping[str, float] = field(default_factory=dict)  # level lines by name
+    horizontal: bool = False  # bars
+    spreads: Sequence[float] = ()  # of the bars of the first series
+    numbers: str = ""  # format of numbers at bars; "": none
 
 
 def can_draw() -> bool:
     """Returns True if matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
+
+
+def draw_panels(
+    panels: Sequence[Panel],
+    looks: Sequence[Look] = (),
+    title: str = "",
+    columns: int = _COLUMNS,
+    inches: tuple[float, float] = _PANEL_INCHES,
+) -> bytes:
+    """Returns the panels as PNG, each `inches` wide and high, side by side, at most `columns` in a row. `looks[i]` is
+    that of panel i."""
+    columns = min(len(panels), columns)
+    rows = -(-len(panels) // columns)
+    figure = new_figure(max(6.0, inches[0] * columns), inches[1] * rows + 0.4)
+    if title:
+        figure.suptitle(title.replace("$", r"\$"), fontsize=10, color=INK)
+    every = [axes for row in figure.subplots(rows, columns, squeeze=False) for axes in row]
+    for axes, panel, look in zip_longest(every, panels, looks[: len(panels)]):
+        if panel is None:
+            axes.set_axis_off()
+        else:
+            _draw(axes, panel, look or Look())
+    legend(figure, every[0])
+    shown = [series.label for series in panels[0].series]
+    for axes, panel in zip(every, panels, strict=False):
+        labels = [series.label for series in panel.series]
+        if labels != shown and len(labels) > 1:  # the figure's legend does not explain them
+            axes.legend(loc="lower right" if not panel.categories else "upper right", fontsize=8, frameon=False)
+            shown = labels
+    return render(figure)
+
+
+def _draw(axes: Any, panel: Panel, look: Look) -> None:
+    (_bars if panel.categories else _lines)(axes, panel, look)
+    style(axes, title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
+    if look.horizontal:
+        axes.set(xlabel=panel.y_label, ylabel=panel.x_label)
+    if panel.categories:
+        axes.grid(False, axis="y" if look.horizontal else "x")
+    how = {"color": INK, "lw": 0.9, "ls": (0, (1, 2))}
+    for name, at in look.marks.items():
+        axes.axvline(at, **how)
+        axes.annotate(name, (at, 0.02), (3, 0), ("data", "axes fraction"), "offset points", fontsize=8, color=INK)
+    for name, at in look.levels.items():
+        axes.axhline(at, **how)
+        axes.annotate(name, (0.02, at), (0, 2), ("axes fraction", "data"), "offset points", fontsize=8, color=INK)
+    for axis in look.log:
+        axes.set(**{f"{axis}scale": "log"})
+        getattr(axes, f"{axis}axis").set_major_formatter("{x:g}")
+    if "y" not in look.log and not look.horizontal:
+        axes.set_ylim(0, look.highest)
+
+
+def _lines(axes: Any, panel: Panel, look: Look) -> None:
+    ours = count()
+    for series in panel.series:
+        points = [(x, y) for x, y in zip(series.x, series.y, strict=True) if y is not None]
+        drawn: dict[str, Any] = {"color": _THEIRS, "ls": ":", "lw": 1.8} if series.theirs else line_style(next(ours))
+        if panel.points:
+            drawn |= {"ls": "none", "marker": "x" if series.theirs else ".", "ms": 5}
+        elif len(points) < _FEW_POINTS:
+            drawn |= {"marker": "o", "ms": 3}
+        axes.plot([x for x, _ in points], [y for _, y in points], label=plain_name(series.label), **drawn)
+
+
+def _bars(axes: Any, panel: Panel, look: Look) -> None:
+    width = _GROUP_WIDTH / len(panel.series)
+    ours = count()
+    for place, series in enumerate(panel.series):
+        left = -_GROUP_WIDTH / 2 + (place + 0.5) * width
+        at = [(index + left, y) for index, y in enumerate(series.y) if y is not None]
+        how: dict[str, Any] = {"color": "white", "edgecolor": _THEIRS, "hatch": "///"} if series.theirs else {}
+        how = how or {"color": line_style(next(ours))["color"]}
+        if look.spreads and place == 0:
+            how |= {"xerr" if look.horizontal else "yerr": look.spreads, "ecolor": INK, "capsize": 3}
+        draw = axes.barh if look.horizontal else axes.bar
+        bars = draw([x for x, _ in at], [y for _, y in at], width, label=plain_name(series.label), **how)
+        if look.numbers:
+            axes.bar_label(bars, fmt=look.numbers, fontsize=8, padding=2)
+    names = [plain_name(name) for name in panel.categories]
+    if look.horizontal:
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+    else:
+        crowded = len(names) > _LEVEL_NAMES or sum(map(len, names)) > _LEVEL_LETTERS
+        turned = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if crowded else {}
+        axes.set_xticks(range(len(names)), names, **turned)
+    axes.margins(x=0.12 if look.horizontal and look.numbers else 0.02)
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -86,13 +202,6 @@ def plain_name(name: str) -> str:
     return f" {kept}" if kept.startswith("_") else kept
 
 
-def time_scale(values_ms: Sequence[float] | Floats) -> tuple[float, str]:
-    """Returns a factor for milliseconds and the unit it gives: seconds if the largest value is above 10 s."""
-    known = np.asarray(values_ms, np.float64)
-    known = known[np.isfinite(known)]
-    return (1e-3, "s") if known.size and known.max() > 10_000 else (1.0, "ms")
-
-
 def render(figure: Any) -> bytes:
     """Returns a figure as PNG."""
     png = io.BytesIO()
@@ -100,238 +209,3 @@ def render(figure: Any) -> bytes:
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # a name in letters that the font lacks
         figure.savefig(png, format="png", dpi=140)
     return png.getvalue()
-
-
-def latency_cdfs(runs: Sequence[Run], slo: SloLimits | None = None) -> bytes | None:
-    """Draws the share of answers within a latency, for TTFT, TPT and E2E; SLO limits are vertical lines."""
-    pooled = {label: columns for label, columns in _pooled(runs).items() if columns.ok.any()}
-    if not pooled:
-        return None
-    figure = new_figure(10.5, 3.9)
-    panels = figure.subplots(1, 3, sharey=True)
-    limits = {} if slo is None else slo.limits()
-    for axes, metric in zip(panels, RATIO_METRICS, strict=True):
-        values = {label: getattr(columns, f"{metric}_ms")[columns.ok] for label, columns in pooled.items()}
-        known = {label: each[~np.isnan(each)] for label, each in values.items()}
-        _cdf(axes, metric, known, limits.get(metric))
-    panels[0].set_ylabel("share of answers, %")
-    legend(figure, panels[0])
-    return render(figure)
-
-
-def _cdf(axes: Any, metric: str, values: Mapping[str, Floats], limit_ms: float | None) -> None:
-    every = np.concatenate(list(values.values()))
-    factor, unit = time_scale(every)
-    for place, (label, known) in enumerate(values.items()):
-        shares = np.linspace(0, 1, min(_CDF_POINTS, max(known.size, 2)))
-        at = np.quantile(known, shares) * factor if known.size else shares[:0]
-        axes.plot(at, 100 * shares[: at.size], label=plain_name(label), **line_style(place))
-    style(axes, xlabel=f"{metric.upper()}, {unit}", ylim=(0, 101), title=metric.upper())
-    if every.size:
-        low, high = np.percentile(every, (1, 99))
-        if low > 0 and high / low > _LONG_TAIL:
-            axes.set_xscale("log")
-        else:
-            axes.set_xlim(0, None)
-    if limit_ms is not None:
-        axes.axvline(limit_ms * factor, color=INK, lw=0.9, ls=(0, (1, 2)))
-        axes.annotate("SLO", (limit_ms * factor, 3), (3, 0), textcoords="offset points", fontsize=8, color=INK)
-
-
-def ratio_bars(summaries: Sequence[Summary]) -> bytes | None:
-    """Draws mean TTFT, TPT and E2E of each label over the first label's, with the standard deviation over repeats."""
-    lines = ratios_to_first(summaries)
-    if len(lines) < 2:
-        return None
-    figure = new_figure(10.5, 1.5 + 0.34 * len(lines))
-    panels = figure.subplots(1, len(RATIO_METRICS), sharey=True)
-    for axes, metric in zip(panels, RATIO_METRICS, strict=True):
-        found = [(place, line.ratios[metric]) for place, line in enumerate(lines) if metric in line.ratios]
-        for place, ratio in found:
-            spread = ratio.spread or 0.0
-            axes.barh(place, ratio.median, height=0.66, color=COLOURS[place % len(COLOURS)])
-            if spread:
-                axes.errorbar(ratio.median, place, xerr=spread, color=INK, lw=1, capsize=3)
-            at = (ratio.median + spread, place)
-            axes.annotate(
-                f"{ratio.median:.2f}", at, (4, 0), textcoords="offset points", va="center", fontsize=8, color=INK
-            )
-        farthest = max((ratio.median + (ratio.spread or 0.0) for _, ratio in found), default=1.0)
-        style(axes, xlabel=f"{metric.upper()} ÷ that of the first", title=metric.upper(), xlim=(0, 1.16 * farthest))
-        axes.axvline(1, color=INK, lw=0.9)
-        axes.grid(False, axis="y")
-    panels[0].set_yticks(range(len(lines)), [plain_name(line.label) for line in lines])
-    panels[0].invert_yaxis()
-    return render(figure)
-
-
-def time_lines(runs: Sequence[Run]) -> bytes | None:
-    """Draws requests in flight, median TTFT by time of sending, and output tokens a second in 60 windows, for the first
-    repeat of each label."""
-    first = {run.label: run for run in reversed(runs) if run.records and run.wall_s > 0}
-    shown = [first[label] for label in dict.fromkeys(run.label for run in runs) if label in first]
-    if not shown:
-        return None
-    figure = new_figure(10.5, 6.2)
-    flying, waiting, speed = figure.subplots(3, 1, sharex=True)
-    end_s = max(run.wall_s for run in shown)
-    edges_s = np.linspace(0, end_s, _WINDOWS + 1)
-    medians = {run.label: _median_ttft(Columns.of(run.records), edges_s) for run in shown}
-    factor, unit = time_scale(np.concatenate(list(medians.values())))
-    middles_s = (edges_s[1:] + edges_s[:-1]) / 2
-    for place, run in enumerate(shown):
-        columns, how = Columns.of(run.records), {**line_style(place), "label": plain_name(run.label)}
-        at_s, count = _in_flight(columns, end_s)
-        flying.plot(at_s, count, drawstyle="steps-post", **how)
-        medians_ms = medians[run.label]
-        known = ~np.isnan(medians_ms)  # a window without a request is no gap in the line
-        waiting.plot(middles_s[known], medians_ms[known] * factor, marker="o", ms=2.5, **how)
-        tokens = np.histogram(columns.token_s, edges_s)[0]
-        speed.plot(middles_s, tokens / np.diff(edges_s), **how)
-    style(flying, ylabel="requests in flight", ylim=(0, None))
-    flying.yaxis.get_major_locator().set_params(integer=True)
-    style(waiting, ylabel=f"median TTFT, {unit}", ylim=(0, None))
-    style(speed, ylabel="output tokens/s", ylim=(0, None), xlabel="time since the start, s", xlim=(0, end_s))
-    figure.align_ylabels([flying, waiting, speed])
-    legend(figure, flying)
-    return render(figure)
-
-
-def _in_flight(columns: Columns, end_s: float) -> tuple[Floats, Floats]:
-    """Returns the starts of 600 equal parts of the run in s, and the greatest number of requests in flight in each."""
-    times = np.concatenate([columns.sent_s, columns.done_s])
-    order = np.argsort(times, kind="stable")
-    running = np.cumsum(np.repeat([1.0, -1.0], columns.sent_s.size)[order])
-    parts_s = np.linspace(0, end_s, 10 * _WINDOWS + 1)
-    starts = np.searchsorted(times[order], parts_s)
-    most = np.where(starts > 0, running[np.maximum(starts - 1, 0)], 0.0)  # at the start of each part
-    for index, (start, stop) in enumerate(pairwise(starts)):
-        if stop > start:
-            most[index] = max(most[index], running[start:stop].max())
-    return parts_s, most
-
-
-def _median_ttft(columns: Columns, edges_s: Floats) -> Floats:
-    """Returns the median TTFT in ms of the requests sent in each window; NaN where none was sent."""
-    known = ~np.isnan(columns.ttft_ms)
-    window = np.digitize(columns.sent_s[known], edges_s[1:-1])
-    values = columns.ttft_ms[known]
-    return np.array(
-        [np.median(values[window == index]) if (window == index).any() else np.nan for index in range(_WINDOWS)]
-    )
-
-
-def rate_sweep(summaries: Sequence[Summary]) -> bytes | None:
-    """Draws the 95th percentile of TTFT, and SLO attainment if limits were set, over the offered rate.
-
-    Runs whose labels agree up to ` @ ` are one line, as `cached @ 3/s` and `cached @ 6/s`.
-    """
-    lines: dict[str, list[Summary]] = {}
-    for summary in summaries:
-        if SWEEP_MARK in summary.label and summary.offered_per_s is not None:
-            lines.setdefault(summary.label.rsplit(SWEEP_MARK, 1)[0], []).append(summary)
-    if not lines:
-        return None
-    judged = any(summary.attainment is not None for line in lines.values() for summary in line)
-    figure = new_figure(10.5 if judged else 6.2, 4.0)
-    panels = figure.subplots(1, 1 + judged, squeeze=False)[0]
-    times_ms = [found.percentiles_ms["p95"] for line in lines.values() for one in line if (found := one.latency.ttft)]
-    factor, unit = time_scale(times_ms)
-    for place, (label, line) in enumerate(lines.items()):
-        ordered = sorted(line, key=lambda summary: summary.offered_per_s or 0.0)
-        rates = [summary.offered_per_s for summary in ordered]
-        how = {**line_style(place), "marker": "o", "ms": 4, "label": plain_name(label)}
-        p95_ms = [one.latency.ttft.percentiles_ms["p95"] if one.latency.ttft else np.nan for one in ordered]
-        panels[0].plot(rates, factor * np.array(p95_ms), **how)
-        if judged:
-            shares = [np.nan if one.attainment is None else 100 * one.attainment.share for one in ordered]
-            panels[1].plot(rates, shares, **how)
-    style(panels[0], xlabel="requests/s offered", ylabel=f"P95 TTFT, {unit}", xlim=(0, None))
-    known = [value for value in times_ms if value > 0]
-    if known and max(known) / min(known) > _LONG_TAIL:
-        panels[0].set_yscale("log")
-    else:
-        panels[0].set_ylim(0, None)
-    if judged:
-        style(panels[1], xlabel="requests/s offered", ylabel="SLO attainment, %", ylim=(0, 103), xlim=(0, None))
-    legend(figure, panels[0])
-    return render(figure)
-
-
-def rank_bars(summaries: Sequence[Summary]) -> bytes | None:
-    """Draws mean TTFT, TPT and E2E by rank, a bar for each label; a mark shows the 95th percentile of TTFT."""
-    shown = {label: repeats[0] for label, repeats in by_label(summaries).items()}
-    names = {group.name: group.rank or 0 for summary in shown.values() for group in summary.ranks}
-    ranks = sorted(names, key=lambda name: names[name])
-    if len(ranks) < 2:
-        return None
-    figure = new_figure(10.5, 3.9)
-    panels = figure.subplots(1, 3)
-    for axes, metric in zip(panels, RATIO_METRICS, strict=True):
-        _rank_panel(axes, metric, shown, ranks)
-    legend(figure, panels[0])
-    return render(figure)
-
-
-def _rank_panel(axes: Any, metric: str, shown: Mapping[str, Summary], ranks: Sequence[str]) -> None:
-    means = {label: _by_rank(summary.ranks, f"{metric}_mean_ms", ranks) for label, summary in shown.items()}
-    highs = {label: _by_rank(summary.ranks, "ttft_p95_ms", ranks) for label, summary in shown.items()}
-    every = [*means.values(), *(highs.values() if metric == "ttft" else ())]
-    factor, unit = time_scale(np.concatenate(every))
-    width = 0.8 / len(shown)
-    for place, (label, mean) in enumerate(means.items()):
-        at = np.arange(len(ranks)) + width * (place - (len(shown) - 1) / 2)
-        colour = COLOURS[place % len(COLOURS)]
-        axes.bar(at, mean * factor, 0.9 * width, color=colour, label=plain_name(label))
-        if metric == "ttft":
-            axes.hlines(highs[label] * factor, at - 0.4 * width, at + 0.4 * width, color=colour, lw=1.6)
-    title = "TTFT (line: P95)" if metric == "ttft" else metric.upper()
-    style(axes, xlabel="rank", ylabel=f"mean {metric.upper()}, {unit}", title=title, ylim=(0, None))
-    axes.set_xticks(range(len(ranks)), ranks)
-    axes.grid(False, axis="x")
-
-
-def _by_rank(groups: Sequence[RequestGroup], field: str, ranks: Sequence[str]) -> Floats:
-    found = {group.name: getattr(group, field) for group in groups}
-    return np.array([found.get(rank) if found.get(rank) is not None else np.nan for rank in ranks], np.float64)
-
-
-def _pooled(runs: Sequence[Run]) -> dict[str, Columns]:
-    grouped: dict[str, list[Run]] = {}
-    for run in runs:
-        grouped.setdefault(run.label, []).append(run)
-    return {label: Columns.of([record for run in same for record in run.records]) for label, same in grouped.items()}
-
-
-def run_plots(runs: Sequence[Run], summaries: Sequence[Summary]) -> dict[str, bytes]:
-    """Draws every figure that these runs have data for: PNG by file name. Returns nothing without matplotlib."""
-    if not can_draw():
-        return {}
-    slo = next((summary.attainment.slo for summary in summaries if summary.attainment is not None), None)
-    drawn = {
-        "ratios.png": ratio_bars(summaries),
-        "sweep.png": rate_sweep(summaries),
-        "cdfs.png": latency_cdfs(runs, slo),
-        "time.png": time_lines(runs),
-        "ranks.png": rank_bars(summaries),
-    }
-    return {name: png for name, png in drawn.items() if png is not None}
-
-
-def comparison_plot(comparison: Comparison) -> bytes:
-    """Draws every ratio B ÷ A as a bar, a panel for each label. Needs matplotlib."""
-    panels = len(comparison.rows)
-    most = max(len(rows) for rows in comparison.rows.values())
-    figure = new_figure(3.4 + 3.4 * panels, 1.2 + 0.24 * most)
-    axes_row = figure.subplots(1, panels, squeeze=False)[0]
-    for axes, (label, rows) in zip(axes_row, comparison.rows.items(), strict=True):
-        known = [(row.name, row.ratio) for row in rows if row.ratio is not None]
-        colours = [COLOURS[1] if round(ratio, 3) > 1 else COLOURS[0] for _, ratio in known]
-        axes.barh(range(len(known)), [ratio for _, ratio in known], color=colours)
-        axes.axvline(1, color=INK, lw=0.9)
-        style(axes, title=plain_name(label), xlabel="B ÷ A")
-        axes.set_yticks(range(len(known)), [name.removesuffix(", ms") for name, _ in known])
-        axes.margins(y=0.02)
-        axes.invert_yaxis()
-        axes.grid(False, axis="y")
-    return render(figure)

@@ -1,12 +1,12 @@
 """Tables of a report: their text (`TextTable`), and how a terminal shows it (`to_rich`)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
 from rich.text import Text
 
-from caraserve.bench.report.ratios import RATIO_METRICS, Ratio, by_label, ratios_to_first
+from caraserve.bench.report.ratios import RATIO_METRICS, PairedRatio, Ratio, by_label, ratios_to_first
 from caraserve.bench.report.summary import LATENCIES, Distribution, RequestGroup, Summary
 
 NONE = "–"
@@ -26,8 +26,8 @@ class TextTable:
 
 def to_rich(text: TextTable) -> Table:
     """Returns the table for a terminal. Cells are shown unchanged: an adapter's name is not markup."""
-    shown = Table(title=Text(text.title), title_justify="left", caption=Text(text.note) if text.note else None)
-    shown.caption_justify = "left"
+    title, note = (Text(words) if words else None for words in (text.title, text.note))
+    shown = Table(title=title, title_justify="left", caption=note, caption_justify="left")
     for index, head in enumerate(text.heads):
         # Numbers stay on one line; words may wrap.
         words = index < text.left or len(text.heads) == 2
@@ -149,6 +149,25 @@ def ratio_table(summaries: Sequence[Summary]) -> TextTable:
     note += "other requests' loads have caused."
     heads += ["lost to cold starts", "to others' loads"]
     return TextTable("Beside one another", ("mode", "repeats", *heads), rows, note=note)
+
+
+def paired_table(ratios: Mapping[str, Mapping[str, PairedRatio]]) -> TextTable:
+    """Returns a line for each label but the first."""
+    rows = [
+        (
+            label,
+            str(max(one.requests for one in found.values())),
+            *(_interval(found.get(metric)) for metric in RATIO_METRICS),
+        )
+        for label, found in ratios.items()
+    ]
+    note = "Median over requests of the latency over that of the same request under the first mode, with its 95 % "
+    note += "interval. A stall of the machine changes means, but hardly these."
+    return TextTable("Request by request", ("mode", "requests", *map(str.upper, RATIO_METRICS)), rows, note=note)
+
+
+def _interval(ratio: PairedRatio | None) -> str:
+    return NONE if ratio is None else f"{ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
 
 
 def _ratio(ratio: Ratio | None) -> str:

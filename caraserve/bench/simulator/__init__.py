@@ -1,12 +1,11 @@
 """A simulated cluster: the server's own cost and placement functions under a virtual clock.
 
-Shared with the server: in `cluster/routing` cost and perf_model, which are compiled here, in `cluster/placement`
-loraserve, plan, migration and bin_packing, and `core/machine_profile`. Batching and loading are models of the server's
-own; policies and what follows a refusal are those of `cluster/routing`, written again over arrays and tested against
-them.
+Shared with the server: in `cluster/routing` cost, perf_model and policy_rules, which are compiled here, in
+`cluster/placement` loraserve, plan, migration and bin_packing, and `core/machine_profile`. Batching and loading are
+models of the server's own.
 
 Modules, in the order in which a simulated request meets them: `machines` (times and sizes of an instance),
 `simulation` and `placement` (Python around the compiled code), `events` (its loop), `fleet`, `compiled` and
-`containers` (its arrays), `views` (the state that routers see), `routing`, `refusals`, `adapter_cache`, `batching`;
+`containers` (its arrays), `views` (the state that routers see), `routing`, `adapter_cache`, `batching`;
 then `sweep` (results of many runs) and `report`. `command` is `caraserve bench cluster`.
 """

@@ -16,7 +16,8 @@ import numpy as np
 
 from caraserve.bench.simulator.compiled import MS, kernel
 from caraserve.bench.simulator.containers import append, contains, following, make_lists, unlink
-from caraserve.cluster.routing.cost import Tier, cold_ms
+from caraserve.cluster.routing.cost import cold_ms
+from caraserve.cluster.state.replicated_map import Tier
 
 _DEVICE, _HOST, _ABSENT = int(Tier.DEVICE), int(Tier.HOST), int(Tier.ABSENT)
 

@@ -12,9 +12,9 @@ from caraserve.bench.records import versions
 from caraserve.bench.report.files import as_json as json_bytes
 from caraserve.bench.report.files import make_folder, write_files
 from caraserve.bench.report.tables import to_rich
-from caraserve.bench.simulator.machines import Machine, paper_machine, profiled_machine
+from caraserve.bench.simulator.machines import SimulatedMachine, paper_machine, profiled_machine
 from caraserve.bench.simulator.report import as_json, finite, plots, text_tables
-from caraserve.bench.simulator.simulation import Scheduler, Setting
+from caraserve.bench.simulator.setting import ClusterSetting, Scheduler
 from caraserve.bench.simulator.sweep import FleetResult, FleetSpec, Goal, simulate
 from caraserve.bench.workload.presets import find_preset
 from caraserve.cluster.routing.perf_model import Kernel
@@ -141,7 +141,7 @@ def _fleet(options: ClusterOptions, load: LoadOptions) -> FleetSpec:
     goal = None
     if options.need_attainment is not None or options.need_ttft_p95_ms is not None:
         goal = Goal(options.need_attainment, options.need_ttft_p95_ms)
-    setting = Setting(
+    setting = ClusterSetting(
         (),
         "auto",
         inf,
@@ -155,7 +155,7 @@ def _fleet(options: ClusterOptions, load: LoadOptions) -> FleetSpec:
     return FleetSpec(_machines(options), instances, setting, goal, options.profiled_points)
 
 
-def _machines(options: ClusterOptions) -> tuple[Machine, ...]:
+def _machines(options: ClusterOptions) -> tuple[SimulatedMachine, ...]:
     if options.profile and options.padded_prompts:
         raise ConfigError("--padded-prompts is an assumption about the papers' machine: not with --profile")
     if options.profile:
@@ -167,7 +167,7 @@ def _machines(options: ClusterOptions) -> tuple[Machine, ...]:
     return (paper_machine(options.kernel or "unpadded", pads_prompts=options.padded_prompts),)
 
 
-def _machine_document(machine: Machine) -> dict[str, object]:
+def _machine_document(machine: SimulatedMachine) -> dict[str, object]:
     model = asdict(machine.model)
     sizes = ("max_running", "max_step_tokens", "kv_tokens", "device_adapter_bytes", "host_adapter_bytes", "rank_bytes")
     return model | {name: getattr(machine, name) for name in sizes}

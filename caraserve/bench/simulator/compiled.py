@@ -8,11 +8,12 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from caraserve.cluster.routing import cost, perf_model, policies, router
+from caraserve.cluster.routing import cost, perf_model, policy_rules, router
 from caraserve.cluster.routing.cost import Backlog, LinkSpeeds
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cpu import jit
@@ -22,7 +23,7 @@ FOREVER = 1 << 62
 MAX_RUNNING = 256  # requests in the batch of an instance
 MAX_QUEUE = 1024  # requests that wait at an instance
 MAX_RANKS = 64  # different ranks in a workload
-MAX_ATTEMPTS = 8  # targets of one request; `router.next_target` tries at most 6
+MAX_ATTEMPTS = 8  # targets of one request; `policy_rules.next_step` has at most 6
 
 _FORMULA = (  # all functions of the server that compiled code calls
     *(cost.cold_ms, cost.total_cost, cost.cost_and_latency, cost.expected_tokens, cost.with_answer),
@@ -30,14 +31,18 @@ _FORMULA = (  # all functions of the server that compiled code calls
 )
 for _function in _FORMULA:
     jit.callee(_function)
+_REPLACED = (policy_rules.write_estimate, policy_rules.below, policy_rules.sort_by_keys)  # by `routing`
+for _function in vars(policy_rules).values():
+    if isinstance(_function, FunctionType) and _function not in _REPLACED:
+        jit.inner_callee(_function)
 
 # The modules of this folder with compiled code.
-_MODULES = ("adapter_cache", "batching", "compiled", "containers", "events", "fleet", "refusals", "routing", "views")
+_MODULES = ("adapter_cache", "batching", "compiled", "containers", "events", "fleet", "routing", "views")
 
 
 def _digest() -> str:
     own = [Path(__file__).with_name(f"{name}.py") for name in _MODULES]
-    files = [*own, *(Path(str(module.__file__)) for module in (cost, perf_model, policies, router))]
+    files = [*own, *(Path(str(module.__file__)) for module in (cost, perf_model, policy_rules, router))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
@@ -54,6 +59,7 @@ def entry(function: Callable[..., Any]) -> Any:
 
 
 kernel = jit.inner
+compiled_for = jit.compiled_for
 
 
 def integers(*names: str) -> list[tuple[str, Any]]:

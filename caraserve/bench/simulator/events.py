@@ -8,10 +8,11 @@ All functions are compiled; those with `entry` are called from Python.
 
 # mypy: disable-error-code="no-untyped-def"
 
-from caraserve.bench.simulator import adapter_cache, batching, refusals, routing, views
+from caraserve.bench.simulator import adapter_cache, batching, routing, views
 from caraserve.bench.simulator.compiled import FOREVER, MS, entry, kernel
 from caraserve.bench.simulator.containers import free_slot, has_slot, heap_pop, heap_push, take_slot
-from caraserve.cluster.routing.cost import ALL_ANSWERS, OWN_ANSWERS, Tier, expected_tokens, with_answer
+from caraserve.cluster.routing.cost import ALL_ANSWERS, OWN_ANSWERS, expected_tokens, with_answer
+from caraserve.cluster.state.replicated_map import Tier
 
 BEAT, REBALANCE, PLAN, DELIVERY = range(4)
 ENDED, NO_ROOM = 4, 5  # reasons for returning to Python, besides REBALANCE and PLAN
@@ -121,7 +122,7 @@ def _arrive(fleet, index, rng):
     if request.adapter >= 0:
         fleet.demand_tokens[request.adapter] += request.output
     ready = routing.propose(fleet, slot, now, rng)
-    refusals.choose_next(fleet, slot, now, rng)
+    routing.choose_next(fleet, slot, now, rng)
     _send(fleet, slot, ready)
 
 
@@ -142,9 +143,9 @@ def _deliver(fleet, slot, now, rng):
     batching.advance(fleet.batches, number, now)
     _collect(fleet, number)
     counts.deliveries += 1
-    if refusals.refuses(fleet, slot):
+    if routing.refuses(fleet, slot):
         counts.refusals += 1
-        if refusals.choose_next(fleet, slot, now, rng):
+        if routing.choose_next(fleet, slot, now, rng):
             _send(fleet, slot, now + fleet.setting[0].half_hop_ns)
             return
         counts.lost += 1
@@ -266,7 +267,7 @@ def move_request(fleet, index, target, now):
     fleet.counts[0].migrations += 1
     slot = _make_route(fleet, index, source)
     route = fleet.routes[slot]
-    route.target, route.force, route.known, route.partial = target, True, 1, False
-    fleet.orders[slot, 0] = target
+    route.target, route.force, route.partial = target, True, False
+    fleet.orders[slot, 0], fleet.known[slot] = target, 1
     _push(fleet, now + fleet.setting[0].hop_ns, DELIVERY, slot)
     return True

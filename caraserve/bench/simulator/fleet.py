@@ -11,8 +11,8 @@ import numpy as np
 from caraserve.bench.simulator.adapter_cache import Caches
 from caraserve.bench.simulator.compiled import BACKLOG, MAX_ATTEMPTS, Batches, floats, integers
 from caraserve.bench.simulator.containers import larger_pool, make_pool
-from caraserve.cluster.routing.cost import Tier
-from caraserve.cluster.routing.policies import SHORTLIST
+from caraserve.cluster.routing.policy_rules import SHORTLIST
+from caraserve.cluster.state.replicated_map import Tier
 
 _I8 = np.int64
 
@@ -21,7 +21,7 @@ SETTING = np.dtype(
         *integers("policy", "routers", "gossip_ns", "quote_ns", "hop_ns", "half_hop_ns"),
         *floats("own_weight", "slo_ms", "ttft_ms", "beat_ms", "beat_jitter", "move_bytes"),
         ("enforces_slo", np.bool_),
-        ("central", np.bool_),  # one scheduler, see `Setting`
+        ("central", np.bool_),  # one scheduler, see `ClusterSetting`
     ]
 )
 COUNTS = np.dtype(
@@ -36,7 +36,7 @@ ROUTE = np.dtype(  # the routing of one request
     [
         *integers("request", "router", "target"),
         *floats("rank", "prompt_tokens", "output_tokens", "adapter_bytes"),  # of its `Arrival`
-        *integers("known", "attempts"),  # of its order of instances
+        *integers("attempts"),
         ("force", np.bool_),
         ("partial", np.bool_),  # the rest of the order has not been needed yet
         ("tried", _I8, MAX_ATTEMPTS),
@@ -52,7 +52,7 @@ BEAT = np.dtype([*integers("at", "number", "changes"), ("backlog", BACKLOG)])  #
 CHANGE = np.dtype([("adapter", np.int32), ("tier", np.uint8)])
 
 
-class Plan(NamedTuple):
+class PlanArrays(NamedTuple):
     """A placement plan."""
 
     starts: Any  # an adapter's shares are from starts[adapter] to starts[adapter + 1]
@@ -62,17 +62,17 @@ class Plan(NamedTuple):
     classes: Any  # the rank of each instance; none without a plan
 
 
-NO_PLAN = Plan(np.zeros(1, _I8), np.zeros(0, _I8), np.zeros(0, _I8), np.zeros(0), np.zeros(0, _I8))
+NO_PLAN = PlanArrays(np.zeros(1, _I8), np.zeros(0, _I8), np.zeros(0, _I8), np.zeros(0), np.zeros(0, _I8))
 
 
-class Fleet(NamedTuple):
+class FleetArrays(NamedTuple):
     """All state of a simulation."""
 
     setting: Any  # [1]
     counts: Any  # [1]
     batches: Batches
     caches: Caches
-    plan: Plan
+    plan: PlanArrays
     moves: Any  # adapters to fetch, by instance
     demand_tokens: Any  # by adapter: of answers since the last plan
     answers: Any  # [adapters + 1, 2]: weight and tokens, see `cost.AnswerLengths`; the last is the base model
@@ -91,6 +91,7 @@ class Fleet(NamedTuple):
     costs: Any
     latencies_ms: Any
     draws: Any
+    estimated: Any
     marked: Any
     # Pools, rings and the heap of events.
     event_keys: Any
@@ -98,6 +99,7 @@ class Fleet(NamedTuple):
     route_slots: Any  # a pool of the routes
     routes: Any
     orders: Any  # [routes, instances]
+    known: Any  # [routes]: instances in the order
     requests_seen: Any  # [routes, instances]
     held: Any  # [routes, instances]: those that have the adapter
     sent_slots: Any  # a pool of the requests sent
@@ -106,10 +108,10 @@ class Fleet(NamedTuple):
     changes: Any
 
 
-def make_fleet(setting: Any, batches: Batches, caches: Caches, routes: int = 64, sent: int = 256) -> Fleet:
+def make_fleet(setting: Any, batches: Batches, caches: Caches, routes: int = 64, sent: int = 256) -> FleetArrays:
     """Returns a fleet before its first event, without adapters."""
     instances, adapters, routers = len(batches.instances), len(caches.entries), int(setting["routers"][0])
-    return Fleet(
+    return FleetArrays(
         setting=setting,
         counts=np.zeros(1, COUNTS),
         batches=batches,
@@ -131,12 +133,14 @@ def make_fleet(setting: Any, batches: Batches, caches: Caches, routes: int = 64,
         costs=np.zeros(instances),
         latencies_ms=np.zeros(instances),
         draws=np.zeros(instances),
+        estimated=np.zeros(instances, np.bool_),
         marked=np.zeros(instances, np.bool_),
         event_keys=np.zeros(instances + routes, _I8),
         event_items=np.zeros(instances + routes, _I8),
         route_slots=make_pool(routes),
         routes=np.zeros(routes + 1, ROUTE),
         orders=np.zeros((routes + 1, instances), _I8),
+        known=np.zeros(routes + 1, _I8),
         requests_seen=np.zeros((routes + 1, instances)),
         held=np.zeros((routes + 1, instances), np.bool_),
         sent_slots=make_pool(sent),
@@ -146,9 +150,9 @@ def make_fleet(setting: Any, batches: Batches, caches: Caches, routes: int = 64,
     )
 
 
-def with_room(fleet: Fleet) -> Fleet:
+def with_room(fleet: FleetArrays) -> FleetArrays:
     """Returns the same state with twice the room in pools, rings and the heap of events."""
-    pools = ("event_keys", "event_items", "routes", "orders", "requests_seen", "held", "sent")
+    pools = ("event_keys", "event_items", "routes", "orders", "known", "requests_seen", "held", "sent")
     larger: dict[str, Any] = {name: np.concatenate([one := getattr(fleet, name), np.zeros_like(one)]) for name in pools}
     for name in ("route_slots", "sent_slots"):
         larger[name] = larger_pool(getattr(fleet, name))

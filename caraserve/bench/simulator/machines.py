@@ -21,7 +21,7 @@ _RANK_BYTES = 100 * 2**20 // 64  # Toppings: an adapter of rank 64 on q, k and v
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class SimulatedMachine:
     """The performance model, link speeds and limits of one instance."""
 
     model: PerfModel
@@ -38,7 +38,7 @@ class Machine:
     launches_ahead: int = 1  # iterations launched before the current one has ended; new requests join after them
 
 
-def paper_machine(kernel: PaperKernel, *, pads_prompts: bool = False) -> Machine:
+def paper_machine(kernel: PaperKernel, *, pads_prompts: bool = False) -> SimulatedMachine:
     """Returns an A100 with Llama-2-7B, as the papers measured it. `pads_prompts`: a prompt costs what the largest rank
     among those of its iteration does, as LoRAServe has it (Fig. 1 and 3).
 
@@ -54,10 +54,10 @@ def paper_machine(kernel: PaperKernel, *, pads_prompts: bool = False) -> Machine
     token_rank_ms = (_RANK_8_TO_128 - 1) * rank_8_ms / (tokens * (128 - 8))
     by_rank_ms = (0.0, token_rank_ms) if pads_prompts else (token_rank_ms, 0.0)
     model = PerfModel(alpha_ms, 0.0, x_ms - alpha_ms * x, kernel == "padded", base_ms, token_ms, *by_rank_ms)
-    return Machine(model, LinkSpeeds(disk_bytes_per_ms=2e6, fetch_latency_ms=1.0, fetch_bytes_per_ms=3.1e6))
+    return SimulatedMachine(model, LinkSpeeds(disk_bytes_per_ms=2e6, fetch_latency_ms=1.0, fetch_bytes_per_ms=3.1e6))
 
 
-def profiled_machine(profile: Profile, kernel: Kernel, like: Machine) -> Machine:
+def profiled_machine(profile: Profile, kernel: Kernel, like: SimulatedMachine) -> SimulatedMachine:
     """Returns a machine with the times of a measured profile, and the memory and limits of `like`."""
     links = replace(
         like.links, load_latency_ms=profile.link_latency_ms, load_bytes_per_ms=profile.link_bytes_per_s / 1000
@@ -65,7 +65,7 @@ def profiled_machine(profile: Profile, kernel: Kernel, like: Machine) -> Machine
     return replace(like, model=PerfModel.of(profile, kernel), links=links)
 
 
-def without_adapters(machine: Machine) -> Machine:
+def without_adapters(machine: SimulatedMachine) -> SimulatedMachine:
     """Returns the same machine with adapters that cost nothing, for the base run of which an SLO is a multiple."""
     model = replace(machine.model, alpha_ms=0.0, prefill_token_rank_ms=0.0, prefill_token_rank_max_ms=0.0)
     return replace(machine, model=model, links=LinkSpeeds(), device_adapter_bytes=1 << 62, host_adapter_bytes=1 << 62)

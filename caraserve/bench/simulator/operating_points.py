@@ -9,8 +9,9 @@ import numpy as np
 
 from caraserve.bench.records import Workload
 from caraserve.bench.simulator.compiled import MS
-from caraserve.bench.simulator.machines import Machine
-from caraserve.bench.simulator.simulation import Setting, Simulation
+from caraserve.bench.simulator.machines import SimulatedMachine
+from caraserve.bench.simulator.setting import ClusterSetting
+from caraserve.bench.simulator.simulation import Simulation
 from caraserve.errors import ConfigError
 
 _REQUESTS = 1000
@@ -18,7 +19,7 @@ _STEP = 1.25  # from one rate to the next, until the limit is between two
 _HALVINGS = 5  # of the distance between them
 
 
-def profiled_points(machine: Machine, workload: Workload, ttft_ms: float) -> dict[int, float]:
+def profiled_points(machine: SimulatedMachine, workload: Workload, ttft_ms: float) -> dict[int, float]:
     """Returns rank → tokens/s of answers of one instance whose 95th percentile of TTFT just meets `ttft_ms`.
 
     It serves the workload's first 1,000 requests, all for one adapter, in shorter or longer time. Raises ConfigError if
@@ -32,7 +33,7 @@ def profiled_points(machine: Machine, workload: Workload, ttft_ms: float) -> dic
 
     def meets(rank: int, speed: float) -> bool:
         played = tuple(replace(one, at_s=one.at_s / speed, adapter=0) for one in requests)
-        simulation = Simulation(Setting((machine,), "round-robin", inf), Workload(played, (rank,)))
+        simulation = Simulation(ClusterSetting((machine,), "round-robin", inf), Workload(played, (rank,)))
         simulation.run()
         served = simulation.requests
         waited_ms = np.where(served["first"] < 0, inf, (served["first"] - served["arrived"]) / MS)

@@ -1,20 +1,18 @@
 """Placement in a simulated cluster: measures demand, plans with the server's code, moves adapters at a limited rate."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from caraserve.bench.records import Workload
 from caraserve.bench.simulator import events
-from caraserve.bench.simulator.fleet import Fleet, Plan
-from caraserve.bench.simulator.machines import Machine
-from caraserve.bench.simulator.routing import AUTO
+from caraserve.bench.simulator.fleet import FleetArrays, PlanArrays
+from caraserve.bench.simulator.machines import SimulatedMachine
+from caraserve.bench.simulator.setting import ClusterSetting
 from caraserve.cluster.placement.loraserve import make_plan
-from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server, extrapolated, homes
-
-if TYPE_CHECKING:
-    from caraserve.bench.simulator.simulation import Setting
+from caraserve.cluster.placement.plan import AdapterDemand, Server, extrapolated
+from caraserve.cluster.routing.placement_plan import PlacementPlan, homes
+from caraserve.cluster.routing.policy_rules import AUTO
 
 _S = 1_000_000_000
 
@@ -22,7 +20,9 @@ _S = 1_000_000_000
 class SimPlanner:
     """Measures the demand for adapters, makes placement plans, and lists the moves that they ask for."""
 
-    def __init__(self, setting: "Setting", workload: Workload, names: Sequence[str], adapters: Sequence[str]) -> None:
+    def __init__(
+        self, setting: ClusterSetting, workload: Workload, names: Sequence[str], adapters: Sequence[str]
+    ) -> None:
         self.plan: PlacementPlan | None = None
         self._setting, self._names, self._adapters = setting, names, adapters
         self._numbers = {name: number for number, name in enumerate(names)}
@@ -45,16 +45,16 @@ class SimPlanner:
         self._since = 0
         self._epoch = 0
 
-    def _point(self, machine: Machine, rank: int) -> float:
+    def _point(self, machine: SimulatedMachine, rank: int) -> float:
         return machine.model.operating_point(
             rank, self._setting.slo_ms, self._prompt, self._output, machine.max_running
         )
 
-    def _speed(self, machine: Machine, points: Mapping[int, float]) -> float:
+    def _speed(self, machine: SimulatedMachine, points: Mapping[int, float]) -> float:
         """Returns a machine's speed relative to the one with these operating points, averaged over ranks."""
         return sum(self._point(machine, rank) for rank in points) / sum(points.values()) if points else 1.0
 
-    def begin(self, fleet: Fleet) -> Fleet:
+    def begin(self, fleet: FleetArrays) -> FleetArrays:
         """Places all adapters before the first request: by a plan, or `copies` of each under routings without plans."""
         self.plan = self._make_plan({})
         if self.plan is not None:
@@ -69,7 +69,7 @@ class SimPlanner:
         events.publish_all(fleet)
         return fleet
 
-    def replan(self, fleet: Fleet, now: int, rng: np.random.Generator) -> Fleet:
+    def replan(self, fleet: FleetArrays, now: int, rng: np.random.Generator) -> FleetArrays:
         """Makes a plan from the demand since the last one. Routers see it at once; adapters move afterwards."""
         seconds = max(1e-9, (now - self._since) / _S)
         asked = np.flatnonzero(fleet.demand_tokens)
@@ -96,9 +96,9 @@ class SimPlanner:
         setting, seed = self._setting, self._setting.seed
         return make_plan(setting.routing, adapters, self._servers, self._points, self._epoch, self.plan, padded, seed)
 
-    def _arrays(self, plan: PlacementPlan) -> Plan:
+    def _arrays(self, plan: PlacementPlan) -> PlanArrays:
         shares, count = plan.shares.among(self._adapters, self._names), len(self._names)
-        return Plan(
+        return PlanArrays(
             starts=shares.starts,
             instances=shares.places,
             in_order=np.sort(shares.owners * count + shares.places) % count,
@@ -106,7 +106,7 @@ class SimPlanner:
             classes=np.array([plan.classes[name] for name in self._names], np.int64),
         )
 
-    def _adopt(self, fleet: Fleet, plan: PlacementPlan, demand: dict[int, float]) -> Fleet:
+    def _adopt(self, fleet: FleetArrays, plan: PlacementPlan, demand: dict[int, float]) -> FleetArrays:
         before, self.plan = self.plan, plan
         instances, shares = fleet.batches.instances, plan.shares
         unchanged = before.shares.equal_rows(shares) if before else np.zeros(len(shares), np.bool_)
@@ -126,7 +126,7 @@ class SimPlanner:
         self._remove_unplanned(fleet, new)
         return fleet._replace(plan=new, moves=owners[hot_first])
 
-    def _remove_unplanned(self, fleet: Fleet, plan: Plan) -> None:
+    def _remove_unplanned(self, fleet: FleetArrays, plan: PlanArrays) -> None:
         """Removes adapters from instances that the plan does not name, where all that it names have them."""
         entries = fleet.caches.entries
         planned = np.zeros(entries.shape, np.bool_)

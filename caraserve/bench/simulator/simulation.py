@@ -5,10 +5,9 @@ returns here for plans and for dLoRA's rebalancing.
 """
 
 import gc
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Sequence
+from dataclasses import astuple
 from random import Random
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,45 +29,17 @@ from caraserve.bench.simulator.compiled import (
     Batches,
 )
 from caraserve.bench.simulator.fleet import SETTING, make_fleet, with_room
-from caraserve.bench.simulator.machines import Machine
+from caraserve.bench.simulator.machines import SimulatedMachine
 from caraserve.bench.simulator.placement import SimPlanner
-from caraserve.bench.simulator.routing import POLICIES
+from caraserve.bench.simulator.setting import ClusterSetting
 from caraserve.cluster.placement.migration import QueuedRequest, rebalanced
 from caraserve.cluster.routing.cost import PRIOR_TOKENS, PRIOR_WEIGHT
-from caraserve.cluster.routing.policies import policy
+from caraserve.cluster.routing.policies import Policy
+from caraserve.cluster.routing.policy_rules import POLICIES
 from caraserve.errors import ConfigError
 
 _S = 1000 * MS
 _MOVE_TOKENS = 50.0  # cost of moving a queued request, in tokens: it has no KV yet, only an adapter to load
-
-
-Scheduler = Literal["gossip", "central"]
-"""`gossip`: instances that clients send to route by what heartbeats and quotes say, as in this project. `central`: one
-scheduler, as the papers assume, knows the exact state of every instance, asks none, and sends without delay."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A cluster and its parameters."""
-
-    machines: tuple[Machine, ...]
-    routing: str
-    slo_ms: float  # time per token
-    ttft_ms: float = 10_000.0
-    scheduler: Scheduler = "gossip"
-    routers: int | None = None  # number of instances that clients send requests to; None: all
-    copies: int | None = None  # of each adapter at first, under routings without plans; None: 2, all if central
-    beat_ms: float = 250.0
-    beat_jitter: float = 0.1  # share of the period
-    gossip_ms: float = 2.0
-    quote_ms: float = 0.5  # round trip of a quote
-    hop_ms: float = 0.6
-    first_plan_s: float = 10.0
-    plan_s: float = 60.0  # LoRAServe's time step
-    rebalance_s: float = 1.0
-    operating_points: Mapping[int, float] | None = None  # rank → tokens/s, of the first machine; None: by formula
-    move_bytes_per_s: float = 500e6  # at which each instance fetches adapters that a plan assigns to it
-    seed: int = 0
 
 
 def make_requests(workload: Workload) -> tuple[NDArray[np.void], NDArray[np.int64]]:
@@ -92,7 +63,7 @@ def make_requests(workload: Workload) -> tuple[NDArray[np.void], NDArray[np.int6
 
 
 def make_batches(
-    machines: Sequence[Machine], requests: NDArray[np.void], ranks: NDArray[np.int64], traced: int = 0
+    machines: Sequence[SimulatedMachine], requests: NDArray[np.void], ranks: NDArray[np.int64], traced: int = 0
 ) -> Batches:
     """Returns instances without requests. `traced`: the number of runs of iterations to record of each."""
     rows = [
@@ -120,7 +91,7 @@ def make_batches(
 class Simulation:
     """One run of a simulated cluster. Its state is in `fleet`."""
 
-    def __init__(self, setting: Setting, workload: Workload, *, traced: int = 0) -> None:
+    def __init__(self, setting: ClusterSetting, workload: Workload, *, traced: int = 0) -> None:
         self._setting = setting
         self.requests, ranks = make_requests(workload)
         batches = make_batches(setting.machines, self.requests, ranks, traced)
@@ -136,7 +107,7 @@ class Simulation:
 
     def _numbers(self) -> NDArray[np.void]:
         setting = self._setting
-        rules = policy(setting.routing)
+        rules = Policy(setting.routing)
         numbers = np.zeros(1, SETTING)
         numbers["policy"], numbers["routers"] = POLICIES[setting.routing], self._routers()
         numbers["central"] = setting.scheduler == "central"

@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 from caraserve.bench.options import with_rate
 from caraserve.bench.records import Workload
 from caraserve.bench.simulator.compiled import MS
-from caraserve.bench.simulator.machines import Machine, without_adapters
+from caraserve.bench.simulator.machines import SimulatedMachine, without_adapters
 from caraserve.bench.simulator.operating_points import profiled_points
-from caraserve.bench.simulator.simulation import Setting, Simulation
+from caraserve.bench.simulator.setting import ClusterSetting
+from caraserve.bench.simulator.simulation import Simulation
 from caraserve.bench.workload.build import WorkloadSpec, build
 
 WARM_UP = 0.2  # share of a run's time whose requests do not count
@@ -182,9 +183,9 @@ class Goal:
 class FleetSpec:
     """A fleet to simulate, and what it has to meet."""
 
-    machines: tuple[Machine, ...]  # instance i is machines[i % len(machines)]
+    machines: tuple[SimulatedMachine, ...]  # instance i is machines[i % len(machines)]
     instances: int
-    setting: Setting  # its machines, routing and SLO are replaced in each run
+    setting: ClusterSetting  # its machines, routing and SLO are replaced in each run
     goal: Goal | None = None
     profiles_points: bool = False  # plans use profiled operating points, not those of the formula
     most_instances: int = 128  # limit of the search for the least number
@@ -297,12 +298,12 @@ def _least(enough: Callable[[int], bool], start: int, most: int) -> int | None:
     return high
 
 
-def _sized(fleet: FleetSpec, routing: str, instances: int) -> Setting:
+def _sized(fleet: FleetSpec, routing: str, instances: int) -> ClusterSetting:
     machines = tuple(fleet.machines[number % len(fleet.machines)] for number in range(instances))
     return replace(fleet.setting, machines=machines, routing=routing)
 
 
-def _run(setting: Setting, workload: Workload) -> SimulationResult:
+def _run(setting: ClusterSetting, workload: Workload) -> SimulationResult:
     simulation = Simulation(setting, workload)
     simulation.run()
     return summarize(simulation, setting.routing, setting.slo_ms)

@@ -13,8 +13,8 @@ from caraserve.errors import ConfigError
 
 @cache
 def distributions() -> dict[str, Any]:
-    """Returns the fitted parameters with their sources: `levels`, `lengths` and `popularity` by name; and the sources
-    of `traces` that come with the package."""
+    """Returns the fitted parameters with their sources: `levels`, `lengths` and `popularity` by name; and the source of
+    the sample among the `traces`."""
     source = files("caraserve.bench.workload").joinpath("distributions.json")
     document: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
     return document

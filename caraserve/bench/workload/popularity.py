@@ -30,13 +30,14 @@ Distributions over ranks (adapters of equal rank have equal shares, except in `p
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from caraserve.bench.workload.forms import Form, Parameter, distributions, parse_form
-from caraserve.bench.workload.traces import RateTrace, RequestTrace, Trace, needs_trace
+from caraserve.bench.workload.traces import RateTrace, Trace, needs_trace
 from caraserve.errors import ConfigError
 
 Indices: TypeAlias = NDArray[np.int64]
@@ -76,26 +77,13 @@ class Popularity:
 def parse_popularity(text: str, trace: Trace | None = None) -> Popularity:
     """Parses a distribution such as `zipf:0.9`; `trace` supplies the data of the distribution `trace`."""
     name, values = parse_form("popularity", text, FORMS)
-    return Popularity(text.strip(), _as_in(trace) if name == "trace" else _DEALERS[name][1](*values))
-
-
-def _fixed(share_of: Callable[[Ranks], Floats]) -> Dealer:
-    """Draws each request's adapter independently, with the shares that `share_of` computes from all ranks."""
-
-    def deal(rng: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
-        return _draw(rng.random(len(at_share)), share_of(ranks))
-
-    return deal
+    return Popularity(text.strip(), _as_in(trace) if name == "trace" else partial(_DEALERS[name][1], *values))
 
 
 def _draw(uniform: Floats, shares: Floats) -> Indices:
     """Maps uniform numbers in [0, 1) to indices, each with a probability ∝ its share; `shares` need not sum to 1."""
     upper = np.cumsum(shares)
     return np.searchsorted(upper[:-1] / upper[-1], uniform, side="right").astype(np.int64)
-
-
-def _mandelbrot(exponent: float, shift: float = 0.0) -> Dealer:
-    return _fixed(lambda ranks: _power(shift + _counted(len(ranks)), -exponent))
 
 
 def _power(base: Floats, exponent: float) -> Floats:
@@ -113,65 +101,79 @@ def _counted(count: int) -> Floats:
     return np.arange(1, count + 1, dtype=np.float64)
 
 
-def _slora(alpha: float) -> Dealer:
-    def deal(rng: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
-        indices = (len(ranks) * rng.power(alpha, len(at_share))).astype(np.int64)
-        return np.minimum(indices, len(ranks) - 1)  # X may round up to 1
-
-    return deal
+# --- over all adapters: parameters, then those of a dealer ---
 
 
-def _geometric(ratio: float) -> Dealer:
-    def deal(rng: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
-        counts: list[int] = []
-        left = len(at_share)
-        while left:
-            counts.append(min(int(ratio ** len(counts)), left) if len(counts) < len(ranks) - 1 else left)
-            left -= counts[-1]
-        counts.sort(reverse=True)
-        return rng.permutation(np.repeat(np.arange(len(counts)), counts))
-
-    return deal
+def _uniform(rng: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
+    return rng.integers(len(ranks), size=len(at_share))
 
 
-def _maf() -> Dealer:
+def _distinct(rng: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
+    return rng.permutation(len(ranks))[np.arange(len(at_share)) % len(ranks)]
+
+
+def _round_robin(_: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
+    return np.arange(len(at_share)) % len(ranks)
+
+
+def _identical(_: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
+    return np.zeros(len(at_share), dtype=np.int64)
+
+
+def _zipf(exponent: float, rng: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
+    return _mandelbrot(exponent, 0.0, rng, at_share, ranks)
+
+
+def _mandelbrot(exponent: float, shift: float, rng: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
+    return _draw(rng.random(len(at_share)), _power(shift + _counted(len(ranks)), -exponent))
+
+
+def _slora(alpha: float, rng: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
+    indices = (len(ranks) * rng.power(alpha, len(at_share))).astype(np.int64)
+    return np.minimum(indices, len(ranks) - 1)  # X may round up to 1
+
+
+def _geometric(ratio: float, rng: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
+    counts: list[int] = []
+    left = len(at_share)
+    while left:
+        counts.append(min(int(ratio ** len(counts)), left) if len(counts) < len(ranks) - 1 else left)
+        left -= counts[-1]
+    counts.sort(reverse=True)
+    return rng.permutation(np.repeat(np.arange(len(counts)), counts))
+
+
+def _maf(rng: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
     fit = distributions()["popularity"]["maf"]
-
-    def deal(rng: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
-        calls = np.exp(rng.normal(fit["mu"], fit["sigma"], len(ranks)))
-        return _draw(rng.random(len(at_share)), np.minimum(calls, fit["most"]))
-
-    return deal
+    calls = np.exp(rng.normal(fit["mu"], fit["sigma"], len(ranks)))
+    return _draw(rng.random(len(at_share)), np.minimum(calls, fit["most"]))
 
 
-def _top5() -> Dealer:
-    def shares(ranks: Ranks) -> Floats:
-        if len(ranks) <= _TOP:
-            return np.ones(len(ranks))
-        rest = (1 - _TOP_SHARE) / (len(ranks) - _TOP)
-        return np.where(np.arange(len(ranks)) < _TOP, _TOP_SHARE / _TOP, rest)
-
-    return _fixed(shares)
+def _top5(rng: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
+    shares = np.ones(len(ranks))
+    if len(ranks) > _TOP:
+        shares[:_TOP], shares[_TOP:] = _TOP_SHARE / _TOP, (1 - _TOP_SHARE) / (len(ranks) - _TOP)
+    return _draw(rng.random(len(at_share)), shares)
 
 
-def _sticky(again: float, window: float) -> Dealer:
-    def deal(rng: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
-        count = len(at_share)
-        fresh = rng.integers(len(ranks), size=count).tolist()
-        repeats, picks = (rng.random(count) < again).tolist(), rng.random(count).tolist()
-        last: list[int] = []  # at most `window` different adapters, the most recently used at the end
-        dealt = np.empty(count, dtype=np.int64)
-        for index in range(count):
-            adapter = last[int(picks[index] * len(last))] if repeats[index] and last else fresh[index]
-            if adapter in last:
-                last.remove(adapter)
-            elif len(last) == window:
-                del last[0]
-            last.append(adapter)
-            dealt[index] = adapter
-        return dealt
+def _sticky(again: float, window: float, rng: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
+    count = len(at_share)
+    fresh = rng.integers(len(ranks), size=count).tolist()
+    repeats, picks = (rng.random(count) < again).tolist(), rng.random(count).tolist()
+    last: list[int] = []  # at most `window` different adapters, the most recently used at the end
+    dealt = np.empty(count, dtype=np.int64)
+    for index in range(count):
+        adapter = last[int(picks[index] * len(last))] if repeats[index] and last else fresh[index]
+        if adapter in last:
+            last.remove(adapter)
+        elif len(last) == window:
+            del last[0]
+        last.append(adapter)
+        dealt[index] = adapter
+    return dealt
 
-    return deal
+
+# --- over ranks ---
 
 
 def _among_ranks(ranks: Ranks, share_of_rank: Floats) -> Floats:
@@ -185,91 +187,74 @@ def _places(ranks: Ranks) -> Floats:
     return _counted(len(np.unique(ranks)))
 
 
-def _exponential(constant: float) -> Dealer:
-    return _fixed(lambda ranks: _among_ranks(ranks, _exp(-constant * _places(ranks))))
+def _exponential(constant: float, rng: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
+    return _draw(rng.random(len(at_share)), _among_ranks(ranks, _exp(-constant * _places(ranks))))
 
 
-def _rank_skew(exponent: float) -> Dealer:
-    return _fixed(lambda ranks: _among_ranks(ranks, _power(_places(ranks), -exponent)))
+def _rank_skew(exponent: float, rng: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
+    return _draw(rng.random(len(at_share)), _among_ranks(ranks, _power(_places(ranks), -exponent)))
 
 
-def _shifting_skew() -> Dealer:
-    def deal(rng: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
-        kinds = len(np.unique(ranks))
-        others = 0.5 / (kinds - 1) if kinds > 1 else 0.0
-        first, last = np.full(kinds, others), np.full(kinds, others)
-        first[-1] = last[0] = 0.5
-        # A request at the fraction t of the run uses the shares of the run's end with probability t, else those of its
-        # start: the expected shares change linearly.
-        early, late = (_draw(rng.random(len(at_share)), _among_ranks(ranks, shares)) for shares in (first, last))
-        return np.where(rng.random(len(at_share)) < at_share, late, early)
-
-    return deal
+def _shifting_skew(rng: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
+    kinds = len(np.unique(ranks))
+    others = 0.5 / (kinds - 1) if kinds > 1 else 0.0
+    first, last = np.full(kinds, others), np.full(kinds, others)
+    first[-1] = last[0] = 0.5
+    # A request at the fraction t of the run uses the shares of the run's end with probability t, else those of its
+    # start: the expected shares change linearly.
+    early, late = (_draw(rng.random(len(at_share)), _among_ranks(ranks, shares)) for shares in (first, last))
+    return np.where(rng.random(len(at_share)) < at_share, late, early)
 
 
-def _production(exponent: float) -> Dealer:
-    def shares(ranks: Ranks) -> Floats:
-        by_adapter = np.empty(len(ranks))
-        for rank in np.unique(ranks):
-            same = ranks == rank
-            inside = _power(_counted(int(same.sum())), -exponent)
-            by_adapter[same] = inside / inside.sum()
-        return by_adapter
+def _production(exponent: float, rng: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
+    shares = np.empty(len(ranks))
+    for rank in np.unique(ranks):
+        same = ranks == rank
+        inside = _power(_counted(int(same.sum())), -exponent)
+        shares[same] = inside / inside.sum()
+    return _draw(rng.random(len(at_share)), shares)
 
-    return _fixed(shares)
+
+# --- of a trace ---
 
 
 def _as_in(trace: Trace | None) -> Dealer:
     trace = needs_trace("popularity", trace)
     if isinstance(trace, RateTrace):
-        return _by_minute(trace)
+        return partial(_by_minute, trace)
     if trace.adapters is None:
         raise ConfigError(f"popularity 'trace': {trace.source} does not name adapters")
-    return _by_row(trace, trace.adapters)
+    return partial(_by_row, trace.source, trace.adapters)
 
 
-def _by_row(trace: RequestTrace, adapters: Indices) -> Dealer:
-    named = int(adapters.max()) + 1
-
-    def deal(_: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
-        if named > len(ranks):
-            raise ConfigError(f"{trace.source} names {named} adapters; the run has {len(ranks)}")
-        return adapters[np.arange(len(at_share)) % len(adapters)]
-
-    return deal
+def _by_row(source: str, adapters: Indices, _: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
+    if (named := int(adapters.max()) + 1) > len(ranks):
+        raise ConfigError(f"{source} names {named} adapters; the run has {len(ranks)}")
+    return adapters[np.arange(len(at_share)) % len(adapters)]
 
 
-def _by_minute(trace: RateTrace) -> Dealer:
-    minutes = trace.calls.shape[1]
-
-    def deal(rng: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
-        by_adapter = trace.group(rng, len(ranks)).calls
-        uniform = rng.random(len(at_share))
-        minute_of = np.minimum((at_share * minutes).astype(np.int64), minutes - 1)
-        dealt = np.empty(len(at_share), dtype=np.int64)
-        for minute in np.unique(minute_of):
-            calls = by_adapter[:, minute]
-            # The selected functions may have no call in this minute: use their totals over the whole trace.
-            shares = calls if calls.any() else by_adapter.sum(axis=1, dtype=np.int64)
-            now = minute_of == minute
-            dealt[now] = _draw(uniform[now], shares.astype(np.float64))
-        return dealt
-
-    return deal
+def _by_minute(trace: RateTrace, rng: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
+    minutes, by_adapter = trace.calls.shape[1], trace.group(rng, len(ranks)).calls
+    uniform = rng.random(len(at_share))
+    minute_of = np.minimum((at_share * minutes).astype(np.int64), minutes - 1)
+    dealt = np.empty(len(at_share), dtype=np.int64)
+    for minute in np.unique(minute_of):
+        calls = by_adapter[:, minute]
+        # The selected functions may have no call in this minute: use their totals over the whole trace.
+        shares = calls if calls.any() else by_adapter.sum(axis=1, dtype=np.int64)
+        now = minute_of == minute
+        dealt[now] = _draw(uniform[now], shares.astype(np.float64))
+    return dealt
 
 
 _EXPONENT = Parameter("S", low=-100.0, high=100.0)
 _WINDOW = Parameter("W", 8.0, 1.0, _MOST_WINDOW, whole=True)
-# By name: its parameters, and the function that makes a dealer of their values.
-_DEALERS: dict[str, tuple[Form, Callable[..., Dealer]]] = {
-    "uniform": (Form(), lambda: lambda rng, at_share, ranks: rng.integers(len(ranks), size=len(at_share))),
-    "distinct": (
-        Form(),
-        lambda: lambda rng, at_share, ranks: rng.permutation(len(ranks))[np.arange(len(at_share)) % len(ranks)],
-    ),
-    "round-robin": (Form(), lambda: lambda _, at_share, ranks: np.arange(len(at_share)) % len(ranks)),
-    "identical": (Form(), lambda: lambda _, at_share, ranks: np.zeros(len(at_share), dtype=np.int64)),
-    "zipf": (Form((_EXPONENT,)), _mandelbrot),
+_DEALERS: dict[str, tuple[Form, Callable[..., Indices]]] = {
+    "uniform": (Form(), _uniform),
+    "distinct": (Form(), _distinct),
+    "round-robin": (Form(), _round_robin),
+    "identical": (Form(), _identical),
+    "zipf": (Form((_EXPONENT,)), _zipf),
     "mandelbrot": (Form((_EXPONENT, Parameter("Q", low=-1.0, above=True))), _mandelbrot),
     "slora": (Form((Parameter("ALPHA", low=0.0, above=True),)), _slora),
     "geometric": (Form((Parameter("R", low=1.0, high=1e6, above=True),)), _geometric),

@@ -2,7 +2,7 @@
 
 In a cell, ` | ` separates the values that the source sweeps; `*` marks the default, otherwise the first value is the
 default. `;` separates the ranks of one run. Objectives (`slo`) are METRIC:VALUE, with the value in seconds or as a
-multiple (x) of a run without LoRA. Arrivals and popularity `trace` are those of the trace that comes with the package.
+multiple (x) of a run without LoRA. Arrivals and popularity `trace` are those of `traces.included_trace`.
 """
 
 import csv

@@ -4,8 +4,8 @@
              adapter
 `mooncake`   JSON lines: timestamp in ms, input_length, output_length; or CSV with the second set of columns above
 `maf2019`    CSV with a row per function: columns that describe it, then its invocations in each minute, in columns
-             named 1, 2, … or m0, m1, …; each function stands for an adapter. Without a file it is the sample that comes
-             with the package, whose source and licence are in `distributions.json`
+             named 1, 2, … or m0, m1, …; each function stands for an adapter. Without a file it is the sample of a
+             checkout (scripts/laboratory), whose source and licence are in `distributions.json`
 `lengths`    CSV: prompt_tokens, output_tokens
 """
 
@@ -14,13 +14,13 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from caraserve.bench.checkout import laboratory_file
 from caraserve.bench.workload.forms import unknown
 from caraserve.bench.workload.tables import MOST_TOKENS, CsvTable, Row, json_rows
 from caraserve.errors import ConfigError
@@ -79,9 +79,10 @@ def parse_trace(text: str) -> Trace:
 
 @cache
 def included_trace() -> RateTrace:
-    """Returns the sample of Azure Functions 2019 that comes with the package: 1,250 functions, one day."""
-    with as_file(files("caraserve.bench.workload").joinpath("maf2019.csv.gz")) as path:
-        return replace(_read_functions(path), source="a sample of 1,250 functions of Azure Functions 2019")
+    """Returns the sample of Azure Functions 2019 of a checkout: 1,250 functions with calls, over one day. Raises
+    ConfigError in an installed package."""
+    path = laboratory_file("maf2019.csv.gz", "name a file of calls by minute, as maf2019:PATH")
+    return replace(_read_functions(path), source="a sample of 1,250 functions of Azure Functions 2019")
 
 
 def _forms() -> Iterator[str]:

@@ -12,7 +12,6 @@ import socket
 from collections.abc import Iterable
 from concurrent.futures import Future
 from threading import Thread
-from typing import NamedTuple
 
 from aiohttp.abc import AbstractResolver, ResolveResult
 
@@ -21,12 +20,7 @@ from caraserve.cluster.membership.swim import MAX_LIVE
 from caraserve.errors import ConfigError
 from caraserve.util.option_values import split_address
 
-
-class HostAddress(NamedTuple):
-    """One address of a host."""
-
-    family: int
-    address: str
+HostAddress = tuple[int, str]  # family, address
 
 
 class PeerResolver(AbstractResolver):
@@ -44,47 +38,38 @@ class PeerResolver(AbstractResolver):
         future = self._under_way.get(host)
         if future is None:
             future = self._under_way[host] = Future()
+            future.add_done_callback(lambda _: self._under_way.pop(host))
             try:
-                Thread(target=self._look_up, args=(host, future), name="caraserve-resolver", daemon=True).start()
+                Thread(target=_resolve, args=(host, future), name="caraserve-resolver", daemon=True).start()
             except RuntimeError as error:  # the limit of threads is reached
-                del self._under_way[host]
-                raise OSError(f"{host}: {error}") from error
+                future.set_exception(OSError(f"{host}: {error}"))
         return await asyncio.shield(asyncio.wrap_future(future))
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
         """Implements aiohttp's AbstractResolver."""
+        flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
         return [
-            ResolveResult(
-                hostname=host,
-                host=found.address,
-                port=port,
-                family=found.family,
-                proto=0,
-                flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
-            )
-            for found in await self.addresses(host)
-            if family in (socket.AF_UNSPEC, found.family)
+            ResolveResult(hostname=host, host=address, port=port, family=own_family, proto=0, flags=flags)
+            for own_family, address in await self.addresses(host)
+            if family in (socket.AF_UNSPEC, own_family)
         ]
 
     async def close(self) -> None:
         """Does nothing: look-ups end by themselves."""
 
-    def _look_up(self, host: str, future: "Future[list[HostAddress]]") -> None:
-        try:
-            found = _look_up(host, socket.AI_ADDRCONFIG)
-        except (OSError, UnicodeError) as error:
-            del self._under_way[host]
-            future.set_exception(OSError(f"{host}: {error}"))
-        else:
-            del self._under_way[host]
-            future.set_result(found)
+
+def _resolve(host: str, future: "Future[list[HostAddress]]") -> None:
+    try:
+        future.set_result(_look_up(host, socket.AI_ADDRCONFIG))
+    except (OSError, UnicodeError) as error:
+        future.set_exception(OSError(f"{host}: {error}"))
 
 
 def _look_up(host: str, flags: int) -> list[HostAddress]:
     infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
-    return [HostAddress(family, _scoped(*map(str, address))) for family, _, _, _, address in infos]
+    return [(family, _scoped(*map(str, address))) for family, _, _, _, address in infos]
 
 
 def _scoped(address: str, port: str, flow: str = "0", scope: str = "0") -> str:

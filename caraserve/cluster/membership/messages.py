@@ -11,16 +11,19 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from caraserve.cluster.membership.message_fields import (
+from caraserve.cluster.membership.swim import MAX_KNOWN, MAX_UPDATES, MemberRecord, MemberUpdate
+from caraserve.cluster.state.lww_map import (
+    BUCKETS,
+    MAX_VALUE,
     PLAIN,
     Address,
     Count,
+    Entry,
     Integer,
     Name,
     NameOrEmpty,
+    is_valid_entry,
 )
-from caraserve.cluster.membership.swim import MAX_KNOWN, MAX_UPDATES, MemberRecord, MemberUpdate
-from caraserve.cluster.state.lww_map import BUCKETS, MAX_VALUE, Entry, entry_fits
 from caraserve.cluster.state.replicated_map import InstanceLoad
 from caraserve.util.option_values import split_address
 
@@ -193,16 +196,12 @@ def _is_valid(message: Message) -> bool:
         case Compare(sums=sums):
             return max(sums) < 2**64
         case Entries(entries=entries):
-            return all(map(_is_valid_entry, entries))
+            return all(map(is_valid_entry, entries))
     return True
 
 
 def _are_valid(updates: tuple[MemberUpdate, ...]) -> bool:
     return all(_is_address(update.record.address) for update in updates)
-
-
-def _is_valid_entry(entry: Entry) -> bool:
-    return entry_fits(entry.key, entry.value) and not (entry.deleted and entry.value)
 
 
 @lru_cache(maxsize=1024)  # every heartbeat repeats the addresses of instances
@@ -222,15 +221,6 @@ def is_valid_identity(name: str, address: str) -> bool:
     except msgspec.ValidationError:
         return False
     return _is_address(address)
-
-
-def entry_from_fields(fields: object) -> Entry | None:
-    """Returns the entry with a list of fields, or None unless a message could contain it."""
-    try:
-        entry = msgspec.convert(fields, Entry)
-    except msgspec.ValidationError:
-        return None
-    return entry if _is_valid_entry(entry) else None
 
 
 def entry_batches(entries: Iterable[Entry]) -> Iterator[tuple[Entry, ...]]:

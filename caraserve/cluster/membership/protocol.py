@@ -12,6 +12,7 @@ from random import Random
 from msgspec.structs import replace
 
 from caraserve.cluster.membership import messages
+from caraserve.cluster.membership.anti_entropy import AntiEntropy
 from caraserve.cluster.membership.auth import Keyring
 from caraserve.cluster.membership.connection import Connection, Ignored, limit_accepted, should_replace
 from caraserve.cluster.membership.dialer import Dialer
@@ -28,7 +29,6 @@ from caraserve.cluster.membership.events import (
     name_conflict_refusal,
     refusal_reason,
 )
-from caraserve.cluster.membership.message_fields import MAX_NAME
 from caraserve.cluster.membership.swim import (
     MAX_LIVE,
     MemberRecord,
@@ -38,8 +38,7 @@ from caraserve.cluster.membership.swim import (
     NameConflict,
     PingRelays,
 )
-from caraserve.cluster.state.anti_entropy import AntiEntropy
-from caraserve.cluster.state.lww_map import Entry, EntryValue
+from caraserve.cluster.state.lww_map import MAX_NAME, Entry, EntryValue
 from caraserve.cluster.state.replicated_map import REGISTRY, InstanceLoad, RegisteredAdapter, ReplicatedState
 from caraserve.errors import ConfigError
 
@@ -146,13 +145,9 @@ class ClusterProtocol:
             self._tidy(now)
             if self._peers:
                 self._send(self._rng.choice(list(self._peers)), self._sync(answer=False))
-        reached = [
-            (connection.dialled, connection.peer)
-            for connection in self._connections.values()
-            if connection.closing is None
-        ]
-        due = self._dialer.due(self.members.records()[1:], reached, now)
-        self._outputs += (Dial(address) for address in due)
+        connections = [one for one in self._connections.values() if one.closing is None]
+        reached = [(one.dialled, one.peer) for one in connections]
+        self._outputs += map(Dial, self._dialer.due(self.members.records()[1:], reached, now))
 
     def writable(self) -> list[int]:
         """Returns the ids of connections for which `pull` may return a frame."""
@@ -183,24 +178,23 @@ class ClusterProtocol:
 
     def register(self, adapter: RegisteredAdapter, now: float) -> list[Entry]:
         """Registers an adapter on all instances. Returns the entries to persist. Raises InvalidRequest."""
-        entries = self.state.register(adapter, self._wall_ms(now))
-        self._anti_entropy.push(REGISTRY, entries)
-        return entries
+        return self._pushed(REGISTRY, self.state.register(adapter, self._wall_ms(now)))
 
     def remove(self, name: str, now: float) -> list[Entry]:
         """Removes an adapter's name on all instances. Returns the entries to persist."""
-        entries = self.state.remove(name, self._wall_ms(now))
-        self._anti_entropy.push(REGISTRY, entries)
-        return entries
+        return self._pushed(REGISTRY, self.state.remove(name, self._wall_ms(now)))
 
     def advertise(self, key: str, value: EntryValue, now: float) -> None:
-        """Advertises that this instance has a digest's bytes, or another value of its own such as its performance
-        model."""
-        self._anti_entropy.push(self._settings.name, self.state.advertise(key, value, self._wall_ms(now)))
+        """Advertises a value of this instance, such as the tier of a digest that it has. Raises InvalidRequest."""
+        self._pushed(self._settings.name, self.state.advertise(key, value, self._wall_ms(now)))
 
     def withdraw(self, key: str, now: float) -> None:
         """Withdraws what was advertised under a key."""
-        self._anti_entropy.push(self._settings.name, self.state.withdraw(key, self._wall_ms(now)))
+        self._pushed(self._settings.name, self.state.withdraw(key, self._wall_ms(now)))
+
+    def _pushed(self, owner: str, entries: list[Entry]) -> list[Entry]:
+        self._anti_entropy.push(owner, entries)
+        return entries
 
     def restore(self, entries: Iterable[Entry], now: float) -> None:
         """Merges registry entries, tombstones included, that an earlier run persisted."""
@@ -212,8 +206,7 @@ class ClusterProtocol:
         if self.state.has_room(entry):
             news, _ = self.state.merge(REGISTRY, [entry], self._wall_ms(now))
             self._anti_entropy.push(REGISTRY, news)
-        names = self.state.map_of(REGISTRY)
-        newest = names.get(entry.key) if names is not None else None
+        newest = self.state.registry.get(entry.key)
         return newest is not None and newest.order >= entry.order
 
     def send_query(self, peer: str, quote: messages.PeerQuery) -> bool:
@@ -266,22 +259,19 @@ class ClusterProtocol:
 
     def _refused(self, connection: Connection, reason: str, now: float) -> None:
         self._dialer.refused(connection.dialled, now)
-        if (
-            connection.peer is None or connection.peer.protocol == messages.PROTOCOL_VERSION
-        ):  # otherwise this instance has refused it for the same reason
-            later = connection.peer is not None and connection.peer.epoch <= self.members.me.epoch
+        peer = connection.peer
+        # One of another version has been refused by this instance for the same reason.
+        if peer is None or peer.protocol == messages.PROTOCOL_VERSION:
+            later = peer is not None and peer.epoch <= self.members.me.epoch
             must_exit = not self._was_in and (later or reason == CLUSTER_FULL)
-            self._outputs.append(
-                RefusedByPeer(connection.peer.name if connection.peer else connection.dialled or "", reason, must_exit)
-            )
+            self._outputs.append(RefusedByPeer(peer.name if peer else connection.dialled or "", reason, must_exit))
         connection.close("it refused us")
 
     def _begin(self, connection: Connection, hello: messages.Hello, now: float) -> None:
         """Starts the session after the peer has proved that it has a secret and is not a recording."""
         self._was_in = True
-        self.members.merge(
-            MemberUpdate(MemberRecord(hello.name, hello.address, hello.epoch, 0, MemberState.ALIVE), ""), now
-        )
+        record = MemberRecord(hello.name, hello.address, hello.epoch, 0, MemberState.ALIVE)
+        self.members.merge(MemberUpdate(record, ""), now)
         self.members.heard(hello.name, hello.address, now)
         self._dialer.reached(connection.dialled, hello.name)
         old = self._peers.get(hello.name)
@@ -295,15 +285,8 @@ class ClusterProtocol:
 
     def _spare_connection(self, name: str) -> Connection | None:
         """Returns the spare connection to an instance, or None."""
-        connections = (
-            connection
-            for connection in self._connections.values()
-            if connection.number in self._spare and connection.closing is None
-        )
-        return next(
-            (connection for connection in connections if connection.peer is not None and connection.peer.name == name),
-            None,
-        )
+        spare = (self._connections[number] for number in self._spare)
+        return next((one for one in spare if one.closing is None and one.peer and one.peer.name == name), None)
 
     def _end_session(self, connection: Connection) -> None:
         if connection.peer is not None and self._peers.get(connection.peer.name) is connection:
@@ -424,8 +407,8 @@ class ClusterProtocol:
 
     def _send_heartbeats(self) -> None:
         self._sequence += 1
-        names, mine = self.state.map_of(REGISTRY), self.state.map_of(self._settings.name)
-        roots = (names.root if names else 0, mine.root if mine else 0)
+        mine = self.state.map_of(self._settings.name)
+        roots = (self.state.registry.root, mine.root if mine else 0)
         heartbeat = messages.Heartbeat(self.members.me, self._sequence, self._load, *roots, ())
         for name, connection in self._peers.items():
             connection.send(replace(heartbeat, updates=self.members.updates(name)))

@@ -24,7 +24,7 @@ from random import Random
 from msgspec import Struct
 from msgspec.structs import replace
 
-from caraserve.cluster.membership.message_fields import Address, Count, Name, NameOrEmpty
+from caraserve.cluster.state.lww_map import Address, Count, Name, NameOrEmpty
 
 MAX_LIVE = 64  # n² connections and heartbeats are cheap up to here; larger fleets are better served by a router
 MAX_KNOWN = 4 * MAX_LIVE  # records kept, dead and left instances included: bounds memory if names are invented
@@ -133,7 +133,9 @@ class MemberTable:
         self._others: dict[str, _Member] = {}
         self._queue: dict[tuple[str, str], tuple[MemberUpdate, int]] = {}  # (name, accuser) → update, times sent
         self._events: list[MemberChanged | NameConflict] = []
-        self._health = 0  # Lifeguard's local health: 0 is good; probes wait 1 + this many times as long
+        # Lifeguard's local health: 0 while this instance keeps up with its timers and probes, up to 4 if not. Probes
+        # wait 1 + this many times as long.
+        self.health = 0
         self._troubled_s = self._ticked_s = now
         self._probes = 0
         self.is_outbid = False  # others take another instance of this name for this one, and it no longer objects
@@ -141,11 +143,6 @@ class MemberTable:
         self._spread_me()
 
     # ---- queries
-
-    @property
-    def health(self) -> int:
-        """Lifeguard's local health: 0 while this instance keeps up with its timers and probes, up to 4 if not."""
-        return self._health
 
     def get(self, name: str) -> MemberRecord | None:
         """Returns the record of an instance, this one included, or None."""
@@ -235,7 +232,7 @@ class MemberTable:
         """Records the answer to a probe. The target's own record in it refutes a suspicion."""
         member = self._others.get(record.name)
         if member is not None and member.probe is not None and member.probe.number == number:
-            self._health = max(0, self._health - 1)
+            self.health = max(0, self.health - 1)
             self.heard(record.name, record.address, now)
         self.merge(MemberUpdate(record, ""), now)
 
@@ -258,8 +255,8 @@ class MemberTable:
         if gap > self._timing.lag_s:
             self._stood_still(gap, now)
             return []
-        if self._health and now - self._troubled_s > 4 * self._timing.probe_s:
-            self._health, self._troubled_s = self._health - 1, now
+        if self.health and now - self._troubled_s > 4 * self._timing.probe_s:
+            self.health, self._troubled_s = self.health - 1, now
         probes: list[PeerProbe] = []
         for name, member in list(self._others.items()):
             if member.record.state >= MemberState.DEAD:
@@ -271,7 +268,7 @@ class MemberTable:
             elif member.probe is None:
                 if now - member.heard_s > self._timing.silent_s:
                     probes.append(self._probe(member, now))
-            elif now - member.probe_sent_s > self._timing.probe_s * (1 + self._health):
+            elif now - member.probe_sent_s > self._timing.probe_s * (1 + self.health):
                 self._probe_failed(member, now)
                 probes.append(self._probe(member, now))
         return probes
@@ -389,7 +386,7 @@ class MemberTable:
             member.probe_sent_s += gap
 
     def _trouble(self, now: float) -> None:
-        self._health, self._troubled_s = min(_MAX_HEALTH, self._health + 1), now
+        self.health, self._troubled_s = min(_MAX_HEALTH, self.health + 1), now
 
     def _forget(self, name: str) -> None:
         del self._others[name]

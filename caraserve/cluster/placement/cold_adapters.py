@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from caraserve.cluster.placement.plan import Server, mixed, words
-from caraserve.cluster.placement.shares import Floats, Integers, Shares
+from caraserve.cluster.placement.plan import Server
+from caraserve.cluster.routing.placement_plan import mixed, words
+from caraserve.cluster.routing.shares import Floats, Integers, Shares
 
 Places = np.ndarray[Any, np.dtype[np.integer[Any]]]
 """Instances of adapters, by index: a row for each adapter, its home first."""

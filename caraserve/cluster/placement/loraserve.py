@@ -27,8 +27,9 @@ import numpy as np
 
 from caraserve.cluster.placement.bin_packing import Packing, PlacementOptions
 from caraserve.cluster.placement.cold_adapters import AdapterTable, ServerLoad
-from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server, contiguous_plan, random_plan, word
-from caraserve.cluster.placement.shares import Shares
+from caraserve.cluster.placement.plan import AdapterDemand, Server, contiguous_plan, random_plan
+from caraserve.cluster.routing.placement_plan import PlacementPlan, word
+from caraserve.cluster.routing.shares import Shares
 
 
 def place(

@@ -1,74 +1,7 @@
-"""Chooses what moves between instances, and how fast: adapters towards a plan, and queued requests as in dLoRA.
+"""Chooses which queued requests move between instances: the migration of dLoRA. No I/O, no clock."""
 
-Each instance moves its own adapters. It downloads those that the plan places on it, hot ones first and within limits,
-and deletes those that the plan places on other instances only once they have them. A request that needs an adapter
-downloads it at once, outside these limits.
-"""
-
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-
-from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan
-
-
-@dataclass(frozen=True, slots=True)
-class MigrationLimits:
-    """Limits of background downloads on one instance: a token bucket of bytes, and a number of downloads at once."""
-
-    bytes_per_s: float = 500e6
-    burst_bytes: float = 1e9  # the most that the bucket holds
-    concurrent: int = 2
-
-
-class MoveScheduler:
-    """Chooses one instance's next downloads and deletions towards the plan in force."""
-
-    def __init__(self, me: str, limits: MigrationLimits) -> None:
-        self._me, self._limits = me, limits
-        self._credit_bytes, self._filled_s = limits.burst_bytes, 0.0
-        self._flying: set[str] = set()
-
-    def fetches(
-        self, plan: PlacementPlan, held: Set[str], adapters: Mapping[str, AdapterDemand], now_s: float
-    ) -> list[str]:
-        """Returns the adapters to start downloading now. Each counts as in flight until `done`."""
-        credit = self._credit_bytes + (now_s - self._filled_s) * self._limits.bytes_per_s
-        self._credit_bytes, self._filled_s = min(credit, self._limits.burst_bytes), now_s
-        wanted = [
-            (-share.fraction * adapters[name].tokens_per_s, name)
-            for name, shares in plan.shares.items()
-            for share in shares
-            if share.instance == self._me and name in adapters and name not in held and name not in self._flying
-        ]
-        started = []
-        for _, name in sorted(wanted):
-            # The credit may become negative, and then nothing starts until it is positive again. So an adapter larger
-            # than the bucket can still move.
-            if len(self._flying) >= self._limits.concurrent or self._credit_bytes <= 0:
-                break
-            self._credit_bytes -= adapters[name].num_bytes
-            self._flying.add(name)
-            started.append(name)
-        return started
-
-    def done(self, adapter: str) -> None:
-        """Ends an adapter's download, successful or not. After a failure `fetches` returns the adapter again."""
-        self._flying.discard(adapter)
-
-    def drops(self, plan: PlacementPlan, held: Set[str], holders: Mapping[str, Set[str]]) -> list[str]:
-        """Returns the adapters held here that the plan places on other instances only, if all of those have them.
-        `holders`: adapter → instances with verified bytes. Adapters that the plan lacks are kept: they may be newer
-        than it. Deleting still requires a delete lease."""
-        return sorted(
-            name
-            for name in held
-            if (instances := plan.instances(name))
-            and self._me not in instances
-            and set(instances) <= holders.get(name, set())
-        )
-
-
-# --- dLoRA ---
 
 
 @dataclass(frozen=True, slots=True)

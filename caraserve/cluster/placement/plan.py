@@ -1,33 +1,26 @@
-"""Placement plans: assignments of adapters to instances, which member makes one, and which of two is in force.
+"""What placement plans are made from, which instance makes one, static plans, and plans as bytes.
 
-LoRAServe's routing table (§IV) has a fraction φ of each adapter's traffic for each instance that stores it. Instances
-agree on one table without equal views of the cluster: the first live member by the hash of the epoch computes it, and
-the others adopt what it publishes. Two plans at once only cost efficiency. `loraserve.py` makes plans, and the policies
-in `routing/` use them.
+Instances agree on one plan without equal views of the cluster: the first live one by the hash of the epoch makes it,
+and the others adopt what it publishes. Two plans at once only cost efficiency. `loraserve.py` makes plans that follow
+demand.
 
 Plans travel as bytes to other instances and to the process that makes plans. The bytes do not contain the digest:
 `decoded` computes it from the content, and the receiver compares it with the one that was published.
 """
 
-import hashlib
-import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, Self, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-import numpy as np
+import msgspec
 import orjson
+from msgspec import Meta
 
-from caraserve.cluster.placement.shares import Share, Shares
+from caraserve.cluster.routing.placement_plan import PlacementPlan, homes, rendezvous
+from caraserve.cluster.routing.shares import Share, Shares
 
 MAX_PLAN_BYTES = 64 << 20  # 40,000 adapters with two copies each take 1.4 MB, 0.2 MB packed
-_FORMAT = 2
-_WORD = (1 << 64) - 1
-
-Words = np.ndarray[Any, np.dtype[np.uint64]]
-W = TypeVar("W", int, Words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,84 +40,6 @@ class Server:
     name: str
     capacity_bytes: int  # of adapters that it stores
     speed: float = 1.0  # relative to the machine of the operating points
-
-
-@dataclass(frozen=True, slots=True)
-class PlacementPlan:
-    """The instances of every adapter. Of two plans the one of the later epoch is in force; of one epoch's two, the one
-    with the greater digest."""
-
-    epoch: int
-    shares: Shares  # an adapter's fractions sum to 1; largest first
-    classes: Mapping[str, int]  # instance → the rank that it is for
-    peak: float = 1.0  # largest utilisation ÷ mean; `loraserve.py` keeps the plan while this and `strange` stay low
-    strange: float = 0.0  # share of the load on instances for another rank
-    overfull: tuple[str, ...] = ()  # instances with more bytes than they store: no instance had room for a first copy
-    digest: str = ""
-    members: Mapping[int, tuple[str, ...]] = field(init=False)  # rank → its class's instances, by name
-
-    def __post_init__(self) -> None:
-        members: dict[int, list[str]] = {}
-        for name in sorted(self.classes):
-            members.setdefault(self.classes[name], []).append(name)
-        object.__setattr__(self, "members", {rank: tuple(names) for rank, names in members.items()})
-
-    @classmethod
-    def made(
-        cls,
-        epoch: int,
-        shares: Mapping[str, tuple[Share, ...]],
-        classes: Mapping[str, int],
-        peak: float = 1.0,
-        strange: float = 0.0,
-        overfull: tuple[str, ...] = (),
-    ) -> Self:
-        """Makes a plan and computes its digest."""
-        kept = shares if isinstance(shares, Shares) else Shares.of(shares)
-        return cls(epoch, kept, classes, peak, strange, overfull, kept.digest(classes))
-
-    def holds_over(self, other: "PlacementPlan | None") -> bool:
-        """Whether this plan replaces the other. The answer is the same on every instance."""
-        return other is None or (self.epoch, self.digest) > (other.epoch, other.digest)
-
-    def instances(self, adapter: str) -> tuple[str, ...]:
-        """Returns the names of the instances that store the adapter; none if it is not in the plan."""
-        return self.shares.names(adapter)
-
-
-# --- rendezvous hashing ---
-
-
-@lru_cache(maxsize=1 << 17)  # the simulator makes several plans in one process, each with all these keys
-def word(key: str) -> int:
-    """Returns 64 bits of a key's hash."""
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
-
-
-def words(keys: Iterable[str]) -> Words:
-    """Returns 64 bits of each key's hash, as a uint64 array `[keys]`."""
-    return np.array([word(key) for key in keys], np.uint64)
-
-
-def mixed(left: W, right: W) -> W:
-    """Returns the score of a pair of hashes, or of arrays of them. It takes two multiplications, since a plan needs a
-    million scores."""
-    value = ((left ^ right) * 0x9E3779B97F4A7C15) & _WORD
-    value = ((value ^ (value >> 29)) * 0xBF58476D1CE4E5B9) & _WORD
-    return value ^ (value >> 32)  # type: ignore[return-value]  # a shifted uint64 is one still
-
-
-def rendezvous(key: str, names: Iterable[str]) -> list[str]:
-    """Returns the names in the key's own order. Adding or removing a name does not change the order of the others."""
-    point = word(key)
-    return sorted(names, key=lambda name: (mixed(point, word(name)), name), reverse=True)
-
-
-def homes(keys: Sequence[str], names: Sequence[str], count: int) -> np.ndarray[Any, np.dtype[np.intp]]:
-    """Returns the first `count` names in each key's own order, or all if there are fewer, as indices
-    `[keys, min(count, names)]`."""
-    scores = mixed(words(keys)[:, None], words(names)[None, :])
-    return np.argsort(scores, axis=1)[:, : -count - 1 : -1]
 
 
 def planners(epoch: int, members: Iterable[str]) -> list[str]:
@@ -189,21 +104,36 @@ def extrapolated(previous: float | None, latest: float) -> float:
 # --- encoding ---
 
 
+class _EncodedPlan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A plan as an array. The shares of one adapter follow those of the one before: `counts` of each, and of each share
+    its instance, as an index, and its fraction."""
+
+    format: Literal[2]
+    epoch: Annotated[int, Meta(ge=0)]
+    peak: float
+    strange: float
+    overfull: tuple[str, ...]
+    instances: list[str]
+    ranks: list[int]
+    adapters: list[str]
+    counts: list[Annotated[int, Meta(ge=1)]]
+    places: list[Annotated[int, Meta(ge=0)]]
+    fractions: list[Annotated[float, Meta(ge=0, le=1)]]
+
+    def __post_init__(self) -> None:
+        if len(set(self.instances)) != len(self.instances) or len(self.ranks) != len(self.instances):
+            raise ValueError("its instances are not distinct, or have no ranks")
+        if sorted(set(self.adapters)) != self.adapters or len(self.counts) != len(self.adapters):
+            raise ValueError("its adapters are not in order, or have no shares")
+        if not sum(self.counts) == len(self.places) == len(self.fractions):
+            raise ValueError("its shares belong to no adapters")
+        if max(self.places, default=-1) >= len(self.instances):
+            raise ValueError("it names no instance")
+
+
 def packed(value: Any) -> bytes:
     """Returns a value, which may contain NumPy arrays, as compressed JSON."""
     return zlib.compress(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), 1)
-
-
-def unpacked(body: bytes) -> Any:
-    """Returns the value of compressed JSON. Raises ValueError for other bytes, and for more than 64 MiB of JSON."""
-    try:
-        unpacker = zlib.decompressobj()
-        text = unpacker.decompress(body, MAX_PLAN_BYTES)
-        if unpacker.unconsumed_tail or not unpacker.eof:
-            raise ValueError("it is cut short, or too large")
-        return orjson.loads(text)
-    except zlib.error as error:
-        raise ValueError(str(error)) from None
 
 
 def encoded(plan: PlacementPlan) -> bytes:
@@ -212,39 +142,20 @@ def encoded(plan: PlacementPlan) -> bytes:
     shares = plan.shares.among(plan.shares.adapters, names)
     ranks = [plan.classes[name] for name in names]
     columns = (shares.adapters, shares.counts, shares.places, shares.fractions)
-    return packed([_FORMAT, plan.epoch, plan.peak, plan.strange, list(plan.overfull), names, ranks, *columns])
+    return packed([2, plan.epoch, plan.peak, plan.strange, list(plan.overfull), names, ranks, *columns])
 
 
 def decoded(body: bytes) -> PlacementPlan:
-    """Decodes a plan. Raises ValueError for other bytes: another version of this program may have written them."""
+    """Decodes a plan. Raises ValueError for other bytes, as another version of this program may have written them, and
+    for more than 64 MiB of JSON."""
+    unpacker = zlib.decompressobj()
     try:
-        written, epoch, peak, strange, overfull, names, ranks, *columns = unpacked(body)
-        if written != _FORMAT or type(epoch) is not int or epoch < 0 or len(set(names)) != len(names):
-            raise ValueError("it is of another version")
-        if {*map(type, ranks)} - {int} or {*map(type, (*names, *overfull))} - {str}:
-            raise ValueError("it is no plan")
-        classes = dict(zip(names, ranks, strict=True))
-        shares = _shares(names, *columns)
-        return PlacementPlan.made(epoch, shares, classes, _real(peak), _real(strange), tuple(overfull))
-    except (TypeError, AttributeError, LookupError) as error:
-        raise ValueError(f"it is no plan: {error}") from None
-
-
-def _shares(names: list[str], adapters: Any, counts: Any, places: Any, fractions: Any) -> Shares:
-    if {*map(type, adapters)} - {str} or sorted({*adapters}) != adapters or len(counts) != len(adapters):
-        raise ValueError("its adapters are not in order")
-    if {*map(type, (*counts, *places))} - {int} or min(counts, default=1) < 1 or sum(counts) != len(places):
-        raise ValueError("its shares belong to no adapters")
-    if places and not 0 <= min(places) <= max(places) < len(names):
-        raise ValueError("it names no instance")
-    if {*map(type, fractions)} - {int, float} or len(fractions) != len(places):
-        raise ValueError("it has no number where one belongs")
-    if not 0 <= min(fractions, default=0) <= max(fractions, default=0) <= 1:
-        raise ValueError("its fractions are none")
-    return Shares(adapters, names, counts, places, fractions)
-
-
-def _real(value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError("it has no number where one belongs")
-    return float(value)
+        text = unpacker.decompress(body, MAX_PLAN_BYTES)
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
+    if unpacker.unconsumed_tail or not unpacker.eof:
+        raise ValueError("it is cut short, or too large")
+    plan = msgspec.json.decode(text, type=_EncodedPlan)
+    shares = Shares(plan.adapters, plan.instances, plan.counts, plan.places, plan.fractions)
+    classes = dict(zip(plan.instances, plan.ranks, strict=True))
+    return PlacementPlan.made(plan.epoch, shares, classes, plan.peak, plan.strange, plan.overfull)

@@ -11,29 +11,23 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import orjson
 from aiohttp import web
 
-from caraserve.cluster.membership.auth import SIGNATURE_HEADER, is_signed_request
-from caraserve.cluster.membership.node import Node
-from caraserve.cluster.membership.swim import MemberState
-from caraserve.cluster.placement.plan import (
-    MAX_PLAN_BYTES,
-    AdapterDemand,
-    PlacementPlan,
-    Server,
-    decoded,
-    extrapolated,
-    planners,
-)
-from caraserve.cluster.placement.planner_process import ask, question
+from caraserve.cluster.membership.member import Member
+from caraserve.cluster.membership.peer_client import PeerClient, TransferFailure, check_peer
+from caraserve.cluster.membership.swim import MemberRecord, MemberState
+from caraserve.cluster.placement.plan import MAX_PLAN_BYTES, AdapterDemand, Server, decoded, extrapolated, planners
+from caraserve.cluster.placement.planner_process import Question, ask
+from caraserve.cluster.routing.advertised import InstanceViews
 from caraserve.cluster.routing.perf_model import PerfModel
+from caraserve.cluster.routing.placement_plan import PlacementPlan
 from caraserve.cluster.routing.price_metrics import TypicalRequest
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
-from caraserve.cluster.transfer.peer_client import PeerClient, TransferFailure
 from caraserve.core.adapter_rules import DIGEST
 from caraserve.core.batch import ScheduledRow
 from caraserve.engine.active_request import ActiveRequest
@@ -95,20 +89,13 @@ class PlannerTiming:
     silence_s: float = 10.0  # after which the next instance in order makes the plan
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """All adapters of the registry, and every instance's demand."""
-
-    adapters: list[RegisteredAdapter]
-    rates: list[Rates]
-
-
 class PlacementPlanner:
     """Counts one instance's demand, makes plans when it is this instance's turn, and adopts those of others."""
 
     def __init__(
         self,
-        node: Node,
+        member: Member,
+        views: InstanceViews,
         transfers: PeerClient,
         routing: str,
         room_bytes: int,
@@ -123,7 +110,7 @@ class PlacementPlanner:
         self.demand = DemandCounter()
         self.plan: PlacementPlan | None = None
         self.made = self.failed = 0
-        self._node, self._transfers = node, transfers
+        self._member, self._views, self._transfers = member, views, transfers
         self._routing, self._room_bytes, self._slo_ms, self._on_plan = routing, room_bytes, slo_ms, on_plan
         self._now, self._wall, self._pace = now, wall, pace or PlannerTiming()
         self._body = b""  # the plan, encoded
@@ -131,7 +118,7 @@ class PlacementPlanner:
 
     def routes(self) -> list[web.RouteDef]:
         """Returns the routes for the port that other instances use."""
-        return [web.get(f"{PATH}/demand", self._tell_demand), web.get(f"{PATH}/plans/{{digest}}", self._tell_plan)]
+        return [web.get(f"{PATH}/demand", self._serve_demand), web.get(f"{PATH}/plans/{{digest}}", self._serve_plan)]
 
     def count_prompts(self, rows: Sequence[tuple[ActiveRequest, ScheduledRow]], ms: float) -> None:
         """Counts one token for the adapter of each request whose prompt an iteration has completed."""
@@ -143,7 +130,7 @@ class PlacementPlanner:
 
     async def run(self) -> None:
         """Adopts and makes plans until cancelled."""
-        self._node.protocol.advertise(ROOM, (self._room_bytes,), self._now())
+        self._member.advertise(ROOM, (self._room_bytes,))
         joined_s, again_s = self._wall(), self._now()
         while True:
             await asyncio.sleep(self._pace.look_s)
@@ -163,19 +150,27 @@ class PlacementPlanner:
 
     def _turn(self, epoch: int) -> int:
         """Returns how many live instances come before this one in the order of the epoch."""
-        alive = [record.name for record in self._node.members() if record.state == MemberState.ALIVE]
-        return planners(epoch, alive).index(self._node.name)
+        name = self._member.name
+        return planners(epoch, [name, *(record.name for record in self._others())]).index(name)
+
+    def _others(self) -> list[MemberRecord]:
+        """Returns the records of the other instances that are alive."""
+        return [record for record in self._member.members()[1:] if record.state == MemberState.ALIVE]
 
     async def _make(self, epoch: int) -> None:
-        models = {one.name: one.model for one in self._node.instances()}
-        rooms = {name: room for name in models if (room := self._room(name)) is not None}
+        models = {one.name: one.model for one in self._views.instances()}
+        rooms = {}
+        for name, value in self._member.advertised(ROOM).items():
+            match value:
+                case (int(room),) if name in models:
+                    rooms[name] = room
         if not rooms:
             return
-        known = await self._known(epoch)
+        adapters, demand = await self._adapters_and_demand(epoch)
         previous, body = self.plan, self._body
         try:
-            asked = await asyncio.to_thread(_asked, self._routing, epoch, known, rooms, models, self._slo_ms)
-            body = await ask(asked, body, _MAKING_S)
+            inputs = self._routing, epoch, adapters, demand, rooms, models, self._slo_ms
+            body = await ask(await asyncio.to_thread(_question, *inputs), body, _MAKING_S)
             plan = await asyncio.to_thread(decoded, body) if body else None
         except (OSError, ValueError, TimeoutError) as error:
             self.failed += 1
@@ -185,22 +180,14 @@ class PlacementPlanner:
             self.made += 1
             self._adopt(plan, body)
 
-    def _room(self, name: str) -> int | None:
-        lww_map = self._node.protocol.state.map_of(name)
-        entry = lww_map.get(ROOM) if lww_map is not None else None
-        match entry.value if entry is not None else ():
-            case (int(room),):
-                return room
-        return None
-
-    async def _known(self, epoch: int) -> _Known:
-        """Gets the demand of all instances that answer, and the registry in slices, so that the event loop never waits
-        long."""
-        others = [one for one in self._node.members()[1:] if one.state == MemberState.ALIVE]
-        path = f"{PATH}/demand?epoch={epoch}"
-        bodies = await asyncio.gather(*(self._transfers.page(one.address, path, _MAX_DEMAND_BYTES) for one in others))
+    async def _adapters_and_demand(self, epoch: int) -> tuple[list[RegisteredAdapter], list[Rates]]:
+        """Returns all adapters of the registry, read in turns of the event loop, and the demand of each instance that
+        answers."""
+        path, page = f"{PATH}/demand?epoch={epoch}", self._transfers.page
+        bodies = await asyncio.gather(*(page(one.address, path, _MAX_DEMAND_BYTES) for one in self._others()))
         others_rates = await asyncio.to_thread(lambda: [*map(_rates, bodies)])
-        return _Known([one async for one in self._node.adapters_in_turns()], [self.demand.rates(epoch), *others_rates])
+        adapters = [adapter async for adapter in self._member.adapters_in_turns()]
+        return adapters, [self.demand.rates(epoch), *others_rates]
 
     # --- adopting and publishing ---
 
@@ -210,10 +197,9 @@ class PlacementPlanner:
         held = self.plan
         ours = (held.epoch, held.digest) if held is not None else (-1, "")
         published: dict[tuple[int, str], list[str]] = {}
-        for record in self._node.members()[1:]:
-            lww_map = self._node.protocol.state.map_of(record.name)
-            entry = lww_map.get(PLAN) if lww_map is not None and record.state == MemberState.ALIVE else None
-            match entry.value if entry is not None else ():
+        values = self._member.advertised(PLAN)
+        for record in self._others():
+            match values.get(record.name):
                 case (int(epoch), str(digest)) if (
                     ours < (epoch, digest) and epoch <= most_epoch and DIGEST.fullmatch(digest)
                 ):
@@ -241,25 +227,20 @@ class PlacementPlanner:
         if not plan.holds_over(self.plan):
             return
         self.plan, self._body, self._adopted_s = plan, body, self._now()
-        self._node.protocol.advertise(PLAN, (plan.epoch, plan.digest), self._now())
+        self._member.advertise(PLAN, (plan.epoch, plan.digest))
         self._on_plan(plan)
 
-    async def _tell_demand(self, request: web.Request) -> web.Response:
-        self._check(request)
+    async def _serve_demand(self, request: web.Request) -> web.Response:
+        check_peer(request, self._member.keys)
         text = request.query.get("epoch", "")
         epoch = int(text) if text.isdecimal() and len(text) < 12 else 0
         return web.Response(body=orjson.dumps(self.demand.rates(epoch)), content_type="application/json")
 
-    async def _tell_plan(self, request: web.Request) -> web.Response:
-        self._check(request)
+    async def _serve_plan(self, request: web.Request) -> web.Response:
+        check_peer(request, self._member.keys)
         if self.plan is None or request.match_info["digest"] != self.plan.digest:
             raise web.HTTPNotFound(text="This instance goes by another plan.")
         return web.Response(body=self._body, content_type="application/octet-stream")
-
-    def _check(self, request: web.Request) -> None:
-        signed = request.headers.get(SIGNATURE_HEADER, "")
-        if not is_signed_request(self._node.keys, signed, request.method, request.path_qs, time.time()):
-            raise web.HTTPForbidden(text="This address is for other instances.")
 
     def families(self, labels: str) -> Iterator[str]:
         """Yields the metric families for GET /metrics. `labels`: those of every sample."""
@@ -291,18 +272,19 @@ def _rate(tokens_per_s: Any) -> float:
     return rate if 0 <= rate <= _MOST_TOKENS_PER_S else 0.0
 
 
-def _asked(
+def _question(
     routing: str,
     epoch: int,
-    known: _Known,
+    registered: Iterable[RegisteredAdapter],
+    demand: Iterable[Rates],
     rooms: Mapping[str, int],
     models: Mapping[str, PerfModel],
     slo_ms: float,
 ) -> bytes:
     """Encodes the input of the planner process. Speeds are relative to the first instance by name."""
     typical = TypicalRequest()
-    wants = expected_demand(known.rates)
-    adapters = [AdapterDemand(one.name, one.rank, one.num_bytes, wants.get(one.name, 0.0)) for one in known.adapters]
+    tokens_per_s = expected_demand(demand)
+    adapters = [AdapterDemand(one.name, one.rank, one.num_bytes, tokens_per_s.get(one.name, 0.0)) for one in registered]
     ranks = sorted({adapter.rank for adapter in adapters})
 
     def point(name: str, rank: int) -> float:
@@ -313,10 +295,4 @@ def _asked(
     middle = ranks[len(ranks) // 2] if ranks else 0
     servers = [Server(name, room, point(name, middle) / point(measure, middle)) for name, room in rooms.items()]
     points = {rank: point(measure, rank) for rank in ranks}
-    return question(routing, epoch, adapters, servers, points, padded=models[measure].padded)
-
-
-def restricted(plan: PlacementPlan, names: Iterable[str]) -> PlacementPlan:
-    """Returns the part of a plan for these adapters, with the digest of the whole plan."""
-    known = sorted(name for name in names if name in plan.shares)
-    return replace(plan, shares=plan.shares.among(known, plan.shares.instances))
+    return msgspec.json.encode(Question(routing, epoch, adapters, servers, points, models[measure].padded))

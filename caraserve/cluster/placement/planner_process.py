@@ -8,48 +8,36 @@
 import asyncio
 import os
 import sys
-from collections.abc import Iterable, Mapping
+
+import msgspec
 
 from caraserve.cluster.placement.loraserve import make_plan
-from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server, decoded, encoded, packed, unpacked
+from caraserve.cluster.placement.plan import AdapterDemand, Server, decoded, encoded
+from caraserve.cluster.routing.placement_plan import PlacementPlan
 
 _NICE = 10
 
 
-def question(
-    routing: str,
-    epoch: int,
-    adapters: Iterable[AdapterDemand],
-    servers: Iterable[Server],
-    points: Mapping[int, float],
-    *,
-    padded: bool,
-) -> bytes:
-    """Encodes the input of a plan, without the previous plan."""
-    return packed(
-        {
-            "routing": routing,
-            "epoch": epoch,
-            "adapters": [(one.name, one.rank, one.num_bytes, one.tokens_per_s) for one in adapters],
-            "servers": [(one.name, one.capacity_bytes, one.speed) for one in servers],
-            "points": list(points.items()),
-            "padded": padded,
-        }
-    )
+class Question(msgspec.Struct, frozen=True):
+    """What a plan is made for, without the previous plan."""
 
+    routing: str
+    epoch: int
+    adapters: list[AdapterDemand]
+    servers: list[Server]
+    points: dict[int, float]  # rank → tokens/s of one server
+    padded: bool  # whether the largest rank in a batch slows down the other requests in it
 
-def answer(body: bytes, previous: PlacementPlan | None) -> PlacementPlan | None:
-    """Makes the plan for an encoded question, or returns None if the routing needs none."""
-    asked = unpacked(body)
-    adapters = [AdapterDemand(*fields) for fields in asked["adapters"]]
-    servers = [Server(*fields) for fields in asked["servers"]]
-    points = {rank: rate for rank, rate in asked["points"]}  # noqa: C416 -- lists, not pairs
-    return make_plan(asked["routing"], adapters, servers, points, asked["epoch"], previous, asked["padded"])
+    def answer(self, previous: PlacementPlan | None) -> PlacementPlan | None:
+        """Makes the plan, or returns None if the routing needs none."""
+        return make_plan(
+            self.routing, self.adapters, self.servers, self.points, self.epoch, previous, padded=self.padded
+        )
 
 
 async def ask(body: bytes, previous: bytes, timeout_s: float) -> bytes:
-    """Runs the process and returns the encoded plan; empty if none is needed. `previous`: the encoded previous plan,
-    or empty. Raises TimeoutError, and OSError with the end of the process's standard error."""
+    """Runs the process and returns the encoded plan; empty if none is needed. `body`: a Question as JSON. `previous`:
+    the plan before it, or empty. Raises TimeoutError, and OSError with the end of what the process wrote to stderr."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", __name__),
         stdin=asyncio.subprocess.PIPE,
@@ -74,7 +62,8 @@ def main() -> None:
     os.nice(_NICE)
     given = sys.stdin.buffer.read()
     end = 8 + int.from_bytes(given[:8])
-    plan = answer(given[8:end], decoded(given[end:]) if given[end:] else None)
+    question = msgspec.json.decode(given[8:end], type=Question)
+    plan = question.answer(decoded(given[end:]) if given[end:] else None)
     sys.stdout.buffer.write(encoded(plan) if plan is not None else b"")
 
 

@@ -15,20 +15,10 @@ The functions take plain numbers, so that `bench/simulator` can compile them. Wh
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import NamedTuple
 
 from caraserve.cluster.routing.perf_model import PerfModel, decode_ms, prefill_ms
-
-
-class Tier(IntEnum):
-    """The nearest place to an instance's device where it has an adapter."""
-
-    DEVICE = 0
-    HOST = 1
-    DISK = 2
-    ABSENT = 3
-
+from caraserve.cluster.state.replicated_map import Tier
 
 _DEVICE, _HOST, _DISK, _ABSENT = map(int, Tier)  # compiled code compares integers
 
@@ -43,10 +33,6 @@ class LinkSpeeds:
     fetch_latency_ms: float = 0.0
     fetch_bytes_per_ms: float = math.inf  # from another instance's host tier
     blocks_batch: bool = False  # the running batch waits for loads (loading mode `ondemand`)
-
-    def cold_ms(self, tier: Tier, num_bytes: int) -> float:
-        """Returns a cold start's wait for an adapter of so many bytes while all links are idle."""
-        return cold_ms(self, tier, num_bytes)
 
 
 def cold_ms(links: LinkSpeeds, tier: int, num_bytes: float) -> float:

@@ -7,10 +7,12 @@ request sent to an instance, this one included, is added to the view of that ins
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 
-from caraserve.cluster.membership.node import Node
-from caraserve.cluster.placement.plan import PlacementPlan
-from caraserve.cluster.routing.cost import Arrival, Tier
+from caraserve.cluster.membership.member import Member
+from caraserve.cluster.routing.advertised import InstanceViews
+from caraserve.cluster.routing.cost import Arrival
+from caraserve.cluster.routing.placement_plan import PlacementPlan
 from caraserve.cluster.routing.router import Fleet, Instance, SentRequests
+from caraserve.cluster.state.replicated_map import Tier
 
 _NAME = attrgetter("name")
 _REFRESH_S = 0.02
@@ -23,9 +25,9 @@ _MOST_DOUBLINGS = 8  # of that time, for an instance that fails again and again 
 class FleetView:
     """The loads, adapters and placement plan that routing decisions use."""
 
-    def __init__(self, peers: Node, now: Callable[[], float]) -> None:
+    def __init__(self, member: Member, views: InstanceViews, now: Callable[[], float]) -> None:
         self.plan: PlacementPlan | None = None
-        self._peers, self._now = peers, now
+        self._member, self._views, self._now = member, views, now
         self._sent = SentRequests()
         self._published: dict[str, Instance] = {}
         self._seen: dict[str, Instance] = {}  # as published, with what was sent since
@@ -42,11 +44,11 @@ class FleetView:
             self._unreachable_until_s = {name: s for name, s in self._unreachable_until_s.items() if s > now}
         able = {name: one for name, one in self._seen.items() if one.able and name not in self._unreachable_until_s}
         if adapter is None:
-            return Fleet(self._peers.name, able, {}, self.plan)
+            return Fleet(self._member.name, able, {}, self.plan)
         tiers = self.tiers(digest)
         if holders_only:
             able = {name: one for name, one in able.items() if name in tiers}
-        return Fleet(self._peers.name, able, {adapter: tiers}, self.plan)
+        return Fleet(self._member.name, able, {adapter: tiers}, self.plan)
 
     def tiers(self, digest: str) -> Mapping[str, Tier]:
         """Returns the instances that have an adapter's bytes, with the tier where they have them."""
@@ -55,7 +57,7 @@ class FleetView:
         if known is None or now - known[0] > _TIERS_S:
             if len(self._tiers) >= _MAX_DIGESTS:
                 self._tiers.clear()
-            known = self._tiers[digest] = now, self._peers.holders(digest)
+            known = self._tiers[digest] = now, self._member.holders(digest)
         return known[1]
 
     def instance(self, name: str) -> Instance | None:
@@ -68,7 +70,7 @@ class FleetView:
         seen = self._seen.get(name)
         if seen is None:
             return
-        if name != self._peers.name:  # the next refresh shows this instance's own work
+        if name != self._member.name:  # the next refresh shows this instance's own work
             self._sent.add(name, arrival, self._now())
         backlog = seen.backlog.plus(arrival.rank, arrival.prompt_tokens, arrival.output_tokens)
         self._seen[name] = seen.with_backlog(backlog)
@@ -90,7 +92,7 @@ class FleetView:
         if now - self._refreshed_s < _REFRESH_S:
             return
         self._refreshed_s = now
-        published = {one.name: one for one in sorted(self._peers.instances(), key=_NAME)}
+        published = {one.name: one for one in sorted(self._views.instances(), key=_NAME)}
         gone = self._published.keys() - published.keys()
         self._sent.forget(gone)
         for name in gone:

@@ -1,236 +1,129 @@
-"""The routing policies by name: rank-aware ones, LoRAServe's, and their baselines. No I/O, no clock.
+"""The routing policies by name, as the server uses them: `policy_rules.py` on the views that a router has."""
 
-`router.py` has what they share. Each policy names the paper it is from. Those that follow a placement read the plan
-in the `Fleet`; `placement/loraserve.py` makes it.
-"""
-
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from math import inf
-from operator import attrgetter
+from bisect import bisect_left
+from functools import cached_property
 from random import Random
 
-from caraserve.cluster.placement.plan import rendezvous
-from caraserve.cluster.routing.cost import Arrival, CostEstimate
-from caraserve.cluster.routing.router import (
-    Candidate,
-    Fleet,
-    Instance,
-    LazyOrder,
-    Policy,
-    Proposal,
-    rank_candidates,
-)
+from caraserve.cluster.routing import policy_rules
+from caraserve.cluster.routing.cost import Arrival, CostEstimate, cold_ms, cost_and_latency
+from caraserve.cluster.routing.placement_plan import rendezvous
+from caraserve.cluster.routing.policy_rules import AUTO, BY_COST, BY_PLAN, POLICIES, SHORTLIST
+from caraserve.cluster.routing.router import Fleet, LazyOrder, Proposal
+from caraserve.cluster.state.replicated_map import Tier
+from caraserve.config import ROUTINGS
 from caraserve.errors import ConfigError
 
-_REQUESTS = attrgetter("backlog.requests")
-SHORTLIST = 8  # candidates kept after the first stage
-QUOTES = 4  # of them asked, at random: always asking the same best ones would send all requests there
-FIRST_FIT_REQUESTS = 32  # to which first-fit fills an instance
+_NO_CLASS = -2  # of an instance that the plan lacks
 
 
-def policy(name: str) -> Policy:
-    """Makes a policy; round-robin has a state. Raises ConfigError for an unknown name."""
-    if name in _POLICIES:
-        return _POLICIES[name]()
-    raise ConfigError(f"unknown routing policy {name!r}; there are {', '.join(ROUTINGS)}")
+class RoutingView:
+    """What one decision works on, in lists by the instances' numbers; see `policy_rules.py`. What few decisions need is
+    made when it is read."""
+
+    def __init__(self, arrival: Arrival, fleet: Fleet, own_weight: float) -> None:
+        count = len(fleet.able)
+        self.count = count
+        self.names = [*fleet.able]
+        self.costs, self.latencies_ms, self.draws = [0.0] * count, [0.0] * count, [0.0] * count
+        self.estimated, self.marked = [False] * count, [False] * count
+        self.members, self.ranking, self.kept = [0] * count, [0] * count, [0] * count
+        self.pool, self.chosen = [0] * SHORTLIST, [0] * SHORTLIST
+        self.order, self.known = [0] * count, [0]
+        # The base model pads no request and is everywhere.
+        self._plan = fleet.plan if arrival.adapter is not None else None
+        self._arrival, self._instances, self._own_weight = arrival, [*fleet.able.values()], own_weight
+        self._tiers, self._other_tier = fleet.adapter_tiers(arrival.adapter)
+        self.shares: list[int] = []
+        self.fractions: list[float] = []
+        if self._plan is not None and arrival.adapter is not None:
+            for instance, fraction in self._plan.shares.get(arrival.adapter, ()):
+                if (number := self.number_of(instance)) >= 0:
+                    self.shares.append(number)
+                    self.fractions.append(fraction)
+        self.planned = sorted(self.shares)
+
+    def number_of(self, name: str) -> int:
+        """Returns the number of an instance, or -1 if it is not able."""
+        number = bisect_left(self.names, name)
+        return number if number < self.count and self.names[number] == name else -1
+
+    @cached_property
+    def requests(self) -> list[int]:
+        """The number of requests of each instance."""
+        return [one.backlog.requests for one in self._instances]
+
+    @cached_property
+    def holds(self) -> list[bool]:
+        """Whether each instance has the adapter."""
+        return [self._tiers.get(name, self._other_tier) is not Tier.ABSENT for name in self.names]
+
+    @cached_property
+    def classes(self) -> list[int]:
+        """The rank that each instance is for by the plan; empty without a plan."""
+        return [] if self._plan is None else [self._plan.classes.get(name, _NO_CLASS) for name in self.names]
+
+    @cached_property
+    def class_rank(self) -> int:
+        """The class for requests of this rank."""
+        return policy_rules.class_for(() if self._plan is None else self._plan.members, self._arrival.rank)
+
+    def estimate(self, number: int) -> tuple[float, float]:
+        """Returns cost and latency of the request on an instance, by the load that it last published."""
+        one, arrival = self._instances[number], self._arrival
+        links = one.links
+        wait_ms = cold_ms(links, self._tiers.get(one.name, self._other_tier), arrival.adapter_bytes)
+        return cost_and_latency(
+            *(one.model, one.backlog, arrival.rank, arrival.prompt_tokens, arrival.output_tokens, arrival.slo_ms),
+            *(wait_ms, links.blocks_batch, self._own_weight),
+        )
+
+    def known_names(self) -> list[str]:
+        """Returns the names in the order so far."""
+        return [self.names[number] for number in self.order[: self.known[0]]]
 
 
-# --- by cost, in two stages ---
+class Policy:
+    """A way to order instances. Every able instance is in the order, so that after a refusal there is a next one."""
 
-
-def _two_stage(ranking: Sequence[Candidate], others: Callable[[], Iterable[str]], me: str, rng: Random) -> Proposal:
-    """Proposes quotes from some of the best candidates; the rest of the ranking follows, then the others."""
-    best = ranking[:SHORTLIST]
-    within_slo = [one for one in best if one.estimate.cost < inf]
-    if within_slo:
-        pool = within_slo if len(within_slo) >= QUOTES else best[:QUOTES]
-        chosen = {one.name for one in rng.sample(pool, min(QUOTES, len(pool)))}
-        chosen.add(me)  # its own state is at hand: a fifth quote at no cost, and no forwarding if it is the best
-    else:
-        pool, chosen = best, {one.name for one in best}  # views err most here, so there are more quotes
-    estimates = {one.name: one.estimate for one in pool if one.name in chosen}
-    asked = tuple(estimates)
-    return Proposal(LazyOrder(asked, lambda: [*(one.name for one in ranking), *others()]), asked, estimates)
-
-
-class RankAware:
-    """Toppings: Algorithm 1 over the whole fleet, with the download of a missing adapter as part of the cost."""
-
-    enforces_slo, own_weight = True, 0.0
-
-    def propose(self, arrival: Arrival, fleet: Fleet, rng: Random) -> Proposal:
-        """Orders by the cost added to the requests already there."""
-        ranking = rank_candidates(fleet.able, arrival, fleet, self.own_weight, rng)
-        return _two_stage(ranking, lambda: (), fleet.me, rng)
-
-
-class Auto:
-    """LoRAServe's plan names the candidates, Toppings' cost chooses among them and counts the request's own time too.
-
-    Candidates are the instances that have the adapter by the plan; where none of them is within the SLO, all instances
-    of the rank's class; then all. So adapters spread only when their own instances are full, and ranks mix only when
-    their class is full. Cost is computed only as far as that goes: most requests compare a few candidates.
-    """
-
-    enforces_slo, own_weight = True, 1.0
-
-    def propose(self, arrival: Arrival, fleet: Fleet, rng: Random) -> Proposal:
-        """Orders by cost within the smallest group of instances that meets the SLO."""
-        rankings = []
-        known: dict[str, CostEstimate] = {}  # the groups share instances
-        for group in filter(None, _candidate_groups(arrival, fleet)):
-            ranking = rank_candidates(group, arrival, fleet, self.own_weight, rng, known)
-            least = ranking[0].estimate
-            rankings.append((ranking, least.cost))
-            if least.cost < inf and least.latency_ms <= arrival.slo_ms:
-                break
-        else:  # no group meets the SLO with waiting included: uses the first group whose iterations meet it
-            if not rankings:
-                return Proposal(())
-            ranking = next((one for one, cost in rankings if cost < inf), ranking)
-
-        def others() -> list[str]:
-            """Returns all instances, for use after refusals: smaller groups first, in each the least busy first."""
-            groups = _candidate_groups(arrival, fleet)
-            return [one.name for group in groups for one in sorted(group.values(), key=_REQUESTS)]
-
-        return _two_stage(ranking, others, fleet.me, rng)
-
-
-def _candidate_groups(arrival: Arrival, fleet: Fleet) -> Iterator[Mapping[str, Instance]]:
-    """Yields the adapter's instances by the plan, then its rank's class (the next rank up, else the highest), then all
-    instances."""
-    if fleet.plan is not None and arrival.adapter is not None:  # the base model pads no request and is everywhere
-        yield fleet.named(sorted(fleet.plan.instances(arrival.adapter)))
-        members = fleet.plan.members
-        rank = min((rank for rank in members if rank >= arrival.rank), default=max(members, default=0))
-        yield fleet.named(members.get(rank, ()))
-    yield fleet.able
-
-
-# --- by a plan alone ---
-
-
-class ByPlan:
-    """LoRAServe: draws an instance by its fraction φ. S-LoRA's static plans have one instance of fraction 1."""
-
-    enforces_slo, own_weight = False, 0.0
+    def __init__(self, name: str) -> None:
+        """Raises ConfigError for an unknown name."""
+        if name not in POLICIES:
+            raise ConfigError(f"unknown routing policy {name!r}; there are {', '.join(ROUTINGS)}")
+        self._number, self._turn = POLICIES[name], 0
+        # Whether an instance may refuse a request that would miss the SLO there; otherwise requests are forced.
+        self.enforces_slo = self._number in BY_COST
+        # Weight of the request's own time in the estimates that the policy compares, quotes included.
+        self.own_weight = 1.0 if self._number == AUTO else 0.0
 
     def propose(self, arrival: Arrival, fleet: Fleet, rng: Random) -> Proposal:
-        """Draws among the adapter's instances. An adapter that the plan does not contain is ordered by its hash."""
-        able = fleet.able
-        shares = fleet.plan.shares.get(arrival.adapter, ()) if fleet.plan and arrival.adapter is not None else ()
-        left = {share.instance: share.fraction for share in shares if share.instance in able}
-        order = []
-        while left:
-            names, fractions = list(left), list(left.values())
-            order.append(rng.choices(names, fractions)[0] if any(fractions) else rng.choice(names))
-            del left[order[-1]]
-        if order:
-            return Proposal(LazyOrder(order, lambda: able))
-        if arrival.adapter is None:
-            return Proposal(_random_order([*able.values()], rng))
-        return Proposal(tuple(rendezvous(arrival.adapter, able)))
+        """Returns the order for a client's request; it is empty if no instance is able."""
+        if not fleet.able:
+            return Proposal(())
+        view, policy = RoutingView(arrival, fleet, self.own_weight), self._number
+        if policy in BY_COST:
+            return self._by_cost(view, arrival, fleet, rng)
+        if policy == BY_PLAN and arrival.adapter is not None and not view.shares:
+            return Proposal(tuple(rendezvous(arrival.adapter, fleet.able)))
+        policy_rules.choose_first(view, policy, self._turn, rng)
+        self._turn += 1
 
+        def rest() -> list[str]:
+            policy_rules.complete(view, policy, rng)
+            return view.known_names()
 
-# --- without cost or plan ---
+        return Proposal(LazyOrder(view.known_names(), rest))
 
+    def _by_cost(self, view: RoutingView, arrival: Arrival, fleet: Fleet, rng: Random) -> Proposal:
+        """Proposes quotes from some of the best candidates; the rest of the ranking follows, then the others."""
+        count = policy_rules.rank_candidates(view, self._number, arrival.slo_ms, rng)
+        asked = view.order[: policy_rules.shortlist(view, count, view.number_of(fleet.me), rng)]
+        names = tuple(view.known_names())
+        estimates = [CostEstimate(view.costs[number], view.latencies_ms[number]) for number in asked]
 
-def _random_order(instances: Sequence[Instance], rng: Random) -> LazyOrder:
-    """Returns a random order. Mostly only its first name is read, so the others are drawn later."""
-    first = (rng.choice(instances).name,) if instances else ()
-    return LazyOrder(first, lambda: (one.name for one in rng.sample(instances, len(instances))))
+        def rest() -> list[str]:
+            policy_rules.mark_known(view)
+            policy_rules.append_ranking(view, count)
+            policy_rules.complete(view, self._number, rng)
+            return view.known_names()
 
-
-class RandomChoice:
-    """Chooses an instance at random."""
-
-    enforces_slo, own_weight = False, 0.0
-
-    def propose(self, arrival: Arrival, fleet: Fleet, rng: Random) -> Proposal:
-        """Orders all instances at random."""
-        return Proposal(_random_order([*fleet.able.values()], rng))
-
-
-class RoundRobin:
-    """Chooses one instance after the other, for the requests of this router."""
-
-    enforces_slo, own_weight = False, 0.0
-
-    def __init__(self) -> None:
-        self._next = 0
-
-    def propose(self, arrival: Arrival, fleet: Fleet, rng: Random) -> Proposal:
-        """Orders by name, from the successor of the last request's first choice."""
-        names = [*fleet.able]
-        start = self._next % len(names) if names else 0
-        self._next += 1
-        return Proposal(LazyOrder(names[start : start + 1], lambda: [*names[start:], *names[:start]]))
-
-
-class FirstFit:
-    """Punica: fills instances one by one up to a batch size, which decides its result."""
-
-    enforces_slo, own_weight = False, 0.0
-
-    def propose(self, arrival: Arrival, fleet: Fleet, rng: Random) -> Proposal:
-        """Orders those with room by name; when all are full, all by number of requests."""
-        able = fleet.able.values()
-        fit = [one.name for one in able if one.backlog.requests < FIRST_FIT_REQUESTS]
-        return Proposal(LazyOrder(fit, lambda: (one.name for one in sorted(able, key=_REQUESTS))))
-
-
-def _by_requests(instances: Sequence[Instance], rng: Random) -> LazyOrder:
-    """Orders by number of requests, ties at random."""
-    if not instances:
-        return LazyOrder(())
-    least = min(map(_REQUESTS, instances))
-    idlest = [one for one in instances if one.backlog.requests == least]
-
-    def rest() -> Iterator[str]:
-        return (one.name for one in sorted(rng.sample(instances, len(instances)), key=_REQUESTS))
-
-    return LazyOrder((rng.choice(idlest).name,), rest)
-
-
-class MostIdle:
-    """Toppings' baseline: the instance with the fewest requests."""
-
-    enforces_slo, own_weight = False, 0.0
-
-    def propose(self, arrival: Arrival, fleet: Fleet, rng: Random) -> Proposal:
-        """Orders by number of requests."""
-        return Proposal(_by_requests([*fleet.able.values()], rng))
-
-
-class Dlora:
-    """dLoRA's dispatch: the fewest requests among the adapter's holders. `migration.py` has its rebalancing."""
-
-    enforces_slo, own_weight = False, 0.0
-
-    def propose(self, arrival: Arrival, fleet: Fleet, rng: Random) -> Proposal:
-        """Orders the holders by number of requests, then the others."""
-        able, holders = fleet.able, fleet.holders(arrival.adapter)
-
-        def others() -> LazyOrder:
-            return _by_requests([one for name, one in able.items() if name not in holders], rng)
-
-        if not holders:
-            return Proposal(others())
-        nearest = _by_requests([*holders.values()], rng)
-        return Proposal(LazyOrder((nearest[0],), lambda: (*nearest, *others())))
-
-
-_POLICIES: Mapping[str, Callable[[], Policy]] = {
-    "auto": Auto,
-    "rank-aware": RankAware,
-    "loraserve": ByPlan,
-    "random": RandomChoice,
-    "round-robin": RoundRobin,
-    "first-fit": FirstFit,
-    "most-idle": MostIdle,
-    "dlora": Dlora,
-    "s-lora-random": ByPlan,
-    "s-lora-contiguous": ByPlan,
-}
-ROUTINGS: tuple[str, ...] = tuple(_POLICIES)
+        return Proposal(LazyOrder(names, rest), names, dict(zip(names, estimates, strict=True)))

@@ -1,7 +1,7 @@
-"""Chooses the instance for a request: the types and rules that all routing policies share. No I/O, no clock.
+"""What a router knows of its fleet, and how a request goes from instance to instance. No I/O, no clock.
 
 A policy (`policies.py`) orders the instances by views that are always a little old, and names those whose exact quotes
-are worth a round trip. `apply_quotes` reorders them by their quotes. `next_target` walks through the order while
+are worth a round trip. `apply_quotes` reorders them by their quotes. `next_target` goes through the order while
 instances refuse. Where each rule comes from:
 
 - A request is forwarded once at most: `check_acceptance` accepts or refuses a forwarded request, and names no other
@@ -15,22 +15,20 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from random import Random
-from typing import Literal, NamedTuple, Protocol, Self, overload
+from typing import Literal, Self, overload
 
-from caraserve.cluster.placement.plan import PlacementPlan
-from caraserve.cluster.routing.cost import Arrival, Backlog, CostEstimate, LinkSpeeds, Tier, cold_ms, estimate
+from caraserve.cluster.routing import policy_rules
+from caraserve.cluster.routing.cost import Arrival, Backlog, CostEstimate, LinkSpeeds, cold_ms, estimate
 from caraserve.cluster.routing.perf_model import PerfModel
+from caraserve.cluster.routing.placement_plan import PlacementPlan
+from caraserve.cluster.state.replicated_map import Tier
 
-ATTEMPTS = 3  # instances that may refuse one request
-REFUSAL_TIME_SHARE = 0.2  # of the promised time to the first token; refusals may take that long
 TRANSIT_S = 0.05  # a request sent this long before a heartbeat arrived is in the heartbeat
 SENT_MAX_AGE_S = 2.0  # a request counts no longer than this if no heartbeat arrives
 
 Reason = Literal["slo", "full", "draining", "no-adapter", "stale-epoch", "failed", "unreachable"]
 
 _NAME = attrgetter("name")
-_ABSENT = Tier.ABSENT
 
 
 @dataclass(slots=True)
@@ -73,49 +71,10 @@ class Fleet:
         """Makes a fleet of the able ones of these instances, given in any order."""
         return cls(me, {one.name: one for one in sorted(instances, key=_NAME) if one.able}, tiers or {}, plan)
 
-    def named(self, names: Iterable[str]) -> dict[str, Instance]:
-        """Returns the able instances among these names, in the order of the names."""
-        able = self.able
-        return {name: able[name] for name in names if name in able}
-
     def adapter_tiers(self, adapter: str | None) -> tuple[Mapping[str, Tier], Tier]:
         """Returns the tiers of an adapter by instance, and the tier on instances that are not in that mapping. The base
         model is on every device."""
         return ({}, Tier.DEVICE) if adapter is None else (self.tiers.get(adapter, {}), Tier.ABSENT)
-
-    def holders(self, adapter: str | None) -> Mapping[str, Instance]:
-        """Returns the able instances that have an adapter."""
-        if adapter is None:
-            return self.able
-        tiers = self.tiers.get(adapter, {})
-        return self.named(sorted(name for name, tier in tiers.items() if tier is not _ABSENT))
-
-
-class Candidate(NamedTuple):
-    """An instance and what the request would cost there. Candidates sort by cost, then latency, then at random."""
-
-    estimate: CostEstimate
-    draw: float  # random
-    name: str
-
-
-def rank_candidates(
-    candidates: Mapping[str, Instance],
-    arrival: Arrival,
-    fleet: Fleet,
-    own_weight: float,
-    rng: Random,
-    known: dict[str, CostEstimate] | None = None,
-) -> Sequence[Candidate]:
-    """Returns the candidates, the cheapest first, by the views at hand. 60 of them take about 0.2 ms. `known`: the
-    arrival's estimates that were made before, by instance; new ones are added to it."""
-    tiers, others = fleet.adapter_tiers(arrival.adapter)
-    estimates = {} if known is None else known
-    for name, one in candidates.items():
-        if name not in estimates:
-            estimates[name] = one.estimate(arrival, tiers.get(name, others), own_weight)
-    random = rng.random
-    return sorted([Candidate(estimates[name], random(), name) for name in candidates])
 
 
 class LazyOrder(Sequence[str]):
@@ -157,7 +116,7 @@ class LazyOrder(Sequence[str]):
         return isinstance(other, Sequence) and self._all() == tuple(other)
 
     def __repr__(self) -> str:
-        return f"Order({self._all()!r})"
+        return f"LazyOrder({self._all()!r})"
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -169,21 +128,6 @@ class Proposal:
     order: Sequence[str]
     ask: tuple[str, ...] = ()  # may contain the router's own instance: its view of itself is its quote
     estimates: Mapping[str, CostEstimate] = field(default_factory=dict)  # by the views; of those in `ask` at least
-
-
-class Policy(Protocol):
-    """A way to order instances. Every able instance is in the order, so that after a refusal there is a next one."""
-
-    @property
-    def enforces_slo(self) -> bool:
-        """Whether an instance may refuse a request that would miss the SLO there; otherwise requests are forced."""
-
-    @property
-    def own_weight(self) -> float:
-        """Weight of the request's own time in the estimates that the policy compares, quotes included."""
-
-    def propose(self, arrival: Arrival, fleet: Fleet, rng: Random) -> Proposal:
-        """Returns the order for a client's request; it is empty if no instance is able."""
 
 
 def apply_quotes(proposal: Proposal, quotes: Mapping[str, CostEstimate | None]) -> Sequence[str]:
@@ -216,20 +160,15 @@ class RoutingTarget:
 
 
 def check_acceptance(
-    arrival: Arrival, own: Instance, tier: Tier, force: bool, obtainable: bool = True, draining: bool = False
+    arrival: Arrival, own: Instance, tier: Tier, force: bool, draining: bool = False
 ) -> Refusal | None:
-    """Decides for the receiving instance, on its exact state; None: it accepts. `obtainable`: it has the adapter or can
-    download it."""
+    """Decides for the receiving instance, on its exact state; None: it accepts."""
     here = own.estimate(arrival, tier, 0.0)
     if draining:
         return Refusal("draining", here)
-    if tier is Tier.ABSENT and not obtainable:
-        return Refusal("no-adapter", here)
-    if own.backlog.queue_room <= 0 or here.latency_ms == math.inf:
-        return Refusal("full", here)
-    if here.cost == math.inf and not force:
-        return Refusal("slo", here)
-    return None
+    decision = policy_rules.acceptance(own.backlog.queue_room, here.cost, here.latency_ms, force)
+    reasons: dict[int, Reason] = {policy_rules.FULL: "full", policy_rules.MISSES_SLO: "slo"}
+    return Refusal(reasons[decision], here) if decision in reasons else None
 
 
 Attempt = tuple[RoutingTarget, Refusal | None]  # None: it failed without a refusal
@@ -238,29 +177,22 @@ Attempt = tuple[RoutingTarget, Refusal | None]  # None: it failed without a refu
 def next_target(
     order: Sequence[str], attempts: Sequence[Attempt], elapsed_ms: float, ttft_ms: float, force: bool = False
 ) -> RoutingTarget | None:
-    """Returns the instance to try after these attempts, or None when no instance is left.
-
-    At most ATTEMPTS instances may refuse, within a fifth of the promised time to the first token; then the request is
-    forced on the one with the least latency of those that could serve it. `force` from the start: for policies that
-    enforce no SLO. The walk ends whatever the answers: each instance is tried once, and forced once.
-    """
+    """Returns the instance to try after these attempts, or None when no instance is left, by `policy_rules.next_step`.
+    `force` from the start: for policies that enforce no SLO."""
     if not attempts:  # the case of most requests; the code below reads the whole order
         return RoutingTarget(order[0], force) if order else None
-    refusals = {target.name: refusal for target, refusal in attempts}
-    forced = {target.name for target, _ in attempts if target.force}
-    untried = [name for name in order if name not in refusals]
-    if untried and len(attempts) < ATTEMPTS and elapsed_ms < REFUSAL_TIME_SHARE * ttft_ms:
-        return RoutingTarget(untried[0], force)
-    could = {
-        name: refusal.estimate
-        for name, refusal in refusals.items()
-        if refusal and refusal.reason == "slo" and name not in forced
-    }
-    if could:
-        return RoutingTarget(min(could, key=lambda name: (could[name].latency_ms, name)), force=True)
-    if untried and len(attempts) < 2 * ATTEMPTS:
-        return RoutingTarget(untried[0], force=True)
-    return None
+    tried = [target.name for target, _ in attempts]
+    forced = [target.force for target, _ in attempts]
+    missed_slo = [refusal is not None and refusal.reason == "slo" for _, refusal in attempts]
+    latencies_ms = [math.inf if refusal is None else refusal.estimate.latency_ms for _, refusal in attempts]
+    untried = next((name for name in order if name not in tried), None)
+    best = policy_rules.best_refusal(tried, forced, missed_slo, latencies_ms, len(attempts))
+    step = policy_rules.next_step(len(attempts), untried is not None, best >= 0, elapsed_ms, ttft_ms)
+    if step == policy_rules.OVERRULE:
+        return RoutingTarget(tried[best], force=True)
+    if step == policy_rules.END or untried is None:
+        return None
+    return RoutingTarget(untried, force or step == policy_rules.FORCE)
 
 
 # --- what this router has sent ---

@@ -19,15 +19,16 @@ from math import inf
 from random import Random
 from typing import Protocol
 
-from caraserve.cluster.membership.node import Node
+from caraserve.cluster.membership.member import Member, QueryBody
 from caraserve.cluster.membership.swim import MemberState
-from caraserve.cluster.placement.plan import PlacementPlan
-from caraserve.cluster.routing.cost import AnswerLengths, Arrival, CostEstimate, Tier
+from caraserve.cluster.routing.advertised import InstanceViews
+from caraserve.cluster.routing.cost import AnswerLengths, Arrival, CostEstimate
 from caraserve.cluster.routing.fleet_view import FleetView
 from caraserve.cluster.routing.forward_auth import from_json_number, to_json_number
+from caraserve.cluster.routing.placement_plan import PlacementPlan
+from caraserve.cluster.routing.policies import Policy
 from caraserve.cluster.routing.router import (
     Attempt,
-    Policy,
     Proposal,
     Refusal,
     RoutingTarget,
@@ -36,7 +37,7 @@ from caraserve.cluster.routing.router import (
     next_target,
 )
 from caraserve.cluster.routing.routing_metrics import RoutingMetrics
-from caraserve.cluster.state.replicated_map import RegisteredAdapter
+from caraserve.cluster.state.replicated_map import RegisteredAdapter, Tier
 from caraserve.loop import Engine
 from caraserve.lora.registry import UPLOADING, AdapterInfo
 
@@ -47,7 +48,6 @@ _ALONE_AFTER_S = 5.0  # an instance that has received no registry by then counts
 _MOST_FAILURES = 2  # devices that may fail with one request, before the request is taken for the cause
 _NEVER = CostEstimate(inf, inf)
 
-Body = tuple[str | int | float, ...]
 ResolvedAdapter = RegisteredAdapter | AdapterInfo  # what an adapter's name stands for
 
 
@@ -94,7 +94,8 @@ class InstanceSelector:
 
     def __init__(
         self,
-        cluster: Node,
+        member: Member,
+        views: InstanceViews,
         policy: Policy | None,
         slo: LatencyTargets,
         find: Callable[[str], ResolvedAdapter | None],
@@ -107,11 +108,11 @@ class InstanceSelector:
         """`policy`: None for the `local` routing. `find`: returns an adapter of this instance by name. `fetcher`: None
         where adapters cannot be downloaded, so requests go only to instances with their adapter."""
         self.routing_metrics = RoutingMetrics()
-        self._cluster, self._slo, self._find, self._draining = cluster, slo, find, draining
+        self._member, self._slo, self._find, self._draining = member, slo, find, draining
         self._policy, self._fetcher, self._rng = policy, fetcher, rng
         self._joined_s: float | None = None
         self.now = now
-        self._view = FleetView(cluster, now)
+        self._view = FleetView(member, views, now)
         self._lengths = AnswerLengths()
 
     # ---- for both sides
@@ -119,7 +120,7 @@ class InstanceSelector:
     @property
     def name(self) -> str:
         """This instance's name."""
-        return self._cluster.name
+        return self._member.name
 
     def join(self) -> None:
         """Starts forwarding: this instance is a member of the cluster and has registered its adapters."""
@@ -135,7 +136,7 @@ class InstanceSelector:
         """Whether another instance's registry has arrived, or none has within 5 s of joining."""
         if self._joined_s is None:
             return False
-        return self._cluster.has_registry or self.now() >= self._joined_s + _ALONE_AFTER_S
+        return self._member.has_registry or self.now() >= self._joined_s + _ALONE_AFTER_S
 
     @property
     def forwards(self) -> bool:
@@ -149,17 +150,17 @@ class InstanceSelector:
     def resolve(self, name: str) -> ResolvedAdapter | None:
         """Returns the adapter that a name stands for: by the registry, or else on this instance alone, or else where
         it is being uploaded."""
-        meant = (self._cluster.adapter(name) if self.joined else None) or self._find(name)
-        return meant or next(iter(self._cluster.uploads(name).values()), None)
+        meant = (self._member.adapter(name) if self.joined else None) or self._find(name)
+        return meant or next(iter(self._member.uploads(name).values()), None)
 
     def _uploading(self, name: str | None) -> tuple[str, ...]:
         """Returns the instances, this one or others, that take requests for an adapter while it is uploaded to them;
         none once the name stands for a whole adapter."""
-        if name is None or not self.joined or self._cluster.adapter(name) is not None:
+        if name is None or not self.joined or self._member.adapter(name) is not None:
             return ()
         if (here := self._find(name)) is not None:
             return (self.name,) if isinstance(here, AdapterInfo) and here.state == UPLOADING else ()
-        return tuple(sorted(self._cluster.uploads(name)))
+        return tuple(sorted(self._member.uploads(name)))
 
     def has(self, name: str) -> bool:
         """Whether this instance has the adapter that the name stands for, by digest."""
@@ -207,7 +208,7 @@ class InstanceSelector:
         tier = self._tier(self.name, arrival.adapter)
         return check_acceptance(arrival, own, tier, force, draining=self._draining())
 
-    def quote(self, peer: str, body: Body) -> Body:
+    def quote(self, peer: str, body: QueryBody) -> QueryBody:
         """Answers another instance's query: returns cost and time per token of a request here; empty: not a query."""
         match body:
             case ("route", str(adapter), int(tokens), float(output_tokens) | int(output_tokens)) if output_tokens >= 1:
@@ -276,13 +277,13 @@ class InstanceSelector:
         if not asked or len(proposal.ask) == 1:
             return {}
         body = ("route", arrival.adapter or "", arrival.prompt_tokens, float(arrival.output_tokens))
-        answers = await asyncio.gather(*(self._cluster.query(name, body, _QUOTE_S) for name in asked))
+        answers = await asyncio.gather(*(self._member.query(name, body, _QUOTE_S) for name in asked))
         self.routing_metrics.unquoted += answers.count(None)
         return dict(zip(asked, map(_quoted, answers), strict=True))
 
     def peer(self, target: RoutingTarget, attempt: int) -> PeerTarget | None:
         """Returns where to reach an instance, or None if it is not alive."""
-        record = self._cluster.record(target.name)
+        record = self._member.record(target.name)
         if record is None or record.state != MemberState.ALIVE:
             return None
         return PeerTarget(target.name, record.address, attempt, target.force)
@@ -296,7 +297,7 @@ class InstanceSelector:
         """Whether this instance has the adapter, or could download it if another instance had all of it."""
         if adapter is None or self.has(adapter):
             return True
-        return self._fetcher is not None and self._cluster.adapter(adapter) is not None
+        return self._fetcher is not None and self._member.adapter(adapter) is not None
 
     def _can_answer(self, adapter: str | None) -> bool:
         """Whether this instance has the adapter or can download it now. A request for one that no live instance holds
@@ -320,20 +321,20 @@ class RoutingAttempts:
 
     def __init__(self, selector: InstanceSelector, arrival: Arrival, order: Sequence[str], *, force: bool) -> None:
         self.id = uuid.uuid4().hex
-        self._selector, self._arrival, self._order, self._insists = selector, arrival, order, force
+        self._selector, self._arrival, self._order, self._force = selector, arrival, order, force
         self._began_s = selector.now()
         self._attempts: list[Attempt] = []
         self._target: RoutingTarget | None = None
         self.tried_local = False
-        self._given_up = False
-        self._stops = 0
+        self._has_failed = False
+        self._num_forwards = 0
 
     def next(self) -> LocalTarget | PeerTarget | None:
         """Returns where the request goes next, or None if no instance is left that would accept it."""
-        stop = None if self._given_up else self._choose()
-        if self._attempts and stop is not None:
+        target = None if self._has_failed else self._choose()
+        if self._attempts and target is not None:
             self._selector.routing_metrics.retried += 1
-        return stop
+        return target
 
     def failed(self, refusal: Refusal | None) -> None:
         """Records that the last target did not answer. `refusal`: its reason; None if it gave none."""
@@ -343,11 +344,11 @@ class RoutingAttempts:
             self.tried_local = False
             self._order = self._selector.propose(self._arrival).order
         if refusal is not None and refusal.reason == "unreachable":
-            self._leave_to_holders()
-        reasons = [why.reason for _, why in self._attempts if why is not None]
-        self._given_up = reasons.count("failed") == _MOST_FAILURES
+            self._keep_holders()
+        reasons = [refusal.reason for _, refusal in self._attempts if refusal is not None]
+        self._has_failed = reasons.count("failed") == _MOST_FAILURES
 
-    def _leave_to_holders(self) -> None:
+    def _keep_holders(self) -> None:
         """Keeps only the adapter's holders: other instances could not download it either."""
         holders = self._selector.holders(self._arrival.adapter)
         self._order = [name for name in self._order if name in holders]
@@ -355,14 +356,14 @@ class RoutingAttempts:
 
     def _next_target(self) -> RoutingTarget | None:
         elapsed_ms = 1000 * (self._selector.now() - self._began_s)
-        return next_target(self._order, self._attempts, elapsed_ms, self._selector.ttft_ms, self._insists)
+        return next_target(self._order, self._attempts, elapsed_ms, self._selector.ttft_ms, self._force)
 
     def _choose(self) -> LocalTarget | PeerTarget | None:
         while (target := self._next_target()) is not None:
             self._target = target
             if target.name != self._selector.name:
-                self._stops += 1
-                if (peer := self._selector.peer(target, self._stops)) is not None:
+                self._num_forwards += 1
+                if (peer := self._selector.peer(target, self._num_forwards)) is not None:
                     return peer
                 self.failed(None)
             elif (refusal := self._selector.refusal(self._arrival, force=target.force)) is not None:
@@ -377,7 +378,7 @@ class RoutingAttempts:
         return LocalTarget()
 
 
-def _quoted(body: Body | None) -> CostEstimate | None:
+def _quoted(body: QueryBody | None) -> CostEstimate | None:
     match body:
         case (float(cost) | int(cost), float(latency_ms) | int(latency_ms)):
             return CostEstimate(from_json_number(cost), from_json_number(latency_ms))

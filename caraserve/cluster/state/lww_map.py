@@ -7,12 +7,22 @@ from functools import partial
 from hashlib import blake2b
 from typing import Annotated, TypeAlias
 
+import msgspec
 from msgspec import Meta, Struct
 
-from caraserve.cluster.membership.message_fields import Count, Name
 from caraserve.core.adapter_rules import MAX_SETTING, SETTING_KINDS
 from caraserve.core.adapter_rules import TOMBSTONE_S as TOMBSTONE_S
 from caraserve.util.hybrid_clock import wall_ms_of
+
+# Types of the fields of entries and messages, with bounds that msgspec checks when it decodes them.
+MAX_NAME, MAX_ADDRESS = 64, 256  # characters
+# Printable ASCII without quote and backslash: one byte each in JSON, so that the largest message fits into a frame.
+PLAIN = r"\A[ !#-\[\]-~]*\Z"
+Count = Annotated[int, Meta(ge=0, lt=2**62)]
+Integer = Annotated[int, Meta(gt=-(2**62), lt=2**62)]
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME, pattern=PLAIN)]
+NameOrEmpty = Annotated[str, Meta(max_length=MAX_NAME, pattern=PLAIN)]
+Address = Annotated[str, Meta(max_length=MAX_ADDRESS, pattern=PLAIN)]  # HOST:PORT; `messages.decode` checks the form
 
 BUCKETS = 256
 MAX_ENTRIES = 100_000  # keys in one map
@@ -69,6 +79,20 @@ def entry_fits(key: str, value: EntryValue) -> bool:
     numbers = all(0 <= item < 2**62 for item in value if not isinstance(item, str))
     sized = 0 < len(key) <= MAX_KEY and len(value) <= MAX_ITEMS and sum(map(len, texts)) <= len(key) + MAX_VALUE
     return sized and numbers
+
+
+def is_valid_entry(entry: Entry) -> bool:
+    """Whether other instances would accept an entry, beyond what the types of its fields express."""
+    return entry_fits(entry.key, entry.value) and not (entry.deleted and entry.value)
+
+
+def entry_from_fields(fields: object) -> Entry | None:
+    """Returns the entry with a list of fields, or None unless a message could contain it."""
+    try:
+        entry = msgspec.convert(fields, Entry)
+    except msgspec.ValidationError:
+        return None
+    return entry if is_valid_entry(entry) else None
 
 
 class _ByAge:

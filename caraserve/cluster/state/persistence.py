@@ -19,8 +19,7 @@ from typing import Any
 
 import orjson
 
-from caraserve.cluster.membership.messages import entry_from_fields
-from caraserve.cluster.state.lww_map import MAX_TOMBSTONES, TOMBSTONE_S, Entry, is_expired
+from caraserve.cluster.state.lww_map import MAX_TOMBSTONES, TOMBSTONE_S, Entry, entry_from_fields, is_expired
 from caraserve.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ its age.
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial
 from itertools import islice
 from typing import Annotated, Literal
@@ -17,13 +18,14 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from caraserve.cluster.membership.message_fields import Count, Integer
 from caraserve.cluster.state.lww_map import (
     MAX_KEY,
     MOST_EXPIRED,
     SETTING_SEPARATOR,
+    Count,
     Entry,
     EntryValue,
+    Integer,
     LwwMap,
     entry_fits,
     is_expired,
@@ -37,6 +39,7 @@ REGISTRY = ""  # the owner of the map of adapter names; no instance has an empty
 MAX_AHEAD_S = 3600.0  # an entry from further in the future has a wrong clock's time, and would win until then
 _MOST_ANSWERS = 200  # entries about this instance corrected at once: takes some milliseconds
 _MOST_RANK, _MOST_BYTES = 1 << 16, 1 << 50  # of an adapter; far more than any instance serves
+_UPLOAD = ":upload:"  # in a key of an instance's own map; then the name of an adapter that is uploaded to it
 _SETTING_KEY = re.compile(rf"[a-z]{{1,32}}{SETTING_SEPARATOR}{ADAPTER_NAME.pattern}")
 ServingStatus = Literal["starting", "serving", "draining"]
 
@@ -49,6 +52,36 @@ class RegisteredAdapter:
     digest: str  # empty while it is uploaded
     rank: int
     num_bytes: int
+
+
+class Tier(IntEnum):
+    """The nearest place to an instance's device where it has an adapter."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
+    ABSENT = 3
+
+
+def tier_of(value: EntryValue) -> Tier:
+    """Returns the tier in the value that an instance advertises for a digest; DISK if it is none that is known."""
+    match value:
+        case (int(number), *_) if number in (Tier.DEVICE, Tier.HOST):
+            return Tier(number)
+    return Tier.DISK
+
+
+def upload_key(name: str) -> str:
+    """Returns the key under which an instance advertises an adapter that takes requests while it is uploaded to it."""
+    return _UPLOAD + name
+
+
+def upload_of(name: str, value: EntryValue) -> RegisteredAdapter | None:
+    """Returns the adapter in the value of an upload, or None. Its digest is empty: it is not known yet."""
+    match value:
+        case (int(rank), int(num_bytes), *_) if rank > 0 and num_bytes > 0:
+            return RegisteredAdapter(name, "", rank, num_bytes)
+    return None
 
 
 class InstanceLoad(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -83,6 +116,7 @@ class ReplicatedState:
         self.me, self._base_name = me, base_name
         self._clock = HybridClock()
         self._maps = {owner: LwwMap(partial(self._on_evicted, owner)) for owner in (REGISTRY, me)}
+        self.registry = self._maps[REGISTRY]  # adapters by name, and settings
         self._contested: dict[str, None] = {}  # keys of this instance's map for which others sent another entry
         self._held: dict[str, EntryValue] = {}  # the true values of this instance, whatever an earlier run advertised
         self._holders: dict[str, dict[str, EntryValue]] = {}  # key → instance → value: an index of advertised values
@@ -115,7 +149,7 @@ class ReplicatedState:
 
     def remove(self, name: str, wall_ms: int) -> list[Entry]:
         """Removes a name from the registry. Returns the entries to push; none if the name is not registered."""
-        entry = self._maps[REGISTRY].get(name)
+        entry = self.registry.get(name)
         return [] if entry is None or entry.deleted else self._write(REGISTRY, name, None, wall_ms)
 
     def advertise(self, key: str, value: EntryValue, wall_ms: int) -> list[Entry]:
@@ -180,7 +214,7 @@ class ReplicatedState:
 
     def has_room(self, entry: Entry) -> bool:
         """Whether an entry fits into the registry without the eviction of another one."""
-        return self._maps[REGISTRY].lacks_room(entry) is None
+        return self.registry.lacks_room(entry) is None
 
     def correct_own_entries(self, wall_ms: int) -> list[Entry]:
         """Corrects wrong entries of others about this instance, at most 200 per call. Returns the corrections."""
@@ -219,12 +253,12 @@ class ReplicatedState:
 
     def adapter(self, name: str) -> RegisteredAdapter | None:
         """Returns the adapter that a name stands for, or None."""
-        entry = self._maps[REGISTRY].get(name)
+        entry = self.registry.get(name)
         return _adapter(entry) if entry else None
 
     def adapters(self) -> Iterator[RegisteredAdapter]:
         """Yields all adapters, in no order."""
-        for entry in self._maps[REGISTRY]:
+        for entry in self.registry:
             if (adapter := _adapter(entry)) is not None:
                 yield adapter
 

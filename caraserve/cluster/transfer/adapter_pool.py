@@ -13,20 +13,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.cluster.membership.node import Node
-from caraserve.cluster.state.publisher import Publisher
+from caraserve.cluster.membership.member import Member
+from caraserve.cluster.membership.peer_client import PeerClient
+from caraserve.cluster.routing.publisher import Publisher
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from caraserve.cluster.transfer.adapter_store import AdapterStore
 from caraserve.cluster.transfer.disk_cache import DiskCache
 from caraserve.cluster.transfer.download import Downloader, HolderWatch
-from caraserve.cluster.transfer.peer_client import PeerClient
 from caraserve.cluster.transfer.replaced_folders import ReplacedFolders
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.errors import CaraServeError, Forbidden, Unreachable
-from caraserve.lora.adapter import AdapterTier, UploadSource
+from caraserve.lora.adapter import AdapterTier, Done, LayersArrived, UploadSource
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.catalog import Catalog
-from caraserve.lora.host_loader import Came, Done
 from caraserve.lora.registry import AdapterInfo
 from caraserve.model.spec import ModelSpec
 from caraserve.telemetry.prometheus import family
@@ -50,7 +49,8 @@ class AdapterPool:
 
     def __init__(
         self,
-        node: Node,
+        member: Member,
+        publisher: Publisher,
         catalog: Catalog,
         reader: AdapterReader,
         stored: DiskCache,
@@ -60,12 +60,11 @@ class AdapterPool:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`most_bytes`: size of the disk cache."""
-        self._holders = HolderWatch(node)
+        self._holders = HolderWatch(member)
         self.downloader = Downloader(self._holders, transfers, model, now)
-        self.store = AdapterStore(node, catalog.manager, reader, stored, most_bytes, now)
-        self._node, self._catalog, self._now = node, catalog, now
-        self._publisher: Publisher | None = None
-        self._joined_s = 0.0  # unix time
+        self.store = AdapterStore(member, publisher, catalog.manager, reader, stored, most_bytes, now)
+        self._member, self._publisher, self._catalog, self._now = member, publisher, catalog, now
+        self._joined_s: float | None = None  # unix time
         self._tasks = Tasks()
         self._complained: set[str] = set()
         self._downloads: dict[str, _RequestedDownload] = {}  # for requests, by digest
@@ -74,17 +73,17 @@ class AdapterPool:
 
     # --- start and stop ---
 
-    def begin(self, publisher: Publisher) -> None:
-        """Starts, once the node has: adds the adapters that are here, and adopts the names in the registry."""
-        self._publisher, self._joined_s = publisher, time.time()
+    def begin(self) -> None:
+        """Starts, once the member has: adds the adapters that are here, and adopts the names in the registry."""
+        self._joined_s = time.time()
         for info in self._catalog.all():
             if info.stamp:  # else it came from the registry already
                 self.store.loaded(info)
-        self.store.begin(publisher)
+        self.store.begin()
         self._tasks.start(self._adopt_known(), "cluster names")
 
     async def _adopt_known(self) -> None:
-        async for adapter in self._node.adapters_in_turns():
+        async for adapter in self._member.adapters_in_turns():
             if self._catalog.find_whole(adapter.name) is None:
                 self.adopt(adapter)
 
@@ -126,17 +125,16 @@ class AdapterPool:
 
     def _is_new(self, name: str) -> bool:
         """Whether a name was registered after this instance has joined."""
-        changed_s = self._node.last_changed_s(name)
-        return changed_s is not None and changed_s > self._joined_s
+        changed_s = self._member.last_changed_s(name)
+        return changed_s is not None and self._joined_s is not None and changed_s > self._joined_s
 
     def _is_lost(self, name: str) -> bool:
         """Whether no instance has the bytes for which a name stands on all instances."""
-        meant = self._node.adapter(name)
+        meant = self._member.adapter(name)
         return meant is not None and not self._is_available(meant.digest)
 
     def changed(self, name: str, info: AdapterInfo | None) -> None:
         """Observes the catalog: publishes an adapter that was loaded from a folder here, or unloaded (None)."""
-        assert self._publisher is not None, "the pool has not begun"
         self._publisher.changed(name, info)
         self._replaced.changed(name)
         if info is not None:
@@ -147,7 +145,7 @@ class AdapterPool:
         """Returns when a request may be submitted: the name stands for the same digest here as in the registry, and its
         bytes are here or can be downloaded, so that no request waits in the queue without end. Raises CaraServeError,
         if no holder is reachable within 0.5 s Unreachable."""
-        if self._publisher is None:
+        if self._joined_s is None:
             return  # not a member yet: only adapters of the start are in the catalog, and their folders are here
         digest = self._adopted_digest(name)
         ends_s = self._now() + _HOLDERS_WAIT_S
@@ -162,7 +160,7 @@ class AdapterPool:
 
     def _adopted_digest(self, name: str) -> str:
         """Adopts a name's digest from the registry and returns it."""
-        info, meant = self._catalog.find(name), self._node.adapter(name)
+        info, meant = self._catalog.find(name), self._member.adapter(name)
         if meant is not None and (info is None or info.digest != meant.digest):
             self._replaced.adopted(meant, is_new=self._is_new(name))
             self._catalog.adopt(meant.name, meant.digest, meant.rank, meant.num_bytes)
@@ -170,7 +168,7 @@ class AdapterPool:
 
     def can_get(self, name: str) -> bool:
         """Whether the bytes of a named adapter are here or on a reachable instance."""
-        meant = self._node.adapter(name) or self._catalog.find(name)
+        meant = self._member.adapter(name) or self._catalog.find(name)
         return meant is not None and self._is_available(meant.digest)
 
     def _is_available(self, digest: str) -> bool:
@@ -181,18 +179,13 @@ class AdapterPool:
             return True  # in memory, or being read
         return self.has(digest) or bool(self._holders.holders(digest))
 
-    def find(self, name: str) -> AdapterInfo | None:
-        """Returns the adapter of that name if its bytes are here."""
-        info = self._catalog.find(name)
-        return info if info is not None and self.has(info.digest) else None
-
     def has(self, digest: str) -> bool:
         """Whether all bytes of an adapter are here, in memory or on disk."""
         return self.store.holds(digest) or self._catalog.manager.image(digest) is not None
 
     # --- bytes ---
 
-    def fetch(self, digest: str, into: NDArray[np.uint8], done: Done, came: Came) -> None:
+    def fetch(self, digest: str, into: NDArray[np.uint8], done: Done, came: LayersArrived) -> None:
         """For `AdapterReader`: reads an adapter that no folder here has from the disk cache, or downloads it."""
         self._tasks.start(self._fetch(digest, into, done, came), f"fetch of adapter {digest[:12]}")
 
@@ -217,7 +210,7 @@ class AdapterPool:
         info = self._catalog.find(name)
         return info is not None and self.store.holds(info.digest)
 
-    async def _fetch(self, digest: str, into: NDArray[np.uint8], done: Done, came: Came) -> None:
+    async def _fetch(self, digest: str, into: NDArray[np.uint8], done: Done, came: LayersArrived) -> None:
         result: HostAdapter | CaraServeError | None = None
         is_new = False
         try:
@@ -234,7 +227,7 @@ class AdapterPool:
         if is_new:
             await self.store.keep(digest)
 
-    async def _download(self, digest: str, into: NDArray[np.uint8], came: Came) -> HostAdapter:
+    async def _download(self, digest: str, into: NDArray[np.uint8], came: LayersArrived) -> HostAdapter:
         """Downloads an adapter for requests. Raises Unreachable, also when no request waits for it any more."""
         try:
             async with asyncio.timeout(None) as scope:

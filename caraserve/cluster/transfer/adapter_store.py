@@ -19,19 +19,18 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.cluster.membership.node import Node, QueryBody
-from caraserve.cluster.routing.cost import Tier
-from caraserve.cluster.state.publisher import Publisher
+from caraserve.cluster.membership.member import Member, QueryBody
+from caraserve.cluster.routing.publisher import Publisher
+from caraserve.cluster.state.replicated_map import Tier
 from caraserve.cluster.transfer.delete_lease import DeleteLeases
 from caraserve.cluster.transfer.disk_cache import DiskCache, file_size
 from caraserve.cluster.transfer.upload import UploadsBusy, UploadServer
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.errors import AdapterRejected, CaraServeError
-from caraserve.lora.adapter import RemoteSource, Source
+from caraserve.lora.adapter import Done, RemoteSource, Source
 from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.folder_contents import stamp
-from caraserve.lora.host_loader import Done
 from caraserve.lora.manager import AdapterManager
 from caraserve.lora.registry import AdapterInfo
 from caraserve.util.tasks import Tasks, in_turns
@@ -40,10 +39,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-KEEP_QUESTION = "hold"  # kind of a query: (KEEP_QUESTION, digest, seconds for which to keep it)
+KEEP_QUERY = "hold"  # kind of a query in the protocol: (KEEP_QUERY, digest, seconds for which to keep its bytes)
 _PROMISE_S = 30.0
 _ANSWER_S = 1.0
-_NO, _YES, _CHECKING = range(3)  # answers to it; `_CHECKING`: query again after _RECHECK_S
+_NO, _YES, _CHECKING = range(3)  # answers to it; `_CHECKING`: to be asked again after _RECHECK_S
 _RECHECK_S = 0.25
 _FOLDER_VALID_S = 1.0  # for which a check of files in a folder holds: users may change them
 
@@ -53,7 +52,8 @@ class AdapterStore:
 
     def __init__(
         self,
-        node: Node,
+        member: Member,
+        publisher: Publisher,
         manager: AdapterManager,
         reader: AdapterReader,
         stored: DiskCache,
@@ -61,13 +61,11 @@ class AdapterStore:
         now: Callable[[], float],
     ) -> None:
         """`most_bytes`: size of the disk cache."""
-        self.uploads = UploadServer(manager, self._read_own, self._on_upload_failure, lambda: node.keys)
+        self.uploads = UploadServer(manager, self._read_own, self._on_upload_failure, lambda: member.keys)
         self.cache_full = self.announce_failures = self.deleted = 0
-        self._node, self._manager, self._reader = node, manager, reader
-        self._publisher: Publisher | None = None
+        self._member, self._publisher, self._manager, self._reader = member, publisher, manager, reader
         self._stored, self._most_bytes, self._now = stored, most_bytes, now
         self._leases = DeleteLeases()
-        self._held: set[str] = set()
         self._planned: Container[str] = ()  # names that the plan places here
         self._stamps: dict[str, str] = {}  # of files in folders, when they had those bytes
         self._checked_s: dict[str, float] = {}  # when those files were last seen unchanged
@@ -81,26 +79,24 @@ class AdapterStore:
         self._tasks = Tasks()
         self._writes: dict[str, asyncio.Task[None]] = {}
 
-    def begin(self, publisher: Publisher) -> None:
-        """Starts, once the node has: advertises the adapters in the disk cache, and keeps them for 30 s, as an earlier
-        run may have promised."""
-        self._publisher = publisher
-        kept = dict.fromkeys(self._stored.digests(), _PROMISE_S)
-        self._leases.restore(set(kept), kept, self._now())
-        self._held |= kept.keys()
-        self._tasks.start(self._advertise_all(kept), "cluster holdings")
+    def begin(self) -> None:
+        """Starts, once the member has: advertises the adapters in the disk cache, and keeps them for 30 s, as an
+        earlier run may have promised."""
+        digests = self._stored.digests()
+        self._leases.restore(digests, _PROMISE_S, self._now())
+        self._tasks.start(self._advertise_all(digests), "cluster holdings")
 
     async def _advertise_all(self, digests: Iterable[str]) -> None:
         async for digest in in_turns(digests):
-            if digest in self._held:
+            if self._leases.has(digest):
                 self._advertise(digest, Tier.DISK)
 
     def _advertise(self, digest: str, tier: Tier) -> None:
         try:
-            self._publisher_now.advertise(digest, tier)
+            self._publisher.advertise(digest, tier)
         except CaraServeError as error:  # too many are advertised already
             self.announce_failures += 1
-            self._publisher_now.withdraw(digest)
+            self._publisher.withdraw(digest)
             log.warning("adapter %s is here and cannot be advertised: %s", digest[:12], error.message)
 
     async def close(self) -> None:
@@ -114,7 +110,7 @@ class AdapterStore:
     @property
     def num_held(self) -> int:
         """Number of adapters held."""
-        return len(self._held)
+        return len(self._leases.digests())
 
     @property
     def stored_bytes(self) -> int:
@@ -154,7 +150,7 @@ class AdapterStore:
         """Records an adapter that was loaded from a folder, as verified and named."""
         self.named(info.digest)
         self._stamps[info.digest] = info.stamp
-        self._verified(info.digest)
+        self._leases.verified(info.digest)
 
     def renamed(self) -> None:
         """Records that a name stands for another digest now, or for none, so that `sweep` has work."""
@@ -166,19 +162,18 @@ class AdapterStore:
         if self._swept:
             return
         self._swept = True
-        async for digest in in_turns(list(self._held)):
+        async for digest in in_turns(self._leases.digests()):
             version = self._manager.find(digest)
             if version is not None and not version.names:
                 self._swept = False  # its last requests are running
             elif version is None and digest in self._named:  # else its name may still arrive
                 self._nameless.add(digest)
         if self._nameless:
-            async for adapter in self._node.adapters_in_turns():
+            async for adapter in self._member.adapters_in_turns():
                 self._nameless.discard(adapter.digest)
         while self._nameless:
             digest = self._nameless.pop()
             if self._manager.find(digest) is None:
-                self._leases.lost(digest)
                 self._delete(digest)
 
     # --- reading ---
@@ -217,8 +212,8 @@ class AdapterStore:
         if version is None or version.source is not folder or not version.names:
             return
         self._stamps[digest] = before
-        if digest not in self._held:
-            self._verified(digest)
+        if not self._leases.has(digest):
+            self._leases.verified(digest)
             self._advertise(digest, Tier.HOST)
 
     # --- writing ---
@@ -249,7 +244,7 @@ class AdapterStore:
             log.warning("adapter %s cannot be written to disk: %s", digest[:12], error.strerror)
             return
         self._read.add(digest)
-        self._verified(digest)
+        self._leases.verified(digest)
         self._advertise(digest, Tier.HOST if image is None else Tier.DISK)
         self._swept = False
 
@@ -285,7 +280,7 @@ class AdapterStore:
         """Deletes a downloaded adapter if another holder promises to keep it. Returns whether it was deleted."""
         if digest not in self._stored or digest in self._writes:
             return False
-        holders = [name for name in self._node.holders(digest) if name != self._node.name]
+        holders = [name for name in self._member.holders(digest) if name != self._member.name]
         random.shuffle(holders)
         for holder in holders[:3]:
             for pause_s in (0.0, _RECHECK_S):
@@ -293,7 +288,7 @@ class AdapterStore:
                 number = self._leases.start_delete(digest, _PROMISE_S, self._now())
                 if number is None:
                     return False
-                answer = await self._node.query(holder, (KEEP_QUESTION, digest, _PROMISE_S), _ANSWER_S)
+                answer = await self._member.query(holder, (KEEP_QUERY, digest, _PROMISE_S), _ANSWER_S)
                 if self._leases.finish_delete(digest, number, answer == (_YES,), self._now()):
                     self._delete(digest)
                     return True
@@ -322,10 +317,6 @@ class AdapterStore:
             self._checking.add(digest)
             self._start_check(digest).add_done_callback(lambda _: self._checking.discard(digest))
         return present
-
-    def _verified(self, digest: str) -> None:
-        self._held.add(digest)
-        self._leases.verified(digest)
 
     def _on_upload_failure(self, digest: str, is_changed: bool) -> None:
         """Handles an upload that could not read an adapter. A passing error only starts a check."""
@@ -369,25 +360,19 @@ class AdapterStore:
         """Removes an adapter whose bytes turned out to be gone or wrong."""
         if self._leases.has(digest):
             log.warning("adapter %s can no longer be read here", digest[:12])
-        self._leases.lost(digest)
         self._delete(digest)
 
     def _delete(self, digest: str) -> None:
         """Withdraws an adapter, and deletes it from the disk cache."""
-        self._held.discard(digest)
+        self._leases.lost(digest)
         self._stamps.pop(digest, None)
         self._checked_s.pop(digest, None)
         self._read.discard(digest)
-        self._publisher_now.withdraw(digest)
+        self._publisher.withdraw(digest)
         if digest in self._stored:
             self.deleted += 1
             self._stored.forget(digest)
             self._disk.submit(self._stored.delete, digest)
-
-    @property
-    def _publisher_now(self) -> Publisher:
-        assert self._publisher is not None, "the store has not begun"
-        return self._publisher
 
     async def _on_thread(self, executor: Any, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(executor, function, *arguments)

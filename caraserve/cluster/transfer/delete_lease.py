@@ -10,6 +10,7 @@ both keep. The requesting instance counts the time from its request, the holder 
 former ends first on clocks of equal speed. No I/O, no clock.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 _USED_SHARE = 0.8  # of a promise's time: clocks run at slightly different speeds
@@ -29,6 +30,10 @@ class DeleteLeases:
         self._promised: dict[str, float] = {}  # digest → until when
         self._asked: dict[str, _DeleteRequest] = {}
         self._number = 0
+
+    def digests(self) -> list[str]:
+        """Returns all verified digests."""
+        return list(self._verified)
 
     def has(self, digest: str) -> bool:
         """Whether all bytes of an adapter are here and were verified."""
@@ -71,7 +76,8 @@ class DeleteLeases:
         self._promised.pop(digest, None)
         return True
 
-    def restore(self, digests: set[str], promises: dict[str, float], now: float) -> None:
-        """Restores after a start: the digests on disk, and the seconds for which each is promised."""
-        self._verified |= digests
-        self._promised |= {digest: now + left for digest, left in promises.items() if digest in digests}
+    def restore(self, digests: Iterable[str], ttl_s: float, now: float) -> None:
+        """Restores the digests on disk after a start, each promised for `ttl_s`."""
+        for digest in digests:
+            self._verified.add(digest)
+            self._promised[digest] = now + ttl_s

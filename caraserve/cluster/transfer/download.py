@@ -17,18 +17,20 @@ from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.cluster.membership.node import Node
-from caraserve.cluster.routing.cost import Tier
-from caraserve.cluster.transfer.peer_client import PeerClient, TransferFailure
+from caraserve.cluster.membership.member import Member
+from caraserve.cluster.membership.peer_client import PeerClient, TransferFailure
+from caraserve.cluster.state.replicated_map import Tier
+from caraserve.cluster.transfer.upload import PATH
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.errors import AdapterRejected, Unreachable
-from caraserve.lora.host_loader import Came
-from caraserve.lora.manifest import chunk_ends, read_manifest
+from caraserve.lora.adapter import LayersArrived
+from caraserve.lora.manifest import MAX_MANIFEST_BYTES, chunk_ends, read_manifest
 from caraserve.model.spec import ModelSpec
 
 _SOURCES = 3  # holders that send one adapter at a time
@@ -48,17 +50,17 @@ _MAX_BANS = 1000
 class HolderWatch:
     """The other instances that hold adapters, and waits for changes of them."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(self, member: Member) -> None:
+        self._member = member
         self._change = asyncio.Event()
 
     def holders(self, digest: str) -> Mapping[str, Tier]:
         """Returns the other live instances that advertise an adapter, with the tier where each has it."""
-        return {name: tier for name, tier in self._node.holders(digest).items() if name != self._node.name}
+        return {name: tier for name, tier in self._member.holders(digest).items() if name != self._member.name}
 
     def address(self, name: str) -> str | None:
         """Returns an instance's address."""
-        record = self._node.record(name)
+        record = self._member.record(name)
         return record.address if record is not None else None
 
     def notify(self) -> None:
@@ -88,7 +90,7 @@ class DownloadCounts:
 class _Download:
     digest: str
     into: NDArray[np.uint8]
-    came: Came
+    came: LayersArrived
     gives_up_s: float  # without progress and without a holder
     ends_s: float  # without progress
     spec: AdapterSpec | None = None
@@ -150,7 +152,9 @@ class Downloader:
         # (digest, peer) → corrupt chunks, time of the last
         self._corrupt: dict[tuple[str, str], tuple[int, float]] = {}
 
-    async def fetch(self, digest: str, into: NDArray[np.uint8], came: Came = lambda image, layers: None) -> HostAdapter:
+    async def fetch(
+        self, digest: str, into: NDArray[np.uint8], came: LayersArrived = lambda image, layers: None
+    ) -> HostAdapter:
         """Fills `into` with an adapter's image. Calls `came(image, layers)` whenever more leading layers are complete.
         Raises Unreachable when no holder sends it, and AdapterRejected when it does not fit this base model."""
         began_s = self._now()
@@ -207,7 +211,7 @@ class Downloader:
         if address is not None:
             with contextlib.suppress(TimeoutError):
                 async with self._limit(fetch, name):
-                    body = await self._client.manifest(address, fetch.digest)
+                    body = await self._client.page(address, f"{PATH}/{fetch.digest}/manifest", MAX_MANIFEST_BYTES)
         if isinstance(body, TransferFailure):
             self._record_failure(fetch, name, body)
             return
@@ -269,13 +273,15 @@ class Downloader:
         """Downloads one run. Counts as a failure only if no chunk arrived."""
         assert fetch.spec is not None
         start, ends = fetch.ends[run[0] - 1] if run[0] else 0, fetch.ends[run[0] : run[-1] + 1]
+        path = f"{PATH}/{fetch.digest}?from={start}&to={ends[-1]}"
+        sizes = [end - begin for begin, end in pairwise((start, *ends))]
         hashes, into = fetch.spec.chunks[run[0] : run[-1] + 1], fetch.into[start : ends[-1]].data
         chunks = iter(run)
         failure: TransferFailure | None = TransferFailure.FAILED
         with contextlib.suppress(TimeoutError):
             async with self._limit(fetch, name):
                 failure = await self._client.chunks(
-                    address, fetch.digest, start, ends, hashes, into, lambda: fetch.accept(next(chunks))
+                    address, path, sizes, hashes, into, lambda: fetch.accept(next(chunks))
                 )
         if failure is TransferFailure.FAILED and fetch.verified.intersection(run):
             return TransferFailure.BUSY

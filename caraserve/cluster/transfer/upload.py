@@ -8,8 +8,6 @@ from the host cache.
 """
 
 import asyncio
-import contextlib
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,12 +17,12 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
-from caraserve.cluster.membership.auth import SIGNATURE_HEADER, Keyring, is_signed_request
+from caraserve.cluster.membership.auth import Keyring
+from caraserve.cluster.membership.peer_client import check_peer
 from caraserve.core.adapter_rules import DIGEST
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.errors import CaraServeError
-from caraserve.lora.adapter import Source
-from caraserve.lora.host_loader import Done
+from caraserve.lora.adapter import Done, Source
 from caraserve.lora.manager import AdapterManager
 from caraserve.lora.manifest import manifest_of
 
@@ -46,9 +44,8 @@ class UploadsBusy(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    image: HostAdapter | CaraServeError | None = None
+    image: "asyncio.Future[HostAdapter]"
     users: int = 0
-    finished: asyncio.Event | None = None
 
 
 class UploadServer:
@@ -100,9 +97,7 @@ class UploadServer:
 
     @asynccontextmanager
     async def _requested_image(self, request: web.Request) -> AsyncIterator[HostAdapter]:
-        signed = request.headers.get(SIGNATURE_HEADER, "")
-        if not is_signed_request(self._keys(), signed, request.method, request.path_qs, time.time()):
-            raise web.HTTPForbidden(text="This address is for other instances.")
+        check_peer(request, self._keys())
         digest = request.match_info["digest"]
         if self._uploads >= _MAX_UPLOADS:
             self.refusals += 1
@@ -145,39 +140,33 @@ class UploadServer:
         entry = self._reads.get(digest) or self._start_read(digest, source, num_bytes)
         entry.users += 1
         try:
-            while entry.image is None:
-                assert entry.finished is not None
-                await entry.finished.wait()
-            if isinstance(entry.image, CaraServeError):
-                raise entry.image
-            yield entry.image
+            yield await asyncio.shield(entry.image)
         finally:
             entry.users -= 1
-            if isinstance(entry.image, CaraServeError):
-                self._evict(digest, entry)
-            else:
-                asyncio.get_running_loop().call_later(_KEPT_S, self._evict, digest, entry)
+            has_failed = entry.image.done() and entry.image.exception() is not None
+            asyncio.get_running_loop().call_later(0.0 if has_failed else _KEPT_S, self._evict, digest, entry)
 
     def _start_read(self, digest: str, source: Source, num_bytes: int) -> _Read:
         for other, old in [*self._reads.items()][: max(0, len(self._reads) - _MAX_READ + 1)]:
             self._evict(other, old)
         if len(self._reads) >= _MAX_READ:
             raise UploadsBusy
-        entry = self._reads[digest] = _Read(finished=asyncio.Event())
+        entry = self._reads[digest] = _Read(asyncio.get_running_loop().create_future())
 
         def done(result: HostAdapter | CaraServeError) -> None:
-            wrong = isinstance(result, HostAdapter) and result.spec.digest != digest
-            entry.image = CaraServeError("Its files have changed.") if wrong else result
-            if isinstance(entry.image, CaraServeError):
-                self._on_read_failure(digest, wrong)
-            assert entry.finished is not None
-            entry.finished.set()
-            self._evict(digest, entry)  # its users may have gone meanwhile
+            if isinstance(result, HostAdapter) and result.spec.digest == digest:
+                entry.image.set_result(result)
+            else:
+                is_changed = isinstance(result, HostAdapter)
+                error = CaraServeError("Its files have changed.") if isinstance(result, HostAdapter) else result
+                entry.image.set_exception(error)
+                entry.image.exception()  # retrieved, so that asyncio does not log it: its users may have gone
+                self._on_read_failure(digest, is_changed)
+            self._evict(digest, entry)
 
         self._read(source, aligned_bytes(num_bytes), done)
         return entry
 
     def _evict(self, digest: str, entry: _Read) -> None:
-        if entry.users == 0 and entry.image is not None and self._reads.get(digest) is entry:
-            with contextlib.suppress(KeyError):
-                del self._reads[digest]
+        if entry.users == 0 and entry.image.done() and self._reads.get(digest) is entry:
+            del self._reads[digest]

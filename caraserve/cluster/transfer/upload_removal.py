@@ -11,12 +11,12 @@ deletion of the name removes them.
 
 import asyncio
 
-from caraserve.cluster.membership.node import Node, QueryBody
+from caraserve.cluster.membership.member import Member, QueryBody
 from caraserve.core.adapter_rules import ADAPTER_NAME
 from caraserve.lora.uploads import AdapterUploads
 from caraserve.util.tasks import Tasks
 
-REMOVE_QUESTION = "remove-upload"  # kind of a query: (REMOVE_QUESTION, name, digest that it stood for)
+REMOVE_QUERY = "remove-upload"  # kind of a query: (REMOVE_QUERY, name, digest that it stood for)
 _KEPT = "kept"
 _ANSWER_S = 1.0
 
@@ -24,8 +24,8 @@ _ANSWER_S = 1.0
 class UploadRemoval:
     """The removals that this instance asks for, and those that others ask of it."""
 
-    def __init__(self, node: Node, uploads: AdapterUploads) -> None:
-        self._node, self._uploads = node, uploads
+    def __init__(self, member: Member, uploads: AdapterUploads) -> None:
+        self._member, self._uploads = member, uploads
         self._tasks = Tasks()
 
     async def close(self) -> None:
@@ -38,11 +38,11 @@ class UploadRemoval:
         return self._tasks.start(self._ask_all(name, digest), f"removal of {name} elsewhere")
 
     async def _ask_all(self, name: str, digest: str) -> bool:
-        body = (REMOVE_QUESTION, name, digest)
-        peers = self._node.protocol.members.live()
-        return (_KEPT,) in await asyncio.gather(*(self._node.query(peer, body, _ANSWER_S) for peer in peers))
+        body = (REMOVE_QUERY, name, digest)
+        peers = [record.name for record in self._member.live()[1:]]
+        return (_KEPT,) in await asyncio.gather(*(self._member.query(peer, body, _ANSWER_S) for peer in peers))
 
-    def answer(self, body: QueryBody) -> QueryBody:
+    def answer(self, peer: str, body: QueryBody) -> QueryBody:
         """Answers another instance, and begins the removal."""
         match body:
             case (_, str(name), str(digest)) if ADAPTER_NAME.fullmatch(name):  # no other folder of this machine

@@ -9,7 +9,7 @@ import numpy as np
 from caraserve.core.lora_layout import PANEL
 from caraserve.cpu.jit import compiled_separately
 from caraserve.cpu.kernels import ADD, gemm_f32
-from caraserve.cpu.linear import PIECE_INPUTS
+from caraserve.cpu.linear.base import PIECE_INPUTS
 from caraserve.cpu.structs import site_at
 from caraserve.cpu.tiles import call_by_address, stack_bytes
 

@@ -5,7 +5,7 @@ from typing import Any
 from llvmlite import ir
 
 from caraserve.cpu.jit import compiled_separately
-from caraserve.cpu.linear import WeightKernels
+from caraserve.cpu.linear.base import WeightKernels
 from caraserve.cpu.linear.codes import code_expansion, pack_codes
 from caraserve.cpu.linear.expanding import product
 from caraserve.cpu.simd import LANES, VI16, emit_load_bytes, emit_widen_half, vector_load

@@ -3,7 +3,7 @@
 from typing import Any
 
 from caraserve.cpu.jit import compiled_separately
-from caraserve.cpu.linear import WeightKernels
+from caraserve.cpu.linear.base import WeightKernels
 from caraserve.cpu.linear.codes import code_expansion, pack_codes
 from caraserve.cpu.linear.expanding import product
 from caraserve.cpu.simd import VF, VI, emit_load_bytes, vector_load

@@ -5,7 +5,7 @@ import numpy as np
 from caraserve.core.lora_layout import PANEL
 from caraserve.cpu.jit import compiled_separately
 from caraserve.cpu.kernels import ADD, gemm_bf16, gemm_f16, gemm_f32, itemsize
-from caraserve.cpu.linear import WeightKernels
+from caraserve.cpu.linear.base import WeightKernels
 from caraserve.cpu.simd import DTYPE_BF16, DTYPE_F16, DTYPE_F32, LANES, vload, vstore, weight_ops
 from caraserve.cpu.structs import site_at
 from caraserve.cpu.weight_memory import WeightMemory, convert

@@ -21,33 +21,29 @@ from numpy.typing import NDArray
 from caraserve.core.batch import Batch, RowResult, ScheduledRow, StepResult
 from caraserve.core.lora_layout import GROUPS, QKV
 from caraserve.core.outputs import Output, append_tokens, collect, outputs_of
-from caraserve.cpu.lora_workers.pool import WorkerPool
+from caraserve.cpu.lora_workers.pool import WorkerPool, WorkerState
 from caraserve.cpu.lora_workers.timing import RoundTrip
 from caraserve.errors import GrammarFailed
 from caraserve.gpu.assist.chunk_graphs import ChunkGraphs
-from caraserve.gpu.assist.handshake import (
-    SyncSlot,
-    SyncSlotPool,
-    WatchdogThread,
-    WorkerStatus,
-    idle_workers,
-    worker_statuses,
-)
+from caraserve.gpu.assist.handshake import SyncSlotPool, Watchdog, idle_workers
+from caraserve.gpu.assist.lane import AssistedChunk, AssistLane, chunk_ends
 from caraserve.gpu.assist.order_writer import ChunkOrders, WorkOrderWriter
 from caraserve.gpu.assist.predictions import AssistPredictions
 from caraserve.gpu.driver.api import DriverError, Stream, successor
 from caraserve.gpu.driver.streams import Lane, at, latest
-from caraserve.gpu.forward.batch import PassShape, Results
 from caraserve.gpu.forward.decoder import issue_pass
 from caraserve.gpu.forward.graphs import QKV_ALONE
-from caraserve.gpu.forward.iteration import Done, LaneResources, copy_results, values_of
-from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS, AssistedChunk, AssistLane, capture, chunk_ends
+from caraserve.gpu.forward.iteration import Done, LaneResources, return_results, values_of
+from caraserve.gpu.forward.lanes import capture
 from caraserve.gpu.forward.lora_pass import HandOffMemory
 from caraserve.gpu.memory.adapters import BoundAdapter, DeviceImages, RegisteredMemory
 from caraserve.gpu.memory.copier import DeviceContext
-from caraserve.gpu.memory.host_memory import HostRegion, RegionWords, x_stride
+from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS, HostRegion, x_stride
 from caraserve.gpu.memory.link_queue import LoraSource, choose_source
+from caraserve.gpu.memory.pass_shape import PassShape
 from caraserve.gpu.memory.request_state import RequestSlots
+from caraserve.gpu.memory.results import Results
+from caraserve.gpu.memory.sync_slots import RegionWords, SyncSlot
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import ModelSpec
 
@@ -64,16 +60,8 @@ class AssistResources:
     region: HostRegion
     memory: RegisteredMemory
     workers: WorkerPool
-    watchdog: WatchdogThread
+    watchdog: Watchdog
     dtype: Dtype
-
-
-@dataclass(slots=True)
-class AssistCounts:
-    """Counts since the start."""
-
-    slices: int = 0  # slices in all work orders
-    void_chunks: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +93,6 @@ class _Chunk:
     row: ScheduledRow
     outputs: Output
     sync_slot: SyncSlot
-    number: int
     failures: Mapping[int, GrammarFailed]
 
 
@@ -128,7 +115,7 @@ class AssistedPrefills:
         self._compute_ring, self._ring = context.ring, context.assist_ring
         self._copier, self._queue = context.copier, context.queue
         self._images, self._slots, self._spec, self._wake = images, slots, spec, wake
-        self._batch, self._host, self._results, self._waiter = parts.batch, parts.host, parts.results, parts.waiter
+        self._resources, self._batch, self._host = parts, parts.batch, parts.host
         self._decoder, self._masks = parts.decoder, parts.masks
         self._region, self._memory = assist_resources.region, assist_resources.memory
         self._workers, self._watchdog = assist_resources.workers, assist_resources.watchdog
@@ -152,7 +139,7 @@ class AssistedPrefills:
         self._answers: dict[int, int] = {}  # bytes that workers were asked for, by sync slot
         self._returned: SimpleQueue[Callable[[], None]] = SimpleQueue()  # callbacks of chunks that finished
         self.predictions = AssistPredictions()
-        self.counts = AssistCounts()
+        self.slices = self.void_chunks = 0  # slices in all work orders, and chunks that were aborted, since the start
 
     def launch(self, batch: Batch, done: Done) -> None:
         """Queues a batch of one row, whose request slot and blocks have just been written on the compute lane."""
@@ -208,15 +195,15 @@ class AssistedPrefills:
     def _begin_next(self) -> None:
         if not self._waiting:
             return
-        statuses = worker_statuses(self._workers)
-        self._sync_slots.reclaim(statuses)
+        states = self._workers.states()
+        self._sync_slots.reclaim(states)
         if (sync_slot := self._sync_slots.acquire()) is None:
             return
         prompt = self._waiting.popleft()
         if not self._in_flight:
             self._watch_workers(True)
         self._images.pool.pin(prompt.batch.rows[0].adapter_slot)
-        self._issuing = _Issuing(prompt, sync_slot, self._issue_chunk(prompt, sync_slot, statuses))
+        self._issuing = _Issuing(prompt, sync_slot, self._issue_chunk(prompt, sync_slot, idle_workers(states)))
 
     def _issue_layer(self, issuing: _Issuing) -> None:
         """Issues one layer. An error fails this chunk's prompt, and not the batch that is being launched now."""
@@ -236,10 +223,10 @@ class AssistedPrefills:
         with contextlib.suppress(DriverError):  # of a device that has failed for good
             self._timelines.settle(Lane.ASSIST)
         self._watchdog.unwatch(issuing.sync_slot)
-        self._release(issuing.prompt.batch.rows[0].adapter_slot, issuing.sync_slot, worker_statuses(self._workers))
+        self._release(issuing.prompt.batch.rows[0].adapter_slot, issuing.sync_slot, self._workers.states())
         issuing.prompt.done(failure)
 
-    def _release(self, slot: int, sync_slot: SyncSlot, late: Sequence[WorkerStatus] = ()) -> None:
+    def _release(self, slot: int, sync_slot: SyncSlot, late: Sequence[WorkerState] = ()) -> None:
         """Releases what a chunk held. `late`: all workers, if one of them may still write to its sync slot."""
         self._images.pool.unpin(slot)
         self._queue.answered(self._answers.pop(sync_slot.offset, 0))
@@ -249,7 +236,7 @@ class AssistedPrefills:
 
     # --- one chunk ---
 
-    def _issue_chunk(self, prompt: _Prompt, sync_slot: SyncSlot, statuses: Sequence[WorkerStatus]) -> Iterator[None]:
+    def _issue_chunk(self, prompt: _Prompt, sync_slot: SyncSlot, idle: Sequence[int]) -> Iterator[None]:
         (whole,) = prompt.batch.rows
         end = prompt.ends.popleft()
         is_last = not prompt.ends
@@ -264,16 +251,16 @@ class AssistedPrefills:
         chunk = AssistedChunk(
             slot=slot,
             sync_slot=sync_slot,
-            sources=self._sources(bound, slot, row.count, statuses),
+            sources=self._sources(bound, slot, row.count, len(idle)),
             groups=bound.groups,
             ready=self._images.ready_words(slot),
             ready_generation=bound.generation,
         )
-        orders = self._writer.write(chunk, bound.adapter, row.count, statuses, self.predictions.tokens_per_worker)
-        self.counts.slices += orders.slices
+        orders = self._writer.write(chunk, bound.adapter, row.count, idle, self.predictions.tokens_per_worker)
+        self.slices += orders.slices
         self._answers[sync_slot.offset] = orders.answer_bytes
         self._queue.await_answers(orders.answer_bytes)
-        expected_s = self._hand_offs_s(row.count, bound, statuses)
+        expected_s = self._hand_offs_s(row.count, bound, len(idle))
         self._watchdog.watch(sync_slot, {index: expected_s for _, _, index, _ in chunk.hand_offs()})
 
         def metadata(stream: Stream) -> None:
@@ -289,47 +276,36 @@ class AssistedPrefills:
         number = yield from self._lane.issue(metadata, steps, captured, slot, after)
         self._images.used([slot], Lane.ASSIST, number)
         prompt.at = end
-        launched = _Chunk(prompt, row, outputs, sync_slot, number, {} if masked is None else masked.failures)
+        launched = _Chunk(prompt, row, outputs, sync_slot, {} if masked is None else masked.failures)
         self._in_flight.append(launched)
         self._return_results(launched)
 
     def _return_results(self, chunk: _Chunk) -> None:
-        stream = self._timelines.streams[Lane.ASSIST]
         prompt_tokens = self._slots.prompt_tokens.copy()
-        results, address = self._results.acquire()
-        errors = results.block[-4:].view(np.int32)
-        where = address + results.block.nbytes - 4
 
-        def finished(failure: DriverError | None) -> None:
-            outcome: RowResult | Exception
-            try:
-                outcome = self._row_result(chunk, results, prompt_tokens) if failure is None else failure
-            except Exception as error:  # the engine waits for an outcome, so it gets this one
-                outcome = error
-            is_void = bool(errors[0])
-            self._results.release(results, address)
-            self._returned.put(lambda: self._on_chunk_finished(chunk, outcome, is_void=is_void))
+        def read(results: Results) -> RowResult:
+            if results.block[-4:].view(np.int32)[0]:  # the chunk's error word
+                return RowResult(None, needs_retry=True)
+            found = values_of(self._decoder, chunk.outputs, results)
+            batch = Batch((), (), (chunk.row,))
+            (made,) = collect(batch, chunk.outputs, found, prompt_tokens, failures=chunk.failures)
+            return made
+
+        def ended(outcome: RowResult | Exception) -> None:
+            self._returned.put(lambda: self._on_chunk_finished(chunk, outcome))
             self._wake()
 
-        try:
-            copy_results(self._decoder, chunk.outputs, results, address, stream)
-            self._driver.copy_to_host(where, self._hand_offs.errors, 4, stream)
-            self._waiter.when_done(stream, finished)
-        except Exception:
-            self._results.release(results, address)
-            raise
+        def copy_error(end: int) -> None:
+            self._driver.copy_to_host(end - 4, self._hand_offs.errors, 4, stream)
 
-    def _row_result(self, chunk: _Chunk, results: Results, prompt_tokens: NDArray[np.int64]) -> RowResult:
-        found = values_of(self._decoder, chunk.outputs, results)
-        batch = Batch((), (), (chunk.row,))
-        (made,) = collect(batch, chunk.outputs, found, prompt_tokens, failures=chunk.failures)
-        return made
+        stream = self._timelines.streams[Lane.ASSIST]
+        return_results(self._resources, stream, chunk.outputs, read, ended, copy_error)
 
-    def _on_chunk_finished(self, chunk: _Chunk, outcome: RowResult | Exception, *, is_void: bool) -> None:
+    def _on_chunk_finished(self, chunk: _Chunk, outcome: RowResult | Exception) -> None:
         self._in_flight.remove(chunk)
         was_aborted = self._watchdog.unwatch(chunk.sync_slot)
         prompt, sync_slot = chunk.prompt, chunk.sync_slot
-        has_failed = was_aborted or is_void or isinstance(outcome, Exception)
+        has_failed = was_aborted or isinstance(outcome, Exception) or outcome.needs_retry
         asked = [
             (index, flags)
             for index, flags in enumerate(sync_slot.flags)
@@ -338,12 +314,12 @@ class AssistedPrefills:
         done = [(index, flags) for index, flags in asked if self._words.load(flags.y_flag) == sync_slot.generation]
         prompt.cpu_layers |= {index // len(GROUPS) for index, _ in done}
         prompt.cpu_lora_ms += sum(self._words.load(flags.spent_ns) for _, flags in done) / 1e6
-        late = worker_statuses(self._workers) if has_failed or len(done) < len(asked) else ()
+        late = self._workers.states() if has_failed or len(done) < len(asked) else ()
         self._release(chunk.row.adapter_slot, sync_slot, late)
         if isinstance(outcome, Exception):
             prompt.done(outcome)
-        elif was_aborted or is_void:
-            self.counts.void_chunks += 1
+        elif has_failed:
+            self.void_chunks += 1
             self._finish(prompt, RowResult(None, needs_retry=True))
         elif prompt.ends:
             self._waiting.append(prompt)
@@ -383,9 +359,10 @@ class AssistedPrefills:
         """Times hand-offs of q, k and v of all layers to one worker, one after another in a graph, with the kernels,
         words and memory of serving, and returns their mean. The adapter in `slot` must be loaded; the device treats its
         layers as missing. Returns None if a prompt is open, no worker is idle, or one fails. Raises DriverError."""
-        statuses = [status for status in worker_statuses(self._workers) if status.incarnation and status.is_idle][:1]
-        self._sync_slots.reclaim(worker_statuses(self._workers))
-        if self.is_open or not statuses or (sync_slot := self._sync_slots.acquire()) is None:
+        states = self._workers.states()
+        self._sync_slots.reclaim(states)
+        idle = idle_workers(states)[:1]
+        if self.is_open or not idle or (sync_slot := self._sync_slots.acquire()) is None:
             return None
         self._watch_workers(True)
         try:
@@ -394,13 +371,13 @@ class AssistedPrefills:
             workers, groups = [LoraSource.WORKERS] * layers, [QKV_ALONE] * layers
             ready = self._images.ready_words(slot)
             chunk = AssistedChunk(slot, sync_slot, workers, groups, ready, missing, wait_s=_GIVE_UP_S)
-            orders = self._writer.write(chunk, bound.adapter, tokens, statuses, lambda rank: tokens)
+            orders = self._writer.write(chunk, bound.adapter, tokens, idle, lambda rank: tokens)
             self._watchdog.watch(sync_slot, {index: _PATIENCE_S for _, _, index, _ in chunk.hand_offs()})
             spent_s = self._run_hand_offs(orders, tokens)
             return None if spent_s is None else self._mean_round_trip(chunk, spent_s)
         finally:
             self._watchdog.unwatch(sync_slot)
-            self._sync_slots.release(sync_slot, worker_statuses(self._workers))
+            self._sync_slots.release(sync_slot, self._workers.states())
             self._watch_workers(False)
 
     def _run_hand_offs(self, orders: ChunkOrders, tokens: int) -> float | None:
@@ -448,10 +425,10 @@ class AssistedPrefills:
 
     # --- what a chunk is made of ---
 
-    def _hand_offs_s(self, tokens: int, bound: BoundAdapter, statuses: Sequence[WorkerStatus]) -> float:
-        """Predicts the time of a layer's hand-offs to the workers that are idle now."""
-        has_all, workers = bound.any_groups != QKV_ALONE, len(idle_workers(statuses))
-        return self.predictions.hand_offs_s(self.predictions.work_of(tokens, bound.stored.rank, has_all, workers))
+    def _hand_offs_s(self, tokens: int, bound: BoundAdapter, workers: int) -> float:
+        """Predicts the time of a layer's hand-offs to so many workers."""
+        work = self.predictions.work_of(tokens, bound.stored.rank, bound.any_groups != QKV_ALONE, workers)
+        return self.predictions.hand_offs_s(work)
 
     def _send_orders(self, words: NDArray[np.int64], groups: Collection[int]) -> None:
         """Clears the flags of hand-offs, and sends the work orders of the module groups that a pass has: `words` of
@@ -460,15 +437,12 @@ class AssistedPrefills:
         if groups:
             self._ring.send(self._hand_offs.orders.data_ptr(), words[: max(groups) + 1])
 
-    def _sources(
-        self, bound: BoundAdapter, slot: int, tokens: int, statuses: Sequence[WorkerStatus]
-    ) -> list[LoraSource]:
+    def _sources(self, bound: BoundAdapter, slot: int, tokens: int, workers: int) -> list[LoraSource]:
         """Predicts for each layer where its LoRA will come from when the device gets there."""
         now_s, layer_s = time.monotonic(), self.predictions.layer_s(tokens)
         expected = self._queue.arrivals(slot, now_s)
         issued_s = self._queue.arrival_of_issued(now_s)
-        can_help = bool(idle_workers(statuses))
-        stall_s = self._hand_offs_s(tokens, bound, statuses) if can_help else None
+        stall_s = self._hand_offs_s(tokens, bound, workers) if workers else None
         found = []
         for layer in range(self._spec.layers):
             group = self._copier.group_of(slot, layer)

@@ -9,13 +9,14 @@ part of it: few chunks sample, and the head is a large product.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from caraserve.gpu.driver.api import Driver, DriverError, Stream
-from caraserve.gpu.forward.batch import ALL_GROUPS, PassShape
-from caraserve.gpu.forward.decoder import Decoder, DecoderPass, issue_pass
+from caraserve.gpu.driver.api import Driver, Stream
+from caraserve.gpu.forward.decoder import Decoder
 from caraserve.gpu.forward.graphs import NODE_BYTES, QKV_ALONE
-from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS, CapturedPass, capture_pass
+from caraserve.gpu.forward.lanes import CapturedPass, PassCapturer
 from caraserve.gpu.forward.lora_pass import HandOffMemory
 from caraserve.gpu.kernels.lora import most_segments
+from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS
+from caraserve.gpu.memory.pass_shape import ALL_GROUPS, PassShape
 from caraserve.util.units import ceil_div
 
 _SIZES = (32, 64, ASSISTED_CHUNK_TOKENS)  # products of fewer rows take as long: they read the weights meanwhile
@@ -36,14 +37,14 @@ class ChunkGraphs:
     def __init__(
         self, driver: Driver, decoder: Decoder, hand_offs: HandOffMemory, tile_tokens: int, budget_bytes: int
     ) -> None:
-        """`tile_tokens`: most tokens per tile of `attend_prefill`. `budget_bytes`: of device memory, for all graphs."""
-        self._driver, self._decoder, self._hand_offs = driver, decoder, hand_offs
-        self._layers, self._left_bytes = decoder.spec.layers, budget_bytes
+        """`tile_tokens`: the most of a tile of prefill attention. `budget_bytes`: of device memory, for all graphs."""
+        self._decoder, self._hand_offs, self._left_bytes = decoder, hand_offs, budget_bytes
         shapes = [_shape(size, groups, tile_tokens) for size in _SIZES for groups in _NODES_PER_LAYER]
-        fits = expected_bytes(self._layers) <= budget_bytes
+        fits = expected_bytes(decoder.spec.layers) <= budget_bytes
         self._shapes = shapes if fits else []
         self._captured: list[ChunkGraph] = []
-        self.failures: list[DriverError] = []  # why chunks have no graphs that were to have one
+        self._capturer = PassCapturer(driver, decoder.spec.layers)
+        self.failures = self._capturer.failures
 
     @property
     def count(self) -> int:
@@ -59,24 +60,16 @@ class ChunkGraphs:
         """
         for shape in reversed(self._shapes):  # largest first, so that smaller graphs reuse their memory
             steps = self._decoder.make_pass(shape, hand_offs=self._hand_offs)
-            issue_pass(steps, stream, self._layers)
-            wait_until_idle()
-            try:
-                self._capture(shape, steps, stream)
-            except DriverError as error:
-                self.failures.append(error)
-                wait_until_idle()  # raises if the device has failed
+            captured = self._capturer.capture(steps, stream, None, self._keep, wait_until_idle)
+            if captured is not None:
+                self._captured.insert(0, ChunkGraph(shape, captured))
             advance()
 
-    def _capture(self, shape: PassShape, steps: DecoderPass, stream: Stream) -> None:
-        before = self._driver.free_bytes()
-        captured = capture_pass(self._driver, steps, stream, self._layers, gate=None)
-        taken = max(0, before - self._driver.free_bytes())
-        if taken <= self._left_bytes:
-            self._left_bytes -= taken
-            self._captured.insert(0, ChunkGraph(shape, captured))
-        else:
-            self._driver.destroy_graph(captured.graph)
+    def _keep(self, num_bytes: int) -> bool:
+        """Returns whether a graph of so many bytes fits beside those before it."""
+        fits = num_bytes <= self._left_bytes
+        self._left_bytes -= num_bytes if fits else 0
+        return fits
 
     def find(self, shape: PassShape) -> ChunkGraph | None:
         """Returns the smallest graph of a chunk, which computes all but its outputs, or None: it is launched kernel by

@@ -1,8 +1,8 @@
 """The words by which device, CPU workers and a watchdog synchronise an assisted prefill, and how a wait is aborted.
 
 The device runs through all layers of a chunk without the host. So every hand-off of a chunk (a layer's group of modules
-that read the same x) has words of its own, and a chunk has a *sync slot* with the words of all its hand-offs. They are
-in host memory, each writer's on a cache line of its own:
+that read the same x) has words of its own, and a chunk has a *sync slot* with the words of all its hand-offs
+(memory/sync_slots.py):
 
     status   watchdog              the generation of the chunk that was aborted: the device asks no more workers, and
                                    its waits end
@@ -23,92 +23,24 @@ computes the prompt again without CPU workers.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from caraserve.cpu.handoff import COUNTER_SPENT_NS
-from caraserve.cpu.lora_workers.pool import WorkerPool
+from caraserve.cpu.lora_workers.pool import WorkerPool, WorkerState
 from caraserve.gpu.driver.api import has_reached, successor
+from caraserve.gpu.memory.sync_slots import RegionWords, SyncSlot
 
 log = logging.getLogger(__name__)
 
-_LINE = 64
 CHECK_S = 0.001  # between two checks while a chunk is in flight
-_TIMEOUT_FACTOR, _TIMEOUT_MARGIN_S = (
-    5.0,
-    0.002,
-)  # a hand-off may take 5 times its layer's prediction and 2 ms more
+_TIMEOUT_FACTOR, _TIMEOUT_MARGIN_S = 5.0, 0.002  # a hand-off may take 5 times its layer's prediction and 2 ms more
 DEATH_GRACE_S = 0.003  # for the other workers to redo the part of one that died
-
-
-class SharedWords(Protocol):
-    """Words of host memory that the device can read and write, by their offset."""
-
-    def load(self, offset: int) -> int:
-        """Reads a word (acquire): later reads are at least as new."""
-
-    def store(self, offset: int, value: int) -> None:
-        """Writes a word (release): earlier writes are visible first."""
-
-
-def sync_slot_bytes(hand_offs: int) -> int:
-    """Returns the bytes of a sync slot with the words of `hand_offs` hand-offs."""
-    return _LINE * (1 + 2 * hand_offs)
-
-
-@dataclass(frozen=True, slots=True)
-class HandOffFlags:
-    """Offsets of the words of one hand-off."""
-
-    x_flag: int
-    y_flag: int
-
-    @property
-    def left(self) -> int:
-        """Offset of the word that is set when the device goes on without the workers; `handoff.cu` has it, too."""
-        return self.x_flag + 8
-
-    @property
-    def spent_ns(self) -> int:
-        """Offset of the time that workers have spent on it. Its low word is enough: no hand-off takes 4 s."""
-        return self.y_flag + COUNTER_SPENT_NS
-
-
-@dataclass(slots=True, eq=False)
-class SyncSlot:
-    """The words of one chunk, as offsets. `generation` differs from those of all chunks whose words may still be
-    written."""
-
-    offset: int
-    flags: tuple[HandOffFlags, ...]
-    generation: int = 0
-
-    @property
-    def status(self) -> int:
-        return self.offset
-
-    @classmethod
-    def at(cls, offset: int, hand_offs: int, generation: int = 0) -> "SyncSlot":
-        """Returns a sync slot whose words begin at `offset` and all have the value `generation`."""
-        lines = [offset + _LINE * (1 + 2 * index) for index in range(hand_offs)]
-        return cls(offset, tuple(HandOffFlags(line, line + _LINE) for line in lines), generation)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStatus:
-    """A CPU worker at one moment. `incarnation`: a number that no earlier process of this worker had; None: no
-    process."""
-
-    worker: int
-    incarnation: int | None
-    is_idle: bool
 
 
 class SyncSlotPool:
     """The sync slots of a backend. Their number bounds the assisted chunks in flight."""
 
-    def __init__(self, words: SharedWords, sync_slots: Iterable[SyncSlot]) -> None:
+    def __init__(self, words: RegionWords, sync_slots: Iterable[SyncSlot]) -> None:
         self._words = words
         self._free = list(sync_slots)
         self._quarantine: list[tuple[SyncSlot, set[tuple[int, int]]]] = []  # with the workers that may write late
@@ -127,7 +59,7 @@ class SyncSlotPool:
         sync_slot.generation = successor(sync_slot.generation)
         return sync_slot
 
-    def release(self, sync_slot: SyncSlot, workers: Sequence[WorkerStatus] = ()) -> None:
+    def release(self, sync_slot: SyncSlot, workers: Sequence[WorkerState] = ()) -> None:
         """Returns a sync slot once the device has finished the chunk. `workers`: all of them, if the device did not
         wait for one: a busy one may still write to the slot, so it is free only when that worker is idle or dead."""
         late = _busy(workers)
@@ -136,7 +68,7 @@ class SyncSlotPool:
         else:
             self._free.append(sync_slot)
 
-    def reclaim(self, workers: Sequence[WorkerStatus]) -> None:
+    def reclaim(self, workers: Sequence[WorkerState]) -> None:
         """Frees slots of aborted chunks to which no worker can write any more."""
         busy = _busy(workers)
         for sync_slot, late in list(self._quarantine):
@@ -146,13 +78,14 @@ class SyncSlotPool:
                 self._free.append(sync_slot)
 
 
-def _busy(workers: Sequence[WorkerStatus]) -> set[tuple[int, int]]:
+def _busy(workers: Sequence[WorkerState]) -> set[tuple[int, int]]:
     """Returns (worker, incarnation) of the workers that compute something."""
-    return {
-        (status.worker, status.incarnation)
-        for status in workers
-        if status.incarnation is not None and not status.is_idle
-    }
+    return {(index, state.incarnation) for index, state in enumerate(workers) if state.is_busy}
+
+
+def idle_workers(workers: Sequence[WorkerState]) -> list[int]:
+    """Returns the indices of the workers that can be asked for a hand-off now."""
+    return [index for index, state in enumerate(workers) if state.incarnation and not state.is_busy]
 
 
 @dataclass(slots=True, eq=False)
@@ -161,15 +94,17 @@ class _Watched:
     expected_s: dict[int, float]  # of the hand-offs to workers, in the device's order
     until_s: float = 0.0  # deadline of the hand-off in progress
     at: int | None = None  # the hand-off in progress
-    statuses: frozenset[tuple[int, int]] = frozenset()  # alive when it was first seen
+    alive: frozenset[tuple[int, int]] = frozenset()  # the workers that were alive when it was first seen
 
 
 class Watchdog:
-    """Aborts chunks whose workers died or are too slow, so that no stream waits forever."""
+    """Aborts chunks whose workers died or are too slow, so that no stream waits forever. Thread-safe."""
 
-    def __init__(self, words: SharedWords) -> None:
+    def __init__(self, words: RegionWords) -> None:
         self._words = words
         self._watched: list[_Watched] = []
+        self._lock = threading.Lock()
+        self.needed = threading.Event()  # set when a chunk is watched
 
     @property
     def is_watching(self) -> bool:
@@ -179,32 +114,36 @@ class Watchdog:
     def watch(self, sync_slot: SyncSlot, expected_s: dict[int, float]) -> None:
         """Watches a chunk that is about to be launched. `expected_s`: by hand-off, the predicted time of all
         hand-offs of its layer."""
-        self._watched.append(_Watched(sync_slot, expected_s))
+        with self._lock:
+            self._watched.append(_Watched(sync_slot, expected_s))
+        self.needed.set()
 
     def unwatch(self, sync_slot: SyncSlot) -> bool:
         """Ends the watch of a chunk that the device has finished. Returns whether it was aborted."""
-        self._watched = [watched for watched in self._watched if watched.sync_slot is not sync_slot]
-        return self._words.load(sync_slot.status) == sync_slot.generation
-
-    def check(self, now_s: float, statuses: Sequence[WorkerStatus]) -> None:
-        """Aborts chunks whose workers have died or take too long. `statuses`: all workers."""
-        alive = frozenset((status.worker, status.incarnation) for status in statuses if status.incarnation is not None)
-        for watched in self._watched:
-            if self._is_overdue(watched, now_s, alive):
-                self.abort(watched.sync_slot)
+        with self._lock:
+            self._watched = [watched for watched in self._watched if watched.sync_slot is not sync_slot]
+            return self._words.load(sync_slot.status) == sync_slot.generation
 
     def abort(self, sync_slot: SyncSlot) -> None:
         """Ends all remaining waits of a chunk; nothing more of workers is added to its outputs."""
         self._words.store(sync_slot.status, sync_slot.generation)
+
+    def check(self, now_s: float, workers: Sequence[WorkerState]) -> None:
+        """Aborts chunks whose workers have died or take too long. `workers`: all of them."""
+        alive = frozenset((index, state.incarnation) for index, state in enumerate(workers) if state.incarnation)
+        with self._lock:
+            for watched in self._watched:
+                if self._is_overdue(watched, now_s, alive):
+                    self.abort(watched.sync_slot)
 
     def _is_overdue(self, watched: _Watched, now_s: float, alive: frozenset[tuple[int, int]]) -> bool:
         waiting = self._waiting(watched)
         if waiting is None:
             return False
         if waiting != watched.at:
-            watched.at, watched.statuses = waiting, alive
+            watched.at, watched.alive = waiting, alive
             watched.until_s = now_s + _TIMEOUT_FACTOR * watched.expected_s[waiting] + _TIMEOUT_MARGIN_S
-        if not watched.statuses <= alive:
+        if not watched.alive <= alive:
             watched.until_s = min(watched.until_s, now_s + DEATH_GRACE_S)
         return not alive or now_s >= watched.until_s
 
@@ -219,75 +158,36 @@ class Watchdog:
         return None
 
 
-def worker_statuses(workers: WorkerPool) -> list[WorkerStatus]:
-    """Returns the status of every worker."""
-    return [
-        WorkerStatus(index, state.incarnation or None, is_idle=not state.is_busy)
-        for index, state in enumerate(workers.states())
-    ]
-
-
-def idle_workers(statuses: Sequence[WorkerStatus]) -> list[int]:
-    """Returns the indices of the workers that can be asked for a hand-off now."""
-    return [status.worker for status in statuses if status.incarnation is not None and status.is_idle]
-
-
 class WatchdogThread:
-    """Runs a `Watchdog` on a thread while chunks are in flight; `watch` and `unwatch` are called from another
-    thread."""
+    """Lets a watchdog check the workers on a thread while chunks are in flight."""
 
-    def __init__(
-        self,
-        words: SharedWords,
-        workers: WorkerPool,
-        statuses: Callable[[WorkerPool], Sequence[WorkerStatus]] = worker_statuses,
-    ) -> None:
-        self._watchdog, self._workers, self._statuses = Watchdog(words), workers, statuses
-        self._lock = threading.Lock()
-        self._needed = threading.Event()
+    def __init__(self, watchdog: Watchdog, workers: WorkerPool) -> None:
+        self.watchdog, self._workers = watchdog, workers
         self._closing = self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="caraserve-watchdog", daemon=True)
         self._thread.start()
 
-    def watch(self, sync_slot: SyncSlot, expected_s: dict[int, float]) -> None:
-        """Watches a chunk that is about to be launched; see `Watchdog.watch`."""
-        with self._lock:
-            self._watchdog.watch(sync_slot, expected_s)
-        self._needed.set()
-
-    def abort(self, sync_slot: SyncSlot) -> None:
-        """Ends all remaining waits of a chunk; see `Watchdog.abort`."""
-        with self._lock:
-            self._watchdog.abort(sync_slot)
-
-    def unwatch(self, sync_slot: SyncSlot) -> bool:
-        """Ends the watch of a chunk that the device has finished. Returns whether it was aborted."""
-        with self._lock:
-            return self._watchdog.unwatch(sync_slot)
-
     def close(self) -> None:
         """Ends the thread; no chunk may be in flight."""
         self._closing = True
-        self._needed.set()
+        self.watchdog.needed.set()
         self._thread.join()
 
     def _run(self) -> None:
         while not self._closing:
-            self._needed.wait()
-            self._needed.clear()
-            while self._look():
+            self.watchdog.needed.wait()
+            self.watchdog.needed.clear()
+            while self.watchdog.is_watching and not self._closing:
+                self._check()
                 with self._workers.changed:
                     self._workers.changed.wait(CHECK_S)
 
-    def _look(self) -> bool:
-        with self._lock:
-            if self._watchdog.is_watching:
-                try:
-                    self._watchdog.check(time.monotonic(), self._statuses(self._workers))
-                except Exception:  # the thread goes on: without it each layer would wait for its own limit of 10 s
-                    if not self._has_failed:  # one message, though it looks every millisecond
-                        log.exception("the watchdog cannot check the workers; it tries again")
-                    self._has_failed = True
-                else:
-                    self._has_failed = False
-            return self._watchdog.is_watching and not self._closing
+    def _check(self) -> None:
+        try:
+            self.watchdog.check(time.monotonic(), self._workers.states())
+        except Exception:  # the thread goes on: without it each layer would wait for its own limit of 10 s
+            if not self._has_failed:  # one message, though it looks every millisecond
+                log.exception("the watchdog cannot check the workers; it tries again")
+            self._has_failed = True
+        else:
+            self._has_failed = False

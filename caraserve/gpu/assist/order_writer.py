@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from caraserve.core.lora_layout import GROUPS, HostAdapter
 from caraserve.cpu.adapters import fill_entries
 from caraserve.cpu.structs import LORA_ENTRY
-from caraserve.gpu.assist.handshake import WorkerStatus, idle_workers
-from caraserve.gpu.assist.work_orders import (
+from caraserve.gpu.assist.lane import AssistedChunk
+from caraserve.gpu.kernels.work_orders import (
     HostModules,
     Int64s,
     SharedInput,
@@ -22,10 +22,9 @@ from caraserve.gpu.assist.work_orders import (
     work_order_bytes,
     work_orders,
 )
-from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS, AssistedChunk
 from caraserve.gpu.memory.adapter_tables import GROUP_SITES
 from caraserve.gpu.memory.adapters import RegisteredMemory
-from caraserve.gpu.memory.host_memory import HostRegion, inputs_of, x_stride
+from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS, HostRegion, inputs_of, x_stride
 from caraserve.gpu.memory.link_queue import LoraSource
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES, ModelSpec
@@ -69,12 +68,11 @@ class WorkOrderWriter:
         chunk: AssistedChunk,
         adapter: HostAdapter,
         tokens: int,
-        statuses: Sequence[WorkerStatus],
+        idle: Sequence[int],
         tokens_per_worker: Callable[[int], int],
     ) -> ChunkOrders:
-        """Returns the work orders of a chunk of `tokens` tokens. Idle workers are asked for the layers whose source
-        they are; the device waits for the weights of the others."""
-        idle = idle_workers(statuses)
+        """Returns the work orders of a chunk of `tokens` tokens. The workers `idle` are asked for the layers whose
+        source they are; the device waits for the weights of the others."""
         slices = split_rows(tokens, tokens_per_worker(adapter.spec.rank), max(1, len(idle)))
         parts = [_Part(worker, *rows) for worker, rows in zip(idle, slices, strict=False)]
         is_helped = np.array([source is LoraSource.WORKERS and bool(parts) for source in chunk.sources])

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from caraserve.core.lora_layout import GROUPS, QKV
 from caraserve.core.machine_profile import ASSUMED_HANDOFF_MS, Profile, Targets
-from caraserve.gpu.assist.work_orders import split_rows
+from caraserve.gpu.kernels.work_orders import split_rows
 from caraserve.model.spec import ModelSpec
 
 _UNKNOWN_S = 0.002  # assumed time of a layer's hand-offs where none was measured

@@ -111,10 +111,6 @@ class Driver(Protocol):
         `issue` only launches kernels: it neither allocates device memory nor waits for the device, because it may be
         captured. Raises what `issue` raises, as DriverError if the device has failed."""
 
-    def call(self, stream: Stream, work: Callable[[], None]) -> None:
-        """Calls `work` with `stream` as the current stream, as `run` does, for a library that prepares on the host what
-        it issues. `work` may allocate device memory, so it is never captured."""
-
     def begin_capture(self, stream: Stream) -> None:
         """Starts a capture: operations issued on `stream` go into a graph and do not run."""
 

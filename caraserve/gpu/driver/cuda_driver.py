@@ -10,13 +10,12 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from caraserve.gpu.driver import libcuda
 from caraserve.gpu.driver.api import DriverError, Event, Graph, Stream, WordWait, WordWrite
+from caraserve.gpu.driver.launch import Kernels, wait_word
 from caraserve.gpu.driver.libcuda import Attribute, Cuda, Memcpy2D, WordOperation
-from caraserve.gpu.kernels import cuda_launch
-from caraserve.gpu.kernels.cuda_launch import Kernels
 
 _CHUNK_BYTES = 8 << 30  # host memory registered by one call; registering a very large range at once fails
 _HUGE_PAGE_BYTES = 2 << 20  # chunks meet at page boundaries, so that no page is registered twice
@@ -30,18 +29,8 @@ _LAUNCHES_OF_A_STEP = 4  # most kernels that one `run` issues, with the raw kern
 _LAUNCHES_OF_A_GRAPH = 100
 
 
-class Torch(Protocol):
-    """The two operations of torch that the driver needs."""
-
-    def make_current(self, stream: int) -> None:
-        """Makes `stream` the calling thread's current stream."""
-
-    def allocations(self) -> int:
-        """Returns how many allocations of device memory torch has made since the start."""
-
-
 class CudaTorch:
-    """The `Torch` operations on one device."""
+    """What the driver needs of torch, on one device."""
 
     def __init__(self, device: int) -> None:
         import torch
@@ -51,6 +40,7 @@ class CudaTorch:
         self._streams: dict[int, Any] = {}
 
     def make_current(self, stream: int) -> None:
+        """Makes `stream` the calling thread's current stream."""
         if self._cuda.current_stream(self._device).cuda_stream == stream:
             return
         if stream not in self._streams:
@@ -58,6 +48,7 @@ class CudaTorch:
         self._cuda.set_stream(self._streams[stream])
 
     def allocations(self) -> int:
+        """Returns how many allocations of device memory torch has made since the start."""
         return int(self._cuda.memory_stats(self._device).get("allocation.all.allocated", 0))
 
 
@@ -109,7 +100,7 @@ class _Queues:
 class CudaDriver:
     """Implements Driver. A stream is a CUstream, an event a CUevent, a graph a CUgraphExec."""
 
-    def __init__(self, cuda: Cuda, kernels: Kernels, device: int = 0, torch: Torch | None = None) -> None:
+    def __init__(self, cuda: Cuda, kernels: Kernels, device: int = 0, torch: CudaTorch | None = None) -> None:
         """`device`: index among the visible devices. `kernels`: used to wait for words where streams cannot."""
         self._cuda, self._kernels = cuda, kernels
         handle = cuda.number("cuDeviceGet", device)
@@ -200,7 +191,7 @@ class CudaDriver:
             self._issue(stream, "cuStreamWaitValue32_v2", stream, address, value, libcuda.STREAM_WAIT_VALUE_GEQ)
         else:
             self._enter()
-            self._kernels.launch(cuda_launch.wait_word(address, value), stream)
+            self._kernels.launch(wait_word(address, value), stream)
 
     def word_operations(self, stream: Stream, operations: Sequence[WordWrite | WordWait]) -> None:
         if not self._has_memory_operations or len(operations) == 1:
@@ -250,9 +241,6 @@ class CudaDriver:
         except Exception:  # of CuPy, Triton or torch, which name a failed device in their own ways
             self._cuda.memory()  # raises DriverError if the device has failed for good
             raise
-
-    def call(self, stream: Stream, work: Callable[[], None]) -> None:
-        self.run(stream, work)
 
     def begin_capture(self, stream: Stream) -> None:
         """Starts a capture; its restrictions on driver calls apply to this thread only."""

@@ -6,7 +6,6 @@ Neither torch nor CuPy is imported.
 
 import json
 import re
-import resource
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -30,7 +29,6 @@ _NEWEST_CUDA = 13  # newest CUDA major version for which there is an extra
 _OLDEST_CAPABILITY = 80
 # Releases of torch whose plain wheels are built for a CUDA version.
 _TORCH = {12: "torch>=2.9,<2.11", 13: "torch>=2.11,<2.14"}
-_PCI_DEVICES = Path("/sys/bus/pci/devices")
 _LOOK_S = 60.0  # timeout of the query: a driver without persistence mode takes seconds to start
 
 
@@ -45,9 +43,9 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """What is installed of that which a GPU needs. `torch_cuda`, `cupy_cuda`: major version of the CUDA they were
-    built for; None if not installed or built without CUDA; 0 if unknown. `lacks_for_c`: what Triton lacks to compile
-    C, as it does at its first use. `unwritable`: why kernels cannot be cached. Both are empty if all is well."""
+    """The installed packages that a GPU needs. `torch_cuda`, `cupy_cuda`: major version of the CUDA they were built
+    for; None if not installed or built without CUDA; 0 if unknown. `lacks_for_c`: what Triton lacks to compile C, as it
+    does at its first use. `unwritable`: why kernels cannot be cached. Both are empty if all is well."""
 
     torch: str
     torch_cuda: int | None
@@ -195,60 +193,10 @@ def _answer(library: str) -> dict[str, str | int] | str:
     return asdict(gpu)
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceFacts:
-    """Facts about a device. CUDA 13.2 is 13020, compute capability 9.0 is 90. `numa_node`: the node whose memory is
-    nearest, None if the system does not report it; `lockable_bytes`: the limit of `ulimit -l`, None for no limit."""
-
-    name: str
-    capability: int
-    multiprocessors: int
-    l2_bytes: int
-    memory_bytes: int
-    free_bytes: int
-    driver_version: int
-    has_stream_memory_operations: bool
-    uses_host_pointers: bool  # registered host memory has the same address on host and device
-    pci_bus_id: str
-    numa_node: int | None
-    lockable_bytes: int | None
-
-
-def device_facts(cuda: Cuda, device: int = 0, pci_devices: Path = _PCI_DEVICES) -> DeviceFacts:
-    """Reads the facts. Makes the device's primary context current on this thread, which starts the device if needed."""
-    handle = cuda.number("cuDeviceGet", device)
-    cuda.call("cuCtxSetCurrent", cuda.number("cuDevicePrimaryCtxRetain", handle))
-    free_bytes, memory_bytes = cuda.memory()
-    pci_bus_id = cuda.text("cuDeviceGetPCIBusId", handle)
-    lockable, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return DeviceFacts(
-        name=cuda.text("cuDeviceGetName", handle),
-        capability=capability(cuda, handle),
-        multiprocessors=cuda.attribute(Attribute.MULTIPROCESSOR_COUNT, handle),
-        l2_bytes=cuda.attribute(Attribute.L2_CACHE_SIZE, handle),
-        memory_bytes=memory_bytes,
-        free_bytes=free_bytes,
-        driver_version=cuda.number("cuDriverGetVersion"),
-        has_stream_memory_operations=bool(cuda.attribute(Attribute.CAN_USE_64_BIT_STREAM_MEM_OPS, handle)),
-        uses_host_pointers=bool(cuda.attribute(Attribute.CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM, handle)),
-        pci_bus_id=pci_bus_id,
-        numa_node=_numa_node(pci_devices / pci_bus_id.lower() / "numa_node"),
-        lockable_bytes=None if lockable == resource.RLIM_INFINITY else lockable,
-    )
-
-
 def capability(cuda: Cuda, handle: int) -> int:
     """Returns a device's compute capability; 9.0 is 90."""
     major, minor = Attribute.COMPUTE_CAPABILITY_MAJOR, Attribute.COMPUTE_CAPABILITY_MINOR
     return 10 * cuda.attribute(major, handle) + cuda.attribute(minor, handle)
-
-
-def _numa_node(file: Path) -> int | None:
-    try:
-        node = int(file.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None
 
 
 if __name__ == "__main__":

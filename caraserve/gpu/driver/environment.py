@@ -1,5 +1,5 @@
-"""What CUDA, torch, Triton, CuPy and FlashInfer find around them: environment variables, folders, a C compiler. Imports
-none of them."""
+"""What CUDA, torch, Triton and CuPy find around them: environment variables, folders, a C compiler. Imports none of
+them."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ DEBIAN = {
 
 
 def prepare_environment() -> None:
-    """Sets the environment variables that CUDA, torch, Triton, CuPy and FlashInfer read at their start.
+    """Sets the environment variables that CUDA, torch, Triton and CuPy read at their start.
 
     With fewer connections, streams that share a hardware queue would delay one another. Kernels are loaded when they
     are first needed, which the warm-up sees to: loading all of torch's at once would take seconds, and device memory
@@ -38,7 +38,6 @@ def prepare_environment() -> None:
     }
     os.environ["TRITON_CACHE_DIR"] = str(triton_cache())
     os.environ.setdefault("CUPY_CACHE_DIR", str(cache_folder("cupy")))
-    os.environ.setdefault("FLASHINFER_WORKSPACE_BASE", str(cache_folder("flashinfer")))
     if folder := library_folder():
         os.environ.setdefault("TRITON_LIBCUDA_PATH", str(folder))
 

@@ -41,24 +41,18 @@ class Attribute(IntEnum):
     CAN_USE_64_BIT_STREAM_MEM_OPS = 122  # version 2 of the operations, which includes 32-bit ones
 
 
+_SIDE = (  # of a copy
+    *(("XInBytes", c_size_t), ("Y", c_size_t), ("MemoryType", c_int), ("Host", c_void_p), ("Device", c_uint64)),
+    *(("Array", c_void_p), ("Pitch", c_size_t)),
+)
+
+
 class Memcpy2D(ctypes.Structure):
     """CUDA_MEMCPY2D with 64-bit sizes."""
 
     _fields_: ClassVar[Sequence[tuple[str, Any]]] = [
-        ("srcXInBytes", c_size_t),
-        ("srcY", c_size_t),
-        ("srcMemoryType", c_int),
-        ("srcHost", c_void_p),
-        ("srcDevice", c_uint64),
-        ("srcArray", c_void_p),
-        ("srcPitch", c_size_t),
-        ("dstXInBytes", c_size_t),
-        ("dstY", c_size_t),
-        ("dstMemoryType", c_int),
-        ("dstHost", c_void_p),
-        ("dstDevice", c_uint64),
-        ("dstArray", c_void_p),
-        ("dstPitch", c_size_t),
+        *((f"src{name}", kind) for name, kind in _SIDE),
+        *((f"dst{name}", kind) for name, kind in _SIDE),
         ("WidthInBytes", c_size_t),
         ("Height", c_size_t),
     ]
@@ -92,12 +86,7 @@ class LaunchConfig(ctypes.Structure):
     """CUlaunchConfig."""
 
     _fields_: ClassVar[Sequence[tuple[str, Any]]] = [
-        ("gridDimX", c_uint),
-        ("gridDimY", c_uint),
-        ("gridDimZ", c_uint),
-        ("blockDimX", c_uint),
-        ("blockDimY", c_uint),
-        ("blockDimZ", c_uint),
+        *((f"{what}Dim{axis}", c_uint) for what in ("grid", "block") for axis in "XYZ"),
         ("sharedMemBytes", c_uint),
         ("hStream", c_void_p),
         ("attrs", POINTER(LaunchAttribute)),

@@ -6,7 +6,7 @@ kernels skip. Rows of one token, which decode, have their own kernels in attenti
 chunks. An adapter of more than `bgmv_work.MOST_ROWS` decoding rows has the LoRA kernels of prompts.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -18,89 +18,24 @@ from caraserve.core.batch import BASE_ADAPTER_SLOT, ScheduledRow
 from caraserve.core.grammar import mask_words
 from caraserve.core.lora_layout import GROUPS
 from caraserve.core.outputs import SAMPLE_MASKED, Output
-from caraserve.core.request import MAX_PROMPT_LOGPROBS
 from caraserve.gpu.kernels import cuda_launch
-from caraserve.gpu.kernels.attention import TokenTables
 from caraserve.gpu.kernels.bgmv_work import GROUP_WORDS, ITEM_WORDS, MOST_ROWS, most_items
-from caraserve.gpu.kernels.lora import Segments, cut_segments, most_segments
+from caraserve.gpu.kernels.lora import Segments, cut_segments
+from caraserve.gpu.kernels.paged_cache import TokenTables
 from caraserve.gpu.kernels.sampling import MaskedRows, Outputs
+from caraserve.gpu.memory.pass_shape import Capacity, PassShape
+from caraserve.gpu.memory.results import result_bytes, result_views
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import ModelSpec
 from caraserve.util.units import ceil_div
 
 Ints = NDArray[np.int32]
 NO_TOKEN = -1
-_LOGITS_ROWS = 256
-ALL_GROUPS = frozenset(range(len(GROUPS)))  # indices into layout.GROUPS
-
-
-@dataclass(frozen=True, slots=True)
-class PassShape:
-    """The part of the batch's arrays that a pass reads: exactly the batch for a pass that is launched kernel by kernel,
-    a bucket's size for a captured one."""
-
-    tokens: int  # activations are [tokens, …]
-    decode_rows: int  # entries of `row_token`; 0: no row decodes
-    tiles: int  # entries of `tile_first`; 0: no prompt chunks
-    outputs: int  # tokens whose logits are wanted
-    segments: int  # entries of `segments`; 0: no prompt chunk has an adapter, and no adapter has many decoding rows
-    has_items: bool  # True if other rows that decode have adapters
-    context: int  # most positions of any row that decodes
-    groups: frozenset[int] = ALL_GROUPS  # module groups in which any adapter of the batch has a module
-
-    @property
-    def has_lora(self) -> bool:
-        return self.has_items or self.segments > 0
-
-    def fits(self, larger: "PassShape") -> bool:
-        """True if a pass of shape `larger` can compute a batch of this shape, padded."""
-        return (
-            self.tokens <= larger.tokens
-            and self.decode_rows <= larger.decode_rows
-            and self.tiles <= larger.tiles
-            and self.outputs <= larger.outputs
-            and self.segments <= larger.segments
-            and self.has_items <= larger.has_items
-            and self.context <= larger.context
-            and (not self.has_lora or self.groups <= larger.groups)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """The largest batch of a lane."""
-
-    tokens: int
-    rows: int
-    outputs: int
-    tile_tokens: int  # most tokens per tile of `attend_prefill`
-    adapters: int  # most different adapters per batch
-
-    @property
-    def logits_rows(self) -> int:
-        """Outputs whose logits are in memory at a time."""
-        return min(self.outputs, _LOGITS_ROWS)
-
-    @property
-    def tiles(self) -> int:
-        return self.tokens // self.tile_tokens + min(self.rows, self.tokens)
-
-    @property
-    def segments(self) -> int:
-        return most_segments(self.tokens, min(self.adapters, self.rows))
-
-
-@dataclass(frozen=True, slots=True)
-class GroupItems:
-    """Lists of the BGMV kernels for one module group."""
-
-    shrink: cuda_launch.WorkList
-    expand: cuda_launch.WorkList
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """The arrays of one lane. One copy fills `words`; all other tensors but `items`, masks and results are views
+    """The arrays of one lane. One copy fills `words`; all other tensors but lists, masks and results are views
     of it."""
 
     words: Tensor  # int32 [words]
@@ -113,7 +48,6 @@ class DeviceBatch:
     embedded: Tensor  # int32 [rows], tokens whose hidden states are embeddings
     masked: MaskedRows
     results: Tensor  # uint8: the results in `outputs`, contiguous for one copy to the host
-    items: tuple[GroupItems, ...]  # by module group
     lists: "ItemLists"
 
 
@@ -199,10 +133,10 @@ class BatchWriter:
 
     def _put_tiles(self, words: Ints, first: Ints, counts: Ints) -> int:
         size = self.capacity.tile_tokens
-        pieces = -(-counts // size)
-        number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        self._put(words, "tile_first", np.repeat(first, pieces) + size * number)
-        self._put(words, "tile_tokens", np.minimum(np.repeat(counts, pieces) - size * number, size))
+        tiles = -(-counts // size)
+        number = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+        self._put(words, "tile_first", np.repeat(first, tiles) + size * number)
+        self._put(words, "tile_tokens", np.minimum(np.repeat(counts, tiles) - size * number, size))
         return len(number)
 
     def _put_segments(self, words: Ints, slots: Ints) -> int:
@@ -250,16 +184,12 @@ class ItemLists:
             torch.zeros((rows, GROUP_WORDS), dtype=torch.int32, device=device),
         )
 
-    def items(self) -> tuple[GroupItems, ...]:
-        """The lists by module group, as launches take them."""
-        made = []
-        for group, pair in enumerate(self.lists):
-            both = [
-                cuda_launch.WorkList(items.data_ptr(), self.counts[group, launch].data_ptr(), self.groups.data_ptr())
-                for launch, items in enumerate(pair)
-            ]
-            made.append(GroupItems(*both))
-        return tuple(made)
+    def of(self, group: int) -> list[cuda_launch.WorkList]:
+        """Returns a module group's lists for shrink and expand, as launches take them."""
+        return [
+            cuda_launch.WorkList(items.data_ptr(), self.counts[group, launch].data_ptr(), self.groups.data_ptr())
+            for launch, items in enumerate(self.lists[group])
+        ]
 
 
 def make_batch(spec: ModelSpec, capacity: Capacity, max_rank: int, device: torch.device) -> DeviceBatch:
@@ -269,9 +199,6 @@ def make_batch(spec: ModelSpec, capacity: Capacity, max_rank: int, device: torch
     at = {name: words[place] for name, place in places.items()}
     count = capacity.outputs
     results = torch.zeros(result_bytes(count), dtype=torch.uint8, device=device)
-    ints, floats = results.view(torch.int32), results.view(torch.float32)
-    tops = (MAX_PROMPT_LOGPROBS, 2, count)
-    lists = ItemLists.empty(spec, capacity.rows, max_rank, device)
     return DeviceBatch(
         words=words,
         tokens=TokenTables(at["slot"], at["position"]),
@@ -283,11 +210,7 @@ def make_batch(spec: ModelSpec, capacity: Capacity, max_rank: int, device: torch
             at["out_token"],
             at["out_kind"],
             at["out_wanted"],
-            chosen=ints[:count],
-            logprob=floats[count : 2 * count],
-            rank=ints[2 * count : 3 * count],
-            top_ids=ints[3 * count :].view(tops)[:, 0].t(),
-            top_logprobs=floats[3 * count :].view(tops)[:, 1].t(),
+            *result_views(results.view(torch.int32), results.view(torch.float32), count),
         ),
         embedded=at["embedded"],
         masked=MaskedRows(
@@ -295,34 +218,5 @@ def make_batch(spec: ModelSpec, capacity: Capacity, max_rank: int, device: torch
             torch.zeros((capacity.rows, mask_words(spec.vocab_size)), dtype=torch.int32, device=device),
         ),
         results=results,
-        items=lists.items(),
-        lists=lists,
+        lists=ItemLists.empty(spec, capacity.rows, max_rank, device),
     )
-
-
-def result_bytes(outputs: int, alternatives: int = MAX_PROMPT_LOGPROBS) -> int:
-    """Returns the bytes of the results of `outputs` outputs with so many alternatives. Those of one place follow those
-    of the place before, for all outputs, so that fewer of them are a beginning of all results."""
-    return 4 * outputs * (3 + 2 * alternatives)
-
-
-@dataclass(slots=True)
-class Results:
-    """Results in host memory, in the layout of `DeviceBatch.results`: numpy views of one block with `outputs`
-    entries. Embeddings follow at byte `result_bytes(outputs)`."""
-
-    block: NDArray[np.uint8]
-    outputs: int
-    chosen: NDArray[np.int32] = field(init=False)
-    logprob: NDArray[np.float32] = field(init=False)
-    rank: NDArray[np.int32] = field(init=False)
-    top_ids: NDArray[np.int32] = field(init=False)  # [outputs, MAX_PROMPT_LOGPROBS]
-    top_logprobs: NDArray[np.float32] = field(init=False)
-
-    def __post_init__(self) -> None:
-        count, end = self.outputs, result_bytes(self.outputs) // 4
-        tops = (MAX_PROMPT_LOGPROBS, 2, count)
-        ints, floats = self.block.view(np.int32), self.block.view(np.float32)
-        self.chosen, self.logprob, self.rank = ints[:count], floats[count : 2 * count], ints[2 * count : 3 * count]
-        self.top_ids = ints[3 * count : end].reshape(tops)[:, 0].T
-        self.top_logprobs = floats[3 * count : end].reshape(tops)[:, 1].T

@@ -11,16 +11,16 @@ import numpy as np
 from torch import Tensor
 
 from caraserve.core.lora_layout import DOWN, GATE_UP, OUT, QKV
-from caraserve.gpu.driver.api import Driver, Stream
-from caraserve.gpu.forward.batch import DeviceBatch, PassShape
-from caraserve.gpu.forward.flashinfer_prefill import PlannedPrefill
+from caraserve.gpu.attention.base import Attention, layer_attention
+from caraserve.gpu.driver.api import Stream
+from caraserve.gpu.driver.device import GpuDevice
+from caraserve.gpu.forward.batch import DeviceBatch
 from caraserve.gpu.forward.lora_pass import HandOffMemory, LoraLane, LoraPass
-from caraserve.gpu.kernels.attention import NO_WINDOW, PagedCache, attend_decode, attend_prefill
-from caraserve.gpu.kernels.cuda_launch import Kernels
 from caraserve.gpu.kernels.layers import embed, rms_norm, rotate_and_append, silu_mul
 from caraserve.gpu.kernels.sampling import Outputs, SamplerState, sample, score
 from caraserve.gpu.memory.adapter_tables import AdapterTables
 from caraserve.gpu.memory.masks import MaskedOutputs
+from caraserve.gpu.memory.pass_shape import PassShape
 from caraserve.gpu.memory.request_state import DeviceState
 from caraserve.gpu.memory.workspace import Workspace
 from caraserve.gpu.weights import Weights
@@ -73,14 +73,14 @@ class Decoder:
         batch: DeviceBatch,
         tables: AdapterTables,
         workspace: Workspace,
-        kernels: Kernels,
-        driver: Driver,
+        device: GpuDevice,
+        attention: Attention,
     ) -> None:
         self.spec, self.weights, self.state, self.batch = spec, weights, state, batch
-        self.workspace, self.kernels, self.driver = workspace, kernels, driver
-        self.lora = LoraLane(spec, batch, tables, workspace, kernels, driver)
+        self.workspace, self.kernels, self.driver, self.attention = workspace, device.kernels, device.driver, attention
+        self.lora = LoraLane(spec, batch, tables, workspace, device)
         self.sampler = SamplerState(state.sampling, state.history, workspace.weights, workspace.counts)
-        self.windows = tuple(window or NO_WINDOW for window in spec.windows)
+        self.layer_attention = layer_attention(spec)
 
     @property
     def hidden(self) -> Tensor:
@@ -94,15 +94,14 @@ class Decoder:
         weights: Weights | None = None,
         hand_offs: HandOffMemory | None = None,
         masked: MaskedOutputs | None = None,
-        planned: PlannedPrefill | None = None,
     ) -> "DecoderPass":
         """Returns the pass over the batch's first places; it leaves results in the batch.
 
         `weights`: the base's with an adapter merged, over which there is no LoRA. `hand_offs`: of an assisted chunk,
         in which CPU workers may compute the LoRA of any layer. `masked`: outputs whose tokens grammars limit; a graph
-        leaves them to `sample_masked`. `planned`: FlashInfer's plan of the prompt chunks, which a graph has not.
+        leaves them to `sample_masked`.
         """
-        return DecoderPass(self, shape, weights, hand_offs, masked, planned)
+        return DecoderPass(self, shape, weights, hand_offs, masked)
 
     def sample_masked(self, masked: MaskedOutputs, start: int, end: int, stream: Stream) -> None:
         """Samples and scores the masked ones of the outputs [start, end), whose logits are in the workspace, as soon
@@ -137,9 +136,8 @@ class DecoderPass:
         merged: Weights | None,
         hand_offs: HandOffMemory | None,
         masked: MaskedOutputs | None,
-        planned: PlannedPrefill | None,
     ) -> None:
-        self._decoder, self._shape, self._masked, self._planned = decoder, shape, masked, planned
+        self._decoder, self._shape, self._masked = decoder, shape, masked
         self._weights = decoder.weights if merged is None else merged
         self._lora: LoraPass | None = None
         if merged is None and shape.has_lora:
@@ -148,7 +146,7 @@ class DecoderPass:
         batch, self._rows = decoder.batch, decoder.workspace.activations.first(shape.tokens)
         self._inputs, self._outputs = self._rows.inputs, self._rows.outputs
         self._queries = self._rows.qkv[:, : self._rows.attended.shape[1]]
-        self._decoding = [(batch.row_token[rows], scratch) for rows, scratch in decoder.workspace.decode_pieces(shape)]
+        self._decoding = [(batch.row_token[rows], scratch) for rows, scratch in decoder.workspace.decode_parts(shape)]
         self._tiles = batch.tile_first[: shape.tiles], batch.tile_tokens[: shape.tiles]
 
     def embed(self, stream: Stream) -> None:
@@ -192,13 +190,8 @@ class DecoderPass:
         self._run(stream, lambda: rotate_and_append(qkv, weights.cos, weights.sin, tokens, cache, norms, eps))
 
     def attend(self, layer: int, stream: Stream) -> None:
-        """Attends with prompt chunks first: FlashInfer also writes the rows that decode between two of them."""
-        cache, window, planned = self._decoder.state.caches[layer], self._decoder.windows[layer], self._planned
-        if planned is not None:
-            queries, out = self._queries, self._rows.attended
-            self._decoder.driver.call(stream, lambda: planned.attend(queries, cache, out, window))
-        if planned is None or self._decoding:
-            self._run(stream, lambda: self._attend(cache, window))
+        """Attends with the tiles of prompt chunks, and with the rows that decode."""
+        self._run(stream, lambda: self._attend(layer))
 
     def mlp_norm(self, layer: int, stream: Stream) -> None:
         self._run(stream, lambda: self._norm(self._weights.layers[layer].mlp_norm, self._rows.delta))
@@ -207,7 +200,7 @@ class DecoderPass:
         self._run(stream, lambda: silu_mul(self._rows.gate_up, self._rows.activated))
 
     def sample(self, stream: Stream) -> None:
-        """Computes logits of the wanted tokens, samples and scores, in pieces of as many rows of logits as the
+        """Computes logits of the wanted tokens, samples and scores, as many rows of logits at a time as the
         workspace holds; results are left in the batch."""
         most = self._decoder.workspace.logits.shape[0]
         for start in range(0, self._shape.outputs, most):
@@ -227,12 +220,14 @@ class DecoderPass:
     def _norm(self, weight: Tensor, delta: Tensor | None) -> None:
         rms_norm(self._rows.hidden, weight, self._rows.normed, self._decoder.spec.rms_eps, delta)
 
-    def _attend(self, cache: PagedCache, window: int) -> None:
-        tokens, out = self._decoder.batch.tokens, self._rows.attended
-        if self._shape.tiles and self._planned is None:
-            attend_prefill(self._queries, cache, tokens, *self._tiles, out, window)
+    def _attend(self, layer: int) -> None:
+        decoder, out = self._decoder, self._rows.attended
+        attention, how = decoder.attention, decoder.layer_attention[layer]
+        given = self._queries, decoder.state.caches[layer], decoder.batch.tokens
+        if self._shape.tiles:
+            attention.prefill.attend(*given, *self._tiles, out, how)
         for row_token, scratch in self._decoding:
-            attend_decode(self._queries, cache, tokens, row_token, out, scratch, window)
+            attention.decode.attend(*given, row_token, out, scratch, how)
 
     def _sample(self, start: int, end: int, stream: Stream) -> None:
         decoder, weights, rows = self._decoder, self._weights, self._rows

@@ -8,21 +8,23 @@ serving: capturing takes driver locks that the release of a waiting device might
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 
 import torch
 
 from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch
 from caraserve.core.lora_layout import QKV
 from caraserve.cpu.masks import masked_rows
-from caraserve.gpu.driver.api import Driver, DriverError, Stream
-from caraserve.gpu.forward.batch import ALL_GROUPS, Capacity, PassShape
-from caraserve.gpu.forward.decoder import DecoderPass, issue_pass
-from caraserve.gpu.forward.lanes import CapturedPass, capture_pass
+from caraserve.gpu.driver.api import Driver, Stream
+from caraserve.gpu.forward.decoder import DecoderPass
+from caraserve.gpu.forward.lanes import CapturedPass, PassCapturer
 from caraserve.gpu.kernels.bgmv_work import MOST_ROWS
 from caraserve.gpu.kernels.lora import most_segments
+from caraserve.gpu.memory.pass_shape import ALL_GROUPS, Capacity, PassShape
 
 _DECODE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-_CROWDED_SIZES = (16, 32, 64, 128, 256, 512)
+_SEGMENTED_SIZES = (16, 32, 64, 128, 256, 512)
 _MIXED_SIZES = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 # Largest graph as a multiple of the batch's size: beyond it, launching kernel by kernel costs less. Small batches end
 # before the next kernel is launched, and large ones compute padding.
@@ -37,7 +39,7 @@ NODE_BYTES = 8 << 10  # device memory per captured kernel, expected
 class Bucket:
     """A graph's shape. Decode: `size` rows of one token each; mixed: `size` tokens of any rows. `qkv_only`: it has only
     the LoRA kernels of q, k and v. `gated`: it waits for layers that are being copied. `merged`: over weights with a
-    merged adapter. `crowded`: of decode, with the LoRA kernels of prompts, too, for adapters of many rows."""
+    merged adapter. `segmented`: of decode, with the LoRA kernels of prompts, too, for adapters of many rows."""
 
     is_mixed: bool
     size: int
@@ -45,7 +47,7 @@ class Bucket:
     qkv_only: bool = False
     gated: bool = False
     merged: bool = False
-    crowded: bool = False
+    segmented: bool = False
 
     def serves(self, wanted: "Bucket") -> bool:
         """True if an iteration of shape `wanted` may take this graph. One with LoRA serves base rows too."""
@@ -55,21 +57,21 @@ class Bucket:
             and (not wanted.lora or (self.lora and self.qkv_only <= wanted.qkv_only))
             and (self.gated or not wanted.gated)
             and self.merged == wanted.merged
-            and (self.is_mixed or self.crowded or not wanted.crowded)
+            and (self.is_mixed or self.segmented or not wanted.segmented)
         )
 
     @property
     def cost(self) -> tuple[bool, bool, int, bool, bool, bool]:
         """Sort key among graphs that serve an iteration: the least is the best."""
-        return (self.is_mixed, self.gated, self.size, self.lora, not self.qkv_only, self.crowded)
+        return (self.is_mixed, self.gated, self.size, self.lora, not self.qkv_only, self.segmented)
 
 
 def bucket_of(
-    batch: Batch, arriving: Collection[int], groups: Collection[int], *, crowded: bool = False
+    batch: Batch, arriving: Collection[int], groups: Collection[int], *, segmented: bool = False
 ) -> Bucket | None:
     """Returns the bucket that a batch needs, of exact size, or None if it must be launched kernel by kernel.
 
-    `arriving`: adapter slots with missing layers; `groups`: module groups that the batch's adapters have; `crowded`:
+    `arriving`: adapter slots with missing layers; `groups`: module groups that the batch's adapters have; `segmented`:
     whether an adapter has more decoding rows than BGMV takes."""
     if any(row.prompt_logprobs is not None for row in batch.rows):
         return None  # every token is scored: far more logits than a graph has room for
@@ -84,7 +86,7 @@ def bucket_of(
         qkv_only=has_lora and QKV_ALONE.issuperset(groups),
         gated=not merged and not slots.isdisjoint(arriving),
         merged=merged,
-        crowded=has_lora and crowded and not is_mixed,
+        segmented=has_lora and segmented and not is_mixed,
     )
 
 
@@ -92,9 +94,9 @@ def buckets(max_rows: int, max_tokens: int, *, merging: bool = False) -> Iterato
     """Yields all possible buckets, the most useful first."""
     for size in _up_to(_DECODE_SIZES, max_rows):
         yield from _variants(size, is_mixed=False, merging=merging)
-    for size in _up_to(_CROWDED_SIZES, max_rows) if max_rows > MOST_ROWS else ():
+    for size in _up_to(_SEGMENTED_SIZES, max_rows) if max_rows > MOST_ROWS else ():
         for qkv_only in (True, False):
-            yield Bucket(is_mixed=False, size=size, lora=True, qkv_only=qkv_only, crowded=True)
+            yield Bucket(is_mixed=False, size=size, lora=True, qkv_only=qkv_only, segmented=True)
     mixed = _up_to(_MIXED_SIZES, max(max_rows, max_tokens))
     for size in mixed:
         yield from _variants(size, is_mixed=True, merging=merging)
@@ -122,7 +124,7 @@ class GraphSet:
     max_rows: int
     max_tokens: int
     budget_bytes: int
-    expected_bytes: Callable[[Bucket], int]
+    expected_bytes: int  # of each graph
     merging: bool = False
     _captured: dict[Bucket, int] = field(default_factory=dict)  # bytes
     _chosen: dict[Bucket, Bucket | None] = field(default_factory=dict)  # results of `choose`
@@ -134,12 +136,8 @@ class GraphSet:
 
     def to_capture(self) -> list[Bucket]:
         """Returns the most useful buckets that fit, largest first, so that smaller graphs reuse their memory."""
-        chosen: list[Bucket] = []
-        left = self.budget_bytes
-        for bucket in buckets(self.max_rows, self.max_tokens, merging=self.merging):
-            if (num_bytes := self.expected_bytes(bucket)) <= left:
-                chosen.append(bucket)
-                left -= num_bytes
+        count = self.budget_bytes // self.expected_bytes
+        chosen = list(islice(buckets(self.max_rows, self.max_tokens, merging=self.merging), count))
         return sorted(chosen, key=lambda bucket: (-bucket.size, bucket))
 
     def captured(self, bucket: Bucket, num_bytes: int) -> bool:
@@ -184,7 +182,7 @@ def shape_for(bucket: Bucket, capacity: Capacity, max_context: int) -> PassShape
     """Returns the shape of the largest batch that a bucket takes."""
     groups = QKV_ALONE if bucket.qkv_only else ALL_GROUPS
     if not bucket.is_mixed:
-        segments = bucket.size // (MOST_ROWS + 1) if bucket.crowded else 0  # each has more rows than BGMV takes
+        segments = bucket.size // (MOST_ROWS + 1) if bucket.segmented else 0  # each has more rows than BGMV takes
         return PassShape(bucket.size, bucket.size, 0, bucket.size, segments, bucket.lora, max_context, groups)
     rows = min(capacity.rows, bucket.size)
     tiles = bucket.size // capacity.tile_tokens + min(rows, _PROMPTS)
@@ -197,10 +195,10 @@ class CapturedGraphs:
     """The captured graphs of the iteration lane, by bucket. Used by the launching thread only."""
 
     def __init__(self, driver: Driver, graphs: GraphSet, capacity: Capacity, max_context: int, layers: int) -> None:
-        self._driver, self._graphs, self._capacity = driver, graphs, capacity
-        self._max_context, self._layers = max_context, layers
+        self._graphs, self._capacity, self._max_context = graphs, capacity, max_context
         self._captured: dict[Bucket, tuple[CapturedPass, PassShape]] = {}
-        self.failures: list[DriverError] = []  # why buckets have no graphs that were to have one
+        self._capturer = PassCapturer(driver, layers)
+        self.failures = self._capturer.failures
 
     def make_gates(self, device: torch.device) -> None:
         """Allocates the words by which graphs wait for layers; to be called before `capture_all`."""
@@ -221,24 +219,12 @@ class CapturedGraphs:
         """
         for index, bucket in enumerate(self._graphs.to_capture()):
             shape = shape_for(bucket, self._capacity, self._max_context)
-            steps = pass_for(bucket, shape)
-            issue_pass(steps, stream, self._layers)
-            wait_until_idle()
-            try:
-                self._capture(index, bucket, shape, steps, stream)
-            except DriverError as error:
-                self.failures.append(error)
-                wait_until_idle()  # raises if the device has failed
+            gate = self._gates[index].data_ptr() if bucket.gated else None
+            steps, keep = pass_for(bucket, shape), partial(self._graphs.captured, bucket)
+            captured = self._capturer.capture(steps, stream, gate, keep, wait_until_idle)
+            if captured is not None:
+                self._captured[bucket] = captured, shape
             advance()
-
-    def _capture(self, index: int, bucket: Bucket, shape: PassShape, steps: DecoderPass, stream: Stream) -> None:
-        gate = self._gates[index].data_ptr() if bucket.gated else None
-        before = self._driver.free_bytes()
-        captured = capture_pass(self._driver, steps, stream, self._layers, gate)
-        if self._graphs.captured(bucket, max(0, before - self._driver.free_bytes())):
-            self._captured[bucket] = captured, shape
-        else:
-            self._driver.destroy_graph(captured.graph)
 
     @property
     def count(self) -> int:
@@ -247,7 +233,7 @@ class CapturedGraphs:
 
     def find(self, batch: Batch, shape: PassShape, arriving: Collection[int]) -> CapturedPass | None:
         """Returns the graph for a batch, or None: it is launched kernel by kernel."""
-        wanted = bucket_of(batch, arriving, shape.groups, crowded=shape.segments > 0)
+        wanted = bucket_of(batch, arriving, shape.groups, segmented=shape.segments > 0)
         chosen = None if wanted is None else self._graphs.choose(wanted)
         if chosen is None:
             return None

@@ -7,6 +7,7 @@ does not wait: the next iteration may be launched before this one has begun. The
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,84 +18,21 @@ from caraserve.core.outputs import ColdStartCost, Output, OutputValues, append_t
 from caraserve.errors import GrammarFailed
 from caraserve.gpu.driver.api import DriverError, Stream
 from caraserve.gpu.driver.streams import NOTHING, Lane
-from caraserve.gpu.forward.batch import (
-    BatchWriter,
-    Capacity,
-    DeviceBatch,
-    PassShape,
-    Results,
-    decode_slots,
-    result_bytes,
-)
-from caraserve.gpu.forward.decoder import Decoder, DecoderPass
-from caraserve.gpu.forward.flashinfer_prefill import FlashInferPrefill
-from caraserve.gpu.forward.graphs import Bucket, CapturedGraphs
+from caraserve.gpu.forward.batch import BatchWriter, DeviceBatch, decode_slots
+from caraserve.gpu.forward.decoder import Decoder
+from caraserve.gpu.forward.graphs import CapturedGraphs
 from caraserve.gpu.forward.lanes import IterationLane
 from caraserve.gpu.memory.adapters import BoundAdapter, DeviceImages
 from caraserve.gpu.memory.copier import DeviceContext
-from caraserve.gpu.memory.masks import LaneMasks, MaskedOutputs
+from caraserve.gpu.memory.masks import LaneMasks
+from caraserve.gpu.memory.pass_shape import Capacity
 from caraserve.gpu.memory.request_state import RequestSlots
-from caraserve.gpu.memory.results import ResultBlocks, Waiter
+from caraserve.gpu.memory.results import ResultBlocks, Results, Waiter, result_bytes
 from caraserve.gpu.memory.staging_ring import StagingRing
 from caraserve.gpu.merged_weights import MergedDeviceWeights
+from caraserve.gpu.weights import Weights
 from caraserve.model.spec import ModelSpec
 from caraserve.telemetry.trace import Trace
-
-
-class PassSelector:
-    """Chooses the weights of a pass: the base's, or the base's with one adapter merged. Used by the launching thread
-    only."""
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        images: DeviceImages,
-        context: DeviceContext,
-        slots: RequestSlots,
-        merged: MergedDeviceWeights | None,
-        prefill: FlashInferPrefill | None,
-    ) -> None:
-        """`merged`: the weights that adapters are merged into, as large as the base's; None where mode `merged` is
-        off. `prefill`: None where our kernels alone attend."""
-        self._decoder, self._images, self._context, self._merged = decoder, images, context, merged
-        self._slots, self._prefill = slots, prefill
-
-    @property
-    def merges(self) -> int:
-        """Returns how often an adapter was merged into the base weights."""
-        return 0 if self._merged is None else self._merged.merges
-
-    def warm_up(self) -> None:
-        """Loads the kernels that merge adapters; no adapter may be loaded yet."""
-        if self._merged is not None:
-            stream = self._context.timelines.streams[Lane.COMPUTE]
-            self._merged.warm_up(self._images.memory, self._context.driver, stream)
-
-    def merge_adapter(self, batch: Batch) -> None:
-        """Merges the adapter that the batch names as merged, in the compute lane's order."""
-        if batch.merged is not None:
-            bound = self._images.bound[batch.merged]
-            if bound.is_loading:
-                raise AssertionError(f"adapter slot {batch.merged} cannot be merged: its weights have not arrived")
-            stream = self._context.timelines.streams[Lane.COMPUTE]
-            image = self._images.bytes_of(batch.merged)
-            self._merging.merge(bound.stored, image, self._context.driver, stream)
-
-    def for_batch(self, batch: Batch, shape: PassShape, masked: MaskedOutputs | None) -> DecoderPass:
-        """Returns the pass of a batch that no graph serves."""
-        weights = None if batch.merged is None else self._merging.weights
-        planned = None if self._prefill is None else self._prefill.plan(batch.rows, self._slots.block_table)
-        return self._decoder.make_pass(shape, weights=weights, masked=masked, planned=planned)
-
-    def for_graph(self, bucket: Bucket, shape: PassShape) -> DecoderPass:
-        """Returns the pass that a graph captures."""
-        return self._decoder.make_pass(shape, weights=self._merging.weights if bucket.merged else None)
-
-    @property
-    def _merging(self) -> MergedDeviceWeights:
-        if self._merged is None:
-            raise AssertionError("a batch wants an adapter merged, but no memory was taken for merged weights")
-        return self._merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +49,7 @@ class LaneResources:
 
 
 Done = Callable[[StepResult | Exception], None]
+T = TypeVar("T")
 
 
 def copy_results(decoder: Decoder, outputs: Output, results: Results, address: int, stream: Stream) -> None:
@@ -121,6 +60,36 @@ def copy_results(decoder: Decoder, outputs: Output, results: Results, address: i
     if count := len(outputs.embedded):
         embeddings = decoder.embed_prompts(count, stream)
         driver.copy_to_host(address + result_bytes(results.outputs), embeddings.data_ptr(), embeddings.nbytes, stream)
+
+
+def return_results(
+    lane: LaneResources,
+    stream: Stream,
+    outputs: Output,
+    read: Callable[[Results], T],
+    ended: Callable[[T | Exception], None],
+    copy_more: Callable[[int], None] = lambda end: None,
+) -> None:
+    """Copies the results of a lane's last pass to the host. Calls `ended`, on the waiter's thread, with what `read`
+    makes of them, or with the error. `copy_more(end)` issues more copies, to the bytes before this device address."""
+    results, address = lane.results.acquire()
+
+    def release(failure: DriverError | None) -> None:
+        outcome: T | Exception
+        try:
+            outcome = read(results) if failure is None else failure
+        except Exception as error:  # the engine waits for an outcome, so it gets this one
+            outcome = error
+        lane.results.release(results, address)
+        ended(outcome)
+
+    try:
+        copy_results(lane.decoder, outputs, results, address, stream)
+        copy_more(address + results.block.nbytes)
+        lane.waiter.when_done(stream, release)
+    except Exception:
+        lane.results.release(results, address)
+        raise
 
 
 def values_of(decoder: Decoder, outputs: Output, results: Results) -> OutputValues:
@@ -170,20 +139,17 @@ class IterationRunner:
         images: DeviceImages,
         slots: RequestSlots,
         captured_graphs: CapturedGraphs,
-        pass_selector: PassSelector,
+        merged: MergedDeviceWeights | None,
         spec: ModelSpec,
         trace: Trace | None = None,
     ) -> None:
+        """`merged`: the weights that adapters are merged into, as large as the base's; None where mode `merged` is
+        off."""
+        self._driver = context.driver
         self._timelines, self._ring, self._decoder = context.timelines, context.ring, parts.decoder
         self._lane = IterationLane(context.driver, self._timelines, context.copier, spec.layers)
-        self._waiter, self._batch, self._host, self._results = parts.waiter, parts.batch, parts.host, parts.results
-        self._masks = parts.masks
-        self._images, self._slots, self._captured_graphs, self._pass_selector = (
-            images,
-            slots,
-            captured_graphs,
-            pass_selector,
-        )
+        self._resources, self._batch, self._host, self._masks = parts, parts.batch, parts.host, parts.masks
+        self._images, self._slots, self._captured_graphs, self._merged = images, slots, captured_graphs, merged
         self._layers, self._trace = spec.layers, trace
         self._lists = BatchLists(self._ring, images, self._batch)
         self._words = self._host.empty()
@@ -199,10 +165,10 @@ class IterationRunner:
         adapters = {row.adapter_slot for row in batch.rows} - {BASE_ADAPTER_SLOT}
         shape = replace(shape, groups=self._images.module_groups_of(adapters))
         arriving = self._images.arriving(adapters)
-        self._pass_selector.merge_adapter(batch)
+        weights = self._merge(batch.merged)
         captured = self._captured_graphs.find(batch, shape, arriving)
         masked = self._masks.prepare(batch.rows, outputs)
-        steps = self._pass_selector.for_batch(batch, shape, masked) if captured is None else captured
+        steps = captured or self._decoder.make_pass(shape, weights=weights, masked=masked)
         self._lists.send(decode_slots(batch.rows) if with_lora else np.zeros(0, np.int32))
 
         def metadata(stream: Stream) -> None:
@@ -218,6 +184,19 @@ class IterationRunner:
         bound = {slot: self._images.bound[slot] for slot in arriving}
         self._return_results(batch, outputs, bound, {} if masked is None else masked.failures, launched_s, done)
 
+    def _merge(self, slot: int | None) -> Weights | None:
+        """Merges the adapter of a slot, in the compute lane's order, and returns the weights with it; None for None."""
+        if slot is None:
+            return None
+        if self._merged is None:
+            raise AssertionError("a batch wants an adapter merged, but no memory was taken for merged weights")
+        bound = self._images.bound[slot]
+        if bound.is_loading:
+            raise AssertionError(f"adapter slot {slot} cannot be merged: its weights have not arrived")
+        stream = self._timelines.streams[Lane.COMPUTE]
+        self._merged.merge(bound.stored, self._images.bytes_of(slot), self._driver, stream)
+        return self._merged.weights
+
     def _return_results(
         self,
         batch: Batch,
@@ -227,11 +206,11 @@ class IterationRunner:
         launched_s: float,
         done: Done,
     ) -> None:
-        stream = self._timelines.streams[Lane.COMPUTE]
         prompt_tokens = self._slots.prompt_tokens.copy()
-        results, address = self._results.acquire()
 
-        def step_result(started_s: float, done_s: float) -> StepResult:
+        def read(results: Results) -> StepResult:
+            done_s = time.monotonic()
+            started_s, self._ended_s = max(launched_s, self._ended_s), done_s
             if self._trace is not None:
                 name = f"{batch.num_tokens} tokens of {len(batch.rows)} requests"
                 self._trace.span("device", name, int(started_s * 1e9), int(done_s * 1e9))
@@ -244,23 +223,7 @@ class IterationRunner:
             append_tokens(batch.rows, rows)
             return StepResult(rows, started_s, done_s)
 
-        def ended(failure: DriverError | None) -> None:
-            done_s = time.monotonic()
-            started_s, self._ended_s = max(launched_s, self._ended_s), done_s
-            outcome: StepResult | Exception
-            try:
-                outcome = step_result(started_s, done_s) if failure is None else failure
-            except Exception as error:  # the engine waits for an outcome, so it gets this one
-                outcome = error
-            self._results.release(results, address)
-            done(outcome)
-
-        try:
-            copy_results(self._decoder, outputs, results, address, stream)
-            self._waiter.when_done(stream, ended)
-        except Exception:
-            self._results.release(results, address)
-            raise
+        return_results(self._resources, self._timelines.streams[Lane.COMPUTE], outputs, read, done)
 
 
 def stall_s(started_s: float, done_s: float, layers: int, arrivals: list[tuple[int, float]]) -> float:

@@ -1,46 +1,16 @@
-"""The order of stream operations: of moves in the pool, of an iteration, of an assisted prefill.
+"""The order of an iteration's stream operations, and captures of passes.
 
 The backend's launching thread calls these with a pass (`DecoderPass`); they issue its kernels and return at once. Marks
-(streams.py) order work of different lanes. A pass that may have to wait for CPU workers has a lane of its own, so that
-decoding continues, and device memory of its own for its batch.
+(streams.py) order work of different lanes.
 """
 
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from caraserve.core.lora_layout import GROUPS
-from caraserve.gpu.assist.handshake import HandOffFlags, SyncSlot
 from caraserve.gpu.driver.api import WORD_VALUES, Driver, DriverError, Graph, Stream, WordWait, WordWrite
 from caraserve.gpu.driver.streams import Lane, Marks, Timelines, at
-from caraserve.gpu.forward.decoder import DecoderPass, decoder_layer, issue_pass
+from caraserve.gpu.forward.decoder import DecoderPass, issue_pass
 from caraserve.gpu.memory.copier import AdapterCopier
-from caraserve.gpu.memory.link_queue import LoraSource
-from caraserve.gpu.memory.pool import Grant, Move
-
-ASSISTED_CHUNK_TOKENS = 128  # a larger GEMM's tiles hold multiprocessors for so long that decoding slows down
-
-
-def chunk_ends(start: int, end: int) -> Iterator[int]:
-    """Yields the ends of the chunks of an assisted prefill of positions [start, end)."""
-    yield from range(start + ASSISTED_CHUNK_TOKENS, end, ASSISTED_CHUNK_TOKENS)
-    if end > start:
-        yield end
-
-
-def issue_moves(
-    driver: Driver, timelines: Timelines, base: int, grant: Grant, relocate: Callable[[Move, Stream], None]
-) -> None:
-    """Issues a grant's moves between two iterations. Must be called directly after the pool has granted with
-    `timelines.next(Lane.COMPUTE)` as `moved`. `relocate` writes the new address to the tables, in stream order."""
-    if not grant.moves:
-        return
-    stream = timelines.streams[Lane.COMPUTE]
-    timelines.wait(Lane.COMPUTE, grant.moves_after)
-    for move in grant.moves:
-        for target, source, num_bytes in move.pieces():
-            driver.copy_on_device(base + target, base + source, num_bytes, stream)
-        relocate(move, stream)
-    timelines.mark(Lane.COMPUTE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +45,39 @@ def capture(driver: Driver, stream: Stream, issue: Callable[[], None]) -> Graph:
         driver.abandon_capture(stream)
         raise
     return driver.end_capture(stream)
+
+
+class PassCapturer:
+    """Captures passes before serving, within a limit of device memory."""
+
+    def __init__(self, driver: Driver, layers: int) -> None:
+        self._driver, self._layers = driver, layers
+        self.failures: list[DriverError] = []  # why passes have no graphs that were to have one
+
+    def capture(
+        self,
+        steps: DecoderPass,
+        stream: Stream,
+        gate: int | None,
+        keep: Callable[[int], bool],
+        wait_until_idle: Callable[[], None],
+    ) -> CapturedPass | None:
+        """Runs a pass once, so that its kernels are loaded, and captures it. Returns None if that is refused, or if
+        `keep`, called with the bytes that the graph takes, returns False. Raises DriverError if the device has
+        failed."""
+        issue_pass(steps, stream, self._layers)
+        wait_until_idle()
+        before = self._driver.free_bytes()
+        try:
+            captured = capture_pass(self._driver, steps, stream, self._layers, gate)
+        except DriverError as error:
+            self.failures.append(error)
+            wait_until_idle()  # raises if the device has failed
+            return None
+        if keep(max(0, before - self._driver.free_bytes())):
+            return captured
+        self._driver.destroy_graph(captured.graph)
+        return None
 
 
 class IterationLane:
@@ -131,60 +134,3 @@ class IterationLane:
         operations.append(WordWrite(gate, self._layers))
         self._driver.word_operations(self._timelines.streams[Lane.GATE], operations)
         self._timelines.mark(Lane.GATE)  # by which the driver sees that these have run
-
-
-@dataclass(frozen=True, slots=True)
-class AssistedChunk:
-    """A slice of one request's prompt, of at most `ASSISTED_CHUNK_TOKENS`."""
-
-    slot: int  # of the adapter
-    sync_slot: SyncSlot
-    sources: Sequence[LoraSource]  # by layer
-    groups: Sequence[Collection[int]]  # by layer: the module groups that the adapter has
-    ready: Sequence[int]  # by layer: device address of its ready word
-    ready_generation: int
-    wait_s: float = 10.0  # for workers or weights, in each layer; then the chunk is void, and its prompt starts again
-
-    def hand_offs(self) -> Iterator[tuple[int, int, int, HandOffFlags]]:
-        """Yields (layer, module group, index, flags) of each hand-off that workers may be asked for, in the device's
-        order."""
-        for layer, source in enumerate(self.sources):
-            for group in sorted(self.groups[layer]) if source is LoraSource.WORKERS else ():
-                index = layer * len(GROUPS) + group
-                yield layer, group, index, self.sync_slot.flags[index]
-
-
-class AssistLane:
-    """Launches chunks of assisted prefills, once the watchdog watches them."""
-
-    def __init__(self, driver: Driver, timelines: Timelines, copier: AdapterCopier, layers: int) -> None:
-        self._driver, self._timelines, self._copier, self._layers = driver, timelines, copier, layers
-        self._stream = timelines.streams[Lane.ASSIST]
-
-    def issue(
-        self,
-        metadata: Callable[[Stream], None],
-        steps: DecoderPass,
-        captured: CapturedPass | None,
-        slot: int,
-        after: Marks,
-    ) -> Generator[None, None, int]:
-        """Issues a chunk and returns its mark. `metadata` also sends the chunk's work orders; `captured` is the chunk's
-        pass without sampling, or None: it is launched kernel by kernel, and yields after each layer, so that more
-        urgent work can be issued on other lanes. `slot`: the adapter's; the pool must pin it until the last step.
-
-        The adapter's missing layers go to the copy lane first: the chunk's kernels may wait for them, and the launching
-        thread may have to wait for this lane."""
-        self._copier.commit([slot], self._layers)
-        stream = self._stream
-        self._timelines.wait(Lane.ASSIST, after)
-        metadata(stream)
-        if captured is not None:
-            self._driver.launch_graph(captured.graph, stream)
-        else:
-            steps.embed(stream)
-            for layer in range(self._layers):
-                decoder_layer(steps, layer, stream)
-                yield
-        steps.sample(stream)
-        return self._timelines.mark(Lane.ASSIST)

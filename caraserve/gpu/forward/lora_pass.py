@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from caraserve.core.lora_layout import GROUPS
-from caraserve.gpu.assist import work_orders
-from caraserve.gpu.driver.api import Driver, Stream
-from caraserve.gpu.forward.batch import DeviceBatch, PassShape
-from caraserve.gpu.kernels import cuda_launch
-from caraserve.gpu.kernels.cuda_launch import BYTES_THREADS, Kernels, Launch
+from caraserve.gpu.driver.api import Stream
+from caraserve.gpu.driver.device import GpuDevice
+from caraserve.gpu.driver.launch import Launch
+from caraserve.gpu.forward.batch import DeviceBatch
+from caraserve.gpu.kernels import cuda_launch, work_orders
+from caraserve.gpu.kernels.cuda_launch import BLOCKS_PER_SM, BYTES_THREADS
 from caraserve.gpu.kernels.lora import Segments, SiteTables, lora_expand, lora_shrink
 from caraserve.gpu.memory.adapter_tables import AdapterTables
+from caraserve.gpu.memory.pass_shape import PassShape
 from caraserve.gpu.memory.workspace import Workspace
 from caraserve.gpu.weights import columns_of
 from caraserve.model.spec import ModelSpec
@@ -90,15 +92,9 @@ class LoraLane:
     """The LoRA state that all passes of one lane share."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        batch: DeviceBatch,
-        tables: AdapterTables,
-        workspace: Workspace,
-        kernels: Kernels,
-        driver: Driver,
+        self, spec: ModelSpec, batch: DeviceBatch, tables: AdapterTables, workspace: Workspace, device: GpuDevice
     ) -> None:
-        self.batch, self.workspace, self.kernels, self.driver = batch, workspace, kernels, driver
+        self.batch, self.workspace, self.kernels, self.driver = batch, workspace, device.kernels, device.driver
         activations = workspace.activations
         pairs = zip(activations.inputs, activations.outputs, strict=True)
         self.groups = [_ModuleGroup.of(spec, group, *pair) for group, pair in enumerate(pairs)]
@@ -116,12 +112,12 @@ class LoraLane:
         once."""
         if (layer, group) not in self._for_decoding:
             tables = self._raw_tables[layer, group]
-            items, of, room = self.batch.items[group], self.groups[group], self.workspace.parts[group]
+            items, of, room = self.batch.lists.of(group), self.groups[group], self.workspace.parts[group]
             part = cuda_launch.ShrinkBuffer(room.data_ptr(), *room.shape[1:])
-            grid = self.kernels.bgmv_grid
+            grid = BLOCKS_PER_SM * self.kernels.multiprocessors
             self._for_decoding[layer, group] = (
-                cuda_launch.shrink(grid, tables, items.shrink, of.x_rows, part),
-                cuda_launch.expand(grid, tables, items.expand, part, of.y_rows, of.projections),
+                cuda_launch.shrink(grid, tables, items[0], of.x_rows, part),
+                cuda_launch.expand(grid, tables, items[1], part, of.y_rows, of.projections),
             )
         return self._for_decoding[layer, group]
 

@@ -105,9 +105,9 @@ def _group_rows(row_slots: Ints) -> tuple[list[int], Ints]:
     order = np.argsort(row_slots, kind="stable")
     order = order[row_slots[order] > BASE_ADAPTER_SLOT]
     slots, starts, counts = np.unique(row_slots[order], return_index=True, return_counts=True)
-    pieces = -(-counts // ROWS)
-    owner = np.repeat(np.arange(len(slots)), pieces)
-    first = ROWS * (np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces))  # 0, 4, … | 0, 4, …
+    blocks = -(-counts // ROWS)
+    owner = np.repeat(np.arange(len(slots)), blocks)
+    first = ROWS * (np.arange(len(owner)) - np.repeat(np.cumsum(blocks) - blocks, blocks))  # 0, 4, … | 0, 4, …
     groups = np.zeros((len(owner), GROUP_WORDS), np.int32)
     groups[:, GROUP_COUNT] = count = np.minimum(counts[owner] - first, ROWS)
     places = (starts[owner] + first)[:, None] + np.minimum(np.arange(ROWS), count[:, None] - 1)

@@ -1,47 +1,22 @@
 """Grid, block and arguments of each call of a raw CUDA kernel, with the exact argument widths that its source declares.
 
-A launch is a value: `driver/modules.py` passes it to the driver, tests run it on the host. A wrong width would silently
-corrupt arguments, so argument lists are written only here, and in sampling.py for its kernels. Addresses are device
-addresses, strides count numbers.
+Argument lists are written only here, in sampling.py for its kernels, and in driver/launch.py for the wait for a word.
+Addresses are device addresses, strides count numbers.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from caraserve.core.lora_layout import A_COLUMNS, MAX_RANK
-from caraserve.gpu.driver.api import Stream
+from caraserve.gpu.driver.launch import WARP, Launch, ints, pointers
 from caraserve.gpu.kernels.bgmv_work import THREADS
 
 BYTES_THREADS = 256  # of kernels that only copy
-WARP = 32
-PIECE = np.dtype([(name, np.int64) for name in ("target", "source", "words", "width", "pitch", "spare")])  # words.cu
+# words.cu
+BLOCK_COPY = np.dtype([(name, np.int64) for name in ("target", "source", "words", "width", "pitch", "spare")])
 BLOCKS_PER_SM = 5  # of the BGMV kernels, limited by their registers
 _VECTOR_BYTES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """One kernel call."""
-
-    source: str
-    kernel: str
-    grid: int
-    block: int
-    arguments: tuple[np.generic, ...]
-    begins_early: bool = False  # may begin before the launch just before it on the stream has ended, for which it waits
-
-
-class Kernels(Protocol):
-    """Issues launches on a device, or runs them on the host in tests."""
-
-    @property
-    def bgmv_grid(self) -> int:
-        """Number of blocks of the BGMV kernels that run at once."""
-
-    def launch(self, launch: Launch, stream: Stream) -> None:
-        """Issues a kernel on a stream. Neither allocates nor waits, so that it may be captured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,24 +134,9 @@ def add(
     return Launch("handoff", "handoff_add", grid, BYTES_THREADS, arguments)
 
 
-def wait_word(address: int, value: int) -> Launch:
-    """Returns the launch of one warp that waits until a word `has_reached` a value (driver/api.py)."""
-    return Launch("words", "wait_word", 1, WARP, (*pointers(address), np.uint32(value)))
-
-
-def scatter_words(pieces: int, count: int) -> Launch:
-    """Returns the launch that copies `count` pieces (`PIECE`), whose descriptions are at `pieces` in host memory."""
-    return Launch("words", "scatter_words", count, BYTES_THREADS, pointers(pieces))
-
-
-def pointers(*addresses: int) -> tuple[np.generic, ...]:
-    """Returns addresses as arguments."""
-    return tuple(np.uint64(address) for address in addresses)
-
-
-def ints(*values: int) -> tuple[np.generic, ...]:
-    """Returns numbers as arguments of type int."""
-    return tuple(np.int32(value) for value in values)
+def scatter_words(copies: int, count: int) -> Launch:
+    """Returns the launch of `count` blocks, whose copies (`BLOCK_COPY`) are at `copies` in host memory."""
+    return Launch("words", "scatter_words", count, BYTES_THREADS, pointers(copies))
 
 
 def _three(values: tuple[int, ...]) -> tuple[np.generic, ...]:

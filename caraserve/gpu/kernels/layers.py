@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from caraserve.gpu.kernels.attention import PagedCache, TokenTables
+from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
 from caraserve.util.units import ceil_div
 
 _COLUMNS = 1024  # per program of the elementwise kernels

@@ -68,12 +68,12 @@ def cut_segments(slots: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     order = np.argsort(slots, kind="stable").astype(np.int32)
     order = order[slots[order] > BASE_ADAPTER_SLOT]
     adapters, starts, counts = np.unique(slots[order], return_index=True, return_counts=True)
-    pieces = -(-counts // SEGMENT_ROWS)
+    segments = -(-counts // SEGMENT_ROWS)
     # Each segment's number among those of its adapter: 0, 1, … | 0, 1, …
-    number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    first = np.repeat(starts, pieces) + SEGMENT_ROWS * number
-    rows = np.minimum(np.repeat(counts, pieces) - SEGMENT_ROWS * number, SEGMENT_ROWS)
-    return order, first.astype(np.int32), rows.astype(np.int32), np.repeat(adapters, pieces).astype(np.int32)
+    number = np.arange(segments.sum()) - np.repeat(np.cumsum(segments) - segments, segments)
+    first = np.repeat(starts, segments) + SEGMENT_ROWS * number
+    rows = np.minimum(np.repeat(counts, segments) - SEGMENT_ROWS * number, SEGMENT_ROWS)
+    return order, first.astype(np.int32), rows.astype(np.int32), np.repeat(adapters, segments).astype(np.int32)
 
 
 def most_segments(tokens: int, adapters: int) -> int:

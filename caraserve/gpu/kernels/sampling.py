@@ -17,8 +17,8 @@ import numpy as np
 from torch import Tensor
 
 from caraserve.cpu.sampling import SLOT_SAMPLING
-from caraserve.gpu.kernels.attention import TokenTables
-from caraserve.gpu.kernels.cuda_launch import Launch, ints, pointers
+from caraserve.gpu.driver.launch import Launch, ints, pointers
+from caraserve.gpu.kernels.paged_cache import TokenTables
 
 _THREAD_LOGITS = 16  # that a thread has in flight
 _LEAST_THREADS, _MOST_THREADS = 32, 1024

@@ -7,7 +7,7 @@ KERNEL __launch_bounds__(32) wait_word(const u32* word, u32 value) {
 }
 
 // Words from host memory to rows of `width` words that begin `pitch` bytes apart.
-struct Piece {
+struct BlockCopy {
     u64 target;
     u64 source; // a multiple of 16 bytes, readable to a multiple of 16
     i64 words;
@@ -18,10 +18,10 @@ struct Piece {
 
 DEVICE u64 wide(u32 low, u32 high) { return (u64)high << 32 | low; }
 
-// Copies one piece of up to 4 words for each thread with each block. `pieces`: in host memory, [grid].
-KERNEL __launch_bounds__(256) scatter_words(const Piece* pieces) {
-    const uint4* piece = (const uint4*)(pieces + blockIdx.x);
-    const uint4 places = load_from_host(piece), sizes = load_from_host(piece + 1), rows = load_from_host(piece + 2);
+// Copies up to 4 words per thread with each block. `copies`: in host memory, [grid].
+KERNEL __launch_bounds__(256) scatter_words(const BlockCopy* copies) {
+    const uint4* copy = (const uint4*)(copies + blockIdx.x);
+    const uint4 places = load_from_host(copy), sizes = load_from_host(copy + 1), rows = load_from_host(copy + 2);
     const u64 target = wide(places.x, places.y), source = wide(places.z, places.w), pitch = wide(rows.x, rows.y);
     const u32 words = sizes.x, width = sizes.z;
     const bool is_whole = width >= words && target % 16 == 0;

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from caraserve.core.batch import BASE_ADAPTER_SLOT, DeviceLost
 from caraserve.core.lora_layout import GROUPS, MAX_RANK, RANK_STEP, AdapterSpec, HostAdapter
-from caraserve.gpu.driver.api import Stream
-from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, at, latest
-from caraserve.gpu.forward.lanes import issue_moves
+from caraserve.gpu.driver.api import Driver, Stream
+from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, Timelines, at, latest
 from caraserve.gpu.kernels.bgmv_work import AdapterItems, WorkItems, adapter_items, plan_items
 from caraserve.gpu.memory import padding
 from caraserve.gpu.memory.adapter_tables import GROUP_SITES, AdapterTables, column
@@ -32,6 +31,8 @@ from caraserve.util.units import align_up
 log = logging.getLogger(__name__)
 
 Loaded = Callable[[Exception | None], None]
+# What waits for memory: a function that tries it and returns whether it is done, and one that gives it up.
+_Attempt = tuple[Callable[[], bool], Callable[[Exception], None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +64,6 @@ class BoundAdapter:
 
     def __post_init__(self) -> None:
         self.any_groups = frozenset().union(*self.groups)
-
-
-@dataclass(frozen=True, slots=True)
-class _Attempt:
-    """What waits for memory. `succeeds`: tries it, and returns whether it is done; `fail`: gives it up."""
-
-    succeeds: Callable[[], bool]
-    fail: Callable[[Exception], None]
 
 
 class DeviceImages:
@@ -126,7 +119,7 @@ class DeviceImages:
                     self.pool.release(slot, bound.used)
                 return True
 
-        self._retry_until_placed(_Attempt(place, lambda failure: self._fail_load(slot, failure)))
+        self._retry_until_placed((place, lambda failure: self._fail_load(slot, failure)))
 
     def stored(self, spec: AdapterSpec) -> AdapterSpec:
         """Returns an adapter's layout in the pool. Raises AdapterRejected for a rank above the padded one.
@@ -163,7 +156,7 @@ class DeviceImages:
         if blocks < self.pool.kv_blocks:
             resize()
         else:
-            self._retry_until_placed(_Attempt(resize, done))
+            self._retry_until_placed((resize, done))
 
     # --- called at launches ---
 
@@ -171,15 +164,15 @@ class DeviceImages:
         """Records what has arrived, issues what comes next, and retries loads that found no memory."""
         self._copier.poll()
         self.pool.drop_passed(self._timelines.known)
-        while self._waiting and self._waiting[0].succeeds():
+        while self._waiting and self._waiting[0][0]():
             self._waiting.popleft()
 
     def fail(self, failure: DeviceLost) -> None:
         """Fails all loads, and resizes that wait for memory; called when the device has failed."""
         self._lost = failure
         waiting, self._waiting = self._waiting, deque()
-        for attempt in waiting:
-            attempt.fail(failure)
+        for _, give_up in waiting:
+            give_up(failure)
         for slot in list(self._loading):
             self._fail_load(slot, failure)
 
@@ -240,8 +233,8 @@ class DeviceImages:
 
     # --- inside ---
 
-    def _retry_until_placed(self, attempt: "_Attempt") -> None:
-        if self._waiting or not attempt.succeeds():
+    def _retry_until_placed(self, attempt: _Attempt) -> None:
+        if self._waiting or not attempt[0]():
             self._waiting.append(attempt)
 
     def _fail_load(self, slot: int, failure: Exception) -> None:
@@ -335,3 +328,19 @@ def _groups_by_layer(stored: AdapterSpec, model: ModelSpec) -> tuple[frozenset[i
     for span in stored.spans:
         groups[span.layer].add(group_of[span.site])
     return tuple(frozenset(found) for found in groups)
+
+
+def issue_moves(
+    driver: Driver, timelines: Timelines, base: int, grant: Grant, relocate: Callable[[Move, Stream], None]
+) -> None:
+    """Issues a grant's moves between two iterations. Must be called directly after the pool has granted with
+    `timelines.next(Lane.COMPUTE)` as `moved`. `relocate` writes the new address to the tables, in stream order."""
+    if not grant.moves:
+        return
+    stream = timelines.streams[Lane.COMPUTE]
+    timelines.wait(Lane.COMPUTE, grant.moves_after)
+    for move in grant.moves:
+        for target, source, num_bytes in move.copies():
+            driver.copy_on_device(base + target, base + source, num_bytes, stream)
+        relocate(move, stream)
+    timelines.mark(Lane.COMPUTE)

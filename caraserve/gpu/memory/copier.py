@@ -1,4 +1,4 @@
-"""Issues the link queue's pieces on the copy lane, and records which layers have arrived.
+"""Issues the link queue's spans on the copy lane, and records which layers have arrived.
 
 The launching thread calls `poll` often (every ms while loads are in progress), `commit` for each arriving adapter of an
 iteration before it launches it, and `arrival_of_all` where a lane gets to a layer.
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from caraserve.gpu.driver.api import WORD_VALUES, Driver, WordWrite
 from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, Timelines, at, covers, latest
-from caraserve.gpu.memory.link_queue import LayerGroup, LinkQueue, Piece, groups_until
+from caraserve.gpu.memory.link_queue import LayerGroup, LinkQueue, Span, groups_until
 from caraserve.gpu.memory.padding import RowCopy
 from caraserve.gpu.memory.staging_ring import StagingRing
 
@@ -33,7 +33,7 @@ class CopyRequest:
     ready: Sequence[int] = ()
     rows: Callable[[LayerGroup], Sequence[RowCopy]] | None = None
     arrived: Callable[[LayerGroup], None] = lambda group: None
-    issued: Callable[[], None] = lambda: None  # called when the last piece has been issued
+    issued: Callable[[], None] = lambda: None  # called when the last span has been issued
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class _CopyProgress:
     generation: int
     done: Callable[[], None]
     marks: list[int] = field(default_factory=list)  # of completely issued layer groups, on the copy lane
-    last: int = 0  # mark of the last piece
+    last: int = 0  # mark of the last span
     has_begun: bool = False
     seen: int = 0  # layer groups for which `arrived` was called
 
@@ -57,7 +57,7 @@ class AdapterCopier:
         self.arrivals_word = arrivals_word
         self._stream = timelines.streams[Lane.COPY]
         self._loads: dict[int, _CopyProgress] = {}
-        self._in_flight: deque[tuple[int, int]] = deque()  # (mark, bytes) of pieces
+        self._in_flight: deque[tuple[int, int]] = deque()  # (mark, bytes) of spans
         self._generations = 0
 
     def load(self, image: CopyRequest, done: Callable[[], None]) -> int:
@@ -80,8 +80,8 @@ class AdapterCopier:
         for load in complete:
             del self._loads[load.image.slot]
             load.done()
-        while (piece := self._queue.next(self._blocked())) is not None:
-            self._issue(piece)
+        while (span := self._queue.next(self._blocked())) is not None:
+            self._issue(span)
 
     def commit(self, slots: Collection[int], layers: int) -> None:
         """Issues what is missing of the first `layers` layers of these slots, for an iteration that is about to be
@@ -89,9 +89,9 @@ class AdapterCopier:
         for slot in slots:
             self._queue.commit(slot, layers)
         while any(self._lacks(slot, layers) for slot in slots):
-            piece = self._queue.next(self._blocked())
-            assert piece is not None, "a committed load is not in the queue"
-            self._issue(piece)
+            span = self._queue.next(self._blocked())
+            assert span is not None, "a committed load is not in the queue"
+            self._issue(span)
 
     def cancel(self, slot: int) -> Marks:
         """Ends a slot's load, if there is one, without calling `done`. Returns the marks until which issued copies may
@@ -152,8 +152,8 @@ class AdapterCopier:
     def _is_complete(self, load: _CopyProgress) -> bool:
         return len(load.marks) == len(load.image.groups)
 
-    def _issue(self, piece: Piece) -> None:
-        load = self._loads[piece.slot]
+    def _issue(self, span: Span) -> None:
+        load = self._loads[span.slot]
         image = load.image
         if not load.has_begun:
             load.has_begun = True
@@ -161,11 +161,11 @@ class AdapterCopier:
             if image.rows is not None:
                 self._driver.fill(image.target, image.num_bytes, self._stream)
         if image.rows is None:
-            if piece.end > piece.start:
-                source, target = image.source + piece.start, image.target + piece.start
-                self._driver.copy_to_device(target, source, piece.end - piece.start, self._stream)
-        elif piece.group is not None:
-            for rows in image.rows(image.groups[piece.group]):
+            if span.end > span.start:
+                source, target = image.source + span.start, image.target + span.start
+                self._driver.copy_to_device(target, source, span.end - span.start, self._stream)
+        elif span.group is not None:
+            for rows in image.rows(image.groups[span.group]):
                 self._driver.copy_rows_to_device(
                     image.target + rows.target,
                     rows.target_pitch,
@@ -175,14 +175,14 @@ class AdapterCopier:
                     rows.rows,
                     self._stream,
                 )
-        if piece.group is not None:
-            group, mark = image.groups[piece.group], self._timelines.next(Lane.COPY)[Lane.COPY]
+        if span.group is not None:
+            group, mark = image.groups[span.group], self._timelines.next(Lane.COPY)[Lane.COPY]
             ready = image.ready[group.first_layer : group.end_layer]
             words = [WordWrite(word, load.generation) for word in ready]
             self._driver.word_operations(self._stream, [*words, WordWrite(self.arrivals_word, mark % WORD_VALUES)])
         load.last = self._timelines.mark(Lane.COPY)
-        self._in_flight.append((load.last, piece.end - piece.start))
-        if piece.group is not None:
+        self._in_flight.append((load.last, span.end - span.start))
+        if span.group is not None:
             load.marks.append(load.last)
             if self._is_complete(load):
                 image.issued()

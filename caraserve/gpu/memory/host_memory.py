@@ -7,21 +7,17 @@ The region is created before CUDA starts, because the workers' fork server inher
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from caraserve.core.lora_layout import A_COLUMNS, GROUPS
 from caraserve.cpu import handoff
 from caraserve.cpu.shared_memory import PAGE_BYTES, SharedRegion
-from caraserve.gpu.assist.handshake import sync_slot_bytes
-from caraserve.gpu.assist.work_orders import delta_columns
-from caraserve.gpu.driver.api import WORD_BYTES
-from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS
+from caraserve.gpu.kernels.work_orders import delta_columns
+from caraserve.gpu.memory.sync_slots import sync_slot_bytes
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import ModelSpec
 from caraserve.util.units import align_up
 
 SYNC_SLOTS = 2  # assisted chunks in flight
+ASSISTED_CHUNK_TOKENS = 128  # a larger GEMM's tiles hold multiprocessors for so long that decoding slows down
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +64,6 @@ class HostRegion:
 
     def _carve(self, sizes: tuple[int, int, int, int]) -> HandOffBuffers:
         return HandOffBuffers(*(self.region.offset(int(self.region.carve(size).ctypes.data)) for size in sizes))
-
-
-class RegionWords:
-    """Implements SharedWords over the region. Loads and stores of aligned words are atomic on every machine that CUDA
-    runs on, and on x86 they are seen in order."""
-
-    def __init__(self, region: SharedRegion) -> None:
-        self._words: NDArray[np.uint32] = region.bytes.view(np.uint32)
-
-    def load(self, offset: int) -> int:
-        return int(self._words[offset // WORD_BYTES])
-
-    def store(self, offset: int, value: int) -> None:
-        self._words[offset // WORD_BYTES] = value
 
 
 def inputs_of(spec: ModelSpec, group: int) -> int:

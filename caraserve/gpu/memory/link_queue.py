@@ -1,8 +1,8 @@
 """The order in which adapters are copied over the link to the device, and predicted arrivals.
 
-An adapter is copied in layer groups, and a group in pieces small enough that a more urgent one never waits long. Pieces
+An adapter is copied in layer groups, and a group in spans small enough that a more urgent one never waits long. Spans
 that a launched iteration waits for go first, then loads in the order of their start. Only about 1 ms of copies is
-issued ahead, because issued copies cannot be overtaken. `copier.py` issues the pieces.
+issued ahead, because issued copies cannot be overtaken. `copier.py` issues the spans.
 """
 
 from collections.abc import Collection, Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
 
-PIECE_BYTES = 16 << 20  # 0.3 ms of an H200's link
+SPAN_BYTES = 16 << 20  # 0.3 ms of an H200's link
 _WINDOW_S = 0.001  # issued ahead: as long as the launching thread may sleep
 
 
@@ -25,8 +25,8 @@ class LayerGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Bytes [start, end) of an image to be issued now. `group`: the layer group of which it is the last piece, or
+class Span:
+    """Bytes [start, end) of an image to be issued now. `group`: the layer group of which it is the last span, or
     None."""
 
     slot: int
@@ -77,8 +77,8 @@ class LinkQueue:
     """Loads that are not completely issued, and the bytes in flight."""
 
     bytes_per_s: float
-    piece_bytes: int = PIECE_BYTES
-    in_flight: int = 0  # bytes of pieces
+    span_bytes: int = SPAN_BYTES
+    in_flight: int = 0  # bytes of spans
     answers: int = 0  # bytes that CPU workers will send meanwhile, in the same direction
     _loads: dict[int, _QueuedLoad] = field(default_factory=dict)
     _numbers: int = 0
@@ -103,8 +103,8 @@ class LinkQueue:
             raise AssertionError(f"adapter slot {slot}: an iteration waits for the load")
         self._loads.pop(slot, None)
 
-    def next(self, blocked: Collection[int] = ()) -> Piece | None:
-        """Returns the piece to be issued now, or None if there is none or enough is in flight. `blocked`: adapter slots
+    def next(self, blocked: Collection[int] = ()) -> Span | None:
+        """Returns the span to be issued now, or None if there is none or enough is in flight. `blocked`: adapter slots
         whose memory is still being read; their copies would delay everything issued after, so they go last."""
         waiting = [(load.urgency(load.at, is_blocked=load.slot in blocked), load) for load in self._loads.values()]
         if not waiting:
@@ -114,8 +114,8 @@ class LinkQueue:
             return None
         group = load.groups[load.at]
         start = group.start + load.issued
-        end = min(group.end, start + self.piece_bytes)
-        piece = Piece(load.slot, start, end, load.at if end == group.end else None)
+        end = min(group.end, start + self.span_bytes)
+        span = Span(load.slot, start, end, load.at if end == group.end else None)
         load.issued += end - start
         self.in_flight += end - start
         if end == group.end:
@@ -123,7 +123,7 @@ class LinkQueue:
             load.at += 1
             if load.at == len(load.groups):
                 del self._loads[load.slot]
-        return piece
+        return span
 
     def await_answers(self, num_bytes: int) -> None:
         """Adds bytes that CPU workers will send. They share the link with loads, and delay predicted arrivals."""
@@ -160,7 +160,7 @@ class LinkQueue:
 
     @property
     def _window_bytes(self) -> float:
-        return max(2.0 * self.piece_bytes, self.bytes_per_s * _WINDOW_S)
+        return max(2.0 * self.span_bytes, self.bytes_per_s * _WINDOW_S)
 
 
 def choose_source(*, arrived: bool, arrives_s: float, use_s: float, stall_s: float | None) -> LoraSource:

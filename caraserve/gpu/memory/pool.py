@@ -28,9 +28,9 @@ class Move:
     target: int
     num_bytes: int
 
-    def pieces(self) -> Iterator[tuple[int, int, int]]:
+    def copies(self) -> Iterator[tuple[int, int, int]]:
         """Yields copies (target, source, bytes), to be issued in this order. No copy overlaps itself or overwrites what
-        a later one reads: the last bytes are copied first, in pieces as long as the move's distance."""
+        a later one reads: the last bytes are copied first, each copy as long as the move's distance."""
         step, end = self.target - self.source, self.num_bytes
         while end > 0:
             start = max(0, end - step)
@@ -181,18 +181,6 @@ class DevicePool:
     def drop_passed(self, passed: Marks) -> None:
         """Drops marks that have been passed; to be called often, so that the list stays short."""
         self._stale = [entry for entry in self._stale if not covers(passed, entry[2])]
-
-    def check(self) -> None:
-        """Raises AssertionError if bytes have two owners or a limit is exceeded."""
-        place = self._lowest(self.kv_blocks)
-        for extent in self._extents:
-            assert extent.start >= place, f"adapter slot {extent.slot} overlaps what lies before it"
-            assert extent.start % self._granule == 0, f"adapter slot {extent.slot} is not on a granule"
-            assert self._by_slot[extent.slot] is extent, f"adapter slot {extent.slot} is registered at another place"
-            place = extent.end
-        assert place <= self.num_bytes, "adapters reach beyond the pool"
-        assert len(self._extents) == len(self._by_slot), "an adapter is lost"
-        assert self.adapter_bytes <= self.lora_bytes, "adapters are over their cap"
 
     # --- holes ---
 

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from caraserve.core.batch import Batch, BlockGrant, ScheduledRow, SlotStart
 from caraserve.cpu.sampling import SLOT_SAMPLING, write_sampling
-from caraserve.gpu.kernels.attention import PagedCache
+from caraserve.gpu.kernels.paged_cache import PagedCache
 from caraserve.gpu.memory.staging_ring import StagingRing
 from caraserve.model.spec import ModelSpec
 from caraserve.util.units import ceil_div
 
 BLOCK_TOKENS = 16
-_PIECE_BYTES = 4 << 20  # of vectors in fp32, which are converted and sent at a time
+_STEP_BYTES = 4 << 20  # of vectors in fp32, converted and sent at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,6 @@ class RequestSlots:
         self._state, self._ring = state, ring
         self._sampling = np.zeros(state.sampling.shape[0], SLOT_SAMPLING)
         self._vectors: dict[int, _PromptVectors] = {}  # by request slot
-        self.block_table = np.zeros(tuple(state.block_table.shape), np.int32)  # as granted; the device's follows
 
     @property
     def prompt_tokens(self) -> NDArray[np.int64]:
@@ -109,7 +108,7 @@ class RequestSlots:
     def _send_row(self, vectors: _PromptVectors, row: ScheduledRow, hidden: Tensor, ring: StagingRing) -> None:
         tokens, width = vectors.token_ids[row.start : row.start + row.count], hidden.shape[1]
         places = np.flatnonzero(tokens < 0)
-        step = max(1, _PIECE_BYTES // (4 * width))
+        step = max(1, _STEP_BYTES // (4 * width))
         for start in range(0, row.count if len(places) else 0, step):
             held = places[(places >= start) & (places < start + step)]
             if len(held):
@@ -132,5 +131,4 @@ class RequestSlots:
 
     def _grant(self, grant: BlockGrant) -> None:
         blocks, row = np.array(grant.blocks, np.int32), self._state.block_table[grant.slot]
-        self.block_table[grant.slot, grant.first : grant.first + len(blocks)] = blocks
         self._ring.send(row.data_ptr() + row.element_size() * grant.first, blocks)

@@ -4,14 +4,15 @@ neither the launching thread nor the event loop waits; and the pinned memory tha
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from caraserve.core.request import MAX_PROMPT_LOGPROBS
 from caraserve.gpu.driver.api import Driver, DriverError, Event, Stream
-from caraserve.gpu.forward.batch import Results
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,39 @@ class Waiter:
             except Exception:
                 log.exception("a result's callback failed")
             del awaited  # otherwise the last batch, with its matchers, would be kept until the next one
+
+
+def result_bytes(outputs: int, alternatives: int = MAX_PROMPT_LOGPROBS) -> int:
+    """Returns the bytes of the results of `outputs` outputs with so many alternatives. Those of one place follow those
+    of the place before, for all outputs, so that fewer of them are a beginning of all results."""
+    return 4 * outputs * (3 + 2 * alternatives)
+
+
+def result_views(ints: Any, floats: Any, outputs: int) -> tuple[Any, Any, Any, Any, Any]:
+    """Returns tokens, log-probabilities, ranks, and [outputs, MAX_PROMPT_LOGPROBS] alternatives with their
+    log-probabilities, as views of one block of memory that is given as int32 and as float32, of numpy or torch."""
+    tops, end = (MAX_PROMPT_LOGPROBS, 2, outputs), result_bytes(outputs) // 4
+    ids, scores = (part[3 * outputs : end].reshape(tops) for part in (ints, floats))
+    own = ints[:outputs], floats[outputs : 2 * outputs], ints[2 * outputs : 3 * outputs]
+    return *own, ids[:, 0].T, scores[:, 1].T
+
+
+@dataclass(slots=True)
+class Results:
+    """Results in host memory, in the layout of `DeviceBatch.results`: numpy views of one block with `outputs`
+    entries. Embeddings follow at byte `result_bytes(outputs)`."""
+
+    block: NDArray[np.uint8]
+    outputs: int
+    chosen: NDArray[np.int32] = field(init=False)
+    logprob: NDArray[np.float32] = field(init=False)
+    rank: NDArray[np.int32] = field(init=False)
+    top_ids: NDArray[np.int32] = field(init=False)  # [outputs, MAX_PROMPT_LOGPROBS]
+    top_logprobs: NDArray[np.float32] = field(init=False)
+
+    def __post_init__(self) -> None:
+        views = result_views(self.block.view(np.int32), self.block.view(np.float32), self.outputs)
+        self.chosen, self.logprob, self.rank, self.top_ids, self.top_logprobs = views
 
 
 class ResultBlocks:

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.gpu.driver.api import WORD_BYTES, Driver, Stream
+from caraserve.gpu.driver.launch import Kernels
 from caraserve.gpu.driver.streams import NOTHING, Lane, Timelines
 from caraserve.gpu.kernels import cuda_launch
-from caraserve.gpu.kernels.cuda_launch import BYTES_THREADS, PIECE, Kernels
+from caraserve.gpu.kernels.cuda_launch import BLOCK_COPY, BYTES_THREADS
 from caraserve.util.units import align_up
 
 _ALIGN_BYTES = 64
@@ -23,7 +24,7 @@ BLOCK_BYTES = 16 * BYTES_THREADS  # copied by one block
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _StagedArray:
     """An array in the ring. Each `width` bytes of it go to addresses `pitch` bytes apart."""
 
     target: int
@@ -37,8 +38,8 @@ class _Piece:
         """True if all bytes go to neighbouring addresses."""
         return self.width == self.pitch
 
-    def described(self) -> Iterator[int]:
-        """Yields the numbers of `PIECE` for each block that copies a part."""
+    def block_copies(self) -> Iterator[int]:
+        """Yields the numbers of `BLOCK_COPY` for each block that copies a part."""
         step = self.pitch * (BLOCK_BYTES // self.width)
         width = self.width // WORD_BYTES
         for block, start in enumerate(range(0, self.num_bytes, BLOCK_BYTES)):
@@ -63,7 +64,7 @@ class StagingRing:
         self._memory, self._address = memory, address
         self._head = self._tail = 0  # total bytes taken and reclaimed; includes skipped bytes at the ring's end
         self._in_use: deque[tuple[int, int]] = deque()  # (head after it, mark of the lane)
-        self._pieces: list[_Piece] = []  # collected
+        self._staged: list[_StagedArray] = []  # collected
         self._collected = 0  # bytes of the ring
         self._collected_before = NOTHING  # mark of the lane
 
@@ -74,25 +75,25 @@ class StagingRing:
             self.flush()
             self._driver.copy_to_device(target, self._keep(data), data.nbytes, self._stream)
         elif data.nbytes:
-            self._collect(_Piece(target, self._room_for(data), data.nbytes, BLOCK_BYTES, BLOCK_BYTES))
+            self._collect(_StagedArray(target, self._room_for(data), data.nbytes, BLOCK_BYTES, BLOCK_BYTES))
 
     def send_column(self, target: int, pitch: int, data: NDArray[np.generic]) -> None:
         """Collects the items of a flat array for device addresses `pitch` bytes apart; see `send`."""
         if data.nbytes:
-            self._collect(_Piece(target, self._room_for(data), data.nbytes, data.itemsize, pitch))
+            self._collect(_StagedArray(target, self._room_for(data), data.nbytes, data.itemsize, pitch))
 
     def flush(self) -> None:
         """Issues what was collected on the lane. To be called before its next mark."""
-        pieces, self._pieces, self._collected = self._pieces, [], 0
-        if not pieces:
+        arrays, self._staged, self._collected = self._staged, [], 0
+        if not arrays:
             return
         if self._collected_before != self._timelines.next(self._lane):
             raise AssertionError(f"a mark of {self._lane.name} was made before the arrays sent before it were issued")
-        if len(pieces) == 1 and pieces[0].is_whole:
-            self._driver.copy_to_device(pieces[0].target, pieces[0].source, pieces[0].num_bytes, self._stream)
+        if len(arrays) == 1 and arrays[0].is_whole:
+            self._driver.copy_to_device(arrays[0].target, arrays[0].source, arrays[0].num_bytes, self._stream)
             return
-        table = np.array([number for piece in pieces for number in piece.described()], np.int64)
-        count = table.nbytes // PIECE.itemsize
+        table = np.array([number for array in arrays for number in array.block_copies()], np.int64)
+        count = table.nbytes // BLOCK_COPY.itemsize
         self._kernels.launch(cuda_launch.scatter_words(self._keep(table), count), self._stream)
 
     @property
@@ -113,12 +114,12 @@ class StagingRing:
         self._collected += num_bytes
         return self._keep(data)
 
-    def _collect(self, piece: "_Piece") -> None:
-        if piece.num_bytes % WORD_BYTES or piece.target % WORD_BYTES:
-            raise AssertionError(f"{piece.num_bytes} bytes for address {piece.target} are not whole words")
-        if not self._pieces:
+    def _collect(self, array: "_StagedArray") -> None:
+        if array.num_bytes % WORD_BYTES or array.target % WORD_BYTES:
+            raise AssertionError(f"{array.num_bytes} bytes for address {array.target} are not whole words")
+        if not self._staged:
             self._collected_before = self._timelines.next(self._lane)
-        self._pieces.append(piece)
+        self._staged.append(array)
 
     def _keep(self, data: NDArray[np.generic]) -> int:
         """Copies an array into the ring and returns its device address."""
@@ -149,4 +150,4 @@ class StagingRing:
         self._tail = end
 
 
-assert PIECE.itemsize % 16 == 0, "the kernel reads a description by loads of 16 bytes"
+assert BLOCK_COPY.itemsize % 16 == 0, "the kernel reads a description by loads of 16 bytes"

@@ -1,8 +1,8 @@
 """Copies the tensors of a checkpoint to the device while several threads read ahead.
 
-Each thread has two pinned buffers of its own. It reads a piece of a tensor into one while the copy of its last piece,
-from the other one, may still be running. Pieces are read in the order in which the tensors will be filled, so what lies
-in the buffers is always what the device needs next. A dtype that differs is converted on the device, piece by piece.
+Each thread has two pinned buffers of its own. It reads a span of a tensor into one while the copy of its last span,
+from the other one, may still be running. Spans are read in the order in which the tensors will be filled, so what lies
+in the buffers is always what the device needs next. A dtype that differs is converted on the device, span by span.
 """
 
 import os
@@ -22,8 +22,8 @@ from torch import Tensor
 from caraserve.cpu.weight_memory import huge_pages
 from caraserve.errors import ConfigError, ModelLoadError
 from caraserve.gpu.driver.api import Driver, DriverError, Event
-from caraserve.gpu.forward.builder import GpuDevice
-from caraserve.gpu.quantized_linear import TORCH_CODES
+from caraserve.gpu.driver.device import GpuDevice
+from caraserve.gpu.linear.formats import TORCH_CODES
 from caraserve.gpu.weights import TORCH_DTYPES
 from caraserve.model.folder_reader import StoredTensor
 from caraserve.util.units import ceil_div, human_bytes
@@ -31,7 +31,7 @@ from caraserve.util.units import ceil_div, human_bytes
 _STORED = TORCH_DTYPES | TORCH_CODES
 _NAME = "caraserve-weights"
 _BUFFERS = 2  # of each thread
-_PIECE_BYTES = 8 << 20  # Python takes 20 µs for a piece, reading it from the page cache about 1 ms
+_SPAN_BYTES = 8 << 20  # Python takes 20 µs for a span, reading it from the page cache about 1 ms
 _LEAST_THREADS, _MOST_THREADS = 2, 8  # a core copies about 10 GB/s from the page cache, and a link takes 25 to 55
 
 
@@ -71,12 +71,12 @@ class _Fill:
     """One tensor's way to the device. `target` is None until its memory has been allocated."""
 
     tensor: StoredTensor
-    pieces_left: int
+    spans_left: int
     target: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Span:
     """Bytes [start, start + num_bytes) of a tensor."""
 
     fill: _Fill
@@ -96,17 +96,17 @@ class _Buffer:
 class _Progress:
     """The state that the reading threads and the filling thread share; guarded by `lock`."""
 
-    def __init__(self, pieces: Iterator[_Piece]) -> None:
+    def __init__(self, spans: Iterator[_Span]) -> None:
         self.lock = Lock()
         self.placed = Condition(self.lock)  # a tensor has its target, or reading has ended: for the threads
         self.issued = Condition(self.lock)  # all copies of a tensor have been issued, or a thread has failed
-        self.pieces = pieces
-        self.has_ended = False  # no further piece is to be read
+        self.spans = spans
+        self.has_ended = False  # no further span is to be read
         self.failure: Exception | None = None  # the first one of a thread
         self.read_s = 0.0  # sum over threads
 
     def end(self, failure: Exception | None = None) -> None:
-        """Ends all threads; each finishes the piece that it is reading."""
+        """Ends all threads; each finishes the span that it is reading."""
         with self.lock:
             self.has_ended = True
             self.failure = self.failure or failure
@@ -129,25 +129,25 @@ class WeightTransfer:
         tensors: Sequence[StoredTensor],
         *,
         threads: int | None = None,
-        piece_bytes: int = _PIECE_BYTES,
+        span_bytes: int = _SPAN_BYTES,
     ) -> None:
-        """`tensors`: all that will be filled, in this order. `threads`: None for one per core, 2 to 8. `piece_bytes`: a
+        """`tensors`: all that will be filled, in this order. `threads`: None for one per core, 2 to 8. `span_bytes`: a
         multiple of 4. Raises ConfigError if no host memory can be pinned, ModelLoadError without device
         memory, and DriverError."""
         self._device, self._driver = device, device.driver
         self._num_bytes = sum(tensor.num_bytes for tensor in tensors)
-        self._fills = [_Fill(tensor, ceil_div(tensor.num_bytes, piece_bytes)) for tensor in tensors]
+        self._fills = [_Fill(tensor, ceil_div(tensor.num_bytes, span_bytes)) for tensor in tensors]
         self._left = iter(self._fills)
-        self._progress = _Progress(_pieces(self._fills, piece_bytes))
-        self._issuing = Lock()  # a piece's copy and its conversion are next to each other on the stream
+        self._progress = _Progress(_spans(self._fills, span_bytes))
+        self._issuing = Lock()  # a span's copy and its conversion are next to each other on the stream
         self._count = threads or max(_LEAST_THREADS, min(_MOST_THREADS, len(os.sched_getaffinity(0))))
         self._fill_s = 0.0
         with ExitStack() as stack:
             self._stream = self._driver.create_stream(0)
             stack.callback(self._driver.destroy_stream, self._stream)
             self._arrived = self._driver.create_event()
-            self._unconverted = _device_memory(piece_bytes, device.device)
-            buffers = _pinned(self._driver, self._count * _BUFFERS, piece_bytes, stack)
+            self._unconverted = _device_memory(span_bytes, device.device)
+            buffers = _pinned(self._driver, self._count * _BUFFERS, span_bytes, stack)
             self._threads = [
                 Thread(target=self._work, args=(buffers[index :: self._count],), name=f"{_NAME}-{index}", daemon=True)
                 for index in range(self._count)
@@ -185,7 +185,7 @@ class WeightTransfer:
         with progress.lock:
             fill.target = target
             progress.placed.notify_all()
-            progress.issued.wait_for(lambda: not fill.pieces_left or progress.failure is not None)
+            progress.issued.wait_for(lambda: not fill.spans_left or progress.failure is not None)
             if progress.failure is not None:
                 raise progress.failure
         self._settle()
@@ -224,69 +224,69 @@ class WeightTransfer:
             raise interrupt
 
     def _work(self, buffers: Sequence[_Buffer]) -> None:
-        """Reads pieces and issues their copies, in a thread of its own."""
+        """Reads spans and issues their copies, in a thread of its own."""
         try:
             self._device.enter_thread()
             for buffer in cycle(buffers):
-                piece = self._claim()
+                span = self._claim()
                 self._driver.synchronize(buffer.passed)  # a copy may still be reading what the next read overwrites
-                self._read(piece, buffer)
-                self._await_target(piece)
-                self._issue(piece, buffer)
-                self._count_issued(piece.fill)
+                self._read(span, buffer)
+                self._await_target(span)
+                self._issue(span, buffer)
+                self._count_issued(span.fill)
         except _Stopped:
             return
         except Exception as error:
             self._progress.end(error)
 
-    def _claim(self) -> _Piece:
+    def _claim(self) -> _Span:
         with self._progress.lock:
-            piece = None if self._progress.has_ended else next(self._progress.pieces, None)
-        if piece is None:
+            span = None if self._progress.has_ended else next(self._progress.spans, None)
+        if span is None:
             raise _Stopped
-        return piece
+        return span
 
-    def _read(self, piece: _Piece, buffer: _Buffer) -> None:
+    def _read(self, span: _Span, buffer: _Buffer) -> None:
         started_s = time.monotonic()
-        piece.fill.tensor.read_into(buffer.bytes[: piece.num_bytes], piece.start)
+        span.fill.tensor.read_into(buffer.bytes[: span.num_bytes], span.start)
         with self._progress.lock:
             self._progress.read_s += time.monotonic() - started_s
 
-    def _await_target(self, piece: _Piece) -> None:
+    def _await_target(self, span: _Span) -> None:
         progress = self._progress
         with progress.lock:
-            progress.placed.wait_for(lambda: piece.fill.target is not None or progress.has_ended)
-            if piece.fill.target is None:
+            progress.placed.wait_for(lambda: span.fill.target is not None or progress.has_ended)
+            if span.fill.target is None:
                 raise _Stopped
 
-    def _issue(self, piece: _Piece, buffer: _Buffer) -> None:
-        """Issues a piece's copy, and its conversion if dtypes differ."""
-        target, stored = piece.fill.target, _STORED[piece.fill.tensor.dtype]
+    def _issue(self, span: _Span, buffer: _Buffer) -> None:
+        """Issues a span's copy, and its conversion if dtypes differ."""
+        target, stored = span.fill.target, _STORED[span.fill.tensor.dtype]
         assert target is not None
-        first, count = piece.start // stored.itemsize, piece.num_bytes // stored.itemsize
+        first, count = span.start // stored.itemsize, span.num_bytes // stored.itemsize
         part = target.view(-1)[first : first + count]
-        arrived = part if stored is target.dtype else self._unconverted[: piece.num_bytes].view(stored)
+        arrived = part if stored is target.dtype else self._unconverted[: span.num_bytes].view(stored)
 
         def convert() -> None:
             part.copy_(arrived)
 
         with self._issuing:
-            self._driver.copy_to_device(arrived.data_ptr(), buffer.address, piece.num_bytes, self._stream)
+            self._driver.copy_to_device(arrived.data_ptr(), buffer.address, span.num_bytes, self._stream)
             self._driver.record(buffer.passed, self._stream)
             if arrived is not part:
                 self._driver.run(self._stream, convert)
 
     def _count_issued(self, fill: _Fill) -> None:
         with self._progress.lock:
-            fill.pieces_left -= 1
-            if not fill.pieces_left:
+            fill.spans_left -= 1
+            if not fill.spans_left:
                 self._progress.issued.notify()
 
 
-def _pieces(fills: Sequence[_Fill], piece_bytes: int) -> Iterator[_Piece]:
+def _spans(fills: Sequence[_Fill], span_bytes: int) -> Iterator[_Span]:
     for fill in fills:
-        for start in range(0, fill.tensor.num_bytes, piece_bytes):
-            yield _Piece(fill, start, min(piece_bytes, fill.tensor.num_bytes - start))
+        for start in range(0, fill.tensor.num_bytes, span_bytes):
+            yield _Span(fill, start, min(span_bytes, fill.tensor.num_bytes - start))
 
 
 def _device_memory(num_bytes: int, device: torch.device) -> Tensor:

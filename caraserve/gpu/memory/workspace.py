@@ -2,15 +2,16 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from caraserve.core.lora_layout import GROUPS
-from caraserve.gpu.forward.batch import Capacity, PassShape
-from caraserve.gpu.kernels.attention import DecodeScratch
+from caraserve.gpu.attention.base import DecodeAttention, Scratch
 from caraserve.gpu.kernels.bgmv_work import PLANES
-from caraserve.gpu.quantized_linear import RoundedRows
+from caraserve.gpu.linear.base import RoundedRows
+from caraserve.gpu.memory.pass_shape import Capacity, PassShape
 from caraserve.model.spec import ModelSpec
 from caraserve.util.units import align_up
 
@@ -54,7 +55,7 @@ class Workspace:
     activations: Activations
     parts: tuple[Tensor, ...]  # float32 [PLANES, tokens, modules, max rank] by module group: output of shrink
     shrunk: tuple[Tensor, ...]  # [tokens, modules, max rank] by module group: sums of the planes, of prompts
-    scratch: DecodeScratch
+    scratch: Scratch
     wanted: Tensor  # [outputs at once, hidden] normed rows for the logits
     logits: Tensor  # [outputs at once, vocab]
     embeddings: Tensor  # [rows, hidden]
@@ -62,12 +63,12 @@ class Workspace:
     counts: Tensor  # int32 [blocks, vocab], zero between launches
     rounded: RoundedRows | None  # if the weights need it
 
-    def decode_pieces(self, shape: PassShape) -> list[tuple[slice, DecodeScratch]]:
-        """Splits the decoding rows so that each piece's attention scratch fits at this length of context. Returns
-        (rows, scratch) of each piece."""
+    def decode_parts(self, shape: PassShape) -> list[tuple[slice, Scratch]]:
+        """Splits the decoding rows so that the attention scratch of each part fits at this length of context. Returns
+        (rows, scratch) of each part."""
         if shape.decode_rows == 0:
             return []
-        most = self.scratch.best.numel() // self.scratch.within(1, shape.context).best.numel()
+        most = self.scratch.rows_at(shape.context)
         step = shape.decode_rows if most >= shape.decode_rows else most // _ROWS_STEP * _ROWS_STEP
         ends = [(start, min(start + step, shape.decode_rows)) for start in range(0, shape.decode_rows, step)]
         return [(slice(start, end), self.scratch.within(end - start, shape.context)) for start, end in ends]
@@ -80,11 +81,12 @@ def make_workspace(
     max_rank: int,
     max_context: int,
     device: torch.device,
+    attention: DecodeAttention[Any],
     *,
-    quantizes_inputs: bool = False,
+    rounds_inputs: bool = False,
 ) -> Workspace:
     """Allocates a lane's workspace. `max_rank`: the largest of any adapter; 0 if no adapter is ever served.
-    `quantizes_inputs`: that of the weights."""
+    `rounds_inputs`: that of the weights."""
     q, kv, _ = (spec.site_shape(site)[1] for site in GROUPS[0])
 
     def rows(count: int, width: int) -> Tensor:
@@ -96,23 +98,28 @@ def make_workspace(
     shapes = [(PLANES, capacity.tokens, len(group), max_rank) for group in GROUPS]
     part = torch.zeros(max(map(math.prod, shapes)), dtype=torch.float32, device=device)  # used by one group at a time
     shrunk = torch.zeros(max(map(math.prod, shapes)) // PLANES, dtype=dtype, device=device)
+    activations = Activations(*(rows(capacity.tokens, width) for width in widths))
+    widest = max(part.shape[1] for part in activations.inputs)
     return Workspace(
-        Activations(*(rows(capacity.tokens, width) for width in widths)),
+        activations,
         tuple(part[: math.prod(shape)].view(shape) for shape in shapes),
         tuple(shrunk[: math.prod(shape[1:])].view(shape[1:]) for shape in shapes),
-        _scratch(spec, capacity.rows, max_context, device),
+        _scratch(spec, capacity.rows, max_context, device, attention),
         rows(outputs, spec.hidden),
         rows(outputs, spec.vocab_size),
         rows(capacity.rows, spec.hidden),
         torch.zeros((blocks, spec.vocab_size), dtype=torch.float32, device=device),
         torch.zeros((blocks, spec.vocab_size), dtype=torch.int32, device=device),
-        RoundedRows.empty(spec, capacity.tokens, device) if quantizes_inputs else None,
+        RoundedRows.empty(widest, capacity.tokens, device) if rounds_inputs else None,
     )
 
 
-def _scratch(spec: ModelSpec, rows: int, max_context: int, device: torch.device) -> DecodeScratch:
+def _scratch(
+    spec: ModelSpec, rows: int, max_context: int, device: torch.device, attention: DecodeAttention[Any]
+) -> Scratch:
     """Allocates scratch for all rows at once, or for fewer if contexts are so long that it would exceed 256 MiB."""
-    one = DecodeScratch.empty(1, spec.heads, spec.head_dim, max_context, torch.device("meta"))
-    num_bytes = sum(part.nbytes for part in (one.sums, one.best, one.mass))
+    num_bytes = attention.scratch_bytes(spec.heads, spec.head_dim, max_context)
     fitting = max(_SCRATCH_BYTES // num_bytes // _ROWS_STEP, 1) * _ROWS_STEP
-    return DecodeScratch.empty(min(align_up(rows, _ROWS_STEP), fitting), spec.heads, spec.head_dim, max_context, device)
+    count = min(align_up(rows, _ROWS_STEP), fitting)
+    made: Scratch = attention.scratch(count, spec.heads, spec.head_dim, max_context, device)
+    return made

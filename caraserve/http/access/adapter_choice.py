@@ -1,8 +1,10 @@
 """Which adapter a request names: in `model`, or in a field by which clients of other servers name an adapter.
 
-Every field that is present counts. A request in which two fields name different adapters is refused.
+Every field that is present counts. A request in which two fields name different adapters is refused. Which version of
+the adapter may answer is checked by the header If-Match.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,47 +12,34 @@ from typing import Any
 from aiohttp import web
 
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
-from caraserve.errors import AdapterRejected, InvalidRequest, NotFound
-from caraserve.http import body_fields
-from caraserve.http.access.client import Client
-from caraserve.http.context import CLIENT, CONTEXT, Context
-from caraserve.http.validation import Fields, shown
+from caraserve.errors import AdapterRejected, InvalidRequest, NotFound, VersionDiffers
+from caraserve.http.body import fields as body_fields
+from caraserve.http.body.field_types import Fields, shown
+from caraserve.http.client import CLIENT, Client
+from caraserve.http.context import CONTEXT, Context
 from caraserve.lora.registry import AdapterInfo
 from caraserve.lora.settings import NO_DEFAULTS, AdapterSettings, RequestDefaults
+
+SERVED_BY_HEADER = "x-caraserve-adapter"
+_REQUIRED_HEADER, _REFUSED_HEADER = "If-Match", "If-None-Match"
+_TAGS = re.compile(r'\s*"[0-9a-f]{64}"\s*(,\s*"[0-9a-f]{64}"\s*){0,15}')
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenAdapter:
-    """The adapter of a request, and what the request takes where it leaves a field out."""
+    """The adapter of a request, and what the request takes where it leaves a field out. `name`: None for the base
+    model."""
 
-    name: str
+    name: str | None
     defaults: RequestDefaults = NO_DEFAULTS
 
 
-Find = Callable[[str], ChosenAdapter | None]
-"""The adapter that a model name stands for, None for the base model. Raises NotFound with param `model`."""
+BASE_MODEL = ChosenAdapter(None)
+AdapterFinder = Callable[[str], ChosenAdapter]
+"""The adapter that a model name stands for. Raises NotFound with param `model`."""
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteAdapter:
-    """An adapter that only other instances have, as the API lists it."""
-
-    name: str
-    digest: str
-    rank: int
-    num_bytes: int
-    created_s: float
-
-    @property
-    def path(self) -> str:
-        """The digest: it has no folder on this instance."""
-        return self.digest
-
-
-ListedAdapter = AdapterInfo | RemoteAdapter
-
-
-def find_adapter(request: web.Request, model: str) -> ListedAdapter | None:
+def find_adapter(request: web.Request, model: str) -> AdapterInfo | None:
     """The adapter, here or in the cluster, that `model` names as `adapter`, by an alias or, as for SGLang, as
     `base:adapter`; None for the base model. Raises NotFound with param `model`, also for an adapter that the client may
     not use: it does not learn that there is one."""
@@ -84,7 +73,7 @@ def refuse_alias(context: Context, name: str) -> None:
         raise AdapterRejected(f"{name!r} is an alias; use another name, or delete the alias.", param="name")
 
 
-def find_named(context: Context, name: str) -> ListedAdapter | None:
+def find_named(context: Context, name: str) -> AdapterInfo | None:
     """The adapter of that name, here or in the cluster, also one that is being uploaded; None if there is none. Aliases
     are not looked up."""
     try:
@@ -112,13 +101,13 @@ def refusal(request: web.Request, name: str) -> str:
     return f" {which} in --adapters-dir is not served: {found.reason}."
 
 
-def adapter_finder(request: web.Request) -> Find:
+def adapter_finder(request: web.Request) -> AdapterFinder:
     """A function that gives the adapter that a model name stands for, among those that the client of `request` may
     use; see `find_adapter`."""
 
-    def find(model: str) -> ChosenAdapter | None:
+    def find(model: str) -> ChosenAdapter:
         if (adapter := find_adapter(request, model)) is None:
-            return None
+            return BASE_MODEL
         return ChosenAdapter(adapter.name, settings_of(request.app[CONTEXT], adapter.name).defaults)
 
     return find
@@ -129,21 +118,23 @@ def settings_of(context: Context, name: str) -> AdapterSettings:
     return AdapterSettings() if context.management is None else context.management.settings.get(name)
 
 
-def remote_adapter(context: Context, adapter: RegisteredAdapter) -> RemoteAdapter:
-    """An entry of the cluster's registry as the API lists it."""
-    return RemoteAdapter(adapter.name, adapter.digest, adapter.rank, adapter.num_bytes, context.started_s)
+def remote_adapter(context: Context, adapter: RegisteredAdapter) -> AdapterInfo:
+    """An entry of the cluster's registry as the API lists it: with the digest as its path, since it has no folder on
+    this instance."""
+    digest, created_s = adapter.digest, context.started_s
+    return AdapterInfo(adapter.name, digest, digest, adapter.rank, (), adapter.num_bytes, created_s)
 
 
-def choose_adapter(fields: Fields, base_name: str, find: Find, client: Client) -> tuple[str, ChosenAdapter | None]:
-    """Returns the name that the response repeats, and the adapter, None for the base model. If `model` is absent or
-    names the base model, the other fields choose.
+def choose_adapter(fields: Fields, base_name: str, find: AdapterFinder, client: Client) -> tuple[str, ChosenAdapter]:
+    """Returns the name that the response repeats, and the adapter. If `model` is absent or names the base model, the
+    other fields choose.
 
     Raises NotFound or InvalidRequest naming the field, and NotFound if only the base model is left and `client` may not
     use it.
     """
     shown_name = body_fields.MODEL.read(fields) or base_name
     adapter = find(shown_name)
-    chosen_by = "model" if adapter is not None else None
+    chosen_by = None if adapter == BASE_MODEL else "model"
     for field, name in _named(fields):
         other = _found(field, name, find)
         if chosen_by is None:
@@ -153,12 +144,12 @@ def choose_adapter(fields: Fields, base_name: str, find: Find, client: Client) -
                 f"{chosen_by} and {field} name different adapters, {shown(shown_name)} and {shown(name)}; send one.",
                 param=field,
             )
-    if adapter is None and not client.may_use(None):
+    if adapter == BASE_MODEL and not client.may_use(None):
         raise unknown_model(shown_name)
     return shown_name, adapter
 
 
-def _found(field: str, name: str, find: Find) -> ChosenAdapter | None:
+def _found(field: str, name: str, find: AdapterFinder) -> ChosenAdapter:
     try:
         return find(name)
     except NotFound as error:
@@ -205,3 +196,53 @@ def _entry_name(entry: Any) -> str:
     if type(scale) not in (int, float) or scale != 1:
         raise InvalidRequest(f"lora[0].scale must be 1, not {shown(scale)}; no other is served.", param="lora")
     return name
+
+
+# --- versions ---
+
+
+def entity_tag(digest: str) -> str:
+    """An adapter's digest as the value of the header ETag."""
+    return f'"{digest}"'
+
+
+def check_version(request: web.Request, served_by: str) -> None:
+    """Raises VersionDiffers if If-Match names other versions than the one that answers, or InvalidRequest if it is
+    malformed. `served_by`: `adapter@digest`, or the base model's name."""
+    required = _tags(request, _REQUIRED_HEADER)
+    if required in ("", "*"):
+        return
+    name, _, digest = served_by.partition("@")
+    if not digest or entity_tag(digest) not in required:
+        what = f"the version {digest}" if digest else "the base model, which has no version"
+        raise VersionDiffers(f"{name} is {what}, not the one that {_REQUIRED_HEADER} requires.", param=_REQUIRED_HEADER)
+
+
+def check_change(request: web.Request, name: str, digest: str | None) -> None:
+    """Raises VersionDiffers unless a request may change what a name stands for, by its If-Match and If-None-Match.
+    `digest`: of the version that the name stands for now, None for none. Raises InvalidRequest for malformed ones."""
+    is_now = "no adapter" if digest is None else f"the version {digest}"
+    required, refused = _tags(request, _REQUIRED_HEADER), _tags(request, _REFUSED_HEADER)
+    if required and (digest is None or (required != "*" and entity_tag(digest) not in required)):
+        raise VersionDiffers(
+            f"{name} is {is_now}, which {_REQUIRED_HEADER} excludes; nothing was changed.", param=_REQUIRED_HEADER
+        )
+    if refused and digest is not None and (refused == "*" or entity_tag(digest) in refused):
+        raise VersionDiffers(
+            f"{name} is {is_now}, which {_REFUSED_HEADER} excludes; nothing was changed.", param=_REFUSED_HEADER
+        )
+
+
+def _tags(request: web.Request, header: str) -> str:
+    """The digests in a header, each in double quotes; `*` for any, empty without the header. Raises InvalidRequest."""
+    if not (lines := request.headers.getall(header, [])):
+        return ""
+    tags = ", ".join(lines)
+    if tags.strip() != "*" and not _TAGS.fullmatch(tags):
+        raise InvalidRequest(
+            f"{header} must be an adapter's digest in double quotes, 64 lower-case hexadecimal digits, or up to 16 of "
+            f"them with commas between them, or * for any, not {shown(tags)}; GET /v1/adapters/NAME gives an adapter's "
+            "as ETag.",
+            param=header,
+        )
+    return tags.strip()

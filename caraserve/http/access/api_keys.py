@@ -24,9 +24,11 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from aiohttp import web
+
 from caraserve.config import HttpConfig
 from caraserve.errors import ConfigError
-from caraserve.http.access.client import ALL_ADAPTERS, Client, RateLimits
+from caraserve.http.client import ALL_ADAPTERS, Client, RateLimits
 from caraserve.util.watched_files import WatchedFiles
 
 log = logging.getLogger("caraserve.http")
@@ -103,6 +105,9 @@ class ApiKeys:
                 f"{where}: the key of {found[min(twice)].name!r} is also given as --api-key or --admin-key"
             )
         return found | self._of_options
+
+
+KEYS = web.AppKey("KEYS", ApiKeys)
 
 
 def read_keys(path: Path, where: str) -> dict[bytes, Client]:

@@ -16,8 +16,7 @@ from caraserve.cluster.routing.forward_auth import PREFIX as PEER_PREFIX
 from caraserve.config import HttpConfig
 from caraserve.errors import Forbidden, Unauthorized
 from caraserve.http.access.api_keys import ApiKeys
-from caraserve.http.access.client import Client
-from caraserve.http.management.page import PAGE_PATHS
+from caraserve.http.client import Client
 
 PROBES = frozenset({"/health", "/ready", "/ping"})  # never need a key
 # A browser cannot send a bearer token for an address that is typed in, but can ask for a password. It then sends that
@@ -35,15 +34,15 @@ _EXPOSED = ", ".join(
 )
 
 
-def authenticate(request: web.Request, config: HttpConfig, keys: ApiKeys) -> Client | None:
-    """The client that sends a request; None for probes, the page's files and other instances. Raises Unauthorized or
-    Forbidden."""
+def authenticate(request: web.Request, config: HttpConfig, keys: ApiKeys, open_paths: Collection[str]) -> Client | None:
+    """The client that sends a request; None for probes, for other instances and for `open_paths`, which need no key.
+    Raises Unauthorized or Forbidden."""
     if not keys.are_needed:
         if _is_local(config.host):
             _check_local_origin(request, config.allowed_origins)
         return Client(request.remote or "unknown", is_admin=True)
     # The handlers for other instances check a signature with the cluster's secret.
-    if request.path in PROBES or request.path in PAGE_PATHS or request.path.startswith(f"{PEER_PREFIX}/"):
+    if request.path in PROBES or request.path in open_paths or request.path.startswith(f"{PEER_PREFIX}/"):
         return None
     client = keys.client(_given_key(request))
     if client is None:

@@ -5,6 +5,7 @@ tokens when it is admitted, and the tokens of its answer when it has ended; thes
 request waits for.
 """
 
+import functools
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -12,9 +13,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from aiohttp import web
 
 from caraserve.errors import CaraServeError, RateLimited
-from caraserve.http.access.client import RateLimits
-from caraserve.http.api_request import ApiRequest, ReceivedBody, RequestRouter
-from caraserve.http.context import CLIENT, RATE_HEADERS
+from caraserve.http.api_request import ApiRequest
+from caraserve.http.client import CLIENT, RateLimits
+from caraserve.http.context import RATE_HEADERS
 from caraserve.http.request_log import SUMMARY
 
 _NO_LIMITS = RateLimits()
@@ -68,38 +69,29 @@ class _ClientState:
         return self._buckets
 
 
-class LimitedRouter:
-    """Admits API requests within the limits of their clients, and lets another router answer them. A request that
-    another instance has forwarded does not come here: that instance has admitted it."""
+class RateLimiter:
+    """Admits requests within the limits of their clients. A request that another instance has forwarded does not come
+    here: that instance has admitted it."""
 
-    def __init__(
-        self, router: RequestRouter, answer_s: Callable[[], float], now: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, answer_s: Callable[[], float], now: Callable[[], float] = time.monotonic) -> None:
         """`answer_s`: predicts how long an answer takes now."""
-        self._router, self._answer_s, self._now = router, answer_s, now
+        self._answer_s, self._now = answer_s, now
         self._clients: dict[str, _ClientState] = {}  # of those with limits
 
-    def draw_seed(self) -> int | None:
-        return self._router.draw_seed()
-
-    def not_ready_reason(self) -> str | None:
-        return self._router.not_ready_reason()
-
-    async def drain(self, timeout_s: float) -> None:
-        await self._router.drain(timeout_s)
-
-    async def route(self, request: web.Request, api_request: ApiRequest, received: ReceivedBody) -> web.StreamResponse:
-        """Answers the request. Raises RateLimited, and what the other router raises."""
+    async def answered(
+        self, request: web.Request, api_request: ApiRequest, answer: Callable[[], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Admits an API request, then has `answer` make its response. Raises RateLimited, and what `answer` raises."""
         client = request[CLIENT]
         if client.limits == _NO_LIMITS:
-            return await self._router.route(request, api_request, received)
+            return await answer()
         state = self._clients.setdefault(client.name, _ClientState())
         prompt_tokens = sum(len(one.prompt_ids) for one in api_request.requests[:: api_request.n])
         self._admit(request, state, {"requests": 1, "tokens": prompt_tokens})
         state.under_way += 1
         unused = 0
         try:
-            response = await self._router.route(request, api_request, received)
+            response = await answer()
             unused = prompt_tokens if response.status >= 400 else 0
             return response
         except CaraServeError:
@@ -127,7 +119,7 @@ class LimitedRouter:
         request[RATE_HEADERS] = {}
         try:
             if by_concurrency and limits.concurrency is not None and state.under_way >= limits.concurrency:
-                # Of so many that take a predicted time each, the next one ends after this, on average.
+                # With that many requests under way, one ends in each such part of the time that an answer takes.
                 retry_after_s = self._answer_s() / limits.concurrency
                 raise RateLimited(f"{limits.concurrency} requests under way", "concurrency", retry_after_s)
             taken = {unit: amount for unit, amount in amounts.items() if unit in buckets}
@@ -142,7 +134,7 @@ class LimitedRouter:
                 request[RATE_HEADERS].update(bucket.headers(unit))
 
 
-LIMITS = web.AppKey("LIMITS", LimitedRouter)
+RATE_LIMITER = web.AppKey("RATE_LIMITER", RateLimiter)
 
 _Handler = Callable[[web.Request], Awaitable[web.Response]]
 
@@ -150,8 +142,9 @@ _Handler = Callable[[web.Request], Awaitable[web.Response]]
 def rate_limited(handler: _Handler) -> _Handler:
     """The handler of requests that no engine computes anything for, within the rates of their clients."""
 
+    @functools.wraps(handler)
     async def handle(request: web.Request) -> web.Response:
-        request.app[LIMITS].admit_without_engine(request)
+        request.app[RATE_LIMITER].admit_without_engine(request)
         return await handler(request)
 
     return handle

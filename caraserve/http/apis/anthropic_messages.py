@@ -7,14 +7,10 @@ from typing import Any
 from aiohttp import web
 
 from caraserve.errors import ContextLengthExceeded, InvalidRequest, ThreadsUnsupported
-from caraserve.http import body_fields
-from caraserve.http.access.adapter_choice import Find, adapter_finder, choose_adapter
-from caraserve.http.access.client import Client
+from caraserve.http.access.adapter_choice import AdapterFinder, adapter_finder, choose_adapter
 from caraserve.http.api_request import ApiRequest
-from caraserve.http.apis import translated_fields as body
 from caraserve.http.apis.answer_blocks import AnswerBlocks
 from caraserve.http.apis.anthropic_messages_writer import MessagesWriter
-from caraserve.http.apis.call_arguments import read_arguments
 from caraserve.http.apis.chat import MAX_NUMBERS, chat_ids, parse_chat_fields
 from caraserve.http.apis.chat_format import ChatFormat
 from caraserve.http.apis.chat_translation import (
@@ -23,17 +19,20 @@ from caraserve.http.apis.chat_translation import (
     checked_text,
     client_names,
     joined_text,
+    read_arguments,
     shared_values,
     skip_unread,
 )
 from caraserve.http.apis.tool_calls import parse_tools
-from caraserve.http.apis.translated_fields import MESSAGES
-from caraserve.http.context import CLIENT, CONTEXT
-from caraserve.http.field_types import LARGEST
-from caraserve.http.json_reader import parse_object
-from caraserve.http.request_schema import check_fields
+from caraserve.http.body import fields as body_fields
+from caraserve.http.body import translated_schema as body
+from caraserve.http.body.field_types import LARGEST, Fields, shown
+from caraserve.http.body.json_reader import parse_object
+from caraserve.http.body.known_fields import check_fields
+from caraserve.http.body.translated_schema import MESSAGES
+from caraserve.http.client import CLIENT, Client
+from caraserve.http.context import CONTEXT
 from caraserve.http.responses import json_response, note_ignored, read_body
-from caraserve.http.validation import Fields, shown
 from caraserve.loop import Engine
 from caraserve.tokenizer.reasoning import SWITCHES, ReasoningFormat
 from caraserve.util.tasks import in_shared_turns
@@ -52,7 +51,7 @@ _THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 _MAX_EDITS = 64
 
 
-async def parse_message(fields: Fields, engine: Engine, find: Find, client: Client) -> ApiRequest:
+async def parse_message(fields: Fields, engine: Engine, find: AdapterFinder, client: Client) -> ApiRequest:
     """Reads a body. Raises InvalidRequest, ContextLengthExceeded or NotFound, which name the field."""
     if fields.raw("thread") is not None:
         raise ThreadsUnsupported("thread is not supported: nothing is stored here; send all messages.", param="thread")
@@ -72,13 +71,13 @@ async def parse_message(fields: Fields, engine: Engine, find: Find, client: Clie
     skip_unread(fields, chat_fields)
     blocks = AnswerBlocks(chat.tools.callable, chat.reasoning)
     fills_context = chat.requests[0].params.max_tokens < limit
-    progress = None if chat.reasoning is None else chat.reasoning.progress(chat.requests[0].params, engine.tokenizer)
+    progress = chat.progress(engine.tokenizer)
     writer = MessagesWriter(message_id, chat.common.model, blocks, progress, fills_context=fills_context)
     return ApiRequest(chat.requests, 1, chat.common.delivery.stream, writer)
 
 
 async def count_tokens(request: web.Request) -> web.Response:
-    """POST /v1/messages/count_tokens."""
+    """Counts the tokens of a conversation."""
     engine = request.app[CONTEXT].engine
     fields = Fields(await parse_object(await read_body(request), MAX_NUMBERS))
     check_fields(fields, MESSAGES)
@@ -97,7 +96,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     return json_response({"input_tokens": len(ids)})
 
 
-async def _chat_format(values: dict[str, Any], engine: Engine, find: Find, client: Client) -> ChatFormat:
+async def _chat_format(values: dict[str, Any], engine: Engine, find: AdapterFinder, client: Client) -> ChatFormat:
     """The format of the adapter that a chat names."""
     _, adapter = choose_adapter(Fields(values), engine.base_name, find, client)
     return await ChatFormat.of_adapter(engine.tokenizer, adapter, client.tenant(values["user"] or ""))
@@ -118,7 +117,7 @@ async def _chat_values(fields: Fields) -> dict[str, Any]:
     values = shared_values(fields, MESSAGES) | {
         "messages": messages,
         "stop": body.STOP_SEQUENCES.read(fields) if fields.raw("stop_sequences") is not None else None,
-        "user": fields.nested("metadata").maybe_text("user_id", 256),
+        "user": fields.nested("metadata").text("user_id", 256),
         "response_format": _response_format(fields),
         "tools": _functions(fields),
         "tool_choice": _tool_choice(choice),
@@ -259,7 +258,7 @@ def _thinking(fields: Fields, reasoning_format: ReasoningFormat | None) -> dict[
     if kind == "disabled" and reasoning_format.switch is None:
         values["thinking_token_budget"] = 0
     else:
-        values["thinking_token_budget"] = thinking.maybe_integer("budget_tokens", 0, LARGEST)
+        values["thinking_token_budget"] = thinking.integer("budget_tokens", 0, LARGEST)
     return values
 
 

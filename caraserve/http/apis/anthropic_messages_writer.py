@@ -7,12 +7,9 @@ import orjson
 from aiohttp import web
 
 from caraserve.core.reasoning_progress import ReasoningProgress
-from caraserve.core.request import Finish, TokenDelta
 from caraserve.errors import CaraServeError, RateLimited, ThreadsUnsupported
-from caraserve.http.apis.answer_blocks import AnswerBlocks, Block, BlockChange, BlockKind
-from caraserve.http.apis.reasoning import add_tokens
-from caraserve.http.usage import ResponseTotals, TokenCounts
-from caraserve.http.whole_answer import WholeAnswer
+from caraserve.http.api_request import ResponseTotals, StreamFormat, TokenCounts
+from caraserve.http.apis.answer_blocks import AnswerBlocks, Block, BlockChange, BlockKind, BlocksWriter
 from caraserve.util.tasks import in_turns
 
 _OVERLOADED = 529
@@ -47,19 +44,18 @@ def error_object(status: int, message: str, code: str | None) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
 
-class MessagesStream:
+class MessagesStream(StreamFormat):
     """The `StreamFormat` of the Messages API. An error is its last event, so a comment ends all streams alike."""
 
-    stream_end = b": end\n\n"
     ping = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def error_event(self, error: CaraServeError, num_events: int) -> bytes:
         return _event(error_object(error_status(error.status, error), error.message, error.code))
 
 
-class MessagesWriter(MessagesStream):
+class MessagesWriter(MessagesStream, BlocksWriter):
     """The `AnswerWriter` of the Messages API. `fills_context`: the limit of tokens is the context's, below the one that
-    the client gave. `reasoning`: None for a model that does not reason."""
+    the client gave."""
 
     def __init__(
         self,
@@ -70,49 +66,35 @@ class MessagesWriter(MessagesStream):
         *,
         fills_context: bool,
     ) -> None:
+        super().__init__(blocks, reasoning)
         self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
         self._fills_context = fills_context
-        self._blocks, self._reasoning = blocks, reasoning
-        self._has_calls = self._has_started = False
-        self._finish: Finish | None = None
+        self._has_calls = False
 
-    def events(self, index: int, delta: TokenDelta, counts: TokenCounts) -> bytes:
-        written = []
-        if not self._has_started:
-            self._has_started = True
-            unknown: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
-            message = {**self._head, **unknown, "usage": _usage(counts._replace(completion=0))}
-            written = [_event({"type": "message_start", "message": message})]
-        self._finish = delta.finish
-        if self._reasoning is not None:
-            self._reasoning.add(delta.token_ids)
-        written += map(self._block_event, self._blocks.push(delta.text, is_last=delta.finish is not None))
-        return b"".join(written)
+    def _first_events(self, counts: TokenCounts) -> list[bytes]:
+        unknown: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+        message = {**self._head, **unknown, "usage": _usage(counts._replace(completion=0))}
+        return [_event({"type": "message_start", "message": message})]
 
     def last_events(self, totals: ResponseTotals) -> bytes:
         message_delta = {"type": "message_delta", "delta": self._stop(), **self._ending(totals)}
         return _event(message_delta) + _event({"type": "message_stop"})
 
-    def logprobs(self, index: int, delta: TokenDelta) -> None:
-        return None
-
-    async def whole(self, answers: Sequence[WholeAnswer], totals: ResponseTotals) -> web.Response:
-        answer = answers[0].joined()
-        self._finish = answer.finish
-        await add_tokens(self._reasoning, answer)
-        content = [self._whole_block(block) async for block in in_turns(await self._blocks.read(answer.text))]
+    async def _response(self, blocks: Sequence[Block], totals: ResponseTotals) -> web.Response:
+        content = [self._whole_block(block) async for block in in_turns(blocks)]
         body = orjson.dumps({**self._head, "content": content, **self._stop(), **self._ending(totals)})
         return web.Response(body=body, content_type="application/json")
 
-    def _block_event(self, change: BlockChange) -> bytes:
+    def _events_of(self, change: BlockChange) -> list[bytes]:
         block = change.block
-        if change.kind == "end":
-            return _event({"type": "content_block_stop", "index": block.index})
+        kind, more = "content_block_stop", dict[str, Any]()
         if change.kind == "start":
             self._has_calls |= block.kind == "call"
-            return _event({"type": "content_block_start", "index": block.index, "content_block": _empty(block)})
-        kind, key = _DELTAS[block.kind]
-        return _event({"type": "content_block_delta", "index": block.index, "delta": {"type": kind, key: change.text}})
+            kind, more = "content_block_start", {"content_block": _empty(block)}
+        elif change.kind == "add":
+            delta, key = _DELTAS[block.kind]
+            kind, more = "content_block_delta", {"delta": {"type": delta, key: change.text}}
+        return [_event({"type": kind, "index": block.index, **more})]
 
     def _whole_block(self, block: Block) -> dict[str, Any]:
         """A block of a whole message. A call whose arguments are cut off or malformed is a text, so that no client

@@ -5,35 +5,41 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from caraserve.core.reasoning_progress import ReasoningProgress
 from caraserve.core.request import Finish, GenerateRequest, TokenDelta, TokenLogprob
 from caraserve.errors import InvalidRequest
-from caraserve.http import body_fields, validation
-from caraserve.http.access.adapter_choice import Find
-from caraserve.http.access.client import Client
-from caraserve.http.adapter_defaults import default_limit
+from caraserve.http.access.adapter_choice import AdapterFinder
 from caraserve.http.api_request import ApiRequest
-from caraserve.http.apis.call_arguments import read_arguments
+from caraserve.http.apis.answer_blocks import AnswerBlocks, Block, BlockChange, BlockKind
 from caraserve.http.apis.chat_format import ChatFormat
-from caraserve.http.apis.chat_translation import joined_text
-from caraserve.http.apis.choices import ChoicesWriter, PromptLogprobs, ResponseHeads, TokenNames, finite
+from caraserve.http.apis.chat_translation import joined_text, read_arguments
+from caraserve.http.apis.choices import (
+    Choice,
+    ChoicesWriter,
+    ResponseHeads,
+    TokenNames,
+    finish_fields,
+    finite,
+)
 from caraserve.http.apis.completions import (
     DEFAULT_MAX_TOKENS,
     CommonFields,
     fan_out,
-    finish_fields,
     parse_common,
     parse_prompt_logprobs,
     response_head,
 )
 from caraserve.http.apis.reasoning import Reasoning, add_tokens, parse_reasoning, template_arguments
 from caraserve.http.apis.structured_output import parse_grammar
-from caraserve.http.apis.tool_calls import ChatTools, ToolCallWriter, parse_tools
-from caraserve.http.apis.truncation import parse_truncation
-from caraserve.http.request_schema import CHAT, check_fields
-from caraserve.http.validation import Fields, shown
-from caraserve.http.whole_answer import PROMPT_LOGPROBS
+from caraserve.http.apis.tool_calls import ChatTools, parse_tools
+from caraserve.http.body import fields as body_fields
+from caraserve.http.body.field_types import Fields, shown
+from caraserve.http.body.known_fields import check_fields
+from caraserve.http.body.limits import AnswerLimits, check_logprobs, most_scored_tokens, parse_truncation
+from caraserve.http.body.request_schema import CHAT
+from caraserve.http.body.sampling import default_limit, sampling_params
+from caraserve.http.client import Client
 from caraserve.loop import Engine
-from caraserve.tokenizer.reasoning import ReasoningText
 from caraserve.tokenizer.tokenizer import Tokenizer
 from caraserve.util.tasks import in_shared_turns, in_turns
 
@@ -46,21 +52,18 @@ _REASONING = ("reasoning_content", "reasoning")
 MAX_NUMBERS = 1 << 16  # in lists of a body, of which a chat has few; a template takes 5 ms to write them as JSON
 
 
-async def parse_chat(fields: Fields, engine: Engine, find: Find, client: Client) -> ApiRequest:
+async def parse_chat(fields: Fields, engine: Engine, find: AdapterFinder, client: Client) -> ApiRequest:
     """Reads a body. Raises InvalidRequest, ContextLengthExceeded or NotFound, which name the field."""
     check_fields(fields, CHAT)
     response_id = f"chatcmpl-{uuid.uuid4().hex}"
     chat = await parse_chat_fields(fields, engine, find, client, response_id)
-    delivery, model, tools = chat.common.delivery, chat.common.model, chat.tools.callable
+    delivery, model = chat.common.delivery, chat.common.model
     names = TokenNames(engine.tokenizer, by_id=delivery.tokens_as_ids)
-    choices = [
-        ChatChoice(
-            *(index, request, engine.tokenizer, names, delivery.token_ids),
-            None if tools is None else tools.writer(),
-            chat.reasoning,
-        )
-        for index, request in enumerate(chat.requests)
-    ]
+    choices = []
+    for index, request in enumerate(chat.requests):
+        blocks = AnswerBlocks(chat.tools.callable, chat.reasoning, keeps_text=not delivery.stream)
+        scored, progress = request.params.prompt_logprobs, chat.progress(engine.tokenizer)
+        choices.append(ChatChoice(index, request, names, scored, delivery.token_ids, blocks, progress))
     shown_prompt = {"prompt_token_ids": chat.requests[0].prompt_ids} if delivery.token_ids else {}
     heads = ResponseHeads(
         response_head(response_id, "chat.completion", model) | shown_prompt,
@@ -80,11 +83,15 @@ class ParsedChat:
     reasoning: Reasoning | None
     requests: tuple[GenerateRequest, ...]
 
+    def progress(self, tokenizer: Tokenizer) -> ReasoningProgress | None:
+        """Returns what counts the tokens of one answer's reasoning; None for a model that does not reason."""
+        return None if self.reasoning is None else self.reasoning.progress(self.requests[0].params, tokenizer)
+
 
 async def parse_chat_fields(
     fields: Fields,
     engine: Engine,
-    find: Find,
+    find: AdapterFinder,
     client: Client,
     response_id: str,
     default_max_tokens: int | None = None,
@@ -92,15 +99,15 @@ async def parse_chat_fields(
     """Reads the checked fields of a chat. `default_max_tokens`: a limit, lowered to what the context has room for, if
     the fields have none; it comes before the adapter's. Raises as `parse_chat`."""
     common = parse_common(fields, engine, find, client)
-    chat_format = await ChatFormat.of(engine.tokenizer, common.defaults, common.tenant, common.adapter)
+    chat_format = await ChatFormat.of_adapter(engine.tokenizer, common.adapter, common.tenant)
     tools = parse_tools(fields, chat_format)
     limit = body_fields.CHAT_MAX_COMPLETION_TOKENS.read(fields)
     older_limit = body_fields.CHAT_MAX_TOKENS.read(fields)
-    params = validation.sampling_params(fields, engine)
+    params = sampling_params(fields, engine)
     asked_tokens = older_limit if limit is None else limit
-    own_default = default_limit(common.defaults)
+    own_default = default_limit(common.adapter.defaults)
     reserved_tokens = (own_default or DEFAULT_MAX_TOKENS) if asked_tokens is None else asked_tokens
-    truncation = parse_truncation(fields, engine, reserved_tokens)
+    truncation = parse_truncation(fields, engine.max_model_len, reserved_tokens)
     with truncation.refusing("messages"):
         ids = tuple(truncation.cut(await chat_ids(fields, chat_format, truncation.most_encoded, tools.in_prompt)))
     reasoning = parse_reasoning(fields, chat_format, ids)
@@ -108,15 +115,14 @@ async def parse_chat_fields(
     params = dataclasses.replace(params, logprobs=_logprobs(fields), kept_special_ids=frozenset[int]().union(*kept))
     constraint = None if tools.callable is None else tools.callable.constraint
     params = dataclasses.replace(params, grammar=await parse_grammar(fields, engine, params, constraint, reasoning))
-    most_scored = validation.most_scored_tokens(common.n, params.logprobs)
-    limits = most_scored, own_default if default_max_tokens is None else default_max_tokens
-    default = min([one for one in limits if one is not None], default=None)
-    max_tokens = validation.fit_max_tokens(asked_tokens, default, len(ids), engine, source="messages")
-    validation.check_scores(common.n, common.n * max_tokens, params.logprobs, "top_logprobs")
-    validation.check_min_tokens(params.min_tokens, max_tokens)
-    requests = fan_out(f"{response_id}-", 0, ids, common, dataclasses.replace(params, max_tokens=max_tokens))
+    defaults = most_scored_tokens(common.n, params.logprobs), default_max_tokens or own_default
+    default = min([one for one in defaults if one is not None], default=None)
+    lengths = engine.max_model_len, asked_tokens, default, params.min_tokens
+    limits = AnswerLimits(*lengths, common.n, params.logprobs, source="messages", logprobs_field="top_logprobs")
+    params = dataclasses.replace(params, max_tokens=limits.most_tokens(len(ids)))
+    requests = fan_out(f"{response_id}-", 0, ids, common, params)
     if (scored := parse_prompt_logprobs(fields, common.delivery)) is not None:  # of the prompt that all of them have
-        validation.check_scores(1, len(ids), scored, "prompt_logprobs")
+        check_logprobs(1, len(ids), scored, "prompt_logprobs")
         first = dataclasses.replace(requests[0].params, prompt_logprobs=scored)
         requests[0] = dataclasses.replace(requests[0], params=first)
     return ParsedChat(common, tools, reasoning, tuple(requests))
@@ -218,100 +224,100 @@ def _logprobs(fields: Fields) -> int | None:
     return top if wanted else None
 
 
-class ChatChoice:
+@dataclasses.dataclass
+class ChatChoice(Choice):
     """Writes one entry of `choices`: a message, or its deltas: first the role, then text, last the finish reason."""
 
-    def __init__(
-        self,
-        index: int,
-        request: GenerateRequest,
-        tokenizer: Tokenizer,
-        names: TokenNames,
-        return_token_ids: bool,
-        tool_calls: ToolCallWriter | None,
-        reasoning: Reasoning | None,
-    ) -> None:
-        self._index = index
-        self._request = request
-        self._tokenizer = tokenizer
-        self._names = names
-        scored = request.params.prompt_logprobs
-        self._prompt_logprobs = None if scored is None else PromptLogprobs(names, scored)
-        self._return_token_ids = return_token_ids
-        self._tool_calls = tool_calls
-        self._reasoning = None if reasoning is None else reasoning.parser()
-        self._progress = None if reasoning is None else reasoning.progress(request.params, tokenizer)
-        self._shows_reasoning = reasoning is not None and reasoning.is_shown
-        self._first = True
+    blocks: AnswerBlocks
+    progress: ReasoningProgress | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._num_calls = 0
 
     @property
     def reasoning_tokens(self) -> int | None:
-        return None if self._progress is None else self._progress.num_tokens
+        return None if self.progress is None else self.progress.num_tokens
 
     def stream_chunks(self, delta: TokenDelta) -> list[dict[str, Any]]:
         chunks = []
-        if self._first:
-            self._first = False
+        if self._is_first:
+            self._is_first = False
             chunks.append(self._chunk({"role": "assistant", "content": ""}))
-        if self._progress is not None:
-            self._progress.add(delta.token_ids)
-        reasoning, text = self._divided(delta, is_last=delta.finish is not None)
-        parts: list[dict[str, Any]] = [{"content": text}] if text else []
-        if self._tool_calls is not None:
-            parts = self._tool_calls.deltas(text, delta.finish is not None)
-        if reasoning:
-            parts.insert(0, dict.fromkeys(_REASONING, reasoning))
-        if not parts and (delta.logprobs or (self._return_token_ids and delta.token_ids)):
+        if self.progress is not None:
+            self.progress.add(delta.token_ids)
+        changes = self.blocks.push(delta.text, is_last=delta.finish is not None)
+        parts = [part for change in changes if (part := self._part(change)) is not None]
+        if not parts and (delta.logprobs or (self.return_token_ids and delta.token_ids)):
             parts = [{"content": ""}]
         new = [self._chunk(part) for part in parts]
         if new:
             new[0]["logprobs"] = self.logprobs(delta)
-            if self._return_token_ids:
+            if self.return_token_ids:
                 new[0]["token_ids"] = delta.token_ids
         if delta.finish is not None:
             new.append(self._chunk({}) | self._finish_fields(delta.finish))
         return chunks + new
 
-    def _divided(self, delta: TokenDelta, *, is_last: bool) -> ReasoningText:
-        """The reasoning that the client sees, and the answer, in a delta's text."""
-        if self._reasoning is None:
-            return ReasoningText("", delta.text)
-        parts = self._reasoning.push(delta.text, is_last=is_last)
-        return parts if self._shows_reasoning else parts._replace(reasoning="")
+    def _part(self, change: BlockChange) -> dict[str, Any] | None:
+        """The `delta` object that a change of a block becomes; None for none."""
+        what, block, text = change
+        if what == "add" and block.kind == "text":
+            return {"content": text}
+        if what == "add" and block.kind == "reasoning":
+            return dict.fromkeys(_REASONING, text)
+        if block.kind != "call" or what == "end":
+            return None
+        self._num_calls += what == "start"
+        call = _call(block, "") if what == "start" else {"function": {"arguments": text}}
+        return {"tool_calls": [{"index": self._num_calls - 1, **call}]}
 
     def _finish_fields(self, finish: Finish | None) -> dict[str, Any]:
-        return finish_fields(finish) if self._tool_calls is None else self._tool_calls.finish_fields(finish)
+        """With calls, also of a named function, the reason is `tool_calls`, unless the answer was cut off."""
+        fields = finish_fields(finish)
+        if self._num_calls and fields["finish_reason"] == "stop":
+            fields["finish_reason"] = "tool_calls"
+        return fields
 
     async def fields_around_logprobs(self, answer: TokenDelta) -> tuple[dict[str, Any], dict[str, Any]]:
-        await add_tokens(self._progress, answer)
-        reasoning, text = self._divided(answer, is_last=True)
-        message: dict[str, Any] = {"role": "assistant", "content": text}
-        if self._tool_calls is not None:
-            message = await self._tool_calls.message(text)
-        if reasoning:
-            message |= {**dict.fromkeys(_REASONING, reasoning), "content": message["content"] or None}
-        before = {"index": self._index, "message": message}
+        await add_tokens(self.progress, answer)
+        texts: dict[BlockKind, str] = {"reasoning": "", "text": ""}
+        calls = []
+        async for block in in_turns(await self.blocks.read(answer.text)):
+            if block.kind == "call":
+                calls.append(_call(block, block.text))
+            else:
+                texts[block.kind] += block.text
+        self._num_calls = len(calls)
+        content = texts["text"] if not calls and not texts["reasoning"] else texts["text"] or None
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if calls:
+            message["tool_calls"] = calls
+        if texts["reasoning"]:
+            message |= dict.fromkeys(_REASONING, texts["reasoning"])
+        before = {"index": self.index, "message": message}
         after = self._finish_fields(answer.finish)
-        if self._return_token_ids:
+        if self.return_token_ids:
             after["token_ids"] = answer.token_ids
         return before, after
 
     def _chunk(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def logprobs(self, delta: TokenDelta) -> dict[str, list[Any]] | None:
-        of_prompt = {} if self._prompt_logprobs is None else {PROMPT_LOGPROBS: self._prompt_logprobs.entries(delta)}
-        if self._request.params.logprobs is None:
-            return of_prompt or None
-        return of_prompt | {"content": [self._scored(scored) for scored in delta.logprobs]}
+    def _scored(self, delta: TokenDelta) -> dict[str, list[Any]]:
+        return {"content": [self._with_best(scored) for scored in delta.logprobs]}
 
-    def _scored(self, scored: TokenLogprob) -> dict[str, Any]:
+    def _with_best(self, scored: TokenLogprob) -> dict[str, Any]:
         top = list(map(self._token, scored.top_ids, scored.top_logprobs))
         return self._token(scored.token_id, scored.logprob) | {"top_logprobs": top}
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {
-            "token": self._names.of(token_id),
+            "token": self.names.of(token_id),
             "logprob": finite(logprob),
-            "bytes": list(self._tokenizer.token_bytes(token_id)),
+            "bytes": list(self.names.tokenizer.token_bytes(token_id)),
         }
+
+
+def _call(block: Block, arguments: str) -> dict[str, Any]:
+    return {"id": block.call_id, "type": "function", "function": {"name": block.name, "arguments": arguments}}

@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from caraserve.core.request import Tenant
+from caraserve.core.tenant import Tenant
 from caraserve.errors import InvalidRequest
 from caraserve.http.access.adapter_choice import ChosenAdapter
-from caraserve.lora.settings import NO_DEFAULTS, RequestDefaults
 from caraserve.tokenizer.adapter_templates import AdapterTemplate
 from caraserve.tokenizer.process_pool import JobOwner
 from caraserve.tokenizer.reasoning import ReasoningFormat
@@ -29,18 +28,11 @@ class ChatFormat:
     owner: JobOwner
 
     @classmethod
-    async def of(cls, tokenizer: Tokenizer, defaults: RequestDefaults, tenant: Tenant, adapter: str | None) -> Self:
-        """Returns the format of an adapter with these defaults; `adapter` None: of the base model. Raises
-        InvalidRequest if its template does not compile, and Overloaded."""
-        source, owner = defaults.chat_template, JobOwner(tenant, adapter or "")
+    async def of_adapter(cls, tokenizer: Tokenizer, adapter: ChosenAdapter, tenant: Tenant) -> Self:
+        """Returns the format of an adapter, or of the base model. Raises InvalidRequest if its template does not
+        compile, and Overloaded."""
+        source, owner = adapter.defaults.chat_template, JobOwner(tenant, adapter.name or "")
         return cls(tokenizer, None if source is None else await tokenizer.adapter_templates.load(source, owner), owner)
-
-    @classmethod
-    async def of_adapter(cls, tokenizer: Tokenizer, adapter: ChosenAdapter | None, tenant: Tenant) -> Self:
-        """Returns the format of an adapter, or of the base model. Raises as `of`."""
-        if adapter is None:
-            return await cls.of(tokenizer, NO_DEFAULTS, tenant, None)
-        return await cls.of(tokenizer, adapter.defaults, tenant, adapter.name)
 
     @property
     def tool_format(self) -> ToolFormat | None:

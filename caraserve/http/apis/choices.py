@@ -1,39 +1,22 @@
 """The format of completions and chat completions: the answers to a body are the entries of `choices`."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 from aiohttp import web
 
-from caraserve.core.request import TokenDelta, TokenLogprob
+from caraserve.core.request import Finish, GenerateRequest, TokenDelta, TokenLogprob
 from caraserve.errors import CaraServeError
+from caraserve.http.api_request import AnswerWriter, ResponseTotals, StreamFormat, TokenCounts
 from caraserve.http.responses import openai_error
-from caraserve.http.usage import ResponseTotals, TokenCounts
-from caraserve.http.whole_answer import WholeAnswer, response_of
+from caraserve.http.whole_answer import PROMPT_LOGPROBS, WholeAnswer, response_of
 from caraserve.tokenizer.tokenizer import Tokenizer
 from caraserve.util.tasks import in_turns
 
 _LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
-
-
-class ChoiceWriter(Protocol):
-    """Writes one entry of `choices` in the shape of its API. Keeps state between deltas: text offset, role sent."""
-
-    @property
-    def reasoning_tokens(self) -> int | None:
-        """The tokens of the answer's reasoning so far; None for a model that does not reason."""
-
-    def stream_chunks(self, delta: TokenDelta) -> list[dict[str, Any]]:
-        """The `choices` entries, one for each event, that a delta becomes in a stream."""
-
-    def logprobs(self, delta: TokenDelta) -> dict[str, list[Any]] | None:
-        """The logprobs of a delta, by the field of `logprobs` to which they are added; None without logprobs."""
-
-    async def fields_around_logprobs(self, answer: TokenDelta) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The fields before and after `logprobs` in a response that is not streamed; `answer` has the text and the
-        tokens of all deltas. Called once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +45,10 @@ class TokenNames:
     """Names the tokens of logprobs, by their texts or as vLLM's `token_id:7`."""
 
     def __init__(self, tokenizer: Tokenizer, *, by_id: bool) -> None:
-        self._tokenizer, self._by_id = tokenizer, by_id
+        self.tokenizer, self._by_id = tokenizer, by_id
 
     def of(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._by_id else self._tokenizer.token_text(token_id)
+        return f"token_id:{token_id}" if self._by_id else self.tokenizer.token_text(token_id)
 
 
 class PromptLogprobs:
@@ -93,20 +76,68 @@ class PromptLogprobs:
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": self._names.of(token_id)}
 
 
-class OpenAiStream:
+@dataclass
+class Choice(ABC):
+    """Writes one entry of `choices` in the shape of its API. Keeps state between deltas. `prompt_alternatives`: to each
+    token of the prompt, in `prompt_logprobs`; None: without that field."""
+
+    index: int
+    request: GenerateRequest
+    names: TokenNames
+    prompt_alternatives: int | None
+    return_token_ids: bool
+
+    def __post_init__(self) -> None:
+        most = self.prompt_alternatives
+        self._prompt_logprobs = None if most is None else PromptLogprobs(self.names, most)
+        self._is_first = True  # the next delta
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """The tokens of the answer's reasoning so far; None for a model that does not reason."""
+        return None
+
+    @abstractmethod
+    def stream_chunks(self, delta: TokenDelta) -> list[dict[str, Any]]:
+        """The `choices` entries, one for each event, that a delta becomes in a stream."""
+
+    @abstractmethod
+    async def fields_around_logprobs(self, answer: TokenDelta) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The fields before and after `logprobs` in a response that is not streamed; `answer` has the text and the
+        tokens of all deltas. Called once."""
+
+    def logprobs(self, delta: TokenDelta) -> dict[str, list[Any]] | None:
+        """The logprobs of a delta, by the field of `logprobs` to which they are added; None without logprobs."""
+        of_prompt = {} if self._prompt_logprobs is None else {PROMPT_LOGPROBS: self._prompt_logprobs.entries(delta)}
+        if self.request.params.logprobs is None:
+            return of_prompt or None
+        return of_prompt | self._scored(delta)
+
+    @abstractmethod
+    def _scored(self, delta: TokenDelta) -> dict[str, list[Any]]:
+        """The logprobs of the tokens of a delta, by the field of `logprobs`."""
+
+
+def finish_fields(finish: Finish | None) -> dict[str, Any]:
+    return {
+        "finish_reason": None if finish is None else finish.reason,
+        "stop_reason": None if finish is None else finish.stop_reason,
+    }
+
+
+class OpenAiStream(StreamFormat):
     """The `StreamFormat` of completions and chat completions."""
 
     stream_end = b"data: [DONE]\n\n"
-    ping = b": ping\n\n"
 
     def error_event(self, error: CaraServeError, num_events: int) -> bytes:
         return b"data: %b\n\n" % orjson.dumps(openai_error(error))
 
 
-class ChoicesWriter(OpenAiStream):
+class ChoicesWriter(OpenAiStream, AnswerWriter):
     """The `AnswerWriter` of completions and chat completions. `choices[i]` writes the answer to engine request i."""
 
-    def __init__(self, choices: Sequence[ChoiceWriter], heads: ResponseHeads, delivery: Delivery) -> None:
+    def __init__(self, choices: Sequence[Choice], heads: ResponseHeads, delivery: Delivery) -> None:
         self._choices, self._heads, self._delivery = choices, heads, delivery
         self._head = b"data: " + orjson.dumps(heads.chunk)[:-1]  # encoded once
         self._next_head = b"data: " + orjson.dumps(heads.chunk | heads.first_chunk)[:-1]
@@ -167,7 +198,7 @@ def finite(logprob: float) -> float:
     return max(logprob, _LEAST_LOGPROB)
 
 
-def _usage(tokens: TokenCounts, choices: Sequence[ChoiceWriter]) -> dict[str, Any]:
+def _usage(tokens: TokenCounts, choices: Sequence[Choice]) -> dict[str, Any]:
     reasoning = [count for choice in choices if (count := choice.reasoning_tokens) is not None]
     details = {"completion_tokens_details": {"reasoning_tokens": sum(reasoning)}} if reasoning else {}
     return {

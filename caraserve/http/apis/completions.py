@@ -10,30 +10,30 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from caraserve.core.request import (
-    Finish,
-    GenerateRequest,
-    PromptEmbeds,
-    SamplingParams,
-    Tenant,
-    TokenDelta,
-    TokenLogprob,
-)
+from caraserve.core.request import GenerateRequest, PromptEmbeds, SamplingParams, TokenDelta, TokenLogprob
+from caraserve.core.tenant import Tenant
 from caraserve.errors import InvalidRequest
-from caraserve.http import body_fields, validation
-from caraserve.http.access.adapter_choice import Find, choose_adapter
-from caraserve.http.access.client import Client
-from caraserve.http.adapter_defaults import default_limit, field_defaults
+from caraserve.http.access.adapter_choice import AdapterFinder, ChosenAdapter, choose_adapter
 from caraserve.http.api_request import ApiRequest
-from caraserve.http.apis.choices import ChoicesWriter, Delivery, PromptLogprobs, ResponseHeads, TokenNames, finite
+from caraserve.http.apis.choices import (
+    Choice,
+    ChoicesWriter,
+    Delivery,
+    ResponseHeads,
+    TokenNames,
+    finish_fields,
+    finite,
+)
 from caraserve.http.apis.prompt_embeds import embeds_prompts, has_embeds, mixed_prompt
 from caraserve.http.apis.structured_output import parse_grammar
-from caraserve.http.apis.truncation import Truncation, parse_truncation
-from caraserve.http.request_schema import COMPLETIONS, STREAM_OPTIONS, check_fields
-from caraserve.http.validation import Fields, shown, token_ids
-from caraserve.http.whole_answer import PROMPT_LOGPROBS
+from caraserve.http.body import fields as body_fields
+from caraserve.http.body.field_types import Fields, shown, token_ids
+from caraserve.http.body.known_fields import check_fields
+from caraserve.http.body.limits import AnswerLimits, Truncation, check_context, parse_truncation
+from caraserve.http.body.request_schema import COMPLETIONS, STREAM_OPTIONS
+from caraserve.http.body.sampling import default_limit, field_defaults, nth_seed, sampling_params
+from caraserve.http.client import Client
 from caraserve.loop import Engine
-from caraserve.lora.settings import NO_DEFAULTS, RequestDefaults
 from caraserve.tokenizer.tokenizer import ENCODED_IN_PLACE_CHARACTERS, Tokenizer
 from caraserve.util.tasks import in_turns
 
@@ -49,8 +49,7 @@ class CommonFields:
     """The fields of completions and chat completions beside prompt and sampling."""
 
     model: str  # as the client named it; the response repeats it
-    adapter: str | None
-    defaults: RequestDefaults
+    adapter: ChosenAdapter
     n: int
     tenant: Tenant
     cache_salt: str
@@ -59,16 +58,14 @@ class CommonFields:
     delivery: Delivery
 
 
-def parse_common(fields: Fields, engine: Engine, find: Find, client: Client) -> CommonFields:
+def parse_common(fields: Fields, engine: Engine, find: AdapterFinder, client: Client) -> CommonFields:
     """Reads the common fields of a body, which takes the adapter's defaults from then on. Raises NotFound or
     InvalidRequest, which name the field."""
     model, adapter = choose_adapter(fields, engine.base_name, find, client)
-    defaults = NO_DEFAULTS if adapter is None else adapter.defaults
-    fields.take_defaults(field_defaults(defaults))
+    fields.take_defaults(field_defaults(adapter.defaults))
     return CommonFields(
         model=model,
-        adapter=None if adapter is None else adapter.name,
-        defaults=defaults,
+        adapter=adapter,
         n=body_fields.N.read(fields),
         tenant=client.tenant(body_fields.USER.read(fields) or ""),
         cache_salt=body_fields.CACHE_SALT.read(fields) or "",
@@ -104,7 +101,7 @@ def parse_prompt_logprobs(fields: Fields, delivery: Delivery) -> int | None:
     return wanted
 
 
-async def parse_completion(fields: Fields, engine: Engine, find: Find, client: Client) -> ApiRequest:
+async def parse_completion(fields: Fields, engine: Engine, find: AdapterFinder, client: Client) -> ApiRequest:
     """Reads a body. Raises InvalidRequest, ContextLengthExceeded or NotFound, which name the field."""
     check_fields(fields, COMPLETIONS)
     common = parse_common(fields, engine, find, client)
@@ -112,65 +109,64 @@ async def parse_completion(fields: Fields, engine: Engine, find: Find, client: C
     logprobs = body_fields.LOGPROBS.read(fields)
     prompt_logprobs = parse_prompt_logprobs(fields, common.delivery)
     scores = [count for count in (prompt_logprobs, logprobs if echo else None) if count is not None]
-    params = validation.sampling_params(fields, engine)
+    params = sampling_params(fields, engine)
     params = dataclasses.replace(
         params,
         logprobs=logprobs,
         prompt_logprobs=max(scores, default=None),
         grammar=await parse_grammar(fields, engine, params),
     )
-    if body_fields.BEST_OF.read(fields) not in (None, common.n):
-        raise InvalidRequest("best_of other than n is not supported; leave it out.", param="best_of")
-    max_tokens = body_fields.MAX_TOKENS.read(fields)
-    newer_limit = body_fields.MAX_COMPLETION_TOKENS.read(fields)  # clients that know it send both
-    max_tokens = max_tokens if newer_limit is None else newer_limit
-    if max_tokens == 0 and not echo:
-        raise InvalidRequest("max_tokens may be 0 only with echo; ask for at least 1.", param="max_tokens")
+    limits = _limits(fields, engine, common, params, prompt_logprobs, echo=echo)
     add_special_tokens = body_fields.ADD_SPECIAL_TOKENS.read(fields)
-    default_max_tokens = default_limit(common.defaults) or DEFAULT_MAX_TOKENS
-    truncation = parse_truncation(fields, engine, default_max_tokens if max_tokens is None else max_tokens)
+    reserved_tokens = limits.default_tokens if limits.wanted_tokens is None else limits.wanted_tokens
+    truncation = parse_truncation(fields, engine.max_model_len, reserved_tokens or 0)
     prompts = with_suffix(fields, parse_prompts(fields), engine.tokenizer)
     if len(prompts) * common.n > MAX_CHOICES:
         raise InvalidRequest(
             f"{len(prompts)} prompts with n={common.n} are over {MAX_CHOICES} answers; send several requests.",
             param="prompt",
         )
-    response_id = f"cmpl-{uuid.uuid4().hex}"
+    response_id, return_token_ids = f"cmpl-{uuid.uuid4().hex}", common.delivery.token_ids
     requests: list[GenerateRequest] = []
     choices: list[CompletionChoice] = []
     names = TokenNames(engine.tokenizer, by_id=common.delivery.tokens_as_ids)
-    answer_tokens = prompt_tokens = 0  # that are scored
     async for position, prompt in in_turns(enumerate(prompts)):
         ids, embeds = await read_prompt(prompt, position, engine, truncation, add_special_tokens=add_special_tokens)
-        if embeds is not None and (params.prompt_logprobs is not None or echo or common.delivery.token_ids):
+        if embeds is not None and (params.prompt_logprobs is not None or echo or return_token_ids):
             raise InvalidRequest("echo, prompt_logprobs and return_token_ids need a prompt of tokens.", param="prompt")
-        limit = validation.fit_max_tokens(max_tokens, default_max_tokens, len(ids), engine)
-        validation.check_min_tokens(params.min_tokens, limit)
-        answer_tokens += common.n * limit
-        prompt_tokens += common.n * len(ids)
-        num_choices = common.n * (position + 1)
-        validation.check_scores(num_choices, answer_tokens + echo * prompt_tokens, logprobs, "logprobs")
-        validation.check_scores(num_choices, prompt_tokens, prompt_logprobs, "prompt_logprobs")
+        sized = dataclasses.replace(params, max_tokens=limits.most_tokens(len(ids)))
         is_whole = isinstance(prompt, str) and len(ids) < truncation.most_tokens
-        echoed = (prompt if is_whole else await decode(engine.tokenizer, ids)) if echo else ""
-        sized = dataclasses.replace(params, max_tokens=limit)
+        echoed = None
+        if echo:
+            echoed = str(prompt) if is_whole else await decode(engine.tokenizer, ids)
         for request in fan_out(f"{response_id}-", len(requests), ids, common, sized, embeds):
-            scored = None if prompt_logprobs is None else PromptLogprobs(names, prompt_logprobs)
-            choices.append(
-                CompletionChoice(
-                    len(choices),
-                    request,
-                    engine.tokenizer,
-                    names,
-                    echoed=str(echoed) if echo else None,
-                    prompt_logprobs=scored,
-                    return_token_ids=common.delivery.token_ids,
-                )
-            )
+            choices.append(CompletionChoice(len(choices), request, names, prompt_logprobs, return_token_ids, echoed))
             requests.append(request)
     head = response_head(response_id, "text_completion", common.model)
     writer = ChoicesWriter(choices, ResponseHeads(head, head, {}), common.delivery)
     return ApiRequest(tuple(requests), common.n, common.delivery.stream, writer)
+
+
+def _limits(
+    fields: Fields,
+    engine: Engine,
+    common: CommonFields,
+    params: SamplingParams,
+    prompt_logprobs: int | None,
+    *,
+    echo: bool,
+) -> AnswerLimits:
+    """Reads the limits of the answers. Raises InvalidRequest."""
+    if body_fields.BEST_OF.read(fields) not in (None, common.n):
+        raise InvalidRequest("best_of other than n is not supported; leave it out.", param="best_of")
+    older_limit = body_fields.MAX_TOKENS.read(fields)
+    limit = body_fields.MAX_COMPLETION_TOKENS.read(fields)  # clients that know it send both
+    wanted_tokens = older_limit if limit is None else limit
+    if wanted_tokens == 0 and not echo:
+        raise InvalidRequest("max_tokens may be 0 only with echo; ask for at least 1.", param="max_tokens")
+    default_tokens = default_limit(common.adapter.defaults) or DEFAULT_MAX_TOKENS
+    lengths = engine.max_model_len, wanted_tokens, default_tokens, params.min_tokens
+    return AnswerLimits(*lengths, common.n, params.logprobs, prompt_logprobs, echoed=echo)
 
 
 def fan_out(
@@ -186,8 +182,8 @@ def fan_out(
         GenerateRequest(
             request_id=f"{prefix}{first + index}",
             prompt_ids=ids,
-            adapter=common.adapter,
-            params=dataclasses.replace(params, seed=validation.nth_seed(params.seed, index)),
+            adapter=common.adapter.name,
+            params=dataclasses.replace(params, seed=nth_seed(params.seed, index)),
             arrival_s=common.arrival_s,
             tenant=common.tenant,
             cache_salt=common.cache_salt,
@@ -264,7 +260,7 @@ async def prompt_ids(
         ids = tuple(truncation.cut(encoded))
     else:
         given = truncation.cut(prompt)
-        validation.fit_max_tokens(0, None, len(given), engine)  # before each id is looked at
+        check_context(len(given), engine.max_model_len)
         ids = token_ids(name, list(given), tokenizer.vocab_size)
     if not ids:
         raise InvalidRequest(f"{name} is empty; at least one token is needed.", param="prompt")
@@ -279,7 +275,7 @@ async def read_prompt(
         return await prompt_ids(prompt, position, engine, truncation, add_special_tokens=add_special_tokens), None
     if truncation.is_on:
         raise InvalidRequest("truncate_prompt_tokens needs a prompt of tokens.", param="truncate_prompt_tokens")
-    validation.fit_max_tokens(0, None, len(prompt), engine)  # before each piece is looked at
+    check_context(len(prompt), engine.max_model_len)
     return await mixed_prompt("prompt" if position == 0 else f"prompt[{position}]", prompt, engine)
 
 
@@ -297,40 +293,22 @@ async def decode(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_token
     return await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens=skip_special_tokens)
 
 
-class CompletionChoice:
-    """Writes one entry of `choices`, which has the same shape in a stream and in a whole response."""
+@dataclasses.dataclass
+class CompletionChoice(Choice):
+    """Writes one entry of `choices`, which has the same shape in a stream and in a whole response. `echoed`: the
+    prompt's text, None if the answer does not begin with it."""
 
-    def __init__(
-        self,
-        index: int,
-        request: GenerateRequest,
-        tokenizer: Tokenizer,
-        names: TokenNames,
-        *,
-        echoed: str | None,
-        prompt_logprobs: PromptLogprobs | None,
-        return_token_ids: bool,
-    ) -> None:
-        """`echoed`: the prompt's text, None if the answer does not begin with it."""
-        self._index = index
-        self._request = request
-        self._tokenizer = tokenizer
-        self._names = names
-        self._echoes = echoed is not None
-        self._pending_echo = echoed or ""
-        self._prompt_logprobs = prompt_logprobs
-        self._return_token_ids = return_token_ids
-        self._first = True
+    echoed: str | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._pending_echo = self.echoed or ""
         self._prompt_written = False
         self._text_offset = 0
 
-    @property
-    def reasoning_tokens(self) -> None:
-        return None
-
     def stream_chunks(self, delta: TokenDelta) -> list[dict[str, Any]]:
-        is_visible = delta.text or self._pending_echo or delta.finish or self._return_token_ids
-        if not is_visible and self._request.params.logprobs is None:
+        is_visible = delta.text or self._pending_echo or delta.finish or self.return_token_ids
+        if not is_visible and self.request.params.logprobs is None:
             return []  # the engine holds text back: an incomplete character, or the start of a stop string
         before, after = self._fields(delta)
         return [before | {"logprobs": self.logprobs(delta)} | after]
@@ -339,47 +317,37 @@ class CompletionChoice:
         return self._fields(answer)
 
     def _fields(self, answer: TokenDelta) -> tuple[dict[str, Any], dict[str, Any]]:
-        before = {"index": self._index, "text": self._pending_echo + answer.text}
+        before = {"index": self.index, "text": self._pending_echo + answer.text}
         after = finish_fields(answer.finish)
-        if self._return_token_ids:
+        if self.return_token_ids:
             after["token_ids"] = answer.token_ids
-            after["prompt_token_ids"] = self._request.prompt_ids if self._first else None
-        self._first, self._pending_echo = False, ""
+            after["prompt_token_ids"] = self.request.prompt_ids if self._is_first else None
+        self._is_first, self._pending_echo = False, ""
         return before, after
 
-    def logprobs(self, delta: TokenDelta) -> dict[str, list[Any]] | None:
-        of_prompt = {} if self._prompt_logprobs is None else {PROMPT_LOGPROBS: self._prompt_logprobs.entries(delta)}
-        if self._request.params.logprobs is None:
-            return of_prompt or None
+    def _scored(self, delta: TokenDelta) -> dict[str, list[Any]]:
         shape: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-        if not self._prompt_written and self._echoes:
-            self._add_token(shape, self._request.prompt_ids[0], None)  # the first token has no logprob
+        if not self._prompt_written and self.echoed is not None:
+            self._add_token(shape, self.request.prompt_ids[0], None)  # the first token has no logprob
         self._prompt_written = True
         # A long prompt is computed in chunks, so several deltas hold parts of its logprobs.
-        for scored in (*(delta.prompt_logprobs if self._echoes else ()), *delta.logprobs):
+        for scored in (*(() if self.echoed is None else delta.prompt_logprobs), *delta.logprobs):
             if scored is not None:
                 self._add_token(shape, scored.token_id, scored)
-        return of_prompt | shape
+        return shape
 
     def _add_token(self, shape: dict[str, list[Any]], token_id: int, scored: TokenLogprob | None) -> None:
-        name = self._names.of(token_id)
+        name = self.names.of(token_id)
         shape["tokens"].append(name)
         shape["text_offset"].append(self._text_offset)
         shape["token_logprobs"].append(None if scored is None else finite(scored.logprob))
         shape["top_logprobs"].append(None if scored is None else self._best(name, scored))
-        self._text_offset += len(self._tokenizer.token_text(token_id))
+        self._text_offset += len(self.names.tokenizer.token_text(token_id))
 
     def _best(self, name: str, scored: TokenLogprob) -> dict[str, float]:
         """The alternatives by name, with the token itself if it is not among them."""
         best = {name: finite(scored.logprob)}
-        most = self._request.params.logprobs  # tokens of the prompt may have more, for `prompt_logprobs`
+        most = self.request.params.logprobs  # tokens of the prompt may have more, for `prompt_logprobs`
         for token_id, logprob in zip(scored.top_ids[:most], scored.top_logprobs, strict=False):
-            best.setdefault(self._names.of(token_id), finite(logprob))
+            best.setdefault(self.names.of(token_id), finite(logprob))
         return best
-
-
-def finish_fields(finish: Finish | None) -> dict[str, Any]:
-    return {
-        "finish_reason": None if finish is None else finish.reason,
-        "stop_reason": None if finish is None else finish.stop_reason,
-    }

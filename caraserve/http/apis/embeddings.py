@@ -15,18 +15,18 @@ import orjson
 from aiohttp import web
 from numpy.typing import NDArray
 
-from caraserve.core.request import GenerateRequest, SamplingParams, TokenDelta
+from caraserve.core.request import GenerateRequest, SamplingParams
 from caraserve.errors import ContextLengthExceeded, InvalidRequest
-from caraserve.http import body_fields
-from caraserve.http.access.adapter_choice import Find, choose_adapter
-from caraserve.http.access.client import Client
-from caraserve.http.api_request import ApiRequest
+from caraserve.http.access.adapter_choice import AdapterFinder, choose_adapter
+from caraserve.http.api_request import AnswerWriter, ApiRequest, ResponseTotals, TokenCounts
 from caraserve.http.apis.choices import OpenAiStream
 from caraserve.http.apis.completions import MAX_CHOICES, encode, listed_prompts, response_head
-from caraserve.http.apis.truncation import Truncation, parse_truncation
-from caraserve.http.request_schema import EMBEDDINGS, check_fields
-from caraserve.http.usage import ResponseTotals, TokenCounts
-from caraserve.http.validation import Fields, token_ids
+from caraserve.http.body import fields as body_fields
+from caraserve.http.body.field_types import Fields, token_ids
+from caraserve.http.body.known_fields import check_fields
+from caraserve.http.body.limits import Truncation, parse_truncation
+from caraserve.http.body.request_schema import EMBEDDINGS
+from caraserve.http.client import Client
 from caraserve.http.whole_answer import WholeAnswer, response_of
 from caraserve.loop import Engine
 from caraserve.util.tasks import in_turns
@@ -50,7 +50,7 @@ class NamedPrompt(NamedTuple):
         return self.field + self.place
 
 
-async def parse_embeddings(fields: Fields, engine: Engine, find: Find, client: Client) -> ApiRequest:
+async def parse_embeddings(fields: Fields, engine: Engine, find: AdapterFinder, client: Client) -> ApiRequest:
     """Reads a body. Raises InvalidRequest, ContextLengthExceeded or NotFound, which name the field."""
     check_fields(fields, EMBEDDINGS)
     dimensions = body_fields.DIMENSIONS.read(fields, high=engine.embedding_size)
@@ -67,18 +67,22 @@ async def parse_embeddings(fields: Fields, engine: Engine, find: Find, client: C
 
 
 async def embedding_requests(
-    fields: Fields, engine: Engine, find: Find, client: Client, response_id: str, prompts: Sequence[NamedPrompt]
+    fields: Fields,
+    engine: Engine,
+    find: AdapterFinder,
+    client: Client,
+    response_id: str,
+    prompts: Sequence[NamedPrompt],
 ) -> tuple[str, tuple[GenerateRequest, ...]]:
     """Reads the fields that all routes here share. Returns the model as the client named it, and an engine request for
     each prompt. Raises InvalidRequest, ContextLengthExceeded or NotFound, which name the field."""
     arrival_s = time.monotonic()
-    model, chosen = choose_adapter(fields, engine.base_name, find, client)
-    adapter = None if chosen is None else chosen.name
+    model, adapter = choose_adapter(fields, engine.base_name, find, client)
     tenant = client.tenant(body_fields.USER.read(fields) or "")
     cache_salt = body_fields.CACHE_SALT.read(fields) or ""
     priority = body_fields.PRIORITY.read(fields)
     add_special_tokens = body_fields.ADD_SPECIAL_TOKENS.read(fields)
-    truncation = parse_truncation(fields, engine, answer_tokens=0)
+    truncation = parse_truncation(fields, engine.max_model_len, answer_tokens=0)
     check_count(prompts[-1].field, len(prompts), engine)
     requests: list[GenerateRequest] = []
     tokens = 0
@@ -91,7 +95,9 @@ async def embedding_requests(
             )
         request_id = f"{response_id}-{len(requests)}"
         requests.append(
-            GenerateRequest(request_id, ids, adapter, _NO_TOKENS, arrival_s, tenant, cache_salt, priority, embeds=True)
+            GenerateRequest(
+                request_id, ids, adapter.name, _NO_TOKENS, arrival_s, tenant, cache_salt, priority, embeds=True
+            )
         )
     return model, tuple(requests)
 
@@ -148,20 +154,7 @@ def prompt_usage(tokens: TokenCounts) -> dict[str, int]:
     return {"prompt_tokens": tokens.prompt, "completion_tokens": 0, "total_tokens": tokens.prompt}
 
 
-class UnstreamedAnswer(OpenAiStream):
-    """The part of an `AnswerWriter` that answers without tokens do not need."""
-
-    def events(self, index: int, delta: TokenDelta, counts: TokenCounts) -> bytes:
-        return b""
-
-    def last_events(self, totals: ResponseTotals) -> bytes:
-        return b""
-
-    def logprobs(self, index: int, delta: TokenDelta) -> dict[str, list[Any]] | None:
-        return None
-
-
-class EmbeddingsWriter(UnstreamedAnswer):
+class EmbeddingsWriter(OpenAiStream, AnswerWriter):
     """Writes the entries of `data`, one for each prompt."""
 
     def __init__(self, head: dict[str, Any], dimensions: int | None, *, normalize: bool, in_base64: bool) -> None:

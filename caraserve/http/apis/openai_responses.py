@@ -8,12 +8,9 @@ import uuid
 from typing import Any
 
 from caraserve.errors import InvalidRequest
-from caraserve.http.access.adapter_choice import Find
-from caraserve.http.access.client import Client
+from caraserve.http.access.adapter_choice import AdapterFinder
 from caraserve.http.api_request import ApiRequest
-from caraserve.http.apis import translated_fields as body
 from caraserve.http.apis.answer_blocks import AnswerBlocks
-from caraserve.http.apis.call_arguments import read_arguments
 from caraserve.http.apis.chat import ParsedChat, parse_chat_fields
 from caraserve.http.apis.chat_translation import (
     checked_choice,
@@ -21,13 +18,16 @@ from caraserve.http.apis.chat_translation import (
     checked_text,
     client_names,
     joined_text,
+    read_arguments,
     shared_values,
     skip_unread,
 )
 from caraserve.http.apis.openai_responses_writer import ResponsesWriter
-from caraserve.http.apis.translated_fields import RESPONSES
-from caraserve.http.request_schema import check_fields
-from caraserve.http.validation import Fields, shown
+from caraserve.http.body import translated_schema as body
+from caraserve.http.body.field_types import Fields, shown
+from caraserve.http.body.known_fields import check_fields
+from caraserve.http.body.translated_schema import RESPONSES
+from caraserve.http.client import Client
 from caraserve.loop import Engine
 from caraserve.util.tasks import in_shared_turns
 
@@ -48,7 +48,7 @@ _MAX_METADATA = 16  # of OpenAI, as the two lengths
 _METADATA_CHARACTERS = (64, 512)
 
 
-async def parse_response(fields: Fields, engine: Engine, find: Find, client: Client) -> ApiRequest:
+async def parse_response(fields: Fields, engine: Engine, find: AdapterFinder, client: Client) -> ApiRequest:
     """Reads a body. Raises InvalidRequest, ContextLengthExceeded or NotFound, which name the field."""
     check_fields(fields, RESPONSES)
     values = await _chat_values(fields)
@@ -59,9 +59,8 @@ async def parse_response(fields: Fields, engine: Engine, find: Find, client: Cli
         chat = await parse_chat_fields(chat_fields, engine, find, client, response_id)
     skip_unread(fields, chat_fields)
     head = _response_head(response_id, fields, values, chat, metadata)
-    params = chat.requests[0].params
-    progress = None if chat.reasoning is None else chat.reasoning.progress(params, engine.tokenizer)
-    writer = ResponsesWriter(head, AnswerBlocks(chat.tools.callable, chat.reasoning), progress)
+    blocks = AnswerBlocks(chat.tools.callable, chat.reasoning)
+    writer = ResponsesWriter(head, blocks, chat.progress(engine.tokenizer))
     return ApiRequest(chat.requests, 1, chat.common.delivery.stream, writer)
 
 

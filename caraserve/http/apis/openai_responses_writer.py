@@ -8,13 +8,11 @@ import orjson
 from aiohttp import web
 
 from caraserve.core.reasoning_progress import ReasoningProgress
-from caraserve.core.request import Finish, TokenDelta
+from caraserve.core.request import Finish
 from caraserve.errors import CaraServeError
-from caraserve.http.apis.answer_blocks import AnswerBlocks, Block, BlockChange, BlockKind
-from caraserve.http.apis.reasoning import add_tokens
+from caraserve.http.api_request import ResponseTotals, StreamFormat, TokenCounts
+from caraserve.http.apis.answer_blocks import AnswerBlocks, Block, BlockChange, BlockKind, BlocksWriter
 from caraserve.http.responses import json_response
-from caraserve.http.usage import ResponseTotals, TokenCounts
-from caraserve.http.whole_answer import WholeAnswer
 from caraserve.util.tasks import in_turns
 
 _ID_PREFIXES: dict[BlockKind, str] = {"reasoning": "rs", "text": "msg", "call": "fc"}
@@ -27,59 +25,39 @@ _TEXT_NAMES: dict[BlockKind, str] = {
 }
 
 
-class ResponsesStream:
+class ResponsesStream(StreamFormat):
     """The `StreamFormat` of the Responses API. Its events do not end a stream by themselves, so a comment does."""
-
-    stream_end = b": end\n\n"
-    ping = b": ping\n\n"
 
     def error_event(self, error: CaraServeError, num_events: int) -> bytes:
         fields = {"code": error.code or error.type, "message": error.message, "param": error.param}
         return _event("error", {"sequence_number": num_events, **fields})
 
 
-class ResponsesWriter(ResponsesStream):
-    """The `AnswerWriter` of the Responses API. `head`: the fields of the response object that are known already.
-    `reasoning`: None for a model that does not reason."""
+class ResponsesWriter(ResponsesStream, BlocksWriter):
+    """The `AnswerWriter` of the Responses API. `head`: the fields of the response object that are known already."""
 
     def __init__(self, head: dict[str, Any], blocks: AnswerBlocks, reasoning: ReasoningProgress | None) -> None:
+        super().__init__(blocks, reasoning)
         self._head = head
-        self._blocks = blocks
-        self._reasoning = reasoning
         self._items: list[dict[str, Any]] = []  # of the blocks that have ended
         self._num_events = 0
-        self._finish: Finish | None = None
 
-    def events(self, index: int, delta: TokenDelta, counts: TokenCounts) -> bytes:
-        written = []
-        if not self._num_events:
-            started = self._response("in_progress")
-            written = [self._event(f"response.{kind}", response=started) for kind in ("created", "in_progress")]
-        self._finish = delta.finish
-        if self._reasoning is not None:
-            self._reasoning.add(delta.token_ids)
-        for change in self._blocks.push(delta.text, is_last=delta.finish is not None):
-            written += self._events_of(change)
-        return b"".join(written)
+    def _first_events(self, counts: TokenCounts) -> list[bytes]:
+        started = self._object("in_progress")
+        return [self._event(f"response.{kind}", response=started) for kind in ("created", "in_progress")]
 
     def last_events(self, totals: ResponseTotals) -> bytes:
         status = _status(self._finish)
-        return self._event(f"response.{status}", response=self._response(status, totals))
+        return self._event(f"response.{status}", response=self._object(status, totals))
 
     def error_event(self, error: CaraServeError, num_events: int) -> bytes:
-        failed = self._response("failed") | {"error": {"code": error.code or error.type, "message": error.message}}
+        failed = self._object("failed") | {"error": {"code": error.code or error.type, "message": error.message}}
         return self._event("response.failed", response=failed)
 
-    def logprobs(self, index: int, delta: TokenDelta) -> None:
-        return None
-
-    async def whole(self, answers: Sequence[WholeAnswer], totals: ResponseTotals) -> web.Response:
-        answer = answers[0].joined()
-        self._finish = answer.finish
-        await add_tokens(self._reasoning, answer)
-        async for block in in_turns(await self._blocks.read(answer.text)):
+    async def _response(self, blocks: Sequence[Block], totals: ResponseTotals) -> web.Response:
+        async for block in in_turns(blocks):
             self._end(block)
-        return json_response(self._response(_status(answer.finish), totals))
+        return json_response(self._object(_status(self._finish), totals))
 
     def _usage(self, tokens: TokenCounts) -> dict[str, Any]:
         reasoning_tokens = 0 if self._reasoning is None else self._reasoning.num_tokens
@@ -124,7 +102,7 @@ class ResponsesWriter(ResponsesStream):
         self._items.append(_item(block, _status(self._finish) if block is self._blocks.last else "completed"))
         return self._items[-1]
 
-    def _response(self, status: str, totals: ResponseTotals | None = None) -> dict[str, Any]:
+    def _object(self, status: str, totals: ResponseTotals | None = None) -> dict[str, Any]:
         fingerprint = {} if totals is None else {"system_fingerprint": totals.served_by}
         return {
             **self._head,
@@ -134,9 +112,8 @@ class ResponsesWriter(ResponsesStream):
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": self._items,
             **fingerprint,
-            "usage": None
-            if totals is None
-            else self._usage(totals.tokens),  # last: there a forwarding instance reads it
+            # The last field: there an instance that forwards reads it.
+            "usage": None if totals is None else self._usage(totals.tokens),
         }
 
 

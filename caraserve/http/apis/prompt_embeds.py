@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from caraserve.core.request import PromptEmbeds
 from caraserve.errors import InvalidRequest
-from caraserve.http.validation import Fields, fit_max_tokens, shown, token_ids
+from caraserve.http.body.field_types import Fields, shown, token_ids
+from caraserve.http.body.limits import check_context
 from caraserve.loop import Engine
 from caraserve.model.dtype import to_float32
 from caraserve.model.safetensors_reader import TensorFile, TensorFileError
@@ -75,7 +76,7 @@ async def mixed_prompt(name: str, pieces: Sequence[Any], engine: Engine) -> tupl
             parts.append(part)
             ids += range(-1 - vectors, -1 - vectors - len(part), -1)
             vectors += len(part)
-            fit_max_tokens(0, None, len(ids), engine)
+            check_context(len(ids), engine.max_model_len)
     values = await asyncio.to_thread(np.concatenate, parts)
     return tuple(ids), PromptEmbeds(values, await asyncio.to_thread(digests_of, values))
 

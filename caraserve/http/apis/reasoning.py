@@ -10,9 +10,9 @@ from caraserve.core.reasoning_grammar import ReasoningGrammar
 from caraserve.core.reasoning_progress import ReasoningProgress, ReasoningState
 from caraserve.core.request import SamplingParams, TokenDelta
 from caraserve.errors import InvalidRequest
-from caraserve.http import body_fields
 from caraserve.http.apis.chat_format import ChatFormat
-from caraserve.http.validation import Fields
+from caraserve.http.body import fields as body_fields
+from caraserve.http.body.field_types import Fields
 from caraserve.tokenizer.reasoning import BEGIN, END, ReasoningFormat, ReasoningParser, state_after
 from caraserve.tokenizer.tokenizer import Tokenizer
 from caraserve.util.tasks import in_turns, slices

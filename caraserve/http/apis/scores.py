@@ -13,22 +13,22 @@ from aiohttp import web
 from numpy.typing import NDArray
 
 from caraserve.errors import InvalidRequest
-from caraserve.http import body_fields
-from caraserve.http.access.adapter_choice import Find
-from caraserve.http.access.client import Client
-from caraserve.http.api_request import ApiRequest
+from caraserve.http.access.adapter_choice import AdapterFinder
+from caraserve.http.api_request import AnswerWriter, ApiRequest, ResponseTotals, TokenCounts
+from caraserve.http.apis.choices import OpenAiStream
 from caraserve.http.apis.completions import response_head
 from caraserve.http.apis.embeddings import (
     NamedPrompt,
-    UnstreamedAnswer,
     check_count,
     embedding_requests,
     prompt_usage,
     vector_of,
 )
-from caraserve.http.request_schema import RERANK, SCORE, check_fields
-from caraserve.http.usage import ResponseTotals, TokenCounts
-from caraserve.http.validation import Fields, shown
+from caraserve.http.body import fields as body_fields
+from caraserve.http.body.field_types import Fields, shown
+from caraserve.http.body.known_fields import check_fields
+from caraserve.http.body.request_schema import RERANK, SCORE
+from caraserve.http.client import Client
 from caraserve.http.whole_answer import WholeAnswer, response_of
 from caraserve.loop import Engine
 from caraserve.util.tasks import in_turns
@@ -36,7 +36,7 @@ from caraserve.util.tasks import in_turns
 _PAIRED_FIELDS = (("text_1", "text_2"), ("queries", "documents"))
 
 
-async def parse_score(fields: Fields, engine: Engine, find: Find, client: Client) -> ApiRequest:
+async def parse_score(fields: Fields, engine: Engine, find: AdapterFinder, client: Client) -> ApiRequest:
     """Reads a body. Raises InvalidRequest, ContextLengthExceeded or NotFound, which name the field."""
     check_fields(fields, SCORE)
     first, second = _paired_texts(fields, engine)
@@ -46,7 +46,7 @@ async def parse_score(fields: Fields, engine: Engine, find: Find, client: Client
     return ApiRequest(requests, 1, stream=False, writer=writer)
 
 
-async def parse_rerank(fields: Fields, engine: Engine, find: Find, client: Client) -> ApiRequest:
+async def parse_rerank(fields: Fields, engine: Engine, find: AdapterFinder, client: Client) -> ApiRequest:
     """Reads a body. Raises InvalidRequest, ContextLengthExceeded or NotFound, which name the field."""
     check_fields(fields, RERANK)
     query = body_fields.QUERY.read(fields)
@@ -103,7 +103,7 @@ def _similarity(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
     return float(np.dot(one, other))
 
 
-class ScoresWriter(UnstreamedAnswer):
+class ScoresWriter(OpenAiStream, AnswerWriter):
     """Writes the entries of `data`, one for each text of the second side."""
 
     def __init__(self, head: dict[str, Any], first_texts: int) -> None:
@@ -125,7 +125,7 @@ class ScoresWriter(UnstreamedAnswer):
         yield b'],"usage":%b}' % orjson.dumps(prompt_usage(tokens))
 
 
-class RankingWriter(UnstreamedAnswer):
+class RankingWriter(OpenAiStream, AnswerWriter):
     """Writes the entries of `results`, best first. The first prompt is the query."""
 
     def __init__(self, head: dict[str, Any], top_n: int, documents: Sequence[object] | None) -> None:

@@ -1,5 +1,7 @@
-"""Reads the fields that constrain an answer, as OpenAI, vLLM, SGLang and llama.cpp name them, as one grammar."""
+"""Reads the fields that constrain an answer, as OpenAI, vLLM, SGLang and llama.cpp name them, as one grammar; then the
+fields that ban tokens, as vLLM names them."""
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -9,18 +11,22 @@ import orjson
 
 from caraserve.core.grammar import Grammar
 from caraserve.core.request import SamplingParams
+from caraserve.core.token_filter import TokenFilter
 from caraserve.errors import InvalidRequest
-from caraserve.http.apis.banned_tokens import with_banned_tokens
 from caraserve.http.apis.reasoning import Reasoning
-from caraserve.http.request_schema import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, check_fields
-from caraserve.http.validation import Fields, shown
+from caraserve.http.body import fields as body_fields
+from caraserve.http.body.field_types import Fields, shown, token_ids
+from caraserve.http.body.known_fields import check_fields
+from caraserve.http.body.request_schema import RESPONSE_FORMAT, STRUCTURED_OUTPUTS
 from caraserve.loop import Engine
-from caraserve.tokenizer.grammar import GrammarKind, GrammarSource
-from caraserve.tokenizer.grammar_limits import MAX_SOURCE_BYTES
+from caraserve.tokenizer.grammar import MAX_SOURCE_BYTES, GrammarKind, GrammarSource
+from caraserve.tokenizer.tokenizer import Tokenizer
+from caraserve.util.tasks import in_turns
 
 _ANY_OBJECT = '{"type":"object"}'
 _MAX_CHOICES = 1024
 _MAX_TAGS = 128
+_MAX_WORDS_CHARACTERS = 8192  # of all bad words: about a thousand words
 # By the name of the field: what it holds. vLLM's older names, then SGLang's and llama.cpp's.
 _PLAIN_FIELDS: dict[str, GrammarKind] = {
     "guided_json": "json_schema",
@@ -40,9 +46,7 @@ _STRUCTURED_OUTPUTS: dict[str, GrammarKind] = {
     "grammar": "grammar",
     "structural_tag": "structural_tag",
 }
-
-
-Combine = Callable[[GrammarSource | None], GrammarSource | None]
+AddCalls = Callable[[GrammarSource | None], GrammarSource | None]
 """Adds calls of tools to what the fields ask for."""
 
 
@@ -50,7 +54,7 @@ async def parse_grammar(
     fields: Fields,
     engine: Engine,
     params: SamplingParams,
-    with_calls: Combine | None = None,
+    with_calls: AddCalls | None = None,
     reasoning: Reasoning | None = None,
 ) -> Grammar | None:
     """Returns the grammar that the answer must follow, after its reasoning if it has one; None without a grammar. It is
@@ -59,10 +63,10 @@ async def parse_grammar(
     grammar = None if source is None else engine.tokenizer.grammars.uncompiled(source)
     if reasoning is not None:
         grammar = reasoning.before(grammar, params, engine.tokenizer)
-    return await with_banned_tokens(fields, engine, params, grammar)
+    return await _with_banned_tokens(fields, engine, params, grammar)
 
 
-def _grammar_source(fields: Fields, params: SamplingParams, with_calls: Combine | None) -> GrammarSource | None:
+def _grammar_source(fields: Fields, params: SamplingParams, with_calls: AddCalls | None) -> GrammarSource | None:
     sources = [
         *_response_format(fields),
         *_structured_outputs(fields),
@@ -90,7 +94,7 @@ def _response_format(fields: Fields) -> Iterator[GrammarSource]:
     name = "response_format"
     inner = fields.nested(name)
     check_fields(inner, RESPONSE_FORMAT)
-    kind = inner.maybe_text("type", 64)
+    kind = inner.text("type", 64)
     if kind == "json_object":
         schema = inner.mapping("schema")  # llama.cpp's place for one
         yield GrammarSource("json_schema", _schema(schema, name) if schema else _ANY_OBJECT, name)
@@ -189,3 +193,49 @@ def json_text(value: Any, field: str) -> str:
     if len(text) > MAX_SOURCE_BYTES:
         raise InvalidRequest(f"{field} has {len(text)} characters; {MAX_SOURCE_BYTES} are allowed.", param=field)
     return text
+
+
+# --- banned tokens ---
+
+
+async def _with_banned_tokens(
+    fields: Fields, engine: Engine, params: SamplingParams, grammar: Grammar | None
+) -> Grammar | None:
+    """Returns the grammar with the request's banned tokens applied to it. Raises InvalidRequest that names the
+    field."""
+    vocab_size = engine.tokenizer.vocab_size
+    allowed = token_ids("allowed_token_ids", body_fields.ALLOWED_TOKEN_IDS.read(fields), vocab_size)
+    if fields.raw("allowed_token_ids") == []:
+        raise InvalidRequest("allowed_token_ids is empty; name at least one token.", param="allowed_token_ids")
+    words = body_fields.BAD_WORDS.read(fields)
+    if not allowed and not words:
+        return grammar
+    if (size := sum(len(word) for word in words if isinstance(word, str))) > _MAX_WORDS_CHARACTERS:
+        raise InvalidRequest(
+            f"bad_words have {size} characters together; {_MAX_WORDS_CHARACTERS} are allowed.", param="bad_words"
+        )
+    banned = [ids async for word in in_turns(words) for ids in _sequences(word, engine.tokenizer)]
+    return await asyncio.to_thread(  # 10 ms for the longest lists
+        TokenFilter.of,
+        vocab_size,
+        allowed or None,
+        banned,
+        end_ids=params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *engine.tokenizer.eos_ids),
+        min_tokens=params.min_tokens,
+        grammar=grammar,
+    )
+
+
+def _sequences(word: object, tokenizer: Tokenizer) -> list[list[int]]:
+    """The token ids of a word at the beginning of a text, and within one, if there a space makes another first token
+    of it. These are vLLM's, which takes only the first where the two differ in length."""
+    if not isinstance(word, str) or not 1 <= len(word) <= body_fields.MAX_BAD_WORD_CHARACTERS or not word.strip():
+        raise InvalidRequest(
+            f"bad_words must hold strings of 1 to {body_fields.MAX_BAD_WORD_CHARACTERS} characters that are not only "
+            f"white space, not {shown(word)}.",
+            param="bad_words",
+        )
+    first = tokenizer.encode(word.lstrip(), add_special_tokens=False)
+    spaced = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+    is_other = bool(first and spaced) and first[0] != spaced[0] and len(first) == len(spaced)
+    return [ids for ids in (first, spaced if is_other else []) if ids]

@@ -3,20 +3,23 @@
 from aiohttp import web
 
 from caraserve.errors import ContextLengthExceeded, InvalidRequest
-from caraserve.http import body_fields
 from caraserve.http.access.adapter_choice import adapter_finder, choose_adapter
 from caraserve.http.apis.chat import chat_ids
 from caraserve.http.apis.chat_format import ChatFormat
 from caraserve.http.apis.completions import decode, encode
 from caraserve.http.apis.tool_calls import for_template, parse_functions
-from caraserve.http.context import CLIENT, CONTEXT
-from caraserve.http.request_schema import DETOKENIZE, TOKENIZE, check_fields
+from caraserve.http.body import fields as body_fields
+from caraserve.http.body.field_types import shown, token_ids
+from caraserve.http.body.known_fields import check_fields
+from caraserve.http.body.request_schema import DETOKENIZE, TOKENIZE
+from caraserve.http.client import CLIENT
+from caraserve.http.context import CONTEXT
 from caraserve.http.responses import json_response, note_ignored, read_object
-from caraserve.http.validation import shown, token_ids
 from caraserve.util.tasks import in_turns
 
 
 async def tokenize(request: web.Request) -> web.Response:
+    """Turns a text or a conversation into token ids."""
     context = request.app[CONTEXT]
     engine = context.engine
     fields = await read_object(request)
@@ -44,6 +47,7 @@ async def tokenize(request: web.Request) -> web.Response:
 
 
 async def detokenize(request: web.Request) -> web.Response:
+    """Turns token ids into text."""
     context = request.app[CONTEXT]
     engine = context.engine
     fields = await read_object(request)
@@ -58,6 +62,6 @@ async def detokenize(request: web.Request) -> web.Response:
 
 
 async def tokenizer_info(request: web.Request) -> web.Response:
-    """GET /tokenizer_info, in vLLM's shape."""
+    """Shows the tokenizer's class, special tokens, flags and chat template."""
     engine = request.app[CONTEXT].engine
     return json_response({**engine.tokenizer.info, "model_max_length": engine.max_model_len})

@@ -1,4 +1,4 @@
-"""Reads a chat's tools, and writes the calls that a model makes of them in OpenAI's shape."""
+"""Reads a chat's tools."""
 
 import json
 import re
@@ -7,26 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from caraserve.core.request import Finish
 from caraserve.errors import InvalidRequest
-from caraserve.http import body_fields
 from caraserve.http.apis.chat_format import ChatFormat
-from caraserve.http.apis.completions import finish_fields
 from caraserve.http.apis.structured_output import json_text
-from caraserve.http.validation import Fields, shown
+from caraserve.http.body import fields as body_fields
+from caraserve.http.body.field_types import Fields, shown
 from caraserve.tokenizer.chat_template import HOW_TO_RENDER_TOOLS
 from caraserve.tokenizer.grammar import GrammarSource
-from caraserve.tokenizer.grammar_limits import WHITESPACE
-from caraserve.tokenizer.tool_format import (
-    CallStart,
-    TextPart,
-    ToolCallParser,
-    ToolEvent,
-    ToolFormat,
-    calls_grammar,
-    pieces,
-)
-from caraserve.util.tasks import in_turns
+from caraserve.tokenizer.grammar_check import WHITESPACE
+from caraserve.tokenizer.tool_format import ToolFormat, calls_grammar
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -65,10 +54,6 @@ class CallableTools:
     must_call: bool
     kept_special_ids: frozenset[int]
     most_calls: int | None
-
-    def writer(self) -> "ToolCallWriter":
-        """Returns the writer of one choice."""
-        return ToolCallWriter(self.tool_format, self.most_calls)
 
     def constraint(self, source: GrammarSource | None) -> GrammarSource | None:
         """Returns what the answer must follow, None if it is free. `source`: what other fields ask for. If that is a
@@ -226,58 +211,6 @@ def _parse_choice(fields: Fields, functions: list[_Function]) -> str | _Function
     if named is None:
         raise InvalidRequest(f"tool_choice names {shown(name)}, which is not one of the tools.", param="tool_choice")
     return named
-
-
-class ToolCallWriter:
-    """Writes the calls of one choice, as deltas or as a whole message."""
-
-    def __init__(self, tool_format: ToolFormat, most_calls: int | None) -> None:
-        self._format = tool_format
-        self._parser = ToolCallParser(tool_format, most_calls)
-
-    def deltas(self, text: str, is_last: bool) -> list[dict[str, Any]]:
-        """Returns the `delta` objects that new text becomes."""
-        index = self._parser.calls - 1
-        events = self._parser.push(text) + (self._parser.finish() if is_last else [])
-        deltas = []
-        for event in events:
-            index += isinstance(event, CallStart)
-            deltas.append(self._delta(event, index))
-        return deltas
-
-    async def message(self, text: str) -> dict[str, Any]:
-        """Returns the `message` of a whole answer, which is read in turns of the event loop."""
-        content, calls = "", []
-        events = [event async for piece in in_turns(pieces(text)) for event in self._parser.push(piece)]
-        async for event in in_turns(events + self._parser.finish()):
-            if isinstance(event, TextPart):
-                content += event.text
-            elif isinstance(event, CallStart):
-                calls.append(self._call(event))
-            else:
-                calls[-1]["function"]["arguments"] += event.text
-        if not calls:
-            return {"role": "assistant", "content": content}
-        return {"role": "assistant", "content": content or None, "tool_calls": calls}
-
-    def finish_fields(self, finish: Finish | None) -> dict[str, Any]:
-        """Returns the fields of a finish: with calls, also of a named function, the reason is `tool_calls`, unless the
-        answer was cut off."""
-        fields = finish_fields(finish)
-        if self._parser.calls and fields["finish_reason"] == "stop":
-            fields["finish_reason"] = "tool_calls"
-        return fields
-
-    def _delta(self, event: ToolEvent, index: int) -> dict[str, Any]:
-        if isinstance(event, TextPart):
-            return {"content": event.text}
-        if isinstance(event, CallStart):
-            return {"tool_calls": [{"index": index, **self._call(event)}]}
-        return {"tool_calls": [{"index": index, "function": {"arguments": event.text}}]}
-
-    def _call(self, event: CallStart) -> dict[str, Any]:
-        function = {"name": event.name, "arguments": ""}
-        return {"id": new_call_id(self._format), "type": "function", "function": function}
 
 
 def new_call_id(tool_format: ToolFormat) -> str:

@@ -1,4 +1,4 @@
-"""Lists, uploads, labels, pins and deletes adapters under /v1/adapters."""
+"""Lists, uploads, labels, pins and deletes adapters under /v1/adapters; vLLM's two routes that load and unload them."""
 
 import asyncio
 import base64
@@ -13,29 +13,33 @@ import orjson
 from aiohttp import web
 
 from caraserve.core.adapter_rules import PINS
-from caraserve.errors import AdapterAliased, AdapterBusy, Forbidden, InvalidRequest, NotFound
-from caraserve.http import body_fields
+from caraserve.errors import AdapterAliased, AdapterBusy, AdapterRejected, Forbidden, InvalidRequest, NotFound
 from caraserve.http.access.adapter_choice import (
-    ListedAdapter,
+    check_change,
+    entity_tag,
     find_named,
     refusal,
     refuse_alias,
     remote_adapter,
     settings_of,
 )
-from caraserve.http.access.adapter_version import check_change, entity_tag
-from caraserve.http.adapter_defaults import parse_defaults
+from caraserve.http.access.api_keys import KEYS
 from caraserve.http.apis.chat_format import check_template
-from caraserve.http.context import CLIENT, CONTEXT, Context, HttpTimings
-from caraserve.http.management.admin import updatable
+from caraserve.http.body import fields as body_fields
+from caraserve.http.body.field_types import Fields, TextField, shown
+from caraserve.http.body.known_fields import check_fields
+from caraserve.http.body.request_schema import ADAPTER_SETTINGS, LOAD_ADAPTER, UNLOAD_ADAPTER
+from caraserve.http.body.sampling import parse_defaults
+from caraserve.http.client import CLIENT
+from caraserve.http.context import CONTEXT, Context, HttpTimings
 from caraserve.http.management.status import sorted_by_name
-from caraserve.http.request_schema import ADAPTER_SETTINGS, check_fields
-from caraserve.http.responses import json_response, read_object
-from caraserve.http.validation import Fields, shown
+from caraserve.http.responses import json_response, note_ignored, read_object
 from caraserve.lora.adapter import Adapter, AdapterTier, RemoteSource, UploadSource
 from caraserve.lora.management import AdapterManagement, DeletedAdapter
+from caraserve.lora.registry import AdapterInfo
 from caraserve.lora.uploads import UploadClaims, UploadedAdapter
 from caraserve.util.least_rate import LeastRate
+from caraserve.util.option_values import ADAPTER_NAME
 from caraserve.util.tasks import in_turns
 
 log = logging.getLogger("caraserve.http")
@@ -57,8 +61,11 @@ _TIERS = {
 
 
 async def list_adapters(request: web.Request) -> web.Response:
-    """GET /v1/adapters: the adapters that the client may use, first this instance's, then those that only others have,
-    by name; then the folders that this instance does not serve, and why."""
+    """Lists the adapters, and the folders that are not served.
+
+    They are those that the client may use: first this instance's adapters, then those that only others have, by name;
+    then the folders that this instance does not serve, and why.
+    """
     context, client = request.app[CONTEXT], request[CLIENT]
     cards, local_names = [], set()
     async for adapter in in_turns(context.engine.adapters()):
@@ -84,12 +91,12 @@ def refused_folders(request: web.Request) -> Iterator[dict[str, Any]]:
 
 
 async def show_adapter(request: web.Request) -> web.Response:
-    """GET /v1/adapters/NAME"""
+    """Shows an adapter."""
     card = _full_card(request.app[CONTEXT], _named(request))
     return json_response(card, headers={"ETag": entity_tag(card["digest"])} if card["digest"] else {})
 
 
-def _named(request: web.Request) -> ListedAdapter:
+def _named(request: web.Request) -> AdapterInfo:
     """The adapter that the URL names. Raises NotFound, also if the client may not use it."""
     context, name = request.app[CONTEXT], request.match_info["name"]
     if request[CLIENT].may_use(name) and (found := find_named(context, name)) is not None:
@@ -113,7 +120,7 @@ def tier_of(adapter: Adapter | None) -> str:
     return _TIERS.get(adapter.tier) or ("peer" if isinstance(adapter.source, RemoteSource) else "disk")
 
 
-def _card(context: Context, info: ListedAdapter) -> dict[str, Any]:
+def _card(context: Context, info: AdapterInfo) -> dict[str, Any]:
     adapter = context.engine.catalog.manager.find(info.digest)
     settings, tier = settings_of(context, info.name), tier_of(adapter)
     return {
@@ -130,20 +137,20 @@ def _card(context: Context, info: ListedAdapter) -> dict[str, Any]:
     }
 
 
-def _full_card(context: Context, info: ListedAdapter) -> dict[str, Any]:
+def _full_card(context: Context, info: AdapterInfo) -> dict[str, Any]:
     """The card with the defaults of requests, which a list leaves out: a chat template may have 64 KiB."""
     return _card(context, info) | asdict(settings_of(context, info.name).defaults)
 
 
 async def put_adapter(request: web.Request) -> web.Response:
-    """PUT /v1/adapters/NAME: stores the body and points NAME at it; 201 if the name is new."""
+    """Stores an adapter, as a tar or safetensors file, under a name; 201 if the name is new."""
     context, management = _managed(request)
     name = request.match_info["name"]
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise web.HTTPUnsupportedMediaType(text="Content-Encoding is not taken; send the body as it is.")
     config, checksums = request.query.get("config"), tuple(_checksums(request))
     claims = UploadClaims(request.content_length, config, checksums, request[CLIENT].name)
-    check = _ReplacementCheck(request, context, management, name).check
+    check = _Replacement(request, context, management, name).check
     stored = await management.uploads.put(name, _pieces(request, context.timings), claims, check)
     log.info("adapter %s %s: %s", name, _what_happened(stored), stored.info.digest)
     headers = {"ETag": entity_tag(stored.info.digest)}
@@ -156,19 +163,23 @@ def _what_happened(stored: UploadedAdapter) -> str:
     return "uploaded again, the same version" if stored.old.digest == stored.info.digest else "replaced"
 
 
-class _ReplacementCheck:
-    """What must hold for an upload to replace what a name stands for, when it begins and when it is to be stored."""
+class _Change:
+    """A change of what a name stands for. Raises InvalidRequest."""
 
     def __init__(self, request: web.Request, context: Context, management: AdapterManagement, name: str) -> None:
         self._request, self._context, self._aliases, self._name = request, context, management.aliases, name
         self._is_forced = _is_forced(request)
-        self._at_first: list[str] = []  # aliases that stood for the name when the upload began
+        self._at_first: list[str] = []  # aliases that stood for the name when an upload began
+
+
+class _Replacement(_Change):
+    """Checks an upload that is to replace what a name stands for, when it begins and when it is to be stored."""
 
     def check(self, digest: str | None) -> None:
         """As `CheckUpload`. Raises AdapterRejected, AdapterBusy, VersionDiffers or AdapterAliased."""
         refuse_alias(self._context, self._name)
         _refuse_uploading(self._context, self._name)
-        version, aliases = _version(self._context, self._name), self._aliases.of(self._name)
+        version, aliases = _version(self._context, self._name), self._aliases.names_of(self._name)
         check_change(self._request, self._name, version)
         if digest is None:
             self._at_first = aliases
@@ -210,7 +221,8 @@ def _version(context: Context, name: str) -> str | None:
 
 
 async def patch_adapter(request: web.Request) -> web.Response:
-    """PATCH /v1/adapters/NAME {"labels": …, "pinned": …, "sampling": …}: sets what is given. A null ends a default."""
+    """Sets an adapter's labels, the cache in which it is kept, and what its requests take where they leave a field out.
+    A null ends a default."""
     context, management = _managed(request)
     fields = await read_object(request)
     check_fields(fields, ADAPTER_SETTINGS)
@@ -227,7 +239,7 @@ async def patch_adapter(request: web.Request) -> web.Response:
     if pinned is not None:
         changes["pinned"] = None if pinned == _NO_PIN else pinned
 
-    async def change() -> ListedAdapter:
+    async def change() -> AdapterInfo:
         name = request.match_info["name"]
         async with context.engine.catalog.changing(name):
             adapter = _named(request)
@@ -264,7 +276,7 @@ def _labels(fields: Fields) -> dict[str, str] | None:
 
 
 async def delete_adapter(request: web.Request) -> web.Response:
-    """DELETE /v1/adapters/NAME: responds when no running request uses the adapter any more."""
+    """Deletes an adapter; answers when its last request has ended."""
     context, management = _managed(request)
     name = request.match_info["name"]
     deletion = _Deletion(request, context, management, name)
@@ -288,12 +300,8 @@ async def _delete(context: Context, management: AdapterManagement, name: str, de
     return deleted
 
 
-class _Deletion:
-    """As `Deletion`: what must hold for an adapter to be deleted, and where it is."""
-
-    def __init__(self, request: web.Request, context: Context, management: AdapterManagement, name: str) -> None:
-        self._request, self._context, self._aliases, self._name = request, context, management.aliases, name
-        self._is_forced = _is_forced(request)
+class _Deletion(_Change):
+    """As `Deletion`: checks the deletion of an adapter, and removes it where it is."""
 
     def check(self) -> None:
         """Raises NotFound, AdapterBusy, VersionDiffers or AdapterAliased."""
@@ -301,7 +309,7 @@ class _Deletion:
         if self.is_deleted():
             raise _unknown(self._request)
         check_change(self._request, self._name, _version(self._context, self._name))
-        if not self._is_forced and (aliases := self._aliases.of(self._name)):
+        if not self._is_forced and (aliases := self._aliases.names_of(self._name)):
             raise _aliased(self._name, aliases, "they are deleted too")
 
     def remove_elsewhere(self) -> str | None:
@@ -326,6 +334,18 @@ def _refuse_uploading(context: Context, name: str) -> None:
             f"the adapter {name!r} is being uploaded to the instance {min(instances)!r}; try again",
             retry_after_s=_RETRY_S,
         )
+
+
+def updatable(request: web.Request) -> Context:
+    """The context, for a client that may change adapters. Raises Forbidden."""
+    context = request.app[CONTEXT]
+    if not context.allow_lora_updates:
+        raise Forbidden("Adapters cannot be changed while this server runs; start with --allow-runtime-lora-updating.")
+    if not request[CLIENT].is_admin:
+        has_admin = request.app[KEYS].has_admin
+        advice = "use one of --admin-key's, or an admin's" if has_admin else "start the server with --admin-key"
+        raise Forbidden(f"This key may not load or unload adapters; {advice}.")
+    return context
 
 
 def _managed(request: web.Request) -> tuple[Context, AdapterManagement]:
@@ -389,3 +409,53 @@ def _sha256_in(header: str) -> bytes:
             if len(digest) == 32:
                 return digest
     raise InvalidRequest(f"{_DIGEST_HEADER} must have sha-256=:BASE64:.", param=_DIGEST_HEADER)
+
+
+# --- vLLM's routes: they answer in plain text, but errors have OpenAI's shape ---
+
+
+async def load_lora_adapter(request: web.Request) -> web.Response:
+    """Loads an adapter from a folder."""
+    context = updatable(request)
+    fields = await read_object(request)
+    check_fields(fields, LOAD_ADAPTER)
+    name, path = _required(fields, body_fields.LORA_NAME), _required(fields, body_fields.LORA_FOLDER)
+    inplace = body_fields.LOAD_INPLACE.read(fields)
+    note_ignored(request, fields)
+    if not ADAPTER_NAME.fullmatch(name) or name in context.engine.base_names:
+        raise AdapterRejected(
+            f"{name[:80]!r} cannot name an adapter: use letters, digits and . _ : - (128 at most), beginning with a "
+            "letter or digit, and not the base model's name.",
+            param="lora_name",
+        )
+
+    def check() -> None:
+        refuse_alias(context, name)
+
+    await context.complete(context.engine.load_adapter(name, path, inplace=inplace, check=check))
+    log.info("adapter %s loaded from %r", name, path)
+    return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
+
+
+async def unload_lora_adapter(request: web.Request) -> web.Response:
+    """Unloads an adapter; answers when its last request has ended."""
+    context = updatable(request)
+    fields = await read_object(request)
+    check_fields(fields, UNLOAD_ADAPTER)
+    name = _required(fields, body_fields.LORA_NAME)
+    note_ignored(request, fields)
+    try:
+        await context.complete(context.engine.unload_adapter(name))
+    except NotFound:
+        if context.cluster is None or context.cluster.adapter(name) is None:
+            raise
+        context.cluster.remove(name)
+    log.info("adapter %r unloaded", name)
+    return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
+
+
+def _required(fields: Fields, field: TextField) -> str:
+    value = field.read(fields)
+    if not value:
+        raise AdapterRejected(f"{field.name} is missing.", param=field.name)
+    return value

@@ -9,13 +9,16 @@ from typing import Any
 from aiohttp import web
 
 from caraserve.errors import AdapterRejected, InvalidRequest, NotFound
-from caraserve.http import body_fields
-from caraserve.http.access.adapter_choice import ListedAdapter, find_named
-from caraserve.http.context import CLIENT, CONTEXT, Context
-from caraserve.http.management.admin import updatable
-from caraserve.http.request_schema import ALIAS, check_fields
+from caraserve.http.access.adapter_choice import find_named
+from caraserve.http.body import fields as body_fields
+from caraserve.http.body.known_fields import check_fields
+from caraserve.http.body.request_schema import ALIAS
+from caraserve.http.client import CLIENT
+from caraserve.http.context import CONTEXT, Context
+from caraserve.http.management.adapters import updatable
 from caraserve.http.responses import json_response, read_object
 from caraserve.lora.aliases import Alias, Aliases
+from caraserve.lora.registry import AdapterInfo
 from caraserve.util.option_values import ADAPTER_NAME
 from caraserve.util.tasks import in_turns
 
@@ -23,7 +26,7 @@ log = logging.getLogger("caraserve.http")
 
 
 async def list_aliases(request: web.Request) -> web.Response:
-    """GET /v1/aliases: those that the client may use, by name."""
+    """Lists the aliases."""
     management = request.app[CONTEXT].management
     aliases = [] if management is None else management.aliases.all()
     shown = [_card(alias) async for alias in in_turns(aliases) if may_use_alias(request, alias)]
@@ -31,7 +34,7 @@ async def list_aliases(request: web.Request) -> web.Response:
 
 
 async def show_alias(request: web.Request) -> web.Response:
-    """GET /v1/aliases/NAME"""
+    """Shows an alias."""
     name = request.match_info["name"]
     alias = _aliases(request.app[CONTEXT]).get(name)
     if not may_use_alias(request, alias):
@@ -40,7 +43,7 @@ async def show_alias(request: web.Request) -> web.Response:
 
 
 async def put_alias(request: web.Request) -> web.Response:
-    """PUT /v1/aliases/NAME {"adapter": …}: points NAME at an adapter; 201 if NAME is new."""
+    """Points an alias at an adapter; 201 if the alias is new."""
     context, name = updatable(request), request.match_info["name"]
     fields = await read_object(request)
     check_fields(fields, ALIAS)
@@ -69,7 +72,7 @@ async def _point(context: Context, name: str, adapter: str) -> tuple[bool, Alias
 
 
 async def roll_back_alias(request: web.Request) -> web.Response:
-    """POST /v1/aliases/NAME/rollback: points NAME at the adapter that it stood for before."""
+    """Points an alias at the adapter that it stood for before."""
     context, name = updatable(request), request.match_info["name"]
     alias = await context.complete(_roll_back(context, name))
     log.info("alias %s stands for %s again", name, alias.adapter)
@@ -90,7 +93,7 @@ async def _roll_back(context: Context, name: str) -> Alias:
 
 
 async def delete_alias(request: web.Request) -> web.Response:
-    """DELETE /v1/aliases/NAME"""
+    """Deletes an alias, not its adapter."""
     context, name = updatable(request), request.match_info["name"]
     await context.complete(_delete(context, name))
     log.info("alias %s deleted", name)
@@ -116,7 +119,7 @@ def may_use_alias(request: web.Request, alias: Alias) -> bool:
     return request[CLIENT].may_use(alias.name) or request[CLIENT].may_use(alias.adapter)
 
 
-def _target(context: Context, adapter: str) -> ListedAdapter:
+def _target(context: Context, adapter: str) -> AdapterInfo:
     if (found := find_named(context, adapter)) is None:
         raise NotFound(f"There is no adapter {adapter[:200]!r}; GET /v1/adapters lists them.", param="adapter")
     return found

@@ -1,4 +1,4 @@
-"""The list of models that GET /v1/models gives each client: those that it may use.
+"""GET /v1/models and GET /v1/models/NAME: the models that a client may use.
 
 Routers poll it, and 40,000 adapters take half a second to encode. So each adapter's card is encoded once, in turns of
 the event loop, and a client's list is put together from cards: where a pattern begins with fixed characters, only the
@@ -17,10 +17,17 @@ import orjson
 from aiohttp import web
 
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
-from caraserve.http.access.adapter_choice import ListedAdapter, find_named, remote_adapter, target_of
-from caraserve.http.access.client import ALL_ADAPTERS, Client, name_pattern
-from caraserve.http.context import Context
+from caraserve.http.access.adapter_choice import (
+    find_adapter,
+    find_named,
+    remote_adapter,
+    target_of,
+    unknown_model,
+)
+from caraserve.http.client import ALL_ADAPTERS, CLIENT, Client, name_pattern
+from caraserve.http.context import CONTEXT, Context
 from caraserve.http.management.status import sorted_by_name
+from caraserve.http.responses import json_response
 from caraserve.lora.registry import AdapterInfo
 from caraserve.util.tasks import in_turns, slices
 
@@ -183,7 +190,7 @@ def base_card(context: Context, name: str) -> dict[str, Any]:
     }
 
 
-def adapter_card(context: Context, adapter: ListedAdapter, *, shows_path: bool) -> dict[str, Any]:
+def adapter_card(context: Context, adapter: AdapterInfo, *, shows_path: bool) -> dict[str, Any]:
     """vLLM's model card with an adapter's rank; `root` is where the weights are from, or the adapter's name for a
     client that does not learn paths of this machine; `parent` is its base model."""
     return base_card(context, adapter.name) | {
@@ -195,3 +202,23 @@ def adapter_card(context: Context, adapter: ListedAdapter, *, shows_path: bool) 
 
 
 MODELS = web.AppKey("MODELS", ModelList)
+
+
+async def list_models(request: web.Request) -> web.Response:
+    """Lists the base model and its adapters."""
+    body = await request.app[MODELS].body(request.app[CONTEXT], request[CLIENT])
+    return web.Response(body=body, content_type="application/json")
+
+
+async def show_model(request: web.Request) -> web.Response:
+    """Shows one model."""
+    context = request.app[CONTEXT]
+    name = request.match_info["model"]
+    adapter = find_adapter(request, name)
+    if adapter is None and not request[CLIENT].may_use(None):
+        raise unknown_model(name)
+    if adapter is None:
+        return json_response(base_card(context, name))
+    is_alias = target_of(context, name) != name
+    card = adapter_card(context, adapter, shows_path=request[CLIENT].is_admin)
+    return json_response(card | ({"id": name} if is_alias else {}))

@@ -33,6 +33,11 @@ def register(model_type: str, architecture: str, planner: Planner) -> None:
     _FAMILIES[model_type, architecture] = planner
 
 
+def supported() -> tuple[tuple[str, str], ...]:
+    """Returns (model_type, architecture) of every family."""
+    return tuple(_FAMILIES)
+
+
 def load_plan(folder: Path) -> DecoderPlan:
     """Returns the plan of the model in a folder. Raises ModelLoadError with the field that cannot be served."""
     return plan_of(read_config(folder))

@@ -12,7 +12,4 @@ class Fp8(ScaledCodes):
     """Weights in fp8; their largest value is 448."""
 
     code: ClassVar[Code] = Code.F8_E4M3
-
-    @property
-    def name(self) -> str:
-        return "fp8"
+    name: ClassVar[str] = "fp8"

@@ -12,7 +12,4 @@ class Int8(ScaledCodes):
     """Weights in int8 from -127 to 127."""
 
     code: ClassVar[Code] = Code.I8
-
-    @property
-    def name(self) -> str:
-        return "int8"
+    name: ClassVar[str] = "int8"

@@ -25,10 +25,7 @@ class ScaledCodes:
 
     inputs: Inputs
     code: ClassVar[Code]
-
-    @property
-    def name(self) -> str:
-        raise NotImplementedError
+    name: ClassVar[str]
 
     def read(self, tensors: TensorReader, module: str, shape: tuple[int, int]) -> Matrix:
         """Returns `codes` [outputs, inputs] and `scale` [outputs]."""

@@ -11,10 +11,14 @@ from pathlib import Path
 from threading import Event
 
 import pytest
+from rich.console import Console
 
 from caraserve.bench.lora import run
-from caraserve.bench.lora.kernels import KernelCase, measure
+from caraserve.bench.lora.kernels import GpuPoint, KernelCase, measure
+from caraserve.bench.lora.report import tables
 from caraserve.cli.main import main
+from caraserve.errors import ConfigError
+from caraserve.gpu.driver.detect import DeviceChoice
 from caraserve.model.dtype import Dtype
 
 
@@ -90,3 +94,25 @@ def test_speeds_are_below_the_cores_peak(dtype: Dtype) -> None:
     point = measure(KernelCase(hidden=256, dtype=dtype, rank=8, tokens=4))
     assert 0 < point.ours < point.peak
     assert (point.numpy is not None) == (dtype is Dtype.F32)
+
+
+def test_the_gpus_points_are_in_a_separate_table() -> None:
+    points = [GpuPoint(64, (64,), 58.25, 201.3, 0.82, 116.5), GpuPoint(64, (8, 64), 30.0, 110.0, 0.85, None)]
+    console = Console(width=120, record=True)
+    for table in tables([], [], [], points):
+        console.print(table)
+    text = console.export_text()
+    assert [word for word in ("58.2", "82%", "2.0", "8+64", "–") if word not in text] == []
+
+
+def test_the_part_of_a_gpu_needs_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    def laboratory(module: str, arguments: str) -> None:
+        raise ConfigError(f"{arguments} needs a checkout")
+
+    monkeypatch.setattr(run, "laboratory", laboratory)
+    monkeypatch.setattr(run, "detect", lambda wanted: DeviceChoice("cuda"))
+    console = Console(record=True)
+    with pytest.raises(ConfigError, match="lora --parts gpu needs a checkout"):
+        run._parts(["gpu"], console)
+    assert run._parts(None, console) == ["kernels", "round-trip", "threads"]
+    assert "not measured: lora --parts gpu needs a checkout" in console.export_text()

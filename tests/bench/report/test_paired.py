@@ -3,7 +3,8 @@
 import pytest
 
 from caraserve.bench.records import Run
-from caraserve.bench.report.paired import PairedRatio, paired_ratios, paired_table
+from caraserve.bench.report.ratios import PairedRatio, paired_ratios
+from caraserve.bench.report.tables import paired_table
 from tests.bench.report.test_summary import answered
 
 

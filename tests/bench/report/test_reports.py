@@ -9,7 +9,8 @@ import pytest
 from caraserve.bench.records import RequestRecord, Run
 from caraserve.bench.report.compare import compare
 from caraserve.bench.report.files import document, load_saved, save_report
-from caraserve.bench.report.plots import can_draw, run_plots
+from caraserve.bench.report.plots import can_draw
+from caraserve.bench.report.run_plots import run_plots
 from caraserve.bench.report.summary import SloLimits, Summary, summarize
 from caraserve.errors import ConfigError
 
@@ -63,7 +64,7 @@ def test_figures_are_drawn_if_matplotlib_is_installed(tmp_path: Path, monkeypatc
     runs = (run("a", 0.1), run("b", 0.3))
     drawn = {path.name for path in saved(tmp_path / "with", *runs).glob("*.png")}
     assert drawn == ({"ratios.png", "cdfs.png", "time.png", "ranks.png"} if can_draw() else set())
-    monkeypatch.setattr("caraserve.bench.report.plots.can_draw", lambda: False)
+    monkeypatch.setattr("caraserve.bench.report.run_plots.can_draw", lambda: False)
     assert list(saved(tmp_path / "without", *runs).glob("*.png")) == []
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from caraserve.bench.records import PlannedRequest, Workload
 from caraserve.bench.simulator import batching
 from caraserve.bench.simulator.compiled import BACKLOG, FOREVER, Batches, entry
-from caraserve.bench.simulator.machines import Machine
+from caraserve.bench.simulator.machines import SimulatedMachine
 from caraserve.bench.simulator.simulation import make_batches, make_requests
 from caraserve.cluster.routing.cost import Backlog
 
@@ -38,7 +38,7 @@ def _write_backlog(batches, shown):  # type: ignore[no-untyped-def]
 class OneInstance:
     """An instance that serves requests given as (rank, prompt tokens, output tokens)."""
 
-    def __init__(self, machine: Machine, requests: Sequence[tuple[int, int, int]]) -> None:
+    def __init__(self, machine: SimulatedMachine, requests: Sequence[tuple[int, int, int]]) -> None:
         planned = [PlannedRequest(index, 0.0, index, *row[1:]) for index, row in enumerate(requests)]
         rows, ranks = make_requests(Workload(tuple(planned), tuple(row[0] for row in requests)))
         self._batches = make_batches([machine], rows, ranks, traced=_MOST_RUNS)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from caraserve.bench.simulator.machines import Machine
+from caraserve.bench.simulator.machines import SimulatedMachine
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Plain:
     done: int = -1
 
 
-def play(machine: Machine, requests: list[Plain]) -> list[tuple[int, int, int, int]]:
+def play(machine: SimulatedMachine, requests: list[Plain]) -> list[tuple[int, int, int, int]]:
     """Serves the requests; returns every iteration as (start, duration, decoding requests, prompt tokens)."""
     model = machine.model
     to_come = sorted(requests, key=lambda one: (one.ready, one.index))

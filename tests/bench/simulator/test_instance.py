@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caraserve.bench.simulator.compiled import MS
-from caraserve.bench.simulator.machines import Machine, paper_machine
+from caraserve.bench.simulator.machines import SimulatedMachine, paper_machine
 from caraserve.cluster.routing.cost import LinkSpeeds
 from caraserve.cluster.routing.perf_model import PerfModel
 from tests.bench.simulator.one_instance import OneInstance
 from tests.bench.simulator.reference import Plain, play
 
 PADDED = PerfModel(0.05, 0.1, 3.0, True, 2.0, 0.1, 0.001)
-MACHINE = Machine(PADDED, LinkSpeeds(), max_running=3, max_step_tokens=16, kv_tokens=60)
+MACHINE = SimulatedMachine(PADDED, LinkSpeeds(), max_running=3, max_step_tokens=16, kv_tokens=60)
 
 REQUESTS = st.lists(
     st.tuples(
@@ -46,7 +46,7 @@ MACHINES = st.builds(
 
 
 def simulated(
-    machine: Machine, rows: list[tuple[int, int, int, int, int]], looks: list[int]
+    machine: SimulatedMachine, rows: list[tuple[int, int, int, int, int]], looks: list[int]
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int, int, int]]]:
     """Delivers requests in order of time; also advances to other times, which must change nothing.
 
@@ -65,7 +65,7 @@ def simulated(
 @settings(max_examples=150)
 @given(MACHINES, REQUESTS, st.lists(st.integers(0, 300 * MS), max_size=5))
 def test_every_iteration_equals_the_plain_references(
-    machine: Machine, rows: list[tuple[int, int, int, int, int]], looks: list[int]
+    machine: SimulatedMachine, rows: list[tuple[int, int, int, int, int]], looks: list[int]
 ) -> None:
     rows = sorted(rows)
     plain = [Plain(index, row[0], row[0] + row[1], *row[2:]) for index, row in enumerate(rows)]

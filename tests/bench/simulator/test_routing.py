@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caraserve.bench.records import PlannedRequest, Workload
-from caraserve.bench.simulator import refusals, routing
+from caraserve.bench.simulator import routing
 from caraserve.bench.simulator.compiled import MS, entry
-from caraserve.bench.simulator.machines import Machine
-from caraserve.bench.simulator.simulation import Setting, Simulation
-from caraserve.cluster.placement.plan import PlacementPlan
-from caraserve.cluster.placement.shares import Share
-from caraserve.cluster.routing.cost import Arrival, Backlog, LinkSpeeds, Tier
+from caraserve.bench.simulator.machines import SimulatedMachine
+from caraserve.bench.simulator.setting import ClusterSetting
+from caraserve.bench.simulator.simulation import Simulation
+from caraserve.cluster.routing.cost import Arrival, Backlog, LinkSpeeds
 from caraserve.cluster.routing.perf_model import PerfModel
-from caraserve.cluster.routing.policies import ROUTINGS, policy
+from caraserve.cluster.routing.placement_plan import PlacementPlan
+from caraserve.cluster.routing.policies import Policy
 from caraserve.cluster.routing.router import (
     Attempt,
     Fleet,
@@ -29,6 +29,9 @@ from caraserve.cluster.routing.router import (
     check_acceptance,
     next_target,
 )
+from caraserve.cluster.routing.shares import Share
+from caraserve.cluster.state.replicated_map import Tier
+from caraserve.config import ROUTINGS
 
 MILLISECONDS = st.floats(0, 50)
 RATES = st.floats(0.01, 1e7) | st.just(float("inf"))
@@ -45,7 +48,7 @@ MODELS = st.builds(
     st.sampled_from([0.0, 0.01]),
 )
 LINKS = st.builds(LinkSpeeds, MILLISECONDS, RATES, RATES, MILLISECONDS, RATES, st.booleans())
-MACHINES = st.builds(Machine, MODELS, LINKS)
+MACHINES = st.builds(SimulatedMachine, MODELS, LINKS)
 BACKLOGS = st.builds(
     Backlog,
     st.integers(0, 60),
@@ -67,9 +70,9 @@ _DECIDE, _CHOOSE_NEXT, _REFUSES = range(3)
 @entry
 def _act(fleet, action, now, rng):  # type: ignore[no-untyped-def]
     if action == _CHOOSE_NEXT:
-        return refusals.choose_next(fleet, 0, now, rng)
+        return routing.choose_next(fleet, 0, now, rng)
     if action == _REFUSES:
-        return refusals.refuses(fleet, 0)
+        return routing.refuses(fleet, 0)
     fleet.routes[0].attempts = 0
     waits = routing.propose(fleet, 0, now, rng) > now
     fleet.routes[0].target = fleet.orders[0, 0]
@@ -84,13 +87,13 @@ class Case:
         machines = tuple(machine for machine, _, _ in nodes)
         request = PlannedRequest(0, 0.0, None if arrival.adapter is None else 0, arrival.prompt_tokens, 1)
         rank_of = (arrival.rank or RANKS[0],)
-        setting = Setting(machines, routing_name, arrival.slo_ms, seed=seed)
+        setting = ClusterSetting(machines, routing_name, arrival.slo_ms, seed=seed)
         simulation = Simulation(setting, Workload((request,), rank_of))
         self.names, self.rng = simulation.names, simulation._rng
         self.fleet = simulation.fleet
         if plan is not None:
             self.fleet = self.fleet._replace(plan=simulation.planner._arrays(plan))
-        self.policy, self.random, self.arrival = policy(routing_name), Random(seed), arrival
+        self.policy, self.random, self.arrival = Policy(routing_name), Random(seed), arrival
         self.exact: dict[str, Instance] = {}
         seen, tiers = {}, {}
         for number, (name, (machine, backlog, tier)) in enumerate(zip(self.names, nodes, strict=True)):
@@ -111,7 +114,7 @@ class Case:
         route["prompt_tokens"], route["output_tokens"] = arrival.prompt_tokens, arrival.output_tokens
         route["adapter_bytes"] = arrival.adapter_bytes
 
-    def _load(self, number: int, machine: Machine) -> None:
+    def _load(self, number: int, machine: SimulatedMachine) -> None:
         """Gives an instance decoding requests that never end."""
         one = self.fleet.batches.instances[number]
         one["num_decoding"], one["rank_sum"], one["rank_max"] = 2 * number, 8 * number, 8 * (number > 0)
@@ -157,7 +160,7 @@ def test_orders_equal_the_servers(name: str, case: Mapping[str, Any]) -> None:
     expected = made.order()
     waits_for_quotes = _act(made.fleet, _DECIDE, 0, made.rng)
     route = made.fleet.routes[0]
-    found = [made.names[number] for number in made.fleet.orders[0, : route["known"]]]
+    found = [made.names[number] for number in made.fleet.orders[0, : made.fleet.known[0]]]
     assert made.names[route["target"]] == expected[0]
     assert found == expected
     assert waits_for_quotes == (name in ("auto", "rank-aware"))

@@ -21,18 +21,19 @@ from caraserve.bench.report.plots import can_draw
 from caraserve.bench.simulator import simulation as simulation_module
 from caraserve.bench.simulator.compiled import MS
 from caraserve.bench.simulator.fleet import make_fleet
-from caraserve.bench.simulator.machines import Machine, paper_machine, without_adapters
+from caraserve.bench.simulator.machines import SimulatedMachine, paper_machine, without_adapters
 from caraserve.bench.simulator.operating_points import profiled_points
-from caraserve.bench.simulator.simulation import Setting, Simulation
+from caraserve.bench.simulator.setting import ClusterSetting
+from caraserve.bench.simulator.simulation import Simulation
 from caraserve.bench.simulator.sweep import FleetSpec, Goal, base, digest, find_all, simulate, summarize
 from caraserve.bench.workload.arrivals import parse_arrivals
 from caraserve.bench.workload.build import WorkloadSpec, build
 from caraserve.bench.workload.lengths import parse_lengths
 from caraserve.bench.workload.popularity import parse_popularity
 from caraserve.cli.main import main
-from caraserve.cluster.placement.plan import homes
 from caraserve.cluster.routing.cost import LinkSpeeds
-from caraserve.cluster.routing.policies import ROUTINGS
+from caraserve.cluster.routing.placement_plan import homes
+from caraserve.config import ROUTINGS
 from caraserve.core.machine_profile import load
 from caraserve.errors import ConfigError
 from tests.bench.simulator.one_instance import check_empty
@@ -63,9 +64,9 @@ LOAD = workload(duration_s=8.0)
 
 
 def run(
-    routing: str, load: Workload = LOAD, machines: tuple[Machine, ...] = (MACHINE,) * 5, **more: object
+    routing: str, load: Workload = LOAD, machines: tuple[SimulatedMachine, ...] = (MACHINE,) * 5, **more: object
 ) -> Simulation:
-    setting = Setting(machines, routing, 60.0, first_plan_s=2.0, plan_s=4.0, **more)  # type: ignore[arg-type]
+    setting = ClusterSetting(machines, routing, 60.0, first_plan_s=2.0, plan_s=4.0, **more)  # type: ignore[arg-type]
     simulation = Simulation(setting, load)
     simulation.run()
     return simulation
@@ -159,7 +160,7 @@ def test_every_request_ends_once_and_nothing_is_left(routing: str) -> None:
 @pytest.mark.parametrize("routing", ["auto", "dlora"])  # with plans, and with rebalancing
 def test_a_run_makes_no_reference_cycles_and_turns_garbage_collection_on_again(routing: str) -> None:
     run(routing)  # loads the compiled code
-    simulation = Simulation(Setting((MACHINE,) * 5, routing, 60.0, first_plan_s=2.0, plan_s=4.0), LOAD)
+    simulation = Simulation(ClusterSetting((MACHINE,) * 5, routing, 60.0, first_plan_s=2.0, plan_s=4.0), LOAD)
     gc.collect()
     gc.freeze()  # what imports and other tests have made need not be searched again
     try:
@@ -239,7 +240,7 @@ def test_plans_follow_demand() -> None:
 
 
 def test_moves_that_have_not_been_made_are_also_in_the_next_plan() -> None:
-    simulation = Simulation(Setting((MACHINE,) * 5, "auto", 60.0), LOAD)
+    simulation = Simulation(ClusterSetting((MACHINE,) * 5, "auto", 60.0), LOAD)
     fleet = simulation.planner.begin(simulation.fleet)
     wanted = []
     for second in (1, 2):  # with the same demand
@@ -264,7 +265,7 @@ def test_arrays_that_are_full_grow_without_a_trace(monkeypatch: pytest.MonkeyPat
 
 
 def test_policies_do_not_depend_on_the_number_of_processes() -> None:
-    fleet = FleetSpec((MACHINE,), 3, Setting((), "auto", 60.0), Goal(attainment=0.5), most_instances=12)
+    fleet = FleetSpec((MACHINE,), 3, ClusterSetting((), "auto", 60.0), Goal(attainment=0.5), most_instances=12)
     load = workload(duration_s=6.0)
     alone = list(find_all(fleet, load, ("random", "auto"), 1))
     spread = list(find_all(fleet, load, ("random", "auto"), 2))
@@ -277,21 +278,21 @@ def test_policies_do_not_depend_on_the_number_of_processes() -> None:
 
 
 def test_a_goal_that_is_not_met_has_no_least_size() -> None:
-    fleet = FleetSpec((MACHINE,), 2, Setting((), "auto", 1e-3), Goal(attainment=0.5), most_instances=4)
+    fleet = FleetSpec((MACHINE,), 2, ClusterSetting((), "auto", 1e-3), Goal(attainment=0.5), most_instances=4)
     (found,) = find_all(fleet, workload(duration_s=3.0), ("random",), 1)
     assert found.needed is None
     assert [tried.instances for tried in found.tried] == [2, 3, 4]
 
 
 def test_the_slo_is_a_multiple_of_the_base_runs_time_per_token() -> None:
-    fleet = FleetSpec((MACHINE,), 5, Setting((), "auto", float("inf")))
+    fleet = FleetSpec((MACHINE,), 5, ClusterSetting((), "auto", float("inf")))
     bare = base(fleet, LOAD, 1.5)
     assert bare.slo_ms == pytest.approx(1.5 * bare.tpt_mean_ms)
     assert 0.9 < bare.attainment <= 1.0
 
 
 def test_every_rate_and_size_has_a_result() -> None:
-    fleet = FleetSpec((MACHINE,), 3, Setting((), "auto", float("inf")))
+    fleet = FleetSpec((MACHINE,), 3, ClusterSetting((), "auto", float("inf")))
     found = list(simulate(fleet, load_spec(duration_s=3.0), ("random", "auto"), rates=(10, 20), sizes=(2, 4)))
     assert [(one.rate, one.instances, one.requests) for one in found] == [
         (10, 2, 30),
@@ -325,7 +326,7 @@ def test_profiled_points_are_the_load_at_which_the_tail_meets_the_slo() -> None:
     assert list(points) == [8, 16, 32, 64]
     assert points[8] > points[16] > points[32] > points[64] > 0
     assert profiled_points(MACHINE, LOAD, 5000.0)[8] > points[8]
-    fleet = FleetSpec((MACHINE,), 3, Setting((), "auto", float("inf")), profiles_points=True)
+    fleet = FleetSpec((MACHINE,), 3, ClusterSetting((), "auto", float("inf")), profiles_points=True)
     (found,) = simulate(fleet, load_spec(duration_s=3.0), ("loraserve",))
     assert found.policies[0].at_size.lost == 0
     with pytest.raises(ConfigError, match="all at once"):
@@ -337,7 +338,7 @@ def test_plans_give_most_instances_to_the_rank_with_the_lowest_operating_point(s
     ranks = (8, 16, 32, 64)
     requests = tuple(PlannedRequest(index, 0.02 * index, index % 4, 10, 20) for index in range(80))  # of each as many
     points = {rank: 100.0 if rank == slow else 1e4 for rank in ranks}
-    setting = Setting((MACHINE,) * 6, "loraserve", float("inf"), first_plan_s=1.0, operating_points=points)
+    setting = ClusterSetting((MACHINE,) * 6, "loraserve", float("inf"), first_plan_s=1.0, operating_points=points)
     simulation = Simulation(setting, Workload(requests, ranks))
     simulation.run()
     plan = simulation.planner.plan
@@ -352,7 +353,7 @@ def test_plans_give_most_instances_to_the_rank_with_the_lowest_operating_point(s
 def test_a_fleet_is_simulated_with_the_operating_points_of_its_setting() -> None:
     digests = set()
     for points in (None, {8: 1.0, 16: 1e4, 32: 1e4, 64: 1e4}):
-        setting = Setting((), "auto", float("inf"), first_plan_s=0.2, operating_points=points)
+        setting = ClusterSetting((), "auto", float("inf"), first_plan_s=0.2, operating_points=points)
         (found,) = simulate(FleetSpec((MACHINE,), 3, setting), load_spec(duration_s=3.0), ("loraserve",))
         digests.add(found.policies[0].at_size.digest)
     assert len(digests) == 2

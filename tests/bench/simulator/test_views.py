@@ -8,7 +8,8 @@ from caraserve.bench.simulator import views
 from caraserve.bench.simulator.compiled import MS, entry
 from caraserve.bench.simulator.fleet import with_room
 from caraserve.bench.simulator.machines import paper_machine
-from caraserve.bench.simulator.simulation import Setting, Simulation
+from caraserve.bench.simulator.setting import ClusterSetting
+from caraserve.bench.simulator.simulation import Simulation
 from caraserve.cluster.routing.cost import Arrival, Backlog
 from caraserve.cluster.routing.router import SentRequests
 
@@ -46,7 +47,7 @@ def test_views_are_late_heartbeats_and_what_the_router_has_sent_since(
     steps: list[tuple[int, int, int, int, int, int, float]],
 ) -> None:
     machine = paper_machine("unpadded")
-    fleet = Simulation(Setting((machine,) * NODES, "random", 60.0), Workload((), ())).fleet
+    fleet = Simulation(ClusterSetting((machine,) * NODES, "random", 60.0), Workload((), ())).fleet
     for _ in range(3):
         fleet = with_room(fleet)  # for all heartbeats of a case
     states = [

@@ -13,8 +13,8 @@ import pytest
 
 from caraserve.cluster.membership import dns, websocket
 from caraserve.cluster.membership.dns import PeerResolver, resolve_peers
+from caraserve.cluster.membership.peer_client import PeerClient, TransferFailure
 from caraserve.cluster.membership.websocket import WebSocketTransport
-from caraserve.cluster.transfer.peer_client import PeerClient, TransferFailure
 from caraserve.http.proxy import PeerProxy
 from tests.cluster.nodes import KEYS, instances, until
 
@@ -72,11 +72,11 @@ class Ends:
 async def test_a_silent_name_server_delays_no_other_name_and_no_other_work(server: NameServer) -> None:
     resolver = PeerResolver()
     waiting = [asyncio.create_task(resolver.addresses(f"slow-{index}")) for index in range(MANY)]
-    assert [found.address for found in await resolver.addresses("quick")] == ["127.0.0.1"]
+    assert [address for _, address in await resolver.addresses("quick")] == ["127.0.0.1"]
     assert await asyncio.to_thread(lambda: "done") == "done"
     assert not any(task.done() for task in waiting)
     server.answers.set()
-    assert {found.address for task in waiting for found in await task} == {"127.0.0.1"}
+    assert {address for task in waiting for _, address in await task} == {"127.0.0.1"}
 
 
 async def test_a_name_with_many_callers_is_looked_up_once_even_when_they_give_up(server: NameServer) -> None:

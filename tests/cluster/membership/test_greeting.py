@@ -1,7 +1,6 @@
 """The handshake: which peers get a Hello, and what peers without a key or of another version get."""
 
 from pathlib import Path
-from random import Random
 
 import aiohttp
 import orjson
@@ -9,20 +8,15 @@ import pytest
 
 from caraserve.cluster.membership.auth import HELLO_FRAME, Keyring, sign_frame
 from caraserve.cluster.membership.connection import NO_ANSWER, UNKNOWN_SECRET
-from caraserve.cluster.membership.events import CloseConnection, Dial, PeerRefused, ProtocolSettings, RefusedByPeer
+from caraserve.cluster.membership.events import CloseConnection, Dial, PeerRefused, RefusedByPeer
 from caraserve.cluster.membership.messages import PROTOCOL_VERSION, Hello, Malformed, Message, Refuse, decode, encode
 from caraserve.cluster.membership.protocol import ClusterProtocol
 from caraserve.cluster.membership.websocket import WEBSOCKET_PATH
 from tests.cluster import nodes
-from tests.cluster.fleet import SECRET, WALL_MS, Fleet
+from tests.cluster.fleet import KEYS, WALL_MS, Fleet, closed, protocol_of, taken
 
-KEYS, OTHER_KEYS = Keyring((SECRET,)), Keyring((b"another secret, of somebody else",))
+OTHER_KEYS = Keyring((b"another secret, of somebody else",))
 _HEAD = 25  # bytes of a frame before its message
-
-
-def protocol(name: str, keys: Keyring = KEYS, started_s: float = 0.0) -> ClusterProtocol:
-    wall_ms = WALL_MS + int(started_s * 1000)
-    return ClusterProtocol(ProtocolSettings("c", "m", name, f"{name}:1"), keys, Random(name), 0.0, wall_ms)
 
 
 def hello(name: str, protocol: int = PROTOCOL_VERSION, epoch: int = WALL_MS) -> Hello:
@@ -43,7 +37,7 @@ def said(one: ClusterProtocol, now: float) -> list[Message | Malformed]:
 
 @pytest.mark.parametrize("shown", [None, b"GET / HTTP/1.1", frame(hello("b"), OTHER_KEYS)])
 def test_a_peer_without_a_valid_key_gets_no_frame(shown: bytes | None) -> None:
-    a = protocol("a")
+    a = protocol_of("a")
     a.connected(1, 0.0)
     heard: list[object] = []
     for step in range(60):
@@ -52,11 +46,11 @@ def test_a_peer_without_a_valid_key_gets_no_frame(shown: bytes | None) -> None:
         a.tick(step / 10)
         heard += said(a, step / 10)
     assert heard == []
-    assert [output.connection_id for output in a.take_outputs() if isinstance(output, CloseConnection)] == [1]
+    assert closed(a) == [1]
 
 
 def test_a_peer_with_a_valid_key_gets_a_hello() -> None:
-    a = protocol("a")
+    a = protocol_of("a")
     a.connected(1, 0.0)
     a.received(1, frame(hello("b")), 0.0)
     (answer,) = said(a, 0.0)
@@ -67,7 +61,7 @@ def test_a_peer_with_a_valid_key_gets_a_hello() -> None:
 
 
 def test_with_different_secrets_both_sides_report_the_reason() -> None:
-    a, b = protocol("a"), protocol("b", OTHER_KEYS)
+    a, b = protocol_of("a"), protocol_of("b", keys=OTHER_KEYS)
     a.connected(1, 0.0, dialled="b:1")
     b.connected(1, 0.0)
     for step in range(60):
@@ -76,7 +70,7 @@ def test_with_different_secrets_both_sides_report_the_reason() -> None:
             here.tick(now)
             while (sent := here.pull(1, now)) is not None:
                 there.received(1, sent, now)
-        closed = [output for one in (a, b) for output in one.take_outputs() if isinstance(output, CloseConnection)]
+        closed = [output for one in (a, b) for output in taken(one, CloseConnection)]
         if closed:
             break
     assert [one.reason for one in closed] == [
@@ -86,7 +80,7 @@ def test_with_different_secrets_both_sides_report_the_reason() -> None:
     b.connected(2, now)
     for _ in range(20):
         b.received(2, frame(hello("a")), now)
-    assert [output.reason for output in b.take_outputs() if isinstance(output, CloseConnection)] == [UNKNOWN_SECRET]
+    assert [output.reason for output in taken(b, CloseConnection)] == [UNKNOWN_SECRET]
 
 
 def test_the_own_address_is_dialled_once() -> None:
@@ -102,7 +96,7 @@ def test_the_own_address_is_dialled_once() -> None:
 def test_on_a_conflict_of_versions_neither_instance_exits_and_each_reports_it_once(
     we_dial: bool, started_s: float
 ) -> None:
-    a = protocol("a", started_s=started_s)
+    a = protocol_of("a", started_s)
     a.connected(1, 0.0, dialled="z:1" if we_dial else None)
     a.received(1, frame(hello("z", PROTOCOL_VERSION + 1)), 0.1)
     ours, refusal = said(a, 0.1)
@@ -151,4 +145,4 @@ async def test_an_instance_of_another_version_is_logged_once_and_ends_no_instanc
             f"z at z:1 is refused: a speaks version {PROTOCOL_VERSION} of the cluster's protocol, "
             f"not {PROTOCOL_VERSION + 1}"
         ]
-        assert not a.node.ended.done()
+        assert not a.member.ended.done()

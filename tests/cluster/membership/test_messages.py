@@ -17,7 +17,6 @@ from caraserve.cluster.membership.auth import (
     sign_frame,
     verify_frame,
 )
-from caraserve.cluster.membership.message_fields import MAX_ADDRESS, MAX_NAME
 from caraserve.cluster.membership.messages import (
     MAX_BATCH,
     MAX_FRAME,
@@ -40,7 +39,7 @@ from caraserve.cluster.membership.messages import (
     entry_batches,
 )
 from caraserve.cluster.membership.swim import MAX_KNOWN, MAX_UPDATES, MemberRecord, MemberState, MemberUpdate
-from caraserve.cluster.state.lww_map import BUCKETS, MAX_KEY, MAX_VALUE, Entry
+from caraserve.cluster.state.lww_map import BUCKETS, MAX_ADDRESS, MAX_KEY, MAX_NAME, MAX_VALUE, Entry
 from caraserve.cluster.state.replicated_map import InstanceLoad
 from caraserve.errors import ConfigError
 

@@ -226,12 +226,12 @@ async def test_the_log_names_both_instances_that_share_a_name(tmp_path: Path, ca
         y = await running.start("y", peers=("127.0.0.1:1",))
         two = await running.start("two", called="a", peers=(y.address,))
         await nodes.until(lambda: x.sees("a") == y.sees("a") == MemberState.ALIVE)
-        y.node.protocol.seed((x.address,))
+        y.member.protocol.seed((x.address,))
         both = {
             f"a at {here.address} is refused: an instance at {there.address} is called a, too; give each a --name of "
             "its own"
             for here, there in ((one, two), (two, one))
         }
         await nodes.until(lambda: both <= {line.getMessage() for line in caplog.records})
-        assert not one.node.ended.done()
-        assert not two.node.ended.done()
+        assert not one.member.ended.done()
+        assert not two.member.ended.done()

@@ -18,7 +18,7 @@ from caraserve.cluster.membership.events import (
 from caraserve.cluster.membership.messages import PeerQuery
 from caraserve.cluster.membership.protocol import ClusterProtocol
 from caraserve.cluster.membership.swim import MAX_LIVE, MemberState
-from caraserve.cluster.state.replicated_map import REGISTRY, InstanceLoad, RegisteredAdapter
+from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter
 from caraserve.errors import ConfigError
 from tests.cluster.fleet import SECRET, WALL_MS, Fleet, fleet_of
 
@@ -301,7 +301,7 @@ def test_a_thousand_adapters_are_known_everywhere_and_after_a_restart_of_all() -
     fleet.start("new", ["n3"])
     assert fleet.run_until(lambda: len(adapters(fleet, "new")) == 1000, 2) < 2
     fleet.run_until(fleet.same_entries, 2)
-    disk = list(fleet.nodes["n2"].protocol.state.map_of(REGISTRY) or ())
+    disk = list(fleet.nodes["n2"].protocol.state.registry)
     for name in list(fleet.nodes):
         fleet.kill(name)
     for name in ("n0", "n1"):

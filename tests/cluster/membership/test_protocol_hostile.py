@@ -6,33 +6,25 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from caraserve.cluster.membership.auth import Keyring
 from caraserve.cluster.membership.connection import MAX_WAITING, UNKNOWN_SECRET
-from caraserve.cluster.membership.events import CloseConnection, Dial, ProtocolSettings, QueryReceived
+from caraserve.cluster.membership.events import CloseConnection, Dial, QueryReceived
 from caraserve.cluster.membership.messages import Entries, PeerQuery, Sync
 from caraserve.cluster.membership.protocol import ClusterProtocol
 from caraserve.cluster.membership.swim import MemberChanged, MemberRecord, MemberState, MemberUpdate
 from caraserve.cluster.state.lww_map import Entry
 from caraserve.cluster.state.replicated_map import REGISTRY, InstanceLoad
-from tests.cluster.fleet import SECRET, WALL_MS
-
-
-def lone_protocol() -> ClusterProtocol:
-    return ClusterProtocol(ProtocolSettings("c", "m", "a", "a:1"), Keyring((SECRET,)), Random(1), 0.0, WALL_MS)
+from tests.cluster.fleet import WALL_MS, closed, protocol_of, taken
 
 
 def pair() -> tuple[ClusterProtocol, ClusterProtocol, list[tuple[int, bytes]]]:
     """Returns two protocols in session over connection 1, dialled by the second, and all frames so far as
     (receiver, frame)."""
-    protocols = [
-        ClusterProtocol(ProtocolSettings("c", "m", name, f"{name}:1"), Keyring((SECRET,)), Random(name), 0.0, WALL_MS)
-        for name in ("a", "b")
-    ]
-    protocols[0].connected(1, 0.0)
-    protocols[1].connected(1, 0.0, dialled="a:1")
-    frames = exchange(protocols[0], protocols[1], 0.0)
-    assert set(protocols[0].peers()) == {"b"}
-    return protocols[0], protocols[1], frames
+    one, other = protocol_of("a"), protocol_of("b")
+    one.connected(1, 0.0)
+    other.connected(1, 0.0, dialled="a:1")
+    frames = exchange(one, other, 0.0)
+    assert set(one.peers()) == {"b"}
+    return one, other, frames
 
 
 def exchange(one: ClusterProtocol, other: ClusterProtocol, now: float) -> list[tuple[int, bytes]]:
@@ -54,9 +46,7 @@ def exchange(one: ClusterProtocol, other: ClusterProtocol, now: float) -> list[t
 def test_recorded_frames_are_not_accepted_on_another_connection() -> None:
     one, other, frames = pair()
     frames += exchange(one, other, 0.3)
-    victim = ClusterProtocol(
-        ProtocolSettings("c", "m", "b", "b:1"), Keyring((SECRET,)), Random(5), 10.0, WALL_MS + 10_000
-    )
+    victim = protocol_of("b", 10.0, seed="restarted")
     victim.connected(1, 10.0)
     for _ in range(2):
         for to, frame in frames:
@@ -123,7 +113,7 @@ def test_no_bytes_raise_or_change_the_records(seed: int, junk: list[bytes]) -> N
 
 
 def test_a_connection_without_a_valid_frame_is_closed() -> None:
-    protocol = lone_protocol()
+    protocol = protocol_of()
     protocol.connected(1, 0.0)
     for _ in range(20):
         protocol.received(1, b"GET / HTTP/1.1", 0.0)
@@ -145,9 +135,7 @@ def test_a_connection_without_a_hello_is_closed_and_so_is_a_silent_one() -> None
         one.tick(now)
         while one.pull(1, now) is not None or one.pull(2, now) is not None:
             pass
-        closed += [
-            (round(now), output.connection_id) for output in one.take_outputs() if isinstance(output, CloseConnection)
-        ]
+        closed += [(round(now), output.connection_id) for output in taken(one, CloseConnection)]
     assert closed == [(5, 2), (10, 1)]
 
 
@@ -172,7 +160,7 @@ def test_the_queue_for_a_peer_that_does_not_read_is_bounded_and_keeps_the_newest
     for number in range(MAX_WAITING + 1):
         one.send_query("b", PeerQuery(number, False, ()))
     one.tick(now)
-    assert [output for output in one.take_outputs() if isinstance(output, CloseConnection)] == [
+    assert taken(one, CloseConnection) == [
         CloseConnection(1, "it does not read what it is sent", one._connections[1].dialled)
     ]
     assert one._connections[1].waiting == 0
@@ -189,15 +177,14 @@ def test_unauthenticated_connections_are_bounded_and_end_no_session() -> None:
     one, _, _ = pair()
     for connection in range(100, 400):
         one.connected(connection, 0.1)
-    closed = [output.connection_id for output in one.take_outputs() if isinstance(output, CloseConnection)]
-    assert closed == list(range(100, 400 - 128))  # the oldest, and not the one in session
+    assert closed(one) == list(range(100, 400 - 128))  # the oldest, and not the one in session
 
 
 def test_a_peer_with_a_key_gets_a_session_beside_many_unauthenticated_connections() -> None:
-    one = lone_protocol()
+    one = protocol_of()
     for connection in range(100, 400):
         one.connected(connection, 0.0)
-    other = ClusterProtocol(ProtocolSettings("c", "m", "b", "b:1"), Keyring((SECRET,)), Random(2), 0.0, WALL_MS)
+    other = protocol_of("b")
     one.connected(1, 0.1)
     other.connected(1, 0.1, dialled="a:1")
     hello = other.pull(1, 0.1)
@@ -210,20 +197,20 @@ def test_a_peer_with_a_key_gets_a_session_beside_many_unauthenticated_connection
 
 
 def test_unauthenticated_connections_close_no_dialled_ones() -> None:
-    one = lone_protocol()
+    one = protocol_of()
     for connection in range(60):
         one.connected(connection, 0.0, dialled=f"peer-{connection}:1")
     for connection in range(100, 700):
         one.connected(connection, 0.1)
     for connection in range(700, 760):
         one.connected(connection, 0.2, dialled=f"peer-{connection}:1")
-    closed = [output for output in one.take_outputs() if isinstance(output, CloseConnection)]
+    closed = taken(one, CloseConnection)
     assert len(closed) == 600 - 128
     assert all(output.dialled is None for output in closed)
 
 
 def test_unauthenticated_connections_do_not_push_out_the_own_nonces() -> None:
-    one = lone_protocol()
+    one = protocol_of()
     one.connected(1, 0.0, dialled="own:1")
     hello = one.pull(1, 0.0)
     assert hello is not None
@@ -232,9 +219,7 @@ def test_unauthenticated_connections_do_not_push_out_the_own_nonces() -> None:
         one.connected(connection, 0.0)
     one.take_outputs()
     one.received(499, hello, 0.1)
-    assert [output.reason for output in one.take_outputs() if isinstance(output, CloseConnection)] == [
-        "it is our own address"
-    ]
+    assert [output.reason for output in taken(one, CloseConnection)] == ["it is our own address"]
 
 
 def test_a_record_without_a_valid_address_is_dropped_and_the_session_continues() -> None:
@@ -246,7 +231,7 @@ def test_a_record_without_a_valid_address_is_dropped_and_the_session_continues()
         exchange(one, other, 0.3 + step / 10)
     assert one.malformed == 1
     assert one.members.records() == before
-    assert not [output for output in one.take_outputs() if isinstance(output, Dial)]
+    assert not taken(one, Dial)
     assert set(one.peers()) == {"b"}
 
 
@@ -273,5 +258,5 @@ def test_every_change_of_a_member_is_reported_once() -> None:
     one.take_outputs()
     one.members.merge(MemberUpdate(MemberRecord("z", "z:1", 5, 0, MemberState.ALIVE), ""), 0.1)
     one.tick(0.1)
-    events = [output for output in one.take_outputs() if isinstance(output, MemberChanged)]
+    events = taken(one, MemberChanged)
     assert [(event.record.name, event.before) for event in events] == [("z", None)]

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from caraserve.cluster.membership.protocol import ClusterProtocol
 from caraserve.cluster.state.lww_map import Entry
-from caraserve.cluster.state.replicated_map import REGISTRY, RegisteredAdapter
+from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from tests.cluster.fleet import fleet_of
 
 NAMES = [f"n{index}" for index in range(5)]
@@ -78,7 +78,7 @@ class Cluster(RuleBasedStateMachine):
     @rule(at=st.integers(0, 4), reset=st.booleans(), politely=st.booleans(), keeps_disk=st.booleans())
     def end(self, at: int, reset: bool, politely: bool, keeps_disk: bool) -> None:
         name, protocol = self.any_protocol(at)
-        self.disks[name] = list(protocol.state.map_of(REGISTRY) or ()) if keeps_disk else []
+        self.disks[name] = list(protocol.state.registry) if keeps_disk else []
         self.held[name] = set()
         if politely:
             self.fleet.leave(name)
@@ -103,7 +103,7 @@ class Cluster(RuleBasedStateMachine):
         """Heals the network, and checks that all views become equal and right."""
         fleet = self.fleet
         fleet.heal()
-        before = [entry for node in fleet.nodes.values() for entry in node.protocol.state.map_of(REGISTRY) or ()]
+        before = [entry for node in fleet.nodes.values() for entry in node.protocol.state.registry]
         fleet.run(BOUND_S)
         sent = sum(fleet.sent.values())
         loss, fleet.loss = fleet.loss, 0.0

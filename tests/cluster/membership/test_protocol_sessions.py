@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from caraserve.cluster.membership.auth import HELLO_FRAME, Keyring, sign_frame
+from caraserve.cluster.membership.auth import HELLO_FRAME, sign_frame
 from caraserve.cluster.membership.events import (
     CLUSTER_FULL,
     CloseConnection,
@@ -17,17 +17,9 @@ from caraserve.cluster.membership.messages import Entries, Hello, PeerQuery, Ref
 from caraserve.cluster.membership.protocol import ClusterProtocol
 from caraserve.cluster.membership.swim import MemberChanged, MemberState
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
-from tests.cluster.fleet import SECRET, WALL_MS
+from tests.cluster.fleet import KEYS, WALL_MS, closed, protocol_of, taken
 
-KEYS = Keyring((SECRET,))
 _HEAD = 25  # bytes of a frame before its message
-
-
-def protocol(name: str, now: float = 0.0, **settings: str) -> ClusterProtocol:
-    given = {"cluster": "c", "model": "m"} | settings
-    return ClusterProtocol(
-        ProtocolSettings(name=name, address=f"{name}:1", **given), KEYS, Random(name), now, WALL_MS + int(now * 1000)
-    )
 
 
 def carry(
@@ -63,7 +55,7 @@ def used(here: ClusterProtocol, peer: str, connections: tuple[int, ...], now: fl
 
 @pytest.mark.parametrize("dialler", ["a", "b"])
 def test_of_two_connections_dialled_by_one_side_the_newer_is_used(dialler: str) -> None:
-    a, b = protocol("a"), protocol("b")
+    a, b = protocol_of("a"), protocol_of("b")
     there = {"a": (a, b), "b": (b, a)}[dialler]
     connect(*there, 1, 0.0)
     connect(*there, 2, 0.2, 1)  # the first broke, and only the dialling side has noticed
@@ -72,7 +64,7 @@ def test_of_two_connections_dialled_by_one_side_the_newer_is_used(dialler: str) 
 
 @pytest.mark.parametrize("first", ["a", "b"])
 def test_of_two_connections_dialled_by_both_sides_the_lesser_names_is_used(first: str) -> None:
-    a, b = protocol("a"), protocol("b")
+    a, b = protocol_of("a"), protocol_of("b")
     number = {"a": 1, "b": 2}  # of the connection that it dials
     second = "b" if first == "a" else "a"
     ends = {"a": (a, b), "b": (b, a)}
@@ -84,9 +76,9 @@ def test_of_two_connections_dialled_by_both_sides_the_lesser_names_is_used(first
 @pytest.mark.parametrize("dialler", ["survivor", "restarted"])
 @pytest.mark.parametrize("name", ["a", "c"])
 def test_a_restarted_instance_is_reached_over_its_new_connection(name: str, dialler: str) -> None:
-    survivor, before = protocol("b"), protocol(name)
+    survivor, before = protocol_of("b"), protocol_of(name)
     connect(*((before, survivor) if dialler == "survivor" else (survivor, before)), 1, 0.0)
-    restarted = protocol(name, 3.0)  # its machine said nothing of the end of connection 1
+    restarted = protocol_of(name, 3.0)  # its machine said nothing of the end of connection 1
     connect(*((survivor, restarted) if dialler == "survivor" else (restarted, survivor)), 2, 3.1)
     assert used(survivor, name, (1, 2), 3.2) == [2]
     survivor.lost(1, 3.3)
@@ -97,7 +89,7 @@ def test_a_restarted_instance_is_reached_over_its_new_connection(name: str, dial
 
 
 def test_the_spare_connection_is_closed_after_2_s_without_a_suspicion() -> None:
-    a, b = protocol("a"), protocol("b")
+    a, b = protocol_of("a"), protocol_of("b")
     connect(a, b, 1, 0.0)
     connect(b, a, 2, 0.1, 1)
     closed: list[CloseConnection] = []
@@ -107,7 +99,7 @@ def test_the_spare_connection_is_closed_after_2_s_without_a_suspicion() -> None:
         for one in (a, b):
             one.tick(now)
         carry(a, b, (1, 2), now)
-        closed = [output for output in a.take_outputs() if isinstance(output, CloseConnection)]
+        closed = taken(a, CloseConnection)
     assert [(one.connection_id, one.dialled) for one in closed] == [(2, None)]
     assert now == pytest.approx(2.2, abs=0.15)
     for one in (a, b):
@@ -117,17 +109,17 @@ def test_the_spare_connection_is_closed_after_2_s_without_a_suspicion() -> None:
 
 
 def test_nothing_is_sent_over_a_connection_that_is_to_be_closed() -> None:
-    a, b = protocol("a"), protocol("b")
+    a, b = protocol_of("a"), protocol_of("b")
     connect(a, b, 1, 0.0)
     a.leave(0.5)
     carry(a, b, (1,), 0.5)
-    assert [output.connection_id for output in b.take_outputs() if isinstance(output, CloseConnection)] == [1]
+    assert closed(b) == [1]
     assert list(b.peers()) == []
     assert not b.send_query("a", PeerQuery(1, False, ()))
 
 
 def test_what_arrives_over_a_connection_that_is_to_be_closed_is_not_read() -> None:
-    a, b = protocol("a"), protocol("b")
+    a, b = protocol_of("a"), protocol_of("b")
     connect(a, b, 1, 0.0)
     a.send_query("b", PeerQuery(7, False, ()))
     late = a.pull(1, 0.4)
@@ -135,11 +127,11 @@ def test_what_arrives_over_a_connection_that_is_to_be_closed_is_not_read() -> No
     a.leave(0.5)
     carry(a, b, (1,), 0.5)
     b.received(1, late, 0.6)
-    assert [output for output in b.take_outputs() if isinstance(output, QueryReceived)] == []
+    assert taken(b, QueryReceived) == []
 
 
 def test_a_compare_over_a_broken_connection_is_repeated_over_the_next_one() -> None:
-    a, b = protocol("a"), protocol("b")
+    a, b = protocol_of("a"), protocol_of("b")
     a.register(RegisteredAdapter("poet", "d" * 64, 8, 1), 0.0)
     a.tick(0.0)  # the push reaches no peer
     for number, lose in ((1, Entries), (2, None)):
@@ -152,18 +144,18 @@ def test_a_compare_over_a_broken_connection_is_repeated_over_the_next_one() -> N
 
 
 def test_a_leaving_instance_suspects_no_peer_and_accepts_no_connection() -> None:
-    a, b = protocol("a"), protocol("b")
+    a, b = protocol_of("a"), protocol_of("b")
     connect(a, b, 1, 0.0)
     a.take_outputs()
     a.leave(0.5)
     a.lost(1, 0.6)
-    assert [output for output in a.take_outputs() if isinstance(output, MemberChanged)] == []
+    assert taken(a, MemberChanged) == []
     a.connected(2, 0.7)
-    assert [output.connection_id for output in a.take_outputs() if isinstance(output, CloseConnection)] == [2]
+    assert closed(a) == [2]
 
 
 def test_a_spare_connection_that_was_lost_is_not_used_later() -> None:
-    a, b = protocol("a"), protocol("b")
+    a, b = protocol_of("a"), protocol_of("b")
     connect(a, b, 1, 0.0)
     connect(b, a, 2, 0.1, 1)
     a.lost(2, 0.2)  # the spare
@@ -175,27 +167,24 @@ def test_a_spare_connection_that_was_lost_is_not_used_later() -> None:
     connect(a, b, 2, 0.4)  # the number comes again
     for now in (1.0, 2.0, 3.0):
         a.tick(now)
-    assert [output for output in a.take_outputs() if isinstance(output, CloseConnection)] == []
+    assert taken(a, CloseConnection) == []
 
 
 @pytest.mark.parametrize("later", ["a", "b"])
 def test_on_a_conflict_of_configuration_the_later_started_instance_must_exit(later: str) -> None:
-    a = protocol("a", 1.0 if later == "a" else 0.0, model="m")
-    b = protocol("b", 1.0 if later == "b" else 0.0, model="other")
+    a = protocol_of("a", 1.0 if later == "a" else 0.0, model="m")
+    b = protocol_of("b", 1.0 if later == "b" else 0.0, model="other")
     connect(a, b, 1, 1.0)
-    told = {
-        name: [output.must_exit for output in one.take_outputs() if isinstance(output, RefusedByPeer)]
-        for name, one in (("a", a), ("b", b))
-    }
+    told = {name: [output.must_exit for output in taken(one, RefusedByPeer)] for name, one in (("a", a), ("b", b))}
     assert told == {later: [True], "b" if later == "a" else "a": [False]}
 
 
 def test_a_second_instance_of_a_name_is_refused_until_the_first_is_silent() -> None:
-    first, third = protocol("a"), protocol("b")
+    first, third = protocol_of("a"), protocol_of("b")
     connect(first, third, 1, 0.0)
-    second = ClusterProtocol(ProtocolSettings("c", "m", "a", "elsewhere:1"), KEYS, Random(3), 0.5, WALL_MS + 500)
+    second = protocol_of("a", 0.5, address="elsewhere:1")
     connect(second, third, 2, 0.5)
-    (refused,) = [output for output in second.take_outputs() if isinstance(output, RefusedByPeer)]
+    (refused,) = taken(second, RefusedByPeer)
     assert refused.reason == "an instance at a:1 is called a, too; give each a --name of its own"
     assert refused.must_exit
     assert third.members.get("a") == first.members.me
@@ -205,7 +194,7 @@ def test_a_second_instance_of_a_name_is_refused_until_the_first_is_silent() -> N
 
 def test_a_corrected_clock_is_used_without_a_restart() -> None:
     a = ClusterProtocol(ProtocolSettings("c", "m", "a", "a:1"), KEYS, Random("a"), 0.0, 1000)  # just after 1970
-    b = protocol("b")
+    b = protocol_of("b")
     connect(a, b, 1, 0.0)
     b.register(RegisteredAdapter("poet", "d" * 64, 8, 1), 0.0)
     b.tick(0.1)
@@ -228,19 +217,19 @@ def refuse(one: ClusterProtocol, connection: int, reason: str, now: float) -> li
     hello = decode(frame[_HEAD:])
     assert isinstance(hello, Hello)
     one.received(connection, sign_frame(HELLO_FRAME, KEYS.hello_keys()[0], 0, encode(Refuse(hello.nonce, reason))), now)
-    return [output.must_exit for output in one.take_outputs() if isinstance(output, RefusedByPeer)]
+    return [output.must_exit for output in taken(one, RefusedByPeer)]
 
 
 def test_an_instance_exits_if_the_cluster_is_full_whatever_its_start() -> None:
-    assert refuse(protocol("a"), 1, CLUSTER_FULL, 0.1) == [True]
+    assert refuse(protocol_of("a"), 1, CLUSTER_FULL, 0.1) == [True]
 
 
 def test_an_instance_that_was_in_the_cluster_does_not_exit_when_it_is_full() -> None:
-    a, b = protocol("a"), protocol("b")
+    a, b = protocol_of("a"), protocol_of("b")
     connect(a, b, 1, 0.0)
     assert refuse(a, 2, CLUSTER_FULL, 0.1) == [False]
     a.lost(1, 0.2)
     assert refuse(a, 3, CLUSTER_FULL, 0.3) == [False]
     for step in range(20):
         a.tick(0.4 + step / 10)
-    assert "b:1" in {output.address for output in a.take_outputs() if isinstance(output, Dial)}
+    assert "b:1" in {output.address for output in taken(a, Dial)}

@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from caraserve.cluster.placement.cold_adapters import AdapterTable, ColdAdapters, ServerLoad
 from caraserve.cluster.placement.loraserve import place
-from caraserve.cluster.placement.plan import AdapterDemand, Server, homes, rendezvous, word
-from caraserve.cluster.placement.shares import Share, Shares
+from caraserve.cluster.placement.plan import AdapterDemand, Server
+from caraserve.cluster.routing.placement_plan import homes, rendezvous, word
+from caraserve.cluster.routing.shares import Share, Shares
 
 POINTS = {8: 2000.0}  # tokens/s
 NAMES = [f"s{index}" for index in range(6)]

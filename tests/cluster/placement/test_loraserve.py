@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from caraserve.cluster.placement.bin_packing import PlacementOptions
-from caraserve.cluster.placement.loraserve import budgets, place
-from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server
-from caraserve.cluster.placement.shares import Share
+from caraserve.cluster.placement.loraserve import budgets, make_plan, place
+from caraserve.cluster.placement.plan import AdapterDemand, Server
+from caraserve.cluster.routing.placement_plan import PlacementPlan
+from caraserve.cluster.routing.shares import Share
 
 POINTS = {8: 2000.0, 16: 1800.0, 32: 1500.0, 64: 1000.0, 128: 600.0}  # tokens/s
 ONE_COPY = PlacementOptions(copies=1)
@@ -398,3 +399,18 @@ def test_ranks_that_appear_one_by_one_get_instances_of_their_own() -> None:
         plan = place(adapters, servers(8), POINTS, epoch, plan)
         assert plan.strange < 0.15
     assert set(plan.classes.values()) == {8, 16, 64}
+
+
+def test_where_nothing_is_padded_auto_has_one_class() -> None:
+    adapters = [AdapterDemand(f"a{rank}", rank, rank, 10.0) for rank in (8, 64)]
+    servers = [Server(name, 10**6) for name in [f"i{index}" for index in range(4)]]
+    points = {8: 40.0, 64: 10.0}
+    apart = make_plan("auto", adapters, servers, points, 1)
+    together = make_plan("auto", adapters, servers, points, 1, padded=False)
+    theirs = make_plan("loraserve", adapters, servers, points, 1, padded=False)
+    assert apart is not None
+    assert together is not None
+    assert theirs is not None
+    assert set(apart.classes.values()) == set(theirs.classes.values()) == {8, 64}
+    assert set(together.classes.values()) == {64}
+    assert together.peak == pytest.approx(1.0, abs=0.05)  # demand counts by each rank's own operating point

@@ -2,20 +2,23 @@
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import orjson
 import pytest
 
 from caraserve.cluster.membership.auth import Keyring
-from caraserve.cluster.membership.node import Node
-from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server, decoded, encoded, packed, planners
+from caraserve.cluster.membership.member import Member
+from caraserve.cluster.membership.peer_client import PeerClient, TransferFailure
+from caraserve.cluster.node import placement_routing
+from caraserve.cluster.placement.plan import AdapterDemand, Server, decoded, encoded, packed, planners
 from caraserve.cluster.placement.planner import PLAN as PUBLISHED
 from caraserve.cluster.placement.planner import (
+    ROOM,
     STEP_S,
     DemandCounter,
     PlacementPlanner,
@@ -23,13 +26,13 @@ from caraserve.cluster.placement.planner import (
     _rates,
     expected_demand,
 )
-from caraserve.cluster.placement.planner_process import answer, ask, question
-from caraserve.cluster.placement.shares import Share, Shares
+from caraserve.cluster.placement.planner_process import Question, ask
+from caraserve.cluster.routing.advertised import InstanceViews, publish_speed
 from caraserve.cluster.routing.cost import LinkSpeeds
 from caraserve.cluster.routing.perf_model import PerfModel
-from caraserve.cluster.state.replicated_map import RegisteredAdapter, ReplicatedState
-from caraserve.cluster.transfer.peer_client import PeerClient, TransferFailure
-from caraserve.serve_cluster import placement_routing
+from caraserve.cluster.routing.placement_plan import PlacementPlan
+from caraserve.cluster.routing.shares import Share, Shares
+from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from tests.cluster.nodes import KEYS, Instances, instances, until
 
 MODEL = PerfModel(0.01, 0.1, 5.0, True, 1.0, 0.05, 0.001)
@@ -60,29 +63,31 @@ async def planning(
     adopted: list[PlacementPlan] = [] if adopted_by_b is None else adopted_by_b
     wires: list[PeerClient] = []
 
-    def add(node: Node) -> PlacementPlanner:
+    def add(member: Member) -> PlacementPlanner:
         wire = PeerClient(lambda: KEYS, None)
         wires.append(wire)
-        on_plan = adopted.append if node.name == "b" else lambda plan: None
-        made[node.name] = PlacementPlanner(
-            *(node, wire, "loraserve", 10**9, math.inf), on_plan, wall=lambda: clock.wall_s, pace=pace
+        on_plan = adopted.append if member.name == "b" else lambda plan: None
+        made[member.name] = PlacementPlanner(
+            *(member, InstanceViews(member), wire, "loraserve", 10**9, math.inf, on_plan),
+            wall=lambda: clock.wall_s,
+            pace=pace,
         )
-        return made[node.name]
+        return made[member.name]
 
     async with instances(folder) as group:
         for name in names:
-            await group.start(name, routes=lambda node: add(node).routes())
+            await group.start(name, routes=lambda member: add(member).routes())
         await until(group.agree)
         for one in group.running.values():
-            one.node.publish(MODEL, LinkSpeeds())
+            publish_speed(one.member, MODEL, LinkSpeeds())
         for name, rank in RANKS.items():
-            group.running[names[0]].node.register(RegisteredAdapter(name, name.encode().hex().zfill(64), rank, 1000))
+            group.running[names[0]].member.register(RegisteredAdapter(name, name.encode().hex().zfill(64), rank, 1000))
         for one in group.running.values():
-            await until(lambda one=one: sum(1 for _ in one.node.adapters()) == len(RANKS))
-            await until(lambda one=one: len(one.node.instances()) == len(names))
+            await until(lambda one=one: sum(1 for _ in one.member.adapters()) == len(RANKS))
+            await until(lambda one=one: len(one.views.instances()) == len(names))
         tasks = [asyncio.create_task(planner.run()) for planner in made.values()]
         try:
-            await until(lambda: all(_has_room(planner, *names) for planner in made.values()))
+            await until(lambda: all(len(planner._member.advertised(ROOM)) == len(names) for planner in made.values()))
             assert all(planner.plan is None for planner in made.values())  # not before the others are known
             clock.wall_s += 1.0
             yield group, made
@@ -92,10 +97,6 @@ async def planning(
             done = await asyncio.gather(*tasks, return_exceptions=True)
             assert all(isinstance(one, asyncio.CancelledError) for one in done), done
             await asyncio.gather(*(wire.close() for wire in wires))
-
-
-def _has_room(planner: PlacementPlanner, *names: str) -> bool:
-    return all(planner._room(name) is not None for name in names)
 
 
 def agreed(planners_by_name: dict[str, PlacementPlanner], epoch: int) -> bool:
@@ -168,7 +169,7 @@ async def test_if_the_latest_plan_cannot_be_downloaded_the_one_before_it_is_adop
             planner._make = _never  # type: ignore[method-assign]
         late = PlacementPlan.made(EPOCH + 1, {"small": (Share("b", 1.0),)}, {"a": 8, "b": 8, "c": 8})
         made["a"]._adopt_published = _never  # type: ignore[method-assign]
-        made["a"]._node.protocol.advertise(PUBLISHED, (EPOCH + 1, "f" * 64), time.monotonic())  # and has no such plan
+        made["a"]._member.advertise(PUBLISHED, (EPOCH + 1, "f" * 64))  # and has no such plan
         made["b"]._adopt(late, encoded(late))
         assert late.digest < "f" * 64
         await until(lambda: made["c"].plan == late)
@@ -176,16 +177,9 @@ async def test_if_the_latest_plan_cannot_be_downloaded_the_one_before_it_is_adop
 
 async def _takes(planner: PlacementPlanner, plan: PlacementPlan) -> PlacementPlan | None:
     """Returns the plan if the planner adopts it within 0.3 s of its publication, else None."""
-    entries = planner._node.protocol.state
-    await until(lambda: any(_published(entries, name) == plan.digest for name in "ab"))
+    await until(lambda: (plan.epoch, plan.digest) in planner._member.advertised(PUBLISHED).values())
     await asyncio.sleep(0.3)
     return planner.plan if planner.plan == plan else None
-
-
-def _published(entries: ReplicatedState, name: str) -> str:
-    lww_map = entries.map_of(name)
-    entry = lww_map.get(PUBLISHED) if lww_map is not None else None
-    return str(entry.value[1]) if entry is not None and entry.value else ""
 
 
 async def _fails(body: bytes, previous: bytes, timeout_s: float) -> bytes:
@@ -274,19 +268,24 @@ ADAPTERS = [AdapterDemand("x", 8, 10, 5.0), AdapterDemand("y", 64, 10, 5.0)]
 SERVERS = [Server("a", 100), Server("b", 100)]
 
 
+POINTS = {8: 10.0, 64: 10.0}
+
+
+async def asked(question: Question, previous: bytes = b"") -> bytes:
+    return await ask(msgspec.json.encode(question), previous, 60)
+
+
 async def test_the_process_makes_the_same_plan_and_keeps_a_good_one() -> None:
-    asked = question("loraserve", 3, ADAPTERS, SERVERS, {8: 10.0, 64: 10.0}, padded=True)
-    body = await ask(asked, b"", 60)
-    assert decoded(body) == answer(asked, None)
-    later = question("loraserve", 4, ADAPTERS, SERVERS[::-1], {8: 10.0, 64: 10.0}, padded=True)
-    again = decoded(await ask(later, body, 60))
+    question = Question("loraserve", 3, ADAPTERS, SERVERS, POINTS, padded=True)
+    body = await asked(question)
+    assert decoded(body) == question.answer(None)
+    again = decoded(await asked(Question("loraserve", 4, ADAPTERS, SERVERS[::-1], POINTS, padded=True), body))
     assert (again.epoch, again.shares) == (4, decoded(body).shares)
 
 
 async def test_an_error_of_the_process_is_raised_with_its_text() -> None:
-    asked = question("loraserve", 3, ADAPTERS, [], {8: 10.0, 64: 10.0}, padded=True)
     with pytest.raises(OSError, match="no instance to place adapters on"):
-        await ask(asked, b"", 60)
+        await asked(Question("loraserve", 3, ADAPTERS, [], POINTS, padded=True))
 
 
 # --- demand ---

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caraserve.cluster.routing.cost import AnswerLengths, Arrival, Backlog, CostEstimate, LinkSpeeds, Tier, estimate
+from caraserve.cluster.routing.cost import AnswerLengths, Arrival, Backlog, CostEstimate, LinkSpeeds, cold_ms, estimate
 from caraserve.cluster.routing.perf_model import PerfModel
+from caraserve.cluster.state.replicated_map import Tier
 
 SLO_MS = 36.0
 
@@ -249,11 +250,11 @@ def test_a_request_sent_to_an_instance_delays_the_next_one_there(
 
 def test_each_tier_adds_to_the_cold_start() -> None:
     links = LinkSpeeds(0.5, 10_000.0, 1_000.0, 2.0, 500.0)
-    assert links.cold_ms(Tier.DEVICE, 10_000) == 0
-    assert links.cold_ms(Tier.HOST, 10_000) == pytest.approx(0.5 + 1)
-    assert links.cold_ms(Tier.DISK, 10_000) == pytest.approx(0.5 + 1 + 10)
-    assert links.cold_ms(Tier.ABSENT, 10_000) == pytest.approx(0.5 + 1 + 2 + 20)
-    assert links.cold_ms(Tier.ABSENT, 0) == 0  # the base model
+    assert cold_ms(links, Tier.DEVICE, 10_000) == 0
+    assert cold_ms(links, Tier.HOST, 10_000) == pytest.approx(0.5 + 1)
+    assert cold_ms(links, Tier.DISK, 10_000) == pytest.approx(0.5 + 1 + 10)
+    assert cold_ms(links, Tier.ABSENT, 10_000) == pytest.approx(0.5 + 1 + 2 + 20)
+    assert cold_ms(links, Tier.ABSENT, 0) == 0  # the base model
 
 
 def test_expected_lengths_start_from_the_prior_and_the_mean_of_all_adapters() -> None:

@@ -1,8 +1,9 @@
 """Forwarding: views with the requests sent since, quotes, expected lengths, and signatures of forwarded requests."""
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
@@ -11,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from caraserve.cluster.membership.auth import Keyring
+from caraserve.cluster.membership.member import QueryBody
 from caraserve.cluster.membership.swim import MemberRecord, MemberState
-from caraserve.cluster.routing.cost import Backlog, CostEstimate, Tier
+from caraserve.cluster.routing.cost import Backlog, CostEstimate
 from caraserve.cluster.routing.fleet_view import FleetView
 from caraserve.cluster.routing.forward_auth import (
     CLAIMS_HEADER,
@@ -25,19 +27,16 @@ from caraserve.cluster.routing.forward_auth import (
     parse_refusal,
 )
 from caraserve.cluster.routing.perf_model import PerfModel
-from caraserve.cluster.routing.policies import ROUTINGS, policy
+from caraserve.cluster.routing.policies import Policy
 from caraserve.cluster.routing.router import Instance, Refusal
 from caraserve.cluster.routing.selector import (
-    LOCAL,
     AdapterFetcher,
-    Body,
     InstanceSelector,
     LatencyTargets,
     LocalTarget,
     PeerTarget,
 )
-from caraserve.cluster.state.replicated_map import RegisteredAdapter
-from caraserve.config import ROUTINGS as FLAG
+from caraserve.cluster.state.replicated_map import RegisteredAdapter, Tier
 from caraserve.errors import Forbidden, Overloaded
 
 MODEL = PerfModel(0.01, 0.1, 5.0, False, 1.0, 0.05, 0.001)
@@ -60,7 +59,7 @@ class Cluster:
 
     def __init__(self, *requests: int) -> None:
         self.name, self.has_registry = "a", False
-        self.quotes: dict[str, Body] = {}
+        self.quotes: dict[str, QueryBody] = {}
         self.seen = {
             name: Instance(name, MODEL, Backlog(count)) for name, count in zip("abcdef", requests, strict=False)
         }
@@ -81,35 +80,32 @@ class Cluster:
     def holders(self, digest: str) -> Mapping[str, Tier]:
         return {}
 
-    async def query(self, peer: str, body: Body, timeout_s: float) -> Body | None:
+    async def query(self, peer: str, body: QueryBody, timeout_s: float) -> QueryBody | None:
         return self.quotes.get(peer)
 
 
-def clock() -> Iterator[float]:
-    """Yields times that advance by a second at each reading."""
-    yield from map(float, range(10**6))
-
-
 def selector(
-    cluster: Cluster, routing: str = "most-idle", *, frozen: bool = False, fetcher: AdapterFetcher | None = None
+    cluster: Cluster,
+    routing: str = "most-idle",
+    *,
+    now: Callable[[], float] | None = None,
+    find: Callable[[str], RegisteredAdapter | None] = lambda name: None,
+    fetcher: AdapterFetcher | None = None,
 ) -> InstanceSelector:
-    ticks = clock()
+    """`now`: by default a clock that advances by a second at each reading."""
+    ticks = map(float, itertools.count())
     made = InstanceSelector(
-        *(cluster, None if routing == LOCAL else policy(routing), LatencyTargets(), lambda name: None, lambda: False),
+        *(cluster, cluster, Policy(routing), LatencyTargets(), find, lambda: False),  # type: ignore[arg-type]
         fetcher=fetcher,
         rng=Random(1),
-        now=(lambda: 0.0) if frozen else (lambda: next(ticks)),
+        now=now or (lambda: next(ticks)),
     )
     made.join()
     return made
 
 
-def test_the_option_accepts_every_policy_and_local() -> None:
-    assert set(FLAG) == {*ROUTINGS, "local"}
-
-
 def test_a_burst_at_one_instance_is_spread_before_any_heartbeat() -> None:
-    router = selector(Cluster(0, 0, 0), frozen=True)
+    router = selector(Cluster(0, 0, 0), now=lambda: 0.0)
     arrival = router.arrival(None, 10, 10)
     went = []
     for _ in range(30):
@@ -121,17 +117,7 @@ def test_a_burst_at_one_instance_is_spread_before_any_heartbeat() -> None:
 def test_requests_that_a_heartbeat_does_not_include_are_added_to_it() -> None:
     now = 0.0
     cluster = Cluster(0, 0)
-    router = InstanceSelector(
-        cluster,
-        policy("most-idle"),
-        LatencyTargets(),
-        lambda name: None,
-        lambda: False,
-        fetcher=None,
-        rng=Random(1),
-        now=lambda: now,
-    )
-    router.join()
+    router = selector(cluster, now=lambda: now)
     arrival = router.arrival(None, 10, 10)
     cluster.seen["a"] = dataclasses.replace(cluster.seen["a"], backlog=Backlog(1))
     router.propose(arrival)
@@ -147,17 +133,7 @@ def test_requests_that_a_heartbeat_does_not_include_are_added_to_it() -> None:
 
 def test_an_unreachable_instance_is_left_out_for_a_while() -> None:
     now = 0.0
-    router = InstanceSelector(
-        Cluster(5, 0),
-        policy("most-idle"),
-        LatencyTargets(),
-        lambda name: None,
-        lambda: False,
-        fetcher=None,
-        rng=Random(1),
-        now=lambda: now,
-    )
-    router.join()
+    router = selector(Cluster(5, 0), now=lambda: now)
     arrival = router.arrival(None, 10, 10)
     router.mark_unreachable("b")
     assert list(router.propose(arrival).order) == ["a"]
@@ -168,7 +144,7 @@ def test_an_unreachable_instance_is_left_out_for_a_while() -> None:
 def test_an_instance_that_fails_again_and_again_is_left_out_for_longer_each_time() -> None:
     now = 0.0
     view: Any = Cluster(0, 0)
-    fleet = FleetView(view, lambda: now)
+    fleet = FleetView(view, view, lambda: now)
 
     def left_out_s() -> float:
         nonlocal now
@@ -188,8 +164,8 @@ async def test_quotes_decide_among_the_best() -> None:
     cluster = Cluster(50, 0, 0, 0)
     cluster.quotes = {"b": (9.0, 9.0), "c": (1.0, 1.0), "d": (-1.0, -1.0)}
     router = selector(cluster, "rank-aware")
-    stop = (await router.begin(router.arrival(None, 10, 10))).next()
-    assert stop == PeerTarget("c", "c:1", 1, force=False)
+    target = (await router.begin(router.arrival(None, 10, 10))).next()
+    assert target == PeerTarget("c", "c:1", 1, force=False)
 
 
 async def test_missed_quotes_are_counted() -> None:
@@ -366,15 +342,7 @@ async def test_requests_for_an_adapter_without_a_holder_are_refused_and_get_no_q
 
 
 async def test_obtain_calls_the_fetcher_also_for_a_local_adapter() -> None:
-    router = InstanceSelector(
-        Cluster(0),
-        policy("most-idle"),
-        LatencyTargets(),
-        lambda name: RegisteredAdapter(name, "d", 8, 1),
-        lambda: False,
-        fetcher=(without := Without()),
-        rng=Random(1),
-    )
-    router.join()
+    without = Without()
+    router = selector(Cluster(0), find=lambda name: RegisteredAdapter(name, "d", 8, 1), fetcher=without)
     await router.obtain("poet")
     assert without.asked == ["poet"]

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from caraserve.cluster.routing.cost import Arrival, Backlog, LinkSpeeds, estimate
 from caraserve.cluster.routing.perf_model import DriftWatch, PerfModel
 from caraserve.cluster.routing.price_metrics import USUAL_RANKS, TypicalRequest, price, price_families
-from caraserve.cluster.state.publisher import Publisher
+from caraserve.cluster.routing.publisher import Publisher
 from caraserve.core.machine_profile import load
 from caraserve.engine.stats import EngineLoad
 

@@ -10,16 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caraserve.cluster.placement.loraserve import make_plan
-from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server
-from caraserve.cluster.placement.shares import Share
-from caraserve.cluster.routing.cost import Arrival, Backlog, CostEstimate, LinkSpeeds, Tier, estimate
+from caraserve.cluster.placement.plan import AdapterDemand, Server
+from caraserve.cluster.routing.cost import Arrival, Backlog, CostEstimate, LinkSpeeds, cold_ms, estimate
 from caraserve.cluster.routing.perf_model import PerfModel
-from caraserve.cluster.routing.policies import ROUTINGS, policy
+from caraserve.cluster.routing.placement_plan import PlacementPlan
+from caraserve.cluster.routing.policies import Policy
+from caraserve.cluster.routing.policy_rules import ATTEMPTS
 from caraserve.cluster.routing.router import (
-    ATTEMPTS,
     Attempt,
     Fleet,
     Instance,
+    LazyOrder,
     Reason,
     Refusal,
     RoutingTarget,
@@ -27,6 +28,9 @@ from caraserve.cluster.routing.router import (
     check_acceptance,
     next_target,
 )
+from caraserve.cluster.routing.shares import Share
+from caraserve.cluster.state.replicated_map import Tier
+from caraserve.config import ROUTINGS
 from caraserve.errors import ConfigError
 
 PADDED = PerfModel(0.01, 0.0, 20.0, True, 5.0, 0.1, 0.0)
@@ -47,7 +51,7 @@ def fleet(loads: Mapping[str, tuple[int, int]], plan: PlacementPlan | None = Non
 
 
 def first(name: str, seen: Fleet, arrival: Arrival = ARRIVAL, seed: int = 0) -> str:
-    return apply_quotes(policy(name).propose(arrival, seen, random.Random(seed)), {})[0]
+    return apply_quotes(Policy(name).propose(arrival, seen, random.Random(seed)), {})[0]
 
 
 def plan_of(shares: Mapping[str, Mapping[str, float]], classes: Mapping[str, int]) -> PlacementPlan:
@@ -100,7 +104,7 @@ ARRIVALS = st.builds(
 
 @given(st.sampled_from(ROUTINGS), fleets(), ARRIVALS, st.integers(0, 9))
 def test_every_policy_orders_each_able_instance_once(name: str, seen: Fleet, arrival: Arrival, seed: int) -> None:
-    proposal = policy(name).propose(arrival, seen, random.Random(seed))
+    proposal = Policy(name).propose(arrival, seen, random.Random(seed))
     able = [*seen.able]
     assert sorted(proposal.order) == able
     assert set(proposal.ask) <= proposal.estimates.keys() <= set(able)
@@ -114,13 +118,13 @@ def test_the_order_in_which_instances_are_known_does_not_matter(
 ) -> None:
     known = [*seen.able.values(), instance("none", able=False)]
     other = Fleet.of(seen.me, chance.sample(known, len(known)), seen.tiers, seen.plan)
-    proposals = [policy(name).propose(arrival, view, random.Random(seed)) for view in (seen, other)]
+    proposals = [Policy(name).propose(arrival, view, random.Random(seed)) for view in (seen, other)]
     assert proposals[0] == proposals[1]
 
 
 def test_an_unknown_policy_is_refused_with_a_list_of_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="unknown routing policy 'best'; there are auto, rank-aware"):
-        policy("best")
+        Policy("best")
 
 
 # --- refusals ---
@@ -141,7 +145,7 @@ def test_a_request_is_neither_offered_to_nor_forced_on_an_instance_twice(
 ) -> None:
     """Checks it for all answers of the instances."""
     attempts: list[Attempt] = []
-    order = apply_quotes(policy(name).propose(arrival, view, random.Random(0)), {})
+    order = apply_quotes(Policy(name).propose(arrival, view, random.Random(0)), {})
     while target := next_target(order, attempts, data.draw(st.floats(0, 1000)), 1000.0):
         refusal = st.builds(Refusal, st.sampled_from(REASONS), st.just(CostEstimate(1.0, 1.0)))
         attempts.append((target, data.draw(st.none() | refusal)))
@@ -180,7 +184,7 @@ def test_a_request_is_not_forced_on_an_instance_that_cannot_serve_it() -> None:
 
 
 def test_policies_without_an_slo_force_requests_from_the_start() -> None:
-    assert [name for name in ROUTINGS if policy(name).enforces_slo] == ["auto", "rank-aware"]
+    assert [name for name in ROUTINGS if Policy(name).enforces_slo] == ["auto", "rank-aware"]
     assert next_target(("a",), [], 0.0, 1000.0, force=True) == RoutingTarget("a", force=True)
 
 
@@ -189,7 +193,6 @@ def test_policies_without_an_slo_force_requests_from_the_start() -> None:
     [
         (instance("i"), Tier.DEVICE, {}, None),
         (instance("i"), Tier.ABSENT, {}, None),
-        (instance("i"), Tier.ABSENT, {"obtainable": False}, "no-adapter"),
         (instance("i"), Tier.DEVICE, {"draining": True}, "draining"),
         (instance("i", 200), Tier.DEVICE, {}, "slo"),
         (Instance("i", PADDED, Backlog(queue_room=0)), Tier.DEVICE, {}, "full"),
@@ -205,7 +208,51 @@ def test_only_a_refusal_because_of_the_slo_can_be_overruled_by_force(
     assert (told.reason if told else None) == (None if reason == "slo" else reason)
 
 
+# --- orders ---
+
+
+def test_the_rest_of_an_order_is_computed_only_when_it_is_read() -> None:
+    reads: list[int] = []
+
+    def rest() -> list[str]:
+        reads.append(1)
+        return ["b", "a", "c"]
+
+    order = LazyOrder(["a"], rest)
+    assert (order[0], bool(order), next(iter(order)), reads) == ("a", True, "a", [])
+    assert [*order] == ["a", "b", "c"]
+    assert (len(order), order[-1], order[1:], order == ("a", "b", "c"), reads) == (3, "c", ("b", "c"), True, [1])
+    assert not LazyOrder([], list)
+    assert LazyOrder([], lambda: ["a"])[0] == "a"
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_the_first_choice_is_made_without_ordering_the_others(name: str) -> None:
+    plan = plan_of({"a": {"i01": 0.5, "i02": 0.5}}, dict.fromkeys(NAMES, 8))
+    order = apply_quotes(Policy(name).propose(ARRIVAL, fleet(dict.fromkeys(NAMES, (3, 8)), plan), random.Random(0)), {})
+    assert next_target(order, [], 0.0, 100.0) == RoutingTarget(order[0])
+    assert isinstance(order, LazyOrder)
+    assert order._rest is not None
+
+
 # --- by cost ---
+
+
+def test_ties_of_cost_are_decided_by_latency_and_then_at_random() -> None:
+    requests = {"a": 0, "b": 0, "past the SLO": 9, "further past the SLO": 10}
+    padded = PerfModel(0.0, 10.0, 20.0, True, 5.0, 0.1, 0.0)
+    seen = Fleet.of("a", [Instance(name, padded, Backlog(count, 8 * count, 8)) for name, count in requests.items()])
+    arrival = Arrival(None, 0, 10, 5.0, slo_ms=50.0)
+    orders = {tuple(Policy("rank-aware").propose(arrival, seen, random.Random(seed)).order) for seed in range(20)}
+    last = ("past the SLO", "further past the SLO")
+    assert {order[2:] for order in orders} == {last}
+    assert {first("rank-aware", seen, arrival, seed) for seed in range(20)} == {"a", "b"}
+
+
+def test_the_base_model_is_downloaded_by_no_instance() -> None:
+    seen = Fleet.of("a", [Instance(name, UNPADDED, links=LinkSpeeds(fetch_latency_ms=1000.0)) for name in "ab"])
+    estimates = Policy("rank-aware").propose(Arrival(None, 0, 10, 5.0), seen, random.Random(0)).estimates
+    assert {one.cost for one in estimates.values()} == {0}
 
 
 def test_padding_keeps_ranks_apart_where_counts_would_mix_them() -> None:
@@ -220,7 +267,7 @@ def test_four_of_the_best_eight_are_queried_and_the_least_quote_wins(name: str) 
     seen = fleet({name: (index + 1, 8) for index, name in enumerate(NAMES)}, me="elsewhere")
     asked: Counter[str] = Counter()
     for seed in range(200):
-        proposal = policy(name).propose(ARRIVAL, seen, random.Random(seed))
+        proposal = Policy(name).propose(ARRIVAL, seen, random.Random(seed))
         assert len(proposal.ask) == 4
         asked.update(proposal.ask)
         quotes = {one: CostEstimate(float(index), 1.0) for index, one in enumerate(reversed(proposal.ask))}
@@ -240,10 +287,10 @@ def test_the_order_is_that_of_all_estimates(seen: Fleet, arrival: Arrival, seed:
     ranked = []
     for name, one in seen.able.items():
         links, tier = one.links, tiers.get(name, missing)
-        plain = estimate(one.model, one.backlog, arrival, links.cold_ms(tier, arrival.adapter_bytes), False, 0.0)
+        plain = estimate(one.model, one.backlog, arrival, cold_ms(links, tier, arrival.adapter_bytes), False, 0.0)
         assert one.estimate(arrival, tier, 0.0) == plain
         ranked.append((plain, draw(), name))
-    proposal = policy("rank-aware").propose(arrival, seen, random.Random(seed))
+    proposal = Policy("rank-aware").propose(arrival, seen, random.Random(seed))
     asked = set(proposal.ask)
     assert [*proposal.order[len(asked) :]] == [name for _, _, name in sorted(ranked) if name not in asked]
     assert proposal.estimates == {name: worth for worth, _, name in ranked if name in asked}
@@ -252,14 +299,14 @@ def test_the_order_is_that_of_all_estimates(seen: Fleet, arrival: Arrival, seed:
 def test_the_routers_own_instance_is_among_those_compared() -> None:
     seen = fleet({name: (index + 1, 8) for index, name in enumerate(NAMES)}, me="i05")
     for seed in range(20):
-        proposal = policy("auto").propose(ARRIVAL, seen, random.Random(seed))
+        proposal = Policy("auto").propose(ARRIVAL, seen, random.Random(seed))
         assert "i05" in proposal.ask
         assert len(proposal.ask) in (4, 5)
 
 
 def test_if_all_instances_are_past_the_slo_eight_are_queried() -> None:
     seen = fleet({name: (200 + index, 8) for index, name in enumerate(NAMES)})
-    proposal = policy("rank-aware").propose(ARRIVAL, seen, random.Random(0))
+    proposal = Policy("rank-aware").propose(ARRIVAL, seen, random.Random(0))
     assert proposal.ask == tuple(NAMES[:8])
     assert apply_quotes(proposal, {})[0] == "i00"  # the least late
 
@@ -312,7 +359,7 @@ def test_auto_leaves_a_long_queue_though_its_iterations_are_within_the_slo() -> 
 def test_auto_tries_the_class_after_the_adapters_own_instances() -> None:
     plan = plan_of({"a": {"i00": 0.5, "i01": 0.5}}, {**CLASSES, "i04": 8})
     seen = fleet({"i00": (1, 8), "i01": (1, 8), "i02": (9, 8), "i03": (0, 8), "i04": (4, 8)}, plan)
-    order = policy("auto").propose(ARRIVAL, seen, random.Random(0)).order
+    order = Policy("auto").propose(ARRIVAL, seen, random.Random(0)).order
     assert order[2:] == ("i04", "i02", "i03")  # of the class the less busy one first
 
 
@@ -329,9 +376,17 @@ def test_auto_sends_an_adapter_outside_the_plan_to_its_ranks_class() -> None:
 def test_loraserve_draws_by_fraction() -> None:
     seen = fleet(dict.fromkeys(CLASSES, (3, 8)), plan_of({"a": {"i00": 0.25, "i03": 0.75}}, CLASSES))
     chance = random.Random(0)
-    firsts = Counter(policy("loraserve").propose(ARRIVAL, seen, chance).order[0] for _ in range(2000))
+    firsts = Counter(Policy("loraserve").propose(ARRIVAL, seen, chance).order[0] for _ in range(2000))
     assert firsts.keys() == {"i00", "i03"}
     assert firsts["i03"] == pytest.approx(1500, abs=80)
+
+
+def test_a_plan_whose_fractions_are_all_zero_is_drawn_from_evenly() -> None:
+    seen = fleet(dict.fromkeys(NAMES, (3, 8)), plan_of({"a": {"i00": 0.0, "i01": 0.0}}, dict.fromkeys(NAMES, 8)))
+    chance = random.Random(0)
+    firsts = Counter(Policy("loraserve").propose(ARRIVAL, seen, chance).order[0] for _ in range(200))
+    assert firsts.keys() == {"i00", "i01"}
+    assert firsts["i00"] == pytest.approx(100, abs=30)
 
 
 def test_loraserve_orders_by_hash_for_an_adapter_outside_the_plan() -> None:
@@ -365,7 +420,7 @@ def test_s_lora_plans_are_static_and_one_instance_each() -> None:
 
 
 def test_round_robin_chooses_one_instance_after_the_other() -> None:
-    seen, chosen = fleet(dict.fromkeys(NAMES[:3], (3, 8))), policy("round-robin")
+    seen, chosen = fleet(dict.fromkeys(NAMES[:3], (3, 8))), Policy("round-robin")
     firsts = [chosen.propose(ARRIVAL, seen, random.Random(0)).order[0] for _ in range(7)]
     assert firsts == ["i00", "i01", "i02", "i00", "i01", "i02", "i00"]
 
@@ -380,4 +435,4 @@ def test_first_fit_fills_one_instance_after_the_other(counts: tuple[int, ...], e
 def test_dlora_takes_the_least_loaded_holder() -> None:
     instances = (instance("i00", 9), instance("i01", 4), instance("i02", 0))
     seen = Fleet.of("i00", instances, {"a": {"i00": Tier.HOST, "i01": Tier.DISK}})
-    assert policy("dlora").propose(ARRIVAL, seen, random.Random(0)).order == ("i01", "i00", "i02")
+    assert Policy("dlora").propose(ARRIVAL, seen, random.Random(0)).order == ("i01", "i00", "i02")

@@ -10,32 +10,32 @@ from typing import Any
 
 import pytest
 
-from caraserve.cluster.membership.node import Node
+from caraserve.cluster.routing.advertised import MODEL, publish_speed
 from caraserve.cluster.routing.cost import LinkSpeeds
 from caraserve.cluster.routing.perf_model import PerfModel
-from caraserve.cluster.routing.policies import policy
+from caraserve.cluster.routing.policies import Policy
+from caraserve.cluster.routing.publisher import Publisher
 from caraserve.cluster.routing.selector import InstanceSelector, LatencyTargets, LocalTarget
-from caraserve.cluster.state.advertised import MODEL
 from caraserve.cluster.state.lww_map import EntryValue
-from caraserve.cluster.state.publisher import Publisher
-from tests.cluster.nodes import LOAD, Instances, instances, until
+from tests.cluster.nodes import LOAD, Instance, Instances, instances, until
 
 FAST = PerfModel(0.01, 0.1, 5.0, False, 1.0, 0.05, 0.001)
 SLOW = PerfModel(0.1, 1.0, 50.0, False, 10.0, 0.5, 0.01)
 FAST_LINKS, SLOW_LINKS = LinkSpeeds(1.0, 1000.0), LinkSpeeds(10.0, 100.0)
 
 
-async def fleet(running: Instances, *names: str) -> list[Node]:
+async def fleet(running: Instances, *names: str) -> list[Instance]:
     for name in names:
         await running.start(name)
     await until(running.agree)
-    return [running.running[name].node for name in names]
+    return [running.running[name] for name in names]
 
 
-def router(node: Node, routing: str) -> InstanceSelector:
+def router(one: Instance, routing: str) -> InstanceSelector:
     made = InstanceSelector(
-        node,
-        policy(routing),
+        one.member,
+        one.views,
+        Policy(routing),
         LatencyTargets(),
         lambda name: None,
         lambda: False,
@@ -47,12 +47,8 @@ def router(node: Node, routing: str) -> InstanceSelector:
     return made
 
 
-def says(node: Node, value: EntryValue) -> None:
-    node.protocol.advertise(MODEL, value, node._now())
-
-
-def _sees(node: Node, count: int) -> bool:
-    return len(node.instances()) == count and all(one.able for one in node.instances())
+def _sees(viewer: Instance, count: int) -> bool:
+    return len(viewer.views.instances()) == count and all(one.able for one in viewer.views.instances())
 
 
 @pytest.mark.parametrize("value", [(), ("a model", "of a later version")])
@@ -61,23 +57,23 @@ async def test_an_unmeasured_instance_gets_the_model_of_the_slowest_measured_one
 ) -> None:
     async with instances(tmp_path) as running:
         a, b, c, _ = await fleet(running, "a", "b", "c", "d")  # d has said nothing yet
-        a.publish(FAST, FAST_LINKS)
-        b.publish(SLOW, SLOW_LINKS)
-        says(c, value)
+        publish_speed(a.member, FAST, FAST_LINKS)
+        publish_speed(b.member, SLOW, SLOW_LINKS)
+        c.member.advertise(MODEL, value)
         for viewer in (a, b, c):
             await until(partial(_sees, viewer, 3))
-            seen = {one.name: (one.model, one.links, one.able) for one in viewer.instances()}
+            seen = {one.name: (one.model, one.links, one.able) for one in viewer.views.instances()}
             assert seen["a"] == (FAST, FAST_LINKS, True)
             assert seen["b"] == seen["c"] == (SLOW, SLOW_LINKS, True)
-            assert all(map(operator.is_, viewer.instances(), viewer.instances()))  # nothing is built twice
+            assert all(map(operator.is_, viewer.views.instances(), viewer.views.instances()))  # nothing is built twice
 
 
 async def test_an_unmeasured_instance_gets_requests_only_when_faster_ones_are_busy(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
         a, b, c = await fleet(running, "a", "b", "c")
-        a.publish(FAST, FAST_LINKS)
-        b.publish(SLOW, SLOW_LINKS)
-        c.publish(None, LinkSpeeds())
+        publish_speed(a.member, FAST, FAST_LINKS)
+        publish_speed(b.member, SLOW, SLOW_LINKS)
+        publish_speed(c.member, None, LinkSpeeds())
         await until(partial(_sees, a, 3))
         entry = router(a, "auto")
         arrival = entry.arrival(None, 10, 10)
@@ -94,11 +90,10 @@ async def test_an_unmeasured_instance_gets_requests_only_when_faster_ones_are_bu
 async def test_without_any_measured_instance_each_answers_its_own_requests(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
         a, b = await fleet(running, "a", "b")
-        for node in (a, b):
-            node.publish(None, LinkSpeeds())
-        lww_map = a.protocol.state.map_of
-        await until(lambda: (said := lww_map("b")) is not None and said.get(MODEL) is not None)
-        assert a.instances() == ()
+        for one in (a, b):
+            publish_speed(one.member, None, LinkSpeeds())
+        await until(lambda: "b" in a.member.advertised(MODEL))
+        assert a.views.instances() == ()
         entry = router(a, "auto")
         assert isinstance((await entry.begin(entry.arrival(None, 100, 100))).next(), LocalTarget)
         assert entry.refusal(entry.arrival(None, 100, 100), force=False) is None
@@ -110,8 +105,5 @@ async def test_an_instance_without_a_profile_advertises_an_empty_model(tmp_path:
         engine: Any = SimpleNamespace(
             catalog=SimpleNamespace(all=list, manager=SimpleNamespace(on_move=lambda report: None))
         )
-        await asyncio.wait_for(Publisher(a, engine, lambda: (0, 0), None, LinkSpeeds()).announce(), 5)
-        said = a.protocol.state.map_of("a")
-        assert said is not None
-        assert (entry := said.get(MODEL)) is not None
-        assert entry.value == ()
+        await asyncio.wait_for(Publisher(a.member, engine, lambda: (0, 0), None, LinkSpeeds()).announce(), 5)
+        assert a.member.advertised(MODEL) == {"a": ()}

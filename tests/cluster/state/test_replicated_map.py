@@ -13,11 +13,19 @@ from caraserve.cluster.state.lww_map import (
     MAX_VALUE,
     TOMBSTONE_S,
     Entry,
+    EntryValue,
     LwwMap,
     entry_fits,
     is_setting,
 )
-from caraserve.cluster.state.replicated_map import REGISTRY, InstanceLoad, RegisteredAdapter, ReplicatedState
+from caraserve.cluster.state.replicated_map import (
+    REGISTRY,
+    InstanceLoad,
+    RegisteredAdapter,
+    ReplicatedState,
+    Tier,
+    tier_of,
+)
 from caraserve.core.adapter_rules import ADAPTER_NAME, DIGEST
 from caraserve.errors import InvalidRequest
 from caraserve.util.hybrid_clock import HybridClock
@@ -108,7 +116,7 @@ def test_expired_tombstones_are_removed_and_not_merged_again() -> None:
     removed = state.remove("sql", WALL_MS)
     later = WALL_MS + int(TOMBSTONE_S * 1000)
     state.expire(later)
-    assert len(state.map_of(REGISTRY) or ()) == 1
+    assert len(state.registry) == 1
     state.expire(later + 1)
     assert state.roots()[0] == (REGISTRY, 0)
     assert state.merge(REGISTRY, removed, later + 1) == ([], [])
@@ -129,7 +137,7 @@ def test_an_invalid_adapter_name_is_refused(name: str, deleted: bool) -> None:
     entry = Entry(name, () if deleted else ("d" * 64, 8, 1), HLC, "n2", deleted)
     assert state.merge(REGISTRY, [entry, Entry("good", ("d" * 64, 8, 1), HLC, "n2")], WALL_MS)[0][0].key == "good"
     assert [adapter.name for adapter in state.adapters()] == ["good"]
-    assert (state.refused, len(state.map_of(REGISTRY) or ())) == (1, 1)
+    assert (state.refused, len(state.registry)) == (1, 1)
     assert state.objection == f"n2 gave the name {name[:80]!r}, which no adapter can have"
 
 
@@ -261,7 +269,7 @@ def test_a_full_map_accepts_no_new_keys_but_new_values_of_old_ones(monkeypatch: 
     with pytest.raises(InvalidRequest, match="at most"):
         state.register(RegisteredAdapter("c", "d" * 64, 8, 1), WALL_MS)
     assert len(state.register(RegisteredAdapter("b", "e" * 64, 8, 1), WALL_MS)) == 1
-    assert len(state.map_of(REGISTRY) or ()) == 2
+    assert len(state.registry) == 2
 
 
 @pytest.mark.parametrize(("kind", "other"), [("alias/", "zz/"), ("zz/", "alias/"), ("", "alias/")])
@@ -274,7 +282,7 @@ def test_the_values_of_each_kind_have_a_limit_in_bytes(monkeypatch: pytest.Monke
         return bool(news)
 
     def has() -> list[str]:
-        return sorted(entry.key.removeprefix(kind) for entry in state.map_of(REGISTRY) or () if entry.value)
+        return sorted(entry.key.removeprefix(kind) for entry in state.registry if entry.value)
 
     assert takes(f"{kind}b", 60)
     assert not takes(f"{kind}a", 50)  # older by its name
@@ -300,7 +308,7 @@ def test_an_instance_that_has_no_room_for_its_own_entry_evicts_none(
     with pytest.raises(InvalidRequest, match=limit):
         state._write(REGISTRY, name, ("x" * 60,), WALL_MS)
     assert not state.has_room(Entry(name, ("x" * 60,), HLC, "n1"))
-    assert len(state.map_of(REGISTRY) or ()) == 1
+    assert len(state.registry) == 1
 
 
 def test_a_holder_is_forgotten_when_its_value_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,7 +383,7 @@ def test_the_newest_tombstones_are_kept_and_dropped_ones_counted(monkeypatch: py
     for index in range(5):
         state.register(RegisteredAdapter(f"x{index}", "d" * 64, 8, 1), WALL_MS)
     removed = [entry for index in range(5) for entry in state.remove(f"x{index}", WALL_MS + index)]
-    assert sorted(entry.key for entry in state.map_of(REGISTRY) or ()) == ["x2", "x3", "x4"]
+    assert sorted(entry.key for entry in state.registry) == ["x2", "x3", "x4"]
     assert state.dropped == 2
     assert state.merge(REGISTRY, removed, WALL_MS) == ([], [])
     assert state.dropped == 2
@@ -418,7 +426,7 @@ def test_at_most_200_tombstones_expire_at_a_time_and_replaced_ones_never() -> No
     sizes = []
     for _ in range(3):
         state.expire(later)
-        sizes.append(len(state.map_of(REGISTRY) or ()))
+        sizes.append(len(state.registry))
     assert sizes == [count - module.MOST_EXPIRED, 1, 1]
     assert [adapter.name for adapter in state.adapters()] == ["x0"]
 
@@ -461,3 +469,11 @@ def test_iteration_and_length_agree(count: int) -> None:
     lww_map = lww_map_of([Entry(f"k{index}", (), HLC, "n1") for index in range(count)])
     assert len(list(lww_map)) == len(lww_map) == count
     assert sum(lww_map.sums) % 2**64 == lww_map.root
+
+
+@pytest.mark.parametrize(
+    ("value", "tier"),
+    [((0,), Tier.DEVICE), ((1, "x"), Tier.HOST), ((), Tier.DISK), ((9,), Tier.DISK), (("0",), Tier.DISK)],
+)
+def test_an_unknown_tier_counts_as_disk(value: EntryValue, tier: Tier) -> None:
+    assert tier_of(value) is tier

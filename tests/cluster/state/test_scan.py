@@ -20,7 +20,7 @@ def meaning(name: str) -> RegisteredAdapter:
 
 async def test_each_name_is_yielded_with_its_adapter_at_that_time(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
-        node = (await running.start("a")).node
+        node = (await running.start("a")).member
         for name in NAMES:
             node.register(meaning(name))
         seen = {}
@@ -38,7 +38,7 @@ async def test_each_name_is_yielded_with_its_adapter_at_that_time(tmp_path: Path
 async def test_other_tasks_run_during_the_iteration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("caraserve.util.tasks._TURN_S", 0.0)
     async with instances(tmp_path) as running:
-        node = (await running.start("a")).node
+        node = (await running.start("a")).member
         for name in NAMES:
             node.register(meaning(name))
         seen: list[str] = []

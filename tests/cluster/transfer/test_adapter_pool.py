@@ -8,29 +8,29 @@ import numpy as np
 import pytest
 
 from caraserve.cluster.membership.auth import Keyring
-from caraserve.cluster.routing.cost import Tier
-from caraserve.cluster.state.replicated_map import RegisteredAdapter
+from caraserve.cluster.membership.peer_client import PeerClient, TransferFailure
+from caraserve.cluster.state.replicated_map import RegisteredAdapter, Tier
 from caraserve.cluster.transfer import adapter_pool
-from caraserve.cluster.transfer.adapter_store import KEEP_QUESTION
+from caraserve.cluster.transfer.adapter_store import KEEP_QUERY
 from caraserve.cluster.transfer.disk_cache import DiskCache
 from caraserve.cluster.transfer.download import HolderWatch
-from caraserve.cluster.transfer.peer_client import PeerClient, TransferFailure
+from caraserve.cluster.transfer.upload import PATH
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.errors import AdapterRejected, CaraServeError, Unreachable
 from tests.cluster.nodes import KEYS, until
-from tests.cluster.pools import Member, pools, write_folder
+from tests.cluster.pools import PoolInstance, pools, write_folder
 
 
 async def test_an_adapter_loaded_on_one_instance_is_downloaded_and_held_by_another(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b")
         digest = await fleet.load(a, "poet", 1)
-        assert b.pool.find("poet") is None
+        assert not b.pool.has(digest)
         image = await b.want("poet")
         assert np.array_equal(image.data, (await a.want("poet")).data)
         assert image.spec.digest == digest
-        await until(lambda: set(a.node.holders(digest)) == {"a", "b"})
-        assert b.pool.find("poet") is not None
+        await until(lambda: set(a.member.holders(digest)) == {"a", "b"})
+        assert b.pool.has(digest)
         assert b.stored.digests() == [digest]
 
 
@@ -64,7 +64,7 @@ async def test_the_second_read_is_from_the_disk_cache_also_after_a_restart(tmp_p
         b = await fleet.start("b")
         await b.want("poet")
         assert b.pool.downloader.counts.fetched == 0
-        assert b.node.holders(digest) == {"b": Tier.DISK}
+        assert b.member.holders(digest) == {"b": Tier.DISK}
 
 
 async def test_a_stored_adapter_is_kept_until_its_name_is_received_again(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ async def test_a_stored_file_that_cannot_be_opened_for_a_moment_is_kept(
     async with pools(tmp_path) as fleet:
         (_, b), digest = await fleet.sharing("a", "b")
         await fleet.stop("a")
-        await until(lambda: set(b.node.holders(digest)) == {"b"})
+        await until(lambda: set(b.member.holders(digest)) == {"b"})
         b.evict("poet")
         with monkeypatch.context() as patch:
             patch.setattr(DiskCache, "read", _out_of_files)
@@ -107,14 +107,14 @@ async def test_a_stored_file_that_cannot_be_opened_for_a_moment_is_kept(
                 await b.want("poet")
             await _lends_nothing(b, digest)
         assert (await b.want("poet")).spec.digest == digest
-        assert set(b.node.holders(digest)) == {"b"}
+        assert set(b.member.holders(digest)) == {"b"}
 
 
 def _out_of_files(stored: DiskCache, digest: str, into: object) -> HostAdapter:
     raise OSError(errno.EMFILE, "Too many open files")
 
 
-async def _lends_nothing(member: Member, digest: str) -> None:
+async def _lends_nothing(member: PoolInstance, digest: str) -> None:
     with pytest.raises(CaraServeError):
         async with member.pool.store.uploads.image_of(digest):
             pass
@@ -130,7 +130,7 @@ async def test_a_folder_that_cannot_be_read_for_a_moment_is_still_held(
             patch.setattr("caraserve.lora.adapter_reader.read_adapter", _no_disk)
             await _lends_nothing(a, digest)
         await until(lambda: not a.pool.store._tasks)  # its files have been looked at
-        assert set(a.node.holders(digest)) == {"a"}
+        assert set(a.member.holders(digest)) == {"a"}
         async with a.pool.store.uploads.image_of(digest) as image:
             assert image.spec.digest == digest
 
@@ -142,10 +142,10 @@ async def test_a_folder_that_was_away_is_held_again_once_it_has_been_read(tmp_pa
         folder = Path(a.catalog.get("poet").path)
         folder.rename(folder.with_name("away"))  # noqa: ASYNC240
         await _lends_nothing(a, digest)
-        await until(lambda: not b.node.holders(digest))
+        await until(lambda: not b.member.holders(digest))
         folder.with_name("away").rename(folder)
         await a.want("poet")
-        await until(lambda: set(b.node.holders(digest)) == {"a"})
+        await until(lambda: set(b.member.holders(digest)) == {"a"})
 
 
 def _no_disk(folder: Path, spec: object, into: object) -> HostAdapter:
@@ -159,14 +159,14 @@ async def test_bytes_that_cannot_be_served_here_are_kept_while_they_have_a_name(
         await fleet.stop("a")
         too_many = 2 << 30
         b.catalog.adopt("poet", "0" * 64, 8, num_bytes)  # b's only name for it now means another thing
-        b.node.register(RegisteredAdapter("bard", digest, 8, too_many))
-        b.publisher.apply_registry_changes({"bard": b.node.adapter("bard")})
+        b.member.register(RegisteredAdapter("bard", digest, 8, too_many))
+        b.publisher.apply_registry_changes({"bard": b.member.adapter("bard")})
         assert not b.knows("bard")
         b.pool.store.renamed()
         await b.pool.store.sweep()
         assert digest in b.stored
-        b.node.remove("bard")
-        b.node.remove("poet")
+        b.member.remove("bard")
+        b.member.remove("poet")
         b.pool.store.renamed()
         await b.pool.store.sweep()
         assert digest not in b.stored
@@ -177,7 +177,7 @@ async def test_a_third_instance_downloads_from_the_second_when_the_first_has_lef
         a, b, c = [await fleet.start(name) for name in "abc"]
         digest = await fleet.load(a, "poet", 1)
         await b.want("poet")
-        await until(lambda: "b" in c.node.holders(digest))
+        await until(lambda: "b" in c.member.holders(digest))
         await fleet.stop("a")
         b.evict("poet")  # it reads it from its disk for others, and its host tier stays as it is
         await c.want("poet")
@@ -191,7 +191,7 @@ async def test_an_adapter_without_a_holder_is_unreachable_and_others_are_served(
         await fleet.load(a, "chef", 2)
         await b.want("chef")
         await fleet.stop("a")
-        await until(lambda: not b.node.holders(digest))
+        await until(lambda: not b.member.holders(digest))
         with pytest.raises(Unreachable, match="no instance that has it is reachable"):
             await b.want("poet")
         await b.want("chef")
@@ -204,8 +204,8 @@ async def test_an_instance_whose_folder_has_changed_is_no_holder(tmp_path: Path)
         write_folder(Path(a.catalog.get("poet").path), 2)
         with pytest.raises(Unreachable):
             await b.want("poet")
-        assert a.node.holders(digest) == {}
-        assert a.pool.store.answer("b", (KEEP_QUESTION, digest, 5.0)) == (0,)
+        assert a.member.holders(digest) == {}
+        assert a.pool.store.answer("b", (KEEP_QUERY, digest, 5.0)) == (0,)
 
 
 async def test_a_name_that_is_loaded_again_changes_on_all_instances(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ async def test_a_name_that_is_loaded_again_changes_on_all_instances(tmp_path: Pa
         new = await fleet.load(a, "poet", 2)
         assert (await b.want("poet")).spec.digest == new
         await until(lambda: old not in b.stored and not (b.folder / old).exists())
-        assert set(b.node.holders(old)) <= {"a"}
+        assert set(b.member.holders(old)) <= {"a"}
 
 
 async def test_a_name_whose_new_adapter_cannot_be_served_is_not_answered_with_the_old_one(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ async def test_a_name_whose_new_adapter_cannot_be_served_is_not_answered_with_th
         a, b = await fleet.start("a"), await fleet.start("b")
         old = await fleet.load(a, "poet", 1)
         running = a.catalog.pin("poet")
-        b.node.register(RegisteredAdapter("poet", "0" * 64, 8, 2 << 30))
+        b.member.register(RegisteredAdapter("poet", "0" * 64, 8, 2 << 30))
         await until(lambda: not a.knows("poet"))
         assert running.digest == old
         with pytest.raises(AdapterRejected, match="more than"):
@@ -236,7 +236,7 @@ async def test_a_request_gets_the_newest_adapter_of_its_name(tmp_path: Path) -> 
         await fleet.load(a, "poet", 1)
         b.publisher._on_wanted = a.publisher._on_wanted = lambda adapter: None  # no instance adopts it by itself
         new = await a.catalog.load("poet", str(write_folder(tmp_path / "new", 2)), inplace=True)
-        await until(lambda: new.digest in {one.digest for one in b.node.adapters()})
+        await until(lambda: new.digest in {one.digest for one in b.member.adapters()})
         assert b.catalog.get("poet").digest != new.digest
         await b.pool.ensure("poet")
         assert b.catalog.get("poet").digest == new.digest
@@ -264,7 +264,7 @@ async def test_a_download_ends_when_no_request_waits_for_it_any_more(
         await fleet.load(a, "poet", 1)
         await fleet.load(a, "chef", 2)
         with monkeypatch.context() as patch:
-            patch.setattr(b._transfers, "manifest", _no_answer)
+            patch.setattr(b._transfers, "page", _no_answer)
             planned = asyncio.create_task(b.pool.store_planned("chef"))
             first, second = [asyncio.create_task(b.want("poet")) for _ in range(2)]
             await until(lambda: b.pool.downloader.in_progress == 2)
@@ -278,7 +278,7 @@ async def test_a_download_ends_when_no_request_waits_for_it_any_more(
         assert await b.want("poet") is not None
 
 
-async def _no_answer(address: str, digest: str) -> bytes:
+async def _no_answer(*arguments: object) -> bytes:
     await asyncio.Event().wait()
     return b""
 
@@ -287,7 +287,7 @@ async def test_another_name_for_an_adapter_in_a_folder_is_read_from_that_folder(
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b")
         digest = await fleet.load(a, "poet", 1)
-        b.node.register(RegisteredAdapter("bard", digest, 4, a.catalog.get("poet").num_bytes))
+        b.member.register(RegisteredAdapter("bard", digest, 4, a.catalog.get("poet").num_bytes))
         await until(lambda: a.knows("bard"))
         assert (await a.want("bard")).spec.digest == digest
         assert (a.pool.downloader.counts.fetched, a.pool.downloader.counts.failed) == (0, 0)
@@ -297,18 +297,18 @@ async def test_a_name_registered_again_while_its_last_request_runs_is_kept(tmp_p
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b")
         await fleet.load(a, "poet", 1)
-        meaning = b.node.adapter("poet")
+        meaning = b.member.adapter("poet")
         assert meaning is not None
         running = b.catalog.pin("poet")
-        b.node.remove("poet")
-        await until(lambda: a.node.adapter("poet") is None and not a.knows("poet"))
+        b.member.remove("poet")
+        await until(lambda: a.member.adapter("poet") is None and not a.knows("poet"))
         b.publisher.apply_registry_changes({"poet": None})
         await asyncio.sleep(0)  # the unloading has begun
-        b.node.register(meaning)
+        b.member.register(meaning)
         await until(lambda: not b.knows("poet"))
         b.manager.unpin(running)
         await until(lambda: a.knows("poet") and b.knows("poet"))
-        assert a.node.adapter("poet") == b.node.adapter("poet") == meaning
+        assert a.member.adapter("poet") == b.member.adapter("poet") == meaning
 
 
 async def test_a_name_is_unloaded_again_while_the_requests_of_its_former_adapter_run(tmp_path: Path) -> None:
@@ -316,10 +316,10 @@ async def test_a_name_is_unloaded_again_while_the_requests_of_its_former_adapter
         a, b = await fleet.start("a"), await fleet.start("b")
         await fleet.load(a, "poet", 1)
         running = a.catalog.pin("poet")
-        b.node.remove("poet")
+        b.member.remove("poet")
         await until(lambda: not a.knows("poet"))
         await fleet.load(a, "poet", 2)  # not held up by the requests of the first
-        b.node.remove("poet")
+        b.member.remove("poet")
         await until(lambda: not a.knows("poet"))
         a.manager.unpin(running)
         await until(lambda: not len(a.publisher._unloads))
@@ -332,8 +332,8 @@ async def test_a_name_that_is_loaded_here_after_another_instance_removed_it_stay
         a, b = await fleet.start("a"), await fleet.start("b")
         await fleet.load(a, "poet", 1)
         async with a.catalog.changing("poet"):
-            b.node.remove("poet")
-            await until(lambda: a.node.adapter("poet") is None and len(a.publisher._unloads) == 1)
+            b.member.remove("poet")
+            await until(lambda: a.member.adapter("poet") is None and len(a.publisher._unloads) == 1)
             info = a.catalog.get("poet")
             a.publisher.changed("poet", info)
         await until(lambda: not len(a.publisher._unloads))
@@ -345,8 +345,8 @@ async def test_an_instance_is_not_among_its_own_holders(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         a = await fleet.start("a")
         digest = await fleet.load(a, "poet", 1)
-        assert a.node.holders(digest)
-        assert HolderWatch(a.node).holders(digest) == {}
+        assert a.member.holders(digest)
+        assert HolderWatch(a.member).holders(digest) == {}
 
 
 async def test_only_the_bytes_of_removed_names_are_deleted(tmp_path: Path) -> None:
@@ -356,7 +356,7 @@ async def test_only_the_bytes_of_removed_names_are_deleted(tmp_path: Path) -> No
         for name in digests:
             await b.want(name)
         await until(lambda: set(b.stored.digests()) == set(digests.values()))
-        b.node.remove("poet")
+        b.member.remove("poet")
         await b.catalog.unload("poet")
         await until(lambda: b.stored.digests() == [digests["chef"]] and not a.knows("poet"))
         await until(lambda: [path.name for path in b.folder.iterdir()] == [digests["chef"]])
@@ -369,9 +369,9 @@ async def test_only_the_bytes_of_removed_names_are_deleted(tmp_path: Path) -> No
 async def test_an_invalid_digest_is_refused(tmp_path: Path, digest: str) -> None:
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b")
-        a.node.register(RegisteredAdapter("odd", digest or "x", 8, 10))
-        await until(lambda: b.node.protocol.state.refused > 0)
-        assert b.node.adapter("odd") is None
+        a.member.register(RegisteredAdapter("odd", digest or "x", 8, 10))
+        await until(lambda: b.member.protocol.state.refused > 0)
+        assert b.member.adapter("odd") is None
         assert not b.knows("odd")
 
 
@@ -380,26 +380,29 @@ async def test_bytes_are_sent_only_for_signed_requests_and_valid_ranges(tmp_path
         a = await fleet.start("a")
         digest = await fleet.load(a, "poet", 1)
         image = await a.want("poet")
-        ends, hashes, into = [image.spec.num_bytes], list(image.spec.chunks), bytearray(image.spec.num_bytes)
+        size, hashes, into = image.spec.num_bytes, list(image.spec.chunks), bytearray(image.spec.num_bytes)
         where, wires = a.instance.address, [PeerClient(lambda: KEYS, None)]
         ours, right = wires[0], list[None]()
 
-        async def chunks(wire: PeerClient, ends: list[int], hashes: list[bytes]) -> tuple[int, TransferFailure | None]:
+        async def chunks(wire: PeerClient, size: int, hashes: list[bytes]) -> tuple[int, TransferFailure | None]:
             right.clear()
-            trouble = await wire.chunks(where, digest, 0, ends, hashes, memoryview(into), lambda: right.append(None))
-            return len(right), trouble
+            path = f"{PATH}/{digest}?from=0&to={size}"
+            failure = await wire.chunks(where, path, [size], hashes, memoryview(into), lambda: right.append(None))
+            return len(right), failure
+
+        async def manifest(wire: PeerClient, address: str, digest: str) -> bytes | TransferFailure:
+            return await wire.page(address, f"{PATH}/{digest}/manifest", 1 << 20)
 
         wires.append(stranger := PeerClient(lambda: Keyring((b"some other secret of somebody",)), None))
         try:
-            assert await chunks(ours, ends, hashes) == (1, None)
+            assert await chunks(ours, size, hashes) == (1, None)
             assert into == image.data.tobytes()
-            assert await chunks(ours, ends, [b"?" * 32]) == (0, TransferFailure.CORRUPT)
-            beyond = [image.spec.num_bytes + 1]
-            assert await chunks(ours, beyond, hashes) == (0, TransferFailure.FAILED)
-            assert await ours.manifest(where, "0" * 64) is TransferFailure.ABSENT
-            assert await ours.manifest("127.0.0.1:1", digest) is TransferFailure.FAILED
-            assert await stranger.manifest(where, digest) is TransferFailure.FAILED
-            assert await chunks(stranger, ends, hashes) == (0, TransferFailure.FAILED)
+            assert await chunks(ours, size, [b"?" * 32]) == (0, TransferFailure.CORRUPT)
+            assert await chunks(ours, size + 1, hashes) == (0, TransferFailure.FAILED)
+            assert await manifest(ours, where, "0" * 64) is TransferFailure.ABSENT
+            assert await manifest(ours, "127.0.0.1:1", digest) is TransferFailure.FAILED
+            assert await manifest(stranger, where, digest) is TransferFailure.FAILED
+            assert await chunks(stranger, size, hashes) == (0, TransferFailure.FAILED)
         finally:
             for wire in wires:
                 await wire.close()

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from caraserve.cluster.routing.cost import Tier
-from caraserve.cluster.transfer.adapter_store import KEEP_QUESTION, AdapterStore
+from caraserve.cluster.node import disk_bytes
+from caraserve.cluster.state.replicated_map import Tier
+from caraserve.cluster.transfer.adapter_store import KEEP_QUERY, AdapterStore
 from caraserve.cluster.transfer.disk_cache import DiskCache, file_size
 from caraserve.cluster.transfer.upload import UploadsBusy
 from caraserve.core.lora_layout import HostAdapter
 from caraserve.errors import InvalidRequest
-from caraserve.serve_cluster import disk_bytes
 from tests.cluster.images import MODEL, image
 from tests.cluster.nodes import until
-from tests.cluster.pools import Member, pools
+from tests.cluster.pools import PoolInstance, pools
 
 
 async def test_a_copy_is_deleted_only_with_another_holders_promise(tmp_path: Path) -> None:
@@ -27,9 +27,9 @@ async def test_a_copy_is_deleted_only_with_another_holders_promise(tmp_path: Pat
         (a, b, c), digest = await fleet.sharing("a", "b", "c")
         assert await b.pool.store.try_delete(digest)
         assert digest not in b.stored
-        await until(lambda: set(a.node.holders(digest)) == set("ac"))
+        await until(lambda: set(a.member.holders(digest)) == set("ac"))
         await fleet.stop("a")
-        await until(lambda: set(c.node.holders(digest)) == {"c"})
+        await until(lambda: set(c.member.holders(digest)) == {"c"})
         assert not await c.pool.store.try_delete(digest)
         assert digest in c.stored
 
@@ -42,7 +42,7 @@ async def test_a_folder_that_is_gone_is_not_promised(tmp_path: Path) -> None:
         a.pool.store._checked_s.clear()  # what was seen a moment ago is still believed
         assert not await b.pool.store.try_delete(digest)
         assert digest in b.stored
-        await until(lambda: set(b.node.holders(digest)) == {"b"})
+        await until(lambda: set(b.member.holders(digest)) == {"b"})
 
 
 async def test_a_folder_that_was_only_touched_is_promised(tmp_path: Path) -> None:
@@ -71,15 +71,15 @@ async def test_adapters_stored_by_an_earlier_run_are_promised_once_they_have_bee
         assert not _promises(b, wrong)
 
 
-def _promises(member: Member, digest: str) -> bool:
-    return member.pool.store.answer("x", (KEEP_QUESTION, digest, 5.0)) == (1,)
+def _promises(member: PoolInstance, digest: str) -> bool:
+    return member.pool.store.answer("x", (KEEP_QUERY, digest, 5.0)) == (1,)
 
 
 async def test_two_instances_that_both_delete_keep_at_least_one_copy(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         (_, b, c), digest = await fleet.sharing("a", "b", "c")
         await fleet.stop("a")
-        await until(lambda: set(b.node.holders(digest)) == set(c.node.holders(digest)) == set("bc"))
+        await until(lambda: set(b.member.holders(digest)) == set(c.member.holders(digest)) == set("bc"))
         await asyncio.gather(b.pool.store.try_delete(digest), c.pool.store.try_delete(digest))
         assert digest in b.stored or digest in c.stored
 
@@ -87,22 +87,22 @@ async def test_two_instances_that_both_delete_keep_at_least_one_copy(tmp_path: P
 async def test_a_promise_is_kept_after_a_restart(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         (_, b), digest = await fleet.sharing("a", "b")
-        assert b.pool.store.answer("a", (KEEP_QUESTION, digest, 30.0)) == (1,)
+        assert b.pool.store.answer("a", (KEEP_QUERY, digest, 30.0)) == (1,)
         await fleet.stop("b")
         b = await fleet.start("b")
-        await until(lambda: "a" in b.node.holders(digest))
+        await until(lambda: "a" in b.member.holders(digest))
         assert not await b.pool.store.try_delete(digest)
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        (KEEP_QUESTION,),
-        (KEEP_QUESTION, "d"),
-        (KEEP_QUESTION, 1, 2),
-        (KEEP_QUESTION, "d", "x"),
-        (KEEP_QUESTION, "d", -1.0),
-        (KEEP_QUESTION, "?", 5.0),
+        (KEEP_QUERY,),
+        (KEEP_QUERY, "d"),
+        (KEEP_QUERY, 1, 2),
+        (KEEP_QUERY, "d", "x"),
+        (KEEP_QUERY, "d", -1.0),
+        (KEEP_QUERY, "?", 5.0),
     ],
 )
 async def test_only_held_adapters_are_promised(tmp_path: Path, body: tuple[str | int | float, ...]) -> None:
@@ -124,7 +124,7 @@ async def test_a_full_disk_cache_deletes_the_least_recently_used_adapter_that_ot
             await until(lambda digest=digest: digest in b.stored)
         assert b.stored.digests() == others
         await until(lambda: sum(path.stat().st_size for path in b.folder.iterdir()) == 2 * size)
-        await until(lambda: set(a.node.holders(first)) == {"a"})
+        await until(lambda: set(a.member.holders(first)) == {"a"})
 
 
 async def test_an_adapter_without_room_on_disk_is_served_and_not_held(tmp_path: Path) -> None:
@@ -133,8 +133,8 @@ async def test_an_adapter_without_room_on_disk_is_served_and_not_held(tmp_path: 
         digest = await fleet.load(a, "poet", 1)
         await b.want("poet")
         await until(lambda: b.pool.store.cache_full == 1)
-        assert set(b.node.holders(digest)) == {"a"}
-        assert b.pool.store.answer("a", (KEEP_QUESTION, digest, 5.0)) == (0,)
+        assert set(b.member.holders(digest)) == {"a"}
+        assert b.pool.store.answer("a", (KEEP_QUERY, digest, 5.0)) == (0,)
 
 
 async def test_concurrent_writes_do_not_exceed_the_disk_caches_size(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ async def test_an_adapter_that_cannot_be_advertised_is_still_stored(
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b")
         digest = await fleet.load(a, "poet", 1)
-        monkeypatch.setattr(b.node, "advertise", _full)
+        monkeypatch.setattr(b.member, "advertise", _full)
         await b.want("poet")
         await until(lambda: b.pool.store.announce_failures == 1)
         assert digest in b.stored
@@ -210,7 +210,7 @@ async def test_an_image_whose_upload_was_cancelled_before_the_read_ended_is_free
         await until(lambda: not uploads._reads)  # sooner than one that was used
 
 
-async def _borrow(member: Member, digest: str) -> None:
+async def _borrow(member: PoolInstance, digest: str) -> None:
     async with member.pool.store.uploads.image_of(digest):
         pass
 

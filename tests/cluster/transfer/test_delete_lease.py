@@ -57,7 +57,7 @@ class HoldersOfOneDigest(RuleBasedStateMachine):
     def restart(self, who: int) -> None:
         old, new = self.copies[who], DeleteLeases()
         held = {DIGEST} if old.has(DIGEST) else set()
-        new.restore(held, dict.fromkeys(held, TTL_S), self.now)
+        new.restore(held, TTL_S, self.now)
         new._number = old._number  # questions of an earlier run arrive nowhere: their connection ended with it
         self.copies[who] = new
 
@@ -121,7 +121,7 @@ def test_a_promise_that_came_too_late_is_ignored() -> None:
 
 def test_after_a_restart_a_copy_is_kept_as_long_as_any_promise_may_last() -> None:
     new = DeleteLeases()
-    new.restore({DIGEST}, {DIGEST: TTL_S}, 100.0)
+    new.restore({DIGEST}, TTL_S, 100.0)
     assert new.start_delete(DIGEST, TTL_S, 109.0) is None
     assert new.start_delete(DIGEST, TTL_S, 110.1) is not None
 

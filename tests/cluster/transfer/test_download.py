@@ -4,15 +4,17 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
 
-from caraserve.cluster.routing.cost import Tier
+from caraserve.cluster.membership.peer_client import TransferFailure
+from caraserve.cluster.state.replicated_map import Tier
 from caraserve.cluster.transfer.download import Downloader
-from caraserve.cluster.transfer.peer_client import TransferFailure
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.errors import AdapterRejected, Unreachable
 from caraserve.lora.manifest import chunk_ends, manifest_of
@@ -36,7 +38,7 @@ class Peer:
         self.answers.set()
 
     async def give(
-        self, digest: str, start: int, ends: Sequence[int], into: memoryview, on_verified: Callable[[], None]
+        self, digest: str, start: int, sizes: Sequence[int], into: memoryview, on_verified: Callable[[], None]
     ) -> TransferFailure | None:
         if self.is_dead:
             return TransferFailure.FAILED
@@ -46,7 +48,7 @@ class Peer:
         if self.is_wrong:
             into[:1] = b"?"
             return TransferFailure.CORRUPT
-        for at, (begin, end) in enumerate(zip((start, *ends), ends, strict=False)):
+        for at, (begin, end) in enumerate(pairwise(accumulate(sizes, initial=start))):
             if at == self.most:
                 await asyncio.Event().wait()
             if self.dies_after is not None and len(self.given) >= self.dies_after:
@@ -77,8 +79,8 @@ class World:
     async def wait_for_change(self, timeout_s: float) -> None:
         await asyncio.sleep(min(timeout_s, 0.02))
 
-    async def manifest(self, address: str, digest: str) -> bytes | TransferFailure:
-        peer = self.peers[address]
+    async def page(self, address: str, path: str, most_bytes: int) -> bytes | TransferFailure:
+        peer, digest = self.peers[address], path.split("/")[3]
         self.manifests[address] += 1
         if peer.is_dead:
             return TransferFailure.FAILED
@@ -89,28 +91,34 @@ class World:
     async def chunks(
         self,
         address: str,
-        digest: str,
-        start: int,
-        ends: Sequence[int],
+        path: str,
+        sizes: Sequence[int],
         hashes: Sequence[bytes],
         into: memoryview,
         on_verified: Callable[[], None],
     ) -> TransferFailure | None:
-        self.in_progress += ends[-1] - start
+        match = re.fullmatch(r"/cluster/adapters/(\w+)\?from=(\d+)&to=(\d+)", path)
+        assert match is not None
+        assert int(match[3]) - int(match[2]) == sum(sizes)
+        self.in_progress += sum(sizes)
         self.most_in_progress = max(self.most_in_progress, self.in_progress)
         await asyncio.sleep(0)
         await self.peers[address].answers.wait()
-        self.in_progress -= ends[-1] - start
-        return await self.peers[address].give(digest, start, ends, into, on_verified)
+        self.in_progress -= sum(sizes)
+        return await self.peers[address].give(match[1], int(match[2]), sizes, into, on_verified)
 
 
 HELD = image(rank=64, seed=1)
 CHUNKS = len(chunk_ends(HELD.spec.layer_ends))
 
 
+async def fetch(downloader: Downloader, held: HostAdapter = HELD) -> HostAdapter:
+    return await downloader.fetch(held.spec.digest, aligned_bytes(held.spec.num_bytes))
+
+
 async def fetched(world: World, held: HostAdapter = HELD, patience_s: float = 0.3) -> HostAdapter:
     downloader = Downloader(world, world, MODEL, patience_s=patience_s)
-    got = await downloader.fetch(held.spec.digest, aligned_bytes(held.spec.num_bytes))
+    got = await fetch(downloader, held)
     assert got.spec == held.spec
     assert np.array_equal(got.data, held.data)
     assert downloader.counts.num_bytes == held.spec.num_bytes
@@ -130,9 +138,8 @@ async def test_a_slow_holder_is_replaced_by_another_one() -> None:
     slow = Peer(HELD)
     slow.answers.clear()
     world = World(a=slow, b=Peer(HELD))
-    downloader = Downloader(world, world, MODEL, slow_s=0.05)
     async with asyncio.timeout(5):
-        await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+        await fetch(Downloader(world, world, MODEL, slow_s=0.05))
     assert slow.given == []
 
 
@@ -140,9 +147,8 @@ async def test_a_manifest_that_does_not_come_is_requested_from_another_holder() 
     silent = Peer(HELD)
     silent.is_silent = True
     world = World(a=silent, b=Peer(HELD))
-    downloader = Downloader(world, world, MODEL, slow_s=0.05)
     async with asyncio.timeout(5):
-        await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+        await fetch(Downloader(world, world, MODEL, slow_s=0.05))
     assert world.manifests == {"a": 1, "b": 1}
 
 
@@ -154,9 +160,7 @@ async def slow_downloads(*more: HostAdapter) -> AsyncIterator[tuple[World, Downl
     slow.answers.clear()
     world = World(a=slow)
     downloader = Downloader(world, world, MODEL)
-    stuck = [
-        asyncio.create_task(downloader.fetch(one.spec.digest, aligned_bytes(one.spec.num_bytes))) for one in adapters
-    ]
+    stuck = [asyncio.create_task(fetch(downloader, one)) for one in adapters]
     await until(lambda: world.manifests["a"] == len(adapters) and world.in_progress > 0)
     async with asyncio.timeout(3):
         yield world, downloader
@@ -169,7 +173,7 @@ async def slow_downloads(*more: HostAdapter) -> AsyncIterator[tuple[World, Downl
 async def test_slow_runs_from_one_holder_leave_places_for_others() -> None:
     async with slow_downloads() as (world, downloader):
         world.peers["b"] = Peer(HELD)
-        await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+        await fetch(downloader)
 
 
 async def test_slow_runs_from_several_only_holders_do_not_keep_all_places() -> None:
@@ -181,9 +185,9 @@ async def test_slow_runs_from_several_only_holders_do_not_keep_all_places() -> N
     downloader = Downloader(world, world, MODEL, slow_s=0.1)
     async with asyncio.timeout(5), asyncio.TaskGroup() as group:
         for one in adapters:
-            group.create_task(downloader.fetch(one.spec.digest, aligned_bytes(one.spec.num_bytes)))
+            group.create_task(fetch(downloader, one))
         await until(downloader._runs.locked)
-        await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+        await fetch(downloader)
         assert downloader.counts.fetched == 1
         for peer in world.peers.values():
             peer.answers.set()
@@ -194,7 +198,7 @@ async def test_slow_runs_from_several_only_holders_do_not_keep_all_places() -> N
 async def test_an_adapter_does_not_wait_for_a_place_once_others_have_sent_it() -> None:
     async with slow_downloads(HELD) as (world, downloader):
         world.peers["b"] = Peer(HELD)
-        await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+        await fetch(downloader)
         assert len(world.peers["b"].given) == CHUNKS
 
 
@@ -203,7 +207,7 @@ async def test_a_busy_holder_is_asked_again_while_another_has_no_place() -> None
         downloader._slow_s = 0.05
         world.peers["b"] = Peer(HELD)
         world.peers["b"].busy_times = 2
-        await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+        await fetch(downloader)
 
 
 async def test_slow_holders_that_send_some_chunks_do_not_count_as_failed() -> None:
@@ -213,18 +217,18 @@ async def test_slow_holders_that_send_some_chunks_do_not_count_as_failed() -> No
         peer.most = 1
     downloader = Downloader(world, world, MODEL, slow_s=0.02)
     async with asyncio.timeout(30):
-        got = await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+        got = await fetch(downloader)
     assert np.array_equal(got.data, HELD.data)
 
 
 async def test_a_holder_that_failed_once_after_the_patience_is_tried_again() -> None:
     class Late(World):
-        async def manifest(self, address: str, digest: str) -> bytes | TransferFailure:
+        async def page(self, address: str, path: str, most_bytes: int) -> bytes | TransferFailure:
             if not self.manifests[address]:
                 self.manifests[address] += 1
                 await asyncio.sleep(0.1)
                 return TransferFailure.FAILED
-            return await super().manifest(address, digest)
+            return await super().page(address, path, most_bytes)
 
     await fetched(Late(a=Peer(HELD)), patience_s=0.05)
 
@@ -233,8 +237,7 @@ async def test_the_chunks_that_a_slow_holder_did_not_send_come_from_another() ->
     slow, fast = Peer(HELD), Peer(HELD)
     slow.most = 1
     world = World(a=slow, b=fast)
-    downloader = Downloader(world, world, MODEL, slow_s=0.1)
-    await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+    await fetch(Downloader(world, world, MODEL, slow_s=0.1))
     assert (len(slow.given), len(fast.given)) == (1, CHUNKS - 1)
 
 
@@ -244,7 +247,7 @@ async def test_a_slow_holder_is_waited_for_if_it_is_the_only_one() -> None:
     world = World(a=slow)
     asyncio.get_running_loop().call_later(0.2, slow.answers.set)
     downloader = Downloader(world, world, MODEL, slow_s=0.01)
-    await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+    await fetch(downloader)
     assert downloader.counts.fetched == 1
 
 
@@ -273,13 +276,13 @@ async def test_layers_are_reported_once_all_layers_before_them_are_there() -> No
         assert layers == in_row(first.given + second.given)
         told.append(layers)
 
-    fetch = asyncio.create_task(
+    download = asyncio.create_task(
         Downloader(world, world, MODEL).fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes), came)
     )
     await until(lambda: len(second.given) == CHUNKS - 4)
     assert told == []
     first.answers.set()
-    await fetch
+    await download
     assert told == sorted(set(told))
     assert told[-1] == MODEL.layers
 
@@ -316,7 +319,7 @@ async def test_a_holder_that_sent_wrong_bytes_twice_is_banned() -> None:
     wrong.is_wrong = True
     for _ in range(2):
         with pytest.raises(Unreachable):
-            await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+            await fetch(downloader)
     assert world.manifests["a"] == 2
 
 
@@ -325,7 +328,7 @@ async def test_an_invalid_manifest_is_each_holders_failure_and_not_the_servers()
     digest = hashlib.sha256(body).hexdigest()
 
     class Crafted(World):
-        async def manifest(self, address: str, digest: str) -> bytes | TransferFailure:
+        async def page(self, address: str, path: str, most_bytes: int) -> bytes | TransferFailure:
             self.manifests[address] += 1
             return body
 
@@ -344,9 +347,9 @@ async def test_a_ban_ends_after_a_minute() -> None:
     world = World(a=wrong)
     downloader = Downloader(world, world, MODEL, now=lambda: now_s, patience_s=0.0)
     with pytest.raises(Unreachable):
-        await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+        await fetch(downloader)
     wrong.is_wrong, now_s = False, 61.0
-    await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+    await fetch(downloader)
 
 
 async def test_a_busy_holder_is_waited_for() -> None:
@@ -368,7 +371,7 @@ async def test_a_download_without_a_holder_that_sends_fails_and_is_counted(names
         peer.is_dead = True
     downloader = Downloader(world, world, MODEL, patience_s=0.1)
     with pytest.raises(Unreachable, match="cannot be downloaded now") as caught:
-        await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+        await fetch(downloader)
     assert caught.value.status == 503
     assert (downloader.counts.fetched, downloader.counts.failed, downloader.in_progress) == (0, 1, 0)
 
@@ -377,7 +380,7 @@ async def test_the_bytes_in_progress_of_all_downloads_are_bounded() -> None:
     held = [image(rank=64, seed=seed) for seed in range(6)]
     world = World(**{f"{index}-{copy}": Peer(one) for index, one in enumerate(held) for copy in range(3)})
     downloader = Downloader(world, world, MODEL)
-    await asyncio.gather(*(downloader.fetch(one.spec.digest, aligned_bytes(one.spec.num_bytes)) for one in held))
+    await asyncio.gather(*(fetch(downloader, one) for one in held))
     assert world.most_in_progress <= 8 * 4 * (1 << 20)
     assert downloader.counts.fetched == 6
 

@@ -6,13 +6,12 @@ from random import Random
 
 import pytest
 
-from caraserve.cluster.placement.migration import MigrationLimits, MoveScheduler
-from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan
-from caraserve.cluster.placement.shares import Share
+from caraserve.cluster.routing.placement_plan import PlacementPlan
+from caraserve.cluster.routing.shares import Share
 from caraserve.cluster.transfer.delete_lease import DeleteLeases
+from caraserve.cluster.transfer.reconciler import is_elsewhere
 
 NAMES = ("a", "b", "c")
-ADAPTER = AdapterDemand("x", 8, 10, 1.0)
 TTL_S = 30.0
 WALKS, STEPS = 150, 150
 
@@ -20,9 +19,8 @@ WALKS, STEPS = 150, 150
 class Instance:
     """One instance: its own copies, and its possibly outdated view of the other holders."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self) -> None:
         self.copies = DeleteLeases()
-        self.mover = MoveScheduler(name, MigrationLimits())
         self.view: set[str] = set()
 
 
@@ -31,7 +29,7 @@ class Fleet:
 
     def __init__(self, rng: Random) -> None:
         self.rng, self.now, self.epoch = rng, 0.0, 0
-        self.instances = {name: Instance(name) for name in NAMES}
+        self.instances = {name: Instance() for name in NAMES}
         self.cut: set[str] = set()  # those that reach only one another
         self.answers: list[Callable[[], None]] = []  # on their way
         self.instances["a"].copies.verified("x")
@@ -51,17 +49,14 @@ class Fleet:
 
     def fetches(self, who: str) -> None:
         one = self.instances[who]
-        held = {"x"} if one.copies.has("x") else set()
-        for _ in one.mover.fetches(self.plan(), held, {"x": ADAPTER}, self.now):
-            if any(self.reaches(who, other) and self.instances[other].copies.has("x") for other in NAMES):
-                one.copies.verified("x")
-            one.mover.done("x")
+        sources = [name for name in NAMES if self.reaches(who, name) and self.instances[name].copies.has("x")]
+        if who in self.plan().instances("x") and sources:
+            one.copies.verified("x")
 
     def lets_go(self, who: str) -> None:
         one = self.instances[who]
-        held = {"x"} if one.copies.has("x") else set()
         holders = sorted(one.view - {who})
-        if not holders or not one.mover.drops(self.plan(), held, {"x": one.view | {who}}):
+        if not holders or not one.copies.has("x") or not is_elsewhere(self.plan(), "x", who, one.view | {who}):
             return
         number = one.copies.start_delete("x", TTL_S, self.now)
         other = self.rng.choice(holders)
@@ -92,16 +87,15 @@ class Fleet:
     def restarts(self, who: str) -> None:
         """Restarts an instance. It restores its files and keeps them as long as it may have promised; answers to its
         earlier run are lost."""
-        old, self.instances[who] = self.instances[who], Instance(who)
-        held = {"x"} if old.copies.has("x") else set()
-        self.instances[who].copies.restore(held, dict.fromkeys(held, TTL_S), self.now)
+        old, self.instances[who] = self.instances[who], Instance()
+        self.instances[who].copies.restore(old.copies.digests(), TTL_S, self.now)
 
     def loses_its_disk(self, who: str) -> None:
         """Loses an instance's disk, if another one has a copy that it is not about to delete: otherwise no rule could
         keep the adapter."""
         others = [self.instances[name].copies for name in NAMES if name != who]
         if self.rng.random() < 0.2 and any(copies.has("x") and "x" not in copies._asked for copies in others):
-            self.instances[who] = Instance(who)
+            self.instances[who] = Instance()
 
     def reaches(self, who: str, whom: str) -> bool:
         return (who in self.cut) == (whom in self.cut)

@@ -15,20 +15,22 @@ from caraserve.errors import AdapterBusy, AdapterRejected, CaraServeError, NotFo
 from caraserve.lora import upload_folders
 from caraserve.lora.registry import AdapterInfo
 from tests.cluster.nodes import until
-from tests.cluster.pools import Member, Pools, pools, write_folder
+from tests.cluster.pools import PoolInstance, Pools, pools, write_folder
 
 PIRATE = RegisteredAdapter("pirate", "f" * 64, 8, 1000)
 
 
 @asynccontextmanager
-async def pirated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Pools, Member, Member, str]]:
+async def pirated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[Pools, PoolInstance, PoolInstance, str]]:
     """Yields two instances, of which the first loads a folder, and the second then gives its name another meaning."""
     monkeypatch.setattr(adapter_pool, "_SWEEP_S", 0.02)
     monkeypatch.setattr(replaced_folders, "_NEVER_HELD_S", 0.2)
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b")
         digest = await fleet.load(a, "pirate", 1)
-        b.node.register(PIRATE)
+        b.member.register(PIRATE)
         await until(lambda: a.catalog.get("pirate").digest == PIRATE.digest)
         assert not a.pool.can_get("pirate")
         yield fleet, a, b, digest
@@ -54,9 +56,9 @@ async def test_a_name_that_is_removed_meanwhile_stays_removed(tmp_path: Path, mo
         a, b = await fleet.start("a"), await fleet.start("b")
         await fleet.load(a, "pirate", 1)
         monkeypatch.setattr(a.pool._replaced, "_is_lost", lambda name: False)
-        b.node.register(PIRATE)
+        b.member.register(PIRATE)
         await until(lambda: a.catalog.get("pirate").digest == PIRATE.digest)
-        b.node.remove("pirate")
+        b.member.remove("pirate")
         await until(lambda: not a.knows("pirate"))
         monkeypatch.setattr(a.pool._replaced, "_is_lost", lambda name: True)
         await a.pool._replaced.restore()

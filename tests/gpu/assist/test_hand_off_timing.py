@@ -13,7 +13,7 @@ from caraserve.cpu import handoff
 from caraserve.cpu.lora_workers.timing import RoundTrip
 from caraserve.gpu.driver.api import DriverError
 from tests.gpu.host_backend import PATIENCE_S, Host, alone, host_tier
-from tests.gpu.host_device import HostDriver
+from tests.gpu.host_driver import HostDriver
 from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle.subject import Subject
 
@@ -77,7 +77,7 @@ def test_no_time_is_given_for_a_worker_that_has_vanished(subject: Subject, monke
 
     with loaded_host(subject) as host:
         start_worker(host)
-        words = host.parts.assist_resources.region.blocks.view(np.int64)
+        words = host.parts.region.blocks.view(np.int64)
         present = int(words[handoff.INCARNATION // 8])
 
         def without_it(driver: HostDriver, graph: Any, stream: Any) -> None:

@@ -10,49 +10,49 @@ import numpy as np
 import pytest
 
 from caraserve.cpu import handoff
-from caraserve.gpu.assist.work_orders import split_rows
+from caraserve.gpu.kernels.work_orders import split_rows
 from caraserve.model.dtype import Dtype
-from tests.gpu.desk import ARRIVED, AWAITED, BY_DEVICE, BY_WORKERS, LOST, TOKENS, Desk, comes_true
+from tests.gpu.hand_offs import ARRIVED, AWAITED, BY_DEVICE, BY_WORKERS, LOST, TOKENS, HandOff, comes_true
 
 TOLERANCE = {Dtype.F32: 1e-6, Dtype.BF16: 2**-8, Dtype.F16: 2**-11}
 SHORT_NS = 30_000_000
 
 
 @pytest.fixture(scope="module")
-def desks() -> Iterator[dict[int, Desk]]:
-    """Yields a `Desk` by number of workers."""
-    made = {workers: Desk(workers) for workers in (1, 2)}
+def hand_offs() -> Iterator[dict[int, HandOff]]:
+    """Yields a `HandOff` by number of workers."""
+    made = {workers: HandOff(workers) for workers in (1, 2)}
     yield made
-    for desk in made.values():
-        desk.close()
+    for hand_off in made.values():
+        hand_off.close()
 
 
 @pytest.fixture
-def pair(desks: dict[int, Desk]) -> Desk:
-    return fresh(desks[2])
+def pair(hand_offs: dict[int, HandOff]) -> HandOff:
+    return fresh(hand_offs[2])
 
 
 @pytest.fixture
-def alone(desks: dict[int, Desk]) -> Desk:
-    return fresh(desks[1])
+def alone(hand_offs: dict[int, HandOff]) -> HandOff:
+    return fresh(hand_offs[1])
 
 
-def fresh(desk: Desk) -> Desk:
-    desk.await_all()
-    desk.workers.keep_awake(True)
-    desk.arrived[0], desk.errors[0], desk.activation = 0, 0, Dtype.F32
-    return desk
+def fresh(hand_off: HandOff) -> HandOff:
+    hand_off.await_all()
+    hand_off.workers.keep_awake(True)
+    hand_off.arrived[0], hand_off.errors[0], hand_off.activation = 0, 0, Dtype.F32
+    return hand_off
 
 
-def check_sum(desk: Desk) -> None:
-    expected = desk.expected()
-    deltas = expected - desk.exact(desk.before)  # rounded for the link, before the sum is
-    allowed = TOLERANCE[desk.activation] * (np.maximum(np.abs(expected), 1) + np.abs(deltas)) + 1e-5
-    assert (np.abs(desk.exact(desk.y) - expected) <= allowed).all()
+def check_sum(hand_off: HandOff) -> None:
+    expected = hand_off.expected()
+    deltas = expected - hand_off.exact(hand_off.before)  # rounded for the link, before the sum is
+    allowed = TOLERANCE[hand_off.activation] * (np.maximum(np.abs(expected), 1) + np.abs(deltas)) + 1e-5
+    assert (np.abs(hand_off.exact(hand_off.y) - expected) <= allowed).all()
 
 
 @pytest.mark.parametrize("activation", Dtype)
-def test_deltas_of_all_workers_are_added(pair: Desk, activation: Dtype) -> None:
+def test_deltas_of_all_workers_are_added(pair: HandOff, activation: Dtype) -> None:
     pair.activation = activation
     pair.begin()
     assert pair.publish() == BY_WORKERS
@@ -64,7 +64,7 @@ def test_deltas_of_all_workers_are_added(pair: Desk, activation: Dtype) -> None:
     assert pair.counter[0] == 0
 
 
-def test_a_projection_without_an_adapter_is_not_touched(pair: Desk) -> None:
+def test_a_projection_without_an_adapter_is_not_touched(pair: HandOff) -> None:
     for deltas in pair.deltas:
         deltas[:] = 0xFF  # NaN, visible wherever it is added
     pair.begin()
@@ -75,7 +75,7 @@ def test_a_projection_without_an_adapter_is_not_touched(pair: Desk) -> None:
     assert pair.y[:, 140:204].tobytes() == pair.before[:, 140:204].tobytes()
 
 
-def test_x_is_visible_before_the_flag(pair: Desk) -> None:
+def test_x_is_visible_before_the_flag(pair: HandOff) -> None:
     """Repeats a hand-off with different x: a worker or a sum that started too early would use an older one."""
     for round_ in range(60):
         pair.begin(seed=round_, rings=round_ % 2 == 0)
@@ -85,7 +85,7 @@ def test_x_is_visible_before_the_flag(pair: Desk) -> None:
         check_sum(pair)
 
 
-def test_a_stream_may_wait_for_the_completion_counter_instead(pair: Desk) -> None:
+def test_a_stream_may_wait_for_the_completion_counter_instead(pair: HandOff) -> None:
     """The counter is set when the last worker is done, and not before."""
     pair.begin()
     before = int(pair.words.y_flag[0])
@@ -102,7 +102,7 @@ def test_a_stream_may_wait_for_the_completion_counter_instead(pair: Desk) -> Non
     check_sum(pair)
 
 
-def test_weights_that_have_arrived_are_used(pair: Desk) -> None:
+def test_weights_that_have_arrived_are_used(pair: HandOff) -> None:
     """No worker is asked, and a stream that waits for the completion counter continues."""
     pair.arrived[0] = ARRIVED
     pair.begin()
@@ -115,7 +115,7 @@ def test_weights_that_have_arrived_are_used(pair: Desk) -> None:
     assert [pair.word(worker, handoff.REQUEST) for worker in range(2)] == asked
 
 
-def test_weights_that_arrive_while_the_workers_compute_are_used(alone: Desk) -> None:
+def test_weights_that_arrive_while_the_workers_compute_are_used(alone: HandOff) -> None:
     alone.begin()
     os.kill(alone.pid(), signal.SIGSTOP)
     try:
@@ -129,7 +129,7 @@ def test_weights_that_arrive_while_the_workers_compute_are_used(alone: Desk) -> 
     assert alone.y.tobytes() == alone.before.tobytes()
 
 
-def test_without_workers_the_device_waits_for_the_weights(alone: Desk) -> None:
+def test_without_workers_the_device_waits_for_the_weights(alone: HandOff) -> None:
     alone.begin(asks=False)
     assert alone.publish() == AWAITED
     threading.Timer(0.02, alone.arrived.fill, [ARRIVED]).start()
@@ -143,7 +143,7 @@ def test_without_workers_the_device_waits_for_the_weights(alone: Desk) -> None:
     assert alone.y.tobytes() == alone.before.tobytes()
 
 
-def test_an_order_of_zeros_waits_for_nothing(alone: Desk) -> None:
+def test_an_order_of_zeros_waits_for_nothing(alone: HandOff) -> None:
     """The adapter has no module there."""
     alone.begin()
     alone.order[:] = 0
@@ -154,7 +154,7 @@ def test_an_order_of_zeros_waits_for_nothing(alone: Desk) -> None:
     assert alone.errors[0] == 0
 
 
-def test_a_late_worker_is_not_asked_again(alone: Desk) -> None:
+def test_a_late_worker_is_not_asked_again(alone: HandOff) -> None:
     """Its slice is not changed before it is done; the layer waits for its weights."""
     alone.begin()
     os.kill(alone.pid(), signal.SIGSTOP)
@@ -175,7 +175,7 @@ def test_a_late_worker_is_not_asked_again(alone: Desk) -> None:
         os.kill(alone.pid(), signal.SIGCONT)
 
 
-def test_a_deadline_ends_the_wait(alone: Desk) -> None:
+def test_a_deadline_ends_the_wait(alone: HandOff) -> None:
     alone.begin(deadline_ns=SHORT_NS)
     os.kill(alone.pid(), signal.SIGSTOP)
     try:
@@ -190,7 +190,7 @@ def test_a_deadline_ends_the_wait(alone: Desk) -> None:
     assert alone.errors[0] == 1
 
 
-def test_a_watchdog_ends_the_wait_and_stops_later_hand_offs(alone: Desk) -> None:
+def test_a_watchdog_ends_the_wait_and_stops_later_hand_offs(alone: HandOff) -> None:
     alone.begin()
     os.kill(alone.pid(), signal.SIGSTOP)
     try:
@@ -208,7 +208,7 @@ def test_a_watchdog_ends_the_wait_and_stops_later_hand_offs(alone: Desk) -> None
     assert alone.word(0, handoff.REQUEST) == asked
 
 
-def test_a_killed_worker_makes_the_layer_wait_for_its_weights(pair: Desk) -> None:
+def test_a_killed_worker_makes_the_layer_wait_for_its_weights(pair: HandOff) -> None:
     """The next layer has a new worker."""
     pair.begin()
     killed = pair.pid(1)
@@ -228,7 +228,7 @@ def test_a_killed_worker_makes_the_layer_wait_for_its_weights(pair: Desk) -> Non
     check_sum(pair)
 
 
-def test_a_worker_killed_at_any_moment_adds_all_or_nothing(pair: Desk) -> None:
+def test_a_worker_killed_at_any_moment_adds_all_or_nothing(pair: HandOff) -> None:
     outcomes = set()
     for round_ in range(6):  # workers that die often are replaced slowly, so more rounds would take long
         pair.await_all()
@@ -245,7 +245,7 @@ def test_a_worker_killed_at_any_moment_adds_all_or_nothing(pair: Desk) -> None:
     assert outcomes <= {BY_WORKERS, LOST}
 
 
-def test_a_worker_without_a_process_is_not_asked(alone: Desk) -> None:
+def test_a_worker_without_a_process_is_not_asked(alone: HandOff) -> None:
     alone.begin(deadline_ns=SHORT_NS)
     present = alone.word(0, handoff.INCARNATION)
     alone.blocks[0, handoff.INCARNATION // 8] = 0
@@ -256,7 +256,7 @@ def test_a_worker_without_a_process_is_not_asked(alone: Desk) -> None:
         alone.blocks[0, handoff.INCARNATION // 8] = present
 
 
-def test_numbers_and_generations_wrap(pair: Desk) -> None:
+def test_numbers_and_generations_wrap(pair: HandOff) -> None:
     """Generations are 32-bit words. Numbers of hand-offs have 64 bits and pass 2^32 without wrapping."""
     pair.number = pair.generation = (1 << 32) - 3
     for round_ in range(6):
@@ -269,7 +269,7 @@ def test_numbers_and_generations_wrap(pair: Desk) -> None:
     assert pair.generation == 3
 
 
-def test_a_worker_stays_awake_for_a_device_that_cannot_wake_it(alone: Desk) -> None:
+def test_a_worker_stays_awake_for_a_device_that_cannot_wake_it(alone: HandOff) -> None:
     def is_asleep() -> bool:
         return alone.workers.states()[0].is_asleep
 
@@ -286,7 +286,7 @@ def test_a_worker_stays_awake_for_a_device_that_cannot_wake_it(alone: Desk) -> N
 def test_rows_are_split_without_gaps() -> None:
     for most in range(1, TOKENS + 2):
         for workers in (1, 2, 7):
-            pieces = split_rows(TOKENS, most, workers)
-            assert [first for first, _ in pieces] == list(np.cumsum([0, *(rows for _, rows in pieces)])[:-1])
-            assert sum(rows for _, rows in pieces) == TOKENS
-            assert len(pieces) == min(-(-TOKENS // most), workers)
+            parts = split_rows(TOKENS, most, workers)
+            assert [first for first, _ in parts] == list(np.cumsum([0, *(rows for _, rows in parts)])[:-1])
+            assert sum(rows for _, rows in parts) == TOKENS
+            assert len(parts) == min(-(-TOKENS // most), workers)

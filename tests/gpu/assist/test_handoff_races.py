@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from caraserve.cpu import handoff
-from caraserve.gpu.driver import nvrtc
+from caraserve.gpu.kernels import cuda_sources
 from caraserve.model.dtype import Dtype
 from tests.gpu.emulator import TYPES
 
@@ -33,9 +33,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if reason := missing():
         pytest.fail(reason)
     folder = tmp_path_factory.mktemp("races")
-    for file, text in nvrtc.sources("handoff").items():
+    for file, text in cuda_sources.sources("handoff").items():
         (folder / file).write_text(text, encoding="utf-8")
-    constants = {**nvrtc.definitions(Dtype.F32), **{name: getattr(handoff, name) for name in _OWN}}
+    constants = {**cuda_sources.definitions(Dtype.F32), **{name: getattr(handoff, name) for name in _OWN}}
     macros = [f"-D{name}={value}" for name, value in constants.items()]
     command = ["g++", *_FLAGS, "-Wno-unused-function", *macros, f"-I{folder}", f"-I{TYPES.parent}", str(_MAIN)]
     done = subprocess.run([*command, "-o", str(folder / "program")], capture_output=True, text=True, check=False)

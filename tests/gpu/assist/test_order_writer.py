@@ -8,17 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from caraserve.bench.gpu.backends import shape_spec
-from caraserve.bench.synthetic import Shape
+from caraserve.bench.synthetic import Shape, shape_spec
 from caraserve.core.lora_layout import GROUPS
 from caraserve.cpu import handoff
-from caraserve.gpu.assist.handshake import SyncSlot, WorkerStatus
+from caraserve.gpu.assist.lane import AssistedChunk
 from caraserve.gpu.assist.order_writer import ChunkOrders, WorkOrderWriter
-from caraserve.gpu.assist.work_orders import work_order_bytes
-from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS, AssistedChunk
+from caraserve.gpu.kernels.work_orders import work_order_bytes
 from caraserve.gpu.memory.adapters import RegisteredMemory
-from caraserve.gpu.memory.host_memory import HostRegion, delta_bytes, x_bytes, x_stride
+from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS, HostRegion, delta_bytes, x_bytes, x_stride
 from caraserve.gpu.memory.link_queue import LoraSource
+from caraserve.gpu.memory.sync_slots import SyncSlot
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES
 from caraserve.profiling.microbench import adapter_spec
@@ -50,10 +49,9 @@ def write(
     adapter: Any = SimpleNamespace(spec=adapter_spec(SPEC, Dtype.F16, 8, LAYERS, SITES), data=region.arena)
     slot = SyncSlot.at(buffers.sync_slot, LAYERS * len(GROUPS), GENERATION)
     chunk = AssistedChunk(1, slot, sources, groups, READY, 5)
-    statuses = [WorkerStatus(worker, 1, is_idle=worker < idle) for worker in range(WORKERS)]
     writer = WorkOrderWriter(SPEC, region, memory, dtype)
-    writer.write(chunk, adapter, ASSISTED_CHUNK_TOKENS, statuses, lambda rank: 1)
-    return writer.write(chunk, adapter, ASSISTED_CHUNK_TOKENS, statuses, lambda rank: 1)
+    writer.write(chunk, adapter, ASSISTED_CHUNK_TOKENS, range(idle), lambda rank: 1)
+    return writer.write(chunk, adapter, ASSISTED_CHUNK_TOKENS, range(idle), lambda rank: 1)
 
 
 @pytest.mark.parametrize("dtype", Dtype)

@@ -104,7 +104,7 @@ def test_another_process_queries_the_driver(library: Path) -> None:
 
 
 def test_a_missing_driver_has_no_note() -> None:
-    assert look("libcuda-of-nobody.so.1") == (None, "")
+    assert look("libcuda-of-no-version.so.1") == (None, "")
 
 
 def test_an_unusable_driver_library_is_explained() -> None:

@@ -1,4 +1,4 @@
-"""What CUDA, torch, Triton, CuPy and FlashInfer find around them."""
+"""What CUDA, torch, Triton and CuPy find around them."""
 
 import os
 import sys
@@ -13,7 +13,6 @@ SET = (
     "CUDA_MODULE_LOADING",
     "TRITON_CACHE_DIR",
     "CUPY_CACHE_DIR",
-    "FLASHINFER_WORKSPACE_BASE",
     "TRITON_LIBCUDA_PATH",
     "TORCH_CUBLAS_WORKSPACE_CACHE",
 )
@@ -44,7 +43,7 @@ def test_torch_keeps_cublas_workspaces_which_a_graph_must_not_allocate(monkeypat
 def test_all_caches_are_in_one_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     environment.prepare_environment()
     folder = tmp_path / "cache" / "caraserve"
-    assert {Path(os.environ[name]).parent for name in SET[2:5]} == {folder}
+    assert {Path(os.environ[name]).parent for name in SET[2:4]} == {folder}
     monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")  # by the user
     environment.prepare_environment()
     assert os.environ["TRITON_CACHE_DIR"] == "/elsewhere"

@@ -7,7 +7,7 @@ from caraserve.gpu.driver import cuda_driver
 from caraserve.gpu.driver.api import DriverError
 from caraserve.gpu.driver.cuda_driver import CudaDriver
 from caraserve.gpu.driver.libcuda import Cuda
-from tests.gpu.stub_driver import Recorder, Stub, Torch, World
+from tests.gpu.stub_driver import DriverCase, Recorder, Stub, Torch
 
 GIB = 1 << 30
 PORTABLE_DEVICEMAP = 3
@@ -18,16 +18,16 @@ PORTABLE_DEVICEMAP = 3
 FAR = (1 << 45) + 12288  # a multiple of 4 KiB but not of 2 MiB
 
 
-def test_large_host_memory_is_registered_in_chunks_at_contiguous_device_addresses(world: World) -> None:
-    address = world.driver.register_host(FAR, 20 * GIB)
-    pieces = world.stub.calls("cuMemHostRegister_v2")[1:]
-    assert sum(size for size, _ in pieces) == 20 * GIB
-    assert all(size <= 8 * GIB and flags == PORTABLE_DEVICEMAP for size, flags in pieces)
-    assert len(pieces) == 3
-    assert (FAR + pieces[0][0]) % (2 << 20) == 0  # chunks meet at huge page boundaries
-    assert address == world.driver.register_host(FAR + 20 * GIB, 4096) - 20 * GIB
-    world.driver.unregister_host(FAR)
-    assert len(world.stub.calls("cuMemHostUnregister")) == 3
+def test_large_host_memory_is_registered_in_chunks_at_contiguous_device_addresses(case: DriverCase) -> None:
+    address = case.driver.register_host(FAR, 20 * GIB)
+    chunks = case.stub.calls("cuMemHostRegister_v2")[1:]
+    assert sum(size for size, _ in chunks) == 20 * GIB
+    assert all(size <= 8 * GIB and flags == PORTABLE_DEVICEMAP for size, flags in chunks)
+    assert len(chunks) == 3
+    assert (FAR + chunks[0][0]) % (2 << 20) == 0  # chunks meet at huge page boundaries
+    assert address == case.driver.register_host(FAR + 20 * GIB, 4096) - 20 * GIB
+    case.driver.unregister_host(FAR)
+    assert len(case.stub.calls("cuMemHostUnregister")) == 3
 
 
 @pytest.mark.parametrize("gap", [1 << 21, -4096])
@@ -39,26 +39,26 @@ def test_host_memory_that_the_driver_maps_non_contiguously_is_rejected(stub: Stu
     assert len(stub.calls("cuMemHostUnregister")) == 2
 
 
-def test_no_chunk_stays_registered_when_the_driver_rejects_one(world: World) -> None:
-    world.stub.fail("cuMemHostRegister_v2", 2)
+def test_no_chunk_stays_registered_when_the_driver_rejects_one(case: DriverCase) -> None:
+    case.stub.fail("cuMemHostRegister_v2", 2)
     with pytest.raises(DriverError, match="cuMemHostRegister_v2: CUDA_ERROR_OUT_OF_MEMORY"):
-        world.driver.register_host(FAR, 9 * GIB)
-    assert world.stub.calls("cuMemHostUnregister") == []
-    world.driver.register_host(FAR, 9 * GIB)
+        case.driver.register_host(FAR, 9 * GIB)
+    assert case.stub.calls("cuMemHostUnregister") == []
+    case.driver.register_host(FAR, 9 * GIB)
 
 
 # --- copies ---
 
 
 @pytest.fixture
-def chopped(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> World:
+def chopped(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> DriverCase:
     """Registers host memory in chunks of 64 bytes; the first may be smaller."""
     monkeypatch.setattr(cuda_driver, "_CHUNK_BYTES", 64)
     monkeypatch.setattr(cuda_driver, "_HUGE_PAGE_BYTES", 16)
-    return World(stub)
+    return DriverCase(stub)
 
 
-def test_no_copy_spans_two_registered_chunks(chopped: World) -> None:
+def test_no_copy_spans_two_registered_chunks(chopped: DriverCase) -> None:
     """The stub library rejects copies that do."""
     driver, at = chopped.driver, chopped.device
     first = chopped.stub.calls("cuMemHostRegister_v2")[0][0]
@@ -74,7 +74,7 @@ def test_no_copy_spans_two_registered_chunks(chopped: World) -> None:
 
 
 @pytest.mark.parametrize(("pitch", "width"), [(40, 40), (48, 30), (16, 16), (200, 150)])
-def test_no_row_copy_spans_two_registered_chunks(chopped: World, pitch: int, width: int) -> None:
+def test_no_row_copy_spans_two_registered_chunks(chopped: DriverCase, pitch: int, width: int) -> None:
     """A chunk may end within a row or between two rows, and a row may span several chunks."""
     chopped.driver.fill(chopped.device, 4096, chopped.stream)
     chopped.driver.copy_rows_to_device(chopped.device + 8, 250, chopped.host + 3, pitch, width, 9, chopped.stream)
@@ -85,7 +85,7 @@ def test_no_row_copy_spans_two_registered_chunks(chopped: World, pitch: int, wid
 
 
 def test_memory_registered_again_as_one_chunk_is_copied_at_once(
-    chopped: World, monkeypatch: pytest.MonkeyPatch
+    chopped: DriverCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chopped.driver.unregister_host(chopped.bytes.ctypes.data)
     monkeypatch.setattr(cuda_driver, "_CHUNK_BYTES", 8192)

@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from caraserve.core.batch import ScheduledRow
 from caraserve.core.outputs import outputs_of
-from caraserve.gpu.forward.batch import BatchWriter, Capacity, decode_slots
+from caraserve.gpu.forward.batch import BatchWriter, decode_slots
 from caraserve.gpu.kernels.bgmv_work import MOST_ROWS
+from caraserve.gpu.memory.pass_shape import Capacity
 
 ROWS, TOKENS, ADAPTERS = 64, 512, 4
 rows_of_batches = st.lists(

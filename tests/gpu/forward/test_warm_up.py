@@ -18,22 +18,24 @@ from triton.runtime import driver as triton_driver
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from caraserve.core.lora_layout import GROUPS
-from caraserve.gpu.driver.api import Event, Stream
-from caraserve.gpu.driver.late_kernels import LateKernels
-from caraserve.gpu.forward.batch import PassShape
-from caraserve.gpu.forward.builder import BackendParts, GpuDevice, GpuSizes, build_parts
+from caraserve.gpu.attention import triton as attention
+from caraserve.gpu.builder import BackendParts, GpuSizes
+from caraserve.gpu.driver.api import Stream
+from caraserve.gpu.driver.device import GpuDevice
 from caraserve.gpu.forward.decoder import issue_pass
-from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS
-from caraserve.gpu.forward.warm_up import product_rows
-from caraserve.gpu.kernels import attention, layers, lora, sampling
+from caraserve.gpu.forward.warm_up import LateKernels, product_rows
+from caraserve.gpu.kernels import layers, lora, sampling
+from caraserve.gpu.linear.dense import DenseLinear
 from caraserve.gpu.memory import workspace
+from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS
 from caraserve.gpu.memory.masks import MaskedOutputs
+from caraserve.gpu.memory.pass_shape import PassShape
 from caraserve.gpu.merged_weights import MergedDeviceWeights
-from caraserve.gpu.weights import Linear, dummy, load
+from caraserve.gpu.weights import dummy, load
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES, parse_spec
 from caraserve.profiling.microbench import adapter_spec
-from tests.gpu.captures import Captures
+from scripts.laboratory.gpu.null_device import NullDriver, NullKernels
 from tests.oracle.quantized import PER_TOKEN, compressed
 
 KERNELS = {  # all that are launched from Python
@@ -62,47 +64,13 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-class NoDevice(Captures[None]):
-    """A driver whose streams have passed everything issued on them, and that copies nothing."""
-
-    def create_stream(self, priority: int) -> Stream:
-        return Stream(1)
-
-    def create_event(self) -> Event:
-        return Event(1)
-
-    def is_done(self, event: Event) -> bool:
-        return True
-
-    def run(self, stream: Stream, issue: Callable[[], None]) -> None:
-        issue()
-
-    def free_bytes(self) -> int:
-        return 1 << 30
-
-    total_bytes = free_bytes
-
-    def _nothing(self, *arguments: Any) -> None: ...
-
-    record = wait_event = synchronize = copy_to_device = copy_rows_to_device = copy_to_host = _nothing
-    copy_on_device = fill = write_value = wait_value = launch_graph = _nothing
-
-
-class NoKernels:
-    """Raw kernels that do nothing."""
-
-    bgmv_grid = 1
-
-    def launch(self, launch: object, stream: Stream) -> None: ...
-
-
 @contextmanager
 def parts_of(model: str, count: int) -> Iterator[BackendParts]:
     sizes = {"vocab_size": 100, "hidden_size": 96, "intermediate_size": 112, "num_attention_heads": 2}
     spec = parse_spec({"num_key_value_heads": 1, "num_hidden_layers": count, **sizes, **MODELS[model]})
     weights = load(spec, torch.bfloat16, CONTEXT, CPU, dummy(0, CPU))
-    device: Any = GpuDevice(NoDevice(), NoKernels(), CPU, "none")
-    parts = build_parts(spec, weights, SIZES, device, lambda: None)
+    device = GpuDevice(NullDriver(), NullKernels(), CPU, "none")
+    parts = BackendParts(spec, weights, SIZES, device, lambda: None)
     try:
         yield parts
     finally:
@@ -127,7 +95,7 @@ def met(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
         return launch
 
     monkeypatch.setattr(JITFunction, "__getitem__", record)
-    monkeypatch.setattr(Linear, "apply", lambda linear, x, out, rounded=None: None)
+    monkeypatch.setattr(DenseLinear, "apply", lambda linear, x, out, rounded=None: None)
     monkeypatch.setattr(torch, "_scaled_mm", lambda *arguments, **named: None)
     monkeypatch.setattr(workspace, "_SCRATCH_BYTES", 1 << 20)  # so that many rows are decoded in several launches
     return keys
@@ -187,10 +155,10 @@ def test_a_tables_alignment_does_not_change_with_the_layer(met: set[tuple[str, s
 def test_products_of_all_sizes_are_computed_before_serving(monkeypatch: pytest.MonkeyPatch) -> None:
     multiplied: set[tuple[int, tuple[int, ...]]] = set()
 
-    def record(linear: Linear, x: Tensor, out: Tensor, rounded: None = None) -> None:
+    def record(linear: DenseLinear, x: Tensor, out: Tensor, rounded: None = None) -> None:
         multiplied.add((len(x), tuple(linear.weight.shape)))
 
-    monkeypatch.setattr(Linear, "apply", record)
+    monkeypatch.setattr(DenseLinear, "apply", record)
     with parts_of("biases and windows", 1) as parts:
         parts.warm_up(lambda: None)
         linears = [*parts.lanes[0].decoder.weights.layers[0].linears, parts.lanes[0].decoder.weights.head]
@@ -221,7 +189,7 @@ def test_a_first_merge_meets_no_operation_that_the_warm_up_has_not(dtype: Dtype)
     spec = parse_spec({"num_key_value_heads": 1, "num_hidden_layers": 3, **sizes, **MODELS["head norms"]})
     base = load(spec, torch.bfloat16, CONTEXT, CPU, dummy(0, CPU))
     merged = MergedDeviceWeights(spec, base, 64)
-    driver: Any = NoDevice()
+    driver = NullDriver()
     with Operations() as before:
         merged.warm_up(torch.full((1 << 18,), 0xFF, dtype=torch.uint8), driver, Stream(1))
     for layer, warmed in zip(base.layers, merged.weights.layers, strict=True):

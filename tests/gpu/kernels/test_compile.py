@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from caraserve.cpu.sampling import SLOT_SAMPLING
-from caraserve.errors import ConfigError
-from caraserve.gpu.driver import nvrtc
-from caraserve.gpu.driver.nvrtc import Compiled, Unit
-from caraserve.gpu.kernels import bgmv_work, cuda_launch
-from caraserve.gpu.kernels.attention import TokenTables
+from caraserve.gpu.driver.launch import wait_word
+from caraserve.gpu.kernels import bgmv_work, cuda_launch, cuda_sources
+from caraserve.gpu.kernels.cuda_sources import Compiled, Unit
+from caraserve.gpu.kernels.paged_cache import TokenTables
 from caraserve.gpu.kernels.sampling import MaskedRows, Outputs, SamplerState, sample, score
 from caraserve.model.dtype import Dtype
 from tests.gpu import cubin
@@ -41,13 +40,13 @@ def named(unit: Unit) -> str:
 @cache
 def compiled(unit: Unit) -> Compiled:
     """Compiles a unit; a warning fails the compilation."""
-    return nvrtc.load().compile(unit)
+    return cuda_sources.compiled(unit)
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=named)
 def test_no_kernel_spills(unit: Unit) -> None:
     found = cubin.kernels(compiled(unit).cubin)
-    assert set(found) == set(nvrtc.kernels(unit.source))
+    assert set(found) == set(cuda_sources.kernels(unit.source))
     assert {name: kernel.frame_bytes for name, kernel in found.items()} == dict.fromkeys(found, 0)
 
 
@@ -80,7 +79,7 @@ def test_weights_are_read_in_wide_loads_that_bypass_l1(unit: Unit) -> None:
 def reads(ptx: str, kernel: str, pointer: str) -> str:
     """Returns a letter for each instruction of interest of a kernel, in order: `w` reads weights, `.` waits for the
     kernel before it, `p` reads memory at addresses made from the parameter `pointer`."""
-    names = [declared.split()[-1].lstrip("*") for declared in nvrtc.kernels("bgmv")[kernel]]
+    names = [declared.split()[-1].lstrip("*") for declared in cuda_sources.kernels("bgmv")[kernel]]
     body = ptx.partition(f".entry {kernel}(")[2].partition("\n}")[0]
     lines = re.findall(r"^\s+(?:@\S+ )?([a-z][\w.:]+)\s+([^;]*);|(griddepcontrol\.wait);", body, re.MULTILINE)
     made, found = {f"{kernel}_param_{names.index(pointer)}"}, ""
@@ -184,15 +183,15 @@ def test_small_arrays_are_read_from_memory_and_not_a_cache(unit: Unit) -> None:
 
 
 def test_every_source_is_compiled_for_every_architecture_and_with_every_dtype() -> None:
-    assert {(unit.source, unit.arch) for unit in UNITS} == set(product(nvrtc.SOURCES, ARCHES))
+    assert {(unit.source, unit.arch) for unit in UNITS} == set(product(cuda_sources.SOURCES, ARCHES))
     with_dtypes = {(unit.source, unit.activation) for unit in UNITS if unit.source != "words"}
-    assert with_dtypes == set(product(set(nvrtc.SOURCES) - {"words"}, Dtype))
+    assert with_dtypes == set(product(set(cuda_sources.SOURCES) - {"words"}, Dtype))
 
 
 def test_an_invalid_source_raises_with_the_compilers_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvrtc, "sources", lambda name: {"bad.cu": "__global__ void f() { undeclared(); }"})
-    with pytest.raises(nvrtc.CompilationFailed, match=r'bad\.cu.*\n*.*"undeclared" is undefined'):
-        nvrtc.load().compile(Unit("bad", Dtype.F32, "sm_80"))
+    monkeypatch.setattr(cuda_sources, "sources", lambda name: {"bad.cu": "__global__ void f() { undeclared(); }"})
+    with pytest.raises(cuda_sources.CompilationFailed, match=r'bad\.cu.*\n*.*"undeclared" is undefined'):
+        cuda_sources.compiled(Unit("bad", Dtype.F32, "sm_80"))
 
 
 def test_a_digest_changes_with_everything_that_the_code_depends_on() -> None:
@@ -204,17 +203,12 @@ def test_a_digest_changes_with_everything_that_the_code_depends_on() -> None:
 
 
 def test_a_second_start_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    unit, library = Unit("words", Dtype.F32, "sm_90"), nvrtc.load()
-    first = nvrtc.cubin_file(unit, tmp_path / "new", library)
+    unit = Unit("words", Dtype.F32, "sm_90")
+    first = cuda_sources.cubin_file(unit, tmp_path / "new")
     assert set(cubin.kernels(first.read_bytes())) == {"wait_word", "scatter_words"}
-    monkeypatch.delattr(nvrtc.Nvrtc, "compile")
-    assert nvrtc.cubin_file(unit, tmp_path / "new", library) == first
+    monkeypatch.delattr(cuda_sources, "compiled")
+    assert cuda_sources.cubin_file(unit, tmp_path / "new") == first
     assert list((tmp_path / "new").iterdir()) == [first]
-
-
-def test_for_an_old_driver_the_error_says_what_to_install() -> None:
-    with pytest.raises(ConfigError, match="pip install nvidia-cuda-nvrtc-cu12"):
-        nvrtc.load(11)
 
 
 ROWS, PART = cuda_launch.ActivationRows(64, 16, 16), cuda_launch.ShrinkBuffer(0, 1, 1, 8)
@@ -229,7 +223,7 @@ EVERY_LAUNCH = (
     cuda_launch.publish(1, 0, ROWS, 16, 0, 0, 0),
     cuda_launch.wait(0, 0, 0),
     cuda_launch.add(1, 0, 0, ROWS, ONE, 64, (0,)),
-    cuda_launch.wait_word(0, 0),
+    wait_word(0, 0),
     cuda_launch.scatter_words(0, 1),
     sample(EMPTY, OUTPUTS, TokenTables(EMPTY, EMPTY), STATE),
     sample(EMPTY, OUTPUTS, TokenTables(EMPTY, EMPTY), STATE, MASKED),
@@ -240,11 +234,11 @@ EVERY_LAUNCH = (
 @pytest.mark.parametrize("launch", EVERY_LAUNCH, ids=lambda launch: launch.kernel)
 def test_arguments_have_the_widths_in_the_source(launch: cuda_launch.Launch) -> None:
     widths = {"int": np.int32, "i64": np.int64, "u32": np.uint32}
-    declared = nvrtc.kernels(launch.source)[launch.kernel]
+    declared = cuda_sources.kernels(launch.source)[launch.kernel]
     expected = [np.uint64 if "*" in text else widths[text.split()[0]] for text in declared]
     assert [type(argument) for argument in launch.arguments] == expected
 
 
 def test_every_kernel_has_a_launch() -> None:
-    kernels = {name for source in nvrtc.SOURCES for name in nvrtc.kernels(source)}
+    kernels = {name for source in cuda_sources.SOURCES for name in cuda_sources.kernels(source)}
     assert {launch.kernel for launch in EVERY_LAUNCH} == kernels

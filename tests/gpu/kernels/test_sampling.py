@@ -18,11 +18,13 @@ from caraserve.core.grammar import mask_words
 from caraserve.core.outputs import NOT_FINITE, SAMPLE, SAMPLE_MASKED, SCORE
 from caraserve.core.request import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS
 from caraserve.cpu.sampling import SLOT_SAMPLING, choose, uniform, write_sampling
-from caraserve.gpu.forward.batch import Capacity, Results, make_batch, result_bytes
+from caraserve.gpu.driver.launch import Launch
+from caraserve.gpu.forward.batch import make_batch
 from caraserve.gpu.forward.decoder import outputs_between
-from caraserve.gpu.kernels.attention import TokenTables
-from caraserve.gpu.kernels.cuda_launch import Launch
+from caraserve.gpu.kernels.paged_cache import TokenTables
 from caraserve.gpu.kernels.sampling import MaskedRows, Outputs, SamplerState, sample, score
+from caraserve.gpu.memory.pass_shape import Capacity
+from caraserve.gpu.memory.results import Results, result_bytes
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import load_spec
 from tests.gpu.emulator import run

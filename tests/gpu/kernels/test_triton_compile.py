@@ -11,20 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from caraserve.gpu.attention import triton as attention
+from caraserve.gpu.attention.base import LayerAttention
+from caraserve.gpu.attention.triton import ATTENTION
 from caraserve.gpu.driver.api import Stream
-from caraserve.gpu.forward.batch import PassShape
 from caraserve.gpu.forward.decoder import issue_pass
-from caraserve.gpu.kernels import attention
-from caraserve.gpu.kernels.attention import (
-    DecodeScratch,
-    PagedCache,
-    TokenTables,
-    attend_decode,
-    attend_prefill,
-)
 from caraserve.gpu.kernels.layers import embed, rms_norm, rotate_and_append, silu_mul
 from caraserve.gpu.kernels.lora import PLANES, Segments, SiteTables, lora_expand, lora_shrink
-from caraserve.gpu.kernels.quantized import multiply, round_rows, scale_rows
+from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
+from caraserve.gpu.linear.quantized_kernels import multiply, round_rows, scale_rows
+from caraserve.gpu.memory.pass_shape import PassShape
 from caraserve.model.dtype import Code
 from tests.gpu.kernels.triton_launches import Launch, decoder_of, recording, usage
 
@@ -64,12 +60,13 @@ def make_cache(dtype: torch.dtype, dim: int, kv_heads: int = KV_HEADS) -> PagedC
     return PagedCache(memory[:, 1, 0], memory[:, 1, 1], empty(SLOTS, 128))
 
 
-def launch_attention(dtype: torch.dtype, dim: int, kv_heads: int = KV_HEADS) -> None:
+def launch_attention(dtype: torch.dtype, dim: int, kv_heads: int = KV_HEADS, cap: float | None = None) -> None:
     q, out = empty(TOKENS, (HEADS + 2 * kv_heads) * dim, dtype=dtype), empty(TOKENS, HEADS * dim, dtype=dtype)
     tokens, cache = TokenTables(empty(TOKENS), empty(TOKENS)), make_cache(dtype, dim, kv_heads)
-    scratch = DecodeScratch.empty(TOKENS, HEADS, dim, 2048, torch.device("cpu"))
-    attend_decode(q[:, : HEADS * dim], cache, tokens, empty(TOKENS), out, scratch)
-    attend_prefill(q[:, : HEADS * dim], cache, tokens, empty(8), empty(8), out, window=4096)
+    scratch = ATTENTION.decode.scratch(TOKENS, HEADS, dim, 2048, torch.device("cpu"))
+    given = q[:, : HEADS * dim], cache, tokens
+    ATTENTION.decode.attend(*given, empty(TOKENS), out, scratch, LayerAttention(dim**-0.5, cap))
+    ATTENTION.prefill.attend(*given, empty(8), empty(8), out, LayerAttention(dim**-0.5, cap, window=4096))
 
 
 def check_attention_tiles(compiled: Any, launch: Launch) -> None:
@@ -158,6 +155,12 @@ def test_attention_of_other_groups_and_head_sizes_does_not_spill_on_large_gpus(
     compiled = check([decode, prefill], capability)
     check_attention_tiles(compiled["decode_kernel"], decode)
     check_attention_tiles(compiled["prefill_kernel"], prefill)
+
+
+@pytest.mark.parametrize(("capability", "dim"), [(86, 128), (86, 256), (90, 256)])
+def test_capped_scores_fit_and_do_not_spill(launches: list[Launch], capability: int, dim: int) -> None:
+    launch_attention(torch.bfloat16, dim, cap=50.0)
+    check(launches, capability)
 
 
 def test_fp32_and_high_ranks_fit_the_smallest_shared_memory(launches: list[Launch]) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from caraserve.core.lora_layout import aligned_bytes
 from caraserve.gpu.driver.api import has_reached
+from caraserve.gpu.driver.launch import wait_word
 from caraserve.gpu.kernels import cuda_launch
 from caraserve.util.units import align_up
 from tests.gpu.emulator import run
@@ -18,16 +19,16 @@ from tests.gpu.lora_case import address
 )
 def test_a_word_at_its_value_ends_the_wait_at_once(word: int, value: int) -> None:
     assert has_reached(word, value)
-    run(cuda_launch.wait_word(address(words := np.array([word], np.uint32)), value))
+    run(wait_word(address(words := np.array([word], np.uint32)), value))
     assert words[0] == word
 
 
 @pytest.mark.parametrize(("before", "value", "after"), [(6, 7, 7), (2**32 - 2, 0, 1), (7, 2**31 + 6, 2**31 + 6)])
 def test_the_kernel_waits_until_the_word_reaches_its_value(before: int, value: int, after: int) -> None:
     assert not has_reached(before, value)
-    run(cuda_launch.wait_word(address(np.zeros(1, np.uint32)), 0))  # compiles the kernel first
+    run(wait_word(address(np.zeros(1, np.uint32)), 0))  # compiles the kernel first
     words = np.array([before], np.uint32)
-    waiting = Thread(target=run, args=(cuda_launch.wait_word(address(words), value),), daemon=True)
+    waiting = Thread(target=run, args=(wait_word(address(words), value),), daemon=True)
     waiting.start()
     waiting.join(0.05)
     assert waiting.is_alive()
@@ -38,7 +39,7 @@ def test_the_kernel_waits_until_the_word_reaches_its_value(before: int, value: i
 
 @pytest.mark.parametrize("offset", [0, 1, 4])
 def test_pieces_are_copied_to_their_rows_and_nowhere_else(offset: int) -> None:
-    """Whole pieces to aligned places and to others, and rows of one and two words."""
+    """Whole arrays to aligned places and to others, and rows of one and two words."""
     rng, place = np.random.default_rng(0), 64 + offset
     source, target = aligned_bytes(1 << 15).view(np.int32), aligned_bytes(1 << 16).view(np.int32)
     source[:] = rng.integers(1, 1 << 30, source.size)

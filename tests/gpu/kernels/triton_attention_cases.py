@@ -5,18 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from caraserve.gpu.kernels import attention
-from caraserve.gpu.kernels.attention import (
-    NO_WINDOW,
-    SPLIT_TOKENS,
-    DecodeScratch,
-    PagedCache,
-    TokenTables,
-    attend_decode,
-    attend_prefill,
-    decode_programs,
-    prefill_tile_tokens,
-)
+from caraserve.gpu.attention import triton as backend
+from caraserve.gpu.attention.base import NO_WINDOW, LayerAttention
+from caraserve.gpu.attention.triton import ATTENTION, SPLIT_TOKENS, decode_programs
+from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
 from tests.gpu.honest_dots import honest_dots
 
 pytestmark = pytest.mark.usefixtures(honest_dots.__name__)
@@ -36,15 +28,22 @@ def make_cache(slots: int, max_context: int, kv_heads: int, dim: int, dtype: tor
     return PagedCache(memory[:, LAYER, 0], memory[:, LAYER, 1], table.to(DEVICE))
 
 
-def plain(query: Tensor, cache: PagedCache, slot: int, position: int, window: int) -> Tensor:
+def how(cache: PagedCache, window: int) -> LayerAttention:
+    """Returns how most models attend."""
+    return LayerAttention(cache.keys.shape[3] ** -0.5, window=window)
+
+
+def plain(query: Tensor, cache: PagedCache, slot: int, position: int, layer: LayerAttention) -> Tensor:
     """Returns the attention of one token, [heads, dim]."""
     kv_heads, dim = cache.keys.shape[2:]
-    seen = torch.arange(max(0, position - window + 1), position + 1)
+    seen = torch.arange(max(0, position - layer.window + 1), position + 1)
     block = cache.block_table[slot].cpu()[seen // BLOCK].long()
     keys, values = (part.cpu()[block, seen % BLOCK].double() for part in (cache.keys, cache.values))  # [seen, kv, dim]
     queries = query.double().view(kv_heads, -1, dim)
-    weights = torch.softmax(torch.einsum("kgd,skd->kgs", queries, keys) * dim**-0.5, -1)
-    return torch.einsum("kgs,skd->kgd", weights, values).reshape(-1, dim)
+    scores = torch.einsum("kgd,skd->kgs", queries, keys) * layer.scale
+    if layer.cap is not None:
+        scores = layer.cap * torch.tanh(scores / layer.cap)
+    return torch.einsum("kgs,skd->kgd", torch.softmax(scores, -1), values).reshape(-1, dim)
 
 
 def tables(slots: list[int], positions: list[int]) -> TokenTables:
@@ -57,24 +56,28 @@ def queries(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
     return qkv.to(dtype).to(DEVICE)[:, : heads * dim]
 
 
-def decode(q: Tensor, cache: PagedCache, tokens: TokenTables, rows: list[int], window: int, most: int) -> Tensor:
+def decode(
+    q: Tensor, cache: PagedCache, tokens: TokenTables, rows: list[int], layer: LayerAttention, most: int
+) -> Tensor:
     heads, dim = q.shape[1] // cache.keys.shape[3], cache.keys.shape[3]
-    scratch = DecodeScratch.empty(len(rows) + 1, heads, dim, most + 600, DEVICE).within(len(rows), most)
+    scratch = ATTENTION.decode.scratch(len(rows) + 1, heads, dim, most + 600, DEVICE).within(len(rows), most)
     for part in (scratch.sums, scratch.best, scratch.mass):
         part.fill_(float("nan"))
     out = torch.full_like(q, 7.0)
     row_token = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
-    attend_decode(q, cache, tokens, row_token, out, scratch, window)
+    ATTENTION.decode.attend(q, cache, tokens, row_token, out, scratch, layer)
     return out.cpu()
 
 
-def prefill(q: Tensor, cache: PagedCache, tokens: TokenTables, chunks: list[tuple[int, int]], window: int) -> Tensor:
+def prefill(
+    q: Tensor, cache: PagedCache, tokens: TokenTables, chunks: list[tuple[int, int]], layer: LayerAttention
+) -> Tensor:
     """Computes attention of `chunks`, (first token, tokens) each, which are cut into tiles here."""
-    most = prefill_tile_tokens(q.dtype, cache.keys.shape[3])
+    most = ATTENTION.prefill.tile_tokens(q.dtype, cache.keys.shape[3])
     tiles = [(at, min(most, first + count - at)) for first, count in chunks for at in range(first, first + count, most)]
     firsts, counts = (torch.tensor(part, dtype=torch.int32, device=DEVICE) for part in zip(*tiles, (0, 0), strict=True))
     out = torch.full_like(q, 7.0)
-    attend_prefill(q, cache, tokens, firsts, counts, out, window)
+    ATTENTION.prefill.attend(q, cache, tokens, firsts, counts, out, layer)
     return out.cpu()
 
 
@@ -94,9 +97,10 @@ def test_decode_is_a_softmax_over_the_context(
     cache = make_cache(4, 2 * SPLIT_TOKENS + 60, kv_heads, dim, dtype)
     slots, positions = [2, 0, 3, 1], [SPLIT_TOKENS, 0, 2 * SPLIT_TOKENS + 57, 100]
     q, tokens = queries(4, heads, dim, dtype), tables(slots, positions)
-    out = decode(q, cache, tokens, [3, 0, -1, 2], window, 2 * SPLIT_TOKENS + 60)
+    layer = how(cache, window)
+    out = decode(q, cache, tokens, [3, 0, -1, 2], layer, 2 * SPLIT_TOKENS + 60)
     for token in (0, 2, 3):
-        wanted = plain(q[token].cpu(), cache, slots[token], positions[token], window)
+        wanted = plain(q[token].cpu(), cache, slots[token], positions[token], layer)
         torch.testing.assert_close(out[token].double().view(heads, dim), wanted, atol=tolerance, rtol=tolerance)
     assert torch.all(out[1] == 7.0)
 
@@ -119,38 +123,65 @@ def test_prefill_is_causal_attention_over_cached_and_own_tokens(
     slots = [slot for slot, _, count in runs for _ in range(count)]
     positions = [start + index for _, start, count in runs for index in range(count)]
     q, tokens = queries(len(slots), heads, dim, dtype), tables(slots, positions)
-    out = prefill(q, cache, tokens, [(37, 21), (0, 37), (58, 1)], window)
+    layer = how(cache, window)
+    out = prefill(q, cache, tokens, [(37, 21), (0, 37), (58, 1)], layer)
     for token in range(0, len(slots), 3):
-        wanted = plain(q[token].cpu(), cache, slots[token], positions[token], window)
+        wanted = plain(q[token].cpu(), cache, slots[token], positions[token], layer)
         torch.testing.assert_close(out[token].double().view(heads, dim), wanted, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # where tanh is 1
+@pytest.mark.parametrize(
+    ("layer", "dtype", "tolerance"),
+    [
+        (LayerAttention(0.5), torch.float32, 2e-6),
+        (LayerAttention(0.5, cap=3.0), torch.float32, 1e-5),
+        (LayerAttention(0.125, cap=50.0, window=100), torch.float32, 1e-5),
+        (LayerAttention(4.0, cap=1.5, window=20), torch.bfloat16, 2e-2),  # every score is near the cap
+    ],
+)
+def test_scores_are_scaled_and_then_capped(layer: LayerAttention, dtype: torch.dtype, tolerance: float) -> None:
+    """Before the window's mask, also in the first of several splits."""
+    heads, kv_heads, dim, most = 4, 2, 64, SPLIT_TOKENS + 60
+    cache, q = make_cache(2, most, kv_heads, dim, dtype), queries(3, heads, dim, dtype)
+    slots, positions = [1, 0, 0], [most - 1, 40, 41]
+    tokens = tables(slots, positions)
+    decoded = decode(q, cache, tokens, [0, 1, 2], layer, most)
+    prefilled = prefill(q, cache, tokens, [(0, 1), (1, 2)], layer)
+    for token in range(3):
+        wanted = plain(q[token].cpu(), cache, slots[token], positions[token], layer)
+        for out in (decoded, prefilled):
+            torch.testing.assert_close(out[token].double().view(heads, dim), wanted, atol=tolerance, rtol=tolerance)
 
 
 def test_tokens_past_the_context_are_not_read() -> None:
     """Blocks are reused without being cleared: data after a context must not reach a result, not even as NaN."""
     cache = make_cache(1, 64, 1, 64, torch.float32)
     q, tokens = queries(3, 2, 64, torch.float32), tables([0] * 3, [17, 18, 19])
-    before = decode(q, cache, tokens, [2], NO_WINDOW, 64)[2], prefill(q, cache, tokens, [(0, 3)], NO_WINDOW)
+    layer = how(cache, NO_WINDOW)
+    before = decode(q, cache, tokens, [2], layer, 64)[2], prefill(q, cache, tokens, [(0, 3)], layer)
     for position in range(20, 64):
         block = int(cache.block_table[0, position // BLOCK])
         cache.keys[block, position % BLOCK] = float("nan")
         cache.values[block, position % BLOCK] = float("nan")
     cache.block_table[0, 2:] = -1000
-    after = decode(q, cache, tokens, [2], NO_WINDOW, 64)[2], prefill(q, cache, tokens, [(0, 3)], NO_WINDOW)
+    after = decode(q, cache, tokens, [2], layer, 64)[2], prefill(q, cache, tokens, [(0, 3)], layer)
     assert torch.equal(before[0], after[0])
     assert torch.equal(before[1], after[1])
 
 
 @pytest.mark.parametrize("window", [NO_WINDOW, 100])
 def test_a_context_of_many_splits_is_merged_in_steps(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
-    monkeypatch.setattr(attention, "SPLIT_TOKENS", 32)
+    monkeypatch.setattr(backend, "SPLIT_TOKENS", 32)
     heads, dim, most = 2, 64, 620  # 20 splits, 16 at once
     cache, q = make_cache(3, most, 1, dim, torch.float32), queries(3, heads, dim, torch.float32)
     slots, positions = [0, 1, 2], [most - 1, 16 * 32 - 1, 16 * 32]  # the last split is alone, or the step's last
-    out = decode(q, cache, tables(slots, positions), [0, 1, 2], window, most)
+    layer = how(cache, window)
+    out = decode(q, cache, tables(slots, positions), [0, 1, 2], layer, most)
     for token in range(3):
-        wanted = plain(q[token].cpu(), cache, slots[token], positions[token], window)
+        wanted = plain(q[token].cpu(), cache, slots[token], positions[token], layer)
         torch.testing.assert_close(out[token].double().view(heads, dim), wanted, atol=2e-6, rtol=2e-6)
-    alone = decode(q, cache, tables(slots, positions), [2], window, positions[2] + 1)
+    alone = decode(q, cache, tables(slots, positions), [2], layer, positions[2] + 1)
     assert torch.equal(alone[2], out[2])
 
 
@@ -180,15 +211,16 @@ def test_a_querys_bits_do_not_depend_on_its_chunk(
     capability: int,
 ) -> None:
     """Chunks decide which tiles of keys are masked, because all queries of a tile must see an unmasked one whole."""
-    monkeypatch.setattr(attention, "compute_capability", lambda device: capability)
+    monkeypatch.setattr(backend, "compute_capability", lambda device: capability)
     count, start = (270, 200) if dtype is torch.bfloat16 else (160, 40)  # float32 has smaller tiles
     cache, q = make_cache(2, start + count, kv_heads, dim, dtype), queries(count, heads, dim, dtype)
     tokens = tables([1] * count, list(range(start, start + count)))
-    whole = prefill(q, cache, tokens, [(0, count)], window)
+    layer = how(cache, window)
+    whole = prefill(q, cache, tokens, [(0, count)], layer)
     for ends in [(11, 101, 150), (1, 2, 130)]:
         starts = [0, *ends]
         chunks = [(first, end - first) for first, end in zip(starts, [*ends, count], strict=True)]
-        assert torch.equal(prefill(q, cache, tokens, chunks, window), whole), chunks
+        assert torch.equal(prefill(q, cache, tokens, chunks, layer), whole), chunks
 
 
 @pytest.mark.parametrize("window", [NO_WINDOW, 70])
@@ -197,8 +229,9 @@ def test_a_decoding_rows_bits_do_not_depend_on_the_batch(window: int) -> None:
     cache, q = make_cache(3, 3 * SPLIT_TOKENS, 2, dim, torch.float32), queries(4, heads, dim, torch.float32)
     positions = np.linspace(3, 3 * SPLIT_TOKENS - 1, 4).astype(int).tolist()
     tokens = tables([0, 1, 2, 1], positions)
-    together = decode(q, cache, tokens, [0, 1, 2, 3], window, 3 * SPLIT_TOKENS)
-    alone = decode(q, cache, tokens, [1], window, int(positions[1]) + 1)
+    layer = how(cache, window)
+    together = decode(q, cache, tokens, [0, 1, 2, 3], layer, 3 * SPLIT_TOKENS)
+    alone = decode(q, cache, tokens, [1], layer, int(positions[1]) + 1)
     assert torch.equal(together[1], alone[1])
 
 
@@ -209,8 +242,8 @@ def test_a_rows_bits_do_not_depend_on_its_number_of_programs(monkeypatch: pytest
     tokens = tables([0, 1], [most - 1, SPLIT_TOKENS + 7])
     outs = []
     for programs in (1, 6, 2048):  # per row: one, two, one for each split
-        monkeypatch.setattr(attention, "_MOST_PROGRAMS", programs)
-        outs.append(decode(q, cache, tokens, rows, window, most))
+        monkeypatch.setattr(backend, "_MOST_PROGRAMS", programs)
+        outs.append(decode(q, cache, tokens, rows, how(cache, window), most))
     assert torch.equal(outs[0], outs[2])
     assert torch.equal(outs[1], outs[2])
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from caraserve.core.batch import ScheduledRow
-from caraserve.gpu.forward import batch
-from caraserve.gpu.forward.batch import PassShape
+from caraserve.gpu.memory import pass_shape
+from caraserve.gpu.memory.pass_shape import PassShape
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS
 from caraserve.gpu.merged_weights import MergedDeviceWeights
 from caraserve.model.dtype import Dtype
@@ -126,10 +126,10 @@ def test_a_base_model_batch_launches_no_lora(llama: Subject, rng: random.Random)
     assert launched == ["sample_tokens", "score_tokens"] * 2
 
 
-def test_every_prompt_token_is_scored_in_pieces_of_few_rows(
+def test_every_prompt_token_is_scored_a_few_rows_at_a_time(
     llama: Subject, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch, "_LOGITS_ROWS", 4)
+    monkeypatch.setattr(pass_shape, "_LOGITS_ROWS", 4)
     device = TinyDevice(llama.device.folder)
     request = Request(3, prompt_of(rng, 11), chunk=9, prompt_logprobs=2)
     serve(device, [request], 2)
@@ -165,7 +165,7 @@ def test_merged_adapters_answer_like_peft_one_after_another(llama: Subject, rng:
     for name in ("all", "mixed", "mlp"):
         bound = device.bound[NAMES.index(name)]
         for _ in range(2):
-            merged.merge(bound.spec, bound.image, device.driver, STREAM)
+            merged.merge(bound.spec, bound.image, device.decoder.driver, STREAM)
         request = Request(0, prompt_of(rng, 6), NAMES.index(name), logprobs=0)
         serve(device, [request], 2, weights=merged.weights)
         llama.check([request])
@@ -183,7 +183,7 @@ def test_bf16_answers_like_peft_within_rounding(llama: Subject, rng: random.Rand
     check_roughly(llama, requests)
     merged = MergedDeviceWeights(device.spec, device.weights, MAX_RANK)
     again = Request(2, requests[0].prompt, 1, logprobs=0)
-    merged.merge(bound.spec, bound.image, device.driver, STREAM)
+    merged.merge(bound.spec, bound.image, device.decoder.driver, STREAM)
     serve(device, [again], 1, weights=merged.weights)
     check_roughly(llama, [again])
 

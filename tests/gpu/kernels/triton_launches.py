@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -21,15 +21,18 @@ from triton.runtime.jit import JITFunction
 
 from caraserve.core.lora_layout import QKV
 from caraserve.gpu import weights
-from caraserve.gpu.driver.api import Driver, Stream
-from caraserve.gpu.forward.batch import Capacity, PassShape, make_batch
+from caraserve.gpu.attention import triton as triton_attention
+from caraserve.gpu.attention.triton import ATTENTION
+from caraserve.gpu.driver.api import Stream
+from caraserve.gpu.forward.batch import make_batch
 from caraserve.gpu.forward.decoder import Decoder, issue_pass
-from caraserve.gpu.kernels import attention
-from caraserve.gpu.kernels.cuda_launch import Kernels
+from caraserve.gpu.linear import quantized
 from caraserve.gpu.memory.adapter_tables import AdapterTables
+from caraserve.gpu.memory.pass_shape import Capacity, PassShape
 from caraserve.gpu.memory.request_state import make_state
 from caraserve.gpu.memory.workspace import make_workspace
 from caraserve.model.spec import parse_spec
+from scripts.laboratory.gpu.null_device import null_device
 
 TOKENS, SLOTS = 64, 48
 TYPES = {
@@ -107,7 +110,7 @@ def launches_of(config: Mapping[str, Any], dtype: torch.dtype, capability: int) 
     """Returns the distinct launches of a pass over decoding rows and prompts, and of the LoRA of q, k and v beside CPU
     workers, on a device of this compute capability. `config`: of a model, without its layers."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (attention, weights):
+        for module in (triton_attention, quantized):
             patch.setattr(module, "compute_capability", lambda device: capability)
         recorded = recording(patch)
         decoder, base = decoder_of(config, dtype), PassShape(TOKENS, 7, 3, 9, 0, False, 2048)
@@ -123,27 +126,12 @@ def decoder_of(config: Mapping[str, Any], dtype: torch.dtype) -> Decoder:
     spec = parse_spec({**config, "num_hidden_layers": 2})
     loaded = weights.load(spec, dtype, 2048, nowhere, lambda name, target: None)
     state = make_state(spec, dtype, torch.empty(1 << 30, dtype=torch.uint8, device=nowhere), SLOTS, 2048)
-    capacity = Capacity(TOKENS, SLOTS, TOKENS, attention.prefill_tile_tokens(dtype, spec.head_dim), SLOTS)
+    capacity = Capacity(TOKENS, SLOTS, TOKENS, ATTENTION.prefill.tile_tokens(dtype, spec.head_dim), SLOTS)
     parts = make_batch(spec, capacity, 64, nowhere), AdapterTables(spec, SLOTS, nowhere)
-    rounds = loaded.quantizes_inputs
-    workspace = make_workspace(spec, dtype, capacity, 64, 2048, nowhere, quantizes_inputs=rounds)
-    return Decoder(spec, loaded, state, *parts, workspace, cast(Kernels, NoKernels()), cast(Driver, AtOnce()))
-
-
-class NoKernels:
-    """Stand-in for the raw kernels, which test_compile.py compiles."""
-
-    bgmv_grid = 1
-
-    def launch(self, launch: object, stream: Stream) -> None:
-        pass
-
-
-class AtOnce:
-    """A driver that runs kernels at once."""
-
-    def run(self, stream: Stream, issue: Callable[[], None]) -> None:
-        issue()
+    rounds = loaded.rounds_inputs
+    workspace = make_workspace(spec, dtype, capacity, 64, 2048, nowhere, ATTENTION.decode, rounds_inputs=rounds)
+    device = null_device()
+    return Decoder(spec, loaded, state, *parts, workspace, device, ATTENTION)
 
 
 def usage(compiled: Any) -> dict[str, int]:

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from caraserve.gpu.kernels.attention import PagedCache, TokenTables
 from caraserve.gpu.kernels.layers import embed, rms_norm, rotate_and_append, silu_mul
+from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
 from caraserve.model.rope import rope_of, rope_tables
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

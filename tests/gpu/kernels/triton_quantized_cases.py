@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from caraserve.gpu.kernels.quantized import multiply, round_rows, scale_rows
+from caraserve.gpu.linear.quantized_kernels import multiply, round_rows, scale_rows
 from caraserve.model.dtype import Code
 from tests.gpu.honest_dots import honest_dots
 from tests.gpu_device.nearest_codes import nearest_codes
@@ -96,7 +96,7 @@ def test_the_value_of_every_fp8_code() -> None:
     """A code times 1 is its value, exactly, by instruction and by moved bits."""
     bits = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(torch.int8)
     codes = torch.zeros(256, 16, dtype=torch.int8, device=DEVICE)
-    codes[:, 0] = torch.where((bits & 127) == 127, 0, bits)  # NaN aside
+    codes[:, 0] = torch.where((bits & 127) == 127, 0, bits)  # all but NaN
     wanted = codes[:, 0].view(torch.float8_e4m3fn).float()
     one, scale = torch.ones(1, 16, device=DEVICE), torch.ones(256, device=DEVICE)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):

@@ -1,5 +1,6 @@
 """Copies of adapters: no layer is read before it has arrived, under any schedule; copies of the padded baseline."""
 
+from functools import partial
 from itertools import accumulate
 from random import Random
 
@@ -10,40 +11,39 @@ from hypothesis import strategies as st
 
 from caraserve.core.lora_layout import A_COLUMNS, PANEL, AdapterSpec, lay_out
 from caraserve.errors import AdapterRejected
-from caraserve.gpu.driver.streams import NOTHING, Lane, Timelines, at
+from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, Timelines, at
 from caraserve.gpu.memory.copier import AdapterCopier, CopyRequest
-from caraserve.gpu.memory.link_queue import LinkQueue, layer_groups
+from caraserve.gpu.memory.link_queue import LayerGroup, LinkQueue, layer_groups
 from caraserve.gpu.memory.padding import copies, padded
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES, parse_spec
 from caraserve.util.units import align_up
-from tests.gpu.fake_driver import FakeDriver, Operation
+from tests.gpu.host_driver import HostDriver, Operation, word
+from tests.gpu.lora_case import address
 
-PIECE = 8  # bytes; at most two pieces are issued ahead
+SPAN = 8  # bytes; at most two spans are issued ahead
 LINK = 1000.0  # bytes/s
 
 # --- on a device, under any schedule ---
 
 LAYERS, ROOM = 4, 64
-HOST, READY = 8 * ROOM, 16 * ROOM
-ARRIVALS = READY + 8 * LAYERS * 4
 
 
-class World:
+class CopierCase:
     """Loads into fixed places, and passes that read them, all launched without host waits."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
-        self.driver = FakeDriver(ARRIVALS + 4)
-        self.driver.memory[HOST : HOST + 8 * ROOM] = np.arange(8 * ROOM) % 251 + 1
+        self.driver = HostDriver(random.randrange(1 << 30), finds_races=True)
+        self.memory, self.host = np.zeros(8 * ROOM, np.uint8), (np.arange(8 * ROOM) % 251 + 1).astype(np.uint8)
+        self.words = np.zeros(8 * LAYERS + 1, np.uint32)  # by slot and layer: ready; the last: arrivals
         self.lanes = Timelines(self.driver)
-        self.queue = LinkQueue(LINK, PIECE)
-        self.copier = AdapterCopier(self.driver, self.lanes, self.queue, ARRIVALS)
+        self.queue = LinkQueue(LINK, SPAN)
+        self.copier = AdapterCopier(self.driver, self.lanes, self.queue, address(self.words[-1:]))
         self.layer_ends: dict[int, tuple[int, ...]] = {}
         self.free_after = dict.fromkeys(range(8), NOTHING)
         self.generation: dict[int, int] = {}
         self.open: set[int] = set()
-        self.reads = 0
 
     def load(self) -> None:
         slot = self.random.randrange(8)
@@ -52,15 +52,22 @@ class World:
         layer_ends = tuple(accumulate(self.random.randint(0, ROOM // LAYERS) for _ in range(LAYERS)))
         ends = self.random.sample(range(1, LAYERS), self.random.randrange(LAYERS))
         groups = layer_groups(layer_ends, ends, self.random.choice([0, *ends]))
-        image = CopyRequest(
-            slot, HOST + slot * ROOM, slot * ROOM, layer_ends[-1], groups, self.free_after[slot], self.ready(slot)
-        )
+        image = self.image(slot, layer_ends[-1], groups, self.free_after[slot])
         self.generation[slot] = self.copier.load(image, lambda: self.open.remove(slot))
         self.open.add(slot)
         self.layer_ends[slot] = layer_ends
 
+    def image(self, slot: int, num_bytes: int, groups: tuple[LayerGroup, ...], after: Marks) -> CopyRequest:
+        source, target = (address(part[slot * ROOM :]) for part in (self.host, self.memory))
+        return CopyRequest(slot, source, target, num_bytes, groups, after, self.ready(slot))
+
     def ready(self, slot: int) -> list[int]:
-        return [READY + (slot * LAYERS + layer) * 4 for layer in range(LAYERS)]
+        return [address(self.words[slot * LAYERS + layer :]) for layer in range(LAYERS)]
+
+    def layer(self, slot: int, layer: int) -> tuple[slice, tuple[int, int]]:
+        """Returns a layer's bytes as a part of `memory`, and their addresses."""
+        low, high = (slot * ROOM + ((0, *self.layer_ends[slot])[layer + more]) for more in (0, 1))
+        return slice(low, high), (address(self.memory) + low, address(self.memory) + high)
 
     def unload(self) -> None:
         if self.layer_ends:
@@ -82,30 +89,26 @@ class World:
         self.lanes.mark(Lane.COMPUTE)
 
     def kernel(self, slot: int, layer: int) -> None:
-        low, high = (slot * ROOM + ((0, *self.layer_ends[slot])[layer + more]) for more in (0, 1))
+        part, span = self.layer(slot, layer)
 
-        def end() -> None:
-            self.reads += 1
-            there = self.driver.memory[low:high]
-            assert np.array_equal(there, self.driver.memory[HOST + low : HOST + high]), "a layer was read too early"
+        def read() -> None:
+            assert np.array_equal(self.memory[part], self.host[part]), "a layer was read too early"
 
-        self.driver.issue(self.lanes.streams[Lane.COMPUTE], Operation("read", reads=[(low, high)], end=end))
+        self.driver.issue(self.lanes.streams[Lane.COMPUTE], Operation("read", read, reads=[span]))
 
     def look_at_ready(self) -> None:
         """Acts like a late-bound kernel: reads the layer if its ready word shows that this load has brought it."""
         if not self.layer_ends:
             return
         slot, layer = self.random.choice(list(self.layer_ends)), self.random.randrange(LAYERS)
-        word, generation = self.ready(slot)[layer], self.generation[slot]
-        low, high = (slot * ROOM + ((0, *self.layer_ends[slot])[layer + more]) for more in (0, 1))
-        is_there = [False]
+        ready, generation = self.ready(slot)[layer], self.generation[slot]
+        part, _ = self.layer(slot, layer)
 
-        def begin() -> None:
-            is_there[0] = self.driver.word(word) == generation
-            if is_there[0]:
-                assert np.array_equal(self.driver.memory[low:high], self.driver.memory[HOST + low : HOST + high])
+        def look() -> None:
+            if word(ready) == generation:
+                assert np.array_equal(self.memory[part], self.host[part])
 
-        self.driver.issue(self.lanes.streams[Lane.ASSIST], Operation("look", begin=begin))
+        self.driver.issue(self.lanes.streams[Lane.ASSIST], Operation("look", look))
         self.lanes.mark(Lane.ASSIST)
 
     def act(self) -> None:
@@ -113,78 +116,73 @@ class World:
             [self.load, self.load, self.unload, self.run_pass, self.run_pass, self.copier.poll, self.look_at_ready]
         )()
         for _ in range(self.random.choice((0, 0, 1, 4, 16))):
-            self.driver.step(self.random.randrange)
+            self.driver.step()
 
 
 @settings(max_examples=100)
 @given(st.integers(0, 2**32))
 def test_no_kernel_reads_a_layer_before_its_copy(seed: int) -> None:
     random = Random(seed)
-    world = World(random)
+    case = CopierCase(random)
     for _ in range(50):
-        world.act()
-    while world.open:
-        world.driver.run_all(random.randrange)
-        world.copier.poll()
-    world.driver.run_all(random.randrange)
-    assert world.queue.next() is None
-    world.copier.poll()
-    assert world.queue.in_flight == 0
+        case.act()
+    while case.open:
+        case.driver.run_all()
+        case.copier.poll()
+    case.driver.run_all()
+    assert case.queue.next() is None
+    case.copier.poll()
+    assert case.queue.in_flight == 0
 
 
 def test_waiting_for_copies_that_have_not_been_issued_raises() -> None:
-    world = World(Random(0))
-    world.load()
-    (slot,) = world.open
+    case = CopierCase(Random(0))
+    case.load()
+    (slot,) = case.open
     with pytest.raises(AssertionError, match="there is no event yet"):
-        world.copier.arrival_of_all([slot], 0)
+        case.copier.arrival_of_all([slot], 0)
     with pytest.raises(AssertionError, match="nothing would be waited for"):
-        world.lanes.wait(Lane.COMPUTE, at(Lane.COPY, 1))
+        case.lanes.wait(Lane.COMPUTE, at(Lane.COPY, 1))
 
 
 def test_bytes_of_a_cancelled_load_are_reused_after_its_issued_copies() -> None:
-    for pieces in range(3):
-        world = World(Random(0))
-        image = CopyRequest(1, HOST, 0, 4 * PIECE, layer_groups((4 * PIECE,), ()), NOTHING)
-        world.copier.load(image, lambda: None)
-        if pieces:
-            world.copier.poll()  # issues two pieces of four
-        if pieces == 2:
-            world.copier.commit([1], 1)
-        until = world.copier.cancel(1)
-        assert (until == NOTHING) == (pieces == 0)
-        world.lanes.wait(Lane.COMPUTE, until)
-        world.driver.issue(world.lanes.streams[Lane.COMPUTE], Operation("KV", writes=[(0, 4 * PIECE)]))
-        world.driver.run_all(lambda count: 0)
-        world.driver.run_all(lambda count: count - 1)
-        assert world.copier.cancel(1) == NOTHING
-        assert world.queue.next() is None
+    for spans in range(3):
+        case = CopierCase(Random(0))
+        case.copier.load(case.image(0, 4 * SPAN, layer_groups((4 * SPAN,), ()), NOTHING), lambda: None)
+        if spans:
+            case.copier.poll()  # issues two spans of four
+        if spans == 2:
+            case.copier.commit([0], 1)
+        until = case.copier.cancel(0)
+        assert (until == NOTHING) == (spans == 0)
+        case.lanes.wait(Lane.COMPUTE, until)
+        start = address(case.memory)
+        case.driver.issue(case.lanes.streams[Lane.COMPUTE], Operation("KV", writes=[(start, start + 4 * SPAN)]))
+        case.driver.run_all()
+        assert case.copier.cancel(0) == NOTHING
+        assert case.queue.next() is None
 
 
 def test_ready_words_identify_their_load() -> None:
-    world = World(Random(0))
+    case = CopierCase(Random(0))
     for _ in range(3):
-        world.load()
-    while world.open:
-        world.copier.poll()
-        world.driver.run_all()
-    for slot, generation in world.generation.items():
-        assert [world.driver.word(word) for word in world.ready(slot)] == [generation] * LAYERS
+        case.load()
+    while case.open:
+        case.copier.poll()
+        case.driver.run_all()
+    for slot, generation in case.generation.items():
+        assert [word(at) for at in case.ready(slot)] == [generation] * LAYERS
 
 
 def test_bytes_still_being_read_delay_only_their_own_load() -> None:
-    driver = FakeDriver(4096)
-    lanes = Timelines(driver)
-    copier = AdapterCopier(driver, lanes, LinkQueue(LINK, PIECE), 4000)
-    driver.issue(lanes.streams[Lane.COMPUTE], Operation("slow", ready=lambda: False))
-    reader = at(Lane.COMPUTE, lanes.mark(Lane.COMPUTE))
-    done: list[int] = []
+    case, done = CopierCase(Random(0)), list[int]()
+    case.driver.issue(case.lanes.streams[Lane.COMPUTE], Operation("slow", ready=lambda: False))
+    reader = at(Lane.COMPUTE, case.lanes.mark(Lane.COMPUTE))
     for slot, after in ((1, reader), (2, NOTHING)):
-        image = CopyRequest(slot, 1024, slot * 64, 4, layer_groups((4,), ()), after)
-        copier.load(image, lambda slot=slot: done.append(slot))  # type: ignore[misc]
+        case.copier.load(case.image(slot, 4, layer_groups((4,), ()), after), partial(done.append, slot))
     for _ in range(3):
-        copier.poll()
-        while driver.step(lambda count: 0):
+        case.copier.poll()
+        while case.driver.step():
             pass
     assert done == [2]
 
@@ -218,16 +216,14 @@ def test_a_padded_adapter_has_all_rows_with_zeros_past_its_rank(rank: int) -> No
     spec = adapter(rank)
     wide = padded(spec, MODEL, 32)
     image = np.random.default_rng(rank).integers(1, 255, spec.num_bytes).astype(np.uint8)
-    driver = FakeDriver(2 * wide.num_bytes + 4)
-    driver.memory[: wide.num_bytes] = 0xEE  # bytes of the previous owner
-    driver.memory[wide.num_bytes : wide.num_bytes + spec.num_bytes] = image
-    lanes = Timelines(driver)
-    copier = AdapterCopier(driver, lanes, LinkQueue(1e9, 1 << 20), 2 * wide.num_bytes)
+    memory = np.full(wide.num_bytes, 0xEE, np.uint8)  # bytes of the previous owner
+    driver, arrivals = HostDriver(rank), np.zeros(1, np.uint32)
+    copier = AdapterCopier(driver, Timelines(driver), LinkQueue(1e9, 1 << 20), address(arrivals))
     copier.load(
         CopyRequest(
             slot=1,
-            source=wide.num_bytes,
-            target=0,
+            source=address(image),
+            target=address(memory),
             num_bytes=wide.num_bytes,
             groups=layer_groups(spec.layer_ends, (1,)),
             after=NOTHING,
@@ -247,7 +243,7 @@ def test_a_padded_adapter_has_all_rows_with_zeros_past_its_rank(rank: int) -> No
         ):
             rows, rows_before = 32, narrow.padded_rank
             size = shape[0] * shape[2] * 2
-            now = driver.memory[offset : offset + size * rows].view(np.uint16).reshape(shape)
+            now = memory[offset : offset + size * rows].view(np.uint16).reshape(shape)
             before = image[offset_before : offset_before + size * rows_before].view(np.uint16).reshape(shape)
             assert np.array_equal(now[:, :rows_before], before)
             assert not now[:, rows_before:].any()

@@ -1,4 +1,4 @@
-"""The link queue: layer groups, order of pieces, predicted arrivals."""
+"""The link queue: layer groups, order of spans, predicted arrivals."""
 
 from random import Random
 
@@ -11,14 +11,14 @@ from caraserve.gpu.memory.link_queue import (
     LayerGroup,
     LinkQueue,
     LoraSource,
-    Piece,
+    Span,
     choose_source,
     groups_until,
     layer_groups,
 )
 
 MB = 1 << 20
-PIECE = 8  # bytes; at most two pieces are issued ahead
+SPAN = 8  # bytes; at most two spans are issued ahead
 LINK = 1000.0  # bytes/s
 
 
@@ -45,7 +45,7 @@ def test_groups_before_the_first_layer_come_last() -> None:
 
 
 def queue() -> LinkQueue:
-    return LinkQueue(LINK, PIECE)
+    return LinkQueue(LINK, SPAN)
 
 
 def ask(made: LinkQueue, slot: int, *sizes: int) -> None:
@@ -53,53 +53,53 @@ def ask(made: LinkQueue, slot: int, *sizes: int) -> None:
     made.ask(slot, layer_groups(ends(*sizes), range(1, len(sizes))))
 
 
-def drain(made: LinkQueue) -> list[Piece]:
-    """Returns all pieces, with each arriving as soon as it is issued."""
-    pieces = []
-    while (piece := made.next()) is not None:
-        pieces.append(piece)
-        made.arrived(piece.end - piece.start)
-    return pieces
+def drain(made: LinkQueue) -> list[Span]:
+    """Returns all spans, with each arriving as soon as it is issued."""
+    spans = []
+    while (span := made.next()) is not None:
+        spans.append(span)
+        made.arrived(span.end - span.start)
+    return spans
 
 
 def test_loads_are_issued_in_order_layer_by_layer() -> None:
     made = queue()
     ask(made, 2, 4, 4, 4)
     ask(made, 1, 4, 4)
-    assert [(piece.slot, piece.group) for piece in drain(made)] == [(2, 0), (2, 1), (2, 2), (1, 0), (1, 1)]
+    assert [(span.slot, span.group) for span in drain(made)] == [(2, 0), (2, 1), (2, 2), (1, 0), (1, 1)]
 
 
 def test_little_is_issued_ahead_of_what_has_arrived() -> None:
     made = queue()
-    ask(made, 1, 10 * PIECE)
+    ask(made, 1, 10 * SPAN)
     assert made.next() is not None
     assert made.next() is not None
     assert made.next() is None
-    made.arrived(PIECE)
+    made.arrived(SPAN)
     assert made.next() is not None
     assert made.next() is None
 
 
 def test_answers_of_cpu_workers_delay_predictions_and_hold_no_load_back() -> None:
     made = queue()
-    ask(made, 1, PIECE, PIECE)
+    ask(made, 1, SPAN, SPAN)
     assert made.next() is not None
     alone_s = made.arrivals(1, 0.0)[1]
-    made.await_answers(1000 * PIECE)
-    assert made.arrival_of_issued(0.0) == pytest.approx(1001 * PIECE / LINK)
-    assert made.arrivals(1, 0.0) == pytest.approx({1: 1002 * PIECE / LINK})
-    made.answered(1000 * PIECE)
+    made.await_answers(1000 * SPAN)
+    assert made.arrival_of_issued(0.0) == pytest.approx(1001 * SPAN / LINK)
+    assert made.arrivals(1, 0.0) == pytest.approx({1: 1002 * SPAN / LINK})
+    made.answered(1000 * SPAN)
     assert made.arrivals(1, 0.0) == {1: alone_s}
-    made.await_answers(1000 * PIECE)
+    made.await_answers(1000 * SPAN)
     assert made.next() is not None
 
 
 def test_committed_layers_are_issued_at_once_before_all_others() -> None:
     made = queue()
     for slot in (1, 2):
-        ask(made, slot, *[PIECE] * 4)
+        ask(made, slot, *[SPAN] * 4)
     made.commit(2, 3)
-    assert [(piece.slot, piece.group) for piece in (made.next(), made.next(), made.next()) if piece] == [
+    assert [(span.slot, span.group) for span in (made.next(), made.next(), made.next()) if span] == [
         (2, 0),
         (2, 1),
         (2, 2),
@@ -115,12 +115,12 @@ def test_a_load_whose_memory_is_in_use_does_not_delay_others() -> None:
     made = queue()
     for slot in (1, 2):
         ask(made, slot, 4)
-    piece = made.next(blocked={1})
-    assert piece is not None
-    assert piece.slot == 2
-    piece = made.next(blocked={1})  # no other load is left
-    assert piece is not None
-    assert piece.slot == 1
+    span = made.next(blocked={1})
+    assert span is not None
+    assert span.slot == 2
+    span = made.next(blocked={1})  # no other load is left
+    assert span is not None
+    assert span.slot == 1
 
 
 def test_a_slot_has_one_load_and_only_issued_bytes_arrive() -> None:
@@ -142,10 +142,10 @@ def test_predicted_arrivals_are_those_that_happen(asked: list[list[int]]) -> Non
         ask(made, slot, *sizes)
     expected = {(slot, group): at for slot in range(len(asked)) for group, at in made.arrivals(slot, 100.0).items()}
     sent, seen = 0, {}
-    for piece in drain(made):
-        sent += piece.end - piece.start
-        if piece.group is not None:
-            seen[piece.slot, piece.group] = 100.0 + sent / LINK
+    for span in drain(made):
+        sent += span.end - span.start
+        if span.group is not None:
+            seen[span.slot, span.group] = 100.0 + sent / LINK
     assert seen == pytest.approx(expected)
     assert sent == sum(map(sum, asked))
 
@@ -155,12 +155,12 @@ def test_a_load_from_a_later_layer_on_issues_every_byte_once(sizes: list[int], d
     made, first = queue(), data.draw(st.integers(0, len(sizes) - 1))
     made.ask(1, layer_groups(ends(*sizes), range(1, len(sizes)), first))
     expected = made.arrivals(1, 100.0)
-    pieces = drain(made)
-    issued = [byte for piece in pieces for byte in range(piece.start, piece.end)]
+    spans = drain(made)
+    issued = [byte for span in spans for byte in range(span.start, span.end)]
     start = sum(sizes[:first])
     assert issued == [*range(start, sum(sizes)), *range(start)]
-    sent = np.cumsum([piece.end - piece.start for piece in pieces])
-    seen = {piece.group: 100.0 + at / LINK for piece, at in zip(pieces, sent, strict=True) if piece.group is not None}
+    sent = np.cumsum([span.end - span.start for span in spans])
+    seen = {span.group: 100.0 + at / LINK for span, at in zip(spans, sent, strict=True) if span.group is not None}
     assert seen == pytest.approx(expected)
 
 
@@ -172,12 +172,12 @@ def test_every_byte_is_issued_once_and_in_order(asked: list[list[int]], seed: in
         if left and random.random() < 0.5:
             slot, sizes = left.popitem()
             ask(made, slot, *sizes)
-        if (piece := made.next()) is not None:
-            assert piece.start == sent[piece.slot]
-            assert piece.end - piece.start <= PIECE
-            assert made.in_flight <= 3 * PIECE
-            sent[piece.slot] = piece.end
-            flying.append(piece.end - piece.start)
+        if (span := made.next()) is not None:
+            assert span.start == sent[span.slot]
+            assert span.end - span.start <= SPAN
+            assert made.in_flight <= 3 * SPAN
+            sent[span.slot] = span.end
+            flying.append(span.end - span.start)
         elif flying:
             made.arrived(flying.pop(0))
     assert made.next() is None

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, Timelines, at, latest
-from caraserve.gpu.forward.lanes import issue_moves
+from caraserve.gpu.memory.adapters import issue_moves
 from caraserve.gpu.memory.pool import DevicePool, Grant, Move
-from tests.gpu.fake_driver import FakeDriver, Operation
+from tests.gpu.host_backend import check_pool
+from tests.gpu.host_driver import HostDriver, Operation
+from tests.gpu.lora_case import address
 
 GRANULE = 16
 BLOCK = 24  # neither divides the granule nor is divided by it
@@ -45,7 +47,7 @@ def test_adapters_are_placed_from_the_high_end_and_in_the_smallest_hole_first() 
     made.release(3, NOTHING)
     assert placed(made, 5, 2).start // GRANULE == 12  # at the top of adapter 3's hole
     assert made.place_of(5) == 12 * GRANULE
-    made.check()
+    check_pool(made)
 
 
 def test_sizes_are_whole_granules_and_an_empty_adapter_takes_one() -> None:
@@ -63,7 +65,7 @@ def test_holes_are_joined_by_the_smallest_move() -> None:
     grant = placed(made, 6, 4)
     assert grant.moves == (Move(2, 7 * GRANULE, 9 * GRANULE, GRANULE),)
     assert grant.start == 5 * GRANULE
-    made.check()
+    check_pool(made)
 
 
 def test_of_two_ways_to_join_holes_the_cheaper_is_chosen() -> None:
@@ -108,7 +110,7 @@ def test_the_least_kv_blocks_are_reserved_before_they_are_requested() -> None:
     placed(made, 1, 8)
     assert made.place(2, GRANULE, PAST) is None
     assert made.resize_kv(8, until=NOTHING, moved=PAST) == Grant(0, 8 * BLOCK, NOTHING)
-    made.check()
+    check_pool(made)
 
 
 def test_what_can_never_fit_is_an_error_and_changes_nothing() -> None:
@@ -121,7 +123,7 @@ def test_what_can_never_fit_is_an_error_and_changes_nothing() -> None:
     assert made.resize_kv(13, until=NOTHING, moved=PAST) == Grant(0, 13 * BLOCK, NOTHING)
     with pytest.raises(ValueError, match="may take 32"):
         pool(20, lora_bytes=2 * GRANULE).place(1, 3 * GRANULE, PAST)
-    made.check()
+    check_pool(made)
 
 
 def test_growing_kv_moves_adapters_together_and_fails_if_they_are_in_the_way() -> None:
@@ -135,7 +137,7 @@ def test_growing_kv_moves_adapters_together_and_fails_if_they_are_in_the_way() -
     assert [move.slot for move in grant.moves] == [3, 5]
     assert made.resize_kv(3, until=NOTHING, moved=PAST) is None  # 5 granules, 4 free
     assert made.kv_blocks == 2
-    made.check()
+    check_pool(made)
 
 
 def test_pinned_adapters_do_not_move() -> None:
@@ -197,13 +199,13 @@ def test_an_adapter_fits_exactly_if_movable_neighbours_leave_enough_bytes(
     grant = made.place(99, need * GRANULE, PAST)
     assert (grant is not None) == (max([*rooms, room]) >= need)
     assert all(made.place_of(slot) == taken[slot] for slot, fate in kept if fate == "hold")
-    made.check()
+    check_pool(made)
 
 
 @given(st.integers(1, 40), st.integers(1, 40))
 def test_a_move_keeps_its_bytes_whatever_it_overlaps(size: int, distance: int) -> None:
     memory = np.arange(100, dtype=np.uint8)
-    for target, source, num_bytes in Move(1, 5, 5 + distance, size).pieces():
+    for target, source, num_bytes in Move(1, 5, 5 + distance, size).copies():
         assert source + num_bytes <= target
         memory[target : target + num_bytes] = memory[source : source + num_bytes]
     assert list(memory[5 + distance : 5 + distance + size]) == list(range(5, 5 + size))
@@ -212,7 +214,7 @@ def test_a_move_keeps_its_bytes_whatever_it_overlaps(size: int, distance: int) -
 # --- on a device, under any schedule ---
 
 
-class World:
+class PoolCase:
     """A pool on a fake device, with copies into it and kernels that read it, all launched without host waits."""
 
     GRANULES, SLOTS = 24, 7
@@ -220,8 +222,8 @@ class World:
     def __init__(self, random: Random) -> None:
         self.random = random
         self.size = self.GRANULES * GRANULE
-        self.driver = FakeDriver(2 * self.size)
-        self.driver.memory[self.size :] = np.arange(self.size) % 251 + 1  # the host's copy of any adapter
+        self.driver = HostDriver(random.randrange(1 << 30), finds_races=True)
+        self.memory, self.host = np.zeros(self.size, np.uint8), (np.arange(self.size) % 251 + 1).astype(np.uint8)
         self.lanes = Timelines(self.driver)
         self.pool = DevicePool(self.size, BLOCK, lora_bytes=20 * GRANULE, least_kv_blocks=1, granule=GRANULE)
         self.sizes: dict[int, int] = {}
@@ -232,8 +234,13 @@ class World:
         self.kv_after = NOTHING
         self.copied: set[int] = set()
 
-    def host(self, slot: int) -> int:
-        return self.size + 3 * slot
+    def image(self, slot: int) -> np.ndarray:
+        """Returns the host's copy of an adapter."""
+        return self.host[3 * slot :]
+
+    def at(self, offset: int) -> int:
+        """Returns the device address of an offset in the pool."""
+        return address(self.memory) + offset
 
     def load(self) -> None:
         free = [slot for slot in range(1, self.SLOTS) if slot not in self.sizes]
@@ -248,7 +255,7 @@ class World:
         self.lanes.wait(Lane.COPY, grant.after)
         stream = self.lanes.streams[Lane.COPY]
         if self.random.random() < 0.8:  # otherwise cancelled before any copy was issued
-            self.driver.copy_to_device(grant.start, self.host(slot), num_bytes, stream)
+            self.driver.copy_to_device(self.at(grant.start), address(self.image(slot)), num_bytes, stream)
             self.copied.add(slot)
         self.arrives[slot] = self.loading[slot] = at(Lane.COPY, self.lanes.mark(Lane.COPY))
         if self.driver.left() and self.random.random() < 0.2:
@@ -257,7 +264,7 @@ class World:
     def move(self, grant: Grant) -> None:
         moving = {move.slot for move in grant.moves}
         assert not moving & (self.loading.keys() | {slot for slot, _ in self.lent}), "moved in use"
-        issue_moves(self.driver, self.lanes, 0, grant, lambda move, stream: None)
+        issue_moves(self.driver, self.lanes, self.at(0), grant, lambda move, stream: None)
 
     def evict(self, slot: int) -> None:
         self.pool.release(slot, latest(self.arrives[slot], self.used.get(slot, NOTHING)))
@@ -302,7 +309,8 @@ class World:
             self.lanes.mark(Lane.COMPUTE)
 
     def kernel(self, lane: Lane, reads: tuple[int, int] = (0, 0), writes: tuple[int, int] = (0, 0)) -> None:
-        self.driver.issue(self.stream(lane), Operation("kernel", reads=[reads], writes=[writes]))
+        spans = [(self.at(start), self.at(end)) for start, end in (reads, writes)]
+        self.driver.issue(self.stream(lane), Operation("kernel", reads=spans[:1], writes=spans[1:]))
 
     def stream(self, lane: Lane) -> Stream:
         return self.lanes.streams[lane]
@@ -324,26 +332,26 @@ class World:
         actions = [self.load, self.load, self.evict_one, self.resize_kv, self.write_kv, self.look]
         actions += [lambda: self.read(Lane.COMPUTE), lambda: self.read(Lane.ASSIST)]
         self.random.choice(actions)()
-        self.pool.check()
+        check_pool(self.pool)
         for _ in range(self.random.choice((0, 0, 1, 4, 16))):
-            self.driver.step(self.random.randrange)
+            self.driver.step()
 
 
 @settings(max_examples=100)
 @given(st.integers(0, 2**32))
 def test_no_byte_is_reused_while_launched_work_may_touch_it(seed: int) -> None:
     random = Random(seed)
-    world = World(random)
+    case = PoolCase(random)
     for _ in range(60):
-        world.act()
-    world.driver.run_all(random.randrange)
-    world.look()
-    assert not world.loading
-    assert not world.lent
-    for slot in world.copied:
-        start, num_bytes = world.pool.place_of(slot), world.sizes[slot]
-        expected = world.driver.memory[world.host(slot) : world.host(slot) + num_bytes]
-        assert np.array_equal(world.driver.memory[start : start + num_bytes], expected), "bytes were lost in a move"
+        case.act()
+    case.driver.run_all()
+    case.look()
+    assert not case.loading
+    assert not case.lent
+    for slot in case.copied:
+        start, num_bytes = case.pool.place_of(slot), case.sizes[slot]
+        expected = case.image(slot)[:num_bytes]
+        assert np.array_equal(case.memory[start : start + num_bytes], expected), "bytes were lost in a move"
 
 
 def test_passed_marks_are_dropped() -> None:

@@ -1,4 +1,4 @@
-"""Vectors in place of tokens reach their rows of the residual stream; granted blocks are known on both sides."""
+"""Vectors in place of tokens reach their rows of the residual stream."""
 
 import ctypes
 from typing import cast
@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from caraserve.core.batch import Batch, BlockGrant, ScheduledRow, SlotSampling, SlotStart
+from caraserve.core.batch import Batch, ScheduledRow, SlotSampling, SlotStart
 from caraserve.cpu.sampling import SLOT_SAMPLING
 from caraserve.gpu.memory.request_state import DeviceState, RequestSlots
 from caraserve.gpu.memory.staging_ring import StagingRing
@@ -40,13 +40,6 @@ def slots() -> RequestSlots:
 
 def start(slots: RequestSlots, slot: int, ids: list[int], vectors: NDArray[np.float32] | None = None) -> None:
     slots.apply(Batch((SlotStart(slot, tuple(ids), SlotSampling.greedy(len(ids)), vectors),), (), ()))
-
-
-def test_the_host_knows_the_blocks_that_the_device_was_sent(slots: RequestSlots) -> None:
-    slots.apply(Batch((), (BlockGrant(1, 0, (5, 3)), BlockGrant(2, 1, (4,))), ()))
-    slots.apply(Batch((), (BlockGrant(1, 1, (6,)),), ()))
-    assert slots.block_table.tolist() == [[0, 0], [5, 6], [0, 4]]
-    assert slots._state.block_table.tolist() == slots.block_table.tolist()
 
 
 def sent(slots: RequestSlots, rows: list[tuple[int, int, int]], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -8,10 +8,9 @@ import pytest
 
 from caraserve.gpu.driver.api import DriverError
 from caraserve.gpu.driver.streams import Lane, Timelines
-from caraserve.gpu.forward.batch import result_bytes
 from caraserve.gpu.forward.iteration import stall_s
-from caraserve.gpu.memory.results import ResultBlocks, Waiter
-from tests.gpu.host_device import HostDriver
+from caraserve.gpu.memory.results import ResultBlocks, Waiter, result_bytes
+from tests.gpu.host_driver import HostDriver
 
 PATIENCE_S = 10.0
 

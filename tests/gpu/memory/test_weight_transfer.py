@@ -22,11 +22,12 @@ from caraserve.gpu.driver.api import DriverError
 from caraserve.gpu.memory.weight_transfer import TransferFigures, WeightTransfer
 from caraserve.model.folder_reader import FolderReader, StoredTensor
 from caraserve.model.safetensors_reader import TensorFile
-from tests.gpu.host_device import HostDriver, host_device
+from tests.gpu.host_device import host_device
+from tests.gpu.host_driver import HostDriver
 
-PIECE_BYTES = 256
+SPAN_BYTES = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SHAPES = ((64, 48), (7,), (1, 64), (33, 5), (128,), (50, 70))  # one piece, exact pieces, many pieces
+SHAPES = ((64, 48), (7,), (1, 64), (33, 5), (128,), (50, 70))  # one span, exact spans, many spans
 
 
 def values(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -46,7 +47,7 @@ def write(folder: Path, tensors: dict[str, Tensor]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
 
 
-class World:
+class LoadCase:
     """A checkpoint, and an emulated device to load it to. It must be left with no thread, stream or pinned memory."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, seed: int = 0) -> None:
@@ -68,7 +69,7 @@ class World:
         found = {}
         with FolderReader(self.folder) as checkpoint:
             stored = [wrap(tensor) for tensor in self.stored(checkpoint)]
-            with WeightTransfer(self.device, stored, threads=threads, piece_bytes=PIECE_BYTES) as transfer:
+            with WeightTransfer(self.device, stored, threads=threads, span_bytes=SPAN_BYTES) as transfer:
                 for name, tensor in self.tensors.items():
                     found[name] = torch.full(tensor.shape, float("nan"), dtype=kept)
                     transfer.fill(name, found[name])
@@ -81,8 +82,8 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path, torch.bfloat16)
+def case(tmp_path: Path) -> Iterator[LoadCase]:
+    made = LoadCase(tmp_path, torch.bfloat16)
     yield made
     made.check_at_rest()
 
@@ -93,45 +94,45 @@ def test_every_byte_arrives_and_is_rounded_once(tmp_path: Path, stored: torch.dt
     for seed, threads in enumerate((1, 2, 5)):
         folder = tmp_path / str(seed)
         folder.mkdir()
-        world = World(folder, stored, seed)
-        found, _ = world.load(kept, threads)
-        for name, tensor in world.tensors.items():
+        case = LoadCase(folder, stored, seed)
+        found, _ = case.load(kept, threads)
+        for name, tensor in case.tensors.items():
             bits = torch.int32 if kept is torch.float32 else torch.int16
             assert torch.equal(found[name].view(bits), tensor.to(kept).view(bits)), (name, seed)
-        world.check_at_rest()
+        case.check_at_rest()
 
 
 def test_a_buffer_is_not_overwritten_before_its_copy_has_run(tmp_path: Path) -> None:
-    """The device runs copies as late as it can, and a tensor has ten times as many pieces as there are buffers."""
-    world = World(tmp_path, torch.float32)
-    world.tensors = {"big": torch.arange(40 * PIECE_BYTES // 4, dtype=torch.float32)}
-    write(tmp_path, world.tensors)
-    found, _ = world.load(torch.float32, threads=2)
-    assert torch.equal(found["big"], world.tensors["big"])
+    """The device runs copies as late as it can, and a tensor has ten times as many spans as there are buffers."""
+    case = LoadCase(tmp_path, torch.float32)
+    case.tensors = {"big": torch.arange(40 * SPAN_BYTES // 4, dtype=torch.float32)}
+    write(tmp_path, case.tensors)
+    found, _ = case.load(torch.float32, threads=2)
+    assert torch.equal(found["big"], case.tensors["big"])
 
 
-def test_memory_freed_by_work_that_has_not_run_is_not_written_yet(world: World) -> None:
+def test_memory_freed_by_work_that_has_not_run_is_not_written_yet(case: LoadCase) -> None:
     """A tensor's memory may have been another's, which the device still reads."""
     log: list[str] = []
-    world.device = replace(world.device, synchronize=lambda: log.append("device is idle"))
-    copy = world.driver.copy_to_device
+    case.device = replace(case.device, synchronize=lambda: log.append("device is idle"))
+    copy = case.driver.copy_to_device
 
     def watched(*arguments: Any) -> None:
         log.append("copy")
         copy(*arguments)
 
-    world.driver.copy_to_device = watched  # type: ignore[method-assign]
-    world.load(torch.bfloat16, 3, each=log.append)
-    for name in list(world.tensors)[:-1]:
+    case.driver.copy_to_device = watched  # type: ignore[method-assign]
+    case.load(torch.bfloat16, 3, each=log.append)
+    for name in list(case.tensors)[:-1]:
         assert log[log.index(name) + 1] == "device is idle"
 
 
-def test_a_filled_tensor_can_be_freed(world: World) -> None:
+def test_a_filled_tensor_can_be_freed(case: LoadCase) -> None:
     with (
-        FolderReader(world.folder) as checkpoint,
-        WeightTransfer(world.device, world.stored(checkpoint), threads=3, piece_bytes=PIECE_BYTES) as transfer,
+        FolderReader(case.folder) as checkpoint,
+        WeightTransfer(case.device, case.stored(checkpoint), threads=3, span_bytes=SPAN_BYTES) as transfer,
     ):
-        for name, tensor in world.tensors.items():
+        for name, tensor in case.tensors.items():
             target = torch.empty(tensor.shape)
             last = weakref.ref(target)
             transfer.fill(name, target)
@@ -154,7 +155,7 @@ def watching(see: Callable[[str], None]) -> Callable[[StoredTensor], StoredTenso
     return lambda tensor: replace(tensor, file=Watched(tensor.file, see))
 
 
-def test_threads_read_ahead_of_the_first_tensor_and_not_further_than_a_piece_each(world: World) -> None:
+def test_threads_read_ahead_of_the_first_tensor_and_not_further_than_a_piece_each(case: LoadCase) -> None:
     reads = threading.Semaphore(0)
     read: list[str] = []
 
@@ -162,46 +163,46 @@ def test_threads_read_ahead_of_the_first_tensor_and_not_further_than_a_piece_eac
         read.append(name)
         reads.release()
 
-    with FolderReader(world.folder) as checkpoint:
-        stored = [watching(see)(tensor) for tensor in world.stored(checkpoint)]
-        with WeightTransfer(world.device, stored, threads=3, piece_bytes=PIECE_BYTES):
+    with FolderReader(case.folder) as checkpoint:
+        stored = [watching(see)(tensor) for tensor in case.stored(checkpoint)]
+        with WeightTransfer(case.device, stored, threads=3, span_bytes=SPAN_BYTES):
             assert all(reads.acquire(timeout=30.0) for _ in range(3))
-            assert sum(world.driver._registered.values()) <= max(2 << 20, 6 * PIECE_BYTES)  # whole huge pages
+            assert sum(case.driver._registered.values()) <= max(2 << 20, 6 * SPAN_BYTES)  # whole huge pages
     assert read == ["t0"] * 3
 
 
-def test_a_file_cut_short_ends_the_load_with_its_name_and_the_tensors(world: World) -> None:
-    path = world.folder / "part1.safetensors"
+def test_a_file_cut_short_ends_the_load_with_its_name_and_the_tensors(case: LoadCase) -> None:
+    path = case.folder / "part1.safetensors"
 
     def cut(name: str) -> None:
         if name == "t2":
             os.truncate(path, path.stat().st_size - 100)
 
     with pytest.raises(ModelLoadError, match=r"^part1\.safetensors was cut short while tensor t5 was being read$"):
-        world.load(torch.bfloat16, 2, each=cut)
+        case.load(torch.bfloat16, 2, each=cut)
 
 
-def test_a_file_that_changes_during_the_load_is_an_error(world: World) -> None:
-    path = world.folder / "part0.safetensors"
+def test_a_file_that_changes_during_the_load_is_an_error(case: LoadCase) -> None:
+    path = case.folder / "part0.safetensors"
     with pytest.raises(ModelLoadError, match=r"^part0\.safetensors was changed while it was being read; try again$"):
-        world.load(torch.bfloat16, 2, each=lambda name: os.utime(path, ns=(0, 0)))
+        case.load(torch.bfloat16, 2, each=lambda name: os.utime(path, ns=(0, 0)))
 
 
-def test_a_thread_reads_its_next_piece_while_its_last_one_is_copied(world: World) -> None:
+def test_a_thread_reads_its_next_piece_while_its_last_one_is_copied(case: LoadCase) -> None:
     """The device copies nothing until a thread waits for it."""
     pending: list[int] = []
 
     def see(name: str) -> None:
         if name == "t5":
-            (stream,) = world.driver._streams.values()
+            (stream,) = case.driver._streams.values()
             pending.append(len(stream.waiting))
 
-    world.load(torch.bfloat16, 1, watching(see))
-    assert pending[1] == 2  # the first piece's copy, and the record after it
+    case.load(torch.bfloat16, 1, watching(see))
+    assert pending[1] == 2  # the first span's copy, and the record after it
 
 
 @pytest.mark.parametrize("name", ["t1", "t3", "t5"])
-def test_an_interrupt_ends_all_threads(world: World, name: str) -> None:
+def test_an_interrupt_ends_all_threads(case: LoadCase, name: str) -> None:
     main = threading.get_ident()
     asked = threading.Event()
 
@@ -211,11 +212,11 @@ def test_an_interrupt_ends_all_threads(world: World, name: str) -> None:
             signal.pthread_kill(main, signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        world.load(torch.bfloat16, 3, watching(see))
+        case.load(torch.bfloat16, 3, watching(see))
 
 
 def test_a_second_interrupt_leaves_no_thread_in_memory_that_is_freed(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    case: LoadCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     join, unregister = threading.Thread.join, HostDriver.unregister_host
     is_reading, may_read = threading.Event(), threading.Event()
@@ -244,12 +245,12 @@ def test_a_second_interrupt_leaves_no_thread_in_memory_that_is_freed(
     monkeypatch.setattr(threading.Thread, "join", interrupted)
     monkeypatch.setattr(HostDriver, "unregister_host", checked)
     with pytest.raises(KeyboardInterrupt):
-        world.load(torch.bfloat16, 3, watching(see), first)
+        case.load(torch.bfloat16, 3, watching(see), first)
     assert not interrupts
 
 
 def test_an_interrupt_while_threads_are_started_ends_those_that_were(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    case: LoadCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = threading.Thread.start
 
@@ -260,49 +261,49 @@ def test_an_interrupt_while_threads_are_started_ends_those_that_were(
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        world.load(torch.bfloat16, 3)
+        case.load(torch.bfloat16, 3)
 
 
-def test_a_device_that_fails_ends_the_load(world: World) -> None:
+def test_a_device_that_fails_ends_the_load(case: LoadCase) -> None:
     def fail(name: str) -> None:
-        world.driver.failed = name == "t2"
+        case.driver.failed = name == "t2"
 
     with pytest.raises(DriverError, match="the device has failed"):
-        world.load(torch.bfloat16, 2, each=fail)
+        case.load(torch.bfloat16, 2, each=fail)
 
 
-def test_memory_that_cannot_be_pinned_leaves_nothing_behind(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_pinned_leaves_nothing_behind(case: LoadCase, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(driver: HostDriver, address: int, num_bytes: int) -> int:
         raise DriverError("out of memory")
 
     monkeypatch.setattr(HostDriver, "register_host", refuse)
     with pytest.raises(ConfigError, match=r"MiB of host memory, .* cannot be pinned \(out of memory\); free memory"):
-        world.load(torch.bfloat16, 2)
+        case.load(torch.bfloat16, 2)
 
 
-def test_a_full_device_is_named_before_any_file_is_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_device_is_named_before_any_file_is_read(case: LoadCase, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any, **named: Any) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    with FolderReader(world.folder) as checkpoint:
-        stored = world.stored(checkpoint)
+    with FolderReader(case.folder) as checkpoint:
+        stored = case.stored(checkpoint)
         monkeypatch.setattr(torch, "empty", refuse)
         with pytest.raises(ModelLoadError, match="the device has less than 256 B free"):
-            WeightTransfer(world.device, stored, threads=2, piece_bytes=PIECE_BYTES)
+            WeightTransfer(case.device, stored, threads=2, span_bytes=SPAN_BYTES)
 
 
-def test_tensors_filled_in_another_order_are_a_defect(world: World) -> None:
+def test_tensors_filled_in_another_order_are_a_defect(case: LoadCase) -> None:
     with (
-        FolderReader(world.folder) as checkpoint,
-        WeightTransfer(world.device, world.stored(checkpoint), threads=1) as transfer,
+        FolderReader(case.folder) as checkpoint,
+        WeightTransfer(case.device, case.stored(checkpoint), threads=1) as transfer,
         pytest.raises(AssertionError, match="t1"),
     ):
         transfer.fill("t1", torch.empty(7))
 
 
-def test_the_figures_count_the_files_bytes(world: World) -> None:
-    _, figures = world.load(torch.float32, 2)
-    assert (figures.num_bytes, figures.threads) == (sum(2 * tensor.numel() for tensor in world.tensors.values()), 2)
+def test_the_figures_count_the_files_bytes(case: LoadCase) -> None:
+    _, figures = case.load(torch.float32, 2)
+    assert (figures.num_bytes, figures.threads) == (sum(2 * tensor.numel() for tensor in case.tensors.values()), 2)
     assert 0 < figures.read_share <= 1
     assert 0 <= figures.own_share <= 1
 

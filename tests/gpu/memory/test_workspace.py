@@ -1,12 +1,12 @@
-"""A lane's workspace and its pieces for each pass."""
+"""A lane's workspace, and its parts for each pass."""
 
 import pytest
 import torch
 
 from caraserve.core.lora_layout import GROUPS
-from caraserve.gpu.forward.batch import Capacity, PassShape
-from caraserve.gpu.kernels.attention import SPLIT_TOKENS
+from caraserve.gpu.attention.triton import ATTENTION, SPLIT_TOKENS, SplitScratch
 from caraserve.gpu.memory import workspace
+from caraserve.gpu.memory.pass_shape import Capacity, PassShape
 from caraserve.gpu.memory.workspace import Workspace, make_workspace
 from tests.gpu.small_model import SPEC
 
@@ -16,38 +16,40 @@ ONE_SPLIT_BYTES = 4 * SPEC.heads * (SPEC.head_dim + 2)
 
 def made() -> Workspace:
     capacity = Capacity(tokens=64, rows=ROWS, outputs=500, tile_tokens=16, adapters=8)
-    return make_workspace(SPEC, torch.float32, capacity, 16, MOST_CONTEXT, torch.device("cpu"))
+    return make_workspace(SPEC, torch.float32, capacity, 16, MOST_CONTEXT, torch.device("cpu"), ATTENTION.decode)
 
 
-def pieces(space: Workspace, rows: int, context: int) -> list[tuple[int, int]]:
-    found = space.decode_pieces(PassShape(rows, rows, 0, rows, 0, False, context))
-    for piece, scratch in found:
-        assert scratch.best.shape == (piece.stop - piece.start, SPEC.heads, -(-context // SPLIT_TOKENS))
+def parts(space: Workspace, rows: int, context: int) -> list[tuple[int, int]]:
+    found = space.decode_parts(PassShape(rows, rows, 0, rows, 0, False, context))
+    for part, scratch in found:
+        assert isinstance(scratch, SplitScratch)
+        assert isinstance(space.scratch, SplitScratch)
+        assert scratch.best.shape == (part.stop - part.start, SPEC.heads, -(-context // SPLIT_TOKENS))
         assert scratch.sums.data_ptr() == space.scratch.sums.data_ptr()
-    return [(piece.start, piece.stop) for piece, _ in found]
+    return [(part.start, part.stop) for part, _ in found]
 
 
 def test_all_rows_decode_at_once_if_the_scratch_fits() -> None:
-    assert pieces(made(), ROWS, MOST_CONTEXT) == [(0, ROWS)]
-    assert pieces(made(), 3, 1) == [(0, 3)]
+    assert parts(made(), ROWS, MOST_CONTEXT) == [(0, ROWS)]
+    assert parts(made(), 3, 1) == [(0, 3)]
 
 
 def test_long_contexts_are_computed_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace, "_SCRATCH_BYTES", 20 * 8 * ONE_SPLIT_BYTES)
     space = made()
-    assert space.scratch.best.shape[0] == 16
-    assert pieces(space, ROWS, MOST_CONTEXT) == [(0, 16), (16, 32), (32, 40)]
-    assert pieces(space, ROWS, MOST_CONTEXT // 2) == [(0, 32), (32, 40)]
-    assert pieces(space, ROWS, SPLIT_TOKENS) == [(0, ROWS)]
+    assert space.scratch.rows_at(MOST_CONTEXT) == 16
+    assert parts(space, ROWS, MOST_CONTEXT) == [(0, 16), (16, 32), (32, 40)]
+    assert parts(space, ROWS, MOST_CONTEXT // 2) == [(0, 32), (32, 40)]
+    assert parts(space, ROWS, SPLIT_TOKENS) == [(0, ROWS)]
 
 
 def test_sixteen_rows_fit_whatever_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace, "_SCRATCH_BYTES", 1)
-    assert pieces(made(), 17, MOST_CONTEXT) == [(0, 16), (16, 17)]
+    assert parts(made(), 17, MOST_CONTEXT) == [(0, 16), (16, 17)]
 
 
-def test_a_batch_without_decoding_rows_has_no_decode_pieces() -> None:
-    assert pieces(made(), 0, 0) == []
+def test_a_batch_without_decoding_rows_has_no_decode_parts() -> None:
+    assert parts(made(), 0, 0) == []
 
 
 def test_a_pass_takes_the_first_rows() -> None:

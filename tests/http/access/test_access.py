@@ -13,15 +13,14 @@ from caraserve.bench.cli import without_keys
 from caraserve.bench.servers import api_key_in
 from caraserve.config import HttpConfig
 from caraserve.http.access.api_keys import key_name
-from caraserve.http.access.client import Client
 from caraserve.http.app import add_peer_routes, make_app, start_http
-from caraserve.http.context import CLIENT
+from caraserve.http.client import CLIENT, Client
 from caraserve.http.generation_routes import GENERATION_ROUTES
 from caraserve.http.management.page import PAGE_PATHS
 from caraserve.util import tasks
 from tests.http.fake_engine import FakeEngine
 from tests.http.fleet import fleet
-from tests.http.serving import Answer, http_config, new_metrics, serving
+from tests.http.serving import Answer, OneOff, http_config, new_metrics, serving
 
 KEY, OTHER, ADMIN = "sk-päss", "sk-other", "sk-admin"
 PROBES = {"/health", "/ready", "/ping"}
@@ -38,9 +37,9 @@ def basic(key: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer wrong", f"Basic {KEY}", KEY, "Bearer ÿ"])
 async def test_wrong_keys(header: str | None) -> None:
-    fake = FakeEngine()
-    async with serving(fake, api_key=(KEY, OTHER)) as client:
-        answer = await client.complete(headers=None if header is None else {"Authorization": header})
+    answer = await OneOff(fake := FakeEngine(), api_key=(KEY, OTHER)).complete(
+        headers=None if header is None else {"Authorization": header}
+    )
     assert (answer.status, answer.error["type"]) == (401, "authentication_error")
     assert answer.headers["WWW-Authenticate"].startswith("Bearer")
     assert not fake.streams
@@ -48,8 +47,7 @@ async def test_wrong_keys(header: str | None) -> None:
 
 @pytest.mark.parametrize("headers", [bearer(KEY), bearer(OTHER), bearer(ADMIN), {"X-Api-Key": OTHER}], ids=str)
 async def test_any_of_the_keys_gives_access(headers: dict[str, str]) -> None:
-    async with serving(FakeEngine(), api_key=(KEY, OTHER), admin_key=(ADMIN,)) as client:
-        assert (await client.complete(headers=headers)).status == 200
+    assert (await OneOff(api_key=(KEY, OTHER), admin_key=(ADMIN,)).complete(headers=headers)).status == 200
 
 
 @pytest.mark.parametrize("keys", [{"api_key": (KEY,)}, {"admin_key": (ADMIN,)}], ids=str)
@@ -81,7 +79,7 @@ async def test_with_any_key_every_route_but_the_probes_needs_one(keys: dict[str,
     assert page == {"/": 200, "/page/main.js": 200}  # they hold no data; the page asks for the key
     assert len(probes) == 7
     assert 401 not in probes.values()
-    forwarded = {f"/cluster{route.path}": 403 for route in GENERATION_ROUTES}
+    forwarded = {f"/cluster{path}": 403 for path in GENERATION_ROUTES}
     assert peers == {"/cluster/ws": 503} | forwarded
     assert len(statuses) >= 20
     assert set(statuses.values()) == {401}
@@ -99,8 +97,7 @@ def test_the_documentation_and_the_help_say_what_needs_no_key() -> None:
 
 
 async def test_an_unknown_route_needs_the_key_too() -> None:
-    async with serving(FakeEngine(), api_key=(KEY,)) as client:
-        assert (await client.get("/nothing")).status == 401
+    assert (await OneOff(api_key=(KEY,)).get("/nothing")).status == 401
 
 
 @pytest.mark.parametrize("path", ["/docs", "/openapi.json"])
@@ -120,8 +117,7 @@ async def test_passwords_that_browsers_send_cannot_change_anything() -> None:
 
 
 async def load(headers: dict[str, str], **keys: Any) -> Answer:
-    async with serving(FakeEngine(), **keys) as client:
-        return await client.post("/v1/load_lora_adapter", LOAD, headers=headers)
+    return await OneOff(**keys).post("/v1/load_lora_adapter", LOAD, headers=headers)
 
 
 async def test_only_an_admin_key_loads_and_unloads() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.http.fake_engine import FakeEngine
 from tests.http.fleet import fleet
-from tests.http.serving import serving
+from tests.http.serving import OneOff, serving, wrong
 
 BASE = "org/base"
 WAYS_TO_NAME_A: list[dict[str, Any]] = [
@@ -49,9 +49,7 @@ async def test_every_way_to_name_an_adapter_reaches_it(naming: dict[str, Any]) -
     ids=str,
 )
 async def test_naming_no_adapter_reaches_the_base(naming: dict[str, Any]) -> None:
-    fake = FakeEngine()
-    async with serving(fake) as client:
-        answer = await client.complete(**naming)
+    answer = await OneOff(fake := FakeEngine()).complete(**naming)
     assert (answer.json["model"], fake.requests[0].adapter) == (BASE, None)
 
 
@@ -93,19 +91,11 @@ async def test_a_forwarded_request_resolves_to_the_same_adapter() -> None:
         ({"model": "a", "lora_path": BASE}, "lora_path"),
         ({"lora_path": "a", "adapter_id": "b"}, "adapter_id"),
         ({"lora_path": BASE, "adapter_id": "b"}, "adapter_id"),
-        ({"lora_path": ["a", "b"]}, "lora_path"),
-        ({"lora_path": ["a"]}, "lora_path"),
-        ({"lora_path": 3}, "lora_path"),
+        *wrong("lora_path", ["a", "b"], ["a"], 3),
         ({"adapter_id": {}}, "adapter_id"),
-        ({"lora": "a"}, "lora"),
-        ({"lora": ["a"]}, "lora"),
-        ({"lora": [{"id": "a"}, {"id": "b"}]}, "lora"),
-        ({"lora": [{"id": 0, "scale": 1}]}, "lora"),
-        ({"lora": [{"id": "a", "scale": 0.5}]}, "lora"),
-        ({"lora": [{"id": "a", "scale": 0}]}, "lora"),
-        ({"lora": [{"id": "a", "scale": True}]}, "lora"),
-        ({"lora": [{"id": "a", "path": "b"}]}, "lora"),
-        ({"lora": [{"scale": 1}]}, "lora"),
+        *wrong("lora", "a", ["a"], [{"id": "a"}, {"id": "b"}], [{"id": 0, "scale": 1}], [{"id": "a", "scale": 0.5}]),
+        *wrong("lora", [{"id": "a", "scale": 0}], [{"id": "a", "scale": True}], [{"id": "a", "path": "b"}]),
+        *wrong("lora", [{"scale": 1}]),
     ],
     ids=str,
 )
@@ -113,16 +103,14 @@ async def test_a_forwarded_request_resolves_to_the_same_adapter() -> None:
 async def test_a_field_that_does_not_name_exactly_one_adapter_is_refused(
     path: str, naming: dict[str, Any], param: str
 ) -> None:
-    fake = FakeEngine()
-    async with serving(fake) as client:
-        answer = await client.post(path, {"prompt": "x"} | naming)
+    answer = await OneOff(fake := FakeEngine()).post(path, {"prompt": "x"} | naming)
     assert (answer.status, answer.error["param"]) == (400, param)
     assert param in answer.error["message"]
     assert not fake.streams
 
 
 @pytest.mark.parametrize("field", ["model", "lora_path", "adapter_id"])
-@pytest.mark.parametrize("name", ["nobody", "/adapters/a", "../a", "a\r\nX-Evil: 1"])
+@pytest.mark.parametrize("name", ["absent", "/adapters/a", "../a", "a\r\nX-Evil: 1"])
 async def test_a_name_that_is_not_loaded_is_not_found(field: str, name: str) -> None:
     fake = FakeEngine()
     async with serving(fake) as client:
@@ -146,9 +134,7 @@ async def test_a_name_that_is_not_loaded_is_not_found(field: str, name: str) -> 
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 async def test_other_ways_to_choose_weights_are_refused_by_name(path: str, field: str, value: object) -> None:
-    fake = FakeEngine()
-    async with serving(fake) as client:
-        answer = await client.post(path, {"model": BASE, field: value})
+    answer = await OneOff(fake := FakeEngine()).post(path, {"model": BASE, field: value})
     assert (answer.status, answer.error["param"]) == (400, field)
     assert "as model" in answer.error["message"]
     assert not fake.streams

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from caraserve.errors import InvalidRequest
-from caraserve.http import request_schema
-from caraserve.http.apis.translated_fields import MESSAGES, RESPONSES
-from caraserve.http.request_schema import KnownFields, check_fields
-from caraserve.http.validation import Fields
+from caraserve.http.body import request_schema
+from caraserve.http.body.field_types import Fields
+from caraserve.http.body.known_fields import KnownFields, check_fields
+from caraserve.http.body.translated_schema import MESSAGES, RESPONSES
 from tests.http.fake_engine import FakeEngine
 from tests.http.serving import Client, serving
 from tests.http.test_random_bodies import ROUTES
@@ -56,7 +56,7 @@ async def test_a_field_for_an_adapter_is_applied_or_refused(path: str, stream: b
         for name, value in APPLIED.items():
             status, adapter, _ = await asked(client, path, stream, **{name: value})
             assert (status, adapter) == (200, "b" if fake.streams else ""), name
-            unknown = [{"id": "nobody"}] if name == "lora" else "nobody"
+            unknown = [{"id": "absent"}] if name == "lora" else "absent"
             assert (await asked(client, path, stream, **{name: unknown}))[0] == 404, name
         num_answered = len(fake.streams)
         for name, value in REFUSED.items():

@@ -11,7 +11,7 @@ import pytest
 
 from caraserve.core.request import TokenDelta
 from caraserve.errors import BackendFailed, Overloaded
-from caraserve.http.access.rate_limits import LimitedRouter, _duration
+from caraserve.http.access.rate_limits import RateLimiter, _duration
 from tests.http.fake_engine import FakeEngine, finish, spell
 from tests.http.fleet import FULL, fleet
 from tests.http.serving import Answer, Client, serving
@@ -33,10 +33,8 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock by which buckets are refilled."""
     found = Clock()
-    inner: Callable[..., None] = LimitedRouter.__init__
-    monkeypatch.setattr(
-        LimitedRouter, "__init__", lambda self, router, answer_s: inner(self, router, answer_s, now=found)
-    )
+    inner: Callable[..., None] = RateLimiter.__init__
+    monkeypatch.setattr(RateLimiter, "__init__", lambda self, answer_s: inner(self, answer_s, now=found))
     return found
 
 

@@ -11,8 +11,8 @@ from caraserve.errors import BackendFailed, Draining, Overloaded, RateLimited, U
 from caraserve.http.context import HttpTimings
 from caraserve.tokenizer.grammar import GrammarSource
 from tests.http.apis.test_tool_calls import ARGUMENTS, CALL, SCHEMA, engine
-from tests.http.fake_engine import DIGEST, FakeEngine, FakeTokenizer, finish, spell
-from tests.http.serving import Answer, serving, typed_events
+from tests.http.fake_engine import DIGEST, FakeEngine, FakeTokenizer, failing, finish, spell
+from tests.http.serving import Answer, OneOff, serving, typed_events, wrong
 from tests.http.test_streaming import read_event
 
 PATH = "/v1/messages"
@@ -23,8 +23,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "c1", "content": "4 °C"}
 
 
 async def answered(fake: FakeEngine | None = None, path: str = PATH, **fields: Any) -> Answer:
-    async with serving(fake or FakeEngine()) as client:
-        return await client.post(path, ASKED | fields)
+    return await OneOff(fake or FakeEngine()).post(path, ASKED | fields)
 
 
 def error_of(answer: Answer) -> tuple[int, str, str]:
@@ -174,11 +173,7 @@ async def test_a_silent_stream_has_pings() -> None:
 
 
 async def test_a_failure_in_a_stream_is_its_last_event() -> None:
-    def fails(request: GenerateRequest) -> list[TokenDelta]:
-        last = TokenDelta("", (), finish=finish(request, 1, "error", error=BackendFailed("device lost")))
-        return [TokenDelta("x", (1,)), last]
-
-    last = typed_events(await answered(FakeEngine(script=fails), stream=True))[-1]
+    last = typed_events(await answered(FakeEngine(script=failing(BackendFailed("device lost"), "x")), stream=True))[-1]
     assert last == {"type": "error", "error": {"type": "api_error", "message": "device lost"}}
 
 
@@ -212,8 +207,8 @@ async def test_the_template_learns_of_errors_and_of_thinking() -> None:
             seen.update(kwargs=options["kwargs"], result=messages[-1])
             return super().chat(messages, **options)
 
-    told = {"role": "user", "content": [RESULT | {"is_error": True}]}
-    messages = [*ASKED["messages"], {"role": "assistant", "content": [TOOL_USE]}, told]
+    turn = {"role": "user", "content": [RESULT | {"is_error": True}]}
+    messages = [*ASKED["messages"], {"role": "assistant", "content": [TOOL_USE]}, turn]
     for kind, expected in (("enabled", True), ("disabled", False)):
         await answered(
             FakeEngine(tokenizer=Tokenizer()),
@@ -235,8 +230,8 @@ async def test_a_content_is_input_again() -> None:
     async with serving(fake) as client:
         content = (await client.post(PATH, ASKED | {"tools": [WEATHER]})).json["content"]
         result = RESULT | {"tool_use_id": content[1]["id"], "content": [{"type": "text", "text": "4"}]}
-        told = [{"role": "assistant", "content": content}, {"role": "user", "content": [result]}]
-        answer = await client.post(PATH, ASKED | {"tools": [WEATHER], "messages": ASKED["messages"] + told})
+        turn = [{"role": "assistant", "content": content}, {"role": "user", "content": [result]}]
+        answer = await client.post(PATH, ASKED | {"tools": [WEATHER], "messages": ASKED["messages"] + turn})
     assert answer.status == 200
 
 
@@ -318,10 +313,8 @@ def message(*blocks: Any, role: str = "user") -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"messages": None}, "messages"),
-        ({"messages": []}, "messages"),
+        *wrong("max_tokens", None, 0),
+        *wrong("messages", None, []),
         ({"messages": ["x"]}, "messages[0]"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
@@ -377,7 +370,7 @@ async def test_clients_learn_that_conversations_are_not_kept() -> None:
     [
         (Overloaded("full", retry_after_s=1), (529, "overloaded_error")),
         (Draining("stopping", retry_after_s=1), (529, "overloaded_error")),
-        (Unreachable("nobody has it", retry_after_s=1), (529, "overloaded_error")),
+        (Unreachable("no instance has it", retry_after_s=1), (529, "overloaded_error")),
         (RateLimited("1 request", "requests", 1), (429, "rate_limit_error")),
         (BackendFailed("lost"), (500, "api_error")),
     ],
@@ -396,7 +389,7 @@ async def test_errors_of_every_layer_have_the_shape() -> None:
         assert error_of(wrong)[:2] == (401, "authentication_error")
         assert "WWW-Authenticate" in wrong.headers
         assert (await client.post(PATH, ASKED, headers=key)).status == 200
-        assert error_of(await client.post(PATH, ASKED | {"model": "nobody"}, headers=key))[:2] == (
+        assert error_of(await client.post(PATH, ASKED | {"model": "absent"}, headers=key))[:2] == (
             404,
             "not_found_error",
         )

@@ -5,14 +5,13 @@ import json
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from caraserve.core.request import GenerateRequest, TokenDelta
 from caraserve.errors import Overloaded
 from tests.http.apis.test_tool_calls import engine
 from tests.http.fake_engine import DIGEST, FakeEngine, finish
-from tests.http.fleet import RawAnswer, fleet, streamed
-from tests.http.serving import Answer, serving
+from tests.http.fleet import fleet, streams
+from tests.http.serving import Answer, OneOff, serving
 from tests.http.test_deadlines import HEADERS, HOLDS_S, PassTime
 from tests.http.test_request_log import Lines, lines  # noqa: F401
 from tests.http.test_streaming import begun, read_event
@@ -80,11 +79,7 @@ async def test_a_refusal_of_another_instance_has_the_shape_of_the_api(path: str)
 
 @PATHS
 async def test_a_stream_whose_instance_dies_ends_with_an_error(path: str) -> None:
-    async def die(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
-        return await streamed(b'event: x\ndata: {"type":"x"}\n\n', request=request, die=True)
-
-    async with fleet("b") as running:
-        await running.start_raw("a", die)
+    async with fleet("b", raw={"a": streams(b'event: x\ndata: {"type":"x"}\n\n', die=True)}) as running:
         asked = ROUTES[path] | {"model": "org/base", "stream": True}
         body = (await running["b"].client.post(path, asked)).body
     event = last_event(body)
@@ -147,7 +142,6 @@ async def test_an_answer_without_text_is_one_empty_text(path: str) -> None:
     def silent(request: GenerateRequest) -> list[TokenDelta]:
         return [TokenDelta("", (), finish=finish(request, 0))]
 
-    async with serving(FakeEngine(script=silent)) as client:
-        answer = (await client.post(path, ROUTES[path])).json
+    answer = (await OneOff(FakeEngine(script=silent)).post(path, ROUTES[path])).json
     content = answer["content"] if path == "/v1/messages" else answer["output"][0]["content"]
     assert [part["text"] for part in content] == [""]

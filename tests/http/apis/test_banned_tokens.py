@@ -7,7 +7,7 @@ import pytest
 
 from caraserve.core.grammar import mask_words
 from tests.http.fake_engine import EOS, FakeEngine, FakeTokenizer
-from tests.http.serving import serving
+from tests.http.serving import OneOff, serving, wrong
 
 EVERY = set(range(FakeTokenizer.vocab_size))
 
@@ -49,8 +49,7 @@ async def test_a_word_within_a_text_counts_where_a_space_makes_other_tokens_of_i
     monkeypatch.setattr(FakeTokenizer, "encode", encode)
     fields: dict[str, Any] = {"prompt": [1], "bad_words": ["ab", "c"]}
     fake = FakeEngine()
-    async with serving(fake) as client:
-        assert (await client.complete(**fields)).status == 200
+    assert (await OneOff(fake).complete(**fields)).status == 200
     grammar = fake.requests[0].params.grammar
     assert grammar is not None
     for output, missing in (([], {99, 227}), ([97], {98, 99, 227}), ([225], {98, 99, 227})):
@@ -68,16 +67,8 @@ async def test_the_end_may_not_come_before_min_tokens() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"allowed_token_ids": []}, "allowed_token_ids"),
-        ({"allowed_token_ids": [258]}, "allowed_token_ids"),
-        ({"allowed_token_ids": ["a"]}, "allowed_token_ids"),
-        ({"bad_words": "sea"}, "bad_words"),
-        ({"bad_words": [""]}, "bad_words"),
-        ({"bad_words": [" "]}, "bad_words"),
-        ({"bad_words": [3]}, "bad_words"),
-        ({"bad_words": ["x" * 257]}, "bad_words"),
-        ({"bad_words": ["x"] * 1025}, "bad_words"),
-        ({"bad_words": ["x" * 200] * 41}, "bad_words"),
+        *wrong("allowed_token_ids", [], [258], ["a"]),
+        *wrong("bad_words", "sea", [""], [" "], [3], ["x" * 257], ["x"] * 1025, ["x" * 200] * 41),
     ],
     ids=str,
 )

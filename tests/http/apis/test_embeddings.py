@@ -7,43 +7,23 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from caraserve.core.request import GenerateRequest, SamplingParams, Tenant, TokenDelta
+from caraserve.core.request import GenerateRequest, SamplingParams, TokenDelta
+from caraserve.core.tenant import Tenant
 from caraserve.errors import NonFiniteLogits
-from caraserve.http.request_schema import EMBEDDINGS
 from tests.http.fake_engine import BOS, EMBEDDING_SIZE, FakeEngine, embedding_of, finish
 from tests.http.fleet import fleet
-from tests.http.serving import Answer, serving
-
-EVERY_SERVED_VALUE: dict[str, Any] = {
-    "model": "a",
-    "lora_path": "a",
-    "lora": [{"id": "a", "scale": 1}],
-    "adapter_id": "a",
-    "input": "x",
-    "encoding_format": "base64",
-    "dimensions": 2,
-    "normalize": False,
-    "truncate_prompt_tokens": 3,
-    "truncation_side": "left",
-    "add_special_tokens": False,
-    "user": "u",
-    "cache_salt": "s",
-    "priority": 3,
-}
+from tests.http.serving import Answer, OneOff, wrong
 
 
 async def asked(**fields: Any) -> Answer:
     """Returns the answer of a new server, which must be a good one."""
-    async with serving(FakeEngine()) as client:
-        answer = await client.embed(**fields)
+    answer = await OneOff().embed(**fields)
     assert answer.status == 200, answer.body
     return answer
 
 
 async def submitted(**fields: Any) -> list[GenerateRequest]:
-    fake = FakeEngine()
-    async with serving(fake) as client:
-        answer = await client.embed(**fields)
+    answer = await OneOff(fake := FakeEngine()).embed(**fields)
     assert answer.status == 200, answer.body
     return fake.requests
 
@@ -84,14 +64,8 @@ async def test_input_forms(given: object, expected: list[tuple[int, ...]]) -> No
     assert all(request.embeds and request.params == SamplingParams(max_tokens=0) for request in requests)
 
 
-async def test_every_field_is_read() -> None:
-    assert EVERY_SERVED_VALUE.keys() == EMBEDDINGS.served
-    fake = FakeEngine()
-    async with serving(fake) as client:
-        answer = await client.post("/v1/embeddings", EVERY_SERVED_VALUE)
-    assert answer.status == 200, answer.body
-    assert "x-caraserve-ignored" not in answer.headers
-    (request,) = fake.requests
+async def test_an_embedding_belongs_to_its_adapter_and_its_tenant() -> None:
+    (request,) = await submitted(model="a", user="u", cache_salt="s", priority=3)
     assert (request.adapter, request.cache_salt, request.priority) == ("a", "s", 3)
     assert request.tenant == Tenant("127.0.0.1", "u")
 
@@ -132,8 +106,7 @@ async def test_the_first_tokens_may_be_kept_instead() -> None:
 async def test_a_text_longer_than_the_context_is_cut_only_if_asked_for() -> None:
     long = "x" * 5000
     for given in (long, [5] * 5000, ["a", long]):
-        async with serving(FakeEngine()) as client:
-            answer = await client.embed(input=given)
+        answer = await OneOff().embed(input=given)
         assert (answer.status, answer.error["param"]) == (400, "input")
         assert answer.error["code"] == "context_length_exceeded"
     (request,) = await submitted(input=long, truncate_prompt_tokens=-1)
@@ -143,17 +116,12 @@ async def test_a_text_longer_than_the_context_is_cut_only_if_asked_for() -> None
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"input": None}, "input"),
-        ({"input": []}, "input"),
-        ({"input": ["a", 3]}, "input"),
-        ({"input": [[1], [-1]]}, "input"),
+        *wrong("input", None, [], ["a", 3], [[1], [-1]]),
         ({"input": "", "add_special_tokens": False}, "input"),
         ({"input": ["a"] * 2049}, "input"),
-        ({"dimensions": 0}, "dimensions"),
         ({"dimensions": EMBEDDING_SIZE + 1}, "dimensions"),
         ({"encoding_format": "int8"}, "encoding_format"),
-        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-        ({"truncate_prompt_tokens": 1001}, "truncate_prompt_tokens"),
+        *wrong("truncate_prompt_tokens", 0, 1001),
         ({"truncation_side": "middle"}, "truncation_side"),
         ({"messages": [{"role": "user", "content": "x"}]}, "messages"),
         ({"embed_dtype": "float16"}, "embed_dtype"),
@@ -163,24 +131,20 @@ async def test_a_text_longer_than_the_context_is_cut_only_if_asked_for() -> None
     ],
 )
 async def test_mistakes_name_the_field(fields: dict[str, Any], param: str) -> None:
-    fake = FakeEngine()
-    async with serving(fake) as client:
-        answer = await client.embed(**fields)
+    answer = await OneOff(fake := FakeEngine()).embed(**fields)
     assert answer.status in (400, 404), answer.body
     assert answer.error["param"] == param
     assert fake.requests == []
 
 
 async def test_all_texts_together_are_bounded() -> None:
-    async with serving(FakeEngine(max_model_len=10_000)) as client:
-        answer = await client.embed(input=["x" * 2000] * 300)
+    answer = await OneOff(FakeEngine(max_model_len=10_000)).embed(input=["x" * 2000] * 300)
     assert answer.status == 400
     assert "524288 tokens" in answer.error["message"]
 
 
 async def test_embeddings_together_are_bounded() -> None:
-    async with serving(FakeEngine(embedding_size=1 << 20)) as client:
-        answer = await client.embed(input=["x"] * 9)
+    answer = await OneOff(FakeEngine(embedding_size=1 << 20)).embed(input=["x"] * 9)
     assert (answer.status, answer.error["param"]) == (400, "input")
     assert "9 texts are over 8" in answer.error["message"]
 
@@ -191,8 +155,7 @@ async def test_one_failed_prompt_fails_the_answer() -> None:
             return [TokenDelta("", (), finish=finish(request, 0, "error", error=NonFiniteLogits("a")))]
         return [TokenDelta("", (), finish=finish(request, 0), embedding=embedding_of(request.prompt_ids))]
 
-    async with serving(FakeEngine(script=second_fails)) as client:
-        answer = await client.embed(model="a", input=["x", "y"])
+    answer = await OneOff(FakeEngine(script=second_fails)).embed(model="a", input=["x", "y"])
     assert (answer.status, answer.error["code"]) == (422, "non_finite_logits")
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import openai
 import pytest
 
-from caraserve.core.request import GenerateRequest, TokenDelta
+from caraserve.core.request import TokenDelta
 from caraserve.errors import BackendFailed, Draining, Overloaded
-from tests.http.fake_engine import FakeEngine, finish
+from tests.http.fake_engine import FakeEngine, failing
 from tests.http.serving import serving
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
@@ -102,7 +102,7 @@ async def test_refusals_are_the_clients_exceptions(refusal: Exception, expected:
 async def test_bad_requests_are_the_clients_exceptions() -> None:
     async with connected(FakeEngine()) as client:
         with pytest.raises(openai.NotFoundError) as unknown:
-            await client.completions.create(model="nobody", prompt="x")
+            await client.completions.create(model="absent", prompt="x")
         with pytest.raises(openai.BadRequestError) as bad:
             await client.completions.create(model="a", prompt="x", temperature=-1)
     assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
@@ -127,13 +127,7 @@ async def test_client_tries_again_when_the_queue_was_full() -> None:
 
 
 async def test_failure_amid_a_stream_is_raised() -> None:
-    def fails(request: GenerateRequest) -> list[TokenDelta]:
-        return [
-            TokenDelta("x", (1,)),
-            TokenDelta("", (), finish=finish(request, 1, "error", error=BackendFailed("device lost"))),
-        ]
-
-    async with connected(FakeEngine(script=fails)) as client:
+    async with connected(FakeEngine(script=failing(BackendFailed("device lost"), "x"))) as client:
         stream = await client.chat.completions.create(model="a", messages=MESSAGES, stream=True)
         with pytest.raises(openai.APIError, match="device lost"):
             [chunk async for chunk in stream]

@@ -7,13 +7,12 @@ import openai
 import pydantic
 import pytest
 
-from caraserve.core.request import GenerateRequest, TokenDelta
 from caraserve.errors import BackendFailed
 from caraserve.tokenizer.grammar import GrammarSource
 from tests.http.apis.test_openai_client import connected
 from tests.http.apis.test_tool_calls import ARGUMENTS, CALL, SCHEMA, engine
-from tests.http.fake_engine import DIGEST, FakeEngine, finish
-from tests.http.serving import Answer, serving, typed_events
+from tests.http.fake_engine import DIGEST, FakeEngine, failing
+from tests.http.serving import Answer, OneOff, typed_events, wrong
 
 PATH = "/v1/responses"
 WEATHER: Any = {"type": "function", "name": "weather", "description": "It.", "parameters": SCHEMA, "strict": False}
@@ -31,8 +30,7 @@ TEXT_EVENTS = [
 
 
 async def answered(fake: FakeEngine | None = None, **fields: Any) -> Answer:
-    async with serving(fake or FakeEngine()) as client:
-        return await client.post(PATH, {"model": "a", "input": "hello"} | fields)
+    return await OneOff(fake or FakeEngine()).post(PATH, {"model": "a", "input": "hello"} | fields)
 
 
 def events_of(answer: Answer) -> list[dict[str, Any]]:
@@ -127,11 +125,7 @@ async def test_a_stream_and_a_whole_response_are_the_same() -> None:
 
 
 async def test_a_failure_in_a_stream_is_its_last_event() -> None:
-    def fails(request: GenerateRequest) -> list[TokenDelta]:
-        last = TokenDelta("", (), finish=finish(request, 1, "error", error=BackendFailed("device lost")))
-        return [TokenDelta("x", (1,)), last]
-
-    last = events_of(await answered(FakeEngine(script=fails), stream=True))[-1]
+    last = events_of(await answered(FakeEngine(script=failing(BackendFailed("device lost"), "x")), stream=True))[-1]
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
     assert last["response"]["error"] == {"code": "backend_failed", "message": "device lost"}
 
@@ -166,8 +160,8 @@ async def test_an_output_is_input_again() -> None:
         asked: Any = [{"role": "user", "content": "Tromsø?"}]
         response = await client.responses.create(model="a", input=asked, tools=[WEATHER])
         calls = [item for item in response.output if item.type == "function_call"]
-        told: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "4 °C"} for call in calls]
-        assert await client.responses.create(model="a", input=[*asked, *response.output, *told], tools=[WEATHER])
+        results: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "4 °C"} for call in calls]
+        assert await client.responses.create(model="a", input=[*asked, *response.output, *results], tools=[WEATHER])
 
 
 async def test_what_cannot_be_called_here_is_left_out_and_listed() -> None:
@@ -222,27 +216,18 @@ async def test_sampling_fields_pass_on() -> None:
         ({"response_format": {"type": "text"}}, "response_format"),
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
-        ({"input": None}, "input"),
-        ({"input": []}, "input"),
-        ({"input": 3}, "input"),
-        ({"input": ["x"]}, "input"),
-        ({"input": [{"role": "robot", "content": "x"}]}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": [1]}]}, "input"),
-        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input"),
-        ({"input": [{"type": "function_call_output", "call_id": "c", "output": 3}]}, "input"),
-        ({"input": "x" * 2000}, "input"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"max_output_tokens": 5000}, "max_output_tokens"),
+        *wrong("input", None, [], 3, ["x"], [{"role": "robot", "content": "x"}]),
+        *wrong("input", [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]),
+        *wrong("input", [{"type": "item_reference", "id": "x"}]),
+        *wrong("input", [{"type": "function_call", "call_id": "c", "name": "f", "arguments": [1]}]),
+        *wrong("input", [{"type": "function_call", "name": "f", "arguments": "{}"}]),
+        *wrong("input", [{"type": "function_call_output", "call_id": "c", "output": 3}], "x" * 2000),
+        *wrong("max_output_tokens", 0, 5000),
         ({"text": {"format": {"type": "yaml"}}}, "text.format"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tools": [{"name": "f"}]}, "tools"),
-        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"metadata": {"a": 1}}, "metadata"),
-        ({"metadata": {str(key): "" for key in range(17)}}, "metadata"),
+        *wrong("tools", [{"type": "function"}], [{"name": "f"}]),
+        *wrong("tool_choice", {"type": "web_search"}, "required"),
+        *wrong("metadata", {"a": 1}, {str(key): "" for key in range(17)}),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"temperature": -1}, "temperature"),
         ({"regex": "a"}, "regex"),
@@ -303,15 +288,11 @@ async def test_openais_client_parses_calls() -> None:
 
 
 async def test_openais_client_sees_what_fails() -> None:
-    def fails(request: GenerateRequest) -> list[TokenDelta]:
-        last = TokenDelta("", (), finish=finish(request, 1, "error", error=BackendFailed("device lost")))
-        return [TokenDelta("x", (1,)), last]
-
-    async with connected(FakeEngine(script=fails)) as client:
+    async with connected(FakeEngine(script=failing(BackendFailed("device lost"), "x"))) as client:
         stream = await client.responses.create(model="a", input="x", stream=True)
         events = [event async for event in stream]
         assert events[-1].type == "response.failed"
         with pytest.raises(openai.InternalServerError, match="device lost"):
             await client.responses.create(model="a", input="x")
         with pytest.raises(openai.NotFoundError):
-            await client.responses.create(model="nobody", input="x")
+            await client.responses.create(model="absent", input="x")

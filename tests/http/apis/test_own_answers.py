@@ -94,9 +94,11 @@ async def test_messages(stream: bool) -> None:
             content = list(joined_blocks(answer)) if stream else answer.json["content"]
             calls = [block["id"] for block in content if block["type"] == "tool_use"]
             results = [{"type": "tool_result", "tool_use_id": call, "content": None} for call in calls]
-            told = [{"role": "user", "content": results}] if results else []
+            outcome = [{"role": "user", "content": results}] if results else []
             kept = body | {"max_tokens": 5}
-            await resend(client, "/v1/messages", kept, "messages", [[{"role": "assistant", "content": content}, *told]])
+            await resend(
+                client, "/v1/messages", kept, "messages", [[{"role": "assistant", "content": content}, *outcome]]
+            )
 
 
 def said(request: Any) -> Any:

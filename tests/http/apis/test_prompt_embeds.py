@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save
 
 from tests.http.fake_engine import EMBEDDING_SIZE, FakeEngine
-from tests.http.serving import serving
+from tests.http.serving import OneOff
 
 VECTORS = np.arange(12, dtype=np.float32).reshape(3, EMBEDDING_SIZE)
 
@@ -23,9 +23,7 @@ def file_of(values: np.ndarray[Any, Any] = VECTORS) -> str:
 
 
 async def test_a_file_is_a_whole_prompt() -> None:
-    fake = FakeEngine()
-    async with serving(fake) as client:
-        answer = await client.complete(prompt=None, prompt_embeds=file_of())
+    answer = await OneOff(fake := FakeEngine()).complete(prompt=None, prompt_embeds=file_of())
     (request,) = fake.requests
     assert (answer.status, answer.json["usage"]["prompt_tokens"]) == (200, 3)
     assert request.prompt_ids == (-1, -2, -3)
@@ -34,9 +32,7 @@ async def test_a_file_is_a_whole_prompt() -> None:
 
 
 async def test_several_files_are_several_prompts() -> None:
-    fake = FakeEngine()
-    async with serving(fake) as client:
-        answer = await client.complete(prompt="", prompt_embeds=[file_of(), file_of(VECTORS[:1])])
+    answer = await OneOff(fake := FakeEngine()).complete(prompt="", prompt_embeds=[file_of(), file_of(VECTORS[:1])])
     assert [len(request.prompt_ids) for request in fake.requests] == [3, 1]
     assert len(answer.json["choices"]) == 2
 
@@ -45,8 +41,7 @@ async def test_several_files_are_several_prompts() -> None:
 async def test_files_stand_between_token_ids(many: bool) -> None:
     prompt = [7, {"prompt_embeds": file_of()}, 8, 9, {"prompt_embeds": file_of(VECTORS[1:2])}]
     fake = FakeEngine()
-    async with serving(fake) as client:
-        await client.complete(prompt=[prompt] if many else prompt)
+    await OneOff(fake).complete(prompt=[prompt] if many else prompt)
     (request,) = fake.requests
     assert request.prompt_ids == (7, -1, -2, -3, 8, 9, -4)
     assert request.prompt_embeds is not None
@@ -61,8 +56,7 @@ async def test_half_precision_is_converted_exactly(dtype: str) -> None:
         bits = (VECTORS.view(np.uint32) >> 16).astype(np.uint16)  # small integers are exact
         data = _bfloat16(bits)
     fake = FakeEngine()
-    async with serving(fake) as client:
-        await client.complete(prompt=None, prompt_embeds=encoded(data))
+    await OneOff(fake).complete(prompt=None, prompt_embeds=encoded(data))
     assert fake.requests[0].prompt_embeds is not None
     np.testing.assert_array_equal(fake.requests[0].prompt_embeds.values, VECTORS)
 
@@ -93,8 +87,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 async def test_anything_else_is_refused_with_the_reason(case: str) -> None:
     body, reason = REFUSED[case]
-    fake = FakeEngine()
-    async with serving(fake) as client:
-        answer = await client.complete(**({"prompt": None} | body))
+    answer = await OneOff(fake := FakeEngine()).complete(**({"prompt": None} | body))
     assert (answer.status, fake.requests) == (400, [])
     assert reason in answer.error["message"]

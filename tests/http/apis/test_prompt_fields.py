@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from caraserve.core.request import GenerateRequest, TokenDelta, TokenLogprob
-from caraserve.http.body_fields import MAX_TOKENIZED
+from caraserve.http.body.fields import MAX_TOKENIZED
 from tests.http.fake_engine import BOS, FakeEngine, FakeTokenizer, finish
-from tests.http.serving import Answer, Client, serving
+from tests.http.serving import Answer, Client, OneOff, serving
 
 KINDS = ["complete", "chat"]
 CHAT_PROMPT = b"user:hello;assistant:"
@@ -55,14 +55,12 @@ async def test_minus_one_keeps_what_the_context_has_room_for_beside_the_answer(k
 
 async def test_token_ids_beyond_the_context_are_cut_and_those_left_are_checked() -> None:
     assert await prompt_of("complete", context=50, prompt=[7] * 500, truncate_prompt_tokens=3) == [7] * 3
-    async with serving(FakeEngine()) as client:
-        answer = await client.complete(prompt=[7, 7, 999], truncate_prompt_tokens=2)
+    answer = await OneOff().complete(prompt=[7, 7, 999], truncate_prompt_tokens=2)
     assert (answer.status, answer.error["param"]) == (400, "prompt")
 
 
 async def test_the_echo_of_a_cut_prompt_is_what_is_left_of_it() -> None:
-    async with serving(FakeEngine()) as client:
-        answer = await client.complete(prompt="abcdef", truncate_prompt_tokens=2, echo=True)
+    answer = await OneOff().complete(prompt="abcdef", truncate_prompt_tokens=2, echo=True)
     assert answer.json["choices"][0]["text"] == "efHi!"
 
 
@@ -83,8 +81,7 @@ async def test_a_truncation_that_cannot_be_is_refused(kind: str, fields: dict[st
 
 
 async def test_a_prompt_too_long_to_be_cut_is_refused_by_the_true_limit() -> None:
-    async with serving(FakeEngine()) as client:
-        answer = await client.complete(prompt="x" * (MAX_TOKENIZED + 1), truncate_prompt_tokens=2)
+    answer = await OneOff().complete(prompt="x" * (MAX_TOKENIZED + 1), truncate_prompt_tokens=2)
     assert (answer.status, answer.error["param"]) == (400, "prompt")
     assert f"more than {MAX_TOKENIZED} tokens" in answer.error["message"]
 
@@ -99,15 +96,13 @@ async def test_a_suffix_is_written_with_the_tokens_of_the_model() -> None:
     [({"echo": True}, "echo"), ({"truncate_prompt_tokens": 2}, "truncate_prompt_tokens"), ({"prompt": [1]}, "prompt")],
 )
 async def test_what_contradicts_a_suffix_is_refused(fields: dict[str, Any], param: str) -> None:
-    async with serving(FakeEngine()) as client:
-        answer = await client.complete(suffix="x", **fields)
+    answer = await OneOff().complete(suffix="x", **fields)
     assert (answer.status, answer.error["param"]) == (400, param)
 
 
 async def test_a_model_without_such_tokens_refuses_a_suffix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeTokenizer, "infill_format", None)
-    async with serving(FakeEngine()) as client:
-        answer = await client.complete(suffix="x")
+    answer = await OneOff().complete(suffix="x")
     assert (answer.status, answer.error["param"]) == (400, "suffix")
 
 
@@ -116,17 +111,14 @@ def entry(token_id: int, rank: int, text: str, logprob: float = -0.5) -> dict[st
 
 
 async def test_prompt_logprobs_of_a_completion_are_in_each_choice() -> None:
-    async with serving(FakeEngine()) as client:
-        choices = (await client.complete(prompt="ab", n=2, prompt_logprobs=2)).json["choices"]
+    choices = (await OneOff().complete(prompt="ab", n=2, prompt_logprobs=2)).json["choices"]
     expected = [None, entry(97, 1, "a") | entry(98, 2, "b", -1.5), entry(98, 1, "b") | entry(99, 2, "c", -1.5)]
     assert [choice["prompt_logprobs"] for choice in choices] == [expected] * 2
     assert [choice["logprobs"] for choice in choices] == [None] * 2
 
 
 async def test_prompt_logprobs_of_a_chat_are_in_the_response_once() -> None:
-    fake = FakeEngine()
-    async with serving(fake) as client:
-        response = (await client.chat(n=2, prompt_logprobs=0, logprobs=True)).json
+    response = (await OneOff(fake := FakeEngine()).chat(n=2, prompt_logprobs=0, logprobs=True)).json
     scores = response["prompt_logprobs"]
     assert scores[0] is None
     assert scores[1:] == [entry(token_id, 1, chr(token_id)) for token_id in CHAT_PROMPT]
@@ -140,21 +132,18 @@ async def test_the_rank_of_a_token_is_the_one_among_all_tokens() -> None:
         scores = [TokenLogprob(token_id, -7.0, (65, 66), (-0.5, -1.5), rank=40) for token_id in request.prompt_ids[1:]]
         return [TokenDelta("", (), prompt_logprobs=(None, *scores), finish=finish(request, 0))]
 
-    async with serving(FakeEngine(script=script)) as client:
-        choice = (await client.complete(prompt="x", prompt_logprobs=2)).json["choices"][0]
+    choice = (await OneOff(FakeEngine(script=script)).complete(prompt="x", prompt_logprobs=2)).json["choices"][0]
     expected = entry(120, 40, "x", -7.0) | entry(65, 1, "A") | entry(66, 2, "B", -1.5)
     assert choice["prompt_logprobs"] == [None, expected]
 
 
 async def test_a_prompt_of_one_token_has_one_null() -> None:
-    async with serving(FakeEngine()) as client:
-        choice = (await client.complete(prompt=[65], prompt_logprobs=1)).json["choices"][0]
+    choice = (await OneOff().complete(prompt=[65], prompt_logprobs=1)).json["choices"][0]
     assert choice["prompt_logprobs"] == [None]
 
 
 async def test_echoed_logprobs_and_prompt_logprobs_have_each_their_alternatives() -> None:
-    async with serving(FakeEngine()) as client:
-        choice = (await client.complete(prompt="ab", echo=True, logprobs=1, prompt_logprobs=2, max_tokens=1)).json
+    choice = (await OneOff().complete(prompt="ab", echo=True, logprobs=1, prompt_logprobs=2, max_tokens=1)).json
     choice = choice["choices"][0]
     assert choice["logprobs"]["tokens"] == ["<s>", "a", "b", "H"]
     assert [best and len(best) for best in choice["logprobs"]["top_logprobs"]] == [None, 1, 1, 1]
@@ -162,8 +151,7 @@ async def test_echoed_logprobs_and_prompt_logprobs_have_each_their_alternatives(
 
 
 async def test_logprobs_of_the_answer_do_not_begin_with_those_of_the_prompt() -> None:
-    async with serving(FakeEngine()) as client:
-        choice = (await client.complete(prompt="ab", logprobs=0, prompt_logprobs=0, max_tokens=1)).json["choices"][0]
+    choice = (await OneOff().complete(prompt="ab", logprobs=0, prompt_logprobs=0, max_tokens=1)).json["choices"][0]
     assert choice["logprobs"]["tokens"] == ["H"]
 
 

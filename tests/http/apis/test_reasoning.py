@@ -11,7 +11,7 @@ from caraserve.core.reasoning_grammar import ReasoningGrammar, ReasoningTokens
 from caraserve.core.reasoning_progress import ReasoningState
 from caraserve.tokenizer.reasoning import ReasoningFormat
 from tests.http.fake_engine import EOS, FakeEngine, FakeTokenizer, spell
-from tests.http.serving import Answer, serving
+from tests.http.serving import Answer, OneOff, serving
 
 BEGIN, END = 1, 2
 MARKS = ReasoningTokens(BEGIN, (END,))
@@ -52,8 +52,7 @@ def saying(text: str) -> FakeEngine:
 
 
 async def chat(text: str = THOUGHT, **fields: Any) -> Answer:
-    async with serving(saying(text)) as client:
-        answer = await client.chat(**fields)
+    answer = await OneOff(saying(text)).chat(**fields)
     assert answer.status == 200, answer.body
     return answer
 
@@ -143,8 +142,7 @@ async def test_histories_with_reasoning_reach_the_template(rendered: Rendered) -
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
 async def test_reasoning_of_a_history_must_be_text(key: str) -> None:
-    async with serving(FakeEngine()) as client:
-        answer = await client.chat(messages=[USER, {"role": "assistant", "content": "x", key: ["x"]}])
+    answer = await OneOff().chat(messages=[USER, {"role": "assistant", "content": "x", key: ["x"]}])
     assert (answer.status, answer.error["param"]) == (400, "messages")
 
 
@@ -185,15 +183,12 @@ async def test_a_template_without_a_switch_refuses_no_effort(
     monkeypatch: pytest.MonkeyPatch, rendered: Rendered
 ) -> None:
     monkeypatch.setattr(FakeTokenizer, "reasoning_format", WITHOUT_SWITCH)
-    async with serving(FakeEngine()) as client:
-        answer = await client.chat(reasoning_effort="none")
+    answer = await OneOff().chat(reasoning_effort="none")
     assert (answer.status, answer.error["param"]) == (400, "reasoning_effort")
 
 
 async def grammar_of(**fields: Any) -> Any:
-    fake = FakeEngine()
-    async with serving(fake) as client:
-        answer = await client.chat(**fields)
+    answer = await OneOff(fake := FakeEngine()).chat(**fields)
     assert answer.status == 200, answer.body
     return fake.requests[0].params.grammar
 

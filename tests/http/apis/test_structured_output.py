@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from caraserve.core.request import Tenant
+from caraserve.core.tenant import Tenant
 from caraserve.tokenizer.grammar import GrammarKind, GrammarSource
 from tests.http.fake_engine import WRONG_GRAMMAR, FakeEngine, FakeGrammar
-from tests.http.serving import serving
+from tests.http.serving import OneOff, serving
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 ANY_OBJECT = {"type": "object"}
@@ -73,15 +73,13 @@ async def test_each_field_is_one_grammar(
     ids=["schema", "choices"],
 )
 async def test_sources_that_are_too_large_are_refused(field: str, value: Any) -> None:
-    async with serving(FakeEngine()) as client:
-        refused = await client.complete(**{field: value})
+    refused = await OneOff().complete(**{field: value})
     assert (refused.status, refused.error["param"]) == (400, field)
 
 
 async def test_numbers_beyond_64_bits_are_kept() -> None:
     fake = FakeEngine()
-    async with serving(fake) as client:
-        assert (await client.complete(guided_json={"maximum": 2**70})).status == 200
+    assert (await OneOff(fake).complete(guided_json={"maximum": 2**70})).status == 200
     assert json.loads(fake.requests[0].params.grammar.text) == {"maximum": 2**70}
 
 
@@ -98,8 +96,7 @@ async def test_numbers_beyond_64_bits_are_kept() -> None:
     ids=str,
 )
 async def test_equal_grammars_in_several_fields_are_one(fields: dict[str, Any], is_one: bool) -> None:
-    async with serving(FakeEngine()) as client:
-        answer = await client.complete(**fields)
+    answer = await OneOff().complete(**fields)
     assert answer.status == (200 if is_one else 400)
     assert is_one or "both constrain the answer" in answer.error["message"]
 
@@ -123,9 +120,7 @@ async def test_a_schema_that_cannot_be_compiled_is_refused_by_the_clients_own_fi
     body = {"model": "a", "messages": [{"role": "user", "content": "x"}], "max_tokens": 5} | fields
     if "input" in fields:
         del body["messages"], body["max_tokens"]
-    fake = FakeEngine()
-    async with serving(fake) as client:
-        refused = await client.post(path.strip(), body | {"stream": stream})
+    refused = await OneOff(fake := FakeEngine()).post(path.strip(), body | {"stream": stream})
     assert refused.status == 400
     assert refused.json["error"]["message"].startswith(f"{own} cannot be compiled")
     assert refused.json["error"].get("param", own) == own
@@ -134,9 +129,7 @@ async def test_a_schema_that_cannot_be_compiled_is_refused_by_the_clients_own_fi
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_grammar_that_cannot_be_compiled_is_refused_by_its_field(stream: bool) -> None:
-    fake = FakeEngine()
-    async with serving(fake) as client:
-        refused = await client.complete(guided_regex=WRONG_GRAMMAR, stream=stream)
+    refused = await OneOff(fake := FakeEngine()).complete(guided_regex=WRONG_GRAMMAR, stream=stream)
     assert (refused.status, refused.error["param"]) == (400, "guided_regex")
     assert not fake.requests
 

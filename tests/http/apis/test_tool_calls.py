@@ -12,7 +12,7 @@ from caraserve.tokenizer.grammar import GrammarSource
 from caraserve.tokenizer.tool_format import HERMES, LLAMA3, MISTRAL, ToolFormat
 from tests.http.apis.test_openai_client import MESSAGES, connected
 from tests.http.fake_engine import FakeEngine, FakeTokenizer, finish, scored
-from tests.http.serving import Answer, serving
+from tests.http.serving import Answer, OneOff, serving, wrong
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: Any = {"type": "function", "function": {"name": "weather", "description": "It.", "parameters": SCHEMA}}
@@ -48,8 +48,7 @@ def engine(
 
 
 async def answered(fake: FakeEngine, **fields: Any) -> Answer:
-    async with serving(fake) as client:
-        return await client.chat(**{"tools": [WEATHER, TIME]} | fields)
+    return await OneOff(fake).chat(**{"tools": [WEATHER, TIME]} | fields)
 
 
 def joined(answer: Answer) -> dict[str, Any]:
@@ -245,25 +244,15 @@ def tool(**function: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": {}}, "tools"),
-        ({"tools": ["f"]}, "tools"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools"),
-        ({"tools": tool(name="a b")}, "tools"),
-        ({"tools": tool(name="x" * 65)}, "tools"),
-        ({"tools": tool(name=None)}, "tools"),
-        ({"tools": tool(description=3)}, "tools"),
-        ({"tools": tool(parameters=[])}, "tools"),
-        ({"tools": tool(strict="yes")}, "tools"),
-        ({"tools": tool() * 2}, "tools"),
-        ({"tools": [tool(name=f"f{at}")[0] for at in range(129)]}, "tools"),
+        *wrong("tools", {}, ["f"], [{"type": "function"}], [{"type": "custom", "function": {"name": "f"}}]),
+        *wrong("tools", tool(name="a b"), tool(name="x" * 65), tool(name=None), tool(description=3)),
+        *wrong("tools", tool(parameters=[]), tool(strict="yes"), tool() * 2),
+        *wrong("tools", [tool(name=f"f{at}")[0] for at in range(129)]),
         ({"tools": None, "tool_choice": "required"}, "tool_choice"),
         ({"tools": [], "tool_choice": "auto"}, "tool_choice"),
         ({"tools": None, "tool_choice": NAMED}, "tool_choice"),
-        ({"tool_choice": "always"}, "tool_choice"),
-        ({"tool_choice": ["auto"]}, "tool_choice"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        *wrong("tool_choice", "always", ["auto"], {"type": "function"}),
+        *wrong("tool_choice", {"type": "function", "function": {"name": "other"}}),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": tool(strict=True), "regex": "a"}, "regex"),
@@ -297,8 +286,8 @@ async def test_openais_client_calls_a_tool_and_sends_its_answer() -> None:
         (call,) = answer.choices[0].message.tool_calls or ()
         assert call.type == "function"
         assert json.loads(call.function.arguments) == json.loads(ARGUMENTS)
-        told: Any = {"role": "tool", "content": "4 °C", "tool_call_id": call.id}
-        history = [*MESSAGES, answer.choices[0].message.model_dump(), told]
+        result: Any = {"role": "tool", "content": "4 °C", "tool_call_id": call.id}
+        history = [*MESSAGES, answer.choices[0].message.model_dump(), result]
         assert await client.chat.completions.create(model="a", messages=history, tools=[WEATHER])
 
 
@@ -341,8 +330,7 @@ async def test_a_long_answer_is_searched_for_calls_in_turns_of_the_event_loop(
     path: str, fields: dict[str, Any], rests: list[float]
 ) -> None:
     text = 10_000 * "<tool_call>"
-    async with serving(engine(text, size=len(text))) as client:
-        answer = await client.post(path, fields)
+    answer = await OneOff(engine(text, size=len(text))).post(path, fields)
     assert answer.status == 200
     assert text in answer.body.decode()
     assert len(rests) > 2

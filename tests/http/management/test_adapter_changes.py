@@ -14,7 +14,6 @@ import pytest
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from caraserve.http.context import HttpTimings
 from caraserve.http.management import adapters
-from caraserve.lora.name_locks import NameLocks
 from tests.cluster.nodes import until
 from tests.http.fleet import View, World
 from tests.http.log_lines import logged
@@ -202,7 +201,7 @@ async def test_an_alias_of_an_adapter_that_is_arriving_stays(tmp_path: Path, bod
 async def test_a_change_that_waits_too_long_for_another_is_a_conflict(tmp_path: Path, bodies: list[bytes]) -> None:
     async with serving(tmp_path / "root") as (client, receiver):
         await client.request("PUT", "/v1/adapters/x", data=bodies[0])
-        receiver.catalog._locks = NameLocks(longest_wait_s=0.01)
+        receiver.catalog._changes._longest_wait_s = 0.01
         async with receiver.catalog.changing("x"):
             for method in ("PUT", "PATCH", "DELETE"):
                 answer = await change(client, method, bodies)
@@ -340,7 +339,7 @@ async def test_why_a_folder_is_not_served_is_told_to_those_who_may_use_its_name(
         page = (await client.get("/stats/adapters", headers=root, params=query)).json["refused"]
         assert [one["name"] for one in page["folders"]] == ["team-b-x"]
         assert len((await client.get("/v1/adapters", headers=root)).json["refused"]) == 2
-        for name, is_told in (("team-a-x", True), ("team-b-x", False), ("nobody", False)):
+        for name, is_told in (("team-a-x", True), ("team-b-x", False), ("absent", False)):
             for answer in (
                 await client.complete(model=name, headers=ann),
                 await client.complete(model="org/base", lora_path=name, headers=ann),

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from caraserve.core.request import GenerateRequest, Tenant
+from caraserve.core.request import GenerateRequest
+from caraserve.core.tenant import Tenant
 from caraserve.tokenizer.adapter_templates import AdapterTemplates
 from caraserve.tokenizer.process_pool import JobOwner
 from tests.http.fake_engine import FakeTokenizer, spell

@@ -17,7 +17,7 @@ from caraserve.util.hybrid_clock import hlc_of
 from tests.cluster.nodes import until
 from tests.http.fleet import View, World
 from tests.http.managed import serving
-from tests.http.serving import Answer, Client
+from tests.http.serving import Answer, Client, wrong
 from tests.lora.folders import write_adapter
 from tests.lora.uploads import Receiver
 
@@ -69,19 +69,12 @@ async def test_the_table_of_the_page_has_labels_pins_and_whether_there_is_a_chat
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"pinned": "disk"}, "pinned"),
-        ({"pinned": True}, "pinned"),
-        ({"labels": ["a"]}, "labels"),
-        ({"labels": {"a": 1}}, "labels"),
-        ({"labels": {"": "x"}}, "labels"),
-        ({"labels": {"a b": "x"}}, "labels"),
-        ({"labels": {"a": "x" * 257}}, "labels"),
-        ({"labels": {f"a{number}": "" for number in range(33)}}, "labels"),
+        *wrong("pinned", "disk", True),
+        *wrong("labels", ["a"], {"a": 1}, {"": "x"}, {"a b": "x"}, {"a": "x" * 257}),
+        *wrong("labels", {f"a{number}": "" for number in range(33)}),
         ({"label": {}}, "label"),
-        ({"chat_template": 1}, "chat_template"),
-        ({"chat_template": "ä" * 32769}, "chat_template"),
-        ({"stop": [""]}, "stop"),
-        ({"stop": {"a": 1}}, "stop"),
+        *wrong("chat_template", 1, "ä" * 32769),
+        *wrong("stop", [""], {"a": 1}),
         ({"sampling": [1]}, "sampling"),
         ({"sampling": {"temperature": 101}}, "sampling.temperature"),
         ({"sampling": {"max_tokens": 0}}, "sampling.max_tokens"),
@@ -103,7 +96,7 @@ async def test_what_is_not_a_setting_is_refused_and_changes_nothing(
         answer = await patch(client, "a", **fields)
         assert (answer.status, answer.error["param"]) == (400, param)
         assert (await client.get("/v1/adapters/a")).json["labels"] == {}
-        assert (await patch(client, "nobody", labels={})).status == 404
+        assert (await patch(client, "absent", labels={})).status == 404
 
 
 async def test_an_unknown_field_is_refused_by_what_can_be_set_so_that_nothing_looks_done(tmp_path: Path) -> None:

@@ -6,19 +6,17 @@ from typing import Any
 
 import pytest
 
-from caraserve.http.access.api_keys import ApiKeys
-from caraserve.http.access.client import Client as Sender
 from caraserve.http.app import make_app
+from caraserve.http.client import Client as Sender
 from caraserve.http.context import CONTEXT, BodyBudget, Context, HttpTimings
 from caraserve.http.generation import LocalRouter
 from caraserve.http.management.model_list import MODELS, ModelList
 from tests.http.fake_engine import BOS, FakeAdapter, FakeEngine
-from tests.http.serving import http_config, new_metrics, serving
+from tests.http.serving import OneOff, http_config, new_metrics, serving
 
 
 async def test_models_are_the_base_and_its_adapters() -> None:
-    async with serving(FakeEngine()) as client:
-        answer = (await client.get("/v1/models")).json
+    answer = (await OneOff().get("/v1/models")).json
     assert answer["object"] == "list"
     base, *adapters = answer["data"]
     assert (base["id"], base["parent"], base["root"]) == ("org/base", None, "org/base")
@@ -67,13 +65,11 @@ async def test_routers_that_poll_the_list_get_the_same_bytes_until_it_changes() 
 async def test_one_model_by_its_id(path: str, model: str) -> None:
     fake = FakeEngine()
     await fake.load_adapter("v:1.x", "/x")
-    async with serving(fake) as client:
-        assert (await client.get(f"/v1/models/{path}")).json["id"] == model
+    assert (await OneOff(fake).get(f"/v1/models/{path}")).json["id"] == model
 
 
 async def test_unknown_model() -> None:
-    async with serving(FakeEngine()) as client:
-        answer = await client.get("/v1/models/nobody")
+    answer = await OneOff().get("/v1/models/absent")
     assert (answer.status, answer.error["code"], answer.error["param"]) == (404, "model_not_found", "model")
 
 
@@ -111,23 +107,19 @@ async def test_load_and_unload_answer_as_vllm_does(prefix: str) -> None:
     ids=str,
 )  # fmt: skip
 async def test_refused_loads(fields: dict[str, Any], status: int, kind: str, param: str | None) -> None:
-    fake = FakeEngine()
-    async with serving(fake) as client:
-        answer = await client.post("/v1/load_lora_adapter", fields)
+    answer = await OneOff(fake := FakeEngine()).post("/v1/load_lora_adapter", fields)
     assert (answer.status, answer.error["type"], answer.error["param"]) == (status, kind, param)
     assert set(fake.loaded) == {"a", "b"}
 
 
 async def test_unload_of_an_unknown_adapter() -> None:
-    async with serving(FakeEngine()) as client:
-        assert (await client.post("/v1/unload_lora_adapter", {"lora_name": "nobody"})).status == 404
+    assert (await OneOff().post("/v1/unload_lora_adapter", {"lora_name": "absent"})).status == 404
 
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
 async def test_changing_adapters_can_be_switched_off(path: str) -> None:
     fake = FakeEngine()
-    async with serving(fake, allow_lora_updates=False) as client:
-        answer = await client.post(path, {"lora_name": "a", "lora_path": "x"})
+    answer = await OneOff(fake, allow_lora_updates=False).post(path, {"lora_name": "a", "lora_path": "x"})
     assert (answer.status, answer.error["type"]) == (403, "permission_error")
     assert set(fake.loaded) == {"a", "b"}
 
@@ -168,15 +160,14 @@ async def test_tokenize_options() -> None:
     [
         ("/tokenize", {}, 400, "prompt"),
         ("/tokenize", {"prompt": 3}, 400, "prompt"),
-        ("/tokenize", {"prompt": "a", "model": "nobody"}, 404, "model"),
+        ("/tokenize", {"prompt": "a", "model": "absent"}, 404, "model"),
         ("/detokenize", {}, 400, "tokens"),
         ("/detokenize", {"tokens": [1, 999]}, 400, "tokens"),
         ("/detokenize", {"tokens": "abc"}, 400, "tokens"),
     ],
 )
 async def test_bad_token_requests(path: str, fields: dict[str, Any], status: int, param: str) -> None:
-    async with serving(FakeEngine()) as client:
-        answer = await client.post(path, fields)
+    answer = await OneOff().post(path, fields)
     assert (answer.status, answer.error["param"]) == (status, param)
 
 
@@ -187,7 +178,6 @@ async def test_encoding_a_long_list_of_models_does_not_block_the_event_loop() ->
         engine,
         new_metrics(),
         http_config(),
-        ApiKeys(http_config()),
         True,
         HttpTimings(),
         0.0,

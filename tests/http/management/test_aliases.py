@@ -77,7 +77,7 @@ async def test_an_alias_of_an_unloaded_adapter_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "param"),
     [
-        ("PUT", "prod", {"adapter": "nobody"}, 404, "adapter"),
+        ("PUT", "prod", {"adapter": "absent"}, 404, "adapter"),
         ("PUT", "prod", {"adapter": "other"}, 404, "adapter"),
         ("PUT", "prod", {}, 400, "adapter"),
         ("PUT", "prod", {"adapter": 3}, 400, "adapter"),
@@ -85,9 +85,9 @@ async def test_an_alias_of_an_unloaded_adapter_says_so(tmp_path: Path) -> None:
         ("PUT", "a", {"adapter": "a"}, 400, "name"),
         ("PUT", ".x", {"adapter": "a"}, 400, "name"),
         ("POST", "other/rollback", None, 400, "name"),
-        ("POST", "nobody/rollback", None, 404, "name"),
-        ("DELETE", "nobody", None, 404, "name"),
-        ("GET", "nobody", None, 404, "name"),
+        ("POST", "absent/rollback", None, 404, "name"),
+        ("DELETE", "absent", None, 404, "name"),
+        ("GET", "absent", None, 404, "name"),
     ],
 )
 async def test_refused_changes(tmp_path: Path, method: str, path: str, body: Any, status: int, param: str) -> None:
@@ -113,7 +113,7 @@ async def test_no_alias_takes_the_name_of_an_adapter_that_is_arriving(tmp_path: 
         await add(receiver, "a")
         async with receiver.catalog.changing("prod"):
             pointing = asyncio.create_task(point(client, "prod", "a"))
-            await until(lambda: receiver.catalog._locks._users["prod"] == 2)
+            await until(lambda: len(receiver.catalog._changes._waiting) == 1)
             info = replace(receiver.catalog.get("a"), name="prod")
             await receiver.catalog._register(info, receiver.catalog.folders.at(Path(info.path)))
         assert await pointing == 400
@@ -127,12 +127,12 @@ async def test_an_alias_is_not_changed_while_its_rollback_waits(tmp_path: Path, 
         await add(receiver, "v1", "v2", "v3")
         for version in ("v1", "v2"):
             await point(client, "prod", version)
-        users = receiver.catalog._locks._users
+        waits = receiver.catalog._changes._waits
         async with receiver.catalog.changing("v1"):
             back = asyncio.create_task(client.post("/v1/aliases/prod/rollback"))
-            await until(lambda: users["v1"] == 2)
+            await until(lambda: waits("v1") == 1)
             change = asyncio.create_task(client.request(method, "/v1/aliases/prod", json={"adapter": "v3"}))
-            await until(lambda: change.done() or users.get("prod") == 2)
+            await until(lambda: change.done() or waits("prod") == 1)
         assert ((await back).status, (await back).json["adapter"]) == (200, "v1")
         assert (await change).status == 200
         left = [(one["adapter"], one["previous"]) for one in (await client.get("/v1/aliases")).json["data"]]
@@ -145,14 +145,14 @@ async def test_a_rollback_leads_to_no_adapter_that_is_deleted_meanwhile(tmp_path
         await add(receiver, "v1", "v2", "v3")
         for version in ("v1", "v2"):
             await point(client, "z", version)
-        catalog, users = receiver.catalog, receiver.catalog._locks._users
+        catalog, waits = receiver.catalog, receiver.catalog._changes._waits
         async with catalog.changing("v1"):
             back = asyncio.create_task(client.post("/v1/aliases/z/rollback"))
-            await until(lambda: users["v1"] == 2)
+            await until(lambda: waits("v1") == 1)
             await point(client, "z", "v3")
             deletion = catalog.changing("v2")
             await deletion.__aenter__()
-        await until(lambda: back.done() or users["v2"] == 2)
+        await until(lambda: back.done() or waits("v2") == 1)
         await catalog.unregister("v2")
         await deletion.__aexit__(None, None, None)
         assert (await back).status == 404

@@ -1,18 +1,15 @@
 """Tests of the cluster's members and adapters as JSON: complete, in order, without blocking the event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
-import aiohttp
 import pytest
 
 from caraserve.cluster.membership.swim import MemberRecord
-from caraserve.cluster.routing.cost import Tier
-from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter
-from caraserve.http.app import make_app, start_http
+from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter, Tier
 from tests.http.fake_engine import FakeEngine
-from tests.http.serving import Client, http_config, new_metrics
+from tests.http.serving import serving
 
 
 class Cluster:
@@ -56,20 +53,9 @@ class Cluster:
         raise AssertionError("nothing is removed by looking")
 
 
-@asynccontextmanager
-async def looking(cluster: Cluster | None) -> AsyncIterator[Client]:
-    app = make_app(FakeEngine(), http_config(), new_metrics(), allow_lora_updates=False, cluster=cluster)
-    runner, port = await start_http(app, http_config())
-    try:
-        async with aiohttp.ClientSession() as session:
-            yield Client(session, port)
-    finally:
-        await runner.cleanup()
-
-
 @pytest.mark.parametrize("count", [0, 1, 49, 50, 51, 5000])
 async def test_all_adapters_are_listed_by_name_with_their_holders(count: int) -> None:
-    async with looking(Cluster(count)) as client:
+    async with serving(FakeEngine(), cluster=Cluster(count)) as client:
         answer = await client.get("/v1/cluster/adapters")
     assert (answer.status, answer.headers["Content-Type"]) == (200, "application/json")
     listed = answer.json
@@ -81,7 +67,7 @@ async def test_all_adapters_are_listed_by_name_with_their_holders(count: int) ->
 
 
 async def test_a_server_without_peers_lists_no_instances() -> None:
-    async with looking(None) as client:
+    async with serving(FakeEngine()) as client:
         assert (await client.get("/v1/cluster/adapters")).json == {"object": "list", "data": []}
 
 
@@ -94,7 +80,7 @@ async def test_listing_many_adapters_does_not_block_the_event_loop(monkeypatch: 
             cluster.pause()
             await asyncio.sleep(0)
 
-    async with looking(cluster) as client:
+    async with serving(FakeEngine(), cluster=cluster) as client:
         turns = asyncio.create_task(take_turns())
         await client.get("/v1/cluster/adapters")
         turns.cancel()

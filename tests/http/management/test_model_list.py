@@ -6,8 +6,8 @@ from typing import Any, cast
 import pytest
 from aiohttp import web
 
-from caraserve.http.access.client import Client as Sender
 from caraserve.http.app import make_app
+from caraserve.http.client import Client as Sender
 from caraserve.http.context import CONTEXT
 from caraserve.http.management import model_list
 from caraserve.http.management.model_list import MODELS

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from caraserve.engine.request_counts import RequestCounts
-from caraserve.http.access.client import Client as Sender
+from caraserve.engine.stats import RequestCounts
+from caraserve.http.client import Client as Sender
 from caraserve.http.management.page import PAGE_PATHS
 from caraserve.lora.adapter import Adapter, AdapterTier, EndedLoad, PartialImage, RemoteSource, Source
 from tests.engine.test_batch_timeline import row
 from tests.http.fake_engine import FakeAdapter, FakeEngine
-from tests.http.serving import Answer, Client, serving
+from tests.http.serving import Answer, Client, OneOff, serving
 
 FOLDER = files("caraserve.http.management").joinpath("page")
 SOURCES = {entry.name: entry.read_text(encoding="utf-8") for entry in FOLDER.iterdir()}
@@ -23,8 +23,7 @@ SCRIPTS = {name: text for name, text in SOURCES.items() if name.endswith(".js")}
 
 
 async def get(path: str, **settings: Any) -> Answer:
-    async with serving(FakeEngine(), **settings) as client:
-        return await client.get(path)
+    return await OneOff(**settings).get(path)
 
 
 # --- files ---
@@ -138,8 +137,7 @@ async def test_an_adapter_has_its_size_requests_rate_and_progress() -> None:
             engine.request_counts.begin(name, now_s)
     for _ in range(1000):
         engine.request_counts.end("b")
-    async with serving(engine) as client:
-        first, second = (await client.get("/stats/adapters")).json["adapters"]
+    first, second = (await OneOff(engine).get("/stats/adapters")).json["adapters"]
     assert first == {
         "name": "a",
         "rank": 8,
@@ -161,8 +159,7 @@ async def test_names_of_one_adapter_have_counts_of_their_own() -> None:
     engine = engine_with(a=AdapterTier.DEVICE, b=AdapterTier.DEVICE)
     engine.loaded["b"] = FakeAdapter("b", "/x", digest="digest of a")
     engine.request_counts.begin("a", time.monotonic())
-    async with serving(engine) as client:
-        found = (await client.get("/stats/adapters")).json["adapters"]
+    found = (await OneOff(engine).get("/stats/adapters")).json["adapters"]
     assert [(one["name"], one["requests"]) for one in found] == [("a", 1), ("b", 0)]
 
 
@@ -186,8 +183,7 @@ def test_names_without_requests_for_some_minutes_are_forgotten() -> None:
 
 
 async def test_thousands_of_adapters_give_a_short_list_and_all_counts() -> None:
-    async with serving(engine_with(count=5000)) as client:
-        answer = await client.get("/stats/adapters", params={"contains": "adapter-1"})
+    answer = await OneOff(engine_with(count=5000)).get("/stats/adapters", params={"contains": "adapter-1"})
     assert answer.json["counts"]["disk"] == 5000
     assert answer.json["matching"] == 1111
     assert [one["name"] for one in answer.json["adapters"]] == sorted(f"adapter-{number}" for number in range(5000))[
@@ -198,8 +194,7 @@ async def test_thousands_of_adapters_give_a_short_list_and_all_counts() -> None:
 
 @pytest.mark.parametrize("query", [{"contains": "x" * 201}, {"tier": "cloud"}], ids=str)
 async def test_wrong_filters_are_refused(query: dict[str, str]) -> None:
-    async with serving(FakeEngine()) as client:
-        answer = await client.get("/stats/adapters", params=query)
+    answer = await OneOff().get("/stats/adapters", params=query)
     assert (answer.status, answer.error["param"]) == (400, next(iter(query)))
 
 
@@ -207,8 +202,7 @@ async def test_stats_have_the_last_minute_of_batches_and_loads() -> None:
     engine, now_s = FakeEngine(), time.monotonic()
     engine.timeline.record([row("a", 0, 7), row(None, 12, 1)], now_s)
     engine.catalog.ended_loads = [EndedLoad("a", now_s - 2.0, now_s - 1.0, True), EndedLoad("b", 0.0, 1.0, True)]
-    async with serving(engine) as client:
-        stats = (await client.get("/stats")).json
+    stats = (await OneOff(engine).get("/stats")).json
     shown = {one["adapter"]: sum(prefill for _, prefill, _ in one["cells"]) for one in stats["timeline"]["rows"]}
     assert shown == {"a": 7, "org/base": 0}
     (load,) = stats["loads"]

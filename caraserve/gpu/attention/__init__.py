@@ -1,0 +1,1 @@
+"""Attention: `base` is the interface, and each other file a backend."""

@@ -1,0 +1,44 @@
+"""Weights that are numbers: float32, bfloat16 or float16, multiplied by torch (cuBLAS)."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from caraserve.gpu.linear.base import JoinedModules, LinearLoader, RoundedRows
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLinear:
+    """Implements Linear."""
+
+    rounds_inputs: ClassVar[bool] = False
+
+    weight: Tensor  # [outputs, inputs]
+    bias: Tensor | None  # [outputs]
+    transposed: Tensor  # view of `weight`
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None) -> "DenseLinear":
+        return cls(weight, bias, weight.t())
+
+    @classmethod
+    def load(cls, loader: LinearLoader, modules: JoinedModules) -> "DenseLinear":
+        """Fills the modules' weights and biases."""
+        bias = loader.bias(modules)
+        return cls.of(loader.joined(modules, "weight", modules.inputs, None), bias)
+
+    @property
+    def kernels(self) -> Hashable:
+        return self.weight.dtype
+
+    def apply(self, x: Tensor, out: Tensor, rounded: RoundedRows | None = None) -> None:
+        """Computes `out = x weightᵀ + bias`. Adds the bias in a second call: torch.addmm might allocate memory."""
+        torch.mm(x, self.transposed, out=out)
+        if self.bias is not None:
+            out.add_(self.bias)
+
+    def copy(self) -> "DenseLinear":
+        return DenseLinear.of(self.weight.clone(), self.bias)
