@@ -51,8 +51,8 @@ from caraserve.cpu.structs import (
 from caraserve.cpu.tiles import call_by_address
 
 LORA_ENTRY_BYTES, _LAYER_BYTES, _BLOCK_BYTES = (np.int64(kind.itemsize) for kind in (LORA_ENTRY, LAYER, BLOCK))
-_call3, _call4, _call7, _call8 = (call_by_address(count) for count in (3, 4, 7, 8))
-_call9, _call14, _call15 = (call_by_address(count) for count in (9, 14, 15))
+_call3, _call4, _call6, _call8 = (call_by_address(count) for count in (3, 4, 6, 8))
+_call9, _call13, _call14 = (call_by_address(count) for count in (9, 13, 14))
 _SHRINK_TOKENS = 24  # tokens of one item of shrink work, so that the team shares long prompts
 _SPINS = 500  # about 12 µs of pauses before a waiting thread yields its core
 
@@ -106,14 +106,16 @@ def _shrink_site(thread, team, buffers, batch, segment, entry, x, x_stride, inpu
 
 
 @kernel
-def _shrink(thread, team, model, buffers, lora, batch, layer, group, x, x_stride):  # type: ignore[no-untyped-def]
+def _shrink(thread, team, model, buffers, lora, batch, group, x, x_stride):  # type: ignore[no-untyped-def]
     """`shrunk[token, site · max_rank + j] = scale · A[j] · x[token]`, items dealt round robin over the team; layers
     that have not arrived are handed off instead."""
     if batch.arriving != 0 and thread == 0:
-        _call7(
+        _call6(
             buffers.hand_off,
-            *(address_of(model), address_of(lora), address_of(batch), address_of(group), layer, x, x_stride),
+            *(address_of(model), address_of(lora), address_of(batch)),
+            *(address_of(group), x, x_stride),
         )
+    layer = group.layer
     item, y_stride = np.int64(0), 4 * group.sites * batch.max_rank
     for segment in range(batch.segments):
         if source_of(batch, layer, segment) != DEVICE:
@@ -134,18 +136,18 @@ def _shrink(thread, team, model, buffers, lora, batch, layer, group, x, x_stride
 
 
 @kernel
-def _expand(thread, model, buffers, lora, batch, layer, group, which, x, x_stride, first, end, y, y_stride):  # type: ignore[no-untyped-def]
+def _expand(thread, model, buffers, lora, batch, group, which, x, x_stride, first, end, y, y_stride):  # type: ignore[no-untyped-def]
     """Adds `x A B` to the output panels [first, end) of a site, segment by segment."""
-    site, stride = group.first_site + which, 4 * group.sites * batch.max_rank
+    layer, site, stride = group.layer, group.first_site + which, 4 * group.sites * batch.max_rank
     for segment in range(batch.segments):
         entry = device_entry(lora, word(batch.segment_adapter, segment), layer, site)
         if word(entry, 2) == 0:
             continue
         if source_of(batch, layer, segment) != DEVICE:
-            _call15(
+            _call14(
                 buffers.add_deltas,
                 *(thread, address_of(model), address_of(buffers), address_of(lora), address_of(batch)),
-                *(address_of(group), layer, which, segment, x, x_stride, first, end, y, y_stride),
+                *(address_of(group), which, segment, x, x_stride, first, end, y, y_stride),
             )
         else:
             at = word(batch.segment_first, segment)
@@ -172,21 +174,21 @@ def project_panels(address, x, x_stride, tokens, first, end, y, y_stride, add): 
             add_bias(at, y_stride, tokens, site.bias + 4 * panel * PANEL)
 
 
-@compiled_separately(14)
+@compiled_separately(13)
 def project(  # type: ignore[no-untyped-def]
     thread, team, model_address, buffers_address, lora_address, batch_address, group_address,
-    layer, kind, x, x_stride, y, y_stride, add,
+    kind, x, x_stride, y, y_stride, add,
 ):  # fmt: skip
     """Computes a group of projections of all tokens, with their adapters. Each thread computes as many panels as
     others: of the group, or of each site in a block of kind MLP."""
     model, buffers, lora = model_at(model_address), buffers_at(buffers_address), lora_at(lora_address)
     batch, group = batch_at(batch_address), group_at(group_address)
     if batch.max_rank > 0:
-        _shrink(thread, team, model, buffers, lora, batch, layer, group, x, x_stride)
+        _shrink(thread, team, model, buffers, lora, batch, group, x, x_stride)
         meet(buffers.barrier, team)
     before = np.int64(0)  # panels of the preceding sites
     for which in range(group.sites):
-        address = site_address(model, layer, group.first_site + which)
+        address = site_address(model, group.layer, group.first_site + which)
         site = site_at(address)
         panels, start = (site.panels, np.int64(0)) if kind == MLP else (group.panels, before)
         first = max(thread * panels // team - start, 0)
@@ -194,7 +196,7 @@ def project(  # type: ignore[no-untyped-def]
         out = y + site.column
         project_panels(address, x, x_stride, batch.tokens, first, end, out, y_stride, add)
         if batch.max_rank > 0 and first < end:
-            _expand(thread, model, buffers, lora, batch, layer, group, which, x, x_stride, first, end, out, y_stride)
+            _expand(thread, model, buffers, lora, batch, group, which, x, x_stride, first, end, out, y_stride)
         before += site.panels
 
 
@@ -260,14 +262,14 @@ def decoder_layer(  # type: ignore[no-untyped-def]
             _update_rows(thread, team, model, buffers, batch, before, reader)
             meet(barrier, team)
         rows, row_bytes = buffers.projected, group_at(block.group_in).row_bytes
-        _call14(
+        _call13(
             buffers.project,
             *(thread, team, model_address, buffers_address, lora_address, batch_address, block.group_in),
-            *(layer, block.kind, buffers.normed, stride, rows, row_bytes, STORE),
+            *(block.kind, buffers.normed, stride, rows, row_bytes, STORE),
         )
         if block.kind == ATTENTION:
             meet(barrier, team)
-            note_workers(thread, lora, batch, layer, group_at(block.group_in))
+            note_workers(thread, lora, batch, group_at(block.group_in))
             body = attention_at(block.body)
             rotate_and_append(thread, team, model, buffers, cache, batch, body, row_bytes)
             meet(barrier, team)
@@ -283,16 +285,16 @@ def decoder_layer(  # type: ignore[no-untyped-def]
             for panel in range(thread * panels // team, (thread + 1) * panels // team):
                 activate(mlp, rows, row_bytes, batch.tokens, panel)
             meet(barrier, team)
-            note_workers(thread, lora, batch, layer, group_at(block.group_in))
+            note_workers(thread, lora, batch, group_at(block.group_in))
             x = rows + (mlp.up if mlp.gate == NO_COLUMN else mlp.gate)
         y, add = (buffers.hidden, ADD) if block.adds_directly else (buffers.added, STORE)
-        _call14(
+        _call13(
             buffers.project,
             *(thread, team, model_address, buffers_address, lora_address, batch_address, block.group_out),
-            *(layer, block.kind, x, row_bytes, y, stride, add),
+            *(block.kind, x, row_bytes, y, stride, add),
         )
         meet(barrier, team)
-        note_workers(thread, lora, batch, layer, group_at(block.group_out))
+        note_workers(thread, lora, batch, group_at(block.group_out))
         before = address
 
 

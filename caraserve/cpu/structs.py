@@ -63,7 +63,7 @@ BLOCK = _record(
 
 # Consecutive sites of a layer that read the same rows, and write one row side by side, each from a panel's start.
 GROUP = _record(
-    "index",  # in the layer
+    *("layer", "index"),  # index in the layer
     *("first_site", "sites"),
     "inputs",
     "panels",

@@ -199,10 +199,10 @@ class _Loader:
         blocks = np.zeros(len(layer.blocks), structs.BLOCK)
         for number, block in enumerate(layer.blocks):
             groups = [group for group in layer.groups if group.block == number]
-            blocks[number] = self._block(block, groups, scalars[number])[0]
+            blocks[number] = self._block(index, block, groups, scalars[number])[0]
         return len(blocks), self._memory.records(blocks)
 
-    def _block(self, block: Block, groups: Sequence[Group], scalar: float) -> NDArray[np.void]:
+    def _block(self, layer: int, block: Block, groups: Sequence[Group], scalar: float) -> NDArray[np.void]:
         (group_in, group_out), hidden = groups, self._plan.hidden
         columns = zip((site.role for site in group_in.sites), group_in.columns(PANEL), strict=True)
         offsets = {role: 4 * column for role, column in columns}
@@ -219,15 +219,16 @@ class _Loader:
             post=self._norm(block.post, hidden),
             adds_directly=block.adds_directly and scalar == 1.0,
             keeps_rows=block.reads_first_rows,
-            group_in=self._group(group_in),
-            group_out=self._group(group_out),
+            group_in=self._group(layer, group_in),
+            group_out=self._group(layer, group_out),
             multiplier=block.multiplier,
             scalar=scalar,
         )
 
-    def _group(self, group: Group) -> int:
+    def _group(self, layer: int, group: Group) -> int:
         record = structs.filled(
             structs.GROUP,
+            layer=layer,
             index=group.index,
             first_site=group.sites[0].index,
             sites=len(group.sites),
