@@ -20,7 +20,7 @@ from caraserve.errors import ModelLoadError
 from caraserve.model.dtype import Code, Dtype, decoded, to_float32
 from caraserve.model.formats import Matrix, TensorReader, WeightFormat
 from caraserve.model.formats.plain import PLAIN
-from caraserve.model.plan import Attention, Block, DecoderPlan, Group, LayerPlan, LinearPlan, Mlp, Norm, Rope, Rows
+from caraserve.model.plan import Attention, Block, DecoderPlan, Group, LayerPlan, LinearPlan, Mlp, Norm, Rope
 from caraserve.model.rope import rope_tables
 from caraserve.model.spec import ModelSpec
 from caraserve.util.units import align_up, ceil_div
@@ -121,11 +121,11 @@ class _Loader:
             bias = self._values(f"{linear.module}.bias", (linear.outputs,)) if linear.bias else None
             for site in layer.sites:
                 if site.linear == index:
-                    rows = linear.parts[site.part].rows
-                    part_bias = None if bias is None else bias[_index(rows)]
-                    part = self._site(linear.format, matrix.rows(rows), part_bias, site.inputs, site.outputs)
-                    part["column"] = columns[site.index]
-                    sites[site.index] = part[0]
+                    part = linear.parts[site.part]
+                    part_bias = None if bias is None else bias[part.index]
+                    record = self._site(linear.format, matrix.rows(part.rows), part_bias, site.inputs, site.outputs)
+                    record["column"] = columns[site.index]
+                    sites[site.index] = record[0]
 
     def _matrix(self, linear: LinearPlan) -> Matrix:
         """Reads a linear's weights, [outputs, inputs]."""
@@ -283,7 +283,7 @@ class _Loader:
         if norm is None:
             return 0
         shape = {"row": (heads * width,), "head": (width,), "heads": (heads, width)}[norm.scope]
-        order = slice(None) if norm.order is None else _index(norm.order)
+        order = slice(None) if norm.order is None else list(norm.order)
 
         def ordered(name: str) -> Floats:
             return self._values(name, shape).reshape(-1)[order].reshape(shape)
@@ -321,10 +321,6 @@ def alibi_slopes(heads: int) -> Floats:
     exponents = [8 / whole * (head + 1) for head in range(whole)]
     exponents += [4 / whole * (2 * head + 1) for head in range(heads - whole)]
     return (2.0 ** -np.array(exponents)).astype(np.float32)
-
-
-def _index(rows: Rows) -> slice | list[int]:
-    return slice(rows.start, rows.stop, rows.step) if isinstance(rows, range) else list(rows)
 
 
 def _module(tensor: str) -> str:
