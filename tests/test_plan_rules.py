@@ -49,9 +49,6 @@ SEVENS_EXEMPT = {
     "engine/iteration_times.py": "iterations of a median",
     "cpu/libc.py": "arguments of a system call",
     "cpu/tiles.py": "arguments of an intrinsic",
-    "cpu/forward.py": "arguments of a compiled function",
-    "cpu/lora_workers": "arguments of a compiled function",
-    "cpu/linear": "bits of a code",
     "gpu/linear": "bits of a code",
     "gpu/kernels/work_orders.py": "words of a work order",
 }

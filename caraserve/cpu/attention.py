@@ -8,7 +8,7 @@ positions in order, so a query's result is the same in any chunk, batch or tile.
 import numpy as np
 
 from caraserve.cpu.jit import compiled_separately, kernel
-from caraserve.cpu.layers import normalise, normalise_heads, rotate, scale_row, sigmoid, soft_cap
+from caraserve.cpu.layers import copy_vector, rotate, scale_row, sigmoid, soft_cap
 from caraserve.cpu.simd import (
     LANES,
     fetch_add,
@@ -39,12 +39,13 @@ from caraserve.cpu.structs import (
     norm_at,
     word,
 )
-from caraserve.cpu.tiles import scores_tile, values_tile
+from caraserve.cpu.tiles import call_by_address, scores_tile, values_tile
 
 SPAN = 64  # positions in one step of the online softmax: four blocks
 TILE = 4  # queries computed together
 _ITEM_TOKENS = 16  # tokens in one item of attention work
 
+_call4, _call9 = call_by_address(4), call_by_address(9)
 _scores1, _scores2, _scores3, _scores4 = (scores_tile(rows) for rows in (1, 2, 3, 4))
 _values1x4, _values2x4, _values3x4, _values4x4 = (values_tile(rows, 4) for rows in (1, 2, 3, 4))
 _values1x1, _values2x1, _values3x1, _values4x1 = (values_tile(rows, 1) for rows in (1, 2, 3, 4))
@@ -63,14 +64,13 @@ def _append_key(block, token, head_dim, key):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _append_value(block, token, head_dim, value, norm, head):  # type: ignore[no-untyped-def]
+def _append_value(buffers, block, token, head_dim, value, norm, head):  # type: ignore[no-untyped-def]
     """Writes one token's value[head_dim] to its block; `norm`: address of a NORM record for heads, or 0."""
     at = block + 4 * head_dim * (BLOCK_TOKENS + token)
     if norm != 0:
-        normalise(norm_at(norm), value, at, head)
-        return
-    for d in range(head_dim):
-        store_f32(at + 4 * d, load_f32(value + 4 * d))
+        _call4(buffers.normalise, norm, value, at, head)
+    else:
+        copy_vector(value, head_dim, at)
 
 
 @kernel
@@ -147,64 +147,6 @@ def _scores(rows, queries, head_dim, k0, k1, k2, k3, out):  # type: ignore[no-un
 
 
 @kernel
-def attend_tile(rows, positions, heads, blocks, head_base, block_stride, body, scratch):  # type: ignore[no-untyped-def]
-    """Computes the attention of up to four queries of one request over the same key-value head.
-
-    `scratch` holds the queries `[rows, head_dim]` on entry and the results on return. `positions`: of the queries,
-    ascending; `heads`: theirs. `blocks`: address of the request's row of the block table; block b of this layer and
-    key-value head is at `head_base + b · block_stride`. `body`: ATTENTION_BODY.
-    """
-    head_dim, window = body.head_dim, body.window
-    queries = scratch
-    scores = queries + 4 * TILE * head_dim
-    out = scores + 4 * TILE * SPAN
-    best = (np.float32(-np.inf), np.float32(-np.inf), np.float32(-np.inf), np.float32(-np.inf))
-    total = (np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0))
-    if body.sinks != 0:  # a score like that of a position, without a value
-        sinks = body.sinks
-        best = (
-            load_f32(sinks + 4 * heads[0]),
-            load_f32(sinks + 4 * heads[1]),
-            load_f32(sinks + 4 * heads[2]),
-            load_f32(sinks + 4 * heads[3]),
-        )
-        total = (np.float32(1.0), np.float32(1.0), np.float32(1.0), np.float32(1.0))
-    for row in range(rows):
-        for d in range(0, head_dim, LANES):
-            vstore(out + 4 * (row * head_dim + d), vsplat(np.float32(0.0)))
-    last = positions[rows - 1]
-    for span in range(max(0, positions[0] - window + 1) // SPAN, last // SPAN + 1):
-        first = span * SPAN
-        block = first // BLOCK_TOKENS
-        seen = (last - first) // BLOCK_TOKENS  # blocks after the first that hold visible tokens
-        k0 = head_base + word(blocks, block) * block_stride
-        k1 = head_base + word(blocks, block + min(1, seen)) * block_stride
-        k2 = head_base + word(blocks, block + min(2, seen)) * block_stride
-        k3 = head_base + word(blocks, block + min(3, seen)) * block_stride
-        _scores(rows, queries, head_dim, k0, k1, k2, k3, scores)
-        for row in range(rows):
-            low, high = positions[row] - window + 1 - first, positions[row] + 1 - first
-            slope = np.float32(0.0) if body.slopes == 0 else load_f32(body.slopes + 4 * heads[row])
-            top, mass, rescale = _softmax(
-                scores + 4 * SPAN * row,
-                *(low, high, body.scale, body.cap, slope, first - positions[row], best[row], total[row]),
-            )
-            best = _with(best, row, top)
-            total = _with(total, row, mass)
-            if rescale != np.float32(1.0):
-                scale_row(out + 4 * row * head_dim, head_dim, rescale)
-        for j in range(min(3, seen) + 1):
-            at = head_base + word(blocks, block + j) * block_stride
-            tokens = min(BLOCK_TOKENS, last + 1 - first - j * BLOCK_TOKENS)
-            _add_values(rows, scores + 4 * BLOCK_TOKENS * j, at, head_dim, tokens, out)
-    for row in range(rows):
-        by = vsplat(np.float32(1.0) / total[row])
-        for d in range(0, head_dim, LANES):
-            at = 4 * (row * head_dim + d)
-            vstore(queries + at, vmul(vload(out + at), by))
-
-
-@kernel
 def _with(values, index, value):  # type: ignore[no-untyped-def]
     """Returns the 4-tuple with one element replaced."""
     return (
@@ -215,6 +157,76 @@ def _with(values, index, value):  # type: ignore[no-untyped-def]
     )
 
 
+@compiled_separately(9)
+def attend_tile(body_address, query, count, positions_at, first_head, blocks, head_base, block_stride, scratch):  # type: ignore[no-untyped-def]
+    """Computes the attention of up to four queries of one request over the same key-value head.
+
+    Queries are numbered token by token, head by head, from `first_head` on; these are `query` and the following, of
+    `count`. `scratch` holds them, `[rows, head_dim]`, on entry and the results on return. `positions_at`: address of
+    the tokens' positions. `blocks`: address of the request's row of the block table; block b of this layer and
+    key-value head is at `head_base + b · block_stride`. `body_address`: of ATTENTION_BODY.
+    """
+    body = attention_at(body_address)
+    rows, head_dim, window, group = min(TILE, count - query), body.head_dim, body.window, body.heads // body.kv_heads
+    last = count - 1
+    numbers = query, min(query + 1, last), min(query + 2, last), min(query + 3, last)
+    positions = (
+        word(positions_at, numbers[0] // group),
+        word(positions_at, numbers[1] // group),
+        word(positions_at, numbers[2] // group),
+        word(positions_at, numbers[3] // group),
+    )
+    queries = scratch
+    scores = queries + 4 * TILE * head_dim
+    out = scores + 4 * TILE * SPAN
+    best = (np.float32(-np.inf), np.float32(-np.inf), np.float32(-np.inf), np.float32(-np.inf))
+    total = (np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0))
+    if body.sinks != 0:  # a score like that of a position, without a value
+        sinks = body.sinks + 4 * first_head
+        best = (
+            load_f32(sinks + 4 * (numbers[0] % group)),
+            load_f32(sinks + 4 * (numbers[1] % group)),
+            load_f32(sinks + 4 * (numbers[2] % group)),
+            load_f32(sinks + 4 * (numbers[3] % group)),
+        )
+        total = (np.float32(1.0), np.float32(1.0), np.float32(1.0), np.float32(1.0))
+    for row in range(rows):
+        for d in range(0, head_dim, LANES):
+            vstore(out + 4 * (row * head_dim + d), vsplat(np.float32(0.0)))
+    end = positions[rows - 1] + 1
+    for span in range(max(0, positions[0] - window + 1) // SPAN, (end - 1) // SPAN + 1):
+        first = span * SPAN
+        block = first // BLOCK_TOKENS
+        seen = (end - 1 - first) // BLOCK_TOKENS  # blocks after the first that hold visible tokens
+        k0 = head_base + word(blocks, block) * block_stride
+        k1 = head_base + word(blocks, block + min(1, seen)) * block_stride
+        k2 = head_base + word(blocks, block + min(2, seen)) * block_stride
+        k3 = head_base + word(blocks, block + min(3, seen)) * block_stride
+        _scores(rows, queries, head_dim, k0, k1, k2, k3, scores)
+        for row in range(rows):
+            low, high = positions[row] - window + 1 - first, positions[row] + 1 - first
+            slope = np.float32(0.0)
+            if body.slopes != 0:
+                slope = load_f32(body.slopes + 4 * (first_head + numbers[row] % group))
+            top, mass, rescale = _softmax(
+                scores + 4 * SPAN * row,
+                *(low, high, body.scale, body.cap, slope, first - positions[row], best[row], total[row]),
+            )
+            best = _with(best, row, top)
+            total = _with(total, row, mass)
+            if rescale != np.float32(1.0):
+                scale_row(out + 4 * row * head_dim, head_dim, rescale)
+        for j in range(min(3, seen) + 1):
+            at = head_base + word(blocks, block + j) * block_stride
+            tokens = min(BLOCK_TOKENS, end - first - j * BLOCK_TOKENS)
+            _add_values(rows, scores + 4 * BLOCK_TOKENS * j, at, head_dim, tokens, out)
+    for row in range(rows):
+        by = vsplat(np.float32(1.0) / total[row])
+        for d in range(0, head_dim, LANES):
+            at = 4 * (row * head_dim + d)
+            vstore(queries + at, vmul(vload(out + at), by))
+
+
 @kernel
 def _head_address(cache, body, kv_head):  # type: ignore[no-untyped-def]
     """Returns the address of a key-value head of a layer in block 0; the next block is a `kv_block_bytes` further."""
@@ -222,17 +234,24 @@ def _head_address(cache, body, kv_head):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _norm_and_rotate(row, heads, body, norm, position):  # type: ignore[no-untyped-def]
+def _normalise_heads(buffers, norm, row, width):  # type: ignore[no-untyped-def]
+    """Normalises row[width] in place, as one or each head of it, by the NORM record at address `norm`."""
+    step = norm_at(norm).width
+    for head in range(width // step):
+        at = row + 4 * step * head
+        _call4(buffers.normalise, norm, at, at, head)
+
+
+@kernel
+def _norm_and_rotate(buffers, row, heads, body, norm, position):  # type: ignore[no-untyped-def]
     """Normalises the heads of q or k if `norm`, the address of a NORM record, is not 0, and rotates them."""
-    dim = body.head_dim
+    dim, pairs, at = body.head_dim, body.rotated, 4 * body.rotated * position
     if norm != 0 and body.norm_after_rope == 0:
-        normalise_heads(norm_at(norm), row, dim * heads)
-    if body.rotated != 0:
-        at = 4 * body.rotated * position
-        for head in range(heads):
-            rotate(row + 4 * dim * head, body.rotated, body.cos + at, body.sin + at)
+        _normalise_heads(buffers, norm, row, dim * heads)
+    for head in range(heads if pairs > 0 else 0):
+        rotate(row + 4 * dim * head, pairs, body.cos + at, body.sin + at)
     if norm != 0 and body.norm_after_rope != 0:
-        normalise_heads(norm_at(norm), row, dim * heads)
+        _normalise_heads(buffers, norm, row, dim * heads)
 
 
 @kernel
@@ -249,19 +268,21 @@ def rotate_and_append(thread, team, model, buffers, cache, batch, body, row_byte
         at = block * model.kv_block_bytes
         for head in range(body.kv_heads):  # before k is rotated, whose columns may be those of v
             value = row + body.v + 4 * dim * head
-            _append_value(_head_address(cache, body, head) + at, position % BLOCK_TOKENS, dim, value, body.v_norm, head)
-        _norm_and_rotate(row + body.q, body.heads, body, body.q_norm, position)
+            place = _head_address(cache, body, head) + at
+            _append_value(buffers, place, position % BLOCK_TOKENS, dim, value, body.v_norm, head)
+        _norm_and_rotate(buffers, row + body.q, body.heads, body, body.q_norm, position)
         if body.growth != 0:
             scale_row(row + body.q, dim * body.heads, load_f32(body.growth + 4 * position))
-        _norm_and_rotate(row + body.k, body.kv_heads, body, body.k_norm, position)
+        _norm_and_rotate(buffers, row + body.k, body.kv_heads, body, body.k_norm, position)
         for head in range(body.kv_heads):
             key = row + body.k + 4 * dim * head
             _append_key(_head_address(cache, body, head) + at, position % BLOCK_TOKENS, dim, key)
 
 
 @kernel
-def _attend_item(thread, model, buffers, cache, batch, body, row_bytes, kv_head, first, end):  # type: ignore[no-untyped-def]
+def _attend_item(thread, model, buffers, cache, batch, body_address, row_bytes, kv_head, first, end):  # type: ignore[no-untyped-def]
     """Computes the attention of the query heads of `kv_head`, for tokens [first, end) of one row, in place of q."""
+    body = attention_at(body_address)
     dim, group = body.head_dim, body.heads // body.kv_heads
     scratch = buffers.scratch + thread * buffers.scratch_bytes
     base = _head_address(cache, body, kv_head)
@@ -270,29 +291,19 @@ def _attend_item(thread, model, buffers, cache, batch, body, row_bytes, kv_head,
     q_rows = buffers.projected + first * row_bytes + body.q + 4 * dim * first_head
     is_gated, gate_offset = body.gate != NO_COLUMN, body.gate - body.q
     count = (end - first) * group
+    positions = batch.position + 8 * first
     for query in range(0, count, TILE):
         rows = min(TILE, count - query)
-        last = count - 1
-        queries = query, min(query + 1, last), min(query + 2, last), min(query + 3, last)
-        positions = (
-            word(batch.position, first + queries[0] // group),
-            word(batch.position, first + queries[1] // group),
-            word(batch.position, first + queries[2] // group),
-            word(batch.position, first + queries[3] // group),
-        )
-        heads = (
-            first_head + queries[0] % group,
-            first_head + queries[1] % group,
-            first_head + queries[2] % group,
-            first_head + queries[3] % group,
-        )
         for row in range(rows):
-            q = q_rows + queries[row] // group * row_bytes + 4 * dim * (queries[row] % group)
+            q = q_rows + (query + row) // group * row_bytes + 4 * dim * ((query + row) % group)
             for d in range(0, dim, LANES):
                 vstore(scratch + 4 * (row * dim + d), vload(q + 4 * d))
-        attend_tile(rows, positions, heads, blocks, base, model.kv_block_bytes, body, scratch)
+        _call9(
+            buffers.attend_tile,
+            *(body_address, query, count, positions, first_head, blocks, base, model.kv_block_bytes, scratch),
+        )
         for row in range(rows):
-            q = q_rows + queries[row] // group * row_bytes + 4 * dim * (queries[row] % group)
+            q = q_rows + (query + row) // group * row_bytes + 4 * dim * ((query + row) % group)
             for d in range(0, dim, LANES):
                 value = vload(scratch + 4 * (row * dim + d))
                 if is_gated:
@@ -313,6 +324,6 @@ def attend(thread, model_address, buffers_address, cache_address, batch_address,
             end = min(first + _ITEM_TOKENS, word(batch.row_first, row + 1))
             for kv_head in range(body.kv_heads):
                 if item == taken:
-                    _attend_item(thread, model, buffers, cache, batch, body, row_bytes, kv_head, first, end)
+                    _attend_item(thread, model, buffers, cache, batch, body_address, row_bytes, kv_head, first, end)
                     taken = fetch_add(counter, 1)
                 item += 1

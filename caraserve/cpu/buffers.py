@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import MAX_RANK, PANEL, RANK_STEP
-from caraserve.cpu.attention import attend, scratch_bytes
-from caraserve.cpu.forward import decoder_layer
+from caraserve.cpu.attention import attend, attend_tile, scratch_bytes
+from caraserve.cpu.forward import decoder_layer, project
 from caraserve.cpu.handoff import COUNTER_SPENT_NS, COUNTER_WORDS, block_bytes
 from caraserve.cpu.kernels import lora_expand, lora_shrink
+from caraserve.cpu.layers import normalise
 from caraserve.cpu.lora_workers.compute_side import PIECE_WORDS, REDO_BYTES, add_deltas, choose_sources, hand_off
 from caraserve.cpu.shared_memory import PAGE_BYTES, SharedRegion
 from caraserve.cpu.structs import BUFFERS, LORA, filled
@@ -126,6 +127,9 @@ class Buffers:
             hand_off=hand_off.address,
             add_deltas=add_deltas.address,
             attend=attend.address,
+            attend_tile=attend_tile.address,
+            normalise=normalise.address,
+            project=project.address,
             decoder_layer=decoder_layer.address,
             scratch=self._zeros(scratch * self._threads),
             scratch_bytes=scratch,

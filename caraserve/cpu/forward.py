@@ -21,7 +21,7 @@ from caraserve.core.outputs import NOT_FINITE, SAMPLE_MASKED, SCORE
 from caraserve.cpu.attention import rotate_and_append
 from caraserve.cpu.jit import compiled_separately, entry, kernel
 from caraserve.cpu.kernels import ADD, RANK_GROUP, STORE
-from caraserve.cpu.layers import activate, add_bias, add_scaled, add_vector, cap_logits, copy_vector, embed, normalise
+from caraserve.cpu.layers import activate, add_bias, add_scaled, add_vector, cap_logits, copy_vector, embed
 from caraserve.cpu.libc import sched_yield
 from caraserve.cpu.lora_workers.compute_side import DEVICE, note_workers, source_of, stamp
 from caraserve.cpu.sampling import all_finite, best_tokens, choose, log_sum_exp, rank_of
@@ -44,7 +44,6 @@ from caraserve.cpu.structs import (
     lora_at,
     mlp_at,
     model_at,
-    norm_at,
     site_address,
     site_at,
     word,
@@ -52,7 +51,8 @@ from caraserve.cpu.structs import (
 from caraserve.cpu.tiles import call_by_address
 
 LORA_ENTRY_BYTES, _LAYER_BYTES, _BLOCK_BYTES = (np.int64(kind.itemsize) for kind in (LORA_ENTRY, LAYER, BLOCK))
-_call3, _call7, _call8, _call9, _call15 = (call_by_address(count) for count in (3, 7, 8, 9, 15))
+_call3, _call4, _call6, _call8 = (call_by_address(count) for count in (3, 4, 6, 8))
+_call9, _call13, _call14 = (call_by_address(count) for count in (9, 13, 14))
 _SHRINK_TOKENS = 24  # tokens of one item of shrink work, so that the team shares long prompts
 _SPINS = 500  # about 12 µs of pauses before a waiting thread yields its core
 
@@ -106,14 +106,16 @@ def _shrink_site(thread, team, buffers, batch, segment, entry, x, x_stride, inpu
 
 
 @kernel
-def _shrink(thread, team, model, buffers, lora, batch, layer, group, x, x_stride):  # type: ignore[no-untyped-def]
+def _shrink(thread, team, model, buffers, lora, batch, group, x, x_stride):  # type: ignore[no-untyped-def]
     """`shrunk[token, site · max_rank + j] = scale · A[j] · x[token]`, items dealt round robin over the team; layers
     that have not arrived are handed off instead."""
     if batch.arriving != 0 and thread == 0:
-        _call7(
+        _call6(
             buffers.hand_off,
-            *(address_of(model), address_of(lora), address_of(batch), address_of(group), layer, x, x_stride),
+            *(address_of(model), address_of(lora), address_of(batch)),
+            *(address_of(group), x, x_stride),
         )
+    layer = group.layer
     item, y_stride = np.int64(0), 4 * group.sites * batch.max_rank
     for segment in range(batch.segments):
         if source_of(batch, layer, segment) != DEVICE:
@@ -134,18 +136,18 @@ def _shrink(thread, team, model, buffers, lora, batch, layer, group, x, x_stride
 
 
 @kernel
-def _expand(thread, model, buffers, lora, batch, layer, group, which, x, x_stride, first, end, y, y_stride):  # type: ignore[no-untyped-def]
+def _expand(thread, model, buffers, lora, batch, group, which, x, x_stride, first, end, y, y_stride):  # type: ignore[no-untyped-def]
     """Adds `x A B` to the output panels [first, end) of a site, segment by segment."""
-    site, stride = group.first_site + which, 4 * group.sites * batch.max_rank
+    layer, site, stride = group.layer, group.first_site + which, 4 * group.sites * batch.max_rank
     for segment in range(batch.segments):
         entry = device_entry(lora, word(batch.segment_adapter, segment), layer, site)
         if word(entry, 2) == 0:
             continue
         if source_of(batch, layer, segment) != DEVICE:
-            _call15(
+            _call14(
                 buffers.add_deltas,
                 *(thread, address_of(model), address_of(buffers), address_of(lora), address_of(batch)),
-                *(address_of(group), layer, which, segment, x, x_stride, first, end, y, y_stride),
+                *(address_of(group), which, segment, x, x_stride, first, end, y, y_stride),
             )
         else:
             at = word(batch.segment_first, segment)
@@ -162,7 +164,7 @@ def _expand(thread, model, buffers, lora, batch, layer, group, which, x, x_strid
 
 
 @kernel
-def _project_panels(address, x, x_stride, tokens, first, end, y, y_stride, add):  # type: ignore[no-untyped-def]
+def project_panels(address, x, x_stride, tokens, first, end, y, y_stride, add):  # type: ignore[no-untyped-def]
     """Computes the output panels [first, end) of the site whose SITE record is at `address`: weight and bias."""
     site = site_at(address)
     for panel in range(first, end):
@@ -172,24 +174,29 @@ def _project_panels(address, x, x_stride, tokens, first, end, y, y_stride, add):
             add_bias(at, y_stride, tokens, site.bias + 4 * panel * PANEL)
 
 
-@kernel
-def _project(thread, team, model, buffers, lora, batch, layer, kind, group, x, x_stride, y, y_stride, add):  # type: ignore[no-untyped-def]
+@compiled_separately(13)
+def project(  # type: ignore[no-untyped-def]
+    thread, team, model_address, buffers_address, lora_address, batch_address, group_address,
+    kind, x, x_stride, y, y_stride, add,
+):  # fmt: skip
     """Computes a group of projections of all tokens, with their adapters. Each thread computes as many panels as
-    others: of the group, or of each site in an MLP."""
+    others: of the group, or of each site in a block of kind MLP."""
+    model, buffers, lora = model_at(model_address), buffers_at(buffers_address), lora_at(lora_address)
+    batch, group = batch_at(batch_address), group_at(group_address)
     if batch.max_rank > 0:
-        _shrink(thread, team, model, buffers, lora, batch, layer, group, x, x_stride)
+        _shrink(thread, team, model, buffers, lora, batch, group, x, x_stride)
         meet(buffers.barrier, team)
     before = np.int64(0)  # panels of the preceding sites
     for which in range(group.sites):
-        address = site_address(model, layer, group.first_site + which)
+        address = site_address(model, group.layer, group.first_site + which)
         site = site_at(address)
         panels, start = (site.panels, np.int64(0)) if kind == MLP else (group.panels, before)
         first = max(thread * panels // team - start, 0)
         end = min((thread + 1) * panels // team - start, site.panels)
         out = y + site.column
-        _project_panels(address, x, x_stride, batch.tokens, first, end, out, y_stride, add)
+        project_panels(address, x, x_stride, batch.tokens, first, end, out, y_stride, add)
         if batch.max_rank > 0 and first < end:
-            _expand(thread, model, buffers, lora, batch, layer, group, which, x, x_stride, first, end, out, y_stride)
+            _expand(thread, model, buffers, lora, batch, group, which, x, x_stride, first, end, out, y_stride)
         before += site.panels
 
 
@@ -210,12 +217,12 @@ def _update_rows(thread, team, model, buffers, batch, before, block):  # type: i
             added = buffers.added + token * stride
             if done.adds_directly == 0:
                 if done.post != 0:
-                    normalise(norm_at(done.post), added, added, np.int64(0))
+                    _call4(buffers.normalise, done.post, added, added, 0)
                 add_scaled(added, model.hidden_pad, done.multiplier, done.scalar, stream)
         if block != 0:
             rows, pre = buffers.normed + token * stride, block_at(block).pre
             if pre != 0:
-                normalise(norm_at(pre), stream, rows, np.int64(0))
+                _call4(buffers.normalise, pre, stream, rows, 0)
             else:
                 copy_vector(stream, model.hidden, rows)
 
@@ -233,88 +240,62 @@ def _last_block(model, layer):  # type: ignore[no-untyped-def]
     return record.block + _BLOCK_BYTES * (record.blocks - 1)
 
 
-@kernel
-def _attention(thread, team, model, buffers, lora, cache, batch, layer, block):  # type: ignore[no-untyped-def]
-    """Computes attention in place of q. Returns the address of the first row."""
-    group, body = group_at(block.group_in), attention_at(block.body)
-    x_stride, row_bytes = 4 * model.hidden_pad, group.row_bytes
-    rows, barrier = buffers.projected, buffers.barrier
-    _project(
-        *(thread, team, model, buffers, lora, batch, layer, block.kind, group),
-        *(buffers.normed, x_stride, rows, row_bytes, STORE),
-    )
-    meet(barrier, team)
-    note_workers(thread, lora, batch, layer, group)
-    rotate_and_append(thread, team, model, buffers, cache, batch, body, row_bytes)
-    meet(barrier, team)
-    _call8(
-        buffers.attend,
-        *(thread, address_of(model), address_of(buffers), address_of(cache), address_of(batch)),
-        *(block.body, row_bytes, layer),
-    )
-    meet(barrier, team)
-    return rows + body.q
-
-
-@kernel
-def _mlp(thread, team, model, buffers, lora, batch, layer, block):  # type: ignore[no-untyped-def]
-    """Computes the activation in place of gate, or of up. Returns the address of the first row.
-
-    A thread has the same panels of gate and up, so that it needs no barrier between projection and activation.
-    """
-    group, body = group_at(block.group_in), mlp_at(block.body)
-    x_stride, row_bytes, rows = 4 * model.hidden_pad, group.row_bytes, buffers.projected
-    _project(
-        *(thread, team, model, buffers, lora, batch, layer, block.kind, group),
-        *(buffers.normed, x_stride, rows, row_bytes, STORE),
-    )
-    panels = group.panels // group.sites
-    for panel in range(thread * panels // team, (thread + 1) * panels // team):
-        activate(body, rows, row_bytes, batch.tokens, panel)
-    meet(buffers.barrier, team)
-    note_workers(thread, lora, batch, layer, group)
-    return rows + (body.up if body.gate == NO_COLUMN else body.gate)
-
-
-@kernel
-def _block(thread, team, model, buffers, lora, cache, batch, layer, before, address):  # type: ignore[no-untyped-def]
-    """Computes the block whose BLOCK record is at `address`, after the one at `before` (0: the stream is complete)."""
-    block = block_at(address)
-    rows_of = 0 if block.keeps_rows else address
-    if rows_of != 0 or _is_pending(before):
-        _update_rows(thread, team, model, buffers, batch, before, rows_of)
-        meet(buffers.barrier, team)
-    if block.kind == ATTENTION:
-        x = _attention(thread, team, model, buffers, lora, cache, batch, layer, block)
-    else:
-        x = _mlp(thread, team, model, buffers, lora, batch, layer, block)
-    group, x_stride = group_at(block.group_out), group_at(block.group_in).row_bytes
-    y, add = (buffers.hidden, ADD) if block.adds_directly else (buffers.added, STORE)
-    _project(
-        *(thread, team, model, buffers, lora, batch, layer, block.kind, group),
-        *(x, x_stride, y, 4 * model.hidden_pad, add),
-    )
-    meet(buffers.barrier, team)
-    note_workers(thread, lora, batch, layer, group)
-
-
 @compiled_separately(8)
 def decoder_layer(  # type: ignore[no-untyped-def]
     thread, team, model_address, buffers_address, lora_address, cache_address, batch_address, layer
 ):  # fmt: skip
     """Computes one layer as member `thread` of `team`. What its last block adds may be left to the next layer."""
     model, buffers, lora = model_at(model_address), buffers_at(buffers_address), lora_at(lora_address)
-    cache, batch = cache_at(cache_address), batch_at(batch_address)
+    cache, batch, barrier = cache_at(cache_address), batch_at(batch_address), buffers.barrier
     if thread == 0:
         stamp(lora, batch, layer)
         if batch.arriving != 0:
-            _call3(buffers.choose_sources, address_of(lora), address_of(batch), layer)
+            _call3(buffers.choose_sources, lora_address, batch_address, layer)
     record = layer_at(model.layer + _LAYER_BYTES * layer)
     before = _last_block(model, layer - 1) if layer > batch.first_layer else np.int64(0)
+    stride = 4 * model.hidden_pad
     for index in range(record.blocks):
-        block = record.block + _BLOCK_BYTES * index
-        _block(thread, team, model, buffers, lora, cache, batch, layer, before, block)
-        before = block
+        address = record.block + _BLOCK_BYTES * index
+        block = block_at(address)
+        reader = np.int64(0) if block.keeps_rows else address
+        if reader != 0 or _is_pending(before):
+            _update_rows(thread, team, model, buffers, batch, before, reader)
+            meet(barrier, team)
+        rows, row_bytes = buffers.projected, group_at(block.group_in).row_bytes
+        _call13(
+            buffers.project,
+            *(thread, team, model_address, buffers_address, lora_address, batch_address, block.group_in),
+            *(block.kind, buffers.normed, stride, rows, row_bytes, STORE),
+        )
+        if block.kind == ATTENTION:
+            meet(barrier, team)
+            note_workers(thread, lora, batch, group_at(block.group_in))
+            body = attention_at(block.body)
+            rotate_and_append(thread, team, model, buffers, cache, batch, body, row_bytes)
+            meet(barrier, team)
+            _call8(
+                buffers.attend,
+                *(thread, model_address, buffers_address, cache_address, batch_address, block.body, row_bytes, layer),
+            )
+            meet(barrier, team)
+            x = rows + body.q
+        else:  # each thread has the same panels of gate and up, so that it needs no barrier before the activation
+            mlp = mlp_at(block.body)
+            panels = mlp.panels
+            for panel in range(thread * panels // team, (thread + 1) * panels // team):
+                activate(mlp, rows, row_bytes, batch.tokens, panel)
+            meet(barrier, team)
+            note_workers(thread, lora, batch, group_at(block.group_in))
+            x = rows + (mlp.up if mlp.gate == NO_COLUMN else mlp.gate)
+        y, add = (buffers.hidden, ADD) if block.adds_directly else (buffers.added, STORE)
+        _call13(
+            buffers.project,
+            *(thread, team, model_address, buffers_address, lora_address, batch_address, block.group_out),
+            *(block.kind, x, row_bytes, y, stride, add),
+        )
+        meet(barrier, team)
+        note_workers(thread, lora, batch, group_at(block.group_out))
+        before = address
 
 
 class Sampler(NamedTuple):
@@ -380,11 +361,11 @@ def _logits(thread, team, model, buffers, batch, logits):  # type: ignore[no-unt
     stride, y_stride = 4 * model.hidden_pad, 4 * model.vocab_pad
     for index in range(thread, batch.outputs + batch.embeddings, team):
         x = buffers.hidden + word(batch.out_token, index) * stride
-        normalise(norm_at(model.final), x, buffers.normed + index * stride, np.int64(0))
+        _call4(buffers.normalise, model.final, x, buffers.normed + index * stride, 0)
     meet(buffers.barrier, team)
     panels = model.vocab_pad // PANEL
     first, end = thread * panels // team, (thread + 1) * panels // team
-    _project_panels(model.head, buffers.normed, stride, batch.outputs, first, end, logits, y_stride, STORE)
+    project_panels(model.head, buffers.normed, stride, batch.outputs, first, end, logits, y_stride, STORE)
     if model.logit_scale != np.float32(1.0) or model.logit_cap != np.float32(0.0):
         for row in range(batch.outputs):
             at = logits + row * y_stride + 4 * PANEL * first

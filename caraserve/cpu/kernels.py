@@ -92,7 +92,7 @@ def _dot_rows(dtype: int) -> Any:
     return dot_rows
 
 
-gemm_f32, _gemm_bf16, _gemm_f16 = _gemm_rows(DTYPE_F32), _gemm_rows(DTYPE_BF16), _gemm_rows(DTYPE_F16)
+gemm_f32, gemm_bf16, gemm_f16 = _gemm_rows(DTYPE_F32), _gemm_rows(DTYPE_BF16), _gemm_rows(DTYPE_F16)
 _dot_f32, _dot_bf16, _dot_f16 = _dot_rows(DTYPE_F32), _dot_rows(DTYPE_BF16), _dot_rows(DTYPE_F16)
 
 
@@ -114,17 +114,6 @@ def load_weight(address, dtype):  # type: ignore[no-untyped-def]
         value = magnitude * np.float32(2.0**112)  # rebiases the exponent exactly, subnormals included
         return value if sign == 0 else -value
     return bits_to_float(np.uint32(np.uint32(bits) << np.uint32(16)))
-
-
-@kernel
-def panel_gemm(dtype, x, x_stride, rows, w, k, y, y_stride, accumulate):  # type: ignore[no-untyped-def]
-    """Computes `y[rows, 64] (+)= x[rows, k] @ w[k, 64]`, the sums over k in order for all row counts."""
-    if dtype == DTYPE_F32:
-        gemm_f32(x, x_stride, rows, w, k, y, y_stride, accumulate)
-    elif dtype == DTYPE_BF16:
-        _gemm_bf16(x, x_stride, rows, w, k, y, y_stride, accumulate)
-    else:
-        _gemm_f16(x, x_stride, rows, w, k, y, y_stride, accumulate)
 
 
 @compiled_separately(8)
@@ -151,4 +140,9 @@ def lora_expand(entry, x, x_stride, rows, first, end, y, y_stride, accumulate): 
     b_bytes = rank * PANEL * itemsize(dtype)
     for panel in range(first, end):
         b, at = word(entry, 1) + panel * b_bytes, y + 4 * PANEL * panel
-        panel_gemm(dtype, x, x_stride, rows, b, rank, at, y_stride, accumulate)
+        if dtype == DTYPE_F32:
+            gemm_f32(x, x_stride, rows, b, rank, at, y_stride, accumulate)
+        elif dtype == DTYPE_BF16:
+            gemm_bf16(x, x_stride, rows, b, rank, at, y_stride, accumulate)
+        else:
+            gemm_f16(x, x_stride, rows, b, rank, at, y_stride, accumulate)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from caraserve.core.lora_layout import PANEL
-from caraserve.cpu.jit import kernel
+from caraserve.cpu.jit import compiled_separately, kernel
 from caraserve.cpu.kernels import itemsize, load_weight
 from caraserve.cpu.simd import (
     LANES,
@@ -23,7 +23,7 @@ from caraserve.cpu.simd import (
     vsum,
     vtanh,
 )
-from caraserve.cpu.structs import NO_COLUMN
+from caraserve.cpu.structs import NO_COLUMN, norm_at
 from caraserve.model.plan import Activation
 
 # The number of each activation in an MLP_BODY record.
@@ -84,60 +84,34 @@ def add_bias(y, y_stride, rows, bias):  # type: ignore[no-untyped-def]
 # --- norms ---
 
 
-@kernel
-def _rms_factor(x, width, padded, eps):  # type: ignore[no-untyped-def]
-    """Returns 1 / sqrt(mean(x²) + eps) of a row of `width` elements, zero-padded to `padded`.
+@compiled_separately(4)
+def normalise(norm_address, x, y, head):  # type: ignore[no-untyped-def]
+    """Writes a row, or head number `head` of it, normalised to y, which may be x. Elements are zero-padded.
 
     Gives NaN if a square overflows: 1 / sqrt(inf) would give a row of zeros and equal logits, which look valid.
     """
-    total = vsplat(np.float32(0.0))
-    for lane in range(0, padded, LANES):
-        value = vload(x + 4 * lane)
-        total = vfma(value, value, total)
-    mean = vsum(total) / np.float32(width)
-    return np.float32(1.0) / np.sqrt(mean + eps) + mean * np.float32(0.0)
-
-
-@kernel
-def _subtract_mean(x, y, width, padded):  # type: ignore[no-untyped-def]
-    """Writes x minus its mean, zero-padded, to y."""
-    total = vsplat(np.float32(0.0))
-    for lane in range(0, padded, LANES):
-        total = vadd(total, vload(x + 4 * lane))
-    mean = vsum(total) / np.float32(width)
-    shift = vsplat(mean)
-    for lane in range(0, padded, LANES):
-        vstore(y + 4 * lane, vsub(vload(x + 4 * lane), shift))
-    for d in range(width, padded):
-        store_f32(y + 4 * d, np.float32(0.0))
-
-
-@kernel
-def _scale(x, y, padded, weight, factor):  # type: ignore[no-untyped-def]
-    by = vsplat(factor)
-    for lane in range(0, padded, LANES):
-        vstore(y + 4 * lane, vmul(vload(weight + 4 * lane), vmul(vload(x + 4 * lane), by)))
-
-
-@kernel
-def normalise(norm, x, y, head):  # type: ignore[no-untyped-def]
-    """Writes a row, or head number `head` of it, normalised to y, which may be x. Elements are zero-padded."""
-    at = head * norm.head_bytes
+    norm = norm_at(norm_address)
+    width, padded, at = norm.width, 4 * norm.padded, head * norm.head_bytes
     if norm.subtracts_mean:
-        _subtract_mean(x, y, norm.width, norm.padded)
+        total = vsplat(np.float32(0.0))
+        for lane in range(0, padded, 4 * LANES):
+            total = vadd(total, vload(x + lane))
+        mean = vsplat(vsum(total) / np.float32(width))
+        for lane in range(0, padded, 4 * LANES):
+            vstore(y + lane, vsub(vload(x + lane), mean))
+        for place in range(4 * width, padded, 4):
+            store_f32(y + place, np.float32(0.0))
         x = y
-    _scale(x, y, norm.padded, norm.weight + at, _rms_factor(x, norm.width, norm.padded, norm.eps))
-    if norm.bias != 0:
-        for lane in range(0, norm.padded, LANES):
-            vstore(y + 4 * lane, vadd(vload(y + 4 * lane), vload(norm.bias + at + 4 * lane)))
-
-
-@kernel
-def normalise_heads(norm, x, width):  # type: ignore[no-untyped-def]
-    """Normalises x[width] in place: as one row, or each head of it, by the norm's width."""
-    for head in range(width // norm.width):
-        at = x + 4 * norm.width * head
-        normalise(norm, at, at, head)
+    total = vsplat(np.float32(0.0))
+    for lane in range(0, padded, 4 * LANES):
+        value = vload(x + lane)
+        total = vfma(value, value, total)
+    mean_square = vsum(total) / np.float32(width)
+    factor = vsplat(np.float32(1.0) / np.sqrt(mean_square + norm.eps) + mean_square * np.float32(0.0))
+    weight, bias = norm.weight + at, norm.bias + at
+    for lane in range(0, padded, 4 * LANES):
+        value = vmul(vload(weight + lane), vmul(vload(x + lane), factor))
+        vstore(y + lane, vadd(value, vload(bias + lane)) if norm.bias != 0 else value)
 
 
 # --- rotary embedding ---

@@ -63,7 +63,7 @@ BLOCK = _record(
 
 # Consecutive sites of a layer that read the same rows, and write one row side by side, each from a panel's start.
 GROUP = _record(
-    "index",  # in the layer
+    *("layer", "index"),  # index in the layer
     *("first_site", "sites"),
     "inputs",
     "panels",
@@ -110,11 +110,13 @@ ATTENTION_BODY = _record(
 MLP_BODY = _record(
     "activation",  # its number in layers.py
     *("gate", "up"),  # columns; gate may be NO_COLUMN
+    "panels",  # of gate, and of up
 )
 
 # Addresses of fp32 activations (one row for each token), of the barrier's words, and of separately compiled kernels.
 BUFFERS = _record(
-    *("lora_shrink", "lora_expand", "choose_sources", "hand_off", "add_deltas", "attend", "decoder_layer"),
+    *("lora_shrink", "lora_expand", "choose_sources", "hand_off", "add_deltas", "attend"),
+    *("attend_tile", "normalise", "project", "decoder_layer"),
     "hidden",  # [tokens, hidden_pad], the residual stream
     "normed",  # [outputs + embeddings, hidden_pad], the rows that blocks read
     "projected",  # [tokens, widest row], what the first group of a block writes; the body works in place

@@ -20,7 +20,7 @@ from caraserve.errors import ModelLoadError
 from caraserve.model.dtype import Code, Dtype, decoded, to_float32
 from caraserve.model.formats import Matrix, TensorReader, WeightFormat
 from caraserve.model.formats.plain import PLAIN
-from caraserve.model.plan import Attention, Block, DecoderPlan, Group, LayerPlan, LinearPlan, Mlp, Norm, Rope, Rows
+from caraserve.model.plan import Attention, Block, DecoderPlan, Group, LayerPlan, LinearPlan, Mlp, Norm, Rope
 from caraserve.model.rope import rope_tables
 from caraserve.model.spec import ModelSpec
 from caraserve.util.units import align_up, ceil_div
@@ -121,11 +121,11 @@ class _Loader:
             bias = self._values(f"{linear.module}.bias", (linear.outputs,)) if linear.bias else None
             for site in layer.sites:
                 if site.linear == index:
-                    rows = linear.parts[site.part].rows
-                    part_bias = None if bias is None else bias[_index(rows)]
-                    part = self._site(linear.format, matrix.rows(rows), part_bias, site.inputs, site.outputs)
-                    part["column"] = columns[site.index]
-                    sites[site.index] = part[0]
+                    part = linear.parts[site.part]
+                    part_bias = None if bias is None else bias[part.index]
+                    record = self._site(linear.format, matrix.rows(part.rows), part_bias, site.inputs, site.outputs)
+                    record["column"] = columns[site.index]
+                    sites[site.index] = record[0]
 
     def _matrix(self, linear: LinearPlan) -> Matrix:
         """Reads a linear's weights, [outputs, inputs]."""
@@ -199,10 +199,10 @@ class _Loader:
         blocks = np.zeros(len(layer.blocks), structs.BLOCK)
         for number, block in enumerate(layer.blocks):
             groups = [group for group in layer.groups if group.block == number]
-            blocks[number] = self._block(block, groups, scalars[number])[0]
+            blocks[number] = self._block(index, block, groups, scalars[number])[0]
         return len(blocks), self._memory.records(blocks)
 
-    def _block(self, block: Block, groups: Sequence[Group], scalar: float) -> NDArray[np.void]:
+    def _block(self, layer: int, block: Block, groups: Sequence[Group], scalar: float) -> NDArray[np.void]:
         (group_in, group_out), hidden = groups, self._plan.hidden
         columns = zip((site.role for site in group_in.sites), group_in.columns(PANEL), strict=True)
         offsets = {role: 4 * column for role, column in columns}
@@ -210,24 +210,25 @@ class _Loader:
             kind, body = structs.ATTENTION, self._attention(block.body, offsets)
         else:
             assert isinstance(block.body, Mlp)
-            kind, body = structs.MLP, self._mlp(block.body, offsets)
+            kind, body = structs.MLP, self._mlp(block.body, group_in, offsets)
         return structs.filled(
             structs.BLOCK,
-            kind=kind,
+            kind=int(kind),
             body=self._memory.records(body),
             pre=self._norm(block.pre, hidden),
             post=self._norm(block.post, hidden),
             adds_directly=block.adds_directly and scalar == 1.0,
             keeps_rows=block.reads_first_rows,
-            group_in=self._group(group_in),
-            group_out=self._group(group_out),
+            group_in=self._group(layer, group_in),
+            group_out=self._group(layer, group_out),
             multiplier=block.multiplier,
             scalar=scalar,
         )
 
-    def _group(self, group: Group) -> int:
+    def _group(self, layer: int, group: Group) -> int:
         record = structs.filled(
             structs.GROUP,
+            layer=layer,
             index=group.index,
             first_site=group.sites[0].index,
             sites=len(group.sites),
@@ -252,7 +253,7 @@ class _Loader:
             q=offsets["q"],
             k=offsets["k"],
             v=offsets.get("v", offsets["k"]),
-            gate=offsets["gate"] if body.gated else structs.NO_COLUMN,
+            gate=offsets["gate"] if body.gated else int(structs.NO_COLUMN),
             q_norm=self._norm(body.q_norm, body.head_dim, body.heads),
             k_norm=self._norm(body.k_norm, body.head_dim, body.kv_heads),
             v_norm=self._norm(body.v_norm, body.head_dim, body.kv_heads),
@@ -263,9 +264,14 @@ class _Loader:
             cap=body.cap or 0.0,
         )
 
-    def _mlp(self, body: Mlp, offsets: Mapping[str, int]) -> NDArray[np.void]:
-        gate = offsets["gate"] if body.is_gated else structs.NO_COLUMN
-        return structs.filled(structs.MLP_BODY, activation=ACTIVATIONS[body.activation], gate=gate, up=offsets["up"])
+    def _mlp(self, body: Mlp, group: Group, offsets: Mapping[str, int]) -> NDArray[np.void]:
+        return structs.filled(
+            structs.MLP_BODY,
+            activation=ACTIVATIONS[body.activation],
+            gate=offsets["gate"] if body.is_gated else int(structs.NO_COLUMN),
+            up=offsets["up"],
+            panels=ceil_div(group.widths[0], PANEL),
+        )
 
     # --- vectors ---
 
@@ -277,7 +283,7 @@ class _Loader:
         if norm is None:
             return 0
         shape = {"row": (heads * width,), "head": (width,), "heads": (heads, width)}[norm.scope]
-        order = slice(None) if norm.order is None else _index(norm.order)
+        order = slice(None) if norm.order is None else list(norm.order)
 
         def ordered(name: str) -> Floats:
             return self._values(name, shape).reshape(-1)[order].reshape(shape)
@@ -315,10 +321,6 @@ def alibi_slopes(heads: int) -> Floats:
     exponents = [8 / whole * (head + 1) for head in range(whole)]
     exponents += [4 / whole * (2 * head + 1) for head in range(heads - whole)]
     return (2.0 ** -np.array(exponents)).astype(np.float32)
-
-
-def _index(rows: Rows) -> slice | list[int]:
-    return slice(rows.start, rows.stop, rows.step) if isinstance(rows, range) else list(rows)
 
 
 def _module(tensor: str) -> str:

@@ -1,5 +1,6 @@
 """The pass computes what plans say: made-up decoders against numpy, and every field of a plan has its effect."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -10,15 +11,16 @@ from caraserve.cpu.linear import register
 from caraserve.errors import ModelLoadError
 from caraserve.model.dtype import Dtype
 from caraserve.model.plan import Block, DecoderPlan, LayerPlan, Moe, Norm
-from tests.plans.cpu import backend_of, logprobs
+from caraserve.profiling.microbench import MeasuredBackend
+from tests.plans.cpu import backend_of, logprobs, make_adapter
 from tests.plans.executor import Executor
 from tests.plans.made_up import CHANGES, HIDDEN, PLANS, VOCAB, Tensors, linear, linears
 
 TOKENS = [(37 * index * index + 11) % VOCAB for index in range(45)]  # more than two KV blocks and all windows
 
 
-def expected(plan: DecoderPlan, tokens: list[int] = TOKENS) -> NDArray[np.float64]:
-    logits = Executor(plan, Tensors()).logits(tokens)[:-1]
+def expected(plan: DecoderPlan, deltas: Mapping[str, NDArray[np.float64]] | None = None) -> NDArray[np.float64]:
+    logits = Executor(plan, Tensors(), deltas).logits(TOKENS)[:-1]
     top = logits.max(1, keepdims=True)
     return logits - top - np.log(np.exp(logits - top).sum(1, keepdims=True))
 
@@ -47,6 +49,19 @@ def test_a_field_changed_alone_moves_the_probabilities_to_those_of_the_changed_p
     found = computed(changed)
     np.testing.assert_allclose(found, expected(changed), atol=2e-5)
     assert np.abs(found - expected(plan)).max() > 2e-4
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+@pytest.mark.parametrize("name", PLANS)
+def test_an_adapter_changes_every_module_of_a_plan(name: str, is_merged: bool) -> None:
+    plan = PLANS[name]()
+    backend = backend_of(plan, Tensors(), threads=2)
+    adapter, deltas = make_adapter(plan, backend.host_memory)
+    MeasuredBackend(backend).load(adapter, 1)
+    found = logprobs(backend, VOCAB, TOKENS, (17, 1, 27), adapter=1, is_merged=is_merged)
+    backend.close()
+    np.testing.assert_allclose(found, expected(plan, deltas), atol=5e-5)
+    assert np.abs(found - expected(plan)).max() > 0.1
 
 
 def test_results_do_not_depend_on_the_pieces_of_a_prompt() -> None:

@@ -29,7 +29,7 @@ def _emit(b: Any, address: Any) -> Any:
 
     bits = b.zext(emit_load_bytes(b, address), VI16)
     sign = b.shl(b.and_(bits, const(0x80)), const(8))
-    return emit_widen_half(b, b.or_(b.shl(b.and_(bits, const(0x7F)), const(7)), sign))
+    return emit_widen_half(b, b.or_(b.shl(b.and_(bits, const(0x7F)), const(10 - 3)), sign))
 
 
 _expand = code_expansion("fp8", vector_load(_emit))

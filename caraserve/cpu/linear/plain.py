@@ -4,7 +4,7 @@ import numpy as np
 
 from caraserve.core.lora_layout import PANEL
 from caraserve.cpu.jit import compiled_separately
-from caraserve.cpu.kernels import ADD, itemsize, panel_gemm
+from caraserve.cpu.kernels import ADD, gemm_bf16, gemm_f16, gemm_f32, itemsize
 from caraserve.cpu.linear.base import WeightKernels
 from caraserve.cpu.simd import DTYPE_BF16, DTYPE_F16, DTYPE_F32, LANES, vload, vstore, weight_ops
 from caraserve.cpu.structs import site_at
@@ -32,8 +32,13 @@ def product(site_address, x, x_stride, rows, panel, y, y_stride, accumulate):  #
     w = site.weight + panel * inputs * PANEL * itemsize(dtype)
     for first in range(0, inputs, _K_BLOCK):
         depth = min(_K_BLOCK, inputs - first)
-        add = ADD if first > 0 else accumulate
-        panel_gemm(dtype, x + 4 * first, x_stride, rows, w + first * PANEL * itemsize(dtype), depth, y, y_stride, add)
+        at, add = w + first * PANEL * itemsize(dtype), ADD if first > 0 else accumulate
+        if dtype == DTYPE_F32:
+            gemm_f32(x + 4 * first, x_stride, rows, at, depth, y, y_stride, add)
+        elif dtype == DTYPE_BF16:
+            gemm_bf16(x + 4 * first, x_stride, rows, at, depth, y, y_stride, add)
+        else:
+            gemm_f16(x + 4 * first, x_stride, rows, at, depth, y, y_stride, add)
 
 
 @compiled_separately(5)

@@ -149,7 +149,7 @@ def choose_sources(lora_address, batch_address, layer):  # type: ignore[no-untyp
 
 
 @kernel
-def _write_slice(model, lora, piece, segment, adapter, layer, group, x, x_stride, rows, y):  # type: ignore[no-untyped-def]
+def _write_slice(model, lora, piece, segment, adapter, group, x, x_stride, rows, y):  # type: ignore[no-untyped-def]
     """Writes the description of a slice: positions as offsets, and the modules that the adapter has. Deltas have the
     columns of the group's output."""
     store_i64(piece + 8 * shared.SLICE_X, x - lora.base)
@@ -160,9 +160,9 @@ def _write_slice(model, lora, piece, segment, adapter, layer, group, x, x_stride
     store_i64(piece + 8 * shared.SLICE_Y_STRIDE, group.row_bytes)
     count = 0
     for which in range(group.sites):
-        entry = host_entry(lora, adapter, layer, group.first_site + which)
+        entry = host_entry(lora, adapter, group.layer, group.first_site + which)
         if word(entry, 2) > 0:
-            site = site_at(site_address(model, layer, group.first_site + which))
+            site = site_at(site_address(model, group.layer, group.first_site + which))
             at = piece + shared.SLICE_HEAD_BYTES + count * _SITE_BYTES
             store_i64(at, word(entry, 0) - lora.base)
             store_i64(at + 8, word(entry, 1) - lora.base)
@@ -178,10 +178,10 @@ def _write_slice(model, lora, piece, segment, adapter, layer, group, x, x_stride
 
 
 @kernel
-def _largest_rank(lora, adapter, layer, group):  # type: ignore[no-untyped-def]
+def _largest_rank(lora, adapter, group):  # type: ignore[no-untyped-def]
     rank = np.int64(0)
     for which in range(group.sites):
-        rank = max(rank, word(host_entry(lora, adapter, layer, group.first_site + which), 2))
+        rank = max(rank, word(host_entry(lora, adapter, group.layer, group.first_site + which), 2))
     return rank
 
 
@@ -204,14 +204,14 @@ def _publish(lora):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _add_slice(model, lora, segment, adapter, layer, group, x, x_stride, first, rows, worker, index):  # type: ignore[no-untyped-def]
+def _add_slice(model, lora, segment, adapter, group, x, x_stride, first, rows, worker, index):  # type: ignore[no-untyped-def]
     """Appends a slice to a worker's block and to the table of awaited slices. Rows of deltas have the places of rows of
     x."""
     block = lora.blocks + worker * lora.block_bytes
     count = word(block, shared.COUNT // 8)
     y = lora.deltas + worker * lora.delta_bytes + first * group.row_bytes
     piece = block + shared.SLICES + count * _SLICE_BYTES
-    _write_slice(model, lora, piece, segment, adapter, layer, group, x + first * x_stride, x_stride, rows, y)
+    _write_slice(model, lora, piece, segment, adapter, group, x + first * x_stride, x_stride, rows, y)
     store_i64(block + shared.COUNT, count + 1)
     at = lora.slices + _PIECE_BYTES * index
     store_i64(at, worker)
@@ -220,8 +220,8 @@ def _add_slice(model, lora, segment, adapter, layer, group, x, x_stride, first, 
     store_i64(at + 40, y)
 
 
-@compiled_separately(7)
-def hand_off(model_address, lora_address, batch_address, group_address, layer, x, x_stride):  # type: ignore[no-untyped-def]
+@compiled_separately(6)
+def hand_off(model_address, lora_address, batch_address, group_address, x, x_stride):  # type: ignore[no-untyped-def]
     """Cuts the tokens of segments with source WORKERS into slices of at most c tokens, and publishes them.
 
     c is `tokens_per_worker` of the rank; the record GROUP says which sites read x. For member 0, after x is complete
@@ -238,8 +238,8 @@ def hand_off(model_address, lora_address, batch_address, group_address, layer, x
         store_i64(lora.segment_slices + 16 * segment, slices)
         store_i64(lora.segment_slices + 16 * segment + 8, 0)
         adapter = word(batch.segment_adapter, segment)
-        rank = _largest_rank(lora, adapter, layer, group)
-        if source_of(batch, layer, segment) != WORKERS or free == 0 or rank == 0:
+        rank = _largest_rank(lora, adapter, group)
+        if source_of(batch, group.layer, segment) != WORKERS or free == 0 or rank == 0:
             continue
         first, tokens = word(batch.segment_first, segment), word(batch.segment_tokens, segment)
         most = word(lora.tokens_per_worker, rank // 8)
@@ -251,7 +251,7 @@ def hand_off(model_address, lora_address, batch_address, group_address, layer, x
                 if turn > 4 * lora.workers + slices:
                     break
             worker, rows = turn % lora.workers, end - start
-            _add_slice(model, lora, segment, adapter, layer, group, x, x_stride, first + start, rows, worker, slices)
+            _add_slice(model, lora, segment, adapter, group, x, x_stride, first + start, rows, worker, slices)
             turn += 1
             slices += 1
         store_i64(lora.segment_slices + 16 * segment + 8, parts)
@@ -309,16 +309,16 @@ def _add_rows(deltas, stride, rows, first, end, y, y_stride):  # type: ignore[no
             vstore(at, vadd(vload(at), vload(deltas + row * stride + lane)))
 
 
-@compiled_separately(15)
+@compiled_separately(14)
 def add_deltas(  # type: ignore[no-untyped-def]
     thread, model_address, buffers_address, lora_address, batch_address, group_address,
-    layer, which, segment, x, x_stride, first, end, y, y_stride,
+    which, segment, x, x_stride, first, end, y, y_stride,
 ):  # fmt: skip
     """Adds the workers' results for a segment to the output panels [first, end) of a group's site number `which`;
     computes missing slices."""
     model, buffers, lora = model_at(model_address), buffers_at(buffers_address), lora_at(lora_address)
     batch, group = batch_at(batch_address), group_at(group_address)
-    entry = host_entry(lora, word(batch.segment_adapter, segment), layer, group.first_site + which)
+    entry = host_entry(lora, word(batch.segment_adapter, segment), group.layer, group.first_site + which)
     from_slice, slices = word(lora.segment_slices, 2 * segment), word(lora.segment_slices, 2 * segment + 1)
     at, rows = word(batch.segment_first, segment), word(batch.segment_tokens, segment)
     for index in range(max(slices, 1)):
@@ -327,7 +327,7 @@ def add_deltas(  # type: ignore[no-untyped-def]
             at, rows = word(piece, 3), word(piece, 4)
             is_done = await_slice(lora, thread, piece)
         if is_done:
-            deltas = word(piece, 5) + site_at(site_address(model, layer, group.first_site + which)).column
+            deltas = word(piece, 5) + site_at(site_address(model, group.layer, group.first_site + which)).column
             _add_rows(deltas, group.row_bytes, rows, first, end, y + at * y_stride, y_stride)
             continue
         if first == 0:  # so that each module is counted once
@@ -337,13 +337,13 @@ def add_deltas(  # type: ignore[no-untyped-def]
 
 
 @kernel
-def note_workers(thread, lora, batch, layer, group):  # type: ignore[no-untyped-def]
+def note_workers(thread, lora, batch, group):  # type: ignore[no-untyped-def]
     """Records when the workers computed the last hand-off; called after the barrier that follows it."""
     if thread != 0 or batch.worker_ns == 0 or batch.arriving == 0:
         return
     for worker in range(lora.workers):
         block = lora.blocks + worker * lora.block_bytes
         if word(block, shared.COUNT // 8) > 0 and load_acquire(block + shared.DONE) == word(lora.published, worker):
-            at = batch.worker_ns + 16 * ((layer * batch.groups + group.index) * lora.workers + worker)
+            at = batch.worker_ns + 16 * ((group.layer * batch.groups + group.index) * lora.workers + worker)
             store_i64(at, word(block, shared.STARTED_NS // 8))
             store_i64(at + 8, word(block, shared.ENDED_NS // 8))

@@ -14,8 +14,7 @@ from caraserve.cpu.simd import load_i64
 from caraserve.cpu.structs import BATCH, address_of, block_at, filled, group_at, layer_at
 from caraserve.cpu.tiles import call_by_address
 
-_LAYER = np.int64(0)
-_call7 = call_by_address(7)
+_call6 = call_by_address(6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ def _round_trip(models, buffer_sets, loras, batches):  # type: ignore[no-untyped
     clock = compute_side.clock(lora, np.int64(0))
     started = now_ns(clock)
     records = address_of(model), address_of(lora), address_of(batch), address_of(group)
-    _call7(buffers.hand_off, *records, _LAYER, buffers.normed, 4 * model.hidden_pad)
+    _call6(buffers.hand_off, *records, buffers.normed, 4 * model.hidden_pad)
     slices = load_i64(lora.segment_slices + 8)
     done = slices > 0
     for index in range(slices):
