@@ -133,12 +133,7 @@ REASONS: tuple[Reason, ...] = ("slo", "full", "draining", "no-adapter", "stale-e
 
 
 @settings(max_examples=60)
-@given(
-    st.sampled_from(ROUTINGS),
-    fleets(),
-    ARRIVALS,
-    st.data(),
-)
+@given(st.sampled_from(ROUTINGS), fleets(), ARRIVALS, st.data())
 def test_a_request_is_neither_offered_to_nor_forced_on_an_instance_twice(
     name: str, view: Fleet, arrival: Arrival, data: st.DataObject
 ) -> None:
