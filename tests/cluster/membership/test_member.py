@@ -14,17 +14,12 @@ from caraserve.cluster.membership.auth import Keyring, SecretFile
 from caraserve.cluster.membership.member import QueryBody
 from caraserve.cluster.membership.peer_client import PeerClient, TransferFailure
 from caraserve.cluster.membership.swim import MemberRecord, MemberState, MemberUpdate
-from caraserve.cluster.routing.advertised import publish_speed
-from caraserve.cluster.routing.cost import LinkSpeeds
-from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.state.lww_map import Entry, _bucket
 from caraserve.cluster.state.persistence import ClusterRegistryFile
 from caraserve.cluster.state.replicated_map import REGISTRY, InstanceLoad, RegisteredAdapter, Tier
 from caraserve.errors import ConfigError
-from tests.cluster.nodes import LOAD, Instances, instances, until
+from tests.cluster.nodes import Instances, instances, until
 
-MODEL = PerfModel(0.01, 0.1, 5.0, False, 1.0, 0.05, 0.001)
-LINKS = LinkSpeeds(1.0, 1000.0)
 OLD, NEW = b"the old secret of this cluster", b"the new secret of this cluster"
 
 
@@ -171,19 +166,6 @@ async def test_refusals_are_counted_in_the_metrics(tmp_path: Path) -> None:
             'caraserve:cluster_instances_refused_total{x="y"} 4',
             'caraserve:cluster_removals_dropped_total{x="y"} 5',
         ]
-
-
-async def test_a_router_sees_loads_and_performance_models(tmp_path: Path) -> None:
-    async with instances(tmp_path) as running:
-        await together(running, "a", "b")
-        instances_of_a = running.running["a"].views.instances
-        assert instances_of_a() == ()
-        publish_speed(running.running["b"].member, MODEL, LINKS)
-        await until(lambda: len(instances_of_a()) == 1 and instances_of_a()[0].able)
-        (seen,) = instances_of_a()
-        assert (seen.name, seen.model, seen.links) == ("b", MODEL, LINKS)
-        assert (seen.backlog.kv_tokens, seen.backlog.queue_room) == (LOAD.kv_tokens, LOAD.queue_room)
-        assert instances_of_a()[0] is instances_of_a()[0]
 
 
 async def test_a_query_is_answered_and_one_to_an_unknown_instance_is_not(tmp_path: Path) -> None:
