@@ -7,17 +7,79 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Collection, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from threading import Thread
 from typing import TypeVar
-
-from tests.cluster.nodes import Relay
 
 PATIENCE_S = 10.0
 _NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST = 4, 20, 1
 
 Result = TypeVar("Result")
+
+
+class Relay:
+    """A TCP relay before an instance that can be cut: connections break, and new ones are not relayed.
+
+    `caller` returns the name of the process at the other end of a connection, for a cut that spares some.
+    """
+
+    def __init__(self, port: int, caller: Callable[[asyncio.StreamWriter], str] = lambda writer: "") -> None:
+        self._to, self._caller = port, caller
+        self._passes: Callable[[str], bool] = lambda caller: True
+        self._server: asyncio.Server | None = None
+        self._callers: dict[asyncio.StreamWriter, str] = {}
+        self._conversations: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> int:
+        self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    def cut(self, but: Collection[str] = ()) -> None:
+        """Cuts all connections except those of some callers."""
+        self._passes = but.__contains__
+        for writer, caller in self._callers.items():
+            if caller not in but:
+                writer.transport.abort()
+
+    def heal(self) -> None:
+        self._passes = lambda caller: True
+
+    async def close(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        self.cut()
+        await asyncio.gather(*self._conversations)
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._conversations.add(task)
+        caller = self._caller(writer)
+        writers = {writer: caller}
+        self._callers |= writers
+        try:
+            if not self._passes(caller):
+                writer.transport.abort()
+                return
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._to)
+            writers[far_writer] = self._callers[far_writer] = caller
+            await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
+        except ConnectionError:
+            pass  # the instance has gone
+        finally:
+            self._conversations.discard(task)
+            for each in writers:
+                del self._callers[each]
+                each.close()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(65536):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
 
 
 @dataclass

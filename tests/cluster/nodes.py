@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -32,70 +32,6 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(_NEVER_S):
         while not condition():  # noqa: ASYNC110 -- whatever a test waits for has no event
             await asyncio.sleep(0.01)
-
-
-class Relay:
-    """A TCP relay before an instance that can be cut: connections break, and new ones are not relayed.
-
-    `caller` returns the name of the process at the other end of a connection, for a cut that spares some.
-    """
-
-    def __init__(self, port: int, caller: Callable[[asyncio.StreamWriter], str] = lambda writer: "") -> None:
-        self._to, self._caller = port, caller
-        self._passes: Callable[[str], bool] = lambda caller: True
-        self._server: asyncio.Server | None = None
-        self._callers: dict[asyncio.StreamWriter, str] = {}
-        self._conversations: set[asyncio.Task[None]] = set()
-
-    async def start(self) -> int:
-        self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
-        return int(self._server.sockets[0].getsockname()[1])
-
-    def cut(self, but: Collection[str] = ()) -> None:
-        """Cuts all connections except those of some callers."""
-        self._passes = but.__contains__
-        for writer, caller in self._callers.items():
-            if caller not in but:
-                writer.transport.abort()
-
-    def heal(self) -> None:
-        self._passes = lambda caller: True
-
-    async def close(self) -> None:
-        assert self._server is not None
-        self._server.close()
-        self.cut()
-        await asyncio.gather(*self._conversations)
-
-    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._conversations.add(task)
-        caller = self._caller(writer)
-        writers = {writer: caller}
-        self._callers |= writers
-        try:
-            if not self._passes(caller):
-                writer.transport.abort()
-                return
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._to)
-            writers[far_writer] = self._callers[far_writer] = caller
-            await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
-        except ConnectionError:
-            pass  # the instance has gone
-        finally:
-            self._conversations.discard(task)
-            for each in writers:
-                del self._callers[each]
-                each.close()
-
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(ConnectionError):
-        while data := await reader.read(65536):
-            writer.write(data)
-            await writer.drain()
-    writer.close()
 
 
 @dataclass
@@ -128,7 +64,6 @@ class Instance:
     runner: web.AppRunner
     door: socket.socket
     address: str
-    relay: Relay | None
 
     async def stop(self) -> None:
         """Stops the member in order: it announces that it leaves."""
@@ -138,8 +73,6 @@ class Instance:
             await asyncio.sleep(0)
         await self.runner.cleanup()
         await self.member.close()
-        if self.relay is not None:
-            await self.relay.close()
 
     def sees(self, name: str) -> MemberState | None:
         record = self.member.record(name)
@@ -161,7 +94,6 @@ class Instances:
         peers: tuple[str, ...] | None = None,
         keys: SecretFile | Keyring = KEYS,
         model: str = "m",
-        behind_relay: bool = False,
         tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None,
         called: str | None = None,
         base_name: str = "",
@@ -181,12 +113,10 @@ class Instances:
         await runner.setup()
         door = socket.create_server(("127.0.0.1", 0))
         await web.SockSite(runner, door, ssl_context=tls[0] if tls else None).start()
-        port = int(door.getsockname()[1])
-        relay = Relay(port) if behind_relay else None
-        address = f"127.0.0.1:{await relay.start() if relay else port}"
+        address = f"127.0.0.1:{door.getsockname()[1]}"
         self._first = self._first or address
         await member.start(address, handlers.listener())
-        instance = self.running[name] = Instance(member, InstanceViews(member), handlers, runner, door, address, relay)
+        instance = self.running[name] = Instance(member, InstanceViews(member), handlers, runner, door, address)
         return instance
 
     async def stop(self, name: str) -> None:

@@ -31,13 +31,7 @@ from tests.fake_backend import FakeBackend
 from tests.lora.folders import SPEC, tensors_for, write_adapter
 
 _LIMITS = Limits(
-    num_blocks=1,
-    block_tokens=16,
-    num_slots=1,
-    adapter_slots=9,
-    max_step_tokens=1,
-    max_context=1,
-    embedding_size=1,
+    num_blocks=1, block_tokens=16, num_slots=1, adapter_slots=9, max_step_tokens=1, max_context=1, embedding_size=1
 )
 _MIB = 1 << 20
 

@@ -240,13 +240,7 @@ def _next(batches, number, now):
             one.count = joins - one.first
     if one.count:
         each_ms = iteration_ms(
-            machine.model,
-            one.num_decoding,
-            one.decoding_rank_sum,
-            one.decoding_rank_max,
-            tokens,
-            token_ranks,
-            rank_max,
+            machine.model, one.num_decoding, one.decoding_rank_sum, one.decoding_rank_max, tokens, token_ranks, rank_max
         )
         if tokens:
             each_ms += machine.beside_prompt_ms * one.num_decoding

@@ -201,8 +201,5 @@ def _generator(seed: int) -> np.random.Generator:
     """Returns a generator with the numbers of Python's `Random(seed)`."""
     _, state, _ = Random(seed).getstate()
     twister = np.random.MT19937()
-    twister.state = {
-        "bit_generator": "MT19937",
-        "state": {"key": np.array(state[:-1], np.uint32), "pos": state[-1]},
-    }
+    twister.state = {"bit_generator": "MT19937", "state": {"key": np.array(state[:-1], np.uint32), "pos": state[-1]}}
     return np.random.Generator(twister)

@@ -28,10 +28,7 @@ class Dialer:
         self._names: dict[str, str] = {}  # a seed's address → the name of the instance there
 
     def due(
-        self,
-        known: Iterable[MemberRecord],
-        reached: Iterable[tuple[str | None, Hello | None]],
-        now: float,
+        self, known: Iterable[MemberRecord], reached: Iterable[tuple[str | None, Hello | None]], now: float
     ) -> list[str]:
         """Returns the addresses to dial now. `reached`: (dialled address, peer) of every open connection."""
         connections = list(reached)

@@ -88,11 +88,7 @@ def _loaded(machines: Sequence[Server], ranks: Mapping[str, int]) -> list[Server
 
 
 def _kept(
-    table: AdapterTable,
-    machines: Sequence[Server],
-    shares: Shares,
-    previous: PlacementPlan,
-    options: PlacementOptions,
+    table: AdapterTable, machines: Sequence[Server], shares: Shares, previous: PlacementPlan, options: PlacementOptions
 ) -> PlacementPlan | None:
     """Returns the previous plan with new adapters added and removed ones left out, or None if the instances have
     changed or bytes are short."""

@@ -19,16 +19,7 @@ from caraserve.cluster.routing.cost import Arrival, Backlog, LinkSpeeds
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.placement_plan import PlacementPlan
 from caraserve.cluster.routing.policies import Policy
-from caraserve.cluster.routing.router import (
-    Attempt,
-    Fleet,
-    Instance,
-    Refusal,
-    RoutingTarget,
-    apply_quotes,
-    check_acceptance,
-    next_target,
-)
+from caraserve.cluster.routing.router import Attempt, Fleet, Instance, apply_quotes, check_acceptance, next_target
 from caraserve.cluster.routing.shares import Share
 from caraserve.cluster.state.replicated_map import Tier
 from caraserve.config import ROUTINGS
@@ -124,9 +115,8 @@ class Case:
         """Returns the server's order by its exact quotes."""
         proposal = self.policy.propose(self.arrival, self.view, self.random)
         weight = self.policy.own_weight
-        quotes = {name: self.exact[name].estimate(self.arrival, Tier.DEVICE, weight) for name in proposal.ask}
-        if self.arrival.adapter is not None:
-            quotes = {name: self.exact[name].estimate(self.arrival, Tier.ABSENT, weight) for name in proposal.ask}
+        tier = Tier.DEVICE if self.arrival.adapter is None else Tier.ABSENT
+        quotes = {name: self.exact[name].estimate(self.arrival, tier, weight) for name in proposal.ask}
         return [*apply_quotes(proposal, quotes)]
 
 
@@ -153,28 +143,18 @@ def cases(draw: st.DrawFn) -> Mapping[str, Any]:
 
 @pytest.mark.parametrize("name", ROUTINGS)
 @settings(max_examples=60)
-@given(cases())
-def test_orders_equal_the_servers(name: str, case: Mapping[str, Any]) -> None:
+@given(cases(), st.integers(0, 3000))
+def test_orders_and_what_follows_refusals_equal_the_servers(
+    name: str, case: Mapping[str, Any], elapsed_ms: int
+) -> None:
     plan = case["plan"] if name in ("auto", "loraserve", "s-lora-random", "s-lora-contiguous") else None
     made = Case(name, case["nodes"], case["arrival"], plan, case["seed"])
-    expected = made.order()
-    waits_for_quotes = _act(made.fleet, _DECIDE, 0, made.rng)
-    route = made.fleet.routes[0]
-    found = [made.names[number] for number in made.fleet.orders[0, : made.fleet.known[0]]]
-    assert made.names[route["target"]] == expected[0]
-    assert found == expected
-    assert waits_for_quotes == (name in ("auto", "rank-aware"))
+    order, route = made.order(), made.fleet.routes[0]
+    assert _act(made.fleet, _DECIDE, 0, made.rng) == made.policy.enforces_slo, "only these wait for quotes"
+    assert made.names[route["target"]] == order[0]
+    assert [made.names[number] for number in made.fleet.orders[0, : made.fleet.known[0]]] == order
     assert made.rng.random() == made.random.random()
-
-
-@pytest.mark.parametrize("name", ["auto", "first-fit"])  # one enforces the SLO, the other does not
-@settings(max_examples=60)
-@given(cases(), st.integers(0, 3000))
-def test_refused_requests_go_where_the_servers_do(name: str, case: Mapping[str, Any], elapsed_ms: int) -> None:
-    made = Case(name, case["nodes"], case["arrival"], case["plan"], case["seed"])
-    order = made.order()
-    _act(made.fleet, _DECIDE, 0, made.rng)
-    route = made.fleet.routes[0]
+    tier = Tier.DEVICE if made.arrival.adapter is None else Tier.ABSENT
     attempts: list[Attempt] = []
     for tries in range(9):
         now = elapsed_ms * tries * MS
@@ -183,14 +163,9 @@ def test_refused_requests_go_where_the_servers_do(name: str, case: Mapping[str, 
         if target is None:
             break
         assert (made.names[route["target"]], bool(route["force"])) == (target.name, target.force)
-        refusal = _refusal(made, target)
+        refusal = check_acceptance(made.arrival, made.exact[target.name], tier, target.force)
         assert _act(made.fleet, _REFUSES, now, made.rng) == (refusal is not None)
         if refusal is None:
             break
         attempts.append((target, refusal))
     assert len(attempts) < 9
-
-
-def _refusal(made: Case, target: RoutingTarget) -> Refusal | None:
-    tier = Tier.DEVICE if made.arrival.adapter is None else Tier.ABSENT
-    return check_acceptance(made.arrival, made.exact[target.name], tier, target.force)

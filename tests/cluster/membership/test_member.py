@@ -14,17 +14,12 @@ from caraserve.cluster.membership.auth import Keyring, SecretFile
 from caraserve.cluster.membership.member import QueryBody
 from caraserve.cluster.membership.peer_client import PeerClient, TransferFailure
 from caraserve.cluster.membership.swim import MemberRecord, MemberState, MemberUpdate
-from caraserve.cluster.routing.advertised import publish_speed
-from caraserve.cluster.routing.cost import LinkSpeeds
-from caraserve.cluster.routing.perf_model import PerfModel
-from caraserve.cluster.state.lww_map import Entry
+from caraserve.cluster.state.lww_map import Entry, _bucket
 from caraserve.cluster.state.persistence import ClusterRegistryFile
 from caraserve.cluster.state.replicated_map import REGISTRY, InstanceLoad, RegisteredAdapter, Tier
 from caraserve.errors import ConfigError
-from tests.cluster.nodes import LOAD, Instances, instances, until
+from tests.cluster.nodes import Instances, instances, until
 
-MODEL = PerfModel(0.01, 0.1, 5.0, False, 1.0, 0.05, 0.001)
-LINKS = LinkSpeeds(1.0, 1000.0)
 OLD, NEW = b"the old secret of this cluster", b"the new secret of this cluster"
 
 
@@ -60,6 +55,27 @@ async def test_a_name_is_registered_and_removed_on_all_instances(tmp_path: Path)
         b.remove("poet")
         await until(lambda: a.adapter("poet") is None and c.adapter("poet") is None)
         assert heard == [{"poet": adapter}, {"poet": None}]
+
+
+async def test_each_name_is_yielded_with_its_adapter_as_it_is_when_its_turn_comes(tmp_path: Path) -> None:
+    def meaning(name: str) -> RegisteredAdapter:
+        return RegisteredAdapter(name, name.encode().hex().zfill(64), 8, 10)
+
+    names = [name for name in map(str, range(2000)) if _bucket(name) == 0]  # side by side in the registry
+    async with instances(tmp_path) as running:
+        member = (await running.start("a")).member
+        for name in names:
+            member.register(meaning(name))
+        seen = {}
+        async for adapter in member.adapters_in_turns():
+            seen[adapter.name] = adapter
+            if len(seen) == 1:
+                first, changed, gone, *others = [adapter.name, *(name for name in names if name != adapter.name)]
+                member.register(RegisteredAdapter(changed, "a" * 64, 8, 10))
+                member.remove(gone)
+        assert seen == {name: meaning(name) for name in (first, *others)} | {
+            changed: RegisteredAdapter(changed, "a" * 64, 8, 10)
+        }
 
 
 async def test_an_entry_of_a_later_version_is_not_taken_for_a_removal(tmp_path: Path) -> None:
@@ -152,19 +168,6 @@ async def test_refusals_are_counted_in_the_metrics(tmp_path: Path) -> None:
         ]
 
 
-async def test_a_router_sees_loads_and_performance_models(tmp_path: Path) -> None:
-    async with instances(tmp_path) as running:
-        await together(running, "a", "b")
-        instances_of_a = running.running["a"].views.instances
-        assert instances_of_a() == ()
-        publish_speed(running.running["b"].member, MODEL, LINKS)
-        await until(lambda: len(instances_of_a()) == 1 and instances_of_a()[0].able)
-        (seen,) = instances_of_a()
-        assert (seen.name, seen.model, seen.links) == ("b", MODEL, LINKS)
-        assert (seen.backlog.kv_tokens, seen.backlog.queue_room) == (LOAD.kv_tokens, LOAD.queue_room)
-        assert instances_of_a()[0] is instances_of_a()[0]
-
-
 async def test_a_query_is_answered_and_one_to_an_unknown_instance_is_not(tmp_path: Path) -> None:
     def answer(peer: str, body: QueryBody) -> QueryBody:
         return (peer, *body, 0.5)
@@ -240,27 +243,6 @@ async def test_a_conflicting_newcomer_exits_and_the_running_instance_stays(
         await running.stop("stranger")
         await until(running.agree)
         assert not a.member.ended.done()
-
-
-async def test_names_registered_on_either_side_of_a_partition_are_on_both_when_it_heals(tmp_path: Path) -> None:
-    async with instances(tmp_path) as running:
-        first = await running.start("a", behind_relay=True)
-        await running.start("b", behind_relay=True, peers=(first.address,))
-        await until(running.agree)
-        pair = [running.running[name] for name in "ab"]
-        pair[0].member.register(RegisteredAdapter("before", "d" * 64, 8, 1))
-        for one in pair:
-            assert one.relay is not None
-            one.relay.cut()
-        await until(lambda: pair[0].sees("b") == pair[1].sees("a") == MemberState.SUSPECT)
-        await until(lambda: pair[0].sees("b") == pair[1].sees("a") == MemberState.DEAD)
-        pair[0].member.register(RegisteredAdapter("on-a", "d" * 64, 8, 1))
-        pair[1].member.register(RegisteredAdapter("on-b", "d" * 64, 8, 1))
-        for one in pair:
-            assert one.relay is not None
-            one.relay.heal()
-        await until(running.agree)
-        await until(lambda: all({x.name for x in one.member.adapters()} == {"before", "on-a", "on-b"} for one in pair))
 
 
 async def test_a_defect_in_handling_one_change_does_not_stop_the_next(tmp_path: Path) -> None:

@@ -22,8 +22,7 @@ def test_a_move_must_be_worth_its_cost_and_have_a_holder_to_go_to() -> None:
 
 @settings(max_examples=50)
 @given(
-    st.dictionaries(st.sampled_from("uvwxyz"), st.lists(st.integers(1, 500), max_size=8), min_size=1),
-    st.floats(0, 200),
+    st.dictionaries(st.sampled_from("uvwxyz"), st.lists(st.integers(1, 500), max_size=8), min_size=1), st.floats(0, 200)
 )
 def test_rebalancing_ends_and_never_raises_the_largest_load(queues: dict[str, list[int]], cost_tokens: float) -> None:
     waiting = {

@@ -17,7 +17,6 @@ from caraserve.cluster.routing.publisher import Publisher
 from caraserve.cluster.state.replicated_map import RegisteredAdapter, Tier
 from caraserve.core.machine_profile import load
 from caraserve.lora.registry import AdapterInfo
-from caraserve.util.tasks import in_turns
 from tests.cluster.nodes import instances
 from tests.serving import PROFILE
 
@@ -124,22 +123,3 @@ async def test_after_the_announcement_changes_of_others_are_applied(tmp_path: Pa
         await publisher.announce()
         publisher.apply_registry_changes({"n2999": (newer := RegisteredAdapter("n2999", "b" * 64, 8, 10))})
         assert wanted == [newer]
-
-
-async def test_other_tasks_run_after_each_millisecond_of_work() -> None:
-    clock_s = [0.0]
-    turns: list[int] = []
-    done: list[int] = []
-
-    async def look() -> None:
-        while True:
-            turns.append(len(done))
-            await asyncio.sleep(0)
-
-    looking = asyncio.create_task(look())
-    async for item in in_turns(range(8), lambda: clock_s[0]):
-        done.append(item)
-        clock_s[0] += 0.0004
-    looking.cancel()
-    assert done == list(range(8))
-    assert sorted(set(turns)) == [3, 6]

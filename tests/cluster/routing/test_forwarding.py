@@ -29,13 +29,7 @@ from caraserve.cluster.routing.forward_auth import (
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.policies import Policy
 from caraserve.cluster.routing.router import Instance, Refusal
-from caraserve.cluster.routing.selector import (
-    AdapterFetcher,
-    InstanceSelector,
-    LatencyTargets,
-    LocalTarget,
-    PeerTarget,
-)
+from caraserve.cluster.routing.selector import AdapterFetcher, InstanceSelector, LatencyTargets, LocalTarget, PeerTarget
 from caraserve.cluster.state.replicated_map import RegisteredAdapter, Tier
 from caraserve.errors import Forbidden, Overloaded
 

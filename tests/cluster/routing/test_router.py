@@ -24,6 +24,7 @@ from caraserve.cluster.routing.router import (
     Reason,
     Refusal,
     RoutingTarget,
+    SentRequests,
     apply_quotes,
     check_acceptance,
     next_target,
@@ -134,12 +135,7 @@ REASONS: tuple[Reason, ...] = ("slo", "full", "draining", "no-adapter", "stale-e
 
 
 @settings(max_examples=60)
-@given(
-    st.sampled_from(ROUTINGS),
-    fleets(),
-    ARRIVALS,
-    st.data(),
-)
+@given(st.sampled_from(ROUTINGS), fleets(), ARRIVALS, st.data())
 def test_a_request_is_neither_offered_to_nor_forced_on_an_instance_twice(
     name: str, view: Fleet, arrival: Arrival, data: st.DataObject
 ) -> None:
@@ -436,3 +432,26 @@ def test_dlora_takes_the_least_loaded_holder() -> None:
     instances = (instance("i00", 9), instance("i01", 4), instance("i02", 0))
     seen = Fleet.of("i00", instances, {"a": {"i00": Tier.HOST, "i01": Tier.DISK}})
     assert Policy("dlora").propose(ARRIVAL, seen, random.Random(0)).order == ("i01", "i00", "i02")
+
+
+# --- what a router has sent ---
+
+
+def test_sent_requests_count_until_a_heartbeat_includes_them() -> None:
+    sent_requests, published = SentRequests(), Backlog(1, 8, 8)
+    sent_requests.add("i", ARRIVAL, 10.0)
+    sent_requests.add("i", Arrival("b", 64, 10, 5.0), 10.2)
+    assert sent_requests.backlog("i", published, 10.2)[:3] == (3, 80, 64)
+    assert sent_requests.backlog("other", published, 10.2) == published
+    sent_requests.on_heartbeat("i", 10.22)  # sent before the second request arrived
+    assert sent_requests.backlog("i", published, 10.25)[:3] == (2, 72, 64)
+    assert sent_requests.backlog("i", published, 12.3) == published  # no heartbeat for over 2 s
+    sent_requests.on_heartbeat("i", 12.3)
+    assert sent_requests._sent == {}
+
+
+def test_requests_sent_to_instances_that_left_are_forgotten() -> None:
+    sent_requests = SentRequests()
+    sent_requests.add("i", ARRIVAL, 10.0)
+    sent_requests.forget(["i", "unknown"])
+    assert sent_requests.backlog("i", Backlog(), 10.0) == Backlog()

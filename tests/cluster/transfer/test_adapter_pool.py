@@ -365,16 +365,6 @@ async def test_only_the_bytes_of_removed_names_are_deleted(tmp_path: Path) -> No
 # --- what others say ---
 
 
-@pytest.mark.parametrize("digest", ["../../etc/passwd", "", "A" * 64, "0" * 63])
-async def test_an_invalid_digest_is_refused(tmp_path: Path, digest: str) -> None:
-    async with pools(tmp_path) as fleet:
-        a, b = await fleet.start("a"), await fleet.start("b")
-        a.member.register(RegisteredAdapter("odd", digest or "x", 8, 10))
-        await until(lambda: b.member.protocol.state.refused > 0)
-        assert b.member.adapter("odd") is None
-        assert not b.knows("odd")
-
-
 async def test_bytes_are_sent_only_for_signed_requests_and_valid_ranges(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         a = await fleet.start("a")

@@ -246,19 +246,6 @@ def test_a_temporary_disk_cache_is_small_and_deletes_those_of_killed_processes(
     assert disk_bytes(64 << 30, is_temporary=False) == 64 << 30
 
 
-async def test_a_defect_in_a_background_task_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with pools(tmp_path) as fleet:
-        a = await fleet.start("a")
-        for tasks in (a.pool._tasks, a.pool.store._tasks):
-            task = tasks.start(_a_defect(), "a test")
-            await asyncio.wait([task])
-        await until(lambda: caplog.text.count("RuntimeError: a defect") == 2)
-
-
-async def _a_defect() -> None:
-    raise RuntimeError("a defect")
-
-
 # --- many adapters ---
 
 

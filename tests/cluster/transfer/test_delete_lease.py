@@ -1,4 +1,5 @@
-"""Delete leases: one instance keeps the bytes, even if messages are lost, repeated or late."""
+"""Delete leases: one instance keeps the bytes, even if messages are lost, repeated or late, and instances restart or
+lose their disks."""
 
 from collections.abc import Callable
 from random import Random
