@@ -16,10 +16,12 @@ from tests.http.serving import OneOff, http_config, new_metrics, serving
 
 
 async def test_models_are_the_base_and_its_adapters() -> None:
+    """Routers take the first one for the instance's name, and those with a parent for adapters."""
     answer = (await OneOff().get("/v1/models")).json
     assert answer["object"] == "list"
     base, *adapters = answer["data"]
     assert (base["id"], base["parent"], base["root"]) == ("org/base", None, "org/base")
+    assert [(card["id"], card["parent"]) for card in adapters] == [("a", "org/base"), ("b", "org/base")]
     assert adapters[0] == {
         "id": "a",
         "object": "model",
@@ -93,7 +95,7 @@ async def test_load_and_unload_answer_as_vllm_does(prefix: str) -> None:
         ({"lora_name": "n"}, 400, "InvalidUserInput", "lora_path"),
         ({"lora_name": "", "lora_path": "x"}, 400, "InvalidUserInput", "lora_name"),
         ({"lora_name": "a/b", "lora_path": "x"}, 400, "InvalidUserInput", "lora_name"),
-        ({"lora_name": "a,b", "lora_path": "x"}, 400, "InvalidUserInput", "lora_name"),
+        ({"lora_name": "a,b", "lora_path": "x"}, 400, "InvalidUserInput", "lora_name"),  # routers split lists at commas
         ({"lora_name": "a\n", "lora_path": "x"}, 400, "InvalidUserInput", "lora_name"),
         ({"lora_name": "n" * 129, "lora_path": "x"}, 400, "InvalidUserInput", "lora_name"),
         ({"lora_name": "n" * 10_000, "lora_path": "x"}, 400, "invalid_request_error", "lora_name"),
