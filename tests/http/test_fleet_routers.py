@@ -111,19 +111,6 @@ async def test_a_list_that_is_cut_keeps_the_adapters_in_use() -> None:
     assert labels["running_lora_adapters"].startswith("a99,")
 
 
-async def test_llmd_prices_a_load_by_the_transition_it_is_labelled_with() -> None:
-    metrics = new_metrics()
-    metrics.observe_load("auto", 0.25)
-    text = metrics.render(FakeSnapshot(), lambda name: 8).decode()
-    ((labels, value),) = series("vllm:lora_adapter_load_seconds_sum", text)
-    assert (labels["transition"], value) == ("activate", 0.25)
-
-
-async def test_llmd_tells_the_base_model_by_its_name_on_the_residency_gauges() -> None:
-    ((labels, _),) = series("vllm:num_gpu_loaded_lora_adapters", page())
-    assert labels["model_name"] == "org/base"
-
-
 async def test_llmd_scrapes_every_50_ms_so_a_page_is_short() -> None:
     """The page is written on the event loop's thread, which also sends tokens, at about 0.2 µs per line."""
     text = page(FakeSnapshot(device_adapters=frozenset(f"adapter-{index}" for index in range(64))))
@@ -133,8 +120,6 @@ async def test_llmd_scrapes_every_50_ms_so_a_page_is_short() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("vllm:num_requests_running", 2.0),
-        ("vllm:num_requests_waiting", 1.0),
         ("vllm:gpu_cache_usage_perc", 0.25),
         ("vllm:gpu_prefix_cache_hits_total", 0.0),
         ("vllm:gpu_prefix_cache_queries_total", 0.0),
