@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.http.fake_engine import FakeAdapter, FakeEngine, FakeSnapshot
+from tests.http.fake_engine import FakeEngine, FakeSnapshot
 from tests.http.serving import OneOff, new_metrics, serving
 
 
@@ -111,19 +111,6 @@ async def test_a_list_that_is_cut_keeps_the_adapters_in_use() -> None:
     assert labels["running_lora_adapters"].startswith("a99,")
 
 
-async def test_llmd_prices_a_load_by_the_transition_it_is_labelled_with() -> None:
-    metrics = new_metrics()
-    metrics.observe_load("auto", 0.25)
-    text = metrics.render(FakeSnapshot(), lambda name: 8).decode()
-    ((labels, value),) = series("vllm:lora_adapter_load_seconds_sum", text)
-    assert (labels["transition"], value) == ("activate", 0.25)
-
-
-async def test_llmd_tells_the_base_model_by_its_name_on_the_residency_gauges() -> None:
-    ((labels, _),) = series("vllm:num_gpu_loaded_lora_adapters", page())
-    assert labels["model_name"] == "org/base"
-
-
 async def test_llmd_scrapes_every_50_ms_so_a_page_is_short() -> None:
     """The page is written on the event loop's thread, which also sends tokens, at about 0.2 µs per line."""
     text = page(FakeSnapshot(device_adapters=frozenset(f"adapter-{index}" for index in range(64))))
@@ -133,8 +120,6 @@ async def test_llmd_scrapes_every_50_ms_so_a_page_is_short() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("vllm:num_requests_running", 2.0),
-        ("vllm:num_requests_waiting", 1.0),
         ("vllm:gpu_cache_usage_perc", 0.25),
         ("vllm:gpu_prefix_cache_hits_total", 0.0),
         ("vllm:gpu_prefix_cache_queries_total", 0.0),
@@ -143,16 +128,6 @@ async def test_llmd_scrapes_every_50_ms_so_a_page_is_short() -> None:
 async def test_production_stack_reads_older_names(name: str, value: float) -> None:
     """The router uses prometheus-client's parser and full sample names; a missing name counts as 0."""
     assert [found for _, found in series(name, page())] == [value]
-
-
-async def test_production_stack_takes_a_model_with_a_parent_for_an_adapter() -> None:
-    cards = (await OneOff().get("/v1/models")).json["data"]
-    assert {card["id"]: card["parent"] for card in cards} == {"org/base": None, "a": "org/base", "b": "org/base"}
-    assert all({"object", "created", "owned_by", "root"} <= card.keys() for card in cards)
-
-
-async def test_production_stack_takes_the_first_model_for_the_instances_name() -> None:
-    assert (await OneOff().get("/v1/models")).json["data"][0]["id"] == "org/base"
 
 
 async def test_production_stacks_operator_loads_an_adapter_repeatedly() -> None:
@@ -189,30 +164,6 @@ async def test_aibrix_reads_labels_of_the_first_lora_series(label: str) -> None:
     """The series must exist even without adapters: an instance without it is no candidate for affinity."""
     nothing = FakeSnapshot(running_adapters=(), device_adapters=frozenset(), host_adapters=())
     assert label in series("vllm:lora_requests_info", page(nothing))[0][0]
-
-
-async def test_aibrix_asks_for_the_models_before_it_loads_one() -> None:
-    fake = FakeEngine(loaded={"there": FakeAdapter("there", "/there")})
-    async with serving(fake) as client:
-        assert "there" in {card["id"] for card in (await client.get("/v1/models")).json["data"]}
-
-
-async def test_lists_are_split_at_commas_so_no_name_has_one() -> None:
-    assert (await OneOff().post("/v1/load_lora_adapter", {"lora_name": "a,b", "lora_path": "x"})).status == 400
-
-
-async def test_a_draining_instance_is_alive_but_not_ready() -> None:
-    """Kubernetes kills an instance that is not alive, and routes no requests to one that is not ready."""
-    async with serving(FakeEngine(draining=True)) as client:
-        statuses = {path: (await client.get(path)).status for path in ("/health", "/ping", "/ready", "/metrics")}
-    assert statuses == {"/health": 200, "/ping": 200, "/ready": 503, "/metrics": 200}
-
-
-async def test_an_instance_whose_device_has_failed_is_not_alive() -> None:
-    """Only a restart can repair the instance."""
-    answer = await OneOff(FakeEngine(failure="CUDA_ERROR_ILLEGAL_ADDRESS")).get("/health")
-    assert answer.status == 500
-    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in answer.json["error"]["message"]
 
 
 async def test_server_load_is_what_vllm_calls_it() -> None:

@@ -118,17 +118,21 @@ async def test_version() -> None:
     assert (await OneOff().get("/version")).json["version"]
 
 
-async def test_draining_server_is_healthy_but_not_ready() -> None:
+async def test_a_draining_server_is_alive_but_not_ready() -> None:
+    """Kubernetes kills an instance that is not alive, and routes no requests to one that is not ready."""
     async with serving(FakeEngine(draining=True)) as client:
-        ready = await client.get("/ready")
-        assert (await client.get("/health")).status == 200
-    assert (ready.status, ready.headers["Retry-After"]) == (503, "1")
+        statuses = {path: (await client.get(path)).status for path in ("/health", "/ping", "/ready", "/metrics")}
+        assert statuses == {"/health": 200, "/ping": 200, "/ready": 503, "/metrics": 200}
+        assert (await client.get("/ready")).headers["Retry-After"] == "1"
 
 
-async def test_a_server_whose_device_has_failed_is_not_ready() -> None:
-    ready = await OneOff(FakeEngine(failure="out of its bus")).get("/ready")
-    assert (ready.status, ready.error["code"]) == (503, "not_ready")
-    assert "out of its bus" in ready.error["message"]
+async def test_a_server_whose_device_has_failed_is_neither_alive_nor_ready() -> None:
+    """Only a restart can repair it."""
+    async with serving(FakeEngine(failure="CUDA_ERROR_ILLEGAL_ADDRESS")) as client:
+        for path, status, code in (("/health", 500, "backend_failed"), ("/ready", 503, "not_ready")):
+            answer = await client.get(path)
+            assert (answer.status, answer.error["code"]) == (status, code)
+            assert "CUDA_ERROR_ILLEGAL_ADDRESS" in answer.error["message"]
 
 
 async def test_requests_that_run_at_the_stop_are_answered_and_new_connections_refused() -> None:

@@ -117,11 +117,6 @@ async def test_usage_is_null_until_the_last_event() -> None:
     assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (3, 6)
 
 
-async def test_no_usage_unless_asked() -> None:
-    async with serving(FakeEngine()) as client:
-        assert all("usage" not in event for event in (await client.complete(stream=True)).events)
-
-
 async def test_continuous_usage_counts_up() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     events = (await OneOff().complete(stream=True, stream_options=options)).events

@@ -137,10 +137,6 @@ async def test_with_keys_but_no_admin_key_loads_are_refused_with_advice() -> Non
     assert (refused.status, "start the server with --admin-key" in refused.error["message"]) == (403, True)
 
 
-async def test_without_keys_anyone_loads() -> None:
-    assert (await load({})).status == 200
-
-
 async def test_a_client_has_a_name_derived_from_its_key_or_its_address() -> None:
     seen: list[Client] = []
 

@@ -42,6 +42,8 @@ async def test_every_way_to_name_an_adapter_reaches_it(naming: dict[str, Any]) -
     [
         {},
         {"model": BASE},
+        {"model": ""},
+        {"model": None},
         {"lora_path": None, "adapter_id": None, "lora": None},
         {"lora_path": "", "adapter_id": "", "lora": []},
         {"lora_path": BASE},
@@ -110,13 +112,16 @@ async def test_a_field_that_does_not_name_exactly_one_adapter_is_refused(
 
 
 @pytest.mark.parametrize("field", ["model", "lora_path", "adapter_id"])
-@pytest.mark.parametrize("name", ["absent", "/adapters/a", "../a", "a\r\nX-Evil: 1"])
+@pytest.mark.parametrize(
+    "name", ["absent", "/adapters/a", "../a", "a\r\nX-Evil: 1", f"{BASE}:", f"{BASE}:zzz", "x" * 1000]
+)
 async def test_a_name_that_is_not_loaded_is_not_found(field: str, name: str) -> None:
     fake = FakeEngine()
     async with serving(fake) as client:
         answer = await client.chat(**{field: name})
         listed = await client.chat(lora=[{"id": name, "scale": 1}])
     assert (answer.status, answer.error["code"], answer.error["param"]) == (404, "model_not_found", field)
+    assert answer.error["type"] == "NotFoundError"
     assert (listed.status, listed.error["param"]) == (404, "lora")
     assert not fake.streams
 

@@ -98,11 +98,6 @@ async def test_the_last_tokens_are_kept(kept: int, expected: tuple[int, ...]) ->
     assert request.prompt_ids == expected
 
 
-async def test_the_first_tokens_may_be_kept_instead() -> None:
-    (request,) = await submitted(input="abc", truncate_prompt_tokens=2, truncation_side="right")
-    assert request.prompt_ids == (BOS, 97)
-
-
 async def test_a_text_longer_than_the_context_is_cut_only_if_asked_for() -> None:
     long = "x" * 5000
     for given in (long, [5] * 5000, ["a", long]):

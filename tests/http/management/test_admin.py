@@ -8,18 +8,19 @@ import pytest
 
 from caraserve.http.app import make_app
 from caraserve.http.client import Client as Sender
-from caraserve.http.context import CONTEXT, BodyBudget, Context, HttpTimings
-from caraserve.http.generation import LocalRouter
-from caraserve.http.management.model_list import MODELS, ModelList
+from caraserve.http.context import CONTEXT
+from caraserve.http.management.model_list import MODELS
 from tests.http.fake_engine import BOS, FakeAdapter, FakeEngine
 from tests.http.serving import OneOff, http_config, new_metrics, serving
 
 
 async def test_models_are_the_base_and_its_adapters() -> None:
+    """Routers take the first one for the instance's name, and those with a parent for adapters."""
     answer = (await OneOff().get("/v1/models")).json
     assert answer["object"] == "list"
     base, *adapters = answer["data"]
     assert (base["id"], base["parent"], base["root"]) == ("org/base", None, "org/base")
+    assert [(card["id"], card["parent"]) for card in adapters] == [("a", "org/base"), ("b", "org/base")]
     assert adapters[0] == {
         "id": "a",
         "object": "model",
@@ -54,13 +55,6 @@ async def test_the_list_follows_every_change() -> None:
         assert (await client.get("/v1/models")).json["data"][1]["root"] == "/elsewhere"
 
 
-async def test_routers_that_poll_the_list_get_the_same_bytes_until_it_changes() -> None:
-    fake = FakeEngine()
-    app = make_app(fake, http_config(), new_metrics(), allow_lora_updates=False)
-    first = await app[MODELS].body(app[CONTEXT], Sender("c"))
-    assert await app[MODELS].body(app[CONTEXT], Sender("c")) is first
-
-
 @pytest.mark.parametrize(("path", "model"), [("org/base", "org/base"), ("org%2Fbase", "org/base"), ("v:1.x", "v:1.x")])
 async def test_one_model_by_its_id(path: str, model: str) -> None:
     fake = FakeEngine()
@@ -93,7 +87,7 @@ async def test_load_and_unload_answer_as_vllm_does(prefix: str) -> None:
         ({"lora_name": "n"}, 400, "InvalidUserInput", "lora_path"),
         ({"lora_name": "", "lora_path": "x"}, 400, "InvalidUserInput", "lora_name"),
         ({"lora_name": "a/b", "lora_path": "x"}, 400, "InvalidUserInput", "lora_name"),
-        ({"lora_name": "a,b", "lora_path": "x"}, 400, "InvalidUserInput", "lora_name"),
+        ({"lora_name": "a,b", "lora_path": "x"}, 400, "InvalidUserInput", "lora_name"),  # routers split lists at commas
         ({"lora_name": "a\n", "lora_path": "x"}, 400, "InvalidUserInput", "lora_name"),
         ({"lora_name": "n" * 129, "lora_path": "x"}, 400, "InvalidUserInput", "lora_name"),
         ({"lora_name": "n" * 10_000, "lora_path": "x"}, 400, "invalid_request_error", "lora_name"),
@@ -174,16 +168,7 @@ async def test_bad_token_requests(path: str, fields: dict[str, Any], status: int
 async def test_encoding_a_long_list_of_models_does_not_block_the_event_loop() -> None:
     adapters = [FakeAdapter(f"a{number}", "/adapters/a") for number in range(20_000)]
     engine = FakeEngine(loaded={adapter.name: adapter for adapter in adapters})
-    context = Context(
-        engine,
-        new_metrics(),
-        http_config(),
-        True,
-        HttpTimings(),
-        0.0,
-        BodyBudget(1 << 20),
-        LocalRouter(),
-    )
+    app = make_app(engine, http_config(), new_metrics(), allow_lora_updates=False)
     turns = 0
 
     async def count() -> None:
@@ -193,9 +178,8 @@ async def test_encoding_a_long_list_of_models_does_not_block_the_event_loop() ->
             await asyncio.sleep(0)
 
     counting = asyncio.create_task(count())
-    models = ModelList()
-    body = await models.body(context, Sender("c"))
+    body = await app[MODELS].body(app[CONTEXT], Sender("c"))
     counting.cancel()
     assert turns > 10
     assert [card["id"] for card in json.loads(body)["data"]] == ["org/base", *engine.loaded]
-    assert await models.body(context, Sender("c")) is body
+    assert await app[MODELS].body(app[CONTEXT], Sender("c")) is body, "routers that poll the list get the same bytes"

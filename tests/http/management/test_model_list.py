@@ -55,29 +55,11 @@ async def test_every_kind_of_pattern_lists_what_requests_may_use_in_the_order_of
     app: web.Application,
 ) -> None:
     for patterns in (
-        *(
-            ("*",),
-            ("sql-*",),
-            ("sql-1", "law-2"),
-            ("law-2", "sql-1"),
-            ("sql-1", "sql-*", "s*"),
-            ("absent",),
-            ("absent*",),
-        ),
-        *(
-            ("*-1?",),
-            ("?ql-3",),
-            ("sql-[12]*",),
-            ("sql-[!1]",),
-            ("s[q]l-1",),
-            ("[", "x:y-3"),
-            ("",),
-            ("sq*",),
-            ("z*", "*"),
-        ),
+        *("*", "sql-*", "sql-1 law-2", "law-2 sql-1", "sql-1 sql-* s*", "absent", "absent*", "*-1?", "?ql-3"),
+        *("sql-[12]*", "sql-[!1]", "s[q]l-1", "[ x:y-3", "", "sq*", "z* *"),
     ):
-        client = Sender("c", adapters=patterns)
-        assert await listed(app, *patterns) == ["org/base", *filter(client.may_use, NAMES)]
+        client = Sender("c", adapters=tuple(patterns.split(" ")))
+        assert await listed(app, *client.adapters) == ["org/base", *filter(client.may_use, NAMES)]
     assert await listed(app, "law-2", base_model=False) == ["law-2"]
 
 
