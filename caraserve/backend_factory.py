@@ -108,7 +108,7 @@ def check_options(spec: ModelSpec, model: ModelConfig, engine: EngineConfig, lor
 
 
 def _check_cuda_options(spec: ModelSpec, lora: LoraConfig) -> None:
-    if lora.mode.merges and spec.quantization is not None:
+    if lora.mode.merges and spec.plan.is_quantized:
         raise ConfigError(
             "--loading-mode merged adds adapters to the weights, and quantised ones cannot hold the sum; give another "
             "mode, or a checkpoint that is not quantised"
@@ -177,12 +177,12 @@ def build_cuda_backend(
     seqs, lora_cpus = engine.max_num_seqs or _GPU_SEQS, _lora_cpus(lora)
     sys.setswitchinterval(_SWITCH_S)
     device = open_device(dtype)
-    load_weights, transfer = partial(load, spec, TORCH_DTYPES[dtype], context), None
-    with progress("weights", progress_steps(spec)) as advance:
+    load_weights, transfer = partial(load, spec.plan, TORCH_DTYPES[dtype], context), None
+    with progress("weights", progress_steps(spec.plan)) as advance:
         if model.load_format == "dummy":
             weights = load_weights(device.device, dummy(engine.seed, device.device), advance)
         else:
-            weights, transfer = load_checkpoint(model.model, device, load_weights, advance, spec.quantization)
+            weights, transfer = load_checkpoint(model.model, device, load_weights, advance)
     if transfer is not None:
         log.info("%s", transfer)
     sizes = GpuSizes(
@@ -199,7 +199,7 @@ def build_cuda_backend(
         merging=lora.mode.merges,
         lora_cpus=lora_cpus,
     )
-    backend = CudaBackend(spec, weights, sizes, device, trace)
+    backend = CudaBackend(spec.plan, weights, sizes, device, trace)
     try:
         with progress("kernels", backend.warm_up_steps) as advance:
             backend.warm_up(advance)

@@ -18,7 +18,6 @@ from rich.text import Text
 
 from caraserve.backend_factory import check_options, dtype_of
 from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
-from caraserve.core.quantized_groups import device_bytes
 from caraserve.cpu.kernel_cache import has_kernels
 from caraserve.errors import CaraServeError, ConfigError, ModelLoadError
 from caraserve.gpu.driver.detect import Gpu, Installed, choose, installed, look
@@ -330,11 +329,9 @@ def _model(config: ModelConfig, room_bytes: int | None) -> str:
             weight_files(folder)
         except TensorFileError as error:
             raise ModelLoadError(str(error)) from error
-    itemsize, note = dtype_of(spec, config.dtype).itemsize, ""
-    num_bytes = spec.num_parameters * itemsize
-    if spec.quantization is not None:
+    num_bytes, note = spec.plan.weight_bytes(dtype_of(spec, config.dtype).itemsize), ""
+    if spec.plan.is_quantized:
         note = ", quantised"
-        num_bytes = device_bytes(spec, itemsize) if room_bytes is None else spec.plan.weight_bytes(itemsize)
     if room_bytes is not None and num_bytes > room_bytes:
         raise ModelLoadError(f"{folder}: weights of {human_bytes(num_bytes)}, and {human_bytes(room_bytes)} are free")
     return f"{folder}: {spec.family}, weights of {human_bytes(num_bytes)}{note}"

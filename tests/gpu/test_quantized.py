@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from caraserve.core.quantized_groups import device_bytes
 from safetensors.torch import load_file
 from torch import Tensor
 
 from caraserve.core.lora_layout import GROUPS
-from caraserve.core.quantized_groups import device_bytes
 from caraserve.errors import ConfigError
 from caraserve.gpu.checkpoint import load_checkpoint
 from caraserve.gpu.linear import quantized as quantized_linear

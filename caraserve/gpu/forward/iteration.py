@@ -31,7 +31,7 @@ from caraserve.gpu.memory.results import ResultBlocks, Results, Waiter, result_b
 from caraserve.gpu.memory.staging_ring import StagingRing
 from caraserve.gpu.merged_weights import MergedDeviceWeights
 from caraserve.gpu.weights import Weights
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan
 from caraserve.telemetry.trace import Trace
 
 
@@ -94,7 +94,7 @@ def return_results(
 
 def values_of(decoder: Decoder, outputs: Output, results: Results) -> OutputValues:
     """Returns the values in a block of results; valid until the block is released."""
-    dtype, shape = decoder.weights.dtype, (len(outputs.embedded), decoder.spec.hidden)
+    dtype, shape = decoder.weights.dtype, (len(outputs.embedded), decoder.plan.hidden)
     first = result_bytes(results.outputs)
     stored = results.block[first : first + dtype.itemsize * shape[0] * shape[1]]
     embeddings = torch.from_numpy(stored).view(dtype).view(shape).float().numpy()
@@ -140,17 +140,17 @@ class IterationRunner:
         slots: RequestSlots,
         captured_graphs: CapturedGraphs,
         merged: MergedDeviceWeights | None,
-        spec: ModelSpec,
+        plan: DecoderPlan,
         trace: Trace | None = None,
     ) -> None:
         """`merged`: the weights that adapters are merged into, as large as the base's; None where mode `merged` is
         off."""
         self._driver = context.driver
         self._timelines, self._ring, self._decoder = context.timelines, context.ring, parts.decoder
-        self._lane = IterationLane(context.driver, self._timelines, context.copier, spec.layers)
+        self._lane = IterationLane(context.driver, self._timelines, context.copier, len(plan.layers))
         self._resources, self._batch, self._host, self._masks = parts, parts.batch, parts.host, parts.masks
         self._images, self._slots, self._captured_graphs, self._merged = images, slots, captured_graphs, merged
-        self._layers, self._trace = spec.layers, trace
+        self._layers, self._trace = len(plan.layers), trace
         self._lists = BatchLists(self._ring, images, self._batch)
         self._words = self._host.empty()
         self._ended_s = 0.0  # end of the previous iteration
