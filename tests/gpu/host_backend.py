@@ -157,11 +157,11 @@ def alone(
     }  # fmt: skip
     used = GpuSizes(**fields | sizes)
     loaded, _ = load_checkpoint(
-        folder, device, partial(weights.load, spec, weights.TORCH_DTYPES[Dtype.F32], used.max_context)
+        folder, device, partial(weights.load, spec.plan, weights.TORCH_DTYPES[Dtype.F32], used.max_context)
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "GRANULE_BYTES", GRANULE_BYTES)
-        backend = CudaBackend(spec, loaded, used, device)
+        backend = CudaBackend(spec.plan, loaded, used, device)
         host = Host(driver, backend)
         spoil_pool(host)
         try:

@@ -91,12 +91,14 @@ class TinyDevice:
         self.spec: ModelSpec = load_spec(self.folder)
         dtype = TORCH_DTYPES[self.dtype]
         device = open_device(self.dtype) if DEVICE.type == "cuda" else host_device(self.dtype)[0]
-        self.weights: Weights = load_checkpoint(self.folder, device, partial(load, self.spec, dtype, MAX_CONTEXT))[0]
+        self.weights: Weights = load_checkpoint(self.folder, device, partial(load, self.spec.plan, dtype, MAX_CONTEXT))[
+            0
+        ]
         per_slot = ceil_div(MAX_CONTEXT, BLOCK_TOKENS)
-        num_bytes = block_bytes(self.spec, dtype) * per_slot * SLOTS
+        num_bytes = block_bytes(self.spec.plan, dtype) * per_slot * SLOTS
         self.pool = torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)
         self.forget()
-        self.state = make_state(self.spec, dtype, self.pool, SLOTS, MAX_CONTEXT)
+        self.state = make_state(self.spec.plan, dtype, self.pool, SLOTS, MAX_CONTEXT)
         blocks = torch.randperm(SLOTS * per_slot, generator=torch.Generator().manual_seed(0)).to(torch.int32)
         self.state.block_table.copy_(blocks.view(SLOTS, per_slot))
         self.tables = AdapterTables(self.spec, ADAPTER_SLOTS, DEVICE)
@@ -109,10 +111,12 @@ class TinyDevice:
         )
         self.host = BatchWriter(capacity)
         self.batch = make_batch(self.spec, capacity, MAX_RANK, DEVICE)
-        self.workspace = make_workspace(self.spec, dtype, capacity, MAX_RANK, MAX_CONTEXT, DEVICE, ATTENTION.decode)
+        self.workspace = make_workspace(
+            self.spec.plan, dtype, capacity, MAX_RANK, MAX_CONTEXT, DEVICE, ATTENTION.decode
+        )
         self.kernels = Kernels(self.dtype)
         at_once = replace(device, driver=NullDriver(), kernels=self.kernels)
-        parts = self.spec, self.weights, self.state, self.batch, self.tables, self.workspace
+        parts = self.spec.plan, self.weights, self.state, self.batch, self.tables, self.workspace
         self.decoder = Decoder(*parts, at_once, ATTENTION)
         self.sampling = np.zeros(SLOTS, SLOT_SAMPLING)
 

@@ -26,8 +26,10 @@ def logprobs(
     adapter: int = 0,
     is_merged: bool = False,
 ) -> NDArray[np.float64]:
-    """Returns the log-probabilities after each token but the last, [tokens - 1, vocab]. `pieces`: how many tokens each
-    iteration computes; `alternatives`: how many tokens are reported at a place, NaN for the others. `adapter`: its slot, in loading mode `merged` if `is_merged`."""
+    """Returns the log-probabilities after each token but the last, [tokens - 1, vocab].
+
+    `pieces`: how many tokens each iteration computes. `alternatives`: how many tokens are reported at a place; NaN for
+    the others. `adapter`: its slot, in loading mode `merged` if `is_merged`."""
     found = np.full((len(tokens) - 1, vocab), np.nan)
     starts = (SlotStart(0, tuple(tokens), SlotSampling.greedy(len(tokens))),)
     grants = (BlockGrant(0, 0, tuple(range(BLOCKS - 1, BLOCKS - 1 - -(-len(tokens) // BLOCK_TOKENS), -1))),)

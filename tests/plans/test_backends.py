@@ -1,5 +1,5 @@
-"""Both backends compute what plans say: made-up decoders, a made-up weight format and a made-up kind of adapters against
-numpy; and every field of a plan has its effect."""
+"""Both backends compute what plans say: made-up decoders, a made-up weight format and a made-up kind of adapter against
+numpy; every field of a plan has its effect."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -155,6 +155,7 @@ def test_a_kind_of_adapter_from_outside_the_package_computes_what_its_reference_
     plan, (make, alternatives), tensors = PLANS[name](), BACKENDS[backend], dict[str, Any]()
     deltas, rng = dict[str, NDArray[np.float64]](), np.random.default_rng(3)
     for module, own in by_module(tensors_of(plan)).items():
+        own["lora_A"], own["lora_B"] = own["lora_A"] / 8, own["lora_B"] / 8
         own["lora_scale"] = rng.standard_normal(len(own["lora_B"])).astype(np.float32)
         rank = len(own["lora_A"])
         deltas[module] = ScaledLora().update({key: each.astype(np.float64) for key, each in own.items()}, 6 / rank)

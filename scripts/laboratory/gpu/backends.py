@@ -111,8 +111,8 @@ def cuda_backend(
     if weights is None and folder is not None:
         weights, _ = load_folder(folder, spec, dtype, sizes, used)
     elif weights is None:
-        weights = load(spec, TORCH_DTYPES[dtype], sizes.max_context, used.device, dummy(0, used.device))
-    backend = CudaBackend(spec, weights, sizes, used)
+        weights = load(spec.plan, TORCH_DTYPES[dtype], sizes.max_context, used.device, dummy(0, used.device))
+    backend = CudaBackend(spec.plan, weights, sizes, used)
     try:
         if warm:
             backend.warm_up()
@@ -125,4 +125,4 @@ def load_folder(
     folder: Path, spec: ModelSpec, dtype: Dtype, sizes: GpuSizes, device: GpuDevice
 ) -> tuple[Weights, TransferFigures]:
     """Loads a checkpoint to the device, which has been entered, and measures that."""
-    return load_checkpoint(folder, device, partial(load, spec, TORCH_DTYPES[dtype], sizes.max_context))
+    return load_checkpoint(folder, device, partial(load, spec.plan, TORCH_DTYPES[dtype], sizes.max_context))

@@ -17,7 +17,6 @@ from triton.compiler import make_backend
 from triton.runtime import driver as triton_driver
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from caraserve.core.lora_layout import GROUPS
 from caraserve.gpu.attention import triton as attention
 from caraserve.gpu.builder import BackendParts, GpuSizes
 from caraserve.gpu.driver.api import Stream
@@ -33,7 +32,7 @@ from caraserve.gpu.memory.pass_shape import PassShape
 from caraserve.gpu.merged_weights import MergedDeviceWeights
 from caraserve.gpu.weights import dummy, load
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import SITES, parse_spec
+from caraserve.model.spec import parse_spec
 from caraserve.profiling.microbench import adapter_spec
 from scripts.laboratory.gpu.null_device import NullDriver, NullKernels
 from tests.oracle.quantized import PER_TOKEN, compressed
@@ -67,10 +66,10 @@ MODELS: dict[str, dict[str, Any]] = {
 @contextmanager
 def parts_of(model: str, count: int) -> Iterator[BackendParts]:
     sizes = {"vocab_size": 100, "hidden_size": 96, "intermediate_size": 112, "num_attention_heads": 2}
-    spec = parse_spec({"num_key_value_heads": 1, "num_hidden_layers": count, **sizes, **MODELS[model]})
-    weights = load(spec, torch.bfloat16, CONTEXT, CPU, dummy(0, CPU))
+    plan = parse_spec({"num_key_value_heads": 1, "num_hidden_layers": count, **sizes, **MODELS[model]}).plan
+    weights = load(plan, torch.bfloat16, CONTEXT, CPU, dummy(0, CPU))
     device = GpuDevice(NullDriver(), NullKernels(), CPU, "none")
-    parts = BackendParts(spec, weights, SIZES, device, lambda: None)
+    parts = BackendParts(plan, weights, SIZES, device, lambda: None)
     try:
         yield parts
     finally:
@@ -116,7 +115,7 @@ def iterations(parts: BackendParts) -> None:
         PassShape(32, 16, 2, 17, 3, has_items=True, context=17),
         PassShape(TOKENS, 7, 9, TOKENS, 12, has_items=True, context=16),  # scores more tokens than there are logits
     ):
-        issue_pass(lane.decoder.make_pass(shape), stream, parts.spec.layers)
+        issue_pass(lane.decoder.make_pass(shape), stream, len(parts.plan.layers))
 
 
 def assisted(parts: BackendParts) -> None:
@@ -124,7 +123,7 @@ def assisted(parts: BackendParts) -> None:
     decoder, stream = parts.lanes[1].decoder, Stream(1)
     for tokens in (1, 7, 16, ASSISTED_CHUNK_TOKENS):
         shape = PassShape(tokens, 0, 1, tokens % 2, 1, has_items=False, context=0)
-        issue_pass(decoder.make_pass(shape, hand_offs=parts.assisted._hand_offs), stream, parts.spec.layers)
+        issue_pass(decoder.make_pass(shape, hand_offs=parts.assisted._hand_offs), stream, len(parts.plan.layers))
     masked = MaskedOutputs(np.array([0]), has_scores=True, await_masks=lambda stream: None)
     decoder.sample_masked(masked, 0, 1, stream)
     decoder.embed_prompts(1, stream)
@@ -148,7 +147,7 @@ def test_a_tables_alignment_does_not_change_with_the_layer(met: set[tuple[str, s
     with parts_of("head norms", 32) as parts:
         parts.warm_up(lambda: None)
     for name in ("shrink_kernel", "expand_kernel"):
-        assert len({key for kernel, key in met if kernel == name}) <= 2 * len(GROUPS)
+        assert len({key for kernel, key in met if kernel == name}) <= 2 * len(parts.plan.group_shapes)
 
 
 @pytest.mark.usefixtures("met")
@@ -186,16 +185,16 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", Dtype)
 def test_a_first_merge_meets_no_operation_that_the_warm_up_has_not(dtype: Dtype) -> None:
     sizes = {"vocab_size": 100, "hidden_size": 96, "intermediate_size": 112, "num_attention_heads": 2}
-    spec = parse_spec({"num_key_value_heads": 1, "num_hidden_layers": 3, **sizes, **MODELS["head norms"]})
-    base = load(spec, torch.bfloat16, CONTEXT, CPU, dummy(0, CPU))
-    merged = MergedDeviceWeights(spec, base, 64)
+    plan = parse_spec({"num_key_value_heads": 1, "num_hidden_layers": 3, **sizes, **MODELS["head norms"]}).plan
+    base = load(plan, torch.bfloat16, CONTEXT, CPU, dummy(0, CPU))
+    merged = MergedDeviceWeights(plan, base, 64)
     driver = NullDriver()
     with Operations() as before:
         merged.warm_up(torch.full((1 << 18,), 0xFF, dtype=torch.uint8), driver, Stream(1))
     for layer, warmed in zip(base.layers, merged.weights.layers, strict=True):
         for linear, other in zip(layer.linears, warmed.linears, strict=True):
             assert torch.equal(linear.weight, other.weight)
-    adapter = adapter_spec(spec, dtype, 16, spec.layers, SITES[2:])
+    adapter = adapter_spec(plan, dtype, 16, len(plan.layers), plan.targets[2:])
     image = torch.zeros(adapter.num_bytes, dtype=torch.uint8)
     with Operations() as serving:
         merged.merge(adapter, image, driver, Stream(1))

@@ -213,7 +213,7 @@ def test_a_decoders_own_launches_fit_the_smallest_shared_memory(launches: list[L
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": 128}
     sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INNER}
     decoder = decoder_of({"model_type": "qwen3", **heads, **sizes}, torch.bfloat16)
-    issue_pass(decoder.make_pass(PassShape(TOKENS, 7, 3, 9, 4, True, 2048)), Stream(0), decoder.spec.layers)
+    issue_pass(decoder.make_pass(PassShape(TOKENS, 7, 3, 9, 4, True, 2048)), Stream(0), len(decoder.plan.layers))
     distinct = {launch.identity: launch for launch in launches}
     assert len({launch.kernel for launch in distinct.values()}) == 10
     check(list(distinct.values()), 86)

@@ -114,7 +114,7 @@ def launches_of(config: Mapping[str, Any], dtype: torch.dtype, capability: int) 
             patch.setattr(module, "compute_capability", lambda device: capability)
         recorded = recording(patch)
         decoder, base = decoder_of(config, dtype), PassShape(TOKENS, 7, 3, 9, 0, False, 2048)
-        issue_pass(decoder.make_pass(base), Stream(0), decoder.spec.layers)
+        issue_pass(decoder.make_pass(base), Stream(0), len(decoder.plan.layers))
         gate = torch.empty(1, dtype=torch.int32, device="meta")
         decoder.lora.pass_over(replace(base, segments=4)).add(0, QKV, Stream(0), gate)
     return list({launch.identity: launch for launch in recorded}.values())
@@ -123,15 +123,17 @@ def launches_of(config: Mapping[str, Any], dtype: torch.dtype, capability: int) 
 def decoder_of(config: Mapping[str, Any], dtype: torch.dtype) -> Decoder:
     """Returns a decoder of two layers over tensors without memory."""
     nowhere = torch.device("meta")
-    spec = parse_spec({**config, "num_hidden_layers": 2})
-    loaded = weights.load(spec, dtype, 2048, nowhere, lambda name, target: None)
-    state = make_state(spec, dtype, torch.empty(1 << 30, dtype=torch.uint8, device=nowhere), SLOTS, 2048)
-    capacity = Capacity(TOKENS, SLOTS, TOKENS, ATTENTION.prefill.tile_tokens(dtype, spec.head_dim), SLOTS)
-    parts = make_batch(spec, capacity, 64, nowhere), AdapterTables(spec, SLOTS, nowhere)
+    plan = parse_spec({**config, "num_hidden_layers": 2}).plan
+    loaded = weights.load(plan, dtype, 2048, nowhere, lambda name, target: None)
+    state = make_state(plan, dtype, torch.empty(1 << 30, dtype=torch.uint8, device=nowhere), SLOTS, 2048)
+    capacity = Capacity(
+        TOKENS, SLOTS, TOKENS, ATTENTION.prefill.tile_tokens(dtype, next(plan.attentions).head_dim), SLOTS
+    )
+    parts = make_batch(plan, capacity, 64, nowhere), AdapterTables(plan, SLOTS, nowhere)
     rounds = loaded.rounds_inputs
-    workspace = make_workspace(spec, dtype, capacity, 64, 2048, nowhere, ATTENTION.decode, rounds_inputs=rounds)
+    workspace = make_workspace(plan, dtype, capacity, 64, 2048, nowhere, ATTENTION.decode, rounds_inputs=rounds)
     device = null_device()
-    return Decoder(spec, loaded, state, *parts, workspace, device, ATTENTION)
+    return Decoder(plan, loaded, state, *parts, workspace, device, ATTENTION)
 
 
 def usage(compiled: Any) -> dict[str, int]:
