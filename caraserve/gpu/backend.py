@@ -92,7 +92,7 @@ class CudaBackend:
     def use(self, profile: Profile, *, slice_tokens: int | None = None) -> None:
         """Uses the measured times of this machine to predict hand-offs and prefills. Slices of hand-offs follow them,
         or have up to `slice_tokens`."""
-        predictions = measured_predictions(profile, self._spec, self.delta_itemsize, slice_tokens)
+        predictions = measured_predictions(profile, self._spec.plan, self.delta_itemsize, slice_tokens)
         self._parts.assisted.set_predictions(predictions)
         self._parts.context.queue.bytes_per_s = profile.link_bytes_per_s
 

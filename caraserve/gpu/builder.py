@@ -37,7 +37,7 @@ from caraserve.gpu.memory.copier import AdapterCopier, DeviceContext
 from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS, SYNC_SLOTS, HostRegion
 from caraserve.gpu.memory.link_queue import LinkQueue
 from caraserve.gpu.memory.masks import LaneMasks, mask_bytes
-from caraserve.gpu.memory.pass_shape import Capacity, PassShape
+from caraserve.gpu.memory.pass_shape import Capacity, PassShape, all_groups
 from caraserve.gpu.memory.pool import GRANULE_BYTES, DevicePool
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS, RequestSlots, block_bytes, make_state
 from caraserve.gpu.memory.results import ResultBlocks, Waiter, result_bytes
@@ -107,7 +107,7 @@ class BackendParts:
     def _build(self, weights: Weights, sizes: GpuSizes, wake: Callable[[], None], trace: Trace | None) -> None:
         spec, device, driver = self.spec, self.device, self.device.driver
         capacities = _capacities(spec, weights, sizes)
-        tables = AdapterTables(spec, sizes.adapter_slots, device.device)
+        tables = AdapterTables(spec.plan, sizes.adapter_slots, device.device)
         self.merged = MergedDeviceWeights(spec, weights, MAX_RANK) if sizes.merging else None
         memories = [_lane_memory(spec, weights, sizes, capacity, device) for capacity in capacities]
         dtype = DTYPES_OF_TORCH[weights.dtype]
@@ -123,7 +123,7 @@ class BackendParts:
             _pool(self.limits),
             memory,
             tables,
-            spec,
+            spec.plan,
             host,
             padded_rank=sizes.padded_rank,
             with_ready_words=bool(sizes.lora_cpus),
@@ -159,7 +159,7 @@ class BackendParts:
             merging=sizes.merging,
         )
         iterations, assist = self.lanes
-        self.captured_graphs = CapturedGraphs(driver, graphs, iterations.capacity, sizes.max_context, spec.layers)
+        self.captured_graphs = CapturedGraphs(driver, graphs, iterations.capacity, sizes.max_context, spec.plan)
         self.iterations = IterationRunner(
             context, iterations, self.images, self.slots, self.captured_graphs, self.merged, spec, trace
         )
@@ -167,7 +167,8 @@ class BackendParts:
         self.watchdog = WatchdogThread(Watchdog(RegionWords(region.region)), self.workers)
         self.region = region
         resources = AssistResources(region, host, self.workers, self.watchdog.watchdog, dtype)
-        self.assisted = AssistedPrefills(context, assist, self.images, self.slots, resources, spec, wake, chunk_bytes)
+        of_assist = assist, self.images, self.slots, resources, spec.plan
+        self.assisted = AssistedPrefills(context, *of_assist, wake, chunk_bytes)
         device.synchronize()  # memory was filled on torch's stream, for which not every lane waits
 
     @property
@@ -188,7 +189,7 @@ class BackendParts:
     @property
     def warm_up_steps(self) -> int:
         """Number of times `warm_up` calls `advance`."""
-        shapes = warm_up_shapes(self.lanes[0].capacity, self.limits.max_context)
+        shapes = warm_up_shapes(self.lanes[0].capacity, self.limits.max_context, all_groups(self.spec.plan))
         assisted = 1 + self.assisted.graphs.count if self.limits.assisted_batches else 0
         return len(shapes) + 1 + assisted + self.captured_graphs.count
 
@@ -198,7 +199,7 @@ class BackendParts:
         stream = timelines.streams[Lane.COMPUTE]
         self.context.ring.send(lane.batch.words.data_ptr(), lane.host.empty())
         self.context.ring.flush()
-        for shape in warm_up_shapes(lane.capacity, self.limits.max_context):
+        for shape in warm_up_shapes(lane.capacity, self.limits.max_context, all_groups(self.spec.plan)):
             issue_pass(lane.decoder.make_pass(shape), stream, self.spec.layers)
             timelines.settle(Lane.COMPUTE)
             advance()
@@ -256,7 +257,7 @@ def _lane_memory(
     max_rank = sizes.padded_rank or MAX_RANK
     sizes_of_rows = spec, weights.dtype, capacity, max_rank, sizes.max_context, device.device
     workspace = make_workspace(*sizes_of_rows, ATTENTION.decode, rounds_inputs=weights.rounds_inputs)
-    return make_batch(spec, capacity, max_rank, device.device), workspace
+    return make_batch(spec.plan, capacity, max_rank, device.device), workspace
 
 
 def _host_memory(
@@ -269,7 +270,7 @@ def _host_memory(
     blocks = _ITERATIONS_AHEAD + SYNC_SLOTS
     masks = [mask_bytes(capacity.rows, mask_words(spec.vocab_size)) for capacity in capacities]
     rings = _RING_BYTES, _ASSIST_RING_BYTES if sizes.lora_cpus else PAGE_BYTES
-    region = HostRegion(spec, dtype, len(sizes.lora_cpus), rings, block_bytes, blocks, masks, sizes.host_bytes)
+    region = HostRegion(spec.plan, dtype, len(sizes.lora_cpus), rings, block_bytes, blocks, masks, sizes.host_bytes)
     base, num_bytes = region.region.base, region.region.num_bytes
     try:
         return region, RegisteredMemory(base, driver.register_host(base, num_bytes))
@@ -322,7 +323,7 @@ def _pool(limits: Limits) -> DevicePool:
 
 def _chunk_graph_bytes(spec: ModelSpec, sizes: GpuSizes) -> int:
     """Returns the part of the graphs' memory that those of assisted chunks get."""
-    expected = chunk_graphs.expected_bytes(spec.layers) if sizes.lora_cpus else 0
+    expected = chunk_graphs.expected_bytes(spec.plan) if sizes.lora_cpus else 0
     return expected if expected <= _CHUNKS_SHARE * sizes.graph_bytes else 0
 
 

@@ -78,7 +78,7 @@ class Decoder:
     ) -> None:
         self.spec, self.weights, self.state, self.batch = spec, weights, state, batch
         self.workspace, self.kernels, self.driver, self.attention = workspace, device.kernels, device.driver, attention
-        self.lora = LoraLane(spec, batch, tables, workspace, device)
+        self.lora = LoraLane(spec.plan, batch, tables, workspace, device)
         self.sampler = SamplerState(state.sampling, state.history, workspace.weights, workspace.counts)
         self.layer_attention = layer_attention(spec)
 

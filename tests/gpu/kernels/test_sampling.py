@@ -392,7 +392,7 @@ def test_the_best_tokens_and_the_rank_are_those_of_a_stable_sort(kind: str, want
 
 def test_results_are_written_as_they_are_copied_to_the_host() -> None:
     """Place after place, so that a copy of fewer alternatives is a beginning of the results."""
-    batch = make_batch(load_spec(demo.model_folder()), Capacity(8, 4, 16, 8, 1), 8, torch.device("cpu"))
+    batch = make_batch(load_spec(demo.model_folder()).plan, Capacity(8, 4, 16, 8, 1), 8, torch.device("cpu"))
     logits, outputs = random_logits(3), outputs_between(batch.outputs, 2, 5)
     for part, values in zip(
         (outputs.token, outputs.wanted, outputs.chosen), ([0, 1, 2], [40, 0, 100], [9, 8, 7]), strict=True

@@ -19,7 +19,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from caraserve.core.lora_layout import QKV
 from caraserve.gpu import weights
 from caraserve.gpu.attention import triton as triton_attention
 from caraserve.gpu.attention.triton import ATTENTION
@@ -113,10 +112,10 @@ def launches_of(config: Mapping[str, Any], dtype: torch.dtype, capability: int) 
         for module in (triton_attention, quantized):
             patch.setattr(module, "compute_capability", lambda device: capability)
         recorded = recording(patch)
-        decoder, base = decoder_of(config, dtype), PassShape(TOKENS, 7, 3, 9, 0, False, 2048)
+        decoder, base = decoder_of(config, dtype), PassShape(TOKENS, 7, 3, 9, 0, False, 2048, frozenset({0}))
         issue_pass(decoder.make_pass(base), Stream(0), decoder.spec.layers)
         gate = torch.empty(1, dtype=torch.int32, device="meta")
-        decoder.lora.pass_over(replace(base, segments=4)).add(0, QKV, Stream(0), gate)
+        decoder.lora.pass_over(replace(base, segments=4)).add(0, 0, Stream(0), gate)
     return list({launch.identity: launch for launch in recorded}.values())
 
 
@@ -127,7 +126,7 @@ def decoder_of(config: Mapping[str, Any], dtype: torch.dtype) -> Decoder:
     loaded = weights.load(spec, dtype, 2048, nowhere, lambda name, target: None)
     state = make_state(spec, dtype, torch.empty(1 << 30, dtype=torch.uint8, device=nowhere), SLOTS, 2048)
     capacity = Capacity(TOKENS, SLOTS, TOKENS, ATTENTION.prefill.tile_tokens(dtype, spec.head_dim), SLOTS)
-    parts = make_batch(spec, capacity, 64, nowhere), AdapterTables(spec, SLOTS, nowhere)
+    parts = make_batch(spec.plan, capacity, 64, nowhere), AdapterTables(spec.plan, SLOTS, nowhere)
     rounds = loaded.rounds_inputs
     workspace = make_workspace(spec, dtype, capacity, 64, 2048, nowhere, ATTENTION.decode, rounds_inputs=rounds)
     device = null_device()

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from caraserve.core.lora_layout import GROUPS
 from caraserve.gpu.attention.triton import ATTENTION, SPLIT_TOKENS, SplitScratch
 from caraserve.gpu.memory import workspace
 from caraserve.gpu.memory.pass_shape import Capacity, PassShape
@@ -20,7 +19,7 @@ def made() -> Workspace:
 
 
 def parts(space: Workspace, rows: int, context: int) -> list[tuple[int, int]]:
-    found = space.decode_parts(PassShape(rows, rows, 0, rows, 0, False, context))
+    found = space.decode_parts(PassShape(rows, rows, 0, rows, 0, False, context, frozenset()))
     for part, scratch in found:
         assert isinstance(scratch, SplitScratch)
         assert isinstance(space.scratch, SplitScratch)
@@ -55,10 +54,12 @@ def test_a_batch_without_decoding_rows_has_no_decode_parts() -> None:
 def test_a_pass_takes_the_first_rows() -> None:
     space = made()
     first = space.activations.first(5)
-    for group, part in enumerate(space.parts):
-        assert part.shape == (4, 64, len(GROUPS[group]), 16)
-        assert first.inputs[group].shape == (5, SPEC.site_shape(GROUPS[group][0])[0])
-        assert first.outputs[group].shape == (5, sum(SPEC.site_shape(site)[1] for site in GROUPS[group]))
+    for shape, part, inputs, outputs in zip(
+        SPEC.plan.group_shapes, space.parts, first.inputs, first.outputs, strict=True
+    ):
+        assert part.shape == (4, 64, len(shape.widths), 16)
+        assert inputs.shape == (5, shape.inputs)
+        assert outputs.shape == (5, sum(shape.widths))
     assert first.hidden.data_ptr() == space.activations.hidden.data_ptr()
 
 
