@@ -37,7 +37,7 @@ from caraserve.gpu.memory.copier import AdapterCopier, DeviceContext
 from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS, SYNC_SLOTS, HostRegion
 from caraserve.gpu.memory.link_queue import LinkQueue
 from caraserve.gpu.memory.masks import LaneMasks, mask_bytes
-from caraserve.gpu.memory.pass_shape import Capacity, PassShape
+from caraserve.gpu.memory.pass_shape import Capacity, PassShape, all_groups
 from caraserve.gpu.memory.pool import GRANULE_BYTES, DevicePool
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS, RequestSlots, block_bytes, make_state
 from caraserve.gpu.memory.results import ResultBlocks, Waiter, result_bytes
@@ -159,7 +159,7 @@ class BackendParts:
             merging=sizes.merging,
         )
         iterations, assist = self.lanes
-        self.captured_graphs = CapturedGraphs(driver, graphs, iterations.capacity, sizes.max_context, len(plan.layers))
+        self.captured_graphs = CapturedGraphs(driver, graphs, iterations.capacity, sizes.max_context, plan)
         self.iterations = IterationRunner(
             context, iterations, self.images, self.slots, self.captured_graphs, self.merged, plan, trace
         )
@@ -167,7 +167,8 @@ class BackendParts:
         self.watchdog = WatchdogThread(Watchdog(RegionWords(region.region)), self.workers)
         self.region = region
         resources = AssistResources(region, host, self.workers, self.watchdog.watchdog, dtype)
-        self.assisted = AssistedPrefills(context, assist, self.images, self.slots, resources, plan, wake, chunk_bytes)
+        of_assist = assist, self.images, self.slots, resources, plan
+        self.assisted = AssistedPrefills(context, *of_assist, wake, chunk_bytes)
         device.synchronize()  # memory was filled on torch's stream, for which not every lane waits
 
     @property
@@ -188,7 +189,7 @@ class BackendParts:
     @property
     def warm_up_steps(self) -> int:
         """Number of times `warm_up` calls `advance`."""
-        shapes = warm_up_shapes(self.lanes[0].capacity, self.limits.max_context)
+        shapes = warm_up_shapes(self.lanes[0].capacity, self.limits.max_context, all_groups(self.plan))
         assisted = 1 + self.assisted.graphs.count if self.limits.assisted_batches else 0
         return len(shapes) + 1 + assisted + self.captured_graphs.count
 
@@ -198,7 +199,7 @@ class BackendParts:
         stream = timelines.streams[Lane.COMPUTE]
         self.context.ring.send(lane.batch.words.data_ptr(), lane.host.empty())
         self.context.ring.flush()
-        for shape in warm_up_shapes(lane.capacity, self.limits.max_context):
+        for shape in warm_up_shapes(lane.capacity, self.limits.max_context, all_groups(self.plan)):
             issue_pass(lane.decoder.make_pass(shape), stream, len(self.plan.layers))
             timelines.settle(Lane.COMPUTE)
             advance()
@@ -323,7 +324,7 @@ def _pool(limits: Limits) -> DevicePool:
 
 def _chunk_graph_bytes(plan: DecoderPlan, sizes: GpuSizes) -> int:
     """Returns the part of the graphs' memory that those of assisted chunks get."""
-    expected = chunk_graphs.expected_bytes(len(plan.layers)) if sizes.lora_cpus else 0
+    expected = chunk_graphs.expected_bytes(plan) if sizes.lora_cpus else 0
     return expected if expected <= _CHUNKS_SHARE * sizes.graph_bytes else 0
 
 

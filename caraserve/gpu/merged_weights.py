@@ -72,9 +72,9 @@ class MergedDeviceWeights:
         for layer, group in left:
             self._weight(self.weights, layer, group).copy_(self._weight(self._base, layer, group))
         for layer, index in dict.fromkeys((span.layer, self._site(span).group) for span in spans):
-            group = self._plan.layers[layer].groups[index]
+            plan = self._plan.layers[layer].groups[index]
             base, room = (self._weight(weights, layer, index) for weights in (self._base, self.weights))
-            for site, column in zip(group.sites, group.columns(), strict=True):
+            for site, column in zip(plan.sites, plan.columns(), strict=True):
                 before, after = (each[column : column + site.outputs] for each in (base, room))
                 span = of.get((layer, site.index))
                 if span is None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from caraserve.core.batch import Batch, RowResult, ScheduledRow, SlotSampling
-from caraserve.core.lora_layout import GROUPS, AdapterSpec, HostAdapter, aligned_bytes
+from caraserve.core.lora_layout import AdapterSpec, HostAdapter, aligned_bytes
 from caraserve.core.outputs import OutputValues, collect, outputs_of
 from caraserve.cpu.sampling import SLOT_SAMPLING, write_sampling
 from caraserve.gpu.attention.triton import ATTENTION
@@ -22,17 +22,18 @@ from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.launch import Launch
 from caraserve.gpu.forward.batch import BatchWriter, decode_slots, make_batch
 from caraserve.gpu.forward.decoder import Decoder, issue_pass
-from caraserve.gpu.kernels.bgmv_work import AdapterItems, adapter_items, plan_items
+from caraserve.gpu.kernels.bgmv_work import AdapterItems, plan_items
 from caraserve.gpu.kernels.cuda_kernels import open_device
-from caraserve.gpu.memory.adapter_tables import GROUP_SITES, AdapterTables, column
-from caraserve.gpu.memory.pass_shape import Capacity, PassShape
+from caraserve.gpu.memory.adapter_tables import AdapterTables, column
+from caraserve.gpu.memory.adapters import items_by_shape
+from caraserve.gpu.memory.pass_shape import Capacity, PassShape, all_groups
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS, block_bytes, make_state
 from caraserve.gpu.memory.results import Results
 from caraserve.gpu.memory.workspace import make_workspace
 from caraserve.gpu.weights import TORCH_DTYPES, Weights, load
 from caraserve.lora.peft import inspect_adapter, read_adapter
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import SITES, ModelSpec, load_spec
+from caraserve.model.spec import ModelSpec, load_spec
 from caraserve.util.units import ceil_div
 from scripts.laboratory.gpu.null_device import NullDriver
 from tests.gpu.emulator import run as emulate
@@ -75,7 +76,7 @@ class Bound:
     spec: AdapterSpec
     image: Tensor  # uint8
     host: HostAdapter
-    items: list[AdapterItems]  # by module group
+    items: tuple[AdapterItems, ...]  # by group shape
 
 
 @dataclass
@@ -101,7 +102,7 @@ class TinyDevice:
         self.state = make_state(self.spec.plan, dtype, self.pool, SLOTS, MAX_CONTEXT)
         blocks = torch.randperm(SLOTS * per_slot, generator=torch.Generator().manual_seed(0)).to(torch.int32)
         self.state.block_table.copy_(blocks.view(SLOTS, per_slot))
-        self.tables = AdapterTables(self.spec, ADAPTER_SLOTS, DEVICE)
+        self.tables = AdapterTables(self.spec.plan, ADAPTER_SLOTS, DEVICE)
         capacity = Capacity(
             self.max_tokens,
             SLOTS,
@@ -110,7 +111,7 @@ class TinyDevice:
             ADAPTER_SLOTS,
         )
         self.host = BatchWriter(capacity)
-        self.batch = make_batch(self.spec, capacity, MAX_RANK, DEVICE)
+        self.batch = make_batch(self.spec.plan, capacity, MAX_RANK, DEVICE)
         self.workspace = make_workspace(
             self.spec.plan, dtype, capacity, MAX_RANK, MAX_CONTEXT, DEVICE, ATTENTION.decode
         )
@@ -124,18 +125,11 @@ class TinyDevice:
         data = aligned_bytes(inspect_adapter(folder, self.spec).num_bytes)
         host = read_adapter(folder, self.spec, data)
         image = torch.from_numpy(host.data.copy()).to(DEVICE)
-        made = column(host.spec, self.spec.layers, image.data_ptr())
+        made = column(host.spec, self.spec.plan, image.data_ptr())
         for name in ("a", "b", "rank", "scale"):
-            values = torch.from_numpy(getattr(made, name)).view(self.spec.layers, len(SITES))
-            getattr(self.tables, name)[:, :, slot] = values.to(DEVICE)
+            getattr(self.tables, name)[:, :, slot] = torch.from_numpy(getattr(made, name)).to(DEVICE)
         self.tables.dtype[slot] = int(made.dtype[0])
-        most = made.rank.reshape(self.spec.layers, len(SITES)).max(0)
-        items = [
-            adapter_items(
-                slot, most[list(sites)].tolist(), host.spec.dtype, [self.spec.site_shape(s)[1] for s in group]
-            )
-            for sites, group in zip(GROUP_SITES, GROUPS, strict=True)
-        ]
+        items = items_by_shape(self.spec.plan, slot, host.spec, MAX_RANK)
         self.bound[slot] = Bound(folder, host.spec, image, host, items)
         return self.bound[slot]
 
@@ -153,9 +147,10 @@ class TinyDevice:
     def fill(self, rows: Sequence[ScheduledRow], *, with_lora: bool = True, all_prompt: bool = False) -> PassShape:
         """Writes the batch and returns its shape; rows must be in the order of their adapters."""
         words, outputs = self.host.empty(), outputs_of(tuple(rows), self._prompt_tokens)
-        shape = self.host.fill(words, tuple(rows), outputs, with_lora=with_lora, all_prompt=all_prompt)
+        groups = all_groups(self.spec.plan)
+        shape = self.host.fill(words, tuple(rows), outputs, groups, with_lora=with_lora, all_prompt=all_prompt)
         self.batch.words.copy_(torch.from_numpy(words))
-        for group in range(len(GROUPS)) if shape.has_items else ():
+        for group in groups if shape.has_items else ():
             self._fill_items(group, decode_slots(tuple(rows)))
         return shape
 

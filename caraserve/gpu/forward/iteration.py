@@ -6,7 +6,7 @@ does not wait: the next iteration may be launched before this one has begun. The
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -119,12 +119,12 @@ class BatchLists:
             return
         self._sent = state
         counts = np.zeros(tuple(self._lists.counts.shape), np.int32)
-        for group, made in enumerate(self._images.work_items(slots) if slots.size else ()):
-            pair = self._lists.lists[group]
+        for shape, made in enumerate(self._images.work_items(slots) if slots.size else ()):
+            pair = self._lists.lists[shape]
             for launch, (target, items) in enumerate(zip(pair, (made.shrink, made.expand), strict=True)):
                 self._ring.send(target.data_ptr(), items)
-                counts[group, launch] = len(items)
-            if group == 0:  # row groups are the same for all module groups
+                counts[shape, launch] = len(items)
+            if shape == 0:  # groups of rows are the same for all
                 self._ring.send(self._lists.groups.data_ptr(), made.groups)
         self._ring.send(self._lists.counts.data_ptr(), counts)
 
@@ -161,9 +161,9 @@ class IterationRunner:
         launched_s = time.monotonic()
         with_lora = batch.merged is None
         outputs = outputs_of(batch.rows, self._slots.prompt_tokens)
-        shape = self._host.fill(self._words, batch.rows, outputs, with_lora=with_lora)
         adapters = {row.adapter_slot for row in batch.rows} - {BASE_ADAPTER_SLOT}
-        shape = replace(shape, groups=self._images.module_groups_of(adapters))
+        groups = self._images.group_shapes_of(adapters)
+        shape = self._host.fill(self._words, batch.rows, outputs, groups, with_lora=with_lora)
         arriving = self._images.arriving(adapters)
         weights = self._merge(batch.merged)
         captured = self._captured_graphs.find(batch, shape, arriving)

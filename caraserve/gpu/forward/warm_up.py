@@ -22,14 +22,18 @@ log = logging.getLogger(__name__)
 _STEPS = 16  # to each doubling of rows: where cuBLAS' choice changes is not documented
 
 
-def warm_up_shapes(capacity: Capacity, max_context: int) -> list[PassShape]:
-    """Returns shapes of passes that cover the kernels' variants: Triton specialises on the size 1 and on multiples of
-    16."""
+def warm_up_shapes(capacity: Capacity, max_context: int, groups: frozenset[int]) -> list[PassShape]:
+    """Returns shapes of passes, with LoRA in `groups`, that cover the kernels' variants: Triton specialises on the size
+    1 and on multiples of 16."""
     shapes = []
     for tokens in (1, 2, 16):
         if tokens <= capacity.tokens:
-            rows, segments = min(tokens, capacity.rows), min(1, capacity.segments)
-            shapes.append(PassShape(tokens, rows, 1, min(tokens, capacity.outputs), segments, True, max_context))
+            rows, outputs, segments = (
+                min(tokens, capacity.rows),
+                min(tokens, capacity.outputs),
+                min(1, capacity.segments),
+            )
+            shapes.append(PassShape(tokens, rows, 1, outputs, segments, True, max_context, groups))
     return shapes
 
 

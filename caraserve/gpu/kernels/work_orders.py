@@ -115,7 +115,7 @@ def work_orders(
     which count each worker's hand-offs; `words`: at least `work_order_bytes` / 8. The tasks' rows must be contiguous
     and in order."""
     if not 0 < len(tasks) <= MAX_TASKS or not 0 < len(modules.outputs) <= handoff.MOST_SITES:
-        raise AssertionError("a hand-off has up to three modules and one slice for each worker")
+        raise AssertionError(f"a hand-off has up to {handoff.MOST_SITES} modules and one slice for each worker")
     orders = np.zeros((len(addresses.ready), words), np.int64)
     _write_heads(orders, tasks, addresses)
     orders[:, 10] = region.device_base + region.x

@@ -28,7 +28,7 @@ from caraserve.gpu.linear.dense import DenseLinear
 from caraserve.gpu.memory import workspace
 from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS
 from caraserve.gpu.memory.masks import MaskedOutputs
-from caraserve.gpu.memory.pass_shape import PassShape
+from caraserve.gpu.memory.pass_shape import PassShape, all_groups
 from caraserve.gpu.merged_weights import MergedDeviceWeights
 from caraserve.gpu.weights import dummy, load
 from caraserve.model.dtype import Dtype
@@ -102,18 +102,19 @@ def met(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
 
 def iterations(parts: BackendParts) -> None:
     """Issues passes of many shapes on the lane of iterations, with masked outputs and embeddings."""
-    lane, stream = parts.lanes[0], Stream(1)
+    lane, stream, groups = parts.lanes[0], Stream(1), all_groups(parts.plan)
     for outputs in (range(1), range(3, 19), range(40)):
         masked = MaskedOutputs(np.array(outputs), has_scores=True, await_masks=lambda stream: None)
         lane.decoder.sample_masked(masked, 0, 64, stream)
         lane.decoder.embed_prompts(len(outputs), stream)
     for shape in (
-        PassShape(1, 1, 0, 1, 0, has_items=False, context=1),
-        PassShape(3, 3, 0, 3, 0, has_items=True, context=500),
-        PassShape(ROWS, ROWS, 0, ROWS, 0, has_items=True, context=CONTEXT),
-        PassShape(5, 0, 1, 1, 1, has_items=False, context=0),
-        PassShape(32, 16, 2, 17, 3, has_items=True, context=17),
-        PassShape(TOKENS, 7, 9, TOKENS, 12, has_items=True, context=16),  # scores more tokens than there are logits
+        PassShape(1, 1, 0, 1, 0, has_items=False, context=1, groups=groups),
+        PassShape(3, 3, 0, 3, 0, has_items=True, context=500, groups=groups),
+        PassShape(ROWS, ROWS, 0, ROWS, 0, has_items=True, context=CONTEXT, groups=groups),
+        PassShape(5, 0, 1, 1, 1, has_items=False, context=0, groups=groups),
+        PassShape(32, 16, 2, 17, 3, has_items=True, context=17, groups=groups),
+        # Scores more tokens than there are logits.
+        PassShape(TOKENS, 7, 9, TOKENS, 12, has_items=True, context=16, groups=groups),
     ):
         issue_pass(lane.decoder.make_pass(shape), stream, len(parts.plan.layers))
 
@@ -122,7 +123,8 @@ def assisted(parts: BackendParts) -> None:
     """Issues assisted chunks kernel by kernel."""
     decoder, stream = parts.lanes[1].decoder, Stream(1)
     for tokens in (1, 7, 16, ASSISTED_CHUNK_TOKENS):
-        shape = PassShape(tokens, 0, 1, tokens % 2, 1, has_items=False, context=0)
+        groups = all_groups(parts.plan)
+        shape = PassShape(tokens, 0, 1, tokens % 2, 1, has_items=False, context=0, groups=groups)
         issue_pass(decoder.make_pass(shape, hand_offs=parts.assisted._hand_offs), stream, len(parts.plan.layers))
     masked = MaskedOutputs(np.array([0]), has_scores=True, await_masks=lambda stream: None)
     decoder.sample_masked(masked, 0, 1, stream)
@@ -143,11 +145,12 @@ def test_serving_meets_no_kernel_that_the_warm_up_has_not(model: str, count: int
 
 
 def test_a_tables_alignment_does_not_change_with_the_layer(met: set[tuple[str, str]]) -> None:
-    """Two variants of the LoRA kernels for each module group's sizes: with a gate and without."""
+    """Two variants of the LoRA kernels for the sizes of each group shape: with a gate and without."""
     with parts_of("head norms", 32) as parts:
         parts.warm_up(lambda: None)
+        shapes = len(parts.plan.group_shapes)
     for name in ("shrink_kernel", "expand_kernel"):
-        assert len({key for kernel, key in met if kernel == name}) <= 2 * len(parts.plan.group_shapes)
+        assert len({key for kernel, key in met if kernel == name}) <= 2 * shapes
 
 
 @pytest.mark.usefixtures("met")

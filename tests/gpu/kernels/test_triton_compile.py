@@ -20,7 +20,7 @@ from caraserve.gpu.kernels.layers import embed, rms_norm, rotate_and_append, sil
 from caraserve.gpu.kernels.lora import PLANES, Segments, SiteTables, lora_expand, lora_shrink
 from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
 from caraserve.gpu.linear.quantized_kernels import multiply, round_rows, scale_rows
-from caraserve.gpu.memory.pass_shape import PassShape
+from caraserve.gpu.memory.pass_shape import PassShape, all_groups
 from caraserve.model.dtype import Code
 from tests.gpu.kernels.triton_launches import Launch, decoder_of, recording, usage
 
@@ -213,7 +213,8 @@ def test_a_decoders_own_launches_fit_the_smallest_shared_memory(launches: list[L
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": 128}
     sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INNER}
     decoder = decoder_of({"model_type": "qwen3", **heads, **sizes}, torch.bfloat16)
-    issue_pass(decoder.make_pass(PassShape(TOKENS, 7, 3, 9, 4, True, 2048)), Stream(0), len(decoder.plan.layers))
+    shape = PassShape(TOKENS, 7, 3, 9, 4, True, 2048, all_groups(decoder.plan))
+    issue_pass(decoder.make_pass(shape), Stream(0), len(decoder.plan.layers))
     distinct = {launch.identity: launch for launch in launches}
     assert len({launch.kernel for launch in distinct.values()}) == 10
     check(list(distinct.values()), 86)

@@ -104,10 +104,8 @@ def test_padding_of_a_batch_is_skipped(llama: Subject, rng: random.Random) -> No
 
     def larger(shape: PassShape) -> PassShape:
         capacity = llama.device.host.capacity
-        rows = capacity.rows
-        return PassShape(
-            shape.tokens + 3, rows, shape.tiles + 2, shape.outputs + 3, shape.segments + 2, True, MAX_CONTEXT
-        )
+        tokens, rows, outputs = shape.tokens + 3, capacity.rows, shape.outputs + 3
+        return PassShape(tokens, rows, shape.tiles + 2, outputs, shape.segments + 2, True, MAX_CONTEXT, shape.groups)
 
     llama.device.forget()
     requests = mixed_batch(rng)

@@ -19,7 +19,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from caraserve.core.lora_layout import QKV
 from caraserve.gpu import weights
 from caraserve.gpu.attention import triton as triton_attention
 from caraserve.gpu.attention.triton import ATTENTION
@@ -113,10 +112,10 @@ def launches_of(config: Mapping[str, Any], dtype: torch.dtype, capability: int) 
         for module in (triton_attention, quantized):
             patch.setattr(module, "compute_capability", lambda device: capability)
         recorded = recording(patch)
-        decoder, base = decoder_of(config, dtype), PassShape(TOKENS, 7, 3, 9, 0, False, 2048)
+        decoder, base = decoder_of(config, dtype), PassShape(TOKENS, 7, 3, 9, 0, False, 2048, frozenset({0}))
         issue_pass(decoder.make_pass(base), Stream(0), len(decoder.plan.layers))
         gate = torch.empty(1, dtype=torch.int32, device="meta")
-        decoder.lora.pass_over(replace(base, segments=4)).add(0, QKV, Stream(0), gate)
+        decoder.lora.pass_over(replace(base, segments=4)).add(0, 0, Stream(0), gate)
     return list({launch.identity: launch for launch in recorded}.values())
 
 

@@ -20,7 +20,7 @@ def made() -> Workspace:
 
 
 def parts(space: Workspace, rows: int, context: int) -> list[tuple[int, int]]:
-    found = space.decode_parts(PassShape(rows, rows, 0, rows, 0, False, context), HEADS)
+    found = space.decode_parts(PassShape(rows, rows, 0, rows, 0, False, context, frozenset()), HEADS)
     for part, scratch in found:
         assert isinstance(scratch, SplitScratch)
         whole = space.scratch[HEADS]
@@ -60,7 +60,8 @@ def test_a_pass_takes_the_first_rows() -> None:
         SPEC.plan.group_shapes, space.parts, first.inputs, first.outputs, strict=True
     ):
         assert part.shape == (4, 64, len(shape.widths), 16)
-        assert (inputs.shape, outputs.shape) == ((5, shape.inputs), (5, sum(shape.widths)))
+        assert inputs.shape == (5, shape.inputs)
+        assert outputs.shape == (5, sum(shape.widths))
     assert first.hidden.data_ptr() == space.activations.hidden.data_ptr()
 
 
