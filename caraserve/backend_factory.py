@@ -17,7 +17,7 @@ from caraserve.gpu.driver.environment import prepare_environment
 from caraserve.model.dtype import DTYPES, Dtype
 from caraserve.model.folder_reader import FolderReader
 from caraserve.model.formats import TensorReader
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan
 from caraserve.telemetry.progress import CompileProgress, progress
 from caraserve.telemetry.trace import Trace
 from caraserve.util.memory import free_bytes
@@ -76,7 +76,7 @@ class ServingBackend(Backend, Protocol):
 
 
 def build_backend(
-    spec: ModelSpec, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, trace: Trace | None = None
+    spec: DecoderPlan, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, trace: Trace | None = None
 ) -> ServingBackend:
     """Returns a backend on the device of --device, with compiled kernels; its LoRA workers are not started.
 
@@ -92,7 +92,7 @@ def build_backend(
     return _build_cpu_backend(spec, model, engine, lora, trace)
 
 
-def check_options(spec: ModelSpec, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, device: str) -> None:
+def check_options(spec: DecoderPlan, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, device: str) -> None:
     """Raises ConfigError or ModelLoadError for options that this model on this device cannot be served with, as far as
     that shows before weights are read and kernels compiled."""
     if model.max_model_len is not None and model.max_model_len > spec.max_position:
@@ -107,8 +107,8 @@ def check_options(spec: ModelSpec, model: ModelConfig, engine: EngineConfig, lor
     _kv_bytes(spec, _context(spec, model), engine.kv_cache_bytes)
 
 
-def _check_cuda_options(spec: ModelSpec, lora: LoraConfig) -> None:
-    if lora.mode.merges and spec.plan.is_quantized:
+def _check_cuda_options(spec: DecoderPlan, lora: LoraConfig) -> None:
+    if lora.mode.merges and spec.is_quantized:
         raise ConfigError(
             "--loading-mode merged adds adapters to the weights, and quantised ones cannot hold the sum; give another "
             "mode, or a checkpoint that is not quantised"
@@ -116,7 +116,7 @@ def _check_cuda_options(spec: ModelSpec, lora: LoraConfig) -> None:
 
 
 def _build_cpu_backend(
-    spec: ModelSpec, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, trace: Trace | None
+    spec: DecoderPlan, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, trace: Trace | None
 ) -> ServingBackend:
     from caraserve.cpu.jit import counting  # kernels are compiled after all checks
 
@@ -125,7 +125,7 @@ def _build_cpu_backend(
         from caraserve.cpu.backend import CpuBackend, CpuSizes
         from caraserve.cpu.weights import compile_formats, load_model, progress_steps
 
-        compile_formats(spec.plan)
+        compile_formats(spec)
     dtype, context = dtype_of(spec, model.dtype), _context(spec, model)
     kv_bytes, lora_cpus = _kv_bytes(spec, context, engine.kv_cache_bytes), _lora_cpus(lora)
     with progress("weights", progress_steps(spec)) as advance, _reader(model, engine.seed, dtype) as read:
@@ -163,7 +163,7 @@ def _reader(model: ModelConfig, seed: int, dtype: Dtype) -> Iterator[TensorReade
 
 
 def build_cuda_backend(
-    spec: ModelSpec, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, trace: Trace | None
+    spec: DecoderPlan, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, trace: Trace | None
 ) -> ServingBackend:
     """Returns a backend on the first visible GPU, with captured graphs; its LoRA workers are not started."""
     from caraserve.gpu.backend import CudaBackend
@@ -177,8 +177,8 @@ def build_cuda_backend(
     seqs, lora_cpus = engine.max_num_seqs or _GPU_SEQS, _lora_cpus(lora)
     sys.setswitchinterval(_SWITCH_S)
     device = open_device(dtype)
-    load_weights, transfer = partial(load, spec.plan, TORCH_DTYPES[dtype], context), None
-    with progress("weights", progress_steps(spec.plan)) as advance:
+    load_weights, transfer = partial(load, spec, TORCH_DTYPES[dtype], context), None
+    with progress("weights", progress_steps(spec)) as advance:
         if model.load_format == "dummy":
             weights = load_weights(device.device, dummy(engine.seed, device.device), advance)
         else:
@@ -199,7 +199,7 @@ def build_cuda_backend(
         merging=lora.mode.merges,
         lora_cpus=lora_cpus,
     )
-    backend = CudaBackend(spec.plan, weights, sizes, device, trace)
+    backend = CudaBackend(spec, weights, sizes, device, trace)
     try:
         with progress("kernels", backend.warm_up_steps) as advance:
             backend.warm_up(advance)
@@ -209,7 +209,7 @@ def build_cuda_backend(
     return backend
 
 
-def dtype_of(spec: ModelSpec, asked: str) -> Dtype:
+def dtype_of(spec: DecoderPlan, asked: str) -> Dtype:
     """Returns the dtype of --dtype, or the checkpoint's for `auto`. Raises ModelLoadError if it is not supported."""
     name = spec.dtype if asked == "auto" else asked
     if name not in DTYPES:
@@ -217,7 +217,7 @@ def dtype_of(spec: ModelSpec, asked: str) -> Dtype:
     return DTYPES[name]
 
 
-def _context(spec: ModelSpec, model: ModelConfig) -> int:
+def _context(spec: DecoderPlan, model: ModelConfig) -> int:
     return min(spec.max_position, model.max_model_len or _DEFAULT_CONTEXT_TOKENS)
 
 
@@ -245,7 +245,7 @@ def _lora_cpus(lora: LoraConfig) -> tuple[int, ...]:
     return lora.lora_cpus
 
 
-def _kv_bytes(spec: ModelSpec, context: int, asked: int | None) -> int:
+def _kv_bytes(spec: DecoderPlan, context: int, asked: int | None) -> int:
     """Returns the size of the KV cache. Raises ConfigError if one request of full length does not fit."""
     least = spec.kv_bytes_per_token(4) * (context + 16)
     if asked is not None and asked < least:

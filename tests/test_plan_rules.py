@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from caraserve.model import families
+from caraserve.model.plan import families
 
 PACKAGE = Path(__file__).parent.parent / "caraserve"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))

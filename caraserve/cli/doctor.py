@@ -26,8 +26,9 @@ from caraserve.http.server import bind
 from caraserve.lora.catalog import above_max_rank
 from caraserve.lora.peft import check_layout
 from caraserve.lora.registry import Registry
+from caraserve.model.families import load_plan
+from caraserve.model.plan import DecoderPlan
 from caraserve.model.safetensors_reader import TensorFileError, weight_files
-from caraserve.model.spec import ModelSpec, load_spec
 from caraserve.profiling.apply import check_profile
 from caraserve.serve import base_names, with_demo
 from caraserve.serve_cluster import check_cluster
@@ -277,16 +278,16 @@ def _device(machine: MachineFacts, wanted: str) -> str:
         return ""
 
 
-def _spec(config: ModelConfig) -> ModelSpec | None:
+def _spec(config: ModelConfig) -> DecoderPlan | None:
     """Returns the model's shapes; None if they cannot be read, which another line says."""
     assert config.model is not None, "with_demo comes first"
     try:
-        return load_spec(config.model)
+        return load_plan(config.model)
     except (CaraServeError, OSError):
         return None
 
 
-def _options(spec: ModelSpec | None, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, device: str) -> str:
+def _options(spec: DecoderPlan | None, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, device: str) -> str:
     """Checks options against the model and the device. Raises ConfigError or ModelLoadError."""
     if spec is None or not device:
         return "not checked without a model and a device"
@@ -322,22 +323,22 @@ def _model(config: ModelConfig, room_bytes: int | None) -> str:
     a GPU. Raises ModelLoadError."""
     folder = config.model
     assert folder is not None, "with_demo comes first"
-    spec = load_spec(folder)
+    spec = load_plan(folder)
     load_tokenizer(folder, spec, config.chat_template, config.tool_call_parser)
     if config.load_format != "dummy":
         try:
             weight_files(folder)
         except TensorFileError as error:
             raise ModelLoadError(str(error)) from error
-    num_bytes, note = spec.plan.weight_bytes(dtype_of(spec, config.dtype).itemsize), ""
-    if spec.plan.is_quantized:
+    num_bytes, note = spec.weight_bytes(dtype_of(spec, config.dtype).itemsize), ""
+    if spec.is_quantized:
         note = ", quantised"
     if room_bytes is not None and num_bytes > room_bytes:
         raise ModelLoadError(f"{folder}: weights of {human_bytes(num_bytes)}, and {human_bytes(room_bytes)} are free")
     return f"{folder}: {spec.family}, weights of {human_bytes(num_bytes)}{note}"
 
 
-def _adapters(spec: ModelSpec | None, model: ModelConfig, lora: LoraConfig) -> str:
+def _adapters(spec: DecoderPlan | None, model: ModelConfig, lora: LoraConfig) -> str:
     """Checks the names of adapters, and files of --lora-modules but their weights. Raises ConfigError or OSError."""
     check_paths(model, lora)
     check_names(model, lora, base_names(model))
@@ -354,7 +355,7 @@ def _found(lora: LoraConfig) -> list[Path]:
     return [path for path in folders if path.name not in named]
 
 
-def _left_out(spec: ModelSpec | None, lora: LoraConfig) -> Iterator[Finding]:
+def _left_out(spec: DecoderPlan | None, lora: LoraConfig) -> Iterator[Finding]:
     """Yields a warning if the start would leave out folders of --adapters-dir."""
     try:
         folders = _found(lora)
@@ -367,7 +368,7 @@ def _left_out(spec: ModelSpec | None, lora: LoraConfig) -> Iterator[Finding]:
         yield Finding("left out", "warning", found, "the log of the start names all" if len(refused) > 1 else "")
 
 
-def _why_refused(path: Path, spec: ModelSpec | None, lora: LoraConfig) -> str:
+def _why_refused(path: Path, spec: DecoderPlan | None, lora: LoraConfig) -> str:
     """Returns why an adapter cannot be served, as far as its configuration and its tensors' shapes show it; ""
     otherwise."""
     if spec is None:

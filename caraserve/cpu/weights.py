@@ -21,7 +21,6 @@ from caraserve.model.formats import Matrix, TensorReader, WeightFormat
 from caraserve.model.formats.plain import PLAIN
 from caraserve.model.plan import Attention, Block, DecoderPlan, Group, LayerPlan, LinearPlan, Mlp, Norm, Rope
 from caraserve.model.rope import alibi_slopes, growth_of_q, rope_tables
-from caraserve.model.spec import ModelSpec
 from caraserve.util.units import align_up, ceil_div
 
 Floats = NDArray[np.float32]
@@ -40,19 +39,19 @@ class LoadedModel:
 
 
 def load_model(
-    spec: ModelSpec, dtype: Dtype, max_context: int, read: TensorReader, progress: Callable[[], None]
+    spec: DecoderPlan, dtype: Dtype, max_context: int, read: TensorReader, progress: Callable[[], None]
 ) -> LoadedModel:
     """Reads and packs each tensor once. Calls `progress` after each layer and after the embeddings.
 
     Raises ModelLoadError, also for layers that this backend cannot compute."""
-    plan = spec.plan
+    plan = spec
     _check(plan)
     return _Loader(plan, dtype, max_context, read).load(progress)
 
 
-def progress_steps(spec: ModelSpec) -> int:
+def progress_steps(spec: DecoderPlan) -> int:
     """Returns how often `load_model` calls `progress`."""
-    return len(spec.plan.layers) + 1
+    return len(spec.layers) + 1
 
 
 def compile_formats(plan: DecoderPlan) -> None:

@@ -25,7 +25,7 @@ from caraserve.lora.manager import AdapterManager
 from caraserve.lora.peft import inspect_adapter, resolve_adapter_path
 from caraserve.lora.registry import UNLOADED, UPLOADING, AdapterInfo, Registry
 from caraserve.lora.turns import LONGEST_WAIT_S, Turns
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan
 
 T = TypeVar("T")
 AdapterObserver = Callable[[str, AdapterInfo | None], None]
@@ -61,7 +61,7 @@ class Catalog:
 
     def __init__(
         self,
-        spec: ModelSpec,
+        spec: DecoderPlan,
         registry: Registry,
         manager: AdapterManager,
         reader: AdapterReader,

@@ -18,8 +18,8 @@ from caraserve.lora.adapter_folder import AdapterFolder
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.arriving_image import ArrivingImage
 from caraserve.lora.peft import TENSORS_NAME, specify
+from caraserve.model.plan import DecoderPlan
 from caraserve.model.safetensors_reader import TensorFile, TensorFileError
-from caraserve.model.spec import ModelSpec
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class UploadStream(UploadSource):
     """The tensors of one upload. `advance`, `image` and `close` are for one thread at a time, the rest for the event
     loop, while that thread does nothing."""
 
-    def __init__(self, folder: Path, model: ModelSpec, reader: AdapterReader) -> None:
+    def __init__(self, folder: Path, model: DecoderPlan, reader: AdapterReader) -> None:
         """Reads the file's header, which must have been written. Raises AdapterRejected for an adapter that does not
         fit `model`."""
         self._reader = reader

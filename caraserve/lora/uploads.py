@@ -44,8 +44,8 @@ from caraserve.lora.turns import Turns
 from caraserve.lora.upload_body import MOST_CONFIG_BYTES, UploadBody, config_of
 from caraserve.lora.upload_folders import UploadFolders, is_uploaded, not_written, write_through
 from caraserve.lora.upload_stream import UploadStream
+from caraserve.model.plan import DecoderPlan
 from caraserve.model.safetensors_reader import TensorFile, TensorFileError
-from caraserve.model.spec import ModelSpec
 from caraserve.util.tasks import Tasks
 from caraserve.util.units import human_bytes
 
@@ -109,7 +109,7 @@ class AdapterUploads:
         self,
         catalog: Catalog,
         reader: AdapterReader,
-        model: ModelSpec,
+        model: DecoderPlan,
         root: Path | None,
         most_image_bytes: int,
         observers: Sequence[RemovalObserver] = (),
@@ -435,7 +435,7 @@ def refuse_own(path: Path) -> None:
         )
 
 
-def _has_upload(folder: Path, digest: str, model: ModelSpec) -> bool:
+def _has_upload(folder: Path, digest: str, model: DecoderPlan) -> bool:
     """Returns whether a folder has the files of an uploaded adapter with that digest."""
     try:
         return is_uploaded(folder) and inspect_adapter(folder, model).digest == digest

@@ -21,7 +21,6 @@ from caraserve.core.machine_profile import (
 from caraserve.errors import ConfigError
 from caraserve.lora.start_policy import StartPolicy
 from caraserve.model.plan import DecoderPlan, LayerPlan
-from caraserve.model.spec import ModelSpec
 from caraserve.profiling.measure import measure, measure_alone, model_key
 from caraserve.profiling.microbench import target_sets
 
@@ -38,7 +37,7 @@ _WORKER_START_S, _QUICK_WORKER_START_S = 20.0, 0.5  # wait for workers before th
 
 def prepare_machine(
     backend: "ServingBackend",
-    spec: ModelSpec,
+    spec: DecoderPlan,
     model: ModelConfig,
     engine: EngineConfig,
     lora: LoraConfig,
@@ -100,7 +99,7 @@ def _check_kernel(profile: Profile, path: Path, lora: LoraConfig) -> None:
 
 def make_profile(
     backend: "ServingBackend",
-    spec: ModelSpec,
+    spec: DecoderPlan,
     dtype: str,
     threads: int | None,
     *,
@@ -137,7 +136,9 @@ def _handoff_ms(backend: "ServingBackend", *, quick: bool) -> float | None:
     return None
 
 
-def loading_rules(backend: "ServingBackend", spec: ModelSpec, profile: Profile | None, lora: LoraConfig) -> StartPolicy:
+def loading_rules(
+    backend: "ServingBackend", spec: DecoderPlan, profile: Profile | None, lora: LoraConfig
+) -> StartPolicy:
     """Returns the loading policy on this machine. Without a profile, another mode takes the place of one that needs
     it, because it cannot be predicted when a layer will be needed; other modes predict nothing."""
     profile = profile if lora.mode.needs_profile else None
@@ -153,15 +154,15 @@ def loading_rules(backend: "ServingBackend", spec: ModelSpec, profile: Profile |
             )
     return StartPolicy(
         mode=mode,
-        layers=spec.layers,
+        layers=len(spec.layers),
         link_bytes_per_s=bytes_per_s if lora.emulate_link_mb_per_s is None else lora.emulate_link_mb_per_s * 1e6,
         costs=profile,
         workers=len(backend.workers),
         handoff_ms=handoff_ms,
         shared_cores=backend.shares_cores,
-        delta_bytes=delta_bytes(spec.plan, backend.delta_itemsize),
-        attention_targets=frozenset(target_sets(spec.plan)["qkv"]),
-        hand_offs=spec.plan.most_groups,
+        delta_bytes=delta_bytes(spec, backend.delta_itemsize),
+        attention_targets=frozenset(target_sets(spec)["qkv"]),
+        hand_offs=spec.most_groups,
         pipeline_groups=lora.pipeline_groups,
         tokens_per_worker=_tokens_per_worker(profile, lora.tokens_per_cpu),
     )

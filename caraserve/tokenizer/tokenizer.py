@@ -16,7 +16,7 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as _Tokenizer
 
 from caraserve.errors import ContextLengthExceeded, InvalidRequest, ModelLoadError
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan
 from caraserve.telemetry.prometheus import family
 from caraserve.tokenizer.adapter_templates import AdapterTemplates
 from caraserve.tokenizer.chat_template import ChatTemplate
@@ -249,7 +249,7 @@ class Tokenizer:
 
 def load_tokenizer(
     folder: Path,
-    spec: ModelSpec,
+    spec: DecoderPlan,
     chat_template: Path | None,
     tool_call_parser: str | None = None,
     *,

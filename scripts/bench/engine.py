@@ -38,7 +38,7 @@ from caraserve.config import EngineConfig, LoraConfig, ModelConfig
 from caraserve.core.request import GenerateRequest, SamplingParams
 from caraserve.engine.token_stream import TokenStream
 from caraserve.loop import Engine
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan
 from caraserve.serve import build_engine
 from caraserve.util.units import human_bytes
 
@@ -137,7 +137,7 @@ async def _run_cases(
     used: Sequence[Sequence[str | None]],
     sides: Mapping[str, Side],
     args: argparse.Namespace,
-    spec: ModelSpec,
+    spec: DecoderPlan,
 ) -> None:
     """Runs all cases `repeats` times after one warm-up, and adds the measurements to them.
 

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+from caraserve.model.families import plan_of
 from caraserve.model.plan import Attention, Block, DecoderPlan, LayerPlan
-from caraserve.model.spec import ModelSpec, parse_spec
 from tests.plans import made_up
 from tests.plans.made_up import HIDDEN, KV, Q
 
@@ -16,7 +16,7 @@ CONFIG: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
-SPEC: ModelSpec = parse_spec(CONFIG)
+SPEC: DecoderPlan = plan_of(CONFIG)
 
 
 def mixed_plan() -> DecoderPlan:

@@ -27,8 +27,8 @@ SIZES = GpuSizes(
 
 @contextmanager
 def built(device: GpuDevice) -> Iterator[BackendParts]:
-    weights = load(SPEC.plan, torch.float32, 64, CPU, dummy(0, CPU))
-    parts = BackendParts(SPEC.plan, weights, SIZES, device, lambda: None)
+    weights = load(SPEC, torch.float32, 64, CPU, dummy(0, CPU))
+    parts = BackendParts(SPEC, weights, SIZES, device, lambda: None)
     try:
         yield parts
     finally:

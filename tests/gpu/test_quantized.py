@@ -24,11 +24,11 @@ from caraserve.gpu.linear.int8 import Int8Linear
 from caraserve.gpu.linear.quantized import QuantizedLinear
 from caraserve.gpu.weights import Weights, dummy, load, num_bytes
 from caraserve.model.dtype import Code
+from caraserve.model.families import load_plan, plan_of
 from caraserve.model.formats.fp8 import Fp8
 from caraserve.model.formats.int8 import Int8
 from caraserve.model.formats.scaled_codes import Inputs
 from caraserve.model.plan import DecoderPlan
-from caraserve.model.spec import load_spec, parse_spec
 from tests.gpu.host_backend import GRANULE_BYTES, serving
 from tests.gpu.host_device import host_device
 from tests.gpu.small_model import CONFIG
@@ -60,7 +60,7 @@ def test_answers_are_those_of_rounded_inputs_and_dequantised_weights(kind: str, 
     adapters = make_adapters(tmp_path, plain, {name: ADAPTERS[name] for name in ("r8", "r13")})
     oracle, rng = Oracle(plain, adapters), random.Random(kind)
     has_kept_inputs = any(
-        linear.format in (Fp8(Inputs.KEPT), Int8(Inputs.KEPT)) for linear in load_spec(folder).plan.layers[1].linears
+        linear.format in (Fp8(Inputs.KEPT), Int8(Inputs.KEPT)) for linear in load_plan(folder).layers[1].linears
     )
     if not has_kept_inputs:
         quantize_inputs(oracle._model, folder, KINDS[kind])
@@ -81,7 +81,7 @@ def test_answers_are_those_of_rounded_inputs_and_dequantised_weights(kind: str, 
 
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[DecoderPlan, Weights]:
-    plan = load_spec(folder).plan
+    plan = load_plan(folder)
     return plan, load_checkpoint(folder, host_device()[0], partial(load, plan, dtype, 32))[0]
 
 
@@ -216,7 +216,7 @@ def test_torch_multiplies_no_widths_that_are_not_multiples_of_16(
 
 def test_the_memory_of_quantised_weights_is_counted_exactly() -> None:
     section = compressed("float", None, ignore=("lm_head", "re:.*0.self_attn.v_proj", "re:.*1.mlp"))
-    plan = parse_spec(CONFIG | {"quantization_config": section}).plan
+    plan = plan_of(CONFIG | {"quantization_config": section})
     weights = load(plan, torch.bfloat16, 32, CPU, dummy(0, CPU))
     total = weights.embedding.nbytes + weights.head.weight.nbytes
     for linear in linears(weights):
@@ -227,7 +227,7 @@ def test_the_memory_of_quantised_weights_is_counted_exactly() -> None:
 
 def test_dummy_weights_are_of_plausible_size() -> None:
     for kind in ("fp8-static", "int8"):
-        plan = parse_spec(CONFIG | {"quantization_config": KINDS[kind].section}).plan
+        plan = plan_of(CONFIG | {"quantization_config": KINDS[kind].section})
         first, again, other = (load(plan, torch.bfloat16, 32, CPU, dummy(seed, CPU)) for seed in (1, 1, 2))
         for mine, same, different in zip(quantised(first), quantised(again), quantised(other), strict=True):
             codes, others = (each.weight.view(torch.uint8) for each in (mine, different))

@@ -14,8 +14,8 @@ from caraserve.gpu.checkpoint import load_checkpoint
 from caraserve.gpu.linear.dense import DenseLinear
 from caraserve.gpu.memory.weight_transfer import WeightTransfer
 from caraserve.gpu.weights import Weights, dummy, load, num_bytes, progress_steps
+from caraserve.model.families import load_plan, plan_of
 from caraserve.model.plan import DecoderPlan
-from caraserve.model.spec import load_spec, parse_spec
 from tests.gpu.host_device import host_device
 from tests.gpu.small_model import CONFIG, SPEC
 from tests.oracle.models import FAMILIES, make_model
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[DecoderPlan, Weights]:
-    plan = load_spec(folder).plan
+    plan = load_plan(folder)
     return plan, load_checkpoint(folder, host_device()[0], partial(load, plan, dtype, 32))[0]
 
 
@@ -77,7 +77,7 @@ def test_weights_are_rounded_to_the_requested_dtype_and_norms_are_not(
 
 
 def test_equal_seeds_give_equal_dummy_weights() -> None:
-    first, again, other = (load(SPEC.plan, torch.bfloat16, 32, CPU, dummy(seed, CPU)) for seed in (1, 1, 2))
+    first, again, other = (load(SPEC, torch.bfloat16, 32, CPU, dummy(seed, CPU)) for seed in (1, 1, 2))
     for mine, same, different in zip(*map(all_tensors, (first, again, other)), strict=True):
         assert torch.equal(mine, same)
         assert not torch.equal(mine, different)
@@ -87,19 +87,19 @@ def test_equal_seeds_give_equal_dummy_weights() -> None:
 
 def test_loading_reports_its_progress() -> None:
     steps: list[None] = []
-    weights = load(SPEC.plan, torch.float16, 32, CPU, dummy(0, CPU), lambda: steps.append(None))
-    assert len(steps) == progress_steps(SPEC.plan)
-    assert sum(tensor.nbytes for tensor in all_tensors(weights)) == num_bytes(SPEC.plan, torch.float16)
+    weights = load(SPEC, torch.float16, 32, CPU, dummy(0, CPU), lambda: steps.append(None))
+    assert len(steps) == progress_steps(SPEC)
+    assert sum(tensor.nbytes for tensor in all_tensors(weights)) == num_bytes(SPEC, torch.float16)
 
 
 def test_sizes_that_the_kernels_do_not_support_are_rejected() -> None:
-    plan = parse_spec(CONFIG | {"intermediate_size": 100}).plan
+    plan = plan_of(CONFIG | {"intermediate_size": 100})
     with pytest.raises(ModelLoadError, match=r"mlp\.down_proj has 100 inputs, not a multiple of 16"):
         load(plan, torch.float32, 32, CPU, dummy(0, CPU))
 
 
 def test_a_checkpoint_is_loaded_with_its_progress_and_its_figures(tmp_path: Path) -> None:
-    plan = load_spec(make_model(tmp_path, "llama3")).plan
+    plan = load_plan(make_model(tmp_path, "llama3"))
     steps: list[None] = []
     _, figures = load_checkpoint(
         tmp_path, host_device()[0], partial(load, plan, torch.bfloat16, 32), lambda: steps.append(None)
@@ -111,7 +111,7 @@ def test_a_checkpoint_is_loaded_with_its_progress_and_its_figures(tmp_path: Path
 def test_nothing_is_read_of_a_checkpoint_that_lacks_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(tmp_path, "llama3")
     config = json.loads((tmp_path / "config.json").read_text())
-    plan = parse_spec(config | {"num_hidden_layers": 3}).plan
+    plan = plan_of(config | {"num_hidden_layers": 3})
     monkeypatch.setattr(WeightTransfer, "__enter__", lambda self: pytest.fail("reading has begun"))
     with pytest.raises(ModelLoadError, match=r"layers\.2\.self_attn\.q_proj\.weight is missing"):
         load_checkpoint(tmp_path, host_device()[0], partial(load, plan, torch.bfloat16, 32))
@@ -122,4 +122,4 @@ def test_weights_larger_than_device_memory_are_a_one_line_error() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmany more lines")
 
     with pytest.raises(ModelLoadError, match=r"^the model's weights take \S+ KiB of device memory, more than is free$"):
-        load(SPEC.plan, torch.float32, 32, CPU, fill)
+        load(SPEC, torch.float32, 32, CPU, fill)

@@ -33,7 +33,8 @@ from caraserve.gpu.memory.workspace import make_workspace
 from caraserve.gpu.weights import TORCH_DTYPES, Weights, load
 from caraserve.lora.peft import inspect_adapter, read_adapter
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import ModelSpec, load_spec
+from caraserve.model.families import load_plan
+from caraserve.model.plan import DecoderPlan
 from caraserve.util.units import ceil_div
 from scripts.laboratory.gpu.null_device import NullDriver
 from tests.gpu.emulator import run as emulate
@@ -89,20 +90,18 @@ class TinyDevice:
     bound: dict[int, Bound] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.spec: ModelSpec = load_spec(self.folder)
+        self.spec: DecoderPlan = load_plan(self.folder)
         dtype = TORCH_DTYPES[self.dtype]
         device = open_device(self.dtype) if DEVICE.type == "cuda" else host_device(self.dtype)[0]
-        self.weights: Weights = load_checkpoint(self.folder, device, partial(load, self.spec.plan, dtype, MAX_CONTEXT))[
-            0
-        ]
+        self.weights: Weights = load_checkpoint(self.folder, device, partial(load, self.spec, dtype, MAX_CONTEXT))[0]
         per_slot = ceil_div(MAX_CONTEXT, BLOCK_TOKENS)
-        num_bytes = block_bytes(self.spec.plan, dtype) * per_slot * SLOTS
+        num_bytes = block_bytes(self.spec, dtype) * per_slot * SLOTS
         self.pool = torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)
         self.forget()
-        self.state = make_state(self.spec.plan, dtype, self.pool, SLOTS, MAX_CONTEXT)
+        self.state = make_state(self.spec, dtype, self.pool, SLOTS, MAX_CONTEXT)
         blocks = torch.randperm(SLOTS * per_slot, generator=torch.Generator().manual_seed(0)).to(torch.int32)
         self.state.block_table.copy_(blocks.view(SLOTS, per_slot))
-        self.tables = AdapterTables(self.spec.plan, ADAPTER_SLOTS, DEVICE)
+        self.tables = AdapterTables(self.spec, ADAPTER_SLOTS, DEVICE)
         capacity = Capacity(
             self.max_tokens,
             SLOTS,
@@ -111,13 +110,11 @@ class TinyDevice:
             ADAPTER_SLOTS,
         )
         self.host = BatchWriter(capacity)
-        self.batch = make_batch(self.spec.plan, capacity, MAX_RANK, DEVICE)
-        self.workspace = make_workspace(
-            self.spec.plan, dtype, capacity, MAX_RANK, MAX_CONTEXT, DEVICE, ATTENTION.decode
-        )
+        self.batch = make_batch(self.spec, capacity, MAX_RANK, DEVICE)
+        self.workspace = make_workspace(self.spec, dtype, capacity, MAX_RANK, MAX_CONTEXT, DEVICE, ATTENTION.decode)
         self.kernels = Kernels(self.dtype)
         at_once = replace(device, driver=NullDriver(), kernels=self.kernels)
-        parts = self.spec.plan, self.weights, self.state, self.batch, self.tables, self.workspace
+        parts = self.spec, self.weights, self.state, self.batch, self.tables, self.workspace
         self.decoder = Decoder(*parts, at_once, ATTENTION)
         self.sampling = np.zeros(SLOTS, SLOT_SAMPLING)
 
@@ -125,11 +122,11 @@ class TinyDevice:
         data = aligned_bytes(inspect_adapter(folder, self.spec).num_bytes)
         host = read_adapter(folder, self.spec, data)
         image = torch.from_numpy(host.data.copy()).to(DEVICE)
-        made = column(host.spec, self.spec.plan, image.data_ptr())
+        made = column(host.spec, self.spec, image.data_ptr())
         for name in ("a", "b", "rank", "scale"):
             getattr(self.tables, name)[:, :, slot] = torch.from_numpy(getattr(made, name)).to(DEVICE)
         self.tables.dtype[slot] = int(made.dtype[0])
-        items = items_by_shape(self.spec.plan, slot, host.spec, MAX_RANK)
+        items = items_by_shape(self.spec, slot, host.spec, MAX_RANK)
         self.bound[slot] = Bound(folder, host.spec, image, host, items)
         return self.bound[slot]
 
@@ -147,7 +144,7 @@ class TinyDevice:
     def fill(self, rows: Sequence[ScheduledRow], *, with_lora: bool = True, all_prompt: bool = False) -> PassShape:
         """Writes the batch and returns its shape; rows must be in the order of their adapters."""
         words, outputs = self.host.empty(), outputs_of(tuple(rows), self._prompt_tokens)
-        groups = all_groups(self.spec.plan)
+        groups = all_groups(self.spec)
         shape = self.host.fill(words, tuple(rows), outputs, groups, with_lora=with_lora, all_prompt=all_prompt)
         self.batch.words.copy_(torch.from_numpy(words))
         for group in groups if shape.has_items else ():
@@ -171,7 +168,7 @@ class TinyDevice:
     ) -> tuple[RowResult, ...]:
         """Runs one pass. `shape`: maps the exact shape to the one that is used. `weights`: merged weights."""
         used = shape(self.fill(rows, with_lora=weights is None))
-        issue_pass(self.decoder.make_pass(used, weights=weights), STREAM, self.spec.layers)
+        issue_pass(self.decoder.make_pass(used, weights=weights), STREAM, len(self.spec.layers))
         return self.results(rows)
 
     def results(self, rows: Sequence[ScheduledRow]) -> tuple[RowResult, ...]:

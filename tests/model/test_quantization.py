@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 
 from caraserve.errors import ModelLoadError
 from caraserve.model.dtype import Code, decoded
+from caraserve.model.families import load_plan
 from caraserve.model.folder_reader import FolderReader
 from caraserve.model.formats.fp8 import Fp8
 from caraserve.model.formats.int8 import Int8
 from caraserve.model.formats.plain import PLAIN
 from caraserve.model.formats.scaled_codes import Inputs, ScaledCodes
 from caraserve.model.quantization import Quantization, parse_quantization
-from caraserve.model.spec import load_spec
 from tests.oracle.models import make_model
 from tests.oracle.quantized import KINDS, PER_TOKEN, STATIC, compressed, dequantize, quantize
 
@@ -164,7 +164,7 @@ def test_quantised_weights_are_read_as_the_numbers_they_stand_for(kind: str, sou
     plain = load_file(dequantize(folder, tmp_path / "plain") / "model.safetensors")
     stored = load_file(folder / "model.safetensors")
     formats = {
-        f"{linear.module}.weight": linear.format for layer in load_spec(folder).plan.layers for linear in layer.linears
+        f"{linear.module}.weight": linear.format for layer in load_plan(folder).layers for linear in layer.linears
     }
     checkpoint = FolderReader(folder)
     for name, wanted in plain.items():

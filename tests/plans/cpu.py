@@ -6,7 +6,6 @@ from caraserve.cpu.weights import load_model
 from caraserve.model.dtype import Dtype
 from caraserve.model.formats import TensorReader
 from caraserve.model.plan import DecoderPlan
-from caraserve.model.spec import ModelSpec
 from tests.plans.driving import BLOCKS
 
 
@@ -14,7 +13,7 @@ def backend_of(
     plan: DecoderPlan, read: TensorReader, *, dtype: Dtype = Dtype.F32, threads: int = 1, adapter_slots: int = 2
 ) -> CpuBackend:
     """Returns a backend for requests of up to 128 tokens."""
-    spec = ModelSpec(plan)
+    spec = DecoderPlan(plan)
     sizes = CpuSizes(
         threads=threads,
         num_slots=2,

@@ -27,7 +27,7 @@ from caraserve.lora.adapter import AdapterTier, Done, LayersArrived, UploadSourc
 from caraserve.lora.adapter_reader import AdapterReader
 from caraserve.lora.catalog import Catalog
 from caraserve.lora.registry import AdapterInfo
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan
 from caraserve.telemetry.prometheus import family
 from caraserve.util.tasks import Tasks
 
@@ -55,7 +55,7 @@ class AdapterPool:
         reader: AdapterReader,
         stored: DiskCache,
         transfers: PeerClient,
-        model: ModelSpec,
+        model: DecoderPlan,
         most_bytes: int,
         now: Callable[[], float] = time.monotonic,
     ) -> None:

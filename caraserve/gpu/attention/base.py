@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan
 
 NO_WINDOW = 1 << 30
 
@@ -25,7 +25,7 @@ class LayerAttention:
     window: int = NO_WINDOW
 
 
-def layer_attention(spec: ModelSpec) -> tuple[LayerAttention, ...]:
+def layer_attention(spec: DecoderPlan) -> tuple[LayerAttention, ...]:
     """Returns how each layer of a model attends."""
     scale = spec.head_dim**-0.5
     return tuple(LayerAttention(scale, window=window or NO_WINDOW) for window in spec.windows)

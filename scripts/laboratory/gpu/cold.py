@@ -15,10 +15,11 @@ from statistics import median
 
 import numpy as np
 
+from caraserve.bench.synthetic import MODULES
 from caraserve.core import machine_profile as profiles
 from caraserve.core.batch import Batch, ScheduledRow
-from caraserve.core.lora_layout import RANK_STEP, AdapterSpec, HostAdapter, lay_out
-from caraserve.model.spec import SITES, ModelSpec
+from caraserve.core.lora_layout import RANK_STEP, AdapterSpec, HostAdapter, modules_of
+from caraserve.model.plan import DecoderPlan
 from scripts.laboratory.gpu.backends import DTYPE
 from scripts.laboratory.gpu.held_link import HeldLink
 from scripts.laboratory.gpu.limits import link_bytes_per_s
@@ -27,7 +28,7 @@ from scripts.laboratory.gpu.results import Lines, StageResult
 from scripts.laboratory.gpu.session import wait_for_load
 from scripts.laboratory.gpu.setup import CheckSetup
 
-_SITES: dict[profiles.Targets, Sequence[str]] = {"qkv": SITES[:3], "all": SITES}
+_SITES: dict[profiles.Targets, Sequence[str]] = {"qkv": MODULES[:3], "all": MODULES}
 _MODES = ("ondemand", "pipelined", "assisted")
 _CORE_FLOP_PER_S = 60e9  # assumed speed of the LoRA kernel on one core
 _COPY_S = 6e-6  # assumed time to issue a copy of any size
@@ -148,12 +149,12 @@ def _points(
     return points
 
 
-def _with_one_more(model: ModelSpec, rank: int, sites: Sequence[str]) -> AdapterSpec:
+def _with_one_more(model: DecoderPlan, rank: int, sites: Sequence[str]) -> AdapterSpec:
     """Returns the spec of an adapter of these modules and of one more in the first layer, of the least rank: prompts
     take the graph of all modules for it, and compute no more LoRA than without that module."""
-    modules = {(layer, site): (rank, 1.0) for layer in range(model.layers) for site in sites}
-    spans, layer_ends = lay_out(model, DTYPE, modules | {(0, SITES[-1]): (RANK_STEP, 1.0)})
-    return AdapterSpec(f"{rank} and one more", DTYPE, rank, (*sites, SITES[-1]), layer_ends, spans)
+    modules = dict.fromkeys(modules_of(model, sites), (rank, 1.0))
+    one_more = 0, len(model.layers[0].linears) - 1
+    return AdapterSpec.of(model, DTYPE, modules | {one_more: (RANK_STEP, 1.0)}, f"{rank} and one more")
 
 
 def _warm_ms(setup: CheckSetup, subject: MeasuredModel, adapter: HostAdapter, count: int) -> float:

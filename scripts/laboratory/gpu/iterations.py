@@ -3,12 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from caraserve.model.spec import SITES, ModelSpec
+from caraserve.bench.synthetic import MODULES
+from caraserve.model.plan import DecoderPlan
 from scripts.laboratory.gpu.backends import DTYPE
 from scripts.laboratory.gpu.measured_model import MeasuredModel
 from scripts.laboratory.gpu.results import Lines
 
-QKV = SITES[:3]
+QKV = MODULES[:3]
 RANKS = (8, 16, 32, 64)
 
 
@@ -32,7 +33,7 @@ class PrefillPoint:
     lora_ms: float
 
 
-def floor_ms(spec: ModelSpec, tokens: int, bytes_per_s: float) -> float:
+def floor_ms(spec: DecoderPlan, tokens: int, bytes_per_s: float) -> float:
     """Returns the time in which the device reads what an iteration must: all weights but the embeddings, and the keys
     and values of `tokens` tokens."""
     weights = (spec.num_parameters - spec.vocab_size * spec.hidden) * DTYPE.itemsize

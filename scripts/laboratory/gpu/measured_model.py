@@ -13,7 +13,7 @@ from caraserve.core.lora_layout import ALIGN_BYTES, AdapterSpec, HostAdapter
 from caraserve.gpu.backend import CudaBackend
 from caraserve.gpu.builder import GpuSizes
 from caraserve.gpu.driver.device import GpuDevice
-from caraserve.model.spec import ModelSpec
+from caraserve.model.plan import DecoderPlan
 from caraserve.profiling.microbench import adapter_spec, random_adapter
 from caraserve.util.units import align_up
 from scripts.laboratory.gpu.backends import DTYPE, cuda_backend
@@ -29,14 +29,14 @@ _KV_SHARE = 0.8  # of the memory pool; the rest is for adapters
 class MeasuredModel:
     """A backend, its session and its host memory, for timing iterations of requests with filled contexts."""
 
-    def __init__(self, setup: CheckSetup, backend: CudaBackend, spec: ModelSpec, context: int) -> None:
+    def __init__(self, setup: CheckSetup, backend: CudaBackend, spec: DecoderPlan, context: int) -> None:
         self.setup, self.backend, self.spec = setup, backend, spec
         self.session = Session(backend, context)
         self._host_at = 0
 
     def adapter(self, rank: int, sites: Sequence[str]) -> HostAdapter | None:
         """Puts a new random adapter into host memory; returns None when there is no room left."""
-        return self.put(adapter_spec(self.spec, DTYPE, rank, self.spec.layers, sites))
+        return self.put(adapter_spec(self.spec, DTYPE, rank, len(self.spec.layers), sites))
 
     def put(self, spec: AdapterSpec) -> HostAdapter | None:
         """Puts a new random adapter with this spec into host memory; returns None when there is no room left."""

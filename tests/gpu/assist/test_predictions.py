@@ -26,15 +26,15 @@ def test_work_is_that_of_the_largest_slice_of_the_workers_that_are_idle() -> Non
 
 
 def test_a_layer_takes_a_hand_off_for_each_module_group_its_largest_slice_and_all_deltas(profile: Profile) -> None:
-    made = measured_predictions(profile, SPEC.plan, delta_itemsize=2, slice_tokens=None)
+    made = measured_predictions(profile, SPEC, delta_itemsize=2, slice_tokens=None)
     for targets, count in WIDTHS.items():
         work = LayerWork(tokens=100, slice_tokens=25, rank=64, has_all=targets == "all")
-        groups = SPEC.plan.layers[0].groups[:count]
+        groups = SPEC.layers[0].groups[:count]
         outputs = sum(width for group in groups for width in group.widths)
         expected_ms = count * 0.05 + profile.cpu_lora_ms(25, 64, targets) + 100 * 2 * outputs / 1e6  # type: ignore[arg-type]
         assert 1000 * made.hand_offs_s(work) == pytest.approx(expected_ms)
 
 
 def test_slices_follow_the_profile_or_the_option(profile: Profile) -> None:
-    assert measured_predictions(profile, SPEC.plan, 2, None).tokens_per_worker(64) == profile.tokens_per_worker(64)
-    assert measured_predictions(profile, SPEC.plan, 2, 8).tokens_per_worker(64) == 8
+    assert measured_predictions(profile, SPEC, 2, None).tokens_per_worker(64) == profile.tokens_per_worker(64)
+    assert measured_predictions(profile, SPEC, 2, 8).tokens_per_worker(64) == 8

@@ -15,7 +15,7 @@ from caraserve.gpu.memory.pass_shape import Capacity, all_groups
 from tests.gpu.small_model import SPEC, mixed_plan
 
 ROWS, TOKENS = 100, 1500
-ALL, QKV = all_groups(SPEC.plan), SPEC.plan.attention_inputs
+ALL, QKV = all_groups(SPEC), SPEC.attention_inputs
 
 
 def graphs(budget: int = 10**9, bytes_each: int = 1, *, merging: bool = False) -> GraphSet:
@@ -106,7 +106,7 @@ def test_a_graph_has_room_for_the_segments_of_any_decode_batch(adapters: list[in
     slots = np.repeat(np.arange(len(adapters)) + 1, adapters).astype(np.int32)
     size = len(slots) + others
     capacity = Capacity(2048, 2048, 2048, 64, 40)
-    room = shape_for(SPEC.plan, Bucket(is_mixed=False, size=size, lora=True, segmented=True), capacity, 100)
+    room = shape_for(SPEC, Bucket(is_mixed=False, size=size, lora=True, segmented=True), capacity, 100)
     assert len(cut_segments(slots)[1]) <= room.segments
 
 

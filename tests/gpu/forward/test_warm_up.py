@@ -32,7 +32,7 @@ from caraserve.gpu.memory.pass_shape import PassShape, all_groups
 from caraserve.gpu.merged_weights import MergedDeviceWeights
 from caraserve.gpu.weights import dummy, load
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import parse_spec
+from caraserve.model.families import plan_of
 from caraserve.profiling.microbench import adapter_spec
 from scripts.laboratory.gpu.null_device import NullDriver, NullKernels
 from tests.oracle.quantized import PER_TOKEN, compressed
@@ -66,7 +66,7 @@ MODELS: dict[str, dict[str, Any]] = {
 @contextmanager
 def parts_of(model: str, count: int) -> Iterator[BackendParts]:
     sizes = {"vocab_size": 100, "hidden_size": 96, "intermediate_size": 112, "num_attention_heads": 2}
-    plan = parse_spec({"num_key_value_heads": 1, "num_hidden_layers": count, **sizes, **MODELS[model]}).plan
+    plan = plan_of({"num_key_value_heads": 1, "num_hidden_layers": count, **sizes, **MODELS[model]})
     weights = load(plan, torch.bfloat16, CONTEXT, CPU, dummy(0, CPU))
     device = GpuDevice(NullDriver(), NullKernels(), CPU, "none")
     parts = BackendParts(plan, weights, SIZES, device, lambda: None)
@@ -188,7 +188,7 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", Dtype)
 def test_a_first_merge_meets_no_operation_that_the_warm_up_has_not(dtype: Dtype) -> None:
     sizes = {"vocab_size": 100, "hidden_size": 96, "intermediate_size": 112, "num_attention_heads": 2}
-    plan = parse_spec({"num_key_value_heads": 1, "num_hidden_layers": 3, **sizes, **MODELS["head norms"]}).plan
+    plan = plan_of({"num_key_value_heads": 1, "num_hidden_layers": 3, **sizes, **MODELS["head norms"]})
     base = load(plan, torch.bfloat16, CONTEXT, CPU, dummy(0, CPU))
     merged = MergedDeviceWeights(plan, base, 64)
     driver = NullDriver()

@@ -30,7 +30,7 @@ from caraserve.gpu.memory.adapter_tables import AdapterTables
 from caraserve.gpu.memory.pass_shape import Capacity, PassShape
 from caraserve.gpu.memory.request_state import make_state
 from caraserve.gpu.memory.workspace import make_workspace
-from caraserve.model.spec import parse_spec
+from caraserve.model.families import plan_of
 from scripts.laboratory.gpu.null_device import null_device
 
 TOKENS, SLOTS = 64, 48
@@ -122,7 +122,7 @@ def launches_of(config: Mapping[str, Any], dtype: torch.dtype, capability: int) 
 def decoder_of(config: Mapping[str, Any], dtype: torch.dtype) -> Decoder:
     """Returns a decoder of two layers over tensors without memory."""
     nowhere = torch.device("meta")
-    plan = parse_spec({**config, "num_hidden_layers": 2}).plan
+    plan = plan_of({**config, "num_hidden_layers": 2})
     loaded = weights.load(plan, dtype, 2048, nowhere, lambda name, target: None)
     state = make_state(plan, dtype, torch.empty(1 << 30, dtype=torch.uint8, device=nowhere), SLOTS, 2048)
     capacity = Capacity(

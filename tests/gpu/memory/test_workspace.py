@@ -16,7 +16,7 @@ ONE_SPLIT_BYTES = 4 * HEADS[0] * (HEADS[1] + 2)
 
 def made() -> Workspace:
     capacity = Capacity(tokens=64, rows=ROWS, outputs=500, tile_tokens=16, adapters=8)
-    return make_workspace(SPEC.plan, torch.float32, capacity, 16, MOST_CONTEXT, torch.device("cpu"), ATTENTION.decode)
+    return make_workspace(SPEC, torch.float32, capacity, 16, MOST_CONTEXT, torch.device("cpu"), ATTENTION.decode)
 
 
 def parts(space: Workspace, rows: int, context: int) -> list[tuple[int, int]]:
@@ -56,9 +56,7 @@ def test_a_batch_without_decoding_rows_has_no_decode_parts() -> None:
 def test_a_pass_takes_the_first_rows() -> None:
     space = made()
     first = space.activations.first(5)
-    for shape, part, inputs, outputs in zip(
-        SPEC.plan.group_shapes, space.parts, first.inputs, first.outputs, strict=True
-    ):
+    for shape, part, inputs, outputs in zip(SPEC.group_shapes, space.parts, first.inputs, first.outputs, strict=True):
         assert part.shape == (4, 64, len(shape.widths), 16)
         assert inputs.shape == (5, shape.inputs)
         assert outputs.shape == (5, sum(shape.widths))
