@@ -17,12 +17,14 @@ NO_WINDOW = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """How a layer attends: a score is `q·k · scale`, or with a cap `cap · tanh(q·k · scale / cap)`, and a query at
-    position p sees positions (p - window, p]."""
+    """How a layer attends: a score is s = `q·k · scale + slope · (key's position - query's)`, or with a cap
+    `cap · tanh(s / cap)`, and a query at position p sees positions (p - window, p]."""
 
     scale: float
     cap: float | None = None
     window: int = NO_WINDOW
+    sinks: Tensor | None = None  # float32 [heads], a score for each head that takes weight and has no value
+    slopes: Tensor | None = None  # float32 [heads], of ALiBi
 
 
 def layer_attention(spec: ModelSpec) -> tuple[LayerAttention, ...]:

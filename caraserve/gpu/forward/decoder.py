@@ -16,7 +16,9 @@ from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.device import GpuDevice
 from caraserve.gpu.forward.batch import DeviceBatch
 from caraserve.gpu.forward.lora_pass import HandOffMemory, LoraLane, LoraPass
-from caraserve.gpu.kernels.layers import embed, rms_norm, rotate_and_append, silu_mul
+from caraserve.gpu.kernels.elementwise import activate, embed
+from caraserve.gpu.kernels.heads import Heads, RopeTables, rotate_and_append
+from caraserve.gpu.kernels.norms import NormWeights, add_and_norm
 from caraserve.gpu.kernels.sampling import Outputs, SamplerState, sample, score
 from caraserve.gpu.memory.adapter_tables import AdapterTables
 from caraserve.gpu.memory.masks import MaskedOutputs
@@ -119,9 +121,9 @@ class Decoder:
     def embed_prompts(self, count: int, stream: Stream) -> Tensor:
         """Norms the last tokens of the batch's `count` prompts that are embedded, [count, hidden]; to be issued between
         their pass and the next one, whose graph has no such step. The pass has normed none of these tokens."""
-        rows, weight = self.workspace.activations, self.weights.final_norm
+        rows, norm = self.workspace.activations, NormWeights(self.weights.final_norm, None, self.spec.rms_eps)
         named, out = self.batch.embedded[:count], self.workspace.embeddings[:count]
-        self.driver.run(stream, lambda: rms_norm(rows.hidden, weight, out, self.spec.rms_eps, rows.delta, named))
+        self.driver.run(stream, lambda: add_and_norm(rows.hidden, rows.delta, out, norm, rows=named))
         return out
 
 
@@ -184,10 +186,14 @@ class DecoderPass:
 
     def rotate_and_append(self, layer: int, stream: Stream) -> None:
         """Rotates queries and keys, and appends keys and values to the KV blocks."""
-        decoder, weights = self._decoder, self._weights
+        decoder, spec, weights = self._decoder, self._decoder.spec, self._weights
         tokens, cache, norms = decoder.batch.tokens, decoder.state.caches[layer], weights.layers[layer].head_norms
-        qkv, eps = self._rows.qkv, decoder.spec.rms_eps
-        self._run(stream, lambda: rotate_and_append(qkv, weights.cos, weights.sin, tokens, cache, norms, eps))
+        q, k = (NormWeights(each, None, spec.rms_eps, scope="head") for each in norms) if norms else (None, None)
+        first = spec.heads * spec.head_dim
+        columns = 0, first, first + spec.kv_heads * spec.head_dim
+        rope = RopeTables(weights.cos, weights.sin)
+        heads = Heads(spec.heads, spec.kv_heads, spec.head_dim, *columns, rope, q, k)
+        self._run(stream, lambda: rotate_and_append(self._rows.qkv, tokens, cache, heads))
 
     def attend(self, layer: int, stream: Stream) -> None:
         """Attends with the tiles of prompt chunks, and with the rows that decode."""
@@ -197,7 +203,8 @@ class DecoderPass:
         self._run(stream, lambda: self._norm(self._weights.layers[layer].mlp_norm, self._rows.delta))
 
     def silu_mul(self, layer: int, stream: Stream) -> None:
-        self._run(stream, lambda: silu_mul(self._rows.gate_up, self._rows.activated))
+        gate, up = self._rows.gate_up.chunk(2, 1)
+        self._run(stream, lambda: activate(gate, up, self._rows.activated, "silu"))
 
     def sample(self, stream: Stream) -> None:
         """Computes logits of the wanted tokens, samples and scores, as many rows of logits at a time as the
@@ -218,7 +225,8 @@ class DecoderPass:
         return self._lora
 
     def _norm(self, weight: Tensor, delta: Tensor | None) -> None:
-        rms_norm(self._rows.hidden, weight, self._rows.normed, self._decoder.spec.rms_eps, delta)
+        norm = NormWeights(weight, None, self._decoder.spec.rms_eps)
+        add_and_norm(self._rows.hidden, delta, self._rows.normed, norm)
 
     def _attend(self, layer: int) -> None:
         decoder, out = self._decoder, self._rows.attended
@@ -236,7 +244,8 @@ class DecoderPass:
 
         def logits_of_wanted() -> None:
             # Each token is wanted at most once: the norm adds `delta`, the last layer's result, to the residual stream.
-            rms_norm(rows.hidden, weights.final_norm, wanted, decoder.spec.rms_eps, rows.delta, outputs.token)
+            norm = NormWeights(weights.final_norm, None, decoder.spec.rms_eps)
+            add_and_norm(rows.hidden, rows.delta, wanted, norm, rows=outputs.token)
             weights.head.apply(wanted, logits)
 
         self._run(stream, logits_of_wanted)
