@@ -13,7 +13,6 @@ def backend_of(
     plan: DecoderPlan, read: TensorReader, *, dtype: Dtype = Dtype.F32, threads: int = 1, adapter_slots: int = 2
 ) -> CpuBackend:
     """Returns a backend for requests of up to 128 tokens."""
-    spec = DecoderPlan(plan)
     sizes = CpuSizes(
         threads=threads,
         num_slots=2,
@@ -23,4 +22,4 @@ def backend_of(
         kv_cache_bytes=plan.kv_bytes_per_token(4) * BLOCK_TOKENS * BLOCKS,
         host_bytes=4 << 20,
     )
-    return CpuBackend(spec, load_model(spec, dtype, sizes.max_context, read, lambda: None), sizes)
+    return CpuBackend(plan, load_model(plan, dtype, sizes.max_context, read, lambda: None), sizes)

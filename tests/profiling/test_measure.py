@@ -275,7 +275,7 @@ def test_without_a_measured_hand_off_auto_logs_its_assumption(
             for profile in (made, replace(made, handoff_ms=0.01))
         ]
     assert [rule.handoff_ms for rule in rules] == [ASSUMED_HANDOFF_MS, 0.01]
-    widths = [linear.outputs for linear in spec().plan.layers[0].linears]
+    widths = [linear.outputs for linear in spec().layers[0].linears]
     assert rules[0].delta_bytes == {"qkv": 2 * sum(widths[:3]), "all": 2 * sum(widths)}
     assert rules[0].attention_targets == {"q_proj", "k_proj", "v_proj"}
     assert rules[0].hand_offs == 4
@@ -335,7 +335,7 @@ def test_a_backend_that_fails_is_reported_and_left_without_adapters() -> None:
 
 
 def test_ranks_without_room_in_host_memory_are_left_out() -> None:
-    smallest = adapter_spec(spec(), Dtype.BF16, 8, spec().layers).num_bytes
+    smallest = adapter_spec(spec(), Dtype.BF16, 8, len(spec().layers)).num_bytes
     backend = ExactBackend(LARGE, host_bytes=smallest)
     assert {point.rank for point in quick(backend).prefill.points} == {0, 8}
     assert backend.faults == []

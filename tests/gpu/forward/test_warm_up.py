@@ -23,7 +23,7 @@ from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.device import GpuDevice
 from caraserve.gpu.forward.decoder import issue_pass
 from caraserve.gpu.forward.warm_up import LateKernels, product_rows
-from caraserve.gpu.kernels import layers, lora, sampling
+from caraserve.gpu.kernels import elementwise, heads, lora, norms, sampling
 from caraserve.gpu.linear.dense import DenseLinear
 from caraserve.gpu.memory import workspace
 from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS
@@ -39,10 +39,10 @@ from tests.oracle.quantized import PER_TOKEN, compressed
 
 KERNELS = {  # all that are launched from Python
     name
-    for module in (attention, layers, lora, sampling)
+    for module in (attention, elementwise, heads, norms, lora, sampling)
     for name, value in vars(module).items()
     if isinstance(value, JITFunction) and name.endswith("_kernel")
-}
+} - {"cap_kernel"}  # of models whose logits are scaled or capped
 OF_QUANTISED = {  # those of models with quantised weights
     "quantised in part": {"round_kernel", "product_kernel", "scale_kernel"},
     "int8 weights": {"product_kernel"},
@@ -237,29 +237,29 @@ class OneTarget:
         return 0
 
 
-def compile_silu(width: int) -> None:
+def compile_cap(width: int) -> None:
     """Compiles a kernel as a launch does, unless it has met these arguments."""
-    rows = [torch.empty(2, columns, dtype=torch.bfloat16) for columns in (2 * width, width)]
-    layers.silu_mul_kernel.warmup(*rows, 2 * width, width, width, BLOCK=1024, grid=(2,))
+    logits = torch.empty(2, width, dtype=torch.bfloat16)
+    elementwise.cap_kernel.warmup(logits, width, width, 1.0, 0.0, HAS_CAP=False, BLOCK=1024, grid=(2,))
 
 
 def test_a_kernel_compiled_while_serving_is_counted_and_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(triton_driver, "_active", OneTarget())
-    caches = defaultdict(layers.silu_mul_kernel.create_binder)  # of this target, and empty
-    monkeypatch.setattr(layers.silu_mul_kernel, "device_caches", caches)
+    caches = defaultdict(elementwise.cap_kernel.create_binder)  # of this target, and empty
+    monkeypatch.setattr(elementwise.cap_kernel, "device_caches", caches)
     late = LateKernels()
-    compile_silu(64)
+    compile_cap(64)
     late.watch()
-    compile_silu(64)
+    compile_cap(64)
     assert (late.count, caplog.text) == (0, "")
-    compile_silu(24)  # no multiple of 16
+    compile_cap(24)  # no multiple of 16
     assert late.count == 1
     (record,) = caplog.records
     assert record.levelname == "ERROR"
-    assert "silu_mul_kernel" in record.getMessage()
+    assert "cap_kernel" in record.getMessage()
     late.stop()
-    compile_silu(25)
+    compile_cap(1)
     assert late.count == 1
     assert knobs.runtime.jit_post_compile_hook is None
