@@ -21,7 +21,7 @@ from caraserve.gpu.forward.batch import NO_TOKEN
 from caraserve.gpu.kernels.lora import Segments, SiteTables
 from caraserve.gpu.kernels.paged_cache import PagedCache, TokenTables
 from caraserve.gpu.linear import fp8, quantized
-from caraserve.gpu.linear.formats import TORCH_CODES
+from caraserve.gpu.linear.base import TORCH_CODES
 from caraserve.gpu.weights import TORCH_DTYPES
 from caraserve.model.dtype import Code, Dtype
 from caraserve.util.units import align_up

@@ -161,7 +161,8 @@ def test_a_kind_of_adapter_from_outside_the_package_computes_what_its_reference_
         deltas[module] = ScaledLora().update({key: each.astype(np.float64) for key, each in own.items()}, 6 / rank)
         prefix = f"base_model.model.{module}"
         tensors |= {f"{prefix}.{key}{'' if key == 'lora_scale' else '.weight'}": each for key, each in own.items()}
-    folder = write(tmp_path, plan, tensors, use_output_scales=True)
+    ranks = {"gate_up_proj": 9} if "gate_up_proj" in plan.targets else {}
+    folder = write(tmp_path, plan, tensors, use_output_scales=True, rank_pattern=ranks)
     served = make(plan, Tensors())
     into = served.host_memory[: inspect_adapter(folder, plan).num_bytes]
     MeasuredBackend(served).load(read_adapter(folder, plan, into), 1)
