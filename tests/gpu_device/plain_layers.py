@@ -65,7 +65,8 @@ def normed(x: Tensor, norm: NormWeights | None) -> Tensor:
 
 
 def rotate_and_append(projected: Tensor, tokens: TokenTables, cache: PagedCache, heads: Heads) -> None:
-    dim, block, rope = heads.head_dim, cache.keys.shape[1], heads.rope
+    dim, block, rope, count = heads.head_dim, cache.keys.shape[1], heads.rope, len(projected)
+    tokens = TokenTables(tokens.slot[:count], tokens.position[:count])  # which may be those of a larger batch
 
     def of(columns: int, count: int) -> Tensor:
         return projected[:, columns : columns + count * dim].unflatten(1, (count, dim))
