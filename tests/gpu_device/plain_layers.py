@@ -66,10 +66,10 @@ def normed(x: Tensor, norm: NormWeights | None) -> Tensor:
 
 def rotate_and_append(projected: Tensor, tokens: TokenTables, cache: PagedCache, heads: Heads) -> None:
     dim, block, rope, count = heads.head_dim, cache.keys.shape[1], heads.rope, len(projected)
-    tokens = TokenTables(tokens.slot[:count], tokens.position[:count])  # the tables have places for the largest batch
+    tokens = TokenTables(tokens.slot[:count], tokens.position[:count])  # which may be those of a larger batch
 
-    def of(columns: int, number: int) -> Tensor:
-        return projected[:, columns : columns + number * dim].unflatten(1, (number, dim))
+    def of(columns: int, count: int) -> Tensor:
+        return projected[:, columns : columns + count * dim].unflatten(1, (count, dim))
 
     q, k, v = of(heads.q, heads.heads), of(heads.k, heads.kv_heads), of(heads.v, heads.kv_heads)
     values, queries, keys = _normed_heads(v, heads.v_norm), q, k
