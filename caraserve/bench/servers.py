@@ -19,7 +19,7 @@ from pathlib import Path
 
 from caraserve.bench.records import Workload
 from caraserve.bench.synthetic import SHAPES, write_adapters, write_model
-from caraserve.core.lora_layout import lay_out
+from caraserve.core.lora_layout import AdapterSpec, modules_of
 from caraserve.errors import BackendFailed, ConfigError
 from caraserve.gpu.driver.detect import detect
 from caraserve.gpu.memory.pool import GRANULE_BYTES
@@ -111,9 +111,9 @@ def make_synthetic(
         )
     except OSError as error:
         raise ConfigError(f"adapters cannot be written to {folder}: {error.strerror}") from error
-    modules = {rank: [(layer, site) for layer in range(spec.layers) for site in targets] for rank in set(ranks)}
+    modules = modules_of(spec.plan, targets)
     bytes_of = {
-        rank: lay_out(spec, Dtype.F16, dict.fromkeys(places, (rank, 1.0)))[1][-1] for rank, places in modules.items()
+        rank: AdapterSpec.of(spec.plan, Dtype.F16, dict.fromkeys(modules, (rank, 1.0))).num_bytes for rank in set(ranks)
     }
     of_model = (str(folder / "model"), "--load-format", "dummy", "--served-model-name", model, "--dtype", dtype)
     of_adapters = ("--adapters-dir", str(folder / "adapters")) if paths else ()

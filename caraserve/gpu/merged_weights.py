@@ -44,10 +44,10 @@ class MergedDeviceWeights:
     def warm_up(self, memory: Tensor, driver: Driver, stream: Stream) -> None:
         """Merges into the first layer, whose shapes all layers have, so that torch and cuBLAS load their kernels for
         every dtype and many ranks; and undoes it. `memory`: uint8, on the device, whose bytes are taken as weights."""
-        places = {(0, site) for site in SITES}
-        groups = frozenset((layer, _group_of(site)) for layer, site in places)
+        places = [(0, index) for index in range(len(SITES))]
+        groups = frozenset((0, _group_of(site)) for site in SITES)
         for dtype, rank in product(Dtype, _WARM_RANKS):
-            spans, (*_, end) = lay_out(self._spec, dtype, dict.fromkeys(places, (rank, 1.0)))
+            spans, (*_, end) = lay_out(self._spec.plan, dtype, dict.fromkeys(places, (rank, 1.0)))
             if rank <= self._max_rank and end <= memory.numel():
                 of = {(span.layer, SITES[span.site]): span for span in spans}
                 driver.run(stream, partial(self._merge, of, groups, (), dtype, memory))

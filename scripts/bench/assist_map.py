@@ -57,7 +57,7 @@ from caraserve.core.machine_profile import (
 )
 from caraserve.lora.start_policy import AwaitedPrefill, StartPolicy
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import SITES, ModelSpec, parse_spec
+from caraserve.model.spec import ModelSpec, parse_spec
 from caraserve.profiling.microbench import adapter_spec
 from scripts.laboratory.papers.figures import PaperOptions
 from scripts.laboratory.papers.servers import run_modes
@@ -94,14 +94,15 @@ class _Gpu:
 
     def profile(self, spec: ModelSpec) -> Profile:
         """Returns the profile of a model in bfloat16: a prefill reads all weights once, and computes each token."""
-        weights = spec.layers * sum(inputs * outputs for inputs, outputs in map(spec.site_shape, SITES))
-        widths = sum(sum(spec.site_shape(site)) for site in SITES)
+        linears = [linear for layer in spec.plan.layers for linear in layer.linears]
+        weights = sum(linear.inputs * linear.outputs for linear in linears)
+        widths = sum(linear.inputs + linear.outputs for linear in linears)
         ms_per_flop = 1000 / (_COMPUTE_SHARE * self.flops)
         prefill = Prefill(
             (),
             base_ms=1000 * 2 * weights / (_MEMORY_SHARE * self.memory_bytes_per_s),
             per_token_ms=2 * weights * ms_per_flop,
-            per_token_rank_ms=2 * spec.layers * widths * ms_per_flop,
+            per_token_rank_ms=2 * widths * ms_per_flop,
             r2=1.0,
         )
         none = LineFit(0.0, 0.0, 1.0)

@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from caraserve.core.lora_layout import AdapterSpec, HostAdapter, aligned_bytes, lay_out
+from caraserve.core.lora_layout import AdapterSpec, HostAdapter, aligned_bytes, modules_of
 from caraserve.lora.manifest import ChunkHasher, identified
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import SITES, ModelSpec, parse_spec
+from caraserve.model.spec import ModelSpec, parse_spec
 
-TARGETS = SITES[:3]
+TARGETS = "q_proj", "k_proj", "v_proj"
 MODEL: ModelSpec = parse_spec(
     {
         "architectures": ["LlamaForCausalLM"],
@@ -23,11 +23,9 @@ MODEL: ModelSpec = parse_spec(
 
 def image(rank: int = 8, seed: int = 0) -> HostAdapter:
     """Returns an image of random bytes; equal arguments give equal images."""
-    modules = {(layer, site): (rank, 2.0) for layer in range(MODEL.layers) for site in TARGETS}
-    spans, layer_ends = lay_out(MODEL, Dtype.F32, modules)
-    data = aligned_bytes(layer_ends[-1])
+    spec = AdapterSpec.of(MODEL.plan, Dtype.F32, dict.fromkeys(modules_of(MODEL.plan, TARGETS), (rank, 2.0)))
+    data = aligned_bytes(spec.num_bytes)
     data[:] = np.frombuffer(np.random.default_rng(seed).bytes(data.nbytes), np.uint8)
-    hasher = ChunkHasher(layer_ends)
+    hasher = ChunkHasher(spec.layer_ends)
     hasher.update(data.data)
-    spec = AdapterSpec("", Dtype.F32, rank, TARGETS, layer_ends, spans)
     return HostAdapter(identified(spec, hasher.hashes), data)

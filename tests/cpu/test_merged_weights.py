@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from caraserve.core.lora_layout import A_COLUMNS, PANEL, AdapterSpec, HostAdapter, aligned_bytes, lay_out
+from caraserve.core.lora_layout import A_COLUMNS, PANEL, AdapterSpec, HostAdapter, aligned_bytes
 from caraserve.cpu import simd
 from caraserve.cpu.adapters import CpuImage, DeviceAdapters
 from caraserve.cpu.buffers import Buffers
@@ -89,10 +89,11 @@ def subject(
 def adapter(rank: int, dtype: Dtype, sites: tuple[str, ...] = SITES, layers: int = 2) -> tuple[CpuImage, Modules]:
     """Returns an image that has arrived, and what each module adds to the weights, [out, in]."""
     rng, deltas = np.random.default_rng(rank), {}
-    spans, ends = lay_out(SPEC, dtype, {(layer, site): (rank, SCALE) for layer in range(layers) for site in sites})
-    data = aligned_bytes(ends[-1])
+    modules = {(layer, SITES.index(site)): (rank, SCALE) for layer in range(layers) for site in sites}
+    spec = AdapterSpec.of(SPEC.plan, dtype, modules, f"{rank} {dtype}")
+    data = aligned_bytes(spec.num_bytes)
     data[:] = 0
-    for span in spans:
+    for span in spec.spans:
         inputs, outputs = SPEC.site_shape(SITES[span.site])
         a = np.zeros((span.padded_rank, align_up(inputs, A_COLUMNS)), np.float32)
         b = np.zeros((span.padded_rank, align_up(outputs, PANEL)), np.float32)
@@ -102,7 +103,6 @@ def adapter(rank: int, dtype: Dtype, sites: tuple[str, ...] = SITES, layers: int
         b = keep(b.reshape(len(b), -1, PANEL).swapaxes(0, 1), dtype, data[span.b_offset :])
         b = b.swapaxes(0, 1).reshape(span.padded_rank, -1)
         deltas[span.layer, SITES[span.site]] = SCALE * (b.T @ a)[:outputs, :inputs]
-    spec = AdapterSpec(f"{rank} {dtype}", dtype, rank, sites, ends, spans)
     image = CpuImage.empty(HostAdapter(spec, data))
     image.data[:] = data
     image.mark_arrived(SPEC.layers)
@@ -210,19 +210,19 @@ def test_sums_are_rounded_to_the_nearest_weight_and_ties_to_the_even_one(dtype: 
     """The adapter's products are exact and of all magnitudes, including subnormals. With a base weight of 0, many of
     them lie halfway between two weights."""
     here = subject(dtype, threads=1, read=Zeros() if zero else None)
-    spans, ends = lay_out(SPEC, Dtype.F32, {(0, "q_proj"): (1, 1.0)})
-    data = aligned_bytes(ends[-1])
+    spec = AdapterSpec.of(SPEC.plan, Dtype.F32, {(0, 0): (1, 1.0)}, "d")
+    data, (span,) = aligned_bytes(spec.num_bytes), spec.spans
     data[:] = 0
     inputs, outputs = SPEC.site_shape("q_proj")
     rng = np.random.default_rng(0)
     exponents = np.arange(inputs) % 36 - 20  # exponents of what is added, from below the least fp16 to near the largest
-    data[spans[0].a_offset :].view(np.float32)[:inputs] = 2.0 ** (exponents - 11)
+    data[span.a_offset :].view(np.float32)[:inputs] = 2.0 ** (exponents - 11)
     row = np.zeros(align_up(outputs, PANEL), np.float32)
     row[:outputs] = rng.integers(-2047, 2048, outputs)
-    b = np.zeros((len(row) // PANEL, spans[0].padded_rank, PANEL), np.float32)
+    b = np.zeros((len(row) // PANEL, span.padded_rank, PANEL), np.float32)
     b[:, 0] = row.reshape(-1, PANEL)
-    data[spans[0].b_offset :].view(np.float32)[: b.size] = b.reshape(-1)
-    image = CpuImage.empty(HostAdapter(AdapterSpec("d", Dtype.F32, 1, ("q_proj",), ends, spans), data))
+    data[span.b_offset :].view(np.float32)[: b.size] = b.reshape(-1)
+    image = CpuImage.empty(HostAdapter(spec, data))
     image.data[:] = data
     image.mark_arrived(SPEC.layers)
     here.adapters.bind(SLOT, image)

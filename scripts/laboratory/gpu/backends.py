@@ -22,7 +22,7 @@ from caraserve.gpu.weights import TORCH_DTYPES, Weights, dummy, load
 from caraserve.lora.peft import inspect_adapter, read_adapter
 from caraserve.model.dtype import Dtype
 from caraserve.model.folder_reader import FolderReader
-from caraserve.model.spec import SITES, ModelSpec, load_spec
+from caraserve.model.spec import ModelSpec, load_spec
 from caraserve.util.units import align_up
 from scripts.laboratory.gpu.setup import TINY, CheckSetup
 
@@ -46,7 +46,7 @@ class TinyModel:
             spec,
             count=len(_TINY_RANKS),
             ranks=_TINY_RANKS,
-            targets=SITES,
+            targets=spec.plan.targets,
             dtype="float32",
         )
         return cls(folder / "tiny", tuple(paths.values()))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from caraserve.core.lora_layout import A_COLUMNS, PANEL, AdapterSpec, HostAdapter, lay_out
+from caraserve.core.lora_layout import A_COLUMNS, PANEL, AdapterSpec, HostAdapter
 from caraserve.cpu.backend import CpuBackend, CpuSizes
 from caraserve.cpu.lora_workers import pool
 from caraserve.cpu.lora_workers.compute_side import PIECE_WORDS
@@ -24,7 +24,7 @@ from caraserve.cpu.shared_memory import SharedRegion
 from caraserve.cpu.weight_memory import convert
 from caraserve.cpu.weights import dummy_reader, load_model
 from caraserve.model.dtype import Dtype, to_float32
-from caraserve.model.spec import SITES, parse_spec
+from caraserve.model.spec import parse_spec
 from caraserve.profiling.microbench import MeasuredBackend
 from caraserve.util.units import align_up
 from tests.processes import until
@@ -182,18 +182,20 @@ def test_idle_workers_use_no_cpu(pair: CpuBackend) -> None:
 def make_adapter(rank: int, dtype: Dtype, backend: CpuBackend) -> tuple[HostAdapter, list[Matrix]]:
     """Returns an adapter of q, k, v in the host cache, and for each module the factor of x, [inputs, columns of y]."""
     rng = np.random.default_rng(rank)
-    spans, layer_ends = lay_out(SPEC, dtype, {(0, site): (rank, scale) for site, scale in SCALES.items()})
-    data = backend.host_memory[: layer_ends[-1]]
+    modules = {(0, index): (rank, scale) for index, scale in enumerate(SCALES.values())}
+    spec = AdapterSpec.of(SPEC.plan, dtype, modules, f"{rank} {dtype}")
+    data = backend.host_memory[: spec.num_bytes]
     data[:] = 0
     products = []
-    for span in spans:
-        inputs, outputs = SPEC.site_shape(SITES[span.site])
+    for span in spec.spans:
+        site = SPEC.plan.layers[0].sites[span.site]
+        inputs, outputs = site.inputs, site.outputs
         a, b = np.zeros((rank, align_up(inputs, A_COLUMNS))), np.zeros((rank, align_up(outputs, PANEL)))
         a[:, :inputs], b[:, :outputs] = rng.standard_normal((rank, inputs)), rng.standard_normal((rank, outputs))
         a = store(a / rank, dtype, data[span.a_offset :])
         b = store(b.reshape(rank, -1, PANEL).swapaxes(0, 1), dtype, data[span.b_offset :])
         products.append(span.scale * a[:, :inputs].T @ b.swapaxes(0, 1).reshape(rank, -1))
-    return HostAdapter(AdapterSpec(f"{rank} {dtype}", dtype, rank, tuple(SCALES), layer_ends, spans), data), products
+    return HostAdapter(spec, data), products
 
 
 def store(values: Matrix, dtype: Dtype, at: NDArray[np.uint8]) -> Matrix:
