@@ -23,8 +23,8 @@ _VECTOR_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class ActivationRows:
-    """Rows of activations in the model's dtype. Rows are readable up to a multiple of A_COLUMNS, which the stride is,
-    too."""
+    """Rows of activations in the model's dtype. Rows of inputs are readable up to a multiple of A_COLUMNS, which their
+    stride is, too."""
 
     address: int
     stride: int

@@ -13,8 +13,8 @@ from caraserve.core.lora_layout import A_COLUMNS, MAX_RANK, AdapterSpec, HostAda
 from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.forward.batch import make_batch
 from caraserve.gpu.forward.lora_pass import LoraLane
-from caraserve.gpu.kernels.bgmv_work import PLANES, plan_items
-from caraserve.gpu.memory.adapter_tables import AdapterTables, column
+from caraserve.gpu.kernels.bgmv_work import PLANES
+from caraserve.gpu.memory.adapter_tables import AdapterTables
 from caraserve.gpu.memory.adapters import groups_of, items_by_shape
 from caraserve.gpu.memory.pass_shape import Capacity, PassShape
 from caraserve.model.dtype import Dtype, to_float32
@@ -22,6 +22,7 @@ from caraserve.profiling.microbench import random_adapter
 from caraserve.util.units import align_up
 from scripts.laboratory.gpu.null_device import NullDriver
 from tests.gpu.emulator import run
+from tests.gpu.filled_tables import write_column, write_items
 from tests.gpu.small_model import mixed_plan
 
 PLAN, RANK, CPU = mixed_plan(), 24, torch.device("cpu")
@@ -43,19 +44,11 @@ class Lane:
     def __init__(self) -> None:
         self.adapters = {1: made(ALL, Dtype.F16), 2: made(FEW, Dtype.F32)}
         tables, batch = AdapterTables(PLAN, 3, CPU), make_batch(PLAN, Capacity(4, 4, 4, 16, 2), RANK, CPU)
-        items = {0: [None] * len(PLAN.group_shapes)}
         for slot, adapter in self.adapters.items():
-            values = column(adapter.spec, PLAN, int(adapter.data.ctypes.data))
-            for name in ("a", "b", "rank", "scale"):
-                getattr(tables, name)[:, :, slot] = torch.from_numpy(getattr(values, name))
-            tables.dtype[slot] = adapter.spec.dtype.value
-            items[slot] = list(items_by_shape(PLAN, slot, adapter.spec, MAX_RANK))
-        for number in range(len(PLAN.group_shapes)):
-            plan = plan_items(SLOTS, [items[slot][number] for slot in range(3)])
-            for launch, listed in enumerate((plan.shrink, plan.expand)):
-                batch.lists.lists[number][launch][: len(listed)] = torch.from_numpy(listed)
-                batch.lists.counts[number, launch] = len(listed)
-            batch.lists.groups[: len(plan.groups)] = torch.from_numpy(plan.groups)
+            write_column(tables, PLAN, slot, adapter.spec, int(adapter.data.ctypes.data))
+        specs = {slot: adapter.spec for slot, adapter in self.adapters.items()}
+        items = {slot: items_by_shape(PLAN, slot, spec, MAX_RANK) for slot, spec in specs.items()}
+        write_items(batch.lists, SLOTS, items)
         shapes = PLAN.group_shapes
         self.x = [rows(shape.inputs) for shape in shapes]
         self.y = [rows(sum(shape.widths)) for shape in shapes]

@@ -8,9 +8,10 @@ import torch
 
 from caraserve.core.lora_layout import MAX_RANK, AdapterSpec, SiteSpan
 from caraserve.gpu.kernels.bgmv_work import adapter_items
-from caraserve.gpu.memory.adapter_tables import AdapterTables, column
+from caraserve.gpu.memory.adapter_tables import AdapterTables
 from caraserve.gpu.memory.adapters import groups_of, items_by_shape
 from caraserve.model.dtype import Dtype
+from tests.gpu.filled_tables import write_column
 from tests.gpu.small_model import mixed_plan
 
 PLAN, SLOT, BASE = mixed_plan(), 3, 1 << 20
@@ -28,9 +29,8 @@ ADAPTER = AdapterSpec.of(PLAN, Dtype.F16, MODULES)
 
 @pytest.fixture
 def tables() -> AdapterTables:
-    made, values = AdapterTables(PLAN, SLOT + 1, torch.device("cpu")), column(ADAPTER, PLAN, BASE)
-    for name in ("a", "b", "rank", "scale"):
-        getattr(made, name)[:, :, SLOT] = torch.from_numpy(getattr(values, name))
+    made = AdapterTables(PLAN, SLOT + 1, torch.device("cpu"))
+    write_column(made, PLAN, SLOT, ADAPTER, BASE)
     return made
 
 
