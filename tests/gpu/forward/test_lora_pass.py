@@ -67,7 +67,7 @@ class Lane:
         first = PLAN.layers[layer].groups[group].sites[0].index
         for slot, adapter in self.adapters.items():
             for span in adapter.spec.spans:
-                site = PLAN.layers[layer].sites[span.site]
+                site = PLAN.layers[span.layer].sites[span.site]
                 if (span.layer, site.group) != (layer, group):
                     continue
                 dtype, start = adapter.spec.dtype, columns[span.site - first]
