@@ -20,7 +20,7 @@ from tests.oracle.oracle import Oracle
 from tests.oracle.subject import Subject
 from tests.serving import MIB, Answer, engine_config, lora_config, model_config, submit
 
-CONTEXT = 256
+LAYERS, CONTEXT = 2, 256
 CORES = tuple(sorted(os.sched_getaffinity(0)))
 PATIENCE_S = 60.0
 TOKENS = 3

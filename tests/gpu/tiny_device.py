@@ -22,9 +22,9 @@ from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.launch import Launch
 from caraserve.gpu.forward.batch import BatchWriter, decode_slots, make_batch
 from caraserve.gpu.forward.decoder import Decoder, issue_pass
-from caraserve.gpu.kernels.bgmv_work import AdapterItems, plan_items
+from caraserve.gpu.kernels.bgmv_work import AdapterItems
 from caraserve.gpu.kernels.cuda_kernels import open_device
-from caraserve.gpu.memory.adapter_tables import AdapterTables, column
+from caraserve.gpu.memory.adapter_tables import AdapterTables
 from caraserve.gpu.memory.adapters import items_by_shape
 from caraserve.gpu.memory.pass_shape import Capacity, PassShape, all_groups
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS, block_bytes, make_state
@@ -38,6 +38,7 @@ from caraserve.model.plan import DecoderPlan
 from caraserve.util.units import ceil_div
 from scripts.laboratory.gpu.null_device import NullDriver
 from tests.gpu.emulator import run as emulate
+from tests.gpu.filled_tables import write_column, write_items
 from tests.gpu.host_device import host_device
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -122,10 +123,7 @@ class TinyDevice:
         data = aligned_bytes(inspect_adapter(folder, self.spec).num_bytes)
         host = read_adapter(folder, self.spec, data)
         image = torch.from_numpy(host.data.copy()).to(DEVICE)
-        made = column(host.spec, self.spec, image.data_ptr())
-        for name in ("a", "b", "rank", "scale"):
-            getattr(self.tables, name)[:, :, slot] = torch.from_numpy(getattr(made, name)).to(DEVICE)
-        self.tables.dtype[slot] = int(made.dtype[0])
+        write_column(self.tables, self.spec, slot, host.spec, image.data_ptr())
         items = items_by_shape(self.spec, slot, host.spec, MAX_RANK)
         self.bound[slot] = Bound(folder, host.spec, image, host, items)
         return self.bound[slot]
@@ -147,17 +145,10 @@ class TinyDevice:
         groups = all_groups(self.spec)
         shape = self.host.fill(words, tuple(rows), outputs, groups, with_lora=with_lora, all_prompt=all_prompt)
         self.batch.words.copy_(torch.from_numpy(words))
-        for group in groups if shape.has_items else ():
-            self._fill_items(group, decode_slots(tuple(rows)))
+        if shape.has_items:
+            items = {slot: bound.items for slot, bound in self.bound.items()}
+            write_items(self.batch.lists, decode_slots(tuple(rows)), items)
         return shape
-
-    def _fill_items(self, group: int, slots: NDArray[np.int32]) -> None:
-        by_slot = [self.bound[slot].items[group] if slot in self.bound else None for slot in range(ADAPTER_SLOTS)]
-        made, lists = plan_items(slots, by_slot), self.batch.lists
-        for launch, items in enumerate((made.shrink, made.expand)):
-            lists.lists[group][launch][: len(items)] = torch.from_numpy(items).to(DEVICE)
-            lists.counts[group, launch] = len(items)
-        lists.groups[: len(made.groups)] = torch.from_numpy(made.groups).to(DEVICE)
 
     def run(
         self,

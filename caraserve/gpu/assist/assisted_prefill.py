@@ -1,10 +1,9 @@
 """Assisted prefills: prompts computed with the help of CPU workers, chunk by chunk on the assist lane (Toppings §4.2).
 
-Before a chunk is launched, a work order is written for each layer and group that may have to be handed off. It
-says what each worker computes; the device decides, when it reaches the layer, whether the workers are asked. If a
-chunk's workers fail, the whole chunk and the rest of its prompt are void: the engine computes the prompt again without
-workers. Chunks of one prompt run one after another; as many chunks of different prompts are in flight as there are sync
-slots.
+Before a chunk is launched, a work order is written for each layer and group that may have to be handed off. It says
+what each worker computes; the device decides, when it reaches the layer, whether the workers are asked. If a chunk's
+workers fail, the whole chunk and the rest of its prompt are void: the engine computes the prompt again without workers.
+Chunks of one prompt run one after another; as many chunks of different prompts are in flight as there are sync slots.
 """
 
 import contextlib

@@ -23,8 +23,8 @@ _VECTOR_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class ActivationRows:
-    """Rows of activations in the model's dtype. Rows are readable up to a multiple of A_COLUMNS, which the stride is,
-    too."""
+    """Rows of activations in the model's dtype. Rows of inputs are readable up to a multiple of A_COLUMNS, which their
+    stride is, too."""
 
     address: int
     stride: int
@@ -37,6 +37,10 @@ class Projections:
 
     columns: tuple[int, ...]
     outputs: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.columns) > MOST_SITES:
+            raise AssertionError(f"{len(self.columns)} sites read the same input; the kernels take up to {MOST_SITES}")
 
     def are_vectors(self, rows: ActivationRows) -> bool:
         """True if kernels may write four columns at once: each projection begins at a multiple of four, and no other
@@ -149,8 +153,6 @@ def _places(projections: Projections) -> tuple[np.generic, ...]:
 
 
 def _of_sites(values: tuple[int, ...]) -> tuple[np.generic, ...]:
-    if len(values) > MOST_SITES:
-        raise AssertionError(f"{len(values)} modules read the same input; the kernels take up to {MOST_SITES}")
     return ints(*values, *(0 for _ in range(MOST_SITES - len(values))))
 
 

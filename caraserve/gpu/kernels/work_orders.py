@@ -1,8 +1,8 @@
 """The bytes of work orders: what each CPU worker computes in a hand-off, and the words to signal with.
 
 Work orders are written before the chunk is launched and read by the kernels of handoff.cu, which decide whether the
-workers are asked. The words of a worker's slice are those of cpu/handoff.py. The hand-offs of one module group in many
-layers are written at once: they differ in their words and weights only, and a chunk has more than a hundred.
+workers are asked. The words of a worker's slice are those of cpu/handoff.py. The hand-offs of all groups of one shape
+are written at once: they differ in their words and weights only, and a chunk has more than a hundred.
 """
 
 from collections.abc import Sequence

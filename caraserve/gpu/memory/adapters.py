@@ -101,7 +101,7 @@ class DeviceImages:
     def load(self, adapter: HostAdapter, slot: int, group_ends: Sequence[int], first_layer: int, done: Loaded) -> None:
         """Binds an adapter to a slot and queues its copy. Calls `done` with the failure or None."""
         stored = self.stored(adapter.spec)
-        self.bound[slot] = BoundAdapter(adapter, stored, *_groups_of(stored, self._plan))
+        self.bound[slot] = BoundAdapter(adapter, stored, *groups_of(stored, self._plan))
         self._items = {key: made for key, made in self._items.items() if key[0] != slot}
         self.bindings += 1
         self._loading[slot] = done
@@ -321,7 +321,7 @@ def items_by_shape(plan: DecoderPlan, slot: int, stored: AdapterSpec, most_rank:
     return tuple(adapter_items(slot, of_shape, stored.dtype, shape.widths) for shape, of_shape in pairs)
 
 
-def _groups_of(stored: AdapterSpec, plan: DecoderPlan) -> tuple[tuple[frozenset[int], ...], frozenset[int]]:
+def groups_of(stored: AdapterSpec, plan: DecoderPlan) -> tuple[tuple[frozenset[int], ...], frozenset[int]]:
     """Returns the groups in which an adapter has a module, by layer, and their shapes."""
     groups: list[set[int]] = [set() for _ in plan.layers]
     for span in stored.spans:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.bench.synthetic import MODULES, write_adapters, write_model
+from caraserve.bench.synthetic import write_adapters, write_model
 from caraserve.core.backend import Backend
 from caraserve.core.lora_layout import ALIGN_BYTES, HostAdapter
 from caraserve.cpu.weights import load_model
@@ -47,7 +47,7 @@ class TinyModel:
             spec,
             count=len(_TINY_RANKS),
             ranks=_TINY_RANKS,
-            targets=MODULES,
+            targets=spec.targets,
             dtype="float32",
         )
         return cls(folder / "tiny", tuple(paths.values()))

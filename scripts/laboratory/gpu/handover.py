@@ -17,7 +17,6 @@ from caraserve.gpu.memory.host_memory import ASSISTED_CHUNK_TOKENS
 from scripts.laboratory.gpu.backends import DTYPE
 from scripts.laboratory.gpu.cold import group_ends
 from scripts.laboratory.gpu.held_link import HeldLink
-from scripts.laboratory.gpu.iterations import QKV
 from scripts.laboratory.gpu.measured_model import MeasuredModel, measured_model
 from scripts.laboratory.gpu.results import Lines, StageResult, WrongResult
 from scripts.laboratory.gpu.session import wait_for_load
@@ -135,7 +134,7 @@ def handover(setup: CheckSetup) -> StageResult[HandOverFigures]:
 def _points(
     setup: CheckSetup, subject: MeasuredModel, link: HeldLink, explicit: ExplicitSync
 ) -> tuple[HandOverPoint, ...]:
-    adapter, prompts = subject.adapter(_RANK, QKV), setup.effort.handover_prompts
+    adapter, prompts = subject.adapter(_RANK, "qkv"), setup.effort.handover_prompts
     if adapter is None:
         raise BackendFailed("the host tier is too small for an adapter")
     for count in prompts:  # with the link open: a kernel that is loaded now may wait for streams that wait

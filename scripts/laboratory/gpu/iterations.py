@@ -3,13 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from caraserve.bench.synthetic import MODULES
-from caraserve.model.plan import DecoderPlan
 from scripts.laboratory.gpu.backends import DTYPE
 from scripts.laboratory.gpu.measured_model import MeasuredModel
 from scripts.laboratory.gpu.results import Lines
 
-QKV = MODULES[:3]
 RANKS = (8, 16, 32, 64)
 
 
@@ -43,7 +40,7 @@ def floor_ms(spec: DecoderPlan, tokens: int, bytes_per_s: float) -> float:
 def load_adapters(subject: MeasuredModel, count: int) -> list[int]:
     """Loads `count` adapters of q, k and v, at least one of each of RANKS in turn; returns their slots. Equal ranks
     share one host image."""
-    images = [subject.adapter(rank, QKV) for rank in RANKS]
+    images = [subject.adapter(rank, "qkv") for rank in RANKS]
     slots = list(range(1, max(count, len(RANKS)) + 1))
     for slot in slots:
         image = images[(slot - 1) % len(RANKS)]

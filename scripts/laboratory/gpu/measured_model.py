@@ -10,11 +10,12 @@ from statistics import median
 from caraserve.bench.synthetic import Shape, shape_spec
 from caraserve.core.batch import Batch, ScheduledRow
 from caraserve.core.lora_layout import ALIGN_BYTES, AdapterSpec, HostAdapter
+from caraserve.core.machine_profile import Targets
 from caraserve.gpu.backend import CudaBackend
 from caraserve.gpu.builder import GpuSizes
 from caraserve.gpu.driver.device import GpuDevice
 from caraserve.model.plan import DecoderPlan
-from caraserve.profiling.microbench import adapter_spec, random_adapter
+from caraserve.profiling.microbench import adapter_spec, random_adapter, target_sets
 from caraserve.util.units import align_up
 from scripts.laboratory.gpu.backends import DTYPE, cuda_backend
 from scripts.laboratory.gpu.session import Prompt, Session, tokens
@@ -34,9 +35,10 @@ class MeasuredModel:
         self.session = Session(backend, context)
         self._host_at = 0
 
-    def adapter(self, rank: int, sites: Sequence[str]) -> HostAdapter | None:
+    def adapter(self, rank: int, targets: Targets) -> HostAdapter | None:
         """Puts a new random adapter into host memory; returns None when there is no room left."""
-        return self.put(adapter_spec(self.spec, DTYPE, rank, len(self.spec.layers), sites))
+        names = target_sets(self.spec)[targets]
+        return self.put(adapter_spec(self.spec, DTYPE, rank, len(self.spec.layers), names))
 
     def put(self, spec: AdapterSpec) -> HostAdapter | None:
         """Puts a new random adapter with this spec into host memory; returns None when there is no room left."""

@@ -70,7 +70,7 @@ def warm(setup: CheckSetup) -> StageResult[WarmFigures]:
         if not backend.workers.await_all(_BIRTH_S):
             raise BackendFailed("the CPU LoRA workers are not there")
         fitting = subject.grow_contexts(slots)
-        adapter = subject.adapter(_RANK, subject.spec.targets)
+        adapter = subject.adapter(_RANK, "all")
         assert adapter is not None, "the host tier is too small"
         free_bytes = device.driver.free_bytes()
         batches = _serve_all(subject, adapter, fitting)
