@@ -189,7 +189,8 @@ class _Loader:
         heads = attention = None
         if isinstance(block.body, Attention):
             heads, attention = self._heads(block.body, first), self._attention(block.body)
-        pre, post = self._norm(block.pre, self._plan.hidden), self._norm(block.post, self._plan.hidden)
+        pre = None if block.reads_first_rows else self._norm(block.pre, self._plan.hidden)
+        post = self._norm(block.post, self._plan.hidden)
         return BlockWeights(pre, post, block.multiplier, scalar, heads, attention)
 
     def _heads(self, body: Attention, group: Group) -> Heads:

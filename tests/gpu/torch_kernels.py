@@ -38,7 +38,7 @@ def torch_kernels() -> Iterator[None]:
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("embed", "add_and_norm", "rotate_and_append", "activate", "multiply_by_gate", "cap_logits"):
-            patch.setattr(decoder, name, getattr(plain_layers, name), raising=False)
+            patch.setattr(decoder, name, getattr(plain_layers, name))
         patch.setattr(TritonDecode, "attend", attend_decode)
         patch.setattr(TritonPrefill, "attend", attend_prefill)
         for name in ("lora_shrink", "lora_expand"):

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from caraserve.model.plan import DecoderPlan
 from scripts.laboratory.gpu.backends import DTYPE
 from scripts.laboratory.gpu.measured_model import MeasuredModel
 from scripts.laboratory.gpu.results import Lines
