@@ -437,11 +437,11 @@ async def _stopped(stop: asyncio.Event, member: "Member | None") -> None:
     waits[0].cancel()
 
 
-def model_identity(model: ModelConfig, engine: EngineConfig, spec: DecoderPlan) -> str:
+def model_identity(model: ModelConfig, engine: EngineConfig, plan: DecoderPlan) -> str:
     """Returns a digest of the model's config, weights and dtype; instances with equal digests give equal answers."""
     assert model.model is not None
     weights = f"dummy {engine.seed}" if model.load_format == "dummy" else "checkpoint"
-    return model_digest(model.model, spec.dtype if model.dtype == "auto" else model.dtype, weights)
+    return model_digest(model.model, plan.dtype if model.dtype == "auto" else model.dtype, weights)
 
 
 def _reread_on_hangup(rereads: Sequence[Callable[[], None]]) -> None:

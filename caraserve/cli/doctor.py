@@ -287,11 +287,11 @@ def _spec(config: ModelConfig) -> DecoderPlan | None:
         return None
 
 
-def _options(spec: DecoderPlan | None, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, device: str) -> str:
+def _options(plan: DecoderPlan | None, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, device: str) -> str:
     """Checks options against the model and the device. Raises ConfigError or ModelLoadError."""
-    if spec is None or not device:
+    if plan is None or not device:
         return "not checked without a model and a device"
-    check_options(spec, model, engine, lora, device)
+    check_options(plan, model, engine, lora, device)
     return f"the model on {device} takes them"
 
 
@@ -338,12 +338,12 @@ def _model(config: ModelConfig, room_bytes: int | None) -> str:
     return f"{folder}: {spec.family}, weights of {human_bytes(num_bytes)}{note}"
 
 
-def _adapters(spec: DecoderPlan | None, model: ModelConfig, lora: LoraConfig) -> str:
+def _adapters(plan: DecoderPlan | None, model: ModelConfig, lora: LoraConfig) -> str:
     """Checks the names of adapters, and files of --lora-modules but their weights. Raises ConfigError or OSError."""
     check_paths(model, lora)
     check_names(model, lora, base_names(model))
-    for module in lora.lora_modules if spec is not None else ():
-        if why := _why_refused(module.path, spec, lora):
+    for module in lora.lora_modules if plan is not None else ():
+        if why := _why_refused(module.path, plan, lora):
             raise ConfigError(f"adapter {module.name!r} at {module.path}: {why}")
     return f"{len(lora.lora_modules) + len(_found(lora))} named or found; their weights are checked at the start"
 
@@ -355,26 +355,26 @@ def _found(lora: LoraConfig) -> list[Path]:
     return [path for path in folders if path.name not in named]
 
 
-def _left_out(spec: DecoderPlan | None, lora: LoraConfig) -> Iterator[Finding]:
+def _left_out(plan: DecoderPlan | None, lora: LoraConfig) -> Iterator[Finding]:
     """Yields a warning if the start would leave out folders of --adapters-dir."""
     try:
         folders = _found(lora)
     except ConfigError:  # the line before says it
         return
-    refused = [(path, why) for path in folders if (why := why_not_adapter(path) or _why_refused(path, spec, lora))]
+    refused = [(path, why) for path in folders if (why := why_not_adapter(path) or _why_refused(path, plan, lora))]
     if refused:
         path, why = refused[0]
         found = f"{len(refused)} of {len(folders)} folders in --adapters-dir would be left out: {path.name!r}: {why}"
         yield Finding("left out", "warning", found, "the log of the start names all" if len(refused) > 1 else "")
 
 
-def _why_refused(path: Path, spec: DecoderPlan | None, lora: LoraConfig) -> str:
+def _why_refused(path: Path, plan: DecoderPlan | None, lora: LoraConfig) -> str:
     """Returns why an adapter cannot be served, as far as its configuration and its tensors' shapes show it; ""
     otherwise."""
-    if spec is None:
+    if plan is None:
         return ""
     try:
-        rank = check_layout(path, spec).rank
+        rank = check_layout(path, plan).rank
     except CaraServeError as error:
         return error.message
     except OSError as error:

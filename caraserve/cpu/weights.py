@@ -49,9 +49,9 @@ def load_model(
     return _Loader(plan, dtype, max_context, read).load(progress)
 
 
-def progress_steps(spec: DecoderPlan) -> int:
+def progress_steps(plan: DecoderPlan) -> int:
     """Returns how often `load_model` calls `progress`."""
-    return len(spec.layers) + 1
+    return len(plan.layers) + 1
 
 
 def compile_formats(plan: DecoderPlan) -> None:

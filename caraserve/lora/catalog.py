@@ -61,7 +61,7 @@ class Catalog:
 
     def __init__(
         self,
-        spec: DecoderPlan,
+        plan: DecoderPlan,
         registry: Registry,
         manager: AdapterManager,
         reader: AdapterReader,
@@ -73,7 +73,7 @@ class Catalog:
         `upload_observers`: with that of each that takes requests while it is uploaded, and when that ends (None)."""
         self.manager, self.rules = manager, rules
         self.folders, self.refused = AdapterFolders(), RefusedFolders(rules.roots)
-        self._spec, self._registry = spec, registry
+        self._spec, self._registry = plan, registry
         self._reader, self._observers, self._upload_observers = reader, observers, upload_observers
         self._infos: dict[str, AdapterInfo] = {}
         self._uploading: dict[str, AdapterInfo] = {}  # with a random digest; not in `_infos`

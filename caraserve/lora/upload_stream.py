@@ -36,7 +36,7 @@ class UploadStream(UploadSource):
     """The tensors of one upload. `advance`, `image` and `close` are for one thread at a time, the rest for the event
     loop, while that thread does nothing."""
 
-    def __init__(self, folder: Path, model: DecoderPlan, reader: AdapterReader) -> None:
+    def __init__(self, folder: Path, plan: DecoderPlan, reader: AdapterReader) -> None:
         """Reads the file's header, which must have been written. Raises AdapterRejected for an adapter that does not
         fit `model`."""
         self._reader = reader
@@ -45,7 +45,7 @@ class UploadStream(UploadSource):
         self._arriving: ArrivingImage | None = None
         try:
             self._file = TensorFile(folder / TENSORS_NAME)
-            self._layout = specify(folder, self._file, model)
+            self._layout = specify(folder, self._file, plan)
         except TensorFileError as error:
             raise AdapterRejected(str(error)) from None
 

@@ -41,8 +41,8 @@ class LayerLora:
     `x` is [tokens, widest padded input]; `y` is [tokens, widest padded output], overwritten by each module.
     """
 
-    def __init__(self, model: DecoderPlan, adapter: HostAdapter, targets: Collection[str], tokens: int) -> None:
-        spec, layers = adapter.spec, model.layers
+    def __init__(self, plan: DecoderPlan, adapter: HostAdapter, targets: Collection[str], tokens: int) -> None:
+        spec, layers = adapter.spec, plan.layers
         spans = [span for span in spec.spans if layers[span.layer].linears[span.linear].target in targets]
         sites = [layers[span.layer].sites[span.site] for span in spans]
         shapes = [(site.inputs, site.outputs) for site in sites]

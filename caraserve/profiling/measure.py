@@ -161,11 +161,11 @@ def measure(
 
 
 def measure_alone(
-    backend: Backend, model: DecoderPlan, dtype: str, measure_handoff: Callable[[], float | None]
+    backend: Backend, plan: DecoderPlan, dtype: str, measure_handoff: Callable[[], float | None]
 ) -> float | None:
     """Returns what `measure_handoff` returns with an adapter in slot 1 of an idle backend, and unloads that."""
     device = MeasuredBackend(backend)
-    images = _host_images(device, model, DTYPES[dtype], _QUICK.ranks[:1])
+    images = _host_images(device, plan, DTYPES[dtype], _QUICK.ranks[:1])
     with _bound(device, images, replace(_QUICK, adapters=1)):
         return measure_handoff()
 

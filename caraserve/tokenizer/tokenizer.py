@@ -249,7 +249,7 @@ class Tokenizer:
 
 def load_tokenizer(
     folder: Path,
-    spec: DecoderPlan,
+    plan: DecoderPlan,
     chat_template: Path | None,
     tool_call_parser: str | None = None,
     *,
@@ -283,7 +283,7 @@ def load_tokenizer(
     template = ChatTemplate.load(folder, settings, chat_template, special_tokens, tool_call_parser)
     info = _info(settings, template)
     return Tokenizer(
-        *(tokenizer, spec.vocab_size, frozenset(ends), template, sampling, info, special_tokens, tool_call_parser),
+        *(tokenizer, plan.vocab_size, frozenset(ends), template, sampling, info, special_tokens, tool_call_parser),
         excludes_unused_tools=excludes_unused_tools,
     )
 

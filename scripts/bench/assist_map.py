@@ -93,9 +93,9 @@ class _Gpu:
     core_flops: float
     core_bytes_per_s: float
 
-    def profile(self, spec: DecoderPlan) -> Profile:
+    def profile(self, plan: DecoderPlan) -> Profile:
         """Returns the profile of a model in bfloat16: a prefill reads all weights once, and computes each token."""
-        linears = [linear for layer in spec.layers for linear in layer.linears]
+        linears = [linear for layer in plan.layers for linear in layer.linears]
         weights = sum(linear.inputs * linear.outputs for linear in linears)
         widths = sum(linear.inputs + linear.outputs for linear in linears)
         ms_per_flop = 1000 / (_COMPUTE_SHARE * self.flops)
@@ -108,15 +108,15 @@ class _Gpu:
         )
         none = LineFit(0.0, 0.0, 1.0)
         link = _MEMORY_SHARE * self.link_bytes_per_s
-        rates = tuple(self._rate(spec, targets, rank) for targets, rank in product(("qkv", "all"), _RANKS))
+        rates = tuple(self._rate(plan, targets, rank) for targets, rank in product(("qkv", "all"), _RANKS))
         decode = Decode((), none, none, 0.0, 0.0, 0.0, 1.0)
         return Profile(
             SCHEMA, self.name, "llama2-7b", 0.0, False, link, 0.0, ASSUMED_HANDOFF_MS, rates, prefill, decode
         )
 
-    def _rate(self, spec: DecoderPlan, targets: str, rank: int) -> LoraRate:
+    def _rate(self, plan: DecoderPlan, targets: str, rank: int) -> LoraRate:
         values = rank * sum(
-            one.inputs + one.outputs for one in spec.layers[0].linears if one.target in TARGETS[targets]
+            one.inputs + one.outputs for one in plan.layers[0].linears if one.target in TARGETS[targets]
         )
         fixed_ms = 1000 * 2 * values / (_MEMORY_SHARE * self.core_bytes_per_s)
         return LoraRate(rank, targets, _COMPUTE_SHARE * self.core_flops / (2 * values), fixed_ms)  # type: ignore[arg-type]
@@ -262,16 +262,16 @@ class _Cell:
         return 1 - self.assisted_ms / self.pipelined_ms
 
 
-def _cells(profile: Profile, spec: DecoderPlan, times: float, targets: str, runs: Sequence[Run]) -> Iterator[_Cell]:
+def _cells(profile: Profile, plan: DecoderPlan, times: float, targets: str, runs: Sequence[Run]) -> Iterator[_Cell]:
     ttft_ms: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     for run in runs:
         for record in run.records:
             if record.ttft_s is not None:
                 ttft_ms[run.label, record.rank or 0, record.prompt_tokens].append(1000 * record.ttft_s)
-    link = _link_bytes_per_s(profile, spec, times) / profile.link_bytes_per_s
+    link = _link_bytes_per_s(profile, plan, times) / profile.link_bytes_per_s
     for rank, tokens in product(_REPORTED_RANKS, _MEASURED_TOKENS):
         cached, pipelined, assisted, auto = (median(ttft_ms[mode, rank, tokens]) for mode in _MODES)
-        predicted = _Case(profile, spec, True, len(os.sched_getaffinity(0)) - 1, targets, rank, link).saved(tokens)
+        predicted = _Case(profile, plan, True, len(os.sched_getaffinity(0)) - 1, targets, rank, link).saved(tokens)
         count = len(ttft_ms[_MODES[0], rank, tokens])
         yield _Cell(times, targets, rank, tokens, count, cached, pipelined, assisted, auto, predicted)
 
@@ -282,9 +282,9 @@ def _profile_here(folder: Path, file: Path) -> None:
     subprocess.run([sys.executable, "-m", "caraserve", *words], check=True)
 
 
-def _link_bytes_per_s(profile: Profile, spec: DecoderPlan, times: float) -> float:
+def _link_bytes_per_s(profile: Profile, plan: DecoderPlan, times: float) -> float:
     """Returns the speed of a link on which a load of rank 64 on q, k and v takes `times` prefills of 128 tokens."""
-    adapter = adapter_spec(spec, Dtype.F16, 64, len(spec.layers), TARGETS["qkv"])
+    adapter = adapter_spec(plan, Dtype.F16, 64, len(plan.layers), TARGETS["qkv"])
     return adapter.num_bytes / (times * profile.prefill_ms(128, 0) / 1000)
 
 

@@ -107,7 +107,7 @@ class TinyDevice:
             self.max_tokens,
             SLOTS,
             self.max_tokens,
-            ATTENTION.prefill.tile_tokens(dtype, self.spec.head_dim),
+            ATTENTION.prefill.tile_tokens(dtype, next(self.spec.attentions).head_dim),
             ADAPTER_SLOTS,
         )
         self.host = BatchWriter(capacity)

@@ -62,18 +62,18 @@ def write_adapter(folder: Path, changes: Mapping[str, Any] | None = None, tensor
     return folder
 
 
-def read(folder: Path, model: DecoderPlan, filled: int = 0) -> HostAdapter:
+def read(folder: Path, plan: DecoderPlan, filled: int = 0) -> HostAdapter:
     """Reads a whole adapter into memory that was filled with the byte `filled`."""
-    into = aligned_bytes(inspect_adapter(folder, model).num_bytes)
+    into = aligned_bytes(inspect_adapter(folder, plan).num_bytes)
     into[:] = filled
-    return read_adapter(folder, model, into)
+    return read_adapter(folder, plan, into)
 
 
 def matrices(
-    adapter: HostAdapter, span: SiteSpan, model: DecoderPlan
+    adapter: HostAdapter, span: SiteSpan, plan: DecoderPlan
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Returns A [padded rank, padded inputs] and B [padded rank, padded outputs] of a site, from the image's bytes."""
-    site, rank, dtype = model.layers[span.layer].sites[span.site], span.padded_rank, adapter.spec.dtype
+    site, rank, dtype = plan.layers[span.layer].sites[span.site], span.padded_rank, adapter.spec.dtype
 
     def stored(offset: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
         data = adapter.data[offset : offset + int(np.prod(shape)) * dtype.itemsize]

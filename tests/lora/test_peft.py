@@ -122,12 +122,12 @@ def deltas_of_peft(base: Any, folder: Path) -> Deltas:
     return deltas
 
 
-def deltas_of(adapter: HostAdapter, model: DecoderPlan) -> Deltas:
+def deltas_of(adapter: HostAdapter, plan: DecoderPlan) -> Deltas:
     """Returns what a backend adds to each weight, computed from the image's bytes alone."""
     deltas: Deltas = {}
     for span in adapter.spec.spans:
-        linear = model.layers[span.layer].linears[span.linear]
-        a, b = matrices(adapter, span, model)
+        linear = plan.layers[span.layer].linears[span.linear]
+        a, b = matrices(adapter, span, plan)
         deltas[span.layer, linear.target] = b[:, : linear.outputs].T @ a[:, : linear.inputs] * np.float32(span.scale)
     return deltas
 

@@ -89,7 +89,7 @@ def test_the_server_reads_the_models_config(family: str, tmp_path: Path) -> None
 def test_only_tokens_inside_the_window_matter(tmp_path: Path) -> None:
     folder = make_model(tmp_path, "mistral")
     oracle = Oracle(folder)
-    reach = load_plan(folder).layers * (SLIDING_WINDOW - 1)
+    reach = len(load_plan(folder).layers) * (SLIDING_WINDOW - 1)
     ids = [(7 * i) % 340 + 2 for i in range(reach + 2)]
 
     def last_logits_with_changed(position: int) -> torch.Tensor:

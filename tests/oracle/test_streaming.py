@@ -65,8 +65,8 @@ class Sending:
 class Network:
     """The other instances, as `Residency` uses them."""
 
-    def __init__(self, spec: DecoderPlan) -> None:
-        self._spec, self._sendings = spec, dict[str, Sending]()
+    def __init__(self, plan: DecoderPlan) -> None:
+        self._spec, self._sendings = plan, dict[str, Sending]()
 
     def read(self, source: Source, into: NDArray[np.uint8], done: Done, came: LayersArrived) -> None:
         assert isinstance(source, AdapterFolder)

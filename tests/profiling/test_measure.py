@@ -419,11 +419,11 @@ def odd_spec() -> DecoderPlan:
     )
 
 
-def first_layer(model: DecoderPlan, adapter: HostAdapter) -> Iterator[tuple[LinearPlan, np.ndarray, np.ndarray]]:
+def first_layer(plan: DecoderPlan, adapter: HostAdapter) -> Iterator[tuple[LinearPlan, np.ndarray, np.ndarray]]:
     """Yields each module of the first layer with A [rank, padded inputs] and B [rank, padded outputs]."""
     for span in adapter.spec.spans:
         if span.layer == 0:
-            yield model.layers[0].linears[span.linear], *matrices(adapter, span, model)
+            yield plan.layers[0].linears[span.linear], *matrices(adapter, span, plan)
 
 
 def test_random_adapters_have_weights_everywhere_and_zeros_as_padding() -> None:

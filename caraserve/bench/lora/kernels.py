@@ -28,10 +28,10 @@ def one_layer_spec(hidden: int, layers: int = 1) -> DecoderPlan:
     return shape_spec(Shape(hidden, layers, 64, 64, heads, heads), 1024)
 
 
-def adapter_of(model: DecoderPlan, dtype: Dtype, rank: int) -> HostAdapter:
+def adapter_of(plan: DecoderPlan, dtype: Dtype, rank: int) -> HostAdapter:
     """Returns an adapter for q, k and v in every layer, as in the papers, with random weights in new memory."""
-    spec = adapter_spec(model, dtype, rank, len(model.layers), QKV)
-    return random_adapter(model, spec, aligned_bytes(spec.num_bytes))
+    spec = adapter_spec(plan, dtype, rank, len(plan.layers), QKV)
+    return random_adapter(plan, spec, aligned_bytes(spec.num_bytes))
 
 
 _WEIGHTS_BYTES = 64 << 20  # of all layers of one point: more than any L2 cache, and than a core's share of L3

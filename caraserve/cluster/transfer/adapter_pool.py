@@ -55,13 +55,13 @@ class AdapterPool:
         reader: AdapterReader,
         stored: DiskCache,
         transfers: PeerClient,
-        model: DecoderPlan,
+        plan: DecoderPlan,
         most_bytes: int,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`most_bytes`: size of the disk cache."""
         self._holders = HolderWatch(member)
-        self.downloader = Downloader(self._holders, transfers, model, now)
+        self.downloader = Downloader(self._holders, transfers, plan, now)
         self.store = AdapterStore(member, publisher, catalog.manager, reader, stored, most_bytes, now)
         self._member, self._publisher, self._catalog, self._now = member, publisher, catalog, now
         self._joined_s: float | None = None  # unix time

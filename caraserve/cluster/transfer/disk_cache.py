@@ -45,10 +45,10 @@ class DiskCache:
     """The files and their sizes. Methods that touch the disk run on other threads, one at a time; the rest on the event
     loop."""
 
-    def __init__(self, folder: Path | None, model: DecoderPlan) -> None:
+    def __init__(self, folder: Path | None, plan: DecoderPlan) -> None:
         """`folder` None: a temporary one, deleted by `close`. Raises ConfigError."""
         self._lock: int | None = None  # of a folder made for this run alone
-        self._model = model
+        self._model = plan
         try:
             if folder is None:
                 _clear_temporary(Path(tempfile.gettempdir()))

@@ -137,14 +137,14 @@ class Downloader:
         self,
         peers: HolderWatch,
         client: PeerClient,
-        model: DecoderPlan,
+        plan: DecoderPlan,
         now: Callable[[], float] = time.monotonic,
         patience_s: float = _PATIENCE_S,
         slow_s: float = _SLOW_S,
     ) -> None:
         self.counts = DownloadCounts()
         self.in_progress = 0
-        self._peers, self._client, self._model = peers, client, model
+        self._peers, self._client, self._model = peers, client, plan
         self._now, self._patience_s, self._slow_s = now, patience_s, slow_s
         self._runs = asyncio.Semaphore(_MAX_RUNS)
         # Kept while runs use them or wait, as instances come and go.

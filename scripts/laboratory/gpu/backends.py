@@ -94,7 +94,7 @@ def cpu_backend(model: TinyModel, slots: int, adapter_slots: int, step_tokens: i
 @contextmanager
 def cuda_backend(
     setup: CheckSetup,
-    spec: DecoderPlan,
+    plan: DecoderPlan,
     dtype: Dtype,
     sizes: GpuSizes,
     *,
@@ -110,10 +110,10 @@ def cuda_backend(
     used = setup.open(dtype)[0] if device is None else device
     used.enter_thread()
     if weights is None and folder is not None:
-        weights, _ = load_folder(folder, spec, dtype, sizes, used)
+        weights, _ = load_folder(folder, plan, dtype, sizes, used)
     elif weights is None:
-        weights = load(spec, TORCH_DTYPES[dtype], sizes.max_context, used.device, dummy(0, used.device))
-    backend = CudaBackend(spec, weights, sizes, used)
+        weights = load(plan, TORCH_DTYPES[dtype], sizes.max_context, used.device, dummy(0, used.device))
+    backend = CudaBackend(plan, weights, sizes, used)
     try:
         if warm:
             backend.warm_up()
@@ -123,7 +123,7 @@ def cuda_backend(
 
 
 def load_folder(
-    folder: Path, spec: DecoderPlan, dtype: Dtype, sizes: GpuSizes, device: GpuDevice
+    folder: Path, plan: DecoderPlan, dtype: Dtype, sizes: GpuSizes, device: GpuDevice
 ) -> tuple[Weights, TransferFigures]:
     """Loads a checkpoint to the device, which has been entered, and measures that."""
-    return load_checkpoint(folder, device, partial(load, spec, TORCH_DTYPES[dtype], sizes.max_context))
+    return load_checkpoint(folder, device, partial(load, plan, TORCH_DTYPES[dtype], sizes.max_context))

@@ -31,11 +31,11 @@ class PrefillPoint:
     lora_ms: float
 
 
-def floor_ms(spec: DecoderPlan, tokens: int, bytes_per_s: float) -> float:
+def floor_ms(plan: DecoderPlan, tokens: int, bytes_per_s: float) -> float:
     """Returns the time in which the device reads what an iteration must: all weights but the embeddings, and the keys
     and values of `tokens` tokens."""
-    weights = (spec.num_parameters - spec.vocab_size * spec.hidden) * DTYPE.itemsize
-    return 1000 * (weights + tokens * spec.kv_bytes_per_token(DTYPE.itemsize)) / bytes_per_s
+    weights = (plan.num_parameters - plan.vocab_size * plan.hidden) * DTYPE.itemsize
+    return 1000 * (weights + tokens * plan.kv_bytes_per_token(DTYPE.itemsize)) / bytes_per_s
 
 
 def load_adapters(subject: MeasuredModel, count: int) -> list[int]:

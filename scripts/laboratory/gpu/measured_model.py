@@ -30,8 +30,8 @@ _KV_SHARE = 0.8  # of the memory pool; the rest is for adapters
 class MeasuredModel:
     """A backend, its session and its host memory, for timing iterations of requests with filled contexts."""
 
-    def __init__(self, setup: CheckSetup, backend: CudaBackend, spec: DecoderPlan, context: int) -> None:
-        self.setup, self.backend, self.spec = setup, backend, spec
+    def __init__(self, setup: CheckSetup, backend: CudaBackend, plan: DecoderPlan, context: int) -> None:
+        self.setup, self.backend, self.spec = setup, backend, plan
         self.session = Session(backend, context)
         self._host_at = 0
 

@@ -10,7 +10,7 @@ from caraserve.gpu.memory.workspace import Workspace, make_workspace
 from tests.gpu.small_model import SPEC
 
 ROWS, MOST_CONTEXT = 40, 8 * SPLIT_TOKENS
-HEADS = SPEC.heads, SPEC.head_dim
+HEADS = next((one.heads, one.head_dim) for one in SPEC.attentions)
 ONE_SPLIT_BYTES = 4 * HEADS[0] * (HEADS[1] + 2)
 
 
