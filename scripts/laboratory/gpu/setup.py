@@ -81,7 +81,7 @@ class CheckEffort:
     lora_pool_bytes: int = 1 << 30  # memory for the adapters of stage `lora`
     lora_rows: tuple[int, ...] = (1, 4, 16, 64)
     lora_ranks: tuple[int, ...] = (8, 16, 32, 64, 128)
-    crowded: tuple[int, int] = (64, 4)  # decoding rows, and the adapters among which they are divided
+    few_adapters: tuple[int, int] = (64, 4)  # decoding rows, and the adapters among which they are divided
     batches: tuple[int, ...] = (1, 16, 64)
     contexts: tuple[int, ...] = (128, 512, 2048)
     prompts: tuple[int, ...] = (16, 64, 256, 1024, 2048)
