@@ -21,7 +21,7 @@ from caraserve.lora.replicated_settings import ReplicatedSettings
 from caraserve.lora.settings import SettingsStore
 from tests.cluster.membership.test_admission import certificate, tls
 from tests.http.fake_engine import FakeAdapter, FakeEngine
-from tests.http.fleet import FULL, RawAnswer, fleet
+from tests.http.fleet import FULL, Fleet, RawAnswer, fleet
 
 # --- adapters ---
 
@@ -67,18 +67,17 @@ class Cut:
 
 @pytest.mark.parametrize("entry", ["a", "d"])
 @pytest.mark.parametrize("held", [False, True])
-async def test_after_a_failed_download_only_holders_are_tried(entry: str, held: bool) -> None:
-    async with fleet() as running:
-        cuts = {name: Cut() for name in "abcd"}
-        for name, cut in cuts.items():
-            await running.start(name, fetcher=cut)
-        running.world.names["far"] = RegisteredAdapter("far", "f", 8, 1)
-        if held:
-            await running.start("e", FakeEngine(loaded={"far": FakeAdapter("far", "/far", digest="f")}))
-        answer = await running[entry].client.complete(model="far")
-        assert answer.status == (200 if held else 503)
-        assert held or answer.error["code"] == "adapter_unavailable"
-        assert {name: cut.asked for name, cut in cuts.items()} == {"a": 1, "b": 0, "c": 0, "d": 0}
+async def test_after_a_failed_download_only_holders_are_tried(entry: str, held: bool, running: Fleet) -> None:
+    cuts = {name: Cut() for name in "abcd"}
+    for name, cut in cuts.items():
+        await running.start(name, fetcher=cut)
+    running.world.names["far"] = RegisteredAdapter("far", "f", 8, 1)
+    if held:
+        await running.start("e", FakeEngine(loaded={"far": FakeAdapter("far", "/far", digest="f")}))
+    answer = await running[entry].client.complete(model="far")
+    assert answer.status == (200 if held else 503)
+    assert held or answer.error["code"] == "adapter_unavailable"
+    assert {name: cut.asked for name, cut in cuts.items()} == {"a": 1, "b": 0, "c": 0, "d": 0}
 
 
 async def test_an_instance_with_another_digest_for_the_name_refuses() -> None:
@@ -137,20 +136,19 @@ async def managed(adapter: str) -> AdapterManagement:
     return AdapterManagement(no_uploads, aliases, SettingsStore(replicated, no_catalog, read_defaults))
 
 
-async def test_an_alias_is_resolved_where_the_request_is_received_and_nowhere_else() -> None:
-    async with fleet() as running:
-        engine = FakeEngine(loaded={"v1": FakeAdapter("v1", "/v1", digest="1" * 64), "v2": FakeAdapter("v2", "/v2")})
-        await running.start("a", engine, management=await managed("v2"))
-        b = await running.start("b", FakeEngine(loaded={}), management=await managed("v1"))
-        answer = await b.client.complete(model="prod")
-        assert (answer.json["model"], answer.headers["x-caraserve-adapter"]) == ("prod", "v1@" + "1" * 64)
-        statuses = [
-            (await b.client.complete(model="prod", headers={"If-Match": f'"{digit * 64}"'})).status for digit in "1d"
-        ]
-        assert statuses == [200, 412]
-        lines = [("If-Match", f'"{digit * 64}"') for digit in "d1"]
-        assert (await b.client.complete(model="prod", headers=lines)).status == 200
-        assert {request.adapter for request in engine.requests} == {"v1"}
+async def test_an_alias_is_resolved_where_the_request_is_received_and_nowhere_else(running: Fleet) -> None:
+    engine = FakeEngine(loaded={"v1": FakeAdapter("v1", "/v1", digest="1" * 64), "v2": FakeAdapter("v2", "/v2")})
+    await running.start("a", engine, management=await managed("v2"))
+    b = await running.start("b", FakeEngine(loaded={}), management=await managed("v1"))
+    answer = await b.client.complete(model="prod")
+    assert (answer.json["model"], answer.headers["x-caraserve-adapter"]) == ("prod", "v1@" + "1" * 64)
+    statuses = [
+        (await b.client.complete(model="prod", headers={"If-Match": f'"{digit * 64}"'})).status for digit in "1d"
+    ]
+    assert statuses == [200, 412]
+    lines = [("If-Match", f'"{digit * 64}"') for digit in "d1"]
+    assert (await b.client.complete(model="prod", headers=lines)).status == 200
+    assert {request.adapter for request in engine.requests} == {"v1"}
 
 
 class Switch:
@@ -239,26 +237,23 @@ async def test_the_body_of_an_unsigned_request_is_not_read() -> None:
         writer.close()
 
 
-async def test_the_peer_port_uses_tls_and_has_no_client_routes(
-    tmp_path: Path,
-) -> None:
+async def test_the_peer_port_uses_tls_and_has_no_client_routes(tmp_path: Path, running: Fleet) -> None:
     certificate(tmp_path, "ca")
     certificate(tmp_path, "member", tmp_path / "ca")
     member = tls(tmp_path, "member", "ca")
     assert member.listening is not None
     assert member.dialling is not None
-    async with fleet() as running:
-        for name in "ab":
-            await running.start(name, tls=(member.listening, member.dialling), api_key=("secret",))
-        key = {"Authorization": "Bearer secret"}
-        for stream in (False, True):
-            assert (await running["b"].client.complete(headers=key, stream=stream)).status == 200
-        assert len(running["a"].engine.requests) == 2
-        url = f"https://{running.world.records['a'].address}/v1/completions"
-        async with running["a"].client.session.post(url, json={"prompt": "x"}, ssl=member.dialling) as answer:
-            assert answer.status == 401
-        async with running["a"].client.session.post(url, json={}, headers=key, ssl=member.dialling) as answer:
-            assert answer.status == 404
+    for name in "ab":
+        await running.start(name, tls=(member.listening, member.dialling), api_key=("secret",))
+    key = {"Authorization": "Bearer secret"}
+    for stream in (False, True):
+        assert (await running["b"].client.complete(headers=key, stream=stream)).status == 200
+    assert len(running["a"].engine.requests) == 2
+    url = f"https://{running.world.records['a'].address}/v1/completions"
+    async with running["a"].client.session.post(url, json={"prompt": "x"}, ssl=member.dialling) as answer:
+        assert answer.status == 401
+    async with running["a"].client.session.post(url, json={}, headers=key, ssl=member.dialling) as answer:
+        assert answer.status == 404
 
 
 async def test_a_client_cannot_claim_that_its_request_was_forwarded() -> None:

@@ -50,14 +50,13 @@ def test_families_have_the_kinds_labels_and_buckets_that_dashboards_read() -> No
     assert found["http_request_duration_highr_seconds_count"] == {(): 2}
 
 
-async def test_requests_count_by_the_pattern_of_their_route_and_unknown_paths_are_one_series() -> None:
-    async with serving(FakeEngine()) as client:
-        sent = await client.complete()
-        await client.complete(stream=True)
-        for path in ("/v1/models/a", "/v1/models/absent", "/secret-1", "/secret-2"):
-            await client.get(path)
-        await exchange(client.port, b"BREW /secret-3 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        found = await scrape(client)
+async def test_requests_count_by_the_pattern_of_their_route_and_unknown_paths_are_one_series(client: Client) -> None:
+    sent = await client.complete()
+    await client.complete(stream=True)
+    for path in ("/v1/models/a", "/v1/models/absent", "/secret-1", "/secret-2"):
+        await client.get(path)
+    await exchange(client.port, b"BREW /secret-3 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    found = await scrape(client)
     counts = found["http_requests_total"]
     assert counts.pop(("none", "other", "4xx"), 0) <= 1  # aiohttp's parser in C refuses methods that it does not know
     assert counts == {
@@ -71,11 +70,10 @@ async def test_requests_count_by_the_pattern_of_their_route_and_unknown_paths_ar
     assert found["http_request_size_bytes_sum"]["/v1/completions",] > 0
 
 
-async def test_probes_and_scrapes_are_left_out() -> None:
-    async with serving(FakeEngine()) as client:
-        for path in ("/health", "/ready", "/ping", "/version", "/load", "/metrics"):
-            await client.get(path)
-        assert "http_requests_total" not in await scrape(client)
+async def test_probes_and_scrapes_are_left_out(client: Client) -> None:
+    for path in ("/health", "/ready", "/ping", "/version", "/load", "/metrics"):
+        await client.get(path)
+    assert "http_requests_total" not in await scrape(client)
 
 
 async def test_a_request_whose_client_left_counts_as_4xx() -> None:

@@ -12,7 +12,7 @@ from caraserve.http.app import make_app, start_http
 from caraserve.http.context import HttpTimings
 from caraserve.telemetry.background import BackgroundTasks
 from tests.http.fake_engine import FakeEngine
-from tests.http.serving import OneOff, http_config, new_metrics, serving
+from tests.http.serving import Client, OneOff, http_config, new_metrics, serving
 
 
 async def test_an_instance_whose_background_tasks_keep_failing_is_not_ready_and_says_which() -> None:
@@ -102,10 +102,9 @@ async def test_any_host_is_accepted_with_a_key() -> None:
         assert (await client.complete(headers=headers)).status == 200
 
 
-async def test_request_id_comes_back() -> None:
-    async with serving(FakeEngine()) as client:
-        assert (await client.complete(headers={"X-Request-Id": "abc-1"})).headers["X-Request-Id"] == "abc-1"
-        assert (await client.complete(prompt=3, headers={"X-Request-Id": "abc-2"})).headers["X-Request-Id"] == "abc-2"
+async def test_request_id_comes_back(client: Client) -> None:
+    assert (await client.complete(headers={"X-Request-Id": "abc-1"})).headers["X-Request-Id"] == "abc-1"
+    assert (await client.complete(prompt=3, headers={"X-Request-Id": "abc-2"})).headers["X-Request-Id"] == "abc-2"
 
 
 @pytest.mark.parametrize("given", ["a b", "x" * 129, "<script>", "é"])
@@ -181,12 +180,11 @@ async def test_a_host_of_another_machine_is_a_config_error() -> None:
         await start_http(make_app(FakeEngine(), config, new_metrics(), allow_lora_updates=False), config)
 
 
-async def test_metrics_count_responses_by_route_not_by_url() -> None:
-    async with serving(FakeEngine()) as client:
-        await client.get("/v1/models/a")
-        await client.get("/v1/models/absent")
-        await client.get("/secret-1")
-        answer = await client.get("/metrics")
+async def test_metrics_count_responses_by_route_not_by_url(client: Client) -> None:
+    await client.get("/v1/models/a")
+    await client.get("/v1/models/absent")
+    await client.get("/secret-1")
+    answer = await client.get("/metrics")
     text = answer.body.decode()
     assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
     assert (

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from tests.http.fake_engine import FakeEngine
-from tests.http.fleet import fleet
-from tests.http.serving import OneOff, serving, wrong
+from tests.http.fleet import Fleet
+from tests.http.serving import Client, OneOff, serving, wrong
 
 BASE = "org/base"
 WAYS_TO_NAME_A: list[dict[str, Any]] = [
@@ -73,15 +73,14 @@ async def test_the_response_repeats_the_clients_name_of_the_model(naming: dict[s
     assert {event["model"] for event in streamed.events} == {shown}
 
 
-async def test_a_forwarded_request_resolves_to_the_same_adapter() -> None:
-    async with fleet() as running:
-        for name in "ab":
-            await running.start(name, FakeEngine(other_base_names=("alias",)))
-        for naming in (*WAYS_TO_NAME_A, {"model": "alias", "lora_path": "a"}):
-            here, there = [await running[name].client.complete(**naming) for name in "ab"]
-            assert (here.status, there.status, there.json["model"]) == (200, 200, here.json["model"])
-        assert {request.adapter for request in running["a"].engine.requests} == {"a"}
-        assert not running["b"].engine.requests
+async def test_a_forwarded_request_resolves_to_the_same_adapter(running: Fleet) -> None:
+    for name in "ab":
+        await running.start(name, FakeEngine(other_base_names=("alias",)))
+    for naming in (*WAYS_TO_NAME_A, {"model": "alias", "lora_path": "a"}):
+        here, there = [await running[name].client.complete(**naming) for name in "ab"]
+        assert (here.status, there.status, there.json["model"]) == (200, 200, here.json["model"])
+    assert {request.adapter for request in running["a"].engine.requests} == {"a"}
+    assert not running["b"].engine.requests
 
 
 @pytest.mark.parametrize(
@@ -115,11 +114,9 @@ async def test_a_field_that_does_not_name_exactly_one_adapter_is_refused(
 @pytest.mark.parametrize(
     "name", ["absent", "/adapters/a", "../a", "a\r\nX-Evil: 1", f"{BASE}:", f"{BASE}:zzz", "x" * 1000]
 )
-async def test_a_name_that_is_not_loaded_is_not_found(field: str, name: str) -> None:
-    fake = FakeEngine()
-    async with serving(fake) as client:
-        answer = await client.chat(**{field: name})
-        listed = await client.chat(lora=[{"id": name, "scale": 1}])
+async def test_a_name_that_is_not_loaded_is_not_found(field: str, name: str, client: Client, fake: FakeEngine) -> None:
+    answer = await client.chat(**{field: name})
+    listed = await client.chat(lora=[{"id": name, "scale": 1}])
     assert (answer.status, answer.error["code"], answer.error["param"]) == (404, "model_not_found", field)
     assert answer.error["type"] == "NotFoundError"
     assert (listed.status, listed.error["param"]) == (404, "lora")

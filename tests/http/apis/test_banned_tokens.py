@@ -7,7 +7,7 @@ import pytest
 
 from caraserve.core.grammar import mask_words
 from tests.http.fake_engine import EOS, FakeEngine, FakeTokenizer
-from tests.http.serving import OneOff, serving, wrong
+from tests.http.serving import Client, OneOff, serving, wrong
 
 EVERY = set(range(FakeTokenizer.vocab_size))
 
@@ -73,7 +73,6 @@ async def test_the_end_may_not_come_before_min_tokens() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["complete", "chat"])
-async def test_wrong_values_are_refused(kind: str, fields: dict[str, Any], param: str) -> None:
-    async with serving(FakeEngine()) as client:
-        answer = await getattr(client, kind)(**fields)
+async def test_wrong_values_are_refused(kind: str, fields: dict[str, Any], param: str, client: Client) -> None:
+    answer = await getattr(client, kind)(**fields)
     assert (answer.status, answer.error["param"]) == (400, param)

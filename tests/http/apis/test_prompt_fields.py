@@ -157,17 +157,15 @@ async def test_logprobs_of_the_answer_do_not_begin_with_those_of_the_prompt() ->
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fields", [{"prompt_logprobs": 1, "stream": True}, {"prompt_logprobs": 101}])
-async def test_prompt_logprobs_that_cannot_be_are_refused(kind: str, fields: dict[str, Any]) -> None:
-    async with serving(FakeEngine()) as client:
-        answer = await ask(client, kind, **fields)
+async def test_prompt_logprobs_that_cannot_be_are_refused(kind: str, fields: dict[str, Any], client: Client) -> None:
+    answer = await ask(client, kind, **fields)
     assert (answer.status, answer.error["param"]) == (400, "prompt_logprobs")
 
 
-async def test_tokens_are_named_by_their_ids() -> None:
+async def test_tokens_are_named_by_their_ids(client: Client) -> None:
     named = {"return_tokens_as_token_ids": True, "max_tokens": 1}
-    async with serving(FakeEngine()) as client:
-        completion = (await client.complete(prompt="ab", echo=True, logprobs=2, **named)).json["choices"][0]
-        chat = (await client.chat(logprobs=True, top_logprobs=2, **named)).json["choices"][0]
+    completion = (await client.complete(prompt="ab", echo=True, logprobs=2, **named)).json["choices"][0]
+    chat = (await client.chat(logprobs=True, top_logprobs=2, **named)).json["choices"][0]
     assert completion["logprobs"]["tokens"] == ["token_id:256", "token_id:97", "token_id:98", "token_id:72"]
     assert completion["logprobs"]["top_logprobs"][-1] == {"token_id:72": -0.5, "token_id:73": -1.5}
     assert completion["logprobs"]["text_offset"] == [0, 3, 4, 5]

@@ -8,7 +8,7 @@ import pytest
 from caraserve.core.tenant import Tenant
 from caraserve.tokenizer.grammar import GrammarKind, GrammarSource
 from tests.http.fake_engine import WRONG_GRAMMAR, FakeEngine, FakeGrammar
-from tests.http.serving import OneOff, serving
+from tests.http.serving import Client, OneOff, serving
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 ANY_OBJECT = {"type": "object"}
@@ -54,11 +54,9 @@ CHOICES = ["yes", "no"]
 )
 @pytest.mark.parametrize("kind_of_request", ["chat", "complete"])
 async def test_each_field_is_one_grammar(
-    fields: dict[str, Any], kind: GrammarKind, value: Any, kind_of_request: str
+    fields: dict[str, Any], kind: GrammarKind, value: Any, kind_of_request: str, client: Client, fake: FakeEngine
 ) -> None:
-    fake = FakeEngine()
-    async with serving(fake) as client:
-        answer = await getattr(client, kind_of_request)(**fields)
+    answer = await getattr(client, kind_of_request)(**fields)
     assert answer.status == 200
     assert "x-caraserve-ignored" not in answer.headers
     source = fake.requests[0].params.grammar

@@ -9,7 +9,7 @@ import pytest
 from caraserve.cluster.membership.swim import MemberRecord
 from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter, Tier
 from tests.http.fake_engine import FakeEngine
-from tests.http.serving import serving
+from tests.http.serving import Client, serving
 
 
 class Cluster:
@@ -66,9 +66,8 @@ async def test_all_adapters_are_listed_by_name_with_their_holders(count: int) ->
         assert one == {"name": one["name"], "digest": digest, "rank": 8, "num_bytes": 100, "holders": {"b": "host"}}
 
 
-async def test_a_server_without_peers_lists_no_instances() -> None:
-    async with serving(FakeEngine()) as client:
-        assert (await client.get("/v1/cluster/adapters")).json == {"object": "list", "data": []}
+async def test_a_server_without_peers_lists_no_instances(client: Client) -> None:
+    assert (await client.get("/v1/cluster/adapters")).json == {"object": "list", "data": []}
 
 
 async def test_listing_many_adapters_does_not_block_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
