@@ -73,15 +73,16 @@ def test_a_missing_path_is_named(wrong: str, tmp_path: Path) -> None:
     missing = tmp_path / wrong
     model, lora = model_config(demo.model_folder()), lora_config({"poet": POET}, adapters_dir=demo.adapters_folder())
     check_paths(model, lora)
+    flag = ""
     if wrong == "adapter":
         lora.lora_modules.append(LoraModule("x", missing))
     elif wrong == "folder":
-        lora = lora_config({}, adapters_dir=missing)
+        lora, flag = lora_config({}, adapters_dir=missing), "--adapters-dir '"
     elif wrong == "root":
-        lora = lora_config({}, adapter_roots=[missing])
+        lora, flag = lora_config({}, adapter_roots=[missing]), "--allow-adapter-path '"
     else:
         model = dataclasses.replace(model, chat_template=missing)
-    with pytest.raises(ConfigError, match=str(missing)):
+    with pytest.raises(ConfigError, match=f"{flag}{missing}"):
         check_paths(model, lora)
     missing.touch()
     if wrong != "template":

@@ -175,20 +175,19 @@ async def phases_of_a_failure(
 ) -> tuple[list[str], dict[str, Any]]:
     """Returns the names of the phases in the trace of a request for a cold adapter, and the facts of its span. `end`
     ends it when it has reached phase `until`."""
-    async with collecting() as (collector, exporter):
-        async with harness(random.Random(0), slots=1) as here:
-            engine: Any = here.engine
-            before = here.ask([1, 2, 3], None, max_tokens=40) if until == "queued" else None
-            async with traced(engine, exporter) as client:
-                headers = {HEADER: "10000"}
-                body = {"prompt": [4, 5, 6], "model": "a0", "max_tokens": 40, "stream": stream}
-                asking = asyncio.create_task(client.post("/v1/completions", body, headers=headers))
-                await reached(here, until)
-                end(here, asking)
-                await asyncio.wait([asking])
-                await here.settle()
-            if before is not None:
-                await before[1]
+    async with collecting() as (collector, exporter), harness(random.Random(0), slots=1) as here:
+        engine: Any = here.engine
+        before = here.ask([1, 2, 3], None, max_tokens=40) if until == "queued" else None
+        async with traced(engine, exporter) as client:
+            headers = {HEADER: "10000"}
+            body = {"prompt": [4, 5, 6], "model": "a0", "max_tokens": 40, "stream": stream}
+            asking = asyncio.create_task(client.post("/v1/completions", body, headers=headers))
+            await reached(here, until)
+            end(here, asking)
+            await asyncio.wait([asking])
+            await here.settle()
+        if before is not None:
+            await before[1]
     (root,) = collector.named("llm_request")
     assert root["status"] == {"code": 2}
     phases = [span for span in collector.spans if span is not root]
