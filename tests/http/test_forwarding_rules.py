@@ -1,18 +1,23 @@
 """Tests of the rules of forwarding: which instance answers, which senders are accepted, and what is counted."""
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from aiohttp import web
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from caraserve.cluster.routing.cost import Backlog
+from caraserve.cluster.routing.cost import Backlog, LinkSpeeds
 from caraserve.cluster.routing.forward_auth import CLAIMS_HEADER, INSTANCE_HEADER, PREFIX, SIGNATURE_HEADER
+from caraserve.cluster.routing.router import Instance
 from caraserve.cluster.routing.selector import LOCAL, LatencyTargets
 from caraserve.cluster.state.replicated_map import RegisteredAdapter, Tier
-from caraserve.errors import Unreachable
+from caraserve.config import ROUTINGS
+from caraserve.errors import Overloaded, Unreachable
 from caraserve.http.body.sampling import read_defaults
 from caraserve.lora.aliases import Aliases
 from caraserve.lora.management import AdapterManagement
@@ -20,8 +25,9 @@ from caraserve.lora.registry import UPLOADING, AdapterInfo, Registry
 from caraserve.lora.replicated_settings import ReplicatedSettings
 from caraserve.lora.settings import SettingsStore
 from tests.cluster.membership.test_admission import certificate, tls
-from tests.http.fake_engine import FakeAdapter, FakeEngine
-from tests.http.fleet import FULL, Fleet, RawAnswer, fleet
+from tests.http.fake_engine import FakeAdapter, FakeEngine, FakeStream
+from tests.http.fleet import FULL, MODEL, Fleet, RawAnswer, fleet
+from tests.http.serving import Answer
 
 # --- adapters ---
 
@@ -289,3 +295,152 @@ async def test_metrics_show_predicted_and_observed_latency() -> None:
         text = "".join(routing_metrics.families('model_name="m"'))
         assert 'caraserve:forwarded_requests_total{instance="a",model_name="m"} 1' in text
         assert 'caraserve:routing_decision_seconds_count{model_name="m"} 2' in text
+
+
+# --- dLoRA's rule: a waiting request moves to a less loaded instance ---
+
+
+BUSY = Backlog(requests=40, queued_tokens=3000)
+LOOK_S = 0.03  # until every instance has read the state of the others again
+
+
+async def waiting_at_a(running: Fleet, entry: str) -> "tuple[asyncio.Task[Answer], FakeStream]":
+    """Returns a request that waits at instance a, which was idle when it arrived and is now the busiest."""
+    running.world.loads |= {"a": Backlog(), "b": BUSY, "c": BUSY}
+    asked = asyncio.create_task(running[entry].client.complete(model="b", stream=True))
+    (stream,) = await running["a"].engine.submitted()
+    stream.taken = 0  # the stream was looked at; nothing came
+    running.world.loads |= {"a": BUSY, "b": Backlog(), "c": Backlog(requests=5)}
+    await asyncio.sleep(LOOK_S)
+    return asked, stream
+
+
+async def start_three(running: Fleet) -> None:
+    await running.start("a", FakeEngine(script=None))
+    await running.start("b")
+    await running.start("c")
+
+
+@pytest.mark.parametrize("entry", ["a", "c"])
+async def test_a_waiting_request_moves(entry: str) -> None:
+    async with fleet(routing="dlora") as running:
+        await start_three(running)
+        asked, stream = await waiting_at_a(running, entry)
+        running["a"].router.rebalancer.rebalance()
+        await stream.cancelled.wait()
+        stream.end(0, "cancelled")
+        answer = await asked
+        assert answer.status == 200
+        (there,) = running["b"].engine.requests
+        assert (there.adapter, there.params.seed) == ("b", stream.request.params.seed)
+        assert running["a"].routing_metrics.moved == 1
+        assert not running["c"].engine.requests
+
+
+async def test_a_request_that_has_started_does_not_move() -> None:
+    async with fleet(routing="dlora") as running:
+        await start_three(running)
+        asked, stream = await waiting_at_a(running, "c")
+        stream.taken = 1
+        running["a"].router.rebalancer.rebalance()
+        assert not stream.cancelled.is_set()
+        stream.end()
+        assert (await asked).status == 200
+
+
+async def test_requests_do_not_move_to_an_equally_loaded_instance() -> None:
+    async with fleet(routing="dlora") as running:
+        await start_three(running)
+        asked, stream = await waiting_at_a(running, "c")
+        running.world.loads |= dict.fromkeys("bc", BUSY)
+        await asyncio.sleep(LOOK_S)
+        running["a"].router.rebalancer.rebalance()
+        assert not stream.cancelled.is_set()
+        stream.end()
+        await asked
+
+
+async def test_a_moved_request_returns_when_no_other_instance_accepts_it() -> None:
+    async with fleet(routing="dlora") as running:
+        await start_three(running)
+        asked, stream = await waiting_at_a(running, "a")
+        running["a"].router.rebalancer.rebalance()
+        for name in "bc":
+            running.world.records.pop(name)
+        stream.end(0, "cancelled")
+        _, again = await running["a"].engine.submitted(2)
+        again.end()
+        assert (await asked).status == 200
+
+
+# --- under any views of the cluster ---
+
+
+NAMES = ("a", "b", "c", "d")  # d is believed in and does not exist
+
+
+@st.composite
+def views(draw: st.DrawFn) -> tuple[Instance, ...]:
+    """Generates an instance's view: any instance, even itself, may be missing, loaded, or unable to answer."""
+    seen = draw(st.lists(st.sampled_from(NAMES), unique=True))
+    return tuple(
+        Instance(
+            name,
+            MODEL,
+            Backlog(
+                requests=draw(st.integers(0, 80)),
+                rank_sum=8 * draw(st.integers(0, 80)),
+                rank_max=8,
+                queue_room=draw(st.sampled_from([0.0, 1.0, 100.0])),
+            ),
+            LinkSpeeds(fetch_latency_ms=draw(st.sampled_from([0.0, 50.0]))),
+            draw(st.booleans()),
+        )
+        for name in seen
+    )
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    routing=st.sampled_from(ROUTINGS),
+    believed=st.lists(views(), min_size=3, max_size=3),
+    held=st.dictionaries(st.sampled_from(NAMES), st.sampled_from(list(Tier))),
+    full=st.sets(st.sampled_from(NAMES)),
+    draining=st.sets(st.sampled_from(NAMES)),
+    entry=st.sampled_from("abc"),
+    model=st.sampled_from(["org/base", "poet"]),
+)
+def test_one_hop_under_any_views(
+    routing: str,
+    believed: list[tuple[Instance, ...]],
+    held: dict[str, Tier],
+    full: set[str],
+    draining: set[str],
+    entry: str,
+    model: str,
+) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(10), fleet(routing=routing, slo=LatencyTargets(tpot_ms=10.0)) as running:
+            await start_some(running, full)
+            running.add_absent("d")
+            running.world.held["p"] = held
+            for name, seen in zip("abc", believed, strict=True):
+                running[name].view.stale = seen
+                running[name].engine.draining = name in draining
+            answer = await running[entry].client.complete(model=model)
+            served = sum(len(server.engine.requests) for server in running.servers.values())
+            assert answer.status in (200, 429, 503)
+            assert served == (answer.status == 200)
+            assert all(not server.forwards for name, server in running.servers.items() if name != entry)
+            assert len(running[entry].forwards) <= 7
+
+    asyncio.run(run())
+
+
+async def start_some(running: Fleet, full: set[str]) -> None:
+    for name in "abc":
+        refusals: dict[int, Exception] = {0: Overloaded("full", retry_after_s=1)} if name in full else {}
+        engine = FakeEngine(refusals=refusals, loaded={"poet": FakeAdapter("poet", "/poet", digest="p")})
+        await running.start(name, engine)
+    with contextlib.suppress(KeyError):
+        del running.world.held["d"]
