@@ -89,8 +89,7 @@ class ChatClient:
     async def answer(
         self, model: str, messages: Sequence[Mapping[str, str]], timing: Timing
     ) -> AsyncGenerator[AnswerPart]:
-        """Yields the pieces of an answer as they arrive, and notes their times. Closing the iterator ends the
-        answer on the server."""
+        """Yields an answer's pieces as they arrive, and notes their times. Closing the iterator ends the answer."""
         body = {"model": model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
         async with self._request("POST", "/v1/chat/completions", json=body) as response:
             timing.instance = response.headers.get("x-caraserve-instance", "")

@@ -371,8 +371,7 @@ def _left_out(spec: ModelSpec | None, lora: LoraConfig) -> Iterator[Finding]:
 
 
 def _why_refused(path: Path, spec: ModelSpec | None, lora: LoraConfig) -> str:
-    """Returns why an adapter cannot be served, as far as its configuration and its tensors' shapes show it; ""
-    otherwise."""
+    """Returns why an adapter cannot be served, as its configuration and its tensors' shapes show; "" otherwise."""
     if spec is None:
         return ""
     try:

@@ -25,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if words[:1] == ["bench"]:
-            return _bench(words[1:])
+            from caraserve.bench.cli import run_benchmark  # here, since its imports slow down the other commands
+
+            return run_benchmark(words[1:])
         if words[:1] == ["chat"]:
             return _chat(words[1:])
         parser = _parser()
@@ -172,9 +174,3 @@ def _chat(words: Sequence[str]) -> int:
 
     chat(args.url, args.api_key, args.adapter)
     return 0
-
-
-def _bench(words: Sequence[str]) -> int:
-    from caraserve.bench.cli import run_benchmark  # here, since its imports would slow down the other commands
-
-    return run_benchmark(words)

@@ -103,8 +103,7 @@ class ActiveRequest:
         now_s: float,
         matcher: TokenMatcher | None = None,
     ) -> None:
-        """Records the slot, KV blocks `prefix` that hold the first tokens already, and the matcher. `prefix_key`: of
-        the last block."""
+        """Records the slot, the KV blocks of the first tokens, the last one's `prefix_key`, and the matcher."""
         request, self.matcher = self.request, matcher
         request.slot = slot
         request.blocks += prefix
@@ -146,10 +145,6 @@ class ActiveRequest:
             return
         self.request.stalled_ms += result.waited_ms
         self.request.interrupted_ms += interrupted_ms
-
-    def record_interruption(self, ms: float) -> None:
-        """Adds time in which no iteration ran because of a load."""
-        self.request.interrupted_ms += ms
 
     def record_token(self, token: int, eos_ids: frozenset[int], max_context: int, now_s: float) -> TokenText:
         """Adds an output token. Returns its text, and the reasons if the request ends with it."""

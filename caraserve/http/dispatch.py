@@ -220,8 +220,7 @@ class _RoutedRequest:
         raise Unreachable("No instance that has the adapter can be reached now.", retry_after_s=_RETRY_S)
 
     async def answer_here(self) -> web.StreamResponse:
-        """Answers on this instance's engine. Raises CaraServeError, _MovedError or OtherVersionError when nothing has
-        been sent yet."""
+        """Answers on this engine. Raises CaraServeError, _MovedError or OtherVersionError before anything is sent."""
         await self._selector.obtain(self._adapter)
         predicted_ms = self._count_sent(self._selector.name)
         generation = Generation(self._request, self._api_request, self._forwarded_digest or "")

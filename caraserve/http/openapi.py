@@ -1,5 +1,4 @@
-"""GET /openapi.json and GET /docs: the document of the API, made of the table of routes (`operations.py`) and of the
-tables that check bodies."""
+"""GET /openapi.json and /docs: the API's document, made of the routes (`operations.py`) and of the bodies' tables."""
 
 import functools
 import re

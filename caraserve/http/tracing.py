@@ -150,8 +150,7 @@ TRACER = web.AppKey("TRACER", Tracer)  # absent: requests are not traced
 
 @contextlib.contextmanager
 def forward_headers_of(request: web.Request, peer: str) -> Iterator[dict[str, str]]:
-    """Yields the trace context for a request to another instance, and notes the time until the context ends. Empty for
-    a request that is not traced."""
+    """Yields the trace context for a request to another instance, and notes its time. Empty if it is not traced."""
     trace = request.get(TRACE)
     if trace is None:
         yield {}

@@ -54,8 +54,7 @@ class MessagesStream(StreamFormat):
 
 
 class MessagesWriter(MessagesStream, BlocksWriter):
-    """The `AnswerWriter` of the Messages API. `fills_context`: the limit of tokens is the context's, below the one that
-    the client gave."""
+    """The `AnswerWriter` of the Messages API. `fills_context`: the limit is the context's, below the client's."""
 
     def __init__(
         self,
@@ -97,8 +96,7 @@ class MessagesWriter(MessagesStream, BlocksWriter):
         return [_event({"type": kind, "index": block.index, **more})]
 
     def _whole_block(self, block: Block) -> dict[str, Any]:
-        """A block of a whole message. A call whose arguments are cut off or malformed is a text, so that no client
-        runs it without them."""
+        """A block of a whole message. A call whose arguments are cut off is a text, so that no client runs it."""
         if block.kind == "reasoning":
             return _empty(block) | {"thinking": block.text}
         if block.kind == "text" or not _is_object(block.text):
