@@ -344,7 +344,7 @@ class Engine:
         if alarm is not None:
             alarm.cancel()
         for active in interrupted:
-            active.request.interrupted_ms += 1000 * (self._now() - since_s)  # in which no iteration ran
+            active.record_interruption(1000 * (self._now() - since_s))
 
     # --- results ---
 

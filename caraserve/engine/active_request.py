@@ -146,6 +146,10 @@ class ActiveRequest:
         self.request.stalled_ms += result.waited_ms
         self.request.interrupted_ms += interrupted_ms
 
+    def record_interruption(self, ms: float) -> None:
+        """Adds time in which no iteration ran because of a load."""
+        self.request.interrupted_ms += ms
+
     def record_token(self, token: int, eos_ids: frozenset[int], max_context: int, now_s: float) -> TokenText:
         """Adds an output token. Returns its text, and the reasons if the request ends with it."""
         request, params = self.request, self.request.inputs.params

@@ -32,9 +32,8 @@ from caraserve.cluster.routing.selector import (
 from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter, Tier
 from caraserve.http.app import add_peer_routes, make_app, start_http, start_peer_http
 from caraserve.http.context import HttpTimings
-from caraserve.http.dispatch import ANSWERING_QUESTION, ClusterRouter, is_answering
+from caraserve.http.dispatch import ANSWERING_QUESTION, ClusterRouter, QueueRebalancer, is_answering
 from caraserve.http.proxy import PeerProxy
-from caraserve.http.queue_rebalance import QueueRebalancer
 from caraserve.http.tracing import Tracer
 from caraserve.lora.management import AdapterManagement
 from caraserve.util.least_rate import LeastRate

@@ -15,10 +15,9 @@ from aiohttp import web
 
 from caraserve.core.request import GenerateRequest, Phase, Phases, PhaseTime, Request, SamplingParams, TokenDelta
 from caraserve.errors import BackendFailed, Displaced
-from caraserve.http import otlp
+from caraserve.http import tracing
 from caraserve.http.deadline import HEADER
-from caraserve.http.otlp import OtlpExporter
-from caraserve.http.tracing import Tracer
+from caraserve.http.tracing import OtlpExporter, Tracer
 from caraserve.lora.adapter import AdapterTier
 from tests.engine_harness import EngineHarness, harness
 from tests.http.fake_engine import DIGEST, PHASES, FakeEngine, finish, spell
@@ -316,7 +315,7 @@ def outcomes(exporter: OtlpExporter) -> dict[str, int]:
 
 
 async def test_spans_beyond_the_bound_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(otlp, "_MOST_WAITING", 5)
+    monkeypatch.setattr(tracing, "_MOST_WAITING", 5)
     async with collecting() as (collector, exporter):
         for _ in range(8):
             exporter.add({"name": "x", "attributes": []})
@@ -339,8 +338,8 @@ async def test_spans_that_the_collector_does_not_take_are_dropped_and_counted() 
 
 
 async def test_a_full_batch_is_sent_without_waiting_for_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(otlp, "_PAUSE_S", 1e6)
-    monkeypatch.setattr(otlp, "_BATCH", 2)
+    monkeypatch.setattr(tracing, "_PAUSE_S", 1e6)
+    monkeypatch.setattr(tracing, "_BATCH", 2)
     async with collecting() as (collector, exporter):
         sending = asyncio.create_task(exporter.run())
         for _ in range(4):
