@@ -14,7 +14,7 @@ from caraserve.bench.cli import bench_parser
 from caraserve.bench.workload.presets import find_preset
 from caraserve.cli.compat_flags import SAME
 from caraserve.cli.options import OptionParser
-from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
+from caraserve.config import SERVE_CONFIGS
 from scripts.laboratory.gpu import stages
 
 ROOT = Path(__file__).parent.parent
@@ -33,13 +33,6 @@ def commands(program: str) -> list[list[str]]:
     lines = [line for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines()]
     words = [shlex.split(line, comments=True) for line in lines]
     return [parts[1:] for parts in words if parts and parts[0] == program]
-
-
-def serve_parser() -> OptionParser:
-    parser = OptionParser()
-    for config in (ModelConfig, LoraConfig, EngineConfig, HttpConfig, ClusterConfig):
-        config.add_arguments(parser)
-    return parser
 
 
 def bench_kinds() -> dict[str, argparse.ArgumentParser]:
@@ -65,7 +58,7 @@ def test_commands_can_be_run(script: str) -> None:
 
 @pytest.mark.parametrize("arguments", commands("scripts/serve"), ids=shlex.join)
 def test_serve_options_exist(arguments: list[str]) -> None:
-    serve_parser().parse_args(arguments)
+    OptionParser(SERVE_CONFIGS).parse_args(arguments)
 
 
 @pytest.mark.parametrize("arguments", commands(".venv/bin/caraserve"), ids=shlex.join)
@@ -92,7 +85,7 @@ def test_the_table_of_stages_is_the_one_that_runs() -> None:
 
 @pytest.mark.parametrize("option", sorted(set(re.findall(r"`(--[\w-]+)`", TEXT))))
 def test_options_named_in_the_text_exist(option: str) -> None:
-    parsers = [serve_parser(), *bench_kinds().values()]
+    parsers = [OptionParser(SERVE_CONFIGS), *bench_kinds().values()]
     ours = {name for parser in parsers for action in parser._actions for name in action.option_strings}
     assert option in ours | SAME.keys()
 
