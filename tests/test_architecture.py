@@ -136,8 +136,7 @@ def _imports(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def part(path: Path) -> str:
-    """Returns the first name below the package: `http` for caraserve/http/streaming.py, `serve` for
-    caraserve/serve.py."""
+    """Returns the first name below the package: `http` for caraserve/http/streaming.py, `serve` for serve.py."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 

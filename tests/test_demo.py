@@ -29,8 +29,7 @@ class Ask(Protocol):
 
 @pytest.fixture(scope="module")
 def ask() -> Ask:
-    """Returns the reference's greedy answer of a model ("base" or an adapter's name) to one user message, or its first
-    tokens."""
+    """Returns the reference's greedy answer of "base" or an adapter to a user message, or its first tokens."""
     tokenizer = AutoTokenizer.from_pretrained(demo.model_folder())
     base = AutoModelForCausalLM.from_pretrained(demo.model_folder(), dtype=torch.float32)
     first, *others = demo.ADAPTER_NAMES

@@ -172,8 +172,7 @@ async def test_a_failure_is_marked() -> None:
 async def phases_of_a_failure(
     end: Callable[[EngineHarness, asyncio.Task[Answer]], None], *, until: str, stream: bool = False
 ) -> tuple[list[str], dict[str, Any]]:
-    """Returns the names of the phases in the trace of a request for a cold adapter, and the facts of its span. `end`
-    ends it when it has reached phase `until`."""
+    """Returns the names of phases, and the span's facts, of a request for a cold adapter that `end` ends in `until`."""
     async with collecting() as (collector, exporter), harness(random.Random(0), slots=1) as here:
         engine: Any = here.engine
         before = here.ask([1, 2, 3], None, max_tokens=40) if until == "queued" else None

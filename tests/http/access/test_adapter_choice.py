@@ -1,5 +1,4 @@
-"""The adapter that a request names answers it, by the fields of other servers' clients too; it has a version, which the
-answer names and a client may require."""
+"""The adapter that a request names answers, by others' fields too; its version is named, and may be required."""
 
 import re
 from typing import Any

@@ -1,5 +1,4 @@
-"""Fields of the prompt and of its scores: truncation, suffix, prompt_logprobs, tokens named by their ids, vectors
-in place of tokens."""
+"""Fields of the prompt and its scores: truncation, suffix, prompt_logprobs, tokens by their ids, vectors as tokens."""
 
 import base64
 import pickle
