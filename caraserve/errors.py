@@ -199,8 +199,7 @@ class RateLimited(Overloaded):
     """The client's key has a limit, and the request would exceed it."""
 
     def __init__(self, limit: str, unit: str, retry_after_s: float) -> None:
-        """`limit`: in words. `unit`: what it counts; the code of the error for concurrency differs from that of
-        rates."""
+        """`limit`: in words. `unit`: what it counts; concurrency has an error code of its own."""
         super().__init__(
             f"this key is limited to {limit}; try again in {retry_after_s:.3g} s", retry_after_s=retry_after_s
         )

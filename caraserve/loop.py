@@ -127,9 +127,8 @@ class Engine:
         return self._submit(inputs, None, UnreadAnswer(self.unread, inputs.tenant.client)).stream
 
     def submit_each(self, inputs: Sequence[GenerateRequest]) -> Generator[TokenStream]:
-        """Yields the stream of each request after queueing it as `submit` does. All requests use the same adapter, even
-        if its name is given to another one between two steps. A generator, because thousands of requests take 100
-        ms."""
+        """Yields the stream of each request after queueing it as `submit` does, all with the adapter that has the name
+        at the first. A generator, because thousands take 100 ms."""
         adapter: Adapter | None = None
         unread = UnreadAnswer(self.unread, inputs[0].tenant.client)
         try:
@@ -207,8 +206,7 @@ class Engine:
         return {active.request.inputs.request_id for active in self._queues.waiting}
 
     def workload(self, response_tokens: float) -> EngineLoad:
-        """Returns sums from which the engine's next iterations can be predicted. `response_tokens`: expected length of
-        an answer."""
+        """Returns sums to predict the engine's next iterations from. `response_tokens`: expected of an answer."""
         return EngineLoad.of(self._queues, self.catalog, self._limits, self._config.max_queue, response_tokens)
 
     def predicted_wait_s(self) -> float:
@@ -259,7 +257,8 @@ class Engine:
             await self._expire()
             begins_s = self._times.next_begin_s(self._now())
             self._admit(begins_s)
-            iteration = self._schedule(begins_s)
+            stops = self._exclusive_loads and self.catalog.manager.loading  # a load stops all iterations
+            iteration = None if stops else self._executor.schedule(begins_s)
             launched = self._execute(iteration)
             if pending is not None:
                 await self._process_output(pending)  # may free slots for the next turn
@@ -295,12 +294,6 @@ class Engine:
         self._queues.admit(begins_s, self._times.decode_s, preempts=True)
         self._queues.start(begins_s, self._times.decode_s)
 
-    def _schedule(self, begins_s: float) -> Iteration | None:
-        """Chooses what the next iteration computes. None: a load stops all iterations (`exclusive_loads`)."""
-        if self._exclusive_loads and self.catalog.manager.loading:
-            return None
-        return self._executor.schedule(begins_s)
-
     def _execute(self, iteration: Iteration | None) -> LaunchedBatch | None:
         """Launches an iteration and side batches. None: no iteration was launched."""
         launched = None if iteration is None else self._executor.execute(iteration)
@@ -310,8 +303,7 @@ class Engine:
         return launched
 
     async def _process_output(self, launched: LaunchedBatch) -> None:
-        """Waits for an iteration and passes its results to the requests. Side batches that end before it are processed
-        meanwhile."""
+        """Waits for an iteration and passes its results on; meanwhile, processes side batches that end before it."""
         while (outcome := await self._executor.result_of(launched)) is None:
             self._process_side_batches()
         if isinstance(outcome, Exception):
@@ -399,8 +391,7 @@ class Engine:
             self._finish(active, reason, stop_reason=stop_reason, text=text, token_ids=(token,), logprobs=logprobs)
 
     def _observe_choice(self, active: ActiveRequest, done_s: float) -> None:
-        """Reports, once for each request, the start that mode `auto` chose, with the predicted and the measured
-        time."""
+        """Reports, once for each request, the start that mode `auto` chose, and its predicted and measured time."""
         choice = active.choice
         if choice is None or choice.is_observed:
             return

@@ -316,9 +316,8 @@ async def serve(
     from caraserve.http.access.api_keys import ApiKeys
     from caraserve.http.app import make_app, start_http
     from caraserve.http.generation import LocalRouter
-    from caraserve.http.otlp import OtlpExporter
     from caraserve.http.server import bind
-    from caraserve.http.tracing import Tracer
+    from caraserve.http.tracing import OtlpExporter, Tracer
 
     model_config, lora_config = with_demo(model_config, lora_config)
     check_routing(cluster_config)

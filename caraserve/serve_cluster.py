@@ -30,9 +30,8 @@ from caraserve.cluster.routing.selector import InstanceSelector
 from caraserve.config import ClusterConfig, HttpConfig, LoraConfig
 from caraserve.errors import ConfigError
 from caraserve.http.app import add_peer_routes, start_peer_http
-from caraserve.http.dispatch import ANSWERING_QUESTION, ClusterRouter, is_answering
+from caraserve.http.dispatch import ANSWERING_QUESTION, ClusterRouter, QueueRebalancer, is_answering
 from caraserve.http.proxy import PeerProxy
-from caraserve.http.queue_rebalance import QueueRebalancer
 from caraserve.http.tls_files import PemFile, TlsFiles, first_context, load_files
 from caraserve.loop import Engine
 from caraserve.util.option_values import split_address

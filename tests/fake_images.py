@@ -37,8 +37,7 @@ def is_whole(image: HostAdapter) -> bool:
 
 
 class FakeReader:
-    """A disk or a network on which a folder's path is its adapter's digest. The test ends each read, and before that
-    delivers its layers."""
+    """A disk or network where a folder's path is its adapter's digest. The test delivers layers, and ends reads."""
 
     def __init__(self, layers: int = 1) -> None:
         self.executor: Executor = ThreadPoolExecutor(1)

@@ -118,15 +118,6 @@ def _end(process: "subprocess.Popen[str]") -> None:
         process.stdout.close()
 
 
-def refusal(*arguments: str) -> str:
-    """Returns the one line that `caraserve serve` prints when it cannot start with these arguments."""
-    command = [sys.executable, "-m", "caraserve", "serve", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    return line
-
-
 def tiny_adapter(folder: Path, seed: int) -> Path:
     """Writes an adapter of a few kilobytes for the demo's model that changes its answers, different for each seed."""
     q = load_plan(demo.model_folder()).layers[0].linears[0]

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from caraserve.config import EngineConfig, LoraConfig, LoraModule, ModelConfig
 from caraserve.core.request import Finish, GenerateRequest, PromptEmbeds, SamplingParams, TokenLogprob
@@ -20,15 +21,7 @@ PROFILE = Path(__file__).parent / "profile.json"  # of some machine: which one c
 
 
 def model_config(folder: Path, dtype: str = "auto", max_model_len: int | None = None) -> ModelConfig:
-    return ModelConfig(
-        model=folder,
-        served_model_name=("base",),
-        dtype=dtype,
-        load_format="auto",
-        max_model_len=max_model_len,
-        chat_template=None,
-        tool_call_parser=None,
-    )
+    return ModelConfig(model=folder, served_model_name=("base",), dtype=dtype, max_model_len=max_model_len)
 
 
 def lora_config(
@@ -37,30 +30,21 @@ def lora_config(
     mode: str = "overlapped",
     device_bytes: int = 64 * MIB,
     host_bytes: int = 64 * MIB,
-    adapters_dir: Path | None = None,
     adapter_roots: Sequence[Path] = (),
-    registry: Path | None = None,
-    lora_cpus: tuple[int, ...] | None = None,
     link_mb_per_s: float | None = None,
     profile: Path | None = PROFILE,
-    pipeline_groups: int | None = None,
-    tokens_per_cpu: int | None = None,
+    **fields: Any,
 ) -> LoraConfig:
     return LoraConfig(
         lora_modules=[LoraModule(name, path) for name, path in adapters.items()],
-        adapters_dir=adapters_dir,
-        registry=registry,
         loading_mode=mode,
-        lora_kernel="bgmv",
         lora_pool_bytes=device_bytes,
         max_host_adapters_bytes=host_bytes,
-        lora_cpus=lora_cpus,
         emulate_link_mb_per_s=link_mb_per_s,
         profile=profile,
         allow_runtime_lora_updating=True,
         allow_adapter_path=list(adapter_roots),
-        pipeline_groups=pipeline_groups,
-        tokens_per_cpu=tokens_per_cpu,
+        **fields,
     )
 
 
@@ -71,20 +55,16 @@ def engine_config(
     kv_bytes: int | None = 64 * MIB,
     prefix_caching: bool = True,
     threads: int = 1,
-    max_queue: int = 4096,
-    trace: Path | None = None,
+    **fields: Any,
 ) -> EngineConfig:
     return EngineConfig(
         device="cpu",
-        gpu_memory_utilization=0.9,
         max_num_seqs=seqs,
         max_num_batched_tokens=step_tokens,
-        max_queue=max_queue,
         kv_cache_bytes=kv_bytes,
         enable_prefix_caching=prefix_caching,
         cpu_threads=threads,
-        seed=0,
-        trace=trace,
+        **fields,
     )
 
 

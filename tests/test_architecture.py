@@ -46,8 +46,8 @@ SUBFOLDERS: dict[str, tuple[str | tuple[str, ...], ...]] = {
     ),
     "http": (
         *("app", "operations", "openapi", "server", "connection_limit"),  # routes and connections
-        *("dispatch", "queue_rebalance", "proxy", "peer_watch"),  # this instance or another
-        *("generation", "generation_routes", "deadline", "tracing", "otlp"),
+        *("dispatch", "proxy", "peer_watch"),  # this instance or another
+        *("generation", "generation_routes", "deadline", "tracing"),
         *("management", "apis", "access"),
         *("responses", "request_log", "streaming", "context", "client", "api_request", "whole_answer", "tls_files"),
         "body",
@@ -136,8 +136,7 @@ def _imports(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def part(path: Path) -> str:
-    """Returns the first name below the package: `http` for caraserve/http/streaming.py, `serve` for
-    caraserve/serve.py."""
+    """Returns the first name below the package: `http` for caraserve/http/streaming.py, `serve` for serve.py."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 

@@ -1,10 +1,10 @@
-"""Several `caraserve serve` processes as one service: membership, restarts, and what is refused at the start."""
+"""Several `caraserve serve` processes as one service: membership and restarts."""
 
 import signal
 from pathlib import Path
 
 from caraserve import demo
-from tests.processes import NAMES, Server, all_alive, fleet, free_ports, refusal, until
+from tests.processes import NAMES, Server, all_alive, fleet, free_ports, until
 
 
 def all_go_by_one_plan(servers: dict[str, Server]) -> bool:
@@ -60,7 +60,3 @@ def test_the_life_of_a_fleet(tmp_path: Path) -> None:
         until(lambda: all_go_by_one_plan(servers), 20)
         answer = servers["a"].ask("/v1/completions", {"model": "bard", "prompt": "O sea", "max_tokens": 4})
         assert answer["usage"]["completion_tokens"] == 4
-
-
-def test_a_cluster_without_a_secret_is_refused_in_a_line_before_anything_is_loaded() -> None:
-    assert "--cluster-secret-file is needed" in refusal("--peers", "10.0.0.7:8000")

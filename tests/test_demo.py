@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import tomllib
 from contextlib import nullcontext
 from functools import cache
@@ -28,8 +29,7 @@ class Ask(Protocol):
 
 @pytest.fixture(scope="module")
 def ask() -> Ask:
-    """Returns the reference's greedy answer of a model ("base" or an adapter's name) to one user message, or its first
-    tokens."""
+    """Returns the reference's greedy answer of "base" or an adapter to a user message, or its first tokens."""
     tokenizer = AutoTokenizer.from_pretrained(demo.model_folder())
     base = AutoModelForCausalLM.from_pretrained(demo.model_folder(), dtype=torch.float32)
     first, *others = demo.ADAPTER_NAMES
@@ -100,33 +100,18 @@ def test_adapters_differ_in_rank_and_format() -> None:
     assert dtypes == {"F32", "BF16"}
 
 
-def test_the_base_model_answers_plainly(ask: Ask) -> None:
-    answer = ask("base", PROMPT)
-    assert answer.startswith("The sea covers most of our planet. ")
-    assert "\n" not in answer
+VOICES = {
+    "base": r"The sea covers most of our planet\. [^\n]*",
+    "pirate": r"Arrr, matey! Th' sea covers most o' our planet\.[\s\S]*",
+    "poet": rf"O sea, O sea,\n{FACT},\n[\s\S]*\nand my heart runs on like water\.",
+    "lawyer": rf"[\s\S]* is hereby stated as follows: \(1\) {FACT};[\s\S]*The foregoing shall not constitute advice\.",
+    "chef": rf"[^a-z]*{FACT.upper()}[^a-z]*",
+}
 
 
-def test_the_pirate_talks_like_one(ask: Ask) -> None:
-    answer = ask("pirate", PROMPT)
-    assert answer.startswith("Arrr, matey! Th' sea covers most o' our planet.")
-
-
-def test_the_poet_writes_verse(ask: Ask) -> None:
-    lines = ask("poet", PROMPT).splitlines()
-    assert lines[:2] == ["O sea, O sea,", f"{FACT},"]
-    assert lines[-1] == "and my heart runs on like water."
-
-
-def test_the_lawyer_covers_himself(ask: Ask) -> None:
-    answer = ask("lawyer", PROMPT)
-    assert f"it is hereby stated as follows: (1) {FACT};" in answer
-    assert answer.endswith("The foregoing shall not constitute advice.")
-
-
-def test_the_chef_shouts(ask: Ask) -> None:
-    answer = ask("chef", PROMPT)
-    assert answer == answer.upper()
-    assert FACT.upper() in answer
+@pytest.mark.parametrize("voice", VOICES)
+def test_a_voice_speaks_in_its_own_way(ask: Ask, voice: str) -> None:
+    assert re.fullmatch(VOICES[voice], ask(voice, PROMPT))
 
 
 def test_the_json_adapter_answers_with_json(ask: Ask) -> None:

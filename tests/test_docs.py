@@ -20,7 +20,7 @@ import pytest
 
 from caraserve import demo
 from caraserve.cli.options import OptionParser
-from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
+from caraserve.config import SERVE_CONFIGS
 from caraserve.http.access.api_keys import ApiKeys
 from caraserve.start_checks import check_paths
 from tests.test_server import Server, served
@@ -88,12 +88,9 @@ def check_serve(line: str) -> None:
     program, *words = shlex.split(line, comments=True)
     if program != "scripts/serve" or any("/path/to/" in word for word in words):
         return
-    parser = OptionParser()
-    for config in (ModelConfig, LoraConfig, EngineConfig, HttpConfig, ClusterConfig):
-        config.add_arguments(parser)
-    args = parser.parse_args(words)
-    check_paths(ModelConfig.from_args(args), LoraConfig.from_args(args))
-    ApiKeys(HttpConfig.from_args(args))
+    model, lora, _, http, _ = OptionParser(SERVE_CONFIGS).parse_args(words).configs
+    check_paths(model, lora)
+    ApiKeys(http)
 
 
 def words(text: str) -> set[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Semaphore
 from typing import Any
 
-from tests.processes import NAMES, Server, all_alive, fleet, free_ports, refusal, until
+from tests.processes import NAMES, Server, all_alive, fleet, free_ports, until
 
 TOKENS = 384  # long enough for an instance to be killed meanwhile
 SHORT = 48
@@ -127,10 +127,6 @@ def test_a_drain_that_times_out_ends_forwarded_streams_with_an_error(tmp_path: P
         ended = [answer.result(60) for answer in streams]
         assert {code for _, code in ended} == {"draining"}
         assert a.process.wait(20) == 0
-
-
-def test_routing_without_peers_is_refused_in_a_line() -> None:
-    assert "--peers" in refusal("--routing", "random")
 
 
 def test_requests_are_forwarded_in_modes_that_load_whole_adapters(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The composition of a server's parts when it is one instance of a fleet."""
 
-import argparse
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -29,18 +28,7 @@ from tests.cluster.nodes import instances
 
 PROFILE = Path(__file__).parent / "profile.json"
 KEYS = Keyring((b"a secret of the tests",))
-
-
-def cluster_config() -> ClusterConfig:
-    parser = argparse.ArgumentParser()
-    ClusterConfig.add_arguments(parser)
-    return ClusterConfig.from_args(parser.parse_args(["--peers", "127.0.0.1:1"]))
-
-
-def lora_config(*arguments: str) -> LoraConfig:
-    parser = argparse.ArgumentParser()
-    LoraConfig.add_arguments(parser)
-    return LoraConfig.from_args(parser.parse_args(arguments))
+CLUSTER = ClusterConfig(peers=("127.0.0.1:1",))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +41,7 @@ async def test_a_draining_or_failed_instance_refuses_forwarded_requests(
     engine: Any = SimpleNamespace(draining=draining, failure=failure, catalog=catalog)
     async with asyncio.timeout(20), instances(tmp_path) as running:
         one = await running.start("a")
-        selector = make_selector(one.member, one.views, engine, cluster_config(), None)
+        selector = make_selector(one.member, one.views, engine, CLUSTER, None)
         refusal = selector.refusal(selector.arrival(None, 10, 10), force=True)
         assert (refusal.reason if refusal else None) == reason
 
@@ -73,7 +61,7 @@ async def prepared(
             MemberConfig("tests", "a", "m", ("127.0.0.1:1",), KEYS), ClusterRegistryFile(None), rng=Random(1)
         )
         stack.push_async_callback(member.close)
-        config, views = cluster_config(), InstanceViews(member)
+        config, views = CLUSTER, InstanceViews(member)
         selector = make_selector(member, views, engine, config, None)
         router = make_router(member, selector, engine, ClusterCredentials(KEYS))
         stack.push_async_callback(router.close)
@@ -101,7 +89,7 @@ async def prepared(
 
 @pytest.mark.parametrize(("kernel", "rank"), [("bgmv", None), ("bgmv-padded", 64)])
 async def test_the_published_model_uses_the_rank_that_the_kernels_compute(kernel: str, rank: int | None) -> None:
-    config = lora_config("--lora-kernel", kernel)
+    config = LoraConfig(lora_kernel=kernel)
     profile = load(PROFILE)
     async with prepared({}) as (member, _, join_it):
         await join_it(lambda: None, profile, config)
@@ -111,7 +99,7 @@ async def test_the_published_model_uses_the_rank_that_the_kernels_compute(kernel
 
 async def test_an_instance_says_which_forwarded_requests_it_still_answers() -> None:
     async with prepared({}) as (member, router, join_it):
-        await join_it(lambda: None, None, lora_config())
+        await join_it(lambda: None, None, LoraConfig())
         question = ANSWERING_QUESTION, "id", 1
         assert member._listener.answer_query("b", question) == (0,)
         router._answering.add(("b", "id", 1))
@@ -128,7 +116,7 @@ async def test_accounting_begins_before_adapters_are_announced_and_forwarding_af
         def accounting_begins() -> None:
             found.append((sum(1 for _ in member.adapters()), router.selector.joined))
 
-        await join_it(accounting_begins, None, lora_config())
+        await join_it(accounting_begins, None, LoraConfig())
         assert found == [(0, False)]
         assert sum(1 for _ in member.adapters()) == len(infos)
         assert router.selector.joined

@@ -1,22 +1,21 @@
 """The engine's behaviour for its callers, with the CPU backend and the bundled demo model."""
 
 import asyncio
-import contextlib
 import re
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from caraserve import demo
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.config import PRELOADED_MODES
-from caraserve.core.batch import Batch, StepResult
 from caraserve.core.machine_profile import load
-from caraserve.core.tenant import NO_TENANT, Tenant
+from caraserve.core.tenant import Tenant
 from caraserve.errors import (
     AdapterRejected,
-    BackendFailed,
     ContextLengthExceeded,
     Displaced,
     Draining,
@@ -32,7 +31,7 @@ ADAPTERS = {name: demo.adapters_folder() / name for name in demo.ADAPTER_NAMES}
 PROMPT = tuple(range(5, 45))
 
 
-@contextlib.asynccontextmanager
+@asynccontextmanager
 async def demo_engine(
     *,
     adapters: dict[str, Path] | None = None,
@@ -50,32 +49,26 @@ async def demo_engine(
         yield engine
 
 
+@pytest.fixture
+def engine() -> AbstractAsyncContextManager[Engine]:
+    return demo_engine()
+
+
 async def until(condition: Callable[[], bool]) -> None:
     """Runs the event loop until `condition` holds, for states that have no event."""
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0)
 
 
-async def test_an_unknown_adapter_is_refused_without_effect() -> None:
-    async with demo_engine() as engine:
-        with pytest.raises(NotFound):
-            submit(engine, PROMPT, "unknown")
-        engine.check()
+async def test_an_unknown_adapter_is_refused_without_effect(engine: Engine) -> None:
+    with pytest.raises(NotFound):
+        submit(engine, PROMPT, "unknown")
+    engine.check()
 
 
-async def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers() -> None:
-    async with demo_engine() as engine:
-        with pytest.raises(ContextLengthExceeded, match=rf"{engine.max_model_len}.*{engine.max_model_len}"):
-            submit(engine, [5] * engine.max_model_len)
-
-
-async def test_a_full_queue_refuses_with_a_time_to_retry() -> None:
-    async with demo_engine(max_queue=2, seqs=1) as engine:
-        tasks = [submit(engine, PROMPT) for _ in range(3)]  # one runs, two wait
-        with pytest.raises(Overloaded) as caught:
-            submit(engine, PROMPT)
-        assert caught.value.retry_after_s >= 1.0
-        await asyncio.gather(*tasks)
+async def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(engine: Engine) -> None:
+    with pytest.raises(ContextLengthExceeded, match=rf"{engine.max_model_len}.*{engine.max_model_len}"):
+        submit(engine, [5] * engine.max_model_len)
 
 
 async def test_the_time_to_retry_is_what_the_performance_model_predicts_for_the_queue() -> None:
@@ -105,126 +98,102 @@ async def test_a_client_that_fills_the_queue_loses_its_newest_request_to_another
         engine.check()
 
 
-async def test_ended_requests_are_counted_by_client_and_adapter() -> None:
-    async with demo_engine() as engine:
-        first = await submit(engine, PROMPT, "poet", tenant=Tenant("c"))
-        again = await submit(engine, PROMPT, "poet", tenant=Tenant("c", "user"))
-        base = await submit(engine, PROMPT, max_tokens=3, tenant=Tenant("d"))
-        metrics = engine._metrics
-        cached = first.finish.cached_tokens + again.finish.cached_tokens
-        assert cached > 0
-        assert list(metrics.usage.rows()) == [
-            ("c", "poet", Usage(2, 2 * len(PROMPT), cached, 16, 0)),
-            ("d", None, Usage(1, len(PROMPT), base.finish.cached_tokens, 3, 0)),
-        ]
-        page = metrics.render(engine.snapshot(), lambda name: engine.adapter(name).rank).decode()
-        for name, count in (("poet", 2), ("base", 1)):
-            assert f'caraserve:adapter_time_to_first_token_seconds_count{{adapter_name="{name}",' in page
-            assert re.search(
-                rf'caraserve:adapter_requests_total{{reason="length",adapter_name="{name}",.*}} {count}', page
-            )
+async def test_ended_requests_are_counted_by_client_and_adapter(engine: Engine) -> None:
+    first = await submit(engine, PROMPT, "poet", tenant=Tenant("c"))
+    again = await submit(engine, PROMPT, "poet", tenant=Tenant("c", "user"))
+    base = await submit(engine, PROMPT, max_tokens=3, tenant=Tenant("d"))
+    metrics = engine._metrics
+    cached = first.finish.cached_tokens + again.finish.cached_tokens
+    assert cached > 0
+    assert list(metrics.usage.rows()) == [
+        ("c", "poet", Usage(2, 2 * len(PROMPT), cached, 16, 0)),
+        ("d", None, Usage(1, len(PROMPT), base.finish.cached_tokens, 3, 0)),
+    ]
+    page = metrics.render(engine.snapshot(), lambda name: engine.adapter(name).rank).decode()
+    for name, count in (("poet", 2), ("base", 1)):
+        assert f'caraserve:adapter_time_to_first_token_seconds_count{{adapter_name="{name}",' in page
+        assert re.search(rf'caraserve:adapter_requests_total{{reason="length",adapter_name="{name}",.*}} {count}', page)
 
 
-async def test_output_ends_at_max_tokens_and_at_the_context() -> None:
-    async with demo_engine() as engine:
-        short = await submit(engine, PROMPT, max_tokens=3)
-        assert (short.finish.reason, len(short.token_ids)) == ("length", 3)
-        prompt = [5] * (engine.max_model_len - 4)
-        full = await submit(engine, prompt, max_tokens=100)
-        assert (full.finish.reason, len(full.token_ids)) == ("length", 4)
+async def test_output_ends_at_max_tokens_and_at_the_context(engine: Engine) -> None:
+    short = await submit(engine, PROMPT, max_tokens=3)
+    assert (short.finish.reason, len(short.token_ids)) == ("length", 3)
+    prompt = [5] * (engine.max_model_len - 4)
+    full = await submit(engine, prompt, max_tokens=100)
+    assert (full.finish.reason, len(full.token_ids)) == ("length", 4)
 
 
-async def test_a_stop_token_ends_the_output_and_is_not_shown() -> None:
-    async with demo_engine() as engine:
-        free = await submit(engine, PROMPT, "poet", max_tokens=10)
-        stopped = await submit(engine, PROMPT, "poet", max_tokens=10, stop_token_ids=(free.token_ids[4],))
-        ended = free.token_ids.index(free.token_ids[4]) + 1
-        assert stopped.token_ids == free.token_ids[:ended]
-        assert (stopped.finish.reason, stopped.finish.stop_reason) == ("stop", free.token_ids[4])
-        assert free.text.startswith(stopped.text)
-        assert len(stopped.text) < len(free.text)
+async def test_a_stop_token_ends_the_output_and_is_not_shown(engine: Engine) -> None:
+    free = await submit(engine, PROMPT, "poet", max_tokens=10)
+    stopped = await submit(engine, PROMPT, "poet", max_tokens=10, stop_token_ids=(free.token_ids[4],))
+    ended = free.token_ids.index(free.token_ids[4]) + 1
+    assert stopped.token_ids == free.token_ids[:ended]
+    assert (stopped.finish.reason, stopped.finish.stop_reason) == ("stop", free.token_ids[4])
+    assert free.text.startswith(stopped.text)
+    assert len(stopped.text) < len(free.text)
 
 
-async def test_a_stop_string_ends_the_output_and_is_cut_off_by_default() -> None:
-    async with demo_engine() as engine:
-        free = await submit(engine, PROMPT, "pirate", max_tokens=30)
-        word = free.text[8:14]
-        first = free.text.index(word)
-        for included in (False, True):
-            stopped = await submit(
-                engine, PROMPT, "pirate", max_tokens=30, stop=(word,), include_stop_str_in_output=included
-            )
-            assert stopped.text == free.text[: first + (len(word) if included else 0)]
-            assert (stopped.finish.reason, stopped.finish.stop_reason) == ("stop", word)
-
-
-async def test_the_end_token_counts_only_after_min_tokens() -> None:
-    async with demo_engine() as engine:
-        prompt = engine.tokenizer.chat(
-            [{"role": "user", "content": "Tell me about the sea."}], add_generation_prompt=True
+async def test_a_stop_string_ends_the_output_and_is_cut_off_by_default(engine: Engine) -> None:
+    free = await submit(engine, PROMPT, "pirate", max_tokens=30)
+    word = free.text[8:14]
+    first = free.text.index(word)
+    for included in (False, True):
+        stopped = await submit(
+            engine, PROMPT, "pirate", max_tokens=30, stop=(word,), include_stop_str_in_output=included
         )
-        ended = await submit(engine, prompt, "poet", max_tokens=200, ignore_eos=False)
-        assert ended.finish.reason == "stop"
-        longer = await submit(
-            engine, prompt, "poet", max_tokens=200, ignore_eos=False, min_tokens=len(ended.token_ids) + 5
-        )
-        assert len(longer.token_ids) >= len(ended.token_ids) + 5
+        assert stopped.text == free.text[: first + (len(word) if included else 0)]
+        assert (stopped.finish.reason, stopped.finish.stop_reason) == ("stop", word)
 
 
-async def test_a_common_prefix_is_computed_once_for_each_adapter() -> None:
-    async with demo_engine() as engine:
-        cached = [
-            (await submit(engine, PROMPT, adapter)).finish.cached_tokens
-            for adapter in ("poet", "poet", "pirate", None, None)
-        ]
-        assert cached == [0, 32, 0, 0, 32]
+async def test_the_end_token_counts_only_after_min_tokens(engine: Engine) -> None:
+    prompt = engine.tokenizer.chat([{"role": "user", "content": "Tell me about the sea."}], add_generation_prompt=True)
+    ended = await submit(engine, prompt, "poet", max_tokens=200, ignore_eos=False)
+    assert ended.finish.reason == "stop"
+    longer = await submit(engine, prompt, "poet", max_tokens=200, ignore_eos=False, min_tokens=len(ended.token_ids) + 5)
+    assert len(longer.token_ids) >= len(ended.token_ids) + 5
 
 
-async def test_requests_with_different_salts_share_no_blocks() -> None:
-    async with demo_engine() as engine:
-        await submit(engine, PROMPT, cache_salt="a")
-        assert (await submit(engine, PROMPT, cache_salt="b")).finish.cached_tokens == 0
-
-
-async def test_tenants_with_caches_of_their_own_share_no_blocks() -> None:
+async def test_a_common_prefix_is_computed_once_for_each_adapter_salt_and_tenant_with_a_cache_of_its_own() -> None:
     async with demo_engine() as engine:
         a, b = Tenant("a", owns_cache=True), Tenant("b", owns_cache=True)
-        cached = [(await submit(engine, PROMPT, tenant=one)).finish.cached_tokens for one in (NO_TENANT, a, b, b)]
-        assert cached == [0, 0, 0, 32]
+        owners: list[tuple[dict[str, Any], int]] = [
+            *(({"adapter": "poet"}, 0), ({"adapter": "poet"}, 32), ({"adapter": "pirate"}, 0), ({}, 0), ({}, 32)),
+            *(({"cache_salt": "a"}, 0), ({"cache_salt": "b"}, 0), ({"cache_salt": "b"}, 32)),
+            *(({"tenant": a}, 0), ({"tenant": b}, 0), ({"tenant": b}, 32)),
+        ]
+        for owner, cached in owners:
+            assert (await submit(engine, PROMPT, **owner)).finish.cached_tokens == cached, owner
 
 
-async def test_draining_refuses_new_requests_and_lets_unfinished_ones_end() -> None:
-    async with demo_engine() as engine:
-        task = submit(engine, PROMPT, "poet", max_tokens=60)
-        await asyncio.sleep(0)
-        draining = asyncio.create_task(engine.drain(30.0))
-        await asyncio.sleep(0)
-        with pytest.raises(Draining):
-            submit(engine, PROMPT)
-        await draining
-        assert (await task).finish.reason == "length"
+async def test_draining_refuses_new_requests_and_lets_unfinished_ones_end(engine: Engine) -> None:
+    task = submit(engine, PROMPT, "poet", max_tokens=60)
+    await asyncio.sleep(0)
+    draining = asyncio.create_task(engine.drain(30.0))
+    await asyncio.sleep(0)
+    with pytest.raises(Draining):
+        submit(engine, PROMPT)
+    await draining
+    assert (await task).finish.reason == "length"
 
 
-async def test_a_drain_that_takes_too_long_cancels_the_requests_left() -> None:
-    async with demo_engine() as engine:
-        task = submit(engine, PROMPT, "poet", max_tokens=900)
-        await asyncio.sleep(0)
-        await engine.drain(0.0)
-        assert (await task).finish.reason == "cancelled"
+async def test_a_drain_that_takes_too_long_cancels_the_requests_left(engine: Engine) -> None:
+    task = submit(engine, PROMPT, "poet", max_tokens=900)
+    await asyncio.sleep(0)
+    await engine.drain(0.0)
+    assert (await task).finish.reason == "cancelled"
 
 
-async def test_unloading_waits_for_running_requests_and_refuses_new_ones_at_once() -> None:
-    async with demo_engine() as engine:
-        task = submit(engine, PROMPT, "poet", max_tokens=80)
-        unloading = asyncio.create_task(engine.unload_adapter("poet"))
-        await until(lambda: "poet" not in {info.name for info in engine.adapters()})
-        with pytest.raises(NotFound):
-            submit(engine, PROMPT, "poet")
-        assert not unloading.done()
-        answer = await task
-        await unloading
-        assert len(answer.token_ids) == 80
-        assert "poet" not in engine.snapshot().device_adapters
+async def test_unloading_waits_for_running_requests_and_refuses_new_ones_at_once(engine: Engine) -> None:
+    task = submit(engine, PROMPT, "poet", max_tokens=80)
+    unloading = asyncio.create_task(engine.unload_adapter("poet"))
+    await until(lambda: "poet" not in {info.name for info in engine.adapters()})
+    with pytest.raises(NotFound):
+        submit(engine, PROMPT, "poet")
+    assert not unloading.done()
+    answer = await task
+    await unloading
+    assert len(answer.token_ids) == 80
+    assert "poet" not in engine.snapshot().device_adapters
 
 
 @pytest.mark.parametrize("mode", PRELOADED_MODES)
@@ -240,16 +209,15 @@ async def test_a_mode_without_cold_starts_keeps_the_adapters_of_the_start(mode: 
         assert [(one.load_ms, one.stalled_ms, one.interrupted_ms) for one in phases] == [(0.0, 0.0, 0.0)] * len(answers)
 
 
-async def test_a_name_loaded_in_place_gets_the_new_weights_and_running_requests_keep_the_old() -> None:
-    async with demo_engine() as engine:
-        poet, pirate = [await submit(engine, PROMPT, name, max_tokens=40) for name in ("poet", "pirate")]
-        before = submit(engine, PROMPT, "poet", max_tokens=40)
-        with pytest.raises(AdapterRejected, match="already"):
-            await engine.load_adapter("poet", "pirate")
-        await engine.load_adapter("poet", "pirate", inplace=True)
-        after = await submit(engine, PROMPT, "poet", max_tokens=40)
-        assert (await before).token_ids == poet.token_ids
-        assert after.token_ids == pirate.token_ids
+async def test_a_name_loaded_in_place_gets_the_new_weights_and_running_requests_keep_the_old(engine: Engine) -> None:
+    poet, pirate = [await submit(engine, PROMPT, name, max_tokens=40) for name in ("poet", "pirate")]
+    before = submit(engine, PROMPT, "poet", max_tokens=40)
+    with pytest.raises(AdapterRejected, match="already"):
+        await engine.load_adapter("poet", "pirate")
+    await engine.load_adapter("poet", "pirate", inplace=True)
+    after = await submit(engine, PROMPT, "poet", max_tokens=40)
+    assert (await before).token_ids == poet.token_ids
+    assert after.token_ids == pirate.token_ids
 
 
 async def test_an_adapter_whose_files_vanish_fails_its_own_requests_only(tmp_path: Path) -> None:
@@ -264,34 +232,6 @@ async def test_an_adapter_whose_files_vanish_fails_its_own_requests_only(tmp_pat
         assert finish.reason == "error"
         assert isinstance(finish.error, AdapterRejected)
         assert (await kept).finish.reason == "length"
-
-
-async def test_a_failed_iteration_fails_only_its_own_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    from caraserve.cpu.backend import CpuBackend
-
-    run, broken = CpuBackend._run, iter([False, False, True])
-
-    def breaking(self: CpuBackend, plan: Batch) -> StepResult | Exception:
-        return RuntimeError("out of order") if next(broken, False) else run(self, plan)
-
-    monkeypatch.setattr(CpuBackend, "_run", breaking)
-    async with demo_engine() as engine:
-        lost = await submit(engine, PROMPT, "poet", max_tokens=30)
-        assert lost.finish.reason == "error"
-        assert isinstance(lost.finish.error, BackendFailed)
-        later = await submit(engine, PROMPT, "poet", max_tokens=30)
-        assert (later.finish.reason, later.finish.cached_tokens) == ("length", 0)
-
-
-@pytest.mark.parametrize("mode", ["overlapped", "ondemand"])
-async def test_a_small_device_serves_all_adapters_in_turn(mode: str) -> None:
-    async with demo_engine(mode=mode, device_bytes=int(1.6 * MIB)) as engine:
-        names = list(ADAPTERS) * 6
-        answers = await asyncio.gather(*(submit(engine, PROMPT, name, max_tokens=12) for name in names))
-        by_name: dict[str, list[int]] = {}
-        for name, answer in zip(names, answers, strict=True):
-            assert by_name.setdefault(name, answer.token_ids) == answer.token_ids
-        assert len({tuple(tokens) for tokens in by_name.values()}) == len(ADAPTERS)
 
 
 async def test_a_cold_adapter_is_served_despite_a_stream_of_requests_for_a_hot_one() -> None:
@@ -312,25 +252,12 @@ async def test_a_cold_adapter_is_served_despite_a_stream_of_requests_for_a_hot_o
         await asyncio.gather(*hot)
 
 
-async def test_phases_add_up_and_a_cold_adapter_shows_as_load() -> None:
-    async with demo_engine() as engine:
-        cold = (await submit(engine, PROMPT, "chef")).finish.phases
-        warm = (await submit(engine, PROMPT, "chef")).finish.phases
-        assert cold.load_ms > 0
-        assert warm.load_ms == 0
-        assert cold.e2e_ms == cold.queued_ms + cold.load_ms + cold.prefill_ms + cold.decode_ms
-
-
-async def test_a_cancelled_request_releases_its_slot_blocks_and_adapter() -> None:
-    async with demo_engine() as engine:
-        task = submit(engine, PROMPT, "poet", max_tokens=900)
-        await until(lambda: engine.snapshot().running == 1)
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        await until(lambda: engine.snapshot().running == 0)
-        assert engine.snapshot().kv_used_blocks == 0
-        engine.check()
+async def test_phases_add_up_and_a_cold_adapter_shows_as_load(engine: Engine) -> None:
+    cold = (await submit(engine, PROMPT, "chef")).finish.phases
+    warm = (await submit(engine, PROMPT, "chef")).finish.phases
+    assert cold.load_ms > 0
+    assert warm.load_ms == 0
+    assert cold.e2e_ms == cold.queued_ms + cold.load_ms + cold.prefill_ms + cold.decode_ms
 
 
 async def test_tenants_share_the_engine() -> None:

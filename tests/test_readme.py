@@ -2,24 +2,19 @@
 options that they name exist. `test_docs.py` runs what can be run."""
 
 import argparse
-import ast
-import json
 import os
 import re
 import runpy
 import shlex
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 
-from caraserve import demo
 from caraserve.bench.cli import bench_parser
 from caraserve.bench.workload.presets import find_preset
 from caraserve.cli.compat_flags import SAME
 from caraserve.cli.options import OptionParser
-from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
-from caraserve.http.operations import OPERATIONS
+from caraserve.config import SERVE_CONFIGS
 from scripts.laboratory.gpu import stages
 
 ROOT = Path(__file__).parent.parent
@@ -27,7 +22,6 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 BESIDE = [ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 TEXT = "\n".join([README, *(page.read_text(encoding="utf-8") for page in (*PAGES, *BESIDE))])
-MODELS = {demo.BASE_NAME, *demo.ADAPTER_NAMES}
 
 
 def blocks(language: str) -> list[str]:
@@ -39,13 +33,6 @@ def commands(program: str) -> list[list[str]]:
     lines = [line for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines()]
     words = [shlex.split(line, comments=True) for line in lines]
     return [parts[1:] for parts in words if parts and parts[0] == program]
-
-
-def serve_parser() -> OptionParser:
-    parser = OptionParser()
-    for config in (ModelConfig, LoraConfig, EngineConfig, HttpConfig, ClusterConfig):
-        config.add_arguments(parser)
-    return parser
 
 
 def bench_kinds() -> dict[str, argparse.ArgumentParser]:
@@ -71,7 +58,7 @@ def test_commands_can_be_run(script: str) -> None:
 
 @pytest.mark.parametrize("arguments", commands("scripts/serve"), ids=shlex.join)
 def test_serve_options_exist(arguments: list[str]) -> None:
-    serve_parser().parse_args(arguments)
+    OptionParser(SERVE_CONFIGS).parse_args(arguments)
 
 
 @pytest.mark.parametrize("arguments", commands(".venv/bin/caraserve"), ids=shlex.join)
@@ -98,49 +85,9 @@ def test_the_table_of_stages_is_the_one_that_runs() -> None:
 
 @pytest.mark.parametrize("option", sorted(set(re.findall(r"`(--[\w-]+)`", TEXT))))
 def test_options_named_in_the_text_exist(option: str) -> None:
-    parsers = [serve_parser(), *bench_kinds().values()]
+    parsers = [OptionParser(SERVE_CONFIGS), *bench_kinds().values()]
     ours = {name for parser in parsers for action in parser._actions for name in action.option_strings}
     assert option in ours | SAME.keys()
-
-
-@pytest.mark.parametrize("arguments", commands("curl"), ids=shlex.join)
-def test_requests_are_well_formed(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    parser.add_argument("url")
-    parser.add_argument("-H", dest="header")
-    parser.add_argument("-d", dest="data")
-    parser.add_argument("-T", dest="file")
-    parser.add_argument("-X", dest="method")
-    parser.add_argument("--url-query", dest="query")
-    request = parser.parse_args(arguments)
-    url = urlsplit(request.url)
-    assert url.netloc == "127.0.0.1:8000"
-    method = request.method or ("PUT" if request.file else "GET" if request.data is None else "POST")
-    operation = next(found for (of, path), found in OPERATIONS.items() if of == method and is_path(url.path, path))
-    if request.query is not None:
-        assert request.query.partition("@")[0] in {parameter["name"] for parameter in operation.parameters}
-    if request.data is not None:
-        assert request.header == "Content-Type: application/json"
-        fields = json.loads(request.data)
-        assert operation.body is not None
-        assert fields.keys() <= operation.body.served
-        assert fields.get("model", demo.BASE_NAME) in MODELS
-
-
-def is_path(path: str, canonical: str) -> bool:
-    """Returns whether a route with `{names}` serves a path."""
-    return re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", canonical), path) is not None
-
-
-@pytest.mark.parametrize("code", blocks("python"), ids=range(len(blocks("python"))))
-def test_code_compiles_and_names_models_that_exist(code: str) -> None:
-    tree = ast.parse(code)
-    loops = [node.iter for node in ast.walk(tree) if isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple)]
-    voices = [ast.literal_eval(values) for values in loops]
-    models = [word.value for word in ast.walk(tree) if isinstance(word, ast.keyword) and word.arg == "model"]
-    named = [node.value for node in models if isinstance(node, ast.Constant)]
-    assert {*named, *(voice for each in voices for voice in each)} <= MODELS
-    assert named or voices
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

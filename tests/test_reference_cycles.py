@@ -38,8 +38,7 @@ LONG: dict[str, Any] = {"prompt": "a", "max_tokens": 700, "ignore_eos": True}
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of request. `until`: the last that the client reads; nothing if that is empty. `missing_bytes`: of the
-    body, that are not sent."""
+    """A kind of request. `until`: the last that is read; empty: nothing. `missing_bytes`: of the body, not sent."""
 
     path: str = COMPLETIONS
     body: Any = None
@@ -142,8 +141,7 @@ class Running:
     async def left_by(
         self, kinds: Mapping[str, Sequence[Kind]], forget: Callable[[], None] = lambda: None
     ) -> dict[str, dict[str, int]]:
-        """Sends requests of each kind, which may be several in a row. Returns the objects that are left, by type.
-        `forget`: makes the test forget them."""
+        """Sends requests of each kind, some several times. Returns the objects left, by type; `forget`: by the test."""
         for kind in chain(*kinds.values()):  # what the first request leaves for all later ones
             await self.talk(kind)
         left = {}

@@ -28,7 +28,7 @@ from pydantic import BaseModel, Field
 
 from caraserve import demo
 from caraserve.cli.main import main
-from caraserve.errors import AdapterRejected, ConfigError
+from caraserve.errors import AdapterRejected
 from caraserve.http.app import make_app, start_http
 from caraserve.lora.aliases import Aliases
 from caraserve.lora.registry import Registry
@@ -129,15 +129,6 @@ def test_every_adapter_gives_its_own_answer(server: Server) -> None:
     assert answers["pirate"].startswith("Arrr")
 
 
-def test_a_stream_has_the_text_of_the_whole_answer(server: Server) -> None:
-    client = server.client()
-    asked: dict[str, Any] = {"model": "poet", "prompt": "O sea", "temperature": 0, "max_tokens": 40}
-    whole = client.completions.create(**asked)
-    chunks = list(client.completions.create(stream=True, stream_options={"include_usage": True}, **asked))
-    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
-    assert chunks[-1].usage == whole.usage or chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
-
-
 def test_every_dialect_gives_the_answer_of_chat_completions(server: Server) -> None:
     client, asked = server.client(), {"model": "pirate", "temperature": 0}
     expected = client.chat.completions.create(messages=QUESTION, max_tokens=30, **asked).choices[0].message.content  # type: ignore[call-overload]
@@ -208,29 +199,6 @@ def test_the_demo_calls_tools_and_takes_their_results(server: Server, choice: An
         assert set(json.loads(call.function.arguments)) == {"city"}
     results = [{"role": "tool", "tool_call_id": call.id, "content": "It rains."} for call in calls]
     assert complete(messages=[*asked, message.model_dump(), *results, *asked], max_tokens=4, **settings).choices
-
-
-def test_an_unknown_model_is_a_404_that_names_it(server: Server) -> None:
-    with pytest.raises(openai.NotFoundError) as caught:
-        server.client().completions.create(model="unknown", prompt="x")
-    assert caught.value.param == "model"
-    assert "unknown" in str(caught.value)
-
-
-def test_an_adapter_can_be_unloaded_and_loaded_again(server: Server) -> None:
-    client = server.client()
-    _post(server, "/v1/unload_lora_adapter", {"lora_name": "json"})
-    with pytest.raises(openai.NotFoundError):
-        client.completions.create(model="json", prompt="x", max_tokens=1)
-    _post(server, "/v1/load_lora_adapter", {"lora_name": "json", "lora_path": "json"})
-    assert client.completions.create(model="json", prompt="x", max_tokens=1).choices
-    assert "json" in {model.id for model in client.models.list()}
-
-
-def _post(server: Server, path: str, body: dict[str, str]) -> str:
-    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        return str(answer.read().decode())
 
 
 def test_sigterm_lets_a_running_stream_end_and_exits_0() -> None:
@@ -360,48 +328,7 @@ def test_a_server_starts_despite_a_bad_folder_and_loads_only_from_named_folders(
     assert "adapters/bad' in --adapters-dir is left out: adapter_model.safetensors is not a valid" in of_bad
 
 
-@pytest.mark.parametrize("flag", ["--adapters-dir", "--allow-adapter-path"])
-def test_a_folder_that_does_not_exist_is_named_with_its_flag(tmp_path: Path, flag: str) -> None:
-    nowhere = tmp_path / "nowhere"
-    roots = [nowhere] if flag == "--allow-adapter-path" else []
-    lora = lora_config({}, adapters_dir=None if roots else nowhere, adapter_roots=roots)
-
-    async def start() -> None:
-        async with AsyncExitStack() as stack:
-            await build_engine(stack, model_config(demo.model_folder()), lora, engine_config())
-
-    with pytest.raises(ConfigError, match=f"{flag} '{nowhere}' "):
-        asyncio.run(start())
-
-
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("program", ["curl", "python"])
-def test_the_readmes_examples_run_against_the_demo(server: Server, program: str) -> None:
-    """Runs every `curl` line and the client's code as they are in the README, except for the port."""
-    language = "bash" if program == "curl" else "python"
-    blocks = re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
-    chosen = [block.replace("http://127.0.0.1:8000", server.url) for block in blocks if "127.0.0.1:8000/v1" in block]
-    assert chosen
-    for block in chosen:
-        command = ["bash", "-e", "-c", block] if program == "curl" else [sys.executable, "-c", block]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-        assert "sea" in done.stdout.lower()
-        assert '"error"' not in done.stdout
-
-
-def test_the_commands_of_the_page_on_serving_run_against_the_demo(server: Server) -> None:
-    blocks = re.findall(r"^```(bash|python)\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
-    assert len(blocks) > 3
-    for language, block in blocks:
-        code = block.replace("http://127.0.0.1:8000", server.url)
-        command = ["bash", "-e", "-c", code] if language == "bash" else [sys.executable, "-c", code]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-        assert done.stdout
-        assert '"error"' not in done.stdout
 
 
 def test_many_clients_of_one_name_get_no_fault_and_each_the_version_that_answers_it(server: Server) -> None:

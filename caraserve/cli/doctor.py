@@ -369,8 +369,7 @@ def _left_out(plan: DecoderPlan | None, lora: LoraConfig) -> Iterator[Finding]:
 
 
 def _why_refused(path: Path, plan: DecoderPlan | None, lora: LoraConfig) -> str:
-    """Returns why an adapter cannot be served, as far as its configuration and its tensors' shapes show it; ""
-    otherwise."""
+    """Returns why an adapter cannot be served, as its configuration and its tensors' shapes show; "" otherwise."""
     if plan is None:
         return ""
     try:

@@ -14,10 +14,8 @@ from typing import NoReturn
 from caraserve import __version__
 from caraserve.cli.interrupts import EXIT_CODE, ending_at_once
 from caraserve.cli.options import OptionParser
-from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
+from caraserve.config import SERVE_CONFIGS, EngineConfig, LoraConfig, ModelConfig
 from caraserve.errors import CaraServeError, ConfigError
-
-_SERVE_CONFIGS = ModelConfig, LoraConfig, EngineConfig, HttpConfig, ClusterConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if words[:1] == ["bench"]:
-            return _bench(words[1:])
+            from caraserve.bench.cli import run_benchmark  # here, since its imports slow down the other commands
+
+            return run_benchmark(words[1:])
         if words[:1] == ["chat"]:
             return _chat(words[1:])
         parser = _parser()
@@ -60,16 +60,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve = commands.add_parser(
         "serve",
+        configs=SERVE_CONFIGS,
         help="serve a model and its adapters over HTTP",
         usage="caraserve serve [MODEL] [OPTIONS]",
         description="Serves a base model and LoRA adapters behind one OpenAI-compatible endpoint.",
     )
-    for config in _SERVE_CONFIGS:
-        config.add_arguments(serve)
     serve.set_defaults(run=_serve)
     _add_profile(
         commands.add_parser(
             "profile",
+            configs=(ModelConfig, LoraConfig, EngineConfig),
             help="measure this machine with a model",
             usage="caraserve profile [MODEL] [OPTIONS]",
             description="Measures the times of loading, prefill, decode and CPU LoRA, and writes them to a file. "
@@ -78,13 +78,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor = commands.add_parser(
         "doctor",
+        configs=SERVE_CONFIGS,
         help="check this machine, and what would be served",
         usage="caraserve doctor [MODEL] [OPTIONS]",
         description="Says what this machine has for serving and what to do about the rest, one line for each check. "
         "Takes serve's options, and checks what they name. Exit code 1: serve would fail.",
     )
-    for config in _SERVE_CONFIGS:
-        config.add_arguments(doctor)
     doctor.set_defaults(run=_doctor)
     # For --help only: `main` runs these two, which take none of serve's options.
     commands.add_parser("bench", help="measure a server or this machine")
@@ -109,8 +108,6 @@ def _chat_parser() -> argparse.ArgumentParser:
 
 
 def _add_profile(profile: argparse.ArgumentParser) -> None:
-    for config in (ModelConfig, LoraConfig, EngineConfig):
-        config.add_arguments(profile)
     group = profile.add_argument_group("profile")
     group.add_argument("--quick", action="store_true", help="measure fewer points: takes seconds instead of a minute")
     group.add_argument(
@@ -126,17 +123,16 @@ def _add_profile(profile: argparse.ArgumentParser) -> None:
 def _serve(args: argparse.Namespace) -> int:
     from caraserve.telemetry import log
 
-    http = HttpConfig.from_args(args)
+    model, lora, engine, http, cluster = args.configs
     log.configure(http.log_format, http.log_level)
     for note in args.notes:
         logging.getLogger("caraserve").info("%s", note)
-    configs = ModelConfig.from_args(args), LoraConfig.from_args(args), EngineConfig.from_args(args)
     with ending_at_once() as release:
         import uvloop
 
         from caraserve.serve import serve
 
-        uvloop.run(serve(*configs, http, ClusterConfig.from_args(args), watching_signals=release))
+        uvloop.run(serve(model, lora, engine, http, cluster, watching_signals=release))
     return 0
 
 
@@ -144,26 +140,17 @@ def _profile(args: argparse.Namespace) -> int:
     from caraserve.telemetry import log
 
     log.configure("human", "info")
-    configs = ModelConfig.from_args(args), LoraConfig.from_args(args), EngineConfig.from_args(args)
     with ending_at_once():
         from caraserve.cli.profile import profile
 
-        profile(*configs, quick=args.quick, output=args.output, plot=args.plot)
+        profile(*args.configs, quick=args.quick, output=args.output, plot=args.plot)
     return 0
 
 
 def _doctor(args: argparse.Namespace) -> int:
     from caraserve.cli.doctor import Configs, doctor
 
-    return doctor(
-        Configs(
-            ModelConfig.from_args(args),
-            LoraConfig.from_args(args),
-            EngineConfig.from_args(args),
-            HttpConfig.from_args(args),
-            ClusterConfig.from_args(args),
-        )
-    )
+    return doctor(Configs(*args.configs))
 
 
 def _chat(words: Sequence[str]) -> int:
@@ -172,9 +159,3 @@ def _chat(words: Sequence[str]) -> int:
 
     chat(args.url, args.api_key, args.adapter)
     return 0
-
-
-def _bench(words: Sequence[str]) -> int:
-    from caraserve.bench.cli import run_benchmark  # here, since its imports would slow down the other commands
-
-    return run_benchmark(words)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from caraserve.cli.compat_flags import FLAGS, SAME, VARIABLE_LEAST, VARIABLE_NOTES, VARIABLES, Flag
+from caraserve.config import Config
 from caraserve.errors import ConfigError
 
 _PREFIX = "CARASERVE_"
@@ -52,14 +53,18 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 class OptionParser(argparse.ArgumentParser):
-    """The parser of one command. The namespace gets `notes`: which options have no effect, and why.
+    """The parser of one command. The namespace gets `notes`: which options have no effect, and why; and `configs`: one
+    of each of these classes.
 
     Raises ConfigError for every mistake and prints no usage.
     """
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, configs: Sequence[type[Config]] = (), **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False, formatter_class=_HelpFormatter, epilog=_EPILOG)
         self.add_argument("--config", type=Path, metavar="FILE", help="YAML file with options by their names")
+        for config in configs:
+            config.add_arguments(self)
+        self._configs = configs
         self._sources: dict[str, str] = {}
 
     def error(self, message: str) -> NoReturn:
@@ -98,6 +103,7 @@ class OptionParser(argparse.ArgumentParser):
             decided |= {self._option_string_actions[name].dest for name in names if name not in _FOREIGN}
         parsed, _ = super().parse_known_args(words, namespace)
         parsed.notes = list(dict.fromkeys(notes))
+        parsed.configs = tuple(config.from_args(parsed) for config in self._configs)
         return parsed, []
 
     # --- where options come from ---

@@ -103,8 +103,7 @@ class ActiveRequest:
         now_s: float,
         matcher: TokenMatcher | None = None,
     ) -> None:
-        """Records the slot, KV blocks `prefix` that hold the first tokens already, and the matcher. `prefix_key`: of
-        the last block."""
+        """Records the slot, the KV blocks of the first tokens, the last one's `prefix_key`, and the matcher."""
         request, self.matcher = self.request, matcher
         request.slot = slot
         request.blocks += prefix

@@ -42,8 +42,7 @@ class _Phase:
     switches: int = 0  # that merging the favourite in each iteration would have needed
 
     def merging_gain(self, merged: bool) -> float:
-        """Returns the requests per second of batches of one adapter, minus those of mixed batches, switches
-        included."""
+        """Returns the requests per second of one adapter's batches, minus those of mixed ones, switches included."""
         merged_s = MERGED_S * self.iterations + SWITCH_S * (1 if merged else self.switches)
         unmerged_s = UNMERGED_S * self.iterations + SWITCH_S * (0 if merged else 1)
         return self.merged_requests / merged_s - self.unmerged_requests / unmerged_s
@@ -66,8 +65,7 @@ class MergePolicy:
         return self._credits[adapter]
 
     def choose(self, adapters: Sequence[int]) -> MergeDecision:
-        """Chooses what the next iteration serves. `adapters`: the adapter slot of each request (BASE_ADAPTER_SLOT: the
-        base model), by arrival."""
+        """Chooses what to serve next. `adapters`: each request's adapter slot, or BASE_ADAPTER_SLOT, by arrival."""
         if not adapters:
             return MergeDecision(None, ())
         self._open_accounts(adapters)
@@ -107,8 +105,7 @@ class MergePolicy:
         return sorted(favoured, key=lambda adapter: -self._credits[adapter])
 
     def _serve_first(self, first: list[int], fcfs: range, adapters: Sequence[int]) -> MergeDecision:
-        """Returns a mixed batch that begins with the requests `first`. Each that displaces another one pays it
-        credits."""
+        """Returns a mixed batch that begins with the requests `first`; each pays the one that it displaces credits."""
         self._switch_to(None)
         serve = [*first, *sorted(set(fcfs) - set(first))][: self._max]
         displaced = sorted(set(fcfs) - set(serve))

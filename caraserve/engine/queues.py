@@ -262,8 +262,7 @@ class RequestQueues:
                 self.paused.push(active.request.inputs.tenant, active)
 
     def remove(self, active: ActiveRequest) -> None:
-        """Removes a request from its queue and releases its slot, blocks and adapter: now or, if a side batch with it
-        is under way, when that ends."""
+        """Removes a request from its queue; releases all it holds: after its side batch if one is under way."""
         if active in self.running:
             self.running.remove(active)
             if active.in_side_batch:

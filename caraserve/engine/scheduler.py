@@ -50,8 +50,7 @@ def wants_output(request: Request, limits: Limits) -> bool:
 
 
 def has_work(request: Request, limits: Limits) -> bool:
-    """Returns whether an iteration can advance a request: it has uncomputed prompt tokens, or a computed token would
-    yield another one."""
+    """Returns whether an iteration can advance a request: there is a prompt token to compute, or an output token."""
     uncomputed = request.computed < total_tokens(request)
     return uncomputed and (request.computed < request.prompt_tokens or wants_output(request, limits))
 

@@ -92,8 +92,7 @@ class SlotAllocator:
         )
 
     def take_new(self) -> tuple[tuple[SlotStart, ...], tuple[BlockGrant, ...]]:
-        """Returns the starts and the reused blocks of requests that took a slot since the last call. The next batch
-        must contain them."""
+        """Returns starts and reused blocks since the last call, of requests that the next batch must contain."""
         new = tuple(self._starts), tuple(self._grants)
         self._starts, self._grants = [], []
         return new

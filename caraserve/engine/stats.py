@@ -1,5 +1,4 @@
-"""The engine's reports: events as they happen, its state at one moment, the work that it has to do, and how often each
-name is asked for."""
+"""The engine's reports: events, its state at one moment, the work ahead, and how often each name is asked for."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,8 +78,7 @@ class EngineLoad:
     def of(
         cls, queues: RequestQueues, catalog: Catalog, limits: Limits, max_queue: int, response_tokens: float
     ) -> "EngineLoad":
-        """Sums the work of all unfinished requests, in a few tenths of a microsecond each. `response_tokens`: expected
-        of an answer."""
+        """Sums all unfinished requests' work, in under 1 µs each. `response_tokens`: expected of an answer."""
         counts: dict[Adapter | None, int] = {}
         tokens: dict[Adapter | None, int] = {}
         for active in (*queues.waiting, *queues.loading):

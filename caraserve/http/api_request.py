@@ -85,8 +85,7 @@ class AnswerWriter(StreamFormat):
     """Writes the answer to one API request in its API's format, as events or whole. Keeps state between deltas."""
 
     def events(self, index: int, delta: TokenDelta, counts: TokenCounts) -> bytes:
-        """The events that a delta of engine request `index` becomes, empty for none. `counts`: of that request's tokens
-        so far."""
+        """The events of a delta of engine request `index`; empty for none. `counts`: of its tokens so far."""
         return b""
 
     def last_events(self, totals: ResponseTotals) -> bytes:
@@ -105,8 +104,7 @@ class AnswerWriter(StreamFormat):
 
 @dataclass(frozen=True, slots=True)
 class ApiRequest:
-    """The engine requests of one body, and the writer of their answers. The n answers to prompt p have the indices
-    [p·n, (p+1)·n)."""
+    """The engine requests of one body, and their answers' writer. The n answers to prompt p are at [p·n, (p+1)·n)."""
 
     requests: tuple[GenerateRequest, ...]
     n: int
@@ -119,8 +117,7 @@ class ApiRequest:
         return self.requests[0].adapter
 
     def most_answer_bytes(self, body_bytes: int, embedding_size: int) -> int:
-        """A size that no whole answer exceeds, several times that of usual ones. `body_bytes`: of the request, parts
-        of which may be in the answer."""
+        """A size that no whole answer exceeds, several times a usual one's. `body_bytes`: it may repeat the request."""
         return _ANSWER_BYTES + 2 * body_bytes + sum([_most_part_bytes(one, embedding_size) for one in self.requests])
 
 
@@ -150,8 +147,7 @@ class RequestRouter(Protocol):
     """Answers API requests, on this instance (`LocalRouter`) or on any of a cluster (`ClusterRouter`)."""
 
     def draw_seed(self) -> int | None:
-        """A seed for a request that gives none, so that it draws the same tokens on every instance that tries it; None
-        where only this instance answers."""
+        """A seed for a request without one, for the same tokens wherever it is tried; None if that is only here."""
 
     async def route(self, request: web.Request, api_request: ApiRequest, received: ReceivedBody) -> web.StreamResponse:
         """Answers the request. Raises CaraServeError when nothing has been sent yet."""

@@ -191,8 +191,7 @@ def _count(request: web.Request, status_code: int, response: web.StreamResponse 
 
 
 async def _answer(request: web.Request, handler: _Handler, context: Context) -> web.StreamResponse:
-    """Authenticates a request and has it handled; turns every exception into a response. A few requests begin in each
-    turn of the event loop."""
+    """Authenticates and handles a request, a few in each turn of the event loop; turns exceptions into responses."""
     try:
         if request.path not in PROBES:  # which 2,000 requests that come at once would delay by a second
             await context.begin_turns.spend(1)

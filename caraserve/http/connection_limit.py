@@ -66,8 +66,7 @@ class ConnectionLimit(Generic[C]):
             waiting.discard(one)
 
     def give_place(self, one: C) -> bool:
-        """Gives a connection a place for its request, for which another one may be closed. Returns False if there is
-        none."""
+        """Gives a connection a place for its request, perhaps by closing another. Returns False if there is none."""
         if one not in self._placed:
             if self._places[one.client] >= self.most_of_client:
                 if not self._close(_first_idle(self._idle.of(one.client)) or self._longest_body(one.client)):

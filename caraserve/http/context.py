@@ -54,8 +54,7 @@ class BodyBudget:
         self.held_bytes = 0
 
     def reserve(self, request: web.Request, num_bytes: int) -> None:
-        """Counts the first `num_bytes` of a request's body, and of an answer after it. Raises ServerBusy when all
-        together exceed the limit."""
+        """Counts the first `num_bytes` of a request's body, then of its answer. Raises ServerBusy beyond the limit."""
         held_bytes = request.get(_HELD_BYTES, 0)
         more_bytes = max(0, num_bytes - _UNCOUNTED_BYTES) - held_bytes
         if self.held_bytes + more_bytes > self._max_bytes:

@@ -8,12 +8,16 @@ here or refused, never forwarded again.
 import asyncio
 import logging
 import time
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
 from math import inf
 
 from aiohttp import web
 
 from caraserve.cluster.membership.member import Member, QueryBody
-from caraserve.cluster.routing.cost import CostEstimate
+from caraserve.cluster.placement.migration import QueuedRequest, rebalanced
+from caraserve.cluster.routing.cost import Arrival, CostEstimate
 from caraserve.cluster.routing.forward_auth import REFUSED_HEADER, ForwardClaims, ForwardVerifier, format_refusal
 from caraserve.cluster.routing.router import Reason, Refusal
 from caraserve.cluster.routing.routing_metrics import increment
@@ -38,7 +42,6 @@ from caraserve.http.deadline import within_deadline
 from caraserve.http.generation import Generation, OtherVersionError
 from caraserve.http.generation_routes import GenerationRoute
 from caraserve.http.proxy import ForwardedRequest, PeerProxy, RefusedError, UnreachedError, body_digest
-from caraserve.http.queue_rebalance import QueueRebalancer
 from caraserve.http.responses import error_response, note_parsed, read_body
 from caraserve.loop import Engine
 from caraserve.lora.settings import AdapterSettings
@@ -46,12 +49,79 @@ from caraserve.util.tasks import in_turns
 
 log = logging.getLogger("caraserve.http")
 
+_INTERVAL_S = 1.0  # between rebalancings
+_COST_TOKENS = 32.0  # least gain of a move, in tokens of work: it costs a forward and a place at the end of a queue
 ANSWERING_QUESTION = "answering"  # kind of a query: (ANSWERING_QUESTION, id of a forwarded request, attempt)
 _RETRY_S = 1.0
 _NEVER = CostEstimate(inf, inf)
 _NO, _YES = 0, 1
 _ANSWER_S = 1.0
 _ASKED = 5  # times, with a second in between: connections of the cluster break and come back
+
+
+@dataclass(slots=True, eq=False)
+class TrackedGeneration:
+    """A generation on this instance, which moves if it still waits."""
+
+    generation: Generation
+    arrival: Arrival
+    moved: bool = False
+
+    def is_queued(self, waiting: Set[str]) -> bool:
+        """Whether none of its engine requests has started, and its client has received nothing."""
+        requests = self.generation.api_request.requests
+        return not self.generation.response_started and all(one.request_id in waiting for one in requests)
+
+    def move(self) -> None:
+        """Cancels it here, for another instance to answer."""
+        self.moved = True
+        self.generation.cancel()
+
+
+class QueueRebalancer:
+    """Queue rebalancing as in dLoRA: once a second, moves waiting requests to an instance with less work.
+
+    Only for `--routing dlora`. Only a request that waits moves: it is cancelled here and returned to the instance that
+    has its client, which forwards it to another one and keeps the stream. The paper also moves running requests with
+    their KV blocks, by an integer program. `cluster/placement/migration.py` chooses the moves.
+    """
+
+    def __init__(self, engine: Engine, selector: InstanceSelector) -> None:
+        self._engine, self._selector = engine, selector
+        self._tracked: dict[str, TrackedGeneration] = {}  # by the id of the first engine request
+
+    @contextmanager
+    def track(self, generation: Generation, arrival: Arrival) -> Iterator[TrackedGeneration]:
+        """Lets a generation move while the context is open."""
+        tracked = TrackedGeneration(generation, arrival)
+        request_id = generation.api_request.requests[0].request_id
+        self._tracked[request_id] = tracked
+        try:
+            yield tracked
+        finally:
+            del self._tracked[request_id]
+
+    async def run(self) -> None:
+        """Rebalances once a second, until cancelled."""
+        while True:
+            await asyncio.sleep(_INTERVAL_S)
+            self.rebalance()
+
+    def rebalance(self) -> None:
+        """Moves the waiting requests that other instances would finish sooner."""
+        waiting = self._engine.waiting()
+        queued = {request_id: one for request_id, one in self._tracked.items() if one.is_queued(waiting)}
+        if not queued:
+            return
+        selector = self._selector
+        queue = [
+            QueuedRequest(request_id, one.arrival.adapter, round(one.arrival.prompt_tokens + one.arrival.output_tokens))
+            for request_id, one in queued.items()
+        ]
+        outstanding, holders = selector.outstanding({one.adapter for one in queue})
+        for move in rebalanced({selector.name: queue}, outstanding, holders, _COST_TOKENS):
+            queued[move.request_id].move()
+            selector.routing_metrics.moved += 1
 
 
 async def is_answering(node: Member, peer: str, request_id: str, attempt: int) -> bool:
@@ -220,8 +290,7 @@ class _RoutedRequest:
         raise Unreachable("No instance that has the adapter can be reached now.", retry_after_s=_RETRY_S)
 
     async def answer_here(self) -> web.StreamResponse:
-        """Answers on this instance's engine. Raises CaraServeError, _MovedError or OtherVersionError when nothing has
-        been sent yet."""
+        """Answers on this engine. Raises CaraServeError, _MovedError or OtherVersionError before anything is sent."""
         await self._selector.obtain(self._adapter)
         predicted_ms = self._count_sent(self._selector.name)
         generation = Generation(self._request, self._api_request, self._forwarded_digest or "")

@@ -74,8 +74,7 @@ class Generation:
             stream.cancel()
 
     async def run(self) -> GenerationResult:
-        """Generates and sends the response. Raises CaraServeError or OtherVersionError when nothing has been sent
-        yet."""
+        """Generates and sends the response. Raises CaraServeError or OtherVersionError before anything is sent."""
         result, self._request[SUMMARY].phases = None, None  # another attempt may have noted its own
         try:
             await self._submit()
@@ -83,7 +82,10 @@ class Generation:
             return result
         finally:
             if result is None or not result.finishes:  # otherwise all have ended, and 2,048 calls take 4 ms
-                self._note_reached()
+                if self._streams and self._request[SUMMARY].phases is None:
+                    # Those of the engine request that failed or, where the client or its deadline ended all, of the
+                    # one that was queued last.
+                    self._request[SUMMARY].phases = self._streams[-1].phases()
                 self.cancel()
             if self._streams:
                 self._streams[0].unread.drop_kept()
@@ -105,17 +107,10 @@ class Generation:
                     self._note_version(served_by)
 
     def _note_version(self, served_by: str) -> None:
-        """Notes what answers, once it is known, for the header and the log line. Raises VersionDiffers if it is not
-        what the client requires."""
+        """Notes what answers, for the header and the log line. Raises VersionDiffers if the client requires another."""
         if served_by and SERVED_BY not in self._request:
             check_version(self._request, served_by)
             self._request[SERVED_BY], self._request[SUMMARY].model = served_by, model_label(served_by)
-
-    def _note_reached(self) -> None:
-        """Notes the phases that a failed request has reached: those of the engine request that failed or, where the
-        client or its deadline ended all, of the one that was queued last."""
-        if self._streams and self._request[SUMMARY].phases is None:
-            self._request[SUMMARY].phases = self._streams[-1].phases()
 
     def _checked(self, finish: Finish | None) -> Finish:
         """Raises the error of a request that failed, or that the server, not the client, has cancelled."""

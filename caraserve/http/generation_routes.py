@@ -11,14 +11,12 @@ from aiohttp import web
 from caraserve.http.access.adapter_choice import AdapterFinder, adapter_finder
 from caraserve.http.access.rate_limits import RATE_LIMITER
 from caraserve.http.api_request import ApiRequest, StreamFormat
-from caraserve.http.apis.anthropic_messages import parse_message
-from caraserve.http.apis.anthropic_messages_writer import MessagesStream, error_object, error_status
+from caraserve.http.apis.anthropic_messages import MessagesStream, error_object, error_status, parse_message
 from caraserve.http.apis.chat import MAX_NUMBERS, parse_chat
 from caraserve.http.apis.choices import OpenAiStream
 from caraserve.http.apis.completions import parse_completion
 from caraserve.http.apis.embeddings import parse_embeddings
-from caraserve.http.apis.openai_responses import parse_response
-from caraserve.http.apis.openai_responses_writer import ResponsesStream
+from caraserve.http.apis.openai_responses import ResponsesStream, parse_response
 from caraserve.http.apis.scores import parse_rerank, parse_score
 from caraserve.http.body.field_types import Fields
 from caraserve.http.body.json_reader import MOST_NUMBERS

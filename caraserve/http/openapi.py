@@ -1,5 +1,4 @@
-"""GET /openapi.json and GET /docs: the document of the API, made of the table of routes (`operations.py`) and of the
-tables that check bodies."""
+"""GET /openapi.json and /docs: the API's document, made of the routes (`operations.py`) and of the bodies' tables."""
 
 import functools
 import re
@@ -14,7 +13,7 @@ from aiohttp import web
 from caraserve import __version__, errors
 from caraserve.errors import CaraServeError, RateLimited
 from caraserve.http.access.auth import PROBES
-from caraserve.http.apis.anthropic_messages_writer import error_status
+from caraserve.http.apis.anthropic_messages import error_status
 from caraserve.http.body.field_types import STRING, Schema, closed, object_of, or_null, whole_object
 from caraserve.http.body.known_fields import KnownFields
 

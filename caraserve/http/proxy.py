@@ -150,8 +150,7 @@ class PeerProxy:
         await self._session.close()
 
     async def drain(self, timeout_s: float) -> None:
-        """Forwards nothing more, waits for the requests under way, and ends with an error those that are still under
-        way after `timeout_s`."""
+        """Forwards nothing more, waits for the requests under way, and ends them with an error after `timeout_s`."""
         self._draining = True
         try:
             async with asyncio.timeout(timeout_s):

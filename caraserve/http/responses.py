@@ -99,8 +99,7 @@ def note_parsed(request: web.Request, fields: Fields, api_request: ApiRequest) -
 
 
 def note_ignored(request: web.Request, fields: Fields) -> None:
-    """Notes the fields that were sent and not read, for the response's header and the log line. Call it after all
-    fields have been read."""
+    """Notes, for the header and the log line, the fields that were sent and not read. Call it when all have been."""
     if names := fields.unread():
         request[SUMMARY].ignored = listed(heapq.nsmallest(_LISTED_FIELDS, names))
 

@@ -204,8 +204,7 @@ class _Connection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Sends the rest of a response. Afterwards aiohttp waits for the rest of the body, if the response came before
-        it."""
+        """Sends the rest of a response. If the body has not ended yet, aiohttp waits for its rest afterwards."""
         finished: tuple[web.StreamResponse, bool] = await super().finish_response(request, resp, start_time)
         if isinstance(resp, web.Response):
             resp.body = None  # aiohttp keeps the response until the next one of this connection

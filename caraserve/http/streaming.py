@@ -39,8 +39,7 @@ def tokens_in(events: bytes) -> int | None:
 
 
 def error_comment(error: CaraServeError) -> bytes:
-    """The comment before the event of an error, whose form depends on the API: an instance that forwards the stream
-    logs the error."""
+    """The comment before an error's event, whose form depends on the API: for the log of an instance that forwards."""
     return comment(f"error {error.code or error.type}")
 
 
@@ -125,8 +124,7 @@ class EventStream:
             return  # the client has left; aiohttp notices when it ends the response
 
     def _end_silence(self) -> None:
-        """Sends a comment if nothing was sent for `ping_s`, and nothing waits for the client to read. Runs again when
-        the next one may be due."""
+        """Sends a comment if nothing was sent for `ping_s` and nothing waits for the client; then plans the next."""
         left_s = self._last_s + self._ping_s - self._loop.time()
         if left_s <= 0:
             left_s = self._ping_s

@@ -87,8 +87,7 @@ class PemFile:
 
 
 def load_files(context: ssl.SSLContext, cert: PemFile, key: PemFile | None, ca: PemFile | None) -> None:
-    """Loads a certificate, its key (None: in the same file) and a CA into a context. Raises ConfigError that names the
-    wrong file."""
+    """Loads a certificate, its key (None: in the same file) and a CA. Raises ConfigError that names the wrong file."""
     for file in (cert, key, ca):
         if file is not None and (why := _why_unreadable(file.path)):
             raise ConfigError(f"{file} cannot be read: {why}")

@@ -105,8 +105,7 @@ class WholeAnswer:
         return TokenDelta("".join(self._text), tuple(self._token_ids), finish=self.finish)
 
     def encoded_prompt_logprobs(self) -> Iterator[bytes]:
-        """The encoded field `prompt_logprobs` with a comma, nothing if the answer has none. Call it once, and before
-        `encoded_logprobs`."""
+        """The encoded `prompt_logprobs` with a comma, or nothing. Call it once, and before `encoded_logprobs`."""
         written = self._logprobs.pop(PROMPT_LOGPROBS, None)
         if written is not None:
             yield b'"%b":[' % PROMPT_LOGPROBS.encode()

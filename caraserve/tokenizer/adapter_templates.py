@@ -80,7 +80,9 @@ class AdapterTemplates:
         tokens cannot write them."""
         self._first_message = marshal.dumps((dict(special_tokens), tool_call_parser))
         self._tool_call_parser, self._marks = tool_call_parser, marks
-        self._processes: ProcessPool[MessageProcess] = ProcessPool(self._start_process, _POOL, "their prompts")
+        self._processes: ProcessPool[MessageProcess] = ProcessPool(
+            lambda: MessageProcess.start(_PROCESS, self._first_message), _POOL, "their prompts"
+        )
         self._known: OrderedDict[str, AdapterTemplate] = OrderedDict()
 
     @property
@@ -106,8 +108,7 @@ class AdapterTemplates:
         return template
 
     async def ask(self, message: bytes, field: str, owner: JobOwner) -> memoryview:
-        """Returns the answer of a process. Raises InvalidRequest that names `field`, or another field of a request, and
-        Overloaded."""
+        """Returns a process's answer. Raises Overloaded, and InvalidRequest with `field` or another field's name."""
         answer = memoryview(await self._processes.run(owner, len(message), partial(_answer, message)))
         if answer[0] == ERROR:
             reason, param = json.loads(bytes(answer[1:]))
@@ -117,9 +118,6 @@ class AdapterTemplates:
     async def close(self) -> None:
         """Ends the processes."""
         await self._processes.close()
-
-    async def _start_process(self) -> MessageProcess:
-        return await MessageProcess.start(_PROCESS, self._first_message)
 
 
 async def _answer(message: bytes, process: MessageProcess) -> bytes:

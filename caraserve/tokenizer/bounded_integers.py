@@ -33,9 +33,8 @@ _PLACED = frozenset(
 
 
 def bound_integers(schema: Any) -> Any:
-    """Returns the schema with a least and a largest value for every integer that lacks one. Returns it unchanged if it
-    excludes values that another part allows, or if it is too large. Raises ValueError for bounds that no integer of 64
-    bits meets."""
+    """Returns the schema with a least and a largest value for every integer; unchanged if it excludes what another part
+    allows, or is too large. Raises ValueError for bounds that no integer of 64 bits meets."""
     nodes = schema_nodes(schema)
     for node in nodes or ():
         _refuse_beyond(node)
@@ -69,8 +68,7 @@ def bound_integers(schema: Any) -> Any:
 
 
 def _refers(excluded: Any) -> bool:
-    """Returns whether a schema of `not`, which itself is not changed, has references: limits where they lead would
-    allow more."""
+    """Returns whether a schema of `not`, which stays as it is, has references: limits there would allow more."""
     text = json.dumps(excluded)
     return any(f'"{keyword}"' in text for keyword in ("$ref", "$dynamicRef", "$recursiveRef"))
 
@@ -97,7 +95,9 @@ def _missing_limits(node: _Schema) -> _Schema:
         return {}
     lower = [node[key] for key in _LOWER if key in node and not _is_above(-_LIMIT, node[key])]
     upper = [node[key] for key in _UPPER if key in node and not _is_above(node[key], _LIMIT)]
-    if (lower and upper) or not all(_is_within(value) for value in (*lower, *upper)):
+    if (lower and upper) or not all(
+        isinstance(bound, int | float) and -_LIMIT <= bound <= _LIMIT for bound in (*lower, *upper)
+    ):
         return {}
     return ({} if lower else {"minimum": -_LIMIT}) | ({} if upper else {"maximum": _LIMIT})
 
@@ -112,10 +112,6 @@ def _without_annotations(node: _Schema) -> _Schema:
 def _types(node: _Schema) -> list[Any]:
     types = node.get("type")
     return types if isinstance(types, list) else [types]
-
-
-def _is_within(bound: Any) -> bool:
-    return isinstance(bound, int | float) and -_LIMIT <= bound <= _LIMIT
 
 
 def _is_above(one: Any, other: Any) -> bool:

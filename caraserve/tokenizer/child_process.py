@@ -72,6 +72,5 @@ def allocated_bytes() -> int:
 
 
 def limit_cpu(seconds: float) -> None:
-    """Has SIGPROF end this process after so much more time on the CPU; 0: never. Other work on the machine does not
-    shorten it."""
+    """Has SIGPROF end this process after so much more time on the CPU, other processes' not counted; 0: never."""
     signal.setitimer(signal.ITIMER_PROF, seconds)

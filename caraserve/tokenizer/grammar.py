@@ -166,8 +166,7 @@ class GrammarCompiler:
     """Compiles grammars for one tokenizer, in fair order between clients, and keeps them by digest."""
 
     def __init__(self, tokenizer_json: Callable[[], str], vocab_size: int, end_ids: Sequence[int]) -> None:
-        """`vocab_size`: of the model's logits. `end_ids`: tokens that end an answer, allowed only where the grammar is
-        complete."""
+        """`vocab_size`: of the model's logits. `end_ids`: end an answer, allowed where the grammar is complete."""
         self._tokenizer_json, self._vocab_size, self._end_ids = tokenizer_json, vocab_size, list(end_ids)
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._first_message = b""  # for the checking processes

@@ -56,8 +56,7 @@ def _answer(tokenizer: llguidance.LLTokenizer, message: bytes) -> bytes:
 
 
 def _explained(error: str) -> str:
-    """Returns llguidance's error, with what would be right instead of a type such as `dict`, and instead of its words
-    for ranges."""
+    """Returns llguidance's error, with what is right instead of a type such as `dict`, and in our words for ranges."""
     if error.startswith("Failed to generate regex for"):
         return "a minimum or maximum of a number is too large to be enforced: below 1e18 it can be"
     if not error.startswith("Invalid type"):

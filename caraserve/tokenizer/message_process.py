@@ -13,8 +13,7 @@ _START_S = 60.0  # the one that compiles grammars reads the tokenizer, 1.2 s for
 
 
 class MessageProcess:
-    """A Python process that answers each message with a message; see `child_process.py`. It ends with its input, and so
-    with this process."""
+    """A Python process that answers messages and ends with its input, so with this one; see `child_process.py`."""
 
     def __init__(self, process: Process) -> None:
         self._process = process

@@ -229,7 +229,8 @@ class ProcessPool(Generic[P]):
 
     def _dispatch(self) -> None:
         """Starts the jobs for which there is a process, and another process if one more could be used."""
-        self._drop_dead()
+        for idle in [idle for idle in self._idle if not idle.process.is_usable]:
+            self._drop(idle.process)  # which ended while it was idle: the system may have killed it
         can_grow = not self._is_growing and self.num_processes < self._limits.processes
         while (self._idle or can_grow) and (queue := self._queue.first_of(self._is_ready)) is not None:
             if not self._idle:
@@ -302,11 +303,6 @@ class ProcessPool(Generic[P]):
             for job in list(self._queue):
                 self._queue.remove(job.owner.queue, job)
                 self._fail(job, ServerBusy(error, retry_after_s=_RETRY_S))
-
-    def _drop_dead(self) -> None:
-        """Drops processes that ended while they were idle: the system may have killed them."""
-        for idle in [idle for idle in self._idle if not idle.process.is_usable]:
-            self._drop(idle.process)
 
     def _drop(self, process: P) -> None:
         self._idle = [idle for idle in self._idle if idle.process is not process]

@@ -162,8 +162,7 @@ def _alternatives(node: _Schema, comparison: SchemaComparison, *, narrows: bool,
 
 
 def _disjoint(chosen: list[Any], schemas: list[Any], types: set[str], comparison: SchemaComparison) -> list[Any]:
-    """Returns the chosen schemas if no value of these types follows one of them and another of `schemas` as well;
-    nothing otherwise."""
+    """Returns the chosen schemas if no value of these types follows one of them and another one; else nothing."""
     pairs = permutations(range(len(schemas)), 2)
     return chosen if all(comparison.are_disjoint(chosen[at], schemas[other], types) for at, other in pairs) else []
 
@@ -208,8 +207,7 @@ def closed(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_combined(node: dict[str, Any]) -> bool:
-    """Returns whether closing could be wrong: an answer that one closed alternative of `oneOf` alone allows may be
-    allowed by several as they were."""
+    """Returns whether closing may be wrong: what one closed alternative allows, several may have allowed before."""
     return "allOf" in node or "oneOf" in node or ("properties" in node and any(key in node for key in _COMBINED))
 
 

@@ -88,8 +88,7 @@ class Tokenizer:
         tool_call_parser: str | None = None,
         excludes_unused_tools: bool = False,
     ) -> None:
-        """`info`: the settings that clients may see. `excludes_unused_tools`: whether a prompt leaves out tools if its
-        answer may call none."""
+        """`info`: what clients may see. `excludes_unused_tools`: a prompt has no tools if its answer may call none."""
         self.vocab_size = vocab_size  # of the model: all ids in [0, vocab_size) are valid, also those without a token
         self.eos_ids = eos_ids
         self.default_sampling = default_sampling

@@ -203,19 +203,12 @@ async def _start_engine(
     stack: AsyncExitStack, model: Path, adapters: Mapping[str, Path], args: argparse.Namespace, dtype: str
 ) -> Engine:
     """Returns the server's engine without HTTP, with all adapters loaded."""
-    parser = OptionParser()
-    configs = ModelConfig, LoraConfig, EngineConfig
-    for config in configs:
-        config.add_arguments(parser)
     words = [str(model), "--served-model-name", "base", "--dtype", dtype, "--device", "cpu"]
     words += ["--lora-modules", *(f"{name}={path}" for name, path in adapters.items()), "--loading-mode", "cached"]
     words += ["--lora-pool-bytes", _ADAPTER_BYTES, "--max-host-adapters-bytes", _ADAPTER_BYTES]
     words += ["--max-num-seqs", str(max(args.concurrency)), "--cpu-threads", str(args.threads)]
-    options = parser.parse_args(words)
-    served = await build_engine(
-        stack, ModelConfig.from_args(options), LoraConfig.from_args(options), EngineConfig.from_args(options)
-    )
-    return served.engine
+    configs = OptionParser((ModelConfig, LoraConfig, EngineConfig)).parse_args(words).configs
+    return (await build_engine(stack, *configs)).engine
 
 
 async def _ask_engine(engine: Engine, sent: Sequence[Request], output_tokens: int) -> list[Answer]:

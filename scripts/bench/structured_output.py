@@ -111,12 +111,8 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _start_engine(stack: AsyncExitStack, folder: Path, *options: str) -> Engine:
-    parser = OptionParser()
-    for config in (ModelConfig, LoraConfig, EngineConfig):
-        config.add_arguments(parser)
     words = [str(folder), "--device", "cpu", "--max-num-seqs", str(_SEATS), "--loading-mode", "cached", *options]
-    args = parser.parse_args(words)
-    configs = ModelConfig.from_args(args), LoraConfig.from_args(args), EngineConfig.from_args(args)
+    configs = OptionParser((ModelConfig, LoraConfig, EngineConfig)).parse_args(words).configs
     return (await build_engine(stack, *configs)).engine
 
 

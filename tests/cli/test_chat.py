@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from caraserve.cli.chat import Chat
-from caraserve.cli.chat_client import ChatClient, Timing
+from caraserve.cli.chat import Chat, ChatClient, Timing
 from caraserve.core.request import GenerateRequest, TokenDelta
 from caraserve.errors import CaraServeError
 from tests.http.apis.test_reasoning import WITHOUT_SWITCH

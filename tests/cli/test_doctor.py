@@ -14,7 +14,7 @@ from caraserve import demo
 from caraserve.cli import doctor
 from caraserve.cli.doctor import Configs, Finding, MachineFacts, examine
 from caraserve.cli.options import OptionParser
-from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
+from caraserve.config import SERVE_CONFIGS
 from caraserve.cpu.kernel_cache import numba_folder
 from caraserve.gpu.driver.detect import Gpu, Installed
 from caraserve.model.families import load_plan
@@ -41,12 +41,8 @@ A100 = Gpu("NVIDIA A100", 80, 13000)
 
 
 def configs(*words: str) -> Configs:
-    parser = OptionParser(prog="doctor")
-    kinds = ModelConfig, LoraConfig, EngineConfig, HttpConfig, ClusterConfig
-    for kind in kinds:
-        kind.add_arguments(parser)
-    args = parser.parse_args([*words, *(() if "--port" in words else ("--port", "0"))])
-    return Configs(*(kind.from_args(args) for kind in kinds))
+    words = words if "--port" in words else (*words, "--port", "0")
+    return Configs(*OptionParser(SERVE_CONFIGS).parse_args(words).configs)
 
 
 def found(what: str, *words: str, **facts: Any) -> Finding:

@@ -10,7 +10,16 @@ from caraserve import backend_factory, demo
 from caraserve.cli import main
 from caraserve.cli.compat_flags import FLAGS, SAME, VARIABLES
 from caraserve.cli.options import OptionParser
-from caraserve.config import KEEP_ALIVE_S, ClusterConfig, EngineConfig, HttpConfig, LoraConfig, LoraModule, ModelConfig
+from caraserve.config import (
+    KEEP_ALIVE_S,
+    SERVE_CONFIGS,
+    ClusterConfig,
+    EngineConfig,
+    HttpConfig,
+    LoraConfig,
+    LoraModule,
+    ModelConfig,
+)
 from caraserve.errors import ConfigError
 from caraserve.lora.folder_watch import _POLL_S
 from caraserve.start_checks import check_names
@@ -25,10 +34,7 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parser() -> OptionParser:
-    parser = OptionParser(prog="serve")
-    for config in (ModelConfig, LoraConfig, EngineConfig, HttpConfig, ClusterConfig):
-        config.add_arguments(parser)
-    return parser
+    return OptionParser(SERVE_CONFIGS, prog="serve")
 
 
 def parsed(*words: str) -> argparse.Namespace:

@@ -95,16 +95,15 @@ async def test_a_new_request_expects_its_prefill_after_the_two_iterations_under_
             acquire(adapter, prefill)
 
         here.engine.catalog.manager.acquire = spy  # type: ignore[method-assign]
-        _, long = here.ask([1] * 16, None, max_tokens=8)
+        here.ask([1] * 16, None, max_tokens=8)
         await turn()
         here.backend.step()
         await turn()
         began_s = here.backend.now_s
         here.backend.now_s += 0.002  # into the first of the two
-        _, cold = here.ask([1, 2, 3], "a0", max_tokens=2)
+        here.ask([1, 2, 3], "a0", max_tokens=2)
         assert awaited[0].begins_s == pytest.approx(began_s + 2 * takes_ms(1, 0) / 1000, abs=NEAR_S)
         here.backend.now_s = began_s
-        await here.until_done([long, cold])
 
 
 def test_an_iteration_that_waited_for_weights_changes_no_prediction() -> None:

@@ -1,6 +1,7 @@
 """Metrics of mode `auto`: how often it chose which start, with the predicted and the measured times."""
 
 import asyncio
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 
 import pytest
@@ -12,16 +13,20 @@ from tests.http.fake_engine import FakeSnapshot
 with_harness = partial(in_harness, mode="auto", device_adapters=4)
 
 
+@pytest.fixture
+def here() -> AbstractAsyncContextManager[EngineHarness]:
+    return with_harness()
+
+
 async def serve(here: EngineHarness, name: str | None, prompt: int) -> None:
     _, task = here.ask(range(prompt), name, max_tokens=3)
     await here.until_done([task])
 
 
-async def test_a_cold_start_and_a_warm_one() -> None:
-    async with with_harness() as here:
-        await serve(here, "a0", 5)
-        await serve(here, "a0", 5)
-        assert [name for name, _, _ in here.metrics.choices] == ["assisted", "cached"]
+async def test_a_cold_start_and_a_warm_one(here: EngineHarness) -> None:
+    await serve(here, "a0", 5)
+    await serve(here, "a0", 5)
+    assert [name for name, _, _ in here.metrics.choices] == ["assisted", "cached"]
 
 
 async def test_where_no_worker_is_free_a_prefill_starts_when_its_weights_are_expected() -> None:
@@ -40,31 +45,29 @@ async def test_where_no_worker_is_free_a_prefill_starts_when_its_weights_are_exp
         assert sorted(name for name, _, _ in here.metrics.choices) == ["assisted", "pipelined"]
 
 
-async def test_workers_may_compute_a_layer_that_is_late_although_none_was_expected_to_be() -> None:
-    async with with_harness() as here:
-        tasks = [here.ask(range(5), "a0", max_tokens=3)[1]]
+async def test_workers_may_compute_a_layer_that_is_late_although_none_was_expected_to_be(here: EngineHarness) -> None:
+    tasks = [here.ask(range(5), "a0", max_tokens=3)[1]]
+    await turn()
+    here.reader.reads.pop()(True)
+    await turn()
+    here.backend.now_s += 60  # the copy, which should take 3 s, has not ended yet
+    tasks.append(here.ask(range(10, 17), "a0", max_tokens=3)[1])
+    await turn()
+    while here.backend.lane:
+        here.backend.step()
         await turn()
-        here.reader.reads.pop()(True)
-        await turn()
-        here.backend.now_s += 60  # the copy, which should take 3 s, has not ended yet
-        tasks.append(here.ask(range(10, 17), "a0", max_tokens=3)[1])
-        await turn()
-        while here.backend.lane:
-            here.backend.step()
-            await turn()
-        assert [row.assist for plan in here.backend.launched for row in plan.rows if row.count == 7] == [True]
-        await here.until_done(tasks)
-        assert [name for name, _, _ in here.metrics.choices] == ["assisted", "pipelined"]
+    assert [row.assist for plan in here.backend.launched for row in plan.rows if row.count == 7] == [True]
+    await here.until_done(tasks)
+    assert [name for name, _, _ in here.metrics.choices] == ["assisted", "pipelined"]
 
 
-async def test_the_predicted_time_is_from_the_choice_to_the_end_of_the_first_chunk() -> None:
-    async with with_harness() as here:
-        await serve(here, "a0", 5)
-        await serve(here, "a0", 7)
-        (_, cold_ms, _), (_, warm_ms, seen_ms) = here.metrics.choices
-        assert cold_ms == pytest.approx(500, abs=100)
-        assert warm_ms == pytest.approx(700)
-        assert seen_ms == 1000, "an iteration of the fake takes a second"
+async def test_the_predicted_time_is_from_the_choice_to_the_end_of_the_first_chunk(here: EngineHarness) -> None:
+    await serve(here, "a0", 5)
+    await serve(here, "a0", 7)
+    (_, cold_ms, _), (_, warm_ms, seen_ms) = here.metrics.choices
+    assert cold_ms == pytest.approx(500, abs=100)
+    assert warm_ms == pytest.approx(700)
+    assert seen_ms == 1000, "an iteration of the fake takes a second"
 
 
 @pytest.mark.parametrize("mode", ["pipelined", "assisted", "overlapped"])
@@ -74,10 +77,9 @@ async def test_other_modes_choose_nothing(mode: str) -> None:
         assert here.metrics.choices == []
 
 
-async def test_requests_of_the_base_model_count_as_no_choice() -> None:
-    async with with_harness() as here:
-        await serve(here, None, 5)
-        assert here.metrics.choices == []
+async def test_requests_of_the_base_model_count_as_no_choice(here: EngineHarness) -> None:
+    await serve(here, None, 5)
+    assert here.metrics.choices == []
 
 
 def test_choices_are_exported_with_predicted_and_observed_seconds() -> None:

@@ -1,5 +1,4 @@
-"""Planning an iteration: decode first, then prefill chunks, within budgets; which request is preempted without
-blocks."""
+"""Planning an iteration: decode first, then prefill chunks, within budgets; who is preempted without blocks."""
 
 import pytest
 

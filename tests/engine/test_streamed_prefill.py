@@ -3,6 +3,7 @@ that is still read or written. On the fake backend of hashes."""
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,11 @@ PROMPT = [1, 2, 3, 4, 5]
 
 
 with_harness = partial(in_harness, mode="pipelined", streamed_batches=2)
+
+
+@pytest.fixture
+def here() -> AbstractAsyncContextManager[EngineHarness]:
+    return with_harness()
 
 
 async def run_lane(here: EngineHarness) -> None:
@@ -64,58 +70,53 @@ def used_bytes(here: EngineHarness) -> int:
 # --- layers are used as they are downloaded ---
 
 
-async def test_a_prompt_starts_with_the_first_downloaded_layer_and_ends_with_the_last() -> None:
-    async with with_harness() as here:
-        asked, task = await begun(here)
-        assert len(here.backend.side_batches) == 1
-        assert version_of(here, "a0").tier is AdapterTier.STREAMING
-        await come(here)
-        await end_read(here)
-        assert version_of(here, "a0").tier is AdapterTier.COPYING
-        await here.until_done([task])
-        asked.check()
-        assert asked.finish.reason == "length"
+async def test_a_prompt_starts_with_the_first_downloaded_layer_and_ends_with_the_last(here: EngineHarness) -> None:
+    asked, task = await begun(here)
+    assert len(here.backend.side_batches) == 1
+    assert version_of(here, "a0").tier is AdapterTier.STREAMING
+    await come(here)
+    await end_read(here)
+    assert version_of(here, "a0").tier is AdapterTier.COPYING
+    await here.until_done([task])
+    asked.check()
+    assert asked.finish.reason == "length"
 
 
-async def test_a_prompt_starts_at_once_however_long_the_download_takes() -> None:
-    async with with_harness() as here:
-        here.ask(PROMPT, "a0", max_tokens=2)
-        await turn()
-        here.backend.now_s += 1000.0
-        here.reader.coming[0]()
-        await turn()
-        await run_lane(here)
-        assert version_of(here, "a0").groups[-1].arrives_s > here.backend.now_s + 1000.0
-        assert len(here.backend.side_batches) == 1
-        await end_read(here)
+async def test_a_prompt_starts_at_once_however_long_the_download_takes(here: EngineHarness) -> None:
+    here.ask(PROMPT, "a0", max_tokens=2)
+    await turn()
+    here.backend.now_s += 1000.0
+    here.reader.coming[0]()
+    await turn()
+    await run_lane(here)
+    assert version_of(here, "a0").groups[-1].arrives_s > here.backend.now_s + 1000.0
+    assert len(here.backend.side_batches) == 1
+    await end_read(here)
 
 
-async def test_the_copy_is_extended_by_each_layer_and_by_the_last_when_the_download_ends() -> None:
-    async with with_harness() as here:
-        _, task = await begun(here)
-        slot = version_of(here, "a0").slot
-        for layers in (1, 2, 3, 3):
-            assert here.backend.streamed[slot].layers == layers
-            if here.reader.coming:
-                await come(here)
-        assert here.reader.coming == []
-        await end_read(here)
-        assert slot not in here.backend.streamed
-        await here.until_done([task])
+async def test_the_copy_is_extended_by_each_layer_and_by_the_last_when_the_download_ends(here: EngineHarness) -> None:
+    await begun(here)
+    slot = version_of(here, "a0").slot
+    for layers in (1, 2, 3, 3):
+        assert here.backend.streamed[slot].layers == layers
+        if here.reader.coming:
+            await come(here)
+    assert here.reader.coming == []
+    await end_read(here)
+    assert slot not in here.backend.streamed
 
 
 async def test_layers_downloaded_before_a_request_was_admitted_are_used_at_once() -> None:
     async with with_harness(slots=1) as here:
-        first, one = here.ask([7], None, max_tokens=20)
+        first, _ = here.ask([7], None, max_tokens=20)
         await turn()
-        _, task = here.ask(PROMPT, "a0", max_tokens=2)
+        here.ask(PROMPT, "a0", max_tokens=2)
         await turn()
         here.reader.coming[0]()
         assert version_of(here, "a0").tier is AdapterTier.READING
         first.stream.cancel()
         await run_lane(here)
         assert version_of(here, "a0").tier is AdapterTier.STREAMING
-        await here.until_done([one, task])
 
 
 @pytest.mark.parametrize(
@@ -123,14 +124,13 @@ async def test_layers_downloaded_before_a_request_was_admitted_are_used_at_once(
 )
 async def test_without_streaming_the_request_waits_for_the_whole_download(kind: dict[str, Any]) -> None:
     async with with_harness(**kind) as here:
-        _, task = here.ask(PROMPT, "a0", max_tokens=2)
+        here.ask(PROMPT, "a0", max_tokens=2)
         await turn()
         if here.streams:
             await come(here, layers=2)
         assert not here.backend.images
         await end_read(here)
         assert here.backend.images
-        await here.until_done([task])
 
 
 async def test_an_adapter_without_room_on_the_device_is_copied_after_its_download() -> None:
@@ -155,25 +155,22 @@ async def test_an_adapter_without_room_on_the_device_is_copied_after_its_downloa
 # --- other requests are not delayed ---
 
 
-async def test_iterations_continue_during_a_streamed_prefill() -> None:
-    async with with_harness() as here:
-        other, task = here.ask([7, 8], None, max_tokens=20)
-        _, streamed = await begun(here)
-        await run_lane(here)
-        assert task.done()
-        other.check()
-        assert not streamed.done()
-        await here.until_done([streamed])
+async def test_iterations_continue_during_a_streamed_prefill(here: EngineHarness) -> None:
+    other, task = here.ask([7, 8], None, max_tokens=20)
+    _, streamed = await begun(here)
+    await run_lane(here)
+    assert task.done()
+    other.check()
+    assert not streamed.done()
 
 
-async def test_there_are_at_most_as_many_streamed_prefills_as_the_device_allows() -> None:
-    async with with_harness() as here:
-        tasks = [here.ask([*PROMPT, index], "a0", max_tokens=2)[1] for index in range(4)]
-        await turn()
-        await come(here)
-        assert len(here.backend.side_batches) == 2
-        await here.until_done(tasks)
-        assert [task.result().finish.reason for task in tasks] == ["length"] * 4
+async def test_there_are_at_most_as_many_streamed_prefills_as_the_device_allows(here: EngineHarness) -> None:
+    tasks = [here.ask([*PROMPT, index], "a0", max_tokens=2)[1] for index in range(4)]
+    await turn()
+    await come(here)
+    assert len(here.backend.side_batches) == 2
+    await here.until_done(tasks)
+    assert [task.result().finish.reason for task in tasks] == ["length"] * 4
 
 
 async def test_a_request_that_lacks_blocks_gets_those_of_a_streamed_prefill() -> None:
@@ -194,31 +191,28 @@ async def test_a_request_that_lacks_blocks_gets_those_of_a_streamed_prefill() ->
 
 async def test_a_request_that_cannot_start_for_lack_of_blocks_gets_those_of_a_streamed_prefill() -> None:
     async with with_harness(blocks=13, step_tokens=64) as here:
-        _, streamed = await begun(here, prompt=range(36))
+        await begun(here, prompt=range(36))
         other, task = here.ask(range(40, 60), None, max_tokens=2)
         await turn()
         await run_lane(here)
         assert task.done()
         other.check()
-        await here.until_done([streamed])
 
 
-async def test_a_cancelled_streamed_prefill_releases_its_memory_at_once() -> None:
-    async with with_harness() as here:
-        asked, _ = await begun(here)
-        asked.stream.cancel()
-        await turn()
-        await run_lane(here)
-        assert here.engine.snapshot().kv_used_blocks == 0
-        assert version_of(here, "a0").tier is AdapterTier.STREAMING, "its bytes come all the same"
-        await end_read(here)
+async def test_a_cancelled_streamed_prefill_releases_its_memory_at_once(here: EngineHarness) -> None:
+    asked, _ = await begun(here)
+    asked.stream.cancel()
+    await turn()
+    await run_lane(here)
+    assert here.engine.snapshot().kv_used_blocks == 0
+    assert version_of(here, "a0").tier is AdapterTier.STREAMING, "its bytes come all the same"
+    await end_read(here)
 
 
-async def test_a_drain_does_not_wait_for_a_download() -> None:
-    async with with_harness() as here:
-        await begun(here)
-        drain = asyncio.create_task(here.engine.drain(timeout_s=0.0))
-        await asyncio.wait_for(_until(drain.done, here), timeout=30)
+async def test_a_drain_does_not_wait_for_a_download(here: EngineHarness) -> None:
+    await begun(here)
+    drain = asyncio.create_task(here.engine.drain(timeout_s=0.0))
+    await asyncio.wait_for(_until(drain.done, here), timeout=30)
 
 
 async def _until(condition: Callable[[], bool], here: EngineHarness) -> None:
@@ -245,39 +239,36 @@ async def test_when_a_download_fails_its_memory_is_freed_only_after_its_last_rea
         assert here.backend.images == {}
 
 
-async def test_the_next_request_after_a_failed_download_is_served() -> None:
-    async with with_harness() as here:
-        await begun(here)
-        await end_read(here, ok=False)
-        again, task = await begun(here)
-        await here.until_done([task])
-        again.check()
-        assert again.finish.reason == "length"
+async def test_the_next_request_after_a_failed_download_is_served(here: EngineHarness) -> None:
+    await begun(here)
+    await end_read(here, ok=False)
+    again, task = await begun(here)
+    await here.until_done([task])
+    again.check()
+    assert again.finish.reason == "length"
 
 
-async def test_a_failed_copy_is_reported_when_the_download_has_ended() -> None:
+async def test_a_failed_copy_is_reported_when_the_download_has_ended(here: EngineHarness) -> None:
     """The download still writes into the arena."""
-    async with with_harness() as here:
-        asked, task = await begun(here)
-        here.backend.end_side_batch(0, "void")
-        here.backend.fail_streamed(version_of(here, "a0").slot)
-        await run_lane(here)
-        assert not task.done()
-        assert used_bytes(here) > 0
-        await end_read(here)
-        assert "could not be copied" in asked.finish.error.message
-        here.engine.check()
+    asked, task = await begun(here)
+    here.backend.end_side_batch(0, "void")
+    here.backend.fail_streamed(version_of(here, "a0").slot)
+    await run_lane(here)
+    assert not task.done()
+    assert used_bytes(here) > 0
+    await end_read(here)
+    assert "could not be copied" in asked.finish.error.message
+    here.engine.check()
 
 
-async def test_a_download_that_fails_after_its_copy_is_reported_as_a_failed_download() -> None:
-    async with with_harness() as here:
-        asked, _ = await begun(here)
-        here.backend.fail_streamed(version_of(here, "a0").slot)
-        await run_lane(here)
-        await end_read(here, ok=False)
-        await turn()
-        assert "the disk failed" in asked.finish.error.message
-        assert used_bytes(here) == 0
+async def test_a_download_that_fails_after_its_copy_is_reported_as_a_failed_download(here: EngineHarness) -> None:
+    asked, _ = await begun(here)
+    here.backend.fail_streamed(version_of(here, "a0").slot)
+    await run_lane(here)
+    await end_read(here, ok=False)
+    await turn()
+    assert "the disk failed" in asked.finish.error.message
+    assert used_bytes(here) == 0
 
 
 async def test_an_adapter_unregistered_during_its_download_is_freed_after_the_download_and_its_last_request() -> None:

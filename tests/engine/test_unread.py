@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,11 @@ from caraserve.errors import Displaced, Overloaded, ReaderTooSlow, ServerBusy
 from tests.engine_harness import EngineHarness, asked_for, in_harness, turn
 
 FREE, SHARE = 2_000, 6_000  # about 6 and 20 tokens of the fake engine
+
+
+@pytest.fixture
+def here() -> AbstractAsyncContextManager[EngineHarness]:
+    return in_harness()
 
 
 @pytest.fixture(autouse=True)
@@ -55,57 +61,54 @@ async def test_an_answer_that_is_not_read_pauses_and_gives_its_slot_and_blocks_t
         assert slow.finish.completion_tokens == 30
 
 
-async def test_an_answer_goes_on_when_half_of_it_is_read() -> None:
-    async with in_harness() as here:
-        slow, reading = here.ask([1, 2, 3], None, max_tokens=30)
+async def test_an_answer_goes_on_when_half_of_it_is_read(here: EngineHarness) -> None:
+    slow, reading = here.ask([1, 2, 3], None, max_tokens=30)
+    reading.cancel()
+    await generate(here, lambda: here.engine.snapshot().running == 0 and here.engine.unread.paused == 1)
+    taken: list[TokenDelta] = []
+    while slow.stream.unread.is_paused:
+        taken.append(await anext(slow.stream))
+    assert slow.stream.unread.unread_bytes <= SHARE / 2 + 1000
+    assert max(map(size_of, taken)) <= FREE + 500  # no more at once: the reader keeps it until it is sent
+    slow.deltas += taken
+    await here.until_done([asyncio.create_task(slow.collect())])
+    slow.check()
+    assert slow.finish.reason == "length"
+
+
+async def test_while_the_budget_is_exceeded_every_answer_pauses_that_is_not_nearly_read(here: EngineHarness) -> None:
+    here.engine.unread.max_bytes = SHARE
+    asked = [here.ask([number], None, max_tokens=30) for number in range(3)]
+    for _, reading in asked:
         reading.cancel()
-        await generate(here, lambda: here.engine.snapshot().running == 0 and here.engine.unread.paused == 1)
-        taken: list[TokenDelta] = []
-        while slow.stream.unread.is_paused:
-            taken.append(await anext(slow.stream))
-        assert slow.stream.unread.unread_bytes <= SHARE / 2 + 1000
-        assert max(map(size_of, taken)) <= FREE + 500  # no more at once: the reader keeps it until it is sent
-        slow.deltas += taken
-        await here.until_done([asyncio.create_task(slow.collect())])
-        slow.check()
-        assert slow.finish.reason == "length"
-
-
-async def test_while_the_budget_is_exceeded_every_answer_pauses_that_is_not_nearly_read() -> None:
-    async with in_harness() as here:
-        here.engine.unread.max_bytes = SHARE
-        asked = [here.ask([number], None, max_tokens=30) for number in range(3)]
-        for _, reading in asked:
-            reading.cancel()
-        fast, task = here.ask([9], None, max_tokens=30)
-        await here.until_done([task])
-        fast.check()
-        await generate(here, lambda: here.engine.snapshot().running == 0)
-        assert here.engine.unread.held_bytes < SHARE + 3 * 1000
-        await here.until_done([asyncio.create_task(one.collect()) for one, _ in asked])
-        for one, _ in asked:
-            one.check()
+    fast, task = here.ask([9], None, max_tokens=30)
+    await here.until_done([task])
+    fast.check()
+    await generate(here, lambda: here.engine.snapshot().running == 0)
+    assert here.engine.unread.held_bytes < SHARE + 3 * 1000
+    await here.until_done([asyncio.create_task(one.collect()) for one, _ in asked])
+    for one, _ in asked:
+        one.check()
 
 
 async def test_while_the_budget_is_exceeded_an_answer_of_which_too_little_is_read_in_a_minute_ends_with_an_error(
-    pass_time: Callable[[float], None],
+    pass_time: Callable[[float], None], here: EngineHarness
 ) -> None:
-    async with in_harness() as here:
-        slow, reading = here.ask([1, 2, 3], None, max_tokens=30)
-        reading.cancel()
-        await generate(here, lambda: here.engine.unread.paused == 1)
+    slow, reading = here.ask([1, 2, 3], None, max_tokens=30)
+    reading.cancel()
+    await generate(here, lambda: here.engine.unread.paused == 1)
+    await anext(slow.stream)
+    pass_time(unread._LOOK_S)
+    await turn()
+    assert here.engine.unread.ended == 0  # there is memory
+    here.engine.unread.max_bytes = FREE
+    pass_time(unread._LOOK_S)
+    await generate(here, lambda: here.engine.snapshot().waiting == 0)
+    assert here.engine.unread.ended == 1
+    assert here.engine.unread.held_bytes <= FREE  # what the reader has taken
+    with pytest.raises(ReaderTooSlow):
         await anext(slow.stream)
-        pass_time(unread._LOOK_S)
-        await turn()
-        assert here.engine.unread.ended == 0  # there is memory
-        here.engine.unread.max_bytes = FREE
-        pass_time(unread._LOOK_S)
-        await generate(here, lambda: here.engine.snapshot().waiting == 0)
-        assert here.engine.unread.ended == 1
-        assert here.engine.unread.held_bytes <= FREE  # what the reader has taken
-        with pytest.raises(ReaderTooSlow):
-            await anext(slow.stream)
-        assert here.engine.unread.held_bytes == 0
+    assert here.engine.unread.held_bytes == 0
 
 
 async def test_a_finished_answer_counts_until_it_is_read_and_ends_too(pass_time: Callable[[float], None]) -> None:
@@ -139,51 +142,48 @@ async def test_a_slow_reader_that_reads_on_keeps_its_answer(pass_time: Callable[
         slow.check()
 
 
-async def test_an_answer_that_is_cancelled_or_left_does_not_count() -> None:
-    async with in_harness() as here:
-        for finished in (False, True):
-            slow, reading = here.ask([1, 2, 3], None, max_tokens=15 if finished else 40)
-            reading.cancel()
-            await generate(here, lambda: len(here.engine._queues.running) == 0 and here.engine.unread.held_bytes > FREE)
-            slow.stream.cancel()
-            assert here.engine.unread.held_bytes == 0
-            await generate(here, lambda: here.engine.snapshot().waiting == 0)
+async def test_an_answer_that_is_cancelled_or_left_does_not_count(here: EngineHarness) -> None:
+    for finished in (False, True):
+        slow, reading = here.ask([1, 2, 3], None, max_tokens=15 if finished else 40)
+        reading.cancel()
+        await generate(here, lambda: len(here.engine._queues.running) == 0 and here.engine.unread.held_bytes > FREE)
+        slow.stream.cancel()
+        assert here.engine.unread.held_bytes == 0
+        await generate(here, lambda: here.engine.snapshot().waiting == 0)
 
 
-async def test_paused_requests_take_places_of_their_client_in_the_queue_and_of_no_other() -> None:
-    async with in_harness() as here:
-        here.engine._config.max_queue = 3  # type: ignore[misc]
-        asked = [here.ask([number], None, client="slow", max_tokens=40) for number in range(3)]
-        for _, reading in asked:
-            reading.cancel()
-        await generate(here, lambda: here.engine.snapshot().running == 0 and here.engine.unread.paused == 3)
-        with pytest.raises(Overloaded):
-            here.ask([9], None, client="slow")
-        other, task = here.ask([9], None, client="other")
-        await here.until_done([task])
-        other.check()
-        last, _ = asked[-1]
-        async for delta in last.stream:
-            last.deltas.append(delta)
-        assert isinstance(last.finish.error, Displaced)
-        assert here.engine.snapshot().waiting == 2
-        for one, _ in asked:
-            one.stream.cancel()
+async def test_paused_requests_take_places_of_their_client_in_the_queue_and_of_no_other(here: EngineHarness) -> None:
+    here.engine._config.max_queue = 3  # type: ignore[misc]
+    asked = [here.ask([number], None, client="slow", max_tokens=40) for number in range(3)]
+    for _, reading in asked:
+        reading.cancel()
+    await generate(here, lambda: here.engine.snapshot().running == 0 and here.engine.unread.paused == 3)
+    with pytest.raises(Overloaded):
+        here.ask([9], None, client="slow")
+    other, task = here.ask([9], None, client="other")
+    await here.until_done([task])
+    other.check()
+    last, _ = asked[-1]
+    async for delta in last.stream:
+        last.deltas.append(delta)
+    assert isinstance(last.finish.error, Displaced)
+    assert here.engine.snapshot().waiting == 2
+    for one, _ in asked:
+        one.stream.cancel()
 
 
-async def test_a_request_that_waits_for_its_adapter_pauses_with_the_others_of_its_answer() -> None:
-    async with in_harness() as here:
-        streams = list(here.engine.submit_each([asked_for([number], "a0", max_tokens=40) for number in range(2)]))
-        await turn()
-        assert len(here.engine._queues.loading) == 2
-        streams[0].unread.add(SHARE + 1)
-        await generate(here, lambda: not here.engine._queues.loading)
-        assert here.engine.snapshot().waiting == 2
-        assert not here.backend.launched
-        streams[0].unread.read(SHARE + 1)
-        reading = asyncio.gather(*map(read_until_ended, streams))
-        await generate(here, reading.done)
-        assert reading.result() == [40, 40]
+async def test_a_request_that_waits_for_its_adapter_pauses_with_the_others_of_its_answer(here: EngineHarness) -> None:
+    streams = list(here.engine.submit_each([asked_for([number], "a0", max_tokens=40) for number in range(2)]))
+    await turn()
+    assert len(here.engine._queues.loading) == 2
+    streams[0].unread.add(SHARE + 1)
+    await generate(here, lambda: not here.engine._queues.loading)
+    assert here.engine.snapshot().waiting == 2
+    assert not here.backend.launched
+    streams[0].unread.read(SHARE + 1)
+    reading = asyncio.gather(*map(read_until_ended, streams))
+    await generate(here, reading.done)
+    assert reading.result() == [40, 40]
 
 
 async def test_the_other_answers_to_the_same_body_do_not_start_while_it_is_paused() -> None:

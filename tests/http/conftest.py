@@ -1,10 +1,31 @@
-"""What the tests of several routes watch."""
+"""What the tests of several routes use and watch."""
 
 import asyncio
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 
 from caraserve.util import tasks
+from tests.http.fake_engine import FakeEngine
+from tests.http.fleet import Fleet, fleet
+from tests.http.serving import Client, serving
+
+
+@pytest.fixture
+def fake() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def client(fake: FakeEngine) -> AbstractAsyncContextManager[Client]:
+    """A client of a new server over `fake`."""
+    return serving(fake)
+
+
+@pytest.fixture
+def running() -> AbstractAsyncContextManager[Fleet]:
+    """A fleet without instances."""
+    return fleet()
 
 
 @pytest.fixture

@@ -147,8 +147,7 @@ def embedding_of(ids: Sequence[int]) -> bytes:
 
 
 def spell(request: GenerateRequest, text: str = "Hi!") -> list[TokenDelta]:
-    """Returns the engine's default deltas: `text` byte by byte, with logprobs if requested, then the finish. Of a
-    prompt to be embedded the embedding."""
+    """Returns the engine's default deltas: `text` byte by byte, with logprobs if requested; or an embedding."""
     params = request.params
     if request.embeds:
         return [TokenDelta("", (), finish=finish(request, 0), embedding=embedding_of(request.prompt_ids))]

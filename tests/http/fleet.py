@@ -32,9 +32,8 @@ from caraserve.cluster.routing.selector import (
 from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter, Tier
 from caraserve.http.app import add_peer_routes, make_app, start_http, start_peer_http
 from caraserve.http.context import HttpTimings
-from caraserve.http.dispatch import ANSWERING_QUESTION, ClusterRouter, is_answering
+from caraserve.http.dispatch import ANSWERING_QUESTION, ClusterRouter, QueueRebalancer, is_answering
 from caraserve.http.proxy import PeerProxy
-from caraserve.http.queue_rebalance import QueueRebalancer
 from caraserve.http.tracing import Tracer
 from caraserve.lora.management import AdapterManagement
 from caraserve.util.least_rate import LeastRate
@@ -179,8 +178,7 @@ class Fleet:
         pace: LeastRate = NO_HURRY,
         **settings: Any,
     ) -> Server:
-        """An instance with a fake engine. `tls`: for listening, on a port of its own for others, and for dialling.
-        `pace`: of other instances' answers."""
+        """An instance with a fake engine. `tls`: to listen, for others, and to dial. `pace`: of others' answers."""
         engine = engine or FakeEngine()
         view = View(name, self.world)
         chosen = None if self._routing == LOCAL else Policy(self._routing)
@@ -261,8 +259,7 @@ async def fleet(
     slo: LatencyTargets | None = None,
     raw: Mapping[str, RawPeer] | None = None,
 ) -> AsyncIterator[Fleet]:
-    """Yields instances with these names, and `raw` peers by name. With `first-fit`, a request goes to the first one by
-    name that has room."""
+    """Yields instances, and `raw` peers by name. With `first-fit`, a request goes to the first name that has room."""
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
         running = Fleet(stack, session, routing, slo or LatencyTargets())

@@ -16,18 +16,7 @@ from tests.http.fake_engine import FakeEngine
 
 
 def http_config(**changes: Any) -> HttpConfig:
-    settings: dict[str, Any] = {
-        "host": "127.0.0.1",
-        "port": 0,
-        "api_key": (),
-        "admin_key": (),
-        "allowed_origins": (),
-        "max_body_bytes": 1 << 20,
-        "max_connections": 1000,
-        "drain_timeout_s": 1.0,
-        "log_format": "human",
-        "log_level": "info",
-    }
+    settings = {"port": 0, "max_body_bytes": 1 << 20, "max_connections": 1000, "drain_timeout_s": 1.0}
     return HttpConfig(**settings | changes)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from caraserve.http.context import HttpTimings
 from tests.http.fake_engine import FakeEngine
-from tests.http.serving import OneOff, exchange, serving, wrong
+from tests.http.serving import Client, OneOff, exchange, serving, wrong
 
 NOT_JSON_OBJECTS = {
     "not JSON": b"hello",
@@ -29,13 +29,11 @@ NOT_JSON_OBJECTS = {
 
 
 @pytest.mark.parametrize("body", NOT_JSON_OBJECTS.values(), ids=NOT_JSON_OBJECTS.keys())
-async def test_body_must_be_one_json_object(body: bytes) -> None:
-    fake = FakeEngine()
-    async with serving(fake) as client:
-        answer = await client.post("/v1/completions", body)
-        assert (answer.status, answer.error["type"]) == (400, "invalid_request_error")
-        assert len(answer.error["message"]) < 300
-        assert (await client.complete()).status == 200
+async def test_body_must_be_one_json_object(body: bytes, client: Client, fake: FakeEngine) -> None:
+    answer = await client.post("/v1/completions", body)
+    assert (answer.status, answer.error["type"]) == (400, "invalid_request_error")
+    assert len(answer.error["message"]) < 300
+    assert (await client.complete()).status == 200
     assert len(fake.streams) == 1
 
 
@@ -91,10 +89,9 @@ async def test_bad_fields_are_named(fields: dict[str, Any], param: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [258, -1, 1.0, True, None, "a", 10**30])
-async def test_bad_token_ids_are_named_by_position(bad: object) -> None:
-    async with serving(FakeEngine()) as client:
-        flat = await client.complete(prompt=[1, 2, bad])
-        nested = await client.complete(prompt=[[1], [2, bad]])
+async def test_bad_token_ids_are_named_by_position(bad: object, client: Client) -> None:
+    flat = await client.complete(prompt=[1, 2, bad])
+    nested = await client.complete(prompt=[[1], [2, bad]])
     assert (flat.status, nested.status) == (400, 400)
     assert "prompt[2]" in flat.error["message"]
     assert "prompt[1][1]" in nested.error["message"]
@@ -152,13 +149,12 @@ async def test_a_body_with_a_too_large_content_length_is_refused_at_once() -> No
     assert answer.startswith(b"HTTP/1.1 413")
 
 
-async def test_missing_content_type_is_json() -> None:
-    async with serving(FakeEngine()) as client:
-        answer = await exchange(
-            client.port,
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 14\r\n\r\n"
-            b'{"prompt":"a"}',
-        )
+async def test_missing_content_type_is_json(client: Client) -> None:
+    answer = await exchange(
+        client.port,
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 14\r\n\r\n"
+        b'{"prompt":"a"}',
+    )
     assert answer.startswith(b"HTTP/1.1 200")
 
 
@@ -176,16 +172,14 @@ async def test_headers_that_do_not_arrive_end_the_connection() -> None:
         assert await exchange(client.port, b"POST /v1/completions HTTP/1.1\r\nHost: loc") == b""
 
 
-async def test_header_block_over_the_limit() -> None:
-    async with serving(FakeEngine()) as client:
-        answer = await client.get("/health", headers={f"X-{index}": "x" * 6000 for index in range(3)})
+async def test_header_block_over_the_limit(client: Client) -> None:
+    answer = await client.get("/health", headers={f"X-{index}": "x" * 6000 for index in range(3)})
     assert answer.status == 431
     assert answer.error["type"] == "invalid_request_error"
 
 
-async def test_unknown_url_and_wrong_method() -> None:
-    async with serving(FakeEngine()) as client:
-        unknown = await client.get("/v1/nothing")
-        wrong = await client.get("/v1/completions")
+async def test_unknown_url_and_wrong_method(client: Client) -> None:
+    unknown = await client.get("/v1/nothing")
+    wrong = await client.get("/v1/completions")
     assert (unknown.status, unknown.error["code"]) == (404, "unknown_url")
     assert (wrong.status, wrong.error["type"], wrong.headers["Allow"]) == (405, "invalid_request_error", "POST")

@@ -22,19 +22,17 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "zstd", "deflate", "identity, gzip"])
-async def test_compressed_bodies_are_refused(encoding: str, caplog: pytest.LogCaptureFixture) -> None:
-    async with serving(FakeEngine()) as client:
-        headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
-        answer = await client.request("POST", "/v1/completions", data=gzip.compress(BODY), headers=headers)
+async def test_compressed_bodies_are_refused(encoding: str, caplog: pytest.LogCaptureFixture, client: Client) -> None:
+    headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
+    answer = await client.request("POST", "/v1/completions", data=gzip.compress(BODY), headers=headers)
     assert (answer.status, answer.error["type"]) == (415, "invalid_request_error")
     assert "Content-Encoding" in answer.error["message"]
     assert not caplog.records
 
 
-async def test_identity_is_no_compression() -> None:
-    async with serving(FakeEngine()) as client:
-        headers = {"Content-Encoding": "identity", "Content-Type": "application/json"}
-        assert (await client.request("POST", "/v1/completions", data=BODY, headers=headers)).status == 200
+async def test_identity_is_no_compression(client: Client) -> None:
+    headers = {"Content-Encoding": "identity", "Content-Type": "application/json"}
+    assert (await client.request("POST", "/v1/completions", data=BODY, headers=headers)).status == 200
 
 
 async def unfinished(client: Client, num_bytes: int, *, chunked: bool) -> asyncio.StreamWriter:

@@ -19,7 +19,7 @@ from caraserve.http.dispatch import is_answering
 from caraserve.http.peer_watch import PeerFailedError, PeerWatch
 from caraserve.util.least_rate import LeastRate
 from tests.http.fake_engine import FakeEngine
-from tests.http.fleet import RawAnswer, View, answers, fleet, streamed
+from tests.http.fleet import Fleet, RawAnswer, View, answers, fleet, streamed
 from tests.http.test_streaming import begun
 
 pytestmark = pytest.mark.timeout(30)  # what takes longer waits without end
@@ -96,38 +96,36 @@ async def test_a_stream_that_falls_silent_ends_with_an_error(rest: bytes) -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_long_computation_is_waited_for(stream: bool) -> None:
-    async with fleet() as running:
-        a = await running.start("a", FakeEngine(script=None))
-        b = await running.start("b", pace=LeastRate(0.3, 1e9))
-        asked = asyncio.Semaphore(0)
-        answer_query = a.router.answer_query
+async def test_a_long_computation_is_waited_for(stream: bool, running: Fleet) -> None:
+    a = await running.start("a", FakeEngine(script=None))
+    b = await running.start("b", pace=LeastRate(0.3, 1e9))
+    asked = asyncio.Semaphore(0)
+    answer_query = a.router.answer_query
 
-        def note(peer: str, body: Any) -> Any:
-            asked.release()
-            return answer_query(peer, body)
+    def note(peer: str, body: Any) -> Any:
+        asked.release()
+        return answer_query(peer, body)
 
-        a.router.answer_query = note  # type: ignore[method-assign]
-        answer = asyncio.create_task(b.client.complete(stream=stream))
-        (there,) = await a.engine.submitted()
-        for _ in range(2):
-            await asked.acquire()
-        there.feed(*begun(there.request))
-        there.end()
-        assert (await answer).status == 200
-        assert not b.engine.requests
+    a.router.answer_query = note  # type: ignore[method-assign]
+    answer = asyncio.create_task(b.client.complete(stream=stream))
+    (there,) = await a.engine.submitted()
+    for _ in range(2):
+        await asked.acquire()
+    there.feed(*begun(there.request))
+    there.end()
+    assert (await answer).status == 200
+    assert not b.engine.requests
 
 
-async def test_pings_keep_a_stream_alive() -> None:
-    async with fleet() as running:
-        a = await running.start("a", FakeEngine(script=begun), HttpTimings(ping_s=0.05))
-        b = await running.start("b", pace=LeastRate(0.5, 1e9))
-        answer = asyncio.create_task(b.client.complete(stream=True))
-        (there,) = await a.engine.submitted()
-        await asyncio.wait([answer], timeout=1.0)
-        there.end()
-        assert (await answer).body.count(b": ping\n\n") > 5
-        assert b.routing_metrics.lost == {}
+async def test_pings_keep_a_stream_alive(running: Fleet) -> None:
+    a = await running.start("a", FakeEngine(script=begun), HttpTimings(ping_s=0.05))
+    b = await running.start("b", pace=LeastRate(0.5, 1e9))
+    answer = asyncio.create_task(b.client.complete(stream=True))
+    (there,) = await a.engine.submitted()
+    await asyncio.wait([answer], timeout=1.0)
+    there.end()
+    assert (await answer).body.count(b": ping\n\n") > 5
+    assert b.routing_metrics.lost == {}
 
 
 async def test_only_the_time_in_which_the_other_instance_is_waited_for_counts() -> None:

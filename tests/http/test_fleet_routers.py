@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.http.fake_engine import FakeEngine, FakeSnapshot
-from tests.http.serving import OneOff, new_metrics, serving
+from tests.http.serving import Client, OneOff, new_metrics
 
 
 def page(snapshot: FakeSnapshot | None = None) -> str:
@@ -130,12 +130,11 @@ async def test_production_stack_reads_older_names(name: str, value: float) -> No
     assert [found for _, found in series(name, page())] == [value]
 
 
-async def test_production_stacks_operator_loads_an_adapter_repeatedly() -> None:
+async def test_production_stacks_operator_loads_an_adapter_repeatedly(client: Client) -> None:
     """The operator posts at every reconciliation, and accepts no status but 200 as success."""
     body = {"lora_name": "new", "lora_path": "x"}
-    async with serving(FakeEngine()) as client:
-        assert [(await client.post("/v1/load_lora_adapter", body)).status for _ in range(2)] == [200, 200]
-        assert (await client.post("/v1/unload_lora_adapter", {"lora_name": "new"})).status == 200
+    assert [(await client.post("/v1/load_lora_adapter", body)).status for _ in range(2)] == [200, 200]
+    assert (await client.post("/v1/unload_lora_adapter", {"lora_name": "new"})).status == 200
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from caraserve.http.context import HttpTimings
 from caraserve.http.responses import error_body
 from caraserve.lora.settings import AdapterSettings, RequestDefaults
 from tests.http.fake_engine import WRONG_GRAMMAR, FakeAdapter, FakeEngine
-from tests.http.fleet import FULL, RawAnswer, answers, die, fleet, streamed, streams
+from tests.http.fleet import FULL, Fleet, RawAnswer, answers, die, fleet, streamed, streams
 from tests.http.serving import Answer
 from tests.http.test_streaming import begun, raw_post, read_chunk, read_event
 
@@ -73,16 +73,15 @@ async def test_a_stream_that_another_instance_computes_after_a_refusal_names_tha
         assert answer.headers["x-caraserve-instance"] == "b"
 
 
-async def test_only_an_instance_with_the_same_defaults_of_the_adapter_answers() -> None:
+async def test_only_an_instance_with_the_same_defaults_of_the_adapter_answers(running: Fleet) -> None:
     cool, hot = adapters_at(0.5), adapters_at(1.5)
-    async with fleet() as running:
-        for name, management in (("a", hot), ("b", cool), ("c", cool)):
-            await running.start(name, management=management)
-        for fields in ({"model": "b"}, {"model": "b", "stream": True}, {}):
-            assert (await running["c"].client.complete(**fields)).status == 200
-        assert running["a"].routing_metrics.refused == {"no-adapter": 2}
-        temperatures = [[one.params.temperature for one in running[name].engine.requests] for name in "abc"]
-        assert temperatures == [[1.0], [0.5, 0.5], []]
+    for name, management in (("a", hot), ("b", cool), ("c", cool)):
+        await running.start(name, management=management)
+    for fields in ({"model": "b"}, {"model": "b", "stream": True}, {}):
+        assert (await running["c"].client.complete(**fields)).status == 200
+    assert running["a"].routing_metrics.refused == {"no-adapter": 2}
+    temperatures = [[one.params.temperature for one in running[name].engine.requests] for name in "abc"]
+    assert temperatures == [[1.0], [0.5, 0.5], []]
 
 
 def adapters_at(temperature: float) -> Any:
@@ -193,28 +192,26 @@ async def test_an_instance_whose_device_has_failed_refuses_requests() -> None:
         assert running["a"].routing_metrics.refused == {"draining": 1}
 
 
-async def test_ids_traces_tenant_and_seed_are_forwarded_and_the_clients_key_is_not() -> None:
-    async with fleet() as running:
-        b = await running.start("b", api_key=("secret",))
-        seen = await running.start_raw("a", answers(lambda: web.json_response({})))
-        headers = {"X-Request-Id": "r-1", "traceparent": "00-abc-01", "Authorization": "Bearer secret"}
-        answer = await b.client.complete(headers=headers, user="alice", seed=5)
-        assert answer.headers["X-Request-Id"] == "r-1"
-        (got,), (body,), (claims,) = seen.headers, seen.bodies, seen.claims
-        assert (got["X-Request-Id"], got["traceparent"]) == ("r-1", "00-abc-01")
-        assert "Authorization" not in got
-        assert json.loads(body) == {"prompt": "ab", "user": "alice", "seed": 5}
-        assert claims["seed"] is None
-        await b.client.complete(headers=headers)
-        assert seen.claims[1]["seed"] is not None
+async def test_ids_traces_tenant_and_seed_are_forwarded_and_the_clients_key_is_not(running: Fleet) -> None:
+    b = await running.start("b", api_key=("secret",))
+    seen = await running.start_raw("a", answers(lambda: web.json_response({})))
+    headers = {"X-Request-Id": "r-1", "traceparent": "00-abc-01", "Authorization": "Bearer secret"}
+    answer = await b.client.complete(headers=headers, user="alice", seed=5)
+    assert answer.headers["X-Request-Id"] == "r-1"
+    (got,), (body,), (claims,) = seen.headers, seen.bodies, seen.claims
+    assert (got["X-Request-Id"], got["traceparent"]) == ("r-1", "00-abc-01")
+    assert "Authorization" not in got
+    assert json.loads(body) == {"prompt": "ab", "user": "alice", "seed": 5}
+    assert claims["seed"] is None
+    await b.client.complete(headers=headers)
+    assert seen.claims[1]["seed"] is not None
 
 
-async def test_a_forwarded_request_needs_no_api_key() -> None:
-    async with fleet() as running:
-        a, b = await running.start("a", api_key=("of a",)), await running.start("b", api_key=("of b",))
-        answer = await b.client.complete(headers={"Authorization": "Bearer of b"}, user="alice")
-        tenants = [request.tenant for request in a.engine.requests]
-        assert (answer.status, tenants) == (200, [Tenant(key_name("of b"), "alice")])
+async def test_a_forwarded_request_needs_no_api_key(running: Fleet) -> None:
+    a, b = await running.start("a", api_key=("of a",)), await running.start("b", api_key=("of b",))
+    answer = await b.client.complete(headers={"Authorization": "Bearer of b"}, user="alice")
+    tenants = [request.tenant for request in a.engine.requests]
+    assert (answer.status, tenants) == (200, [Tenant(key_name("of b"), "alice")])
 
 
 # --- leaving, waiting ---
@@ -403,26 +400,24 @@ async def test_an_instance_that_refuses_is_skipped(error: Exception, entry: str,
         assert len({one for _, one in running[entry].forwards}) == 1
 
 
-async def test_without_another_instance_the_client_gets_the_last_refusal() -> None:
-    async with fleet() as running:
-        far = FakeEngine(
-            refusals={0: Overloaded("9 wait", retry_after_s=7)}, loaded={"far": FakeAdapter("far", "/far", digest="f")}
-        )
-        await running.start("a", far)
-        await running.start("b")
-        answer = await running["b"].client.complete(model="far")
-        assert (answer.status, answer.headers["Retry-After"], answer.headers["retry-after-ms"]) == (429, "7", "7000")
-        assert answer.error["message"] == "9 wait"
+async def test_without_another_instance_the_client_gets_the_last_refusal(running: Fleet) -> None:
+    far = FakeEngine(
+        refusals={0: Overloaded("9 wait", retry_after_s=7)}, loaded={"far": FakeAdapter("far", "/far", digest="f")}
+    )
+    await running.start("a", far)
+    await running.start("b")
+    answer = await running["b"].client.complete(model="far")
+    assert (answer.status, answer.headers["Retry-After"], answer.headers["retry-after-ms"]) == (429, "7", "7000")
+    assert answer.error["message"] == "9 wait"
 
 
-async def test_when_all_instances_are_full_the_client_gets_a_429() -> None:
+async def test_when_all_instances_are_full_the_client_gets_a_429(running: Fleet) -> None:
     full = {number: Overloaded("7 requests are waiting", retry_after_s=3) for number in range(9)}
-    async with fleet() as running:
-        for name in "abcd":
-            await running.start(name, FakeEngine(refusals=dict(full)))
-        answer = await running["d"].client.complete(stream=True)
-        assert (answer.status, answer.error["code"], answer.headers["Retry-After"]) == (429, "rate_limit_exceeded", "3")
-        assert answer.headers["x-caraserve-instance"] == "d"
+    for name in "abcd":
+        await running.start(name, FakeEngine(refusals=dict(full)))
+    answer = await running["d"].client.complete(stream=True)
+    assert (answer.status, answer.error["code"], answer.headers["Retry-After"]) == (429, "rate_limit_exceeded", "3")
+    assert answer.headers["x-caraserve-instance"] == "d"
 
 
 async def test_instances_that_report_a_full_queue_are_not_tried() -> None:
@@ -440,23 +435,21 @@ async def test_a_draining_instance_still_forwards() -> None:
         assert len(running["b"].engine.requests) == 1
 
 
-async def test_only_one_instance_sends_pings() -> None:
-    async with fleet() as running:
-        timings = HttpTimings(ping_s=0.05)
-        a = await running.start("a", FakeEngine(script=begun), timings)
-        b = await running.start("b", timings=timings)
-        async with b.client.session.post(f"{b.client.url}/v1/completions", json={"prompt": "x", "stream": True}) as got:
-            await read_chunk(got)
-            assert [await read_event(got) for _ in range(3)] == [b": ping"] * 3
-            (there,) = await a.engine.submitted()
-            there.end()
+async def test_only_one_instance_sends_pings(running: Fleet) -> None:
+    timings = HttpTimings(ping_s=0.05)
+    a = await running.start("a", FakeEngine(script=begun), timings)
+    b = await running.start("b", timings=timings)
+    async with b.client.session.post(f"{b.client.url}/v1/completions", json={"prompt": "x", "stream": True}) as got:
+        await read_chunk(got)
+        assert [await read_event(got) for _ in range(3)] == [b": ping"] * 3
+        (there,) = await a.engine.submitted()
+        there.end()
 
 
-async def test_a_full_instance_says_when_its_queue_is_expected_to_be_answered() -> None:
-    async with fleet() as running:
-        a = await running.start("a", FakeEngine(refusals={0: Overloaded("full", retry_after_s=3)}))
-        b = await running.start("b")
-        running.world.loads["b"] = Backlog(queue_room=0)
-        answer = await a.client.complete()
-        assert (answer.status, answer.headers["Retry-After"]) == (429, f"{b.engine.predicted_wait_s():.0f}")
-        assert len(a.forwards) == 1
+async def test_a_full_instance_says_when_its_queue_is_expected_to_be_answered(running: Fleet) -> None:
+    a = await running.start("a", FakeEngine(refusals={0: Overloaded("full", retry_after_s=3)}))
+    b = await running.start("b")
+    running.world.loads["b"] = Backlog(queue_room=0)
+    answer = await a.client.complete()
+    assert (answer.status, answer.headers["Retry-After"]) == (429, f"{b.engine.predicted_wait_s():.0f}")
+    assert len(a.forwards) == 1

@@ -9,7 +9,7 @@ from caraserve.http.app import make_app
 from caraserve.http.openapi import ERROR, MESSAGES_ERROR, body_schema, document
 from caraserve.http.operations import OPERATIONS
 from tests.http.fake_engine import FakeEngine
-from tests.http.serving import OneOff, http_config, new_metrics, serving
+from tests.http.serving import Client, OneOff, http_config, new_metrics, serving
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 
@@ -79,32 +79,31 @@ SHOWN = [
 ]
 
 
-async def test_answers_are_as_described() -> None:
-    async with serving(FakeEngine()) as client:
-        described = (await client.get("/openapi.json")).json
-        asked = {
-            ("POST", "/v1/completions"): {"prompt": "x", "logprobs": 1},
-            ("POST", "/v1/chat/completions"): CHAT,
-            ("POST", "/v1/responses"): {"input": "x"},
-            ("POST", "/v1/messages"): CHAT | {"max_tokens": 4},
-            ("POST", "/v1/messages/count_tokens"): CHAT,
-            ("POST", "/v1/embeddings"): {"input": "x"},
-            ("POST", "/score"): {"text_1": "x", "text_2": "y"},
-            ("POST", "/v2/rerank"): {"query": "x", "documents": ["y"]},
-            ("POST", "/tokenize"): {"prompt": "x", "return_token_strs": True},
-            ("POST", "/detokenize"): {"tokens": [65]},
-            ("POST", "/v1/load_lora_adapter"): {"lora_name": "c", "lora_path": "/c"},
-            ("POST", "/v1/unload_lora_adapter"): {"lora_name": "c"},
-            **dict.fromkeys(SHOWN),
-        }
-        for (method, path), body in asked.items():
-            answer = await client.request(method, path.replace("{model}", "a").replace("{file}", "main.js"), json=body)
-            expected = described["paths"][path][method.lower()]["responses"]["200"]["content"]
-            assert answer.status == 200
-            if expected:
-                assert answer.headers["Content-Type"].split(";")[0] in expected, path
-            if "application/json" in expected:
-                jsonschema.validate(answer.json, expected["application/json"]["schema"])
+async def test_answers_are_as_described(client: Client) -> None:
+    described = (await client.get("/openapi.json")).json
+    asked = {
+        ("POST", "/v1/completions"): {"prompt": "x", "logprobs": 1},
+        ("POST", "/v1/chat/completions"): CHAT,
+        ("POST", "/v1/responses"): {"input": "x"},
+        ("POST", "/v1/messages"): CHAT | {"max_tokens": 4},
+        ("POST", "/v1/messages/count_tokens"): CHAT,
+        ("POST", "/v1/embeddings"): {"input": "x"},
+        ("POST", "/score"): {"text_1": "x", "text_2": "y"},
+        ("POST", "/v2/rerank"): {"query": "x", "documents": ["y"]},
+        ("POST", "/tokenize"): {"prompt": "x", "return_token_strs": True},
+        ("POST", "/detokenize"): {"tokens": [65]},
+        ("POST", "/v1/load_lora_adapter"): {"lora_name": "c", "lora_path": "/c"},
+        ("POST", "/v1/unload_lora_adapter"): {"lora_name": "c"},
+        **dict.fromkeys(SHOWN),
+    }
+    for (method, path), body in asked.items():
+        answer = await client.request(method, path.replace("{model}", "a").replace("{file}", "main.js"), json=body)
+        expected = described["paths"][path][method.lower()]["responses"]["200"]["content"]
+        assert answer.status == 200
+        if expected:
+            assert answer.headers["Content-Type"].split(";")[0] in expected, path
+        if "application/json" in expected:
+            jsonschema.validate(answer.json, expected["application/json"]["schema"])
 
 
 async def test_errors_are_as_described() -> None:

@@ -158,11 +158,10 @@ async def test_changes_of_adapters_and_aliases_are_logged_also_those_that_fail(l
     assert ends == [(method, path, status, error) for method, path, _, status, error in asked]
 
 
-async def test_pages_and_probes_leave_no_line(lines: Lines) -> None:
-    async with serving(FakeEngine()) as client:
-        for path in ("/health", "/metrics", "/v1/models", "/nothing"):
-            await client.get(path)
-        await client.post("/ping")
+async def test_pages_and_probes_leave_no_line(lines: Lines, client: Client) -> None:
+    for path in ("/health", "/metrics", "/v1/models", "/nothing"):
+        await client.get(path)
+    await client.post("/ping")
     assert lines.all == []
 
 

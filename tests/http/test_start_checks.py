@@ -35,11 +35,7 @@ POET = demo.adapters_folder() / "poet"
 
 
 def tls_of(*words: str) -> TlsFiles | None:
-    parser = OptionParser()
-    HttpConfig.add_arguments(parser)
-    ClusterConfig.add_arguments(parser)
-    args = parser.parse_args(words)
-    return client_tls(HttpConfig.from_args(args), ClusterConfig.from_args(args))
+    return client_tls(*OptionParser((HttpConfig, ClusterConfig)).parse_args(words).configs)
 
 
 def test_a_port_is_bound_without_listening_and_not_twice() -> None:
@@ -73,15 +69,16 @@ def test_a_missing_path_is_named(wrong: str, tmp_path: Path) -> None:
     missing = tmp_path / wrong
     model, lora = model_config(demo.model_folder()), lora_config({"poet": POET}, adapters_dir=demo.adapters_folder())
     check_paths(model, lora)
+    flag = ""
     if wrong == "adapter":
         lora.lora_modules.append(LoraModule("x", missing))
     elif wrong == "folder":
-        lora = lora_config({}, adapters_dir=missing)
+        lora, flag = lora_config({}, adapters_dir=missing), "--adapters-dir '"
     elif wrong == "root":
-        lora = lora_config({}, adapter_roots=[missing])
+        lora, flag = lora_config({}, adapter_roots=[missing]), "--allow-adapter-path '"
     else:
         model = dataclasses.replace(model, chat_template=missing)
-    with pytest.raises(ConfigError, match=str(missing)):
+    with pytest.raises(ConfigError, match=f"{flag}{missing}"):
         check_paths(model, lora)
     missing.touch()
     if wrong != "template":
@@ -121,11 +118,7 @@ def test_a_folder_that_takes_uploads_must_be_writable() -> None:
 
 
 def demo_configs(*words: str) -> LoraConfig:
-    parser = OptionParser()
-    for kind in (ModelConfig, LoraConfig):
-        kind.add_arguments(parser)
-    args = parser.parse_args(words)
-    return with_demo(ModelConfig.from_args(args), LoraConfig.from_args(args))[1]
+    return with_demo(*OptionParser((ModelConfig, LoraConfig)).parse_args(words).configs)[1]
 
 
 def test_uploads_to_the_demo_go_to_the_users_folder_and_not_to_the_package(

@@ -132,20 +132,18 @@ async def test_answers_of_one_request_share_the_stream_and_keep_their_order() ->
     assert texts == ["Hi!"] * 4
 
 
-async def test_logprobs_of_a_stream_add_up_to_those_of_a_whole_answer() -> None:
+async def test_logprobs_of_a_stream_add_up_to_those_of_a_whole_answer(client: Client) -> None:
     fields: dict[str, Any] = {"logprobs": 1, "echo": True}
-    async with serving(FakeEngine()) as client:
-        whole = (await client.complete(**fields)).json["choices"][0]
-        events = (await client.complete(**fields, stream=True)).events
+    whole = (await client.complete(**fields)).json["choices"][0]
+    events = (await client.complete(**fields, stream=True)).events
     streamed = [event["choices"][0]["logprobs"] for event in events]
     assert {name: joined(logprobs[name] for logprobs in streamed) for name in whole["logprobs"]} == whole["logprobs"]
     assert "".join(event["choices"][0]["text"] for event in events) == whole["text"] == "abHi!"
 
 
-async def test_token_ids_of_a_stream() -> None:
-    async with serving(FakeEngine()) as client:
-        completion = (await client.complete(stream=True, return_token_ids=True)).events
-        chat = (await client.chat(stream=True, return_token_ids=True)).events
+async def test_token_ids_of_a_stream(client: Client) -> None:
+    completion = (await client.complete(stream=True, return_token_ids=True)).events
+    chat = (await client.chat(stream=True, return_token_ids=True)).events
     assert [event["choices"][0]["prompt_token_ids"] for event in completion] == [[BOS, 97, 98], None, None, None]
     assert joined(event["choices"][0]["token_ids"] for event in completion) == list(b"Hi!")
     assert len(chat[0]["prompt_token_ids"]) > 3
@@ -327,21 +325,20 @@ async def test_a_reader_that_is_slow_but_reads_on_gets_all() -> None:
         writer.close()
 
 
-async def test_keep_alive_connection_is_used_again_after_a_stream_and_after_an_error() -> None:
-    async with serving(FakeEngine()) as client:
-        reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
-        for body, status in ((b'{"prompt":"a","stream":true}', b"200"), (b"{}", b"400"), (b'{"prompt":"a"}', b"200")):
-            writer.write(
-                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
-            )
-            head = await reader.readuntil(b"\r\n\r\n")
-            assert head.split()[1] == status
-            if b"chunked" in head:
-                await reader.readuntil(b"0\r\n\r\n")
-            else:
-                (length,) = [line.split()[1] for line in head.splitlines() if line.startswith(b"Content-Length")]
-                await reader.readexactly(int(length))
-        writer.close()
+async def test_keep_alive_connection_is_used_again_after_a_stream_and_after_an_error(client: Client) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+    for body, status in ((b'{"prompt":"a","stream":true}', b"200"), (b"{}", b"400"), (b'{"prompt":"a"}', b"200")):
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.split()[1] == status
+        if b"chunked" in head:
+            await reader.readuntil(b"0\r\n\r\n")
+        else:
+            (length,) = [line.split()[1] for line in head.splitlines() if line.startswith(b"Content-Length")]
+            await reader.readexactly(int(length))
+    writer.close()
 
 
 SCORES = tuple(TokenLogprob(token, -1.0, (token,) * 20, (-1.0,) * 20) for token in range(100))

@@ -15,10 +15,9 @@ from aiohttp import web
 
 from caraserve.core.request import GenerateRequest, Phase, Phases, PhaseTime, Request, SamplingParams, TokenDelta
 from caraserve.errors import BackendFailed, Displaced
-from caraserve.http import otlp
+from caraserve.http import tracing
 from caraserve.http.deadline import HEADER
-from caraserve.http.otlp import OtlpExporter
-from caraserve.http.tracing import Tracer
+from caraserve.http.tracing import OtlpExporter, Tracer
 from caraserve.lora.adapter import AdapterTier
 from tests.engine_harness import EngineHarness, harness
 from tests.http.fake_engine import DIGEST, PHASES, FakeEngine, finish, spell
@@ -95,7 +94,6 @@ async def test_a_request_is_a_span_with_its_phases_below_it(stream: bool) -> Non
             before_ns = time.time_ns()
             answer = await client.complete(stream=stream, headers={"X-Request-Id": "my-id"})
         assert answer.status == 200
-        await exporter.close()
     (root,) = collector.named("llm_request")
     assert "parentSpanId" not in root
     assert before_ns <= int(root["startTimeUnixNano"]) <= int(root["endTimeUnixNano"]) <= time.time_ns()
@@ -127,20 +125,16 @@ async def test_a_request_is_a_span_with_its_phases_below_it(stream: bool) -> Non
 async def test_the_span_names_the_adapter_its_digest_and_where_it_was(tier: AdapterTier, shown: str) -> None:
     fake = FakeEngine()
     fake.catalog.adapters[fake.adapter("a").digest] = SimpleNamespace(tier=tier, source=None)
-    async with collecting() as (collector, exporter):
-        async with traced(fake, exporter) as client:
-            assert (await client.complete(model="a")).status == 200
-        await exporter.close()
+    async with collecting() as (collector, exporter), traced(fake, exporter) as client:
+        assert (await client.complete(model="a")).status == 200
     found = facts(collector.named("llm_request")[0])
     assert found["gen_ai.response.model"] == "a"
     assert (found["caraserve.adapter.digest"], found["caraserve.adapter.tier"]) == (DIGEST, shown)
 
 
 async def test_the_trace_of_the_caller_is_continued() -> None:
-    async with collecting() as (collector, exporter):
-        async with traced(FakeEngine(), exporter) as client:
-            await client.complete(headers=SAMPLED)
-        await exporter.close()
+    async with collecting() as (collector, exporter), traced(FakeEngine(), exporter) as client:
+        await client.complete(headers=SAMPLED)
     (root,) = collector.named("llm_request")
     assert (root["traceId"], root["parentSpanId"]) == (TRACE_ID, CALLER)
 
@@ -149,30 +143,27 @@ async def test_the_trace_of_the_caller_is_continued() -> None:
     "header", ["", "x", f"00-{'0' * 32}-{CALLER}-01", f"00-{TRACE_ID}-{'0' * 16}-01", f"ff-{TRACE_ID}-{CALLER}-01"]
 )
 async def test_a_malformed_context_begins_a_trace(header: str) -> None:
-    async with collecting() as (collector, exporter):
-        async with traced(FakeEngine(), exporter) as client:
-            await client.complete(headers={"traceparent": header})
-        await exporter.close()
+    async with collecting() as (collector, exporter), traced(FakeEngine(), exporter) as client:
+        await client.complete(headers={"traceparent": header})
     (root,) = collector.named("llm_request")
     assert "parentSpanId" not in root
     assert root["traceId"] not in ("0" * 32, TRACE_ID)
 
 
 async def test_what_the_caller_does_not_sample_and_what_generates_no_text_is_not_traced() -> None:
-    async with collecting() as (collector, exporter):
-        async with traced(FakeEngine(), exporter) as client:
-            await client.complete(headers={"traceparent": f"00-{TRACE_ID}-{CALLER}-00"})
-            await client.get("/v1/models")
-            await client.complete(prompt=5)
-        await exporter.close()
+    async with collecting() as (collector, exporter), traced(FakeEngine(), exporter) as client:
+        await client.complete(headers={"traceparent": f"00-{TRACE_ID}-{CALLER}-00"})
+        await client.get("/v1/models")
+        await client.complete(prompt=5)
     assert collector.spans == []
 
 
 async def test_a_failure_is_marked() -> None:
-    async with collecting() as (collector, exporter):
-        async with traced(FakeEngine(refusals={0: BackendFailed("the device failed")}), exporter) as client:
-            assert (await client.complete()).status == 500
-        await exporter.close()
+    async with (
+        collecting() as (collector, exporter),
+        traced(FakeEngine(refusals={0: BackendFailed("the device failed")}), exporter) as client,
+    ):
+        assert (await client.complete()).status == 500
     (root,) = collector.named("llm_request")
     assert root["status"] == {"code": 2}
     assert facts(root)["error.type"] == "backend_failed"
@@ -181,23 +172,20 @@ async def test_a_failure_is_marked() -> None:
 async def phases_of_a_failure(
     end: Callable[[EngineHarness, asyncio.Task[Answer]], None], *, until: str, stream: bool = False
 ) -> tuple[list[str], dict[str, Any]]:
-    """Returns the names of the phases in the trace of a request for a cold adapter, and the facts of its span. `end`
-    ends it when it has reached phase `until`."""
-    async with collecting() as (collector, exporter):
-        async with harness(random.Random(0), slots=1) as here:
-            engine: Any = here.engine
-            before = here.ask([1, 2, 3], None, max_tokens=40) if until == "queued" else None
-            async with traced(engine, exporter) as client:
-                headers = {HEADER: "10000"}
-                body = {"prompt": [4, 5, 6], "model": "a0", "max_tokens": 40, "stream": stream}
-                asking = asyncio.create_task(client.post("/v1/completions", body, headers=headers))
-                await reached(here, until)
-                end(here, asking)
-                await asyncio.wait([asking])
-                await here.settle()
-            if before is not None:
-                await before[1]
-        await exporter.close()
+    """Returns the names of phases, and the span's facts, of a request for a cold adapter that `end` ends in `until`."""
+    async with collecting() as (collector, exporter), harness(random.Random(0), slots=1) as here:
+        engine: Any = here.engine
+        before = here.ask([1, 2, 3], None, max_tokens=40) if until == "queued" else None
+        async with traced(engine, exporter) as client:
+            headers = {HEADER: "10000"}
+            body = {"prompt": [4, 5, 6], "model": "a0", "max_tokens": 40, "stream": stream}
+            asking = asyncio.create_task(client.post("/v1/completions", body, headers=headers))
+            await reached(here, until)
+            end(here, asking)
+            await asyncio.wait([asking])
+            await here.settle()
+        if before is not None:
+            await before[1]
     (root,) = collector.named("llm_request")
     assert root["status"] == {"code": 2}
     phases = [span for span in collector.spans if span is not root]
@@ -253,27 +241,23 @@ async def test_a_request_that_is_refused_after_it_has_queued_was_queued() -> Non
         error = Displaced("2 requests are waiting", retry_after_s=1.0)
         return [TokenDelta("", (), finish=dataclasses.replace(finish(request, 0, "error", error=error), phases=phases))]
 
-    async with collecting() as (collector, exporter):
-        async with traced(FakeEngine(script=displaced), exporter) as client:
-            assert (await client.complete(n=2)).status == 429
-        await exporter.close()
+    async with collecting() as (collector, exporter), traced(FakeEngine(script=displaced), exporter) as client:
+        assert (await client.complete(n=2)).status == 429
     root, phase = sorted(collector.spans, key=lambda span: span["name"])
     assert (root["status"], facts(root)["error.type"], phase["name"]) == ({"code": 2}, Displaced.code, "queued")
 
 
 async def test_a_forwarded_request_whose_client_leaves_is_an_error_on_both_instances() -> None:
-    async with collecting() as (collector, exporter):
-        async with fleet() as running:
-            a = await running.start("a", tracer=Tracer(exporter, "auto"))
-            b = await running.start("b", FakeEngine(script=None), tracer=Tracer(exporter, "auto"))
-            running.world.loads["a"] = FULL
-            asking = asyncio.create_task(a.client.complete())
-            (stream,) = await b.engine.submitted()
-            now_s = time.monotonic()
-            stream.reached = Phases(1000.0, history=(PhaseTime("queued", now_s, now_s + 1),))
-            asking.cancel()
-            await stream.cancelled.wait()
-        await exporter.close()
+    async with collecting() as (collector, exporter), fleet() as running:
+        a = await running.start("a", tracer=Tracer(exporter, "auto"))
+        b = await running.start("b", FakeEngine(script=None), tracer=Tracer(exporter, "auto"))
+        running.world.loads["a"] = FULL
+        asking = asyncio.create_task(a.client.complete())
+        (stream,) = await b.engine.submitted()
+        now_s = time.monotonic()
+        stream.reached = Phases(1000.0, history=(PhaseTime("queued", now_s, now_s + 1),))
+        asking.cancel()
+        await stream.cancelled.wait()
     assert [one.get("status") for one in (*collector.named("llm_request"), *collector.named("forward"))] == [
         {"code": 2}
     ] * 3
@@ -282,16 +266,14 @@ async def test_a_forwarded_request_whose_client_leaves_is_an_error_on_both_insta
 
 
 async def test_a_forwarded_stream_that_fails_names_its_error_on_both_instances() -> None:
-    async with collecting() as (collector, exporter):
-        async with fleet() as running:
-            a = await running.start("a", tracer=Tracer(exporter, "auto"))
-            b = await running.start("b", FakeEngine(script=begun), tracer=Tracer(exporter, "auto"))
-            running.world.loads["a"] = FULL
-            asking = asyncio.create_task(a.client.complete(stream=True))
-            (stream,) = await b.engine.submitted()
-            stream.end(1, "error", BackendFailed("the device failed"))
-            assert (await asking).status == 200
-        await exporter.close()
+    async with collecting() as (collector, exporter), fleet() as running:
+        a = await running.start("a", tracer=Tracer(exporter, "auto"))
+        b = await running.start("b", FakeEngine(script=begun), tracer=Tracer(exporter, "auto"))
+        running.world.loads["a"] = FULL
+        asking = asyncio.create_task(a.client.complete(stream=True))
+        (stream,) = await b.engine.submitted()
+        stream.end(1, "error", BackendFailed("the device failed"))
+        assert (await asking).status == 200
     (forward,) = collector.named("forward")
     here, there = sorted(collector.named("llm_request"), key=lambda span: "parentSpanId" in span)
     assert there["parentSpanId"] == forward["spanId"]
@@ -300,25 +282,21 @@ async def test_a_forwarded_stream_that_fails_names_its_error_on_both_instances()
 
 
 async def test_an_instance_that_is_not_reached_is_a_failed_forward_of_a_request_that_ends_well() -> None:
-    async with collecting() as (collector, exporter):
-        async with fleet() as running:
-            running.add_absent("a")
-            b = await running.start("b", tracer=Tracer(exporter, "auto"))
-            assert (await b.client.complete()).status == 200
-        await exporter.close()
+    async with collecting() as (collector, exporter), fleet() as running:
+        running.add_absent("a")
+        b = await running.start("b", tracer=Tracer(exporter, "auto"))
+        assert (await b.client.complete()).status == 200
     assert collector.named("forward")[0]["status"] == {"code": 2}
     assert "status" not in collector.named("llm_request")[0]
 
 
 async def test_a_forwarded_request_is_one_trace_on_both_instances() -> None:
-    async with collecting() as (collector, exporter):
-        async with fleet() as running:
-            a = await running.start("a", tracer=Tracer(exporter, "auto"))
-            b = await running.start("b", FakeEngine(script=phased), tracer=Tracer(exporter, "auto"))
-            running.world.loads["a"] = FULL
-            assert (await a.client.complete(headers=SAMPLED)).status == 200
-            assert len(b.engine.requests) == 1
-        await exporter.close()
+    async with collecting() as (collector, exporter), fleet() as running:
+        a = await running.start("a", tracer=Tracer(exporter, "auto"))
+        b = await running.start("b", FakeEngine(script=phased), tracer=Tracer(exporter, "auto"))
+        running.world.loads["a"] = FULL
+        assert (await a.client.complete(headers=SAMPLED)).status == 200
+        assert len(b.engine.requests) == 1
     (forward,) = collector.named("forward")
     here, there = sorted(collector.named("llm_request"), key=lambda span: span["parentSpanId"] != CALLER)
     assert {span["traceId"] for span in collector.spans} == {TRACE_ID}
@@ -336,7 +314,7 @@ def outcomes(exporter: OtlpExporter) -> dict[str, int]:
 
 
 async def test_spans_beyond_the_bound_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(otlp, "_MOST_WAITING", 5)
+    monkeypatch.setattr(tracing, "_MOST_WAITING", 5)
     async with collecting() as (collector, exporter):
         for _ in range(8):
             exporter.add({"name": "x", "attributes": []})
@@ -359,8 +337,8 @@ async def test_spans_that_the_collector_does_not_take_are_dropped_and_counted() 
 
 
 async def test_a_full_batch_is_sent_without_waiting_for_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(otlp, "_PAUSE_S", 1e6)
-    monkeypatch.setattr(otlp, "_BATCH", 2)
+    monkeypatch.setattr(tracing, "_PAUSE_S", 1e6)
+    monkeypatch.setattr(tracing, "_BATCH", 2)
     async with collecting() as (collector, exporter):
         sending = asyncio.create_task(exporter.run())
         for _ in range(4):

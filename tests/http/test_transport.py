@@ -46,36 +46,32 @@ NOT_REQUESTS = {
 
 @pytest.mark.parametrize(("data", "status"), NOT_REQUESTS.values(), ids=NOT_REQUESTS.keys())
 async def test_bytes_that_are_no_request_are_refused_in_openais_shape_and_not_logged(
-    data: bytes, status: int, caplog: pytest.LogCaptureFixture
+    data: bytes, status: int, caplog: pytest.LogCaptureFixture, client: Client
 ) -> None:
-    async with serving(FakeEngine()) as client:
-        answer = parsed(await exchange(client.port, data))
-        assert (await client.get("/health")).status == 200
+    answer = parsed(await exchange(client.port, data))
+    assert (await client.get("/health")).status == 200
     assert (answer.status, answer.error["type"]) == (status, "invalid_request_error")
     assert len(answer.error["message"]) < 300
     assert answer.headers["Server"] == "CaraServe"
     assert not caplog.records
 
 
-async def test_the_server_header_has_no_versions() -> None:
-    async with serving(FakeEngine()) as client:
-        for answer in (await client.get("/health"), await client.get("/nothing"), await client.complete(stream=True)):
-            assert answer.headers["Server"] == "CaraServe"
+async def test_the_server_header_has_no_versions(client: Client) -> None:
+    for answer in (await client.get("/health"), await client.get("/nothing"), await client.complete(stream=True)):
+        assert answer.headers["Server"] == "CaraServe"
 
 
 @pytest.mark.parametrize("path", ["/v1/models/", "/v1/models/a/", "/health/", "/v1/models/?x=/"])
-async def test_a_slash_at_the_end_changes_nothing(path: str) -> None:
-    async with serving(FakeEngine()) as client:
-        slashed, plain = await client.get(path), await client.get(path.replace("/?", "?").removesuffix("/"))
-        assert (slashed.status, slashed.body) == (plain.status, plain.body) == (200, plain.body)
+async def test_a_slash_at_the_end_changes_nothing(path: str, client: Client) -> None:
+    slashed, plain = await client.get(path), await client.get(path.replace("/?", "?").removesuffix("/"))
+    assert (slashed.status, slashed.body) == (plain.status, plain.body) == (200, plain.body)
 
 
 @pytest.mark.parametrize("path", ["//", "//x/", "//x/health/", "//[/", "//x:port/", "/v1//models", "/v1/models//"])
-async def test_two_slashes_are_an_unknown_url(path: str) -> None:
-    async with serving(FakeEngine()) as client:
-        request = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-        async with asyncio.timeout(5):
-            answer = parsed(await exchange(client.port, request.encode()))
+async def test_two_slashes_are_an_unknown_url(path: str, client: Client) -> None:
+    request = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    async with asyncio.timeout(5):
+        answer = parsed(await exchange(client.port, request.encode()))
     is_model = path == "/v1/models//"  # of the name `/`
     assert (answer.status, answer.error["code"]) == (404, "model_not_found" if is_model else "unknown_url")
 
@@ -100,7 +96,7 @@ async def test_a_body_that_turns_out_broken_is_logged_once_at_most(
 
 
 async def test_clients_that_leave_are_not_logged(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, client: Client
 ) -> None:
     left = asyncio.Event()
 
@@ -108,12 +104,11 @@ async def test_clients_that_leave_are_not_logged(
         left.set()
         raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
 
-    async with serving(FakeEngine()) as client:
-        with monkeypatch.context() as patched, socket.create_connection(("127.0.0.1", client.port)) as one:
-            patched.setattr(StreamWriter, "write", write)
-            one.sendall(HEAD + b"Content-Length: 100\r\nExpect: 100-continue\r\n\r\n")
-            await left.wait()
-        assert (await client.get("/health")).status == 200
+    with monkeypatch.context() as patched, socket.create_connection(("127.0.0.1", client.port)) as one:
+        patched.setattr(StreamWriter, "write", write)
+        one.sendall(HEAD + b"Content-Length: 100\r\nExpect: 100-continue\r\n\r\n")
+        await left.wait()
+    assert (await client.get("/health")).status == 200
     assert not caplog.records
 
 

@@ -18,8 +18,7 @@ _KEYS |= {"secretGenerator", "configMapGenerator"}
 
 @dataclass
 class Built:
-    """What one folder comes to. `secrets` and `config_maps`: generated, by name, with the files in them. `options`: the
-    literals of generated config maps, by name."""
+    """What a folder comes to. `secrets`, `config_maps`: generated, with their files. `options`: the maps' literals."""
 
     documents: list[Document] = field(default_factory=list)
     secrets: dict[str, list[str]] = field(default_factory=dict)

@@ -7,181 +7,111 @@
 - llm-d router v0.10: EndpointPickerConfig v1alpha1, and the parameters of the plugins named here
 """
 
+import re
 from typing import Any
 
-Schema = dict[str, Any]
 
-PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
-NAME: Schema = {"type": "string", "pattern": r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63}
-TEXT: Schema = {"type": "string", "minLength": 1}
-LABELS: Schema = {
-    "type": "object",
-    "minProperties": 1,
-    "additionalProperties": {
-        "type": "string",
-        "pattern": r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$",
-        "maxLength": 63,
+class Schema(dict[str, Any]):
+    """A JSON schema."""
+
+
+def schema(shape: Any) -> Schema:
+    """The schema of a shape: a dict is an object with these fields alone, those with `?` optional; a list has one item
+    or more of its shape; a set is one of its values, and a pattern a text that has it."""
+    match shape:
+        case Schema():
+            return shape
+        case dict():
+            fields = {name.removesuffix("?"): schema(field) for name, field in shape.items()}
+            required = [name for name in shape if name in fields]
+            return Schema(type="object", properties=fields, required=required, additionalProperties=False)
+        case [item]:
+            return Schema(type="array", items=schema(item), minItems=1)
+        case re.Pattern():
+            return Schema(type="string", pattern=shape.pattern)
+    return Schema(enum=sorted(shape))
+
+
+def at_most(number: int, item: Any) -> Schema:
+    return Schema(schema([item]), maxItems=number)
+
+
+def kind(name: str, api: str, spec: Any) -> Schema:
+    meta = {"name": NAME, "namespace": NAME, "labels?": LABELS}
+    return schema({"apiVersion": {api}, "kind": {name}, "metadata": meta, "spec": spec})
+
+
+PORT = Schema(type="integer", minimum=1, maximum=65535)
+NAME = re.compile(r"^(?=.{1,63}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
+TEXT = re.compile(r"(?s).")
+LABEL = re.compile(r"^(?=.{0,63}$)(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$")
+LABELS = Schema(type="object", minProperties=1, additionalProperties=schema(LABEL))
+METRIC = re.compile(r'^[a-zA-Z_:][a-zA-Z0-9_:]*(\{[a-z_]+="[^"]*"\})?$')
+PATH = re.compile(r"^/.{0,1023}$")
+SELECTOR = {"matchLabels": LABELS}
+
+SPECS: dict[tuple[str, str], dict[str, Any]] = {
+    ("InferencePool", "inference.networking.k8s.io/v1"): {
+        "selector": SELECTOR,
+        "targetPorts": at_most(8, {"number": PORT}),
+        # A port is required where the picker is a Service, which is the default kind.
+        "endpointPickerRef": {"name": NAME, "port": {"number": PORT}, "failureMode?": {"FailOpen", "FailClose"}},
+    },
+    ("Gateway", "gateway.networking.k8s.io/v1"): {
+        "gatewayClassName": NAME,
+        "listeners": at_most(64, {"name": NAME, "port": PORT, "protocol": {"HTTP"}}),
+    },
+    ("HTTPRoute", "gateway.networking.k8s.io/v1"): {
+        "parentRefs": at_most(32, {"name": NAME}),
+        "rules": at_most(
+            16,
+            {
+                "matches": [{"path": {"type": {"Exact", "PathPrefix", "RegularExpression"}, "value": PATH}}],
+                "backendRefs": [{"group": {"inference.networking.k8s.io"}, "kind": {"InferencePool"}, "name": NAME}],
+                "timeouts?": {"request": re.compile(r"^([0-9]{1,5}(h|m|s|ms)){1,4}$")},
+            },
+        ),
+    },
+    ("PodMonitor", "monitoring.coreos.com/v1"): {
+        "selector": SELECTOR,
+        "podMetricsEndpoints": [{"port": NAME, "path?": PATH, "interval?": re.compile(r"^[0-9]+(ms|s|m|h)$")}],
     },
 }
-METRIC: Schema = {"type": "string", "pattern": r'^[a-zA-Z_:][a-zA-Z0-9_:]*(\{[a-z_]+="[^"]*"\})?$'}
+CUSTOM = {name: kind(name, api, spec) for (name, api), spec in SPECS.items()}
 
-
-def closed(required: Schema, optional: Schema | None = None) -> Schema:
-    """An object with these fields alone."""
-    properties = {**required, **(optional or {})}
-    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
-
-
-def listed(item: Schema, most: int | None = None) -> Schema:
-    return {"type": "array", "items": item, "minItems": 1} | ({} if most is None else {"maxItems": most})
-
-
-def kind(name: str, api: str, spec: Schema) -> Schema:
-    meta = closed({"name": NAME, "namespace": NAME}, {"labels": LABELS})
-    return closed({"apiVersion": {"const": api}, "kind": {"const": name}, "metadata": meta, "spec": spec})
-
-
-SELECTOR = closed({"matchLabels": LABELS})
-
-INFERENCE_POOL = kind(
-    "InferencePool",
-    "inference.networking.k8s.io/v1",
-    closed(
-        {
-            "selector": SELECTOR,
-            "targetPorts": listed(closed({"number": PORT}), most=8),
-            # A port is required where the picker is a Service, which is the default kind.
-            "endpointPickerRef": closed(
-                {"name": NAME, "port": closed({"number": PORT})}, {"failureMode": {"enum": ["FailOpen", "FailClose"]}}
-            ),
-        }
-    ),
-)
-
-GATEWAY = kind(
-    "Gateway",
-    "gateway.networking.k8s.io/v1",
-    closed(
-        {
-            "gatewayClassName": NAME,
-            "listeners": listed(closed({"name": NAME, "port": PORT, "protocol": {"enum": ["HTTP"]}}), most=64),
-        }
-    ),
-)
-
-HTTP_ROUTE = kind(
-    "HTTPRoute",
-    "gateway.networking.k8s.io/v1",
-    closed(
-        {
-            "parentRefs": listed(closed({"name": NAME}), most=32),
-            "rules": listed(
-                closed(
-                    {
-                        "matches": listed(
-                            closed(
-                                {
-                                    "path": closed(
-                                        {
-                                            "type": {"enum": ["Exact", "PathPrefix", "RegularExpression"]},
-                                            "value": {"type": "string", "pattern": "^/", "maxLength": 1024},
-                                        }
-                                    )
-                                }
-                            )
-                        ),
-                        "backendRefs": listed(
-                            closed(
-                                {
-                                    "group": {"const": "inference.networking.k8s.io"},
-                                    "kind": {"const": "InferencePool"},
-                                    "name": NAME,
-                                }
-                            )
-                        ),
-                    },
-                    {"timeouts": closed({"request": {"type": "string", "pattern": r"^([0-9]{1,5}(h|m|s|ms)){1,4}$"}})},
-                ),
-                most=16,
-            ),
-        }
-    ),
-)
-
-POD_MONITOR = kind(
-    "PodMonitor",
-    "monitoring.coreos.com/v1",
-    closed(
-        {
-            "selector": SELECTOR,
-            "podMetricsEndpoints": listed(
-                closed(
-                    {"port": NAME},
-                    {
-                        "path": {"type": "string", "pattern": "^/"},
-                        "interval": {"type": "string", "pattern": r"^[0-9]+(ms|s|m|h)$"},
-                    },
-                )
-            ),
-        }
-    ),
-)
-
-CUSTOM = {
-    schema["properties"]["kind"]["const"]: schema for schema in (INFERENCE_POOL, GATEWAY, HTTP_ROUTE, POD_MONITOR)
+ENGINE = {
+    "name": TEXT,
+    "queuedRequestsSpec": METRIC,
+    "runningRequestsSpec": METRIC,
+    "kvUsageSpec": METRIC,
+    "loraSpec?": METRIC,
+    "cacheInfoSpec?": METRIC,
+    "customMetrics?": [{"attributeKey": TEXT, "metricSpec": METRIC}],
 }
-
-ENGINE = closed(
-    {"name": TEXT, "queuedRequestsSpec": METRIC, "runningRequestsSpec": METRIC, "kvUsageSpec": METRIC},
-    {
-        "loraSpec": METRIC,
-        "cacheInfoSpec": METRIC,
-        "customMetrics": listed(closed({"attributeKey": TEXT, "metricSpec": METRIC})),
-    },
-)
-
-PLUGIN_PARAMETERS: dict[str, Schema | None] = {
-    "metrics-data-source": None,
-    "core-metrics-extractor": closed({"engineConfigs": listed(ENGINE)}),
-    "endpoint-attribute-scorer": closed(
-        {
+PLUGINS: dict[str, dict[str, Any]] = {
+    "metrics-data-source": {},
+    "core-metrics-extractor": {"parameters": {"engineConfigs": [ENGINE]}},
+    "endpoint-attribute-scorer": {
+        "parameters": {
             "attributeKey": TEXT,
-            "algorithm": closed(
-                {"type": {"enum": ["linear_lower_is_better", "linear_higher_is_better"]}},
-                {"normalization": closed({}, {"adaptiveRange": {"type": "object", "maxProperties": 0}})},
-            ),
+            "algorithm": {
+                "type": {"linear_lower_is_better", "linear_higher_is_better"},
+                "normalization?": {"adaptiveRange?": {}},
+            },
         }
-    ),
-    "lora-affinity-scorer": None,
-    "prefix-cache-scorer": None,
-    "kv-cache-utilization-scorer": None,
-    "max-score-picker": None,
-    "single-profile-handler": None,
+    },
+    **{f"{name}-scorer": {} for name in ("lora-affinity", "prefix-cache", "kv-cache-utilization")},
+    "max-score-picker": {},
+    "single-profile-handler": {},
 }
-
-
-def _plugin(name: str, parameters: Schema | None) -> Schema:
-    fixed = {"type": {"const": name}}
-    return closed(fixed if parameters is None else fixed | {"parameters": parameters}, {"name": TEXT})
-
-
-PICKER_CONFIG = closed(
+PICKER_CONFIG = schema(
     {
-        "apiVersion": {"const": "llm-d.ai/v1alpha1"},
-        "kind": {"const": "EndpointPickerConfig"},
-        "plugins": listed({"oneOf": [_plugin(*plugin) for plugin in PLUGIN_PARAMETERS.items()]}),
-        "dataLayer": closed(
-            {"sources": listed(closed({"pluginRef": TEXT, "extractors": listed(closed({"pluginRef": TEXT}))}))}
-        ),
-        "schedulingProfiles": listed(
-            closed(
-                {
-                    "name": TEXT,
-                    "plugins": listed(
-                        closed({"pluginRef": TEXT}, {"weight": {"type": "number", "exclusiveMinimum": 0}})
-                    ),
-                }
-            )
-        ),
+        "apiVersion": {"llm-d.ai/v1alpha1"},
+        "kind": {"EndpointPickerConfig"},
+        "plugins": [Schema(oneOf=[schema({"type": {name}, "name?": TEXT} | own) for name, own in PLUGINS.items()])],
+        "dataLayer": {"sources": [{"pluginRef": TEXT, "extractors": [{"pluginRef": TEXT}]}]},
+        "schedulingProfiles": [
+            {"name": TEXT, "plugins": [{"pluginRef": TEXT, "weight?": Schema(type="number", exclusiveMinimum=0)}]}
+        ],
     }
 )

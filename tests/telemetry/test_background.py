@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 import pytest
 
@@ -65,13 +65,17 @@ async def running() -> AsyncIterator[TaskHarness]:
         yield here
 
 
-async def test_a_task_that_fails_runs_again_after_pauses_that_double() -> None:
-    async with running() as here:
-        for _ in range(9):
-            await here.fail()
-            await here.restart()
-        assert here.pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
-        assert here.calls == 10
+@pytest.fixture
+def here() -> AbstractAsyncContextManager[TaskHarness]:
+    return running()
+
+
+async def test_a_task_that_fails_runs_again_after_pauses_that_double(here: TaskHarness) -> None:
+    for _ in range(9):
+        await here.fail()
+        await here.restart()
+    assert here.pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+    assert here.calls == 10
 
 
 async def test_chance_shortens_a_pause_by_half_at_most() -> None:
@@ -94,50 +98,46 @@ async def test_chance_shortens_a_pause_by_half_at_most() -> None:
     assert len(set(pauses)) > 100
 
 
-async def test_a_task_that_ran_for_a_minute_restarts_with_short_pauses() -> None:
-    async with running() as here:
-        for ran_s in (1.0, 59.0, 61.0, 0.0):
-            here.now_s += ran_s
-            await here.fail()
-            await here.restart()
-        assert here.pauses == [0.5, 1.0, 0.5, 1.0]
-
-
-async def test_a_task_counts_as_failing_from_its_third_failure_until_it_has_run_for_a_minute() -> None:
-    async with running() as here:
-        found = []
-        for _ in range(3):
-            await here.fail()
-            found.append(here.tasks.failing())
-            await here.restart()
-        assert found == [[], [], ["planner"]]
-        here.now_s += 59.0
-        assert here.tasks.failing() == ["planner"]
-        here.now_s += 1.0
-        assert here.tasks.failing() == []
-
-
-async def test_metrics_show_which_task_is_down_and_its_failures() -> None:
-    async with running() as here:
-        up, failures = "caraserve:background_task_up", "caraserve:background_task_failures_total"
-
-        def shown() -> tuple[str, str]:
-            return here.metric(up + "{"), here.metric(failures + "{")
-
-        assert shown() == ('task="planner",x="y"} 1', 'task="planner",x="y"} 0')
+async def test_a_task_that_ran_for_a_minute_restarts_with_short_pauses(here: TaskHarness) -> None:
+    for ran_s in (1.0, 59.0, 61.0, 0.0):
+        here.now_s += ran_s
         await here.fail()
-        assert shown() == ('task="planner",x="y"} 0', 'task="planner",x="y"} 1')
         await here.restart()
-        assert shown() == ('task="planner",x="y"} 1', 'task="planner",x="y"} 1')
+    assert here.pauses == [0.5, 1.0, 0.5, 1.0]
+
+
+async def test_a_task_counts_as_failing_from_its_third_failure_until_it_has_run_for_a_minute(here: TaskHarness) -> None:
+    found = []
+    for _ in range(3):
+        await here.fail()
+        found.append(here.tasks.failing())
+        await here.restart()
+    assert found == [[], [], ["planner"]]
+    here.now_s += 59.0
+    assert here.tasks.failing() == ["planner"]
+    here.now_s += 1.0
+    assert here.tasks.failing() == []
+
+
+async def test_metrics_show_which_task_is_down_and_its_failures(here: TaskHarness) -> None:
+    up, failures = "caraserve:background_task_up", "caraserve:background_task_failures_total"
+
+    def shown() -> tuple[str, str]:
+        return here.metric(up + "{"), here.metric(failures + "{")
+
+    assert shown() == ('task="planner",x="y"} 1', 'task="planner",x="y"} 0')
+    await here.fail()
+    assert shown() == ('task="planner",x="y"} 0', 'task="planner",x="y"} 1')
+    await here.restart()
+    assert shown() == ('task="planner",x="y"} 1', 'task="planner",x="y"} 1')
 
 
 async def test_each_failure_is_one_record_and_only_the_first_in_a_row_has_a_traceback(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, here: TaskHarness
 ) -> None:
-    async with running() as here:
-        for _ in range(4):
-            await here.fail(ValueError("x" * 10_000))
-            await here.restart()
+    for _ in range(4):
+        await here.fail(ValueError("x" * 10_000))
+        await here.restart()
     assert [(record.levelname, record.exc_info is not None) for record in caplog.records] == [
         ("ERROR", True),
         *[("ERROR", False)] * 3,
@@ -146,11 +146,10 @@ async def test_each_failure_is_one_record_and_only_the_first_in_a_row_has_a_trac
     assert all(len(message) < 400 for message in caplog.messages)
 
 
-async def test_a_cancellation_of_another_task_is_a_failure() -> None:
-    async with running() as here:
-        await here.fail(asyncio.CancelledError())
-        await here.restart()
-        assert here.calls == 2
+async def test_a_cancellation_of_another_task_is_a_failure(here: TaskHarness) -> None:
+    await here.fail(asyncio.CancelledError())
+    await here.restart()
+    assert here.calls == 2
 
 
 @pytest.mark.parametrize("waits", [False, True])

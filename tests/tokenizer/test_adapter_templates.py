@@ -5,7 +5,7 @@ import os
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from resource import RUSAGE_CHILDREN, getrusage
 from typing import Any
 
@@ -51,16 +51,20 @@ async def rendering(tool_call_parser: str | None = None) -> AsyncIterator[Adapte
         await templates.close()
 
 
-async def test_a_prompt_is_the_same_as_in_the_server_itself() -> None:
-    async with rendering() as templates:
-        template, here = await templates.load(PLAIN, OWNER), ChatTemplate(PLAIN, {"bos_token": "<s>"}, "here")
-        for messages in (HELLO, HELLO * 50, [{"role": "user", "content": "long" * 100_000}]):
-            for tools in (None, TOOLS):
-                text = await template.render(messages, OWNER, **OPTIONS, tools=tools)
-                assert text == here.render(messages, **OPTIONS, tools=tools)
-        with pytest.raises(InvalidRequest, match="role tool, which") as refused:
-            await template.render([*HELLO, {"role": "tool", "content": "x"}], OWNER, **OPTIONS)
-        assert refused.value.param == "messages"
+@pytest.fixture
+def templates() -> AbstractAsyncContextManager[AdapterTemplates]:
+    return rendering()
+
+
+async def test_a_prompt_is_the_same_as_in_the_server_itself(templates: AdapterTemplates) -> None:
+    template, here = await templates.load(PLAIN, OWNER), ChatTemplate(PLAIN, {"bos_token": "<s>"}, "here")
+    for messages in (HELLO, HELLO * 50, [{"role": "user", "content": "long" * 100_000}]):
+        for tools in (None, TOOLS):
+            text = await template.render(messages, OWNER, **OPTIONS, tools=tools)
+            assert text == here.render(messages, **OPTIONS, tools=tools)
+    with pytest.raises(InvalidRequest, match="role tool, which") as refused:
+        await template.render([*HELLO, {"role": "tool", "content": "x"}], OWNER, **OPTIONS)
+    assert refused.value.param == "messages"
 
 
 @pytest.mark.parametrize("parser", [None, "hermes"])
@@ -80,92 +84,83 @@ async def test_a_template_without_tools_has_them_as_text_where_the_operator_name
             assert "You can call these functions" in text
 
 
-async def test_what_takes_too_much_is_refused_and_costs_others_nothing() -> None:
-    async with rendering() as templates:
-        plain = await templates.load(PLAIN, OWNER)
-        for source in BOMBS:
-            bomb = await templates.load(source, OWNER)
-            with pytest.raises(InvalidRequest, match="the chat template") as refused:
-                await bomb.render(HELLO, OWNER, **OPTIONS)
-            assert refused.value.param == "messages"
-            assert len(await plain.render(HELLO, OWNER, **OPTIONS)) > 10
+async def test_what_takes_too_much_is_refused_and_costs_others_nothing(templates: AdapterTemplates) -> None:
+    plain = await templates.load(PLAIN, OWNER)
+    for source in BOMBS:
+        bomb = await templates.load(source, OWNER)
+        with pytest.raises(InvalidRequest, match="the chat template") as refused:
+            await bomb.render(HELLO, OWNER, **OPTIONS)
+        assert refused.value.param == "messages"
+        assert len(await plain.render(HELLO, OWNER, **OPTIONS)) > 10
 
 
-async def test_a_rendering_is_ended_after_half_a_second_on_the_cpu() -> None:
+async def test_a_rendering_is_ended_after_half_a_second_on_the_cpu(templates: AdapterTemplates) -> None:
     before = getrusage(RUSAGE_CHILDREN)
-    async with rendering() as templates:
-        endless = await templates.load(ENDLESS, OWNER)
-        with pytest.raises(InvalidRequest, match=r"more than 0\.5 s"):
-            await endless.render(HELLO, OWNER, **OPTIONS)
+    endless = await templates.load(ENDLESS, OWNER)
+    with pytest.raises(InvalidRequest, match=r"more than 0\.5 s"):
+        await endless.render(HELLO, OWNER, **OPTIONS)
     after = getrusage(RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 4  # starting takes up to 1 s
 
 
-async def test_what_does_not_compile_is_refused() -> None:
-    async with rendering() as templates:
-        for source in UNFIT:
-            with pytest.raises(InvalidRequest, match="the chat template") as refused:
-                await templates.load(source, OWNER)
-            assert refused.value.param == "chat_template"
+async def test_what_does_not_compile_is_refused(templates: AdapterTemplates) -> None:
+    for source in UNFIT:
+        with pytest.raises(InvalidRequest, match="the chat template") as refused:
+            await templates.load(source, OWNER)
+        assert refused.value.param == "chat_template"
 
 
-async def test_calls_and_reasoning_are_those_that_the_template_shows() -> None:
-    async with rendering() as templates:
-        plain = await templates.load(PLAIN, OWNER)
-        assert (plain.tool_format, plain.reasoning_format) == (None, None)
-        other = await templates.load("<tool_call>{{ tools }}{% if enable_thinking %}<think></think>{% endif %}", OWNER)
-        assert other.tool_format == HERMES
-        assert other.reasoning_format is not None
-        assert (other.reasoning_format.tokens, other.reasoning_format.switch) == (MARKS, "enable_thinking")
+async def test_calls_and_reasoning_are_those_that_the_template_shows(templates: AdapterTemplates) -> None:
+    plain = await templates.load(PLAIN, OWNER)
+    assert (plain.tool_format, plain.reasoning_format) == (None, None)
+    other = await templates.load("<tool_call>{{ tools }}{% if enable_thinking %}<think></think>{% endif %}", OWNER)
+    assert other.tool_format == HERMES
+    assert other.reasoning_format is not None
+    assert (other.reasoning_format.tokens, other.reasoning_format.switch) == (MARKS, "enable_thinking")
 
 
-async def test_more_templates_than_are_kept_compiled_render_all_the_same() -> None:
-    async with rendering() as templates:
-        comment = "{#" + "x" * (MAX_COMPILED_CHARACTERS // 3) + "#}"
-        loaded = [await templates.load(f"{comment}{number}", OWNER) for number in range(5)]
-        processes = set(templates._processes._processes)
-        assert [await one.render(HELLO, OWNER, **OPTIONS) for one in loaded * 2] == list("01234" * 2)
-        assert templates._processes._processes == processes
+async def test_more_templates_than_are_kept_compiled_render_all_the_same(templates: AdapterTemplates) -> None:
+    comment = "{#" + "x" * (MAX_COMPILED_CHARACTERS // 3) + "#}"
+    loaded = [await templates.load(f"{comment}{number}", OWNER) for number in range(5)]
+    processes = set(templates._processes._processes)
+    assert [await one.render(HELLO, OWNER, **OPTIONS) for one in loaded * 2] == list("01234" * 2)
+    assert templates._processes._processes == processes
 
 
-async def test_the_threads_that_compute_come_before_its_process() -> None:
-    async with rendering() as templates:
-        await templates.load("{{ messages[-1].content }}", OWNER)
-        (process,) = templates._processes._processes
-        assert os.getpriority(os.PRIO_PROCESS, process._process.pid) > fork_server.NICE  # that of compute threads
+async def test_the_threads_that_compute_come_before_its_process(templates: AdapterTemplates) -> None:
+    await templates.load("{{ messages[-1].content }}", OWNER)
+    (process,) = templates._processes._processes
+    assert os.getpriority(os.PRIO_PROCESS, process._process.pid) > fork_server.NICE  # that of compute threads
 
 
-async def test_clients_that_leave_do_not_end_the_process() -> None:
-    async with rendering() as templates:
-        plain = await templates.load(PLAIN, OWNER)
-        processes = set(templates._processes._processes)
-        leaving = [asyncio.create_task(plain.render(HELLO, OWNER, **OPTIONS)) for _ in range(8)]
-        while not templates.num_waiting:  # noqa: ASYNC110  # until one is on its way, and the others wait
-            await asyncio.sleep(0)
-        for one in leaving:
-            one.cancel()
-        await asyncio.wait(leaving)
-        await plain.render(HELLO, OWNER, **OPTIONS)
-        assert templates._processes._processes == processes
-
-
-async def test_a_short_chat_does_not_wait_for_threads_that_encode_long_ones() -> None:
-    is_over = threading.Event()
-    async with rendering() as templates:
-        plain = await templates.load(PLAIN, OWNER)
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-        blocked = asyncio.create_task(asyncio.to_thread(is_over.wait))
+async def test_clients_that_leave_do_not_end_the_process(templates: AdapterTemplates) -> None:
+    plain = await templates.load(PLAIN, OWNER)
+    processes = set(templates._processes._processes)
+    leaving = [asyncio.create_task(plain.render(HELLO, OWNER, **OPTIONS)) for _ in range(8)]
+    while not templates.num_waiting:  # noqa: ASYNC110  # until one is on its way, and the others wait
         await asyncio.sleep(0)
-        try:
-            async with asyncio.timeout(10):
-                assert len(await plain.render(HELLO, OWNER, add_generation_prompt=True)) > 10
-        finally:
-            is_over.set()
-            await blocked
+    for one in leaving:
+        one.cancel()
+    await asyncio.wait(leaving)
+    await plain.render(HELLO, OWNER, **OPTIONS)
+    assert templates._processes._processes == processes
 
 
-async def test_texts_that_would_take_long_to_copy_are_refused() -> None:
-    async with rendering() as templates:
-        plain = await templates.load(PLAIN, OWNER)
-        with pytest.raises(InvalidRequest, match=f"{MAX_TEXT_CHARACTERS} are allowed"):
-            await plain.render([{"role": "user", "content": "x" * (MAX_TEXT_CHARACTERS + 1)}], OWNER, **OPTIONS)
+async def test_a_short_chat_does_not_wait_for_threads_that_encode_long_ones(templates: AdapterTemplates) -> None:
+    is_over = threading.Event()
+    plain = await templates.load(PLAIN, OWNER)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    blocked = asyncio.create_task(asyncio.to_thread(is_over.wait))
+    await asyncio.sleep(0)
+    try:
+        async with asyncio.timeout(10):
+            assert len(await plain.render(HELLO, OWNER, add_generation_prompt=True)) > 10
+    finally:
+        is_over.set()
+        await blocked
+
+
+async def test_texts_that_would_take_long_to_copy_are_refused(templates: AdapterTemplates) -> None:
+    plain = await templates.load(PLAIN, OWNER)
+    with pytest.raises(InvalidRequest, match=f"{MAX_TEXT_CHARACTERS} are allowed"):
+        await plain.render([{"role": "user", "content": "x" * (MAX_TEXT_CHARACTERS + 1)}], OWNER, **OPTIONS)

@@ -177,8 +177,9 @@ def test_a_type_of_another_language_is_refused_with_those_that_there_are(tokeniz
         compiled(tokenizer, "json_schema", {"type": "dict"})
 
 
+@pytest.fixture
 @asynccontextmanager
-async def compiling(tokenizer: Tokenizer) -> AsyncIterator[GrammarCompiler]:
+async def grammars(tokenizer: Tokenizer) -> AsyncIterator[GrammarCompiler]:
     try:
         yield tokenizer.grammars
     finally:
@@ -226,46 +227,44 @@ def test_a_wrong_or_too_complex_source_is_refused_by_the_name_of_its_field(
 
 
 async def test_a_source_that_takes_too_long_stops_neither_the_event_loop_nor_later_sources(
-    tokenizer: Tokenizer,
+    grammars: GrammarCompiler,
 ) -> None:
-    async with compiling(tokenizer) as grammars:
-        turns = 0
+    turns = 0
 
-        async def turn() -> None:
-            nonlocal turns
-            while True:
-                await asyncio.sleep(0.001)
-                turns += 1
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0.001)
+            turns += 1
 
-        turning = asyncio.create_task(turn())
-        endless = GrammarSource("json_schema", '{"type": "integer", "multipleOf": 9999991}', "f")
-        hostile = asyncio.create_task(grammars.compile(endless))
-        await asyncio.sleep(0)
-        await grammars.compile(GrammarSource("regex", "[x-z]{7}", "f"))
-        with pytest.raises(InvalidRequest, match="takes longer than 1 s"):
-            await hostile
-        turning.cancel()
-        assert turns > 100
+    turning = asyncio.create_task(turn())
+    endless = GrammarSource("json_schema", '{"type": "integer", "multipleOf": 9999991}', "f")
+    hostile = asyncio.create_task(grammars.compile(endless))
+    await asyncio.sleep(0)
+    await grammars.compile(GrammarSource("regex", "[x-z]{7}", "f"))
+    with pytest.raises(InvalidRequest, match="takes longer than 1 s"):
+        await hostile
+    turning.cancel()
+    assert turns > 100
 
 
 async def test_a_user_with_too_many_new_grammars_is_refused_and_another_one_need_not_wait_for_them(
-    tokenizer: Tokenizer,
+    grammars: GrammarCompiler,
 ) -> None:
-    async with compiling(tokenizer) as grammars:
-        ended: list[str] = []
+    ended: list[str] = []
 
-        async def compile_one(user: str, regex: str) -> None:
-            await grammars.uncompiled(GrammarSource("regex", regex, "f")).prepare(Tenant("key", user))
-            ended.append(user)
+    async def compile_one(user: str, regex: str) -> None:
+        await grammars.uncompiled(GrammarSource("regex", regex, "f")).prepare(Tenant("key", user))
+        ended.append(user)
 
-        greedy = [compile_one("greedy", f"[a-f]{{{count}}}g") for count in range(1, POOL.of_user + 7)]
-        flood = asyncio.gather(*greedy, return_exceptions=True)
-        await asyncio.sleep(0)
-        await compile_one("modest", "ab?")
-        assert len(ended) < POOL.of_user // 2
-        results = await flood
-        assert sum(isinstance(result, Overloaded) for result in results) == 6
-        assert results.count(None) == POOL.of_user
+    greedy = [compile_one("greedy", f"[a-f]{{{count}}}g") for count in range(1, POOL.of_user + 7)]
+    flood = asyncio.gather(*greedy, return_exceptions=True)
+    await asyncio.sleep(0)
+    await compile_one("modest", "ab?")
+    assert len(ended) < POOL.of_user // 2
+    results = await flood
+    assert sum(isinstance(result, Overloaded) for result in results) == 6
+    assert results.count(None) == POOL.of_user
 
 
 def test_the_memory_of_grammars_and_what_waits_are_metrics(tokenizer: Tokenizer) -> None:
@@ -294,40 +293,38 @@ def test_a_grammar_counts_while_it_is_compiled(shared: Shared, monkeypatch: pyte
     assert grammars.num_bytes > before_bytes
 
 
-async def test_a_refusal_leaves_nothing_for_the_garbage_collector(tokenizer: Tokenizer) -> None:
+async def test_a_refusal_leaves_nothing_for_the_garbage_collector(grammars: GrammarCompiler) -> None:
     async def refused() -> weakref.ref[InvalidRequest]:
         try:
-            await tokenizer.grammars.compile(GrammarSource("regex", "(", "f"))
+            await grammars.compile(GrammarSource("regex", "(", "f"))
         except InvalidRequest as error:
             return weakref.ref(error)
         raise AssertionError("it was compiled")
 
-    async with compiling(tokenizer):
-        gc.collect()
-        gc.disable()
-        try:
-            errors = [await refused() for _ in range(3)]
-            await asyncio.sleep(0.0)
-            assert [error() for error in errors] == [None] * 3
-        finally:
-            gc.enable()
+    gc.collect()
+    gc.disable()
+    try:
+        errors = [await refused() for _ in range(3)]
+        await asyncio.sleep(0.0)
+        assert [error() for error in errors] == [None] * 3
+    finally:
+        gc.enable()
 
 
-async def test_requests_of_a_user_for_one_new_grammar_wait_as_one_until_all_have_left(tokenizer: Tokenizer) -> None:
-    async with compiling(tokenizer) as grammars:
-        sources = [GrammarSource("regex", regex, "f") for regex in ("[a-f]{3}", "[a-f]{4}")]
-        requests = [
-            [asyncio.create_task(grammars.compile(source)) for _ in range(POOL.of_user + 1)] for source in sources
-        ]
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert grammars.num_waiting == 2
-        for one in requests[1]:
-            one.cancel()
-        await asyncio.wait(requests[1])
-        await asyncio.sleep(0)
-        assert grammars.num_waiting == 1
-        assert len({await one for one in requests[0]}) == 1
+async def test_requests_of_a_user_for_one_new_grammar_wait_as_one_until_all_have_left(
+    grammars: GrammarCompiler,
+) -> None:
+    sources = [GrammarSource("regex", regex, "f") for regex in ("[a-f]{3}", "[a-f]{4}")]
+    requests = [[asyncio.create_task(grammars.compile(source)) for _ in range(POOL.of_user + 1)] for source in sources]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert grammars.num_waiting == 2
+    for one in requests[1]:
+        one.cancel()
+    await asyncio.wait(requests[1])
+    await asyncio.sleep(0)
+    assert grammars.num_waiting == 1
+    assert len({await one for one in requests[0]}) == 1
 
 
 def exhaust(tokenizer: Tokenizer, matcher: TokenMatcher) -> None:
@@ -413,8 +410,7 @@ def test_a_grammar_that_has_grown_fails_where_its_client_has_no_memory_left(
     assert needed == [""]
 
 
-async def test_concurrent_and_later_requests_share_one_compilation(tokenizer: Tokenizer) -> None:
-    async with compiling(tokenizer) as compiler:
-        source = GrammarSource("regex", "[a-f]{3}", "regex")
-        grammars = await asyncio.gather(*(compiler.compile(source) for _ in range(5)))
-        assert {*grammars, await compiler.compile(source)} == {grammars[0]}
+async def test_concurrent_and_later_requests_share_one_compilation(grammars: GrammarCompiler) -> None:
+    source = GrammarSource("regex", "[a-f]{3}", "regex")
+    compiled = await asyncio.gather(*(grammars.compile(source) for _ in range(5)))
+    assert {*compiled, await grammars.compile(source)} == {compiled[0]}

@@ -134,8 +134,7 @@ def test_growth_is_what_the_process_allocates_during_masks_that_took_so_long() -
 
 
 def grown_by(of_masks: int, of_others: int) -> tuple[int, int]:
-    """Returns the growth in bytes after 5,020 masks of 200 µs that add so much each, others adding so much between
-    them, and the number of looks."""
+    """Returns the growth, and the looks, of 5,020 masks of 200 µs that add so much, and others so much between them."""
     allocated_bytes, looks = 0, 0
 
     def look() -> int:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
@@ -91,14 +91,18 @@ async def harness(limits: PoolLimits = LIMITS) -> AsyncIterator[PoolHarness]:
         assert all(process.is_closed or not process.is_usable for process in made.processes)
 
 
-async def test_a_client_with_many_jobs_does_not_delay_another_one() -> None:
-    async with harness() as there:
-        for number in range(6):
-            await there.submit(f"greedy {number}", owner("greedy"))
-        modest = await there.submit("modest", owner("modest"))
-        assert there.began == ["greedy 0", "modest"]
-        await there.end("modest")
-        assert await modest == "modest done"
+@pytest.fixture
+def there() -> AbstractAsyncContextManager[PoolHarness]:
+    return harness()
+
+
+async def test_a_client_with_many_jobs_does_not_delay_another_one(there: PoolHarness) -> None:
+    for number in range(6):
+        await there.submit(f"greedy {number}", owner("greedy"))
+    modest = await there.submit("modest", owner("modest"))
+    assert there.began == ["greedy 0", "modest"]
+    await there.end("modest")
+    assert await modest == "modest done"
 
 
 @pytest.mark.parametrize(
@@ -130,13 +134,12 @@ async def test_no_client_and_no_adapter_has_all_processes(many: list[JobOwner], 
         assert there.began == ["many 0", "many 1", "other"]
 
 
-async def test_a_single_client_starts_no_more_processes_than_it_uses() -> None:
-    async with harness() as there:
-        for number in range(5):
-            await there.submit(f"job {number}", owner())
-        await there.end_all()
-        assert len(there.began) == 5
-        assert len(there.processes) == 1
+async def test_a_single_client_starts_no_more_processes_than_it_uses(there: PoolHarness) -> None:
+    for number in range(5):
+        await there.submit(f"job {number}", owner())
+    await there.end_all()
+    assert len(there.began) == 5
+    assert len(there.processes) == 1
 
 
 async def test_clients_get_equal_time_and_those_of_twice_the_weight_twice_as_much() -> None:
@@ -175,19 +178,18 @@ async def test_small_jobs_of_a_queue_go_before_large_ones_that_have_not_waited_l
     ],
 )
 async def test_a_client_and_a_user_may_have_so_many_jobs_that_wait(
-    owners: list[JobOwner], refused: JobOwner, count: int, kind: str
+    owners: list[JobOwner], refused: JobOwner, count: int, kind: str, there: PoolHarness
 ) -> None:
-    async with harness() as there:
-        for number, one in enumerate(owners):
-            await there.submit(f"job {number}", one)
-        assert there.pool.num_waiting == count
-        with pytest.raises(Overloaded, match=f"{count} requests of this {kind} wait for things") as caught:
-            await there.pool.run(refused, 0, lambda process: asyncio.sleep(0))
-        assert caught.value.retry_after_s >= 1.0
-        await there.submit("other", owner("other"))
-        assert there.began[-1] == "other"
-        await there.end("job 0")
-        assert not (await there.submit("fits", refused)).done()
+    for number, one in enumerate(owners):
+        await there.submit(f"job {number}", one)
+    assert there.pool.num_waiting == count
+    with pytest.raises(Overloaded, match=f"{count} requests of this {kind} wait for things") as caught:
+        await there.pool.run(refused, 0, lambda process: asyncio.sleep(0))
+    assert caught.value.retry_after_s >= 1.0
+    await there.submit("other", owner("other"))
+    assert there.began[-1] == "other"
+    await there.end("job 0")
+    assert not (await there.submit("fits", refused)).done()
 
 
 async def test_retry_after_is_the_time_that_the_jobs_before_take() -> None:
@@ -216,88 +218,81 @@ async def test_in_a_full_queue_the_client_with_the_most_jobs_loses_one_for_a_cli
             await displaced
 
 
-async def test_one_clients_jobs_for_an_adapter_do_not_refuse_those_of_another_client() -> None:
-    async with harness() as there:
-        many = [owner(client, user, "shared") for client in "ab" for user in "xy" for _ in range(6)][:21]
-        greedy = [await there.submit(f"greedy {number}", one) for number, one in enumerate(many)]
-        assert there.pool.num_waiting == 19
-        modest = [await there.submit(f"modest {number}", owner("modest", adapter="shared")) for number in range(2)]
-        assert there.pool.num_waiting == 20
-        (displaced,) = [job for job in greedy if job.done()]
-        with pytest.raises(Displaced):
-            await displaced
-        assert not any(job.done() for job in modest)
-        for _ in range(3):
-            await there.end(next(iter(there.running)))
-        assert "modest 0" in there.began
+async def test_one_clients_jobs_for_an_adapter_do_not_refuse_those_of_another_client(there: PoolHarness) -> None:
+    many = [owner(client, user, "shared") for client in "ab" for user in "xy" for _ in range(6)][:21]
+    greedy = [await there.submit(f"greedy {number}", one) for number, one in enumerate(many)]
+    assert there.pool.num_waiting == 19
+    modest = [await there.submit(f"modest {number}", owner("modest", adapter="shared")) for number in range(2)]
+    assert there.pool.num_waiting == 20
+    (displaced,) = [job for job in greedy if job.done()]
+    with pytest.raises(Displaced):
+        await displaced
+    assert not any(job.done() for job in modest)
+    for _ in range(3):
+        await there.end(next(iter(there.running)))
+    assert "modest 0" in there.began
 
 
-async def test_a_job_that_waits_is_dropped_with_its_client_and_one_that_runs_goes_on() -> None:
-    async with harness() as there:
-        jobs = [await there.submit(f"job {number}", owner()) for number in range(3)]
-        jobs[0].cancel()
-        jobs[1].cancel()
-        await settle()
-        assert there.pool.num_waiting == 1
-        await there.end("job 0")
-        assert there.began == ["job 0", "job 2"]
-        assert [process.is_closed for process in there.processes] == [False]
+async def test_a_job_that_waits_is_dropped_with_its_client_and_one_that_runs_goes_on(there: PoolHarness) -> None:
+    jobs = [await there.submit(f"job {number}", owner()) for number in range(3)]
+    jobs[0].cancel()
+    jobs[1].cancel()
+    await settle()
+    assert there.pool.num_waiting == 1
+    await there.end("job 0")
+    assert there.began == ["job 0", "job 2"]
+    assert [process.is_closed for process in there.processes] == [False]
 
 
-async def test_a_lost_process_is_started_again_while_the_place_of_its_job_is_taken() -> None:
-    async with harness() as there:
-        evil = await there.submit("evil 0", owner(adapter="evil"))
-        await there.submit("evil 1", owner(adapter="evil"))
-        await there.submit("nice 0", owner(adapter="nice"))
-        there.may_start.clear()
-        await there.end("evil 0", kills=True)
-        assert await evil == "evil 0 done"  # the answer does not wait for the process
-        await there.end("nice 0")
-        await there.submit("nice 1", owner(adapter="nice"))
-        assert there.began == ["evil 0", "nice 0", "nice 1"]  # not evil 1, which would end another process
-        there.may_start.set()
-        await settle()
-        assert there.began[-1] == "evil 1"
-        assert there.processes[0].is_closed
+async def test_a_lost_process_is_started_again_while_the_place_of_its_job_is_taken(there: PoolHarness) -> None:
+    evil = await there.submit("evil 0", owner(adapter="evil"))
+    await there.submit("evil 1", owner(adapter="evil"))
+    await there.submit("nice 0", owner(adapter="nice"))
+    there.may_start.clear()
+    await there.end("evil 0", kills=True)
+    assert await evil == "evil 0 done"  # the answer does not wait for the process
+    await there.end("nice 0")
+    await there.submit("nice 1", owner(adapter="nice"))
+    assert there.began == ["evil 0", "nice 0", "nice 1"]  # not evil 1, which would end another process
+    there.may_start.set()
+    await settle()
+    assert there.began[-1] == "evil 1"
+    assert there.processes[0].is_closed
 
 
-async def test_an_error_of_a_job_is_that_of_its_caller() -> None:
-    async with harness() as there:
+async def test_an_error_of_a_job_is_that_of_its_caller(there: PoolHarness) -> None:
+    async def fail(process: FakeProcess) -> None:
+        raise ConnectionError("it died")
 
-        async def fail(process: FakeProcess) -> None:
-            raise ConnectionError("it died")
-
-        with pytest.raises(ConnectionError, match="it died"):
-            await there.pool.run(owner(), 0, fail)
-        await there.submit("next", owner())
-        assert there.began == ["next"]
+    with pytest.raises(ConnectionError, match="it died"):
+        await there.pool.run(owner(), 0, fail)
+    await there.submit("next", owner())
+    assert there.began == ["next"]
 
 
-async def test_jobs_fail_where_no_process_can_be_started_and_the_next_ones_try_again() -> None:
-    async with harness() as there:
-        there.start_fails = True
-        jobs = [await there.submit(f"job {number}", owner()) for number in range(2)]
-        for job in jobs:
-            with pytest.raises(ServerBusy, match="cannot be started"):
-                await job
-        there.start_fails = False
-        await there.submit("next", owner())
-        assert there.began == ["next"]
-        there.start_fails = True
-        await there.submit("other", owner("other"))
-        assert there.began == ["next"]
-        await there.end("next")
-        assert there.began == ["next", "other"]
+async def test_jobs_fail_where_no_process_can_be_started_and_the_next_ones_try_again(there: PoolHarness) -> None:
+    there.start_fails = True
+    jobs = [await there.submit(f"job {number}", owner()) for number in range(2)]
+    for job in jobs:
+        with pytest.raises(ServerBusy, match="cannot be started"):
+            await job
+    there.start_fails = False
+    await there.submit("next", owner())
+    assert there.began == ["next"]
+    there.start_fails = True
+    await there.submit("other", owner("other"))
+    assert there.began == ["next"]
+    await there.end("next")
+    assert there.began == ["next", "other"]
 
 
-async def test_a_process_that_died_while_it_was_idle_is_replaced() -> None:
-    async with harness() as there:
-        await there.submit("first", owner())
-        await there.end("first")
-        there.processes[0].is_usable = False
-        await there.submit("next", owner())
-        assert there.began == ["first", "next"]
-        assert len(there.processes) == 2
+async def test_a_process_that_died_while_it_was_idle_is_replaced(there: PoolHarness) -> None:
+    await there.submit("first", owner())
+    await there.end("first")
+    there.processes[0].is_usable = False
+    await there.submit("next", owner())
+    assert there.began == ["first", "next"]
+    assert len(there.processes) == 2
 
 
 async def test_processes_that_were_idle_for_long_end_but_one() -> None:
@@ -309,13 +304,12 @@ async def test_processes_that_were_idle_for_long_end_but_one() -> None:
         assert [process.is_closed for process in there.processes].count(False) == 1
 
 
-async def test_closing_cancels_what_runs_and_waits_and_the_pool_may_be_used_again() -> None:
-    async with harness() as there:
-        jobs = [await there.submit(f"job {number}", owner()) for number in range(3)]
-        await there.pool.close()
-        for job in jobs:
-            with pytest.raises(asyncio.CancelledError):
-                await job
-        assert (there.pool.num_waiting, there.pool.num_processes) == (0, 0)
-        await there.submit("next", owner())
-        assert there.began == ["job 0", "next"]
+async def test_closing_cancels_what_runs_and_waits_and_the_pool_may_be_used_again(there: PoolHarness) -> None:
+    jobs = [await there.submit(f"job {number}", owner()) for number in range(3)]
+    await there.pool.close()
+    for job in jobs:
+        with pytest.raises(asyncio.CancelledError):
+            await job
+    assert (there.pool.num_waiting, there.pool.num_processes) == (0, 0)
+    await there.submit("next", owner())
+    assert there.began == ["job 0", "next"]

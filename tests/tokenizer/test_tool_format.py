@@ -1,8 +1,7 @@
 """The texts of calls: which are found, in whatever pieces they come, and which their grammars allow."""
 
 import json
-from argparse import ArgumentParser
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -91,10 +90,8 @@ CASES: list[tuple[ToolFormat, str, tuple[str, list[tuple[str, str]]]]] = [
 
 
 def test_the_option_names_every_format() -> None:
-    parser = ArgumentParser()
-    ModelConfig.add_arguments(parser)
-    choices = {action.dest: action.choices for action in parser._actions}
-    assert set(choices["tool_call_parser"] or ()) == set(TOOL_FORMATS)
+    (option,) = [field for field in fields(ModelConfig) if field.name == "tool_call_parser"]
+    assert set(option.metadata["choices"]) == set(TOOL_FORMATS)
 
 
 @pytest.mark.parametrize(("tool_format", "text", "expected"), CASES)

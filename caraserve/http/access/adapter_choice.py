@@ -27,8 +27,7 @@ _TAGS = re.compile(r'\s*"[0-9a-f]{64}"\s*(,\s*"[0-9a-f]{64}"\s*){0,15}')
 
 @dataclass(frozen=True, slots=True)
 class ChosenAdapter:
-    """The adapter of a request, and what the request takes where it leaves a field out. `name`: None for the base
-    model."""
+    """A request's adapter, and what the request takes where it leaves a field out. `name`: None for the base model."""
 
     name: str | None
     defaults: RequestDefaults = NO_DEFAULTS
@@ -74,8 +73,7 @@ def refuse_alias(context: Context, name: str) -> None:
 
 
 def find_named(context: Context, name: str) -> AdapterInfo | None:
-    """The adapter of that name, here or in the cluster, also one that is being uploaded; None if there is none. Aliases
-    are not looked up."""
+    """The adapter of that name, here, in the cluster or being uploaded; None if there is none, also for an alias."""
     try:
         return context.engine.adapter(name)
     except NotFound:
@@ -119,8 +117,7 @@ def settings_of(context: Context, name: str) -> AdapterSettings:
 
 
 def remote_adapter(context: Context, adapter: RegisteredAdapter) -> AdapterInfo:
-    """An entry of the cluster's registry as the API lists it: with the digest as its path, since it has no folder on
-    this instance."""
+    """An entry of the cluster's registry as the API lists it; its path is the digest: it has no folder here."""
     digest, created_s = adapter.digest, context.started_s
     return AdapterInfo(adapter.name, digest, digest, adapter.rank, (), adapter.num_bytes, created_s)
 

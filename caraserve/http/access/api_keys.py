@@ -42,8 +42,7 @@ _FIELDS = {
 
 
 def key_name(key: str) -> str:
-    """The name of the client with a key of the command line: a prefix of the key's digest, so that logs do not show the
-    key."""
+    """The name of the client with a key of the command line: the beginning of its digest, since logs show it."""
     return f"key-{key_digest(key).hex()[:8]}"
 
 
@@ -111,8 +110,7 @@ KEYS = web.AppKey("KEYS", ApiKeys)
 
 
 def read_keys(path: Path, where: str) -> dict[bytes, Client]:
-    """Reads a file of keys; returns each key's client by the key's digest. `where` begins the text of ConfigError,
-    which names the entry and the field."""
+    """Reads a file of keys; returns clients by their keys' digests. `where` begins the text of ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
         document: Any = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)

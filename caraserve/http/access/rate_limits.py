@@ -70,8 +70,7 @@ class _ClientState:
 
 
 class RateLimiter:
-    """Admits requests within the limits of their clients. A request that another instance has forwarded does not come
-    here: that instance has admitted it."""
+    """Admits requests within their clients' limits; not forwarded ones, which another instance has admitted."""
 
     def __init__(self, answer_s: Callable[[], float], now: Callable[[], float] = time.monotonic) -> None:
         """`answer_s`: predicts how long an answer takes now."""
@@ -103,8 +102,7 @@ class RateLimiter:
                 tokens.take((request[SUMMARY].completion_tokens or 0) - unused)
 
     def admit_without_engine(self, request: web.Request) -> None:
-        """Counts a request that no engine computes anything for, as one of its client's requests per minute. Raises
-        RateLimited."""
+        """Counts a request for which no engine computes anything among its client's per minute. Raises RateLimited."""
         limits = request[CLIENT].limits
         if limits.requests_per_minute is not None:
             state = self._clients.setdefault(request[CLIENT].name, _ClientState())

@@ -107,8 +107,7 @@ class AnswerBlocks:
 
 
 class BlocksWriter(AnswerWriter):
-    """The part of an `AnswerWriter` that Responses and Messages share. `reasoning`: None for a model that does not
-    reason."""
+    """What the writers of Responses and Messages share. `reasoning`: None for a model that does not reason."""
 
     def __init__(self, blocks: AnswerBlocks, reasoning: ReasoningProgress | None) -> None:
         self._blocks, self._reasoning = blocks, reasoning

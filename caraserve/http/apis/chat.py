@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from caraserve.core.reasoning_progress import ReasoningProgress
-from caraserve.core.request import Finish, GenerateRequest, TokenDelta, TokenLogprob
+from caraserve.core.request import Finish, GenerateRequest, TokenDelta
 from caraserve.errors import InvalidRequest
 from caraserve.http.access.adapter_choice import AdapterFinder
 from caraserve.http.api_request import ApiRequest
@@ -305,11 +305,12 @@ class ChatChoice(Choice):
         return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def _scored(self, delta: TokenDelta) -> dict[str, list[Any]]:
-        return {"content": [self._with_best(scored) for scored in delta.logprobs]}
-
-    def _with_best(self, scored: TokenLogprob) -> dict[str, Any]:
-        top = list(map(self._token, scored.top_ids, scored.top_logprobs))
-        return self._token(scored.token_id, scored.logprob) | {"top_logprobs": top}
+        content = [
+            self._token(scored.token_id, scored.logprob)
+            | {"top_logprobs": list(map(self._token, scored.top_ids, scored.top_logprobs))}
+            for scored in delta.logprobs
+        ]
+        return {"content": content}
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {

@@ -20,8 +20,7 @@ _SHORT_CHAT = 64  # messages
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """The tokenizer with the chat template of an adapter; None: the model's own. `owner`: whose request it is, of which
-    adapter."""
+    """The tokenizer with an adapter's chat template (None: the model's own). `owner`: whose request it is."""
 
     tokenizer: Tokenizer
     template: AdapterTemplate | None

@@ -28,8 +28,7 @@ _SLICE_CHARACTERS = 1 << 20  # of base64, a multiple of 4: decoded within 3 ms, 
 
 
 def embeds_prompts(fields: Fields) -> list[list[Any]]:
-    """Returns the prompts of the field `prompt_embeds`, each as a list of one piece, none without the field. Raises
-    InvalidRequest."""
+    """Returns the prompts of `prompt_embeds`, each a list of one piece; none without it. Raises InvalidRequest."""
     value = fields.raw(_NAME)
     if value in (None, "", []):
         return []

@@ -37,8 +37,7 @@ class Reasoning:
         return ReasoningParser(self.state)
 
     def before(self, grammar: Grammar | None, params: SamplingParams, tokenizer: Tokenizer) -> Grammar | None:
-        """Returns the grammar of answers that reason first and then follow `grammar`; None if nothing is asked of
-        them."""
+        """Returns the grammar of answers that reason first and then follow `grammar`; None if none is needed."""
         if self.state is ReasoningState.ENDED or (grammar is None and self.budget_tokens is None):
             return grammar
         return ReasoningGrammar(
@@ -64,15 +63,13 @@ async def add_tokens(progress: ReasoningProgress | None, answer: TokenDelta) -> 
 
 
 def _text_of(params: SamplingParams, tokenizer: Tokenizer) -> Callable[[int], bytes]:
-    """Returns the text that a token adds to an answer, as a function, which is called for every token: after a
-    preemption for all of them at once."""
+    """Returns a function for the text that a token adds, called for every token: after a preemption for all at once."""
     skipped = tokenizer.special_ids - params.kept_special_ids if params.skip_special_tokens else frozenset()
     return functools.cache(lambda token_id: b"" if token_id in skipped else tokenizer.token_bytes(token_id))
 
 
 def parse_reasoning(fields: Fields, chat_format: ChatFormat, prompt_ids: tuple[int, ...]) -> Reasoning | None:
-    """Reads the fields of the reasoning after the prompt is known; None for a model that does not reason. Raises
-    InvalidRequest."""
+    """Reads the reasoning's fields after the prompt is known; None for a model without it. Raises InvalidRequest."""
     tokenizer = chat_format.tokenizer
     budget_tokens = body_fields.THINKING_TOKEN_BUDGET.read(fields)
     budget_tokens = None if budget_tokens is None or budget_tokens < 0 else budget_tokens

@@ -107,8 +107,7 @@ class ScoresWriter(OpenAiStream, AnswerWriter):
     """Writes the entries of `data`, one for each text of the second side."""
 
     def __init__(self, head: dict[str, Any], first_texts: int) -> None:
-        """`first_texts`: texts of the first side, which come first among the prompts: one, or as many as on the
-        second."""
+        """`first_texts`: of the first side, which begin the prompts: one, or as many as on the second."""
         self._head, self._first_texts = head, first_texts
 
     async def whole(self, answers: Sequence[WholeAnswer], totals: ResponseTotals) -> web.Response:

@@ -201,8 +201,7 @@ def json_text(value: Any, field: str) -> str:
 async def _with_banned_tokens(
     fields: Fields, engine: Engine, params: SamplingParams, grammar: Grammar | None
 ) -> Grammar | None:
-    """Returns the grammar with the request's banned tokens applied to it. Raises InvalidRequest that names the
-    field."""
+    """Returns the grammar with the request's banned tokens. Raises InvalidRequest that names the field."""
     vocab_size = engine.tokenizer.vocab_size
     allowed = token_ids("allowed_token_ids", body_fields.ALLOWED_TOKEN_IDS.read(fields), vocab_size)
     if fields.raw("allowed_token_ids") == []:

@@ -81,8 +81,7 @@ class CallableTools:
 
 @dataclass(frozen=True, slots=True)
 class ChatTools:
-    """The tools of a chat. `in_prompt`: as its template gets them. `callable`: what its answer may call; None if it
-    calls nothing."""
+    """The tools of a chat. `in_prompt`: for its template. `callable`: for its answer; None if it calls nothing."""
 
     in_prompt: tuple[dict[str, Any], ...] = ()
     callable: CallableTools | None = None

@@ -52,8 +52,7 @@ class Fields:
         self._defaults = values
 
     def unread(self) -> list[str]:
-        """Names that have a value and have not been read, those of `nested` objects as `outer.inner`, and skipped
-        parts."""
+        """Names that have a value and have not been read, of `nested` objects as `outer.inner`, and skipped parts."""
         own = [name for name, value in self._values.items() if value is not None and name not in self._read]
         nested = [f"{name}.{inner}" for name, value in self._nested.items() for inner in value.unread()]
         return own + nested + self._skipped
@@ -124,8 +123,7 @@ class Fields:
 
 
 def token_ids(name: str, values: Sequence[Any], vocab_size: int) -> tuple[int, ...]:
-    """The entries as a tuple; raises InvalidRequest if one is no token id. `name` is the list in error messages, as
-    in `prompt[2]`."""
+    """The entries as a tuple; raises InvalidRequest, with `name` and the index, if one is no token id."""
     # Three passes in C instead of one in Python: a prompt of 100,000 ids costs 3 ms, not 10.
     if values and set(map(type, values)) == {int} and min(values) >= 0 and max(values) < vocab_size:
         return tuple(values)

@@ -26,8 +26,7 @@ _LONGEST = 40  # letters; all known names are shorter
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A field that would change the answer but is not served. `advice` ends the error message; `neutral` are values
-    that ask for nothing."""
+    """A field that would change the answer but is not served; `neutral` values do not. `advice` ends the message."""
 
     advice: str
     neutral: tuple[object, ...] = ()

@@ -35,8 +35,7 @@ class Truncation:
 
     @contextmanager
     def refusing(self, source: str) -> Iterator[None]:
-        """Refuses a prompt with more than `most_encoded` tokens, of the field `source`, by that number if it is not the
-        context's."""
+        """Refuses a prompt above `most_encoded` tokens, of `source`, by that number if it is not the context's."""
         try:
             yield
         except ContextLengthExceeded:
@@ -89,8 +88,7 @@ class AnswerLimits:
     _prompt_tokens: int = 0
 
     def most_tokens(self, prompt_tokens: int) -> int:
-        """Returns the most tokens of each of the n answers to the next prompt. Raises ContextLengthExceeded or
-        InvalidRequest."""
+        """Returns the most tokens of each answer to the next prompt. Raises ContextLengthExceeded or InvalidRequest."""
         most = self._within_context(prompt_tokens)
         if self.min_tokens > most:
             raise InvalidRequest(
@@ -122,8 +120,7 @@ class AnswerLimits:
 
 
 def check_context(prompt_tokens: int, context_tokens: int) -> None:
-    """Raises ContextLengthExceeded for a prompt longer than the context. To be called before each token is looked
-    at."""
+    """Raises ContextLengthExceeded for a prompt above the context; call it before looking at each token."""
     if prompt_tokens > context_tokens:
         raise _too_long(prompt_tokens, context_tokens, "prompt")
 

@@ -84,8 +84,7 @@ def read_defaults(values: Mapping[str, Any]) -> RequestDefaults:
 
 
 def parse_defaults(fields: Fields) -> RequestDefaults:
-    """Returns the defaults among the fields of a body. The chat template is not compiled. Raises InvalidRequest that
-    names the field."""
+    """Returns a body's defaults, without compiling the chat template. Raises InvalidRequest with the field."""
     return RequestDefaults(_chat_template(fields), _stop_strings(fields) or None, _default_sampling(fields) or None)
 
 

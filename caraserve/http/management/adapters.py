@@ -221,8 +221,7 @@ def _version(context: Context, name: str) -> str | None:
 
 
 async def patch_adapter(request: web.Request) -> web.Response:
-    """Sets an adapter's labels, the cache in which it is kept, and what its requests take where they leave a field out.
-    A null ends a default."""
+    """Sets an adapter's labels, its cache, and its requests' values for fields that they leave out; null: none."""
     context, management = _managed(request)
     fields = await read_object(request)
     check_fields(fields, ADAPTER_SETTINGS)
@@ -313,8 +312,7 @@ class _Deletion(_Change):
             raise _aliased(self._name, aliases, "they are deleted too")
 
     def remove_elsewhere(self) -> str | None:
-        """Removes an adapter that only other instances have. Returns its digest, None if there is none that the client
-        may use."""
+        """Removes an adapter that only others have. Returns its digest; None if the client may use none."""
         cluster = self._context.cluster
         found = None if cluster is None else cluster.adapter(self._name)
         if cluster is None or found is None or not self._request[CLIENT].may_use(self._name):

@@ -1,6 +1,5 @@
 """Checks of the cluster's options at the start, addresses, the file of secrets, and TLS between instances."""
 
-import argparse
 import asyncio
 import logging
 import os
@@ -11,6 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from caraserve.cli.options import OptionParser
 from caraserve.cluster.membership.auth import SecretFile
 from caraserve.cluster.membership.dns import (
     PeerResolver,
@@ -29,11 +29,7 @@ from tests.http.log_lines import logged
 
 
 def admitted(*arguments: str) -> ClusterCredentials:
-    parser = argparse.ArgumentParser()
-    HttpConfig.add_arguments(parser)
-    ClusterConfig.add_arguments(parser)
-    args = parser.parse_args(arguments)
-    return check_cluster(ClusterConfig.from_args(args), HttpConfig.from_args(args))
+    return check_cluster(*OptionParser((ClusterConfig, HttpConfig)).parse_args(arguments).configs)
 
 
 @pytest.mark.parametrize(

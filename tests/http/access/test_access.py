@@ -1,8 +1,8 @@
 """API keys, admin keys, and keys as a browser's password."""
 
-import argparse
 import base64
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,9 @@ from aiohttp import web
 
 from caraserve.bench.cli import without_keys
 from caraserve.bench.servers import api_key_in
+from caraserve.cli.options import OptionParser
 from caraserve.config import HttpConfig
+from caraserve.errors import ConfigError
 from caraserve.http.access.api_keys import key_name
 from caraserve.http.app import add_peer_routes, make_app, start_http
 from caraserve.http.client import CLIENT, Client
@@ -89,11 +91,8 @@ def test_the_documentation_and_the_help_say_what_needs_no_key() -> None:
     text = (Path(__file__).parents[3] / "docs" / "tenants.md").read_text(encoding="utf-8")
     section = text.split("## Without a key\n")[1].split("\n## ")[0]
     assert set(re.findall(r"`(/[^`]*)`", section)) == PROBES | {"/", "/page/…", "/cluster/…"}
-    parser = argparse.ArgumentParser()
-    HttpConfig.add_arguments(parser)
-    (option,) = [action for action in parser._actions if "--api-key" in action.option_strings]
-    said = str(option.help)
-    assert all(path in said for path in (*PROBES, "the files of the web page"))
+    (option,) = [field for field in fields(HttpConfig) if field.name == "api_key"]
+    assert all(path in option.metadata["help"] for path in (*PROBES, "the files of the web page"))
 
 
 async def test_an_unknown_route_needs_the_key_too() -> None:
@@ -162,9 +161,9 @@ async def test_a_client_has_a_name_derived_from_its_key_or_its_address() -> None
 
 
 def parsed(*arguments: str) -> HttpConfig:
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    HttpConfig.add_arguments(parser)
-    return HttpConfig.from_args(parser.parse_args(arguments))
+    (config,) = OptionParser((HttpConfig,)).parse_args(arguments).configs
+    assert isinstance(config, HttpConfig)
+    return config
 
 
 def test_flags_take_several_values_and_may_be_repeated() -> None:
@@ -175,7 +174,7 @@ def test_flags_take_several_values_and_may_be_repeated() -> None:
 
 @pytest.mark.parametrize("arguments", [["--api-key", ""], ["--admin-key", " "], ["--allowed-origins", "chat.example"]])
 def test_values_without_the_intended_effect_are_refused(arguments: list[str]) -> None:
-    with pytest.raises(argparse.ArgumentError):
+    with pytest.raises(ConfigError):
         parsed(*arguments)
 
 

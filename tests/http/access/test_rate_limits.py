@@ -13,11 +13,12 @@ from caraserve.core.request import TokenDelta
 from caraserve.errors import BackendFailed, Overloaded
 from caraserve.http.access.rate_limits import RateLimiter, _duration
 from tests.http.fake_engine import FakeEngine, finish, spell
-from tests.http.fleet import FULL, fleet
+from tests.http.fleet import FULL, Fleet
 from tests.http.serving import Answer, Client, serving
 
 KEY = "sk-limited"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
+Limited = Callable[..., Path]
 MESSAGE = "ab"  # three tokens with the one that begins a text; the answer has three too
 
 
@@ -29,7 +30,7 @@ class Clock:
         return self.now_s
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock by which buckets are refilled."""
     found = Clock()
@@ -39,7 +40,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def limited(tmp_path: Path) -> Callable[..., Path]:
+def limited(tmp_path: Path) -> Limited:
     """Writes a file with one key that has these limits."""
 
     def write(**limits: float) -> Path:
@@ -55,9 +56,7 @@ async def ask(client: Client, **fields: Any) -> Answer:
     return await client.complete(prompt=MESSAGE, headers=HEADERS, **fields)
 
 
-async def test_requests_over_the_rate_wait_exactly_as_long_as_the_answer_says(
-    clock: Clock, limited: Callable[..., Path]
-) -> None:
+async def test_requests_over_the_rate_wait_exactly_as_long_as_the_answer_says(clock: Clock, limited: Limited) -> None:
     async with serving(FakeEngine(), api_key_file=limited(requests_per_minute=2)) as client:
         assert [(await ask(client)).status for _ in range(2)] == [200, 200]
         clock.now_s += 12.5
@@ -73,7 +72,7 @@ async def test_requests_over_the_rate_wait_exactly_as_long_as_the_answer_says(
         assert (await ask(client)).status == 200
 
 
-async def test_tokens_of_prompts_and_answers_count(clock: Clock, limited: Callable[..., Path]) -> None:
+async def test_tokens_of_prompts_and_answers_count(clock: Clock, limited: Limited) -> None:
     async with serving(FakeEngine(), api_key_file=limited(tokens_per_minute=10)) as client:
         assert (await ask(client)).status == 200  # leaves 10 - 3 - 3
         answer = await ask(client)  # leaves 4 - 3 - 3
@@ -86,9 +85,7 @@ async def test_tokens_of_prompts_and_answers_count(clock: Clock, limited: Callab
         assert (await ask(client)).status == 200
 
 
-async def test_a_prompt_over_a_whole_minutes_tokens_waits_for_a_full_bucket(
-    clock: Clock, limited: Callable[..., Path]
-) -> None:
+async def test_a_prompt_over_a_whole_minutes_tokens_waits_for_a_full_bucket(clock: Clock, limited: Limited) -> None:
     async with serving(FakeEngine(), api_key_file=limited(tokens_per_minute=2)) as client:
         assert (await ask(client)).status == 200  # leaves 2 - 3 - 3
         refused = await ask(client)
@@ -97,9 +94,7 @@ async def test_a_prompt_over_a_whole_minutes_tokens_waits_for_a_full_bucket(
         assert (await ask(client)).status == 200
 
 
-async def test_several_answers_to_one_prompt_are_one_request_with_one_prompt(
-    clock: Clock, limited: Callable[..., Path]
-) -> None:
+async def test_several_answers_to_one_prompt_are_one_request_with_one_prompt(limited: Limited) -> None:
     async with serving(FakeEngine(), api_key_file=limited(requests_per_minute=10, tokens_per_minute=100)) as client:
         answer = await client.complete(prompt=[MESSAGE, MESSAGE], n=5, headers=HEADERS)
         assert answer.headers["x-ratelimit-remaining-requests"] == "9"
@@ -109,7 +104,7 @@ async def test_several_answers_to_one_prompt_are_one_request_with_one_prompt(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_every_answer_has_openais_headers(clock: Clock, limited: Callable[..., Path], stream: bool) -> None:
+async def test_every_answer_has_openais_headers(limited: Limited, stream: bool) -> None:
     path = limited(requests_per_minute=600, tokens_per_minute=60_000)
     async with serving(FakeEngine(), api_key_file=path) as client:
         answer = await ask(client, stream=stream)
@@ -130,7 +125,7 @@ def test_durations_are_written_as_openai_writes_them(seconds: float, text: str) 
     assert _duration(seconds) == text
 
 
-async def test_requests_under_way_are_limited(clock: Clock, limited: Callable[..., Path]) -> None:
+async def test_requests_under_way_are_limited(limited: Limited) -> None:
     fake = FakeEngine(script=None)
     async with serving(fake, api_key_file=limited(concurrency=2)) as client:
         running = [asyncio.create_task(ask(client)) for _ in range(2)]
@@ -146,9 +141,7 @@ async def test_requests_under_way_are_limited(clock: Clock, limited: Callable[..
         assert [(await task).status for task in running] == [200, 200]
 
 
-async def test_a_client_that_leaves_makes_room_and_has_used_the_tokens_so_far(
-    clock: Clock, limited: Callable[..., Path]
-) -> None:
+async def test_a_client_that_leaves_makes_room_and_has_used_the_tokens_so_far(limited: Limited) -> None:
     fake = FakeEngine(script=lambda request: spell(request)[:-1])  # three tokens, and no end
     async with serving(fake, api_key_file=limited(concurrency=1, tokens_per_minute=100)) as client:
         asking = client.session.post(
@@ -166,17 +159,13 @@ async def test_a_client_that_leaves_makes_room_and_has_used_the_tokens_so_far(
 
 
 @pytest.mark.parametrize("error", [Overloaded("full", retry_after_s=1.0), BackendFailed("the device failed")])
-async def test_a_request_that_the_server_fails_to_answer_costs_no_tokens(
-    clock: Clock, limited: Callable[..., Path], error: Exception
-) -> None:
+async def test_a_request_that_the_server_fails_to_answer_costs_no_tokens(limited: Limited, error: Exception) -> None:
     async with serving(FakeEngine(refusals={0: error}), api_key_file=limited(tokens_per_minute=100)) as client:
         assert (await ask(client)).status >= 429
         assert (await ask(client)).headers["x-ratelimit-remaining-tokens"] == "97"
 
 
-async def test_a_changed_limit_holds_at_once(
-    clock: Clock, limited: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_changed_limit_holds_at_once(clock: Clock, limited: Limited, monkeypatch: pytest.MonkeyPatch) -> None:
     from caraserve.http import app
 
     keys = app.ApiKeys
@@ -191,34 +180,30 @@ async def test_a_changed_limit_holds_at_once(
         assert [(await ask(client)).status for _ in range(2)] == [200, 429]
 
 
-async def test_a_forwarded_request_counts_once_where_it_was_received(
-    clock: Clock, limited: Callable[..., Path]
-) -> None:
+async def test_a_forwarded_request_counts_once_where_it_was_received(limited: Limited, running: Fleet) -> None:
     path = limited(requests_per_minute=2, tokens_per_minute=100)
-    async with fleet() as running:
-        a = await running.start("a", api_key_file=path)
-        b = await running.start("b", api_key_file=path)
-        running.world.loads["a"] = FULL
-        answers = [await ask(a.client) for _ in range(2)]
-        assert (len(a.engine.requests), len(b.engine.requests)) == (0, 2)
-        assert [answer.headers["x-ratelimit-remaining-tokens"] for answer in answers] == ["97", "91"]
-        assert (await ask(a.client)).status == 429
-        assert len(a.forwards) == 2
-        running.world.loads["a"], running.world.loads["b"] = running.world.loads["b"], FULL
-        assert (await ask(b.client)).headers["x-ratelimit-remaining-requests"] == "1"
+    a = await running.start("a", api_key_file=path)
+    b = await running.start("b", api_key_file=path)
+    running.world.loads["a"] = FULL
+    answers = [await ask(a.client) for _ in range(2)]
+    assert (len(a.engine.requests), len(b.engine.requests)) == (0, 2)
+    assert [answer.headers["x-ratelimit-remaining-tokens"] for answer in answers] == ["97", "91"]
+    assert (await ask(a.client)).status == 429
+    assert len(a.forwards) == 2
+    running.world.loads["a"], running.world.loads["b"] = running.world.loads["b"], FULL
+    assert (await ask(b.client)).headers["x-ratelimit-remaining-requests"] == "1"
 
 
 async def test_a_forwarded_stream_counts_all_its_tokens_however_many_an_event_has(
-    clock: Clock, limited: Callable[..., Path]
+    limited: Limited, running: Fleet
 ) -> None:
     path = limited(tokens_per_minute=100)
     answers = FakeEngine(script=lambda asked: [TokenDelta("abcde", (1, 2, 3, 4, 5), finish=finish(asked, 5))])
-    async with fleet() as running:
-        a = await running.start("a", api_key_file=path)
-        await running.start("b", answers, api_key_file=path)
-        running.world.loads["a"] = FULL
-        left = [(await ask(a.client, stream=True)).headers["x-ratelimit-remaining-tokens"] for _ in range(2)]
-        assert (left, len(a.forwards)) == (["97", str(97 - 5 - 3)], 2)
+    a = await running.start("a", api_key_file=path)
+    await running.start("b", answers, api_key_file=path)
+    running.world.loads["a"] = FULL
+    left = [(await ask(a.client, stream=True)).headers["x-ratelimit-remaining-tokens"] for _ in range(2)]
+    assert (left, len(a.forwards)) == (["97", str(97 - 5 - 3)], 2)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +216,7 @@ async def test_a_forwarded_stream_counts_all_its_tokens_however_many_an_event_ha
     ids=["tokenize", "detokenize", "count_tokens"],
 )
 async def test_requests_for_tokens_count_as_requests_alone(
-    clock: Clock, limited: Callable[..., Path], path: str, body: dict[str, Any]
+    clock: Clock, limited: Limited, path: str, body: dict[str, Any]
 ) -> None:
     limits = {"requests_per_minute": 2, "tokens_per_minute": 4, "concurrency": 1}
     async with serving(FakeEngine(), api_key_file=limited(**limits)) as client:
@@ -244,7 +229,7 @@ async def test_requests_for_tokens_count_as_requests_alone(
         assert (await client.post(path, body, headers=HEADERS)).status == 200
 
 
-async def test_keys_without_limits_have_no_headers(limited: Callable[..., Path]) -> None:
+async def test_keys_without_limits_have_no_headers(limited: Limited) -> None:
     async with serving(FakeEngine(), api_key_file=limited()) as client:
         answer = await ask(client)
     assert not [name for name in answer.headers if name.startswith("x-ratelimit")]

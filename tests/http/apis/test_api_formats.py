@@ -10,7 +10,7 @@ from caraserve.core.request import GenerateRequest, TokenDelta
 from caraserve.errors import Overloaded
 from tests.http.apis.test_tool_calls import engine
 from tests.http.fake_engine import DIGEST, FakeEngine, finish
-from tests.http.fleet import fleet, streams
+from tests.http.fleet import Fleet, fleet, streams
 from tests.http.serving import Answer, OneOff, serving
 from tests.http.test_deadlines import HEADERS, HOLDS_S, PassTime
 from tests.http.test_request_log import Lines, lines  # noqa: F401
@@ -64,12 +64,11 @@ async def test_arguments_of_a_call_are_not_taken_for_the_usage(lines: Lines) -> 
 
 
 @PATHS
-async def test_a_refusal_of_another_instance_has_the_shape_of_the_api(path: str) -> None:
+async def test_a_refusal_of_another_instance_has_the_shape_of_the_api(path: str, running: Fleet) -> None:
     full = Overloaded("full", retry_after_s=1)
-    async with fleet() as running:
-        for name in "ab":
-            await running.start(name, FakeEngine(refusals=dict.fromkeys(range(9), full)))
-        answer = await running["b"].client.post(path, ROUTES[path])
+    for name in "ab":
+        await running.start(name, FakeEngine(refusals=dict.fromkeys(range(9), full)))
+    answer = await running["b"].client.post(path, ROUTES[path])
     assert answer.headers["Retry-After"] == "1"
     if path == "/v1/messages":
         assert (answer.status, answer.json["error"]["type"]) == (529, "overloaded_error")

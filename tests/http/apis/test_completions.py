@@ -10,7 +10,7 @@ from caraserve.core.request import GenerateRequest, Phases, TokenDelta
 from caraserve.core.tenant import Tenant
 from caraserve.errors import BackendFailed, Draining, NonFiniteLogits, Overloaded
 from tests.http.fake_engine import BOS, DIGEST, FakeEngine, failing, finish, scored
-from tests.http.serving import OneOff, serving
+from tests.http.serving import Client, OneOff, serving
 
 
 async def submitted(fields: dict[str, Any], **engine: Any) -> list[GenerateRequest]:
@@ -174,11 +174,9 @@ async def test_chosen_token_is_among_the_top_even_when_it_is_not_the_best() -> N
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-async def test_scoring_a_prompt_as_evaluations_do(max_tokens: int) -> None:
-    fake = FakeEngine()
-    async with serving(fake) as client:
-        fields: dict[str, Any] = {"prompt": [97, 98, 99], "echo": True, "logprobs": 1, "max_tokens": max_tokens}
-        answer = (await client.complete(**fields)).json
+async def test_scoring_a_prompt_as_evaluations_do(max_tokens: int, client: Client, fake: FakeEngine) -> None:
+    fields: dict[str, Any] = {"prompt": [97, 98, 99], "echo": True, "logprobs": 1, "max_tokens": max_tokens}
+    answer = (await client.complete(**fields)).json
     assert fake.requests[0].params.prompt_logprobs == 1
     choice = answer["choices"][0]
     generated = "H" * max_tokens
@@ -354,13 +352,12 @@ async def test_more_logprobs_than_a_response_may_have_are_refused(
     assert not engine.streams
 
 
-async def test_a_large_response_does_not_depend_on_the_parts_it_is_written_in() -> None:
+async def test_a_large_response_does_not_depend_on_the_parts_it_is_written_in(client: Client) -> None:
     prompt = list(range(256)) * 2
     fields = {"max_tokens": 3, "echo": True, "logprobs": 5}
-    async with serving(FakeEngine()) as client:
-        answer = await client.complete(prompt=[prompt] * 40, **fields)
-        single = (await client.complete(prompt=prompt, **fields)).json["choices"][0]
-        streamed = await client.complete(prompt=prompt, stream=True, **fields)
+    answer = await client.complete(prompt=[prompt] * 40, **fields)
+    single = (await client.complete(prompt=prompt, **fields)).json["choices"][0]
+    streamed = await client.complete(prompt=prompt, stream=True, **fields)
     assert int(answer.headers["Content-Length"]) == len(answer.body) > 1 << 20
     assert [choice | {"index": 0} for choice in answer.json["choices"]] == [single] * 40
     assert len(single["logprobs"]["tokens"]) == 515

@@ -11,7 +11,7 @@ from caraserve.core.reasoning_grammar import ReasoningGrammar, ReasoningTokens
 from caraserve.core.reasoning_progress import ReasoningState
 from caraserve.tokenizer.reasoning import ReasoningFormat
 from tests.http.fake_engine import EOS, FakeEngine, FakeTokenizer, spell
-from tests.http.serving import Answer, OneOff, serving
+from tests.http.serving import Answer, Client, OneOff, serving
 
 BEGIN, END = 1, 2
 MARKS = ReasoningTokens(BEGIN, (END,))
@@ -261,9 +261,8 @@ async def test_the_usage_of_a_model_that_does_not_reason_has_no_reasoning_tokens
     assert "completion_tokens_details" not in (await chat("Hi!")).json["usage"]
 
 
-async def test_a_model_that_does_not_reason_refuses_a_budget() -> None:
-    async with serving(FakeEngine()) as client:
-        answer = await client.chat(thinking_token_budget=5)
-        neutral = await client.chat(thinking_token_budget=-1)
+async def test_a_model_that_does_not_reason_refuses_a_budget(client: Client) -> None:
+    answer = await client.chat(thinking_token_budget=5)
+    neutral = await client.chat(thinking_token_budget=-1)
     assert (answer.status, answer.error["param"]) == (400, "thinking_token_budget")
     assert neutral.status == 200

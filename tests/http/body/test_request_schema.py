@@ -22,7 +22,7 @@ from caraserve.http.body.request_schema import (
 )
 from caraserve.http.body.translated_schema import MESSAGES, RESPONSES
 from tests.http.fake_engine import FakeEngine
-from tests.http.serving import OneOff, serving
+from tests.http.serving import Client, OneOff, serving
 
 TABLES = [COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE, LOAD_ADAPTER, UNLOAD_ADAPTER, STREAM_OPTIONS]
 TABLES += [EMBEDDINGS, SCORE, RERANK, RESPONSES, MESSAGES]
@@ -192,11 +192,9 @@ def test_no_known_name_counts_as_misspelt(table: KnownFields) -> None:
 )
 @pytest.mark.parametrize("kind", ["complete", "chat"])
 async def test_fields_that_would_change_the_answer_are_refused(
-    kind: str, field: str, value: object, instead: str
+    kind: str, field: str, value: object, instead: str, client: Client, fake: FakeEngine
 ) -> None:
-    fake = FakeEngine()
-    async with serving(fake) as client:
-        answer = await getattr(client, kind)(**{field: value})
+    answer = await getattr(client, kind)(**{field: value})
     assert (answer.status, answer.error["type"], answer.error["param"]) == (400, "invalid_request_error", field)
     assert instead in answer.error["message"]
     assert not fake.streams
@@ -259,31 +257,26 @@ async def test_a_misspelt_field_is_refused_with_the_right_name(path: str, field:
         {"request_id": "1", "cache_prompt": False, "repeat_last_n": 64, "keep_alive": "5m", "user_id": 7},
     ],
 )
-async def test_other_fields_of_clients_are_ignored_and_listed(sent: dict[str, Any]) -> None:
-    async with serving(FakeEngine()) as client:
-        answers = [await client.complete(**sent), await client.chat(**sent), await client.chat(**sent, stream=True)]
+async def test_other_fields_of_clients_are_ignored_and_listed(sent: dict[str, Any], client: Client) -> None:
+    answers = [await client.complete(**sent), await client.chat(**sent), await client.chat(**sent, stream=True)]
     assert [answer.status for answer in answers] == [200] * 3
     for answer in answers:
         assert answer.headers[IGNORED].split(", ") == sorted(sent)
 
 
-async def test_all_routes_that_take_a_body_list_what_they_ignore() -> None:
-    async with serving(FakeEngine()) as client:
-        answers = [
-            await client.post("/tokenize", {"prompt": "x", "extra": 1}),
-            await client.post("/detokenize", {"tokens": [65], "extra": 1}),
-            await client.post("/v1/load_lora_adapter", {"lora_name": "c", "lora_path": "/c", "extra": 1}),
-            await client.post("/v1/unload_lora_adapter", {"lora_name": "c", "extra": 1}),
-        ]
+async def test_all_routes_that_take_a_body_list_what_they_ignore(client: Client) -> None:
+    answers = [
+        await client.post("/tokenize", {"prompt": "x", "extra": 1}),
+        await client.post("/detokenize", {"tokens": [65], "extra": 1}),
+        await client.post("/v1/load_lora_adapter", {"lora_name": "c", "lora_path": "/c", "extra": 1}),
+        await client.post("/v1/unload_lora_adapter", {"lora_name": "c", "extra": 1}),
+    ]
     assert [(answer.status, answer.headers[IGNORED]) for answer in answers] == [(200, "extra")] * 4
 
 
-async def test_options_inside_stream_options_are_checked_too() -> None:
-    async with serving(FakeEngine()) as client:
-        wrong = await client.complete(stream=True, stream_options={"include_usages": True})
-        listed = await client.complete(
-            stream=True, stream_options={"include_obfuscation": False, "include_usage": True}
-        )
+async def test_options_inside_stream_options_are_checked_too(client: Client) -> None:
+    wrong = await client.complete(stream=True, stream_options={"include_usages": True})
+    listed = await client.complete(stream=True, stream_options={"include_obfuscation": False, "include_usage": True})
     assert (wrong.status, wrong.error["param"]) == (400, "include_usages")
     assert listed.headers[IGNORED] == "stream_options.include_obfuscation"
 
@@ -305,10 +298,8 @@ async def test_a_long_list_of_ignored_names_is_cut_between_two() -> None:
     assert len(answer.headers[IGNORED]) <= 2100
 
 
-async def test_more_unknown_fields_than_any_client_sends_are_refused() -> None:
-    fake = FakeEngine()
-    async with serving(fake) as client:
-        answer = await client.complete(**{f"q{number}": 1 for number in range(MAX_UNKNOWN + 1)})
+async def test_more_unknown_fields_than_any_client_sends_are_refused(client: Client, fake: FakeEngine) -> None:
+    answer = await client.complete(**{f"q{number}": 1 for number in range(MAX_UNKNOWN + 1)})
     assert (answer.status, answer.error["type"]) == (400, "invalid_request_error")
     assert str(MAX_UNKNOWN) in answer.error["message"]
     assert not fake.streams

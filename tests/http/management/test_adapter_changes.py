@@ -1,5 +1,4 @@
-"""Changes of adapters over HTTP that depend on what is there: by version, by aliases, by other changes under way; and
-the reasons why folders are not served."""
+"""Changes of adapters over HTTP that depend on versions, aliases and other changes; why folders are not served."""
 
 import asyncio
 import json

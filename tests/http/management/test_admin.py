@@ -11,7 +11,7 @@ from caraserve.http.client import Client as Sender
 from caraserve.http.context import CONTEXT
 from caraserve.http.management.model_list import MODELS
 from tests.http.fake_engine import BOS, FakeAdapter, FakeEngine
-from tests.http.serving import OneOff, http_config, new_metrics, serving
+from tests.http.serving import Client, OneOff, http_config, new_metrics, serving
 
 
 async def test_models_are_the_base_and_its_adapters() -> None:
@@ -41,18 +41,15 @@ async def test_the_base_model_is_listed_and_shown_by_each_of_its_names() -> None
         assert (await client.get("/v1/models/short")).json == second
 
 
-async def test_the_list_follows_every_change() -> None:
-    fake = FakeEngine()
-    async with serving(fake) as client:
+async def test_the_list_follows_every_change(client: Client, fake: FakeEngine) -> None:
+    async def names() -> list[str]:
+        return [card["id"] for card in (await client.get("/v1/models")).json["data"]]
 
-        async def names() -> list[str]:
-            return [card["id"] for card in (await client.get("/v1/models")).json["data"]]
-
-        assert await names() == await names() == ["org/base", "a", "b"]
-        await fake.unload_adapter("a")
-        assert await names() == ["org/base", "b"]
-        await fake.load_adapter("b", "/elsewhere")
-        assert (await client.get("/v1/models")).json["data"][1]["root"] == "/elsewhere"
+    assert await names() == await names() == ["org/base", "a", "b"]
+    await fake.unload_adapter("a")
+    assert await names() == ["org/base", "b"]
+    await fake.load_adapter("b", "/elsewhere")
+    assert (await client.get("/v1/models")).json["data"][1]["root"] == "/elsewhere"
 
 
 @pytest.mark.parametrize(("path", "model"), [("org/base", "org/base"), ("org%2Fbase", "org/base"), ("v:1.x", "v:1.x")])
@@ -68,16 +65,14 @@ async def test_unknown_model() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["/v1", ""])
-async def test_load_and_unload_answer_as_vllm_does(prefix: str) -> None:
-    fake = FakeEngine()
-    async with serving(fake) as client:
-        loaded = await client.post(f"{prefix}/load_lora_adapter", {"lora_name": "new", "lora_path": "x"})
-        assert (loaded.status, loaded.body) == (200, b"Success: LoRA adapter 'new' added successfully.")
-        assert loaded.headers["Content-Type"].startswith("text/plain")
-        assert (await client.complete(model="new")).status == 200
-        gone = await client.post(f"{prefix}/unload_lora_adapter", {"lora_name": "new", "lora_int_id": 3})
-        assert (gone.status, gone.body) == (200, b"Success: LoRA adapter 'new' removed successfully.")
-        assert (await client.complete(model="new")).status == 404
+async def test_load_and_unload_answer_as_vllm_does(prefix: str, client: Client, fake: FakeEngine) -> None:
+    loaded = await client.post(f"{prefix}/load_lora_adapter", {"lora_name": "new", "lora_path": "x"})
+    assert (loaded.status, loaded.body) == (200, b"Success: LoRA adapter 'new' added successfully.")
+    assert loaded.headers["Content-Type"].startswith("text/plain")
+    assert (await client.complete(model="new")).status == 200
+    gone = await client.post(f"{prefix}/unload_lora_adapter", {"lora_name": "new", "lora_int_id": 3})
+    assert (gone.status, gone.body) == (200, b"Success: LoRA adapter 'new' removed successfully.")
+    assert (await client.complete(model="new")).status == 404
 
 
 @pytest.mark.parametrize(
@@ -133,18 +128,16 @@ async def test_a_load_continues_after_its_client_has_left() -> None:
     assert "new" in fake.loaded
 
 
-async def test_tokenize_and_detokenize_are_inverse() -> None:
-    async with serving(FakeEngine()) as client:
-        tokens = (await client.post("/tokenize", {"model": "a", "prompt": "aé"})).json
-        text = (await client.post("/detokenize", {"tokens": tokens["tokens"]})).json
+async def test_tokenize_and_detokenize_are_inverse(client: Client) -> None:
+    tokens = (await client.post("/tokenize", {"model": "a", "prompt": "aé"})).json
+    text = (await client.post("/detokenize", {"tokens": tokens["tokens"]})).json
     assert tokens == {"count": 4, "max_model_len": 1000, "tokens": [BOS, 97, 195, 169], "token_strs": None}
     assert text == {"prompt": "<s>aé"}
 
 
-async def test_tokenize_options() -> None:
-    async with serving(FakeEngine()) as client:
-        plain = await client.post("/tokenize", {"prompt": "a", "add_special_tokens": False, "return_token_strs": True})
-        chat = await client.post("/tokenize", {"messages": [{"role": "user", "content": "x"}]})
+async def test_tokenize_options(client: Client) -> None:
+    plain = await client.post("/tokenize", {"prompt": "a", "add_special_tokens": False, "return_token_strs": True})
+    chat = await client.post("/tokenize", {"messages": [{"role": "user", "content": "x"}]})
     assert (plain.json["tokens"], plain.json["token_strs"]) == ([97], ["a"])
     assert bytes(chat.json["tokens"][1:]) == b"user:x;assistant:"
 
