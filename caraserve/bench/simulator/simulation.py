@@ -109,8 +109,9 @@ class Simulation:
         setting = self._setting
         rules = Policy(setting.routing)
         numbers = np.zeros(1, SETTING)
-        numbers["policy"], numbers["routers"] = POLICIES[setting.routing], self._routers()
-        numbers["central"] = setting.scheduler == "central"
+        numbers["policy"], numbers["central"] = POLICIES[setting.routing], setting.scheduler == "central"
+        instances = len(setting.machines)  # of which the searched fleets may have fewer than the routers asked for
+        numbers["routers"] = 1 if numbers["central"] else min(setting.routers or instances, instances)
         numbers["own_weight"], numbers["enforces_slo"] = rules.own_weight, rules.enforces_slo
         for name in ("slo_ms", "ttft_ms", "beat_ms", "beat_jitter"):
             numbers[name] = getattr(setting, name)
@@ -118,11 +119,6 @@ class Simulation:
         numbers["hop_ns"], numbers["half_hop_ns"] = round(setting.hop_ms * MS), round(setting.hop_ms / 2 * MS)
         numbers["move_bytes"] = setting.move_bytes_per_s * setting.beat_ms / 1000
         return numbers
-
-    def _routers(self) -> int:
-        if self._setting.scheduler == "central":
-            return 1
-        return self._setting.routers or len(self._setting.machines)
 
     def run(self) -> None:
         """Simulates from the first arrival until every request has ended.

@@ -179,6 +179,10 @@ def test_a_seed_gives_the_same_run_and_another_seed_another(routing: str) -> Non
     assert digest(first) != digest(other)
 
 
+def test_a_fleet_has_no_more_routers_than_instances() -> None:
+    assert digest(run("random", routers=9)) == digest(run("random"))
+
+
 def test_requests_in_the_system_are_their_rate_times_their_time_in_it() -> None:
     simulation = run("auto")
     spans = simulation.requests[["arrived", "done"]].tolist()
