@@ -129,11 +129,17 @@ class LoadOptions:
         spec = self._changed(spec, trace)
         if spec.rate is None and spec.arrivals.natural_rate is None:
             spec = replace(spec, rate=_RATE)
-        return self._scaled(spec)
+        rate = 1.0 if self.rate_scale is None or self.auto_rate else self.rate_scale
+        fewer = min(1.0, _MOST_SCALED_ADAPTERS / max(1, spec.adapters)) if self.scale < 1.0 else 1.0
+        return replace(spec, scale=Scale(rate=rate, adapters=fewer))
 
     def _changed(self, spec: WorkloadSpec, trace: Trace | None) -> WorkloadSpec:
         """Replaces the preset's values by the given options."""
-        if (lengths := self._lengths()) is not None:
+        lengths = self.lengths
+        if self.random_input_len is not None or self.random_output_len is not None:
+            prompt, output = _LENGTHS.removeprefix("fixed:").split("/")
+            lengths = f"fixed:{self.random_input_len or prompt}/{self.random_output_len or output}"
+        if lengths is not None:
             spec = replace(spec, lengths=parse_lengths(lengths, trace))
         arrivals = self.arrivals if self.burstiness is None else f"gamma:{self.burstiness:g}"
         if arrivals is not None:
@@ -150,17 +156,6 @@ class LoadOptions:
         if self.ranks is not None:
             spec = replace(spec, ranks=self.ranks)
         return replace(spec, max_context=self.max_model_len)
-
-    def _lengths(self) -> str | None:
-        if self.random_input_len is None and self.random_output_len is None:
-            return self.lengths
-        prompt, output = _LENGTHS.removeprefix("fixed:").split("/")
-        return f"fixed:{self.random_input_len or prompt}/{self.random_output_len or output}"
-
-    def _scaled(self, spec: WorkloadSpec) -> WorkloadSpec:
-        rate = 1.0 if self.rate_scale is None or self.auto_rate else self.rate_scale
-        fewer = min(1.0, _MOST_SCALED_ADAPTERS / max(1, spec.adapters)) if self.scale < 1.0 else 1.0
-        return replace(spec, scale=Scale(rate=rate, adapters=fewer))
 
     def sized(self, spec: WorkloadSpec) -> WorkloadSpec:
         """Returns `spec` with a length scaled by --scale, but for at least 100 requests. The rate must be known."""
@@ -198,20 +193,17 @@ def _plain_spec(trace: Trace | None, adapters: int, seed: int) -> WorkloadSpec:
     if isinstance(trace, RateTrace):
         trace = server_share(trace, adapters, seed)
     from_trace = trace is not None
+    has_adapters = isinstance(trace, RateTrace) or (trace is not None and trace.adapters is not None)
     return WorkloadSpec(
         lengths=parse_lengths("trace" if from_trace and hasattr(trace, "prompt_tokens") else _LENGTHS, trace),
         arrivals=parse_arrivals("trace" if from_trace and getattr(trace, "at_s", 0) is not None else "poisson", trace),
         rate=None if from_trace else _RATE,
-        popularity=parse_popularity("trace" if from_trace and _names_adapters(trace) else "uniform", trace),
+        popularity=parse_popularity("trace" if has_adapters else "uniform", trace),
         adapters=adapters,
         ranks=_RANKS,
         num_requests=_REQUESTS,
         seed=seed,
     )
-
-
-def _names_adapters(trace: Trace | None) -> bool:
-    return getattr(trace, "adapters", None) is not None or hasattr(trace, "calls")
 
 
 @dataclass(frozen=True, slots=True)

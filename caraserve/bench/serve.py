@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from caraserve.bench.capacity import measure_capacity, objective, probe_spec, rate_here
+from caraserve.bench.client.dialects import LoadSettings
 from caraserve.bench.client.endpoint import Endpoint, find_endpoint
-from caraserve.bench.client.player import LoadSettings
 from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, with_rate
-from caraserve.bench.records import Run, Workload
+from caraserve.bench.records import Run
 from caraserve.bench.report.run_plots import SWEEP_MARK
 from caraserve.bench.report.summary import SloLimits, summarize
 from caraserve.bench.runner import BenchmarkRunner, interruptible
@@ -110,7 +110,8 @@ async def _play(
     for note in measured.notes:
         runner.log(note)
     if slo_scale is not None:
-        base = await runner.play(endpoint, _without_adapters(workloads[0]), names, "without adapters")
+        plain = tuple(replace(each, adapter=None) for each in workloads[0].requests)
+        base = await runner.play(endpoint, replace(workloads[0], requests=plain), names, "without adapters")
         if runner.stopped.is_set():
             return
         measured.slo = SloLimits.scaled(summarize(base), slo_scale)
@@ -199,7 +200,3 @@ def _for_endpoint(
         scale=replace(spec.scale, adapters=1.0),
         max_context=min(limits, default=None),
     ), names
-
-
-def _without_adapters(workload: Workload) -> Workload:
-    return replace(workload, requests=tuple(replace(each, adapter=None) for each in workload.requests))

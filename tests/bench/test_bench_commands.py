@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from caraserve.bench.console import write_document
+from caraserve.bench.report.tables import write_document
 from caraserve.cli.main import main
 
 FAKE = Path(__file__).with_name("fake_endpoint.py")

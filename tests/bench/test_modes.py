@@ -8,11 +8,18 @@ from typing import Any
 
 import pytest
 
-from caraserve.bench import mode_servers, servers
+from caraserve.bench import modes, servers
 from caraserve.bench.cli import bench_parser
-from caraserve.bench.mode_loads import ModeLoads, mode_loads
-from caraserve.bench.mode_servers import ModeServers
-from caraserve.bench.modes import ModesOptions, ModeVariant, _Prepared, mode_variants, modes_options
+from caraserve.bench.modes import (
+    ModeLoads,
+    ModeServers,
+    ModesOptions,
+    ModeVariant,
+    _Prepared,
+    mode_loads,
+    mode_variants,
+    modes_options,
+)
 from caraserve.bench.options import LoadOptions
 from caraserve.bench.servers import Synthetic, make_synthetic
 from caraserve.core.backend import Limits, SharedMemory
@@ -193,18 +200,18 @@ async def events(
     found: list[str] = []
 
     @asynccontextmanager
-    async def start(variant: str) -> AsyncIterator[Any]:
-        found.append(f"start {variant}")
-        yield SimpleNamespace(memory_bytes=lambda: 2 * GIB), variant
-        found.append(f"end {variant}")
+    async def start(variant: ModeVariant) -> AsyncIterator[Any]:
+        found.append(f"start {variant.mode}")
+        yield SimpleNamespace(memory_bytes=lambda: 2 * GIB), variant.mode
+        found.append(f"end {variant.mode}")
 
-    monkeypatch.setattr(mode_servers, "available_bytes", lambda: available_bytes)
+    monkeypatch.setattr(modes, "available_bytes", lambda: available_bytes)
     try:
         async with ModeServers(start, 3, keep) as running:
-            for variant in runs:
-                async with running.serve(variant) as (_, endpoint):
-                    found.append(f"run {endpoint}")
-                    if endpoint == "fail":
+            for mode in runs:
+                async with running.serve(ModeVariant(mode, None, mode)):
+                    found.append(f"run {mode}")
+                    if mode == "fail":
                         raise ZeroDivisionError
     except ZeroDivisionError:
         found.append("raised")

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from caraserve.bench.client.dialects import LoadSettings
 from caraserve.bench.client.endpoint import AdapterLoads, Endpoint, adapter_loads, find_endpoint
-from caraserve.bench.client.player import LoadSettings
 from caraserve.bench.runner import BenchmarkRunner
 from caraserve.telemetry.metrics import Metrics
 from tests.bench.fake_endpoint import Fake, serve

@@ -14,6 +14,7 @@ import numpy as np
 import orjson
 
 from caraserve.bench.client.connection import HttpExchange
+from caraserve.bench.records import PlannedRequest
 
 # Token ids in every vocabulary: above the special tokens at the start of most, and within the 256 byte tokens.
 _FIRST_ID, _LAST_ID = 16, 240
@@ -41,15 +42,12 @@ _SHOWN_CHARACTERS = 200  # of an invalid response, in error messages
 
 
 @dataclass(frozen=True, slots=True)
-class ClientRequest:
-    """One request, independent of the endpoint's dialect."""
+class LoadSettings:
+    """The seed of prompts, and options of sending."""
 
-    model: str | None  # an adapter's name; None: the base model
-    prompt_seed: int
-    index: int
-    prompt_tokens: int
-    output_tokens: int
-    ignore_eos: bool
+    seed: int
+    ignore_eos: bool = True
+    max_concurrency: int | None = None  # limit of requests in flight, in a closed loop; None: open loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +77,21 @@ class OpenAICompletions:
     base: str
     path: str = "/v1/completions"
 
-    def body(self, request: ClientRequest) -> dict[str, Any]:
+    def body(self, request: PlannedRequest, model: str | None, settings: LoadSettings) -> dict[str, Any]:
+        """Returns the request as JSON values. `model`: an adapter's name; None: the base model."""
         body = {
-            "model": request.model or self.base,
+            "model": model or self.base,
             "max_tokens": request.output_tokens,
             "temperature": 0.0,
             "stream": True,
             "stream_options": {"include_usage": True},
-            **self._prompt(request),
+            **self._prompt(request, settings.seed),
         }
         # Extensions of vLLM, which other servers may refuse. With token ids, tokens without text have an event too.
-        return body | ({"ignore_eos": True, "return_token_ids": True} if request.ignore_eos else {})
+        return body | ({"ignore_eos": True, "return_token_ids": True} if settings.ignore_eos else {})
 
-    def _prompt(self, request: ClientRequest) -> dict[str, Any]:
-        return {"prompt": token_ids(request.prompt_seed, request.index, request.prompt_tokens)}
+    def _prompt(self, request: PlannedRequest, seed: int) -> dict[str, Any]:
+        return {"prompt": token_ids(seed, request.index, request.prompt_tokens)}
 
     def read(self, event: dict[str, Any]) -> StreamEvent:
         usage = event.get("usage")
@@ -116,13 +115,13 @@ class PromptEmbeds(OpenAICompletions):
 
     hidden: int = 0
 
-    def body(self, request: ClientRequest) -> dict[str, Any]:
-        body = OpenAICompletions.body(self, request)
+    def body(self, request: PlannedRequest, model: str | None, settings: LoadSettings) -> dict[str, Any]:
+        body = OpenAICompletions.body(self, request, model, settings)
         body.pop("return_token_ids", None)  # a prompt of vectors has no ids
         return body
 
-    def _prompt(self, request: ClientRequest) -> dict[str, Any]:
-        rng = np.random.default_rng([request.prompt_seed, request.index])
+    def _prompt(self, request: PlannedRequest, seed: int) -> dict[str, Any]:
+        rng = np.random.default_rng([seed, request.index])
         vectors = rng.standard_normal((request.prompt_tokens, self.hidden), np.float32).astype(np.float16)
         tensor = {"dtype": "F16", "shape": vectors.shape, "data_offsets": [0, vectors.nbytes]}
         head = orjson.dumps({"embeds": tensor})
@@ -136,8 +135,8 @@ class OpenAIChat(OpenAICompletions):
 
     path: str = "/v1/chat/completions"
 
-    def _prompt(self, request: ClientRequest) -> dict[str, Any]:
-        content = random_text(request.prompt_seed, request.index, request.prompt_tokens)
+    def _prompt(self, request: PlannedRequest, seed: int) -> dict[str, Any]:
+        content = random_text(seed, request.index, request.prompt_tokens)
         return {"messages": [{"role": "user", "content": content}]}
 
 
@@ -148,16 +147,15 @@ class LlamaCpp:
     ids: Mapping[str, int]
     path: str = "/completion"
 
-    def body(self, request: ClientRequest) -> dict[str, Any]:
-        chosen = [{"id": self.ids[request.model], "scale": 1.0}] if request.model is not None else []
+    def body(self, request: PlannedRequest, model: str | None, settings: LoadSettings) -> dict[str, Any]:
         return {
-            "prompt": token_ids(request.prompt_seed, request.index, request.prompt_tokens),
+            "prompt": token_ids(settings.seed, request.index, request.prompt_tokens),
             "n_predict": request.output_tokens,
             "temperature": 0.0,
-            "ignore_eos": request.ignore_eos,
+            "ignore_eos": settings.ignore_eos,
             "cache_prompt": False,
             "stream": True,
-            "lora": chosen,
+            "lora": [] if model is None else [{"id": self.ids[model], "scale": 1.0}],
         }
 
     def read(self, event: dict[str, Any]) -> StreamEvent:
@@ -177,12 +175,6 @@ def request_head(dialect: Dialect, root: str, headers: Mapping[str, str]) -> str
     own = {"Host": parts.netloc, "Content-Type": "application/json", "Accept": "text/event-stream"}
     lines = (f"{name}: {value}" for name, value in {**own, **headers}.items())
     return "\r\n".join([f"POST {parts.path}{dialect.path} HTTP/1.1", *lines, "Content-Length: "])
-
-
-def encode(dialect: Dialect, head: str, request: ClientRequest) -> bytes:
-    """Returns the bytes of a complete HTTP request."""
-    body = orjson.dumps(dialect.body(request))
-    return f"{head}{len(body)}\r\n\r\n".encode("latin-1") + body
 
 
 def decode(dialect: Dialect, exchange: HttpExchange) -> ParsedAnswer:

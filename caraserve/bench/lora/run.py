@@ -15,7 +15,6 @@ from typing import TypeVar
 from rich.console import Console
 
 from caraserve.bench.checkout import laboratory
-from caraserve.bench.console import open_console, write_document
 from caraserve.bench.lora import PARTS
 from caraserve.bench.lora.handoff import HandoffBench, RoundTripPoint, ThreadsPoint, beside_threads, round_trips
 from caraserve.bench.lora.kernels import GpuPoint, KernelCase, KernelPoint, measure
@@ -24,6 +23,7 @@ from caraserve.bench.lora.report import draw, tables
 from caraserve.bench.records import machine, versions
 from caraserve.bench.report.files import as_json, make_folder, write_files
 from caraserve.bench.report.plots import NO_FIGURES, can_draw
+from caraserve.bench.report.tables import open_console, write_document
 from caraserve.errors import ConfigError
 from caraserve.gpu.driver.detect import detect
 from caraserve.model.dtype import Dtype

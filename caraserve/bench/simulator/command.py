@@ -6,12 +6,11 @@ from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
 
-from caraserve.bench.console import open_console, write_document
 from caraserve.bench.options import LoadOptions
 from caraserve.bench.records import versions
 from caraserve.bench.report.files import as_json as json_bytes
 from caraserve.bench.report.files import make_folder, write_files
-from caraserve.bench.report.tables import to_rich
+from caraserve.bench.report.tables import open_console, to_rich, write_document
 from caraserve.bench.simulator.machines import SimulatedMachine, paper_machine, profiled_machine
 from caraserve.bench.simulator.report import as_json, finite, plots, text_tables
 from caraserve.bench.simulator.setting import ClusterSetting, Scheduler

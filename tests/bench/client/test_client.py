@@ -13,8 +13,9 @@ from urllib.request import urlopen
 import pytest
 import uvloop
 
+from caraserve.bench.client.dialects import LoadSettings
 from caraserve.bench.client.endpoint import Endpoint, find_endpoint
-from caraserve.bench.client.player import LoadSettings, Player, report_progress
+from caraserve.bench.client.player import Player, report_progress
 from caraserve.bench.records import PlannedRequest, Run, Workload
 from caraserve.errors import ConfigError
 

@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from caraserve.bench.client.connection import HttpExchange
 from caraserve.bench.client.dialects import (
-    ClientRequest,
     Dialect,
     LlamaCpp,
+    LoadSettings,
     OpenAIChat,
     OpenAICompletions,
     PromptEmbeds,
     decode,
 )
+from caraserve.bench.records import PlannedRequest
 
 OPENAI = (
     b'data: {"choices":[{"text":"a","finish_reason":null}]}\n\n'
@@ -28,7 +29,7 @@ OPENAI = (
     b": phases queued=0.5;load=3\n\n"
     b"data: [DONE]\n\n"
 )
-ASKED = ClientRequest(model="poet", prompt_seed=0, index=3, prompt_tokens=5, output_tokens=9, ignore_eos=True)
+ASKED = PlannedRequest(index=3, at_s=0.0, adapter=0, prompt_tokens=5, output_tokens=9), "poet", LoadSettings(seed=0)
 
 
 def answered(*pieces: tuple[float, bytes], status: int = 200) -> HttpExchange:
@@ -100,7 +101,7 @@ def test_invalid_answers_are_errors(body: bytes, status: int, error: str) -> Non
     "dialect", [OpenAICompletions("base"), PromptEmbeds("base", hidden=8), OpenAIChat("base"), LlamaCpp({"poet": 7})]
 )
 def test_requests_name_the_adapter_and_the_length(dialect: Dialect) -> None:
-    body = dialect.body(ASKED)
+    body = dialect.body(*ASKED)
     assert body["stream"] is True
     assert body["ignore_eos"] is True
     assert body.get("max_tokens", body.get("n_predict")) == 9
@@ -108,19 +109,18 @@ def test_requests_name_the_adapter_and_the_length(dialect: Dialect) -> None:
 
 
 def test_prompts_have_the_requested_number_of_tokens() -> None:
-    assert len(OpenAICompletions("base").body(ASKED)["prompt"]) == 5
-    assert len(OpenAIChat("base").body(ASKED)["messages"][0]["content"].split()) == 5
+    assert len(OpenAICompletions("base").body(*ASKED)["prompt"]) == 5
+    assert len(OpenAIChat("base").body(*ASKED)["messages"][0]["content"].split()) == 5
 
 
 def test_without_ignore_eos_nothing_but_openais_own_fields_is_sent() -> None:
-    plain = ClientRequest(model=None, prompt_seed=0, index=0, prompt_tokens=2, output_tokens=3, ignore_eos=False)
-    body = OpenAICompletions("base").body(plain)
+    body = OpenAICompletions("base").body(ASKED[0], None, LoadSettings(seed=0, ignore_eos=False))
     assert set(body) == {"model", "prompt", "max_tokens", "temperature", "stream", "stream_options"}
     assert body["model"] == "base"
 
 
 def test_prompts_of_vectors_are_one_tensor_and_ask_for_no_ids() -> None:
-    body = PromptEmbeds("base", hidden=8).body(ASKED)
+    body = PromptEmbeds("base", hidden=8).body(*ASKED)
     (vectors,) = safetensors.numpy.load(base64.b64decode(body["prompt_embeds"])).values()
     assert vectors.shape == (5, 8)
     assert "prompt" not in body

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caraserve.bench.client.response_parser import ResponseParser
+from caraserve.bench.client.connection import ResponseParser
 
 CHUNKED = (
     b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX-Phases: a=1\r\n\r\n"
