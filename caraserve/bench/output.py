@@ -7,8 +7,7 @@ from typing import Any
 import uvloop
 
 from caraserve.bench.options import ReportOptions
-from caraserve.bench.report.compare import compare
-from caraserve.bench.report.files import document, load_saved, make_folder, save_report, write_files
+from caraserve.bench.report.files import compare, document, load_saved, make_folder, save_report, write_files
 from caraserve.bench.report.plots import NO_FIGURES, can_draw
 from caraserve.bench.report.ratios import PairedRatio, paired_document, paired_ratios
 from caraserve.bench.report.run_plots import comparison_plot, run_plots

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caraserve.kv.prefix_keys import next_key, root_key
+from caraserve.kv.block_pool import next_key, root_key
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=16)
 

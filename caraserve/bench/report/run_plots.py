@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from caraserve.bench.records import Run
-from caraserve.bench.report.compare import Comparison
+from caraserve.bench.report.files import Comparison
 from caraserve.bench.report.plots import Look, Panel, Series, can_draw, draw_panels
 from caraserve.bench.report.ratios import RATIO_METRICS, by_label, ratios_to_first
 from caraserve.bench.report.summary import Columns, Floats, RequestGroup, SloLimits, Summary

@@ -11,8 +11,7 @@ All functions are compiled. `one` is the record of an instance, `machine` that o
 
 # mypy: disable-error-code="no-untyped-def"
 
-from caraserve.bench.simulator.compiled import FOREVER, MAX_QUEUE, MS, kernel
-from caraserve.bench.simulator.containers import heap_pop, heap_push
+from caraserve.bench.simulator.compiled import FOREVER, MAX_QUEUE, MS, heap_pop, heap_push, kernel
 from caraserve.cluster.routing.perf_model import iteration_ms
 
 # --- state ---

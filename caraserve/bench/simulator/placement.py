@@ -7,8 +7,7 @@ import numpy as np
 from caraserve.bench.records import Workload
 from caraserve.bench.simulator import events
 from caraserve.bench.simulator.fleet import FleetArrays, PlanArrays
-from caraserve.bench.simulator.machines import SimulatedMachine
-from caraserve.bench.simulator.setting import ClusterSetting
+from caraserve.bench.simulator.setting import ClusterSetting, SimulatedMachine
 from caraserve.cluster.placement.loraserve import make_plan
 from caraserve.cluster.placement.plan import AdapterDemand, Server, extrapolated
 from caraserve.cluster.routing.placement_plan import PlacementPlan, homes

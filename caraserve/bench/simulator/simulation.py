@@ -29,9 +29,8 @@ from caraserve.bench.simulator.compiled import (
     Batches,
 )
 from caraserve.bench.simulator.fleet import SETTING, make_fleet, with_room
-from caraserve.bench.simulator.machines import SimulatedMachine
 from caraserve.bench.simulator.placement import SimPlanner
-from caraserve.bench.simulator.setting import ClusterSetting
+from caraserve.bench.simulator.setting import ClusterSetting, SimulatedMachine
 from caraserve.cluster.placement.migration import QueuedRequest, rebalanced
 from caraserve.cluster.routing.cost import PRIOR_TOKENS, PRIOR_WEIGHT
 from caraserve.cluster.routing.policies import Policy

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from caraserve.bench.records import RequestRecord, Run
-from caraserve.bench.report.compare import compare
-from caraserve.bench.report.files import document, load_saved, save_report
+from caraserve.bench.report.files import compare, document, load_saved, save_report
 from caraserve.bench.report.plots import can_draw
 from caraserve.bench.report.run_plots import run_plots
 from caraserve.bench.report.summary import SloLimits, Summary, summarize

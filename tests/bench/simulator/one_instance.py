@@ -7,7 +7,7 @@ import numpy as np
 from caraserve.bench.records import PlannedRequest, Workload
 from caraserve.bench.simulator import batching
 from caraserve.bench.simulator.compiled import BACKLOG, FOREVER, Batches, entry
-from caraserve.bench.simulator.machines import SimulatedMachine
+from caraserve.bench.simulator.setting import SimulatedMachine
 from caraserve.bench.simulator.simulation import make_batches, make_requests
 from caraserve.cluster.routing.cost import Backlog
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caraserve.bench.simulator.compiled import MS
-from caraserve.bench.simulator.machines import SimulatedMachine, paper_machine
+from caraserve.bench.simulator.setting import SimulatedMachine, paper_machine
 from caraserve.cluster.routing.cost import LinkSpeeds
 from caraserve.cluster.routing.perf_model import PerfModel
 from tests.bench.simulator.one_instance import OneInstance

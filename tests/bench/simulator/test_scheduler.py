@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from caraserve.bench.simulator.compiled import MS
-from caraserve.bench.simulator.machines import paper_machine
+from caraserve.bench.simulator.setting import paper_machine
 from caraserve.core.backend import Limits
 from caraserve.core.request import GenerateRequest, Phase, Request, SamplingParams
 from caraserve.engine.scheduler import plan_iteration

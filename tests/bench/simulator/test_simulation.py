@@ -21,11 +21,18 @@ from caraserve.bench.report.plots import can_draw
 from caraserve.bench.simulator import simulation as simulation_module
 from caraserve.bench.simulator.compiled import MS
 from caraserve.bench.simulator.fleet import make_fleet
-from caraserve.bench.simulator.machines import SimulatedMachine, paper_machine, without_adapters
-from caraserve.bench.simulator.operating_points import profiled_points
-from caraserve.bench.simulator.setting import ClusterSetting
+from caraserve.bench.simulator.setting import ClusterSetting, SimulatedMachine, paper_machine, without_adapters
 from caraserve.bench.simulator.simulation import Simulation
-from caraserve.bench.simulator.sweep import FleetSpec, Goal, base, digest, find_all, simulate, summarize
+from caraserve.bench.simulator.sweep import (
+    FleetSpec,
+    Goal,
+    base,
+    digest,
+    find_all,
+    profiled_points,
+    simulate,
+    summarize,
+)
 from caraserve.bench.workload.arrivals import parse_arrivals
 from caraserve.bench.workload.build import WorkloadSpec, build
 from caraserve.bench.workload.lengths import parse_lengths
