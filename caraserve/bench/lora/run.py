@@ -97,7 +97,14 @@ def bench_lora(
     report = LoraReport(effort.hidden, tuple(cores))
     try:
         with terminal_bar() as progress:
-            task = progress.add_task("measuring", total=_steps(parts, effort, len(cores)))
+            teams = len({1, len(cores)})  # one worker, and all
+            steps = {
+                "kernels": len(effort.ranks) * len(effort.tokens) * len(effort.dtypes),
+                "round-trip": 2 * teams * len(effort.round_trip_tokens),
+                "threads": teams * len(effort.ranks),
+                "gpu": 1,
+            }
+            task = progress.add_task("measuring", total=sum(steps[part] for part in parts))
             if not console.is_terminal:
                 console.print(f"measuring {', '.join(parts)} on cores {', '.join(map(str, cores))}")
             _measure(report, parts, effort, lambda: progress.advance(task))
@@ -128,17 +135,6 @@ def _parts(requested: Sequence[str] | None, console: Console) -> Sequence[str]:
 def _gpu_bench() -> ModuleType:
     """Returns the module of stage `lora` of `scripts/gpu_check`, which measures the GPU's kernels."""
     return laboratory("gpu.lora", "lora --parts gpu")
-
-
-def _steps(parts: Sequence[str], effort: LoraEffort, cores: int) -> int:
-    worker_counts = len({1, cores})
-    counts = {
-        "kernels": len(effort.ranks) * len(effort.tokens) * len(effort.dtypes),
-        "round-trip": 2 * worker_counts * len(effort.round_trip_tokens),
-        "threads": worker_counts * len(effort.ranks),
-        "gpu": 1,
-    }
-    return sum(counts[part] for part in parts)
 
 
 def _measure(report: LoraReport, parts: Sequence[str], effort: LoraEffort, advance: Callable[[], None]) -> None:
@@ -192,52 +188,50 @@ def tables(
     gpu: Sequence[GpuPoint] = (),
 ) -> Iterator[Table]:
     """Yields a table for each part that was measured."""
-    yield from _table(
-        "q, k and v of one layer on one core",
-        ("dtype", "rank", "tokens", "GFLOP/s", "of the core's peak", "× torch", "× NumPy"),
-        [
-            (
-                *(one.dtype, str(one.rank), str(one.tokens), f"{one.ours:.0f}", f"{one.share_of_peak:.0%}"),
-                *(f"{one.ours / one.torch:.1f}", NONE if one.numpy is None else f"{one.ours / one.numpy:.1f}"),
-            )
-            for one in kernels
-        ],
+    every = (
+        TextTable(
+            "q, k and v of one layer on one core",
+            ("dtype", "rank", "tokens", "GFLOP/s", "of the core's peak", "× torch", "× NumPy"),
+            [
+                (
+                    *(one.dtype, str(one.rank), str(one.tokens), f"{one.ours:.0f}", f"{one.share_of_peak:.0%}"),
+                    *(f"{one.ours / one.torch:.1f}", NONE if one.numpy is None else f"{one.ours / one.numpy:.1f}"),
+                )
+                for one in kernels
+            ],
+        ),
+        TextTable(
+            "one hand-off of q, k and v",
+            ("workers", "tokens", "through", "µs", "beyond computing, µs", "p99"),
+            [
+                (
+                    *(str(trip.workers), str(trip.tokens), trip.transport),
+                    *(f"{trip.total_us:,.0f}", f"{trip.beyond_us:,.1f}", f"{trip.beyond_p99_us:,.0f}"),
+                )
+                for trip in round_trips
+            ],
+        ),
+        TextTable(
+            "256 tokens, fp32: CPU LoRA workers beside torch's threads",
+            ("cores", "rank", "workers, ms", "torch, ms", "torch ÷ workers"),
+            [
+                (str(at.cores), str(at.rank), *(f"{x:.2f}" for x in (at.workers_ms, at.torch_ms, at.ratio)))
+                for at in threads
+            ],
+        ),
+        TextTable(
+            "q, k and v of one layer on the GPU, every row another adapter, bf16",
+            ("rows", "rank", "µs", "MB", "of the memory's bandwidth", "× torch.bmm"),
+            [
+                (
+                    *(str(at.rows), "+".join(map(str, at.ranks)), f"{at.us:.1f}", f"{at.mbytes:.1f}"),
+                    *(f"{at.share_of_floor:.0%}", NONE if at.torch_us is None else f"{at.torch_us / at.us:.1f}"),
+                )
+                for at in gpu
+            ],
+        ),
     )
-    yield from _table(
-        "one hand-off of q, k and v",
-        ("workers", "tokens", "through", "µs", "beyond computing, µs", "p99"),
-        [
-            (
-                *(str(trip.workers), str(trip.tokens), trip.transport),
-                *(f"{trip.total_us:,.0f}", f"{trip.beyond_us:,.1f}", f"{trip.beyond_p99_us:,.0f}"),
-            )
-            for trip in round_trips
-        ],
-    )
-    yield from _table(
-        "256 tokens, fp32: CPU LoRA workers beside torch's threads",
-        ("cores", "rank", "workers, ms", "torch, ms", "torch ÷ workers"),
-        [
-            (str(at.cores), str(at.rank), *(f"{x:.2f}" for x in (at.workers_ms, at.torch_ms, at.ratio)))
-            for at in threads
-        ],
-    )
-    yield from _table(
-        "q, k and v of one layer on the GPU, every row another adapter, bf16",
-        ("rows", "rank", "µs", "MB", "of the memory's bandwidth", "× torch.bmm"),
-        [
-            (
-                *(str(at.rows), "+".join(map(str, at.ranks)), f"{at.us:.1f}", f"{at.mbytes:.1f}"),
-                *(f"{at.share_of_floor:.0%}", NONE if at.torch_us is None else f"{at.torch_us / at.us:.1f}"),
-            )
-            for at in gpu
-        ],
-    )
-
-
-def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[Table]:
-    if rows:
-        yield to_rich(TextTable(title, heads, rows))
+    yield from (to_rich(table) for table in every if table.rows)
 
 
 def draw(

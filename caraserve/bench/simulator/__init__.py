@@ -5,7 +5,7 @@ Shared with the server: in `cluster/routing` cost, perf_model and policy_rules, 
 models of the server's own.
 
 Modules, in the order in which a simulated request meets them: `setting` (times and sizes of an instance too),
-`simulation` and `placement` (Python around the compiled code), `events` (its loop), `fleet` and `compiled` (its
+`simulation` (Python around the compiled code, and the placement), `events` (its loop), `fleet` and `compiled` (its
 arrays), `views` (the state that routers see), `routing`, `adapter_cache`, `batching`; then `sweep` (results of many
 runs). `command` is `caraserve bench cluster`.
 """

@@ -129,17 +129,15 @@ INSTANCE = np.dtype(
         ("credit_bytes", np.float64),
     ]
 )
-ITERATIONS = np.dtype(integers("start", "each", "times", "decoding", "prompt_tokens"))  # a run of equal iterations
 
 
 class Batches(NamedTuple):
-    """What batching works on: one element of `machines`, `instances` and `traces` for each instance."""
+    """What batching works on: one element of `machines` and of `instances` for each instance."""
 
     machines: Any
     instances: Any
     requests: Any
     ranks: Any  # the rank of each class, ascending
-    traces: Any  # runs of iterations [instances, most]
 
 
 # --- heaps ---

@@ -91,6 +91,9 @@ def summarize(simulation: Simulation, routing: str, slo_ms: float) -> Simulation
     several = ~lost & (output > 1)
     tpot_ms = (judged["done"] - judged["first"])[several] / MS / (output[several] - 1)
     tokens, end = nodes["tokens"], requests["done"].max(initial=0)
+    answered = judged[~lost]
+    answered = answered[np.argsort(answered["place"], kind="stable")]
+    by_place = np.split(answered, np.searchsorted(answered["place"], np.arange(1, len(nodes))))
     looks = int(counts["arrivals"] + counts["deliveries"] + counts["quotes"] + counts["beats"] + nodes["loads"].sum())
     return SimulationResult(
         routing=routing,
@@ -119,15 +122,9 @@ def summarize(simulation: Simulation, routing: str, slo_ms: float) -> Simulation
         migrations=int(counts["migrations"]),
         events=looks + int(nodes["iterations"].sum() + tokens.sum()),
         steps=looks + int(nodes["steps"].sum()),
-        by_instance=_by_instance(judged[~lost], nodes, int(end)),
+        by_instance=tuple(_instance_result(mine, one, int(end)) for mine, one in zip(by_place, nodes, strict=True)),
         digest=digest(simulation),
     )
-
-
-def _by_instance(answered: NDArray[np.void], nodes: NDArray[np.void], end: int) -> tuple[InstanceResult, ...]:
-    answered = answered[np.argsort(answered["place"], kind="stable")]
-    starts = np.searchsorted(answered["place"], np.arange(1, len(nodes)))
-    return tuple(_instance_result(mine, one, end) for mine, one in zip(np.split(answered, starts), nodes, strict=True))
 
 
 def _instance_result(answered: NDArray[np.void], one: np.void, end: int) -> InstanceResult:

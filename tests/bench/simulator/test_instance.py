@@ -83,7 +83,7 @@ def test_a_run_ends_where_a_request_joins() -> None:
         instance.deliver(index, time, time)
     instance.finish()
     # One iteration of prefill; two of decoding, the second of which had been launched; the newcomer; the rest.
-    assert [run[2:] for run in instance.runs()] == [(1, 0, 4), (2, 1, 0), (1, 1, 4), (1, 2, 0), (5, 1, 0)]
+    assert [run[2:] for run in instance.runs] == [(1, 0, 4), (2, 1, 0), (1, 1, 4), (1, 2, 0), (5, 1, 0)]
     assert instance.times() == [(10 * MS, 100 * MS), (40 * MS, 50 * MS)]
 
 
