@@ -194,9 +194,9 @@ class ModeServers:
         return self._keep
 
 
-def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+def available_bytes() -> int:
     """Returns the memory that programs can use without swapping."""
-    lines = (line.split() for line in meminfo.read_text().splitlines())
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     return next(1024 * int(words[1]) for words in lines if words[0] == "MemAvailable:")
 
 

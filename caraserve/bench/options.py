@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -40,7 +40,7 @@ class LoadOptions:
     random_output_len: int | None
     arrivals: str | None
     burstiness: float | None
-    request_rate: tuple[float, ...] | None
+    request_rate: Sequence[float] | None
     rate_scale: float | None  # None: 1; NaN: by this machine's capacity
     scale: float
     num_prompts: int | None
@@ -82,15 +82,10 @@ class LoadOptions:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Self:
-        values = {name: getattr(args, name) for name in cls.__slots__}
-        if values["request_rate"] is not None:
-            values["request_rate"] = tuple(values["request_rate"])
-        options = cls(**values)
-        options._check()
-        return options
+        """Returns the options that a parser has found. Raises ConfigError for options that contradict each other."""
+        return cls(**{name: getattr(args, name) for name in cls.__slots__})
 
-    def _check(self) -> None:
-        """Raises ConfigError for options that contradict each other."""
+    def __post_init__(self) -> None:
         pairs = (
             ("--rate-scale auto", self.auto_rate, "--request-rate", self.request_rate),
             ("--burstiness", self.burstiness, "--arrivals", self.arrivals),

@@ -36,8 +36,7 @@ class BenchTarget:
     dtype: str
     serve: tuple[str, ...] | None  # arguments of `caraserve serve`; None: a random model, or the demo
 
-    def check(self) -> None:
-        """Raises ConfigError if the options name more than one target."""
+    def __post_init__(self) -> None:
         given = {"--url": self.url, "--random-model": self.random_model, "arguments after --": self.serve}
         named = [name for name, value in given.items() if value is not None]
         if len(named) > 1:
@@ -69,7 +68,6 @@ def keep_measured(measured: Measurements) -> Iterator[None]:
 
 async def bench_serve(target: BenchTarget, load: LoadOptions, report: ReportOptions, label: str | None) -> Measurements:
     """Measures the target at every rate. Raises ConfigError, BackendFailed or OSError if no run could be made."""
-    target.check()
     runner = BenchmarkRunner(LoadSettings(load.seed, load.ignore_eos, load.concurrency))
     limits = objective(report.slo, report.slo_scale, load.preset)
     measured = Measurements([], limits.slo, [] if limits.note is None else [limits.note])

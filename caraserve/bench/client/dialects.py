@@ -184,7 +184,7 @@ def decode(dialect: Dialect, exchange: HttpExchange) -> ParsedAnswer:
     if exchange.status != 200:
         return ParsedAnswer((), 0, None, error=f"HTTP {exchange.status}: {_message(exchange.body)}")
     token_s: list[float] = []
-    output_tokens = prompt_tokens = None
+    output_tokens = prompt_tokens = error = None
     phases = _phases(exchange.headers.get(_PHASES, ""))
     for at_s, line in _lines(exchange.pieces):
         if line.startswith(b": phases "):
@@ -193,21 +193,23 @@ def decode(dialect: Dialect, exchange: HttpExchange) -> ParsedAnswer:
             continue
         try:
             event = orjson.loads(line[5:])
-        except orjson.JSONDecodeError:
-            return ParsedAnswer(tuple(token_s), len(token_s), prompt_tokens, error=f"not JSON: {_shown(line)}")
-        if isinstance(event, dict) and event.get("error"):
-            return ParsedAnswer(tuple(token_s), len(token_s), prompt_tokens, phases, _message(orjson.dumps(event)))
-        try:
+            if isinstance(event, dict) and event.get("error"):
+                error = _message(orjson.dumps(event))
+                break
             said = dialect.read(event)
+        except orjson.JSONDecodeError:
+            error = f"not JSON: {_shown(line)}"
+            break
         except (AttributeError, KeyError, TypeError):
-            return ParsedAnswer(tuple(token_s), len(token_s), prompt_tokens, error=f"not an event: {_shown(line)}")
+            error = f"not an event: {_shown(line)}"
+            break
         token_s.extend([at_s] * said.tokens)
         output_tokens = said.output_tokens if said.output_tokens is not None else output_tokens
         prompt_tokens = said.prompt_tokens if said.prompt_tokens is not None else prompt_tokens
     if not token_s:
-        return ParsedAnswer((), 0, prompt_tokens, phases, "the answer has no tokens")
-    count = len(token_s) if output_tokens is None else output_tokens
-    return ParsedAnswer(tuple(token_s), count, prompt_tokens, phases)
+        error = error or "the answer has no tokens"
+    count = output_tokens if output_tokens is not None and error is None else len(token_s)
+    return ParsedAnswer(tuple(token_s), count, prompt_tokens, phases, error)
 
 
 def _lines(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:

@@ -105,18 +105,12 @@ class SloLimits:
     e2e_ms: float | None = None
 
     @classmethod
-    def scaled(cls, base: "Summary", factor: float, limits: tuple[str, ...] = ("tpt",)) -> "SloLimits":
-        """Returns limits of `factor` times the means of `base`, a run without adapters; on TPT alone by default, as in
-        the papers. Raises ConfigError if the run has no such mean."""
-        if not (math.isfinite(factor) and factor > 0):
-            raise ConfigError(f"--slo-scale {factor:g}: must be more than 0")
-        scaled: dict[str, float] = {}
-        for name in limits:
-            measured = getattr(base.latency, name)
-            if measured is None:
-                raise ConfigError(f"--slo-scale: the run without LoRA has no {name.upper()} to scale")
-            scaled[f"{name}_ms"] = factor * measured.mean_ms
-        return cls(**scaled)
+    def scaled(cls, base: "Summary", factor: float) -> "SloLimits":
+        """Returns a limit on TPT of `factor` times the mean of `base`, a run without adapters, as in the papers. Raises
+        ConfigError if the run has no such mean."""
+        if base.latency.tpt is None:
+            raise ConfigError("--slo-scale: the run without LoRA has no TPT to scale")
+        return cls(tpt_ms=factor * base.latency.tpt.mean_ms)
 
     def limits(self) -> dict[str, float]:
         """Returns the limits that are set, by name, in ms."""

@@ -51,9 +51,9 @@ class ClusterOptions:
     """Options of a simulation besides its load."""
 
     routing: tuple[str, ...]
-    instances: tuple[int, ...]  # sizes; none: the preset's number
+    instances: Sequence[int]  # sizes; none: the preset's number
     kernel: Kernel | None  # None: "measured" with a profile, otherwise "unpadded"
-    profile: tuple[Path, ...]
+    profile: Sequence[Path]
     slo_scale: float
     scheduler: Scheduler
     beat_ms: float | None
