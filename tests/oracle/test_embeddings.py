@@ -33,7 +33,6 @@ async def test_every_family_embeds_like_peft(tmp_path_factory: pytest.TempPathFa
     model, adapters, oracle = make_subject(tmp_path_factory.mktemp(family), {"r8": SOME_KINDS["r8"]}, family)
     rng = random.Random(1)
     asked = [(prompt_of(rng, tokens), name) for tokens in (1, 16, 90) for name in (None, "r8")]
-
     async with running(model_config(model), lora_config(adapters), engine_config()) as engine:
         answers = await asyncio.gather(*(embed(engine, *each) for each in asked))
     for (prompt, adapter), answer in zip(asked, answers, strict=True):
@@ -50,7 +49,6 @@ async def test_neither_chunks_nor_other_requests_change_an_embedding(subject: Su
     asked = [(prompt_of(rng, rng.choice((5, 16, 70, CONTEXT))), names[at % len(names)]) for at in range(18)]
     generated = [(prompt_of(rng, 20), name) for name in names]
     settings = engine_config(seqs=8, step_tokens=24, kv_bytes=kv_bytes(model, 20), prefix_caching=prefix_caching)
-
     async with running(model_config(model, max_model_len=CONTEXT), lora_config(adapters), settings) as engine:
         embeddings = [embed(engine, *each) for each in asked[:6]]
         answers = [submit(engine, *each, max_tokens=40) for each in generated]
@@ -96,7 +94,6 @@ async def test_an_embedding_that_is_not_finite_is_an_error(
         {name: torch.full_like(values, 3e38) for name, values in tensors.items()}, huge / "adapter_model.safetensors"
     )
     prompt = prompt_of(random.Random(6), 20)
-
     async with running(model_config(model), lora_config({"huge": huge}, mode="cached"), engine_config()) as engine:
         failed, embedded = await asyncio.gather(embed(engine, prompt, "huge"), embed(engine, prompt))
     assert isinstance(failed.finish.error, NonFiniteLogits)
@@ -113,7 +110,6 @@ async def test_a_prompt_whose_blocks_are_all_cached_is_embedded_all_the_same(sub
     """The blocks come from a generation; its answer may in turn start from the blocks of an embedding."""
     model, adapters, oracle = subject
     prompt = prompt_of(random.Random(3), tokens)
-
     async with running(model_config(model), lora_config(adapters), engine_config()) as engine:
         await submit(engine, prompt, "r8", max_tokens=4)
         warm = [await embed(engine, prompt, name) for name in ("r8", "r13", None)]
@@ -134,7 +130,6 @@ async def test_every_loading_mode_embeds_like_peft(subject: Subject, mode: str) 
     rng.shuffle(asked)
     device_bytes = 64 * MIB if mode in PRELOADED_MODES else 600 * 1024
     lora = lora_config(adapters, mode=mode, link_mb_per_s=4.0, device_bytes=device_bytes)
-
     async with running(model_config(model), lora, engine_config(step_tokens=64)) as engine:
         answers = [embed(engine, *each) for each in asked]
         answers.append(submit(engine, *asked[0], max_tokens=6))
@@ -148,7 +143,6 @@ async def test_cancelled_embeddings_leave_nothing_behind(subject: Subject) -> No
     model, adapters, oracle = subject
     rng = random.Random(4)
     asked = [(prompt_of(rng, 100), name) for name in (None, "r8", "mlp")]
-
     async with running(model_config(model), lora_config(adapters), engine_config(step_tokens=32)) as engine:
         left = [embed(engine, *each) for each in asked]
         await asyncio.sleep(0)

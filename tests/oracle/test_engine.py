@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from caraserve.core.request import MAX_PROMPT_LOGPROBS
 from caraserve.errors import NonFiniteLogits
+from caraserve.model.spec import load_spec
 from tests.oracle.models import FAMILIES, SOME_KINDS, Kinds, make_model, prompt_of
 from tests.oracle.oracle import Oracle
 from tests.oracle.subject import Subject, make_subject
@@ -58,7 +59,6 @@ async def test_every_family_answers_like_peft(families: dict[str, Subject], fami
 async def test_logprobs_are_those_of_peft(families: dict[str, Subject], family: str) -> None:
     subject, rng = families[family], random.Random(2)
     asked = [(prompt_of(rng, 30), name) for name in (None, "r8", "mixed")]
-
     async with running(model_config(subject.model), lora_config(subject.adapters), engine_config()) as engine:
         answers = await asyncio.gather(*(submit(engine, *each, max_tokens=6, logprobs=5) for each in asked))
         assert all(
@@ -125,10 +125,7 @@ def test_no_interleaving_changes_a_token(
     subject = families[family]
 
     async def serve() -> list[list[int] | None]:
-        from caraserve.model.spec import load_spec
-
-        spec = load_spec(subject.model)
-        kv_bytes = blocks * 16 * spec.kv_bytes_per_token(4)
+        kv_bytes = blocks * 16 * load_spec(subject.model).kv_bytes_per_token(4)
         lora = lora_config(
             subject.adapters, mode=mode, device_bytes=device_adapters * 600 * 1024, host_bytes=700 * 1024
         )
@@ -156,7 +153,6 @@ async def test_scores_of_the_prompt_are_those_of_peft(families: dict[str, Subjec
     """Every prompt token but the first, over several chunks."""
     subject, rng = families["llama3"], random.Random(4)
     prompt = prompt_of(rng, 150)
-
     async with running(model_config(subject.model), lora_config(subject.adapters), engine_config()) as engine:
         other = submit(engine, prompt_of(rng, 90), "r64", max_tokens=30, logprobs=3)
         answer = await submit(engine, prompt, "r8", max_tokens=0, prompt_logprobs=alternatives)
@@ -177,9 +173,7 @@ async def test_bfloat16_weights_stay_close_to_peft(families: dict[str, Subject])
 
     lora = lora_config({"r64": subject.adapters["r64"]})
     async with running(model_config(rounded), lora, engine_config()) as engine:
-        answers = [(await submit(engine, *each, max_tokens=16)).token_ids for each in asked]
-    for (prompt, adapter), output in zip(asked, answers, strict=True):
-        oracle.check_greedy(prompt, adapter, output)
+        oracle.check_answers(asked, [await submit(engine, *each, max_tokens=16) for each in asked])
 
 
 async def test_more_adapters_than_fit_are_all_served(families: dict[str, Subject]) -> None:
@@ -218,13 +212,11 @@ async def test_an_adapter_whose_logits_are_not_finite_fails_alone(
         for params in ({}, {"logprobs": 2}, {"temperature": 1.0, "top_p": 0.9}, {"prompt_logprobs": 1}):
             failing = [submit(engine, bad, "huge", max_tokens=12, **params) for _ in range(3)]
             answers = await asyncio.gather(*(submit(engine, *each, max_tokens=12) for each in asked))
+            subject.oracle.check_answers(asked, answers)
             outputs += [answer.token_ids for answer in answers]
             for answer in await asyncio.gather(*failing):
                 assert (answer.finish.reason, answer.token_ids, answer.text) == ("error", [], "")
                 assert isinstance(answer.finish.error, NonFiniteLogits)
                 assert "'huge'" in answer.finish.error.message
                 assert answer.finish.cached_tokens == 0
-        outputs = outputs
-    for (prompt, adapter), output in zip(asked, outputs, strict=False):
-        subject.oracle.check_greedy(prompt, adapter, output)
     assert outputs == 4 * outputs[: len(asked)]

@@ -50,7 +50,6 @@ async def test_every_mode_answers_like_peft(subject: Subject, mode: str, link_mb
     lora = lora_config(
         adapters, mode=mode, link_mb_per_s=link_mb_per_s, device_bytes=device_bytes, pipeline_groups=groups
     )
-
     async with running(model_config(model), lora, engine_config(step_tokens=64)) as engine:
         found = await asyncio.gather(*(submit(engine, *each, max_tokens=6) for each in asked))
     oracle.check_answers(asked, found)

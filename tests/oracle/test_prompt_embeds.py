@@ -56,7 +56,6 @@ async def test_other_vectors_answer_like_transformers(subject: Subject) -> None:
     values = (own[rng.integers(2, len(own), 150)] + own[rng.integers(2, len(own), 150)]) / 2
     prompt = [5, *range(-1, -151, -1), 7, 9]
     embedded = np.concatenate([own[5:6], values, own[[7, 9]]])
-
     async with running(model_config(subject.model), lora_config(subject.adapters), engine_config()) as engine:
         asked = {"prompt_embeds": embeds_of(values), "max_tokens": OUTPUT_TOKENS}
         plain, penalized = (
@@ -80,7 +79,6 @@ async def test_prefixes_are_shared_by_equal_vectors_alone(subject: Subject) -> N
     others = values.copy()
     others[20] += 1  # in the second KV block
     prompt = [*range(-1, -65, -1), 5]
-
     async with running(model_config(subject.model), lora_config({}), engine_config()) as engine:
         first, again, other = [
             await submit(engine, prompt, prompt_embeds=embeds_of(each)) for each in (values, values.copy(), others)

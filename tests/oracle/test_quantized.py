@@ -22,7 +22,6 @@ async def test_quantised_checkpoints_answer_like_their_dequantised_weights(
     adapters = make_adapters(tmp_path, plain, {name: ADAPTERS[name] for name in ("r8", "r13")})
     oracle, rng = Oracle(plain, adapters), random.Random(1)
     asked = [(prompt_of(rng, tokens), name) for tokens in (3, 40) for name in (None, *adapters)]
-
     async with running(model_config(folder), lora_config(adapters), engine_config()) as engine:
         answers = await asyncio.gather(*(submit(engine, *each, max_tokens=10) for each in asked))
     oracle.check_answers(asked, answers)
