@@ -77,8 +77,7 @@ async def test_a_preempted_prompt_is_embedded_all_the_same(subject: Subject, mon
         answers = [submit(engine, each, max_tokens=30) for each in generated]
         embedding = await embed(engine, prompt, "r8")
         await asyncio.gather(*answers)
-        found = embedding
-    oracle.check_embedding(prompt, "r8", found.embedding)
+    oracle.check_embedding(prompt, "r8", embedding.embedding)
     assert preempted[0].request.inputs.embeds
 
 

@@ -115,5 +115,4 @@ async def test_no_token_is_lost_when_workers_die_or_stop_in_a_layer(subject: Sub
         striking.cancel()
         assert backend.modules_redone > 0, "the blows missed"
         assert backend.workers.await_all(timeout_s=30), "the last one was not replaced"
-        found = answers
-    oracle.check_answers(asked, found)
+    oracle.check_answers(asked, answers)

@@ -86,8 +86,7 @@ async def test_a_lone_adapter_runs_merged_from_its_first_token_to_its_last(subje
         rows = [(row.adapter_slot or None) for plan in watched.plans for row in plan.rows]
         assert rows == watched.merged
         assert watched.backend.adapters_merged == 2 * len(adapters)
-        found = answers
-    check(oracle, asked, found, 6)
+    check(oracle, asked, answers, 6)
 
 
 async def test_an_adapter_used_again_before_another_is_merged_is_not_merged_again(subject: Subject) -> None:
@@ -99,8 +98,7 @@ async def test_an_adapter_used_again_before_another_is_merged_is_not_merged_agai
         answers = [await submit(engine, *each, max_tokens=4) for each in asked]
         assert watched.backend.adapters_merged == 1
         assert watched.switches == 5
-        found = answers
-    check(oracle, asked, found, 4)
+    check(oracle, asked, answers, 4)
 
 
 async def test_a_skewed_load_runs_merged_while_other_adapters_wait(subject: Subject) -> None:
@@ -115,8 +113,7 @@ async def test_a_skewed_load_runs_merged_while_other_adapters_wait(subject: Subj
         full = [plan for plan in watched.plans if plan.merged is not None and len(plan.rows) > 4]
         assert full, "no batch was merged"
         assert any(merged is None for merged in watched.merged)
-        found = answers
-    check(oracle, asked, found, 10)
+    check(oracle, asked, answers, 10)
 
 
 async def test_a_request_continues_across_merging_and_unmerging(subject: Subject) -> None:
@@ -180,8 +177,7 @@ async def test_any_mix_over_a_small_pool_answers_like_peft(subject: Subject, see
                 task.cancel()
         answers = [None if leaves else await task for task, leaves in zip(tasks, left, strict=True)]
         assert any(merged is not None for merged in watched.merged), "nothing was merged"
-        found = answers
-    for (prompt, adapter), count, answer in zip(asked, wanted, found, strict=True):
+    for (prompt, adapter), count, answer in zip(asked, wanted, answers, strict=True):
         if answer is not None:
             assert len(answer.token_ids) == count
             oracle.check_greedy(prompt, adapter, answer.token_ids)

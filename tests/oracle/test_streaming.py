@@ -211,19 +211,6 @@ async def test_an_adapter_with_empty_last_layers_is_awaited_to_its_end(subject: 
         subject.check(prompt, "early", await task)
 
 
-async def test_prompts_beyond_the_limit_of_streamed_prefills_wait_for_the_whole_adapter(subject: Serving) -> None:
-    prompts = [subject.prompt(tokens) for tokens in range(20, 26)]
-    async with subject.served() as (engine, network):
-        tasks = [submit(engine, prompt, "poet") for prompt in prompts]
-        sending = await network.sending("poet")
-        sending.send(2)
-        most = engine._limits.streamed_batches
-        await until_computed(engine, *[2] * most)
-        sending.finish()
-        for prompt, task in zip(prompts, tasks, strict=True):
-            subject.check(prompt, "poet", await task)
-
-
 async def test_a_failed_download_is_reported_and_the_next_request_is_served(subject: Serving) -> None:
     prompt, other = subject.prompt(40), subject.prompt(9)
     async with subject.served() as (engine, network):
@@ -315,17 +302,6 @@ async def test_a_local_adapter_is_served_while_a_downloading_one_holds_memory(su
         assert [version.tier for version in engine.catalog.manager.on_device()] == []
         subject.check(prompt, "clerk", await submit(engine, prompt, "clerk"))
         assert computed(engine) == []
-        sending.send(2)
-        assert engine.catalog.manager._names["poet"].tier is AdapterTier.READING
-        sending.finish()
-        subject.check(prompt, "poet", await task)
-
-
-async def test_modes_that_wait_for_whole_adapters_compute_no_layer_early(subject: Serving) -> None:
-    prompt = subject.prompt(40)
-    async with subject.served("overlapped") as (engine, network):
-        task = submit(engine, prompt, "poet")
-        sending = await network.sending("poet")
         sending.send(2)
         assert engine.catalog.manager._names["poet"].tier is AdapterTier.READING
         sending.finish()
