@@ -11,7 +11,7 @@ import pytest
 from caraserve.errors import AdapterRejected
 from caraserve.lora.manifest import ChunkHasher, chunk_ends, manifest_of, read_manifest
 from caraserve.model.dtype import Dtype
-from caraserve.model.spec import parse_spec
+from caraserve.model.families import plan_of
 from tests.cluster.images import MODEL, image
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -71,8 +71,8 @@ HOSTILE: dict[str, Any] = {
     "too short": GOOD[:3],
     "another version": but(0, 2),
     "a dtype that is none": but(1, 7),
-    "a layer too far": but(2, [[MODEL.layers, 0, 8, 1.0]]),
-    "a layer too far, of no bytes": [*GOOD[:2], [[0, 0, 8, 1.0], [MODEL.layers, 0, 8, 1.0]], GOOD[3][:1]],
+    "a layer too far": but(2, [[len(MODEL.layers), 0, 8, 1.0]]),
+    "a layer too far, of no bytes": [*GOOD[:2], [[0, 0, 8, 1.0], [len(MODEL.layers), 0, 8, 1.0]], GOOD[3][:1]],
     "a layer before the first": but(2, [[-1, 0, 8, 1.0]]),
     "a site that is none": but(2, [[0, 7, 8, 1.0]]),
     "a site from the end": but(2, [[0, -1, 8, 1.0]]),
@@ -106,7 +106,7 @@ def test_a_manifest_of_another_base_model_is_refused_or_gives_another_layout() -
     fields = {"architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96}
     fields |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     with pytest.raises(AdapterRejected, match="not for this base model"):
-        read_manifest(manifest_of(spec), spec.digest, parse_spec(fields))
+        read_manifest(manifest_of(spec), spec.digest, plan_of(fields))
 
 
 def test_the_dtype_is_part_of_the_digest() -> None:

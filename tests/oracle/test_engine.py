@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from caraserve.core.request import MAX_PROMPT_LOGPROBS
 from caraserve.errors import NonFiniteLogits
-from caraserve.model.spec import load_spec
+from caraserve.model.families import load_plan
 from tests.oracle.models import FAMILIES, SOME_KINDS, Kinds, make_model, prompt_of
 from tests.oracle.oracle import Oracle
 from tests.oracle.subject import Subject, make_subject
@@ -125,7 +125,7 @@ def test_no_interleaving_changes_a_token(
     subject = families[family]
 
     async def serve() -> list[list[int] | None]:
-        kv_bytes = blocks * 16 * load_spec(subject.model).kv_bytes_per_token(4)
+        kv_bytes = blocks * 16 * load_plan(subject.model).kv_bytes_per_token(4)
         lora = lora_config(
             subject.adapters, mode=mode, device_bytes=device_adapters * 600 * 1024, host_bytes=700 * 1024
         )
