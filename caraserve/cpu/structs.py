@@ -136,7 +136,7 @@ LORA_ENTRY = _record(
     "dtype",
     floats=("scale",),
 )
-# All adapters, and what
+# The tables of all adapters, and what hand-offs to LoRA workers use.
 LORA = _record(
     "entries",  # → LORA_ENTRY [slots, layers, most_sites], weights in the device cache
     "host_entries",  # the same, weights in the host cache; valid while a slot's layers are arriving

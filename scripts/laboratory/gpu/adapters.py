@@ -203,7 +203,7 @@ class DecodingRows:
 
 
 class SegmentedRows:
-    """Rows of few adapters, as prompts and crowded decode batches have them: segments for the Triton kernels."""
+    """Rows of few adapters, as prompts and decode batches of one adapter have them: segments for the Triton kernels."""
 
     def __init__(
         self, acc: Accelerator, adapters: Adapters, row_slots: Sequence[int], x: Tensor, y: Tensor, max_rank: int

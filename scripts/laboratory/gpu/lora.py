@@ -26,13 +26,13 @@ from scripts.laboratory.gpu.setup import CheckSetup, real_setup
 _PROJECTIONS = 3  # q, k and v
 _LAYERS_LEAST, _LAYERS_MOST = 4, 320
 _MIX = (8, 16, 32, 64)
-_CROWDED_RANK = 64
+_SHARED_RANK = 64
 _SHARE_TARGET = 0.8  # floor ÷ measured time at rank 64, where reading weights dominates
 _MIX_TARGET = 1.10
 
 
 @dataclass(frozen=True, slots=True)
-class CrowdedPoint:
+class SharedPoint:
     """The decode LoRA of q, k and v in one layer, with many rows of few adapters: by the kernels of segments, which
     serve such rows, and by BGMV, which serves adapters of fewer rows."""
 
@@ -52,7 +52,7 @@ class LoraFigures:
     times_torch: dict[str, float]  # torch's time ÷ this project's, by point
     mix_over_sum: float | None  # mixed ranks ÷ the mean of the same ranks alone
     padded_over_mix: float | None  # the largest of these ranks alone ÷ mixed ranks
-    crowded: CrowdedPoint | None = None  # None: there was no time left
+    few_adapters: SharedPoint | None = None  # None: there was no time left
 
 
 def lora(setup: CheckSetup) -> StageResult[LoraFigures]:
@@ -62,11 +62,11 @@ def lora(setup: CheckSetup) -> StageResult[LoraFigures]:
     points, lines = tuple(measure(setup, acc, bytes_per_s)), Lines()
     figures = _judge(setup, points, bytes_per_s, lines)
     if setup.left_s > 0:
-        crowded = _crowded(setup, acc)
-        figures = replace(figures, crowded=crowded)
+        few_adapters = _few_adapters(setup, acc)
+        figures = replace(figures, few_adapters=few_adapters)
         lines.add(
-            f"LoRA n {crowded.rows}, adapters {crowded.adapters}, rank {crowded.rank}",
-            f"{crowded.us:.1f} µs by segments, {crowded.bgmv_us:.1f} µs by BGMV",
+            f"LoRA n {few_adapters.rows}, adapters {few_adapters.adapters}, rank {few_adapters.rank}",
+            f"{few_adapters.us:.1f} µs by segments, {few_adapters.bgmv_us:.1f} µs by BGMV",
         )
     return StageResult(figures, lines.all)
 
@@ -122,10 +122,10 @@ def _point(setup: CheckSetup, acc: Accelerator, rows: int, ranks: tuple[int, ...
     return GpuPoint(rows, ranks, us, num_bytes / 1e6, floor_us / us, torch_us)
 
 
-def _crowded(setup: CheckSetup, acc: Accelerator) -> CrowdedPoint:
+def _few_adapters(setup: CheckSetup, acc: Accelerator) -> SharedPoint:
     """Times rows that are divided evenly among few adapters. Raises WrongResult."""
-    (rows, count), hidden = setup.effort.crowded, setup.effort.shape.hidden
-    rank = min(_CROWDED_RANK, max(setup.effort.lora_ranks))
+    (rows, count), hidden = setup.effort.few_adapters, setup.effort.shape.hidden
+    rank = min(_SHARED_RANK, max(setup.effort.lora_ranks))
     assert rows // count > MOST_ROWS, "BGMV would serve these rows"
     slots = [1 + row % count for row in range(rows)]
     site = Site(hidden, (hidden,) * _PROJECTIONS, [[0, *[rank] * count]] * _PROJECTIONS, [acc.dtype] * (count + 1))
@@ -146,7 +146,7 @@ def _crowded(setup: CheckSetup, acc: Accelerator) -> CrowdedPoint:
 
         return acc.median_us(step, setup.effort.replays) / layers
 
-    return CrowdedPoint(rows, count, rank, us(segmented.issue), us(batch.issue))
+    return SharedPoint(rows, count, rank, us(segmented.issue), us(batch.issue))
 
 
 def _bmm_us(setup: CheckSetup, acc: Accelerator, rows: int, rank: int, layers: int) -> float:

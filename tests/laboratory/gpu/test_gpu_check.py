@@ -62,7 +62,7 @@ def test_quick_stages_and_what_the_sanitizer_runs_succeed_on_an_emulated_device(
     assert str(ROOT) not in text
     figures = {name: stage["figures"] for name, stage in stages.items()}
     assert {tuple(point["ranks"]) for point in figures["lora"]["points"]} == {(8,), (16,), (8, 16)}
-    assert (figures["lora"]["crowded"]["rows"], figures["lora"]["crowded"]["rank"]) == (9, 16)
+    assert (figures["lora"]["few_adapters"]["rows"], figures["lora"]["few_adapters"]["rank"]) == (9, 16)
     assert figures["server"]["beside_cached"]["auto"]["itl_p99"] == pytest.approx(1.1)
     assert figures["build"]["ahead"] == {"triton": 0, "raw": 0, "processes": 1, "errors": {}}
     assert [point["tokens"] for point in figures["handover"]["points"]] == [8]
